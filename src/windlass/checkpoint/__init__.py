@@ -1,0 +1,1 @@
+"""Save, load, keep and verify checkpoints."""

@@ -1,0 +1,113 @@
+"""argv -> config -> one call per command. The only room that prints and exits.
+
+Every file beside this one defines one command or a small family, imports nothing heavy at the top, and offers
+`register(app)`; the part that does the work is imported inside the command, so `windlass --help` starts at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+
+import typer
+
+from windlass.errors import WindlassError
+
+# In the order of the story; `windlass --help` lists commands in this order.
+COMMANDS = (
+    "demo", "show", "clusters", "plan", "budget", "data", "train", "launch", "sweep", "watch", "dash",
+    "profile", "evaluate", "energy", "report", "doctor",
+)  # fmt: skip
+
+
+def build() -> typer.Typer:
+    """The whole command line as one typer application."""
+    from windlass.cli.start import start
+
+    app = typer.Typer(
+        name="windlass",
+        help="From a compute allocation to a trained language model: plan, tokenize, sweep, launch, train, watch, profile, eval, report.",
+        no_args_is_help=False,
+        add_completion=True,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+        pretty_exceptions_enable=False,
+    )
+    app.callback(invoke_without_command=True)(start)
+    for name in COMMANDS:
+        import_module(f"windlass.cli.{name}").register(app)
+    return app
+
+
+def main() -> None:
+    """Entry point of the `windlass` command: errors become one message, a hint and an exit code."""
+    debug = _take_debug_flag()
+    try:
+        build()(standalone_mode=False)
+    except WindlassError as error:
+        if debug:
+            raise
+        _complain(error.message, error.hint)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        _complain("stopped by Ctrl-C", "files are written whole or not at all, so the same command can simply be run again")
+        sys.exit(130)
+    except BrokenPipeError:  # `windlass ... | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except OSError as error:
+        if debug:
+            raise
+        _complain(_os_message(error), _os_hint(error))
+        sys.exit(1)
+    except Exception as error:
+        _finish(error, debug)
+
+
+def _finish(error: Exception, debug: bool) -> None:
+    # typer bundles click privately in newer releases, so its exceptions are recognised by shape, not by class.
+    if hasattr(error, "exit_code") and hasattr(error, "show"):
+        error.show()
+        sys.exit(int(error.exit_code))
+    if type(error).__name__ == "Exit" and hasattr(error, "exit_code"):
+        sys.exit(int(error.exit_code))
+    if type(error).__name__ == "Abort":
+        sys.exit(130)
+    if debug:
+        raise error
+    _complain(f"{type(error).__name__}: {error}", "this is a fault in windlass; run again with --debug for the traceback and report it")
+    sys.exit(70)
+
+
+def _take_debug_flag() -> bool:
+    debug = "--debug" in sys.argv[1:]
+    if debug:
+        sys.argv = [sys.argv[0], *(a for a in sys.argv[1:] if a != "--debug")]
+    return debug or bool(os.environ.get("WINDLASS_DEBUG"))
+
+
+def _os_message(error: OSError) -> str:
+    where = f" {error.filename}" if error.filename else ""
+    return f"the system refused{where}: {error.strerror or error}"
+
+
+def _os_hint(error: OSError) -> str:
+    import errno
+
+    return {
+        errno.ENOSPC: "the disk is full: free some space or choose another folder with --run; what was complete is still there",
+        errno.EDQUOT: "your quota is used up: free some space or choose another file system",
+        errno.EACCES: "you may not write there: choose another folder",
+        errno.EROFS: "that file system is read-only: choose another folder",
+    }.get(error.errno or 0, "check the path and its permissions; run with --debug for the traceback")
+
+
+def _complain(message: str, hint: str | None) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(Text.assemble(("error: ", "bold red"), message))
+    if hint:
+        console.print(Text.assemble(("hint:  ", "bold cyan"), hint))

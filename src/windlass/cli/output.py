@@ -1,0 +1,63 @@
+"""How do commands print? Tables for people, `--json` for programs, the same numbers in both."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+def console() -> Console:
+    """Where people read; wide enough for tables even when piped."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on standard output, nothing else. NaN and infinity become null: they are not JSON."""
+    sys.stdout.write(json.dumps(finite(value), indent=2, default=_plain, allow_nan=False) + "\n")
+
+
+def finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else None
+    if isinstance(value, dict):
+        return {str(k): finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    if hasattr(value, "__dataclass_fields__"):
+        from dataclasses import asdict
+
+        return finite(asdict(value))
+    if hasattr(value, "item"):
+        return finite(value.item())
+    return str(value)
+
+
+def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[int] = ()) -> Table:
+    """A plain table; `right` lists the columns with numbers. Cell texts are shown as they are, never as markup."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", header_style="bold", pad_edge=False)
+    for index, name in enumerate(columns):
+        made.add_column(name, justify="right" if index in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
+    return made

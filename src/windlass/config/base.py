@@ -1,0 +1,40 @@
+"""What do all tables of a recipe share? Frozen, strict about names, and units parsed on the way in."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+from windlass.errors import WindlassError
+from windlass.units import parse_bytes, parse_joules, parse_seconds, parse_tokens
+
+
+class Table(BaseModel):
+    """One table of a recipe: frozen data; an unknown key is an error that names its neighbours."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, str_strip_whitespace=True)
+
+
+def _with_unit(parse: Any) -> BeforeValidator:
+    def validator(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise ValueError(f"expected a number or a text with a unit, not {type(value).__name__} {value!r}")
+        try:
+            return parse(value)
+        except WindlassError as error:  # pydantic collects ValueErrors, so that all problems come in one message
+            raise ValueError(error.message + (f" ({error.hint})" if error.hint else "")) from None
+
+    return BeforeValidator(validator)
+
+
+def _schema(example: str, what: str) -> WithJsonSchema:
+    return WithJsonSchema(
+        {"anyOf": [{"type": "number"}, {"type": "string"}], "description": f"{what}, for example {example}"}
+    )
+
+
+Tokens = Annotated[int, _with_unit(parse_tokens), Field(ge=0), _schema('"450B" or "4Mi"', "A token count")]
+Bytes = Annotated[int, _with_unit(parse_bytes), Field(ge=0), _schema('"94 GiB"', "A size")]
+Seconds = Annotated[float, _with_unit(parse_seconds), Field(ge=0), _schema('"30m"', "A duration")]
+Joules = Annotated[float, _with_unit(parse_joules), Field(ge=0), _schema('"14.2 MWh"', "An energy")]

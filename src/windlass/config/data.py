@@ -1,0 +1,44 @@
+"""What is read, in which mix and order? The `[data]` table."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from windlass.config.base import Table, Tokens
+
+
+class Stage(Table):
+    """From this token position on, this mix."""
+
+    start: Tokens = 0
+    mix: dict[str, float]
+
+
+class DataConfig(Table):
+    store: str | None = None
+    """Folder written by `windlass tokenize` (or a Megatron, OLMo or datatrove store). None: synthetic tokens, for benchmarks."""
+    tokenizer: str | None = None
+    """Tokenizer file or folder; the store's own when left out."""
+    mix: dict[str, float] = Field(default_factory=dict)
+    """Source name -> weight. Empty: every source in proportion to its tokens."""
+    epochs: dict[str, float] = Field(default_factory=dict)
+    """Source name -> the most passes over it that are allowed."""
+    max_epochs: float = Field(default=4.0, gt=0)
+    """The most passes over any source that is not named in `epochs`."""
+    stages: list[Stage] = Field(default_factory=list)
+    """Mixes that take over at a token position (annealing, continued pre-training)."""
+    tokens: Tokens | None = None
+    """How many tokens to train on."""
+    seq_len: PositiveInt = 2048
+    batch_tokens: Tokens | None = None
+    """Tokens of one optimizer step over all devices."""
+    mask_documents: bool = False
+    """Attention does not cross document borders inside a packed sequence."""
+    pack: Literal["stream", "document"] = "stream"
+    """stream: documents are concatenated and cut every seq_len tokens."""
+    validation: str | None = None
+    """Which split is held out for validation; `validation` of the store when it has one."""
+    policy: Literal["any", "lawful"] = "any"
+    """lawful refuses a source without licence and origin."""

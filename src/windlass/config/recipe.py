@@ -1,0 +1,35 @@
+"""What is one whole run? A recipe: one TOML file with these tables, frozen once loaded."""
+
+from __future__ import annotations
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from windlass.config.base import Table
+from windlass.config.data import DataConfig
+from windlass.config.launch import LaunchConfig
+from windlass.config.layout import LayoutConfig
+from windlass.config.model import ModelConfig
+from windlass.config.observe import EnergyConfig, ProfileConfig, TrackersConfig
+from windlass.config.optim import OptimConfig
+from windlass.config.save import SaveConfig
+from windlass.config.train import TrainConfig
+
+
+class Recipe(Table):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=120)
+    """Letters, digits, dot, dash and underscore: it becomes the run folder's name."""
+    cluster: str = "workstation"
+    nodes: PositiveInt = 1
+    seed: NonNegativeInt = 0
+    notes: str = ""
+    model: ModelConfig
+    data: DataConfig = Field(default_factory=DataConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    layout: LayoutConfig | None = None
+    """None: the planner chooses and prints its reason."""
+    save: SaveConfig = Field(default_factory=SaveConfig)
+    energy: EnergyConfig = Field(default_factory=EnergyConfig)
+    profile: ProfileConfig = Field(default_factory=ProfileConfig)
+    trackers: TrackersConfig = Field(default_factory=TrackersConfig)
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)

@@ -1,0 +1,45 @@
+"""How is one step computed? The `[train]` table."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from windlass.config.base import Table, Tokens
+
+
+class TrainConfig(Table):
+    engine: Literal["native", "deepspeed"] = "native"
+    precision: Literal["bf16", "fp32", "fp8", "bf16_pure"] = "bf16"
+    """bf16: bf16 compute, fp32 master weights and reduction. bf16_pure: bf16 weights with stochastic rounding."""
+    steps: PositiveInt | None = None
+    """Optimizer steps, instead of data.tokens, for short runs."""
+    recompute: Literal["none", "selective", "full", "budget"] = "none"
+    recompute_budget: float = Field(default=0.5, ge=0, le=1)
+    """recompute = "budget": share of activation memory that is kept."""
+    compile: bool | None = None
+    """torch.compile per block; None: on for GPUs, off on a CPU."""
+    attention: Literal["auto", "cudnn", "flash", "flash3", "efficient", "math"] = "auto"
+    loss: Literal["auto", "plain", "chunked", "fused"] = "auto"
+    """How head and cross-entropy are computed; chunked and fused never hold the whole logits."""
+    loss_chunk: PositiveInt = 4096
+    """Tokens per chunk of the chunked loss."""
+    z_loss: NonNegativeFloat = 0.0
+    log_every: PositiveInt = 1
+    eval_every: NonNegativeInt = 0
+    """Steps between validation passes; 0: only at the end when a validation split exists."""
+    eval_tokens: Tokens = 262_144
+    skip_nonfinite: bool = True
+    """A step whose loss or gradient norm is not finite on any rank changes no weights."""
+    skip_spike_sigma: NonNegativeFloat = 0.0
+    """Skip a step whose loss or gradient norm lies this many standard deviations above its recent mean; 0: off."""
+    max_skipped: PositiveInt = 10
+    """Skipped steps in a row after which the run stops."""
+    rollback: bool = False
+    """After max_skipped, go back to an earlier checkpoint and skip the data range, once, instead of stopping."""
+    gc_every: PositiveInt = 100
+    """Steps between runs of Python's garbage collector, which is off otherwise."""
+    deterministic: bool = False
+    watchdog_seconds: NonNegativeFloat = 600.0
+    """A rank that makes no progress for this long ends the job and is named; 0: off."""

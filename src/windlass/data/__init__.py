@@ -1,0 +1,1 @@
+"""Sources and provenance, tokenise, token store, mix, sampler, loader."""

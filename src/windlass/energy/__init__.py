@@ -1,0 +1,1 @@
+"""Energy windows over sensors, and carbon."""

@@ -1,0 +1,1 @@
+"""Perplexity, downstream tasks, generation, export and import."""

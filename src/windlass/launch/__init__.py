@@ -1,0 +1,1 @@
+"""Batch scripts, SLURM, local runs, chains, sweeps, doctor."""

@@ -1,0 +1,1 @@
+"""Legal layouts -> estimates -> ranked plans with reasons; budget curves; calibration from measured runs."""

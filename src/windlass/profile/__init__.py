@@ -1,0 +1,1 @@
+"""Capture a trace, read traces, and summarise or compare them."""

@@ -1,0 +1,80 @@
+"""With what was this run made? Code version, packages, hardware and host, written once per start."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import windlass
+from windlass.config import Recipe, recipe_hash
+from windlass.runs.files import read_json, write_json
+from windlass.runs.folder import Run
+
+PACKAGES = ("torch", "numpy", "pydantic", "transformers", "tokenizers", "safetensors", "deepspeed", "triton", "nvidia-ml-py", "wandb", "plotly")
+
+
+def collect(recipe: Recipe, **extra: Any) -> dict[str, Any]:
+    """Everything that is the same on all ranks; the caller adds devices, world size and the data ledger's hash."""
+    return {
+        "windlass": windlass.__version__,
+        "commit": commit(),
+        "python": sys.version.split()[0],
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "host": socket.gethostname(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+        "recipe_hash": recipe_hash(recipe),
+        "started_at": time.time(),
+        **extra,
+    }
+
+
+def write(run: Run, manifest: dict[str, Any]) -> None:
+    """The newest start's manifest; earlier ones are kept in its `earlier` list, so that a report shows a change of machine."""
+    old = read_json(run.manifest_file)
+    earlier = [*(old.pop("earlier", []) if old else []), *([old] if old else [])]
+    write_json(run.manifest_file, {**manifest, "earlier": earlier[-20:]})
+
+
+def commit() -> str | None:
+    """The source tree's commit, with + when it has changes; None outside a checkout."""
+    top = Path(windlass.__file__).resolve().parents[2]
+    if not (top / ".git").exists():
+        return None
+    try:
+        head = subprocess.run(["git", "-C", str(top), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=5)
+        dirty = subprocess.run(["git", "-C", str(top), "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return None if head.returncode else head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_name() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None

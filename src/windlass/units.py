@@ -1,0 +1,155 @@
+"""How do people write sizes, token counts, times and energies, and how do we print them? One place for both."""
+
+from __future__ import annotations
+
+import math
+import re
+from difflib import get_close_matches
+
+from windlass.errors import ConfigError
+
+_DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12, "P": 10**15}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
+_TOKENS = {**{k: v for k, v in _DECIMAL.items() if k not in ("P", "G")}, "G": 10**9, **_BINARY}
+_BYTES = {
+    "": 1,
+    "B": 1,
+    **{f"{p}B": m for p, m in _DECIMAL.items() if p not in ("", "B")},
+    **{f"{p}B": m for p, m in _BINARY.items()},
+    **{p: m for p, m in _BINARY.items()},
+}
+_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_JOULES = {
+    "J": 1.0, "kJ": 1e3, "MJ": 1e6, "GJ": 1e9,
+    "Wh": 3600.0, "kWh": 3.6e6, "MWh": 3.6e9, "GWh": 3.6e12,
+}  # fmt: skip
+_NUMBER = re.compile(r"^\s*([+-]?(?:\d[\d_,]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)\s*$")
+_CLOCK = re.compile(r"^(?:(\d+)-)?(\d+):(\d\d)(?::(\d\d))?$")
+
+
+def _split(text: str, table: dict[str, float] | dict[str, int], kind: str, example: str) -> tuple[float, float]:
+    match = _NUMBER.match(text)
+    if match is None:
+        raise ConfigError(f"{text!r} is not {kind}", hint=f"write it like {example}")
+    number, suffix = match.group(1).replace(",", "").replace("_", ""), match.group(2)
+    if suffix not in table:
+        near = get_close_matches(suffix, [k for k in table if k], n=3, cutoff=0.3)
+        known = ", ".join(near or [k for k in table if k])
+        raise ConfigError(f"{text!r}: unknown unit {suffix!r} for {kind}", hint=f"units here: {known}; for example {example}")
+    return float(number), float(table[suffix])
+
+
+def _whole(value: float, text: object, kind: str) -> int:
+    if not math.isfinite(value):
+        raise ConfigError(f"{text!r} is not a finite {kind}")
+    if value < 0:
+        raise ConfigError(f"{text!r} is negative; {kind} cannot be", hint="write a number of at least 0")
+    if abs(value - round(value)) > 1e-6 * max(1.0, abs(value)):
+        raise ConfigError(f"{text!r} is not a whole number of {kind}")
+    return round(value)
+
+
+def parse_tokens(value: str | float) -> int:
+    """`"450B"` -> 450_000_000_000, `"4Mi"` -> 4_194_304; plain numbers pass."""
+    if isinstance(value, str):
+        number, unit = _split(value, _TOKENS, "a token count", '"450B" or "4Mi"')
+        return _whole(number * unit, value, "tokens")
+    return _whole(float(value), value, "tokens")
+
+
+def parse_bytes(value: str | float) -> int:
+    """`"94 GiB"`, `"64 GB"`, `"512"` -> bytes."""
+    if isinstance(value, str):
+        number, unit = _split(value, _BYTES, "a size in bytes", '"94 GiB" or "64 GB"')
+        return _whole(round(number * unit), value, "bytes")
+    return _whole(float(value), value, "bytes")
+
+
+def parse_seconds(value: str | float) -> float:
+    """`"30m"`, `"24h"`, `"2d"`, SLURM's `"2-00:00:00"` and `"1:30:00"` -> seconds."""
+    if isinstance(value, str):
+        clock = _CLOCK.match(value.strip())
+        if clock:
+            days, first, second, third = (int(g) if g is not None else None for g in clock.groups())
+            if third is None:  # SLURM reads D-HH:MM, and plain MM:SS
+                head = (first or 0) * 3600 + (second or 0) * 60 if days is not None else (first or 0) * 60 + (second or 0)
+                return float((days or 0) * 86400 + head)
+            return float((days or 0) * 86400 + (first or 0) * 3600 + (second or 0) * 60 + third)
+        number, unit = _split(value, _SECONDS, "a duration", '"30m", "24h" or "2-00:00:00"')
+        value = number * unit
+    if not math.isfinite(value) or value < 0:
+        raise ConfigError(f"a duration of {value} s is not possible", hint="write a duration of at least 0")
+    return float(value)
+
+
+def parse_joules(value: str | float) -> float:
+    """`"14.2 MWh"` -> joules; a bare number is joules."""
+    if isinstance(value, str):
+        number, unit = _split(value, {"": 1.0, **_JOULES}, "an energy", '"14.2 MWh" or "250 J"')
+        value = number * unit
+    if not math.isfinite(value) or value < 0:
+        raise ConfigError(f"an energy of {value} J is not possible", hint="write an energy of at least 0")
+    return float(value)
+
+
+def _trim(value: float, digits: int) -> str:
+    text = f"{value:.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _scaled(value: float, steps: list[tuple[float, str]], digits: int, gap: str) -> str:
+    for size, name in steps:
+        if abs(value) >= size * 0.9995:
+            return f"{_trim(value / size, digits)}{gap}{name}".rstrip()
+    size, name = steps[-1]
+    return f"{_trim(value / size, digits)}{gap}{name}".rstrip()
+
+
+def print_tokens(tokens: float | None, digits: int = 2) -> str:
+    """450_000_000_000 -> `450B`; None -> `unknown`."""
+    if tokens is None:
+        return "unknown"
+    return _scaled(tokens, [(1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1, "")], digits, "")
+
+
+def print_bytes(size: float | None, digits: int = 1) -> str:
+    """Bytes in binary units: `94 GiB`."""
+    if size is None:
+        return "not measured"
+    return _scaled(size, [(2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")], digits, " ")
+
+
+def print_seconds(seconds: float | None) -> str:
+    """`3.2 s`, `4 min 12 s`, `5 h 3 min`, `12.3 days`."""
+    if seconds is None:
+        return "unknown"
+    if seconds < 0:
+        return f"-{print_seconds(-seconds)}"
+    if seconds < 1:
+        return f"{_trim(seconds * 1e3, 1)} ms"
+    if seconds < 59.95:
+        return f"{_trim(seconds, 1)} s"
+    if seconds < 3600:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    if seconds < 2 * 86400:
+        hours, rest = divmod(round(seconds / 60), 60)
+        return f"{hours} h {rest} min" if rest else f"{hours} h"
+    return f"{_trim(seconds / 86400, 1)} days"
+
+
+def print_joules(joules: float | None, digits: int = 2) -> str:
+    """Small energies in joules, the rest in watt-hours: `250 J`, `14.2 MWh`; None is `not measured`, never 0."""
+    if joules is None:
+        return "not measured"
+    if abs(joules) < 3600:
+        return f"{_trim(joules, digits)} J"
+    return _scaled(joules / 3600, [(1e9, "GWh"), (1e6, "MWh"), (1e3, "kWh"), (1, "Wh")], digits, " ")
+
+
+def print_slurm_time(seconds: float) -> str:
+    """Seconds -> SLURM's `D-HH:MM:SS`, rounded up to a minute (SLURM counts limits in minutes)."""
+    minutes = math.ceil(seconds / 60)
+    days, rest = divmod(minutes, 1440)
+    hours, mins = divmod(rest, 60)
+    return f"{days}-{hours:02d}:{mins:02d}:00"
