@@ -75,3 +75,28 @@ def array_task(env: Mapping[str, str] | None = None) -> tuple[int, int] | None:
         return None
     low = int(env.get("SLURM_ARRAY_TASK_MIN", "0"))
     return int(env["SLURM_ARRAY_TASK_ID"]) - low, int(env.get("SLURM_ARRAY_TASK_COUNT", "1"))
+
+
+def end_time(env: Mapping[str, str] | None = None) -> float | None:
+    """When the scheduler will end this job (seconds since 1970), or None when it has not said.
+
+    SLURM before 23.02 does not set the variable; our job scripts ask squeue and export it.
+    """
+    value = (os.environ if env is None else env).get("SLURM_JOB_END_TIME", "")
+    return float(value) if value.isdigit() else None
+
+
+def cluster_name(env: Mapping[str, str] | None = None) -> str | None:
+    """The name the site gave its SLURM, inside a job."""
+    return (os.environ if env is None else env).get("SLURM_CLUSTER_NAME")
+
+
+def node_list(env: Mapping[str, str] | None = None) -> str | None:
+    """The job's nodes in SLURM's short form (`node[01-04]`), or None outside a job."""
+    env = os.environ if env is None else env
+    return env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+
+
+def without_scheduler(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment a nested sbatch should see: SLURM_* and SBATCH_* of the outer job would shape the new one."""
+    return {k: v for k, v in env.items() if not k.startswith(("SLURM_", "SBATCH_", "SLURMD_", "SRUN_"))}
