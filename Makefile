@@ -1,0 +1,49 @@
+# Each target makes its own virtual environment when it is missing or older than what it is made from.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test lint unit bench docs clean help
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo   the whole story on this machine's CPU, ending in runs/demo/report.html"
+	@echo "make test   format, lint, types, import contract, all tests"
+	@echo "make lint   only the static checks"
+	@echo "make bench  the CPU benchmarks, written to benchmarks/results"
+	@echo "make docs   the documentation site, into site/"
+
+# The environment is built with pip's own resolver: constraints.txt pins what the tests run with.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("windlass needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,data,trackers,dash,eval,dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/windlass demo
+
+test: lint
+	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not gpu and not slow"
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: $(STAMP)
+	$(BIN)/pytest -q -m "not gpu and not slow and not multi and not slurm and not browser"
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/run_cpu.py
+
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python scripts/make_reference.py
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) site dist build .mypy_cache .ruff_cache .pytest_cache
