@@ -1,0 +1,84 @@
+"""Which colours and letters do all figures share? Chosen to be told apart with any colour vision, on paper, on a dark screen and on a projector."""
+
+from __future__ import annotations
+
+# Between them every neighbouring pair differs in lightness too, so a grey print still reads.
+PALETTE = (
+    "#2f6fde",
+    "#e0851b",
+    "#1f9e6e",
+    "#c9405a",
+    "#8660c9",
+    "#2aa5c0",
+    "#9c8321",
+    "#7b8794",
+    "#d66bb0",
+    "#4c5a9e",
+    "#6fae3a",
+    "#a5573b",
+)
+HEAT = ((0.0, "#2b3a67"), (0.25, "#2f6fde"), (0.5, "#2aa5a0"), (0.75, "#9fc131"), (1.0, "#fde725"))
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+
+LIGHT = {
+    "ink": "#1c2430",
+    "soft": "#5b6675",
+    "paper": "#ffffff",
+    "panel": "#f6f8fa",
+    "edge": "#d9dfe6",
+    "grid": "#e6eaef",
+    "accent": "#2f6fde",
+}
+DARK = {
+    "ink": "#e8edf3",
+    "soft": "#a3afbd",
+    "paper": "#12161c",
+    "panel": "#1a2029",
+    "edge": "#313b48",
+    "grid": "#2a323d",
+    "accent": "#6ea1ff",
+}
+
+
+def colour(index: int) -> str:
+    return PALETTE[index % len(PALETTE)]
+
+
+def _variables(values: dict[str, str]) -> str:
+    return "".join(f"--{name}:{value};" for name, value in values.items())
+
+
+def css() -> str:
+    """The style sheet of every page: light or dark as the reader's system says, 18 px so that a projector's last row can read it."""
+    return f"""
+:root {{ color-scheme: light dark; {_variables(LIGHT)} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {_variables(DARK)} }} }}
+* {{ box-sizing: border-box; }}
+body {{ margin: 0; background: var(--paper); color: var(--ink); font: 17px/1.5 {FONT}; }}
+main {{ max-width: 1180px; margin: 0 auto; padding: 28px 24px 64px; }}
+h1 {{ font-size: 32px; line-height: 1.2; margin: 0 0 4px; }}
+h2 {{ font-size: 24px; margin: 44px 0 12px; padding-top: 14px; border-top: 1px solid var(--edge); }}
+h3 {{ font-size: 18px; margin: 18px 0 4px; }}
+p {{ margin: 8px 0; max-width: 78ch; }}
+a {{ color: var(--accent); }}
+.sub, .caption, footer {{ color: var(--soft); }}
+.caption {{ font-size: 15px; margin-top: 2px; }}
+footer {{ margin-top: 56px; padding-top: 14px; border-top: 1px solid var(--edge); font-size: 14px; }}
+.warning {{ border-left: 4px solid #e0851b; background: var(--panel); padding: 8px 14px; border-radius: 4px; }}
+.cards {{ display: flex; flex-wrap: wrap; gap: 14px; margin: 14px 0; }}
+.card {{ background: var(--panel); border: 1px solid var(--edge); border-radius: 10px; padding: 12px 18px; min-width: 140px; flex: 1 1 140px; }}
+.card b {{ display: block; font-size: 26px; line-height: 1.25; font-variant-numeric: tabular-nums; }}
+.card span {{ color: var(--soft); font-size: 15px; }}
+.card i {{ display: block; color: var(--soft); font-size: 13px; font-style: normal; }}
+.wide {{ overflow-x: auto; margin: 12px 0; }}
+table {{ border-collapse: collapse; width: 100%; font-size: 15px; font-variant-numeric: tabular-nums; }}
+th {{ text-align: left; border-bottom: 2px solid var(--edge); padding: 6px 10px; vertical-align: bottom; }}
+td {{ border-bottom: 1px solid var(--edge); padding: 6px 10px; vertical-align: top; }}
+th.n, td.n {{ text-align: right; white-space: nowrap; }}
+tr.strong td {{ font-weight: 650; background: var(--panel); }}
+.chart {{ margin: 16px 0 4px; }}
+.plot {{ width: 100%; }}
+pre, code {{ font-family: ui-monospace, 'SF Mono', Menlo, Consolas, monospace; font-size: 14px; }}
+pre {{ background: var(--panel); border: 1px solid var(--edge); border-radius: 8px; padding: 12px 14px; overflow-x: auto; }}
+@media print {{ h2 {{ break-after: avoid; }} .chart, .card, tr {{ break-inside: avoid; }} }}
+"""
