@@ -1,0 +1,241 @@
+"""How much memory does one device need for a training step? Pure arithmetic: no torch, no files, no network.
+
+A step has three moments at which memory can peak: when the forward pass is done and the loss is computed (all activations
+live), in the backward pass of the first layers (all gradients live), and in the optimizer. The estimate is the highest of
+them, on the fullest pipeline stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windlass.cost.params import count
+from windlass.cost.shapes import Shape
+from windlass.cost.work import Degrees, Work
+
+GIB = 2**30
+
+MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+CONTEXT_BYTES = 0.6e9
+"""CUDA or ROCm context with loaded kernels, outside the allocator."""
+NCCL_BYTES_PER_GROUP = 0.4e9
+"""Buffers of one communicator (data, tensor, pipeline, context), outside the allocator."""
+SLACK = 0.06
+"""Reserved beyond allocated: blocks that the caching allocator holds but cannot hand out."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    terms: dict[str, float]
+    """Bytes by what holds them, at the moment of the peak; sums to `allocated`."""
+    allocated: float
+    """Peak of the caching allocator (torch.cuda.max_memory_allocated)."""
+    reserved: float
+    """What the allocator took from the driver."""
+    total: float
+    """With context and communication buffers: compare this with the device's memory."""
+    moment: str
+    """When the peak occurs: "loss", "backward" or "optimizer"."""
+    stage: int
+    """Pipeline stage with the highest peak."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    index: int
+    layers: float
+    embedding: float
+    """Parameters of the embedding on this device (after tensor division)."""
+    head: float
+    body: float
+    in_flight: float
+    """Micro-batches whose activations live at the same time."""
+    has_loss: bool
+
+    @property
+    def params(self) -> float:
+        return self.embedding + self.head + self.body
+
+
+def memory(shape: Shape, work: Work, layout: Degrees, devices_per_node: int | None = None) -> MemoryEstimate:
+    """Peak memory of the fullest device."""
+    best: MemoryEstimate | None = None
+    for stage in _stages(shape, work, layout):
+        estimate = _stage_memory(shape, work, layout, stage, devices_per_node)
+        if best is None or estimate.allocated > best.allocated:
+            best = estimate
+    assert best is not None
+    return best
+
+
+def _stages(s: Shape, work: Work, layout: Degrees) -> list[_Stage]:
+    """The stages that can be the fullest: the first (most micro-batches in flight, embedding) and the last (head and logits)."""
+    params, t, p = count(s), layout.tensor, layout.pipeline
+    table = s.padded_vocab * s.width / t
+    layers = s.layers / p
+    body = params.per_layer * layers / t
+    if p == 1:
+        return [_Stage(0, layers, table + s.positions * s.width, 0.0 if s.tied else table, body, 1.0, True)]
+    first = _Stage(0, layers, table + s.positions * s.width, 0.0, body, _in_flight(layout, work, 0), False)
+    last = _Stage(p - 1, layers, 0.0, table, body, _in_flight(layout, work, p - 1), True)
+    return [first, last]
+
+
+def _in_flight(layout: Degrees, work: Work, stage: int) -> float:
+    p, m, v = layout.pipeline, work.accumulation, layout.chunks
+    if layout.schedule == "gpipe":
+        return float(m)
+    if layout.schedule == "zbv":
+        return float(min(m, p))
+    warm = float(p - stage)
+    if v > 1:  # interleaved: (p - stage - 1) * 2 + (v - 1) * p + 1 chunks of 1/v of the stage
+        warm = ((p - stage - 1) * 2 + (v - 1) * p + 1) / v
+    return float(min(m, warm))
+
+
+def _stage_memory(shape: Shape, work: Work, layout: Degrees, stage: _Stage, per_node: int | None) -> MemoryEstimate:
+    states, gradients, late_gradients = _states(shape, work, layout, stage, per_node)
+    unsharded, reduce_buffers = _unsharded(shape, work, layout, stage, per_node)
+    layer, kept = layer_activations(shape, work, layout), kept_activations(shape, work, layout)
+    tokens = work.micro_batch * work.seq_len / layout.context
+    activations = kept * tokens * stage.layers * stage.in_flight
+    logits = _logits(shape, work, layout, tokens) if stage.has_loss else 0.0
+    inputs = _inputs(shape, work, layout, tokens)
+    one_layer = max(0.0, layer - kept) * tokens
+    moments = {
+        "loss": {
+            **states,
+            "gradients": gradients,
+            "unsharded weights": unsharded,
+            "activations": activations,
+            "logits and loss": logits,
+        },
+        "backward": {
+            **states,
+            "gradients": late_gradients,
+            "unsharded weights": unsharded,
+            "reduction buffers": reduce_buffers,
+            # Under recompute the peak is at the last layers: all inputs live, one layer is worked out again.
+            "activations": activations + one_layer
+            if work.recompute != "none"
+            else activations * (1 - 0.5 / max(1.0, stage.layers)),
+        }
+        if work.recompute != "none" or work.accumulation > 1 or work.engine != "torch"
+        else {
+            **states,
+            "gradients": late_gradients,
+            "reduction buffers": reduce_buffers,
+            "unsharded weights": unsharded,
+            "activations": activations / max(1.0, stage.layers),
+        },
+        "optimizer": {**states, "gradients": late_gradients, "optimizer temporaries": late_gradients * 0.0},
+    }
+    name = max(moments, key=lambda n: sum(moments[n].values()))
+    terms = {k: v for k, v in {**moments[name], "inputs": inputs}.items() if v > 0}
+    allocated = sum(terms.values())
+    reserved = allocated * (1 + SLACK)
+    groups = sum(d > 1 for d in (layout.data, layout.tensor, layout.pipeline, layout.context))
+    return MemoryEstimate(
+        terms, allocated, reserved, reserved + CONTEXT_BYTES + NCCL_BYTES_PER_GROUP * groups, name, stage.index
+    )
+
+
+def _states(
+    s: Shape, work: Work, layout: Degrees, stage: _Stage, per_node: int | None
+) -> tuple[dict[str, float], float, float]:
+    """Weights, masters and moments that always live; gradients at the loss; gradients at the end of the backward pass."""
+    p, shards, state_shards = stage.params, layout.shards(per_node), layout.state_shards(per_node)
+    moments = (2.0 if work.optimizer.startswith("adam") else 1.0) * MOMENT_BYTES.get(work.moments, 4)
+    on_device = layout.offload == "none"
+    pure = work.precision == "bf16_pure"
+    if work.precision == "fp32" or (work.engine == "torch" and not pure):
+        gradient = (
+            (4.0 if work.gradients != "bf16" else 2.0) * p / (state_shards if layout.shard == "zero2" else shards)
+        )
+        copy = (
+            2.0 * p if shards == 1 and layout.shard in ("none", "zero1", "zero2") and work.precision != "fp32" else 0.0
+        )
+        states = {"weights": 4.0 * p / shards, "16-bit copy": copy, "optimizer states": moments * p / state_shards}
+        early = gradient if work.accumulation > 1 else 0.0
+    elif pure:
+        gradient = 2.0 * p / (state_shards if layout.shard == "zero2" else shards)
+        states = {
+            "weights": 2.0 * p / shards,
+            "optimizer states": (moments if work.moments != "fp32" else 4.0) * p / state_shards,
+        }
+        early = gradient if work.accumulation > 1 else 0.0
+    else:
+        wide = work.gradients or ("fp32" if work.engine == "megatron" and work.precision != "fp16" else "bf16")
+        gradient = (4.0 if wide == "fp32" else 2.0) * p / (state_shards if layout.shard == "zero2" else shards)
+        states = {
+            "weights": 2.0 * p / shards,
+            "master weights": 4.0 * p / state_shards,
+            "optimizer states": moments * p / state_shards,
+        }
+        early = gradient
+    if not on_device:
+        for name in ("optimizer states", "master weights"):
+            states.pop(name, None)
+        if layout.offload == "parameters":
+            states["weights"] = 0.0
+    return states, early, gradient
+
+
+def _unsharded(s: Shape, work: Work, layout: Degrees, stage: _Stage, per_node: int | None) -> tuple[float, float]:
+    """Full sharding gathers layers when they are needed: the embedding and head stay, two layers live at a time; and gradients on their way out."""
+    if layout.shards(per_node) <= 1:
+        return 0.0, 0.0
+    width = 2.0 if work.precision != "fp32" else 4.0
+    layer = stage.body / max(1.0, stage.layers)
+    gathered = width * (stage.embedding + stage.head + 2.0 * layer)
+    return gathered, 2 * width * layer
+
+
+def layer_activations(s: Shape, work: Work, layout: Degrees) -> float:
+    """Bytes per token that one layer keeps for its backward pass without recompute."""
+    d, t = float(work.bytes_per_value), layout.tensor
+    spread = t if layout.sequence_parallel else 1  # norms and residuals are divided only along the sequence
+    residuals = (2.0 if work.compile else 4.0) * d * s.width / spread
+    attention = d * (2.0 * s.attention_width + 2.0 * s.kv_width) / t + 4.0 * s.heads / t
+    if not work.flash:
+        attention += 2.0 * d * s.heads * work.seq_len / t
+    hidden = (2.0 if s.glu else 1.0) * (1.0 if work.compile else 2.0) * d * s.ffn / t
+    if s.arch == "retnet":
+        attention += d * 2.0 * s.value_width / t
+    return residuals + attention + hidden
+
+
+def kept_activations(s: Shape, work: Work, layout: Degrees) -> float:
+    """Bytes per token and layer that live from the forward to the backward pass under the recompute policy."""
+    full = layer_activations(s, work, layout)
+    spread = layout.tensor if layout.sequence_parallel else 1
+    block_input = work.bytes_per_value * s.width / spread
+    if work.recompute == "full":
+        return block_input
+    if work.recompute == "selective":
+        return min(full, _selective(s, work, layout))
+    if work.recompute == "budget":
+        return block_input + (full - block_input) * work.recompute_budget
+    return full
+
+
+def _selective(s: Shape, work: Work, layout: Degrees) -> float:
+    d, t = float(work.bytes_per_value), layout.tensor
+    spread = t if layout.sequence_parallel else 1
+    if work.engine != "torch":  # Megatron's: only the square of scores is worked out again
+        return layer_activations(s, work, layout) - (0.0 if work.flash else 2.0 * d * s.heads * work.seq_len / t)
+    # Per-op policy: attention's output and every other matrix product are kept.
+    return d * (2.0 * s.width / spread + (2.0 * s.attention_width + s.kv_width + s.ffn) / t) + 4.0 * s.heads / t
+
+
+def _logits(s: Shape, work: Work, layout: Degrees, tokens: float) -> float:
+    """plain: 16-bit logits, their fp32 copy, log-softmax and its gradient. compiled: logits and gradient in one pass."""
+    held = min(tokens, work.loss_chunk) if work.loss in ("chunked", "fused") else tokens
+    per_value = {"plain": 12.0, "compiled": 8.0, "chunked": 8.0, "fused": 4.0}[work.loss]
+    return held * s.padded_vocab / layout.tensor * per_value
+
+
+def _inputs(s: Shape, work: Work, layout: Degrees, tokens: float) -> float:
+    """Token numbers, and the output of embedding and final norm."""
+    spread = layout.tensor if layout.sequence_parallel else 1
+    return tokens * (16.0 + 2.0 * work.bytes_per_value * s.width / spread)

@@ -1,0 +1,348 @@
+"""How long does a training step take? Matrix products, attention, memory traffic, collectives, pipeline bubble: each a term.
+
+Physics first: work divided by a rate that the device reaches. The few constants stand in `Constants`, each with its meaning; they
+were fitted to published runs by benchmarks/planner_accuracy.py. A cluster's own `[efficiency]` table replaces the four that depend on the machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windlass.clusters.model import Device, Efficiency, Links
+from windlass.cost.flops import DEFAULT, Convention, hardware_per_token, per_token
+from windlass.cost.params import count
+from windlass.cost.shapes import Shape
+from windlass.cost.work import Degrees, Work
+from windlass.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """What physics leaves open."""
+
+    matmul: float = 0.88
+    """Share of the sustained matrix rate that large products reach inside a model."""
+    edge: float = 180.0
+    """Tile and pipeline-fill losses: a product loses as much as if each of its sides were this much longer."""
+    attention: float = 0.55
+    """Share of the sustained matrix rate in fused attention."""
+    memory: float = 0.80
+    """Share of the device's bandwidth that element-wise kernels reach."""
+    network: float = 0.75
+    """Share of a link that large collectives reach."""
+    overlap: float = 0.85
+    """Share of compute behind which data-parallel traffic can hide."""
+    tensor_overlap: float = 0.2
+    launch_us: float = 12.0
+    """Host time to launch one eager kernel."""
+    fixed_ms: float = 5.0
+    """Per step outside the model: data, logging, clipping, synchronisation."""
+    straggle: float = 0.02
+    """Relative slowdown per doubling of nodes: the slowest of many decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepEstimate:
+    seconds: float
+    terms: dict[str, float]
+    """Seconds by cause; sums to `seconds`."""
+    tokens_per_second_per_device: float
+    mfu: float | None
+    mfu_convention: str
+    hfu: float | None
+    exposed_communication: float
+    """Seconds in which devices wait for data of others."""
+    bubble: float
+    """Seconds in which pipeline stages are idle."""
+
+
+def estimate(
+    shape: Shape,
+    work: Work,
+    layout: Degrees,
+    device: Device,
+    links: Links,
+    devices_per_node: int,
+    efficiency: Efficiency | None = None,
+    *,
+    constants: Constants | None = None,
+    convention: Convention = DEFAULT,
+) -> StepEstimate:
+    """One optimizer step."""
+    c = constants or DEFAULTS
+    if efficiency is not None:
+        c = _with_efficiency(c, efficiency)
+    rates = _rates(device, links, devices_per_node, work, c, layout)
+    tokens = work.micro_batch * work.seq_len / layout.context
+    micro = _micro_batch(shape, work, layout, rates, tokens, c)
+    m, p = work.accumulation, layout.pipeline
+    stage = micro["layers"]
+    busy = sum(stage.values()) * m
+    idle = bubble_share(layout, m) * busy
+    terms = {name: value * m for name, value in stage.items()}
+    head = micro["head"]
+    # With a pipeline the head is the last stage's; planners shorten that stage or the others wait for it.
+    terms["head and loss"] = sum(head.values()) * m / (p if p > 1 else 1) if p == 1 else sum(head.values()) * m * 0.5
+    terms["pipeline bubble"] = idle
+    terms["optimizer"] = _optimizer(shape, work, layout, rates, devices_per_node)
+    compute = sum(terms.values())
+    traffic = _data_traffic(shape, work, layout, rates, devices_per_node)
+    window = c.overlap * compute
+    terms["data-parallel traffic"] = max(0.0, traffic - window) + 0.05 * min(traffic, window)
+    terms["fixed"] = c.fixed_ms / 1000.0
+    nodes = max(1.0, layout.devices / devices_per_node)
+    if nodes > 1:
+        terms["stragglers"] = c.straggle * _log2(nodes) * compute
+    seconds = sum(terms.values())
+    rate = tokens * m * layout.data * layout.context / seconds / layout.devices
+    peak = device.bf16_tflops
+    model = per_token(shape, work.seq_len, convention) * rate / 1e12
+    hardware = hardware_per_token(shape, work.seq_len, work.recompute, convention) * rate / 1e12
+    exposed = (
+        terms["data-parallel traffic"]
+        + terms.get("tensor-parallel traffic", 0.0)
+        + terms.get("context-parallel traffic", 0.0)
+        + terms.get("pipeline traffic", 0.0)
+    )
+    return StepEstimate(
+        seconds=seconds,
+        terms={k: v for k, v in terms.items() if v > 0},
+        tokens_per_second_per_device=rate,
+        mfu=model / peak if peak else None,
+        mfu_convention=convention,
+        hfu=hardware / peak if peak else None,
+        exposed_communication=exposed,
+        bubble=idle,
+    )
+
+
+def bubble_share(layout: Degrees, micro_batches: int) -> float:
+    """Idle time of a pipeline relative to its busy time: (p - 1) / (m v)."""
+    p, v = layout.pipeline, layout.chunks if layout.schedule in ("interleaved", "1f1b") else 1
+    if p == 1:
+        return 0.0
+    share = (p - 1) / (micro_batches * max(1, v))
+    return share / 3 if layout.schedule == "zbv" else share
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    matmul: float
+    """FLOP/s of large matrix products."""
+    attention: float
+    memory: float
+    """Bytes/s of element-wise kernels."""
+    intra: float
+    inter: float
+    """Bytes/s of one device inside a node, and of one device into the fabric when all of a node send."""
+    intra_latency: float
+    inter_latency: float
+    per_node: int
+
+
+def sustained_tflops(device: Device, precision: str) -> float:
+    """Matrix rate that a device holds for hours: the measured one where known, else 80 % of the dense peak within the power limit."""
+    if device.bf16_tflops is None:
+        raise PlanError(f"the matrix rate of {device.name} is unknown", hint="give bf16_tflops in devices.toml")
+    base = device.matmul_tflops or 0.8 * device.bf16_tflops
+    if precision in ("fp8", "mxfp8", "nvfp4") and device.fp8_tflops:
+        return base * device.fp8_tflops / device.bf16_tflops
+    if precision == "fp32":
+        return device.fp32_tflops or base / 8
+    return base
+
+
+def _rates(device: Device, links: Links, per_node: int, work: Work, c: Constants, layout: Degrees) -> _Rates:
+    if device.bandwidth_gbs is None:
+        raise PlanError(f"the memory bandwidth of {device.name} is unknown", hint="give bandwidth_gbs in devices.toml")
+    if layout.devices > per_node and links.inter_gbs_per_node is None:
+        raise PlanError(
+            f"{layout.devices} devices need {-(-layout.devices // per_node)} nodes, but the network of this cluster is unknown",
+            hint="give links.inter_gbs_per_node in the cluster file",
+        )
+    peak = sustained_tflops(device, work.precision) * 1e12
+    bf16 = sustained_tflops(device, "bf16") * 1e12
+    intra = (links.intra_gbs or 25.0) * 1e9 * c.network
+    inter = (links.inter_gbs_per_node or 1.0) * 1e9 / per_node * c.network
+    return _Rates(
+        peak * c.matmul,
+        bf16 * c.attention,
+        device.bandwidth_gbs * 1e9 * c.memory,
+        intra,
+        inter,
+        links.intra_latency_us * 1e-6,
+        links.inter_latency_us * 1e-6,
+        per_node,
+    )
+
+
+def _with_efficiency(c: Constants, e: Efficiency) -> Constants:
+    from dataclasses import replace
+
+    given = {k: v for k in ("matmul", "memory", "network", "overlap") if (v := getattr(e, k)) is not None}
+    return replace(c, **given) if given else c
+
+
+def _product(m: float, n: float, k: float, r: _Rates, c: Constants) -> float:
+    """Seconds of an m x k by k x n product: tiles at the edges and the start of the pipeline count as if the sides were longer."""
+    e = c.edge
+    return 2.0 * (m + e) * (n + e) * (k + e) / r.matmul
+
+
+def _micro_batch(
+    s: Shape, work: Work, layout: Degrees, r: _Rates, tokens: float, c: Constants
+) -> dict[str, dict[str, float]]:
+    """Seconds of one micro-batch on one pipeline stage, and of the head."""
+    t = layout.tensor
+    layers = s.layers / layout.pipeline
+    forward = _layer_products(s, tokens, t, r, c)
+    attention = _attention(s, work, tokens, t, r)
+    elementwise = _elementwise_bytes(s, work, tokens, t, layout) / r.memory
+    again = {
+        "full": 1.0,
+        "selective": 0.35 if work.engine == "torch" else 0.0,
+        "budget": 1.0 - work.recompute_budget,
+    }.get(work.recompute, 0.0)
+    terms = {
+        "matrix products": layers * forward * (3.0 + again),
+        "attention": layers * attention * (3.5 + (again if work.recompute != "selective" else 0.0)),
+        "element-wise": layers * elementwise * (3.0 + again),
+        "tensor-parallel traffic": layers
+        * _tensor_traffic(s, work, layout, tokens, r)
+        * (2.0 + (1.0 if work.recompute == "full" else 0.0))
+        * (1 - c.tensor_overlap),
+        "context-parallel traffic": layers * _context_traffic(s, work, layout, tokens, r) * 3.0,
+        "pipeline traffic": _pipeline_traffic(s, work, layout, tokens, r),
+    }
+    kernels = (20.0 if work.compile else 60.0) * layers * (3.0 + again) * c.launch_us * 1e-6
+    gpu = sum(terms.values())
+    if kernels > gpu:
+        terms["kernel launches"] = kernels - gpu
+    product = _product(tokens, s.padded_vocab / t, s.width, r, c) * 3.0
+    logits = tokens * s.padded_vocab / t * (12.0 if work.loss in ("chunked", "fused", "compiled") else 28.0) / r.memory
+    return {"layers": {k: v for k, v in terms.items() if v}, "head": {"products": product, "loss": logits}}
+
+
+def _layer_products(s: Shape, tokens: float, t: int, r: _Rates, c: Constants) -> float:
+    if s.arch == "retnet":
+        qkvg, out = 2 * s.width + 2 * s.value_width, s.value_width
+    else:
+        qkvg, out = s.attention_width + 2 * s.kv_width, s.attention_width
+    inner = s.ffn / t
+    return (
+        _product(tokens, qkvg / t, s.width, r, c)
+        + _product(tokens, s.width, out / t, r, c)
+        + _product(tokens, inner * (2 if s.glu else 1), s.width, r, c)
+        + _product(tokens, s.width, inner, r, c)
+    )
+
+
+def _attention(s: Shape, work: Work, tokens: float, t: int, r: _Rates) -> float:
+    """Forward seconds of one layer: two products over the (causal half of the) square, or the square through memory."""
+    if s.arch == "retnet":
+        span = s.chunk if s.chunk and s.chunk < work.seq_len else work.seq_len
+        flops = 2.0 * tokens * span * (s.width + s.value_width) / t
+        return flops / r.attention + 4.0 * tokens * span * s.heads / t / r.memory
+    flops = 4.0 * tokens * work.seq_len * s.attention_width / t
+    if work.flash:
+        return 0.5 * flops / r.attention
+    traffic = tokens * s.heads / t * work.seq_len * work.bytes_per_value * 6.0
+    return flops / r.attention + traffic / r.memory
+
+
+def _elementwise_bytes(s: Shape, work: Work, tokens: float, t: int, layout: Degrees) -> float:
+    """Bytes that norms, rotary, activation and residuals of one layer move in a forward pass."""
+    d = work.bytes_per_value
+    spread = t if layout.sequence_parallel else 1
+    passes = 6.0 if work.compile else 14.0
+    inner = (3.0 if s.glu else 2.0) * (1.0 if work.compile else 1.7)
+    return tokens * d * (passes * s.width / spread + inner * s.ffn / t + 2.0 * (s.attention_width + s.kv_width) / t)
+
+
+def _ring(size: float, ranks: int, r: _Rates, span: int | None = None) -> float:
+    """Seconds for an all-gather or reduce-scatter of `size` bytes in all over `ranks` (an all-reduce is two of them).
+
+    `span` is how far apart the ranks of a group are in devices (1: neighbours)."""
+    if ranks <= 1:
+        return 0.0
+    extent = ranks * (span or 1)
+    share = (ranks - 1) / ranks
+    if extent <= r.per_node:
+        return size * share / r.intra + r.intra_latency * (ranks - 1) ** 0.5
+    inside = max(1, r.per_node // (span or 1))
+    nodes = max(2.0, ranks / inside)
+    # Each node passes the whole message once through its links; all its devices share them.
+    fabric = size * share / (r.inter * min(inside, r.per_node) * (span or 1)) * (span or 1)
+    return max(fabric, size * share / r.intra) + r.inter_latency * _log2(nodes) * 2
+
+
+def _log2(x: float) -> float:
+    from math import log2
+
+    return log2(x) if x > 1 else 0.0
+
+
+def _tensor_traffic(s: Shape, work: Work, layout: Degrees, tokens: float, r: _Rates) -> float:
+    """One pass (forward or backward) of one layer: two all-gathers and two reduce-scatters of the activations."""
+    return 4.0 * _ring(tokens * s.width * work.bytes_per_value, layout.tensor, r)
+
+
+def _context_traffic(s: Shape, work: Work, layout: Degrees, tokens: float, r: _Rates) -> float:
+    if layout.context == 1:
+        return 0.0
+    return 0.3 * _ring(
+        2.0 * tokens * layout.context * s.kv_width / layout.tensor * work.bytes_per_value,
+        layout.context,
+        r,
+        layout.tensor,
+    )
+
+
+def _pipeline_traffic(s: Shape, work: Work, layout: Degrees, tokens: float, r: _Rates) -> float:
+    if layout.pipeline == 1:
+        return 0.0
+    size = tokens * s.width * work.bytes_per_value / (layout.tensor if layout.sequence_parallel else 1)
+    rate = r.inter if layout.devices > r.per_node else r.intra
+    return 2.0 * layout.chunks * (size / rate + r.inter_latency) * 0.5
+
+
+def _optimizer(s: Shape, work: Work, layout: Degrees, r: _Rates, per_node: int) -> float:
+    """Reads and writes of weights, gradients and moments of this device's share, and the norm for clipping."""
+    mine = count(s).stored / (layout.tensor * layout.pipeline)
+    shards = layout.state_shards(per_node)
+    return mine / shards * 34.0 / r.memory + mine / layout.shards(per_node) * 4.0 / r.memory
+
+
+def _data_traffic(s: Shape, work: Work, layout: Degrees, r: _Rates, per_node: int) -> float:
+    """Seconds of gathering weights and reducing gradients of one optimizer step, if nothing hides them."""
+    mine = count(s).stored / (layout.tensor * layout.pipeline)
+    group = layout.data * layout.context
+    if group == 1:
+        return 0.0
+    span = layout.tensor
+    gradient = (
+        4.0
+        if work.gradients == "fp32"
+        or (work.gradients is None and work.precision != "bf16_pure" and work.engine == "megatron")
+        else 2.0
+    )
+    syncs = (
+        work.accumulation
+        if layout.sync == "every" and layout.shard in ("full", "hybrid") and layout.pipeline == 1
+        else 1
+    )
+    if layout.shard == "full":
+        passes = 2.0 * work.accumulation if layout.pipeline == 1 else 2.0
+        return passes * _ring(2.0 * mine, group, r, span) + syncs * _ring(gradient * mine, group, r, span)
+    if layout.shard == "hybrid":
+        inside = layout.shards(per_node)
+        return (
+            2.0 * work.accumulation * _ring(2.0 * mine, inside, r, span)
+            + syncs * _ring(gradient * mine, inside, r, span)
+            + 2.0 * _ring(gradient * mine / inside, max(1, group // inside), r, span * inside)
+        )
+    reduce = _ring(gradient * mine, group, r, span)
+    return reduce + _ring((gradient if layout.shard == "none" else 2.0) * mine, group, r, span)
+
+
+DEFAULTS = Constants()
