@@ -1,0 +1,216 @@
+"""Should this link of a job chain run, and is another wanted? Decided from the run folder alone, within a second.
+
+`jobs.jsonl` holds what launch and the links wrote, one record a line:
+  submitted   job, link, kind, nodes, seconds, cluster, account, ...     by `windlass launch`
+  began       job, restart, step                                         by a link's first command
+  ended       job, restart, step, code, by                               by its last one; missing when the link was cut off
+  settled     job, state, elapsed_seconds, nodes, energy_joules          by `windlass jobs`, once the scheduler knows the end
+  cancelled   job                                                        by `windlass cancel`
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from windlass import errors
+from windlass.runs import Run
+from windlass.runs.files import append_line, read_json, read_lines
+
+HOPELESS = {
+    errors.ConfigError.exit_code: "the recipe is at fault",
+    errors.PlanError.exit_code: "the layout does not fit",
+    errors.DataError.exit_code: "the data are at fault",
+    errors.TrainError.exit_code: "training stopped for a reason that a restart does not cure",
+    errors.EXIT_OUT_OF_MEMORY: "a device ran out of memory, and the same layout will again",
+    errors.EXIT_DIVERGED: "training diverged",
+}
+"""Exit codes after which another link would only burn hours."""
+PATIENCE = 2
+"""Links without a new checkpoint after which a chain stops."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """One start of one job: from its `began` record to its `ended` one, if it has one."""
+
+    job: str | None
+    restart: int
+    began_at: float
+    began_step: int | None
+    ended_at: float | None = None
+    code: int | None = None
+    """None: cut off without a word (wall time, node failure, kill)."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`go`: start the ranks. `finished` or `hopeless`: end at once."""
+
+    answer: str
+    reason: str
+
+
+def records(run: Run) -> list[dict[str, Any]]:
+    return list(read_lines(run.jobs_file))
+
+
+def links(lines: Iterable[Mapping[str, Any]]) -> list[Link]:
+    """The starts so far, oldest first."""
+    found: list[Link] = []
+    for line in lines:
+        if line.get("record") == "began":
+            found.append(
+                Link(line.get("job"), int(line.get("restart") or 0), float(line.get("time") or 0), line.get("step"))
+            )
+        elif line.get("record") == "ended":
+            key = (line.get("job"), int(line.get("restart") or 0))
+            for index in reversed(range(len(found))):
+                old = found[index]
+                if (old.job, old.restart) == key and old.ended_at is None:
+                    found[index] = Link(
+                        old.job,
+                        old.restart,
+                        old.began_at,
+                        old.began_step,
+                        float(line.get("time") or 0),
+                        line.get("code"),
+                    )
+                    break
+    return found
+
+
+def newest_step(run: Run) -> int | None:
+    """The step of the newest complete checkpoint, from the `saved` events; None before the first."""
+    steps = [e["step"] for e in run.events() if e.get("event") == "saved" and isinstance(e.get("step"), int)]
+    return max(steps, default=None)
+
+
+def finished(run: Run) -> bool:
+    """The last step of the recipe as it now stands was done; a recipe that was given more tokens goes on."""
+    last: dict[str, Any] | None = None
+    for event in run.events():
+        if event.get("event") in ("started", "resumed"):
+            last = None
+        elif event.get("event") == "finished":
+            last = event
+    return last is not None and not _wants_more(run, last)
+
+
+def _wants_more(run: Run, event: Mapping[str, Any]) -> bool:
+    config = read_json(run.config_file) or {}
+    steps, tokens = (config.get("train") or {}).get("steps"), (config.get("data") or {}).get("tokens")
+    if isinstance(steps, int) and isinstance(event.get("step"), int):
+        return bool(steps > event["step"])
+    batch = (config.get("data") or {}).get("batch_tokens") or 0
+    if isinstance(tokens, int) and isinstance(event.get("tokens"), int):
+        return bool(tokens - event["tokens"] >= max(1, batch))
+    return False
+
+
+def judge(run: Run) -> Verdict:
+    """Finished, hopeless, or worth another link? The same question before a link and after it."""
+    if finished(run):
+        return Verdict("finished", "the run is finished")
+    lines = records(run)
+    past = links(lines)
+    stop = hopeless(run, past, newest_step(run), since=_last_launch(lines))
+    return (
+        Verdict("hopeless", stop) if stop else Verdict("go", f"step {newest_step(run) or 0} is the newest checkpoint")
+    )
+
+
+def _last_launch(lines: Iterable[Mapping[str, Any]]) -> float:
+    """A person who launches again has seen the failure: links before the newest submission by hand do not count."""
+    return max(
+        (float(r.get("time") or 0) for r in lines if r.get("record") == "submitted" and r.get("link", 1) == 1),
+        default=0.0,
+    )
+
+
+def hopeless(run: Run, past: list[Link], step_now: int | None, *, since: float = 0.0) -> str | None:
+    """Why no further link should start, or None."""
+    past = [link for link in past if link.began_at >= since]
+    if not past:
+        return None
+    last = past[-1]
+    code = failure_code(run, last)
+    if code in HOPELESS and (step_now or 0) <= (last.began_step or 0):
+        return f"link {last.job or 'before'} ended with code {code}: {HOPELESS[code]}{_first_error(run, last)}"
+    idle = [link for link in past if (link.began_step or 0) >= (step_now or 0)]
+    if len(idle) >= PATIENCE and idle[-PATIENCE:] == past[-PATIENCE:]:
+        ids = " and ".join(str(link.job) for link in idle[-PATIENCE:])
+        codes = ", ".join(
+            "cut off" if (c := failure_code(run, link)) is None else f"code {c}" for link in idle[-PATIENCE:]
+        )
+        return (
+            f"links {ids} ended ({codes}) without a checkpoint newer than step {step_now or 0}{_first_error(run, last)}"
+        )
+    return None
+
+
+def failure_code(run: Run, link: Link) -> int | None:
+    """The failing rank's own exit code where it left a record: srun reports the highest code, often only 137 or 143."""
+    for error in run.errors():
+        if float(error.get("time") or 0) >= link.began_at and isinstance(error.get("exit_code"), int):
+            return int(error["exit_code"])
+    return link.code
+
+
+def _first_error(run: Run, link: Link) -> str:
+    fresh = [e for e in run.errors() if float(e.get("time") or 0) >= link.began_at]
+    if not fresh:
+        return ""
+    first = min(fresh, key=lambda e: float(e.get("time") or 0))
+    said = str(first.get("message") or first.get("error") or "").strip().splitlines()
+    return f" (rank {first.get('rank')}: {said[0]})" if said else ""
+
+
+# -- what a link does -----------------------------------------------------------------------------------------------------
+
+
+def before(run: Run, job: str | None, restart: int, host: str) -> Verdict:
+    """Judge, and write down that the link began when it goes on."""
+    verdict = judge(run)
+    if verdict.answer == "go":
+        append_line(
+            run.jobs_file,
+            {
+                "record": "began",
+                "time": time.time(),
+                "job": job,
+                "restart": restart,
+                "step": newest_step(run),
+                "host": host,
+            },
+        )
+    elif verdict.answer == "hopeless":
+        _give_up(run, verdict.reason)
+    return verdict
+
+
+def after(run: Run, job: str | None, restart: int, code: int, by: str | None) -> Verdict:
+    """Write down how the link ended, then judge whether another is wanted."""
+    line = {
+        "record": "ended",
+        "time": time.time(),
+        "job": job,
+        "restart": restart,
+        "step": newest_step(run),
+        "code": code,
+        "by": by,
+    }
+    append_line(run.jobs_file, line)
+    verdict = judge(run)
+    if verdict.answer == "hopeless":
+        _give_up(run, verdict.reason)
+    return verdict
+
+
+def _give_up(run: Run, reason: str) -> None:
+    """Once per reason: every remaining link of a pre-submitted chain comes to the same end."""
+    said = [e.get("reason") for e in run.events() if e.get("event") == "gave_up"]
+    if not said or said[-1] != reason:
+        run.event("gave_up", reason=reason)

@@ -1,0 +1,83 @@
+#!/bin/bash -l
+# train job of nine-b on LUMI-G; written by windlass 0.1.0, which writes it anew at every launch.
+
+#SBATCH --job-name=nine-b
+#SBATCH --account=project_462000123
+#SBATCH --partition=standard-g
+#SBATCH --nodes=16
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=7
+#SBATCH --gpus-per-node=8
+#SBATCH --mem=480G
+#SBATCH --time=2-00:00:00
+#SBATCH --chdir=/project
+#SBATCH --output=/project/runs/nine-b/logs/%j.out
+#SBATCH --open-mode=append
+#SBATCH --no-requeue
+#SBATCH --signal=USR1@300
+
+# No `set -e`: how a link ended must be written down even when training failed.
+set -o pipefail
+# Binds and variables of the submitting shell's containers travel with a job and break it: begin without them.
+for name in $(compgen -v | grep -E "^(SINGULARITY|APPTAINER|SINGULARITYENV|APPTAINERENV)_"); do unset "$name"; done
+export PROJECT=${PROJECT:-project_462000123}   # names the project's folders
+
+# Python
+source /project/venv/bin/activate
+
+# Environment: each with its reason
+export OMP_NUM_THREADS=7   # ranks of a node must not fight for cores
+export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3   # bootstrap over Slingshot, not the management network
+export NCCL_NET_GDR_LEVEL=3   # GPU-direct RDMA: the network cards hang on the GPUs
+export FI_CXI_DEFAULT_CQ_SIZE=131072   # avoids 'Cassini Event Queue overflow' at scale
+export FI_CXI_DISABLE_CQ_HUGETLB=1   # the same
+export CXI_FORK_SAFE=1   # data-loader workers fork
+export CXI_FORK_SAFE_HP=1   # the same, for huge pages
+export MIOPEN_USER_DB_PATH="/tmp/${USER:-windlass}-miopen-${SLURM_JOB_ID}"   # MIOpen's sqlite cache deadlocks on Lustre
+export MIOPEN_CUSTOM_CACHE_DIR="/tmp/${USER:-windlass}-miopen-${SLURM_JOB_ID}"   # the same
+export PMI_NO_PREINITIALIZE=y   # start-up at 512 nodes and more
+export TRITON_CACHE_DIR="/tmp/${USER:-windlass}-windlass-$SLURM_JOB_ID/triton"   # compiler caches of many ranks lock each other on a shared file system
+export TORCHINDUCTOR_CACHE_DIR="/tmp/${USER:-windlass}-windlass-$SLURM_JOB_ID/torchinductor"   # compiler caches of many ranks lock each other on a shared file system
+export HF_HUB_OFFLINE=1   # nothing is fetched in a job: a hub time-out costs minutes per rank
+export HF_DATASETS_OFFLINE=1   # nothing is fetched in a job: a hub time-out costs minutes per rank
+export TRANSFORMERS_OFFLINE=1   # nothing is fetched in a job: a hub time-out costs minutes per rank
+export WANDB_MODE=offline   # `windlass sync` sends later, from where there is internet
+export WANDB_DIR=/project/runs/nine-b/trackers   # tracker files belong to the run folder
+export WANDB_RUN_ID=nine-b   # all links of a chain are one tracked run
+export WANDB_RESUME=allow   # all links of a chain are one tracked run
+
+# Is there anything left to do? This reads the run folder only and answers within seconds.
+windlass link before /project/runs/nine-b
+answer=$?
+if [ "$answer" -eq 10 ]; then exit 0; fi
+if [ "$answer" -ne 0 ]; then exit "$answer"; fi
+
+# The token store goes to the fast file system (tokenised shards, hot images). A finished copy is marked; a store that has changed since is copied again.
+export store=data/shards fast="/flash/$PROJECT/windlass/shards"
+{ [ -e "$fast/.staged" ] && [ -z "$(find "$store" -newer "$fast/.staged" -print -quit)" ]; } || { mkdir -p "$fast" && cp -r "$store/." "$fast/" && touch "$fast/.staged"; } || exit 1
+
+# Folders of this job on every node
+srun --nodes=16 --ntasks=16 --ntasks-per-node=1 mkdir -p "$MIOPEN_USER_DB_PATH" "$MIOPEN_CUSTOM_CACHE_DIR"
+
+# Where the ranks meet: the first node, and a port from the job id so that two jobs never share one.
+export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+# When this job ends. SLURM before 23.02 does not say, so ask once; training saves in time by it.
+if [ -z "${SLURM_JOB_END_TIME:-}" ]; then
+    SLURM_JOB_END_TIME=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null) && export SLURM_JOB_END_TIME
+fi
+
+# SLURM sends SIGUSR1 to every rank 5 min before the end (no save has been timed yet): the ranks save and stop with code 75.
+# The trap only notes a SIGTERM, so that this shell lives to write down how the link ended.
+ended_by=
+trap 'ended_by=TERM' TERM
+srun \
+    --wait=120 \
+    --cpu-bind=mask_cpu:0xfe000000000000,0xfe00000000000000,0xfe0000,0xfe000000,0xfe,0xfe00,0xfe00000000,0xfe0000000000 \
+    windlass train /project/runs/nine-b/recipe.toml "data.store=/flash/$PROJECT/windlass/shards" --run /project/runs/nine-b
+code=$?
+
+# Write down how the link ended. srun can say 0 after a node failure, so the run folder decides, not its code.
+windlass link after /project/runs/nine-b --code "$code" --by "${ended_by:-none}"
+answer=$?
+exit "$code"

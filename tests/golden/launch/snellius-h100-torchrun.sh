@@ -1,0 +1,81 @@
+#!/bin/bash -l
+# train job of nine-b on Snellius gpu_h100; written by windlass 0.1.0, which writes it anew at every launch.
+
+#SBATCH --job-name=nine-b
+#SBATCH --account=EUHPC_A01_006
+#SBATCH --partition=gpu_h100
+#SBATCH --nodes=16
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=64
+#SBATCH --gpus-per-node=4
+#SBATCH --exclusive
+#SBATCH --time=5-00:00:00
+#SBATCH --chdir=/project
+#SBATCH --output=/project/runs/nine-b/logs/%j.out
+#SBATCH --open-mode=append
+#SBATCH --no-requeue
+#SBATCH --signal=USR1@300
+#SBATCH --ear=on
+#SBATCH --ear-policy=monitoring
+#SBATCH --ear-verbose=1
+
+# No `set -e`: how a link ended must be written down even when training failed.
+set -o pipefail
+# Binds and variables of the submitting shell's containers travel with a job and break it: begin without them.
+for name in $(compgen -v | grep -E "^(SINGULARITY|APPTAINER|SINGULARITYENV|APPTAINERENV)_"); do unset "$name"; done
+export PROJECT=${PROJECT:-EUHPC_A01_006}   # names the project's folders
+
+# Container (apptainer)
+image=/projects/0/x/windlass.sif
+export APPTAINER_BIND=/projects,/scratch-shared
+
+# Environment: each with its reason
+export OMP_NUM_THREADS=1   # ranks of a node must not fight for cores
+export TRITON_CACHE_DIR="/tmp/${USER:-windlass}-windlass-$SLURM_JOB_ID/triton"   # compiler caches of many ranks lock each other on a shared file system
+export TORCHINDUCTOR_CACHE_DIR="/tmp/${USER:-windlass}-windlass-$SLURM_JOB_ID/torchinductor"   # compiler caches of many ranks lock each other on a shared file system
+export HF_HUB_OFFLINE=1   # nothing is fetched in a job: a hub time-out costs minutes per rank
+export HF_DATASETS_OFFLINE=1   # nothing is fetched in a job: a hub time-out costs minutes per rank
+export TRANSFORMERS_OFFLINE=1   # nothing is fetched in a job: a hub time-out costs minutes per rank
+export WANDB_MODE=offline   # `windlass sync` sends later, from where there is internet
+export WANDB_DIR=/project/runs/nine-b/trackers   # tracker files belong to the run folder
+export WANDB_RUN_ID=nine-b   # all links of a chain are one tracked run
+export WANDB_RESUME=allow   # all links of a chain are one tracked run
+
+# Is there anything left to do? This reads the run folder only and answers within seconds.
+apptainer exec --nv --pwd /project "$image" windlass link before /project/runs/nine-b
+answer=$?
+if [ "$answer" -eq 10 ]; then exit 0; fi
+if [ "$answer" -ne 0 ]; then exit "$answer"; fi
+
+# The token store goes to a node's own disk, as the recipe asks. A finished copy is marked; a store that has changed since is copied again.
+export store=data/shards fast="$TMPDIR/windlass/shards"
+srun --nodes=16 --ntasks=16 --ntasks-per-node=1 bash -c '{ [ -e "$fast/.staged" ] && [ -z "$(find "$store" -newer "$fast/.staged" -print -quit)" ]; } || { mkdir -p "$fast" && cp -r "$store/." "$fast/" && touch "$fast/.staged"; }' || exit 1
+
+# Where the ranks meet: the first node, and a port from the job id so that two jobs never share one.
+export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+# When this job ends. SLURM before 23.02 does not say, so ask once; training saves in time by it.
+if [ -z "${SLURM_JOB_END_TIME:-}" ]; then
+    SLURM_JOB_END_TIME=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null) && export SLURM_JOB_END_TIME
+fi
+
+# SLURM sends SIGUSR1 to every rank 5 min before the end (no save has been timed yet): the ranks save and stop with code 75.
+# The trap only notes a SIGTERM, so that this shell lives to write down how the link ended.
+ended_by=
+trap 'ended_by=TERM' TERM
+srun \
+    --wait=120 \
+    --cpu-bind=none \
+    --distribution=block:block \
+    apptainer exec --nv --pwd /project "$image" torchrun "--nnodes=$SLURM_NNODES" --nproc-per-node=4 --rdzv-backend=c10d "--rdzv-id=$SLURM_JOB_ID" "--rdzv-endpoint=$MASTER_ADDR:$MASTER_PORT" -m windlass train /project/runs/nine-b/recipe.toml "data.store=$TMPDIR/windlass/shards" --run /project/runs/nine-b
+code=$?
+
+# Write down how the link ended. srun can say 0 after a node failure, so the run folder decides, not its code.
+apptainer exec --nv --pwd /project "$image" windlass link after /project/runs/nine-b --code "$code" --by "${ended_by:-none}"
+answer=$?
+if [ "$answer" -eq 75 ]; then
+    # The next link. This job's own SLURM_* variables would shape it, so it starts without them.
+    next=$(env -i HOME="$HOME" PATH="$PATH" USER="${USER:-}" bash -lc 'cd /project && sbatch --parsable /project/runs/nine-b/job.sh')
+    apptainer exec --nv --pwd /project "$image" windlass link next /project/runs/nine-b --job "$next"
+fi
+exit "$code"

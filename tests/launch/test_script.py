@@ -1,0 +1,105 @@
+"""Is the batch script what a site engineer would accept? Golden files for every cluster, and the rules one by one."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from windlass.clusters import cluster_names, load_cluster
+from windlass.launch.job import train_job
+from windlass.launch.script import directives, render
+
+CLUSTERS = [name for name in cluster_names() if load_cluster(name).slurm is not None]
+ACCOUNTS = {
+    "lumi-g": "project_462000123",
+    "marenostrum5-acc": "ehpc01",
+    "juwels-booster": "trustllm",
+    "jupiter-booster": "jup-llm",
+}
+
+
+def make_job(recipe, cluster_name, **more):
+    return train_job(recipe, load_cluster(cluster_name), "/project/runs/nine-b", workdir="/project", **more)
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_every_cluster_has_a_golden_script(name, make_recipe, golden):
+    recipe = make_recipe(cluster=name, launch={"account": ACCOUNTS.get(name, "EUHPC_A01_006")})
+    golden(f"{name}.sh", render(make_job(recipe, name), load_cluster(name)))
+
+
+def test_lumi_in_a_container(make_recipe, golden):
+    image = "/appl/local/laifs/containers/lumi-multitorch-latest.sif"
+    recipe = make_recipe(
+        cluster="lumi-g", launch={"account": "project_462000123", "container": image, "venv": None, "chain": 4}
+    )
+    golden("lumi-g-container.sh", render(make_job(recipe, "lumi-g"), load_cluster("lumi-g")))
+
+
+def test_snellius_in_apptainer_with_torchrun_and_self_chain(make_recipe, golden):
+    launch = {"container": "/projects/0/x/windlass.sif", "starter": "torchrun", "chain": "self", "stage_data": True}
+    recipe = make_recipe(cluster="snellius-h100", launch=launch)
+    golden("snellius-h100-torchrun.sh", render(make_job(recipe, "snellius-h100"), load_cluster("snellius-h100")))
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+@pytest.mark.parametrize("chain", [0, 3, "self"])
+def test_bash_can_read_every_script(name, chain, make_recipe):
+    text = render(make_job(make_recipe(cluster=name, launch={"chain": chain}), name), load_cluster(name))
+    assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).stderr == ""
+
+
+def test_the_sites_own_ways(make_recipe):
+    lumi = directives(make_job(make_recipe(cluster="lumi-g"), "lumi-g"), load_cluster("lumi-g"))
+    assert "--gpus-per-node=8" in lumi and "--ntasks-per-node=8" in lumi and "--cpus-per-task=7" in lumi
+    mn5 = directives(
+        make_job(make_recipe(cluster="marenostrum5-acc"), "marenostrum5-acc"), load_cluster("marenostrum5-acc")
+    )
+    assert "--gres=gpu:4" in mn5 and not any(d.startswith("--mem") for d in mn5)
+    snellius = directives(
+        make_job(make_recipe(cluster="snellius-h100"), "snellius-h100"), load_cluster("snellius-h100")
+    )
+    assert "--ear=on" in snellius
+
+
+def test_any_sbatch_option_passes_through_and_wins(make_recipe):
+    recipe = make_recipe(launch={"sbatch": {"exclude": "lrdn0001", "exclusive": False, "mem": 0, "hold": True}})
+    lines = directives(make_job(recipe, "leonardo-booster"), load_cluster("leonardo-booster"))
+    assert "--exclude=lrdn0001" in lines and "--hold" in lines and "--mem=0" in lines and "--mem=494000" not in lines
+    assert "--exclusive" not in lines
+
+
+def test_a_large_run_goes_to_the_queue_that_takes_it(make_recipe):
+    job = make_job(make_recipe(nodes=128), "leonardo-booster")
+    assert (job.partition, job.qos) == ("boost_usr_prod", "boost_qos_bprod")
+
+
+def test_the_signal_comes_earlier_when_saves_are_slow(make_recipe):
+    assert make_job(make_recipe(), "leonardo-booster").lead_seconds == 300
+    assert make_job(make_recipe(), "leonardo-booster", saved_seconds=200.0).lead_seconds == 660  # 60 + 3 x 200, by hand
+    assert (
+        make_job(make_recipe(launch={"time": "3m"}), "leonardo-booster").lead_seconds == 60
+    )  # a third of three minutes
+
+
+def test_juwels_meets_on_the_infiniband_name(make_recipe):
+    text = render(make_job(make_recipe(cluster="juwels-booster"), "juwels-booster"), load_cluster("juwels-booster"))
+    assert "head -n1)i " in text
+
+
+def test_recipe_environment_wins_over_the_clusters(make_recipe):
+    text = render(
+        make_job(make_recipe(launch={"env": {"NCCL_IB_TIMEOUT": "22"}}), "leonardo-booster"),
+        load_cluster("leonardo-booster"),
+    )
+    assert text.count("export NCCL_IB_TIMEOUT=") == 1 and "NCCL_IB_TIMEOUT=22" in text
+
+
+def test_staging_changes_what_training_reads(make_recipe):
+    job = make_job(make_recipe(), "leonardo-booster")
+    assert job.staging and not job.staging.per_node and "data.store=$FAST/windlass/shards" in job.command
+    assert make_job(make_recipe(launch={"stage_data": False}), "leonardo-booster").staging is None
+    assert (
+        make_job(make_recipe(cluster="snellius-h100"), "snellius-h100").staging is None
+    )  # a node's own disk only when asked
