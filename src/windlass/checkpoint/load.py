@@ -1,0 +1,290 @@
+"""From which checkpoint does a run go on? The newest that is complete and verified; any world size and layout can read it.
+
+A damaged or cut-off one is named, set aside and the one before it is used. Weights alone (a warm start, an evaluation) are read
+from a checkpoint, a run or a Hugging Face folder, without a process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from windlass.checkpoint import files, rng
+from windlass.errors import CheckpointError
+from windlass.runs.files import read_json
+from windlass.runs.folder import Run
+
+
+# DCP warns at every load of a single process, which is no accident here.
+warnings.filterwarnings("ignore", message=".*torch.distributed is (disabled|unavailable).*")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint to go on from."""
+
+    path: Path
+    step: int
+    tokens: int | None
+    world_size: int | None
+    """Of the job that wrote it."""
+    bytes: int
+    set_aside: tuple[str, ...] = ()
+    """Sentences about newer ones that could not be used."""
+
+
+def find_latest(run: Run, verify: bool = True, before: int | None = None) -> Found | None:
+    """The newest complete checkpoint (below step `before`), or None. Call it on all ranks; they share the reading."""
+    if _rank() == 0:
+        _tidy_temporaries(run, verify)
+    notes: list[str] = []
+    while True:
+        step, folder = _together(lambda: _newest(run, before)) or (None, None)
+        if folder is None:
+            return None
+        manifest, problem = _together(lambda folder=folder: _opened(folder))
+        problem = problem or (_content_problem(folder, manifest) if verify else None)
+        if problem is None:
+            saved = files.Saved(folder, manifest)
+            return Found(folder, saved.step, saved.tokens, saved.world_size, saved.bytes, tuple(notes))
+        notes.append(_together(lambda folder=folder, problem=problem: _refuse(run, folder, problem)))
+        before = step
+
+
+def _newest(run: Run, before: int | None) -> tuple[int, Path] | None:
+    candidates = [(step, path) for step, path in files.steps_on_disk(run) if before is None or step < before]
+    return candidates[-1] if candidates else None
+
+
+def _opened(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
+    try:
+        manifest = files.read_manifest(folder)
+    except files.UnknownFormatError:
+        raise
+    except CheckpointError as error:
+        return None, error.message
+    return manifest, "; ".join(list(files.size_problems(folder, manifest))[:4]) or None
+
+
+def _content_problem(folder: Path, manifest: dict[str, Any]) -> str | None:
+    """Checksums, the files dealt out over the ranks."""
+    names = sorted(manifest["files"])[_rank() :: _world_size()]
+    mine = list(files.content_problems(folder, manifest, names))
+    every = [mine]
+    if _world_size() > 1:
+        every = [[] for _ in range(_world_size())]
+        dist.all_gather_object(every, mine)
+    return "; ".join([problem for part in every for problem in part][:4]) or None
+
+
+def _refuse(run: Run, folder: Path, problem: str) -> str:
+    reason = problem if str(folder) in problem else f"{folder.name}: {problem}"
+    try:
+        where = files.set_aside(folder, reason).name
+    except OSError as error:  # a read-only folder: it is passed over all the same
+        where = f"left where it is: {error.strerror}"
+    with contextlib.suppress(OSError):
+        run.event("damaged", checkpoint=folder.name, reason=reason, moved_to=where)
+    return f"{reason} (now {where})"
+
+
+def _tidy_temporaries(run: Run, verify: bool) -> None:
+    """A save that was killed before its rename is finished when it is whole, else deleted: it was never a checkpoint."""
+    files.sweep_removed(run)
+    for step, folder in files.temporaries(run):
+        target = run.checkpoint(step)
+        with contextlib.suppress(OSError):
+            try:
+                files.complete(folder, verify=verify)
+            except CheckpointError as error:
+                files.remove(folder)
+                run.event(
+                    "damaged", checkpoint=folder.name, reason=f"the save was cut off: {error.message}", moved_to=None
+                )
+                continue
+            files.adopt(folder, target)
+
+
+# -- reading --------------------------------------------------------------------------------------------------------------
+
+
+def restore(found: Found, state: dict[str, Any], *, seed: int = 0) -> dict[str, Any]:
+    """Fill `state` in place from a checkpoint of any layout, set the random generators, and return its `extra`."""
+    _read(found.path, state)
+    record = read_extra(found.path)
+    if found.world_size == _world_size():
+        rng.apply(record["rng"][_rank()])
+    else:
+        rng.restart(seed, _rank(), found.step)
+    return record["extra"]
+
+
+def read_extra(path: Path) -> dict[str, Any]:
+    """`extra` as it was saved, and the generators' states by rank."""
+    record = read_json(path / files.EXTRA)
+    if record is None or "extra" not in record:
+        raise CheckpointError(
+            f"{path / files.EXTRA} is missing or damaged", hint="use an earlier checkpoint of the run"
+        )
+    return record
+
+
+def _read(path: Path, state: dict[str, Any], *, partial: bool = False) -> None:
+    try:
+        dcp.load(
+            state,
+            storage_reader=dcp.FileSystemReader(path),
+            planner=DefaultLoadPlanner(allow_partial_load=partial),
+            no_dist=_world_size() == 1,
+        )
+    except dcp.CheckpointException as error:
+        inner = next(iter(error.failures.values()))[0]
+        raise _unfit(path, inner) from inner
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise _unfit(path, error) from error
+
+
+def _unfit(path: Path, error: BaseException) -> CheckpointError:
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return CheckpointError(
+        f"{path} does not fit this model: {first}",
+        hint="is the recipe's [model] table the one that the checkpoint was made with?",
+    )
+
+
+# -- weights only ---------------------------------------------------------------------------------------------------------
+
+
+def weights_source(path: Path | str) -> Path:
+    """The folder that holds weights: a checkpoint, the newest checkpoint of a run, or a Hugging Face folder."""
+    given = Path(path)
+    if (given / files.MANIFEST).is_file() and (given / ".metadata").is_file():
+        return given
+    if (given / "config.json").is_file() and list(given.glob("*.safetensors")):
+        return given
+    if (given / "checkpoints").is_dir():
+        saved = files.list_saved(Run(given))
+        if saved:
+            return saved[-1].path
+        raise CheckpointError(
+            f"the run {given} has no finished checkpoint", hint="wait for its first save, or name another run"
+        )
+    found = sorted(p.name for p in given.iterdir())[:6] if given.is_dir() else []
+    what = f"holds {', '.join(found) or 'nothing'}" if given.is_dir() else "does not exist"
+    raise CheckpointError(
+        f"{given} holds no weights: it {what}",
+        hint="name a checkpoint folder, a run folder or a Hugging Face folder with *.safetensors",
+    )
+
+
+def load_model_weights(
+    path: Path | str,
+    model: torch.nn.Module,
+    *,
+    rename: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] | None = None,
+) -> Path:
+    """Fill `model` from a checkpoint, run or Hugging Face folder; the folder that was read. Works with and without a process group.
+
+    `rename` turns Hugging Face's names into the model's own; models with their own converter pass it.
+    """
+    source = weights_source(path)
+    if (source / files.MANIFEST).is_file():
+        files.complete(source, verify=False)
+        state = {"model": dict(model.state_dict())}
+        _read(source, state)
+        _assign(model, state["model"], source)
+    else:
+        weights = read_safetensors(source)
+        _assign(model, rename(weights) if rename else weights, source)
+    return source
+
+
+def read_weights(path: Path | str) -> dict[str, torch.Tensor]:
+    """All weights of a checkpoint, run or Hugging Face folder as plain tensors in host memory; no model and no process group needed."""
+    source = weights_source(path)
+    if not (source / files.MANIFEST).is_file():
+        return read_safetensors(source)
+    metadata = dcp.FileSystemReader(source).read_metadata()
+    state = {"model": {}}
+    for name, entry in metadata.state_dict_metadata.items():
+        if name.startswith("model.") and hasattr(entry, "size"):
+            state["model"][name.removeprefix("model.")] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    if not state["model"]:
+        raise CheckpointError(f"{source} holds no model weights", hint="was it written by another program?")
+    dcp.load(state, storage_reader=dcp.FileSystemReader(source), no_dist=True)
+    return state["model"]
+
+
+def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a Hugging Face folder's *.safetensors files."""
+    from safetensors.torch import load_file
+
+    parts = sorted(folder.glob("*.safetensors"))
+    if not parts:
+        raise CheckpointError(
+            f"{folder} has no *.safetensors files",
+            hint="convert older .bin weights with transformers' save_pretrained first",
+        )
+    return {name: tensor for part in parts for name, tensor in load_file(part).items()}
+
+
+def _assign(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], source: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    own = model.state_dict()
+    missing, extra = sorted(set(own) - set(weights)), sorted(set(weights) - set(own))
+    wrong = [k for k in own if k in weights and own[k].shape != weights[k].shape]
+    if missing or wrong:
+        parts = [f"{len(missing)} missing ({', '.join(missing[:3])})"] if missing else []
+        parts += (
+            [
+                f"{len(wrong)} of another shape ({wrong[0]}: {tuple(weights[wrong[0]].shape)} there, {tuple(own[wrong[0]].shape)} here)"
+            ]
+            if wrong
+            else []
+        )
+        parts += [f"{len(extra)} unknown ({', '.join(extra[:3])})"] if extra else []
+        raise CheckpointError(
+            f"the weights in {source} do not fit the model: {'; '.join(parts)}",
+            hint="compare the recipe's [model] table with the model they come from",
+        )
+    full = not any(hasattr(weights[k], "placements") for k in own)
+    set_model_state_dict(
+        model, {k: weights[k] for k in own}, options=StateDictOptions(full_state_dict=full, strict=True)
+    )
+
+
+# -- ranks ----------------------------------------------------------------------------------------------------------------
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _together(ask: Callable[[], Any]) -> Any:
+    """Rank 0 asks and tells the others; an error of rank 0 is raised on all."""
+    if _world_size() == 1:
+        return ask()
+    box: list[Any] = [None, None]
+    if _rank() == 0:
+        try:
+            box[0] = ask()
+        except CheckpointError as error:
+            box[1] = error
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]

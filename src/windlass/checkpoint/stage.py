@@ -1,0 +1,147 @@
+"""How does training go on while its state is written? One copy into host memory that stays allocated between saves.
+
+The copy is the only time that training waits. On a GPU the host memory is page-locked once, in the background, because that takes
+longer than the copy itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+_ALIGN = 64
+Leaf = tuple[tuple[Any, ...], torch.Tensor]
+
+
+class Stager:
+    """Copies a nested state of tensors to host memory it owns; call `stage` again only when the last copy is no longer needed."""
+
+    def __init__(self) -> None:
+        self._slab: torch.Tensor | None = None
+        self._pinned = False
+        self._pinning: threading.Thread | None = None
+
+    def prepare(self, state: Any) -> None:
+        """Allocate and page-lock the memory in the background, so that the first save stalls no longer than the others."""
+        self._allocate(state_bytes(state))
+        if _on_cuda(state) and not self._pinned and self._pinning is None:
+            self._pinning = threading.Thread(target=self._pin, name="windlass-pin", daemon=True)
+            self._pinning.start()
+
+    def stage(self, state: Any) -> Any:
+        """A copy of `state` whose tensors are in host memory; other values are passed on as they are."""
+        self.prepare(state)
+        if self._pinning is not None:
+            self._pinning.join()
+        assert self._slab is not None
+        copies: dict[int, torch.Tensor] = {}
+        offset = 0
+        for _, leaf in leaves(state):
+            local = _local(leaf)
+            if id(leaf) in copies:
+                continue
+            size = local.numel() * local.element_size()
+            target = self._slab[offset : offset + size].view(local.dtype).view(local.shape)
+            target.copy_(local, non_blocking=self._pinned)
+            copies[id(leaf)] = _like(leaf, target)
+            offset += _rounded(size)
+        if _on_cuda(state):
+            torch.cuda.synchronize()
+        return _rebuild(state, copies)
+
+    def _allocate(self, size: int) -> None:
+        if self._slab is None or self._slab.numel() < size:
+            self.close()
+            self._slab = torch.empty(max(size, 1), dtype=torch.uint8)
+
+    def _pin(self) -> None:
+        assert self._slab is not None
+        code = torch.cuda.cudart().cudaHostRegister(self._slab.data_ptr(), self._slab.numel(), 0)
+        self._pinned = int(code) == 0  # without it the copy is slower, and as correct
+
+    def close(self) -> None:
+        """Let the memory go."""
+        if self._pinning is not None:
+            self._pinning.join()
+            self._pinning = None
+        if self._pinned and self._slab is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._slab.data_ptr())
+        self._slab, self._pinned = None, False
+
+
+def leaves(state: Any, path: tuple[Any, ...] = ()) -> Iterator[Leaf]:
+    """Every tensor in nested dicts, lists and tuples, with its path, always in the same order."""
+    if isinstance(state, torch.Tensor):
+        yield path, state
+    elif isinstance(state, dict):
+        for key, value in state.items():
+            yield from leaves(value, (*path, key))
+    elif isinstance(state, (list, tuple)):
+        for index, value in enumerate(state):
+            yield from leaves(value, (*path, index))
+
+
+def state_bytes(state: Any) -> int:
+    """Bytes of this rank's part of the state."""
+    seen = {id(leaf): _local(leaf) for _, leaf in leaves(state)}
+    return sum(_rounded(t.numel() * t.element_size()) for t in seen.values())
+
+
+def available_bytes() -> int | None:
+    """Host memory that can still be taken: the smaller of what the kernel and the job's cgroup say."""
+    found = [size for size in (_from_meminfo(), _from_cgroup()) if size is not None]
+    return min(found) if found else None
+
+
+def _from_meminfo() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _from_cgroup() -> int | None:
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            texts = Path(limit).read_text().strip(), Path(used).read_text().strip()
+        except OSError:
+            continue
+        if texts[0].isdigit() and int(texts[0]) < 2**60:
+            return max(0, int(texts[0]) - int(texts[1]))
+    return None
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _local(leaf: torch.Tensor) -> torch.Tensor:
+    return (leaf.to_local() if isinstance(leaf, DTensor) else leaf).detach()
+
+
+def _like(leaf: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """The copy in the same sharding. DTensor.from_local would move it back to the mesh's device, so the constructor is used."""
+    return DTensor(local, leaf._spec, requires_grad=False) if isinstance(leaf, DTensor) else local
+
+
+def _on_cuda(state: Any) -> bool:
+    return any(_local(leaf).is_cuda for _, leaf in leaves(state))
+
+
+def _rebuild(state: Any, copies: dict[int, torch.Tensor]) -> Any:
+    if isinstance(state, torch.Tensor):
+        return copies[id(state)]
+    if isinstance(state, dict):
+        return {key: _rebuild(value, copies) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(_rebuild(value, copies) for value in state)
+    return state
