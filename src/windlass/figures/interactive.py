@@ -129,7 +129,7 @@ def _layout(title: str, x_title: str, y_title: str, height: int) -> dict[str, An
         "automargin": True,
     }
     return {
-        "title": {"text": title, "font": {"size": 18, "color": INK}, "x": 0, "xanchor": "left", "xref": "paper", "y": 0.98, "yref": "container", "yanchor": "top"},
+        "title": {"text": title, "font": {"size": 18, "color": INK}, "x": 0, "xanchor": "left", "xref": "container", "y": 0.98, "yref": "container", "yanchor": "top"},
         "font": {"family": FONT, "size": 14, "color": INK}, "height": height, "margin": {"l": 70, "r": 24, "t": 64, "b": 56},
         "paper_bgcolor": CLEAR, "plot_bgcolor": CLEAR, "hovermode": "closest",
         "xaxis": {**axis, "title": {"text": x_title, "font": {"color": INK}}},
