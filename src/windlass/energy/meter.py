@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from windlass.clusters.model import Cluster
+from windlass.clusters.scheduler import job_id
 from windlass.config.observe import EnergyConfig
 from windlass.energy.measure import Measurement, SourceEnergy, reconcile
 from windlass.energy.sampler import Sampler
@@ -38,11 +39,8 @@ class Meter:
         self._config, self._run = config, run
         self._node = node or socket.gethostname()
         self._session = f"{int(time.time() * 1e3)}-{os.getpid()}"
-        if not config.enabled:
-            found, missing = [], {"all": "energy.enabled = false"}
-        else:
-            found, missing = open_sensors(cluster, devices) if sensors is None else (list(sensors), {})
-        self._sampler = Sampler(found, missing)
+        self._job = job_id()
+        self._sampler = Sampler(*_open(cluster, config, devices, sensors))
         self._ticker = Ticker(self._tick, config.interval_seconds, "windlass-energy")
         self._carried: float | None = None
         self._wrote_at = 0.0
@@ -129,8 +127,17 @@ class Meter:
             return
         with contextlib.suppress(OSError):  # a full disk must not stop training; the next line is tried again
             append_line(
-                self._run.energy_file, {"time": time.time(), "node": self._node, "session": self._session, **fields}
+                self._run.energy_file,
+                {"time": time.time(), "node": self._node, "session": self._session, "job": self._job, **fields},
             )
+
+
+def _open(
+    cluster: Cluster | None, config: EnergyConfig, devices: list[int] | None, sensors: Sequence[Sensor] | None
+) -> tuple[list[Sensor], dict[str, str]]:
+    if not config.enabled:
+        return [], {"all": "energy.enabled = false"}
+    return open_sensors(cluster, devices) if sensors is None else (list(sensors), {})
 
 
 def _line(source: SourceEnergy) -> dict[str, Any]:

@@ -22,7 +22,8 @@ class ModelSensor(FileSensor):
     def __init__(self, cluster: Cluster | None, devices: int | None = None, *, stat: Path = Path("/proc/stat")) -> None:
         self._stat, self._busy = stat, _jiffies(stat)
         self._cores = os.cpu_count() or 1
-        self._fixed, self._cpu_watts, words = 0.0, None, []
+        words: list[str] = []
+        self._fixed, self._cpu_watts = 0.0, None
         if cluster is not None:
             self._cpu_watts = cluster.node.cpu_watts
             self._fixed, words = _fixed_watts(cluster, devices)

@@ -63,7 +63,7 @@ class NvmlSensor:
 
     def _counter_works(self, handle: Any) -> bool:
         try:
-            return self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) > 0
+            return bool(self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) > 0)
         except self._nvml.NVMLError:
             return False
 

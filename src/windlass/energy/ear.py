@@ -1,0 +1,137 @@
+"""What did EAR count? Its CSV in three header families; energy is node power x time, and the batch step overlaps the srun steps.
+
+`eacct` prints an energy column too, but it changed from joules to kWh at version 6.0; it is only used where power or time is
+missing, and then its unit must be in its name.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from windlass.errors import RunError
+
+BATCH_STEP = "4294967291"
+OTHER_STEPS = {"4294967292": "extern", "4294967290": "interactive"}
+
+# One meaning, many spellings: legacy dashes without units, v4 to 5.0, v5.2 and later. Compared without case, dashes or underscores.
+NAMES: dict[str, tuple[str, ...]] = {
+    "node": ("NODENAME", "NODE_ID", "NODEID", "NODE"),
+    "job": ("JOBID", "JOB_ID", "JOB"),
+    "step": ("STEPID", "STEP_ID", "STEP"),
+    "app": ("APPID", "APP_ID"),
+    "seconds": ("TIME_SEC", "TIME", "ELAPSED_SEC", "TIME(S)", "TIME-SEC"),
+    "watts": (
+        "DC_NODE_POWER_W",
+        "DC-NODE-POWER",
+        "DC_NODE_POWER",
+        "DC-NODE-POWER-W",
+        "AVG_DC_POWER_W",
+        "POWER(W)",
+        "POWER_W",
+    ),
+    "cpu_watts": ("PCK_POWER_W", "PCK-POWER", "PCK-NODE-POWER", "PCK_POWER"),
+    "memory_watts": ("DRAM_POWER_W", "DRAM-POWER", "DRAM_POWER"),
+    "joules": ("ENERGY(J)", "ENERGY_J", "ENERGY_JOULES", "DC_ENERGY_J"),
+    "kwh": ("ENERGY(KWH)", "ENERGY_KWH"),
+}
+
+
+@dataclass(frozen=True)
+class EarRow:
+    """One (job, step, node)."""
+
+    job: str
+    step: str
+    node: str
+    seconds: float
+    joules: float | None
+    cpu_joules: float | None = None
+    memory_joules: float | None = None
+    gpu_joules: dict[str, float] = field(default_factory=dict)
+
+
+def read_ear(path: Path) -> list[EarRow]:
+    """The rows that may be added; see `without_overlap`."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise RunError(
+            f"{path} cannot be read: {error.strerror}", hint="name the CSV that `eacct -c` or --ear-user-db wrote"
+        ) from None
+    return without_overlap(parse(text, str(path)))
+
+
+def parse(text: str, where: str) -> list[EarRow]:
+    reader = csv.DictReader(io.StringIO(text), delimiter=";")
+    columns = {_plain(name): name for name in reader.fieldnames or () if name}
+    where_is = {
+        key: columns[_plain(n)] for key, names in NAMES.items() for n in reversed(names) if _plain(n) in columns
+    }
+    lacking = [key for key in ("node", "job", "seconds") if key not in where_is]
+    if lacking or not {"watts", "joules", "kwh"} & set(where_is):
+        found = ", ".join(list(reader.fieldnames or ())[:6]) or "nothing"
+        raise RunError(
+            f"{where} is no EAR application CSV: no column for {', '.join(lacking) or 'node power'} (it begins with {found})",
+            hint="the separator is ';'; loop files (LOOPID) hold no totals, give the _apps file",
+        )
+    return [_row(record, where_is) for record in reader if (record.get(where_is["node"]) or "").strip()]
+
+
+def _plain(name: str) -> str:
+    return name.strip().upper().replace("_", "").replace("-", "").replace(" ", "")
+
+
+def _row(record: Mapping[str, str | None], where_is: Mapping[str, str]) -> EarRow:
+    def number(key: str) -> float | None:
+        return _float(record.get(where_is[key])) if key in where_is else None
+
+    def text(key: str) -> str:
+        return (record.get(where_is[key]) or "").strip() if key in where_is else ""
+
+    seconds = number("seconds") or 0.0
+    joules = _times(number("watts"), seconds)
+    if joules is None:
+        kwh = number("kwh")
+        joules = number("joules") if kwh is None else kwh * 3.6e6
+    gpus = {
+        _plain(name).removesuffix("POWERW").removesuffix("POWER").lower(): watts * seconds
+        for name, raw in record.items()
+        if name
+        and _plain(name).startswith("GPU")
+        and _plain(name).removesuffix("W").endswith("POWER")
+        and (watts := _float(raw)) is not None
+    }
+    return EarRow(
+        text("job"),
+        text("step"),
+        text("node"),
+        seconds,
+        joules,
+        _times(number("cpu_watts"), seconds),
+        _times(number("memory_watts"), seconds),
+        gpus,
+    )
+
+
+def _times(watts: float | None, seconds: float) -> float | None:
+    return None if watts is None else watts * seconds
+
+
+def _float(raw: str | None) -> float | None:
+    try:
+        value = float((raw or "").strip().replace(",", "."))
+    except ValueError:
+        return None
+    return value if value == value and value >= 0 else None
+
+
+def without_overlap(rows: list[EarRow]) -> list[EarRow]:
+    """srun steps where a job has them, else its batch step: the batch step spans the same time on the first node."""
+    with_steps = {row.job for row in rows if row.step not in OTHER_STEPS and row.step != BATCH_STEP}
+    return [
+        row for row in rows if row.step not in OTHER_STEPS and (row.step != BATCH_STEP or row.job not in with_steps)
+    ]
