@@ -22,9 +22,9 @@ class DataConfig(Table):
     tokenizer: str | None = None
     """Tokenizer file or folder; the store's own when left out."""
     mix: dict[str, float] = Field(default_factory=dict)
-    """Source name -> weight. Empty: every source in proportion to its tokens."""
+    """Source name -> weight. Empty: every source in proportion to its tokens, times its `epochs` where given."""
     epochs: dict[str, float] = Field(default_factory=dict)
-    """Source name -> the most passes over it that are allowed."""
+    """Source name -> the most passes over it that are allowed. Without `mix` it is also the weight: 2.0 is read twice as often."""
     max_epochs: float = Field(default=4.0, gt=0)
     """The most passes over any source that is not named in `epochs`."""
     stages: list[Stage] = Field(default_factory=list)
@@ -36,8 +36,8 @@ class DataConfig(Table):
     """Tokens of one optimizer step over all devices."""
     mask_documents: bool = False
     """Attention does not cross document borders inside a packed sequence."""
-    pack: Literal["stream", "document"] = "stream"
-    """stream: documents are concatenated and cut every seq_len tokens."""
+    pack: Literal["stream"] = "stream"
+    """stream: documents are concatenated and cut every seq_len tokens; `mask_documents` keeps attention inside a document."""
     validation: str | None = None
     """Which split is held out for validation; `validation` of the store when it has one."""
     policy: Literal["any", "lawful"] = "any"

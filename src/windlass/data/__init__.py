@@ -1,1 +1,1 @@
-"""Sources and provenance, tokenise, token store, mix, sampler, loader."""
+"""Sources and provenance, tokenise, token store, mix, sampler, loader. Importing this room loads neither torch nor a tokenizer."""

@@ -1,0 +1,128 @@
+"""How do batches arrive before they are asked for? One thread reads ahead; the time spent waiting for it is counted."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from windlass.data.stream import Stream
+
+Batch = npt.NDArray[np.int32]
+_DONE = object()
+
+
+class Loader:
+    """Yields `stream.sequences(indexes)` for each batch of indexes, in order, read ahead by `prefetch` batches.
+
+    `batches` is an iterator of index arrays, or a function from a count (0, 1, 2, ...) to one; None or the end of the iterator ends it.
+    With `documents` each item is a pair (tokens, document ids). With `pin` the arrays lie in page-locked memory where torch
+    and a GPU are there, so that copies to the device can overlap; without a GPU it changes nothing.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        batches: Iterable[npt.ArrayLike] | Callable[[int], npt.ArrayLike | None],
+        *,
+        prefetch: int = 2,
+        pin: bool = False,
+        documents: bool = False,
+    ) -> None:
+        self.stream, self.documents = stream, documents
+        self.wait_seconds = 0.0
+        """Time that `next` has waited, in all."""
+        self.last_wait_seconds = 0.0
+        self._pin = pin
+        self._queue: queue.Queue[Any] = queue.Queue(maxsize=max(1, prefetch))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._work, args=(_iterate(batches),), name="windlass-loader", daemon=True
+        )
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._stop.is_set():
+            raise StopIteration
+        began = time.perf_counter()
+        item = self._queue.get()
+        self.last_wait_seconds = time.perf_counter() - began
+        self.wait_seconds += self.last_wait_seconds
+        if item is _DONE:
+            self._stop.set()
+            raise StopIteration
+        if isinstance(item, BaseException):
+            self._stop.set()
+            raise item
+        return item
+
+    def close(self) -> None:
+        """Stop reading ahead; safe to call twice and from a `finally`."""
+        self._stop.set()
+        while True:  # make room, so that a thread waiting to put sees the flag
+            try:
+                self._queue.get_nowait()
+            except queue.Empty:
+                break
+        self._thread.join(timeout=5)
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _work(self, batches: Iterator[npt.ArrayLike]) -> None:
+        try:
+            for indexes in batches:
+                if self._stop.is_set() or not self._put(self._read(indexes)):
+                    return
+            self._put(_DONE)
+        except BaseException as error:  # handed to the reader, who raises it where somebody listens
+            self._put(error)
+
+    def _read(self, indexes: npt.ArrayLike) -> Any:
+        tokens = self._settle(self.stream.sequences(indexes))
+        return (tokens, self._settle(self.stream.document_ids(indexes))) if self.documents else tokens
+
+    def _settle(self, array: Batch) -> Batch:
+        return pinned(array) if self._pin else array
+
+    def _put(self, item: Any) -> bool:
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=0.2)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+
+def _iterate(batches: Iterable[npt.ArrayLike] | Callable[[int], npt.ArrayLike | None]) -> Iterator[npt.ArrayLike]:
+    if not callable(batches):
+        yield from batches
+        return
+    count = 0
+    while (indexes := batches(count)) is not None:
+        yield indexes
+        count += 1
+
+
+def pinned(array: Batch) -> Batch:
+    """The same numbers in page-locked memory; `torch.from_numpy` of it is a pinned tensor. Unchanged without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return array
+    held = torch.empty(array.shape, dtype=torch.int32, pin_memory=True)
+    view = held.numpy()
+    view[...] = array
+    return view

@@ -1,0 +1,156 @@
+"""Which tokens are sequence number i of a run? A pure function of seed and number, the same for any number of ranks, at any position, at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from windlass.config import DataConfig
+from windlass.data.ledger import refuse_unlawful
+from windlass.data.mix import Mixture, Passes, passes, plan_phases, refuse_repeats
+from windlass.data.permute import key_of, mix64
+from windlass.data.store import Store, open_store
+from windlass.errors import ConfigError, DataError
+
+Ints = npt.NDArray[np.int64]
+Tokens = npt.NDArray[np.int32]
+
+
+class Stream(Protocol):
+    """An endless order of sequences. Its position is the number of the next sequence; there is no other state."""
+
+    seq_len: int
+    store: Store | None
+    ledger_hash: str | None
+
+    def sequences(self, indexes: npt.ArrayLike) -> Tokens:
+        """(len(indexes), seq_len + 1) tokens: inputs and, shifted by one, targets."""
+        ...
+
+    def identity(self, indexes: npt.ArrayLike) -> tuple[Ints, Ints]:
+        """(source number, window) of each sequence. The same pair comes again only in another pass over the source."""
+        ...
+
+    def document_ids(self, indexes: npt.ArrayLike) -> Tokens:
+        """For each position of each sequence, the number of its document inside the sequence, from 0."""
+        ...
+
+    def epochs(self, tokens: int) -> list[Passes]:
+        """How often each source is read when `tokens` are trained on."""
+        ...
+
+
+class StoreStream:
+    """Windows of a token store, mixed and permuted."""
+
+    def __init__(self, store: Store, config: DataConfig, *, seed: int, split: str) -> None:
+        names = [name for name in store.sources if split in store.shards[name]]
+        if not names:
+            raise DataError(
+                f"{store.path} has no {split!r} split",
+                hint=f"it has {', '.join(store.splits) or 'none'}; set `validation` in the data file and tokenize again",
+            )
+        self.store, self.config, self.split, self.seq_len = store, config, split, config.seq_len
+        self.ledger_hash = store.ledger_hash
+        self.arrays = [store.tokens(name, split) for name in names]
+        # Windows overlap by the one token that is only a target in the first and an input in the second.
+        windows = [max(0, (len(array) - 1) // config.seq_len) for array in self.arrays]
+        if sum(windows) == 0:
+            raise DataError(
+                f"the {split} split of {store.path} has no source with {config.seq_len + 1:,} tokens",
+                hint=f"a sequence needs data.seq_len + 1 = {config.seq_len + 1:,} tokens: choose a shorter data.seq_len or more data",
+            )
+        plain = config if split == "train" else config.model_copy(update={"mix": {}, "stages": [], "epochs": {}})
+        self.mixture = Mixture(names, windows, plan_phases(plain, names, windows, config.seq_len), seed)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self.mixture.names
+
+    def sequences(self, indexes: npt.ArrayLike) -> Tokens:
+        source, window, _ = self.mixture.identity(indexes)
+        out = np.empty((source.size, self.seq_len + 1), dtype=np.int32)
+        for row, (number, place) in enumerate(zip(source.tolist(), window.tolist(), strict=True)):
+            self.arrays[number].copy(place * self.seq_len, out[row])
+        return out
+
+    def identity(self, indexes: npt.ArrayLike) -> tuple[Ints, Ints]:
+        source, window, _ = self.mixture.identity(indexes)
+        return source, window
+
+    def document_ids(self, indexes: npt.ArrayLike) -> Tokens:
+        source, window, _ = self.mixture.identity(indexes)
+        out = np.zeros((source.size, self.seq_len + 1), dtype=np.int32)
+        for row, (number, place) in enumerate(zip(source.tolist(), window.tolist(), strict=True)):
+            start = place * self.seq_len
+            out[row, self.arrays[number].borders(start + 1, start + self.seq_len + 1) - start] = 1
+        return np.cumsum(out, axis=1, dtype=np.int32)
+
+    def epochs(self, tokens: int) -> list[Passes]:
+        return passes(self.mixture, self.config, tokens, self.seq_len, [len(array) for array in self.arrays])
+
+    def check(self, tokens: int) -> list[Passes]:
+        """The same report, or an error when a source would be repeated beyond its limit."""
+        report = self.epochs(tokens)
+        refuse_repeats(report)
+        return report
+
+
+class SyntheticStream:
+    """Random tokens, for benchmarks: the same interface, no store, never twice the same sequence."""
+
+    store: Store | None = None
+    ledger_hash: str | None = None
+    sources = ("synthetic",)
+
+    def __init__(self, config: DataConfig, *, seed: int, vocab: int) -> None:
+        self.seq_len, self.vocab = config.seq_len, vocab
+        self._key = np.uint64(key_of(seed, 0x73796E))
+
+    def sequences(self, indexes: npt.ArrayLike) -> Tokens:
+        wanted = np.asarray(indexes, dtype=np.uint64)
+        places = wanted[:, None] * np.uint64(self.seq_len + 1) + np.arange(self.seq_len + 1, dtype=np.uint64)[None, :]
+        return (mix64(places ^ self._key) % np.uint64(self.vocab)).astype(np.int32)
+
+    def identity(self, indexes: npt.ArrayLike) -> tuple[Ints, Ints]:
+        wanted = np.asarray(indexes, dtype=np.int64)
+        return np.zeros_like(wanted), wanted
+
+    def document_ids(self, indexes: npt.ArrayLike) -> Tokens:
+        return np.zeros((np.asarray(indexes).size, self.seq_len + 1), dtype=np.int32)
+
+    def epochs(self, tokens: int) -> list[Passes]:
+        return []
+
+    def check(self, tokens: int) -> list[Passes]:
+        return []
+
+
+def open_stream(
+    config: DataConfig, *, seed: int, split: str = "train", vocab: int | None = None
+) -> StoreStream | SyntheticStream:
+    """The stream of a recipe's `[data]` table; refuses what does not fit before any token is read."""
+    if config.store is None:
+        if vocab is None:
+            raise ConfigError("synthetic tokens need a vocabulary", hint="set data.store, or model.vocab")
+        return SyntheticStream(config, seed=seed, vocab=vocab)
+    store = open_store(Path(config.store))
+    if config.policy == "lawful":
+        refuse_unlawful(store.sources.values(), str(store.path))
+    _refuse_vocabulary(store, vocab)
+    stream = StoreStream(store, config, seed=seed, split=split)
+    if config.tokens is not None and split == "train":
+        stream.check(config.tokens)
+    return stream
+
+
+def _refuse_vocabulary(store: Store, vocab: int | None) -> None:
+    largest = store.max_token if store.max_token is not None else (store.vocab_size or 0) - 1
+    if vocab is not None and largest >= vocab:
+        raise DataError(
+            f"{store.path} holds token {largest:,}, but model.vocab is {vocab:,}",
+            hint=f"set model.vocab to at least {max(largest + 1, store.vocab_size or 0):,}, or tokenize with the model's tokenizer",
+        )
