@@ -1,0 +1,28 @@
+"""How do positions look back? Causal attention over heads, with an optional border between packed documents."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+    """q is (batch, heads, time, head_dim); k and v may have fewer heads. `documents` (batch, time) numbers the documents."""
+    if documents is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    mask = document_mask(documents, documents)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def document_mask(query: Tensor, key: Tensor, query_start: int = 0) -> Tensor:
+    """(batch, 1, queries, keys): same document and not in the future. Queries begin at position `query_start` of the keys."""
+    here = query_start + torch.arange(query.shape[1], device=query.device)
+    past = torch.arange(key.shape[1], device=key.device) <= here[:, None]
+    return ((query[:, :, None] == key[:, None, :]) & past).unsqueeze(1)
+
+
+def document_numbers(tokens: Tensor, end: int) -> Tensor:
+    """Which document each position belongs to: the end-of-document token still belongs to the document it ends."""
+    ends = (tokens == end).long()
+    return ends.cumsum(1) - ends

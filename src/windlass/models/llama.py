@@ -1,0 +1,116 @@
+"""The Llama family: grouped-query attention with rotary positions, RMSNorm, SwiGLU; logits equal to transformers' own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from windlass.models import padded_vocab
+from windlass.models.attention import causal_attention
+from windlass.models.parts import Model, Norm
+from windlass.models.recompute import Recomputed
+
+if TYPE_CHECKING:
+    from windlass.config import ModelConfig
+
+Rope = tuple[Tensor, Tensor]
+
+
+def rope_table(seq_len: int, head_dim: int, theta: float, device: torch.device) -> Rope:
+    """Cosine and sine, each (seq_len, head_dim), with the halves repeated as in Hugging Face's convention."""
+    frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+    angle = torch.outer(torch.arange(seq_len, dtype=torch.float32, device=device), frequency).repeat(1, 2)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x is (batch, heads, time, head_dim); computed in fp32, which costs nothing inside a fused kernel."""
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x.float() * cos + turned * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.wq = nn.Linear(width, heads * head_dim, bias=False)
+        self.wk = nn.Linear(width, kv_heads * head_dim, bias=False)
+        self.wv = nn.Linear(width, kv_heads * head_dim, bias=False)
+        self.wo = nn.Linear(heads * head_dim, width, bias=False)
+        self.core: Callable[..., Tensor] = causal_attention
+        """Replaced by `train.parallelize` under context parallelism."""
+        self.fuse_qkv = False
+        """One GEMM instead of three; the three weights are laid side by side on the fly, which is cheap beside the GEMM."""
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        if not self.fuse_qkv:
+            return self.wq(x), self.wk(x), self.wv(x)
+        weights = (self.wq.weight, self.wk.weight, self.wv.weight)
+        return F.linear(x, torch.cat(weights)).split([w.shape[0] for w in weights], dim=-1)
+
+    def forward(self, x: Tensor, rope: Rope, documents: Tensor | None = None) -> Tensor:
+        batch, time = x.shape[:2]
+        # -1 heads: under tensor parallelism a rank holds only some of them.
+        q, k, v = (part.view(batch, time, -1, self.head_dim).transpose(1, 2) for part in self.project(x))
+        cos, sin = rope[0][:time], rope[1][:time]
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out = self.core(q, k, v, documents)
+        return self.wo(out.transpose(1, 2).reshape(batch, time, -1))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width: int, ffn: int, activation: str) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(width, ffn, bias=False)
+        self.w2 = nn.Linear(ffn, width, bias=False)
+        self.w3 = nn.Linear(width, ffn, bias=False) if activation == "swiglu" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.w3 is None:
+            return self.w2(F.gelu(self.w1(x)))
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(Recomputed):
+    def __init__(self, width: int, attention: Attention, ffn: int, activation: str, eps: float) -> None:
+        super().__init__()
+        self.attention_norm = Norm(width, eps)
+        self.attention = attention
+        self.ffn_norm = Norm(width, eps)
+        self.feed_forward = FeedForward(width, ffn, activation)
+
+    def run(self, x: Tensor, rope: Rope, documents: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, documents)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(Model):
+    def __init__(self, *, head_dim: int, theta: float, **common: Any) -> None:
+        super().__init__(**common)
+        self.head_dim, self.theta = head_dim, theta
+
+    def make_table(self, device: torch.device) -> Rope:
+        cos, sin = rope_table(self.position_start + self.seq_len, self.head_dim, self.theta, device)
+        return cos[self.position_start :], sin[self.position_start :]
+
+    def body(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        if self.embed is not None and x.shape[1] > self.table[0].shape[0]:
+            self.table = rope_table(self.position_start + x.shape[1], self.head_dim, self.theta, x.device)
+        return super().body(x, documents)
+
+
+def build_llama(config: ModelConfig, seq_len: int) -> Llama:
+    head_dim = config.head_dim or config.width // config.heads
+    blocks: list[nn.Module] = [
+        Block(config.width, Attention(config.width, config.heads, config.kv_heads or config.heads, head_dim), config.ffn, config.activation, config.norm_eps)
+        for _ in range(config.layers)
+    ]
+    return Llama(
+        head_dim=head_dim, theta=config.rope_theta, width=config.width, rows=padded_vocab(config.vocab), vocab=config.vocab,
+        eps=config.norm_eps, seq_len=seq_len, std=config.init_std, blocks=blocks, tied=config.tied,
+    )  # fmt: skip

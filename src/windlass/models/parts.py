@@ -1,0 +1,123 @@
+"""What do our families share? Embedding, norm, head and the skeleton of a decoder; blocks are the families' own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.models.init import fill_normal, fill_parameter
+from windlass.models.loss import next_token_loss
+
+LossFunction = Callable[..., Tensor]
+
+
+class Norm(nn.Module):
+    """RMSNorm with its statistics in fp32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return wide.to(x.dtype) * self.weight
+
+
+class Head(nn.Module):
+    """Hidden states to logits, or straight to the summed loss, so that the logits need never exist whole."""
+
+    def __init__(self, width: int, rows: int, vocab: int) -> None:
+        super().__init__()
+        self.vocab = vocab
+        """True size; the padded rows above it never win."""
+        self.weight = nn.Parameter(torch.empty(rows, width))
+        self.loss: LossFunction = next_token_loss
+        """Replaced by `train.parallelize` (chunked, fused, vocabulary-parallel)."""
+        self.gather: Callable[[Tensor], Tensor] | None = None
+        """Brings vocabulary-parallel logits together; set by `train.parallelize`."""
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is not None:
+            return self.loss(hidden, self.weight, targets, vocab=self.vocab)
+        if self.gather is not None:
+            return self.gather(hidden)
+        return mask_padding(nn.functional.linear(hidden, self.weight), self.vocab)
+
+
+def mask_padding(logits: Tensor, vocab: int) -> Tensor:
+    """Padded rows get the lowest value, so that neither softmax nor argmax ever picks them."""
+    if logits.shape[-1] == vocab:
+        return logits
+    column = torch.arange(logits.shape[-1], device=logits.device)
+    return logits.masked_fill(column >= vocab, torch.finfo(logits.dtype).min)
+
+
+class Model(nn.Module):
+    """Embedding, blocks keyed "0".."N-1", norm, head. A pipeline stage keeps some of them: the names stay the same."""
+
+    stackable = True
+    """Blocks are alike and may be divided over pipeline stages."""
+
+    def __init__(self, *, width: int, rows: int, vocab: int, eps: float, seq_len: int, std: float, blocks: list[nn.Module], tied: bool) -> None:
+        super().__init__()
+        self.seq_len, self.std, self.vocab, self.tied, self.width = seq_len, std, vocab, tied, width
+        self.embed: nn.Embedding | None = nn.Embedding(rows, width)
+        self.layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
+        self.norm: Norm | None = Norm(width, eps)
+        self.head: Head | None = Head(width, rows, vocab)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.num_layers = len(blocks)
+        self.position_start = 0
+        """First position of this rank's part of the sequence; not 0 only under context parallelism."""
+        self.table: Any = None
+        """Constants of positions that all blocks share (rotary angles, decay); made by `prepare`."""
+
+    def keep(self, layers: range, *, first: bool, last: bool) -> None:
+        """Drop what belongs to other pipeline stages."""
+        for key in [k for k in self.layers if int(k) not in layers]:
+            del self.layers[key]
+        if not first:
+            self.embed = None
+        if not last:
+            self.norm = self.head = None
+
+    def make_table(self, device: torch.device) -> Any:
+        """Constants shared by all blocks; a family overrides this."""
+        return None
+
+    def prepare(self, device: torch.device | str) -> None:
+        """Make what is derived and not trained. Call once the parameters are on their device."""
+        self.table = self.make_table(torch.device(device))
+
+    def init_weights(self, seed: int) -> None:
+        """Every parameter from (seed, its name) alone, so that the layout does not matter; then `prepare`."""
+        for name, parameter in self.named_parameters():
+            fill_parameter(parameter, f"{seed}/{name}", self.filler(name))
+        self.prepare(next(self.parameters()).device)
+
+    def filler(self, name: str) -> Callable[[Tensor, torch.Generator], None]:
+        """How a parameter of that name begins: norms at one, matrices normal, those that end a residual branch smaller."""
+        if name.endswith("norm.weight"):
+            return lambda tensor, generator: tensor.fill_(1.0)
+        residual = name.endswith(("wo.weight", "w2.weight"))
+        return partial(fill_normal, std=self.std / (2 * self.num_layers) ** 0.5 if residual else self.std)
+
+    def body(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Tokens (or the previous stage's hidden states) -> hidden states."""
+        if self.embed is not None:
+            x = self.embed(x)
+        for block in self.layers.values():
+            x = block(x, self.table, documents)
+        return x if self.norm is None else self.norm(x)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """Logits; with `targets` instead the two sums (loss to descend, cross-entropy) over all tokens."""
+        hidden = self.body(x, documents)
+        return hidden if self.head is None else self.head(hidden, targets)

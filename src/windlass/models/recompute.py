@@ -1,0 +1,51 @@
+"""Which activations are kept for the backward pass, and which are computed again? A choice per block, made after it is built."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+_aten = torch.ops.aten
+SAVED = {
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+}
+"""Expensive to compute again for the memory they hold; every second matrix product is saved too."""
+
+
+def selective() -> Any:
+    """Save attention, collectives and every second matrix product; recompute the rest."""
+    seen = {True: 0, False: 0}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in (_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default):
+            seen[context.is_recompute] += 1
+            return CheckpointPolicy.MUST_SAVE if seen[context.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if op in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+class Recomputed(nn.Module):
+    """A block whose `run` is computed once, or again in the backward pass. The choice sits inside the module, so that
+    neither its parameters' names nor the hooks of sharding around it change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recompute = "none"
+
+    def run(self, *args: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return self.run(*args)
+        extra = {"context_fn": partial(selective)} if self.recompute == "selective" else {}
+        return checkpoint(self.run, *args, use_reentrant=False, **extra)
