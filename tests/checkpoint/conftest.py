@@ -74,7 +74,7 @@ def spread(tmp_path: Path) -> Callable[..., list[Any]]:
         ]
         for child in children:
             child.start()
-        answers = dict((rank, (kind, value)) for rank, kind, value in (results.get(timeout=120) for _ in children))
+        answers = {rank: (kind, value) for rank, kind, value in (results.get(timeout=120) for _ in children)}
         for child in children:
             child.join(timeout=20)
         failed = [f"rank {r}:\n{v}" for r, (kind, v) in sorted(answers.items()) if kind == "error"]

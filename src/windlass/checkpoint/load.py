@@ -23,7 +23,6 @@ from windlass.errors import CheckpointError
 from windlass.runs.files import read_json
 from windlass.runs.folder import Run
 
-
 # DCP warns at every load of a single process, which is no accident here.
 warnings.filterwarnings("ignore", message=".*torch.distributed is (disabled|unavailable).*")
 
@@ -48,15 +47,15 @@ def find_latest(run: Run, verify: bool = True, before: int | None = None) -> Fou
         _tidy_temporaries(run, verify)
     notes: list[str] = []
     while True:
-        step, folder = _together(lambda: _newest(run, before)) or (None, None)
+        step, folder = _together(_newest, run, before) or (None, None)
         if folder is None:
             return None
-        manifest, problem = _together(lambda folder=folder: _opened(folder))
+        manifest, problem = _together(_opened, folder)
         problem = problem or (_content_problem(folder, manifest) if verify else None)
         if problem is None:
             saved = files.Saved(folder, manifest)
             return Found(folder, saved.step, saved.tokens, saved.world_size, saved.bytes, tuple(notes))
-        notes.append(_together(lambda folder=folder, problem=problem: _refuse(run, folder, problem)))
+        notes.append(_together(_refuse, run, folder, problem))
         before = step
 
 
@@ -274,14 +273,14 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _together(ask: Callable[[], Any]) -> Any:
+def _together(ask: Callable[..., Any], *args: Any) -> Any:
     """Rank 0 asks and tells the others; an error of rank 0 is raised on all."""
     if _world_size() == 1:
-        return ask()
+        return ask(*args)
     box: list[Any] = [None, None]
     if _rank() == 0:
         try:
-            box[0] = ask()
+            box[0] = ask(*args)
         except CheckpointError as error:
             box[1] = error
     dist.broadcast_object_list(box, src=0)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+import subprocess
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+LOCAL_JOB = "WINDLASS_JOB"
+"""Set by the local launcher, which has no scheduler to name its jobs."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ def job_id(env: Mapping[str, str] | None = None) -> str | None:
     array = env.get("SLURM_ARRAY_JOB_ID")
     if array and "SLURM_ARRAY_TASK_ID" in env:
         return f"{array}_{env['SLURM_ARRAY_TASK_ID']}"
-    return env.get("SLURM_JOB_ID")
+    return env.get("SLURM_JOB_ID") or env.get(LOCAL_JOB)
 
 
 def restart_count(env: Mapping[str, str] | None = None) -> int:
@@ -77,15 +82,6 @@ def array_task(env: Mapping[str, str] | None = None) -> tuple[int, int] | None:
     return int(env["SLURM_ARRAY_TASK_ID"]) - low, int(env.get("SLURM_ARRAY_TASK_COUNT", "1"))
 
 
-def end_time(env: Mapping[str, str] | None = None) -> float | None:
-    """When the scheduler will end this job (seconds since 1970), or None when it has not said.
-
-    SLURM before 23.02 does not set the variable; our job scripts ask squeue and export it.
-    """
-    value = (os.environ if env is None else env).get("SLURM_JOB_END_TIME", "")
-    return float(value) if value.isdigit() else None
-
-
 def cluster_name(env: Mapping[str, str] | None = None) -> str | None:
     """The name the site gave its SLURM, inside a job."""
     return (os.environ if env is None else env).get("SLURM_CLUSTER_NAME")
@@ -98,5 +94,33 @@ def node_list(env: Mapping[str, str] | None = None) -> str | None:
 
 
 def without_scheduler(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment a nested sbatch should see: SLURM_* and SBATCH_* of the outer job would shape the new one."""
-    return {k: v for k, v in env.items() if not k.startswith(("SLURM_", "SBATCH_", "SLURMD_", "SRUN_"))}
+    """The environment a nested sbatch should see: variables of the outer job would shape the new one.
+
+    SBATCH_* stay: they are what a user sets on purpose in a login shell (SBATCH_ACCOUNT).
+    """
+    return {k: v for k, v in env.items() if not k.startswith(("SLURM_", "SLURMD_", "SRUN_"))}
+
+
+def end_time(env: Mapping[str, str] | None = None, ask: Callable[[str], str | None] | None = None) -> float | None:
+    """When the scheduler will end this job, in seconds since 1970; None outside a job and without a limit.
+
+    squeue is asked first, because a limit can be changed while the job runs; without it the variable counts, which
+    SLURM before 23.02 does not set and our job scripts export.
+    """
+    env = os.environ if env is None else env
+    answer = (ask or _squeue_end)(env["SLURM_JOB_ID"]) if "SLURM_JOB_ID" in env else None
+    if answer is None:
+        said = env.get("SLURM_JOB_END_TIME", "")
+        return float(said) if said.isdigit() else None
+    try:
+        return time.mktime(time.strptime(answer.strip(), "%Y-%m-%dT%H:%M:%S"))
+    except (ValueError, OverflowError):  # N/A, NONE or UNLIMITED
+        return None
+
+
+def _squeue_end(job: str) -> str | None:
+    try:
+        done = subprocess.run(["squeue", "-h", "-j", job, "-o", "%e"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 and done.stdout.strip() else None

@@ -24,15 +24,21 @@ class Choice:
     reason: str
 
 
-def choose(startup_seconds: float, stall_seconds: float | None, write_seconds: float | None, failures_per_day: float) -> Choice:
+def choose(
+    startup_seconds: float, stall_seconds: float | None, write_seconds: float | None, failures_per_day: float
+) -> Choice:
     """3 to 5 times the start-up, no longer than the optimum for the failure rate, and never so short that saving gets in the way."""
     high = STARTUP_HIGH * startup_seconds
     optimum = _optimum(stall_seconds, failures_per_day)
-    words = [f"start-up took {print_seconds(startup_seconds)}, so {print_seconds(STARTUP_LOW * startup_seconds)} to {print_seconds(high)}"]
+    words = [
+        f"start-up took {print_seconds(startup_seconds)}, so {print_seconds(STARTUP_LOW * startup_seconds)} to {print_seconds(high)}"
+    ]
     seconds = high
     if optimum is not None:
         seconds = min(high, optimum)
-        words.append(f"the optimum for a stall of {print_seconds(stall_seconds)} and {failures_per_day:g} failures a day is {print_seconds(optimum)}")
+        words.append(
+            f"the optimum for a stall of {print_seconds(stall_seconds)} and {failures_per_day:g} failures a day is {print_seconds(optimum)}"
+        )
     floor, why = _floor(stall_seconds, write_seconds)
     if seconds < floor:
         seconds = floor
@@ -51,14 +57,17 @@ def _floor(stall_seconds: float | None, write_seconds: float | None) -> tuple[fl
     by_stall = (stall_seconds or 0.0) / STALL_SHARE
     by_write = 2 * (write_seconds or 0.0)
     if by_stall >= by_write:
-        return by_stall, f"but no shorter than {print_seconds(by_stall)}, so that training waits at most {STALL_SHARE:.0%} of the time"
+        return (
+            by_stall,
+            f"but no shorter than {print_seconds(by_stall)}, so that training waits at most {STALL_SHARE:.0%} of the time",
+        )
     return by_write, f"but no shorter than twice the {print_seconds(write_seconds)} that writing takes"
 
 
 class Interval:
     """Says when the next save is due. Time is monotonic: a clock that jumps changes nothing.
 
-    Ranks may disagree about time, so only rank 0's answer counts; `signals.StopFlag.agree` carries it to the others.
+    Counts are the same on all ranks; clocks are not, so a wish by the clock goes through `signals.StopFlag.agree`.
     """
 
     def __init__(self, config: SaveConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -79,7 +88,13 @@ class Interval:
 
     saved = began
 
-    def measured(self, *, startup_seconds: float | None = None, stall_seconds: float | None = None, write_seconds: float | None = None) -> Choice | None:
+    def measured(
+        self,
+        *,
+        startup_seconds: float | None = None,
+        stall_seconds: float | None = None,
+        write_seconds: float | None = None,
+    ) -> Choice | None:
         """Tell what start-up or a save took; the new choice of "auto" when it differs by more than a tenth from the last."""
         if startup_seconds is not None:
             self._startup = startup_seconds
@@ -91,9 +106,12 @@ class Interval:
         self.choice, self._size = new, new.seconds
         return new
 
-    def due(self, step: int, tokens: int) -> bool:
+    def due_by_count(self, step: int, tokens: int) -> bool:
+        """A multiple of the steps or tokens was passed: every rank finds the same without asking."""
         if self._kind == "steps":
             return step // self._size > self._step // self._size
-        if self._kind == "tokens":
-            return tokens // self._size > self._tokens // self._size
-        return self._clock() - self._time >= self._size and step > self._step
+        return self._kind == "tokens" and tokens // self._size > self._tokens // self._size
+
+    def due_by_clock(self, step: int) -> bool:
+        """The time is over, on this rank's clock: a wish that the ranks have to agree on."""
+        return self._kind == "seconds" and step > self._step and self._clock() - self._time >= self._size
