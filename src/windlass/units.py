@@ -16,7 +16,7 @@ _BYTES = {
     "B": 1,
     **{f"{p}B": m for p, m in _DECIMAL.items() if p not in ("", "B")},
     **{f"{p}B": m for p, m in _BINARY.items()},
-    **{p: m for p, m in _BINARY.items()},
+    **_BINARY,
 }
 _SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _JOULES = {
@@ -35,7 +35,9 @@ def _split(text: str, table: dict[str, float] | dict[str, int], kind: str, examp
     if suffix not in table:
         near = get_close_matches(suffix, [k for k in table if k], n=3, cutoff=0.3)
         known = ", ".join(near or [k for k in table if k])
-        raise ConfigError(f"{text!r}: unknown unit {suffix!r} for {kind}", hint=f"units here: {known}; for example {example}")
+        raise ConfigError(
+            f"{text!r}: unknown unit {suffix!r} for {kind}", hint=f"units here: {known}; for example {example}"
+        )
     return float(number), float(table[suffix])
 
 
@@ -72,7 +74,9 @@ def parse_seconds(value: str | float) -> float:
         if clock:
             days, first, second, third = (int(g) if g is not None else None for g in clock.groups())
             if third is None:  # SLURM reads D-HH:MM, and plain MM:SS
-                head = (first or 0) * 3600 + (second or 0) * 60 if days is not None else (first or 0) * 60 + (second or 0)
+                head = (
+                    (first or 0) * 3600 + (second or 0) * 60 if days is not None else (first or 0) * 60 + (second or 0)
+                )
                 return float((days or 0) * 86400 + head)
             return float((days or 0) * 86400 + (first or 0) * 3600 + (second or 0) * 60 + third)
         number, unit = _split(value, _SECONDS, "a duration", '"30m", "24h" or "2-00:00:00"')

@@ -51,7 +51,9 @@ def main() -> None:
         _complain(error.message, error.hint)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        _complain("stopped by Ctrl-C", "files are written whole or not at all, so the same command can simply be run again")
+        _complain(
+            "stopped by Ctrl-C", "files are written whole or not at all, so the same command can simply be run again"
+        )
         sys.exit(130)
     except BrokenPipeError:  # `windlass ... | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -76,7 +78,10 @@ def _finish(error: Exception, debug: bool) -> None:
         sys.exit(130)
     if debug:
         raise error
-    _complain(f"{type(error).__name__}: {error}", "this is a fault in windlass; run again with --debug for the traceback and report it")
+    _complain(
+        f"{type(error).__name__}: {error}",
+        "this is a fault in windlass; run again with --debug for the traceback and report it",
+    )
     sys.exit(70)
 
 

@@ -49,13 +49,17 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[int] = ()) -> Table:
+def table(
+    title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[int] = ()
+) -> Table:
     """A plain table; `right` lists the columns with numbers. Cell texts are shown as they are, never as markup."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", header_style="bold", pad_edge=False)
+    made = Table(
+        title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", header_style="bold", pad_edge=False
+    )
     for index, name in enumerate(columns):
         made.add_column(name, justify="right" if index in right else "left", overflow="fold")
     for row in rows:

@@ -17,7 +17,9 @@ def show(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...", metavar="[KEY=VALUE]...")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of a recipe, for editors.")] = False,
-    all_values: Annotated[bool, typer.Option("--all/--set", help="All values, or only those that are not defaults.")] = True,
+    all_values: Annotated[
+        bool, typer.Option("--all/--set", help="All values, or only those that are not defaults.")
+    ] = True,
 ) -> None:
     """Print every value of a recipe and where it came from."""
     from windlass.cli.output import console, print_json, table
@@ -34,9 +36,17 @@ def show(
     loaded = load_recipe(recipe, overrides or ())
     rows = [v for v in values(loaded) if all_values or v.origin != "default"]
     if as_json:
-        print_json({"recipe": str(recipe), "values": [{"key": v.key, "value": v.value, "origin": v.origin} for v in rows]})
+        print_json(
+            {"recipe": str(recipe), "values": [{"key": v.key, "value": v.value, "origin": v.origin} for v in rows]}
+        )
         return
-    console().print(table(f"{loaded.recipe.name} ({recipe})", ("key", "value", "from"), [(v.key, _text(v.key, v.value), v.origin) for v in rows]))
+    console().print(
+        table(
+            f"{loaded.recipe.name} ({recipe})",
+            ("key", "value", "from"),
+            [(v.key, _text(v.key, v.value), v.origin) for v in rows],
+        )
+    )
     if loaded.recipe.layout is None:
         console().print("layout: not given; `windlass plan` fills it in and says why")
 
@@ -46,6 +56,11 @@ def _text(key: str, value: object) -> str:
 
     if value is None:
         return "not set"
-    if isinstance(value, int) and not isinstance(value, bool) and key.endswith(("tokens", "warmup", "decay")) and value >= 1000:
+    if (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and key.endswith(("tokens", "warmup", "decay"))
+        and value >= 1000
+    ):
         return f"{value:,} ({print_tokens(value)})"
     return str(value)

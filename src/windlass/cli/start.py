@@ -27,7 +27,9 @@ def _version(value: bool) -> None:
 
 def start(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """From a compute allocation to a trained language model on a public supercomputer."""
     if context.invoked_subcommand is not None:
@@ -37,4 +39,6 @@ def start(
     out = console()
     out.print(table("windlass: seven steps from an allocation to a model", ("", "command", "what it gives you"),
                     [(i, command, what) for i, (_, command, what) in enumerate(STEPS, 1)]))  # fmt: skip
-    out.print("New here? `windlass demo` shows the whole story on this machine in about two minutes. `windlass --help` lists everything.")
+    out.print(
+        "New here? `windlass demo` shows the whole story on this machine in about two minutes. `windlass --help` lists everything."
+    )

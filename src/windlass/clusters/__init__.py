@@ -4,4 +4,15 @@ from windlass.clusters.load import cluster_names, device_by_driver_name, devices
 from windlass.clusters.model import Cluster, Device
 from windlass.clusters.scheduler import Place, job_id, place
 
-__all__ = ["Cluster", "Device", "Place", "cluster_names", "device_by_driver_name", "devices", "job_id", "load_cluster", "load_device", "place"]
+__all__ = [
+    "Cluster",
+    "Device",
+    "Place",
+    "cluster_names",
+    "device_by_driver_name",
+    "devices",
+    "job_id",
+    "load_cluster",
+    "load_device",
+    "place",
+]

@@ -49,7 +49,10 @@ def leaves(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def unsourced_numbers(table: Cluster | Device) -> list[str]:
     """Numbers that no source covers; a test keeps this empty for every shipped file."""
-    unsourced = {"per_module", "efficiency"}  # the first is what the part is, the second carries its own date and origin
+    unsourced = {
+        "per_module",
+        "efficiency",
+    }  # the first is what the part is, the second carries its own date and origin
     numbers = (k for k, v in leaves(table) if isinstance(v, (int, float)) and not isinstance(v, bool))
     return [k for k in numbers if k.split(".")[0] not in unsourced and source_of(k, table.sources) is None]
 
@@ -60,7 +63,14 @@ def facts(table: Cluster | Device) -> Iterator[Fact]:
         if value in (None, "", [], {}) or key.startswith("notes"):
             continue
         source = source_of(key, table.sources)
-        yield Fact(key, value, show(key, value), source.source if source else "", (source.on or "") if source else "", source.status if source else "")
+        yield Fact(
+            key,
+            value,
+            show(key, value),
+            source.source if source else "",
+            (source.on or "") if source else "",
+            source.status if source else "",
+        )
 
 
 def show(key: str, value: Any) -> str:
@@ -78,5 +88,9 @@ def show(key: str, value: Any) -> str:
 
 def _partition(p: Any) -> str:
     limit = print_seconds(p.max_time) if p.max_time else "no limit known"
-    nodes = f"{p.min_nodes}-{p.max_nodes}" if p.max_nodes and p.min_nodes > 1 else (f"<= {p.max_nodes}" if p.max_nodes else "any number of")
+    nodes = (
+        f"{p.min_nodes}-{p.max_nodes}"
+        if p.max_nodes and p.min_nodes > 1
+        else (f"<= {p.max_nodes}" if p.max_nodes else "any number of")
+    )
     return f"{p.name}{'/' + p.qos if p.qos else ''}: {limit}, {nodes} nodes"

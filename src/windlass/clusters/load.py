@@ -33,7 +33,9 @@ def load_cluster(name: str) -> Cluster:
     if not shipped.is_file() and not mine.is_file():
         near = get_close_matches(name, cluster_names(), n=3, cutoff=0.3)
         known = " or ".join(near) if near else ", ".join(cluster_names())
-        raise ConfigError(f"unknown cluster {name!r}", hint=f"known: {known}; add your own as {user_folder()}/{name}.toml")
+        raise ConfigError(
+            f"unknown cluster {name!r}", hint=f"known: {known}; add your own as {user_folder()}/{name}.toml"
+        )
     raw: dict[str, Any] = tomllib.loads(shipped.read_text()) if shipped.is_file() else {}
     if mine.is_file():
         raw = _overlay(raw, read_toml(mine)[0])
@@ -43,7 +45,10 @@ def load_cluster(name: str) -> Cluster:
 
     problems = lint(cluster)
     if problems:
-        raise ConfigError(f"cluster {name}: " + "; ".join(problems), hint="two ranks on one core run at half speed without a message: correct the file")
+        raise ConfigError(
+            f"cluster {name}: " + "; ".join(problems),
+            hint="two ranks on one core run at half speed without a message: correct the file",
+        )
     load_device(cluster.device)
     return cluster
 
@@ -67,7 +72,9 @@ def load_device(name: str) -> Device:
     known = devices()
     if name not in known:
         near = get_close_matches(name, known, n=3, cutoff=0.3) or sorted(known)
-        raise ConfigError(f"unknown device {name!r}", hint=f"known: {', '.join(near)}; add yours to {user_folder()}/devices.toml")
+        raise ConfigError(
+            f"unknown device {name!r}", hint=f"known: {', '.join(near)}; add yours to {user_folder()}/devices.toml"
+        )
     return known[name]
 
 

@@ -37,12 +37,18 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         near = get_close_matches(path.name, [p.name for p in _siblings(path)], n=3, cutoff=0.4)
-        hint = f"did you mean {', '.join(str(path.parent / n) for n in near)}?" if near else "check the path; recipes live in recipes/"
+        hint = (
+            f"did you mean {', '.join(str(path.parent / n) for n in near)}?"
+            if near
+            else "check the path; recipes live in recipes/"
+        )
         raise ConfigError(f"there is no file {path}", hint=hint) from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder, not a TOML file", hint="name the file itself") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", hint="a recipe is a UTF-8 text file that you may read") from None
+        raise ConfigError(
+            f"{path} cannot be read: {error}", hint="a recipe is a UTF-8 text file that you may read"
+        ) from None
     try:
         return tomllib.loads(text), text
     except tomllib.TOMLDecodeError as error:
@@ -121,7 +127,9 @@ def validate(model: type[T], raw: Mapping[str, Any], where: str) -> T:
         return model.model_validate(raw)
     except ValidationError as error:
         problems = [_problem(model, item) for item in error.errors()]
-        raise ConfigError(_listing(where, problems), hint="`windlass show --schema` lists every key; see docs/reference/recipe.md") from None
+        raise ConfigError(
+            _listing(where, problems), hint="`windlass show --schema` lists every key; see docs/reference/recipe.md"
+        ) from None
 
 
 def _listing(where: str, problems: Sequence[str]) -> str:
@@ -142,7 +150,9 @@ def _problem(model: type[BaseModel], item: Any) -> str:
         return f"{dotted}: missing, and there is no default"
     message = item["msg"].removeprefix("Value error, ")
     shown = item.get("input")
-    return f"{dotted}: {message}" + ("" if isinstance(shown, Mapping) or repr(shown) in message else f" (got {shown!r})")
+    return f"{dotted}: {message}" + (
+        "" if isinstance(shown, Mapping) or repr(shown) in message else f" (got {shown!r})"
+    )
 
 
 def _keys_at(model: type[BaseModel], loc: Sequence[str]) -> list[str]:

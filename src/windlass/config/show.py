@@ -41,4 +41,8 @@ def origin(key: str, loaded: Loaded) -> str:
 
 def schema() -> dict[str, Any]:
     """JSON schema of a recipe, for editors that check TOML (for example Even Better TOML)."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "windlass recipe", **Recipe.model_json_schema()}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "windlass recipe",
+        **Recipe.model_json_schema(),
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -35,6 +37,8 @@ def append_line(path: Path, value: Any) -> None:
     line = (json.dumps(_clean(value), default=str, allow_nan=False) + "\n").encode()
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
+        with contextlib.suppress(OSError):  # where a file system has no flock, O_APPEND alone keeps lines apart
+            fcntl.flock(handle, fcntl.LOCK_EX)
         size = os.fstat(handle).st_size
         if size and os.pread(handle, 1, size - 1) != b"\n":
             line = b"\n" + line
@@ -79,7 +83,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """A whole JSON file, or None when it is missing or damaged."""
     try:
         value = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -160,13 +160,18 @@ def create_run(path: Path | str, loaded: Loaded) -> Run:
     old = read_json(run.config_file)
     if old is not None:
         _refuse_other(run, validate(Recipe, old, str(run.config_file)), loaded.recipe)
-    elif run.path.exists() and any(run.path.iterdir()) and not _only_ours(run):
-        raise RunError(f"{run.path} holds other files and is no run folder", hint="choose an empty or new folder with --run")
+    elif run.path.is_dir() and any(run.path.iterdir()) and not _only_ours(run):
+        raise RunError(
+            f"{run.path} holds other files and is no run folder", hint="choose an empty or new folder with --run"
+        )
     try:
         for folder in (run.path, run.ranks, run.checkpoints, run.logs):
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunError(f"the run folder {run.path} cannot be made: {error.strerror}", hint="choose a folder you may write to with --run") from None
+        raise RunError(
+            f"the run folder {run.path} cannot be made: {error.strerror}",
+            hint="choose a folder you may write to with --run",
+        ) from None
     write_whole(run.recipe_file, loaded.text)
     write_json(run.config_file, loaded.recipe.model_dump(mode="json"))
     return run
@@ -174,7 +179,20 @@ def create_run(path: Path | str, loaded: Loaded) -> Run:
 
 def _only_ours(run: Run) -> bool:
     """Folders that a launcher or an earlier, cut-off start may have left; `data` is the demo's own."""
-    ours = {"logs", "ranks", "checkpoints", "profile", "trackers", "requests", "data", "jobs.jsonl", "plan.json", "recipe.toml", "run.lock", "job.sh"}
+    ours = {
+        "logs",
+        "ranks",
+        "checkpoints",
+        "profile",
+        "trackers",
+        "requests",
+        "data",
+        "jobs.jsonl",
+        "plan.json",
+        "recipe.toml",
+        "run.lock",
+        "job.sh",
+    }
     return all(p.name in ours or p.name.startswith(".") for p in run.path.iterdir())
 
 
@@ -185,6 +203,13 @@ def _refuse_other(run: Run, old: Recipe, new: Recipe) -> None:
     from windlass.config.load import flatten
 
     left, right = dict(flatten(a)), dict(flatten(b))
-    differ = [k for k in {**left, **right} if left.get(k) != right.get(k) and k.split(".")[0] in ("name", "seed", "model", "data")]
+    differ = [
+        k
+        for k in {**left, **right}
+        if left.get(k) != right.get(k) and k.split(".")[0] in ("name", "seed", "model", "data")
+    ]
     shown = "; ".join(f"{k}: {left.get(k)!r} there, {right.get(k)!r} here" for k in differ[:4])
-    raise RunError(f"{run.path} belongs to another recipe ({shown})", hint="choose another folder with --run, or another name in the recipe")
+    raise RunError(
+        f"{run.path} belongs to another recipe ({shown})",
+        hint="choose another folder with --run, or another name in the recipe",
+    )

@@ -85,5 +85,10 @@ def _alive(record: dict[str, object] | None) -> bool:
 
 def _busy(path: Path) -> RunError:
     record = read_json(path) or {}
-    who = f"host {record.get('host', 'unknown')}, pid {record.get('pid', 'unknown')}" + (f", job {record['job']}" if record.get("job") else "")
-    return RunError(f"{path.parent} is being written by another process ({who})", hint="wait for it, stop it, or choose another folder with --run")
+    who = f"host {record.get('host', 'unknown')}, pid {record.get('pid', 'unknown')}" + (
+        f", job {record['job']}" if record.get("job") else ""
+    )
+    return RunError(
+        f"{path.parent} is being written by another process ({who})",
+        hint="wait for it, stop it, or choose another folder with --run",
+    )

@@ -17,7 +17,19 @@ from windlass.config import Recipe, recipe_hash
 from windlass.runs.files import read_json, write_json
 from windlass.runs.folder import Run
 
-PACKAGES = ("torch", "numpy", "pydantic", "transformers", "tokenizers", "safetensors", "deepspeed", "triton", "nvidia-ml-py", "wandb", "plotly")
+PACKAGES = (
+    "torch",
+    "numpy",
+    "pydantic",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "deepspeed",
+    "triton",
+    "nvidia-ml-py",
+    "wandb",
+    "plotly",
+)
 
 
 def collect(recipe: Recipe, **extra: Any) -> dict[str, Any]:
@@ -51,8 +63,12 @@ def commit() -> str | None:
     if not (top / ".git").exists():
         return None
     try:
-        head = subprocess.run(["git", "-C", str(top), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=5)
-        dirty = subprocess.run(["git", "-C", str(top), "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=5)
+        head = subprocess.run(
+            ["git", "-C", str(top), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=5
+        )
+        dirty = subprocess.run(
+            ["git", "-C", str(top), "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=5
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return None if head.returncode else head.stdout.strip() + ("+" if dirty.stdout.strip() else "")

@@ -1,0 +1,96 @@
+"""Which texts become tokens, and on what terms may they be used? The model of a data file (`windlass tokenize DATA.toml`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+
+from windlass.config.base import Bytes, Table, Tokens
+from windlass.config.load import read_toml, validate
+
+
+class Source(Table):
+    """One `[sources.NAME]` table. Relative paths start in the current folder, as in a recipe."""
+
+    paths: list[str] = Field(min_length=1)
+    """Files, folders (all files of a known kind below them) and globs (`**` too)."""
+    format: Literal["auto", "jsonl", "parquet", "text", "arrow"] = "auto"
+    """auto: by file name. jsonl may be .gz or .zst, and so may text; arrow is a Hugging Face `save_to_disk` folder."""
+    field: str = "text"
+    """Key or column that holds the text; `a.b` reaches into an inner object of JSON."""
+    document: Literal["file", "line"] = "file"
+    """text files: what one document is."""
+    language: str | None = None
+    licence: str | None = None
+    """SPDX identifier where there is one ("CC-BY-4.0"), else the terms in words."""
+    origin: str | None = None
+    """Where it came from: publisher, address, date."""
+    consent: str | None = None
+    """On what basis it may be used: licence, contract, opt-in, public domain, ..."""
+    notes: str | None = None
+    min_chars: NonNegativeInt | None = None
+    """Overrides the file's `min_chars` for this source; likewise the next two."""
+    max_chars: PositiveInt | None = None
+    validation: float | None = Field(default=None, ge=0, lt=1)
+
+
+class DataFile(Table):
+    output: str
+    """Folder of the token store."""
+    tokenizer: str
+    """Tokenizer file or folder: tokenizers JSON, tiktoken ranks, tekken JSON or SentencePiece model."""
+    eos: str | int | None = None
+    """Token that ends a document; the tokenizer's own when left out."""
+    add_eos: bool = True
+    special_tokens: Literal["text", "parse"] = "text"
+    """text: a text that looks like a special token stays text. parse: it becomes the special token."""
+    engine: Literal["auto", "fastokens", "gigatoken", "tiktoken", "tokenizers", "sentencepiece"] = "auto"
+    """auto: the fastest engine that is installed and gives exactly the reference's ids on a sample."""
+    dedup: Literal["none", "exact"] = "none"
+    """exact: of documents with the same text, over all sources, the first is kept."""
+    utf8: Literal["reject", "replace"] = "reject"
+    """Invalid UTF-8: reject the document, or put U+FFFD in place of what is wrong."""
+    min_chars: NonNegativeInt = 1
+    """Shorter documents are filtered out (and counted). 1: only empty ones."""
+    max_chars: PositiveInt | None = None
+    """Longer documents are filtered out (and counted)."""
+    max_document: Bytes = 64 * 2**20
+    """A line or file longer than this is rejected unread, so that memory stays flat."""
+    validation: float = Field(default=0.0, ge=0, lt=1)
+    """Share of documents, chosen by the hash of their text, that go to the validation split."""
+    max_rejects: NonNegativeInt = 0
+    """Documents that may be rejected (not JSON, no text, invalid UTF-8, ...) before the command fails."""
+    allow_damaged: bool = False
+    """Take what can be read of a cut .gz or .zst, instead of failing."""
+    workers: PositiveInt | None = None
+    """Processes here; one per CPU core that this job may use when left out."""
+    chunk: Bytes = Field(default=32 * 2**20, gt=0)
+    """Bytes of (decompressed) input that are done or not done as one; a killed job repeats at most one chunk per worker."""
+    shard_tokens: Tokens = Field(default=2**30, gt=0)
+    """A shard of the store has at most about this many tokens."""
+    policy: Literal["any", "lawful"] = "any"
+    """lawful refuses a source without licence and origin."""
+    sources: dict[str, Source] = Field(min_length=1)
+
+    @field_validator("sources")
+    @classmethod
+    def _plain_names(cls, value: dict[str, Source]) -> dict[str, Source]:
+        for name in value:
+            if not name or not all(c.isalnum() or c in "._-" for c in name) or name[0] in ".-":
+                raise ValueError(f"source name {name!r}: use letters, digits, dot, dash and underscore; it becomes a file name")
+        return value
+
+    @field_validator("chunk")
+    @classmethod
+    def _chunk_size(cls, value: int) -> int:
+        if not 4096 <= value <= 64 * 2**20:
+            raise ValueError(f"{value:,} bytes; a chunk has 4 KiB to 64 MiB, so that a killed job repeats little")
+        return value
+
+
+def load_data_file(path: Path | str) -> DataFile:
+    """Read and check a data file; one ConfigError lists every problem."""
+    raw, _ = read_toml(Path(path))
+    return validate(DataFile, raw, str(path))

@@ -1,0 +1,116 @@
+"""The command line starts at once, never loads torch for help, and turns every error into one message and an exit code."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+TORCH_FREE = (
+    ["--help"],
+    ["plan", "--help"],
+    ["launch", "--help"],
+    ["sweep", "--help"],
+    ["report", "--help"],
+    ["dash", "--help"],
+    ["clusters"],
+    ["show", "--schema"],
+    [],
+)
+
+
+def windlass(*words, cwd=None, env=None):
+    return subprocess.run(
+        [sys.executable, "-m", "windlass", *map(str, words)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=120,
+        env={**os.environ, **(env or {})},
+    )
+
+
+@pytest.mark.parametrize("words", TORCH_FREE, ids=" ".join)
+def test_torch_is_not_loaded(words):
+    code = "import sys, runpy; sys.argv = ['windlass', *sys.argv[1:]]\ntry: runpy.run_module('windlass', run_name='__main__')\nexcept SystemExit as e: assert not e.code, e.code\nassert not {'torch', 'transformers'} & set(sys.modules), 'loaded'"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", [("--help",), ("plan", "--help")], ids=" ".join)
+def test_help_takes_under_0_3_seconds_of_cpu(words):
+    def cpu():
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert windlass(*words).returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(cpu() for _ in range(4)) < 0.3
+
+
+def test_alone_it_shows_the_seven_steps():
+    done = windlass()
+    assert done.returncode == 0
+    assert all(word in done.stdout for word in ("plan", "tokenize", "sweep", "launch", "train", "watch", "report"))
+
+
+def test_clusters_as_json():
+    names = [c["name"] for c in json.loads(windlass("clusters", "--json").stdout)["clusters"]]
+    assert "lumi-g" in names
+    one = json.loads(windlass("clusters", "lumi-g", "--json").stdout)
+    assert one["node"]["devices"] == 8
+    assert one["device"]["bf16_tflops"] == 191.5
+
+
+def test_show_prints_every_value_and_its_origin(tmp_path):
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(
+        'name = "r"\n[model]\nlayers = 2\nwidth = 64\nffn = 128\nheads = 4\nvocab = 256\n[data]\ntokens = "1M"\n'
+    )
+    values = {v["key"]: v for v in json.loads(windlass("show", recipe, "nodes=3", "--json").stdout)["values"]}
+    assert values["nodes"] == {"key": "nodes", "value": 3, "origin": "override"}
+    assert values["data.tokens"]["value"] == 1_000_000
+    assert "override" in windlass("show", recipe, "nodes=3").stdout
+
+
+BAD = {
+    "missing recipe": ("show", "no.toml"),
+    "syntax": ("show", "syntax.toml"),
+    "wrong type": ("show", "good.toml", "model.layers=many"),
+    "unknown key": ("show", "good.toml", "model.layerz=2"),
+    "negative": ("show", "good.toml", "model.layers=-2"),
+    "unit typo": ("show", "good.toml", "data.tokens=45Q"),
+    "unknown cluster": ("clusters", "lumi"),
+    "unknown option": ("clusters", "--nope"),
+    "unknown command": ("planx",),
+}
+
+
+@pytest.mark.parametrize("words", BAD.values(), ids=list(BAD))
+def test_bad_input_ends_with_one_message_and_no_traceback(tmp_path, words):
+    (tmp_path / "good.toml").write_text(
+        'name = "r"\n[model]\nlayers = 2\nwidth = 64\nffn = 128\nheads = 4\nvocab = 256\n[data]\ntokens = "1M"\n'
+    )
+    (tmp_path / "syntax.toml").write_text("name = r\n")
+    before = sorted(p.name for p in tmp_path.iterdir())
+    done = windlass(*words, cwd=tmp_path)
+    assert done.returncode not in (0, 70), done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert done.stderr.strip()
+    if "unknown option" not in done.stderr and words[0] in ("show",):
+        assert "hint" in done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    assert "Traceback" in windlass("show", "no.toml", "--debug", cwd=tmp_path).stderr
+
+
+def test_a_reader_that_stops_early_is_no_error():
+    done = subprocess.run(
+        f"{sys.executable} -m windlass show --schema | head -1", shell=True, capture_output=True, text=True
+    )
+    assert done.stdout.startswith("{")
+    assert "Traceback" not in done.stderr

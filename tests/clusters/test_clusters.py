@@ -1,0 +1,134 @@
+"""Every machine file loads, every number has a source, and a wrong mask is caught."""
+
+import pytest
+
+from windlass.clusters import cluster_names, device_by_driver_name, devices, load_cluster, load_device
+from windlass.clusters.describe import facts, source_of, unsourced_numbers
+from windlass.clusters.lint import cores_of_list, cores_of_mask, lint_masks
+from windlass.errors import ConfigError
+
+SHIPPED = (
+    "jupiter-booster",
+    "juwels-booster",
+    "leonardo-booster",
+    "lumi-g",
+    "marenostrum5-acc",
+    "snellius-a100",
+    "snellius-h100",
+    "workstation",
+)
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    folder = tmp_path / "windlass" / "clusters"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_the_shipped_machines_are_there():
+    assert set(SHIPPED) <= set(cluster_names())
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_number_has_a_source(name):
+    cluster = load_cluster(name)
+    assert unsourced_numbers(cluster) == []
+    assert all(variable.why for variable in cluster.env.values())
+
+
+@pytest.mark.parametrize("name", sorted(devices()))
+def test_every_device_number_has_a_source(name):
+    assert unsourced_numbers(load_device(name)) == []
+
+
+def test_unverified_values_stay_visible():
+    by_key = {f.key: f for f in facts(load_cluster("marenostrum5-acc"))}
+    assert by_key["nodes"].status == "unverified"
+    assert by_key["grid.pue"].status == "assumed"
+
+
+def test_the_nearest_source_wins():
+    cluster = load_cluster("lumi-g")
+    assert source_of("node.cpu_watts", cluster.sources).status == "unverified"
+    assert source_of("node.cores", cluster.sources).status == "documented"
+
+
+def test_masks_read_as_cores():
+    assert cores_of_mask("0xfe00") == set(range(9, 16))
+    assert cores_of_list("1-3,8") == {1, 2, 3, 8}
+
+
+def test_the_published_lumi_masks_are_caught():
+    cluster = load_cluster("lumi-g")
+    assert list(lint_masks(cluster, cluster.binding.masks)) == []
+    # a published tutorial repeats its first mask: ranks 0 and 1 share cores 49 to 55
+    published = ["0xfe000000000000", "0xfe000000000000", *cluster.binding.masks[2:]]
+    assert list(lint_masks(cluster, published)) == [
+        "the CPU mask of local rank 1 (0xfe000000000000) shares cores with rank 0"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({4: "0xff"}, "reserved cores [0]"),
+        ({0: "0xfe0000", 2: "0xfe000000000000"}, "not on NUMA domain 3"),
+        ({0: "0x1000000000000000000"}, "names cores [72] of 64"),
+    ],
+)
+def test_other_faults_of_masks(change, said):
+    cluster = load_cluster("lumi-g")
+    masks = [change.get(i, m) for i, m in enumerate(cluster.binding.masks)]
+    assert any(said in problem for problem in lint_masks(cluster, masks))
+
+
+def test_too_few_masks():
+    cluster = load_cluster("lumi-g")
+    assert "7 CPU masks for 8 devices" in list(lint_masks(cluster, cluster.binding.masks[:7]))
+
+
+def test_a_user_overrides_one_value(own):
+    (own / "lumi-g.toml").write_text("[grid]\npue = 1.04\n")
+    cluster = load_cluster("lumi-g")
+    assert cluster.grid.pue == 1.04
+    assert cluster.grid.g_per_kwh == 79.2
+
+
+def test_a_user_adds_a_machine(own):
+    (own / "attic.toml").write_text('title = "Attic"\ndevice = "h200"\n[node]\ndevices = 1\ncores = 16\n')
+    assert "attic" in cluster_names()
+    assert load_cluster("attic").node.devices == 1
+
+
+def test_a_wrong_mask_of_a_user_is_refused(own):
+    (own / "lumi-g.toml").write_text(
+        '[binding]\nmasks = ["0xfe", "0xfe", "0xfe", "0xfe", "0xfe", "0xfe", "0xfe", "0xfe"]\n'
+    )
+    with pytest.raises(ConfigError, match="shares cores with rank 0"):
+        load_cluster("lumi-g")
+
+
+def test_an_unknown_machine_or_device_offers_its_neighbours(own):
+    with pytest.raises(ConfigError, match="unknown cluster 'lumi'") as caught:
+        load_cluster("lumi")
+    assert "lumi-g" in (caught.value.hint or "")
+    (own / "attic.toml").write_text('title = "Attic"\ndevice = "h2000"\n[node]\ndevices = 1\ncores = 16\n')
+    with pytest.raises(ConfigError, match="unknown device 'h2000'"):
+        load_cluster("attic")
+    (own / "attic.toml").write_text('title = "Attic"\ndevice = "h200"\n[nod]\ndevices = 1\n')
+    with pytest.raises(ConfigError, match="nod: unknown key"):
+        load_cluster("attic")
+
+
+@pytest.mark.parametrize(
+    ("reported", "name"),
+    [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100-80"), ("NVIDIA A100-SXM4-80GB", "a100-80"), ("NVIDIA A100-SXM-64GB", "a100-64"), ("AMD Instinct MI250X", "mi250x-gcd"), ("NVIDIA GH200 480GB", "gh200")],
+)  # fmt: skip
+def test_devices_are_known_by_the_name_the_driver_reports(reported, name):
+    assert device_by_driver_name(reported).name == name
+
+
+def test_an_unknown_device_gives_none_rather_than_a_guess():
+    assert device_by_driver_name("NVIDIA GeForce GTX 1080") is None

@@ -1,0 +1,173 @@
+"""A recipe file plus key=value words becomes a checked recipe, or one message that lists every problem."""
+
+import json
+
+import pytest
+
+from windlass.config import Recipe, load_recipe, recipe_hash
+from windlass.config.load import parse_override
+from windlass.config.save import interval
+from windlass.config.show import schema, values
+from windlass.errors import ConfigError
+
+GOOD = """
+name = "tiny"
+[model]
+layers = 2
+width = 64
+ffn = 128
+heads = 4
+vocab = 256
+[data]
+tokens = "1M"
+seq_len = 64
+batch_tokens = 512
+"""
+
+
+@pytest.fixture
+def recipe_file(tmp_path):
+    def write(text=GOOD, name="tiny.toml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def problems(path, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(path, overrides)
+    return caught.value
+
+
+def test_a_good_recipe_loads_with_defaults_and_units(recipe_file):
+    loaded = load_recipe(recipe_file())
+    assert loaded.recipe.data.tokens == 1_000_000
+    assert loaded.recipe.layout is None
+    assert loaded.recipe.optim.lr == 3e-4
+
+
+def test_overrides_win_and_are_marked(recipe_file):
+    loaded = load_recipe(
+        recipe_file(),
+        ["layout.micro_batch=4", "optim.lr=1e-3", "data.tokens=2B", 'train.precision="fp32"', "cluster=lumi-g"],
+    )
+    origins = {v.key: (v.value, v.origin) for v in values(loaded)}
+    assert origins["layout.micro_batch"] == (4, "override")
+    assert origins["optim.lr"] == (1e-3, "override")
+    assert origins["data.tokens"] == (2_000_000_000, "override")
+    assert origins["cluster"] == ("lumi-g", "override")
+    assert origins["model.width"] == (64, "recipe")
+    assert origins["optim.beta1"] == (0.9, "default")
+
+
+def test_all_problems_come_at_once_with_their_paths(recipe_file):
+    error = problems(
+        recipe_file(
+            'name = "a b"\nfoo = 1\n[model]\nlayerz = 2\nwidth = -1\n[data]\ntokens = "45Q"\nseq_len = "long"\n'
+        )
+    )
+    for part in (
+        "name:",
+        "foo: unknown key",
+        "model.layerz: unknown key; did you mean layers?",
+        "model.width:",
+        "data.tokens: '45Q': unknown unit",
+        "data.seq_len:",
+    ):
+        assert part in error.message, part
+
+
+def test_rules_over_several_keys(recipe_file):
+    error = problems(
+        recipe_file(GOOD.replace("heads = 4", "heads = 5").replace("batch_tokens = 512", "batch_tokens = 500")),
+        "layout.tensor=2",
+    )
+    assert "model.heads (5) does not divide model.width (64)" in error.message
+    assert "data.batch_tokens (500) is not a multiple of data.seq_len (64); the next larger one is 512" in error.message
+    assert "layout.tensor (2) does not divide model.heads (5)" in error.message
+
+
+def test_tokens_or_steps_are_needed(recipe_file):
+    path = recipe_file(GOOD.replace('tokens = "1M"\n', ""))
+    assert "data.tokens: missing" in problems(path).message
+    assert load_recipe(path, ["train.steps=10"]).recipe.train.steps == 10
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.tokens=-5", "negative"),
+        ("nodes=0", "greater than 0"),
+        ("nodes=many", "valid integer"),
+        ("optim.lr=-1", "greater than or equal to 0"),
+        ("save.every=30 parsecs", "unknown unit"),
+        ("save.every=0", "at least 1"),
+        ("train.precision=fp7", "precision"),
+        ("data.mix.a=-1", "weights must be at least 0"),
+        ("layout.pipeline=9", "more than model.layers"),
+        ("model=3", "model"),
+    ],
+)
+def test_a_wrong_value_is_named(recipe_file, override, said):
+    assert said in problems(recipe_file(), override).message.replace("\n", " ")
+
+
+@pytest.mark.parametrize("word", ["micro_batch", "=3", "layout.=3", "layout..x=3"])
+def test_a_word_that_is_no_override(word):
+    with pytest.raises(ConfigError, match="is not an override"):
+        parse_override(word)
+
+
+def test_a_missing_file_offers_its_neighbours(recipe_file):
+    path = recipe_file(name="gptnl_8b.toml")
+    error = problems(path.with_name("gptnl_8.toml"))
+    assert "there is no file" in error.message
+    assert "gptnl_8b.toml" in (error.hint or "")
+
+
+def test_a_syntax_error_shows_the_line(recipe_file):
+    error = problems(recipe_file("name = tiny\n[model]\n"))
+    assert "is not valid TOML" in error.message
+    assert "name = tiny" in (error.hint or "")
+
+
+def test_a_folder_and_a_binary_file_are_no_recipe(tmp_path):
+    assert "is a folder" in problems(tmp_path).message
+    binary = tmp_path / "x.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read" in problems(binary).message
+
+
+def test_the_hash_is_of_what_the_run_is_not_of_where_it_runs(recipe_file):
+    a = load_recipe(recipe_file()).recipe
+    assert recipe_hash(a) == recipe_hash(
+        load_recipe(recipe_file(), ["nodes=4", "data.tokens=2M", "layout.shard=full"]).recipe
+    )
+    assert recipe_hash(a) != recipe_hash(load_recipe(recipe_file(), ["model.layers=3"]).recipe)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (100, ("steps", 100)),
+        ("100", ("steps", 100)),
+        ("2B tokens", ("tokens", 2e9)),
+        ("30m", ("seconds", 1800)),
+        ("1k steps", ("steps", 1000)),
+    ],
+)
+def test_intervals(text, expected):
+    assert interval(text) == expected
+
+
+def test_the_schema_lists_every_table():
+    made = schema()
+    assert set(Recipe.model_fields) <= set(made["properties"])
+    assert json.loads(json.dumps(made)) == made
+
+
+def test_a_recipe_is_frozen(recipe_file):
+    with pytest.raises(Exception, match="frozen"):
+        load_recipe(recipe_file()).recipe.nodes = 3

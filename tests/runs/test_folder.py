@@ -1,0 +1,111 @@
+"""One folder per run: made once, refused to other recipes, found again by name, and locked while it is written."""
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from windlass.config import load_recipe
+from windlass.errors import RunError
+from windlass.runs import create_run, open_run
+from windlass.runs.lock import holder, locked
+from windlass.runs.manifest import collect, write
+
+RECIPE = 'name = "tiny"\n[model]\nlayers = 2\nwidth = 64\nffn = 128\nheads = 4\nvocab = 256\n[data]\ntokens = "1M"\nseq_len = 64\n'
+
+
+@pytest.fixture
+def loaded(tmp_path):
+    path = tmp_path / "tiny.toml"
+    path.write_text(RECIPE)
+    return lambda *overrides: load_recipe(path, overrides)
+
+
+def test_a_run_is_made_and_opened_again(tmp_path, loaded):
+    run = create_run(tmp_path / "r", loaded("nodes=2"))
+    again = open_run(tmp_path / "r")
+    assert again.recipe() == loaded("nodes=2").recipe
+    assert run.recipe_file.read_text() == RECIPE
+    assert run.checkpoint(1000).name == "step-000001000"
+
+
+def test_a_bare_name_is_looked_for_in_runs(tmp_path, loaded, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    create_run(Path("runs/gptnl-8b"), loaded())
+    assert open_run("gptnl-8b").path == Path("runs/gptnl-8b")
+    with pytest.raises(RunError, match="does not exist") as caught:
+        open_run("gptnl-8")
+    assert "gptnl-8b" in (caught.value.hint or "")
+
+
+def test_the_same_recipe_may_come_back_with_another_layout(tmp_path, loaded):
+    create_run(tmp_path / "r", loaded())
+    create_run(tmp_path / "r", loaded("layout.shard=full", "nodes=8"))
+
+
+def test_another_recipe_is_refused_with_the_difference(tmp_path, loaded):
+    create_run(tmp_path / "r", loaded())
+    with pytest.raises(RunError, match=r"belongs to another recipe \(model.layers: 2 there, 3 here\)"):
+        create_run(tmp_path / "r", loaded("model.layers=3"))
+    assert open_run(tmp_path / "r").recipe().model.layers == 2
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path, loaded):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "thesis.tex").write_text("x")
+    with pytest.raises(RunError, match="holds other files"):
+        create_run(tmp_path / "r", loaded())
+
+
+def test_a_folder_that_cannot_be_made_is_said_so(tmp_path, loaded):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RunError, match="cannot be made") as caught:
+        create_run(tmp_path / "file" / "r", loaded())
+    assert "--run" in (caught.value.hint or "")
+
+
+def test_metrics_and_events_read_back(tmp_path, loaded):
+    run = create_run(tmp_path / "r", loaded())
+    run.event("started", world_size=2)
+    run.metric({"step": 1, "loss": 3.0})
+    assert [e["event"] for e in run.events()] == ["started"]
+    assert run.last_metric() == {"step": 1, "loss": 3.0}
+
+
+def _hold(path, ready):
+    with locked(path):
+        ready.set()
+        time.sleep(60)
+
+
+def test_two_processes_cannot_write_one_run(tmp_path):
+    path = tmp_path / "run.lock"
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    other = context.Process(target=_hold, args=(path, ready))
+    other.start()
+    try:
+        assert ready.wait(30)
+        with pytest.raises(RunError, match=f"written by another process .*pid {other.pid}"), locked(path):
+            pass
+        assert (holder(path) or {}).get("pid") == other.pid
+        other.kill()  # a crash leaves nothing to clean up
+        other.join(30)
+        with locked(path):
+            assert (holder(path) or {}).get("pid") in (os.getpid(), None)
+    finally:
+        other.kill()
+        other.join(30)
+
+
+def test_a_manifest_keeps_earlier_starts(tmp_path, loaded):
+    run = create_run(tmp_path / "r", loaded())
+    write(run, collect(run.recipe(), world_size=2))
+    write(run, collect(run.recipe(), world_size=4))
+    manifest = run.manifest()
+    assert manifest["world_size"] == 4
+    assert [m["world_size"] for m in manifest["earlier"]] == [2]
+    assert manifest["packages"]["pydantic"]
+    assert manifest["recipe_hash"]
