@@ -1,0 +1,74 @@
+"""What does a name tell? Communication, tensor cores and data loading are recognised by how profilers name them."""
+
+from __future__ import annotations
+
+import re
+
+# -- what the plugin knew; mode `tb` uses exactly these lists ------------------------------------------------------------
+
+_COLLECTIVES = ("broadcast", "reduce", "all_reduce", "all_gather", "reduce_scatter")
+TB_COMMUNICATION = frozenset(f"{library}:{name}" for library in ("nccl", "gloo") for name in _COLLECTIVES)
+TB_TENSOR_CORES = (
+    "h884", "s884", "h1688", "s1688", "hmma", "i8816", "16816", "dgrad_1x1_stride_2x2", "first_layer_wgrad_kernel", "conv1x1",
+    "conv2d_c1_k1", "direct_group", "xmma_implicit_gemm", "xmma_sparse_conv", "xmma_warp_specialized_implicit_gemm", "xmma_gemm",
+    "xmma_sparse_gemm", "c1688",
+)  # fmt: skip
+TENSOR_CORE_OPERATORS = frozenset(
+    [f"aten::{n}" for n in (
+        "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution",
+        "cudnn_convolution", "cudnn_convolution_transpose", "prelu", "addmm", "addmv", "addr", "matmul", "mm", "mv", "linear", "addbmm",
+        "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell",
+        "rnn_tanh_cell", "rnn_relu_cell", "cudnn_convolution_transpose_backward", "cudnn_convolution_backward_weight", "addmm_",
+        "cudnn_convolution_transpose_backward_weight", "cudnn_convolution_transpose_backward_input", "cudnn_convolution_backward_input",
+        "cudnn_convolution_backward",
+    )]
+    + ["CudnnConvolutionBackward", "BmmBackward0", "CudnnConvolutionTransposeBackward", "MmBackward", "AddmvBackward", "MvBackward",
+       "AddmmBackward", "AddbmmBackward"]
+)  # fmt: skip
+
+# -- what windlass knows ------------------------------------------------------------------------------------------------
+
+# Anchored at a word's start: a compute kernel with "nccl" inside another word is not taken for a collective.
+_COMMUNICATION_KERNEL = re.compile(
+    r"(?:^|[^A-Za-z0-9])(?:nccl|rccl|msccl|oneccl|hccl|nvshmem|rocshmem)|deep_ep::|cross_device_reduce"
+    r"|(?:one|two)_shot_all_reduce|multimem_(?:all_|one_shot_)|multimem_reduce|symm_mem",
+    re.IGNORECASE,
+)
+# `nccl:all_reduce` is the range a library marks around a collective; `c10d::allreduce_` is the operator that starts one.
+_COLLECTIVE_RANGE = re.compile(r"^(?:nccl|rccl|gloo|mpi|ucc|xccl|hccl):(?!:)", re.IGNORECASE)
+_COLLECTIVE_OPERATOR = re.compile(r"^(?:_?c10d(?:_functional)?|symm_mem)::|^record_param_comms$")
+# Tensor cores of Volta to Hopper, and AMD's matrix cores (Tensile writes MI32x32 for the matrix instruction).
+_MATRIX_CORES = re.compile(
+    "|".join(re.escape(n) for n in TB_TENSOR_CORES)
+    + r"|tensorop|wgmma|nvjet|sm(?:80|86|89|90|100)_xmma|sm90.*gemm|warpspecialized|flash_(?:fwd|bwd)|flash::|fmha|cudnn.*sdpa|mma_|"
+    r"_mfma|mfma_|wmma|^Cijk_.*_MI\d+x\d+|_bf16_.*gemm|gemm_bf16|device_gemm",
+    re.IGNORECASE,
+)
+
+
+def is_communication_kernel(name: str) -> bool:
+    """NCCL, RCCL and the other libraries name their device kernels after themselves."""
+    return _COMMUNICATION_KERNEL.search(name) is not None
+
+
+def is_communication_operator(name: str) -> bool:
+    """Host-side ranges and operators of collectives; on a CPU-only trace they are all there is."""
+    return _COLLECTIVE_RANGE.match(name) is not None or _COLLECTIVE_OPERATOR.match(name) is not None
+
+
+def is_data_loading(name: str) -> bool:
+    return (name.startswith("enumerate(DataLoader)#") and name.endswith(".__next__")) or name.startswith(
+        "enumerate(DataPipe)#"
+    )
+
+
+def tb_uses_tensor_cores(name: str) -> bool:
+    return any(part in name for part in TB_TENSOR_CORES)
+
+
+def uses_tensor_cores(name: str) -> bool:
+    return _MATRIX_CORES.search(name) is not None
+
+
+def is_triton(name: str) -> bool:
+    return name.startswith(("triton_", "_triton")) or "triton" in name
