@@ -1,0 +1,354 @@
+"""Who starts the workers of one machine, and what happens when one fails? One process per device, restarted from the last checkpoint.
+
+This process never imports torch: it stays small, hears every signal at once and outlives whatever kills a worker. It forwards
+signals, gathers the error records, and stops trying when trying again cannot help.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from windlass import errors
+from windlass.checkpoint.files import newest_step
+from windlass.runs.files import read_json, write_json
+from windlass.runs.folder import Run
+
+GRACE_SECONDS = 5.0
+"""After the first failure the others get this long to write their own records before they are ended."""
+_POLL_SECONDS = 0.05
+HOPELESS = {
+    errors.ConfigError.exit_code: "the recipe is at fault",
+    errors.PlanError.exit_code: "the layout does not fit",
+    errors.RunError.exit_code: "the run folder is at fault",
+    errors.DataError.exit_code: "the data are at fault",
+    errors.CheckpointError.exit_code: "the checkpoint is at fault",
+    errors.TrainError.exit_code: "training stopped for a reason that a restart does not cure",
+    errors.EXIT_OUT_OF_MEMORY: "a device ran out of memory, and the same layout will again",
+    errors.EXIT_DIVERGED: "training diverged",
+}
+"""Exit codes after which the same workers would only fail again."""
+
+# -- the worker's end: what it leaves behind -------------------------------------------------------------------------------
+
+_KINDS = {
+    errors.ConfigError: "config", errors.DataError: "data", errors.CheckpointError: "checkpoint", errors.RunError: "run",
+    errors.TrainError: "train", errors.PlanError: "config",
+}  # fmt: skip
+_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|peer|socket|timed out|nccl|ProcessGroup|DistBackendError|DistNetworkError",
+    re.I,
+)
+
+
+def kind_of(error: BaseException) -> str:
+    """oom, disk, config, data, checkpoint, train, lost (another rank went away), interrupted or crash."""
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+        return "oom"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    for cls, kind in _KINDS.items():
+        if isinstance(error, cls):
+            return kind
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return "disk"
+    if type(error).__module__.startswith("torch.distributed") or (
+        isinstance(error, (RuntimeError, ConnectionError)) and _LOST.search(str(error))
+    ):
+        return "lost"
+    return "crash"
+
+
+def exit_code_of(error: BaseException) -> int:
+    """What a worker's exit code says of this error."""
+    if isinstance(error, errors.WindlassError):
+        return error.exit_code
+    return {"oom": errors.EXIT_OUT_OF_MEMORY, "interrupted": 130}.get(kind_of(error), 1)
+
+
+def record_error(run: Run, rank: int, error: BaseException) -> dict[str, Any]:
+    """Write `ranks/error-00001.json`; the record. A disk that takes nothing more does not hide the error itself."""
+    lines = str(error).strip().splitlines()
+    record = {
+        "rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "kind": kind_of(error), "exception": type(error).__name__,
+        "error": lines[0] if lines else type(error).__name__, "hint": getattr(error, "hint", None), "exit_code": exit_code_of(error),
+        "traceback": [line.rstrip() for line in traceback.format_exception(error)], "time": time.time(),
+    }  # fmt: skip
+    with contextlib.suppress(OSError):
+        write_json(run.error_file(rank), record)
+    return record
+
+
+# -- the supervisor's end --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The failure that began it, of all the failures that followed."""
+
+    rank: int
+    kind: str
+    error: str
+    exit_code: int
+    host: str
+    hint: str | None = None
+
+    @property
+    def signature(self) -> str:
+        """The same for the same failure: numbers (process ids, ports, times) are left out."""
+        return f"{self.kind}: {re.sub(r'[0-9]+', '#', self.error)}"
+
+
+@dataclass
+class _Attempt:
+    """One set of workers."""
+
+    workers: list[subprocess.Popen[bytes]]
+    logs: list[IO[bytes]] = field(default_factory=list)
+    began_at: float = field(default_factory=time.time)
+    first_failure: tuple[int, int] | None = None
+    """(rank, return code) of the worker that failed first."""
+
+
+class _Signals:
+    """Counts the signals that this process was sent, so that they can be passed on."""
+
+    def __init__(self) -> None:
+        self.waiting: list[int] = []
+        self.interrupts = 0
+        self.stopping = False
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+        before = {n: signal.signal(n, self._heard) for n in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        self.interrupts += number == signal.SIGINT
+        self.stopping = True
+        self.waiting.append(signal.SIGTERM if number == signal.SIGHUP else number)
+
+
+def run_workers(
+    command: Sequence[str], devices: int, run: Run, max_restarts: int = 3, *, env: Mapping[str, str] | None = None,
+    grace_seconds: float = GRACE_SECONDS, pause_seconds: float = 1.0,
+) -> int:  # fmt: skip
+    """Run `command` once per device until it is done, stopped or hopeless; the exit code that the caller should leave with."""
+    heard = _Signals()
+    history: list[tuple[str, int | None]] = []
+    with heard.taken():
+        for attempt in range(max_restarts + 1):
+            code, fault = _attempt(command, devices, run, attempt, env, heard, grace_seconds)
+            if fault is None:
+                return code
+            run.event(
+                "fault",
+                rank=fault.rank,
+                kind=fault.kind,
+                error=fault.error,
+                host=fault.host,
+                exit_code=fault.exit_code,
+                attempt=attempt,
+            )
+            history.append((fault.signature, newest_step(run)))
+            why = _hopeless(fault, history, heard, max_restarts)
+            if why is not None:
+                run.event("gave_up", reason=why, attempts=attempt + 1)
+                return fault.exit_code
+            time.sleep(pause_seconds * 2**attempt)
+            run.event("restarted", attempt=attempt + 1, reason=f"rank {fault.rank}: {fault.kind}: {fault.error}")
+    return 1
+
+
+def _hopeless(
+    fault: Fault, history: Sequence[tuple[str, int | None]], heard: _Signals, max_restarts: int
+) -> str | None:
+    """Why not to try again, or None."""
+    if heard.stopping:
+        return f"asked to stop, and rank {fault.rank} failed on the way: {fault.error}"
+    if fault.exit_code in HOPELESS:
+        return f"{HOPELESS[fault.exit_code]}: {fault.error}"
+    if len(history) >= 2 and history[-1] == history[-2]:
+        step = history[-1][1]
+        return f"the same failure twice without a new checkpoint (still at step {step if step is not None else 0}): {fault.kind}: {fault.error}"
+    if len(history) > max_restarts:
+        return f"{len(history)} failures with {max_restarts} restarts allowed; the last: {fault.kind}: {fault.error}"
+    return None
+
+
+def _attempt(
+    command: Sequence[str],
+    devices: int,
+    run: Run,
+    attempt: int,
+    env: Mapping[str, str] | None,
+    heard: _Signals,
+    grace: float,
+) -> tuple[int, Fault | None]:
+    for rank in range(devices):
+        run.error_file(rank).unlink(missing_ok=True)
+    current = _start(command, devices, run, attempt, env)
+    try:
+        _wait(current, heard, grace)
+    finally:
+        _kill(current)
+    if heard.interrupts > 1:
+        return 130, None
+    codes = [worker.returncode for worker in current.workers]
+    if current.first_failure is None:
+        return (errors.EXIT_RESUMABLE if errors.EXIT_RESUMABLE in codes else errors.EXIT_DONE), None
+    return 0, find_fault(run, current.first_failure, codes, current.began_at)
+
+
+def _start(command: Sequence[str], devices: int, run: Run, attempt: int, env: Mapping[str, str] | None) -> _Attempt:
+    run.logs.mkdir(parents=True, exist_ok=True)
+    run.ranks.mkdir(parents=True, exist_ok=True)
+    base = dict(os.environ if env is None else env) | _shared(devices, attempt)
+    base.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // devices)))
+    base.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder, for naming the rank that hangs
+    made = _Attempt([])
+    end_with_us = _die_with_parent()
+    for rank in range(devices):
+        output = None if rank == 0 else (run.logs / f"rank-{rank:05d}.log").open("ab")
+        if output is not None:
+            made.logs.append(output)
+        # A session of its own: Ctrl-C in the terminal reaches this process only, which passes it on once.
+        made.workers.append(
+            subprocess.Popen(
+                list(command), env=base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=output, stderr=output,
+                stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_us,
+            )
+        )  # fmt: skip
+    return made
+
+
+def _shared(devices: int, attempt: int) -> dict[str, str]:
+    return {
+        "WORLD_SIZE": str(devices), "LOCAL_WORLD_SIZE": str(devices), "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()), "WINDLASS_ATTEMPT": str(attempt),
+    }  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _die_with_parent() -> Any:
+    """A hook that has the kernel kill a worker when this process dies: two sets of workers must never write one run."""
+    libc, set_death_signal = ctypes.CDLL(None), 1
+    return lambda: libc.prctl(set_death_signal, int(signal.SIGKILL))
+
+
+def _wait(current: _Attempt, heard: _Signals, grace: float) -> None:
+    """Until all workers are gone, or `grace` seconds after the first failed."""
+    deadline: float | None = None
+    while any(worker.poll() is None for worker in current.workers):
+        while heard.waiting:
+            _forward(current, heard.waiting.pop(0))
+        if heard.interrupts > 1:
+            return
+        if deadline is None and _note_failure(current):
+            deadline = time.monotonic() + grace
+        if deadline is not None and time.monotonic() > deadline:
+            return
+        time.sleep(_POLL_SECONDS)
+    _note_failure(current)
+
+
+def _note_failure(current: _Attempt) -> bool:
+    if current.first_failure is None:
+        failed = [
+            (rank, w.returncode)
+            for rank, w in enumerate(current.workers)
+            if w.returncode not in (None, errors.EXIT_DONE, errors.EXIT_RESUMABLE)
+        ]
+        current.first_failure = failed[0] if failed else None
+    return current.first_failure is not None
+
+
+def _forward(current: _Attempt, number: int) -> None:
+    for worker in current.workers:
+        if worker.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                worker.send_signal(number)
+
+
+def _kill(current: _Attempt) -> None:
+    for worker in current.workers:
+        if worker.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)  # the worker's own session: data loaders go with it
+    for worker in current.workers:
+        worker.wait()
+    for log in current.logs:
+        log.close()
+
+
+def find_fault(run: Run, first: tuple[int, int], codes: Sequence[int | None], since: float) -> Fault:
+    """The failure that began it. A rank that was killed writes nothing, and those that lost it only say so."""
+    records = [
+        r
+        for rank in range(len(codes))
+        if (r := read_json(run.error_file(rank))) is not None and r.get("time", 0) >= since - 1
+    ]
+    causes = sorted((r for r in records if r.get("kind") != "lost"), key=lambda r: r["time"])
+    if causes:
+        return _from_record(causes[0], codes)
+    rank, code = first
+    killed = [
+        (r, c) for r, c in enumerate(codes) if c is not None and c < 0 and not any(x["rank"] == r for x in records)
+    ]
+    if killed and not (code < 0):
+        rank, code = killed[0]
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = "the kernel kills a process when host memory runs out: see dmesg" if name == "SIGKILL" else None
+        return Fault(rank, "killed", f"the process was ended by {name}", 128 - code, socket.gethostname(), hint)
+    if records:
+        return _from_record(min(records, key=lambda r: r["time"]), codes)
+    return Fault(
+        rank,
+        "crash",
+        f"the process ended with exit code {code} and left no record",
+        code,
+        socket.gethostname(),
+        f"see {_log_of(run, rank)}",
+    )
+
+
+def _from_record(record: Mapping[str, Any], codes: Sequence[int | None]) -> Fault:
+    rank = int(record["rank"])
+    code = errors.EXIT_HANG if record.get("kind") == "hang" else int(record.get("exit_code") or codes[rank] or 1)
+    culprit = record.get("culprit")
+    return Fault(
+        int(culprit) if culprit is not None else rank,
+        str(record.get("kind")),
+        str(record.get("error")),
+        code,
+        str(record.get("host")),
+        record.get("hint"),
+    )
+
+
+def _log_of(run: Run, rank: int) -> Path:
+    return run.logs / f"rank-{rank:05d}.log"
