@@ -1,0 +1,206 @@
+"""What happened to a run, and how much of its time moved it forward? Read from events.jsonl and metrics.jsonl alone; pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from windlass.units import print_bytes, print_seconds, print_tokens
+
+Event = Mapping[str, Any]
+_BEGINS = ("started", "resumed")
+_ENDS = ("stopped", "finished", "fault", "hang", "gave_up")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One process group, from its start to its end."""
+
+    began_at: float
+    ended_at: float
+    """The last sign of life when the end itself was not recorded (a SIGKILL says nothing)."""
+    end: str
+    """stopped, finished, fault, hang, gave_up, cut off, or running."""
+    world_size: int | None
+    first_step: int
+    last_step: int
+    """The last step that was trained."""
+    kept_step: int
+    """The step that the next segment went on from; steps after it were lost and done again."""
+    startup_seconds: float | None
+    stall_seconds: float
+    train_seconds: float
+    """Time in training steps, from the metrics."""
+    lost_seconds: float
+    """Training time of the steps that were lost."""
+
+    @property
+    def lost_steps(self) -> int:
+        return max(0, self.last_step - self.kept_step)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One line of the timeline."""
+
+    time: float
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Life:
+    """A run's whole history in numbers."""
+
+    segments: list[Segment] = field(default_factory=list)
+    timeline: list[Moment] = field(default_factory=list)
+    wall_seconds: float | None = None
+    """From the first start to the last sign of life, waits between jobs included."""
+    active_seconds: float | None = None
+    """Time in which a process group existed."""
+    useful_seconds: float | None = None
+    """Time in training steps that the final weights contain."""
+    goodput: float | None = None
+    """useful / wall: the share of wall time that moved the run forward."""
+    goodput_active: float | None = None
+    """useful / active: the same without the waits in the queue."""
+    lost_steps: int = 0
+    lost_tokens: int | None = None
+    """Tokens trained on and lost with a fault; the resumed run trained on them again."""
+    saves: int = 0
+    failed_saves: int = 0
+    faults: int = 0
+    resumes: int = 0
+    stall_seconds: float = 0.0
+    median_stall_seconds: float | None = None
+
+
+def read_life(run: Any) -> Life:
+    """The life of a run folder."""
+    return life(list(run.events()), list(run.metrics()))
+
+
+def life(events: Sequence[Event], metrics: Sequence[Mapping[str, Any]]) -> Life:
+    """Segments, timeline and goodput. Lines may be missing or repeated; what cannot be known is None."""
+    begins = [i for i, e in enumerate(events) if e.get("event") in _BEGINS]
+    if not begins:
+        return Life(timeline=[moment(e) for e in events])
+    segments = [_segment(events, metrics, begin, end) for begin, end in zip(begins, [*begins[1:], None], strict=True)]
+    stalls = sorted(
+        float(e["stall_seconds"]) for e in events if e.get("event") == "saved" and e.get("stall_seconds") is not None
+    )
+    wall = segments[-1].ended_at - segments[0].began_at
+    active = sum(s.ended_at - s.began_at for s in segments)
+    useful = sum(s.train_seconds - s.lost_seconds for s in segments)
+    return Life(
+        segments=segments, timeline=[moment(e) for e in events], wall_seconds=wall, active_seconds=active, useful_seconds=useful,
+        goodput=_share(useful, wall), goodput_active=_share(useful, active), lost_steps=sum(s.lost_steps for s in segments),
+        lost_tokens=_lost_tokens(segments, metrics), saves=_count(events, "saved"), failed_saves=_count(events, "save_failed"),
+        faults=_count(events, "fault") + _unrecorded(segments), resumes=_count(events, "resumed"), stall_seconds=sum(stalls),
+        median_stall_seconds=stalls[len(stalls) // 2] if stalls else None,
+    )  # fmt: skip
+
+
+def _segment(events: Sequence[Event], metrics: Sequence[Mapping[str, Any]], begin: int, end: int | None) -> Segment:
+    mine = events[begin : end if end is not None else len(events)]
+    began, until = float(mine[0]["time"]), float(events[end]["time"]) if end is not None else float("inf")
+    lines = [m for m in metrics if began <= float(m.get("time") or 0) < until and isinstance(m.get("step"), int)]
+    first = int(mine[0].get("step") or 0)
+    last = max([first, *(int(m["step"]) for m in lines)])
+    kept = int(events[end].get("step") or 0) if end is not None else last
+    close = next((e for e in mine if e.get("event") in _ENDS), None)
+    signs = [float(e["time"]) for e in mine if e.get("event") != "restarted"] + [float(m["time"]) for m in lines]
+    ended = float(close["time"]) if close is not None else max(signs)
+    return Segment(
+        began_at=began, ended_at=max(ended, *(float(m["time"]) for m in lines)) if lines else ended,
+        end=str(close["event"]) if close is not None else ("cut off" if end is not None else "running"),
+        world_size=mine[0].get("world_size"), first_step=first, last_step=last, kept_step=min(kept, last),
+        startup_seconds=next((float(e["seconds"]) for e in mine if e.get("event") == "compiled" and e.get("seconds") is not None), None),
+        stall_seconds=sum(float(e.get("stall_seconds") or 0) for e in mine if e.get("event") == "saved"),
+        train_seconds=_train_seconds(lines, first), lost_seconds=_train_seconds([m for m in lines if m["step"] > kept], max(first, kept)),
+    )  # fmt: skip
+
+
+def _train_seconds(lines: Iterable[Mapping[str, Any]], first: int) -> float:
+    """Each line's step_seconds is the mean over the steps since the line before."""
+    total, before = 0.0, first
+    for line in lines:
+        steps = max(0, int(line["step"]) - before)
+        total += steps * float(line.get("step_seconds") or 0)
+        before = max(before, int(line["step"]))
+    return total
+
+
+def _lost_tokens(segments: Sequence[Segment], metrics: Sequence[Mapping[str, Any]]) -> int | None:
+    if not any(s.lost_steps for s in segments):
+        return 0
+    at = {
+        int(m["step"]): int(m["tokens"])
+        for m in metrics
+        if isinstance(m.get("step"), int) and isinstance(m.get("tokens"), int)
+    }
+    steps = sorted(at)
+    per_step = at[steps[-1]] / steps[-1] if steps and steps[-1] else None
+    return None if per_step is None else round(sum(s.lost_steps for s in segments) * per_step)
+
+
+def _unrecorded(segments: Sequence[Segment]) -> int:
+    return sum(s.end == "cut off" for s in segments)
+
+
+def _count(events: Sequence[Event], kind: str) -> int:
+    return sum(e.get("event") == kind for e in events)
+
+
+def _share(part: float, whole: float) -> float | None:
+    return min(1.0, part / whole) if whole > 0 else None
+
+
+# -- in words -------------------------------------------------------------------------------------------------------------
+
+_WORDS = {
+    "started": "started on {world_size} devices",
+    "resumed": "resumed at step {step} on {world_size} devices, {lost_steps} steps to do again",
+    "compiled": "first step done {seconds} after the start",
+    "saved": "saved step {step} ({bytes}, training waited {stall_seconds}, written in {write_seconds})",
+    "save_failed": "saving step {step} failed: {error}",
+    "removed": "removed step {step}: {reason}",
+    "damaged": "set {checkpoint} aside: {reason}",
+    "evaluated": "validation at step {step}: loss {val_loss}",
+    "skipped": "skipped step {step}: {reason}",
+    "rollback": "went back from step {step} to {to_step}, skipping {skipped_tokens} tokens of data",
+    "signal": "asked to stop by {signal} at step {step}",
+    "stopped": "stopped at step {step} to be resumed: {reason}",
+    "fault": "rank {rank} failed ({kind}): {error}",
+    "restarted": "workers started again (attempt {attempt}): {reason}",
+    "hang": "rank {rank} hung for {seconds}: {where}",
+    "profiled": "profiled steps {steps}",
+    "interval": "{reason}",
+    "finished": "finished at step {step}, loss {loss}",
+    "gave_up": "gave up: {reason}",
+}
+
+
+def moment(event: Event) -> Moment:
+    """One event in words; unknown kinds are shown by name."""
+    kind = str(event.get("event", "unknown"))
+    values = {key: _word(key, value) for key, value in event.items()}
+    return Moment(float(event.get("time") or 0), kind, _WORDS.get(kind, kind).format_map(_Unknown(values)))
+
+
+class _Unknown(dict[str, str]):
+    def __missing__(self, key: str) -> str:
+        return "unknown"
+
+
+def _word(key: str, value: Any) -> str:
+    if value is None:
+        return "unknown"
+    if key.endswith("seconds") and isinstance(value, (int, float)):
+        return print_seconds(value)
+    if key == "bytes":
+        return print_bytes(value)
+    if key.endswith("tokens") and isinstance(value, (int, float)):
+        return print_tokens(value)
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
