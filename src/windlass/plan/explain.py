@@ -1,0 +1,178 @@
+"""Why this layout, and why not that one? Term by term against the best, with the smallest change that would help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from windlass.config import LayoutConfig
+from windlass.config.load import parse_override
+from windlass.errors import ConfigError
+from windlass.plan.layouts import Choice, enumerate_choices, from_config, problems
+from windlass.plan.search import GIB, Plan, Plans, evaluate
+from windlass.plan.task import Task
+
+KEYS = (*LayoutConfig.model_fields, "recompute")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Why:
+    """The answer to one question about a layout."""
+
+    asked: str
+    choice: Choice
+    verdict: str
+    """illegal, does not fit, or fits."""
+    sentences: tuple[str, ...]
+    plan: Plan | None
+    """None when the layout is illegal."""
+    best: Plan | None
+    """None when nothing fits."""
+    matching: int
+    """Layouts of the search that agree with the question."""
+
+
+def why(plans: Plans, question: str) -> Why:
+    """Explain `shard=full,micro_batch=8`. Keys left open are filled by the best layout that agrees with the question, if one is legal."""
+    task, wanted = plans.task, parse_question(question)
+    matches = [c for c in enumerate_choices(task) if _agrees(c, wanted)]
+    choice = _best_match(task, matches) if matches else _complete(task, wanted)
+    best = plans.plans[0] if plans.plans else None
+    found = problems(task, choice)
+    if found:
+        return Why(
+            asked=question, choice=choice, verdict="illegal", sentences=tuple(found), plan=None, best=best, matching=0
+        )
+    judged = evaluate(task, choice)
+    sentences = _fitting(judged, best, plans) if judged.fits else _too_big(task, judged)
+    verdict = "fits" if judged.fits else "does not fit"
+    return Why(
+        asked=question,
+        choice=choice,
+        verdict=verdict,
+        sentences=tuple(sentences),
+        plan=judged,
+        best=best,
+        matching=len(matches),
+    )
+
+
+def parse_question(question: str) -> dict[str, object]:
+    """`"shard=full, micro_batch=8"` -> {"shard": "full", "micro_batch": 8}; names are those of `[layout]`, and recompute."""
+    wanted: dict[str, object] = {}
+    for word in filter(None, (w.strip() for w in question.replace(";", ",").split(","))):
+        parts, value = parse_override(word)
+        key = parts[-1]
+        if key not in KEYS:
+            raise ConfigError(
+                f"--why: unknown key {key!r} in {word!r}",
+                hint=f'keys: {", ".join(KEYS)}; for example --why "shard=full,micro_batch=8"',
+            )
+        wanted[key] = value
+    if not wanted:
+        raise ConfigError("--why asks about no layout", hint='for example --why "shard=full,micro_batch=8"')
+    layout = {key: value for key, value in wanted.items() if key != "recompute"}
+    checked = _checked(layout)
+    if "recompute" in wanted and wanted["recompute"] not in ("none", "selective", "full", "budget"):
+        raise ConfigError(
+            f"--why: recompute={wanted['recompute']!r} is not a policy", hint="one of: none, selective, full, budget"
+        )
+    return {
+        **{key: getattr(checked, key) for key in layout},
+        **({"recompute": wanted["recompute"]} if "recompute" in wanted else {}),
+    }
+
+
+def _checked(layout: dict[str, object]) -> LayoutConfig:
+    from windlass.config import validate
+
+    return validate(LayoutConfig, layout, "--why")
+
+
+def _agrees(c: Choice, wanted: dict[str, object]) -> bool:
+    chunks = max(2, c.chunks)
+    return all((chunks if key == "pipeline_chunks" else getattr(c, key)) == value for key, value in wanted.items())
+
+
+def _best_match(task: Task, matches: list[Choice]) -> Choice:
+    """The fastest that fits; when none fits, the one that needs least memory."""
+    judged = [evaluate(task, c) for c in matches]
+    return min(judged, key=lambda p: (not p.fits, p.days if p.fits else p.memory.total)).choice
+
+
+def _complete(task: Task, wanted: dict[str, object]) -> Choice:
+    """A layout outside the search: the recipe's own (or the plainest) with the asked values."""
+    base = task.recipe.layout or LayoutConfig()
+    layout = base.model_copy(update={key: value for key, value in wanted.items() if key != "recompute"})
+    return from_config(layout, str(wanted.get("recompute", task.recipe.train.recompute)), task)
+
+
+def _fitting(p: Plan, best: Plan | None, plans: Plans) -> list[str]:
+    assert best is not None
+    place = next((i for i, other in enumerate(plans.plans, 1) if other.choice == p.choice), None)
+    found = [
+        f"it fits: {p.memory.total / GIB:.1f} of {p.limit / GIB:.1f} GiB, {p.step.tokens_per_second_per_device:,.0f} tokens/s per device"
+    ]
+    if place == 1:
+        return [*found, f"it is ranked first of {plans.fitting:,} layouts that fit: {plans.plans[0].reason}"]
+    ratio = p.days / best.days
+    found.append(
+        f"it takes {ratio:.2f} times as long as the best ({best.choice.words()})"
+        if ratio > 1.005
+        else "it is as fast as the best within the estimate's error"
+    )
+    found += [
+        f"{name}: {mine:.3g} s a step, {theirs:.3g} s in the best"
+        for name, mine, theirs in largest_differences(p, best)
+    ]
+    if p.choice.data < best.choice.data:
+        found.append(
+            f"{p.choice.data:,} replicas instead of {best.choice.data:,}: what they no longer do side by side is done in turn ({p.choice.accumulation} micro-batches instead of {best.choice.accumulation})"
+        )
+    return found
+
+
+def largest_differences(p: Plan, best: Plan, count: int = 3) -> list[tuple[str, float, float]]:
+    """The terms of a step in which two plans differ most, as seconds for the same tokens."""
+    scale = best.batch_tokens / p.batch_tokens
+    pairs = [
+        (n, p.step.terms.get(n, 0.0) * scale, best.step.terms.get(n, 0.0)) for n in {*p.step.terms, *best.step.terms}
+    ]
+    pairs.sort(key=lambda item: -abs(item[1] - item[2]))
+    return [item for item in pairs[:count] if abs(item[1] - item[2]) > 0.002 * best.step.seconds]
+
+
+def _too_big(task: Task, p: Plan) -> list[str]:
+    over = (p.memory.total - p.limit) / GIB
+    terms = sorted(p.memory_terms.items(), key=lambda item: -item[1])
+    found = [
+        f"it needs {p.memory.total / GIB:.1f} of {p.limit / GIB:.1f} GiB, {over:.1f} GiB too much, at the moment of the {p.memory.moment}"
+    ]
+    found += [f"{name}: {size / GIB:.1f} GiB" for name, size in terms[:4]]
+    helpful = _smallest_change(task, p.choice)
+    found.append(f"the smallest change that fits: {helpful}" if helpful else "no change of a single value makes it fit")
+    return found
+
+
+def _smallest_change(task: Task, c: Choice) -> str | None:
+    """Among layouts that differ in one value, the fastest that fits: `micro_batch=4 (52.1 GiB)`."""
+    changes: list[tuple[str, Choice]] = []
+    changes += [
+        (f"micro_batch={m}", replace(c, micro_batch=m, accumulation=_accumulation(task, c, m)))
+        for m in range(c.micro_batch - 1, 0, -1)
+    ]
+    changes += [(f"recompute={r}", replace(c, recompute=r)) for r in ("selective", "full") if r != c.recompute]
+    changes += [
+        (f"shard={s}", replace(c, shard=s, shard_size=None)) for s in ("zero1", "zero2", "full") if s != c.shard
+    ]
+    judged = [(name, evaluate(task, other)) for name, other in changes if not problems(task, other)]
+    fitting = [(name, p) for name, p in judged if p.fits]
+    if not fitting:
+        return None
+    name, best = min(fitting, key=lambda item: item[1].days)
+    return (
+        f"{name} ({best.memory.total / GIB:.1f} GiB, {best.step.tokens_per_second_per_device:,.0f} tokens/s per device)"
+    )
+
+
+def _accumulation(task: Task, c: Choice, micro_batch: int) -> int:
+    return 1 if task.sequences is None else max(1, task.sequences // (c.data * micro_batch))
