@@ -18,10 +18,14 @@ GIB = 2**30
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 CONTEXT_BYTES = 0.6e9
 """CUDA or ROCm context with loaded kernels, outside the allocator."""
-NCCL_BYTES_PER_GROUP = 0.4e9
+NCCL_BYTES_PER_GROUP = 0.7e9
 """Buffers of one communicator (data, tensor, pipeline, context), outside the allocator."""
-SLACK = 0.06
-"""Reserved beyond allocated: blocks that the caching allocator holds but cannot hand out."""
+SLACK = 0.12
+"""Reserved beyond allocated: blocks that the caching allocator holds but cannot hand out, as long as there is room."""
+TIGHT = 0.03
+"""What remains of that slack when memory is short and the allocator gives cached blocks back."""
+BUCKET_BYTES = 2.0e9
+"""DeepSpeed's reduce and all-gather buckets: twice 5e8 values of 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,9 @@ class MemoryEstimate:
     reserved: float
     """What the allocator took from the driver."""
     total: float
-    """With context and communication buffers: compare this with the device's memory."""
+    """With context and communication buffers: what nvidia-smi shows."""
+    needed: float
+    """The least with which the step runs: compare this with the device's usable memory."""
     moment: str
     """When the peak occurs: "loss", "backward" or "optimizer"."""
     stage: int
@@ -94,94 +100,115 @@ def _in_flight(layout: Degrees, work: Work, stage: int) -> float:
 
 
 def _stage_memory(shape: Shape, work: Work, layout: Degrees, stage: _Stage, per_node: int | None) -> MemoryEstimate:
-    states, gradients, late_gradients = _states(shape, work, layout, stage, per_node)
-    unsharded, reduce_buffers = _unsharded(shape, work, layout, stage, per_node)
+    states = _states(work, layout, stage, per_node)
+    unsharded, reduce_buffers = _unsharded(work, layout, stage, per_node)
     layer, kept = layer_activations(shape, work, layout), kept_activations(shape, work, layout)
     tokens = work.micro_batch * work.seq_len / layout.context
     activations = kept * tokens * stage.layers * stage.in_flight
-    logits = _logits(shape, work, layout, tokens) if stage.has_loss else 0.0
     inputs = _inputs(shape, work, layout, tokens)
     one_layer = max(0.0, layer - kept) * tokens
+    # Without recompute the backward pass frees a layer's activations before the last gradients appear.
+    late = (
+        activations + one_layer if work.recompute != "none" else activations / max(1.0, stage.layers * stage.in_flight)
+    )
     moments = {
         "loss": {
-            **states,
-            "gradients": gradients,
+            **states.always,
+            "gradients": states.early_gradients,
             "unsharded weights": unsharded,
             "activations": activations,
-            "logits and loss": logits,
+            "logits and loss": _logits(shape, work, layout, tokens) if stage.has_loss else 0.0,
         },
         "backward": {
-            **states,
-            "gradients": late_gradients,
+            **states.always,
+            "gradients": states.gradients,
             "unsharded weights": unsharded,
             "reduction buffers": reduce_buffers,
-            # Under recompute the peak is at the last layers: all inputs live, one layer is worked out again.
-            "activations": activations + one_layer
-            if work.recompute != "none"
-            else activations * (1 - 0.5 / max(1.0, stage.layers)),
-        }
-        if work.recompute != "none" or work.accumulation > 1 or work.engine != "torch"
-        else {
-            **states,
-            "gradients": late_gradients,
-            "reduction buffers": reduce_buffers,
-            "unsharded weights": unsharded,
-            "activations": activations / max(1.0, stage.layers),
+            "activations": late,
         },
-        "optimizer": {**states, "gradients": late_gradients, "optimizer temporaries": late_gradients * 0.0},
+        "optimizer": {**states.always, "gradients": states.gradients, "optimizer temporaries": states.step},
     }
     name = max(moments, key=lambda n: sum(moments[n].values()))
     terms = {k: v for k, v in {**moments[name], "inputs": inputs}.items() if v > 0}
     allocated = sum(terms.values())
     reserved = allocated * (1 + SLACK)
     groups = sum(d > 1 for d in (layout.data, layout.tensor, layout.pipeline, layout.context))
+    outside = CONTEXT_BYTES + NCCL_BYTES_PER_GROUP * groups
     return MemoryEstimate(
-        terms, allocated, reserved, reserved + CONTEXT_BYTES + NCCL_BYTES_PER_GROUP * groups, name, stage.index
+        terms=terms,
+        allocated=allocated,
+        reserved=reserved,
+        total=reserved + outside,
+        needed=allocated * (1 + TIGHT) + outside,
+        moment=name,
+        stage=stage.index,
     )
 
 
-def _states(
-    s: Shape, work: Work, layout: Degrees, stage: _Stage, per_node: int | None
-) -> tuple[dict[str, float], float, float]:
-    """Weights, masters and moments that always live; gradients at the loss; gradients at the end of the backward pass."""
+@dataclass(frozen=True, slots=True)
+class _States:
+    always: dict[str, float]
+    early_gradients: float
+    """When the loss is computed: none yet, unless micro-batches are accumulated or a buffer is kept."""
+    gradients: float
+    step: float
+    """Temporaries of the optimizer step."""
+
+
+def _states(work: Work, layout: Degrees, stage: _Stage, per_node: int | None) -> _States:
+    """Weights, masters, moments and gradients of one device."""
     p, shards, state_shards = stage.params, layout.shards(per_node), layout.state_shards(per_node)
     moments = (2.0 if work.optimizer.startswith("adam") else 1.0) * MOMENT_BYTES.get(work.moments, 4)
-    on_device = layout.offload == "none"
-    pure = work.precision == "bf16_pure"
-    if work.precision == "fp32" or (work.engine == "torch" and not pure):
-        gradient = (
-            (4.0 if work.gradients != "bf16" else 2.0) * p / (state_shards if layout.shard == "zero2" else shards)
-        )
-        copy = (
-            2.0 * p if shards == 1 and layout.shard in ("none", "zero1", "zero2") and work.precision != "fp32" else 0.0
-        )
-        states = {"weights": 4.0 * p / shards, "16-bit copy": copy, "optimizer states": moments * p / state_shards}
-        early = gradient if work.accumulation > 1 else 0.0
-    elif pure:
-        gradient = 2.0 * p / (state_shards if layout.shard == "zero2" else shards)
-        states = {
-            "weights": 2.0 * p / shards,
-            "optimizer states": (moments if work.moments != "fp32" else 4.0) * p / state_shards,
-        }
-        early = gradient if work.accumulation > 1 else 0.0
+    gradient_shards = state_shards if layout.shard == "zero2" else shards
+    if work.engine == "torch" or work.precision in ("fp32", "bf16_pure"):
+        states = _torch_states(work, layout, p, shards, state_shards, moments, gradient_shards)
     else:
-        wide = work.gradients or ("fp32" if work.engine == "megatron" and work.precision != "fp16" else "bf16")
-        gradient = (4.0 if wide == "fp32" else 2.0) * p / (state_shards if layout.shard == "zero2" else shards)
-        states = {
-            "weights": 2.0 * p / shards,
-            "master weights": 4.0 * p / state_shards,
-            "optimizer states": moments * p / state_shards,
-        }
-        early = gradient
-    if not on_device:
-        for name in ("optimizer states", "master weights"):
-            states.pop(name, None)
-        if layout.offload == "parameters":
-            states["weights"] = 0.0
-    return states, early, gradient
+        states = _buffer_states(work, p, shards, state_shards, moments, gradient_shards)
+    if layout.offload == "none":
+        return states
+    moved = {"optimizer states", "master weights"} | ({"weights"} if layout.offload == "parameters" else set())
+    return _States(
+        {k: v for k, v in states.always.items() if k not in moved}, states.early_gradients, states.gradients, 0.0
+    )
 
 
-def _unsharded(s: Shape, work: Work, layout: Degrees, stage: _Stage, per_node: int | None) -> tuple[float, float]:
+def _torch_states(
+    work: Work, layout: Degrees, p: float, shards: int, state_shards: int, moments: float, gradient_shards: int
+) -> _States:
+    """fp32 weights are the master (bf16_pure: everything in 16 bits); gradients have the weights' precision and vanish after the step."""
+    pure = work.precision == "bf16_pure"
+    width = 2.0 if pure else 4.0
+    gradient = (2.0 if pure or work.gradients == "bf16" else 4.0) * p / gradient_shards
+    always = {
+        "weights": width * p / shards,
+        "optimizer states": (min(moments, 4.0) if pure else moments) * p / state_shards,
+    }
+    if shards == 1 and layout.shard not in ("full", "hybrid") and work.precision not in ("fp32", "bf16_pure"):
+        always["16-bit copy"] = 2.0 * p  # autocast keeps the cast weights for the backward pass
+    early = gradient if work.accumulation > 1 or layout.pipeline > 1 else 0.0
+    return _States(always, early, gradient, 0.0)
+
+
+def _buffer_states(
+    work: Work, p: float, shards: int, state_shards: int, moments: float, gradient_shards: int
+) -> _States:
+    """16-bit weights and a gradient buffer stay; fp32 masters and moments belong to the optimizer, which is often divided."""
+    kept = work.gradients or ("fp32" if work.engine == "megatron" and work.precision != "fp16" else "bf16")
+    # An explicit fp32 accumulation beside 16-bit gradients (nanotron, DeepSpeed's BF16Optimizer) holds both.
+    width = 6.0 if work.gradients == "fp32" and work.engine != "megatron" else 4.0 if kept == "fp32" else 2.0
+    gradient = width * p / gradient_shards
+    always = {
+        "weights": 2.0 * p / shards,
+        "master weights": 4.0 * p / state_shards,
+        "optimizer states": moments * p / state_shards,
+    }
+    if work.engine == "deepspeed" and work.gradients is None:
+        always["all-reduce buckets"] = min(BUCKET_BYTES, 4.0 * p)
+    step = 4.0 * p / state_shards if width == 2.0 else 0.0  # 16-bit gradients are widened for the step
+    return _States(always, gradient, gradient, step)
+
+
+def _unsharded(work: Work, layout: Degrees, stage: _Stage, per_node: int | None) -> tuple[float, float]:
     """Full sharding gathers layers when they are needed: the embedding and head stay, two layers live at a time; and gradients on their way out."""
     if layout.shards(per_node) <= 1:
         return 0.0, 0.0
@@ -195,11 +222,12 @@ def layer_activations(s: Shape, work: Work, layout: Degrees) -> float:
     """Bytes per token that one layer keeps for its backward pass without recompute."""
     d, t = float(work.bytes_per_value), layout.tensor
     spread = t if layout.sequence_parallel else 1  # norms and residuals are divided only along the sequence
-    residuals = (2.0 if work.compile else 4.0) * d * s.width / spread
+    residuals = 4.0 * d * s.width / spread  # the inputs of both norms and of the products that follow them
     attention = d * (2.0 * s.attention_width + 2.0 * s.kv_width) / t + 4.0 * s.heads / t
     if not work.flash:
         attention += 2.0 * d * s.heads * work.seq_len / t
-    hidden = (2.0 if s.glu else 1.0) * (1.0 if work.compile else 2.0) * d * s.ffn / t
+    # SwiGLU keeps gate, up and their product; eager code also the activated gate. GELU keeps its input and output.
+    hidden = ((3.0 if work.compile else 4.0) if s.glu else 2.0) * d * s.ffn / t
     if s.arch == "retnet":
         attention += d * 2.0 * s.value_width / t
     return residuals + attention + hidden
@@ -231,7 +259,11 @@ def _selective(s: Shape, work: Work, layout: Degrees) -> float:
 def _logits(s: Shape, work: Work, layout: Degrees, tokens: float) -> float:
     """plain: 16-bit logits, their fp32 copy, log-softmax and its gradient. compiled: logits and gradient in one pass."""
     held = min(tokens, work.loss_chunk) if work.loss in ("chunked", "fused") else tokens
-    per_value = {"plain": 12.0, "compiled": 8.0, "chunked": 8.0, "fused": 4.0}[work.loss]
+    per_value = {"plain": 10.0, "compiled": 8.0, "chunked": 8.0, "fused": 4.0}[work.loss]
+    if work.engine != "torch":
+        per_value = min(per_value, 8.0)  # softmax overwrites the fp32 logits and is kept for the gradient
+    elif layout.tensor > 1 and work.loss in ("plain", "compiled"):
+        per_value += 4.0  # on a divided vocabulary softmax and its gradient are separate operations
     return held * s.padded_vocab / layout.tensor * per_value
 
 

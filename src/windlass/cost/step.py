@@ -18,27 +18,42 @@ from windlass.errors import PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What physics leaves open."""
+    """What physics leaves open: each a share or a small time, with its meaning."""
 
-    matmul: float = 0.88
-    """Share of the sustained matrix rate that large products reach inside a model."""
-    edge: float = 180.0
-    """Tile and pipeline-fill losses: a product loses as much as if each of its sides were this much longer."""
-    attention: float = 0.55
-    """Share of the sustained matrix rate in fused attention."""
+    matmul: float = 0.80
+    """Share of the dense peak that large matrix products hold inside a model, where power allows it."""
+    tflops_per_watt: float = 0.98
+    """bf16 products per watt of the limit on Hopper: 500 W parts and, in long runs, 700 W parts are limited by power, not by the peak."""
+    edge: float = 150.0
+    """Tile and pipeline-fill losses: a product costs as much as if each of its sides were this much longer."""
+    flash: float = 0.45
+    """Share of the dense peak in flash attention (version 2) on the generation it was written for (Ampere)."""
+    flash_hopper: float = 0.30
+    """The same kernel on Hopper, whose faster instructions it does not use."""
+    attention: float = 0.50
+    """Share of the dense peak in attention written for the device (cuDNN, TransformerEngine, flash 3)."""
+    square: float = 5.0
+    """Times that attention without fusion moves the square of scores through memory in a forward pass."""
     memory: float = 0.80
     """Share of the device's bandwidth that element-wise kernels reach."""
+    eager: float = 2.2
+    """Bytes that unfused element-wise kernels move, relative to fused ones."""
     network: float = 0.75
     """Share of a link that large collectives reach."""
     overlap: float = 0.85
     """Share of compute behind which data-parallel traffic can hide."""
+    contention: float = 0.4
+    """Share of hidden traffic that still costs time: collectives take multiprocessors, bandwidth and power from compute."""
     tensor_overlap: float = 0.2
-    launch_us: float = 12.0
-    """Host time to launch one eager kernel."""
+    """Share of tensor-parallel traffic that hides behind the products it belongs to, in engines that try."""
+    launch_us: float = 10.0
+    """Host time to launch one kernel."""
     fixed_ms: float = 5.0
     """Per step outside the model: data, logging, clipping, synchronisation."""
-    straggle: float = 0.02
+    straggle: float = 0.01
     """Relative slowdown per doubling of nodes: the slowest of many decides."""
+    fp8: float = 0.75
+    """Share of the 8-bit rate that remains when casts and scales are paid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +95,15 @@ def estimate(
     busy = sum(stage.values()) * m
     idle = bubble_share(layout, m) * busy
     terms = {name: value * m for name, value in stage.items()}
-    head = micro["head"]
-    # With a pipeline the head is the last stage's; planners shorten that stage or the others wait for it.
-    terms["head and loss"] = sum(head.values()) * m / (p if p > 1 else 1) if p == 1 else sum(head.values()) * m * 0.5
+    # With a pipeline only the last stage has the head; half of it is taken to be balanced away by giving that stage fewer layers.
+    terms["head and loss"] = sum(micro["head"].values()) * m * (1.0 if p == 1 else 0.5)
     terms["pipeline bubble"] = idle
     terms["optimizer"] = _optimizer(shape, work, layout, rates, devices_per_node)
     compute = sum(terms.values())
     traffic = _data_traffic(shape, work, layout, rates, devices_per_node)
-    window = c.overlap * compute
-    terms["data-parallel traffic"] = max(0.0, traffic - window) + 0.05 * min(traffic, window)
+    terms["data-parallel traffic"] = _exposed(traffic, compute, work, layout, c)
     terms["fixed"] = c.fixed_ms / 1000.0
-    nodes = max(1.0, layout.devices / devices_per_node)
+    nodes = layout.devices / devices_per_node
     if nodes > 1:
         terms["stragglers"] = c.straggle * _log2(nodes) * compute
     seconds = sum(terms.values())
@@ -140,16 +153,30 @@ class _Rates:
     per_node: int
 
 
-def sustained_tflops(device: Device, precision: str) -> float:
-    """Matrix rate that a device holds for hours: the measured one where known, else 80 % of the dense peak within the power limit."""
+def sustained_tflops(device: Device, precision: str = "bf16", constants: Constants | None = None) -> float:
+    """Matrix rate that a device holds for hours inside a model: a share of the dense peak, within the power limit."""
+    c = constants or DEFAULTS
     if device.bf16_tflops is None:
         raise PlanError(f"the matrix rate of {device.name} is unknown", hint="give bf16_tflops in devices.toml")
-    base = device.matmul_tflops or 0.8 * device.bf16_tflops
-    if precision in ("fp8", "mxfp8", "nvfp4") and device.fp8_tflops:
-        return base * device.fp8_tflops / device.bf16_tflops
     if precision == "fp32":
-        return device.fp32_tflops or base / 8
-    return base
+        return (device.fp32_tflops or device.bf16_tflops / 16) * c.matmul
+    rate = c.matmul * min(device.bf16_tflops, _power_limited(device, c))
+    if precision in ("fp8", "mxfp8", "nvfp4") and device.fp8_tflops:
+        return rate * (1 + (device.fp8_tflops / device.bf16_tflops - 1) * c.fp8)
+    return rate
+
+
+def _power_limited(device: Device, c: Constants) -> float:
+    """Dense rate at which a Hopper part meets its power limit; older and other parts have not shown one."""
+    if device.tdp_watts is None or device.bf16_tflops is None or "hopper" not in _generation(device):
+        return float("inf")
+    return c.tflops_per_watt * device.tdp_watts / c.matmul
+
+
+def _generation(device: Device) -> str:
+    """The device's architecture by the names that vendors use: "hopper", "sm_90" and "sm90" are the same."""
+    low = device.arch.lower().replace("_", "").replace("-", "")
+    return {"sm90": "hopper", "sm90a": "hopper", "sm80": "ampere", "sm100": "blackwell", "sm70": "volta"}.get(low, low)
 
 
 def _rates(device: Device, links: Links, per_node: int, work: Work, c: Constants, layout: Degrees) -> _Rates:
@@ -160,20 +187,30 @@ def _rates(device: Device, links: Links, per_node: int, work: Work, c: Constants
             f"{layout.devices} devices need {-(-layout.devices // per_node)} nodes, but the network of this cluster is unknown",
             hint="give links.inter_gbs_per_node in the cluster file",
         )
-    peak = sustained_tflops(device, work.precision) * 1e12
-    bf16 = sustained_tflops(device, "bf16") * 1e12
     intra = (links.intra_gbs or 25.0) * 1e9 * c.network
     inter = (links.inter_gbs_per_node or 1.0) * 1e9 / per_node * c.network
     return _Rates(
-        peak * c.matmul,
-        bf16 * c.attention,
-        device.bandwidth_gbs * 1e9 * c.memory,
-        intra,
-        inter,
-        links.intra_latency_us * 1e-6,
-        links.inter_latency_us * 1e-6,
-        per_node,
+        matmul=sustained_tflops(device, work.precision, c) * 1e12,
+        attention=_attention_rate(device, work, c),
+        memory=device.bandwidth_gbs * 1e9 * c.memory,
+        intra=intra,
+        inter=inter,
+        intra_latency=links.intra_latency_us * 1e-6,
+        inter_latency=links.inter_latency_us * 1e-6,
+        per_node=per_node,
     )
+
+
+def _attention_rate(device: Device, work: Work, c: Constants) -> float:
+    peak = (device.bf16_tflops or 0.0) * 1e12
+    generation = _generation(device)
+    if not work.flash:
+        return sustained_tflops(device, "bf16", c) * 1e12
+    if work.kernel in ("te", "cudnn", "flash3"):
+        share = c.attention
+    else:
+        share = c.flash_hopper if generation in ("hopper", "blackwell") else c.flash
+    return peak * share * (0.7 if work.kernel == "flash1" else 1.0)
 
 
 def _with_efficiency(c: Constants, e: Efficiency) -> Constants:
@@ -196,8 +233,8 @@ def _micro_batch(
     t = layout.tensor
     layers = s.layers / layout.pipeline
     forward = _layer_products(s, tokens, t, r, c)
-    attention = _attention(s, work, tokens, t, r)
-    elementwise = _elementwise_bytes(s, work, tokens, t, layout) / r.memory
+    attention = _attention(s, work, tokens, t, r, c)
+    elementwise = _elementwise_bytes(s, work, tokens, t, layout, c) / r.memory
     again = {
         "full": 1.0,
         "selective": 0.35 if work.engine == "torch" else 0.0,
@@ -210,7 +247,7 @@ def _micro_batch(
         "tensor-parallel traffic": layers
         * _tensor_traffic(s, work, layout, tokens, r)
         * (2.0 + (1.0 if work.recompute == "full" else 0.0))
-        * (1 - c.tensor_overlap),
+        * (1 - (c.tensor_overlap if work.compile else 0.0)),
         "context-parallel traffic": layers * _context_traffic(s, work, layout, tokens, r) * 3.0,
         "pipeline traffic": _pipeline_traffic(s, work, layout, tokens, r),
     }
@@ -237,7 +274,7 @@ def _layer_products(s: Shape, tokens: float, t: int, r: _Rates, c: Constants) ->
     )
 
 
-def _attention(s: Shape, work: Work, tokens: float, t: int, r: _Rates) -> float:
+def _attention(s: Shape, work: Work, tokens: float, t: int, r: _Rates, c: Constants) -> float:
     """Forward seconds of one layer: two products over the (causal half of the) square, or the square through memory."""
     if s.arch == "retnet":
         span = s.chunk if s.chunk and s.chunk < work.seq_len else work.seq_len
@@ -245,18 +282,25 @@ def _attention(s: Shape, work: Work, tokens: float, t: int, r: _Rates) -> float:
         return flops / r.attention + 4.0 * tokens * span * s.heads / t / r.memory
     flops = 4.0 * tokens * work.seq_len * s.attention_width / t
     if work.flash:
-        return 0.5 * flops / r.attention
-    traffic = tokens * s.heads / t * work.seq_len * work.bytes_per_value * 6.0
+        narrow = 1.25 if s.head_dim < 96 else 1.0  # heads of 64 fill the units less well
+        return 0.5 * flops * narrow / r.attention
+    traffic = tokens * s.heads / t * work.seq_len * work.bytes_per_value * c.square
     return flops / r.attention + traffic / r.memory
 
 
-def _elementwise_bytes(s: Shape, work: Work, tokens: float, t: int, layout: Degrees) -> float:
+def _elementwise_bytes(s: Shape, work: Work, tokens: float, t: int, layout: Degrees, c: Constants) -> float:
     """Bytes that norms, rotary, activation and residuals of one layer move in a forward pass."""
-    d = work.bytes_per_value
     spread = t if layout.sequence_parallel else 1
-    passes = 6.0 if work.compile else 14.0
-    inner = (3.0 if s.glu else 2.0) * (1.0 if work.compile else 1.7)
-    return tokens * d * (passes * s.width / spread + inner * s.ffn / t + 2.0 * (s.attention_width + s.kv_width) / t)
+    values = 6.0 * s.width / spread + (3.0 if s.glu else 2.0) * s.ffn / t + 2.0 * (s.attention_width + s.kv_width) / t
+    return tokens * work.bytes_per_value * values * (1.0 if work.compile else c.eager)
+
+
+def _exposed(traffic: float, compute: float, work: Work, layout: Degrees, c: Constants) -> float:
+    """Seconds of data-parallel traffic that the step waits for."""
+    if work.engine == "deepspeed" and layout.shard != "full":
+        return traffic  # reduced after the last backward pass, gathered after the step
+    hidden = traffic * (1 - c.contention)
+    return traffic * c.contention + max(0.0, hidden - c.overlap * compute)
 
 
 def _ring(size: float, ranks: int, r: _Rates, span: int | None = None) -> float:

@@ -1,0 +1,258 @@
+"""How good are the predictions? Score the cost model on a table of measured runs, row by row, from their layout columns only.
+
+Definitions (those of the published comparison):
+- memory: rows with a torch-allocator peak (allocated or reserved), layout fully stated, not flagged.
+- throughput: bf16 or fp16 rows on A100, H100, H200, MI250 class devices with a fully stated layout, not flagged.
+- error = |predicted - measured| / measured; coverage = rows predicted / rows in the set: a refusal counts against coverage, never as a hit.
+- fit: rows with outcome "oom" must be called "does not fit", working rows "fits".
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.cost.memory import GIB, MemoryEstimate, memory
+from windlass.cost.step import Constants, estimate
+from windlass.errors import ConfigError, PlanError
+from windlass.plan.rows import Case, Refusal, number, understand
+
+REQUIRED = (
+    "layers",
+    "hidden",
+    "seq_len",
+    "gpu",
+    "gpus",
+    "micro_batch",
+    "shard",
+    "tp",
+    "pp",
+    "precision",
+    "activation_ckpt",
+)
+"""Columns without which a layout is not fully stated."""
+CLASSES = ("a100", "a800", "h100", "h800", "h200", "gh200", "mi250")
+NEEDED_COLUMNS = ("layers", "hidden", "seq_len", "gpu", "gpus")
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One row: what was predicted, what was measured, and to which sets it belongs."""
+
+    id: str
+    source: str
+    refused: str | None
+    memory_gib: float | None
+    """In the kind of the measurement: allocated, reserved, or with context."""
+    measured_gib: float | None
+    tokens_per_second_per_device: float | None
+    measured_tps: float | None
+    fits: bool | None
+    outcome: str
+    stated: bool
+    """The layout is fully stated and the row is not flagged."""
+    in_memory: bool
+    in_throughput: bool
+    assumed: tuple[str, ...]
+
+    @property
+    def memory_error(self) -> float | None:
+        return _error(self.memory_gib, self.measured_gib)
+
+    @property
+    def throughput_error(self) -> float | None:
+        return _error(self.tokens_per_second_per_device, self.measured_tps)
+
+
+def _error(predicted: float | None, measured: float | None) -> float | None:
+    return None if predicted is None or not measured else predicted / measured - 1.0
+
+
+def read_rows(path: Path | str) -> list[dict[str, str]]:
+    """The rows of a table of runs; says which needed columns are missing."""
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            names = [n for n in reader.fieldnames or [] if n]
+            rows = [{k: (v or "") for k, v in row.items() if isinstance(k, str)} for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(
+            f"cannot read {path}: {error}", hint="give a CSV file with one measured run per line"
+        ) from error
+    missing = [c for c in NEEDED_COLUMNS if c not in names]
+    if missing:
+        raise ConfigError(
+            f"{path} has no column {', '.join(missing)} (it has: {', '.join(names[:12]) or 'none'})",
+            hint="the columns are explained in docs/concepts/predictions.md",
+        )
+    return rows
+
+
+def predict_row(row: Mapping[str, str], constants: Constants | None = None) -> Prediction:
+    case = understand(row)
+    kind = (row.get("mem_kind") or "").strip().lower()
+    stated = is_stated(row)
+    shared: dict[str, Any] = {
+        "id": row.get("id") or "",
+        "source": row.get("source_group") or row.get("source") or "",
+        "measured_gib": _positive(row, "peak_mem_gib"),
+        "measured_tps": _positive(row, "tokens_per_s_per_gpu"),
+        "outcome": (row.get("outcome") or "ok").strip().lower(),
+        "stated": stated,
+        "in_memory": stated and kind in ("allocated", "reserved") and _positive(row, "peak_mem_gib") is not None,
+        "in_throughput": stated and _in_class(row) and _positive(row, "tokens_per_s_per_gpu") is not None,
+    }
+    if isinstance(case, Refusal):
+        return _refused(case.reason, shared)
+    try:
+        held = memory(case.shape, case.work, case.layout, case.devices_per_node)
+        step = estimate(
+            case.shape, case.work, case.layout, case.device, case.links, case.devices_per_node, constants=constants
+        )
+    except (PlanError, ZeroDivisionError, OverflowError) as error:
+        return _refused(str(error), shared)
+    return Prediction(
+        refused=None,
+        memory_gib=_in_kind(held, kind) / GIB,
+        tokens_per_second_per_device=step.tokens_per_second_per_device,
+        fits=fits(held, case),
+        assumed=case.assumed,
+        **shared,
+    )
+
+
+def _refused(reason: str, shared: dict[str, Any]) -> Prediction:
+    return Prediction(
+        refused=reason, memory_gib=None, tokens_per_second_per_device=None, fits=None, assumed=(), **shared
+    )
+
+
+def fits(held: MemoryEstimate, case: Case) -> bool:
+    usable = case.device.usable_memory or case.device.memory * 0.985
+    return held.needed <= usable
+
+
+def _in_kind(held: MemoryEstimate, kind: str) -> float:
+    """The estimate in the kind of the reading (and in its unit: sources that print GB are compared in GB)."""
+    scale = GIB / 1e9 if "gb" in kind.split() or "(gb" in kind else 1.0
+    if kind == "allocated":
+        return held.allocated * scale
+    if "nvidia-smi" in kind or "rocm-smi" in kind or "driver" in kind:
+        return held.total * scale
+    return held.reserved * scale
+
+
+def _positive(row: Mapping[str, str], key: str) -> float | None:
+    value = number(row, key)
+    return value if value is not None and value > 0 else None
+
+
+def is_stated(row: Mapping[str, str]) -> bool:
+    """Layout fully stated and not flagged."""
+    quality = (row.get("quality") or "ok").strip().lower()
+    return quality not in ("flagged", "incomplete") and all((row.get(c) or "").strip() for c in REQUIRED)
+
+
+def _in_class(row: Mapping[str, str]) -> bool:
+    precision, gpu = (row.get("precision") or "").strip().lower(), (row.get("gpu") or "").lower()
+    return precision in ("bf16", "fp16", "bf16_pure") and any(c in gpu for c in CLASSES)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    predictions: list[Prediction]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON contract of `windlass plan --score FILE.csv --json`."""
+        sources = sorted({p.source for p in self.predictions})
+        return {
+            **_tables(self.predictions),
+            "by_source": {s: _tables([p for p in self.predictions if p.source == s]) for s in sources},
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One line per row for `--rows-out`."""
+        return [_line(p) for p in self.predictions]
+
+
+def score_rows(rows: Iterable[Mapping[str, str]], constants: Constants | None = None) -> Score:
+    return Score([predict_row(row, constants) for row in rows])
+
+
+def score_file(path: Path | str, constants: Constants | None = None) -> Score:
+    return score_rows(read_rows(path), constants)
+
+
+def write_rows(score: Score, path: Path | str) -> None:
+    lines = score.rows()
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(lines[0]) if lines else ["id"])
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+def _tables(predictions: list[Prediction]) -> dict[str, Any]:
+    return {
+        "memory": _summary([p.memory_error for p in predictions if p.in_memory]),
+        "throughput": _summary([p.throughput_error for p in predictions if p.in_throughput]),
+        "fit": _fit(predictions),
+    }
+
+
+def _summary(errors: list[float | None]) -> dict[str, Any]:
+    known = sorted(abs(e) * 100 for e in errors if e is not None)
+    return {
+        "rows": len(errors),
+        "covered": len(known),
+        "median_pct": quantile(known, 0.5),
+        "p90_pct": quantile(known, 0.9),
+    }
+
+
+def quantile(ordered: list[float], share: float) -> float | None:
+    """Linear between neighbours, as numpy does; None of nothing."""
+    if not ordered:
+        return None
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def _fit(predictions: list[Prediction]) -> dict[str, int]:
+    oom = [p for p in predictions if p.outcome == "oom"]
+    working = [p for p in predictions if p.outcome == "ok" and p.stated]
+    return {
+        "oom_rows": len(oom),
+        "oom_caught": sum(p.fits is False for p in oom),
+        "working_rows": len(working),
+        "working_kept": sum(p.fits is True for p in working),
+    }
+
+
+def _line(p: Prediction) -> dict[str, Any]:
+    def rounded(value: float | None, digits: int) -> float | str:
+        return "" if value is None else round(value, digits)
+
+    def percent(value: float | None) -> float | str:
+        return "" if value is None else round(value * 100, 2)
+
+    return {
+        "id": p.id,
+        "source": p.source,
+        "refused": p.refused or "",
+        "predicted_memory_gib": rounded(p.memory_gib, 3),
+        "measured_memory_gib": rounded(p.measured_gib, 3),
+        "memory_error_pct": percent(p.memory_error),
+        "predicted_tokens_per_second_per_device": rounded(p.tokens_per_second_per_device, 2),
+        "measured_tokens_per_second_per_device": rounded(p.measured_tps, 2),
+        "throughput_error_pct": percent(p.throughput_error),
+        "fits": "" if p.fits is None else ("yes" if p.fits else "no"),
+        "outcome": p.outcome,
+        "in_memory_set": int(p.in_memory),
+        "in_throughput_set": int(p.in_throughput),
+        "assumed": "; ".join(p.assumed),
+    }
