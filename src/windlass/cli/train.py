@@ -1,9 +1,91 @@
-"""Commands of this family are registered here."""
+"""`windlass train RECIPE`: one process, one process per device of this machine, or a rank of a job."""
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
+
+if TYPE_CHECKING:
+    from windlass.config import Loaded
+    from windlass.runs.folder import Run
 
 
 def register(app: typer.Typer) -> None:
-    """Adds nothing yet."""
+    app.command("train")(train)
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="Recipe file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...", metavar="[KEY=VALUE]...")] = None,
+    run: Annotated[Path | None, typer.Option("--run", help="Run folder; runs/<name> when left out.")] = None,
+    devices: Annotated[
+        int | None, typer.Option("--devices", min=1, help="Processes on this machine, one per device.")
+    ] = None,
+    restarts: Annotated[
+        int, typer.Option("--restarts", min=0, help="How often failed workers are started again (with --devices).")
+    ] = 3,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress lines.")] = False,
+) -> None:
+    """Train a recipe: on this machine, or as one rank of a job. A second start of the same run goes on where it stopped."""
+    from windlass.clusters.scheduler import place
+    from windlass.config import load_recipe
+    from windlass.runs import create_run
+
+    loaded = load_recipe(recipe, overrides or ())
+    where = place()
+    folder = run or Path("runs") / loaded.recipe.name
+    if where.rank == 0:
+        made = create_run(folder, loaded)
+    else:
+        made = _wait_for_run(folder)
+    if devices is not None and devices > 1 and where.source == "single":
+        raise typer.Exit(_supervise(made, devices, restarts))
+    raise typer.Exit(_work(loaded, made, where, quiet))
+
+
+def _supervise(run: Run, devices: int, restarts: int) -> int:
+    """Start one worker per device with this very command line, and watch over them."""
+    from windlass.clusters.scheduler import job_id
+    from windlass.runs.lock import locked
+    from windlass.train.supervise import run_workers
+
+    with locked(run.lock_file, job_id()):
+        command = [sys.executable, "-m", "windlass", *sys.argv[1:]]
+        return run_workers(command, devices, run, restarts, env={**os.environ, "WINDLASS_LOCKED": "1"})
+
+
+def _work(loaded: Loaded, run: Run, where: Any, quiet: bool) -> int:
+    import contextlib
+
+    from windlass.clusters.scheduler import job_id
+    from windlass.runs.lock import locked
+    from windlass.train.progress import Progress
+
+    mine = where.rank == 0 and "WINDLASS_LOCKED" not in os.environ
+    with locked(run.lock_file, job_id()) if mine else contextlib.nullcontext():
+        from windlass.train.loop import run as train_run
+
+        progress = Progress(quiet=quiet or where.rank != 0)
+        return train_run(loaded.recipe, run, where=where, hooks=[progress], say=progress.say)
+
+
+def _wait_for_run(folder: Path, seconds: float = 60.0) -> Run:
+    """Rank 0 makes the folder; a slow parallel file system shows it to the others a little later."""
+    import time
+
+    from windlass.errors import RunError
+    from windlass.runs.folder import Run
+
+    end = time.monotonic() + seconds
+    while not (folder / "config.json").is_file():
+        if time.monotonic() > end:
+            raise RunError(
+                f"rank 0 has made no run folder {folder} within {seconds:.0f} s",
+                hint="is the folder on a file system that all nodes share?",
+            )
+        time.sleep(0.2)
+    return Run(folder)

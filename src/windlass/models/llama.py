@@ -90,6 +90,13 @@ class Block(Recomputed):
 
 
 class Llama(Model):
+    tensor_plan = {
+        "attention_norm": "norm", "attention": "mixer", "attention.wq": "column", "attention.wk": "column", "attention.wv": "column",
+        "attention.wo": "row", "ffn_norm": "norm", "feed_forward": "ffn", "feed_forward.w1": "column", "feed_forward.w2": "row",
+        "feed_forward.w3": "column",
+    }  # fmt: skip
+    """Role of each part of a block when its layers are divided over a tensor-parallel group."""
+
     def __init__(self, *, head_dim: int, theta: float, **common: Any) -> None:
         super().__init__(**common)
         self.head_dim, self.theta = head_dim, theta
@@ -107,7 +114,13 @@ class Llama(Model):
 def build_llama(config: ModelConfig, seq_len: int) -> Llama:
     head_dim = config.head_dim or config.width // config.heads
     blocks: list[nn.Module] = [
-        Block(config.width, Attention(config.width, config.heads, config.kv_heads or config.heads, head_dim), config.ffn, config.activation, config.norm_eps)
+        Block(
+            config.width,
+            Attention(config.width, config.heads, config.kv_heads or config.heads, head_dim),
+            config.ffn,
+            config.activation,
+            config.norm_eps,
+        )
         for _ in range(config.layers)
     ]
     return Llama(

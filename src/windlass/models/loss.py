@@ -18,7 +18,9 @@ def next_token_loss(hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab: i
     return torch.stack((total, entropy.detach()))
 
 
-def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab: int, chunk: int = 4096, z_loss: float = 0.0) -> Tensor:
+def chunked_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab: int, chunk: int = 4096, z_loss: float = 0.0
+) -> Tensor:
     """The same in chunks of `chunk` tokens, with both gradients computed on the way forward."""
     out: Tensor = ChunkedLoss.apply(hidden.flatten(0, -2), weight, targets.flatten(), vocab, chunk, z_loss)
     return out
@@ -53,7 +55,9 @@ class ChunkedLoss(torch.autograd.Function):
     """Head and cross-entropy in one: the forward pass leaves only the two gradients behind."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab: int, chunk: int, z_loss: float) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab: int, chunk: int, z_loss: float
+    ) -> Tensor:
         terms = _terms(hidden.device)
         sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
         needs_grad = any(ctx.needs_input_grad[:2])
@@ -74,7 +78,14 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grads[0][0]
-        return grad_hidden * scale.to(grad_hidden.dtype), (grad_weight * scale).to(ctx.weight_dtype), None, None, None, None
+        return (
+            grad_hidden * scale.to(grad_hidden.dtype),
+            (grad_weight * scale).to(ctx.weight_dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def add_outer(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:

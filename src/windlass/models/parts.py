@@ -32,22 +32,23 @@ class Norm(nn.Module):
 class Head(nn.Module):
     """Hidden states to logits, or straight to the summed loss, so that the logits need never exist whole."""
 
-    def __init__(self, width: int, rows: int, vocab: int) -> None:
+    def __init__(self, width: int, rows: int, vocab: int, tied: bool = False) -> None:
         super().__init__()
         self.vocab = vocab
         """True size; the padded rows above it never win."""
-        self.weight = nn.Parameter(torch.empty(rows, width))
+        self.weight = None if tied else nn.Parameter(torch.empty(rows, width))
+        """None: the embedding's weights are handed in."""
         self.loss: LossFunction = next_token_loss
         """Replaced by `train.parallelize` (chunked, fused, vocabulary-parallel)."""
-        self.gather: Callable[[Tensor], Tensor] | None = None
+        self.logits: Callable[[Tensor, Tensor], Tensor] | None = None
         """Brings vocabulary-parallel logits together; set by `train.parallelize`."""
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
+        weight = self.weight if weight is None else weight
         if targets is not None:
-            return self.loss(hidden, self.weight, targets, vocab=self.vocab)
-        if self.gather is not None:
-            return self.gather(hidden)
-        return mask_padding(nn.functional.linear(hidden, self.weight), self.vocab)
+            return self.loss(hidden, weight, targets, vocab=self.vocab)
+        logits = nn.functional.linear(hidden, weight) if self.logits is None else self.logits(hidden, weight)
+        return mask_padding(logits, self.vocab)
 
 
 def mask_padding(logits: Tensor, vocab: int) -> Tensor:
@@ -64,15 +65,24 @@ class Model(nn.Module):
     stackable = True
     """Blocks are alike and may be divided over pipeline stages."""
 
-    def __init__(self, *, width: int, rows: int, vocab: int, eps: float, seq_len: int, std: float, blocks: list[nn.Module], tied: bool) -> None:
+    def __init__(
+        self,
+        *,
+        width: int,
+        rows: int,
+        vocab: int,
+        eps: float,
+        seq_len: int,
+        std: float,
+        blocks: list[nn.Module],
+        tied: bool,
+    ) -> None:
         super().__init__()
         self.seq_len, self.std, self.vocab, self.tied, self.width = seq_len, std, vocab, tied, width
         self.embed: nn.Embedding | None = nn.Embedding(rows, width)
         self.layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
         self.norm: Norm | None = Norm(width, eps)
-        self.head: Head | None = Head(width, rows, vocab)
-        if tied:
-            self.head.weight = self.embed.weight
+        self.head: Head | None = Head(width, rows, vocab, tied)
         self.num_layers = len(blocks)
         self.position_start = 0
         """First position of this rank's part of the sequence; not 0 only under context parallelism."""
@@ -120,4 +130,6 @@ class Model(nn.Module):
     def forward(self, x: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Logits; with `targets` instead the two sums (loss to descend, cross-entropy) over all tokens."""
         hidden = self.body(x, documents)
-        return hidden if self.head is None else self.head(hidden, targets)
+        if self.head is None:
+            return hidden
+        return self.head(hidden, targets, self.embed.weight if self.tied else None)

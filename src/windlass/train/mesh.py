@@ -150,7 +150,11 @@ def open_world(layout: LayoutConfig, where: Place | None = None, timeout_seconds
         return World(where, device, axes)
     if not dist.is_initialized():
         _join(where, device, timeout_seconds)
-    mesh = init_device_mesh(device.type, (axes.pipeline, axes.replicate, axes.shard, axes.tensor), mesh_dim_names=("pp", "rep", "fsdp", "tp"))
+    mesh = init_device_mesh(
+        device.type,
+        (axes.pipeline, axes.replicate, axes.shard, axes.tensor),
+        mesh_dim_names=("pp", "rep", "fsdp", "tp"),
+    )
     context = None
     if axes.context > 1:
         shape = (axes.pipeline, axes.data, axes.context, axes.tensor)

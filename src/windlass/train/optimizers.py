@@ -56,7 +56,9 @@ class Optimizer:
 
     moment_names: tuple[str, ...] = ()
 
-    def __init__(self, named: Iterable[Named], config: OptimConfig, *, master: bool = False, offload: bool = False) -> None:
+    def __init__(
+        self, named: Iterable[Named], config: OptimConfig, *, master: bool = False, offload: bool = False
+    ) -> None:
         self.config, self.offload = config, offload
         self.slots = [self._slot(name, parameter, master) for name, parameter in named]
         device = torch.device("cpu") if offload or not self.slots else local(self.slots[0].parameter).device
@@ -69,7 +71,9 @@ class Optimizer:
         if copy is not None and where:
             copy = copy.to(where)
         dtype = torch.bfloat16 if self.config.moments == "bf16" else torch.float32
-        made = {n: torch.zeros_like(parameter, dtype=dtype, device=where, requires_grad=False) for n in self.moment_names}
+        made = {
+            n: torch.zeros_like(parameter, dtype=dtype, device=where, requires_grad=False) for n in self.moment_names
+        }
         return Slot(name, parameter, copy, made, self.config.weight_decay if decays(name, parameter) else 0.0)
 
     def accumulate_in_fp32(self) -> None:
@@ -216,7 +220,16 @@ def _adamw_one(w: Tensor, shadow: Tensor | None, g: Tensor, m: Tensor, v: Tensor
         shadow.copy_(new)
 
 
-def _sgd_one(w: Tensor, shadow: Tensor | None, g: Tensor, velocity: Tensor, numbers: Tensor, good: Tensor, momentum: float, decay: float) -> None:
+def _sgd_one(
+    w: Tensor,
+    shadow: Tensor | None,
+    g: Tensor,
+    velocity: Tensor,
+    numbers: Tensor,
+    good: Tensor,
+    momentum: float,
+    decay: float,
+) -> None:
     scale, lr = numbers.unbind()
     old, before = w.float(), velocity.float()
     speed = before * momentum + g.float() * scale + old * decay
@@ -247,7 +260,9 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return _cache[function]
 
 
-def build_optimizer(named: Iterable[Named], config: OptimConfig, *, master: bool = False, offload: bool = False) -> Optimizer:
+def build_optimizer(
+    named: Iterable[Named], config: OptimConfig, *, master: bool = False, offload: bool = False
+) -> Optimizer:
     kind = AdamW if config.name == "adamw" else SGD
     return kind(named, config, master=master, offload=offload)
 

@@ -1,0 +1,432 @@
+"""How does a run go from a recipe to its last step? Top to bottom: mesh, model, parallelize, optimizer, stream, restore, hooks, loop."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from windlass import models
+from windlass.checkpoint.load import find_latest, load_model_weights, restore
+from windlass.checkpoint.save import Saver
+from windlass.clusters.load import load_cluster
+from windlass.clusters.scheduler import Place, place
+from windlass.config import LayoutConfig, Recipe, recipe_hash
+from windlass.data.loader import Loader
+from windlass.data.stream import open_stream
+from windlass.energy.meter import Meter
+from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError, WindlassError
+from windlass.runs import manifest
+from windlass.runs.folder import Run
+from windlass.train import failure
+from windlass.train.attention import attention_backend
+from windlass.train.geometry import Geometry, geometry_of
+from windlass.train.hooks import Hook, each
+from windlass.train.interval import Interval
+from windlass.train.mesh import World, open_world
+from windlass.train.metrics import Recorder
+from windlass.train.optimizers import Optimizer, build_optimizer
+from windlass.train.parallelize import Parts, parallelize
+from windlass.train.schedule import learning_rate
+from windlass.train.signals import StopFlag
+from windlass.train.state import after_restore, training_state
+from windlass.train.step import Stepper
+from windlass.train.supervise import record_error
+from windlass.train.validate import Validator, open_validator
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Job:
+    """A run in the making: what the loop and its hooks share."""
+
+    recipe: Recipe
+    run: Run
+    world: World
+    geometry: Geometry
+    parts: Parts
+    optimizer: Optimizer
+    stepper: Stepper
+    stream: Any
+    say: Say
+    recorder: Recorder
+    saver: Saver
+    stop: StopFlag
+    interval: Interval
+    meter: Meter | None
+    validator: Validator | None = None
+    hooks: list[Hook] = field(default_factory=list)
+    step: int = 0
+    """Optimizer steps done."""
+    tokens: int = 0
+    sequences: int = 0
+    """The stream's position: global sequences consumed, skipped ranges included."""
+    energy_carried: float | None = None
+    data_seconds: float = 0.0
+    val_loss: float | None = None
+    rolled_back: bool = False
+    began: float = field(default_factory=time.monotonic)
+    first_step: int = 0
+    """Where this process began."""
+
+    def state(self) -> dict[str, Any]:
+        return training_state(self.optimizer, self.stepper.guard)
+
+    def extra(self) -> dict[str, Any]:
+        """The small values of a checkpoint."""
+        return {
+            "step": self.step, "tokens": self.tokens, "sequences": self.sequences, "energy_joules": self.energy_total(),
+            "recipe_hash": recipe_hash(self.recipe), "seed": self.recipe.seed, "rolled_back": self.rolled_back,
+            "schedule": {"total_tokens": self.geometry.total_tokens, "name": self.recipe.optim.schedule, "lr": self.recipe.optim.lr},
+        }  # fmt: skip
+
+    def energy(self) -> dict[str, float | None]:
+        """Of this node; only one rank per node knows it."""
+        if self.meter is None:
+            return {"joules": None, "watts": None, "utilization": None}
+        return {"joules": self.meter.joules(), "watts": self.meter.watts(), "utilization": self.meter.utilization()}
+
+    def energy_total(self) -> float | None:
+        """Of the whole job, all restarts together."""
+        mine = None if self.meter is None else self.meter.joules()
+        if self.world.size == 1:
+            return mine
+        values: list[float | None] = [None] * self.world.size
+        dist.all_gather_object(values, mine)
+        known = [v for v in values if v is not None]
+        return sum(known) if known else None
+
+
+def run(
+    recipe: Recipe,
+    run_folder: Run,
+    *,
+    where: Place | None = None,
+    hooks: list[Hook] | None = None,
+    say: Say | None = None,
+) -> int:
+    """Train; the exit code says whether the run is finished or can be resumed. Errors leave a record per rank and are raised."""
+    where = where or place()
+    rank = where.rank
+    job: Job | None = None
+    try:
+        run_folder.error_file(rank).unlink(missing_ok=True)
+        job = build(recipe, run_folder, where, hooks or [], say or (lambda text: None))
+        with attention_backend(recipe.train.attention, job.world.device), job.stop.installed():
+            return train(job)
+    except BaseException as error:
+        known = failure.explain(error)
+        record_error(run_folder, job.world.rank if job else rank, known)
+        if job is not None:
+            with contextlib.suppress(Exception):
+                each(job.hooks, "on_stop", job, "error")
+        if known is error:
+            raise
+        raise known from error
+
+
+def build(recipe: Recipe, run_folder: Run, where: Place, hooks: list[Hook], say: Say) -> Job:
+    """Everything before the first step, in order."""
+    recipe = recipe if recipe.layout is not None else recipe.model_copy(update={"layout": LayoutConfig()})
+    torch.manual_seed(recipe.seed)
+    if recipe.train.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    # mesh
+    world = open_world(recipe.layout, where)
+    geometry = geometry_of(recipe, world.axes.data)
+    check_device(recipe, world)
+    # model
+    with torch.device("meta"):
+        model = models.build(recipe.model, seq_len=recipe.data.seq_len)
+    # parallelize
+    parts = parallelize(model, recipe, world)
+    for module in parts.modules:
+        module.init_weights(recipe.seed)
+    # optimizer
+    optimizer = build_optimizer(
+        parts.named_parameters(), recipe.optim, master=parts.shadow, offload=recipe.layout.offload == "optimizer"
+    )
+    stepper = Stepper(parts, optimizer, recipe, world, geometry)
+    # stream
+    stream = open_stream(recipe.data, seed=recipe.seed, split="train", vocab=model.vocab)
+    job = Job(
+        recipe, run_folder, world, geometry, parts, optimizer, stepper, stream, say, recorder=Recorder(),
+        saver=Saver(run_folder, recipe.save, rank=world.rank, world_size=world.size, local_world_size=world.place.local_world_size),
+        stop=StopFlag(run_folder, recipe.save, rank=world.rank, world_size=world.size),
+        interval=Interval(recipe.save), meter=open_meter(recipe, run_folder, world),
+    )  # fmt: skip
+    job.validator = open_validator(recipe, world, parts, stepper, model.vocab)
+    # restore
+    restored = resume(job)
+    # hooks
+    job.hooks = [job.recorder, *hooks]
+    announce(job, restored)
+    return job
+
+
+def check_device(recipe: Recipe, world: World) -> None:
+    """Refuse what this device cannot compute."""
+    if (
+        recipe.train.precision in ("bf16", "bf16_pure", "fp8")
+        and world.device.type == "cuda"
+        and not torch.cuda.is_bf16_supported()
+    ):
+        raise ConfigError(
+            f"train.precision = {recipe.train.precision!r}, but {torch.cuda.get_device_name(world.device)} has no bf16",
+            hint='use train.precision = "fp32", or a device of the Ampere or CDNA generation or later',
+        )
+
+
+def open_meter(recipe: Recipe, run_folder: Run, world: World) -> Meter | None:
+    """One per node."""
+    if world.place.local_rank != 0 or not recipe.energy.enabled:
+        return None
+    try:
+        cluster = load_cluster(recipe.cluster)
+    except WindlassError:
+        cluster = None
+    return Meter(cluster, recipe.energy, run=run_folder)
+
+
+def resume(job: Job) -> Any:
+    """Go on from the newest whole checkpoint; else begin, from given weights if the recipe names some."""
+    found = find_latest(job.run, verify=job.recipe.save.verify)
+    if found is None:
+        if job.recipe.save.load is not None:
+            for module in job.parts.modules:
+                load_model_weights(job.recipe.save.load, module)
+            job.optimizer.adopt()
+        return None
+    go_back(job, found)
+    return found
+
+
+def go_back(job: Job, found: Any) -> dict[str, Any]:
+    state = job.state()
+    extra = restore(found, state, seed=job.recipe.seed)
+    after_restore(job.optimizer)
+    job.step, job.tokens, job.sequences = extra["step"], extra["tokens"], extra["sequences"]
+    job.energy_carried, job.rolled_back = extra.get("energy_joules"), extra.get("rolled_back", False)
+    return extra
+
+
+def announce(job: Job, restored: Any) -> None:
+    """The manifest, the first event, and every automatic choice with its reason."""
+    world, recipe = job.world, job.recipe
+    if job.meter is not None:
+        job.meter.start(job.energy_carried if world.place.node_rank == 0 else None)
+    if not world.is_main:
+        return
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else (manifest.cpu_name() or "cpu")
+    common = {
+        "world_size": world.size,
+        "nodes": world.place.nodes,
+        "layout": recipe.layout.model_dump(),
+        "device": device,
+        "devices_per_node": world.place.local_world_size,
+    }
+    manifest.write(
+        job.run,
+        manifest.collect(
+            recipe,
+            **common,
+            data_ledger=job.stream.ledger_hash,
+            steps=job.geometry.steps,
+            tokens_per_step=job.geometry.tokens_per_step,
+        ),
+    )
+    if restored is None:
+        job.run.event("started", **common)
+    else:
+        last = job.run.last_metric() or {}
+        lost = max(0, int(last.get("step") or job.step) - job.step)
+        job.run.event(
+            "resumed", step=job.step, tokens=job.tokens, checkpoint=restored.path.name, lost_steps=lost, **common
+        )
+        job.say(
+            f"resumed at step {job.step} from {restored.path.name}" + (f"; {lost} steps are done again" if lost else "")
+        )
+    for note in [*job.parts.notes, job.stepper.sync.note]:
+        if note:
+            job.say(note)
+
+
+def train(job: Job) -> int:
+    """The loop itself."""
+    gc.disable()
+    try:
+        job.say(job.saver.prepare(job.state()))
+        job.interval.began(job.step, job.tokens)
+        job.first_step = job.step
+        each(job.hooks, "on_start", job)
+        reason = _steps(job)
+        if reason is None:
+            _last_validation(job)
+        _final_save(job, reason)
+        each(job.hooks, "on_stop", job, reason)
+        return _end(job, reason)
+    finally:
+        gc.enable()
+        job.saver.close()
+        if job.meter is not None:
+            job.meter.stop()
+
+
+def _steps(job: Job) -> str | None:
+    """Steps until the end (None) or until somebody asked to stop (why)."""
+    batches = open_batches(job)
+    try:
+        while job.step < job.geometry.steps:
+            tokens, documents = next(batches)
+            each(job.hooks, "on_step_begin", job)
+            lr = learning_rate(job.recipe.optim, job.tokens + job.geometry.tokens_per_step, job.geometry.total_tokens)
+            result = job.stepper.step(tokens, documents, lr)
+            advance(job)
+            each(job.hooks, "on_step_end", job, result)
+            if job.step == job.first_step + 1:
+                _first_step(job)
+            if job.recorder.too_many is not None:
+                batches = _rollback(job, batches)
+            _validate(job)
+            agreed = job.stop.agree(save=job.interval.due_by_clock(job.step) or job.saver.retry_due)
+            _save(job, agreed.save or job.interval.due_by_count(job.step, job.tokens))
+            if agreed.stop is not None:
+                return agreed.stop
+    finally:
+        batches.close()
+    return None
+
+
+def advance(job: Job) -> None:
+    job.step += 1
+    job.tokens += job.geometry.tokens_per_step
+    job.sequences += job.geometry.batch
+    if job.step % job.recipe.train.gc_every == 0:
+        gc.collect(1)
+
+
+def open_batches(job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Batches from the stream's position on, already on the device, read ahead by a thread."""
+    geometry, world, documents = job.geometry, job.world, job.recipe.data.mask_documents
+    start, cuda = job.sequences, world.device.type == "cuda"
+    loader = Loader(
+        job.stream,
+        lambda n: geometry.indexes(start + n * geometry.batch, world.data_rank),
+        pin=cuda,
+        documents=documents,
+    )
+    try:
+        for item in loader:
+            tokens, numbers = item if documents else (item, None)
+            job.data_seconds = loader.last_wait_seconds
+            yield to_device(tokens, world.device), None if numbers is None else to_device(numbers, world.device)
+    finally:
+        loader.close()
+
+
+def to_device(array: Any, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True).long()
+
+
+def _validate(job: Job) -> None:
+    every = job.recipe.train.eval_every
+    if job.validator is not None and every and job.step % every == 0:
+        validate_now(job)
+
+
+def _last_validation(job: Job) -> None:
+    every = job.recipe.train.eval_every
+    if job.validator is not None and not (every and job.step % every == 0):
+        validate_now(job)
+
+
+def validate_now(job: Job) -> None:
+    begin = time.monotonic()
+    job.val_loss = job.validator.loss()
+    if job.world.is_main:
+        job.run.event("evaluated", step=job.step, val_loss=job.val_loss, seconds=time.monotonic() - begin)
+    each(job.hooks, "on_eval", job, job.val_loss)
+
+
+def _save(job: Job, due: bool) -> None:
+    """The one place where checkpoints begin."""
+    done = job.saver.poll()
+    if done is not None and done.ok:
+        job.stop.measured(save_seconds=job.saver.seconds_needed())
+        _choose_interval(job, stall_seconds=done.stall_seconds, write_seconds=done.write_seconds)
+    if due:
+        job.saver.save(job.step, job.state(), job.extra(), metric=_save_metric(job))
+        job.interval.saved(job.step, job.tokens)
+        each(job.hooks, "on_save", job)
+
+
+def _choose_interval(job: Job, **measured: float | None) -> None:
+    choice = job.interval.measured(**measured)
+    if choice is not None and job.world.is_main:
+        job.run.event("interval", seconds=choice.seconds, reason=choice.reason)
+        job.say(choice.reason)
+
+
+def _save_metric(job: Job) -> float | None:
+    return job.val_loss if job.recipe.save.metric == "val_loss" else job.recorder.last_loss
+
+
+def _first_step(job: Job) -> None:
+    """Start-up is over: its time decides how often saving is worth it."""
+    if job.world.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.monotonic() - job.began
+    if job.world.is_main:
+        job.run.event("compiled", seconds=seconds)
+    _choose_interval(job, startup_seconds=seconds)
+
+
+def _final_save(job: Job, reason: str | None) -> None:
+    job.recorder.drain(job, 0)
+    job.saver.finish()
+    saved = job.saver.good is not None and job.saver.good.step == job.step
+    if saved or job.step == 0 or (reason is None and not job.recipe.save.at_end):
+        return
+    job.saver.save(job.step, job.state(), job.extra(), metric=_save_metric(job), block=True)
+
+
+def _rollback(job: Job, batches: Any) -> Any:
+    """Too many skipped steps: stop, or go back once to an earlier checkpoint and leave the data range out."""
+    why = job.recorder.too_many
+    if not job.recipe.train.rollback or job.rolled_back:
+        raise failure.DivergedError(
+            why,
+            hint="look at the data of these steps and at the learning rate; train.rollback = true skips the range once",
+        )
+    job.saver.finish()
+    found = find_latest(job.run, verify=job.recipe.save.verify, before=job.step - job.recorder.skipped_in_a_row + 1)
+    if found is None:
+        raise failure.DivergedError(why, hint="there is no earlier checkpoint to go back to")
+    batches.close()
+    from_step, position = job.step, job.sequences
+    go_back(job, found)
+    skipped = (position - job.sequences) * job.geometry.seq_len
+    job.sequences, job.rolled_back = position, True
+    job.recorder.forget()
+    if job.world.is_main:
+        job.run.event("rollback", step=from_step, to_step=job.step, skipped_tokens=skipped)
+    job.say(f"went back from step {from_step} to {job.step} and skip {skipped:,} tokens: {why}")
+    return open_batches(job)
+
+
+def _end(job: Job, reason: str | None) -> int:
+    if job.world.is_main:
+        if reason is None:
+            job.run.event("finished", step=job.step, tokens=job.tokens, loss=job.recorder.last_loss)
+        else:
+            job.run.event("signal", signal=reason, step=job.step)
+            job.run.event("stopped", step=job.step, tokens=job.tokens, reason=reason)
+    job.world.barrier()
+    return EXIT_DONE if reason is None else EXIT_RESUMABLE

@@ -1,0 +1,115 @@
+"""How is the loss computed when the vocabulary is divided over ranks? In chunks, with three small reductions each."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from windlass.config import TrainConfig
+from windlass.models.loss import add_outer, chunked_loss, next_token_loss
+
+
+def choose_loss(config: TrainConfig, device: torch.device, rows: int, tokens: int) -> tuple[Any, str]:
+    """The loss function of a recipe and the reason for it."""
+    kind, why = config.loss, "as the recipe says"
+    if kind == "auto":
+        small = tokens * rows * 4 <= 64 * 2**20
+        kind = "plain" if small else "chunked"
+        why = f"logits of a micro-batch would take {tokens * rows * 4 / 2**20:.0f} MiB"
+    if kind == "plain":
+        return partial(next_token_loss, z_loss=config.z_loss), f"loss: plain ({why})"
+    return partial(
+        chunked_loss, chunk=config.loss_chunk, z_loss=config.z_loss
+    ), f"loss: in chunks of {config.loss_chunk} tokens ({why})"
+
+
+def whole_sequence(hidden: Tensor) -> Tensor:
+    """Sequence-sharded hidden states made whole on each rank; their gradients are partial sums over vocabulary parts."""
+    if not isinstance(hidden, DTensor):
+        return hidden
+    return hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def parallel_logits(hidden: Tensor, weight: Tensor, *, mesh: DeviceMesh) -> Tensor:
+    """Whole logits on each rank, for evaluation."""
+    part = F.linear(whole_sequence(hidden), weight.to_local())
+    return DTensor.from_local(part, mesh, [Shard(part.ndim - 1)], run_check=False).full_tensor()
+
+
+def parallel_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab: int, mesh: DeviceMesh, chunk: int, z_loss: float
+) -> Tensor:
+    """Like `chunked_loss`, where each rank holds some rows of the head."""
+    whole = whole_sequence(hidden).flatten(0, -2)
+    part = weight.to_local()
+    start = mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
+    out: Tensor = ParallelLoss.apply(whole, part, targets.flatten(), (start, vocab), chunk, z_loss, mesh.get_group())
+    return out
+
+
+class ParallelLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        span: tuple[int, int],
+        chunk: int,
+        z_loss: float,
+        group: Any,
+    ) -> Tensor:
+        sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
+        needs_grad = any(ctx.needs_input_grad[:2])
+        grad_hidden = torch.empty_like(hidden) if needs_grad else None
+        grad_weight: Tensor | None = None
+        for begin in range(0, hidden.shape[0], chunk):
+            part, goal = hidden[begin : begin + chunk], targets[begin : begin + chunk]
+            total, entropy, slope = _chunk(part @ weight.t(), goal, span, z_loss, group)
+            sums += torch.stack((total, entropy))
+            if needs_grad:
+                torch.mm(slope, weight, out=grad_hidden[begin : begin + chunk])
+                grad_weight = add_outer(grad_weight, slope, part)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        scale = grads[0][0]
+        return (
+            grad_hidden * scale.to(grad_hidden.dtype),
+            (grad_weight * scale).to(ctx.weight_dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _chunk(
+    logits: Tensor, targets: Tensor, span: tuple[int, int], z_loss: float, group: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    start, vocab = span
+    column = start + torch.arange(logits.shape[1], device=logits.device)
+    wide = torch.where(column < vocab, logits.float(), float("-inf"))
+    # A rank may hold padding only; its maximum is minus infinity, the group's is not.
+    top = wide.amax(-1, keepdim=True)
+    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    exponent = torch.exp(wide - top)
+    hit = column == targets[:, None]
+    both = torch.stack((exponent.sum(-1), torch.where(hit, wide, 0.0).sum(-1)))
+    dist.all_reduce(both, group=group)
+    lse = top + both[0][:, None].log()
+    entropy = (lse.squeeze(1) - both[1]).sum()
+    slope = exponent / both[0][:, None] * (1 + 2 * z_loss * lse) - hit.to(wide.dtype)
+    return entropy + z_loss * lse.pow(2).sum(), entropy, slope.to(logits.dtype)

@@ -1,0 +1,75 @@
+"""What does a person at the terminal see? One line per logged step, and every automatic choice with its reason."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from windlass.train.hooks import Hook
+from windlass.units import print_joules, print_seconds, print_tokens
+
+if TYPE_CHECKING:
+    from windlass.train.loop import Job
+
+
+class Progress(Hook):
+    """A bar on a terminal; at most a line every few seconds elsewhere, so that logs stay short."""
+
+    def __init__(self, quiet: bool = False, gap_seconds: float = 5.0) -> None:
+        from rich.console import Console
+
+        self.quiet, self.gap, self._shown = quiet, gap_seconds, 0.0
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._bar: Any = None
+
+    def say(self, text: str) -> None:
+        if not self.quiet and text:
+            self.console.print(text, markup=False)
+
+    def on_start(self, job: Job) -> None:
+        if self.quiet or not sys.stderr.isatty():
+            return
+        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        self._task = self._bar.add_task("step", total=job.geometry.steps, completed=job.step)
+        self._bar.start()
+
+    def on_log(self, job: Job, line: dict[str, Any]) -> None:
+        if self.quiet:
+            return
+        if self._bar is not None:
+            self._bar.update(self._task, completed=line["step"], description=_words(line))
+        elif time.monotonic() - self._shown > self.gap or line["step"] == job.geometry.steps:
+            self._shown = time.monotonic()
+            self.say(f"step {line['step']}/{job.geometry.steps}  {_words(line)}")
+
+    def on_eval(self, job: Job, val_loss: float) -> None:
+        self.say(f"step {job.step}: validation loss {val_loss:.4f}")
+
+    def on_stop(self, job: Job, reason: str | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if reason != "error":
+            end = (
+                f"stopped: {reason}; the same command goes on from here"
+                if reason
+                else f"finished {print_tokens(job.tokens)} tokens"
+            )
+            self.say(f"step {job.step}: {end} after {print_seconds(time.monotonic() - job.began)}")
+
+
+def _words(line: dict[str, Any]) -> str:
+    share = "MFU unknown" if line["mfu"] is None else f"MFU {line['mfu']:.1%}"
+    loss = "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
+    return (
+        f"loss {loss}  {print_tokens(line['tokens_per_second'])} tok/s  {share}  {print_joules(line['energy_joules'])}"
+    )
