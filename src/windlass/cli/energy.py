@@ -1,9 +1,101 @@
-"""Commands of this family are registered here."""
+"""`windlass energy RUN`: kWh by source, per billion tokens, CO2, and what was not measured."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import typer
+
+if TYPE_CHECKING:
+    from windlass.report.collect import RunSummary
+    from windlass.runs.folder import Run
 
 
 def register(app: typer.Typer) -> None:
-    """Adds nothing yet."""
+    app.command("energy")(energy)
+
+
+def energy(
+    run: Annotated[Path, typer.Argument(help="Run folder, or its name in runs/.")],
+    ear: Annotated[
+        list[Path] | None,
+        typer.Option("--ear", help="EAR's CSV (eacct -c, --ear-user-db) to take into the run's record."),
+    ] = None,
+    sacct: Annotated[
+        Path | None, typer.Option("--sacct", help="Output of sacct to take into the record, from another machine.")
+    ] = None,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="Ask sacct here for the run's jobs and take the answer into the record.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print the run's energy table; EAR and SLURM records become part of the run's own record, so that every view shows them."""
+    from windlass.report.collect import collect
+    from windlass.runs.folder import open_run
+
+    folder = open_run(run)
+    notes = _take_records(folder, ear or [], sacct, slurm)
+    summary = collect(folder)
+    _print_json(summary, notes) if as_json else _print_table(summary, notes)
+
+
+def _take_records(run: Run, ear: list[Path], sacct: Path | None, slurm: bool) -> list[str]:
+    from windlass.energy.ear import read_ear
+    from windlass.energy.ledger import record_ear, record_slurm
+    from windlass.energy.slurm import read_sacct
+    from windlass.energy.slurm import sacct as ask
+    from windlass.errors import RunError
+    from windlass.runs.files import read_lines
+
+    notes = [f"{record_ear(run, read_ear(path))} rows of {path} taken into {run.energy_file}" for path in ear]
+    texts = [sacct.read_text()] if sacct is not None else []
+    if slurm:
+        jobs = [
+            str(line.get("job_id") or line.get("job"))
+            for line in read_lines(run.jobs_file)
+            if line.get("job_id") or line.get("job")
+        ]
+        if not jobs:
+            raise RunError(f"{run.jobs_file} names no job", hint="pass sacct's output with --sacct FILE")
+        texts.append(ask(list(dict.fromkeys(jobs))))
+    for text in texts:
+        found = read_sacct(text)
+        taken = record_slurm(run, found)
+        without = [j.job for j in found if j.joules is None]
+        notes.append(f"{taken} jobs of sacct taken" + (f"; no energy for {', '.join(without)}" if without else ""))
+    return notes
+
+
+def _print_json(summary: RunSummary, notes: list[str]) -> None:
+    from dataclasses import asdict
+
+    from windlass.cli.output import print_json
+
+    e = summary.energy
+    print_json({
+        "run": summary.name, "path": summary.path, "basis": e.basis, "joules": e.joules, "measured_joules": e.ledger.joules,
+        "modelled_joules": e.ledger.modelled_joules, "joules_per_token": e.joules_per_token, "joules_per_step": e.joules_per_step,
+        "kwh_per_billion_tokens": e.kwh_per_billion_tokens, "mean_watts": e.mean_watts, "forecast_kwh": e.forecast_kwh,
+        "startup_joules": e.ledger.startup_joules, "coverage": e.ledger.coverage, "nodes_expected": e.ledger.nodes_expected,
+        "nodes_measured": e.ledger.nodes_measured, "missing": e.ledger.missing, "sources": [asdict(s) for s in e.ledger.sources],
+        "carbon": None if e.carbon is None else asdict(e.carbon), "tokens": summary.tokens, "step": summary.step, "notes": notes,
+    })  # fmt: skip
+
+
+def _print_table(summary: RunSummary, notes: list[str]) -> None:
+    from windlass.cli.output import console, table
+    from windlass.report.words import SOURCE_COLUMNS, energy_rows, missing_rows, source_rows
+
+    out = console()
+    for note in notes:
+        out.print(note, markup=False)
+    rows = source_rows(summary.energy)
+    if rows:
+        out.print(table(f"{summary.name}: energy by source", SOURCE_COLUMNS, rows, right=(3, 4)))
+    out.print(
+        table(None if rows else f"{summary.name}: energy", ("", "", "how we know"), energy_rows(summary), right=(1,))
+    )
+    missing = missing_rows(summary.energy)
+    if missing:
+        out.print(table("not read on at least one node", ("source", "why"), missing))

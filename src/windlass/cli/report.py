@@ -1,9 +1,94 @@
-"""Commands of this family are registered here."""
+"""`windlass report RUN`: one self-contained HTML file, or Markdown, or JSON; `windlass sync RUN`: offline trackers, sent later."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import typer
+
+if TYPE_CHECKING:
+    from windlass.runs.folder import Run
 
 
 def register(app: typer.Typer) -> None:
-    """Adds nothing yet."""
+    app.command("report")(report)
+    app.command("sync")(sync)
+
+
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Run folders; several join into one report. A folder of runs counts as all of them."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="File to write; .html or .md. Default: report.html in the run folder."),
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of writing HTML.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of writing HTML.")] = False,
+) -> None:
+    """Write what was trained, on what, how long, with which energy, and what happened on the way."""
+    from windlass.cli.output import console, print_json
+    from windlass.figures import save_page
+    from windlass.report.write import html_report, json_report, markdown_report
+
+    folders = _folders(runs)
+    if as_json:
+        print_json(json_report(folders))
+        return
+    if markdown and out is None:
+        typer.echo(markdown_report(folders))
+        return
+    target = out or (folders[0].report_file if len(folders) == 1 else Path("report.html"))
+    as_markdown = markdown or target.suffix.lower() in (".md", ".markdown")
+    save_page(target, markdown_report(folders) if as_markdown else html_report(folders))
+    console().print(
+        f"wrote {target} ({target.stat().st_size / 1e6:.1f} MB, opens from disk without a network)", markup=False
+    )
+
+
+def _folders(runs: list[Path]) -> list[Run]:
+    """Run folders as given, or all runs in a folder that is none itself."""
+    from windlass.errors import RunError
+    from windlass.report.collect import find_runs
+    from windlass.runs.folder import open_run
+
+    found: list[Run] = []
+    for path in runs:
+        inside = find_runs(path) if path.is_dir() and not (path / "config.json").is_file() else []
+        found += inside or [open_run(path)]
+    unique = list({run.path.resolve(): run for run in found}.values())
+    if not unique:
+        raise RunError("no run folder was named", hint="windlass report runs/NAME")
+    return unique
+
+
+def sync(
+    run: Annotated[Path, typer.Argument(help="Run folder (or a copy of it on a machine with internet).")],
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Stay, and send whenever the running job asks (a trigger file).")
+    ] = False,
+    every: Annotated[float, typer.Option("--every", help="Seconds between looks with --watch.", min=0.2)] = 30.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be sent.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Send what the offline trackers wrote (W&B), oldest part first; parts that were sent are not sent again."""
+    from windlass.cli.output import console, print_json
+    from windlass.report.sync import sync_once, sync_watch
+    from windlass.runs.folder import open_run
+
+    folder = open_run(run)
+    if watch:
+        sync_watch(folder, every, say=lambda text: console().print(text, markup=False))
+        return
+    done = sync_once(folder, dry_run=dry_run)
+    if as_json:
+        print_json({"run": str(folder.path), "dry_run": dry_run, "parts": done})
+        return
+    for part in done:
+        console().print(f"{part['part']}: {part['state']}", markup=False)
+    if not done:
+        console().print(
+            "nothing to send: the run has no offline W&B parts (trackers.wandb = true writes them)", markup=False
+        )

@@ -1,0 +1,202 @@
+"""What would a funder, a user and a regulator ask? The model card and the training-content summary, filled from the run; gaps are named.
+
+The second follows the parts of the European Commission's template for the public summary of training content (24 July 2025, to
+Article 53(1)(d) of Regulation (EU) 2024/1689): general information, list of data sources, data processing. What a run folder
+cannot know (the provider, the date of release, opt-out handling) is left to be written, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from windlass.figures import Note, Section, Table
+from windlass.report.collect import RunSummary
+from windlass.report.redact import redact_text
+from windlass.report.words import energy_card, number, percent, rate, when
+from windlass.units import print_tokens
+
+ASK = "to be written by the provider"
+# Words in a source's `kind` -> the template's heading.
+KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("synthetic", "generated"), "2.5 Synthetic data"),
+    (("user",), "2.4 User data"),
+    (("crawl", "scrap", "web"), "2.3 Data crawled and scraped from online sources"),
+    (("commercial", "licensed by", "private", "third part"), "2.2 Private datasets obtained from third parties"),
+    (("public", "open", "dataset"), "2.1 Publicly available datasets"),
+)
+OTHER = "2.6 Other sources (kind not stated in the ledger)"
+SIZES = ((1e9, "less than 1 billion tokens"), (1e13, "1 billion to 10 trillion tokens"))
+
+
+def data_sources(summary: RunSummary) -> list[dict[str, Any]]:
+    """The ledger's sources in one form, whether they are kept as a list or by name."""
+    raw = summary.data.get("sources")
+    ledger = summary.data.get("ledger")
+    if raw is None and isinstance(ledger, dict):
+        raw = ledger.get("sources")
+    if isinstance(raw, dict):
+        raw = [{"name": name, **value} if isinstance(value, dict) else {"name": name} for name, value in raw.items()]
+    return [s if isinstance(s, dict) else {"name": str(s)} for s in raw] if isinstance(raw, list) else []
+
+
+def field(source: dict[str, Any], *names: str, unknown: str = "not stated") -> str:
+    for name in names:
+        value = source.get(name)
+        if isinstance(value, (list, tuple)) and value:
+            return redact_text(", ".join(str(v) for v in value))
+        if value not in (None, "", [], {}):
+            return redact_text(str(value))
+    return unknown
+
+
+LEDGER_COLUMNS = ("source", "licence", "origin", "languages", "tokens", "documents", "weight")
+
+
+def ledger_rows(summary: RunSummary) -> list[tuple[str, ...]]:
+    mix = summary.recipe.get("data", {}).get("mix") or {}
+    rows: list[tuple[str, ...]] = []
+    for source in data_sources(summary):
+        name = field(source, "name")
+        weight = source.get("weight", mix.get(name))
+        rows.append((
+            name, field(source, "licence", "license"), field(source, "origin", "url"), field(source, "languages", "language"),
+            _tokens(source.get("tokens")), _count(source.get("documents")), percent(weight, "by size") if isinstance(weight, (int, float)) else "by size",
+        ))  # fmt: skip
+    return rows
+
+
+def _tokens(value: object) -> str:
+    return print_tokens(float(value)) if isinstance(value, (int, float)) else "unknown"
+
+
+def _count(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else "unknown"
+
+
+def data_section(summary: RunSummary) -> Section:
+    rows = ledger_rows(summary)
+    if not rows:
+        return Section(
+            "Data",
+            (
+                Note(
+                    "The run's manifest holds no data ledger: synthetic tokens, or a run from before the ledger was kept."
+                ),
+            ),
+            id="data",
+        )
+    store = field(summary.data, "store", "path", unknown="unknown")
+    note = f"Token store {store}; ledger {field(summary.data, 'ledger_hash', 'hash', unknown='without hash')}."
+    return Section("Data", (Table(LEDGER_COLUMNS, rows, right=(4, 5, 6)), Note(note)), id="data")
+
+
+def model_card(summary: RunSummary) -> Section:
+    s, m = summary, summary.manifest
+    trained, basis = energy_card(s.energy)
+    rows = [
+        ("name", s.name),
+        ("kind", f"causal language model ({s.model})"),
+        ("parameters", "unknown" if s.parameters is None else f"{s.parameters:,}"),
+        ("context length", f"{s.recipe.get('data', {}).get('seq_len', 'unknown')} tokens"),
+        (
+            "trained on",
+            f"{print_tokens(s.tokens)} tokens"
+            + (f" of {print_tokens(s.target_tokens)} planned" if s.target_tokens else ""),
+        ),
+        ("training data", ", ".join(field(x, "name") for x in data_sources(s)) or "no ledger"),
+        ("languages", ", ".join(_unique(field(x, "languages", "language") for x in data_sources(s))) or "not stated"),
+        (
+            "licences of the data",
+            ", ".join(_unique(field(x, "licence", "license") for x in data_sources(s))) or "not stated",
+        ),
+        ("final training loss", number(s.loss)),
+        ("validation loss", number(s.val_loss)),
+        ("evaluation", f"{len(s.evaluations)} records in eval.jsonl" if s.evaluations else "none recorded"),
+        ("hardware", f"{s.world_size or 'unknown number of'} x {s.device or 'unknown device'} on {s.cluster}"),
+        ("throughput", rate(s.tokens_per_second)),
+        ("energy", f"{trained} ({basis})"),
+        (
+            "software",
+            f"windlass {m.get('windlass', 'unknown')} at {m.get('commit') or 'unknown commit'}, torch {(m.get('packages') or {}).get('torch', 'unknown')}",
+        ),
+        ("trained between", f"{when(s.started_at)} and {when(s.updated_at)}"),
+        ("intended use, limits, risks", ASK),
+        ("licence of the weights, contact", ASK),
+    ]
+    return Section("Model card", (Table(("", ""), rows),), id="model-card")
+
+
+def _unique(values: Iterable[str]) -> list[str]:
+    return sorted({v for v in values if v != "not stated"})
+
+
+def content_summary(summary: RunSummary) -> Section:
+    """The template's three parts."""
+    sources = data_sources(summary)
+    dates = sorted(d for x in sources if (d := field(x, "collected", "retrieved", "date", "accessed")) != "not stated")
+    general = [
+        ("1.1 Provider", ASK),
+        ("1.2 Model", f"{summary.name}; date of placing on the market: {ASK}; " + _depends(summary)),
+        ("1.3 Modality", "text"),
+        ("1.3 Size of the training data", _size(summary.tokens)),
+        (
+            "1.3 Types of content",
+            ", ".join(_unique(field(x, "content", "domain", "genre") for x in sources)) or "not stated in the ledger",
+        ),
+        ("1.3 Latest date of acquisition", dates[-1] if dates else "not stated in the ledger"),
+        (
+            "1.3 Languages",
+            ", ".join(_unique(field(x, "languages", "language") for x in sources)) or "not stated in the ledger",
+        ),
+    ]
+    groups: dict[str, list[tuple[str, str, str, str]]] = {}
+    for source in sources:
+        row = (
+            field(source, "name"),
+            _tokens(source.get("tokens")),
+            field(source, "licence", "license"),
+            field(source, "origin", "url"),
+        )
+        groups.setdefault(heading(source), []).append(row)
+    headings = [title for _, title in sorted(KINDS, key=lambda k: k[1])] + ([OTHER] if OTHER in groups else [])
+    listed = [(title, *row) for title in headings for row in groups.get(title, [("none in the ledger", "", "", "")])]
+    filters = _unique(field(x, "filters", "processing", "filtering") for x in sources)
+    processing = [
+        ("3.1 Reservation of rights (text and data mining opt-outs)", _said(sources, ("opt_out", "tdm", "robots"))),
+        ("3.2 Removal of illegal content", _said(sources, ("illegal_content", "moderation"))),
+        ("3.3 Other processing", ", ".join(filters) or "not stated in the ledger"),
+    ]
+    return Section(
+        "Summary of training content",
+        (
+            Note("In the parts of the European Commission's template for the public summary of training content (AI Act, Article 53(1)(d)), filled from the data ledger."),
+            Table(("1. General information", ""), general),
+            Table(("2. List of data sources", "name", "tokens", "licence", "origin"), listed, right=(2,)),
+            Table(("3. Data processing", ""), processing),
+        ),
+        id="training-content",
+    )  # fmt: skip
+
+
+def heading(source: dict[str, Any]) -> str:
+    """Under which of the template's headings a source belongs; a ledger that does not say is not guessed."""
+    kind = field(source, "kind", "type", "category", unknown="").lower()
+    return next((title for words, title in KINDS if any(w in kind for w in words)), OTHER) if kind else OTHER
+
+
+def _depends(summary: RunSummary) -> str:
+    base = summary.recipe.get("save", {}).get("load")
+    return f"begins from the weights of {redact_text(str(base))}" if base else "trained from random weights"
+
+
+def _size(tokens: float | None) -> str:
+    if tokens is None:
+        return "unknown"
+    name = next((text for limit, text in SIZES if tokens < limit), "more than 10 trillion tokens")
+    return f"{name} ({print_tokens(tokens)} trained on)"
+
+
+def _said(sources: list[dict[str, Any]], names: tuple[str, ...]) -> str:
+    found = _unique(field(x, *names) for x in sources)
+    return ", ".join(found) if found else f"not stated in the ledger; {ASK}"

@@ -1,0 +1,363 @@
+"""What does a run folder say? Folder -> one value that terminal, browser and report all show, so that they agree. Reads files only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from windlass.clusters.load import load_cluster
+from windlass.clusters.model import Cluster
+from windlass.config import Recipe
+from windlass.energy.carbon import Carbon, carbon
+from windlass.energy.ledger import Ledger, read_ledger
+from windlass.errors import RunError, WindlassError
+from windlass.report.columns import Columns, last_known, middle
+from windlass.runs.files import read_json, read_lines
+from windlass.runs.folder import Run, open_run
+
+FAULTS = ("fault", "hang", "save_failed", "damaged", "rollback", "skipped", "gave_up")
+BREAKS = ("signal", "stopped", "fault", "hang", "restarted", "resumed", "rollback")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Energy:
+    """The run's energy in the words of the table; `basis` says whether the figures are measured or modelled."""
+
+    basis: str
+    joules: float | None
+    ledger: Ledger
+    carbon: Carbon | None
+    joules_per_token: float | None
+    joules_per_step: float | None
+    kwh_per_billion_tokens: float | None
+    mean_watts: float | None
+    """Of the measured nodes together."""
+    forecast_kwh: float | None
+    """What the plan expected for the whole run, PUE included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    name: str
+    path: str
+    status: str
+    """finished, running, stopped, failed or unknown, from the last events."""
+    problem: str | None
+    """What is missing or damaged in the folder, in words."""
+    recipe: dict[str, Any]
+    cluster: str
+    model: str
+    parameters: int | None
+    active_parameters: int | None
+    layout: dict[str, Any] | None
+    nodes: int | None
+    world_size: int | None
+    device: str | None
+    step: int | None
+    tokens: float | None
+    target_tokens: float | None
+    loss: float | None
+    val_loss: float | None
+    tokens_per_second: float | None
+    tokens_per_second_per_device: float | None
+    mfu: float | None
+    hfu: float | None
+    step_seconds: float | None
+    memory_bytes: float | None
+    utilization: float | None
+    watts: float | None
+    spread_seconds: float | None
+    slowest_rank: int | None
+    started_at: float | None
+    updated_at: float | None
+    eta_seconds: float | None
+    energy: Energy
+    life: dict[str, Any] | None
+    """Goodput and the parts of the run's time, from runs.life."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    breaks: list[dict[str, Any]] = field(default_factory=list)
+    """Interruptions and resumes, in order."""
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+    manifest: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] | None = None
+    plan_rows: list[tuple[str, float | None, float | None]] = field(default_factory=list)
+    """(what, planned, measured)."""
+    lines: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: everything but the raw plan, which lies in plan.json."""
+        value = asdict(self)
+        value.pop("plan")
+        return value
+
+
+def collect(where: Run | Path | str, *, columns: Columns | None = None) -> RunSummary:
+    """One run. `columns` may be handed in by a caller that keeps them (the dashboard); else the metrics are read here."""
+    run = where if isinstance(where, Run) else open_run(where)
+    if columns is None:
+        columns = Columns(run.metrics_file)
+        columns.refresh()
+    recipe, problem = _recipe(run)
+    cluster = _cluster(recipe)
+    events = [_event(e) for e in run.events()]
+    begin = _last(events, ("started", "resumed")) or {}
+    tokens, step = last_known(columns.get("tokens")), last_known(columns.get("step"))
+    parameters, active = _parameters(recipe)
+    target = _target(recipe)
+    rate = middle(columns.get("tokens_per_second"))
+    status = _status(events, len(columns))
+    plan = run.plan()
+    energy = _energy(read_ledger(run), cluster, recipe, tokens, step, plan)
+    eta = (target - tokens) / rate if status == "running" and target and tokens is not None and rate else None
+    rank = last_known(columns.get("slowest_rank"))
+    times = columns.get("time")
+    summary = RunSummary(
+        name=recipe.name if recipe else run.name, path=str(run.path), status=status, problem=problem,
+        recipe=recipe.model_dump(mode="json") if recipe else {}, cluster=recipe.cluster if recipe else "unknown",
+        model=_model_text(recipe), parameters=parameters, active_parameters=active, layout=_layout(begin, recipe),
+        nodes=_int(begin.get("nodes")) or (recipe.nodes if recipe else None), world_size=_int(begin.get("world_size")),
+        device=_text(begin.get("device")) or _text(run.manifest().get("device")),
+        step=None if step is None else int(step), tokens=tokens, target_tokens=target,
+        loss=middle(columns.get("loss"), last=10, skip=0), val_loss=last_known(columns.get("val_loss")), tokens_per_second=rate,
+        tokens_per_second_per_device=middle(columns.get("tokens_per_second_per_device")),
+        mfu=middle(columns.get("mfu")), hfu=middle(columns.get("hfu")), step_seconds=middle(columns.get("step_seconds")),
+        memory_bytes=last_known(columns.get("memory_bytes")), utilization=middle(columns.get("utilization")),
+        watts=last_known(columns.get("watts")), spread_seconds=middle(columns.get("spread_seconds")),
+        slowest_rank=None if rank is None else int(rank),
+        started_at=_first_time(events, run), updated_at=_latest(events, last_known(times)), eta_seconds=eta,
+        energy=energy, life=_life(run), events=events, breaks=[e for e in events if e["event"] in BREAKS],
+        faults=[*(e for e in events if e["event"] in FAULTS)], checkpoints=checkpoints(run, events),
+        evaluations=list(read_lines(run.eval_file)), data=_data(run), manifest=run.manifest(), plan=plan, lines=len(columns),
+    )  # fmt: skip
+    return _with_plan(summary)
+
+
+def find_runs(folder: Path | str) -> list[Run]:
+    """Every run folder at or below a folder (three levels), by path. A link that leads out of the folder is not followed."""
+    root = Path(folder)
+    if not root.is_dir():
+        raise RunError(f"{root} is no folder", hint="name a run folder, or the folder that holds several (runs/)")
+    found = {p.parent for depth in ("", "*/", "*/*/", "*/*/*/") for p in root.glob(f"{depth}config.json")}
+    return [Run(p) for p in sorted(found) if _is_run(p) and p.resolve().is_relative_to(root.resolve())]
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).exists() for name in ("recipe.toml", "metrics.jsonl", "events.jsonl", "manifest.json"))
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _recipe(run: Run) -> tuple[Recipe | None, str | None]:
+    try:
+        return run.recipe(), None
+    except WindlassError as error:
+        return None, error.message
+
+
+def _cluster(recipe: Recipe | None) -> Cluster | None:
+    try:
+        return load_cluster(recipe.cluster) if recipe else None
+    except WindlassError:
+        return None
+
+
+def _event(raw: dict[str, Any]) -> dict[str, Any]:
+    return {**raw, "event": str(raw.get("event", "unknown")), "time": _number(raw.get("time"))}
+
+
+def _status(events: Sequence[Mapping[str, Any]], lines: int) -> str:
+    for event in reversed(events):
+        kind = event["event"]
+        if kind == "finished":
+            return "finished"
+        if kind in ("stopped", "signal"):
+            return "stopped"
+        if kind in ("gave_up", "fault", "hang"):
+            return "failed"
+        if kind in ("started", "resumed", "restarted"):
+            return "running"
+    return "running" if lines else "unknown"
+
+
+def _last(events: Sequence[dict[str, Any]], kinds: Iterable[str]) -> dict[str, Any] | None:
+    wanted = set(kinds)
+    return next((e for e in reversed(events) if e["event"] in wanted), None)
+
+
+def _parameters(recipe: Recipe | None) -> tuple[int | None, int | None]:
+    if recipe is None:
+        return None, None
+    try:
+        from windlass.cost.params import count
+        from windlass.cost.shapes import shape_of
+
+        found = count(shape_of(recipe.model))
+    except (
+        WindlassError,
+        OSError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ):  # an hf config that was not copied with the folder
+        return None, None
+    return found.total, found.active
+
+
+def _target(recipe: Recipe | None) -> float | None:
+    if recipe is None:
+        return None
+    if recipe.data.tokens is not None:
+        return float(recipe.data.tokens)
+    if recipe.train.steps is not None and recipe.data.batch_tokens is not None:
+        return float(recipe.train.steps * recipe.data.batch_tokens)
+    return None
+
+
+def _model_text(recipe: Recipe | None) -> str:
+    if recipe is None:
+        return "unknown"
+    m = recipe.model
+    if m.family == "hf":
+        return f"Hugging Face {m.config}"
+    return (
+        f"{m.family}, {m.layers} layers, width {m.width}, {m.heads} heads, vocabulary {m.vocab:,}"
+        if m.vocab
+        else m.family
+    )
+
+
+def _layout(begin: Mapping[str, Any], recipe: Recipe | None) -> dict[str, Any] | None:
+    found = begin.get("layout")
+    if isinstance(found, dict):
+        return found
+    if isinstance(found, str):
+        return {"layout": found}
+    return recipe.layout.model_dump(mode="json") if recipe and recipe.layout else None
+
+
+def _energy(
+    ledger: Ledger,
+    cluster: Cluster | None,
+    recipe: Recipe | None,
+    tokens: float | None,
+    step: float | None,
+    plan: dict[str, Any] | None,
+) -> Energy:
+    joules = ledger.joules if ledger.joules is not None else ledger.modelled_joules
+    with_carbon = None if joules is None else carbon(joules, cluster, recipe.energy if recipe else None)
+    kwh = None if with_carbon is None else with_carbon.kwh if with_carbon.kwh is not None else with_carbon.it_kwh
+    watts = None
+    if ledger.joules is not None and ledger.node_seconds > 0:
+        watts = ledger.joules / ledger.node_seconds * max(1, ledger.nodes_measured)
+    return Energy(
+        basis=ledger.basis, joules=joules, ledger=ledger, carbon=with_carbon,
+        joules_per_token=joules / tokens if joules is not None and tokens else None,
+        joules_per_step=joules / step if joules is not None and step else None,
+        kwh_per_billion_tokens=kwh / (tokens / 1e9) if kwh is not None and tokens else None,
+        mean_watts=watts, forecast_kwh=_planned(plan, ("kwh", "energy_kwh")),
+    )  # fmt: skip
+
+
+def _planned(plan: dict[str, Any] | None, names: Sequence[str]) -> float | None:
+    """A figure of the chosen plan, wherever plan.json keeps it."""
+    if plan is None:
+        return None
+    places: list[Any] = [plan, plan.get("chosen"), plan.get("best"), plan.get("estimate"), plan.get("energy")]
+    lists = (plan.get("plans"), plan.get("ranked"), plan.get("layouts"))
+    places += [ranked[0] for ranked in lists if isinstance(ranked, list) and ranked]
+    for place in [
+        *places,
+        *(p.get(k) for p in places if isinstance(p, dict) for k in ("estimate", "energy", "memory", "step")),
+    ]:
+        if isinstance(place, dict):
+            for name in names:
+                if (value := _number(place.get(name))) is not None:
+                    return value
+    return None
+
+
+def _with_plan(summary: RunSummary) -> RunSummary:
+    if summary.plan is None:
+        return summary
+    from dataclasses import replace
+
+    rows = [
+        ("tokens/s", _planned(summary.plan, ("tokens_per_second",)), summary.tokens_per_second),
+        ("MFU", _planned(summary.plan, ("mfu",)), summary.mfu),
+        ("step, s", _planned(summary.plan, ("step_seconds", "seconds")), summary.step_seconds),
+        (
+            "memory per device, bytes",
+            _planned(summary.plan, ("memory_bytes", "peak_bytes", "total_bytes")),
+            summary.memory_bytes,
+        ),
+        ("energy of the whole run, kWh", summary.energy.forecast_kwh, _full_kwh(summary)),
+    ]
+    return replace(summary, plan_rows=[row for row in rows if row[1] is not None])
+
+
+def _full_kwh(summary: RunSummary) -> float | None:
+    """Measured so far, or, while tokens are outstanding, nothing: a part is not comparable with the whole."""
+    if summary.energy.basis != "measured" or summary.energy.carbon is None or summary.status != "finished":
+        return None
+    return summary.energy.carbon.kwh
+
+
+def _life(run: Run) -> dict[str, Any] | None:
+    return None
+
+
+def checkpoints(run: Run, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Saves of the run with what became of them; a folder that nobody recorded is listed too."""
+    found: dict[int, dict[str, Any]] = {}
+    for event in events:
+        step = _int(event.get("step"))
+        if event["event"] == "saved" and step is not None:
+            keys = ("time", "tokens", "bytes", "stall_seconds", "write_seconds")
+            found[step] = {"step": step, **{k: event.get(k) for k in keys}, "state": "kept"}
+        elif event["event"] == "removed" and step in found:
+            found[step]["state"] = f"removed ({event.get('reason', 'superseded')})"
+    for folder in sorted(run.checkpoints.glob("step-*")) if run.checkpoints.is_dir() else ():
+        digits = folder.name.removeprefix("step-")
+        if digits.isdigit():
+            found.setdefault(int(digits), {"step": int(digits), "state": "on disk, not in events.jsonl"})
+    for step, entry in found.items():
+        if entry["state"] == "kept" and not run.checkpoint(step).is_dir():
+            entry["state"] = "not in this copy of the folder"
+    return [found[step] for step in sorted(found)]
+
+
+def _data(run: Run) -> dict[str, Any]:
+    found = run.manifest().get("data")
+    return found if isinstance(found, dict) else {}
+
+
+def _first_time(events: Sequence[Mapping[str, Any]], run: Run) -> float | None:
+    times = [t for e in events if (t := _number(e.get("time"))) is not None]
+    return min(times) if times else _number(run.manifest().get("started_at"))
+
+
+def _latest(events: Sequence[Mapping[str, Any]], metric: float | None) -> float | None:
+    times = [t for e in events if (t := _number(e.get("time"))) is not None] + ([metric] if metric is not None else [])
+    return max(times) if times else None
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _int(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    return read_json(path) or {}

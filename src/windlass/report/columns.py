@@ -1,0 +1,225 @@
+"""How do a million metric lines become a curve? Read once into columns, then only what was appended; thin for drawing, extremes kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from windlass.runs.record import METRICS
+
+Numbers = npt.NDArray[np.float64]
+KEYS = tuple(METRICS)
+QUICK_LINES = 3000
+"""How many lines, evenly spread over the file, the first look at a long file takes."""
+LONG_FILE = 8 << 20
+"""Beyond this a first look is taken before the whole is read."""
+BLOCK = 4 << 20
+TAIL = 16384
+MOST_EXTRA = 64
+"""Metric names beyond our vocabulary that are kept; a run that invents thousands must not fill the memory."""
+
+
+def _loads() -> Callable[[bytes], Any]:
+    try:
+        import orjson
+    except ImportError:
+        return json.loads
+    return orjson.loads
+
+
+class Columns:
+    """A metrics file as growing columns. `refresh()` reads what is new; unknown is NaN. Safe to use from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._parse = _loads()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._offset, self._inode = 0, -1
+        self._rows = 0
+        self._data: dict[str, list[Numbers]] = {}
+        self.version = 0
+
+    def refresh(self, most_bytes: int | None = None) -> bool:
+        """Read what was appended (at most `most_bytes`); True when the end was reached. A replaced or shortened file is read again."""
+        with self._lock:
+            try:
+                status = self.path.stat()
+            except OSError:
+                return True
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._forget()
+                self._inode = status.st_ino
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                return self._read(file, status.st_size - self._offset, most_bytes)
+
+    def _read(self, file: Any, left: int, most_bytes: int | None) -> bool:
+        while left > 0:
+            block = file.read(min(BLOCK, left) if most_bytes is None else min(BLOCK, left, most_bytes))
+            end = block.rfind(b"\n") + 1  # a line that is still being written waits for the next time
+            if end == 0:
+                return True
+            self._take(block[:end].splitlines())
+            self._offset += end
+            left -= end
+            file.seek(self._offset)
+            if most_bytes is not None:
+                most_bytes -= end
+                if most_bytes <= 0:
+                    return left <= 0
+        return True
+
+    def _take(self, lines: Sequence[bytes]) -> None:
+        rows = [row for row in self._objects(lines) if isinstance(row, dict) and _is_number(row.get("step"))]
+        if not rows:
+            return
+        names = {key for row in rows for key in row} | set(self._data)
+        for key in names:
+            self._extend(key, [row.get(key) for row in rows])
+        self._rows += len(rows)
+        self.version += 1
+
+    def _objects(self, lines: Sequence[bytes]) -> list[Any]:
+        try:  # one call for the whole block is three times as fast; one torn line sends us the slow way
+            return list(self._parse(b"[" + b",".join(lines) + b"]"))
+        except ValueError:
+            return [value for raw in lines if (value := self._object(raw)) is not None]
+
+    def _object(self, raw: bytes) -> Any:
+        try:
+            return self._parse(raw)
+        except ValueError:
+            return None
+
+    def _extend(self, key: str, values: list[Any]) -> None:
+        try:
+            made = np.array(values, dtype=np.float64)  # None becomes NaN
+        except (TypeError, ValueError):
+            made = np.array([v if _is_number(v) else None for v in values], dtype=np.float64)
+        if key not in self._data:
+            if np.isnan(made).all() or (key not in KEYS and len(self._data) >= len(KEYS) + MOST_EXTRA):
+                return
+            self._data[key] = [np.full(self._rows, np.nan)]
+        self._data[key].append(made)
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def get(self, key: str) -> Numbers:
+        """A column; all NaN when the file never had it."""
+        with self._lock:
+            parts = self._data.get(key)
+            if parts is None:
+                return np.full(self._rows, np.nan)
+            if len(parts) > 1:
+                parts[:] = [np.concatenate(parts)]
+            return parts[0]
+
+    def names(self) -> list[str]:
+        """Columns that hold at least one number, our own vocabulary first."""
+        with self._lock:
+            return [key for key in KEYS if key in self._data] + sorted(key for key in self._data if key not in KEYS)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def quick(path: Path, lines: int = QUICK_LINES) -> Columns:
+    """A first look at a long file: lines evenly spread by position, found without reading what lies between."""
+    made = Columns(path)
+    size = path.stat().st_size
+    found: list[bytes] = []
+    with path.open("rb") as file:
+        for index in range(lines):
+            file.seek(size * index // lines)
+            if index:
+                file.readline()
+            found.append(file.readline())
+        file.seek(max(0, size - TAIL))
+        tail = file.read().splitlines()[1:]
+    made._take([raw for raw in found if raw.endswith(b"\n")] + tail)
+    return made
+
+
+def thin(x: Numbers, y: Numbers, points: int = 1200) -> tuple[list[float | None], list[float | None]]:
+    """At most about `points` pairs that keep every bucket's lowest and highest value; None breaks the line where x goes back."""
+    known = ~np.isnan(y) & ~np.isnan(x)
+    x, y = x[known], y[known]
+    if len(x) > points:
+        keep = _extremes(y, max(1, points // 2))
+        x, y = x[keep], y[keep]
+    return _broken(x, y)
+
+
+def _extremes(y: Numbers, buckets: int) -> npt.NDArray[np.int64]:
+    edges = np.linspace(0, len(y), buckets + 1).astype(np.int64)
+    found = {0, len(y) - 1}
+    for low, high in pairwise(edges.tolist()):
+        if high > low:
+            part = y[low:high]
+            found.update((int(low + part.argmin()), int(low + part.argmax())))
+    return np.array(sorted(found), dtype=np.int64)
+
+
+def _broken(x: Numbers, y: Numbers) -> tuple[list[float | None], list[float | None]]:
+    xs: list[float | None] = []
+    ys: list[float | None] = []
+    before = -np.inf
+    for a, b in zip(x.tolist(), y.tolist(), strict=True):
+        if a < before:  # a restart goes back to its checkpoint: draw the repeated part as a line of its own
+            xs.append(before)
+            ys.append(None)
+        xs.append(a)
+        ys.append(b)
+        before = a
+    return xs, ys
+
+
+def axis(columns: Columns, name: str) -> Numbers:
+    """The x axis by its name: step, tokens, time (hours since the first line) or kwh."""
+    if name == "time":
+        times = columns.get("time")
+        return (times - times[0]) / 3600 if len(times) else times
+    if name == "kwh":
+        return columns.get("energy_joules") / 3.6e6
+    return columns.get(name if name in ("step", "tokens") else "step")
+
+
+AXES = {"step": "step", "tokens": "tokens", "time": "hours", "kwh": "kWh"}
+
+
+def middle(values: Numbers | Sequence[float], last: int = 200, skip: int = 2) -> float | None:
+    """The median of the last values, without the first lines (compilation); None when there are none."""
+    found = np.asarray(values, dtype=np.float64)
+    found = found[skip:] if len(found) > skip + 2 else found
+    found = found[~np.isnan(found)][-last:]
+    return float(np.median(found)) if len(found) else None
+
+
+def last_known(values: Numbers) -> float | None:
+    found = values[~np.isnan(values)]
+    return float(found[-1]) if len(found) else None
+
+
+def inside(path: Path, root: Path) -> bool:
+    """True when `path`, links followed, lies in `root`."""
+    return os.path.commonpath([path.resolve(), root.resolve()]) == str(root.resolve())
+
+
+def columns_of(paths: Iterable[Path]) -> list[Columns]:
+    made = [Columns(p) for p in paths]
+    for one in made:
+        one.refresh()
+    return made

@@ -1,0 +1,322 @@
+"""What stands in a report? One list of sections; HTML and Markdown are two ways to write it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from windlass.energy.carbon import print_carbon
+from windlass.energy.measure import SCOPES
+from windlass.figures import Card, Cards, Chart, Html, Item, Mark, Note, Section, Series, Table, bars, line
+from windlass.report.card import content_summary, data_section, model_card
+from windlass.report.collect import RunSummary
+from windlass.report.columns import Columns, axis, thin
+from windlass.report.redact import redact, redact_text
+from windlass.report.words import (
+    CHECKPOINT_COLUMNS,
+    PLAN_COLUMNS,
+    SOURCE_COLUMNS,
+    checkpoint_rows,
+    energy_card,
+    energy_rows,
+    event_text,
+    goodput,
+    life_rows,
+    missing_rows,
+    number,
+    percent,
+    plan_rows,
+    rate,
+    source_rows,
+    watts,
+    when,
+)  # fmt: skip
+from windlass.units import print_bytes, print_seconds, print_tokens
+
+CURVES: tuple[tuple[str, str, str, bool], ...] = (
+    ("loss", "Loss", "nats per token", False),
+    ("tokens_per_second", "Throughput", "tokens/s", True),
+    ("mfu", "Model FLOP utilisation", "share of peak", True),
+    ("watts", "Power", "W", True),
+    ("memory_bytes", "Memory, highest device", "GiB", True),
+    ("grad_norm", "Gradient norm", "", False),
+)
+MOST_EVENTS = 200
+
+
+def sections(summary: RunSummary, columns: Columns) -> list[Section]:
+    """The report of one run, in the order a reader asks."""
+    return [
+        Section("", (cards(summary), *_warnings(summary)), id="top"),
+        what(summary),
+        Section("Training", tuple(curves(summary, columns)), id="training"),
+        life(summary),
+        energy(summary),
+        *_plan(summary),
+        evaluation(summary),
+        saves(summary),
+        data_section(summary),
+        environment(summary),
+        model_card(summary),
+        content_summary(summary),
+        conventions(),
+    ]
+
+
+def cards(s: RunSummary) -> Cards:
+    used, how = energy_card(s.energy)
+    kg = None if s.energy.carbon is None else s.energy.carbon.location_kg
+    interruptions = sum(e["event"] in ("resumed", "restarted") for e in s.events)
+    done = f"of {print_tokens(s.target_tokens)}" if s.target_tokens else ""
+    return Cards((
+        Card(s.status, "state", when(s.updated_at)),
+        Card(print_tokens(s.tokens), "tokens", done),
+        Card(number(s.loss), "training loss", "median of the last 10 lines"),
+        Card(rate(s.tokens_per_second), "throughput", "median of the last 200 lines"),
+        Card(percent(s.mfu), "MFU", "of the dense bf16 peak"),
+        Card(used, "energy", how),
+        Card(print_carbon(kg), "location-based", "modelled" if s.energy.basis == "modelled" else ""),
+        Card(percent(goodput(s), "not known"), "goodput", f"{interruptions} resumes"),
+    ))  # fmt: skip
+
+
+def _warnings(s: RunSummary) -> list[Item]:
+    found: list[Item] = []
+    if s.problem:
+        found.append(Note(f"This folder is not whole: {redact_text(s.problem)}", "warning"))
+    if s.energy.basis == "modelled":
+        found.append(Note("Energy is modelled, not measured: no sensor could be read on any node.", "warning"))
+    elif "not measured on" in s.energy.ledger.coverage:
+        found.append(Note(f"Energy: {s.energy.ledger.coverage}.", "warning"))
+    return found
+
+
+def what(s: RunSummary) -> Section:
+    layout = (
+        "unknown"
+        if not s.layout
+        else ", ".join(f"{k} {v}" for k, v in s.layout.items() if v not in (None, 1, "none", "auto"))
+    )
+    data = s.recipe.get("data", {})
+    rows = [
+        ("run", s.name),
+        ("model", s.model),
+        ("parameters", "unknown" if s.parameters is None else f"{s.parameters:,}"),
+        (
+            "data",
+            f"{data.get('store') or 'synthetic tokens'}, sequences of {data.get('seq_len', '?')}, batch {print_tokens(data.get('batch_tokens'))} tokens",
+        ),
+        (
+            "cluster",
+            f"{s.cluster}, {s.nodes or '?'} nodes, {s.world_size or '?'} devices ({s.device or 'unknown device'})",
+        ),
+        ("layout", layout or "one device holds everything"),
+        ("from, to", f"{when(s.started_at)}, {when(s.updated_at)}"),
+        ("step", "none yet" if s.step is None else f"{s.step:,}"),
+        ("step time", print_seconds(s.step_seconds)),
+        ("memory, highest device", print_bytes(s.memory_bytes)),
+        (
+            "slowest rank",
+            "unknown"
+            if s.slowest_rank is None
+            else f"{s.slowest_rank}, {print_seconds(s.spread_seconds)} behind the fastest",
+        ),
+    ]
+    return Section("What was trained", (Table(("", ""), [(k, redact_text(str(v))) for k, v in rows]),), id="what")
+
+
+def curves(s: RunSummary, columns: Columns) -> list[Item]:
+    if not len(columns):
+        return [Note("metrics.jsonl holds no line yet.")]
+    marks = tuple(marks_by_step(s.events))
+    known = set(columns.names())
+    made: list[Item] = []
+    for key, title, unit, from_zero in CURVES:
+        if key in known:
+            made.append(curve(columns, key, title, unit, from_zero=from_zero, marks=marks if key == "loss" else ()))
+    made.append(
+        Note(
+            "A line that starts again further left is a repeated part: after a resume the steps since the checkpoint are done once more."
+        )
+    )
+    return made
+
+
+def curve(
+    columns: Columns, key: str, title: str, unit: str, *, from_zero: bool = False, marks: Sequence[Mark] = ()
+) -> Chart:
+    scale = 2**30 if key == "memory_bytes" else 1
+    xs, ys = thin(axis(columns, "step"), columns.get(key) / scale)
+    series: list[Series] = [line("train" if key == "loss" else title, _xs(xs), ys)]
+    if key == "loss" and "val_loss" in columns.names():
+        vx, vy = thin(axis(columns, "step"), columns.get("val_loss"))
+        series.append(Series(name="validation", x=tuple(_xs(vx)), y=tuple(vy), kind="points"))
+    return Chart(
+        title=title,
+        series=tuple(series),
+        x_title="step",
+        y_title=unit,
+        from_zero=from_zero,
+        marks=tuple(marks),
+        height=360,
+    )
+
+
+def _xs(values: Sequence[float | None]) -> list[float]:
+    return [0.0 if v is None else v for v in values]
+
+
+def marks_by_step(events: Sequence[dict[str, Any]]) -> list[Mark]:
+    """Faults and resumes on the step axis; an event that names no step is left out."""
+    names = {"resumed": "resumed", "stopped": "stopped", "rollback": "rolled back", "hang": "hang"}
+    found = [
+        Mark(axis="x", at=float(e["step"]), label=names[e["event"]])
+        for e in events
+        if e["event"] in names and isinstance(e.get("step"), int)
+    ]
+    return found[:12]
+
+
+def life(s: RunSummary) -> Section:
+    items: list[Item] = []
+    rows = life_rows(s)
+    if rows:
+        items.append(Table(("", ""), rows))
+    shown = [e for e in s.events if e["event"] not in ("removed", "interval")][-MOST_EVENTS:]
+    begin = s.started_at or 0.0
+    strong = [
+        i
+        for i, e in enumerate(shown)
+        if e["event"] in ("fault", "hang", "signal", "stopped", "resumed", "restarted", "rollback", "gave_up")
+    ]
+    table = [
+        (
+            print_seconds(e["time"] - begin) if e["time"] is not None else "?",
+            when(e["time"]),
+            redact_text(event_text(e)),
+        )
+        for e in shown
+    ]
+    if table:
+        items.append(Table(("after", "at", "what happened"), table, strong=strong))
+    if not items:
+        items.append(Note("events.jsonl holds nothing."))
+    return Section("Life of the run: interruptions, resumes, saves", tuple(items), id="life")
+
+
+def energy(s: RunSummary) -> Section:
+    items: list[Item] = []
+    rows = source_rows(s.energy)
+    if rows:
+        items.append(Table(SOURCE_COLUMNS, rows, right=(3, 4), strong=[i for i, r in enumerate(rows) if r[5] == "yes"]))
+        items.append(_energy_chart(s))
+    items.append(Table(("", "", "how we know"), energy_rows(s)))
+    missing = missing_rows(s.energy)
+    if missing:
+        items.append(
+            Table(("not read", "why"), [(a, redact_text(b)) for a, b in missing], caption="On at least one node.")
+        )
+    return Section("Energy and carbon", tuple(items), id="energy")
+
+
+def _energy_chart(s: RunSummary) -> Chart:
+    found = sorted(s.energy.ledger.sources, key=lambda x: SCOPES.index(x.scope) if x.scope in SCOPES else 9)
+    labels = [
+        f"{x.source} {x.scope}"
+        + (" (modelled)" if x.method == "modelled" else "" if x.counted else " (inside another)")
+        for x in found
+    ]
+    return Chart(
+        title="Energy by source", horizontal=True, y_title="kWh", height=120 + 44 * len(labels),
+        series=(bars("kWh", labels, [x.joules / 3.6e6 for x in found]),), caption="Sources that lie inside another one are shown, not added.",
+    )  # fmt: skip
+
+
+def _plan(s: RunSummary) -> list[Section]:
+    rows = plan_rows(s.plan_rows)
+    return [Section("Plan against measured", (Table(PLAN_COLUMNS, rows, right=(1, 2, 3)),), id="plan")] if rows else []
+
+
+def evaluation(s: RunSummary) -> Section:
+    items: list[Item] = []
+    if s.val_loss is not None:
+        items.append(Note(f"Validation loss {number(s.val_loss)} nats per token."))
+    if s.evaluations:
+        keys = list(dict.fromkeys(k for e in s.evaluations for k, v in e.items() if not isinstance(v, (dict, list))))[
+            :8
+        ]
+        items.append(Table(keys, [tuple(_cell(e.get(k)) for k in keys) for e in s.evaluations[-50:]]))
+    return Section(
+        "Evaluation", tuple(items) or (Note("None recorded; `windlass eval RUN` writes eval.jsonl."),), id="evaluation"
+    )
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else number(value) if isinstance(value, float) else redact_text(str(value))
+
+
+def saves(s: RunSummary) -> Section:
+    rows = checkpoint_rows(s)
+    item: Item = Table(CHECKPOINT_COLUMNS, rows, right=(0, 1, 2, 3, 4)) if rows else Note("No checkpoint was saved.")
+    return Section("Checkpoints", (item,), id="checkpoints")
+
+
+def environment(s: RunSummary) -> Section:
+    plain = {
+        k: v
+        for k, v in s.manifest.items()
+        if k not in ("earlier", "data", "packages") and not isinstance(v, (dict, list))
+    }
+    rows = [(k, redact_text(when(v) if k == "started_at" else str(v))) for k, v in redact(plain).items()]
+    packages = s.manifest.get("packages")
+    if isinstance(packages, dict):
+        rows.append(("packages", ", ".join(f"{k} {v}" for k, v in packages.items())))
+    starts = s.manifest.get("earlier")
+    if isinstance(starts, list) and starts:
+        rows.append(("earlier starts", str(len(starts))))
+    from html import escape
+
+    recipe = f"<details><summary>Recipe</summary><pre>{escape(json.dumps(redact(s.recipe), indent=2))}</pre></details>"
+    return Section("Environment", (Table(("", ""), rows), Html(recipe)), id="environment")
+
+
+def conventions() -> Section:
+    return Section("Conventions", (Table(("term", "meaning"), (
+        ("MFU", "model FLOPs per second / dense bf16 peak; 6 x parameters without the input embedding + 12 x layers x width x sequence per token; recomputation not counted (HFU counts it)"),
+        ("throughput", "tokens of the whole job per second of the step; start-up, saving and lost time are in goodput, not here"),
+        ("goodput", "time of steps that count / wall time of the run"),
+        ("IT energy", "what the sensors of the nodes counted; nested sources are never added; switches, storage and cooling are not in it"),
+        ("PUE", "energy of the building / energy of its computers, a yearly mean of the site"),
+        ("location-based", "energy with PUE x the country's mean grid intensity"),
+        ("market-based", "energy with PUE x the intensity of the site's contract"),
+        ("modelled", "from data-sheet power; never part of a measured figure"),
+    )),), id="conventions")  # fmt: skip
+
+
+def joined(summaries: Sequence[RunSummary]) -> list[Section]:
+    """Several runs (a chain, a sweep) beside each other, before their own reports."""
+    columns = ("run", "state", "tokens", "loss", "tokens/s", "MFU", "memory", "energy", "CO2", "power")
+    rows = [
+        (s.name, s.status, print_tokens(s.tokens), number(s.loss), rate(s.tokens_per_second), percent(s.mfu), print_bytes(s.memory_bytes),
+         energy_card(s.energy)[0] + (" (modelled)" if s.energy.basis == "modelled" else ""),
+         print_carbon(s.energy.carbon.location_kg if s.energy.carbon else None), watts(s.energy.mean_watts))
+        for s in summaries
+    ]  # fmt: skip
+    measured = [s.energy.joules for s in summaries if s.energy.basis == "measured" and s.energy.joules is not None]
+    total = (
+        f"Measured IT energy of {len(measured)} of {len(summaries)} runs together: {sum(measured) / 3.6e6:,.4g} kWh."
+        if measured
+        else "No run has measured energy."
+    )
+    trained = sum(s.tokens for s in summaries if s.tokens is not None)
+    return [
+        Section(
+            f"{len(summaries)} runs",
+            (
+                Table(columns, rows, right=tuple(range(2, 10))),
+                Note(f"{total} Tokens together: {print_tokens(trained)}."),
+            ),
+            id="all",
+        )
+    ]

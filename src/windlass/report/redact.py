@@ -1,0 +1,36 @@
+"""What must never appear in a report or a page? Values that look like keys or passwords, by the name they stand under or by their form."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+HIDDEN = "(hidden)"
+_NAME = re.compile(
+    r"(api_?key|secret|passw(or)?d|credential|private_?key|access_?key|auth|bearer|(^|_)token$|(^|_)key$)",
+    re.IGNORECASE,
+)
+_OURS = {"tokens", "keys"}
+_FORM = re.compile(
+    r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}|xox[baprs]-[A-Za-z0-9-]{10,}"
+    r"|wandb_v1_[A-Za-z0-9_]{20,}|eyJ[A-Za-z0-9_-]{15,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,})"
+)
+_PAIR = re.compile(
+    r"(?i)\b([A-Z0-9_]*(?:API_?KEY|SECRET|PASSWORD|PASSWD|ACCESS_?KEY|_TOKEN)[A-Z0-9_]*)(\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|\S+)"
+)
+
+
+def redact(value: Any, name: str = "") -> Any:
+    """The same value with secrets replaced; numbers and lists of numbers pass untouched."""
+    if isinstance(value, dict):
+        return {key: redact(inner, str(key)) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(redact(inner, name) for inner in value) if not hasattr(value, "_fields") else value
+    if isinstance(value, str):
+        return HIDDEN if value and name.lower() not in _OURS and _NAME.search(name) else redact_text(value)
+    return value
+
+
+def redact_text(text: str) -> str:
+    """Secrets inside a text: `WANDB_API_KEY=abc` and well-known key forms."""
+    return _FORM.sub(HIDDEN, _PAIR.sub(lambda m: f"{m[1]}{m[2]}{HIDDEN}", text))

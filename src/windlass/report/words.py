@@ -1,0 +1,219 @@
+"""How are a run's numbers written for people? One place, so that terminal, browser and report say the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from windlass.energy.carbon import print_carbon
+from windlass.report.collect import Energy, RunSummary
+from windlass.units import print_bytes, print_joules, print_seconds, print_tokens
+
+Row = tuple[str, str, str]
+
+EVENT_WORDS: dict[str, str] = {
+    "started": "started on {world_size} devices, {nodes} nodes",
+    "resumed": "resumed from step {step} on {world_size} devices ({lost_steps} steps repeated)",
+    "compiled": "first step done after {seconds:.1f} s",
+    "saved": "saved step {step}",
+    "save_failed": "save of step {step} failed: {error}",
+    "removed": "removed checkpoint {step} ({reason})",
+    "damaged": "set a damaged checkpoint aside: {checkpoint}: {reason}",
+    "evaluated": "validated at step {step}: loss {val_loss:.4f}",
+    "skipped": "step {step} changed no weights: {reason}",
+    "rollback": "went back from step {step} to {to_step}",
+    "signal": "asked to stop at step {step} ({signal})",
+    "stopped": "stopped after a save at step {step}: {reason}",
+    "fault": "rank {rank} failed ({kind}): {error}",
+    "restarted": "workers started again, attempt {attempt}: {reason}",
+    "hang": "rank {rank} made no progress for {seconds:.0f} s: {where}",
+    "profiled": "traced steps {steps}",
+    "interval": "save interval chosen: every {steps} steps ({reason})",
+    "finished": "finished at step {step}",
+    "gave_up": "gave up: {reason}",
+}
+
+
+class _Gaps(dict[str, Any]):
+    def __missing__(self, key: str) -> Any:
+        return _Unknown()
+
+
+class _Unknown:
+    def __format__(self, spec: str) -> str:
+        return "?"
+
+
+def event_text(event: Mapping[str, Any]) -> str:
+    """One event as a sentence; a field that is absent or of another kind shows as ?."""
+    template = EVENT_WORDS.get(str(event.get("event")))
+    if template is None:
+        return str(event.get("event"))
+    fields = _Gaps({k: _Unknown() if v is None else v for k, v in event.items()})
+    try:
+        return template.format_map(fields)
+    except (ValueError, TypeError):
+        return template.replace(":.1f", "").replace(":.4f", "").replace(":.0f", "").format_map(fields)
+
+
+def number(value: float | None, digits: int = 4, unknown: str = "not measured") -> str:
+    return unknown if value is None else f"{value:,.{digits}g}"
+
+
+def percent(value: float | None, unknown: str = "unknown") -> str:
+    return unknown if value is None else f"{100 * value:.1f} %"
+
+
+def rate(value: float | None) -> str:
+    return (
+        "not measured"
+        if value is None
+        else f"{print_tokens(value)} tokens/s"
+        if value >= 1e5
+        else f"{value:,.0f} tokens/s"
+    )
+
+
+def watts(value: float | None) -> str:
+    if value is None:
+        return "not measured"
+    return f"{value / 1e6:.3g} MW" if value >= 1e6 else f"{value / 1e3:.3g} kW" if value >= 1e3 else f"{value:.0f} W"
+
+
+def when(seconds: float | None) -> str:
+    return "unknown" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def kwh(value: float | None) -> str:
+    return "unknown" if value is None else print_joules(value * 3.6e6)
+
+
+def energy_card(energy: Energy) -> tuple[str, str]:
+    """(value, note) of the energy for a card: facility energy where the PUE is known."""
+    if energy.carbon is None:
+        return "not measured", energy.ledger.coverage
+    value = energy.carbon.kwh if energy.carbon.kwh is not None else energy.carbon.it_kwh
+    label = "modelled" if energy.basis == "modelled" else "measured"
+    return kwh(value), f"{label}; " + ("with PUE" if energy.carbon.kwh is not None else "PUE unknown, IT only")
+
+
+def energy_rows(summary: RunSummary) -> list[Row]:
+    """The energy table below its sources: (what, value, how we know)."""
+    e, tag = summary.energy, " (modelled)" if summary.energy.basis == "modelled" else ""
+    if e.carbon is None:
+        return [("energy", "not measured", e.ledger.coverage)]
+    c = e.carbon
+    rows: list[Row] = [
+        (f"IT energy{tag}", kwh(c.it_kwh), e.ledger.coverage),
+        ("PUE", number(c.pue.value, 3, "unknown"), c.pue.source),
+        (f"with PUE{tag}", kwh(c.kwh), "IT energy x PUE" if c.kwh is not None else "PUE unknown"),
+        (f"CO2, location-based{tag}", print_carbon(c.location_kg), _factor(c.grid.value, c.grid.source)),
+        (
+            f"CO2, location-based, IT only{tag}",
+            print_carbon(c.location_it_only_kg),
+            "without PUE, for comparison with reports that leave it out",
+        ),
+        (f"CO2, market-based{tag}", print_carbon(c.market_kg), _factor(c.market.value, c.market.source)),
+        (f"per billion tokens{tag}", kwh(e.kwh_per_billion_tokens), "with PUE" if c.kwh is not None else "IT only"),
+        (f"per token{tag}", "unknown" if e.joules_per_token is None else f"{e.joules_per_token:.3g} J", "IT energy"),
+        (
+            f"per step{tag}",
+            "unknown" if e.joules_per_step is None else print_joules(e.joules_per_step),
+            "IT energy, start-up and repeated steps included",
+        ),
+    ]
+    if e.mean_watts is not None:
+        rows.append(("mean power", watts(e.mean_watts), f"{e.ledger.nodes_measured} nodes"))
+    if e.ledger.startup_joules is not None:
+        rows.append(
+            ("of it before the first steps", print_joules(e.ledger.startup_joules), "imports, compilation, loading")
+        )
+    rows.append(
+        (
+            "forecast of the plan",
+            kwh(e.forecast_kwh),
+            "whole run, with PUE" if e.forecast_kwh is not None else "no plan.json with energy",
+        )
+    )
+    rows.append(("in other words", "", c.equivalent))
+    return rows
+
+
+def _factor(value: float | None, source: str) -> str:
+    return source if value is None else f"{value:g} g/kWh, {source}"
+
+
+SOURCE_COLUMNS = ("source", "scope", "method", "energy", "nodes", "in total", "note")
+
+
+def source_rows(energy: Energy) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for s in energy.ledger.sources:
+        used = "yes" if s.counted else "no, a model" if s.method == "modelled" else "no, inside another"
+        note = s.note + (f"; {s.resets} counter resets" if s.resets else "")
+        rows.append(
+            (
+                s.source,
+                s.scope,
+                s.method,
+                print_joules(s.joules),
+                "all" if s.nodes == 0 else str(s.nodes),
+                used,
+                note.removeprefix("; "),
+            )
+        )
+    return rows
+
+
+def missing_rows(energy: Energy) -> list[tuple[str, str]]:
+    return sorted(energy.ledger.missing.items())
+
+
+def life_rows(summary: RunSummary) -> list[tuple[str, str]]:
+    """Goodput and where the time went, in the words of runs.life."""
+    return (
+        []
+        if summary.life is None
+        else [(k, _life_value(k, v)) for k, v in summary.life.items() if isinstance(v, (int, float)) and v is not None]
+    )
+
+
+def _life_value(key: str, value: float) -> str:
+    if key.endswith("seconds"):
+        return print_seconds(value)
+    return percent(value) if key in ("goodput", "ettr") or key.endswith("share") else number(value)
+
+
+def goodput(summary: RunSummary) -> float | None:
+    value = (summary.life or {}).get("goodput")
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def checkpoint_rows(summary: RunSummary) -> list[tuple[str, ...]]:
+    return [
+        (
+            f"{c['step']:,}",
+            print_tokens(c.get("tokens")),
+            print_bytes(c.get("bytes")),
+            print_seconds(c.get("stall_seconds")),
+            print_seconds(c.get("write_seconds")),
+            str(c["state"]),
+        )
+        for c in summary.checkpoints
+    ]
+
+
+CHECKPOINT_COLUMNS = ("step", "tokens", "size", "training waited", "written in", "state")
+
+
+def plan_rows(rows: Sequence[tuple[str, float | None, float | None]]) -> list[tuple[str, ...]]:
+    made: list[tuple[str, ...]] = []
+    for what, planned, measured in rows:
+        off = "" if planned is None or measured is None or not planned else f"{100 * (measured / planned - 1):+.1f} %"
+        show = print_bytes if "bytes" in what else number
+        made.append((what.replace(", bytes", ""), show(planned), show(measured), off))
+    return made
+
+
+PLAN_COLUMNS = ("", "planned", "measured", "off by")

@@ -1,0 +1,66 @@
+"""How does a folder become a report? Collect, lay out, write: HTML that opens from disk, Markdown, or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import windlass
+from windlass.figures import Section, page, save_page
+from windlass.report.collect import RunSummary, collect
+from windlass.report.columns import Columns
+from windlass.report.content import joined, sections
+from windlass.report.redact import redact
+from windlass.report.text import markdown
+from windlass.report.words import when
+from windlass.runs.folder import Run
+
+
+def gather(run: Run) -> tuple[RunSummary, Columns]:
+    columns = Columns(run.metrics_file)
+    columns.refresh()
+    return collect(run, columns=columns), columns
+
+
+def report_sections(runs: Sequence[Run]) -> tuple[str, str, list[Section]]:
+    """(title, subtitle, sections); several runs get a common table first."""
+    found = [gather(run) for run in runs]
+    if len(found) == 1:
+        summary, columns = found[0]
+        return summary.name, _subtitle(summary), sections(summary, columns)
+    parts = joined([s for s, _ in found])
+    for index, (summary, columns) in enumerate(found):
+        own = sections(summary, columns)
+        label = f"{summary.name} ({summary.path})"
+        parts += [
+            Section(f"{label}: {s.title}" if s.title else label, s.items, id=f"run{index}-{s.id}")
+            for s in own
+            if s.id != "conventions"
+        ]
+    return f"{len(found)} runs", "a joint report", parts
+
+
+def _subtitle(summary: RunSummary) -> str:
+    return f"{summary.model}, on {summary.cluster}; {when(summary.started_at)} to {when(summary.updated_at)}"
+
+
+def html_report(runs: Sequence[Run]) -> str:
+    title, subtitle, parts = report_sections(runs)
+    return page(
+        title, parts, subtitle=subtitle, footer=f"Written by windlass {windlass.__version__} from the run folder alone."
+    )
+
+
+def markdown_report(runs: Sequence[Run]) -> str:
+    title, subtitle, parts = report_sections(runs)
+    return markdown(title, parts, subtitle=subtitle)
+
+
+def json_report(runs: Sequence[Run]) -> dict[str, Any]:
+    return {"runs": [redact(collect(run).as_dict()) for run in runs]}
+
+
+def write_report(run: Run, path: Path | None = None) -> Path:
+    """The HTML report of one run, by default as report.html in its folder."""
+    return save_page(path or run.report_file, html_report([run]))
