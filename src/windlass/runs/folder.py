@@ -105,7 +105,7 @@ class Run:
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def event(self, kind: str, /, **fields: Any) -> None:
         """One line of the run's life: `started`, `resumed`, `saved`, `fault`, ... with the time."""
         append_line(self.events_file, {"time": time.time(), "event": kind, **fields})
 
