@@ -214,3 +214,18 @@ def _give_up(run: Run, reason: str) -> None:
     said = [e.get("reason") for e in run.events() if e.get("event") == "gave_up"]
     if not said or said[-1] != reason:
         run.event("gave_up", reason=reason)
+
+
+def follow(run: Run, me: str | None, job: str | None) -> None:
+    """A self-chain's next link: the same request as this one's, under a new id."""
+    mine: dict[str, Any] = next(
+        (r for r in reversed(records(run)) if r.get("record") == "submitted" and r.get("job") == me), {}
+    )
+    number = job.strip().split(";")[0] if job else ""
+    if not number.isdigit():
+        _give_up(run, f"link {me} could not submit the next one")
+        return
+    append_line(
+        run.jobs_file,
+        {**mine, "record": "submitted", "time": time.time(), "job": number, "link": int(mine.get("link") or 1) + 1},
+    )
