@@ -1,0 +1,83 @@
+"""Which checkpoints stay, worked by hand, and whether they will fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from windlass.checkpoint.files import Saved
+from windlass.checkpoint.keep import check_quota, forecast, judge, superseded, tidy
+from windlass.config.save import SaveConfig
+from windlass.errors import ConfigError
+
+
+def saved(step: int, metric: float | None = None, tokens: int | None = None) -> Saved:
+    return Saved(
+        Path(f"step-{step:09d}"), {"step": step, "metric": metric, "tokens": tokens, "files": {"a": {"bytes": 100}}}
+    )
+
+
+def gone(all_of: list[Saved], **rules) -> list[int]:
+    return [s.step for s in superseded(all_of, SaveConfig(**rules))]
+
+
+def test_last_n() -> None:
+    assert gone([saved(s) for s in (10, 20, 30, 40)], keep_last=2) == [10, 20]
+
+
+def test_best_by_metric_stays_and_one_without_a_metric_takes_no_part() -> None:
+    several = [saved(10, 3.0), saved(20, 1.5), saved(30), saved(40, 2.0), saved(50, 2.5)]
+    assert gone(several, keep_last=1, keep_best=2) == [10, 30]
+
+
+def test_every_k_steps_for_ever_takes_the_first_at_or_after_each_multiple() -> None:
+    # With k = 100: 100 belongs to the first multiple, 210 to the second; 50 comes before any, 150 and 260 are not first.
+    assert gone([saved(s) for s in (50, 100, 150, 210, 260, 290)], keep_last=1, keep_every=100) == [50, 150, 260]
+
+
+def test_every_k_tokens() -> None:
+    several = [saved(s, tokens=s * 10) for s in (90, 100, 190, 200, 300)]
+    assert gone(several, keep_last=1, keep_every="1k tokens") == [90, 190]
+
+
+def test_the_newest_is_never_deleted_even_alone() -> None:
+    assert gone([saved(7)], keep_last=1) == []
+
+
+def test_each_says_why_it_stays() -> None:
+    kept = judge([saved(10, 1.0), saved(20, 2.0), saved(30)], SaveConfig(keep_last=1, keep_best=1))
+    assert [k.reasons for k in kept] == [("number 1 by val_loss (1.0000)",), (), ("one of the last 1",)]
+
+
+def test_a_time_is_no_rule_for_ever() -> None:
+    with pytest.raises(ConfigError, match="is a time"):
+        gone([saved(1), saved(2)], keep_every="30m")
+
+
+def test_tidy_leaves_incomplete_folders_alone(run) -> None:
+    (run.checkpoints / "step-000000001").mkdir()  # no manifest: not complete, so not ours to delete
+    assert tidy(run, SaveConfig(keep_last=1)) == [] and (run.checkpoints / "step-000000001").is_dir()
+
+
+def test_forecast_by_hand() -> None:
+    # 3 last + 2 best + 1000 steps / 100 = 15 kept, one more while saving: 16 x 1000 bytes.
+    config = SaveConfig(keep_last=3, keep_best=2, keep_every=100, quota=20_000)
+    found = forecast(1000, config, steps=1000, batch_tokens=50)
+    assert (found.kept, found.peak_bytes, found.fits) == (15, 16_000, True)
+    assert forecast(1000, SaveConfig(keep_every="5k tokens"), steps=1000, batch_tokens=50).kept == 3 + 10
+
+
+def test_a_forecast_over_quota_says_how_many_would_fit() -> None:
+    with pytest.raises(ConfigError, match=r"need 3.9 KiB and save.quota is 2.9 KiB \(3 kept, 1000 B each\)") as caught:
+        check_quota(forecast(1000, SaveConfig(quota=3000), steps=10, batch_tokens=1))
+    assert "keep at most 2" in caught.value.hint
+    with pytest.raises(ConfigError) as none:
+        check_quota(forecast(1000, SaveConfig(), steps=10, batch_tokens=1, free_bytes=1500))
+    assert "not even one fits" in none.value.hint
+
+
+def test_without_a_limit_the_answer_is_unknown() -> None:
+    found = forecast(1000, SaveConfig(), steps=10, batch_tokens=1)
+    assert found.fits is None and "quota unknown" in found.text
+    check_quota(found)

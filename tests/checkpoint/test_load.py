@@ -1,0 +1,263 @@
+"""Loading: the newest that is whole, the one before when it is not, at any world size and layout."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from windlass.checkpoint import files
+from windlass.checkpoint.load import find_latest, load_model_weights, read_weights, restore, weights_source
+from windlass.checkpoint.save import Saver
+from windlass.config.save import SaveConfig
+from windlass.errors import CheckpointError
+
+
+def put(run, step: int, model: torch.nn.Module, **extra) -> None:
+    assert (
+        Saver(run, SaveConfig(keep_last=9))
+        .save(step, {"model": dict(model.state_dict())}, {"tokens": step * 10, **extra}, block=True)
+        .ok
+    )
+
+
+def shard(run, step: int):
+    return next(run.checkpoint(step).glob("*.distcp"))
+
+
+def flip(path, at: int = 100) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_nothing_saved_is_none(run) -> None:
+    assert find_latest(run) is None
+
+
+def test_the_newest_is_taken_and_comes_back_bit_for_bit(run, net) -> None:
+    model = net(seed=1)
+    put(run, 1, net(seed=0))
+    put(run, 2, model, data={"position": 7})
+    found = find_latest(run)
+    assert (found.step, found.tokens, found.world_size, found.set_aside) == (2, 20, 1, ())
+    extra = restore(found, state := {"model": dict(net(seed=5).state_dict())})
+    assert extra == {"tokens": 20, "data": {"position": 7}}
+    assert all(torch.equal(state["model"][k], v) for k, v in model.state_dict().items())
+
+
+def test_random_numbers_go_on_where_they_were(run, net) -> None:
+    model = net()
+    torch.manual_seed(3)
+    put(run, 1, model)
+    expected = torch.rand(5)
+    torch.manual_seed(99)
+    restore(find_latest(run), {"model": dict(model.state_dict())})
+    assert torch.equal(torch.rand(5), expected)
+
+
+@pytest.mark.parametrize(
+    "harm", ["flipped bit", "truncated", "missing shard", "missing metadata", "no manifest", "broken manifest"]
+)
+def test_a_damaged_one_is_named_and_set_aside_and_the_one_before_is_used(run, net, harm) -> None:
+    put(run, 1, net(seed=1))
+    put(run, 2, net(seed=2))
+    path = shard(run, 2)
+    {
+        "flipped bit": lambda: flip(path),
+        "truncated": lambda: path.write_bytes(path.read_bytes()[:-10]),
+        "missing shard": path.unlink,
+        "missing metadata": (run.checkpoint(2) / ".metadata").unlink,
+        "no manifest": (run.checkpoint(2) / files.MANIFEST).unlink,
+        "broken manifest": lambda: (run.checkpoint(2) / files.MANIFEST).write_text("{"),
+    }[harm]()
+    found = find_latest(run)
+    assert found.step == 1 and len(found.set_aside) == 1
+    words = {"flipped bit": "differs from what was written", "truncated": "bytes instead of", "missing shard": "is missing",
+             "missing metadata": ".metadata is missing", "no manifest": "did not finish", "broken manifest": "did not finish"}[harm]  # fmt: skip
+    [event] = [e for e in run.events() if e["event"] == "damaged"]
+    assert words in event["reason"] and event["checkpoint"] == "step-000000002"
+    assert (run.checkpoints / "damaged-step-000000002").is_dir() and not run.checkpoint(2).exists()
+
+
+def test_all_damaged_is_none_and_says_so_for_each(run, net) -> None:
+    for step in (1, 2, 3):
+        put(run, step, net())
+        flip(shard(run, step))
+    assert find_latest(run) is None
+    assert len([e for e in run.events() if e["event"] == "damaged"]) == 3
+
+
+def test_without_verify_only_names_and_sizes_are_looked_at(run, net) -> None:
+    put(run, 1, net())
+    flip(shard(run, 1))
+    assert find_latest(run, verify=False).step == 1
+
+
+def test_a_save_killed_before_its_rename_is_finished_when_it_is_whole(run, net) -> None:
+    put(run, 1, net())
+    put(run, 2, net())
+    run.checkpoint(2).rename(files.temporary(run, 2))
+    assert find_latest(run).step == 2 and files.temporaries(run) == []
+
+
+def test_a_save_killed_while_writing_is_removed(run, net) -> None:
+    put(run, 1, net())
+    half = files.temporary(run, 2)
+    shutil.copytree(run.checkpoint(1), half)
+    (half / files.MANIFEST).unlink()
+    assert find_latest(run).step == 1 and not half.exists()
+    assert "cut off" in next(e["reason"] for e in run.events() if e["event"] == "damaged")
+
+
+def test_a_deletion_that_was_cut_off_is_finished(run, net) -> None:
+    put(run, 1, net())
+    (run.checkpoints / ".removing-step-000000000").mkdir()
+    find_latest(run)
+    assert [p.name for p in run.checkpoints.iterdir()] == ["step-000000001"]
+
+
+def test_an_unreadable_version_stops_the_run_and_is_left_alone(run, net) -> None:
+    put(run, 1, net())
+    put(run, 2, net())
+    manifest = json.loads((run.checkpoint(2) / files.MANIFEST).read_text())
+    (run.checkpoint(2) / files.MANIFEST).write_text(json.dumps({**manifest, "format": 99, "windlass": "9.0"}))
+    with pytest.raises(CheckpointError, match=r"format 99 \(written by windlass 9.0\); this one reads 1") as caught:
+        find_latest(run)
+    assert "resume with the windlass that wrote it" in caught.value.hint
+    assert run.checkpoint(2).is_dir()
+
+
+def test_the_order_is_by_step_and_no_clock_changes_it(run, net) -> None:
+    put(run, 2, net())
+    put(run, 1, net())  # written later, as after a clock or a copy went wrong
+    assert find_latest(run).step == 2
+    assert find_latest(run, before=2).step == 1
+
+
+def test_another_model_is_refused_with_words(run, net) -> None:
+    put(run, 1, net(width=16))
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        restore(find_latest(run), {"model": dict(net(width=8).state_dict())})
+
+
+# -- weights only ---------------------------------------------------------------------------------------------------------
+
+
+def test_weights_from_a_checkpoint_a_run_and_a_hugging_face_folder(run, net, tmp_path) -> None:
+    from safetensors.torch import save_file
+
+    model = net(seed=3)
+    put(run, 4, model)
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    (hf / "config.json").write_text("{}")
+    save_file(dict(model.state_dict()), hf / "model.safetensors")
+    for source in (run.checkpoint(4), run.path, hf):
+        other = net(seed=8)
+        load_model_weights(source, other)
+        assert all(
+            torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True)
+        )
+        assert all(torch.equal(v, model.state_dict()[k]) for k, v in read_weights(source).items())
+
+
+def test_weights_that_are_not_there(run, tmp_path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        weights_source(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="has no finished checkpoint"):
+        weights_source(run.path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="holds nothing"):
+        weights_source(tmp_path / "empty")
+
+
+def test_weights_of_another_shape_name_the_first_that_differs(run, net, tmp_path) -> None:
+    from safetensors.torch import save_file
+
+    (tmp_path / "config.json").write_text("{}")
+    save_file(dict(net(width=8).state_dict()), tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"4 of another shape \(first.weight: \(32, 8\) there, \(64, 16\) here\)"):
+        load_model_weights(tmp_path, net())
+
+
+# -- several processes ------------------------------------------------------------------------------------------------------
+
+
+def _sharded(net_class, seed: int, layout: str):
+    """The model under a layout, with AdamW that has made one step, as a state."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(seed)
+    model = net_class()
+    world = dist.get_world_size()
+    if layout == "full":
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    elif layout == "hybrid":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")))
+    elif layout == "tensor":
+        parallelize_module(
+            model, init_device_mesh("cpu", (world,)), {"first": ColwiseParallel(), "second": RowwiseParallel()}
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(7)
+    model(torch.randn(8, 16)).square().sum().backward()
+    optimizer.step()
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments}
+
+
+def _digest(state) -> str:
+    from windlass.checkpoint.stage import leaves
+
+    total = hashlib.sha256()
+    for path, leaf in sorted(leaves(state), key=lambda item: str(item[0])):
+        whole = leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf
+        total.update(str(path).encode() + whole.detach().contiguous().numpy().tobytes())
+    return total.hexdigest()
+
+
+def _save_under(rank, world, run, net_class, layout) -> str:
+    state = _sharded(net_class, 1, layout)
+    saver = Saver(run, SaveConfig(), rank=rank, world_size=world)
+    saver.save(3, state, {"tokens": 30})
+    outcome = saver.finish()
+    assert outcome.ok, outcome.error
+    return _digest(state)
+
+
+def _load_under(rank, world, run, net_class, layout) -> str:
+    state = _sharded(net_class, 2, layout)
+    found = find_latest(run)
+    assert restore(found, state) == {"tokens": 30} and found.world_size == 4
+    return _digest(state)
+
+
+@pytest.mark.multi
+def test_full_x_4_is_resumed_as_hybrid_tensor_and_single(run, net, spread) -> None:
+    net_class = type(net())
+    [before, *_] = spread(4, _save_under, run, net_class, "full")
+    assert len(list(run.checkpoint(3).glob("*.distcp"))) == 4
+    for world, layout in ((4, "hybrid"), (2, "tensor"), (2, "full"), (1, "single")):
+        assert set(spread(world, _load_under, run, net_class, layout)) == {before}, layout
+
+
+@pytest.mark.multi
+def test_a_damaged_shard_of_one_rank_is_found_by_all(run, net, spread) -> None:
+    net_class = type(net())
+    spread(4, _save_under, run, net_class, "full")
+    flip(run.checkpoint(3) / "__2_0.distcp")
+
+    def body(rank, world, run):
+        return find_latest(run)
+
+    assert spread(2, body, run) == [None, None]
+    [event] = [e for e in run.events() if e["event"] == "damaged"]
+    assert "__2_0.distcp differs" in event["reason"]
