@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field, PositiveFloat, PositiveInt
+import re
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from windlass.config.base import Table
 
@@ -19,14 +21,34 @@ class EnergyConfig(Table):
     """Overrides the market-based (contract) intensity."""
 
 
+def window_of(text: str) -> tuple[int, int]:
+    """`"20:23"` -> (20, 23): steps 20, 21 and 22, numbered as in the metrics; `"20"` is one step."""
+    match = re.fullmatch(r"\s*(\d+)\s*(?::\s*(\d+)\s*)?", text)
+    if match is None:
+        raise ValueError(f'{text!r} is no window of steps; write it like "20:23" for steps 20, 21 and 22')
+    first = int(match.group(1))
+    end = int(match.group(2)) if match.group(2) else first + 1
+    if first < 1 or end <= first:
+        raise ValueError(f"the window {text!r} holds no step: the first step is 1, and the end comes after the begin")
+    return first, end
+
+
 class ProfileConfig(Table):
     steps: str | None = None
     """"20:23" captures steps 20, 21 and 22."""
     ranks: list[int] = Field(default_factory=lambda: [0])
+    """Which ranks write a trace; an empty list means all."""
     shapes: bool = False
     stacks: bool = False
     memory: bool = False
     """Also write a memory snapshot."""
+
+    @field_validator("steps")
+    @classmethod
+    def _is_window(cls, value: str | None) -> str | None:
+        if value is not None:
+            window_of(value)
+        return value
 
 
 class TrackersConfig(Table):
