@@ -16,6 +16,7 @@ from windlass.report.redact import redact, redact_text
 from windlass.report.words import (
     CHECKPOINT_COLUMNS,
     PLAN_COLUMNS,
+    SEGMENT_COLUMNS,
     SOURCE_COLUMNS,
     checkpoint_rows,
     energy_card,
@@ -28,6 +29,7 @@ from windlass.report.words import (
     percent,
     plan_rows,
     rate,
+    segment_rows,
     source_rows,
     watts,
     when,
@@ -183,6 +185,14 @@ def life(s: RunSummary) -> Section:
     rows = life_rows(s)
     if rows:
         items.append(Table(("", ""), rows))
+        items.append(
+            Table(
+                SEGMENT_COLUMNS,
+                segment_rows(s),
+                right=(2, 4, 5, 6, 7),
+                caption="Each part is one group of processes; an interruption ends one, a resume begins the next.",
+            )
+        )
     shown = [e for e in s.events if e["event"] not in ("removed", "interval")][-MOST_EVENTS:]
     begin = s.started_at or 0.0
     strong = [

@@ -8,53 +8,15 @@ from typing import Any
 
 from windlass.energy.carbon import print_carbon
 from windlass.report.collect import Energy, RunSummary
+from windlass.runs.life import moment
 from windlass.units import print_bytes, print_joules, print_seconds, print_tokens
 
 Row = tuple[str, str, str]
 
-EVENT_WORDS: dict[str, str] = {
-    "started": "started on {world_size} devices, {nodes} nodes",
-    "resumed": "resumed from step {step} on {world_size} devices ({lost_steps} steps repeated)",
-    "compiled": "first step done after {seconds:.1f} s",
-    "saved": "saved step {step}",
-    "save_failed": "save of step {step} failed: {error}",
-    "removed": "removed checkpoint {step} ({reason})",
-    "damaged": "set a damaged checkpoint aside: {checkpoint}: {reason}",
-    "evaluated": "validated at step {step}: loss {val_loss:.4f}",
-    "skipped": "step {step} changed no weights: {reason}",
-    "rollback": "went back from step {step} to {to_step}",
-    "signal": "asked to stop at step {step} ({signal})",
-    "stopped": "stopped after a save at step {step}: {reason}",
-    "fault": "rank {rank} failed ({kind}): {error}",
-    "restarted": "workers started again, attempt {attempt}: {reason}",
-    "hang": "rank {rank} made no progress for {seconds:.0f} s: {where}",
-    "profiled": "traced steps {steps}",
-    "interval": "save interval chosen: every {steps} steps ({reason})",
-    "finished": "finished at step {step}",
-    "gave_up": "gave up: {reason}",
-}
-
-
-class _Gaps(dict[str, Any]):
-    def __missing__(self, key: str) -> Any:
-        return _Unknown()
-
-
-class _Unknown:
-    def __format__(self, spec: str) -> str:
-        return "?"
-
 
 def event_text(event: Mapping[str, Any]) -> str:
-    """One event as a sentence; a field that is absent or of another kind shows as ?."""
-    template = EVENT_WORDS.get(str(event.get("event")))
-    if template is None:
-        return str(event.get("event"))
-    fields = _Gaps({k: _Unknown() if v is None else v for k, v in event.items()})
-    try:
-        return template.format_map(fields)
-    except (ValueError, TypeError):
-        return template.replace(":.1f", "").replace(":.4f", "").replace(":.0f", "").format_map(fields)
+    """One event as a sentence."""
+    return moment(event).text
 
 
 def number(value: float | None, digits: int = 4, unknown: str = "not measured") -> str:
@@ -171,18 +133,42 @@ def missing_rows(energy: Energy) -> list[tuple[str, str]]:
 
 
 def life_rows(summary: RunSummary) -> list[tuple[str, str]]:
-    """Goodput and where the time went, in the words of runs.life."""
-    return (
-        []
-        if summary.life is None
-        else [(k, _life_value(k, v)) for k, v in summary.life.items() if isinstance(v, (int, float)) and v is not None]
+    """Goodput and where the time went."""
+    v = summary.life
+    if v is None:
+        return []
+    lost = f"{v['lost_steps']:,} steps" + (
+        f", {print_tokens(v['lost_tokens'])} tokens" if v["lost_tokens"] is not None else ""
     )
+    return [
+        ("goodput (useful / wall time)", percent(v["goodput"])),
+        ("goodput without waits between jobs", percent(v["goodput_active"])),
+        ("wall time", print_seconds(v["wall_seconds"])),
+        ("with processes running", print_seconds(v["active_seconds"])),
+        ("in steps that count", print_seconds(v["useful_seconds"])),
+        ("faults, resumes", f"{v['faults']}, {v['resumes']}"),
+        ("trained and lost", lost),
+        ("saves", f"{v['saves']}" + (f", {v['failed_saves']} failed" if v["failed_saves"] else "")),
+        (
+            "training waited for saves",
+            f"{print_seconds(v['stall_seconds'])}, median {print_seconds(v['median_stall_seconds'])}",
+        ),
+    ]
 
 
-def _life_value(key: str, value: float) -> str:
-    if key.endswith("seconds"):
-        return print_seconds(value)
-    return percent(value) if key in ("goodput", "ettr") or key.endswith("share") else number(value)
+SEGMENT_COLUMNS = ("part", "began", "lasted", "ended as", "devices", "steps", "lost", "start-up")
+
+
+def segment_rows(summary: RunSummary) -> list[tuple[str, ...]]:
+    """One row per process group: a chain link, a restart, a requeue."""
+    rows: list[tuple[str, ...]] = []
+    for index, part in enumerate((summary.life or {}).get("segments", [])):
+        lost = max(0, part["last_step"] - part["kept_step"])
+        rows.append((
+            str(index + 1), when(part["began_at"]), print_seconds(part["ended_at"] - part["began_at"]), part["end"], str(part["world_size"] or "?"),
+            f"{part['first_step']:,} to {part['last_step']:,}", f"{lost:,}" if lost else "", print_seconds(part["startup_seconds"]),
+        ))  # fmt: skip
+    return rows
 
 
 def goodput(summary: RunSummary) -> float | None:

@@ -1,0 +1,142 @@
+"""What is the run doing now, in a terminal of 80 columns over ssh? A picture made from files only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from windlass.report.collect import RunSummary, collect
+from windlass.report.columns import Columns, Numbers
+from windlass.report.words import energy_card, event_text, goodput, number, percent, rate, watts
+from windlass.runs.folder import Run
+from windlass.units import print_bytes, print_seconds, print_tokens
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+BARS = "▁▂▃▄▅▆▇█"
+STALE_SECONDS = 120.0
+COLOURS = {"finished": "green", "running": "cyan", "stopped": "yellow", "failed": "red", "unknown": "yellow"}
+
+
+class Watch:
+    """Keeps the columns between looks, so that a look costs what was appended."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.columns = run, Columns(run.metrics_file)
+
+    def look(self) -> RunSummary:
+        self.columns.refresh()
+        return collect(self.run, columns=self.columns)
+
+    def picture(self, width: int = 80, now: float | None = None) -> RenderableType:
+        return picture(self.look(), self.columns, width, time.time() if now is None else now)
+
+
+def spark(values: Numbers, width: int) -> str:
+    """`▇▅▃▂▁`: the mean of each piece; a piece without numbers is a gap."""
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return ""
+    pieces = [p for p in np.array_split(known, min(width, len(known))) if len(p)]
+    means = np.array([p.mean() for p in pieces])
+    low, span = means.min(), max(means.max() - means.min(), 1e-12)
+    return "".join(BARS[min(7, int((m - low) / span * 7.999))] for m in means)
+
+
+def band(values: Numbers, last: int = 50) -> str:
+    """Lowest to highest of the newest values, in percent."""
+    known = values[~np.isnan(values)][-last:]
+    return "not measured" if not len(known) else f"{100 * known.min():.0f}–{100 * known.max():.0f} %"
+
+
+def facts(s: RunSummary, columns: Columns, now: float) -> list[tuple[str, str]]:
+    """The numbers of the picture, in reading order."""
+    saves = [e["time"] for e in s.events if e["event"] == "saved" and e["time"] is not None]
+    used, how = energy_card(s.energy)
+    lag = "" if s.slowest_rank is None else f"rank {s.slowest_rank}, +{print_seconds(s.spread_seconds)}"
+    progress = f"{print_tokens(s.tokens)}" + (f" of {print_tokens(s.target_tokens)}" if s.target_tokens else "")
+    end = print_seconds(s.eta_seconds) if s.status == "running" else s.status
+    return [
+        ("loss", number(s.loss)), ("tokens", progress),
+        ("val loss", number(s.val_loss, unknown="none yet")), ("time left", end),
+        ("tokens/s", rate(s.tokens_per_second).removesuffix(" tokens/s")), ("step", "none yet" if s.step is None else f"{s.step:,} ({print_seconds(s.step_seconds)})"),
+        ("MFU", percent(s.mfu)), ("goodput", percent(goodput(s), "not known")),
+        ("memory", print_bytes(s.memory_bytes)), ("utilisation", band(columns.get("utilization"))),
+        ("power", watts(s.watts)), ("energy", used if s.energy.carbon is None else f"{used}, {how.split(';')[0]}"),
+        ("last save", "none yet" if not saves else f"{print_seconds(max(0.0, now - saves[-1]))} ago"), ("slowest", lag or "unknown"),
+    ]  # fmt: skip
+
+
+def picture(s: RunSummary, columns: Columns, width: int, now: float) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    width = max(40, min(width, 120))
+    head = Text.assemble(
+        (s.name[: width - 30], "bold"),
+        "  ",
+        (s.status, f"bold {COLOURS.get(s.status, 'white')}"),
+        f"  {s.cluster}, {s.world_size or '?'} devices",
+    )
+    parts: list[RenderableType] = [head, *_warnings(s, now), _bar(s, width), _table(facts(s, columns, now), width)]
+    parts += [_curve("loss", columns.get("loss"), width), _curve("tokens/s", columns.get("tokens_per_second"), width)]
+    parts += [Text(f"  {_ago(e['time'], now)}  {event_text(e)}"[:width], style="dim") for e in s.events[-5:]]
+    return Group(*parts)
+
+
+def _warnings(s: RunSummary, now: float) -> list[RenderableType]:
+    from rich.text import Text
+
+    found = []
+    quiet = now - s.updated_at if s.updated_at is not None else None
+    if s.status == "running" and quiet is not None and quiet > STALE_SECONDS:
+        found.append(
+            Text(
+                f"no new line for {print_seconds(quiet)}: is the job still in the queue's list? (windlass jobs)",
+                style="yellow",
+            )
+        )
+    if s.problem:
+        found.append(Text(f"the folder is not whole: {s.problem}", style="yellow"))
+    return list(found)
+
+
+def _bar(s: RunSummary, width: int) -> RenderableType:
+    from rich.text import Text
+
+    if not s.target_tokens or s.tokens is None:
+        return Text("")
+    share = min(1.0, s.tokens / s.target_tokens)
+    room = width - 9
+    return Text.assemble(
+        ("━" * round(room * share), "cyan"), ("━" * (room - round(room * share)), "dim"), f" {100 * share:5.1f} %"
+    )
+
+
+def _table(rows: Sequence[tuple[str, str]], width: int) -> RenderableType:
+    """Two facts a line where they fit, else one."""
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table.grid(padding=(0, 2))
+    pairs = 2 if width >= 72 else 1
+    for _ in range(pairs):
+        made.add_column(style="dim", no_wrap=True)
+        made.add_column(no_wrap=True, overflow="ellipsis", max_width=width // pairs - 16)
+    for at in range(0, len(rows), pairs):
+        made.add_row(*(Text(cell) for row in rows[at : at + pairs] for cell in row))
+    return made
+
+
+def _curve(name: str, values: Numbers, width: int) -> RenderableType:
+    from rich.text import Text
+
+    return Text.assemble((f"{name:9}", "dim"), (spark(values, width - 10), "cyan"))
+
+
+def _ago(at: float | None, now: float) -> str:
+    return f"{'?' if at is None else print_seconds(max(0.0, now - at)):>12} ago"
