@@ -48,6 +48,7 @@ _KINDS = {
     errors.ConfigError: "config", errors.DataError: "data", errors.CheckpointError: "checkpoint", errors.RunError: "run",
     errors.TrainError: "train", errors.PlanError: "config",
 }  # fmt: skip
+_KINDS_BY_CODE = {errors.EXIT_OUT_OF_MEMORY: "oom", errors.EXIT_DIVERGED: "diverged", errors.EXIT_HANG: "hang"}
 _LOST = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|peer|socket|timed out|nccl|ProcessGroup|DistBackendError|DistNetworkError",
     re.I,
@@ -55,9 +56,11 @@ _LOST = re.compile(
 
 
 def kind_of(error: BaseException) -> str:
-    """oom, disk, config, data, checkpoint, train, lost (another rank went away), interrupted or crash."""
+    """oom, diverged, disk, config, data, checkpoint, train, lost (another rank went away), interrupted or crash."""
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
         return "oom"
+    if own := _KINDS_BY_CODE.get(getattr(error, "exit_code", None)):
+        return own
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     for cls, kind in _KINDS.items():
@@ -208,11 +211,11 @@ def _attempt(
     current = _start(command, devices, run, attempt, env)
     try:
         _wait(current, heard, grace)
+        codes = [worker.returncode for worker in current.workers]  # before our own kill, which is nobody's fault
     finally:
         _kill(current)
     if heard.interrupts > 1:
         return 130, None
-    codes = [worker.returncode for worker in current.workers]
     if current.first_failure is None:
         return (errors.EXIT_RESUMABLE if errors.EXIT_RESUMABLE in codes else errors.EXIT_DONE), None
     return 0, find_fault(run, current.first_failure, codes, current.began_at)

@@ -1,0 +1,107 @@
+"""Wishes to stop: signals, wall time, request files, and how several ranks come to one answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from windlass.clusters.scheduler import end_time
+from windlass.config.save import SaveConfig
+from windlass.train import signals
+from windlass.train.signals import Agreed, StopFlag, lead_seconds
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGUSR1, "SIGUSR1"), (signal.SIGINT, "Ctrl-C")]
+)
+def test_each_signal_is_a_reason_and_the_handlers_come_back(run, number, reason) -> None:
+    before = signal.getsignal(number)
+    with StopFlag(run, end_time=lambda: None).installed() as flag:
+        assert flag.agree() == Agreed(None, False)
+        os.kill(os.getpid(), number)
+        assert flag.wanted == reason and flag.agree(save=True) == Agreed(reason, True)
+    assert signal.getsignal(number) is before
+
+
+def test_the_second_ctrl_c_stops_at_once_even_inside_a_blocking_call() -> None:
+    script = """
+import os, signal, sys, time
+from windlass.runs.folder import Run
+from windlass.train.signals import StopFlag
+from pathlib import Path
+StopFlag(Run(Path(sys.argv[1])), end_time=lambda: None).install()
+print("ready", flush=True)
+for _ in range(200): time.sleep(0.1)
+"""
+    child = subprocess.Popen([sys.executable, "-c", script, "/nonexistent"], stdout=subprocess.PIPE)
+    assert child.stdout.readline() == b"ready\n"
+    child.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert child.poll() is None  # the first only sets the flag
+    child.send_signal(signal.SIGINT)
+    assert child.wait(timeout=5) == -signal.SIGINT
+
+
+def test_the_wall_time_limit_is_heard_in_time(run, monkeypatch) -> None:
+    monkeypatch.setattr(signals, "_LOOK_SECONDS", 0.0)
+    flag = StopFlag(run, SaveConfig(lead="60s"), end_time=lambda: time.time() + 61)
+    flag.agree()  # starts asking
+    time.sleep(0.2)
+    assert flag.wanted is None
+    time.sleep(1.2)
+    assert flag.wanted == "the wall-time limit is near"
+
+
+def test_the_lead_follows_the_measured_save() -> None:
+    auto = SaveConfig()
+    assert lead_seconds(auto, None, None) == 300
+    assert lead_seconds(auto, 40, 8) == 2 * 40 + 3 * 8 + 30
+    assert lead_seconds(SaveConfig(lead="2m"), 40, 8) == 120
+
+
+def test_request_files_are_taken_once(run, monkeypatch) -> None:
+    monkeypatch.setattr(signals, "_LOOK_SECONDS", 0.0)
+    flag = StopFlag(run, end_time=lambda: None)
+    (run.requests / "save").touch()
+    assert flag.agree() == Agreed(None, True) and flag.agree() == Agreed(None, False)
+    (run.requests / "stop").touch()
+    assert flag.agree().stop == "a request in the run folder" and list(run.requests.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("2030-01-02T03:04:05\n", time.mktime((2030, 1, 2, 3, 4, 5, 0, 0, -1))),
+        ("N/A\n", None),
+        ("UNLIMITED", None),
+        (None, 1234.0),
+    ],
+)
+def test_the_end_time_as_squeue_says_it(answer, expected) -> None:
+    assert end_time({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1234"}, ask=lambda job: answer) == expected
+    assert end_time({}, ask=lambda job: "2030-01-02T03:04:05") is None
+
+
+def _vote(rank, world, run):
+    flag = StopFlag(run, rank=rank, world_size=world, end_time=lambda: None)
+    answers = []
+    for step in range(6):
+        if step == 2 and rank == 1:
+            flag.request(signals.SIGUSR1)  # only one rank is signalled
+        answers.append(flag.agree(save=rank == 0 and step == 0))
+        if answers[-1].stop:
+            break
+    flag.close()
+    return answers
+
+
+@pytest.mark.multi
+def test_all_ranks_find_the_same_answer_at_the_same_step(run, spread) -> None:
+    answers = spread(3, _vote, run)
+    assert answers[0] == answers[1] == answers[2]
+    assert answers[0] == [Agreed(), Agreed(None, True), Agreed(), Agreed("SIGUSR1", False)]

@@ -1,0 +1,113 @@
+"""Naming the rank that holds the others up."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from windlass.errors import EXIT_HANG
+from windlass.train.watchdog import Heartbeat, blame, read_heartbeats, slowest, summarise
+
+
+def beat(rank: int, beats: int, writes: int = 5, phase: str = "reduce", **more) -> dict:
+    return {
+        "rank": rank,
+        "host": f"node{rank // 4}",
+        "pid": 100 + rank,
+        "step": 7,
+        "phase": phase,
+        "beats": beats,
+        "writes": writes,
+        **more,
+    }
+
+
+def two_looks(*records: dict, frozen: tuple[int, ...] = ()) -> tuple[dict, dict]:
+    second = {r["rank"]: r for r in records}
+    return {rank: {**r, "writes": r["writes"] - (rank not in frozen)} for rank, r in second.items()}, second
+
+
+def test_the_rank_that_did_not_come_to_the_collective() -> None:
+    verdict = blame(*two_looks(beat(0, 22), beat(1, 22), beat(2, 21, phase="data"), beat(3, 22)), 4)
+    assert verdict.rank == 2
+    assert (
+        verdict.text == "rank 2 on node0 (pid 102, step 7, data) did not come to where the others wait (step 7, reduce)"
+    )
+
+
+def test_a_process_that_no_longer_writes_is_frozen_whatever_it_said_last() -> None:
+    verdict = blame(*two_looks(beat(0, 21, phase="data"), beat(1, 22), frozen=(1,)), 2)
+    assert verdict.rank == 1 and "frozen or gone" in verdict.text
+
+
+def test_a_rank_that_never_started() -> None:
+    assert blame(*two_looks(beat(0, 1), beat(2, 1)), 3).rank == 1
+
+
+def test_all_in_the_same_place_names_nobody() -> None:
+    verdict = blame(*two_looks(beat(0, 22), beat(1, 22)), 2)
+    assert verdict.rank is None and "all 2 ranks wait in the same place (step 7, reduce)" in verdict.text
+
+
+def test_flight_recorders_decide_when_hosts_ran_ahead() -> None:
+    flights = [{"0/default": {"entered": 50 - (rank == 3), "completed": 49}} for rank in range(4)]
+    verdict = blame(*two_looks(*(beat(r, 22, flight=flights[r]) for r in range(4))), 4)
+    assert verdict.rank == 3 and "entered 49 collectives of group 0/default, the others 50" in verdict.text
+
+
+def test_a_flight_recorders_dump_is_summed_up() -> None:
+    trace = {"entries": [
+        {"process_group": ["0", "default"], "collective_seq_id": 4, "state": "completed"},
+        {"process_group": ["0", "default"], "collective_seq_id": 5, "state": "started"},
+        {"process_group": ["1", "dp"], "collective_seq_id": 2, "state": "completed"},
+    ]}  # fmt: skip
+    assert summarise(trace) == {"0/default": {"entered": 5, "completed": 4}, "1/dp": {"entered": 2, "completed": 2}}
+
+
+def test_the_slow_rank_is_found_by_time_before_the_collective() -> None:
+    assert slowest({0: beat(0, 1, compute_seconds=1.0), 1: beat(1, 1, compute_seconds=1.75)}) == (1, 0.75)
+    assert slowest({0: beat(0, 1)}) is None
+
+
+def test_a_hang_ends_the_job_and_leaves_records(run) -> None:
+    left: dict[int, int] = {}
+    done = [threading.Event(), threading.Event()]
+
+    def leave(rank):
+        return lambda code: (left.__setitem__(rank, code), done[rank].set())
+
+    ranks = [
+        Heartbeat(run, r, world_size=2, timeout_seconds=0.6, write_seconds=0.1, leave=leave(r)).start()
+        for r in range(2)
+    ]
+    begin = time.monotonic()
+    ranks[0].beat(1, "data")
+    ranks[1].beat(1, "data")
+    ranks[0].beat(1, "reduce")  # rank 1 never gets there
+    assert all(event.wait(10) for event in done)
+    assert left == {0: EXIT_HANG, 1: EXIT_HANG} and time.monotonic() - begin < 5
+    errors = {e["rank"]: e for e in run.errors()}
+    assert errors[0]["kind"] == "hang" and errors[0]["culprit"] == errors[1]["culprit"] == 1
+    assert any("wait" in line for line in errors[0]["traceback"])  # where the main thread stood
+    [event] = [e for e in run.events() if e["event"] == "hang"]
+    assert event["rank"] == 1 and event["seconds"] >= 0.6
+
+
+def test_progress_and_patient_phases_do_not_count_as_hanging(run) -> None:
+    left: list[int] = []
+    heart = Heartbeat(run, 0, timeout_seconds=0.5, write_seconds=0.1, leave=left.append).start()
+    heart.beat(0, "compile")
+    time.sleep(0.8)  # longer than a step may take, not than compiling may
+    for step in range(8):
+        heart.beat(step, "data", compute_seconds=0.1)
+        time.sleep(0.1)
+    heart.close()
+    assert left == [] and read_heartbeats(run)[0]["phase"] == "ended"
+
+
+def test_a_timeout_of_zero_is_off(run) -> None:
+    left: list[int] = []
+    heart = Heartbeat(run, 0, timeout_seconds=0, write_seconds=0.05, leave=left.append).start()
+    time.sleep(0.3)
+    heart.close()
+    assert left == []
