@@ -1,9 +1,317 @@
-"""Commands of this family are registered here."""
+"""`windlass plan`: memory, speed, days, kWh and CO2 before a node-hour is spent; why a layout was taken or not; how good the estimates are."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
+
+if TYPE_CHECKING:
+    from windlass.clusters import Cluster
+    from windlass.config import Recipe
+    from windlass.plan.explain import Why
+    from windlass.plan.search import Plans
 
 
 def register(app: typer.Typer) -> None:
-    """Adds nothing yet."""
+    app.command("plan")(plan)
+
+
+def plan(
+    recipe: Annotated[
+        str | None, typer.Argument(help="Recipe file; with --calibrate a run or sweep folder.", metavar="[RECIPE]")
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...", metavar="[KEY=VALUE]...")] = None,
+    cluster: Annotated[str | None, typer.Option(help="Plan for this machine instead of the recipe's.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes instead of the recipe's.")] = None,
+    top: Annotated[int, typer.Option(help="How many layouts to show.", min=1)] = 8,
+    why: Annotated[str | None, typer.Option(help='Explain one layout: "shard=full,micro_batch=8".')] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page: memory anatomy, ranking, scaling curve, energy.")
+    ] = None,
+    score: Annotated[Path | None, typer.Option(help="Compare predictions with a CSV of measured runs.")] = None,
+    rows_out: Annotated[Path | None, typer.Option(help="With --score: write one prediction per row.")] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate", help="Fit a machine's constants to the measured runs or sweeps named as arguments."
+        ),
+    ] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Second opinion: run the real step under fake tensors (needs torch).")
+    ] = False,
+) -> None:
+    """Rank the layouts of a recipe on a cluster, each with memory, tokens/s, MFU, days, energy, CO2e and a reason."""
+    from windlass.errors import ConfigError
+
+    if rows_out is not None and score is None:
+        raise ConfigError(
+            "--rows-out needs --score FILE.csv", hint="windlass plan --score FILE.csv --rows-out rows.csv"
+        )
+    if score is not None:
+        _score(score, rows_out, as_json)
+        return
+    if calibrate:
+        _calibrate([word for word in (recipe, *(overrides or ())) if word], cluster, as_json)
+        return
+    if recipe is None:
+        raise ConfigError(
+            "which recipe?",
+            hint="windlass plan recipes/gptnl_8b_snellius.toml, or --score FILE.csv, or --calibrate RUN",
+        )
+    loaded, machine = _load(recipe, overrides or [], cluster)
+    if trace:
+        _trace(loaded, machine, nodes, as_json)
+        return
+    _plan(loaded, machine, nodes, top, why, html, as_json)
+
+
+def _load(recipe: str, overrides: list[str], cluster: str | None) -> tuple[Recipe, Cluster]:
+    from windlass.clusters import load_cluster
+    from windlass.config import load_recipe
+
+    loaded = load_recipe(Path(recipe), overrides).recipe
+    return loaded, load_cluster(cluster or loaded.cluster)
+
+
+def _plan(
+    recipe: Recipe, cluster: Cluster, nodes: int | None, top: int, why: str | None, html: Path | None, as_json: bool
+) -> None:
+    from windlass.cli.output import console, print_json
+    from windlass.plan import plan as make
+    from windlass.plan.explain import why as explain
+    from windlass.plan.record import plans_json, why_json
+    from windlass.plan.search import nowhere
+
+    found = make(recipe, cluster, nodes=nodes, top=top)
+    answer = explain(found, why) if why else None
+    if html is not None and found.plans:
+        _page(found, recipe, cluster, html)
+    if as_json:
+        print_json({**plans_json(found), **({"why": why_json(answer, found.task)} if answer else {})})
+    elif answer:
+        _print_why(found, answer)
+    elif found.plans:
+        _print(found)
+    if html is not None and found.plans and not as_json:
+        console().print(f"page: {html}")
+    if not found.plans and answer is None:
+        raise nowhere(found)
+
+
+def _page(found: Plans, recipe: Recipe, cluster: Cluster, path: Path) -> None:
+    from windlass.figures import save_page
+    from windlass.plan.page import plan_page
+    from windlass.plan.scaling import node_counts, scaling
+
+    counts = node_counts(found.task.nodes, cluster.nodes)
+    save_page(path, plan_page(found, scaling(recipe, cluster, counts), scaling(recipe, cluster, counts, weak=True)))
+
+
+def _print(found: Plans) -> None:
+    from windlass.cli.output import console, table
+    from windlass.cost.params import count
+    from windlass.plan.page import carbon, days_words
+    from windlass.plan.search import GIB
+    from windlass.units import print_joules, print_tokens
+
+    task, best = found.task, found.best
+    title = (
+        f"{task.recipe.name}: {count(task.shape).total / 1e9:.3g}B parameters, {print_tokens(best.tokens)} tokens, "
+        f"batch {best.batch_tokens:,} tokens, {task.nodes} x {task.per_node} {task.device.name} ({task.cluster.name})"
+    )
+    rows = [
+        (
+            i, p.choice.words() + (" (recipe)" if p.given else ""), f"{p.choice.data:,} x {p.choice.accumulation}",
+            f"{p.memory.needed / GIB:.1f}", f"{p.step.tokens_per_second_per_device:,.0f}", "unknown" if p.step.mfu is None else f"{p.step.mfu:.1%}",
+            days_words(p), "unknown" if p.energy.kwh is None else print_joules(p.energy.kwh * 3.6e6, 1), carbon(p.energy.tco2e),
+        )
+        for i, p in enumerate(found.plans, 1)
+    ]  # fmt: skip
+    columns = ("", "layout", "replicas x accum", "GiB", "tokens/s/device", "MFU", "time", "energy", "CO2e")
+    out = console()
+    out.print(table(title, columns, rows, right=(0, 2, 3, 4, 5, 6, 7, 8)))
+    for i, p in enumerate(found.plans, 1):
+        out.print(f"{i:>2}. {p.reason}")
+    out.print()
+    for line in _footnotes(found):
+        out.print(line)
+
+
+def _footnotes(found: Plans) -> list[str]:
+    from windlass.plan.page import carbon
+    from windlass.plan.record import mfu_words
+    from windlass.plan.search import GIB
+
+    task, best = found.task, found.best
+    grid = task.grid
+    lines = []
+    achievable = (
+        ""
+        if best.mfu_of_achievable is None
+        else f"; the best is {best.mfu_of_achievable:.0%} of the best matrix rate measured on such a device"
+    )
+    lines.append(
+        f"MFU counts {best.step.mfu_convention} of {mfu_words(task)}{achievable}. GiB: of {task.limit / GIB:.1f} usable per device."
+    )
+    units = "" if best.units is None else f", {best.units:,.0f} {task.cluster.billing.unit}s"
+    market = f"; market-based {carbon(best.energy.market_tco2e)}" if best.energy.market_tco2e is not None else ""
+    lines.append(
+        f"The best takes {best.node_hours:,.0f} node-hours{units}. Energy is at the meter (PUE {best.energy.pue:g}); "
+        f"CO2e location-based ({'unknown' if grid.g_per_kwh is None else f'{grid.g_per_kwh:g}'} g/kWh){market}."
+    )
+    refused = [r for r in found.rejected if r.given]
+    lines += [f"the recipe's own layout ({r.choice.words()}) is rejected: {r.reason}" for r in refused]
+    near = next((r for r in found.rejected if not r.given), None)
+    closest = f"; the closest miss: {near.choice.words()} {near.reason}" if near else ""
+    lines.append(
+        f"{found.considered:,} layouts considered, {found.fitting:,} fit, {found.search_seconds:.2f} s of CPU{closest}"
+    )
+    return [*lines, *(f"note: {text}" for text in task.warnings)]
+
+
+def _print_why(found: Plans, answer: Why) -> None:
+    from windlass.cli.output import console, table
+    from windlass.plan.search import GIB
+
+    out = console()
+    out.print(f"{answer.asked} -> {answer.choice.words()}: {answer.verdict}")
+    for sentence in answer.sentences:
+        out.print(f"  {sentence}")
+    if answer.plan is None:
+        return
+    best = answer.best
+    for title, mine, theirs in (
+        ("memory per device, GiB", answer.plan.memory_terms, best.memory_terms if best else {}),
+        ("one optimizer step, seconds", answer.plan.step.terms, best.step.terms if best else {}),
+    ):
+        scale = GIB if "GiB" in title else 1.0
+        names = list(dict.fromkeys([*mine, *theirs]))
+        rows = [(n, _cell(mine, n, scale), _cell(theirs, n, scale)) for n in names]
+        rows.append(
+            ("in all", f"{sum(mine.values()) / scale:,.3f}", f"{sum(theirs.values()) / scale:,.3f}" if theirs else "")
+        )
+        out.print(
+            table(
+                title,
+                ("term", answer.choice.words(), f"best: {best.choice.words()}" if best else "nothing fits"),
+                rows,
+                right=(1, 2),
+            )
+        )
+
+
+def _cell(terms: dict[str, float], name: str, scale: float) -> str:
+    return f"{terms[name] / scale:,.3f}" if name in terms else "-"
+
+
+def _score(path: Path, rows_out: Path | None, as_json: bool) -> None:
+    from windlass.cli.output import print_json
+    from windlass.plan import score
+
+    result = score.score_file(path)
+    if rows_out is not None:
+        score.write_rows(result, rows_out)
+    if as_json:
+        print_json(result.as_dict())
+    else:
+        _print_score(result.as_dict(), path)
+
+
+def _print_score(found: dict[str, Any], path: Path) -> None:
+    from windlass.cli.output import console, table
+
+    def percent(value: float | None) -> str:
+        return "unknown" if value is None else f"{value:.1f} %"
+
+    def row(name: str, part: dict[str, Any]) -> tuple[object, ...]:
+        return name, part["rows"], part["covered"], percent(part["median_pct"]), percent(part["p90_pct"])
+
+    out = console()
+    rows = [row("peak memory", found["memory"]), row("throughput", found["throughput"])]
+    out.print(
+        table(
+            f"Predictions against {path}",
+            ("", "rows", "covered", "median error", "p90 error"),
+            rows,
+            right=(1, 2, 3, 4),
+        )
+    )
+    fit = found["fit"]
+    out.print(
+        table(
+            "Does it fit?",
+            ("published outcome", "rows", "predicted so"),
+            [
+                ("out of memory", fit["oom_rows"], fit["oom_caught"]),
+                ("worked", fit["working_rows"], fit["working_kept"]),
+            ],
+            right=(1, 2),
+        )
+    )
+    sources = [
+        (
+            name,
+            *(
+                v
+                for kind in ("memory", "throughput")
+                for v in ((part.get(kind) or {}).get("rows", 0), percent((part.get(kind) or {}).get("median_pct")))
+            ),
+        )
+        for name, part in found["by_source"].items()
+    ]
+    out.print(
+        table(
+            "By source", ("source", "memory rows", "median", "throughput rows", "median"), sources, right=(1, 2, 3, 4)
+        )
+    )
+
+
+def _calibrate(folders: list[str], cluster: str | None, as_json: bool) -> None:
+    from windlass.cli.output import console, print_json
+    from windlass.errors import ConfigError
+    from windlass.plan import calibrate
+
+    if not folders:
+        raise ConfigError(
+            "--calibrate needs at least one run or sweep folder", hint="windlass plan --calibrate runs/my-sweep"
+        )
+    result: Any = calibrate.calibrate([Path(f) for f in folders], cluster=cluster)
+    if as_json:
+        print_json(result.json())
+    else:
+        console().print(result.text())
+
+
+def _trace(recipe: Recipe, cluster: Cluster, nodes: int | None, as_json: bool) -> None:
+    from windlass.cli.output import console, print_json
+    from windlass.errors import PlanError
+
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError:
+        raise PlanError(
+            "--trace runs the real training step and needs PyTorch, which is not installed",
+            hint="pip install 'windlass[train]'; the plan itself needs no torch",
+        ) from None
+    try:
+        from windlass.train.trace import trace as run
+    except ModuleNotFoundError:
+        raise PlanError(
+            "--trace is not part of this installation (windlass.train.trace is missing)",
+            hint="install windlass with its training engine",
+        ) from None
+    from windlass.plan import fill_recipe
+
+    reason = None
+    if recipe.layout is None:
+        recipe, reason = fill_recipe(recipe, cluster, nodes=nodes)
+    result: Any = run(recipe, cluster, nodes=nodes)
+    if as_json:
+        print_json(result.json())
+        return
+    if reason:
+        console().print(f"layout: {reason}")
+    console().print(result.text())

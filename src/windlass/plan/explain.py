@@ -32,15 +32,22 @@ class Why:
 
 
 def why(plans: Plans, question: str) -> Why:
-    """Explain `shard=full,micro_batch=8`. Keys left open are filled by the best layout that agrees with the question, if one is legal."""
+    """Explain `shard=full,micro_batch=8`. Keys left open are the recipe's own, or the plainest; what freeing them would give is said too."""
     task, wanted = plans.task, parse_question(question)
-    matches = [c for c in enumerate_choices(task) if _agrees(c, wanted)]
-    choice = _best_match(task, matches) if matches else _complete(task, wanted)
+    choice = _complete(task, wanted)
     best = plans.plans[0] if plans.plans else None
     found = problems(task, choice)
+    matches = [c for c in enumerate_choices(task) if _agrees(c, wanted)]
+    freed = _freed(task, matches, choice)
     if found:
         return Why(
-            asked=question, choice=choice, verdict="illegal", sentences=tuple(found), plan=None, best=best, matching=0
+            asked=question,
+            choice=choice,
+            verdict="illegal",
+            sentences=(*found, *freed),
+            plan=None,
+            best=best,
+            matching=len(matches),
         )
     judged = evaluate(task, choice)
     sentences = _fitting(judged, best, plans) if judged.fits else _too_big(task, judged)
@@ -49,7 +56,7 @@ def why(plans: Plans, question: str) -> Why:
         asked=question,
         choice=choice,
         verdict=verdict,
-        sentences=tuple(sentences),
+        sentences=(*sentences, *freed),
         plan=judged,
         best=best,
         matching=len(matches),
@@ -93,10 +100,17 @@ def _agrees(c: Choice, wanted: dict[str, object]) -> bool:
     return all((chunks if key == "pipeline_chunks" else getattr(c, key)) == value for key, value in wanted.items())
 
 
-def _best_match(task: Task, matches: list[Choice]) -> Choice:
-    """The fastest that fits; when none fits, the one that needs least memory."""
-    judged = [evaluate(task, c) for c in matches]
-    return min(judged, key=lambda p: (not p.fits, p.days if p.fits else p.memory.total)).choice
+def _freed(task: Task, matches: list[Choice], asked: Choice) -> list[str]:
+    """With the values that were not named left to the planner: the fastest layout that agrees with the question."""
+    fitting = [p for p in (evaluate(task, c) for c in matches) if p.fits]
+    if not fitting:
+        return [f"whatever the other values, none of {len(matches):,} layouts like it fits"] if matches else []
+    best = min(fitting, key=lambda p: p.days)
+    if best.choice == asked:
+        return []
+    return [
+        f"with the other values left to the planner: {best.choice.words()} fits in {best.memory.needed / GIB:.1f} GiB, {best.step.tokens_per_second_per_device:,.0f} tokens/s per device"
+    ]
 
 
 def _complete(task: Task, wanted: dict[str, object]) -> Choice:
@@ -110,7 +124,7 @@ def _fitting(p: Plan, best: Plan | None, plans: Plans) -> list[str]:
     assert best is not None
     place = next((i for i, other in enumerate(plans.plans, 1) if other.choice == p.choice), None)
     found = [
-        f"it fits: {p.memory.total / GIB:.1f} of {p.limit / GIB:.1f} GiB, {p.step.tokens_per_second_per_device:,.0f} tokens/s per device"
+        f"it fits: {p.memory.needed / GIB:.1f} of {p.limit / GIB:.1f} GiB, {p.step.tokens_per_second_per_device:,.0f} tokens/s per device"
     ]
     if place == 1:
         return [*found, f"it is ranked first of {plans.fitting:,} layouts that fit: {plans.plans[0].reason}"]
@@ -142,10 +156,10 @@ def largest_differences(p: Plan, best: Plan, count: int = 3) -> list[tuple[str, 
 
 
 def _too_big(task: Task, p: Plan) -> list[str]:
-    over = (p.memory.total - p.limit) / GIB
+    over = (p.memory.needed - p.limit) / GIB
     terms = sorted(p.memory_terms.items(), key=lambda item: -item[1])
     found = [
-        f"it needs {p.memory.total / GIB:.1f} of {p.limit / GIB:.1f} GiB, {over:.1f} GiB too much, at the moment of the {p.memory.moment}"
+        f"it needs {p.memory.needed / GIB:.1f} of {p.limit / GIB:.1f} GiB, {over:.1f} GiB too much, at the moment of the {p.memory.moment}"
     ]
     found += [f"{name}: {size / GIB:.1f} GiB" for name, size in terms[:4]]
     helpful = _smallest_change(task, p.choice)
@@ -169,9 +183,7 @@ def _smallest_change(task: Task, c: Choice) -> str | None:
     if not fitting:
         return None
     name, best = min(fitting, key=lambda item: item[1].days)
-    return (
-        f"{name} ({best.memory.total / GIB:.1f} GiB, {best.step.tokens_per_second_per_device:,.0f} tokens/s per device)"
-    )
+    return f"{name} ({best.memory.needed / GIB:.1f} GiB, {best.step.tokens_per_second_per_device:,.0f} tokens/s per device)"
 
 
 def _accumulation(task: Task, c: Choice, micro_batch: int) -> int:

@@ -11,6 +11,8 @@ from windlass.plan.task import Task
 
 MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 MAX_PIPELINE = 32
+LONG = 8192
+"""Tokens that a context rank keeps at least: shorter sequences are not worth cutting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ def work_of(task: Task, choice: Choice) -> Work:
         compile=gpu if train.compile is None else train.compile,
         flash=train.attention != "math",
         kernel=train.attention,
-        loss="chunked" if train.loss == "auto" else train.loss,
+        loss=_loss(task, choice),
         loss_chunk=train.loss_chunk,
         optimizer=optim.name,
         moments=optim.moments,
@@ -109,15 +111,20 @@ def work_of(task: Task, choice: Choice) -> Work:
     )
 
 
+def _loss(task: Task, c: Choice) -> str:
+    """The engine's own rule for train.loss = "auto": chunks unless a micro-batch's logits are small."""
+    if task.recipe.train.loss != "auto":
+        return task.recipe.train.loss
+    logits = c.micro_batch * task.seq_len / c.context * task.shape.padded_vocab / c.tensor * 4
+    return "plain" if logits <= 64 * 2**20 else "chunked"
+
+
 def problems(task: Task, c: Choice) -> list[str]:
     """Why a layout cannot run at all; empty when it can. Each line names the numbers and the nearest legal value."""
-    return [
-        *_model_problems(task, c),
-        *_device_problems(task, c),
-        *_batch_problems(task, c),
-        *_shard_problems(task, c),
-        *_engine_problems(task, c),
-    ]
+    devices = list(_device_problems(task, c))
+    # Without a whole number of replicas the batch rule would only repeat the trouble in other words.
+    rest = [] if devices else [*_batch_problems(task, c), *_shard_problems(task, c)]
+    return [*_model_problems(task, c), *devices, *rest, *_engine_problems(task, c)]
 
 
 def _model_problems(task: Task, c: Choice) -> Iterator[str]:
@@ -184,6 +191,8 @@ def _shard_problems(task: Task, c: Choice) -> Iterator[str]:
 
 def _engine_problems(task: Task, c: Choice) -> Iterator[str]:
     family, engine = task.recipe.model.family, task.recipe.train.engine
+    if c.pipeline > 1 and task.shape.tied:
+        yield f"layout.pipeline ({c.pipeline}): model.tied keeps embedding and head on one device; nearest legal: 1, or model.tied = false"
     for name, value in (("tensor", c.tensor), ("pipeline", c.pipeline), ("context", c.context)):
         if value > 1 and engine == "deepspeed":
             yield f"layout.{name} ({value}): the deepspeed engine divides data and states only; nearest legal: 1, or train.engine native"
@@ -229,8 +238,8 @@ def enumerate_choices(task: Task, offload: str = "none") -> Iterator[Choice]:
 def _groups(task: Task) -> Iterator[tuple[int, int, int]]:
     s, plain = task.shape, task.recipe.model.family != "llama" or task.recipe.train.engine == "deepspeed"
     tensors = [1] if plain else [t for t in divisors(task.per_node) if not (s.heads % t or s.kv_heads % t or s.ffn % t)]
-    pipelines = [1] if plain else [p for p in divisors(s.layers) if p <= min(MAX_PIPELINE, task.nodes)]
-    contexts = [1] if plain else [c for c in (1, 2, 4, 8, 16) if task.seq_len // c >= 4096 or c == 1]
+    pipelines = [1] if plain or s.tied else [p for p in divisors(s.layers) if p <= min(MAX_PIPELINE, task.nodes)]
+    contexts = [1] if plain else [c for c in (1, 2, 4, 8, 16) if task.seq_len // c >= LONG or c == 1]
     for tensor in tensors:
         for pipeline in pipelines:
             for context in contexts:

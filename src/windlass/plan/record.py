@@ -26,7 +26,7 @@ def plan_json(p: Plan, task: Task) -> dict[str, Any]:
         "batch_tokens": p.batch_tokens,
         "given": p.given,
         "fits": p.fits,
-        "memory_gib": p.memory.total / GIB,
+        "memory_gib": p.memory.needed / GIB,
         "memory_limit_gib": p.limit / GIB,
         "memory_allocated_gib": p.memory.allocated / GIB,
         "memory_moment": p.memory.moment,

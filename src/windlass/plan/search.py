@@ -47,14 +47,14 @@ class Plan:
 
     @property
     def share(self) -> float:
-        return self.memory.total / self.limit
+        return self.memory.needed / self.limit
 
     @property
     def memory_terms(self) -> dict[str, float]:
-        """Bytes by what holds them; sums to `memory.total`."""
-        outside = self.memory.total - self.memory.reserved
-        slack = self.memory.reserved - self.memory.allocated
-        extra = {"allocator slack": slack, "context and communication": outside}
+        """Bytes by what holds them; sums to `memory.needed`."""
+        outside = max(0.0, self.memory.needed - self.memory.reserved)
+        slack = self.memory.needed - self.memory.allocated - outside
+        extra = {"allocator slack and margin": slack, "context and communication": outside}
         return {**self.memory.terms, **{k: v for k, v in extra.items() if v > 0}}
 
 
@@ -110,7 +110,7 @@ def search(task: Task, *, top: int | None = None) -> Plans:
     given, refused = _given(task, ranked)
     ranked = given if given is not None else ranked
     explained = tuple(_with_reason(p, ranked[0], rank, len(fitting)) for rank, p in enumerate(ranked, 1))
-    too_big = sorted((p for p in judged if not p.fits), key=lambda p: p.memory.total)
+    too_big = sorted((p for p in judged if not p.fits), key=lambda p: p.memory.needed)
     rejected = (*refused, *(_too_big(p) for p in too_big[:KEPT_REJECTIONS]))
     shown = explained if top is None else (*explained[:top], *(p for p in explained[top:] if p.given))
     return Plans(
@@ -126,10 +126,10 @@ def _judge(task: Task, choices: Iterable[Choice]) -> tuple[list[Plan], int]:
     for choice in choices:
         count += 1
         need = memory(task.shape, work_of(task, choice), choice.degrees(), task.per_node)
-        if need.total <= task.limit:
+        if need.needed <= task.limit:
             plans.append(evaluate(task, choice, need))
         else:
-            misses.append((need.total, choice, need))
+            misses.append((need.needed, choice, need))
     misses.sort(key=lambda m: m[0])
     return plans + [evaluate(task, choice, need) for _, choice, need in misses[:KEPT_REJECTIONS]], count
 
@@ -148,7 +148,7 @@ def evaluate(task: Task, choice: Choice, need: MemoryEstimate | None = None) -> 
         choice=choice, layout=choice.config(), memory=need, limit=task.limit, step=step, batch_tokens=batch, tokens=tokens,
         days=hours / 24, node_hours=hours * task.nodes, power=power, energy=energy(power, task.nodes, hours, task.grid, tokens),
         units=allocation_units(task.cluster.billing, task.nodes, hours),
-        mfu_of_achievable=step.mfu * peak / matmul if step.mfu and peak and matmul else None, fits=need.total <= task.limit,
+        mfu_of_achievable=step.mfu * peak / matmul if step.mfu and peak and matmul else None, fits=need.needed <= task.limit,
     )  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def _ranked(plans: Iterable[Plan]) -> list[Plan]:
         c = p.choice
         mechanisms = sum(d > 1 for d in (c.tensor, c.pipeline, c.context)) + (c.offload != "none") + (c.shard != "none")
         steps = int(math.log(max(_cost(p) / best, 1.0)) / 0.01)
-        return (steps, -c.data, c.accumulation, mechanisms + (c.recompute != "none"), p.memory.total)
+        return (steps, -c.data, c.accumulation, mechanisms + (c.recompute != "none"), p.memory.needed)
 
     return sorted(known, key=key)
 
@@ -211,12 +211,12 @@ def _given(task: Task, ranked: list[Plan]) -> tuple[list[Plan] | None, list[Reje
 def _too_big(p: Plan) -> Rejected:
     worst = sorted(p.memory_terms.items(), key=lambda item: -item[1])[:2]
     biggest = ", ".join(f"{name} {size / GIB:.1f}" for name, size in worst)
-    reason = f"needs {p.memory.total / GIB:.1f} of {p.limit / GIB:.1f} GiB ({biggest} GiB)"
-    return Rejected(layout=p.layout, choice=p.choice, reason=reason, memory_gib=p.memory.total / GIB)
+    reason = f"needs {p.memory.needed / GIB:.1f} of {p.limit / GIB:.1f} GiB ({biggest} GiB)"
+    return Rejected(layout=p.layout, choice=p.choice, reason=reason, memory_gib=p.memory.needed / GIB)
 
 
 def _with_reason(p: Plan, best: Plan, rank: int, fitting: int) -> Plan:
-    room = f"fits in {p.memory.total / GIB:.0f} of {p.limit / GIB:.0f} GiB"
+    room = f"fits in {p.memory.needed / GIB:.0f} of {p.limit / GIB:.0f} GiB"
     tight = ", tight: measure first" if p.share > TIGHT else ""
     mine = "the recipe's layout; " if p.given else ""
     if p is best:
@@ -276,6 +276,11 @@ def nowhere(plans: Plans) -> PlanError:
         f"{task.recipe.name} fits nowhere on {task.nodes} x {task.per_node} {task.device.name}: the closest layout ({close.choice.words()}) {close.reason}",
         hint=f'try about {max(more, task.nodes + 1)} nodes, a smaller data.seq_len, or train.recompute = "full"',
     )
+
+
+def on_devices(cluster: Cluster, devices: int) -> Cluster:
+    """One node of the cluster with so many devices in use (`windlass train --devices N`)."""
+    return cluster.model_copy(update={"node": cluster.node.model_copy(update={"devices": devices})})
 
 
 def fill_recipe(recipe: Recipe, cluster: Cluster, *, nodes: int | None = None) -> tuple[Recipe, str]:
