@@ -57,9 +57,10 @@ def sync_once(run: Run, *, dry_run: bool = False, send: Sender | None = None) ->
     return done
 
 
-def command(part: Path) -> list[str]:
-    """The parts of one run share its id, so `--append` joins them on the server."""
-    return [_wandb(), "sync", "--append", "--include-offline", str(part)]
+def command(part: Path, help_text: str = "") -> list[str]:
+    """The parts of one run share its id, so that they join on the server; releases before 0.26 must be told to append."""
+    append = ["--append"] if "--append" in help_text else []
+    return [_wandb(), "sync", "--include-synced", *append, str(part)]
 
 
 def _wandb() -> str:
@@ -73,7 +74,7 @@ def _run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 def _send(part: Path, send: Sender) -> None:
     try:
-        answer = send(command(part))
+        answer = send(command(part, send([_wandb(), "sync", "--help"]).stdout))
     except FileNotFoundError:
         raise LaunchError(
             "the wandb command is not installed here",
