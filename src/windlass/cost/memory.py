@@ -22,8 +22,8 @@ NCCL_BYTES_PER_GROUP = 0.7e9
 """Buffers of one communicator (data, tensor, pipeline, context), outside the allocator."""
 SLACK = 0.12
 """Reserved beyond allocated: blocks that the caching allocator holds but cannot hand out, as long as there is room."""
-TIGHT = 0.03
-"""What remains of that slack when memory is short and the allocator gives cached blocks back."""
+TIGHT = 0.10
+"""What remains of that slack when memory is short and the allocator gives cached blocks back; also covers the error of the estimate."""
 BUCKET_BYTES = 2.0e9
 """DeepSpeed's reduce and all-gather buckets: twice 5e8 values of 16 bits."""
 
@@ -259,9 +259,10 @@ def _selective(s: Shape, work: Work, layout: Degrees) -> float:
 def _logits(s: Shape, work: Work, layout: Degrees, tokens: float) -> float:
     """plain: 16-bit logits, their fp32 copy, log-softmax and its gradient. compiled: logits and gradient in one pass."""
     held = min(tokens, work.loss_chunk) if work.loss in ("chunked", "fused") else tokens
-    per_value = {"plain": 10.0, "compiled": 8.0, "chunked": 8.0, "fused": 4.0}[work.loss]
+    per_value = {"plain": 10.0, "compiled": 8.0, "inplace": 4.0, "chunked": 8.0, "fused": 4.0}[work.loss]
     if work.engine != "torch":
-        per_value = min(per_value, 8.0)  # softmax overwrites the fp32 logits and is kept for the gradient
+        # Softmax overwrites the fp32 logits and is kept for the gradient; engines of before 2022 held logits, softmax and gradient apart.
+        per_value = 8.0 if work.flash else 14.0
     elif layout.tensor > 1 and work.loss in ("plain", "compiled"):
         per_value += 4.0  # on a divided vocabulary softmax and its gradient are separate operations
     return held * s.padded_vocab / layout.tensor * per_value

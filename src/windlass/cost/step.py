@@ -22,35 +22,37 @@ class Constants:
 
     matmul: float = 0.80
     """Share of the dense peak that large matrix products hold inside a model, where power allows it."""
-    tflops_per_watt: float = 0.98
+    tflops_per_watt: float = 1.0
     """bf16 products per watt of the limit on Hopper: 500 W parts and, in long runs, 700 W parts are limited by power, not by the peak."""
-    edge: float = 150.0
+    edge: float = 172.0
     """Tile and pipeline-fill losses: a product costs as much as if each of its sides were this much longer."""
-    flash: float = 0.45
+    misaligned: float = 1.8
+    """Slowdown of a product whose sides are not multiples of 64 values (the tile of the tensor cores' loads)."""
+    flash: float = 0.384
     """Share of the dense peak in flash attention (version 2) on the generation it was written for (Ampere)."""
-    flash_hopper: float = 0.30
+    flash_hopper: float = 0.184
     """The same kernel on Hopper, whose faster instructions it does not use."""
-    attention: float = 0.50
+    attention: float = 0.507
     """Share of the dense peak in attention written for the device (cuDNN, TransformerEngine, flash 3)."""
-    square: float = 5.0
+    square: float = 5.1
     """Times that attention without fusion moves the square of scores through memory in a forward pass."""
     memory: float = 0.80
     """Share of the device's bandwidth that element-wise kernels reach."""
-    eager: float = 2.2
+    eager: float = 2.57
     """Bytes that unfused element-wise kernels move, relative to fused ones."""
-    network: float = 0.75
+    network: float = 0.93
     """Share of a link that large collectives reach."""
-    overlap: float = 0.85
+    overlap: float = 0.65
     """Share of compute behind which data-parallel traffic can hide."""
-    contention: float = 0.4
+    contention: float = 0.36
     """Share of hidden traffic that still costs time: collectives take multiprocessors, bandwidth and power from compute."""
-    tensor_overlap: float = 0.2
+    tensor_overlap: float = 0.41
     """Share of tensor-parallel traffic that hides behind the products it belongs to, in engines that try."""
-    launch_us: float = 10.0
+    launch_us: float = 13.0
     """Host time to launch one kernel."""
-    fixed_ms: float = 5.0
+    fixed_ms: float = 1.6
     """Per step outside the model: data, logging, clipping, synchronisation."""
-    straggle: float = 0.01
+    straggle: float = 0.009
     """Relative slowdown per doubling of nodes: the slowest of many decides."""
     fp8: float = 0.75
     """Share of the 8-bit rate that remains when casts and scales are paid."""
@@ -223,7 +225,8 @@ def _with_efficiency(c: Constants, e: Efficiency) -> Constants:
 def _product(m: float, n: float, k: float, r: _Rates, c: Constants) -> float:
     """Seconds of an m x k by k x n product: tiles at the edges and the start of the pipeline count as if the sides were longer."""
     e = c.edge
-    return 2.0 * (m + e) * (n + e) * (k + e) / r.matmul
+    penalty = c.misaligned if n % 64 or k % 64 else 1.0
+    return 2.0 * (m + e) * (n + e) * (k + e) * penalty / r.matmul
 
 
 def _micro_batch(
@@ -251,12 +254,12 @@ def _micro_batch(
         "context-parallel traffic": layers * _context_traffic(s, work, layout, tokens, r) * 3.0,
         "pipeline traffic": _pipeline_traffic(s, work, layout, tokens, r),
     }
-    kernels = (20.0 if work.compile else 60.0) * layers * (3.0 + again) * c.launch_us * 1e-6
+    kernels = ((20.0 if work.compile else 60.0) + (8.0 if t > 1 else 0.0)) * layers * (3.0 + again) * c.launch_us * 1e-6
     gpu = sum(terms.values())
     if kernels > gpu:
         terms["kernel launches"] = kernels - gpu
     product = _product(tokens, s.padded_vocab / t, s.width, r, c) * 3.0
-    logits = tokens * s.padded_vocab / t * (12.0 if work.loss in ("chunked", "fused", "compiled") else 28.0) / r.memory
+    logits = tokens * s.padded_vocab / t * (12.0 if work.loss in ("chunked", "fused", "compiled", "inplace") else 28.0) / r.memory
     return {"layers": {k: v for k, v in terms.items() if v}, "head": {"products": product, "loss": logits}}
 
 
@@ -285,7 +288,8 @@ def _attention(s: Shape, work: Work, tokens: float, t: int, r: _Rates, c: Consta
         narrow = 1.25 if s.head_dim < 96 else 1.0  # heads of 64 fill the units less well
         return 0.5 * flops * narrow / r.attention
     traffic = tokens * s.heads / t * work.seq_len * work.bytes_per_value * c.square
-    return flops / r.attention + traffic / r.memory
+    slow = 6.0 if s.head_dim % 8 else 1.0  # tensor cores need rows of 16 bytes; other head widths fall back to ordinary units
+    return flops * slow / r.attention + traffic / r.memory
 
 
 def _elementwise_bytes(s: Shape, work: Work, tokens: float, t: int, layout: Degrees, c: Constants) -> float:

@@ -28,7 +28,8 @@ class Work:
     kernel: str = "auto"
     """Attention kernel: auto, flash (version 2), flash1, flash3, cudnn, te, efficient, math."""
     loss: str = "chunked"
-    """plain: whole logits in fp32. compiled: plain with one fused pass. chunked, fused: never the whole logits."""
+    """plain: whole logits in fp32. compiled: plain with one fused pass. inplace: the gradient overwrites 16-bit logits.
+    chunked, fused: never the whole logits."""
     loss_chunk: int = 4096
     optimizer: str = "adamw"
     moments: str = "fp32"

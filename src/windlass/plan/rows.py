@@ -85,8 +85,10 @@ def understand(row: Mapping[str, str]) -> Case | Refusal:
     data = gpus // per_replica if gpus >= per_replica else 1
     micro, accumulation = _batch(row, data, seq_len, assumed)
     work = _work(row, seq_len, micro, accumulation, assumed)
-    layout = _layout(row, work, data, degrees)
     per_node = whole(row, "gpus_per_node") or 8
+    layout = _layout(row, work, data, degrees)
+    if layout.shard == "hybrid":
+        layout = replace(layout, shard_size=_group(shape, layout, device, per_node))
     return Case(
         shape, work, layout, device, links_of(device, row.get("interconnect") or "", per_node), per_node, tuple(assumed)
     )
@@ -189,12 +191,19 @@ def _work(row: Mapping[str, str], seq_len: int, micro: int, accumulation: int, a
         # PyTorch's own attention has been fused since 2.0, so "no flash" means a stored square only in older engines.
         flash=kernel != "math" or sharded,
         kernel=kernel,
-        loss="compiled" if compiled else "plain",
+        loss=_loss(compiled, flash_text, sharded),
         optimizer="sgd" if "sgd" in optimizer else "adamw",
         moments="int8" if "8-bit" in optimizer else "fp32",
         gradients=gradients,
         engine="torch" if sharded else "megatron" if megatron else "deepspeed",
     )
+
+
+def _loss(compiled: bool, flash_text: str, sharded: bool) -> str:
+    """The flash-attn package brings a cross-entropy that overwrites the logits; PyTorch engines that name it use both."""
+    if sharded and not compiled and flash_text in ("y", "yes", "fa1", "fa2", "flash-attn 2"):
+        return "inplace"
+    return "compiled" if compiled else "plain"
 
 
 def _kernel(text: str) -> str:
@@ -223,6 +232,15 @@ def _layout(row: Mapping[str, str], work: Work, data: int, degrees: dict[str, in
         # Sequence parallelism came to Megatron together with the kernels that made attention's square vanish (2022).
         sequence_parallel=work.kernel != "math",
     )
+
+
+def _group(shape: Shape, layout: Degrees, device: Device, per_node: int) -> int:
+    """Devices that share one copy, where a row says only "hybrid": a node's, or the next doubling that leaves half the memory free."""
+    states = 16.0 * count(shape).stored / (layout.tensor * layout.pipeline)
+    size = max(1, per_node // layout.tensor)
+    while size < layout.data and states / size > 0.5 * device.memory:
+        size *= 2
+    return min(size, layout.data)
 
 
 @cache

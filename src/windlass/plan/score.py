@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
 def read_rows(path: Path | str) -> list[dict[str, str]]:
     """The rows of a table of runs; says which needed columns are missing."""
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             names = [n for n in reader.fieldnames or [] if n]
             rows = [{k: (v or "") for k, v in row.items() if isinstance(k, str)} for row in reader]
@@ -131,7 +131,10 @@ def _refused(reason: str, shared: dict[str, Any]) -> Prediction:
 
 
 def fits(held: MemoryEstimate, case: Case) -> bool:
+    """Does the layout run? Where the row does not say how it recomputes, it does if any recompute policy makes it run."""
     usable = case.device.usable_memory or case.device.memory * 0.985
+    if held.needed > usable and any(a.startswith("activation_ckpt") for a in case.assumed):
+        held = memory(case.shape, replace(case.work, recompute="full"), case.layout, case.devices_per_node)
     return held.needed <= usable
 
 
@@ -188,7 +191,7 @@ def score_file(path: Path | str, constants: Constants | None = None) -> Score:
 
 def write_rows(score: Score, path: Path | str) -> None:
     lines = score.rows()
-    with open(path, "w", newline="") as file:
+    with Path(path).open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(lines[0]) if lines else ["id"])
         writer.writeheader()
         writer.writerows(lines)
