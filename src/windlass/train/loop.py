@@ -132,8 +132,8 @@ def run(
         raise known from error
 
 
-def build(recipe: Recipe, run_folder: Run, where: Place, hooks: list[Hook], say: Say) -> Job:
-    """Everything before the first step, in order."""
+def build(recipe: Recipe, run_folder: Run, where: Place, hooks: list[Hook], say: Say, *, announced: bool = True) -> Job:
+    """Everything before the first step, in order. Without `announced` nothing is written to the run folder."""
     recipe = recipe if recipe.layout is not None else recipe.model_copy(update={"layout": LayoutConfig()})
     torch.manual_seed(recipe.seed)
     if recipe.train.deterministic:
@@ -167,7 +167,8 @@ def build(recipe: Recipe, run_folder: Run, where: Place, hooks: list[Hook], say:
     restored = resume(job)
     # hooks
     job.hooks = [job.recorder, *hooks]
-    announce(job, restored)
+    if announced:
+        announce(job, restored)
     return job
 
 

@@ -205,6 +205,7 @@ def _shard(module: Model, recipe: Recipe, world: World) -> None:
         if isinstance(part, FSDPModule):
             # The loss is divided by the tokens of the whole batch, so gradients are summed, not averaged.
             part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Nothing here waits for the device: clipping, the decision to skip and the number
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +42,15 @@ class Stepper:
         self.replication = [replication(p, world) for _, p in parts.named_parameters()]
         if parts.shadow and geometry.micro_batches > 1:
             optimizer.accumulate_in_fp32()
+        self.beat: Callable[[str], None] = lambda phase: None
+        """Told at each phase, so that the watchdog can say how far this rank came."""
 
     def step(self, tokens: Tensor, documents: Tensor | None, lr: float) -> StepResult:
         """One optimizer step on this rank's sequences (n, seq_len + 1)."""
         forward = self.gradients(tokens, documents)
+        self.beat("reduce")
         values = self._reduce()
+        self.beat("update")
         norm = values[1]
         clip = self.recipe.optim.clip
         scale = torch.clamp(clip / (norm + 1e-6), max=1.0) if clip else torch.ones_like(norm)
@@ -65,21 +70,29 @@ class Stepper:
         for index in range(count):
             part = slice(index * self.geometry.micro_batch, (index + 1) * self.geometry.micro_batch)
             set_sync(module, self.sync, index == count - 1)
+            self.beat("forward")
             watch.start()
             out = module(inputs[part], targets[part], None if numbers is None else numbers[part])
             watch.stop()
             self._sums.append(out.detach())
+            self.beat("backward")
             (out[0] * self.scale).backward()
         return watch
 
     def _pipeline(self, inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> Any:
         self.schedule.step(*self._first(inputs), **self._extra(targets, numbers), return_outputs=False)
+        self._forget_trial()
         return None
+
+    def _forget_trial(self) -> None:
+        """Before its first batch a schedule runs a stage once to learn its shapes; that loss is not of the batch."""
+        del self._sums[: -self.geometry.micro_batches]
 
     def pipeline_sums(self, inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> Tensor:
         """Loss sums of a batch without gradients; zero on ranks that do not hold the last stage."""
         self._sums.clear()
         self.schedule.eval(*self._first(inputs), **self._extra(targets, numbers), return_outputs=False)
+        self._forget_trial()
         return torch.stack(self._sums).sum(0) if self._sums else torch.zeros(2, device=self.world.device)
 
     def _first(self, inputs: Tensor) -> tuple[Tensor, ...]:

@@ -1,0 +1,144 @@
+"""Does every layout train the same model? Losses and gradient norms of ten steps against a single process, in fp32."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from windlass.clusters.scheduler import Place
+from windlass.config import Recipe
+from windlass.data.stream import open_stream
+from windlass.runs.folder import Run
+from windlass.train import loop
+
+STEPS = 10
+TOLERANCE = 3e-6
+"""Relative, on losses and norms over ten steps; rounding of sums in another order gives up to about 1e-6."""
+
+
+def make_recipe(
+    optimizer: str = "adamw", family: str = "llama", accumulate: int = 1, micro_batch: int = 1, **layout: Any
+) -> Recipe:
+    shape = {"layers": 4, "width": 64, "ffn": 96, "heads": 4, "vocab": 250}
+    if family == "llama":
+        shape["kv_heads"] = 2
+    else:
+        shape |= {"value_width": 96, "chunk": 8}
+    lr = {"adamw": 1e-2, "sgd": 0.3}[optimizer]
+    return Recipe.model_validate({
+        "name": "parity", "model": {"family": family, **shape},
+        "data": {"seq_len": 32, "batch_tokens": 16 * 32},
+        "optim": {"name": optimizer, "lr": lr, "warmup": 512, "clip": 1.0},
+        "train": {"steps": STEPS, "precision": "fp32", "loss_chunk": 48, **layout.pop("train", {})},
+        "layout": {"micro_batch": micro_batch, **layout}, "energy": {"enabled": False}, "save": {"at_end": False, "every": 10**6},
+    })  # fmt: skip
+
+
+def train_here(recipe: Recipe) -> list[tuple[float, float]]:
+    """Ten steps on this rank of whatever world there is: (loss, gradient norm) of each."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    where = Place(rank, world, rank, world, 0, 1, None, None, "test")
+    job = loop.build(
+        recipe, Run(__import__("pathlib").Path("/nonexistent")), where, [], lambda text: None, announced=False
+    )
+    out = []
+    batches = loop.open_batches(job)
+    for _ in range(STEPS):
+        tokens, documents = next(batches)
+        result = job.stepper.step(tokens, documents, 1e-2 if recipe.optim.name == "adamw" else 0.3)
+        loop.advance(job)
+        loss, norm, reason, _ = result.values.tolist()
+        assert reason == 0
+        out.append((loss, norm))
+    batches.close()
+    return out
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    """The single process, once per optimizer and family."""
+    known: dict[Any, Any] = {}
+
+    def get(optimizer: str, family: str = "llama") -> list[tuple[float, float]]:
+        if (optimizer, family) not in known:
+            torch.set_num_threads(1)
+            known[optimizer, family] = train_here(make_recipe(optimizer, family, micro_batch=16))
+        return known[optimizer, family]
+
+    return get
+
+
+def compare(seen: list[list[tuple[float, float]]], expected: list[tuple[float, float]]) -> None:
+    for rank, values in enumerate(seen):
+        for step, ((loss, norm), (loss0, norm0)) in enumerate(zip(values, expected, strict=True)):
+            assert loss == pytest.approx(loss0, rel=TOLERANCE), f"loss of step {step} on rank {rank}"
+            assert norm == pytest.approx(norm0, rel=10 * TOLERANCE), f"gradient norm of step {step} on rank {rank}"
+
+
+def grid() -> list[Any]:
+    cases = []
+    for shard in ("none", "zero1", "zero2", "full", "hybrid"):
+        for tensor in (1, 2):
+            for pipeline in (1, 2):
+                for accumulate in (1, 4):
+                    for optimizer in ("sgd", "adamw"):
+                        data = 4 if shard == "hybrid" and tensor * pipeline <= 2 else 2
+                        if pipeline > 1 and accumulate == 1:
+                            accumulate = 2  # a pipeline of two needs at least two micro-batches
+                        layout = {"shard": shard, "tensor": tensor, "pipeline": pipeline}
+                        if shard == "hybrid":
+                            layout["shard_size"] = data // 2
+                        micro = 16 // data // accumulate
+                        cases.append((optimizer, data * tensor * pipeline, micro, layout))
+    return cases
+
+
+QUICK = [
+    ("sgd", 2, 8, {"shard": "none"}),
+    ("sgd", 2, 2, {"shard": "none"}),
+    ("sgd", 2, 2, {"shard": "zero1"}),
+    ("adamw", 2, 8, {"shard": "zero2"}),
+    ("sgd", 2, 2, {"shard": "full"}),
+    ("sgd", 4, 1, {"shard": "hybrid", "shard_size": 2}),
+    ("sgd", 2, 4, {"shard": "none", "tensor": 2}),
+    ("sgd", 2, 4, {"shard": "none", "pipeline": 2}),
+    ("adamw", 4, 2, {"shard": "full", "tensor": 2}),
+    ("sgd", 4, 2, {"shard": "zero1", "pipeline": 2}),
+    ("sgd", 8, 2, {"shard": "full", "tensor": 2, "pipeline": 2}),
+]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("optimizer", "world", "micro", "layout"), QUICK, ids=str)
+def test_quick_grid_matches_one_process(
+    alone: Any, spawn: Any, optimizer: str, world: int, micro: int, layout: dict[str, Any]
+) -> None:
+    compare(spawn(train_here, world, make_recipe(optimizer, micro_batch=micro, **layout)), alone(optimizer))
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+@pytest.mark.parametrize(("optimizer", "world", "micro", "layout"), grid(), ids=str)
+def test_whole_grid_matches_one_process(
+    alone: Any, spawn: Any, optimizer: str, world: int, micro: int, layout: dict[str, Any]
+) -> None:
+    compare(spawn(train_here, world, make_recipe(optimizer, micro_batch=micro, **layout)), alone(optimizer))
+
+
+def test_single_process_does_not_depend_on_accumulation(alone: Any) -> None:
+    compare([train_here(make_recipe("sgd", micro_batch=4))], alone("sgd"))
+
+
+def test_stream_is_the_same_everywhere() -> None:
+    recipe = make_recipe()
+    stream = open_stream(recipe.data, seed=0, vocab=250)
+    from windlass.train.geometry import geometry_of
+
+    whole = geometry_of(recipe, 1).indexes(32, 0)
+    for ranks in (2, 4, 8):
+        parts = [i for rank in range(ranks) for i in geometry_of(recipe, ranks).indexes(32, rank)]
+        assert parts == whole.tolist()
+        assert (stream.sequences(parts) == stream.sequences(whole)).all()
