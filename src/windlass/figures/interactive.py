@@ -38,11 +38,25 @@ def _axes(chart: Chart, layout: dict[str, Any]) -> None:
         layout["xaxis"]["automargin"] = True
     value = layout["xaxis" if chart.horizontal else "yaxis"]
     if chart.log_x:
-        layout["xaxis"]["type"] = "log"
+        layout["xaxis"] |= {"type": "log", **_few_ticks(chart)}
     if chart.log_y:
-        value["type"] = "log"
+        value |= {"type": "log", "dtick": "D2"}
     if chart.from_zero and not chart.log_y:
         value["rangemode"] = "tozero"
+
+
+def _few_ticks(chart: Chart) -> dict[str, Any]:
+    """On a log axis with few values, those values are the ticks: 4, 16, 80 devices say more than powers of ten."""
+    values = sorted({float(x) for s in chart.series for x in s.x if not isinstance(x, str) and x > 0})
+    kept: list[float] = []
+    for value in values:
+        if not kept or value >= 1.3 * kept[-1]:
+            kept.append(value)
+    return (
+        {"tickmode": "array", "tickvals": kept, "ticktext": [f"{v:,.6g}" for v in kept]}
+        if 0 < len(kept) <= 16
+        else {"dtick": 1}
+    )
 
 
 def _trace(series: Series, tint: str, horizontal: bool) -> dict[str, Any]:

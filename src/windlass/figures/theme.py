@@ -55,7 +55,7 @@ def css() -> str:
 @media (prefers-color-scheme: dark) {{ :root {{ {_variables(DARK)} }} }}
 * {{ box-sizing: border-box; }}
 body {{ margin: 0; background: var(--paper); color: var(--ink); font: 17px/1.5 {FONT}; }}
-main {{ max-width: 1180px; margin: 0 auto; padding: 28px 24px 64px; }}
+main {{ max-width: 1280px; margin: 0 auto; padding: 28px 24px 64px; }}
 h1 {{ font-size: 32px; line-height: 1.2; margin: 0 0 4px; }}
 h2 {{ font-size: 24px; margin: 44px 0 12px; padding-top: 14px; border-top: 1px solid var(--edge); }}
 h3 {{ font-size: 18px; margin: 18px 0 4px; }}
@@ -65,8 +65,8 @@ a {{ color: var(--accent); }}
 .caption {{ font-size: 15px; margin-top: 2px; }}
 footer {{ margin-top: 56px; padding-top: 14px; border-top: 1px solid var(--edge); font-size: 14px; }}
 .warning {{ border-left: 4px solid #e0851b; background: var(--panel); padding: 8px 14px; border-radius: 4px; }}
-.cards {{ display: flex; flex-wrap: wrap; gap: 14px; margin: 14px 0; }}
-.card {{ background: var(--panel); border: 1px solid var(--edge); border-radius: 10px; padding: 12px 18px; min-width: 140px; flex: 1 1 140px; }}
+.cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(175px, 1fr)); gap: 14px; margin: 14px 0; }}
+.card {{ background: var(--panel); border: 1px solid var(--edge); border-radius: 10px; padding: 12px 16px; }}
 .card b {{ display: block; font-size: 26px; line-height: 1.25; font-variant-numeric: tabular-nums; }}
 .card span {{ color: var(--soft); font-size: 15px; }}
 .card i {{ display: block; color: var(--soft); font-size: 13px; font-style: normal; }}
@@ -74,7 +74,9 @@ footer {{ margin-top: 56px; padding-top: 14px; border-top: 1px solid var(--edge)
 table {{ border-collapse: collapse; width: 100%; font-size: 15px; font-variant-numeric: tabular-nums; }}
 th {{ text-align: left; border-bottom: 2px solid var(--edge); padding: 6px 10px; vertical-align: bottom; }}
 td {{ border-bottom: 1px solid var(--edge); padding: 6px 10px; vertical-align: top; }}
-th.n, td.n {{ text-align: right; white-space: nowrap; }}
+th.n, td.n {{ text-align: right; }}
+td.n {{ white-space: nowrap; }}
+td:last-child:not(.n):not(:first-child) {{ min-width: 260px; }}
 tr.strong td {{ font-weight: 650; background: var(--panel); }}
 .chart {{ margin: 16px 0 4px; }}
 .plot {{ width: 100%; }}

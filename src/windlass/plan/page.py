@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from windlass.cost.params import count
-from windlass.figures import Card, Cards, Chart, Item, Mark, Note, Section, Series, Table, bars, line, page
+from windlass.figures import Card, Cards, Chart, Item, Mark, Note, Section, Table, bars, line, page
 from windlass.plan.record import mfu_words
 from windlass.plan.scaling import Point
 from windlass.plan.search import GIB, Plan, Plans
@@ -141,7 +141,7 @@ def _ranking(plans: Plans) -> list[Item]:
     columns = (
         "",
         "layout",
-        "replicas x micro-batches",
+        "replicas x accum",
         "GiB",
         "tokens/s/device",
         "MFU",
@@ -269,4 +269,4 @@ def _facts(task: Task) -> Table:
     return Table(("figure", "value"), rows, right=(1,), caption=f"Sources: windlass clusters {task.cluster.name}")
 
 
-__all__ = ["Series", "carbon", "days_words", "energy_parts", "number", "plan_page", "stacked"]
+__all__ = ["carbon", "days_words", "energy_parts", "number", "plan_page", "stacked"]

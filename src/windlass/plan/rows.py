@@ -213,8 +213,8 @@ def _kernel(text: str) -> str:
         return "te"
     if "3" in text:
         return "flash3"
-    if "1" in text:
-        return "flash1"
+    if "1" in text or text in ("y", "yes"):
+        return "flash1"  # "flash: yes" without a version is how tables of before 2024 speak
     return "flash"
 
 

@@ -13,7 +13,7 @@ from windlass.cost.memory import MemoryEstimate, memory
 from windlass.cost.power import EnergyEstimate, PowerEstimate, allocation_units, energy, node_power
 from windlass.cost.step import StepEstimate, estimate
 from windlass.errors import PlanError
-from windlass.plan.layouts import Choice, batch_problem, enumerate_choices, from_config, problems, work_of
+from windlass.plan.layouts import Choice, batch_problem, enumerate_choices, from_config, nearest, problems, work_of
 from windlass.plan.task import Task, make_task
 
 GIB = 2**30
@@ -176,20 +176,12 @@ def _check_batch(task: Task) -> None:
     """A batch that no layout can divide ends the search with its nearest neighbours."""
     if task.sequences is None:
         return
-    groups = {(c.tensor * c.pipeline * c.context) for c in _one_each(task)}
-    if not groups:
+    if next(iter(enumerate_choices(task)), None) is None:
+        counts = [n for n in range(1, (task.cluster.nodes or 4096) + 1) if task.sequences % (n * task.per_node) == 0]
         raise PlanError(
             batch_problem(task, task.devices, 1),
-            hint=f"set data.batch_tokens to one of these, or choose nodes so that a divisor of {task.devices} devices divides {task.sequences:,} sequences",
+            hint=f"set data.batch_tokens to one of these, or nodes to {nearest(task.nodes, counts)}",
         )
-
-
-def _one_each(task: Task) -> list[Choice]:
-    return [
-        c
-        for c in enumerate_choices(task)
-        if c.micro_batch == 1 and c.recompute in ("none", task.recipe.train.recompute)
-    ]
 
 
 def _given(task: Task, ranked: list[Plan]) -> tuple[list[Plan] | None, list[Rejected]]:
@@ -222,13 +214,10 @@ def _with_reason(p: Plan, best: Plan, rank: int, fitting: int) -> Plan:
     if p is best:
         return replace(p, reason=f"{mine}fastest of {fitting:,} that fit: {_spending(p)}; {room}{tight}")
     slower = p.days / best.days - 1
-    how = (
-        f"{slower:.0%} slower"
-        if slower > 0.005
-        else "as fast"
-        if slower > -0.005
-        else f"{-slower:.0%} faster, but tight"
-    )
+    if slower < -0.005:
+        how = f"{-slower:.0%} faster, but {'tight' if tight else 'with fewer replicas or more mechanisms'}"
+    else:
+        how = f"{slower:.0%} slower" if slower > 0.005 else "as fast"
     return replace(p, reason=f"{mine}{how}: {_difference(p, best)}; {room}{tight}")
 
 
@@ -270,12 +259,26 @@ def nowhere(plans: Plans) -> PlanError:
         key=lambda r: r.memory_gib or 0.0,
         default=plans.rejected[0],
     )
-    factor = (close.memory_gib or 0.0) / (task.limit / GIB)
-    more = math.ceil(task.nodes * factor) if factor else task.nodes + 1
     return PlanError(
         f"{task.recipe.name} fits nowhere on {task.nodes} x {task.per_node} {task.device.name}: the closest layout ({close.choice.words()}) {close.reason}",
-        hint=f'try about {max(more, task.nodes + 1)} nodes, a smaller data.seq_len, or train.recompute = "full"',
+        hint=_where_it_fits(task),
     )
+
+
+def _where_it_fits(task: Task) -> str:
+    """The first doubling of nodes on which something fits, with the layout."""
+    nodes = task.nodes * 2
+    while nodes <= (task.cluster.nodes or 4096):
+        try:
+            found = search(make_task(task.recipe, task.cluster, nodes))
+        except PlanError:  # the batch may not divide over so many
+            found = None
+        if found and found.plans:
+            return (
+                f"it fits on {nodes} nodes ({found.plans[0].choice.words()}); or make data.seq_len or the model smaller"
+            )
+        nodes *= 2
+    return f"no doubling of nodes up to {task.cluster.nodes or 4096} helps: make data.seq_len or the model smaller"
 
 
 def on_devices(cluster: Cluster, devices: int) -> Cluster:

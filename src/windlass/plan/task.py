@@ -15,7 +15,7 @@ from windlass.errors import ConfigError
 VALIDATED_PARAMS = (0.1e9, 410e9)
 VALIDATED_DEVICES = 2304
 VALIDATED_SEQ_LEN = (512, 65_536)
-VALIDATED_DEVICE_KINDS = ("a100-40", "a100-64", "a100-80", "h100-64", "h100-80", "h100-96", "h200")
+VALIDATED_ARCHS = {"sm_80": "A100", "sm_90": "H100 and H200"}
 VALIDATED_PRECISIONS = ("bf16", "bf16_pure", "fp8")
 
 
@@ -123,8 +123,8 @@ def outside_validated(task: Task) -> list[str]:
         found.append(f"{task.devices:,} devices (compared: up to {VALIDATED_DEVICES:,})")
     if not VALIDATED_SEQ_LEN[0] <= task.seq_len <= VALIDATED_SEQ_LEN[1]:
         found.append(f"seq_len {task.seq_len:,} (compared: {VALIDATED_SEQ_LEN[0]:,} to {VALIDATED_SEQ_LEN[1]:,})")
-    if task.device.name not in VALIDATED_DEVICE_KINDS:
-        found.append(f"device {task.device.name} (compared: {', '.join(VALIDATED_DEVICE_KINDS)})")
+    if task.device.arch not in VALIDATED_ARCHS:
+        found.append(f"device {task.device.name} (compared: {', '.join(VALIDATED_ARCHS.values())})")
     if task.recipe.train.precision not in VALIDATED_PRECISIONS:
         found.append(f"precision {task.recipe.train.precision} (compared: {', '.join(VALIDATED_PRECISIONS)})")
     if task.shape.arch == "retnet":
