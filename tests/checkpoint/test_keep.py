@@ -73,8 +73,14 @@ def test_a_forecast_over_quota_says_how_many_would_fit() -> None:
         check_quota(forecast(1000, SaveConfig(quota=3000), steps=10, batch_tokens=1))
     assert "keep at most 2" in caught.value.hint
     with pytest.raises(ConfigError) as none:
-        check_quota(forecast(1000, SaveConfig(), steps=10, batch_tokens=1, free_bytes=1500))
+        check_quota(forecast(1000, SaveConfig(quota=1500), steps=10, batch_tokens=1))
     assert "not even one fits" in none.value.hint
+
+
+def test_free_space_that_is_short_warns() -> None:
+    found = forecast(1000, SaveConfig(), steps=10, batch_tokens=1, free_bytes=1500)
+    assert found.fits is False and found.text.endswith("free space 1.5 KiB: the later saves will fail")
+    check_quota(found)
 
 
 def test_without_a_limit_the_answer_is_unknown() -> None:

@@ -13,7 +13,7 @@ import pytest
 from windlass.clusters.scheduler import end_time
 from windlass.config.save import SaveConfig
 from windlass.train import signals
-from windlass.train.signals import Agreed, StopFlag, lead_seconds
+from windlass.train.signals import Agreed, StopFlag, lead_seconds, listening
 
 
 @pytest.mark.parametrize(
@@ -28,13 +28,26 @@ def test_each_signal_is_a_reason_and_the_handlers_come_back(run, number, reason)
     assert signal.getsignal(number) is before
 
 
+def test_a_signal_before_the_flag_exists_is_not_lost(run) -> None:
+    with listening():
+        os.kill(os.getpid(), signal.SIGTERM)  # while the model is still being built
+        assert StopFlag(run, end_time=lambda: None).agree().stop == "SIGTERM"
+    assert StopFlag(run, end_time=lambda: None).agree().stop is None
+
+
+def test_a_save_agreed_on_during_validation_is_done_after_it(run, monkeypatch) -> None:
+    monkeypatch.setattr(signals, "_LOOK_SECONDS", 0.0)
+    flag = StopFlag(run, end_time=lambda: None)
+    (run.requests / "save").touch()
+    assert flag.agreed_to_stop() is None
+    assert flag.agree() == Agreed(None, True) and flag.agree() == Agreed(None, False)
+
+
 def test_the_second_ctrl_c_stops_at_once_even_inside_a_blocking_call() -> None:
     script = """
-import os, signal, sys, time
-from windlass.runs.folder import Run
-from windlass.train.signals import StopFlag
-from pathlib import Path
-StopFlag(Run(Path(sys.argv[1])), end_time=lambda: None).install()
+import time
+from windlass.train.signals import listening
+context = listening(); context.__enter__()
 print("ready", flush=True)
 for _ in range(200): time.sleep(0.1)
 """

@@ -118,6 +118,7 @@ def forecast(
     limit, name = (config.quota, "save.quota") if config.quota is not None else (free_bytes, "free space")
     text = f"checkpoints: {kept} x {print_bytes(checkpoint_bytes)} kept ({rules(config)}), {print_bytes(peak)} at most while saving"
     text += f"; {name} {print_bytes(limit)}" if limit is not None else "; quota unknown"
+    text += ": the later saves will fail" if limit is not None and peak > limit else ""
     return Forecast(checkpoint_bytes, kept, peak, limit, name, text)
 
 
@@ -129,8 +130,8 @@ def _for_ever(rule: str | int | None, steps: int, batch_tokens: int) -> int:
 
 
 def check_quota(found: Forecast) -> None:
-    """Refuse a run whose checkpoints cannot fit, before it starts."""
-    if found.fits is False:
+    """Refuse a run whose checkpoints cannot fit into its quota, before it starts. Free space may still grow: the text warns."""
+    if found.fits is False and found.limit_name == "save.quota":
         limit = found.limit_bytes or 0
         room = limit // found.checkpoint_bytes - 1 if found.checkpoint_bytes else 0
         raise ConfigError(

@@ -96,6 +96,13 @@ def _refuse(run: Run, folder: Path, problem: str) -> str:
     return f"{reason} (now {where})"
 
 
+def discard_after(run: Run, step: int, reason: str) -> None:
+    """Set aside what is newer than `step`: after a rollback nothing may go on from it. Rank 0 only."""
+    for newer, folder in files.steps_on_disk(run):
+        if newer > step:
+            _refuse(run, folder, reason)
+
+
 def _tidy_temporaries(run: Run, verify: bool) -> None:
     """A save that was killed before its rename is finished when it is whole, else deleted: it was never a checkpoint."""
     files.sweep_removed(run)

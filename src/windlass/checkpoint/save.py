@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import windlass
 from windlass.checkpoint import files, keep, rng
-from windlass.checkpoint.stage import Stager, available_bytes, state_bytes
+from windlass.checkpoint.stage import Stager, available_bytes, state_bytes, state_extent
 from windlass.config.save import SaveConfig
 from windlass.errors import CheckpointError
 from windlass.runs.files import write_json
@@ -99,6 +99,22 @@ class Saver:
         return f"checkpoints: written in the background from a copy of {print_bytes(need)} in host memory"
 
     _blocking_reason: str | None = None
+
+    def forecast(self, state: dict[str, Any], *, steps: int, batch_tokens: int) -> keep.Forecast:
+        """Disk use of the whole run; a run whose save.quota cannot hold it is refused before its first step."""
+        names, mine = state_extent(state)
+        with self._together("forecasting") as said:
+            said["extent"] = (names, mine)
+            if self.rank == 0:
+                said["free"] = shutil.disk_usage(self.run.checkpoints).free + sum(
+                    s.bytes for s in files.list_saved(self.run)
+                )
+        whole = sum(dict(heard["extent"] for heard in self._heard).values())  # pipeline stages add up, copies do not
+        found = keep.forecast(
+            whole, self.config, steps=steps, batch_tokens=batch_tokens, free_bytes=self._heard[0]["free"]
+        )
+        keep.check_quota(found)
+        return found
 
     def save(
         self, step: int, state: dict[str, Any], extra: dict[str, Any], metric: float | None = None, block: bool = False

@@ -7,6 +7,7 @@ longer than the copy itself.
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,13 @@ def state_bytes(state: Any) -> int:
     """Bytes of this rank's part of the state."""
     seen = {id(leaf): _local(leaf) for _, leaf in leaves(state)}
     return sum(_rounded(t.numel() * t.element_size()) for t in seen.values())
+
+
+def state_extent(state: Any) -> tuple[int, int]:
+    """(a hash of the tensors' names, bytes of the whole tensors): equal on ranks that hold parts of the same tensors."""
+    found = list(leaves(state))
+    names = zlib.crc32("\n".join(str(path) for path, _ in found).encode())
+    return names, sum(leaf.numel() * leaf.element_size() for _, leaf in found)
 
 
 def available_bytes() -> int | None:

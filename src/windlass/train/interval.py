@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from windlass.config.save import SaveConfig, interval
 from windlass.units import print_seconds
@@ -62,6 +64,16 @@ def _floor(stall_seconds: float | None, write_seconds: float | None) -> tuple[fl
             f"but no shorter than {print_seconds(by_stall)}, so that training waits at most {STALL_SHARE:.0%} of the time",
         )
     return by_write, f"but no shorter than twice the {print_seconds(write_seconds)} that writing takes"
+
+
+def process_seconds() -> float:
+    """How long this process has lived: imports, waiting for other ranks and restoring are part of the start-up too."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, IndexError, ValueError):
+        return time.process_time()  # no /proc: the CPU time is a lower bound
+    return max(0.0, uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
 
 
 class Interval:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from windlass import models
-from windlass.checkpoint.load import find_latest, load_model_weights, restore
+from windlass.checkpoint.load import discard_after, find_latest, load_model_weights, restore
 from windlass.checkpoint.save import Saver
 from windlass.clusters.load import load_cluster
 from windlass.clusters.scheduler import Place, place
@@ -21,24 +21,25 @@ from windlass.config import LayoutConfig, Recipe, recipe_hash
 from windlass.data.loader import Loader
 from windlass.data.stream import open_stream
 from windlass.energy.meter import Meter
-from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError, WindlassError
+from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, CheckpointError, ConfigError, WindlassError
 from windlass.runs import manifest
 from windlass.runs.folder import Run
 from windlass.train import failure
 from windlass.train.attention import attention_backend
 from windlass.train.geometry import Geometry, geometry_of
 from windlass.train.hooks import Hook, each
-from windlass.train.interval import Interval
+from windlass.train.interval import Interval, process_seconds
 from windlass.train.mesh import World, open_world
 from windlass.train.metrics import Recorder
 from windlass.train.optimizers import Optimizer, build_optimizer
 from windlass.train.parallelize import Parts, parallelize
 from windlass.train.schedule import learning_rate
-from windlass.train.signals import StopFlag
+from windlass.train.signals import StopFlag, listening
 from windlass.train.state import after_restore, training_state
 from windlass.train.step import Stepper
 from windlass.train.supervise import record_error
 from windlass.train.validate import Validator, open_validator
+from windlass.train.watchdog import Heartbeat
 
 Say = Callable[[str], None]
 
@@ -71,6 +72,10 @@ class Job:
     energy_carried: float | None = None
     data_seconds: float = 0.0
     val_loss: float | None = None
+    """Of the newest validation pass, done after `val_step` steps."""
+    val_step: int | None = None
+    best: list[float] = field(default_factory=list)
+    """The lowest validation losses that were saved, at most save.keep_best."""
     rolled_back: bool = False
     began: float = field(default_factory=time.monotonic)
     first_step: int = 0
@@ -83,7 +88,7 @@ class Job:
         """The small values of a checkpoint."""
         return {
             "step": self.step, "tokens": self.tokens, "sequences": self.sequences, "energy_joules": self.energy_total(),
-            "recipe_hash": recipe_hash(self.recipe), "seed": self.recipe.seed, "rolled_back": self.rolled_back,
+            "recipe_hash": recipe_hash(self.recipe), "seed": self.recipe.seed, "rolled_back": self.rolled_back, "best": self.best, "config": self.recipe.model_dump(mode="json"),
             "schedule": {"total_tokens": self.geometry.total_tokens, "name": self.recipe.optim.schedule, "lr": self.recipe.optim.lr},
         }  # fmt: skip
 
@@ -116,11 +121,14 @@ def run(
     where = where or place()
     rank = where.rank
     job: Job | None = None
+    heart = Heartbeat(
+        run_folder, rank, world_size=where.world_size, timeout_seconds=recipe.train.watchdog_seconds
+    ).start()
     try:
-        run_folder.error_file(rank).unlink(missing_ok=True)
-        job = build(recipe, run_folder, where, hooks or [], say or (lambda text: None))
-        with attention_backend(recipe.train.attention, job.world.device), job.stop.installed():
-            return train(job)
+        with listening():  # from the start: a signal while the model is built is not lost
+            job = build(recipe, run_folder, where, [heart, *(hooks or [])], say or (lambda text: None))
+            with attention_backend(recipe.train.attention, job.world.device), job.stop.installed():
+                return train(job)
     except BaseException as error:
         known = failure.explain(error)
         record_error(run_folder, job.world.rank if job else rank, known)
@@ -130,6 +138,8 @@ def run(
         if known is error:
             raise
         raise known from error
+    finally:
+        heart.close()
 
 
 def build(recipe: Recipe, run_folder: Run, where: Place, hooks: list[Hook], say: Say, *, announced: bool = True) -> Job:
@@ -153,6 +163,11 @@ def build(recipe: Recipe, run_folder: Run, where: Place, hooks: list[Hook], say:
     optimizer = build_optimizer(
         parts.named_parameters(), recipe.optim, master=parts.shadow, offload=recipe.layout.offload == "optimizer"
     )
+    if parts.shadow:
+        # The master copy begins with its own fp32 numbers, not with those that bf16 has rounded: as under sharding.
+        for slot in optimizer.slots:
+            parts.modules[0].fill(slot.name, slot.master, recipe.seed)
+        optimizer.refresh()
     stepper = Stepper(parts, optimizer, recipe, world, geometry)
     # stream
     stream = open_stream(recipe.data, seed=recipe.seed, split="train", vocab=model.vocab)
@@ -215,6 +230,7 @@ def go_back(job: Job, found: Any) -> dict[str, Any]:
     after_restore(job.optimizer)
     job.step, job.tokens, job.sequences = extra["step"], extra["tokens"], extra["sequences"]
     job.energy_carried, job.rolled_back = extra.get("energy_joules"), extra.get("rolled_back", False)
+    job.best = list(extra.get("best", []))
     return extra
 
 
@@ -264,6 +280,9 @@ def train(job: Job) -> int:
     gc.disable()
     try:
         job.say(job.saver.prepare(job.state()))
+        job.say(
+            job.saver.forecast(job.state(), steps=job.geometry.steps, batch_tokens=job.geometry.tokens_per_step).text
+        )
         job.interval.began(job.step, job.tokens)
         job.first_step = job.step
         each(job.hooks, "on_start", job)
@@ -297,7 +316,7 @@ def _steps(job: Job) -> str | None:
                 batches = _rollback(job, batches)
             _validate(job)
             agreed = job.stop.agree(save=job.interval.due_by_clock(job.step) or job.saver.retry_due)
-            _save(job, agreed.save or job.interval.due_by_count(job.step, job.tokens))
+            _save(job, _is_best(job) or agreed.save or job.interval.due_by_count(job.step, job.tokens))
             if agreed.stop is not None:
                 return agreed.stop
     finally:
@@ -350,7 +369,10 @@ def _last_validation(job: Job) -> None:
 
 def validate_now(job: Job) -> None:
     begin = time.monotonic()
-    job.val_loss = job.validator.loss()
+    loss = job.validator.loss(job.stop.agreed_to_stop)
+    if loss is None:  # asked to stop on the way: the save comes first
+        return
+    job.val_loss, job.val_step = loss, job.step
     if job.world.is_main:
         job.run.event("evaluated", step=job.step, val_loss=job.val_loss, seconds=time.monotonic() - begin)
     each(job.hooks, "on_eval", job, job.val_loss)
@@ -376,14 +398,27 @@ def _choose_interval(job: Job, **measured: float | None) -> None:
 
 
 def _save_metric(job: Job) -> float | None:
-    return job.val_loss if job.recipe.save.metric == "val_loss" else job.recorder.last_loss
+    """A checkpoint is judged by its own weights: a validation loss of other steps does not count."""
+    if job.recipe.save.metric != "val_loss":
+        return job.recorder.last_loss
+    return job.val_loss if job.val_step == job.step else None
+
+
+def _is_best(job: Job) -> bool:
+    """The weights that were just validated belong to the best: save them now, whatever the interval says."""
+    loss = _save_metric(job) if job.recipe.save.metric == "val_loss" else None
+    count = job.recipe.save.keep_best
+    if loss is None or not count or (len(job.best) >= count and loss >= max(job.best)):
+        return False
+    job.best = sorted([*job.best, loss])[:count]
+    return True
 
 
 def _first_step(job: Job) -> None:
     """Start-up is over: its time decides how often saving is worth it."""
     if job.world.device.type == "cuda":
         torch.cuda.synchronize()
-    seconds = time.monotonic() - job.began
+    seconds = process_seconds()
     if job.world.is_main:
         job.run.event("compiled", seconds=seconds)
     _choose_interval(job, startup_seconds=seconds)
@@ -395,7 +430,15 @@ def _final_save(job: Job, reason: str | None) -> None:
     saved = job.saver.good is not None and job.saver.good.step == job.step
     if saved or job.step == 0 or (reason is None and not job.recipe.save.at_end):
         return
-    job.saver.save(job.step, job.state(), job.extra(), metric=_save_metric(job), block=True)
+    for _ in range(2):
+        outcome = job.saver.save(job.step, job.state(), job.extra(), metric=_save_metric(job), block=True)
+        if outcome is None or outcome.ok:
+            return
+    last = job.saver.good.step if job.saver.good else "none"
+    raise CheckpointError(
+        f"the last save, at step {job.step}, failed twice: {outcome.error}",
+        hint=f"the newest good checkpoint of this start is {last}; make room and `windlass resume {job.run.path}`",
+    )
 
 
 def _rollback(job: Job, batches: Any) -> Any:
@@ -415,6 +458,8 @@ def _rollback(job: Job, batches: Any) -> Any:
     go_back(job, found)
     skipped = (position - job.sequences) * job.geometry.seq_len
     job.sequences, job.rolled_back = position, True
+    if job.world.is_main:  # a crash from here on must not go on from what we turned away from
+        discard_after(job.run, job.step, f"rolled back to step {job.step}: {why}")
     job.recorder.forget()
     if job.world.is_main:
         job.run.event("rollback", step=from_step, to_step=job.step, skipped_tokens=skipped)

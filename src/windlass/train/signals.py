@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 from windlass.clusters import scheduler
 from windlass.config.save import SaveConfig
@@ -30,6 +30,35 @@ REASONS = {
 _CODES = {signal.SIGTERM: SIGTERM, signal.SIGUSR1: SIGUSR1, signal.SIGINT: SIGINT}
 _ASK_AGAIN_SECONDS = 300.0
 _LOOK_SECONDS = 2.0
+
+
+class _Ears:
+    """The first signal that asked this process to stop; heard from the very start, before there is a flag to ask."""
+
+    code = NONE
+    before: ClassVar[dict[signal.Signals, Any]] = {}
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[None]:
+    """Take the signals over for a block. They can only be taken in the main thread; elsewhere they keep their meaning."""
+    if _Ears.before or threading.current_thread() is not threading.main_thread():
+        yield  # an outer block listens already
+        return
+    _Ears.code = NONE
+    _Ears.before = {number: signal.signal(number, _heard) for number in _CODES}
+    try:
+        yield
+    finally:
+        for number, handler in _Ears.before.items():
+            signal.signal(number, handler)
+        _Ears.before, _Ears.code = {}, NONE
+
+
+def _heard(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGINT:  # the second Ctrl-C is the kernel's: it ends the process even inside a collective
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _Ears.code = _Ears.code or _CODES[signal.Signals(number)]
 
 
 @dataclass(frozen=True)
@@ -56,8 +85,7 @@ class StopFlag:
     ) -> None:
         self.run, self.rank, self.world_size = run, rank, world_size
         self._config = config or SaveConfig()
-        self._code, self._save_requested = NONE, False
-        self._before: dict[signal.Signals, Any] = {}
+        self._code, self._save_requested, self._carried = NONE, False, False
         self._ask_end, self._end, self._asked = end_time, None, -1e18
         self._looked = -1e18
         self._save_seconds: float | None = None
@@ -65,21 +93,6 @@ class StopFlag:
         self._group, self._vote, self._work = _vote_group(world_size), None, None
 
     # -- hearing --------------------------------------------------------------------------------------------------------
-
-    def install(self) -> None:
-        """Take the signals over. Signals can only be taken in the main thread; elsewhere they keep their meaning."""
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._heard) for number in _CODES}
-
-    def uninstall(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
-
-    def _heard(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:  # the second Ctrl-C is the kernel's: it ends the process even inside a collective
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-        self._code = self._code or _CODES[signal.Signals(number)]
 
     def request(self, code: int = REQUEST) -> None:
         """Ask for a stop from inside the process."""
@@ -105,6 +118,7 @@ class StopFlag:
 
     def _look(self) -> None:
         """Rank 0 looks at the end time and at request files, every few seconds at most."""
+        self._code = self._code or _Ears.code
         now = time.monotonic()
         if self.rank or self._code or now - self._looked < _LOOK_SECONDS:
             return
@@ -124,19 +138,27 @@ class StopFlag:
     # -- agreeing -------------------------------------------------------------------------------------------------------
 
     def agree(self, save: bool = False) -> Agreed:
-        """Call once per step (or validation batch) on every rank, with this rank's wish to save.
+        """Call once per step on every rank, with this rank's wish to save.
 
         With several ranks the answer is what was wished at the call before, so it is the same on all of them.
         """
         self._look()
         mine = (self._code, int(save or self._save_requested))
-        if self._group is None:
+        agreed = Agreed(REASONS.get(mine[0]), bool(mine[1])) if self._group is None else self._exchange(mine)
+        if agreed.save:
             self._save_requested = False
-            return Agreed(REASONS.get(mine[0]), bool(mine[1]))
+        agreed, self._carried = Agreed(agreed.stop, agreed.save or self._carried), False
+        return agreed
+
+    def agreed_to_stop(self) -> str | None:
+        """The same between steps (in each batch of a validation pass); a save that was agreed on waits for the next `agree`."""
+        agreed = self.agree()
+        self._carried = agreed.save
+        return agreed.stop
+
+    def _exchange(self, mine: tuple[int, int]) -> Agreed:
         before = self._collect()
         self._send(mine)
-        if before.save:
-            self._save_requested = False
         return before
 
     def _send(self, mine: tuple[int, int]) -> None:
@@ -155,18 +177,17 @@ class StopFlag:
         return Agreed(REASONS.get(code), bool(save))
 
     def close(self) -> None:
-        """Read the vote that is still under way, and give the signals back."""
+        """Read the vote that is still under way."""
         with contextlib.suppress(RuntimeError):  # another rank is gone already
             self._collect()
-        self.uninstall()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[StopFlag]:
-        self.install()
-        try:
-            yield self
-        finally:
-            self.close()
+        with listening():
+            try:
+                yield self
+            finally:
+                self.close()
 
 
 def lead_seconds(config: SaveConfig, save_seconds: float | None, step_seconds: float | None) -> float:

@@ -30,6 +30,7 @@ from windlass.runs.folder import Run
 GRACE_SECONDS = 5.0
 """After the first failure the others get this long to write their own records before they are ended."""
 _POLL_SECONDS = 0.05
+_STOPPED = (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGINT)
 HOPELESS = {
     errors.ConfigError.exit_code: "the recipe is at fault",
     errors.PlanError.exit_code: "the layout does not fit",
@@ -216,6 +217,8 @@ def _attempt(
         _kill(current)
     if heard.interrupts > 1:
         return 130, None
+    if heard.stopping and all(code is not None and code in (0, errors.EXIT_RESUMABLE, *_STOPPED) for code in codes):
+        return errors.EXIT_RESUMABLE, None  # ended by the signal itself, before there was anything to save
     if current.first_failure is None:
         return (errors.EXIT_RESUMABLE if errors.EXIT_RESUMABLE in codes else errors.EXIT_DONE), None
     return 0, find_fault(run, current.first_failure, codes, current.began_at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,13 @@ class Validator:
         )
 
     @torch.no_grad()
-    def loss(self) -> float:
-        """Mean cross-entropy over `sequences` sequences; the same on every rank."""
+    def loss(self, stopping: Callable[[], object] = lambda: None) -> float | None:
+        """Mean cross-entropy over `sequences` sequences, the same on every rank; None when all ranks agreed to stop on the way."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for start in range(0, self.sequences, self._width()):
             total += self._batch(start)
+            if stopping():
+                return None
         self.world.sum_(total)
         return float(total) / (self.sequences * self.recipe.data.seq_len)
 

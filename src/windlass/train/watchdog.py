@@ -22,6 +22,7 @@ from windlass.errors import EXIT_HANG
 from windlass.runs.files import read_json, write_json
 from windlass.runs.folder import Run
 from windlass.runs.lock import touch
+from windlass.train.hooks import Hook
 
 WRITE_SECONDS = 5.0
 PATIENT_PHASES = {"start": 3.0, "compile": 3.0, "restore": 3.0, "save": 3.0}
@@ -37,7 +38,7 @@ class Verdict:
     text: str
 
 
-class Heartbeat:
+class Heartbeat(Hook):
     """`beat(step, phase)` costs a few assignments; a thread writes the file and looks whether beats still come."""
 
     def __init__(
@@ -73,6 +74,21 @@ class Heartbeat:
             self._thread.join(timeout=2 * self._every)
         self.beat(self._step, "ended")
         self._write()
+
+    # -- as a hook of the loop: a step's own phases come through `Stepper.beat` -------------------------------------------
+
+    def on_start(self, job: Any) -> None:
+        job.stepper.beat = lambda phase: self.beat(job.step, phase if job.step > job.first_step else "compile")
+        self.beat(job.step, "data")
+
+    def on_step_end(self, job: Any, result: Any) -> None:
+        self.beat(job.step, "data")
+
+    def on_save(self, job: Any) -> None:
+        self.beat(job.step, "save")
+
+    def on_eval(self, job: Any, val_loss: float) -> None:
+        self.beat(job.step, "data")
 
     # -- the thread -----------------------------------------------------------------------------------------------------
 
@@ -157,6 +173,11 @@ def blame(first: Mapping[int, Mapping[str, Any]], second: Mapping[int, Mapping[s
     late = _behind_in_collectives([second[r] for r in range(world_size)])
     if late is not None:
         return late
+    verdict = _behind_in_beats(second, world_size)
+    return verdict if verdict.rank is not None else _outside_collectives(second, world_size) or verdict
+
+
+def _behind_in_beats(second: Mapping[int, Mapping[str, Any]], world_size: int) -> Verdict:
     fewest = min(int(r["beats"]) for r in second.values())
     behind = [r for r in range(world_size) if int(second[r]["beats"]) == fewest]
     if len(behind) == world_size:
@@ -168,6 +189,21 @@ def blame(first: Mapping[int, Mapping[str, Any]], second: Mapping[int, Mapping[s
     return Verdict(
         behind[0],
         f"{_where(second[behind[0]])} did not come to where the others wait (step {others.get('step')}, {others.get('phase')})",
+    )
+
+
+def _outside_collectives(records: Mapping[int, Mapping[str, Any]], world_size: int) -> Verdict | None:
+    """All came equally far: those whose stack is inside torch.distributed wait, and the one elsewhere is waited for."""
+    elsewhere = [
+        r
+        for r in range(world_size)
+        if not any("/torch/distributed/" in line for line in records[r].get("stack") or ["/torch/distributed/"])
+    ]
+    if not elsewhere or len(elsewhere) == world_size:
+        return None
+    last = next((line.strip().splitlines()[0] for line in reversed(records[elsewhere[0]]["stack"])), "unknown")
+    return Verdict(
+        elsewhere[0], f"{_where(records[elsewhere[0]])} is not in the collective that the others wait in, but at {last}"
     )
 
 
