@@ -1,0 +1,123 @@
+"""Writes docs/reference/*.md from the code, so that the reference cannot go stale. Run by `make docs` and checked by a test."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "reference"
+
+
+def recipe_page() -> str:
+    from windlass.config import Recipe
+
+    lines = ["# Recipe keys", "", "A recipe is one TOML file. Every key, its type, its default and what it means; made from the code.", ""]
+    lines += ["Token counts, sizes, durations and energies may be written with units: `450B`, `4Mi`, `94 GiB`, `30m`, `14.2 MWh`.", ""]
+    tables = {"": Recipe, **{name: _table(field.annotation) for name, field in Recipe.model_fields.items() if _table(field.annotation)}}
+    for name, table in tables.items():
+        lines += [f"## `[{name}]`" if name else "## Top level", ""]
+        if name == "layout":
+            lines += ["Leave the table out and the planner fills it, printing its reason.", ""]
+        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        lines += [row for row in _rows(table) if not any(row.startswith(f"| `{t}` ") for t in tables if t and not name)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _rows(table: Any) -> Iterator[str]:
+    for key, field in table.model_fields.items():
+        default = "required" if field.is_required() else f"`{_default(field)}`"
+        meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+        yield f"| `{key}` | {_type(field.annotation)} | {default} | {meaning} |"
+
+
+def _default(field: Any) -> str:
+    value = field.get_default(call_default_factory=True)
+    return "not set" if value is None else str(value).replace("|", "\\|")
+
+
+def _table(annotation: Any) -> Any:
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and hasattr(candidate, "model_fields"):
+            return candidate
+    return None
+
+
+def _type(annotation: Any) -> str:
+    from typing import Literal
+
+    if get_origin(annotation) is Literal:
+        return " or ".join(f"`{value}`" for value in get_args(annotation))
+    inner = [a for a in get_args(annotation) if a is not type(None)]
+    if inner and get_origin(annotation) not in (list, dict):
+        return " or ".join(dict.fromkeys(_type(a) for a in inner if not _is_constraint(a)))
+    if get_origin(annotation) in (list, dict):
+        return f"{get_origin(annotation).__name__} of {', '.join(_type(a) for a in inner)}"
+    return getattr(annotation, "__name__", str(annotation))
+
+
+def _is_constraint(value: Any) -> bool:
+    return not isinstance(value, type) and get_origin(value) is None
+
+
+def vocabulary_page(title: str, what: str, words: dict[str, str]) -> str:
+    rows = [f"| `{key}` | {meaning} |" for key, meaning in words.items()]
+    return "\n".join([f"# {title}", "", what, "", "| name | meaning |", "|---|---|", *rows, ""])
+
+
+def cli_page() -> str:
+    import typer.main
+
+    from windlass.cli import build
+
+    root = typer.main.get_command(build())
+    lines = ["# Commands", "", "Made from the code. Errors end with one message, a hint and a non-zero exit code; `--debug` shows the traceback.", ""]
+    for name, command in sorted(root.commands.items()):
+        lines += _command(f"windlass {name}", command)
+    return "\n".join(lines)
+
+
+def _command(path: str, command: Any) -> list[str]:
+    lines = [f"## `{path}`", "", " ".join((command.help or "").split()), ""]
+    for name, inner in sorted(getattr(command, "commands", {}).items()):
+        lines += _command(f"{path} {name}", inner)
+    rows = [_parameter(p) for p in command.params if p.name not in ("help",)]
+    return lines + (["| argument or option | meaning | default |", "|---|---|---|", *rows, ""] if rows else [])
+
+
+def _parameter(p: Any) -> str:
+    is_option = p.param_type_name == "option"
+    name = ", ".join([*p.opts, *p.secondary_opts]) if is_option else (p.metavar or p.name.upper())
+    value = p.default() if callable(p.default) else p.default
+    shown = "" if value in (None, False, (), []) else f"`{value}`"
+    return f"| `{name}` | {' '.join((getattr(p, 'help', '') or '').split()).replace('|', chr(92) + '|')} | {shown} |"
+
+
+def pages() -> dict[str, str]:
+    from windlass.runs.record import EVENTS, METRICS
+
+    return {
+        "recipe.md": recipe_page(),
+        "cli.md": cli_page(),
+        "metrics.md": vocabulary_page("metrics.jsonl", "One line per logged step. A key that is unknown is null, never 0.", METRICS),
+        "events.md": vocabulary_page("events.jsonl", "The life of a run, one line per event, each with `time` and `event`.", EVENTS),
+    }
+
+
+def main() -> int:
+    """Write the pages; with --check only say whether they are up to date."""
+    DOCS.mkdir(parents=True, exist_ok=True)
+    stale = [name for name, text in pages().items() if not (DOCS / name).is_file() or (DOCS / name).read_text() != text]
+    if "--check" in sys.argv:
+        print(f"stale: {', '.join(stale)}" if stale else "up to date")
+        return 1 if stale else 0
+    for name, text in pages().items():
+        (DOCS / name).write_text(text)
+    print(f"wrote {DOCS} ({len(stale)} changed)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
