@@ -13,6 +13,8 @@ class TrainConfig(Table):
     engine: Literal["native", "deepspeed"] = "native"
     precision: Literal["bf16", "fp32", "fp8", "bf16_pure"] = "bf16"
     """bf16: bf16 compute, fp32 master weights and reduction. bf16_pure: bf16 weights with stochastic rounding."""
+    fp8_scaling: Literal["tensor", "row"] = "tensor"
+    """precision = "fp8": one scale per tensor, or one per row (finer, for the same speed of the products)."""
     steps: PositiveInt | None = None
     """Optimizer steps, instead of data.tokens, for short runs."""
     recompute: Literal["none", "selective", "full", "budget"] = "none"
@@ -20,6 +22,8 @@ class TrainConfig(Table):
     """recompute = "budget": share of activation memory that is kept."""
     compile: bool | None = None
     """torch.compile per block; None: on for GPUs, off on a CPU."""
+    fuse: bool | None = None
+    """Compute queries, keys and values in one product, and gate and up in one; None: on for GPUs without tensor parallelism."""
     attention: Literal["auto", "cudnn", "flash", "flash3", "efficient", "math"] = "auto"
     loss: Literal["auto", "plain", "chunked", "fused"] = "auto"
     """How head and cross-entropy are computed; chunked and fused never hold the whole logits."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from windlass.models import padded_vocab
 from windlass.models.attention import causal_attention
+from windlass.models.linear import Linear, together
 from windlass.models.parts import Model, Norm
 from windlass.models.recompute import Recomputed
 
@@ -38,20 +39,17 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int) -> None:
         super().__init__()
         self.head_dim = head_dim
-        self.wq = nn.Linear(width, heads * head_dim, bias=False)
-        self.wk = nn.Linear(width, kv_heads * head_dim, bias=False)
-        self.wv = nn.Linear(width, kv_heads * head_dim, bias=False)
-        self.wo = nn.Linear(heads * head_dim, width, bias=False)
+        self.wq = Linear(width, heads * head_dim)
+        self.wk = Linear(width, kv_heads * head_dim)
+        self.wv = Linear(width, kv_heads * head_dim)
+        self.wo = Linear(heads * head_dim, width)
         self.core: Callable[..., Tensor] = causal_attention
         """Replaced by `train.parallelize` under context parallelism."""
-        self.fuse_qkv = False
-        """One GEMM instead of three; the three weights are laid side by side on the fly, which is cheap beside the GEMM."""
+        self.fused = False
+        """One product for queries, keys and values; set by `train.parallelize` on GPUs."""
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        if not self.fuse_qkv:
-            return self.wq(x), self.wk(x), self.wv(x)
-        weights = (self.wq.weight, self.wk.weight, self.wv.weight)
-        return F.linear(x, torch.cat(weights)).split([w.shape[0] for w in weights], dim=-1)
+        return together(x, (self.wq, self.wk, self.wv)) if self.fused else (self.wq(x), self.wk(x), self.wv(x))
 
     def forward(self, x: Tensor, rope: Rope, documents: Tensor | None = None) -> Tensor:
         batch, time = x.shape[:2]
@@ -66,14 +64,16 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, width: int, ffn: int, activation: str) -> None:
         super().__init__()
-        self.w1 = nn.Linear(width, ffn, bias=False)
-        self.w2 = nn.Linear(ffn, width, bias=False)
-        self.w3 = nn.Linear(width, ffn, bias=False) if activation == "swiglu" else None
+        self.w1 = Linear(width, ffn)
+        self.w2 = Linear(ffn, width)
+        self.w3 = Linear(width, ffn) if activation == "swiglu" else None
+        self.fused = False
 
     def forward(self, x: Tensor) -> Tensor:
         if self.w3 is None:
             return self.w2(F.gelu(self.w1(x)))
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        gate, up = together(x, (self.w1, self.w3)) if self.fused else (self.w1(x), self.w3(x))
+        return self.w2(F.silu(gate) * up)
 
 
 class Block(Recomputed):

@@ -109,8 +109,12 @@ class Model(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Every parameter from (seed, its name) alone, so that the layout does not matter; then `prepare`."""
         for name, parameter in self.named_parameters():
-            fill_parameter(parameter, f"{seed}/{name}", self.filler(name))
+            self.fill(name, parameter, seed)
         self.prepare(next(self.parameters()).device)
+
+    def fill(self, name: str, tensor: Tensor, seed: int) -> None:
+        """Begin `tensor` as the parameter of that name begins; also used for an fp32 master copy of bf16 weights."""
+        fill_parameter(tensor, f"{seed}/{name}", self.filler(name))
 
     def filler(self, name: str) -> Callable[[Tensor, torch.Generator], None]:
         """How a parameter of that name begins: norms at one, matrices normal, those that end a residual branch smaller."""

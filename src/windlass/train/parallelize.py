@@ -45,7 +45,8 @@ def parallelize(model: Model, recipe: Recipe, world: World) -> Parts:
         if world.axes.context > 1:
             _context(module, world)
         if train.precision == "fp8":
-            _float8(module, world.device)
+            _float8(module, recipe, world)
+        _fuse(module, recipe, world)
         _loss(module, recipe, world, parts.notes)
         if world.axes.tensor > 1:
             _tensor(module, recipe, world)
@@ -125,10 +126,21 @@ def _context(module: Model, world: World) -> None:
     apply_context(module, world)
 
 
-def _float8(module: Model, device: torch.device) -> None:
+def _float8(module: Model, recipe: Recipe, world: World) -> None:
     from windlass.train.float8 import apply_float8
 
-    apply_float8(module, device)
+    if world.axes.tensor > 1:
+        raise ConfigError(
+            'train.precision = "fp8" is not supported with layout.tensor > 1', hint="shard instead, or use bf16"
+        )
+    apply_float8(module, world.device, recipe.train.fp8_scaling)
+
+
+def _fuse(module: Model, recipe: Recipe, world: World) -> None:
+    wanted = recipe.train.fuse if recipe.train.fuse is not None else world.device.type == "cuda"
+    for part in module.modules():
+        if hasattr(part, "fused"):
+            part.fused = wanted and world.axes.tensor == 1
 
 
 def _loss(module: Model, recipe: Recipe, world: World, notes: list[str]) -> None:
