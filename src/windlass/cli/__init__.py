@@ -44,7 +44,9 @@ def main() -> None:
     """Entry point of the `windlass` command: errors become one message, a hint and an exit code."""
     debug = _take_debug_flag()
     try:
-        build()(standalone_mode=False)
+        code = build()(standalone_mode=False)
+        if isinstance(code, int) and code:  # outside standalone mode typer.Exit(75) comes back as a value
+            sys.exit(code)
     except WindlassError as error:
         if debug:
             raise
