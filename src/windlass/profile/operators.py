@@ -254,7 +254,7 @@ def node_costs(trace: Trace, launches: Launches, tree: Tree, mode: Mode) -> Cost
     kernel = trace.kind[rows] == Kind.KERNEL
     tensor = trace.names_where(tb_uses_tensor_cores if mode is Mode.TB else uses_tensor_cores)[rows]
     sums: list[Floats] = [
-        np.bincount(node, weights=work * part, minlength=count).astype(np.float64) for part in (1.0, tensor, kernel)
+        np.bincount(node, weights=work * part, minlength=count).astype(np.float64) for part in (1.0, tensor & kernel, kernel)
     ]
     return Costs(
         length, self_host, _up(sums[0], tree.parent), sums[0], sums[1], sums[2], _eligible(trace, tree, sums[1])
