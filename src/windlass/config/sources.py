@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from windlass.config.base import Bytes, Table, Tokens
-from windlass.config.load import read_toml, validate
+from windlass.config.load import apply_override, parse_override, read_toml, validate
 
 
 class Source(Table):
@@ -79,7 +80,9 @@ class DataFile(Table):
     def _plain_names(cls, value: dict[str, Source]) -> dict[str, Source]:
         for name in value:
             if not name or not all(c.isalnum() or c in "._-" for c in name) or name[0] in ".-":
-                raise ValueError(f"source name {name!r}: use letters, digits, dot, dash and underscore; it becomes a file name")
+                raise ValueError(
+                    f"source name {name!r}: use letters, digits, dot, dash and underscore; it becomes a file name"
+                )
         return value
 
     @field_validator("chunk")
@@ -90,7 +93,9 @@ class DataFile(Table):
         return value
 
 
-def load_data_file(path: Path | str) -> DataFile:
-    """Read and check a data file; one ConfigError lists every problem."""
+def load_data_file(path: Path | str, overrides: Sequence[str] = ()) -> DataFile:
+    """Read, override (`key=value`) and check a data file; one ConfigError lists every problem."""
     raw, _ = read_toml(Path(path))
+    for word in overrides:
+        apply_override(raw, *parse_override(word))
     return validate(DataFile, raw, str(path))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from windlass.config.sources import DataFile, Source
 from windlass.errors import DataError
 from windlass.runs.files import write_whole
 
@@ -105,3 +106,18 @@ def _write(file: Path, name: str, texts: list[tuple[str, str]], language: str, o
     lines = "".join(json.dumps({"id": key, "text": text}, ensure_ascii=False) + "\n" for key, text in texts)
     write_whole(file, lines)
     return Gathered(name, file, len(texts), sum(len(text.encode()) for _, text in texts), language, "PSF-2.0", origin)
+
+
+def data_file(
+    gathered: Mapping[str, Gathered], *, tokenizer: Path | str, output: Path | str, validation: float = 0.02
+) -> DataFile:
+    """The data file that tokenizes a gathered corpus."""
+    sources = {
+        name: Source(
+            paths=[str(one.file)], language=one.language, licence=one.licence, origin=one.origin, consent="licence"
+        )
+        for name, one in gathered.items()
+    }
+    return DataFile(
+        output=str(output), tokenizer=str(tokenizer), validation=validation, policy="lawful", sources=sources
+    )

@@ -1,0 +1,546 @@
+"""How do sources become a token store on all cores, whatever happens? Plan, lock, do what is missing, account for it, finish.
+
+The folder `work/` inside the store holds pieces and journals until the store is complete. Killing the job at any moment loses at most
+the chunks under way; the same command, or another with more workers, goes on from there and ends in the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from windlass.config.sources import DataFile
+from windlass.data import megatron
+from windlass.data.engines import Choice, choose
+from windlass.data.finish import finish, reject_lines
+from windlass.data.inputs import InputFile, Item, find_files, plan_items
+from windlass.data.ledger import refuse_unlawful
+from windlass.data.read import peek
+from windlass.data.schedule import Key, Schedule, make_schedule, missing
+from windlass.data.store import MANIFEST, REJECTS, SourceInfo, hash_json
+from windlass.data.tokenizer import Tokenizer, load_tokenizer
+from windlass.data.work import Job, Worker
+from windlass.errors import EXIT_RESUMABLE, DataError, RunError, WindlassError
+from windlass.runs.files import append_line, read_json, read_lines, write_json, write_whole
+from windlass.runs.lock import holder, locked
+
+_HOPELESS = 1000
+"""Rejects after which a run in which most documents are rejected stops at once: the field name or format is probably wrong."""
+
+
+class StoppedError(WindlassError):
+    """A signal ended the job; nothing is lost and the same command goes on."""
+
+    exit_code = EXIT_RESUMABLE
+
+
+@dataclass
+class Progress:
+    """What a progress bar needs; the numbers count this run, `done_bytes` also what earlier ones did."""
+
+    total_bytes: int = 0
+    done_bytes: int = 0
+    text_bytes: int = 0
+    tokens: int = 0
+    documents: int = 0
+    rejects: int = 0
+    workers: int = 0
+    engine: str = ""
+    phase: str = "tokenizing"
+    started: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class Result:
+    store: Path
+    complete: bool
+    """False: an array task did its share; the store is not joined yet."""
+    chunks_done: int
+    chunks_kept: int
+    """Found done by an earlier run."""
+    engine: str
+    tokens: int
+    documents: int
+    rejects: int
+    seconds: float
+    manifest: dict[str, Any] = field(default_factory=dict)
+
+
+def tokenize(
+    file: DataFile, *, task: tuple[int, int] | None = None, on_progress: Callable[[Progress], None] | None = None
+) -> Result:
+    """Make the store of a data file, or the share of array task (index, count). Safe to call again at any time."""
+    target, work = Path(file.output), Path(file.output) / "work"
+    if file.policy == "lawful":
+        refuse_unlawful([_provenance(name, file) for name in file.sources], "the data file")
+    tokenizer = load_tokenizer(file.tokenizer, eos=file.eos)
+    if file.add_eos and tokenizer.eos is None:
+        raise DataError(
+            f"{tokenizer.path} names no token that ends a document",
+            hint='set eos = "<name of the token>", or add_eos = false',
+        )
+    files = {name: find_files(name, source) for name, source in file.sources.items()}
+    _make_folders(work)
+    with _lock(target, work, task):
+        return _run(file, target, work, tokenizer, files, task, on_progress or (lambda progress: None))
+
+
+def _run(
+    file: DataFile,
+    target: Path,
+    work: Path,
+    tokenizer: Tokenizer,
+    files: dict[str, list[InputFile]],
+    task: tuple[int, int] | None,
+    show: Callable[[Progress], None],
+) -> Result:
+    began = time.monotonic()
+    settings = settings_of(file, tokenizer)
+    items = plan_items(file, files, hash_json(settings))
+    kept = read_json(target / MANIFEST)
+    items, fresh = _what_is_new(items, kept, settings, target, file)
+    if kept is not None and not items:
+        shutil.rmtree(work, ignore_errors=True)
+        return _result(target, kept, began, 0, 0, "", 0)
+    _write_plan(work, settings, items)
+    journal = read_journal(work, items)
+    progress = Progress(total_bytes=sum(item.weight for item in items))
+    progress.done_bytes = sum(
+        _chunk_weight(item, file.chunk) for item in items for (name, _) in journal if name == item.id
+    )
+    schedule = make_schedule(items, {key: bool(line["last"]) for key, line in journal.items()}, file.chunk, task)
+    kept_chunks, engine = len(journal), ""
+    job = Job(file, None, tokenizer.eos if file.add_eos else None, megatron.dtype_for(tokenizer.vocab_size), work)  # type: ignore[arg-type]
+    if schedule.waiting or any(not long.ended for long in schedule.longs):
+        choice = _engine(file, tokenizer, items, work)
+        engine = progress.engine = choice.reason
+        show(progress)
+        job = Job(file, choice.engine, job.eos, job.dtype, work)
+        _log(work, "started", task=task, engine=choice.reason, chunks_kept=kept_chunks)
+        with _stoppable():
+            _work(job, schedule, items, journal, progress, show, task)
+    left = missing(items, {key: bool(line["last"]) for key, line in journal.items()})
+    if task is not None:
+        return Result(
+            target,
+            False,
+            len(journal) - kept_chunks,
+            kept_chunks,
+            engine,
+            progress.tokens,
+            progress.documents,
+            progress.rejects,
+            time.monotonic() - began,
+        )
+    if left:
+        raise DataError(
+            f"{len(left)} files are not done, the first is {left[0]}",
+            hint="this is a fault in windlass; run the same command again",
+        )
+    _refuse_rejects(file, job, items, journal)
+    progress.phase = "joining"
+    show(progress)
+    with _stoppable():
+        manifest = finish(job, items, journal, tokenizer, target, kept if fresh else None)
+    _log(work, "finished", seconds=time.monotonic() - began)
+    shutil.move(work / "history.jsonl", target / "history.jsonl")
+    shutil.rmtree(work, ignore_errors=True)
+    return _result(target, manifest, began, len(journal) - kept_chunks, kept_chunks, engine, progress.rejects)
+
+
+def _result(
+    target: Path, manifest: dict[str, Any], began: float, done: int, kept: int, engine: str, rejects: int
+) -> Result:
+    return Result(
+        target,
+        True,
+        done,
+        kept,
+        engine,
+        manifest["tokens"],
+        manifest["documents"],
+        rejects,
+        time.monotonic() - began,
+        manifest,
+    )
+
+
+def _provenance(name: str, file: DataFile) -> SourceInfo:
+    source = file.sources[name]
+    return SourceInfo(name=name, tokens=0, documents=None, licence=source.licence, origin=source.origin)
+
+
+def settings_of(file: DataFile, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Everything, besides the texts, that decides which bytes are written."""
+    keys = (
+        "add_eos",
+        "special_tokens",
+        "dedup",
+        "utf8",
+        "min_chars",
+        "max_chars",
+        "max_document",
+        "validation",
+        "chunk",
+        "shard_tokens",
+    )
+    return {
+        "tokenizer": tokenizer.hash,
+        "vocab_size": tokenizer.vocab_size,
+        "eos": tokenizer.eos,
+        **{key: getattr(file, key) for key in keys},
+    }
+
+
+def _make_folders(work: Path) -> None:
+    try:
+        for name in ("pieces", "journal", "tokenizer"):
+            (work / name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"the store {work.parent} cannot be written: {error.strerror}",
+            hint="choose another `output` in the data file",
+        ) from None
+
+
+# -- adding to a store ---------------------------------------------------------------------------------------------
+
+
+def _what_is_new(
+    items: list[Item], kept: dict[str, Any] | None, settings: dict[str, Any], target: Path, file: DataFile
+) -> tuple[list[Item], bool]:
+    """(items to do, whether they are added to a finished store). A finished source is never done again or changed."""
+    if kept is None:
+        return items, False
+    differ = [key for key, value in settings.items() if kept["settings"].get(key) != value]
+    if differ:
+        shown = "; ".join(f"{key}: {kept['settings'].get(key)!r} there, {settings[key]!r} here" for key in differ)
+        raise DataError(
+            f"{target} is a finished store made with other settings ({shown})",
+            hint="choose another `output`: tokens of two tokenizers or settings do not mix",
+        )
+    by_source = {name: [item.id for item in items if item.source == name] for name in file.sources}
+    changed = [
+        name
+        for name, ids in by_source.items()
+        if name in kept["sources"] and kept["sources"][name]["items"] != hash_json(sorted(ids))
+    ]
+    if changed:
+        raise DataError(
+            f"the files of {', '.join(changed)} are not those that {target} was made from",
+            hint="put new files into a source of another name, or choose another `output`",
+        )
+    fresh = [item for item in items if item.source not in kept["sources"]]
+    if fresh and file.dedup == "exact":
+        raise DataError(
+            f'sources cannot be added to {target} with dedup = "exact"',
+            hint="the hashes of its documents are gone: make a new store of all sources",
+        )
+    return fresh, bool(fresh)
+
+
+def _write_plan(work: Path, settings: dict[str, Any], items: list[Item]) -> None:
+    by_source: dict[str, list[str]] = {}
+    for item in items:
+        by_source.setdefault(item.source, []).append(item.id)
+    write_json(work / "plan.json", {"settings": settings, "items": by_source})
+
+
+# -- journals ------------------------------------------------------------------------------------------------------
+
+
+def read_journal(work: Path, items: list[Item]) -> dict[Key, dict[str, Any]]:
+    """Every chunk that is done: its line stands in a journal. Lines of changed files or settings are passed over."""
+    known = {item.id for item in items}
+    found: dict[Key, dict[str, Any]] = {}
+    for path in sorted((work / "journal").glob("*.jsonl")):
+        for line in read_lines(path):
+            if line.get("item") in known and "files" in line:
+                found.setdefault((line["item"], line["chunk"]), line)
+    return found
+
+
+def _log(work: Path, event: str, **facts: Any) -> None:
+    append_line(work / "history.jsonl", {"time": time.time(), "event": event, "pid": os.getpid(), **facts})
+
+
+def _chunk_weight(item: Item, chunk: int) -> int:
+    return item.weight // item.chunks if item.chunks else min(chunk, item.weight)
+
+
+# -- locks and signals ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _lock(target: Path, work: Path, task: tuple[int, int] | None) -> Iterator[None]:
+    """One job per store, or many tasks of one array, but not both."""
+    from windlass.clusters.scheduler import job_id
+
+    main = target / ".tokenize.lock"
+    mine = main if task is None else work / f"task-{task[0]:05d}.lock"
+    others = sorted(work.glob("task-*.lock")) if task is None else [main]
+    busy = next((path for path in others if holder(path) is not None), None)
+    if busy is not None:
+        raise _occupied(target, holder(busy) or {})
+    try:
+        with locked(mine, job_id()):
+            yield
+    except RunError as error:
+        if "is being written by another process" not in error.message:
+            raise
+        raise _occupied(target, holder(mine) or {}) from None
+
+
+def _occupied(target: Path, who: dict[str, object]) -> DataError:
+    name = f"host {who.get('host', 'unknown')}, pid {who.get('pid', 'unknown')}" + (
+        f", job {who['job']}" if who.get("job") else ""
+    )
+    return DataError(
+        f"{target} is being written by another tokenize job ({name})",
+        hint="wait for it, stop it, or choose another `output`",
+    )
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM (the queue's time limit) ends the job with a message and the exit code of a job that can be continued."""
+
+    def stop(number: int, frame: object) -> None:
+        raise StoppedError(
+            f"stopped by {signal.Signals(number).name}", hint="run the same command again: it does only what is missing"
+        )
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not the main thread: the caller decides about signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# -- the engine ----------------------------------------------------------------------------------------------------
+
+
+def _engine(file: DataFile, tokenizer: Tokenizer, items: list[Item], work: Path) -> Choice:
+    sample: list[str] = []
+    for name, source in file.sources.items():
+        first = next((item for item in items if item.source == name), None)
+        sample += peek(first, source) if first is not None else []
+    return choose(
+        tokenizer, file.engine, specials=file.special_tokens == "parse", sample=sample[:64], cache=work / "tokenizer"
+    )
+
+
+# -- workers -------------------------------------------------------------------------------------------------------
+
+
+def cores() -> int:
+    """CPU cores that this process may use, which under a scheduler are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _work(
+    job: Job,
+    schedule: Schedule,
+    items: list[Item],
+    journal: dict[Key, dict[str, Any]],
+    progress: Progress,
+    show: Callable[[Progress], None],
+    task: tuple[int, int] | None,
+) -> None:
+    """Fork workers, hand out chunks, collect journal lines. Ends with an error as soon as one worker reports one."""
+    by_id = {item.id: item for item in items}
+    gc.collect()
+    gc.freeze()  # what is loaded now is shared with the workers; the collector would copy it page by page
+    team = _Team(job, by_id, job.file.workers or cores(), task)
+    progress.workers = len(team.members)
+    try:
+        for number, message in team.messages():
+            kind, *rest = message
+            if kind == "ready":
+                found = schedule.next(number)
+                team.send(number, None if found is None else (found[0].id, found[1]))
+            elif kind == "progress":
+                progress.text_bytes, progress.tokens = progress.text_bytes + rest[0], progress.tokens + rest[1]
+                progress.documents, progress.rejects = progress.documents + rest[2], progress.rejects + rest[3]
+                _stop_hopeless(job.file, progress)
+                show(progress)
+            elif kind == "done":
+                line = rest[0]
+                item = by_id[line["item"]]
+                journal[(line["item"], line["chunk"])] = line
+                schedule.finished(item, bool(line["last"]))
+                progress.done_bytes += _chunk_weight(item, job.file.chunk)
+                show(progress)
+            else:
+                raise _failure(rest)
+    finally:
+        team.close()
+        gc.unfreeze()
+
+
+def _failure(rest: list[Any]) -> WindlassError:
+    kind, text, hint = rest
+    if kind == "disk":
+        return DataError(
+            f"the disk refused: {text}",
+            hint="free some space (or quota) and run the same command again: what is done stays done",
+        )
+    return DataError(text, hint=hint)
+
+
+def _stop_hopeless(file: DataFile, progress: Progress) -> None:
+    if progress.rejects > max(_HOPELESS, file.max_rejects) and progress.rejects > progress.documents:
+        raise DataError(
+            f"{progress.rejects:,} of the first {progress.rejects + progress.documents:,} documents were rejected: stopped early",
+            hint="is `field` the name of the text field, and `format` right? The reasons stand in work/pieces/*.rejects",
+        )
+
+
+class _Team:
+    """Forked workers and the pipes to them."""
+
+    def __init__(self, job: Job, items: dict[str, Item], count: int, task: tuple[int, int] | None) -> None:
+        context = multiprocessing.get_context("fork")
+        self.members: list[tuple[Any, Connection]] = []
+        for number in range(count):
+            ours, theirs = context.Pipe()
+            name = f"{'main' if task is None else f'task-{task[0]:05d}'}-{number:03d}"
+            process = context.Process(
+                target=_member, args=(job, items, theirs, [c for _, c in self.members] + [ours], name), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.members.append((process, ours))
+
+    def send(self, number: int, message: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self.members[number][1].send(message)
+
+    def messages(self) -> Iterator[tuple[int, Any]]:
+        """Every message of every worker until all have ended; a worker that dies without a word is an error."""
+        open_ = {connection: number for number, (_, connection) in enumerate(self.members)}
+        while open_:
+            for connection in wait(list(open_)):
+                number = open_[connection]  # type: ignore[index]
+                try:
+                    message = connection.recv()  # type: ignore[union-attr]
+                except (EOFError, ConnectionResetError):
+                    process = self.members[number][0]
+                    process.join(5)
+                    raise DataError(
+                        _died(process.exitcode),
+                        hint="run the same command again: at most the chunks under way are repeated",
+                    ) from None
+                if message[0] == "bye":
+                    del open_[connection]  # type: ignore[arg-type]
+                else:
+                    yield number, message
+
+    def close(self) -> None:
+        for process, connection in self.members:
+            connection.close()
+            if process.is_alive():
+                process.join(0.2)
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def _died(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"a worker was killed by {signal.Signals(-code).name}" + (" (out of memory?)" if code == -9 else "")
+    return f"a worker ended with exit code {code}"
+
+
+def _member(job: Job, items: dict[str, Item], connection: Connection, foreign: list[Connection], name: str) -> None:
+    """A worker's life: ask, do, report, until told to stop or the parent is gone."""
+    _stay_with_parent(job.folder)
+    for other in foreign:  # a pipe that this process holds open would hide the parent's death from another worker
+        other.close()
+    worker = Worker(
+        job, job.folder / "journal" / f"{name}.jsonl", lambda *numbers: connection.send(("progress", *numbers))
+    )
+    try:
+        while True:
+            connection.send(("ready",))
+            if (told := connection.recv()) is None:
+                connection.send(("bye",))
+                return
+            connection.send(("done", worker.do(items[told[0]], told[1])))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        os._exit(1)
+    except OSError as error:
+        connection.send(("error", "disk", f"{error.strerror} ({error.filename or job.folder})", None))
+    except WindlassError as error:
+        connection.send(("error", "data", error.message, error.hint))
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc(file=sys.stderr)
+        connection.send(
+            (
+                "error",
+                "fault",
+                f"{type(error).__name__}: {error}",
+                "this is a fault in windlass; please report it with the traceback above",
+            )
+        )
+
+
+def _stay_with_parent(folder: Path) -> None:
+    """Die with the parent (Linux), leave Ctrl-C to it, and hold no copy of its lock."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    handles = Path("/proc/self/fd")
+    for handle in list(handles.iterdir()) if handles.is_dir() else []:
+        with contextlib.suppress(OSError):
+            if handle.readlink().name.endswith(".lock"):
+                os.close(int(handle.name))
+
+
+# -- rejects -------------------------------------------------------------------------------------------------------
+
+
+def _refuse_rejects(file: DataFile, job: Job, items: list[Item], journal: dict[Key, dict[str, Any]]) -> None:
+    """More rejects than allowed, or a damaged file: say so, keep everything, and let the user decide."""
+    total = sum(line["rejects"] for line in journal.values())
+    damaged = sorted(
+        {(part["file"], part["damage"]) for line in journal.values() for part in line["files"] if part["damage"]}
+    )
+    if total <= file.max_rejects and (not damaged or file.allow_damaged):
+        return
+    listing = Path(file.output) / REJECTS
+    lines = list(reject_lines(job, items, journal))
+    write_whole(listing, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    said = [f"{path}: {reason}" for path, reason in damaged[:10]]
+    said += [f"{line['file']}, line {line['line']}: {line['reason']}" for line in lines[:10]]
+    more = f"\n  and more in {listing}" if len(lines) > 10 else ""
+    what = " and ".join(
+        ([f"{total:,} documents were rejected, {file.max_rejects:,} are allowed"] if total > file.max_rejects else [])
+        + ([f"{len(damaged)} files are damaged"] if damaged and not file.allow_damaged else [])
+    )
+    raise DataError(
+        f"{what}:\n  " + "\n  ".join(said) + more,
+        hint="all other documents are done and kept: repair the files, or set max_rejects"
+        + (" and allow_damaged = true" if damaged else "")
+        + ", and run again",
+    )
