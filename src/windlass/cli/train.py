@@ -55,7 +55,22 @@ def _supervise(run: Run, devices: int, restarts: int) -> int:
 
     with locked(run.lock_file, job_id()):
         command = [sys.executable, "-m", "windlass", *sys.argv[1:]]
-        return run_workers(command, devices, run, restarts, env={**os.environ, "WINDLASS_LOCKED": "1"})
+        code: int = run_workers(command, devices, run, restarts, env={**os.environ, "WINDLASS_LOCKED": "1"})
+    _tell_end(run, code)
+    return code
+
+
+def _tell_end(run: Run, code: int) -> None:
+    """Why the supervisor stopped trying, or how to go on."""
+    from windlass.cli.output import console
+    from windlass.errors import EXIT_DONE, EXIT_RESUMABLE
+
+    if code == EXIT_RESUMABLE:
+        console().print(f"to go on: windlass resume {run.path}", markup=False)
+    elif code != EXIT_DONE:
+        last = next((e for e in reversed(list(run.events())) if e["event"] == "gave_up"), None)
+        if last is not None:
+            console().print(f"gave up: {last['reason']}", markup=False, style="red")
 
 
 def _work(loaded: Loaded, run: Run, where: Any, quiet: bool) -> int:
@@ -70,7 +85,7 @@ def _work(loaded: Loaded, run: Run, where: Any, quiet: bool) -> int:
         from windlass.train.loop import run as train_run
 
         progress = Progress(quiet=quiet or where.rank != 0)
-        return train_run(loaded.recipe, run, where=where, hooks=[progress], say=progress.say)
+        return int(train_run(loaded.recipe, run, where=where, hooks=[progress], say=progress.say))
 
 
 def _wait_for_run(folder: Path, seconds: float = 60.0) -> Run:
