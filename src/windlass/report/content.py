@@ -55,7 +55,7 @@ def sections(summary: RunSummary, columns: Columns) -> list[Section]:
         Section("Training", tuple(curves(summary, columns)), id="training"),
         life(summary),
         energy(summary),
-        *_plan(summary),
+        *plan_sections(summary),
         evaluation(summary),
         saves(summary),
         data_section(summary),
@@ -243,7 +243,7 @@ def _energy_chart(s: RunSummary) -> Chart:
     )  # fmt: skip
 
 
-def _plan(s: RunSummary) -> list[Section]:
+def plan_sections(s: RunSummary) -> list[Section]:
     rows = plan_rows(s.plan_rows)
     return [Section("Plan against measured", (Table(PLAN_COLUMNS, rows, right=(1, 2, 3)),), id="plan")] if rows else []
 

@@ -1,0 +1,193 @@
+"""What may a page ask? Names and numbers in, JSON out; every run by its id, every number within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from windlass.errors import WindlassError
+from windlass.figures import Note, Section
+from windlass.report.card import data_section
+from windlass.report.columns import AXES
+from windlass.report.content import cards, conventions, energy, environment, evaluation, life, saves, what
+from windlass.report.content import plan_sections as plan_of
+from windlass.report.dash.blocks import section_json
+from windlass.report.dash.store import MOST_POINTS, Folder, RunView, known_axis
+from windlass.report.redact import redact
+from windlass.report.words import energy_card, event_text
+from windlass.runs.record import METRICS
+
+Query = Mapping[str, Sequence[str]]
+MOST_RUNS = 30
+SPARK_POINTS = 60
+
+
+class NotFound(Exception):  # noqa: N818 - becomes 404
+    """No such run or page."""
+
+
+def answer(folder: Folder, path: str, query: Query) -> dict[str, Any]:
+    """The JSON of one request below /api/."""
+    if path not in ROUTES:
+        raise NotFound(path)
+    return ROUTES[path](folder, query)
+
+
+def _runs(folder: Folder, query: Query) -> dict[str, Any]:
+    views = folder.views()
+    return {"root": str(folder.root), "runs": [_row(v) for v in views], "axes": AXES, "metrics": METRICS}
+
+
+def _row(view: RunView) -> dict[str, Any]:
+    s = view.summary()
+    used, how = energy_card(s.energy)
+    _, ys = view.series("loss", "step", SPARK_POINTS)
+    return {
+        "id": view.id, "name": s.name, "path": view.name, "status": s.status, "model": s.model, "cluster": s.cluster, "devices": s.world_size,
+        "tokens": s.tokens, "target_tokens": s.target_tokens, "step": s.step, "loss": s.loss, "tokens_per_second": s.tokens_per_second, "mfu": s.mfu,
+        "memory_bytes": s.memory_bytes, "energy": used, "energy_how": how, "joules": s.energy.joules, "basis": s.energy.basis,
+        "goodput": (s.life or {}).get("goodput"), "updated_at": s.updated_at, "started_at": s.started_at, "problem": s.problem, "spark": ys,
+    }  # fmt: skip
+
+
+def _view(folder: Folder, query: Query) -> RunView:
+    view = folder.get(_one(query, "id"))
+    if view is None:
+        raise NotFound("run")
+    return view
+
+
+def _run(folder: Folder, query: Query) -> dict[str, Any]:
+    """All the words and tables of one run; its curves come from `series`."""
+    view = _view(folder, query)
+    s, columns = view.summary(), view.columns()
+    warnings = [Note(f"This folder is not whole: {s.problem}", "warning")] if s.problem else []
+    parts = [Section("", (cards(s), *warnings), id="top"), what(s), life(s), energy(s), *plan_of(s), evaluation(s), saves(s), data_section(s),
+             environment(s), conventions()]  # fmt: skip
+    events = [
+        {"time": e["time"], "event": e["event"], "step": e.get("step"), "text": event_text(e)}
+        for e in s.events
+        if e["event"] in MARKED
+    ][-60:]
+    return {
+        "id": view.id, "name": s.name, "path": view.name, "status": s.status, "updated_at": s.updated_at, "started_at": s.started_at,
+        "metrics": columns.names(), "events": redact(events), "sections": redact([section_json(p) for p in parts]), "lines": len(columns),
+        "first_time": _first_time(view),
+    }  # fmt: skip
+
+
+MARKED = (
+    "started",
+    "resumed",
+    "fault",
+    "hang",
+    "stopped",
+    "signal",
+    "restarted",
+    "rollback",
+    "saved",
+    "finished",
+    "gave_up",
+)
+
+
+def _first_time(view: RunView) -> float | None:
+    times = view.columns().get("time")
+    return float(times[0]) if len(times) and times[0] == times[0] else None
+
+
+def _series(folder: Folder, query: Query) -> dict[str, Any]:
+    ids = list(dict.fromkeys(query.get("id", ())))[:MOST_RUNS]
+    views = [v for i in ids if (v := folder.get(i)) is not None]
+    if not views:
+        raise NotFound("run")
+    keys = _one(query, "keys", "loss").split(",")[:12]
+    x, points = known_axis(_one(query, "x", "step")), _whole(query, "points", 800, 10, MOST_POINTS)
+    version = ".".join(v.version() for v in views)
+    if _one(query, "have", "") == version:
+        return {"version": version, "unchanged": True}
+    made = []
+    for view in views:
+        values = {key: view.series(key, x, points) for key in keys}
+        made.append(
+            {
+                "id": view.id,
+                "name": view.summary().name,
+                "path": view.name,
+                "series": {k: {"x": v[0], "y": v[1]} for k, v in values.items()},
+            }
+        )
+    return {"version": version, "axis": x, "axis_title": AXES[x], "runs": made}
+
+
+def _data(folder: Folder, query: Query) -> dict[str, Any]:
+    parts = []
+    for view in folder.views():
+        section = data_section(view.summary())
+        parts.append({**section_json(section), "title": view.summary().name, "run": view.id})
+    return {"sections": redact(parts)}
+
+
+def _profile(folder: Folder, query: Query) -> dict[str, Any]:
+    from windlass.profile.view import run_sections
+
+    view = _view(folder, query)
+    return {
+        "id": view.id,
+        "name": view.summary().name,
+        "sections": [section_json(s) for s in _profiled(view, run_sections)],
+    }
+
+
+def _profiled(view: RunView, read: Callable[..., list[Section]]) -> list[Section]:
+    try:
+        return read(view.run)
+    except WindlassError as error:
+        return [Section("", (Note(f"{error.message}. {error.hint or ''}"),))]
+
+
+def _sweep(folder: Folder, query: Query) -> dict[str, Any]:
+    from windlass.report.dash.sweep import sweep_sections
+
+    return {
+        "sections": redact(
+            [section_json(s) for s in sweep_sections([v.summary() for v in folder.views()], folder.root)]
+        )
+    }
+
+
+def _plan(folder: Folder, query: Query) -> dict[str, Any]:
+    from windlass.report.dash.planner import ask, question
+
+    try:
+        return ask(question(query))
+    except WindlassError as error:
+        return {"error": error.message, "hint": error.hint}
+
+
+@lru_cache(maxsize=1)
+def _choices() -> dict[str, Any]:
+    from windlass.report.dash.planner import choices
+
+    return choices()
+
+
+def _one(query: Query, name: str, default: str | None = None) -> str:
+    found = query.get(name)
+    if not found:
+        if default is None:
+            raise NotFound(name)
+        return default
+    return found[0]
+
+
+def _whole(query: Query, name: str, default: int, low: int, high: int) -> int:
+    text = _one(query, name, str(default))
+    return max(low, min(high, int(text))) if text.isdigit() and len(text) < 8 else default
+
+
+ROUTES: dict[str, Callable[[Folder, Query], dict[str, Any]]] = {
+    "runs": _runs, "run": _run, "series": _series, "data": _data, "profile": _profile, "sweep": _sweep, "plan": _plan,
+    "plan-choices": lambda folder, query: _choices(),
+}  # fmt: skip
