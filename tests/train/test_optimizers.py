@@ -1,0 +1,142 @@
+"""Do our optimizers move weights as torch's do? And what bf16 keeps of a small update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from windlass.config import OptimConfig
+from windlass.train import optimizers
+from windlass.train.optimizers import build_optimizer, decays, round_stochastically
+
+
+def tiny() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.embed, model.lin, model.norm = nn.Embedding(10, 8), nn.Linear(8, 8, bias=False), nn.RMSNorm(8)
+    return model
+
+
+def gradients(model: nn.Module, step: int) -> None:
+    torch.manual_seed(100 + step)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+
+
+@pytest.mark.parametrize("device_path", [False, True])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_equals_torch(name: str, device_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "_compiled", lambda function: function)
+    ours, theirs = tiny(), tiny()
+    config = OptimConfig(name=name, lr=0.1, weight_decay=0.1, momentum=0.9)
+    mine = build_optimizer(ours.named_parameters(), config)
+    groups = [{"params": [p], "weight_decay": 0.1 if decays(n, p) else 0.0} for n, p in theirs.named_parameters()]
+    other: Any = (
+        torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95))
+        if name == "adamw"
+        else torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    )
+    for step in range(5):
+        gradients(ours, step)
+        gradients(theirs, step)
+        if device_path:
+            with torch.no_grad():
+                mine.count += 1
+                mine._step_device(mine.slots, 0.1, torch.tensor(1.0), torch.tensor(True))
+        else:
+            mine.step(0.1)
+        other.step()
+    for (n, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6), n
+
+
+def test_which_parameters_decay() -> None:
+    found = {n: decays(n, p) for n, p in tiny().named_parameters()}
+    assert found == {"embed.weight": False, "lin.weight": True, "norm.weight": False}
+
+
+def test_clipping_factor_is_part_of_the_step() -> None:
+    a, b = tiny(), tiny()
+    one, two = (build_optimizer(m.named_parameters(), OptimConfig(name="sgd")) for m in (a, b))
+    gradients(a, 0)
+    gradients(b, 0)
+    one.step(0.1, torch.tensor(0.25))
+    for p in b.parameters():
+        p.grad *= 0.25
+    two.step(0.1)
+    assert all(torch.allclose(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("device_path", [False, True])
+def test_a_bad_step_changes_nothing(device_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "_compiled", lambda function: function)
+    model = tiny()
+    mine = build_optimizer(model.named_parameters(), OptimConfig())
+    gradients(model, 0)
+    mine.step(0.1)
+    before = [t.clone() for s in mine.slots for t in (s.weights, *s.moments.values())]
+    gradients(model, 1)
+    model.lin.weight.grad[0, 0] = float("nan")
+    if device_path:
+        with torch.no_grad():
+            mine._step_device(mine.slots, 0.1, torch.tensor(1.0), torch.tensor(False))
+    else:
+        mine.step(0.1, 1.0, torch.tensor(False))
+    after = [t for s in mine.slots for t in (s.weights, *s.moments.values())]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert float(mine.count) == 1
+
+
+def test_master_copy_keeps_what_bf16_loses() -> None:
+    model = tiny().to(torch.bfloat16)
+    mine = build_optimizer(model.named_parameters(), OptimConfig(name="sgd", weight_decay=0), master=True)
+    start = model.lin.weight.detach().clone()
+    for _ in range(100):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        mine.slots[1].moments["momentum"].zero_()
+        mine.step(1e-5)
+    slot = next(s for s in mine.slots if s.name == "lin.weight")
+    assert torch.allclose(slot.master, start.float() - 1e-3, atol=1e-5)
+    assert torch.equal(model.lin.weight, slot.master.to(torch.bfloat16))
+
+
+def test_fp32_sum_of_bf16_gradients() -> None:
+    model = tiny().to(torch.bfloat16)
+    mine = build_optimizer(model.named_parameters(), OptimConfig(), master=True)
+    mine.accumulate_in_fp32()
+    for _ in range(300):  # in bf16 a sum of ones sticks at 256
+        (model.lin.weight.sum()).backward()
+    slot = next(s for s in mine.slots if s.name == "lin.weight")
+    assert torch.equal(slot.gradient(), torch.full((8, 8), 300.0))
+    assert model.lin.weight.grad is None
+    mine.zero_grad()
+    assert float(slot.main_grad.sum()) == 0
+
+
+def test_stochastic_rounding_keeps_the_mean() -> None:
+    torch.manual_seed(0)
+    value = torch.full((200_000,), 1.0 + 2**-10)
+    rounded = round_stochastically(value)
+    assert set(rounded.float().unique().tolist()) == {1.0, 1.0 + 2**-7}
+    assert float(rounded.float().mean()) == pytest.approx(1.0 + 2**-10, abs=5e-5)
+    special = torch.tensor([float("inf"), float("-inf"), 0.0, -2.0])
+    assert torch.equal(round_stochastically(special).float(), special)
+    assert torch.isnan(round_stochastically(torch.tensor([float("nan")]))).all()
+
+
+def test_bf16_moments_follow_fp32_ones() -> None:
+    torch.manual_seed(0)
+    a, b = tiny(), tiny()
+    one = build_optimizer(a.named_parameters(), OptimConfig())
+    two = build_optimizer(b.named_parameters(), OptimConfig(moments="bf16"))
+    assert two.slots[0].moments["exp_avg"].dtype == torch.bfloat16
+    for step in range(20):
+        gradients(a, step)
+        gradients(b, step)
+        one.step(1e-2)
+        two.step(1e-2)
+    assert torch.allclose(a.lin.weight, b.lin.weight, atol=5e-3)
