@@ -1,0 +1,183 @@
+"""What does the first ride consist of? Files and one deliberate fault; the commands it runs are the ones everybody uses."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from windlass.errors import RunError
+from windlass.runs.files import read_json, write_whole
+from windlass.runs.folder import Run
+from windlass.runs.lock import holder
+
+RECIPE = """\
+# Written by `windlass demo`: a four-million-parameter Llama on two CPU processes.
+name    = "demo"
+cluster = "workstation"
+[model]
+layers   = 4
+width    = 256
+ffn      = 704
+heads    = 4
+kv_heads = 2
+vocab    = {vocab}
+tied     = true
+[data]
+store   = "{store}"
+mix     = {{ code = 0.6, docs = 0.4 }}
+seq_len = 256
+batch_tokens = 2048             # 8 sequences: 2 processes x 4
+policy  = "lawful"
+[optim]
+lr      = 3e-3
+warmup  = 20480                 # 10 steps
+[train]
+steps   = {steps}
+precision = "fp32"
+eval_every = {eval_every}
+eval_tokens = 16384
+[layout]
+shard   = "none"
+micro_batch = 4
+[save]
+every   = {save_every}
+keep_last = 2
+keep_best = 1
+"""
+
+DATA = """\
+# Written by `windlass demo`: Python's own library as a corpus.
+output    = "{store}"
+tokenizer = "{tokenizer}"
+validation = 0.03
+policy    = "lawful"
+{sources}"""
+
+SOURCE = """
+[sources.{name}]
+paths    = ["{file}"]
+language = "{language}"
+licence  = "{licence}"
+origin   = "{origin}"
+consent  = "licence"
+"""
+
+
+@dataclass(frozen=True)
+class Story:
+    """Where the demo keeps its files, and how long it trains."""
+
+    folder: Path
+    vocab: int = 4096
+    corpus_bytes: int = 3_000_000
+    steps: int = 140
+    save_every: int = 35
+    kill_after: int = 45
+    """The fault strikes after this step, once a checkpoint is there."""
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "data"
+
+    @property
+    def raw(self) -> Path:
+        return self.data / "raw"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.data / "tokenizer.json"
+
+    @property
+    def data_file(self) -> Path:
+        return self.data / "data.toml"
+
+    @property
+    def recipe_file(self) -> Path:
+        return self.data / "demo.toml"
+
+
+def clear(story: Story) -> None:
+    """Start afresh: an earlier demo goes, anything else stays and is an error."""
+    run = Run(story.folder)
+    if not story.folder.exists():
+        return
+    config = read_json(run.config_file)
+    if holder(run.lock_file) is not None:
+        raise RunError(f"a demo is running in {story.folder}", hint="wait for it, or choose another folder with --run")
+    if config is not None and config.get("name") != "demo":
+        raise RunError(
+            f"{story.folder} holds the run {config.get('name')!r}, not a demo", hint="choose another folder with --run"
+        )
+    if config is None and any(p.name != "data" for p in story.folder.iterdir()):
+        raise RunError(f"{story.folder} holds other files", hint="choose another folder with --run")
+    shutil.rmtree(story.folder)
+
+
+def write_data_file(story: Story, sources: list[dict[str, str]]) -> None:
+    tables = "".join(SOURCE.format(**source) for source in sources)
+    write_whole(story.data_file, DATA.format(store=story.data, tokenizer=story.tokenizer, sources=tables))
+
+
+def write_recipe(story: Story) -> None:
+    text = RECIPE.format(
+        store=story.data, vocab=story.vocab, steps=story.steps, save_every=story.save_every, eval_every=story.save_every
+    )
+    write_whole(story.recipe_file, text)
+
+
+def command(*words: str | Path) -> list[str]:
+    """A windlass command line for a subprocess, with this very interpreter."""
+    return [sys.executable, "-m", "windlass", *map(str, words)]
+
+
+def run_command(words: list[str]) -> int:
+    """Run it in the foreground with its own output; Ctrl-C reaches it as well."""
+    return subprocess.run(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode
+
+
+@dataclass
+class Fault:
+    """Kills one worker of a live run, once, as a node failure would."""
+
+    run: Run
+    rank: int
+    after_step: int
+    told: Callable[[int, int], None]
+    """Called with pid and step after the deed."""
+    done: threading.Event = field(default_factory=threading.Event)
+    struck_at: int | None = None
+
+    def start(self) -> Fault:
+        threading.Thread(target=self._wait_and_strike, daemon=True).start()
+        return self
+
+    def _wait_and_strike(self) -> None:
+        while not self.done.wait(0.2):
+            step = (self.run.last_metric() or {}).get("step", 0)
+            saved = any(p.name.startswith("step-") for p in self.run.checkpoints.glob("step-*"))
+            pid = (read_json(self.run.heartbeat_file(self.rank)) or {}).get("pid")
+            if step >= self.after_step and saved and isinstance(pid, int) and _is_worker(pid):
+                os.kill(pid, signal.SIGKILL)
+                self.struck_at = step
+                self.told(pid, step)
+                return
+
+
+def _is_worker(pid: int) -> bool:
+    """A heartbeat may be old and its pid reused: only a process that runs windlass is ours to kill."""
+    try:
+        return b"windlass" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def seconds_since(start: float) -> float:
+    return time.monotonic() - start
