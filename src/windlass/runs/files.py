@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -48,6 +49,27 @@ def append_line(path: Path, value: Any) -> None:
             raise OSError(28, "no space left for a line", str(path))
     finally:
         os.close(handle)
+
+
+_held: dict[Path, list[Any]] = {}
+"""Lines that a full or read-only disk did not take; they come before the next one that it takes."""
+_HOLD_ON = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+_HOLD_MOST = 100_000
+
+
+def append_patiently(path: Path, value: Any) -> bool:
+    """Append a line, or hold it in memory while the disk takes nothing: a record must not stop what it records."""
+    lines = [*_held.pop(path, []), value]
+    while lines:
+        try:
+            append_line(path, lines[0])
+        except OSError as error:
+            if error.errno not in _HOLD_ON:
+                raise
+            _held[path] = lines[-_HOLD_MOST:]
+            return False
+        lines.pop(0)
+    return True
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from windlass.config import Loaded, Recipe, recipe_hash, validate
 from windlass.errors import RunError
-from windlass.runs.files import append_line, read_json, read_last, read_lines, write_json, write_whole
+from windlass.runs.files import append_patiently, read_json, read_last, read_lines, write_json, write_whole
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,10 @@ class Run:
 
     def event(self, kind: str, /, **fields: Any) -> None:
         """One line of the run's life: `started`, `resumed`, `saved`, `fault`, ... with the time."""
-        append_line(self.events_file, {"time": time.time(), "event": kind, **fields})
+        append_patiently(self.events_file, {"time": time.time(), "event": kind, **fields})
 
     def metric(self, line: dict[str, Any]) -> None:
-        append_line(self.metrics_file, line)
+        append_patiently(self.metrics_file, line)
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
