@@ -25,8 +25,19 @@ class Builder:
         self._ids = itertools.count(1)
         self._correlations = itertools.count(1000)
 
-    def span(self, cat: str, name: str, start: float, end: float, *, pid: Any = HOST, tid: Any = MAIN, **args: Any) -> dict[str, Any]:
-        event = {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": start, "dur": end - start, "args": args}
+    def span(
+        self, cat: str, name: str, start: float, end: float, *, pid: Any = HOST, tid: Any = MAIN, **args: Any
+    ) -> dict[str, Any]:
+        event = {
+            "ph": "X",
+            "cat": cat,
+            "name": name,
+            "pid": pid,
+            "tid": tid,
+            "ts": start,
+            "dur": end - start,
+            "args": args,
+        }
         self.events.append(event)
         return event
 
@@ -36,7 +47,13 @@ class Builder:
         return number
 
     def step(self, number: int, start: float, end: float) -> None:
-        self.span("Operator" if self.old else "user_annotation", f"ProfilerStep#{number}", start, end, **{"External id": next(self._ids)})
+        self.span(
+            "Operator" if self.old else "user_annotation",
+            f"ProfilerStep#{number}",
+            start,
+            end,
+            **{"External id": next(self._ids)},
+        )
 
     def annotation(self, name: str, start: float, end: float, *, tid: Any = MAIN) -> int:
         number = next(self._ids)
@@ -80,13 +97,22 @@ def overlapped(builder: type[Builder]) -> Builder:
     """
     made = builder()
     made.meta["distributedInfo"] = {"backend": "nccl", "rank": 2, "world_size": 4}
-    made.meta["deviceProperties"] = [{"id": 0, "name": "Test GPU", "totalGlobalMem": 1000, "computeMajor": 8, "computeMinor": 0}]
+    made.meta["deviceProperties"] = [
+        {"id": 0, "name": "Test GPU", "totalGlobalMem": 1000, "computeMajor": 8, "computeMinor": 0}
+    ]
     for number, t in ((5, 1000.0), (6, 1100.0)):
         made.step(number, t, t + 100)
         op = made.op("aten::mm", t, t + 30)
         gemm = {"blocks per SM": 0.5, "est. achieved occupancy %": 40}
         made.launch("sm80_xmma_gemm_bf16", t + 2, t + 10, t + 50, external=op, **gemm)
-        made.launch("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", t + 10, t + 40, t + 80, external=999, stream=20)
+        made.launch(
+            "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+            t + 10,
+            t + 40,
+            t + 80,
+            external=999,
+            stream=20,
+        )
         made.launch("Memcpy DtoH (Device -> Pinned)", t + 20, t + 85, t + 90, external=op, kind="gpu_memcpy")
     return made
 
