@@ -128,6 +128,32 @@ def test_whole_grid_matches_one_process(
     compare(spawn(train_here, world, make_recipe(optimizer, micro_batch=micro, **layout)), alone(optimizer))
 
 
+MORE = [
+    ("llama", 2, 8, {"shard": "full", "context": 2}),
+    ("llama", 4, 4, {"shard": "hybrid", "shard_size": 2, "context": 2, "tensor": 2}),
+    ("llama", 2, 2, {"shard": "none", "pipeline": 2, "schedule": "gpipe"}),
+    ("llama", 2, 2, {"shard": "none", "pipeline": 2, "schedule": "interleaved"}),
+    ("llama", 2, 2, {"shard": "none", "pipeline": 2, "schedule": "zbv"}),
+    ("llama", 4, 2, {"shard": "full", "pipeline": 2, "context": 2}),
+    ("llama", 2, 2, {"shard": "full", "offload": "parameters"}),
+    ("llama", 2, 2, {"shard": "zero1", "offload": "optimizer"}),
+    ("llama", 2, 2, {"shard": "full", "sync": "last"}),
+    ("llama", 2, 2, {"shard": "full", "train": {"recompute": "full"}}),
+    ("llama", 2, 2, {"shard": "full", "train": {"recompute": "selective", "loss": "chunked"}}),
+    ("retnet", 2, 4, {"shard": "full"}),
+    ("retnet", 2, 4, {"shard": "none", "tensor": 2}),
+    ("retnet", 4, 2, {"shard": "zero1", "pipeline": 2}),
+]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("family", "world", "micro", "layout"), MORE, ids=str)
+def test_further_layouts_match_one_process(
+    alone: Any, spawn: Any, family: str, world: int, micro: int, layout: dict[str, Any]
+) -> None:
+    compare(spawn(train_here, world, make_recipe("sgd", family, micro_batch=micro, **layout)), alone("sgd", family))
+
+
 def test_single_process_does_not_depend_on_accumulation(alone: Any) -> None:
     compare([train_here(make_recipe("sgd", micro_batch=4))], alone("sgd"))
 
