@@ -119,7 +119,7 @@ def recipe_of(q: Question) -> Recipe:
     data = {
         "tokens": q.tokens,
         "seq_len": q.seq_len,
-        "batch_tokens": max(q.seq_len, q.batch_tokens // q.seq_len * q.seq_len),
+        "batch_tokens": batch_near(q),
     }
     raw = {
         "name": f"what-if-{q.size}",
@@ -132,6 +132,15 @@ def recipe_of(q: Question) -> Recipe:
     recipe = validate(Recipe, raw, "planner page")
     check(recipe)
     return recipe
+
+
+def batch_near(q: Question) -> int:
+    """The batch nearest to the asked one that the devices divide; with more devices than sequences, groups of 2, 4, ... share one."""
+    devices = q.nodes * load_cluster(q.cluster).node.devices
+    while devices * q.seq_len > q.batch_tokens and devices % 2 == 0:
+        devices //= 2
+    unit = devices * q.seq_len
+    return max(1, round(q.batch_tokens / unit)) * unit
 
 
 @lru_cache(maxsize=256)
@@ -175,7 +184,7 @@ def _cards(best: dict[str, Any], words: str, q: Question) -> Cards:
     mwh = best["mwh"]
     return Cards((
         Card(f"{best['days']:,.1f} days", "to train", left or f"{best['node_hours']:,.0f} node-hours"),
-        Card(words, "fastest layout", f"{print_tokens(best['tokens_per_second'])} tokens/s"),
+        Card(words, "fastest layout", f"{print_tokens(best['tokens_per_second'])} tokens/s, batch {print_tokens(best['batch_tokens'])}"),
         Card("unknown" if best["mfu"] is None else f"{100 * best['mfu']:.1f} %", "MFU", str(best["mfu_denominator"])),
         Card(f"{best['memory_gib']:.0f} GiB", "memory", f"of {best['memory_limit_gib']:.0f} GiB"),
         Card("unknown" if mwh is None else f"{mwh * 1000:,.0f} kWh" if mwh < 1 else f"{mwh:,.1f} MWh", "energy", f"PUE {best['pue']:g}"),

@@ -103,7 +103,9 @@ def _pareto(runs: Sequence[RunSummary]) -> Item:
     ]
     if not known:
         return Note("No run has measured energy, so there is no front of speed against energy.")
-    front = [k for k in known if not any((o[1] >= k[1] and o[2] < k[2]) or (o[1] > k[1] and o[2] <= k[2]) for o in known)]
+    front = [
+        k for k in known if not any((o[1] >= k[1] and o[2] < k[2]) or (o[1] > k[1] and o[2] <= k[2]) for o in known)
+    ]
     rest = [k for k in known if k not in front]
     return Chart(
         title="Joules per token against tokens per second", x_title="tokens/s", y_title="J per token",

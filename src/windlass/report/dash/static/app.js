@@ -34,6 +34,11 @@ function every(call, mine) {
   timer = setTimeout(again, EVERY);
 }
 
+const UNITS = { loss: "nats per token", val_loss: "nats per token", tokens_per_second: "tokens/s", tokens_per_second_per_device: "tokens/s", step_seconds: "s", data_seconds: "s", spread_seconds: "s", memory_bytes: "GiB", watts: "W", energy_joules: "J", joules_per_token: "J per token", mfu: "share of peak", hfu: "share of peak", utilization: "share" };
+function scaled(key, values) {
+  return key === "memory_bytes" ? values.map((v) => (v === null ? null : v / 2 ** 30)) : values;
+}
+
 /* -- runs ------------------------------------------------------------------------------------------------------------ */
 
 const picked = new Set();
@@ -55,7 +60,8 @@ async function runsPage(mine) {
   const axes = el("select", { id: "axis", on: { change: () => { compare.x = axes.value; draw(true); } } }, Object.entries(data.axes).map(([k, v]) => el("option", { value: k, selected: k === compare.x }, v)));
   const log = el("input", { type: "checkbox", id: "log", on: { change: () => { compare.log = log.checked; draw(true); } } });
   for (const key of Object.keys(data.metrics)) if (!["step", "time", "tokens"].includes(key)) keys.append(el("option", { value: key, selected: key === compare.key, title: data.metrics[key] }, key));
-  const panel = el("section", { id: "comparison", hidden: true }, el("h2", null, "Compare"), el("div", { class: "bar" }, el("label", null, "show ", keys), el("label", null, "over ", axes), el("label", null, log, "logarithmic"), el("button", { id: "none", on: { click: () => { picked.clear(); fill(); draw(true); } } }, "none")), el("div", { class: "panel" }, box));
+  const about = el("p", { class: "caption" });
+  const panel = el("section", { id: "comparison", hidden: true }, el("h2", null, "Compare"), el("div", { class: "bar" }, el("label", null, "show ", keys), el("label", null, "over ", axes), el("label", null, log, "logarithmic"), el("button", { id: "none", on: { click: () => { picked.clear(); fill(); draw(true); } } }, "none")), el("div", { class: "panel" }, box), about);
   page.replaceChildren(el("h1", null, "Runs"), el("p", { class: "sub" }, data.root), el("div", { class: "bar" }, filter, count), el("div", { class: "wide" }, el("table", { id: "runs" }, el("thead", null, head), body)), el("p", { class: "caption" }, "Tick several runs to see their curves on one axis."), panel);
 
   function fill() {
@@ -81,11 +87,12 @@ async function runsPage(mine) {
     const reply = await ask("series", { id: [...picked], keys: compare.key, x: compare.x, points: 800, have: anew ? "" : have });
     if (reply.unchanged || reply.error || !mine()) return;
     have = reply.version;
-    const shape = layout(compare.key, reply.axis_title, data.metrics[compare.key] || "", 420);
+    const shape = layout(compare.key, reply.axis_title, UNITS[compare.key] || "", 420);
+    about.textContent = data.metrics[compare.key] || "";
     if (compare.log) shape.yaxis.type = "log";
     shape.showlegend = true;
     const names = reply.runs.map((r) => r.name), twice = names.length !== new Set(names).size;
-    plot(box, { data: reply.runs.map((r, i) => curve(twice ? r.path : r.name, r.series[compare.key].x, r.series[compare.key].y, i)), layout: shape });
+    plot(box, { data: reply.runs.map((r, i) => curve(twice ? r.path : r.name, r.series[compare.key].x, scaled(compare.key, r.series[compare.key].y), i)), layout: shape });
   }
   fill();
   await draw(true);
@@ -99,7 +106,7 @@ async function runsPage(mine) {
 
 /* -- one run --------------------------------------------------------------------------------------------------------- */
 
-const CURVES = [["loss", "Loss", "nats per token"], ["tokens_per_second", "Throughput", "tokens/s"], ["mfu", "Model FLOP utilisation", "share of peak"], ["watts", "Power", "W"], ["memory_bytes", "Memory, highest device", "bytes"], ["grad_norm", "Gradient norm", ""]];
+const CURVES = [["loss", "Loss", "nats per token"], ["tokens_per_second", "Throughput", "tokens/s"], ["mfu", "Model FLOP utilisation", "share of peak"], ["watts", "Power", "W"], ["memory_bytes", "Memory, highest device", "GiB"], ["grad_norm", "Gradient norm", ""]];
 const MARKS = { fault: "#c9405a", hang: "#c9405a", gave_up: "#c9405a", resumed: "#1f9e6e", started: "#1f9e6e", restarted: "#1f9e6e", stopped: "#b9761a", signal: "#b9761a", rollback: "#b9761a", saved: "var(--grid)", finished: "#1f9e6e" };
 let runAxis = "step";
 
@@ -146,14 +153,14 @@ async function runPage(id, mine) {
       const shape = layout(name, reply.axis_title, unit, 330);
       if (!["loss", "grad_norm"].includes(key)) shape.yaxis.rangemode = "tozero";
       marks(shape);
-      const traces = [curve(key === "loss" ? "train" : name, found[key].x, found[key].y, 0)];
+      const traces = [curve(key === "loss" ? "train" : name, found[key].x, scaled(key, found[key].y), 0)];
       if (key === "loss" && found.val_loss.y.some((v) => v !== null)) traces.push({ ...curve("validation", found.val_loss.x, found.val_loss.y, 1), mode: "markers", marker: { size: 8, color: PALETTE[1] } });
       shape.showlegend = traces.length > 1;
       plot(box, { data: traces, layout: shape });
     };
     for (const [key, name, unit] of shown) one(boxes.get(key), key, name, unit);
     otherPanel.hidden = !chosen;
-    if (chosen) one(other, chosen, chosen, "");
+    if (chosen) one(other, chosen, chosen, UNITS[chosen] || "");
   }
   text();
   await draw(true);
