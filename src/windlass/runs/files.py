@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import errno
+import fcntl
 import json
 import os
 from collections.abc import Iterator
