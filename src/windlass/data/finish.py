@@ -205,7 +205,7 @@ def _join_part(file: Any, part: Part, dtype: np.dtype[Any]) -> list[Any]:
     keep[part.dropped] = False
     tokens = np.fromfile(part.path, dtype=dtype, count=part.facts["tokens"])[np.repeat(keep, lengths)]
     write_all(file, tokens)
-    return [tokens.nbytes, hashlib.sha256(tokens).hexdigest()]  # type: ignore[arg-type]
+    return [tokens.nbytes, hashlib.sha256(tokens).hexdigest()]
 
 
 def _copy(source: int, target: int, size: int) -> None:

@@ -123,6 +123,6 @@ def pinned(array: Batch) -> Batch:
     if not torch.cuda.is_available():
         return array
     held = torch.empty(array.shape, dtype=torch.int32, pin_memory=True)
-    view = held.numpy()
+    view: Batch = held.numpy()
     view[...] = array
     return view

@@ -1,7 +1,7 @@
 """Which source and which window is sequence number i? Pure arithmetic on sizes and weights: no files, constant memory.
 
 Sources take turns by the divisor method of Webster: after any number of blocks each source has had its exact share to within
-one sequence, and the count of a source never goes back. Inside a block of 4,096 sequences the turns are shuffled.
+a sequence or so, and the count of a source never goes back. Inside a block of 128 sequences the turns are shuffled.
 A source is visited window by window in a permuted order, a new order for each pass.
 """
 
@@ -19,7 +19,7 @@ from windlass.config import DataConfig
 from windlass.data.permute import key_of, mix64, permute
 from windlass.errors import DataError
 
-BLOCK = 4096
+BLOCK = 128
 """Sequences whose sources are shuffled together."""
 FOREVER = 2**62
 """Sequences of the last phase: no run gets there."""
@@ -28,23 +28,22 @@ Floats = npt.NDArray[np.float64]
 
 
 def shares(count: int, weights: Floats) -> Ints:
-    """How many of the first `count` turns each source gets: sums to `count`, each within one of its exact share."""
-    if count <= 0:
-        return np.zeros(len(weights), dtype=np.int64)
-    low, high = 0.0, 2.0 * count + 2.0 * len(weights)
-    while (middle := (low + high) / 2) not in (low, high):
-        if _turns(middle, weights).sum() <= count:
-            low = middle
-        else:
-            high = middle
-    result = _turns(low, weights)
-    # Sources whose next turn comes at the very same moment: the first ones in order get it.
-    tied = np.flatnonzero(_turns(high, weights) > result)[: count - int(result.sum())]
-    result[tied] += 1
-    return result
+    """How many of the first `count` turns each source gets: sums to `count`, each close to its exact share, none ever goes back.
+
+    Source s has its turn number k at the moment (k + 1/2) / weight. Only the moments around `count` are put in order;
+    at equal moments the source that comes first in the list goes first.
+    """
+    spread = len(weights) + 1
+    low = np.maximum(0, _turns(max(0, count - spread), weights) - 1)
+    high = np.where(weights > 0, _turns(count + spread, weights) + 1, 0)
+    near = high - low
+    source = np.repeat(np.arange(len(weights)), near)
+    turn = np.arange(len(source)) - np.repeat(np.cumsum(near) - near, near) + low[source]
+    order = np.lexsort((source, (turn + 0.5) / weights[source]))
+    return low + np.bincount(source[order[: count - int(low.sum())]], minlength=len(weights))
 
 
-def _turns(moment: float, weights: Floats) -> Ints:
+def _turns(moment: int, weights: Floats) -> Ints:
     return np.floor(weights * moment + 0.5).astype(np.int64)
 
 
@@ -83,8 +82,8 @@ class Mixture:
         self.windows = np.asarray(windows, dtype=np.int64)
         self.seed = seed
         self.phases = _phases(phases)
-        # One block's table is about 100 kB; a batch touches one or two blocks, a loader reads ahead a few.
-        self._block = lru_cache(maxsize=32)(self._make_block)
+        # A block's table is 2 kB; a rank that reads a part of each batch comes back to the same blocks for its next part.
+        self._block = lru_cache(maxsize=256)(self._make_block)
 
     def identity(self, indexes: npt.ArrayLike) -> tuple[Ints, Ints, Ints]:
         """(source number, window, pass) of each sequence."""
@@ -123,8 +122,16 @@ class Mixture:
         starts = first + np.array(plan.before) - (np.cumsum(count) - count)
         turns = np.arange(end - begin, dtype=np.int64) + starts[sources]
         noise = mix64(np.arange(end - begin, dtype=np.uint64) ^ np.uint64(key_of(self.seed, 0x6D6978, phase, block)))
-        order = np.argsort(noise, kind="stable")
-        return sources[order], turns[order]
+        shuffled = sources[np.argsort(noise, kind="stable")]
+        # Only whose turn it is is shuffled: a source's own turns stay in order, so a pass ends before the next begins.
+        in_order = np.empty_like(turns)
+        in_order[np.argsort(shuffled, kind="stable")] = turns
+        return shuffled, in_order
+
+    def due(self, sequences: int) -> Ints:
+        """Each source's share of the first `sequences`, leaving aside the shuffle inside the last block."""
+        spans = [(phase, max(0, min(phase.length, sequences - phase.start))) for phase in self.phases]
+        return np.sum([shares(here, np.array(phase.weights)) for phase, here in spans], axis=0, dtype=np.int64)
 
     def drawn(self, sequences: int) -> Ints:
         """How many of the first `sequences` come from each source, exactly."""
@@ -198,7 +205,7 @@ def passes(
     mixture: Mixture, config: DataConfig, tokens: int, seq_len: int, source_tokens: Sequence[int]
 ) -> list[Passes]:
     """How often each source is read when `tokens` are trained on, and how often it may be."""
-    drawn = mixture.drawn(-(-tokens // seq_len))
+    due = mixture.due(-(-tokens // seq_len))
     return [
         Passes(
             name,
@@ -208,7 +215,7 @@ def passes(
             config.epochs.get(name, config.max_epochs),
             1.5 / w if w else 0.0,
         )
-        for name, size, d, w in zip(mixture.names, source_tokens, drawn, mixture.windows, strict=True)
+        for name, size, d, w in zip(mixture.names, source_tokens, due, mixture.windows, strict=True)
     ]
 
 

@@ -440,7 +440,7 @@ class _Team:
             for connection in wait(list(open_)):
                 number = open_[connection]  # type: ignore[index]
                 try:
-                    message = connection.recv()  # type: ignore[union-attr]
+                    message = self.members[number][1].recv()
                 except (EOFError, ConnectionResetError):
                     process = self.members[number][0]
                     process.join(5)
