@@ -8,6 +8,7 @@ from windlass.clusters import load_cluster
 from windlass.config import load_recipe
 from windlass.cost.params import count
 from windlass.cost.shapes import shape_of
+from windlass.plan import plan
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 FILES = sorted(FOLDER.glob("*.toml"))
@@ -35,3 +36,13 @@ def test_recipe_loads_for_a_known_cluster_and_has_its_published_size(path):
 def test_salamandra_counts_exactly_what_its_card_says():
     recipe = load_recipe(FOLDER / "salamandra_7b_marenostrum5.toml").recipe
     assert count(shape_of(recipe.model)).total == 7_768_117_248
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_recipe_is_planned_and_its_own_layout_fits(path):
+    recipe = load_recipe(path).recipe
+    found = plan(recipe, load_cluster(recipe.cluster))
+    best = found.best
+    assert best.fits and best.days > 0 and best.reason
+    assert best.step.mfu is not None and 0.05 < best.step.mfu < 0.85
+    assert recipe.layout is None or any(p.given for p in found.plans)

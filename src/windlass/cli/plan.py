@@ -272,12 +272,13 @@ def _print_score(found: dict[str, Any], path: Path) -> None:
 def _calibrate(folders: list[str], cluster: str | None, as_json: bool) -> None:
     from windlass.cli.output import console, print_json
     from windlass.errors import ConfigError
-    from windlass.plan import calibrate
 
     if not folders:
         raise ConfigError(
             "--calibrate needs at least one run or sweep folder", hint="windlass plan --calibrate runs/my-sweep"
         )
+    from windlass.plan import calibrate
+
     result: Any = calibrate.calibrate([Path(f) for f in folders], cluster=cluster)
     if as_json:
         print_json(result.json())

@@ -134,8 +134,17 @@ def _axes(chart: Chart, axes: Any, categories: list[str]) -> None:
         axes.set_xscale("log")
     if chart.log_y:
         (axes.set_xscale if chart.horizontal else axes.set_yscale)("log")
+        (axes.xaxis if chart.horizontal else axes.yaxis).set_major_formatter(lambda value, _: _short(value))
     elif chart.from_zero:
         (axes.set_xlim if chart.horizontal else axes.set_ylim)(0)
+
+
+def _short(value: float) -> str:
+    """`100B` instead of a power of ten, as the pages write it."""
+    for size, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:g}{name}"
+    return f"{value:g}"
 
 
 def _mark(axis: str, at: float, label: str, horizontal: bool, axes: Any) -> None:

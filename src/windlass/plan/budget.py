@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from windlass.clusters import Cluster, load_device
@@ -183,23 +183,23 @@ def shape_near(size: float, vocab: int = 128_256) -> Shape:
     """A Llama-3-like shape whose parameter count comes nearest: heads of 128, 8 key/value heads, feed-forward 3.5 times the width."""
     if size < 2e9:
         vocab = 32_000
-    found: list[tuple[float, Shape]] = []
-    for layers in (6, 8, 12, 16, 20, 22, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60, 64, 72, 80, 88, 96, 108, 120, 128):
-        for heads in (4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128):
-            width = heads * (64 if heads <= 12 else 128)
-            # Deep and narrow or flat and wide shapes count as far away: published ones have widths of 60 to 160 per layer.
-            odd = max(0.0, abs(width / layers - 110) - 50) / 100
-            kv = 8 if heads % 8 == 0 else 4
-            shape = make_shape(
-                layers=layers,
-                width=width,
-                heads=heads,
-                kv_heads=kv if heads % kv == 0 else heads,
-                ffn=round(3.5 * width / 256) * 256,
-                vocab=vocab,
-            )
-            found.append((abs(count(shape).total / size - 1) + odd, shape))
-    return min(found, key=lambda item: item[0])[1]
+    found = [
+        shape
+        for width in (*range(256, 4096, 256), *range(4096, 16_385, 512))
+        if (shape := _of_width(size, width, vocab))
+    ]
+    # Deep and narrow or flat and wide shapes count as far away: published ones have widths of 60 to 160 per layer.
+    return min(found, key=lambda s: abs(count(s).total / size - 1) + max(0.0, abs(s.width / s.layers - 110) - 50) / 100)
+
+
+def _of_width(size: float, width: int, vocab: int) -> Shape | None:
+    """The number of layers (even, so that pipelines divide it) that brings this width nearest to the size."""
+    heads = width // (64 if width < 2048 else 128)
+    kv = next(k for k in (8, 4, 2, 1) if heads % k == 0)
+    one = make_shape(layers=1, width=width, heads=heads, kv_heads=kv, ffn=round(3.5 * width / 256) * 256, vocab=vocab)
+    per_layer = count(one).per_layer
+    layers = round((size - (count(one).total - per_layer)) / per_layer / 2) * 2
+    return replace(one, layers=layers) if layers >= 4 else None
 
 
 def _watts(b: Budget, device: Device, mfu: float | None) -> float | None:

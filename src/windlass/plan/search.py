@@ -20,6 +20,8 @@ GIB = 2**30
 TIGHT = 0.92
 """Above this share of a device's memory the estimate's own error decides whether a layout runs."""
 KEPT_REJECTIONS = 24
+TIE = 0.03
+"""Layouts whose days differ by less are told apart by simplicity: the estimate is no finer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +160,7 @@ def _cost(p: Plan) -> float:
 
 
 def _ranked(plans: Iterable[Plan]) -> list[Plan]:
-    """Days first, in steps of 1 % from the best (the estimate is no finer); then more data parallelism, less accumulation,
+    """Days first, in steps of 3 % from the best (the estimate is no finer); then more data parallelism, less accumulation,
     fewer mechanisms, less memory."""
     known = list(plans)
     best = min((_cost(p) for p in known), default=1.0) or 1e-9
@@ -166,7 +168,7 @@ def _ranked(plans: Iterable[Plan]) -> list[Plan]:
     def key(p: Plan) -> tuple[float, ...]:
         c = p.choice
         mechanisms = sum(d > 1 for d in (c.tensor, c.pipeline, c.context)) + (c.offload != "none") + (c.shard != "none")
-        steps = int(math.log(max(_cost(p) / best, 1.0)) / 0.01)
+        steps = int(math.log(max(_cost(p) / best, 1.0)) / TIE)
         return (steps, -c.data, c.accumulation, mechanisms + (c.recompute != "none"), p.memory.needed)
 
     return sorted(known, key=key)

@@ -1,0 +1,122 @@
+"""Budgets in days, node-hours, kWh and euros; what fits; prices and powers that are unknown."""
+
+import pytest
+
+from windlass.clusters import load_cluster
+from windlass.cost.params import count
+from windlass.errors import ConfigError
+from windlass.plan.budget import Budget, budget, lasts, shape_near
+from windlass.plan.budget_page import budget_json, budget_page, curves, fit_map
+
+
+def ask(**changes):
+    base = {"cluster": load_cluster("snellius-h100"), "nodes": 22, "mfu": 0.4}
+    return budget(Budget(**{**base, **changes}))
+
+
+def test_node_hours_end_when_they_are_spent():
+    row = ask(node_hours=22 * 24 * 10.0).rows[0]
+    assert row.days == pytest.approx(10) and row.bound_by == "node-hours"
+    assert row.node_hours == pytest.approx(5280)
+    assert row.units == pytest.approx(5280 * 768)  # SBU
+
+
+def test_the_tightest_limit_binds():
+    row = ask(days=30.0, node_hours=22 * 24 * 10.0).rows[0]
+    assert row.days == pytest.approx(10) and row.bound_by == "node-hours"
+
+
+def test_kwh_are_counted_at_the_meter():
+    found = ask(kwh=50_000.0)
+    for row in found.rows:
+        assert row.bound_by == "kWh"
+        assert row.energy.kwh == pytest.approx(50_000)
+
+
+def test_euros_need_a_price():
+    with pytest.raises(ConfigError, match="a budget in euros needs a price") as error:
+        ask(euros=1e6)
+    assert "--euro-per-kwh" in (error.value.hint or "")
+    by_hour = ask(euros=22 * 24 * 10.0 * 12, euro_per_node_hour=12.0).rows[0]
+    assert by_hour.days == pytest.approx(10)
+    by_kwh = ask(euros=10_000.0, euro_per_kwh=0.2).rows[0]
+    assert by_kwh.energy.kwh == pytest.approx(50_000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "a budget needs a limit"),
+        ({"days": 0.0}, "a budget of 0 days buys nothing"),
+        ({"days": 1.0, "nodes": 0}, "0 nodes is not a machine"),
+        ({"days": 1.0, "nodes": 89}, "89 nodes are more than snellius-h100 has"),
+        ({"days": 1.0, "mfu": 1.5}, "an MFU of 1.5 is not possible"),
+    ],
+)
+def test_budgets_that_make_no_sense(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        ask(**changes)
+
+
+def test_no_sizes():
+    with pytest.raises(ConfigError, match="names no model size"):
+        budget(Budget(cluster=load_cluster("snellius-h100"), nodes=1, days=1.0), [])
+
+
+def test_unknown_power_is_said_not_zero(monkeypatch):
+    from windlass.clusters import load_device
+
+    device = load_device("h100-94").model_copy(update={"tdp_watts": None})
+    b = Budget(cluster=load_cluster("snellius-h100"), nodes=1, kwh=100.0, mfu=0.4)
+    assert lasts(b, device, 0.4) == (None, "kWh, but the device's power is unknown")
+
+
+def test_full_recompute_counts_8n():
+    plain, again = ask(days=10.0).rows[0], ask(days=10.0, flops_per_parameter=8.0).rows[0]
+    assert again.tokens == pytest.approx(plain.tokens * 6 / 8)
+
+
+def test_planned_rates_fall_with_size_and_a_model_that_does_not_fit_says_so():
+    found = budget(Budget(cluster=load_cluster("snellius-a100"), nodes=1, days=30.0), [1e9, 7e9, 400e9])
+    small, middle, huge = found.rows
+    assert small.tokens > middle.tokens > 0
+    assert 0.1 < middle.mfu < 0.8
+    assert huge.tokens is None and "fits nowhere" in huge.layout
+    assert any("400B fits nowhere" in text for text in found.warnings)
+    assert budget_json(found)["sizes"][2]["tokens"] is None
+
+
+def test_pairs_fit_up_to_the_budget():
+    found = ask(days=34.0)
+    for pair in found.pairs:
+        assert pair.fits == (pair.days <= 34.0)
+    assert any(p.fits for p in found.pairs) and any(not p.fits for p in found.pairs)
+
+
+@pytest.mark.parametrize("size", [0.3e9, 1e9, 2e9, 7e9, 13e9, 30e9, 70e9, 140e9])
+def test_shapes_come_near_their_size(size):
+    shape = shape_near(size)
+    assert count(shape).total == pytest.approx(size, rel=0.06)
+    assert 40 <= shape.width / shape.layers <= 190
+
+
+def test_json_has_the_curve_data_laws_and_caveats():
+    value = budget_json(ask(days=34.0, unique_tokens=450e9))
+    assert value["devices"] == 88 and len(value["sizes"]) == 6
+    row = value["sizes"][0]
+    assert row["loss"]["low"] < row["loss"]["Besiroglu 2024"] < row["loss"]["high"]
+    assert row["loss"]["effective_tokens"] < row["tokens"]
+    assert value["caveats"] and len(value["laws"]) == 2
+    assert value["lowest_expected_loss"] in [r["parameters"] for r in value["sizes"]]
+
+
+def test_picture_page_and_map(tmp_path):
+    found = ask(days=120.0)
+    chart = curves(found, 450e9)
+    assert [s.name for s in chart.series] == ["1B", "2B", "7B", "13B", "30B", "70B"]
+    assert chart.series[4].y[-1] == pytest.approx(2.005e12, rel=1e-3)
+    assert chart.marks[0].at == 450e9
+    heat = fit_map(found)
+    assert heat.values[5][-1] is None and heat.labels[5][-1].startswith("(")
+    html = budget_page(found, 450e9)
+    assert "What fits" in html and "Besiroglu" in html and "MassiveText" in html

@@ -1,0 +1,142 @@
+"""The commands as a user types them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from windlass.cli import main
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+EIGHT = RECIPES / "gptnl_8b_snellius.toml"
+
+
+@pytest.fixture
+def windlass(monkeypatch, capsys):
+    """Run a command in this process, through the same entry point as the shell."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["windlass", *map(str, words)])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
+
+    return run
+
+
+def test_table_with_reasons_and_conventions(windlass):
+    done = windlass("plan", EIGHT, "--top", "3")
+    assert done.returncode == 0, done.stderr
+    for word in (
+        "tokens/s/device",
+        "MFU",
+        "CO2e",
+        "fastest of",
+        "MFU counts 6N",
+        "989 TFLOP/s dense bf16 peak of h100-94",
+        "SBUs",
+        "node-hours",
+        "PUE 1.19",
+    ):
+        assert word in done.stdout
+
+
+def test_json_and_overrides_and_nodes(windlass):
+    done = windlass("plan", EIGHT, "data.tokens=100B", "--nodes", "10", "--json")
+    value = json.loads(done.stdout)
+    assert value["nodes"] == 10 and value["plans"][0]["days"] > 0
+    again = json.loads(windlass("plan", EIGHT, "data.tokens=200B", "--nodes", "10", "--json").stdout)
+    assert again["plans"][0]["days"] == pytest.approx(2 * value["plans"][0]["days"])
+
+
+def test_another_cluster(windlass):
+    value = json.loads(
+        windlass("plan", RECIPES / "viking_7b_lumi.toml", "--cluster", "leonardo-booster", "--json").stdout
+    )
+    assert value["cluster"] == "leonardo-booster" and value["device"] == "a100-64"
+
+
+def test_why_in_words_and_json(windlass):
+    done = windlass("plan", EIGHT, "--why", "shard=full,micro_batch=8")
+    assert done.returncode == 0 and "does not fit" in done.stdout and "memory per device, GiB" in done.stdout
+    value = json.loads(windlass("plan", EIGHT, "--why", "tensor=3", "--json").stdout)
+    assert value["why"]["verdict"] == "illegal"
+
+
+def test_html(windlass, tmp_path):
+    done = windlass("plan", EIGHT, "--html", tmp_path / "plan.html")
+    assert done.returncode == 0 and "page:" in done.stdout
+    assert "What fills the memory" in (tmp_path / "plan.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["plan"], 2, "which recipe?"),
+        (["plan", EIGHT, "--nodes", "0"], 2, "0 nodes"),
+        (["plan", EIGHT, "--cluster", "snelius"], 2, "unknown cluster 'snelius'"),
+        (["plan", EIGHT, "data.batch_tokens=4Mi"], 3, "nearest legal: 3,932,160 or 4,587,520"),
+        (["plan", EIGHT, "layout.tensor=3"], 2, "layout.tensor (3) does not divide model.heads (32)"),
+        (["plan", EIGHT, "--why", "shards=full"], 2, "unknown key 'shards'"),
+        (["plan", RECIPES / "study_140b_lumi.toml", "--nodes", "1"], 3, "fits nowhere"),
+        (["plan", EIGHT, "--rows-out", "x.csv"], 2, "--rows-out needs --score"),
+        (["plan", "--score", "/nonexistent.csv"], 2, "cannot read"),
+        (["plan", "--calibrate"], 2, "at least one run or sweep"),
+        (["budget", "--cluster", "snellius-h100"], 2, "a budget needs a limit"),
+        (["budget", "--cluster", "snellius-h100", "--days", "3", "--devices", "90"], 2, "90 devices are not whole nodes of 4"),
+        (["budget", "--cluster", "snellius-h100", "--days", "3", "--sizes", "7X"], 2, "unknown unit 'X'"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_message_without_traceback(windlass, words, code, message):
+    done = windlass(*words)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr and "hint:" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_no_fit_with_json_prints_the_rejected_and_fails(windlass):
+    done = windlass("plan", RECIPES / "study_140b_lumi.toml", "--nodes", "1", "--json")
+    assert done.returncode == 3
+    value = json.loads(done.stdout)
+    assert value["plans"] == [] and value["rejected"]
+
+
+def test_budget_table_json_picture_and_page(windlass, tmp_path):
+    words = [
+        "budget",
+        "--cluster",
+        "snellius-h100",
+        "--days",
+        "34",
+        "--devices",
+        "88",
+        "--mfu",
+        "0.317",
+        "--tokens",
+        "450B",
+    ]
+    done = windlass(*words, "--png", tmp_path / "b.png", "--html", tmp_path / "b.html")
+    assert done.returncode == 0, done.stderr
+    assert "30B 34.0 days" in done.stdout and "expected loss" in done.stdout and "extrapolat" in done.stdout
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG") and "What fits" in (tmp_path / "b.html").read_text()
+    value = json.loads(windlass(*words, "--json").stdout)
+    assert value["devices"] == 88 and value["pairs"][0]["fits"] in (True, False)
+
+
+def test_plan_and_budget_never_load_torch():
+    code = (
+        "import sys, runpy; sys.argv = ['windlass', *sys.argv[1:]]\n"
+        "try: runpy.run_module('windlass', run_name='__main__')\nexcept SystemExit as e: assert not e.code, e.code\n"
+        "assert not {'torch', 'matplotlib', 'plotly'} & set(sys.modules)"
+    )
+    for words in (["plan", EIGHT], ["budget", "--cluster", "lumi-g", "--days", "3", "--nodes", "8", "--mfu", "0.4"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr

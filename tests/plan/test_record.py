@@ -1,0 +1,47 @@
+"""The JSON contract of `windlass plan --json` and of plan.json."""
+
+import json
+
+from windlass.plan import plan, plan_record, plans_json, why
+from windlass.plan.record import why_json
+
+CONTRACT = {
+    "layout", "fits", "memory_gib", "memory_terms_gib", "tokens_per_second_per_device", "step_seconds", "mfu", "mfu_convention", "days", "mwh", "tco2e", "reason",
+}  # fmt: skip
+
+
+def test_plans_json_keeps_the_contract(recipe_of, cluster_of):
+    recipe = recipe_of("gptnl_8b_snellius")
+    value = json.loads(json.dumps(plans_json(plan(recipe, cluster_of(recipe.cluster), top=3))))
+    assert {"plans", "rejected", "search_seconds"} <= set(value)
+    assert len(value["plans"]) == 3
+    for row in value["plans"]:
+        assert set(row) >= CONTRACT
+        assert row["fits"] is True and row["memory_gib"] <= row["memory_limit_gib"]
+        assert abs(sum(row["memory_terms_gib"].values()) - row["memory_gib"]) < 1e-6
+        assert "989 TFLOP/s" in row["mfu_denominator"] and row["mfu_convention"].startswith("6N")
+        assert row["layout"]["shard"] in ("none", "zero1", "zero2", "full", "hybrid")
+    for row in value["rejected"]:
+        assert row["layout"] and row["reason"]
+
+
+def test_unknown_is_null(recipe_of, cluster_of):
+    recipe = recipe_of("tiny_cpu")
+    row = plans_json(plan(recipe, cluster_of("workstation")))["plans"][0]
+    assert row["tco2e"] is None and row["euros"] is None  # no grid is known for "this machine"
+
+
+def test_plan_record_prefers_the_recipes_layout(recipe_of, cluster_of):
+    recipe = recipe_of("italia_9b_leonardo")
+    record = json.loads(json.dumps(plan_record(plan(recipe, cluster_of(recipe.cluster)))))
+    assert record["plan"]["given"] is True and record["plan"]["layout"]["shard"] == "hybrid"
+    assert record["version"] == 1 and 0 < len(record["alternatives"]) <= 10
+    assert record["devices"] == 256
+
+
+def test_why_json(recipe_of, cluster_of):
+    recipe = recipe_of("gptnl_8b_snellius")
+    found = plan(recipe, cluster_of(recipe.cluster))
+    value = json.loads(json.dumps(why_json(why(found, "shard=full,micro_batch=8"), found.task)))
+    assert value["verdict"] == "does not fit" and value["plan"]["fits"] is False and value["best"]["fits"] is True
+    assert json.loads(json.dumps(why_json(why(found, "tensor=3"), found.task)))["plan"] is None

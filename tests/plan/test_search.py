@@ -1,0 +1,198 @@
+"""The ranking: days first, more replicas before more accumulation, the recipe's own layout marked, refusals in words."""
+
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from windlass.errors import ConfigError, PlanError
+from windlass.plan import fill_layout, fill_recipe, plan
+from windlass.plan.search import TIGHT, _ranked, evaluate, nowhere, on_devices, search
+from windlass.plan.task import make_task
+
+
+def test_best_first_within_the_estimates_fineness(recipe_of, cluster_of):
+    recipe = recipe_of("gptnl_8b_snellius")
+    plans = plan(recipe, cluster_of(recipe.cluster)).plans
+    costs = [p.days * (1.05 if p.share > TIGHT else 1) for p in plans]
+    assert all(later >= earlier * 0.96 for earlier, later in pairwise(costs))
+    assert costs[0] <= min(costs) * 1.031
+    assert all(p.fits for p in plans)
+    assert len({p.choice.family for p in plans}) == len(plans)
+
+
+def test_more_data_parallel_is_preferred_over_more_accumulation(small, cluster_of):
+    # Two layouts of equal days: 8 replicas with 4 micro-batches each, or 4 replicas with 8. The first is ranked first.
+    wide = plan(small(), cluster_of("snellius-h100")).best
+    wide = replace(wide, choice=replace(wide.choice, data=8, accumulation=4))
+    deep = replace(wide, choice=replace(wide.choice, data=4, accumulation=8))
+    slower = replace(wide, days=wide.days * 1.2)
+    assert _ranked([slower, deep, wide]) == [wide, deep, slower]
+
+
+def test_the_ranking_shows_what_fewer_replicas_cost(small, cluster_of):
+    recipe = small()
+    ranked = plan(recipe, cluster_of("snellius-h100")).plans
+    best = ranked[0]
+    assert best.choice.data == max(p.choice.data for p in ranked) == 8
+    fewer = [p for p in ranked if p.choice.data < 8 and p.choice.accumulation > best.choice.accumulation]
+    assert fewer and all("replicas instead of 8" in p.reason and "micro-batches in a row" in p.reason for p in fewer)
+    for p in ranked:  # global batch = micro-batch x accumulation x data-parallel
+        assert p.choice.micro_batch * p.choice.accumulation * p.choice.data * 2048 == recipe.data.batch_tokens
+
+
+def test_memory_terms_sum_to_what_is_compared(recipe_of, cluster_of):
+    recipe = recipe_of("italia_9b_leonardo")
+    for p in plan(recipe, cluster_of(recipe.cluster)).plans:
+        assert sum(p.memory_terms.values()) == pytest.approx(p.memory.needed, rel=1e-9)
+        assert sum(p.step.terms.values()) == pytest.approx(p.step.seconds, rel=1e-9)
+        assert p.days * 86_400 == pytest.approx(p.tokens / p.batch_tokens * p.step.seconds)
+        assert p.node_hours == pytest.approx(p.days * 24 * 64)
+
+
+def test_the_recipes_layout_is_marked_even_when_it_is_not_among_the_top(recipe_of, cluster_of):
+    recipe = recipe_of("italia_9b_leonardo")
+    plans = plan(recipe, cluster_of(recipe.cluster), top=1).plans
+    given = [p for p in plans if p.given]
+    assert len(given) == 1
+    assert given[0].layout.shard == "hybrid" and given[0].layout.shard_size == 4
+    assert "the recipe's layout" in given[0].reason
+
+
+def test_a_layout_of_the_recipe_that_does_not_fit_is_rejected_with_its_numbers(recipe_of, cluster_of):
+    recipe = recipe_of("italia_9b_leonardo", "train.recompute=none", "layout.micro_batch=4")
+    first = plan(recipe, cluster_of(recipe.cluster)).rejected[0]
+    assert first.given and "of 63.4 GiB" in first.reason and "activations" in first.reason
+
+
+def test_an_illegal_layout_of_the_recipe_is_rejected_with_the_rule(small, cluster_of):
+    first = plan(small(layout={"pipeline": 5}), cluster_of("snellius-h100")).rejected[0]
+    assert first.given and "layout.pipeline (5) does not divide model.layers (12)" in first.reason
+
+
+def test_zero_nodes_and_too_many(small, cluster_of):
+    with pytest.raises(ConfigError, match="0 nodes is not a machine") as error:
+        plan(small(), cluster_of("snellius-h100"), nodes=0)
+    assert "1" in (error.value.hint or "")
+    with pytest.raises(ConfigError, match=r"89 nodes are more than snellius-h100 has \(88\)"):
+        plan(small(), cluster_of("snellius-h100"), nodes=89)
+
+
+def test_batch_that_no_layout_divides(recipe_of, cluster_of):
+    recipe = recipe_of("gptnl_8b_snellius", "data.batch_tokens=4Mi")
+    with pytest.raises(
+        PlanError, match="is not a multiple of 655,360 = micro_batch 1 x seq_len 8,192 x 80 replicas"
+    ) as error:
+        plan(recipe, cluster_of(recipe.cluster))
+    assert "3,932,160 or 4,587,520" in error.value.message
+    assert "nodes to 16 or 32" in (error.value.hint or "")
+
+
+def test_a_model_that_fits_nowhere_says_where_it_would(recipe_of, cluster_of):
+    recipe = recipe_of("study_140b_lumi")
+    found = plan(recipe, cluster_of("lumi-g"), nodes=1)
+    assert found.plans == ()
+    error = nowhere(found)
+    assert "fits nowhere on 1 x 8 mi250x-gcd" in error.message and "of 63.9 GiB" in error.message
+    assert "it fits on" in (error.hint or "")
+    with pytest.raises(PlanError):
+        _ = found.best
+
+
+def test_unknown_device(small, cluster_of):
+    cluster = cluster_of("snellius-h100").model_copy(update={"device": "h1000"})
+    with pytest.raises(ConfigError, match="unknown device 'h1000'") as error:
+        plan(small(), cluster)
+    assert "h100" in (error.value.hint or "")
+
+
+def test_cluster_without_a_network_figure(small, cluster_of):
+    known = cluster_of("snellius-h100")
+    blind = known.model_copy(update={"links": known.links.model_copy(update={"inter_gbs_per_node": None})})
+    with pytest.raises(
+        ConfigError, match=r"links\.inter_gbs_per_node is unknown, so 2 nodes cannot be planned"
+    ) as error:
+        plan(small(), blind)
+    assert "1 node" in (error.value.hint or "")
+    assert plan(small(), blind, nodes=1).plans  # inside a node it is not needed
+
+
+def test_outside_the_validated_range_is_said(recipe_of, cluster_of):
+    inside = plan(recipe_of("italia_9b_leonardo"), cluster_of("leonardo-booster"))
+    assert not any("validated range" in text for text in inside.task.warnings)
+    outside = plan(recipe_of("retnet_300m_lumi"), cluster_of("lumi-g"))
+    text = next(text for text in outside.task.warnings if "outside the validated range" in text)
+    assert "mi250x-gcd" in text and "RetNet" in text
+
+
+def test_energy_overrides_of_the_recipe_count(recipe_of, cluster_of):
+    recipe = recipe_of("gptnl_8b_snellius", "energy.pue=2.0", "energy.grid_g_per_kwh=100")
+    best = plan(recipe, cluster_of("snellius-h100")).best
+    assert best.energy.kwh == pytest.approx(2 * best.energy.it_kwh)
+    assert best.energy.tco2e == pytest.approx(best.energy.kwh * 100 / 1e6)
+
+
+def test_steps_instead_of_tokens(small, cluster_of):
+    recipe = small(data={"tokens": None}, train={"steps": 100})
+    best = plan(recipe, cluster_of("snellius-h100")).best
+    assert best.tokens == 100 * best.batch_tokens == 100 * 128 * 2048
+
+
+def test_without_a_batch_one_micro_batch_per_replica_is_taken(small, cluster_of):
+    best = plan(small(data={"batch_tokens": None}), cluster_of("snellius-h100")).best
+    assert best.choice.accumulation == 1
+    assert best.batch_tokens == best.choice.micro_batch * best.choice.data * 2048
+
+
+def test_fill_layout_keeps_the_recipes_recompute(recipe_of, cluster_of):
+    recipe = recipe_of("gptnl_8b_snellius")
+    layout, reason = fill_layout(recipe, cluster_of(recipe.cluster))
+    task = make_task(recipe, cluster_of(recipe.cluster))
+    filled = recipe.model_copy(update={"layout": layout})
+    assert search(make_task(filled, task.cluster)).plans, "the filled layout can be planned"
+    assert "fits in" in reason and layout.shard in reason
+
+
+def test_fill_layout_says_which_recompute_would_do(recipe_of, cluster_of):
+    recipe = recipe_of("llama_70b_jupiter", "train.engine=deepspeed", "nodes=32")
+    with pytest.raises(PlanError, match="no layout fits with train") as error:
+        fill_layout(recipe, cluster_of(recipe.cluster))
+    assert "set train.recompute = 'full'" in (error.value.hint or "") or "selective" in (error.value.hint or "")
+
+
+def test_fill_recipe_sets_layout_and_recompute(recipe_of, cluster_of):
+    recipe = recipe_of("llama_70b_jupiter", "train.engine=deepspeed", "nodes=32")
+    filled, _ = fill_recipe(recipe, cluster_of(recipe.cluster))
+    assert filled.layout is not None and filled.train.recompute in ("selective", "full")
+    kept, _ = fill_recipe(recipe_of("llama_70b_jupiter", "train.recompute=full"), cluster_of(recipe.cluster))
+    assert kept.train.recompute == "full"
+
+
+def test_part_of_a_node(small, cluster_of):
+    recipe = small(nodes=1)
+    plans = plan(recipe, on_devices(cluster_of("snellius-h100"), 2))
+    assert plans.task.devices == 2 and plans.best.choice.data * plans.best.choice.tensor == 2
+
+
+def test_offload_is_tried_only_when_nothing_else_fits(recipe_of, cluster_of):
+    recipe = recipe_of("study_140b_lumi")
+    enough = plan(recipe, cluster_of("lumi-g"))
+    assert all(p.choice.offload == "none" for p in enough.plans)
+    few = plan(recipe, cluster_of("lumi-g"), nodes=4)
+    assert few.plans and all(p.choice.offload == "optimizer" for p in few.plans)
+
+
+def test_a_full_search_for_1024_devices_takes_under_two_seconds_of_cpu(recipe_of, cluster_of):
+    for name in ("study_140b_lumi", "llama_70b_jupiter", "poro_34b_lumi"):
+        recipe = recipe_of(name)
+        began = time.process_time()
+        found = plan(recipe, cluster_of(recipe.cluster))
+        assert found.task.devices == 1024
+        assert time.process_time() - began < 2.0
+        assert found.search_seconds < 2.0
+
+
+def test_evaluate_agrees_with_the_search(small, cluster_of):
+    found = plan(small(), cluster_of("snellius-h100"))
+    assert evaluate(found.task, found.best.choice).days == pytest.approx(found.best.days)
