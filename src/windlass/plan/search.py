@@ -217,10 +217,19 @@ def _with_reason(p: Plan, best: Plan, rank: int, fitting: int) -> Plan:
         return replace(p, reason=f"{mine}fastest of {fitting:,} that fit: {_spending(p)}; {room}{tight}")
     slower = p.days / best.days - 1
     if slower < -0.005:
-        how = f"{-slower:.0%} faster, but {'tight' if tight else 'with fewer replicas or more mechanisms'}"
+        how = f"{-slower:.0%} faster by the estimate, but {'tight' if tight else _tie(p.choice, best.choice)}"
     else:
         how = f"{slower:.0%} slower" if slower > 0.005 else "as fast"
     return replace(p, reason=f"{mine}{how}: {_difference(p, best)}; {room}{tight}")
+
+
+def _tie(c: Choice, best: Choice) -> str:
+    """What made the other one win where days are as good as equal."""
+    if c.data < best.data:
+        return f"only {c.data:,} replicas instead of {best.data:,}"
+    if c.accumulation > best.accumulation:
+        return f"{c.accumulation} micro-batches in a row instead of {best.accumulation}"
+    return "it takes more mechanisms or more memory"
 
 
 def _spending(p: Plan) -> str:
