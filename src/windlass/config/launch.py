@@ -32,7 +32,7 @@ class LaunchConfig(Table):
     sbatch: dict[str, str | int | bool] = Field(default_factory=dict)
     """Any further sbatch option: { "exclude" = "nid001234" }; true writes a bare flag, false takes a directive out."""
     requeue: bool = False
-    """Let SLURM start the same job again after a node failure or pre-emption."""
+    """Let SLURM start the same job again after a node failure or pre-emption, and ask it to after an early stop with a save."""
     signal_lead: Seconds | Literal["auto"] = "auto"
     """How long before the wall-time limit SLURM sends SIGUSR1; auto: from the measured save time, else 5 minutes."""
     stage_data: bool | None = None

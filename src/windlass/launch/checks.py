@@ -48,6 +48,12 @@ def source_of(cluster: Cluster, key: str) -> str:
     return f"cluster file {cluster.name}"
 
 
+EARLY_SECONDS = 60.0
+"""How much earlier than asked SLURM may send --signal (man sbatch)."""
+START_SECONDS = 60.0
+"""What a job needs at least until its ranks listen."""
+
+
 # -- the request against the cluster file ---------------------------------------------------------------------------------
 
 
@@ -242,8 +248,9 @@ def _masks(job: Job, cluster: Cluster) -> Iterator[Finding]:
 
 
 def _lead(job: Job, cluster: Cluster) -> Iterator[Finding]:
-    if job.kind == "train" and job.lead_seconds * 2 > job.seconds:
-        yield Finding("signal_lead", "warn", f"the warning comes {print_seconds(job.lead_seconds)} before the end of a {print_seconds(job.seconds)} job: most of it is not used", "a longer launch.time or a shorter launch.signal_lead")  # fmt: skip
+    """SLURM looks at its clock every 30 s or so and may warn a minute early: in a short job before the ranks are there to hear it."""
+    if job.kind == "train" and job.seconds - job.lead_seconds < EARLY_SECONDS + START_SECONDS:
+        yield Finding("signal_lead", "warn", f"the warning comes {print_seconds(job.lead_seconds)} (up to {print_seconds(EARLY_SECONDS)} more) before the end of a {print_seconds(job.seconds)} job: perhaps before the ranks have started", "a longer launch.time or a shorter launch.signal_lead", "man sbatch, --signal; seen on SLURM 22.05")  # fmt: skip
 
 
 def _options(job: Job, cluster: Cluster) -> Iterator[Finding]:

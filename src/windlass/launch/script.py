@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 
 from windlass import __version__
 from windlass.clusters.model import Cluster
+from windlass.errors import EXIT_RESUMABLE
 from windlass.launch.job import Environment, Job
 from windlass.units import print_seconds, print_slurm_time
 
-LINK_GO, LINK_STOP, LINK_AGAIN = 0, 10, 75
+LINK_GO, LINK_STOP, LINK_AGAIN = 0, 10, EXIT_RESUMABLE
 """What `windlass link` says by its exit code: go on; nothing left to do; another link is wanted."""
 RANK_GRACE_SECONDS = 120
 """How long the other ranks may live on once the first has ended: long enough to finish a save, short enough not to burn hours."""
@@ -299,6 +300,9 @@ def _after(job: Job, cluster: Cluster) -> Iterator[str]:
         yield f'    next=$(env -i HOME="$HOME" PATH="$PATH" USER="${{USER:-}}" bash -lc {shlex.quote(_resubmit(job))})'
         yield f"    {inside(job, cluster, ('windlass', 'link', 'next', job.run_dir, '--job', '$next'))}"
         yield "fi"
+    elif job.requeue and job.chain == "none":
+        yield "# Stopped early after a good save (signal, pre-emption): SLURM requeues only what it ended itself, so ask."
+        yield f'if [ "$answer" -eq {LINK_AGAIN} ] && [ "$code" -eq {EXIT_RESUMABLE} ]; then scontrol requeue "$SLURM_JOB_ID"; fi'
     yield 'exit "$code"'
 
 

@@ -1,0 +1,171 @@
+"""A real SLURM for the tests of this folder: brought up once, taken down at the end, on one worker.
+
+Without SLURM or root the tests are skipped, unless CI=true: there a missing scheduler is a failure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+SCRIPT = HERE.parents[1] / "scripts" / "slurm-dev-cluster"
+BIN = Path(sys.executable).parent
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if HERE in Path(item.fspath).parents:
+            item.add_marker(pytest.mark.slurm)
+            item.add_marker(pytest.mark.xdist_group("slurm"))  # one scheduler, one worker
+
+
+@pytest.fixture(scope="session")
+def scheduler():
+    """The running dev cluster: four nodes of eight claimed cores and two fake devices."""
+    tools = [
+        shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+        for tool in ("sbatch", "slurmctld", "slurmd", "munged")
+    ]
+    if not all(tools) or os.geteuid() != 0:
+        reason = "SLURM is not installed here, or this is not root (scripts/slurm-dev-cluster install)"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    up = subprocess.run([str(SCRIPT), "up", "--fresh"], capture_output=True, text=True)
+    assert up.returncode == 0, up.stdout + up.stderr
+    yield SCRIPT
+    down = subprocess.run([str(SCRIPT), "down"], capture_output=True, text=True)
+    assert down.returncode == 0, down.stdout + down.stderr
+
+
+@dataclass
+class Site:
+    """A login node: a folder of one's own, the command line, and the scheduler's own tools."""
+
+    folder: Path
+    script: Path
+    standin: Path
+
+    def windlass(self, *words: Any, check: bool = True) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [str(BIN / "windlass"), *map(str, words)], cwd=self.folder, capture_output=True, text=True, timeout=120
+        )
+        if check:
+            assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    def json(self, *words: Any) -> Any:
+        return json.loads(self.windlass(*words, "--json").stdout)
+
+    def launch(self, recipe: Path, *words: Any) -> list[str]:
+        return self.json("launch", recipe, *words)["jobs"]
+
+    def states(self, run: str) -> list[str]:
+        """As `windlass jobs` has them, asked in this process: a command line a second would be most of the load."""
+        from windlass.launch.ledger import entries
+        from windlass.launch.submit import executors
+        from windlass.runs import Run
+
+        found = Run(self.folder / "runs" / run)
+        return [entry.state.state for entry in entries(found, executors(found))]
+
+    def tool(self, *words: str) -> str:
+        done = subprocess.run(words, capture_output=True, text=True)
+        assert done.returncode == 0, f"{words}: {done.stderr}"
+        return done.stdout
+
+    def recipe(self, name: str, **changes: Any) -> Path:
+        return write_recipe(self.folder / f"{name}.toml", name, **changes)
+
+    def log(self, run: str) -> str:
+        return "".join(p.read_text() for p in sorted((self.folder / "runs" / run / "logs").glob("*.out")))
+
+    def records(self, run: str, file: str = "jobs.jsonl") -> list[dict[str, Any]]:
+        path = self.folder / "runs" / run / file
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def events(self, run: str, kind: str) -> list[dict[str, Any]]:
+        return [e for e in self.records(run, "events.jsonl") if e["event"] == kind]
+
+    def wait(self, what: str, ready: Callable[[], Any], seconds: float = 150.0) -> Any:
+        end = time.monotonic() + seconds
+        while not (found := ready()):
+            assert time.monotonic() < end, f"{what}: not within {seconds:.0f} s\n{self.tool('squeue', '-t', 'all')}"
+            time.sleep(0.3)
+        return found
+
+    def wait_over(self, run: str, seconds: float = 150.0) -> list[str]:
+        """Until no job of the run waits or runs; their states."""
+        busy = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
+        return self.wait(
+            f"end of {run}", lambda: (s := self.states(run)) and not any(x in busy for x in s) and s, seconds
+        )
+
+
+def write_recipe(path: Path, name: str, *, launch: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """A tiny model on synthetic tokens; `launch` and dotted keys such as train__steps change it."""
+    values: dict[str, dict[str, Any]] = {
+        "": {"name": name, "cluster": "dev", "nodes": 2},
+        "model": {"layers": 2, "width": 64, "ffn": 128, "heads": 2, "vocab": 512, "tied": True},
+        "data": {"seq_len": 64, "batch_tokens": 512},
+        "optim": {"lr": 1e-3},
+        "train": {"steps": 20, "precision": "fp32"},
+        "layout": {"shard": "none", "micro_batch": 2},
+        "save": {"every": 10},
+        "energy": {"enabled": False},
+        "launch": {"time": "10m", **(launch or {})},
+    }
+    for key, value in changes.items():
+        table, _, inner = key.rpartition("__")
+        values[table][inner] = value
+    lines = []
+    for table, content in values.items():
+        lines += [f"[{table}]"] if table else []
+        lines += [f"{key} = {_toml(value)}" for key, value in content.items()]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f'"{k}" = {_toml(v)}' for k, v in value.items()) + " }"
+    return json.dumps(value)
+
+
+@pytest.fixture
+def site(scheduler, tmp_path, monkeypatch):
+    """A fresh login folder on the dev cluster; what a test leaves in the queue is cancelled."""
+    config = tmp_path / "config"
+    (config / "windlass" / "clusters").mkdir(parents=True)
+    shutil.copy(HERE / "dev.toml", config / "windlass" / "clusters" / "dev.toml")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(config))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in [n for n in os.environ if n.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    folder = tmp_path / "home"
+    folder.mkdir()
+    yield Site(folder, scheduler, make_standin(tmp_path / "standin"))
+    subprocess.run(["scancel", "--user=root"], capture_output=True)
+
+
+def make_standin(folder: Path) -> Path:
+    """A virtual environment whose `windlass train` is standin.py: the scheduler's side without waiting for torch."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "activate").write_text(f'export PATH="{folder}/bin:{BIN}:$PATH"\n')
+    shim = folder / "bin" / "windlass"
+    shim.write_text(
+        f'#!/bin/bash\nif [ "$1" = train ]; then exec {sys.executable} {HERE}/standin.py "$@"; fi\nexec {BIN}/windlass "$@"\n'
+    )
+    shim.chmod(0o755)
+    return folder

@@ -1,0 +1,157 @@
+"""Do chains behave on a real scheduler? With a stand-in for training, so that only the scheduler's time counts."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+
+@pytest.fixture
+def chain(site):
+    """`chain("name", "stop", "--chain", 3)`: launch a run of the stand-in and return its job ids."""
+
+    def start(name, mode, *words, **launch):
+        recipe = site.recipe(name, launch={"venv": str(site.standin), "env": {"STANDIN": mode}, **launch})
+        return site.launch(recipe, *words)
+
+    return start
+
+
+def test_the_next_link_resumes_and_the_spare_one_ends_at_once(site, chain):
+    jobs = chain("spare", "stop", "--chain", 3)
+    assert len(jobs) == 3
+    assert site.wait_over("spare") == [
+        "FAILED",
+        "COMPLETED",
+        "COMPLETED",
+    ]  # 75 is no success to SLURM, and afterany does not mind
+    began = [r for r in site.records("spare") if r["record"] == "began"]
+    assert [r["job"] for r in began] == jobs[:2] and [r["step"] for r in began] == [None, 10]
+    assert "ends at once: the run is finished" in site.log("spare")
+    view = site.json("jobs", "spare")
+    assert view["verdict"] == "finished" and view["node_hours_left"] == 0
+    third = view["jobs"][2]["state"]
+    assert third["elapsed_seconds"] < 15
+
+
+def test_a_job_that_fails_twice_in_the_same_way_stops_the_chain(site, chain):
+    chain("broken", "fail", "--chain", 4)
+    site.wait_over("broken")
+    assert len([r for r in site.records("broken") if r["record"] == "began"]) == 2
+    gave_up = site.events("broken", "gave_up")
+    assert len(gave_up) == 1 and "without a checkpoint newer than step 0" in gave_up[0]["reason"]
+    assert site.json("jobs", "broken")["verdict"] == "hopeless"
+
+
+def test_a_self_chain_submits_its_next_link(site, chain):
+    first = chain("alone", "stop", "--chain", "self")
+    assert len(first) == 1
+    site.wait("two links", lambda: len(site.states("alone")) == 2)
+    assert site.wait_over("alone") == ["FAILED", "COMPLETED"]
+    assert site.events("alone", "finished")
+
+
+def test_cancel_ends_every_link_and_says_so(site, chain):
+    jobs = chain("unwanted", "hold", "--chain", 3)
+    site.wait("start", lambda: "begins at step 0" in site.log("unwanted"))
+    assert site.json("cancel", "unwanted")["cancelled"] == jobs[::-1]
+    assert set(site.wait_over("unwanted")) == {"CANCELLED"}
+    assert "nothing to cancel" in site.windlass("cancel", "unwanted").stdout
+
+
+def test_a_run_that_is_active_is_not_launched_twice(site, chain):
+    chain("once", "hold")
+    again = site.windlass("launch", site.folder / "once.toml", check=False)
+    assert again.returncode == 6 and "already active" in again.stderr
+
+
+def test_a_condition_that_cannot_be_met_ends_the_job_instead_of_leaving_it(site, chain):
+    failing = site.tool("sbatch", "--parsable", "-o", "/dev/null", "--wrap", "sleep 1; exit 3").strip()
+    chain("waits", "finish", "--after", failing)
+    assert site.wait_over("waits") == ["CANCELLED"]
+    assert not [r for r in site.records("waits") if r["record"] == "began"]
+
+
+def test_an_unknown_job_is_no_condition(site, chain):
+    recipe = site.recipe("ghost", launch={"venv": str(site.standin), "env": {"STANDIN": "finish"}})
+    done = site.windlass("launch", recipe, "--after", "999999", check=False)
+    assert done.returncode == 6 and "999999 is unknown" in done.stderr and "count as met" in done.stderr
+
+
+def test_following_the_log_goes_from_link_to_link(site, chain):
+    chain("told", "stop", "--chain", 2)
+    text = site.windlass("logs", "told", "--follow").stdout
+    assert "begins at step 0" in text and "begins at step 10" in text and "no further link is needed" in text
+
+
+def test_the_warning_before_the_wall_time_reaches_every_rank(site, chain):
+    """SLURM's own SIGUSR1 comes 60 s before the limit; the limit is brought near, because one cannot wait for it."""
+    first, _ = chain("warned", "hold", "--chain", 2, signal_lead="60s")
+    site.wait("start", lambda: site.log("warned").count("begins at step 0") == 2)
+    site.tool("scontrol", "update", f"jobid={first}", "EndTime=now+75")
+    assert site.wait_over("warned") == ["FAILED", "COMPLETED"]
+    assert site.log("warned").count("heard SIGUSR1") == 2
+    assert [r["code"] for r in site.records("warned") if r["record"] == "ended"] == [75, 0]
+
+
+def test_a_node_taken_down_requeues_the_job_which_goes_on(site, chain):
+    (job,) = chain("fragile", "hold", requeue=True)
+    site.wait("start", lambda: "begins at step 0" in site.log("fragile"))
+    node = site.tool("squeue", "-h", "-j", job, "-o", "%B").strip()
+    site.tool("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+    try:
+        assert site.wait_over("fragile") == ["COMPLETED"]
+    finally:
+        site.tool("scontrol", "update", f"nodename={node}", "state=resume")
+    began = [r for r in site.records("fragile") if r["record"] == "began"]
+    assert [r["restart"] for r in began] == [0, 1] and site.events("fragile", "finished")
+
+
+def test_preemption_saves_requeues_and_goes_on(site, chain):
+    (job,) = chain("humble", "hold", requeue=True, partition="low")
+    site.wait("start", lambda: "begins at step 0" in site.log("humble"))
+    site.tool("sbatch", "--parsable", "-p", "main", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 3")
+    assert site.wait_over("humble") == ["COMPLETED"]
+    began = [r for r in site.records("humble") if r["record"] == "began"]
+    assert [(r["job"], r["restart"]) for r in began] == [(job, 0), (job, 1)]
+
+
+def test_a_partition_that_does_not_exist(site):
+    recipe = site.recipe("lost", launch={"partition": "nosuch"})
+    refused = site.windlass("launch", recipe, check=False)
+    assert (
+        refused.returncode == 6
+        and "no partition 'nosuch'" in refused.stderr
+        and "main, short" in refused.stderr.replace("low, ", "")
+    )
+    forced = site.windlass("launch", recipe, "--force", check=False)
+    assert (
+        forced.returncode == 6
+        and "invalid partition specified: nosuch" in forced.stderr
+        and "sinfo -s" in forced.stderr
+    )
+
+
+def test_a_request_that_would_pend_for_ever_is_refused(site):
+    recipe = site.recipe("big", nodes=5)
+    done = site.windlass("launch", recipe, check=False)
+    assert done.returncode == 6 and "5 nodes are more than the 4" in done.stderr
+    long = site.windlass(
+        "launch", site.recipe("long", nodes=1, launch={"partition": "short", "time": "10m"}), check=False
+    )
+    assert long.returncode == 6 and "10 min is more than the 5 min of short" in long.stderr
+    assert subprocess.run(["squeue", "-h"], capture_output=True, text=True).stdout == ""
+
+
+def test_somebody_elses_job_is_not_ours_to_cancel(site, chain):
+    other = site.tool("sbatch", "--parsable", "-o", "/dev/null", "--wrap", "sleep 60").strip()
+    chain("mine", "hold")
+    done = site.windlass("cancel", "mine", "--job", other, check=False)
+    assert done.returncode == 6 and f"job {other} is not one of this run" in done.stderr
+
+
+def test_a_folder_that_compute_nodes_cannot_see(site):
+    recipe = site.recipe("hidden")
+    done = site.windlass("launch", recipe, "--run", "/dev/shm/windlass-hidden", check=False)
+    assert done.returncode == 6 and "compute nodes cannot see it" in done.stderr
