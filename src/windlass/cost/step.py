@@ -20,39 +20,39 @@ from windlass.errors import PlanError
 class Constants:
     """What physics leaves open: each a share or a small time, with its meaning."""
 
-    matmul: float = 0.80
+    matmul: float = 0.776
     """Share of the dense peak that large matrix products hold inside a model, where power allows it."""
     tflops_per_watt: float = 1.0
     """bf16 products per watt of the limit on Hopper: 500 W parts and, in long runs, 700 W parts are limited by power, not by the peak."""
-    edge: float = 172.0
+    edge: float = 150.0
     """Tile and pipeline-fill losses: a product costs as much as if each of its sides were this much longer."""
-    misaligned: float = 1.8
+    misaligned: float = 1.57
     """Slowdown of a product whose sides are not multiples of 64 values (the tile of the tensor cores' loads)."""
-    flash: float = 0.384
+    flash: float = 0.54
     """Share of the dense peak in flash attention (version 2) on the generation it was written for (Ampere)."""
-    flash_hopper: float = 0.184
+    flash_hopper: float = 0.276
     """The same kernel on Hopper, whose faster instructions it does not use."""
-    attention: float = 0.507
+    attention: float = 0.50
     """Share of the dense peak in attention written for the device (cuDNN, TransformerEngine, flash 3)."""
-    square: float = 5.1
+    square: float = 5.0
     """Times that attention without fusion moves the square of scores through memory in a forward pass."""
-    memory: float = 0.80
+    memory: float = 0.77
     """Share of the device's bandwidth that element-wise kernels reach."""
-    eager: float = 2.57
+    eager: float = 2.3
     """Bytes that unfused element-wise kernels move, relative to fused ones."""
-    network: float = 0.93
+    network: float = 0.82
     """Share of a link that large collectives reach."""
-    overlap: float = 0.65
+    overlap: float = 0.925
     """Share of compute behind which data-parallel traffic can hide."""
-    contention: float = 0.36
-    """Share of hidden traffic that still costs time: collectives take multiprocessors, bandwidth and power from compute."""
-    tensor_overlap: float = 0.41
+    contention: float = 0.49
+    """What hidden traffic still costs, relative to its time on the links inside a node: collectives take multiprocessors and bandwidth."""
+    tensor_overlap: float = 0.2
     """Share of tensor-parallel traffic that hides behind the products it belongs to, in engines that try."""
-    launch_us: float = 13.0
+    launch_us: float = 12.5
     """Host time to launch one kernel."""
-    fixed_ms: float = 1.6
+    fixed_ms: float = 5.0
     """Per step outside the model: data, logging, clipping, synchronisation."""
-    straggle: float = 0.009
+    straggle: float = 0.005
     """Relative slowdown per doubling of nodes: the slowest of many decides."""
     fp8: float = 0.75
     """Share of the 8-bit rate that remains when casts and scales are paid."""
@@ -101,9 +101,10 @@ def estimate(
     terms["head and loss"] = sum(micro["head"].values()) * m * (1.0 if p == 1 else 0.5)
     terms["pipeline bubble"] = idle
     terms["optimizer"] = _optimizer(shape, work, layout, rates, devices_per_node)
+    terms["shard copies"] = _shard_copies(shape, work, layout, rates)
     compute = sum(terms.values())
-    traffic = _data_traffic(shape, work, layout, rates, devices_per_node)
-    terms["data-parallel traffic"] = _exposed(traffic, compute, work, layout, c)
+    traffic, size = _data_traffic(shape, work, layout, rates, devices_per_node)
+    terms["data-parallel traffic"] = _exposed(traffic, size, compute, work, layout, rates, c)
     terms["fixed"] = c.fixed_ms / 1000.0
     nodes = layout.devices / devices_per_node
     if nodes > 1:
@@ -212,7 +213,7 @@ def _attention_rate(device: Device, work: Work, c: Constants) -> float:
         share = c.attention
     else:
         share = c.flash_hopper if generation in ("hopper", "blackwell") else c.flash
-    return peak * share * (0.7 if work.kernel == "flash1" else 1.0)
+    return peak * share * (0.65 if work.kernel == "flash1" else 1.0)  # version 1 and its Triton relative
 
 
 def _with_efficiency(c: Constants, e: Efficiency) -> Constants:
@@ -259,7 +260,13 @@ def _micro_batch(
     if kernels > gpu:
         terms["kernel launches"] = kernels - gpu
     product = _product(tokens, s.padded_vocab / t, s.width, r, c) * 3.0
-    logits = tokens * s.padded_vocab / t * (12.0 if work.loss in ("chunked", "fused", "compiled", "inplace") else 28.0) / r.memory
+    logits = (
+        tokens
+        * s.padded_vocab
+        / t
+        * (12.0 if work.loss in ("chunked", "fused", "compiled", "inplace") else 28.0)
+        / r.memory
+    )
     return {"layers": {k: v for k, v in terms.items() if v}, "head": {"products": product, "loss": logits}}
 
 
@@ -288,7 +295,9 @@ def _attention(s: Shape, work: Work, tokens: float, t: int, r: _Rates, c: Consta
         narrow = 1.25 if s.head_dim < 96 else 1.0  # heads of 64 fill the units less well
         return 0.5 * flops * narrow / r.attention
     traffic = tokens * s.heads / t * work.seq_len * work.bytes_per_value * c.square
-    slow = 6.0 if s.head_dim % 8 else 1.0  # tensor cores need rows of 16 bytes; other head widths fall back to ordinary units
+    slow = (
+        6.0 if s.head_dim % 8 else 1.0
+    )  # tensor cores need rows of 16 bytes; other head widths fall back to ordinary units
     return flops * slow / r.attention + traffic / r.memory
 
 
@@ -299,29 +308,28 @@ def _elementwise_bytes(s: Shape, work: Work, tokens: float, t: int, layout: Degr
     return tokens * work.bytes_per_value * values * (1.0 if work.compile else c.eager)
 
 
-def _exposed(traffic: float, compute: float, work: Work, layout: Degrees, c: Constants) -> float:
-    """Seconds of data-parallel traffic that the step waits for."""
+def _exposed(seconds: float, size: float, compute: float, work: Work, layout: Degrees, r: _Rates, c: Constants) -> float:
+    """Seconds of data-parallel traffic that the step pays: what finds no compute to hide behind, and what it takes from compute."""
     if work.engine == "deepspeed" and layout.shard != "full":
-        return traffic  # reduced after the last backward pass, gathered after the step
-    hidden = traffic * (1 - c.contention)
-    return traffic * c.contention + max(0.0, hidden - c.overlap * compute)
+        return seconds  # reduced after the last backward pass, gathered after the step
+    taken = min(seconds, c.contention * size / r.intra)
+    return taken + max(0.0, seconds - taken - c.overlap * compute)
 
 
-def _ring(size: float, ranks: int, r: _Rates, span: int | None = None) -> float:
-    """Seconds for an all-gather or reduce-scatter of `size` bytes in all over `ranks` (an all-reduce is two of them).
+def _ring(size: float, ranks: int, r: _Rates, span: int = 1, messages: float = 1.0) -> float:
+    """Seconds for all-gathers or reduce-scatters of `size` bytes in all, sent as `messages` collectives over `ranks`.
 
-    `span` is how far apart the ranks of a group are in devices (1: neighbours)."""
+    An all-reduce is two of them. `span` is how far apart the ranks of the group are in devices (1: neighbours). A ring passes every
+    other rank, so its latency grows with their number: this is what makes full sharding collapse at thousands of devices."""
     if ranks <= 1:
         return 0.0
-    extent = ranks * (span or 1)
     share = (ranks - 1) / ranks
-    if extent <= r.per_node:
-        return size * share / r.intra + r.intra_latency * (ranks - 1) ** 0.5
-    inside = max(1, r.per_node // (span or 1))
-    nodes = max(2.0, ranks / inside)
-    # Each node passes the whole message once through its links; all its devices share them.
-    fabric = size * share / (r.inter * min(inside, r.per_node) * (span or 1)) * (span or 1)
-    return max(fabric, size * share / r.intra) + r.inter_latency * _log2(nodes) * 2
+    inside = max(1, r.per_node // span)  # ranks of the group in one node
+    if ranks <= inside:
+        return size * share / r.intra + messages * (ranks - 1) * r.intra_latency * 0.5
+    hop = (r.inter_latency + (inside - 1) * r.intra_latency) / inside
+    # A node passes the whole message once; the devices of a node that belong to the group share its links, the others have their own.
+    return max(size * share / (r.inter * inside), size * share / r.intra) + messages * (ranks - 1) * hop * 0.5
 
 
 def _log2(x: float) -> float:
@@ -332,7 +340,7 @@ def _log2(x: float) -> float:
 
 def _tensor_traffic(s: Shape, work: Work, layout: Degrees, tokens: float, r: _Rates) -> float:
     """One pass (forward or backward) of one layer: two all-gathers and two reduce-scatters of the activations."""
-    return 4.0 * _ring(tokens * s.width * work.bytes_per_value, layout.tensor, r)
+    return _ring(4.0 * tokens * s.width * work.bytes_per_value, layout.tensor, r, 1, 4.0)
 
 
 def _context_traffic(s: Shape, work: Work, layout: Degrees, tokens: float, r: _Rates) -> float:
@@ -355,42 +363,51 @@ def _pipeline_traffic(s: Shape, work: Work, layout: Degrees, tokens: float, r: _
 
 
 def _optimizer(s: Shape, work: Work, layout: Degrees, r: _Rates, per_node: int) -> float:
-    """Reads and writes of weights, gradients and moments of this device's share, and the norm for clipping."""
+    """Reads and writes of weights, gradients and moments of this device's share (fused: once; list by list: about three times), and the norm."""
     mine = count(s).stored / (layout.tensor * layout.pipeline)
-    shards = layout.state_shards(per_node)
-    return mine / shards * 34.0 / r.memory + mine / layout.shards(per_node) * 4.0 / r.memory
+    traffic = 34.0 if work.compile or work.engine != "torch" else 90.0
+    return (mine / layout.state_shards(per_node) * traffic + mine / layout.shards(per_node) * 4.0) / r.memory
 
 
-def _data_traffic(s: Shape, work: Work, layout: Degrees, r: _Rates, per_node: int) -> float:
-    """Seconds of gathering weights and reducing gradients of one optimizer step, if nothing hides them."""
-    mine = count(s).stored / (layout.tensor * layout.pipeline)
+def _data_traffic(s: Shape, work: Work, layout: Degrees, r: _Rates, per_node: int) -> tuple[float, float]:
+    """Gathering weights and reducing gradients of one optimizer step: seconds if nothing hides them, and bytes through a device."""
     group = layout.data * layout.context
     if group == 1:
-        return 0.0
+        return 0.0, 0.0
+    mine = count(s).stored / (layout.tensor * layout.pipeline)
     span = layout.tensor
-    gradient = (
-        4.0
-        if work.gradients == "fp32"
-        or (work.gradients is None and work.precision != "bf16_pure" and work.engine == "megatron")
-        else 2.0
-    )
-    syncs = (
-        work.accumulation
-        if layout.sync == "every" and layout.shard in ("full", "hybrid") and layout.pipeline == 1
-        else 1
-    )
+    layers = s.layers / layout.pipeline + 1
+    gradient = _gradient_bytes(work)
+    every = work.accumulation if layout.pipeline == 1 else 1
+    syncs = every if layout.sync == "every" else 1
+    if layout.shard not in ("full", "hybrid"):
+        buckets = max(1.0, mine * gradient / 200e6)
+        size = (gradient + (gradient if layout.shard == "none" else 2.0)) * mine
+        return _ring(size, group, r, span, 2.0 * buckets), size
+    size, messages = (4.0 * every + syncs * gradient) * mine, (2.0 * every + syncs) * layers
     if layout.shard == "full":
-        passes = 2.0 * work.accumulation if layout.pipeline == 1 else 2.0
-        return passes * _ring(2.0 * mine, group, r, span) + syncs * _ring(gradient * mine, group, r, span)
-    if layout.shard == "hybrid":
-        inside = layout.shards(per_node)
-        return (
-            2.0 * work.accumulation * _ring(2.0 * mine, inside, r, span)
-            + syncs * _ring(gradient * mine, inside, r, span)
-            + 2.0 * _ring(gradient * mine / inside, max(1, group // inside), r, span * inside)
-        )
-    reduce = _ring(gradient * mine, group, r, span)
-    return reduce + _ring((gradient if layout.shard == "none" else 2.0) * mine, group, r, span)
+        return _ring(size, group, r, span, messages), size
+    inside = layout.shards(per_node)
+    copies = 2.0 * gradient * mine / inside
+    seconds = _ring(size, inside, r, span, messages) + _ring(copies, max(1, group // inside), r, span * inside, 2.0 * layers)
+    return seconds, size + copies
+
+
+def _shard_copies(s: Shape, work: Work, layout: Degrees, r: _Rates) -> float:
+    """FSDP unpacks every gathered layer (read and write 16-bit weights, twice) and packs gradients for their reduction."""
+    if layout.shard not in ("full", "hybrid") or work.engine != "torch" or layout.data * layout.context == 1:
+        return 0.0
+    mine = count(s).stored / (layout.tensor * layout.pipeline)
+    every = work.accumulation if layout.pipeline == 1 else 1
+    syncs = every if layout.sync == "every" else 1
+    return (8.0 * every + 6.0 * syncs) * mine / r.memory
+
+
+def _gradient_bytes(work: Work) -> float:
+    """Precision in which gradients travel."""
+    if work.gradients == "fp32" or (work.gradients is None and work.engine == "megatron" and work.precision == "bf16"):
+        return 4.0
+    return 4.0 if work.precision == "fp32" else 2.0
 
 
 DEFAULTS = Constants()
