@@ -23,6 +23,10 @@ LONGEST_GAP_SECONDS = 60.0
 """A crash loses at most this much of the record (the first minutes are written more often)."""
 
 
+FRESH_SECONDS = 0.1
+"""A reading younger than this is used again: counters change no faster, and short steps must not wait for the driver."""
+
+
 class Meter:
     """Start it on one process of each node. Nothing in it raises once it is made: energy never stops a training run."""
 
@@ -45,6 +49,7 @@ class Meter:
         self._carried: float | None = None
         self._wrote_at = 0.0
         self._started_at = 0.0
+        self._read_at = -1e9
         self._stopped = False
 
     def start(self, carried_joules: float | None = None) -> None:
@@ -98,12 +103,13 @@ class Meter:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _now(self) -> Measurement:
-        if not self._stopped:
+        if not self._stopped and time.monotonic() - self._read_at >= FRESH_SECONDS:
             self._read()
         return self._sampler.measurement()
 
     def _read(self) -> None:
         self._sampler.read()
+        self._read_at = time.monotonic()
 
     def _tick(self) -> None:
         self._read()

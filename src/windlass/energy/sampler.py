@@ -58,13 +58,17 @@ class Tally:
                 return None
             else:
                 return self._after_reset(new, seconds)
-        return gain if gain <= PLAUSIBLE_WATTS[self.scope] * seconds else self._broken()
+        return gain if gain <= self._most(seconds) else self._broken()
 
     def _after_reset(self, new: Sample, seconds: float) -> float:
         """What the restarted counter has gathered is ours, if a device could have used it since the last reading."""
         self.resets += 1
         since = new.joules or 0.0
-        return since if since <= PLAUSIBLE_WATTS[self.scope] * seconds else 0.0
+        return since if since <= self._most(seconds) else 0.0
+
+    def _most(self, seconds: float) -> float:
+        """What the part could have used; counters move in jumps (NVML's every 20 to 100 ms), so a second is allowed for."""
+        return PLAUSIBLE_WATTS[self.scope] * (seconds + 1.0)
 
     def _broken(self) -> float:
         self.resets += 1

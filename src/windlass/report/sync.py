@@ -47,6 +47,9 @@ def sync_once(run: Run, *, dry_run: bool = False, send: Sender | None = None) ->
     known = sent(run)
     for part in parts(run):
         size = sum(p.stat().st_size for p in part.glob("*.wandb"))
+        if size == 0:
+            done.append({"part": part.name, "bytes": 0, "state": "empty, passed over"})
+            continue
         if known.get(part.name) == size:
             done.append({"part": part.name, "bytes": size, "state": "sent before"})
             continue

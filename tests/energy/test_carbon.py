@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+
+from windlass.clusters.load import load_cluster
+from windlass.config.observe import EnergyConfig
+from windlass.energy.carbon import carbon, equivalent, print_carbon
+
+
+def test_by_hand_with_the_cluster_files_factors():
+    found = carbon(3.6e9, load_cluster("snellius-h100"))  # 1 MWh
+    assert found.it_kwh == pytest.approx(1000.0)
+    assert found.kwh == pytest.approx(1190.0)
+    assert found.location_kg == pytest.approx(1190 * 0.2676)
+    assert found.location_it_only_kg == pytest.approx(267.6)
+    assert "Our World in Data" in found.grid.source
+
+
+def test_seed_001_is_14_t_without_pue():
+    found = carbon(52.3e3 * 3.6e6, load_cluster("snellius-h100"))
+    assert found.location_it_only_kg == pytest.approx(14_000, rel=0.001)
+
+
+def test_the_recipes_override_wins_and_is_named():
+    found = carbon(
+        3.6e6, load_cluster("snellius-h100"), EnergyConfig(pue=1.05, grid_g_per_kwh=100, market_g_per_kwh=10)
+    )
+    assert found.kwh == pytest.approx(1.05)
+    assert (found.location_kg, found.market_kg) == (pytest.approx(0.105), pytest.approx(0.0105))
+    assert found.pue.source == "recipe (energy.pue)"
+
+
+def test_unknown_factors_stay_unknown():
+    found = carbon(3.6e6, None)
+    assert (found.kwh, found.location_kg, found.market_kg, found.pue.value) == (None, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("kwh", "words"),
+    [(0.02, "2 hours of a 10 W lamp"), (2.0, "20 litres"), (90.0, "500 km"), (60_000.0, "20 years of electricity")],
+)
+def test_equivalents(kwh, words):
+    assert words in equivalent(kwh)
+
+
+@pytest.mark.parametrize(
+    ("kg", "text"),
+    [(None, "unknown"), (14_000.0, "14 tCO2e"), (2.5, "2.5 kgCO2e"), (0.004, "4 gCO2e"), (0.0, "0 gCO2e")],
+)
+def test_print_carbon(kg, text):
+    assert print_carbon(kg) == text

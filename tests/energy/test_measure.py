@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from windlass.energy.measure import SourceEnergy, measurement, reconcile, share_text
+from windlass.energy.sampler import Sampler
+from windlass.energy.sensors import Sample
+from windlass.energy.window import Window
+
+
+def source(name: str, scope: str, joules: float, method: str = "counter") -> SourceEnergy:
+    return SourceEnergy(source=name, scope=scope, method=method, joules=joules, seconds=10.0)
+
+
+class TestReconcile:
+    def test_a_node_contains_its_devices_and_cpus(self):
+        found = [source("nvml", "device", 700), source("cray", "node", 1000), source("rapl", "cpu", 150)]
+        assert measurement(found, 10).joules == 1000
+        assert share_text(found) == "devices are 70 % of the node"
+
+    def test_without_a_node_counter_disjoint_parts_are_added(self):
+        made = measurement(
+            [source("nvml", "device", 700), source("rapl", "cpu", 150), source("rapl", "memory", 30)], 10
+        )
+        assert made.joules == 880
+        assert made.counted == ("nvml device", "rapl cpu", "rapl memory")
+
+    def test_two_sources_of_one_scope_count_once(self):
+        assert [s.source for s in reconcile([source("nvml", "device", 700), source("cray", "device", 690)])] == ["cray"]
+
+    def test_a_superchip_module_contains_gpu_and_cpu_but_not_memory(self):
+        made = measurement(
+            [source("grace", "module", 600), source("nvml", "device", 500), source("rapl", "memory", 20)], 10
+        )
+        assert made.joules == 620
+
+    def test_a_model_never_enters_the_measured_figure(self):
+        made = measurement([source("model", "node", 500, "modelled")], 10)
+        assert made.joules is None and made.watts is None
+        assert made.modelled_joules == 500
+
+    def test_nothing_is_none_not_zero(self):
+        assert measurement([], 10).joules is None
+
+
+def tally(script, clock, readings: list[Sample]) -> SourceEnergy:
+    sampler = Sampler([script([[r] for r in readings])], clock=clock)
+    for _ in readings:
+        sampler.read()
+    return sampler.measurement().sources[0]
+
+
+def device(joules: float | None = None, watts: float | None = None, **more) -> Sample:
+    return Sample("gpu0", "device", joules, watts, **more)
+
+
+class TestCounters:
+    def test_difference_of_two_readings(self, script, clock):
+        assert tally(script, clock, [device(1000.0), device(1400.0), device(1900.0)]).joules == 900.0
+
+    def test_reset_counts_what_the_new_counter_has(self, script, clock):
+        found = tally(script, clock, [device(10_000.0), device(10_500.0), device(300.0), device(800.0)])
+        assert (found.joules, found.resets) == (500 + 300 + 500, 1)
+
+    def test_a_small_step_back_is_neither_counted_nor_lost(self, script, clock):
+        found = tally(script, clock, [device(1000.0), device(999.0), device(1400.0)])
+        assert (found.joules, found.resets) == (400.0, 0)
+
+    def test_wrap_around(self, script, clock):
+        found = tally(script, clock, [device(900.0, wraps_at=1000.0), device(100.0, wraps_at=1000.0)])
+        assert (found.joules, found.resets) == (200.0, 0)
+
+    def test_an_impossible_jump_is_not_energy(self, script, clock):
+        found = tally(script, clock, [device(1000.0), device(9e12), device(9e12 + 500)])
+        assert (found.joules, found.resets) == (500.0, 1)
+
+    def test_a_new_epoch_is_a_reset_even_upwards(self, script, clock):
+        found = tally(script, clock, [device(100.0, epoch="a"), device(900.0, epoch="b")])
+        assert found.resets == 1
+
+    def test_power_is_summed_by_trapezoids(self, script, clock):
+        # The clock moves 1 s per look and is looked at twice per reading: 2 s apart, (100+300)/2*2 + (300+300)/2*2 = 1000 J.
+        found = tally(script, clock, [device(watts=100.0), device(watts=300.0), device(watts=300.0)])
+        assert found.joules == pytest.approx(1000.0)
+        assert found.method == "power"
+
+    def test_a_sensor_that_dies_is_named_and_the_rest_goes_on(self, script, clock):
+        class Dying(script):
+            def read(self):
+                if self.at:
+                    raise RuntimeError("GPU is lost")
+                return super().read()
+
+        sampler = Sampler(
+            [
+                Dying([[device(5.0)]]),
+                script([[Sample("node", "node", 10.0)], [Sample("node", "node", 60.0)]], name="cray"),
+            ],
+            clock=clock,
+        )
+        sampler.read()
+        sampler.read()
+        made = sampler.measurement()
+        assert made.joules == 50.0
+        assert "GPU is lost" in made.missing["nvml"]
+
+
+def test_window_of_counters_reads_twice_and_needs_no_thread(script):
+    sensor = script([[device(100.0)], [device(350.0)]])
+    window = Window(sensors=[sensor])
+    window.begin()
+    assert window._ticker is None
+    assert window.end().joules == 250.0
+    assert sensor.at == 2
+
+
+def test_window_of_power_samples_in_between(script):
+    with Window(sensors=[script([[device(watts=200.0)]])], interval_seconds=0.01) as window:
+        time.sleep(0.2)
+    assert window.result.watts == pytest.approx(200.0, rel=0.01)

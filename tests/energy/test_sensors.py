@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from windlass.energy.sensors import SensorMissing
+from windlass.energy.sensors.amd import AmdSensor, AmdSysfsSensor
+from windlass.energy.sensors.cray import STALE_READS, CraySensor, value
+from windlass.energy.sensors.grace import GraceSensor
+from windlass.energy.sensors.model import ModelSensor
+from windlass.energy.sensors.nvml import NvmlSensor, visible_devices
+from windlass.energy.sensors.probe import open_each
+from windlass.energy.sensors.rapl import RaplSensor
+
+
+class TestNvml:
+    def test_reads_joules_and_watts_of_every_visible_device(self, nvml):
+        sensor = NvmlSensor(library=nvml([[5_000, 12_500], [7_000, 9_000]]), env={})
+        assert [(s.part, s.scope, s.joules, s.watts) for s in sensor.read()] == [
+            ("gpu0", "device", 12.5, 690.0),
+            ("gpu1", "device", 9.0, 690.0),
+        ]
+        assert sensor.utilization() == pytest.approx(0.97)
+
+    @pytest.mark.parametrize(
+        ("visible", "parts"),
+        [("1", ["gpu1"]), ("2,0", ["gpu2", "gpu0"]), ("0,-1,2", ["gpu0"]), ("GPU-2aaa", ["GPU-2aaa"])],
+    )
+    def test_respects_visible_devices(self, nvml, visible, parts):
+        sensor = NvmlSensor(library=nvml([[1000], [1000], [1000]]), env={"CUDA_VISIBLE_DEVICES": visible})
+        assert [s.part for s in sensor.read()] == parts
+
+    def test_a_node_meter_reaches_devices_its_own_rank_does_not_see(self, nvml):
+        sensor = NvmlSensor([0, 1, 2, 3], library=nvml([[1000]] * 4), env={"CUDA_VISIBLE_DEVICES": "0"})
+        assert len(sensor.read()) == 4
+
+    def test_empty_visible_list_is_no_device(self, nvml):
+        with pytest.raises(SensorMissing, match="no device that this job may use"):
+            NvmlSensor(library=nvml([[1000]]), env={"CUDA_VISIBLE_DEVICES": ""})
+
+    def test_without_counter_power_is_read_and_the_note_says_so(self, nvml):
+        sensor = NvmlSensor(library=nvml([[None]]), env={})
+        sample = sensor.read()[0]
+        assert (sample.joules, sample.watts) == (None, 690.0)
+        assert "no energy counter on gpu0" in sensor.note
+
+    def test_no_driver_is_a_reason_not_a_crash(self, nvml):
+        with pytest.raises(SensorMissing, match="Driver Not Loaded"):
+            NvmlSensor(library=nvml([[1]], starts=False), env={})
+
+    def test_list_ends_at_the_first_invalid_entry_as_in_cuda(self):
+        assert visible_devices({"CUDA_VISIBLE_DEVICES": "0,9,1"}, 4) == ["0"]
+        assert visible_devices({}, 2) == ["0", "1"]
+
+
+class FakeAmd:
+    """amdsmi's dictionaries. The odd die of an MI250X module answers as the driver does: an error for energy, 65535 for power."""
+
+    def __init__(self, dies: int, *, module: bool) -> None:
+        self._dies, self._module = dies, module
+
+    def amdsmi_init(self) -> None: ...
+
+    def amdsmi_shut_down(self) -> None: ...
+
+    def amdsmi_get_processor_handles(self):
+        return list(range(self._dies))
+
+    def amdsmi_get_energy_count(self, handle):
+        if self._module and handle % 2:
+            raise RuntimeError("AMDSMI_STATUS_NOT_SUPPORTED")
+        return {"energy_accumulator": 1_000_000_000 * (handle + 1), "counter_resolution": 15.3, "timestamp": 1}
+
+    def amdsmi_get_power_info(self, handle):
+        return {"average_socket_power": 65535 if self._module and handle % 2 else 480, "current_socket_power": "N/A"}
+
+    def amdsmi_get_gpu_activity(self, handle):
+        return {"gfx_activity": 91}
+
+
+class TestAmd:
+    def test_two_dies_share_one_module_counter(self):
+        sensor = AmdSensor(library=FakeAmd(8, module=True), per_module=2, env={})
+        found = sensor.read()
+        assert [s.part for s in found] == ["module0", "module1", "module2", "module3"]
+        assert found[0].joules == pytest.approx(15_300.0)  # 1e9 ticks of 15.3 microjoules
+        assert sum(s.watts for s in found) == 4 * 480  # four modules, not eight dies
+        assert sensor.note == ""
+
+    def test_a_job_on_one_die_counts_the_whole_module_and_says_so(self):
+        sensor = AmdSensor(library=FakeAmd(8, module=True), per_module=2, env={"ROCR_VISIBLE_DEVICES": "3"})
+        assert [s.part for s in sensor.read()] == ["module1"]
+        assert "1 of 1 modules are used in part" in sensor.note
+
+    def test_one_counter_per_device_elsewhere(self):
+        assert [s.part for s in AmdSensor(library=FakeAmd(2, module=False), env={}).read()] == ["gpu0", "gpu1"]
+
+    def test_old_releases_call_the_accumulator_power(self):
+        smi = FakeAmd(1, module=False)
+        smi.amdsmi_get_energy_count = lambda handle: {"power": 2_000_000, "counter_resolution": 15.3}
+        assert AmdSensor(library=smi, env={}).read()[0].joules == pytest.approx(30.6)
+
+    def test_no_answer_is_missing(self):
+        smi = SimpleNamespace(
+            amdsmi_init=lambda: None, amdsmi_get_processor_handles=lambda: [0], amdsmi_shut_down=lambda: None
+        )
+        with pytest.raises(SensorMissing, match="1 devices but neither energy nor power"):
+            AmdSensor(library=smi, env={})
+
+    def test_sysfs_power_skips_the_odd_die(self, tmp_path):
+        for card, watts in (("card0", 486_000_000), ("card1", 0)):
+            folder = tmp_path / card / "device/hwmon/hwmon3"
+            folder.mkdir(parents=True)
+            (folder / "name").write_text("amdgpu\n")
+            (folder / "power1_average").write_text(f"{watts}\n")
+        assert [(s.part, s.watts) for s in AmdSysfsSensor(root=tmp_path, env={}).read()] == [("gpu0", 486.0)]
+
+
+def rapl_zone(root: Path, zone: str, name: str, microjoules: int) -> Path:
+    folder = root / zone
+    folder.mkdir(parents=True)
+    (folder / "name").write_text(f"{name}\n")
+    (folder / "energy_uj").write_text(f"{microjoules}\n")
+    (folder / "max_energy_range_uj").write_text("262143328850\n")
+    return folder
+
+
+class TestRapl:
+    def test_packages_and_dram_only(self, tmp_path):
+        rapl_zone(tmp_path, "intel-rapl:0", "package-0", 5_000_000)
+        rapl_zone(tmp_path, "intel-rapl:0:0", "core", 4_000_000)
+        rapl_zone(tmp_path, "intel-rapl:0:1", "dram", 1_000_000)
+        rapl_zone(tmp_path, "intel-rapl:1", "psys", 9_000_000)
+        found = RaplSensor(tmp_path).read()
+        assert [(s.part, s.scope, s.joules) for s in found] == [("package-0", "cpu", 5.0), ("dram-0", "memory", 1.0)]
+        assert found[0].wraps_at == pytest.approx(262_143.32885)
+
+    def test_unreadable_zones_are_named(self, tmp_path):
+        (rapl_zone(tmp_path, "intel-rapl:0", "package-0", 1) / "energy_uj").unlink()
+        with pytest.raises(SensorMissing, match="only root may read them"):
+            RaplSensor(tmp_path)
+
+    def test_none(self, tmp_path):
+        with pytest.raises(SensorMissing, match="no RAPL zone"):
+            RaplSensor(tmp_path)
+
+
+def pm_counters(root: Path, *, joules: int = 1000, freshness: int = 7) -> Path:
+    root.mkdir(exist_ok=True)
+    lines = {
+        "energy": f"{joules} J 1697546843471129 us", "power": "2417 W 1697546843471129 us", "cpu_energy": "120 J 1697546843471129 us",
+        "memory_energy": "60 J 1697546843471129 us", "accel0_energy": "200 J 1697546843471129 us", "accel1_energy": "210 J 1697546843471129 us",
+        "freshness": str(freshness), "startup": "1690000000000000", "generation": "12", "version": "2", "raw_scan_hz": "10",
+    }  # fmt: skip
+    for name, text in lines.items():
+        (root / name).write_text(text + "\n")
+    return root
+
+
+class TestCray:
+    def test_node_cpu_memory_and_accelerators(self, tmp_path):
+        found = {s.part: s for s in CraySensor(pm_counters(tmp_path / "pm")).read()}
+        assert {k: v.scope for k, v in found.items()} == {
+            "node": "node",
+            "cpu": "cpu",
+            "memory": "memory",
+            "accel0": "device",
+            "accel1": "device",
+        }
+        assert (found["node"].joules, found["node"].watts) == (1000.0, 2417.0)
+        assert found["node"].epoch == "1690000000000000"
+
+    def test_stopped_counters_give_nothing(self, tmp_path):
+        sensor = CraySensor(pm_counters(tmp_path / "pm"))
+        answers = [sensor.read() for _ in range(STALE_READS + 1)]
+        assert answers[0] and not answers[-1]
+        assert "stood still" in sensor.note
+        pm_counters(tmp_path / "pm", freshness=8)
+        assert sensor.read()
+
+    def test_missing_folder_says_what_to_look_for(self, tmp_path):
+        with pytest.raises(SensorMissing, match="bound into the container"):
+            CraySensor(tmp_path / "nothing")
+
+    def test_foreign_unit_is_no_value(self, tmp_path):
+        (tmp_path / "energy").write_text("12 kJ 1 us\n")
+        assert value(tmp_path / "energy", "J") is None
+        with pytest.raises(SensorMissing, match="cannot be read"):
+            CraySensor(tmp_path)
+
+
+def test_grace_reads_modules_and_cpus_not_their_parts(tmp_path):
+    for index, label in enumerate(
+        ("Module Power Socket 0", "Grace Power Socket 0", "CPU Power Socket 0", "SysIO Power Socket 0")
+    ):
+        folder = tmp_path / f"hwmon{index}" / "device"
+        folder.mkdir(parents=True)
+        (folder / "power1_oem_info").write_text(label + "\n")
+        (folder / "power1_average").write_text(f"{(index + 1) * 100_000_000}\n")
+    assert [(s.part, s.scope, s.watts) for s in GraceSensor(tmp_path).read()] == [
+        ("module0", "module", 100.0),
+        ("grace0", "cpu", 200.0),
+    ]
+
+
+class TestModel:
+    def test_always_labelled(self):
+        sensor = ModelSensor(None)
+        assert all(s.modelled for s in sensor.read())
+        assert sensor.note.startswith("modelled: ")
+
+    def test_load_times_assumed_core_power(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("os.cpu_count", lambda: 4)
+        stat = tmp_path / "stat"
+        stat.write_text("cpu  100 0 0 300 0 0 0 0 0 0\n")
+        sensor = ModelSensor(None, stat=stat)
+        stat.write_text("cpu  150 0 0 350 0 0 0 0 0 0\n")  # 50 of 100 jiffies busy: half of 4 cores at 10 W
+        assert sensor.read()[0].watts == pytest.approx(20.0)
+
+    def test_devices_at_tdp_from_the_cluster_file(self):
+        from windlass.clusters.load import load_cluster
+
+        sensor = ModelSensor(load_cluster("snellius-h100"), devices=4)
+        assert "4 x 700 W" in sensor.note
+        assert sensor.read()[0].watts >= 2800
+
+    def test_nothing_known_is_missing_not_zero(self, tmp_path):
+        with pytest.raises(SensorMissing, match="no power model"):
+            ModelSensor(None, stat=tmp_path / "absent")
+
+
+def test_a_broken_driver_is_named_and_passed_over():
+    def broken():
+        raise OSError("libnvidia-ml.so: cannot open shared object file")
+
+    found, missing = open_each({"nvml": broken})
+    assert not found
+    assert missing == {"nvml": "OSError: libnvidia-ml.so: cannot open shared object file"}
