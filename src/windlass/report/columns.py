@@ -65,20 +65,20 @@ class Columns:
                 return self._read(file, status.st_size - self._offset, most_bytes)
 
     def _read(self, file: Any, left: int, most_bytes: int | None) -> bool:
-        while left > 0:
-            block = file.read(min(BLOCK, left) if most_bytes is None else min(BLOCK, left, most_bytes))
-            end = block.rfind(b"\n") + 1  # a line that is still being written waits for the next time
+        taken = 0
+        while left > 0 and (most_bytes is None or taken < most_bytes):
+            block = file.read(min(BLOCK, left))
+            end = block.rfind(b"\n") + 1
+            if end == 0 and len(block) < left:  # one line longer than a block: take all of it
+                block += file.readline(left - len(block))
+                end = block.rfind(b"\n") + 1
             if end == 0:
-                return True
+                return True  # a line that is still being written waits for the next time
             self._take(block[:end].splitlines())
             self._offset += end
-            left -= end
+            left, taken = left - end, taken + end
             file.seek(self._offset)
-            if most_bytes is not None:
-                most_bytes -= end
-                if most_bytes <= 0:
-                    return left <= 0
-        return True
+        return left <= 0
 
     def _take(self, lines: Sequence[bytes]) -> None:
         rows = [row for row in self._objects(lines) if isinstance(row, dict) and _is_number(row.get("step"))]

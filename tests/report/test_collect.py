@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from tests.report.sample_run import BATCH, make_run
+
+from windlass.errors import RunError
+from windlass.report.collect import collect, find_runs
+from windlass.report.words import energy_rows, life_rows
+from windlass.runs.folder import Run
+
+
+def test_the_whole_story_in_one_value(run):
+    s = collect(run)
+    assert (s.name, s.status, s.step, s.tokens) == ("sample", "finished", 300, 300 * BATCH)
+    assert s.parameters == 56_369_664
+    assert s.val_loss == 2.61
+    assert s.mfu == pytest.approx(0.412, abs=0.005)
+    assert s.slowest_rank == 5
+    assert [c["state"] for c in s.checkpoints] == ["not in this copy of the folder", "kept"]
+    assert [e["event"] for e in s.breaks] == ["fault", "resumed"]
+
+
+def test_goodput_by_hand(run):
+    """300 steps of 1.25 s are useful; the run lasted 30 + 225 + 90 + 20 + 187.5 + 1 s."""
+    life = collect(run).life
+    assert life["useful_seconds"] == pytest.approx(375, rel=0.01)
+    assert life["wall_seconds"] == pytest.approx(553.5, rel=0.01)
+    assert life["goodput"] == pytest.approx(375 / 553.5, rel=0.01)
+    assert life["lost_steps"] == 30
+
+
+def test_energy_by_hand(run):
+    """600 kJ of the first process and 500 kJ of the second, on one of two nodes; the model of the other stands apart."""
+    e = collect(run).energy
+    assert e.joules == 1_100_000.0
+    assert e.basis == "measured"
+    assert e.ledger.modelled_joules == 640_000.0
+    assert e.carbon.kwh == pytest.approx(1.1e6 / 3.6e6 * 1.19)
+    assert e.joules_per_token == pytest.approx(1.1e6 / (300 * BATCH))
+    assert "not measured on 1 of 2 nodes" in e.ledger.coverage
+    assert e.ledger.startup_joules == 27_000.0
+
+
+def test_every_view_has_the_same_words(run):
+    rows = {a: b for a, b, _ in energy_rows(collect(run))}
+    assert rows["IT energy"] == "305.56 Wh"
+    assert rows["with PUE"] == "363.61 Wh"
+    assert dict(life_rows(collect(run)))["trained and lost"] == "30 steps, 3.93M tokens"
+
+
+def test_plan_against_measured(run):
+    plan = {"tokens_per_second": 100_000.0, "mfu": 0.4, "step_seconds": 1.3, "memory_gib": 60.0, "mwh": 0.0005}
+    run.plan_file.write_text(json.dumps({"version": 1, "plan": plan}))
+    s = collect(run)
+    rows = {what: (planned, measured) for what, planned, measured in s.plan_rows}
+    assert rows["tokens/s"][0] == 100_000.0
+    assert rows["memory per device, bytes"] == (60 * 2**30, s.memory_bytes)
+    assert s.energy.forecast_kwh == 0.5
+
+
+@pytest.mark.parametrize("gone", ["metrics.jsonl", "events.jsonl", "energy.jsonl", "manifest.json"])
+def test_a_half_copied_folder_is_still_shown(run, gone):
+    (run.path / gone).unlink()
+    s = collect(run)
+    assert s.name == "sample"
+    if gone == "energy.jsonl":
+        assert (s.energy.basis, s.energy.joules) == ("none", None)
+
+
+def test_a_damaged_config_is_named(run):
+    run.config_file.write_text("{")
+    assert "missing or damaged" in collect(run).problem
+
+
+def test_not_a_run(tmp_path):
+    with pytest.raises(RunError, match="does not exist"):
+        collect(tmp_path / "nothing")
+    with pytest.raises(RunError, match="is no folder"):
+        find_runs(tmp_path / "nothing")
+
+
+def test_runs_below_a_folder_and_no_link_out_of_it(run, tmp_path):
+    outside = make_run(tmp_path / "elsewhere" / "secret")
+    (run.path.parent / "link").symlink_to(outside)
+    make_run(run.path.parent / "deep" / "er" / "two")
+    assert [r.name for r in find_runs(run.path.parent)] == ["two", "sample"]
+
+
+def test_a_copy_says_the_same(run, tmp_path):
+    shutil.copytree(run.path, tmp_path / "copy")
+    a, b = collect(run).as_dict(), collect(Run(tmp_path / "copy")).as_dict()
+    assert {k: v for k, v in a.items() if k != "path"} == {k: v for k, v in b.items() if k != "path"}
+
+
+def test_a_running_run_has_a_time_left(tmp_path):
+    s = collect(Run(make_run(tmp_path / "going", finished=False, steps=220)))
+    assert s.status == "running"
+    assert s.eta_seconds == pytest.approx((40e6 - 220 * BATCH) / s.tokens_per_second)

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from windlass.report.columns import Columns, axis, middle, quick, thin
+
+
+def write(path, lines, mode="w"):
+    with path.open(mode) as file:
+        file.write("".join(x if isinstance(x, str) else json.dumps(x) + "\n" for x in lines))
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "metrics.jsonl"
+
+
+def columns(file) -> Columns:
+    made = Columns(file)
+    made.refresh()
+    return made
+
+
+def test_unknown_is_nan_and_torn_or_foreign_lines_are_passed_over(file):
+    write(
+        file,
+        [
+            {"step": 1, "loss": 3.5},
+            '{"step": 2, "lo\n',
+            "[1, 2]\n",
+            '"text"\n',
+            {"loss": 1.0},
+            {"step": 3, "loss": None, "note": "text"},
+            {"step": 4, "loss": True},
+        ],
+    )
+    made = columns(file)
+    assert made.get("step").tolist() == [1, 3, 4]
+    assert made.get("loss")[0] == 3.5
+    assert np.isnan(made.get("mfu")).all()
+    assert "note" not in made.names()
+
+
+def test_only_what_was_appended_is_read_and_half_a_line_waits(file):
+    write(file, [{"step": 1, "loss": 2.0}, '{"step": 2, "loss": 1'])
+    made = columns(file)
+    assert len(made) == 1
+    write(file, [".5}\n", {"step": 3, "loss": 1.0, "watts": 700}], "a")
+    made.refresh()
+    assert made.get("loss").tolist() == [2.0, 1.5, 1.0]
+    assert made.get("watts").tolist()[2] == 700 and np.isnan(made.get("watts")[0])
+
+
+def test_a_replaced_or_shortened_file_is_read_again(file):
+    write(file, [{"step": i} for i in range(10)])
+    made = columns(file)
+    write(file, [{"step": 99}])
+    made.refresh()
+    assert made.get("step").tolist() == [99]
+
+
+def test_pieces_give_the_same_as_the_whole(file, monkeypatch):
+    monkeypatch.setattr("windlass.report.columns.BLOCK", 100)
+    write(file, [{"step": i, "loss": 1 / (i + 1)} for i in range(500)])
+    made = Columns(file)
+    pieces = 1
+    while not made.refresh(1000):
+        pieces += 1
+    assert pieces > 10
+    assert made.get("step").tolist() == list(range(500))
+
+
+def test_absent_file_is_empty(file):
+    assert len(columns(file)) == 0
+
+
+def test_thinning_keeps_the_extremes():
+    y = np.zeros(100_000)
+    y[54_321], y[77_777] = 9.0, -9.0
+    xs, ys = thin(np.arange(100_000.0), y, 400)
+    assert len(xs) <= 402
+    assert (max(ys), min(ys)) == (9.0, -9.0)
+    assert (xs[0], xs[-1]) == (0.0, 99_999.0)
+
+
+def test_a_restart_breaks_the_line():
+    xs, ys = thin(np.array([1.0, 2, 3, 2, 3, 4]), np.array([5.0, 4, 3, 4, 3, 2]))
+    assert ys == [5, 4, 3, None, 4, 3, 2]
+    assert xs == [1, 2, 3, 3, 2, 3, 4]
+
+
+def test_a_quick_look_spans_a_long_file_and_has_its_end(file):
+    write(file, [{"step": i, "loss": float(i)} for i in range(20_000)])
+    made = quick(file, lines=50)
+    steps = made.get("step")
+    assert len(made) < 1000
+    assert (steps.min(), steps.max()) == (0, 19_999)
+    assert len(np.unique(steps // 2000)) == 10
+
+
+def test_axes(file):
+    write(
+        file,
+        [
+            {"step": 1, "tokens": 10, "time": 3600.0, "energy_joules": 3.6e6},
+            {"step": 2, "tokens": 20, "time": 7200.0, "energy_joules": None},
+        ],
+    )
+    made = columns(file)
+    assert axis(made, "time").tolist() == [0.0, 1.0]
+    assert axis(made, "kwh")[0] == 1.0 and np.isnan(axis(made, "kwh")[1])
+    assert axis(made, "tokens").tolist() == [10, 20]
+
+
+def test_middle_leaves_the_first_lines_out():
+    assert middle(np.array([9.0, 9.0, 1.0, 1.0, 1.0])) == 1.0
+    assert middle(np.array([np.nan])) is None
+
+
+def test_a_thousand_invented_metric_names_do_not_fill_the_memory(file):
+    write(file, [{"step": 1, **{f"x{i}": i for i in range(1000)}}])
+    assert len(columns(file).names()) < 120
+
+
+def test_a_line_longer_than_a_block_does_not_stop_the_reader(file, monkeypatch):
+    monkeypatch.setattr("windlass.report.columns.BLOCK", 50)
+    write(file, [{"step": 1, "note": "x" * 1000}, {"step": 2}])
+    assert columns(file).get("step").tolist() == [1, 2]

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from tests.report.sample_run import make_run
+from typer.testing import CliRunner
+
+from windlass.cli import build
+from windlass.report.collect import collect
+from windlass.report.redact import HIDDEN, redact, redact_text
+from windlass.report.write import html_report, json_report, markdown_report, write_report
+from windlass.runs.files import append_line
+from windlass.runs.folder import Run
+
+SECRETS = {
+    "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567", "HF_TOKEN": "hf_AbCdEfGhIjKlMnOpQrStUvWxYz012345",
+    "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY", "MY_PASSWORD": "correct horse battery",
+}  # fmt: skip
+HOSTILE = '<img src=x onerror="alert(1)"><script>alert(2)</script>'
+
+
+class Links(HTMLParser):
+    """Everything a browser would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        for name in ("src", "href"):
+            if values.get(name) and tag != "a":
+                self.found.append(values[name])
+
+
+def test_html_is_whole_and_needs_no_network(run):
+    text = write_report(run).read_text()
+    links = Links()
+    links.feed(text)
+    assert [x for x in links.found if not x.startswith("data:")] == []
+    for title in (
+        "What was trained",
+        "Energy and carbon",
+        "Life of the run",
+        "Data",
+        "Model card",
+        "Summary of training content",
+        "Conventions",
+    ):
+        assert title in text
+    assert "rank 5 failed" in text and "resumed at step 150" in text
+
+
+def test_markdown_has_the_same_numbers(run):
+    text = markdown_report([run])
+    assert "| with PUE | 363.61 Wh |" in text
+    assert "**goodput**: 67.7 % (1 resumes)" in text
+    assert "not measured on 1 of 2 nodes" in text
+
+
+def test_training_content_summary_sorts_sources_by_kind(run):
+    text = markdown_report([run])
+    assert "| 2.1 Publicly available datasets | dutch-news | 24M | CC-BY-4.0 |" in text
+    assert "| 2.3 Data crawled and scraped from online sources | code |" in text
+    assert "| 2.5 Synthetic data | none in the ledger |" in text
+    assert "less than 1 billion tokens" in text
+
+
+def test_a_source_without_kind_is_not_guessed(run):
+    manifest = json.loads(run.manifest_file.read_text())
+    manifest["data"]["sources"] = {"mystery": {"tokens": 5}}
+    run.manifest_file.write_text(json.dumps(manifest))
+    text = markdown_report([run])
+    assert "| 2.6 Other sources (kind not stated in the ledger) | mystery |" in text
+    assert "| mystery | not stated | not stated |" in text
+
+
+def test_several_runs_join(run, tmp_path):
+    other = Run(make_run(tmp_path / "runs" / "other", name="other"))
+    text = markdown_report([run, other])
+    assert "## 2 runs" in text
+    assert "Measured IT energy of 2 of 2 runs together: 0.6111 kWh" in text
+    assert len(json_report([run, other])["runs"]) == 2
+
+
+def test_two_runs_with_one_name_are_told_apart_by_folder(run, tmp_path):
+    twin = Run(make_run(tmp_path / "more" / "sample"))
+    text = markdown_report([run, twin])
+    assert str(run.path) in text.replace("\\", "") and str(twin.path) in text.replace("\\", "")
+
+
+def test_hostile_names_are_text(run):
+    run.event("fault", rank=0, kind=HOSTILE, error=HOSTILE)
+    append_line(run.metrics_file, {"step": 301, HOSTILE: 1.0, "loss": 1.0})
+    manifest = json.loads(run.manifest_file.read_text())
+    manifest["data"]["sources"][0]["name"] = HOSTILE
+    manifest["host"] = HOSTILE
+    run.manifest_file.write_text(json.dumps(manifest))
+    text = html_report([run])
+    assert "<img src=x" not in text and "<script>alert" not in text
+    assert "&lt;img src=x" in text
+    assert "<img" not in markdown_report([run])
+
+
+@pytest.fixture
+def leaky(run) -> Run:
+    """A run whose owner put keys wherever one can."""
+    config = json.loads(run.config_file.read_text())
+    config["launch"]["env"] = dict(SECRETS)
+    config["notes"] = f"export HF_TOKEN={SECRETS['HF_TOKEN']}"
+    run.config_file.write_text(json.dumps(config))
+    run.event("fault", rank=1, kind="error", error=f"401 for WANDB_API_KEY={SECRETS['WANDB_API_KEY']}")
+    manifest = json.loads(run.manifest_file.read_text())
+    manifest.update(
+        {"api_key": SECRETS["WANDB_API_KEY"], "env": SECRETS, "host": f"x MY_PASSWORD='{SECRETS['MY_PASSWORD']}'"}
+    )
+    run.manifest_file.write_text(json.dumps(manifest))
+    return run
+
+
+def test_no_secret_reaches_a_report(leaky):
+    texts = [html_report([leaky]), markdown_report([leaky]), json.dumps(json_report([leaky]))]
+    for text in texts:
+        for value in SECRETS.values():
+            assert value not in text
+
+
+def test_redaction_leaves_our_own_words_alone():
+    kept = {"tokens": 5, "target_tokens": 6, "tokenizer": "bpe", "recipe_hash": "ab", "seq_len": 8}
+    assert redact(kept) == kept
+    assert redact({"api_key": "x"}) == {"api_key": HIDDEN}
+    assert redact_text("tokens = 5, HF_TOKEN = abc") == f"tokens = 5, HF_TOKEN = {HIDDEN}"
+
+
+class TestCommands:
+    def invoke(self, *words: str):
+        return CliRunner().invoke(build(), list(words), catch_exceptions=False)
+
+    def test_energy_json_is_one_document_with_the_reports_numbers(self, run):
+        found = json.loads(self.invoke("energy", str(run.path), "--json").stdout)
+        assert found["measured_joules"] == 1_100_000.0
+        assert found["carbon"]["kwh"] == collect(run).energy.carbon.kwh
+        assert found["missing"]["rapl"].endswith("CPU energy is not measured")
+
+    def test_energy_takes_ear_and_sacct_into_the_record(self, run, tmp_path):
+        ear = tmp_path / "e.csv"
+        ear.write_text("NODENAME;JOBID;STEPID;TIME_SEC;DC_NODE_POWER_W\ngcn1;4711;0;255;4000\ngcn1;4712;0;200;4000\n")
+        before = json.loads(self.invoke("energy", str(run.path), "--json").stdout)
+        after = json.loads(self.invoke("energy", str(run.path), "--ear", str(ear), "--json").stdout)
+        assert before["measured_joules"] == 1_100_000.0
+        assert after["measured_joules"] == 455 * 4000
+        assert json.loads(self.invoke("watch", str(run.path), "--json").stdout)["energy"]["joules"] == 455 * 4000
+
+    def test_table(self, run):
+        text = self.invoke("energy", str(run.path)).stdout
+        assert "305.56 Wh" in text and "no, a model" in text and "not measured on 1 of 2" in text
+
+    def test_report_writes_and_prints(self, run, tmp_path):
+        assert "report.html" in self.invoke("report", str(run.path)).stdout
+        assert run.report_file.stat().st_size > 1_000_000
+        out = tmp_path / "r.md"
+        self.invoke("report", str(run.path), "--out", str(out))
+        assert out.read_text().startswith("# sample")
+        assert json.loads(self.invoke("report", str(run.path.parent), "--json").stdout)["runs"][0]["name"] == "sample"
+
+    def test_watch_fits_80_columns(self, run, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "80")
+        text = self.invoke("watch", str(run.path), "--once").stdout
+        assert max(map(len, text.splitlines())) <= 80
+        for word in ("loss", "104.85k", "41.2 %", "67.7 %", "rank 5", "363.61 Wh"):
+            assert word in text
+
+    def test_no_torch_on_a_login_node(self, run):
+        import subprocess
+        import sys
+
+        code = f"import sys; from windlass.report.write import json_report; from windlass.runs import Run; from pathlib import Path; json_report([Run(Path({str(run.path)!r}))]); import windlass.report.dash.server, windlass.report.watch; assert 'torch' not in sys.modules and 'plotly' not in sys.modules"
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_report_of_an_empty_run_says_so(tmp_path):
+    path = make_run(tmp_path / "new")
+    for name in ("metrics.jsonl", "events.jsonl", "energy.jsonl", "manifest.json"):
+        (path / name).unlink()
+    text = markdown_report([Run(path)])
+    assert "metrics.jsonl holds no line yet" in text
+    assert re.search(r"\| energy \| not measured \|", text)

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import numpy as np
+from tests.report.sample_run import BEGIN, make_run, metric
+
+from windlass.report.watch import Watch, band, facts, picture, spark
+from windlass.runs.folder import Run
+
+
+def test_spark_falls_with_the_loss():
+    assert spark(np.array([3.0, 2.0, 1.0]), 10) == "█▄▁"
+    assert spark(np.array([np.nan]), 10) == ""
+    assert len(spark(np.arange(1000.0), 60)) == 60
+
+
+def test_band():
+    assert band(np.array([0.91, 0.97, np.nan])) == "91–97 %"
+    assert band(np.array([np.nan])) == "not measured"
+
+
+def test_a_look_costs_only_what_was_appended_and_sees_it(tmp_path):
+    run = Run(make_run(tmp_path / "going", finished=False, steps=220))
+    watch = Watch(run)
+    assert watch.look().step == 220
+    offset = watch.columns._offset
+    run.metric(metric(221, BEGIN + 1000, None))
+    assert watch.look().step == 221
+    assert watch.columns._offset > offset
+
+
+def text_of(renderable, width: int) -> str:
+    import io
+
+    from rich.console import Console
+
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(renderable)
+    return console.export_text()
+
+
+def test_a_silent_run_is_noticed_and_narrow_windows_work(tmp_path):
+    run = Run(make_run(tmp_path / "going", finished=False, steps=220))
+    watch = Watch(run)
+    summary = watch.look()
+    text = text_of(picture(summary, watch.columns, 50, summary.updated_at + 600), 50)
+    assert "no new line for 10 min" in text
+    assert max(map(len, text.splitlines())) <= 50
+    assert dict(facts(summary, watch.columns, summary.updated_at))["time left"] == "1 min 46 s"
+
+
+def test_hostile_markup_is_text(run):
+    run.event("gave_up", reason="[bold]x[/bold] [link=http://evil]y[/link]")
+    watch = Watch(run)
+    assert "[bold]x[/bold]" in text_of(watch.picture(80), 120)
