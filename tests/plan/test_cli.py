@@ -140,3 +140,16 @@ def test_plan_and_budget_never_load_torch():
             [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0, done.stderr
+
+
+def test_trace_without_torch_says_what_to_install(windlass, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    done = windlass("plan", EIGHT, "--trace")
+    assert done.returncode == 3 and "needs PyTorch" in done.stderr and "windlass[train]" in done.stderr
+
+
+def test_planning_for_this_machine_says_what_is_here(windlass, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 48)
+    assert (
+        "this machine has 48 cores; the workstation file says 2" in windlass("plan", RECIPES / "tiny_cpu.toml").stdout
+    )

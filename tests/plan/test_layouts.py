@@ -127,3 +127,12 @@ def test_nearest_and_divisors():
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
     assert nearest(5, [1, 2, 4, 8]) == "4 or 8"
     assert nearest(9, [1, 2]) == "2"
+
+
+def test_offload_that_overflows_the_host(small, cluster_of):
+    lumi = cluster_of("lumi-g")
+    tiny_host = lumi.model_copy(update={"node": lumi.node.model_copy(update={"memory": 2**26, "memory_usable": 2**26})})
+    task = make_task(small(cluster="lumi-g"), tiny_host, 2)
+    text = found(task, shard="full", offload="optimizer")
+    assert "layout.offload (optimizer) puts" in text and "nodes are needed" in text
+    assert "needs sharded weights; nearest legal: shard full or hybrid" in found(task, offload="optimizer")

@@ -1,5 +1,6 @@
 """The ranking: days first, more replicas before more accumulation, the recipe's own layout marked, refusals in words."""
 
+import json
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -196,3 +197,35 @@ def test_a_full_search_for_1024_devices_takes_under_two_seconds_of_cpu(recipe_of
 def test_evaluate_agrees_with_the_search(small, cluster_of):
     found = plan(small(), cluster_of("snellius-h100"))
     assert evaluate(found.task, found.best.choice).days == pytest.approx(found.best.days)
+
+
+def test_offload_needs_room_in_host_memory(recipe_of, cluster_of):
+    lumi = cluster_of("lumi-g")
+    small_host = lumi.model_copy(
+        update={"node": lumi.node.model_copy(update={"memory": 16 * 2**30, "memory_usable": 16 * 2**30})}
+    )
+    assert plan(recipe_of("study_140b_lumi"), lumi, nodes=4).plans
+    assert plan(recipe_of("study_140b_lumi"), small_host, nodes=4).plans == ()
+
+
+def test_rules_that_forbid_stand_among_the_rejected(small, cluster_of):
+    reasons = [r.reason for r in plan(small(), cluster_of("snellius-h100")).rejected if r.memory_gib is None]
+    assert any("layout.tensor (8) does not divide model.heads (12)" in text for text in reasons)
+    assert any("layout.pipeline (8) does not divide model.layers (12)" in text for text in reasons)
+    assert len(reasons) == len(set(reasons))
+
+
+def test_a_hugging_face_config_is_planned_without_tensor_parallelism(small, cluster_of, tmp_path):
+    config = {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    recipe = small(model={"family": "hf", "config": str(tmp_path)})
+    found = plan(recipe, cluster_of("snellius-h100"))
+    assert found.task.shape.layers == 22 and {p.choice.tensor for p in found.plans} == {1}

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from windlass.config import Recipe
     from windlass.plan.explain import Why
     from windlass.plan.search import Plans
+    from windlass.plan.task import Task
 
 
 def register(app: typer.Typer) -> None:
@@ -164,12 +165,26 @@ def _footnotes(found: Plans) -> list[str]:
     )
     refused = [r for r in found.rejected if r.given]
     lines += [f"the recipe's own layout ({r.choice.words()}) is rejected: {r.reason}" for r in refused]
-    near = next((r for r in found.rejected if not r.given), None)
+    near = next((r for r in found.rejected if not r.given and r.memory_gib is not None), None)
     closest = f"; the closest miss: {near.choice.words()} {near.reason}" if near else ""
     lines.append(
         f"{found.considered:,} layouts considered, {found.fitting:,} fit, {found.search_seconds:.2f} s of CPU{closest}"
     )
-    return [*lines, *(f"note: {text}" for text in task.warnings)]
+    forbidden = list(dict.fromkeys(r.reason for r in found.rejected if not r.given and r.memory_gib is None))
+    lines += [f"ruled out: {reason}" for reason in forbidden[:4]]
+    return [*lines, *(f"note: {text}" for text in (*task.warnings, *_here(task)))]
+
+
+def _here(task: Task) -> list[str]:
+    """Planning for "this machine": its file is a guess, so say what is really here."""
+    import os
+
+    cores = os.cpu_count()
+    if task.cluster.name != "workstation" or cores == task.cluster.node.cores:
+        return []
+    return [
+        f"this machine has {cores} cores; the workstation file says {task.cluster.node.cores} (copy it to ~/.config/windlass/clusters/ to describe yours)"
+    ]
 
 
 def _print_why(found: Plans, answer: Why) -> None:

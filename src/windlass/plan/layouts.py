@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from windlass.config import LayoutConfig
+from windlass.cost.params import count
 from windlass.cost.work import Degrees, Work
 from windlass.plan.task import Task
 
@@ -123,7 +124,7 @@ def problems(task: Task, c: Choice) -> list[str]:
     """Why a layout cannot run at all; empty when it can. Each line names the numbers and the nearest legal value."""
     devices = list(_device_problems(task, c))
     # Without a whole number of replicas the batch rule would only repeat the trouble in other words.
-    rest = [] if devices else [*_batch_problems(task, c), *_shard_problems(task, c)]
+    rest = [] if devices else [*_batch_problems(task, c), *_shard_problems(task, c), *_host_problems(task, c)]
     return [*_model_problems(task, c), *devices, *rest, *_engine_problems(task, c)]
 
 
@@ -189,6 +190,20 @@ def _shard_problems(task: Task, c: Choice) -> Iterator[str]:
         yield f"layout.offload ({c.offload}) needs sharded weights; nearest legal: shard full or hybrid"
 
 
+def _host_problems(task: Task, c: Choice) -> Iterator[str]:
+    """Offloaded states of all a node's devices must find room in its memory."""
+    room = task.cluster.node.memory_usable or task.cluster.node.memory
+    if c.offload == "none" or room is None:
+        return
+    per_parameter = 8.0 if task.recipe.optim.moments == "fp32" else 4.0
+    per_parameter += 4.0 if c.offload == "parameters" else 0.0
+    share = count(task.shape).stored / (c.tensor * c.pipeline * c.degrees().shards(task.per_node))
+    need = per_parameter * share * task.per_node
+    if need > room:
+        more = -(-need * task.nodes // room)
+        yield f"layout.offload ({c.offload}) puts {need / 2**30:,.0f} GiB into a node's {room / 2**30:,.0f} GiB of memory; at least {more:.0f} nodes are needed"
+
+
 def _engine_problems(task: Task, c: Choice) -> Iterator[str]:
     family, engine = task.recipe.model.family, task.recipe.train.engine
     if c.pipeline > 1 and task.shape.tied:
@@ -200,6 +215,23 @@ def _engine_problems(task: Task, c: Choice) -> Iterator[str]:
             yield f"layout.{name} ({value}): built for family llama, not {family}; nearest legal: 1"
     if engine == "deepspeed" and c.shard == "hybrid":
         yield "layout.shard hybrid: not built for the deepspeed engine; nearest legal: full, zero2 or train.engine native"
+
+
+def ruled_out(task: Task) -> list[tuple[Choice, str]]:
+    """Degrees that somebody might try and that a rule forbids: one at a time, all else plain, each reason once."""
+    tried = [{"tensor": t} for t in (2, 4, 8) if t <= 2 * task.per_node]
+    tried += [{"pipeline": p} for p in (2, 4, 8, 16) if p <= task.devices]
+    tried += [{"micro_batch": m} for m in (2, 4, 8, 16, 32)]
+    found: dict[str, Choice] = {}
+    for values in tried:
+        choice = from_config(
+            LayoutConfig.model_validate({"shard": "full" if task.devices > 1 else "none", **values}),
+            task.recipe.train.recompute,
+            task,
+        )
+        for reason in problems(task, choice)[:1]:
+            found.setdefault(reason, choice)
+    return [(choice, reason) for reason, choice in found.items()]
 
 
 def enumerate_choices(task: Task, offload: str = "none") -> Iterator[Choice]:

@@ -8,7 +8,7 @@ from windlass.cost.params import count
 from windlass.figures import Card, Cards, Chart, Item, Mark, Note, Section, Table, bars, line, page
 from windlass.plan.record import mfu_words
 from windlass.plan.scaling import Point
-from windlass.plan.search import GIB, Plan, Plans
+from windlass.plan.search import GIB, Plan, Plans, Rejected
 from windlass.plan.task import Task
 from windlass.units import print_seconds, print_tokens
 
@@ -123,9 +123,17 @@ def _memory(plans: Plans) -> list[Item]:
         (Mark(axis="y", at=limit, label=f"{limit:.1f} GiB usable"),),
         "At the moment of the peak, on the fullest device.",
     )
-    rows = [(r.choice.words() + (" (recipe)" if r.given else ""), r.reason) for r in plans.rejected[:SHOWN]]
-    table: list[Item] = [Table(("rejected", "why"), rows, caption="The layouts that miss by least.")] if rows else []
+    rows = [(r.choice.words() + (" (recipe)" if r.given else ""), r.reason) for r in _shown_rejections(plans)]
+    table: list[Item] = (
+        [Table(("rejected", "why"), rows, caption="What misses by least, and what a rule forbids.")] if rows else []
+    )
     return [chart, *table]
+
+
+def _shown_rejections(plans: Plans) -> list[Rejected]:
+    """The recipe's own first, then the closest misses, then what a rule forbids."""
+    too_big = [r for r in plans.rejected if r.given or r.memory_gib is not None]
+    return [*too_big[:SHOWN], *(r for r in plans.rejected if not r.given and r.memory_gib is None)]
 
 
 def _ranking(plans: Plans) -> list[Item]:

@@ -13,7 +13,16 @@ from windlass.cost.memory import MemoryEstimate, memory
 from windlass.cost.power import EnergyEstimate, PowerEstimate, allocation_units, energy, node_power
 from windlass.cost.step import StepEstimate, estimate
 from windlass.errors import PlanError
-from windlass.plan.layouts import Choice, batch_problem, enumerate_choices, from_config, nearest, problems, work_of
+from windlass.plan.layouts import (
+    Choice,
+    batch_problem,
+    enumerate_choices,
+    from_config,
+    nearest,
+    problems,
+    ruled_out,
+    work_of,
+)
 from windlass.plan.task import Task, make_task
 
 GIB = 2**30
@@ -100,9 +109,7 @@ def search(task: Task, *, top: int | None = None) -> Plans:
     judged, considered = _judge(task, enumerate_choices(task))
     fitting = [p for p in judged if p.fits]
     if not fitting:
-        more, extra = _judge(
-            task, (c for c in enumerate_choices(task, offload="optimizer") if c.shard in ("full", "hybrid"))
-        )
+        more, extra = _judge(task, (c for c in enumerate_choices(task, offload="optimizer") if not problems(task, c)))
         judged, considered = judged + more, considered + extra
         fitting = [p for p in judged if p.fits]
     families: dict[tuple[object, ...], Plan] = {}
@@ -113,7 +120,8 @@ def search(task: Task, *, top: int | None = None) -> Plans:
     ranked = given if given is not None else ranked
     explained = tuple(_with_reason(p, ranked[0], rank, len(fitting)) for rank, p in enumerate(ranked, 1))
     too_big = sorted((p for p in judged if not p.fits), key=lambda p: p.memory.needed)
-    rejected = (*refused, *(_too_big(p) for p in too_big[:KEPT_REJECTIONS]))
+    forbidden = [Rejected(layout=c.config(), choice=c, reason=reason) for c, reason in ruled_out(task)]
+    rejected = (*refused, *(_too_big(p) for p in too_big[:KEPT_REJECTIONS]), *forbidden)
     shown = explained if top is None else (*explained[:top], *(p for p in explained[top:] if p.given))
     return Plans(
         task=task, plans=shown, rejected=rejected, considered=considered, fitting=len(fitting), search_seconds=time.process_time() - began
@@ -212,6 +220,8 @@ def _too_big(p: Plan) -> Rejected:
 def _with_reason(p: Plan, best: Plan, rank: int, fitting: int) -> Plan:
     room = f"fits in {p.memory.needed / GIB:.0f} of {p.limit / GIB:.0f} GiB"
     tight = ", tight: measure first" if p.share > TIGHT else ""
+    if p.choice.offload != "none":
+        tight += "; nothing fits without offload, and its copies to host memory are not in the time"
     mine = "the recipe's layout; " if p.given else ""
     if p is best:
         return replace(p, reason=f"{mine}fastest of {fitting:,} that fit: {_spending(p)}; {room}{tight}")
