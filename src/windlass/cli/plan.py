@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -142,7 +143,7 @@ def _print(found: Plans) -> None:
 
 
 def _footnotes(found: Plans) -> list[str]:
-    from windlass.plan.page import carbon
+    from windlass.plan.page import amount, carbon
     from windlass.plan.record import mfu_words
     from windlass.plan.search import GIB
 
@@ -157,10 +158,10 @@ def _footnotes(found: Plans) -> list[str]:
     lines.append(
         f"MFU counts {best.step.mfu_convention} of {mfu_words(task)}{achievable}. GiB: of {task.limit / GIB:.1f} usable per device."
     )
-    units = "" if best.units is None else f", {best.units:,.0f} {task.cluster.billing.unit}s"
+    units = "" if best.units is None else f", {amount(best.units)} {task.cluster.billing.unit}s"
     market = f"; market-based {carbon(best.energy.market_tco2e)}" if best.energy.market_tco2e is not None else ""
     lines.append(
-        f"The best takes {best.node_hours:,.0f} node-hours{units}. Energy is at the meter (PUE {best.energy.pue:g}); "
+        f"The best takes {amount(best.node_hours)} node-hours{units}. Energy is at the meter (PUE {best.energy.pue:g}); "
         f"CO2e location-based ({'unknown' if grid.g_per_kwh is None else f'{grid.g_per_kwh:g}'} g/kWh){market}."
     )
     refused = [r for r in found.rejected if r.given]
@@ -313,7 +314,7 @@ def _trace(recipe: Recipe, cluster: Cluster, nodes: int | None, as_json: bool) -
             hint="pip install 'windlass[train]'; the plan itself needs no torch",
         ) from None
     try:
-        from windlass.train.trace import trace as run
+        run: Any = import_module("windlass.train.trace").trace
     except ModuleNotFoundError:
         raise PlanError(
             "--trace is not part of this installation (windlass.train.trace is missing)",

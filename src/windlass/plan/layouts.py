@@ -225,7 +225,7 @@ def ruled_out(task: Task) -> list[tuple[Choice, str]]:
     found: dict[str, Choice] = {}
     for values in tried:
         choice = from_config(
-            LayoutConfig.model_validate({"shard": "full" if task.devices > 1 else "none", **values}),
+            LayoutConfig.model_validate(values),
             task.recipe.train.recompute,
             task,
         )

@@ -44,6 +44,11 @@ def number(value: float | None, digits: int = 1, unit: str = "") -> str:
     return "unknown" if value is None else f"{value:,.{digits}f}{unit}"
 
 
+def amount(value: float) -> str:
+    """Whole numbers, with digits where they are small: `3,652`, `0.15`."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
 def carbon(tonnes: float | None) -> str:
     """Tonnes, with enough digits to be more than 0."""
     if tonnes is None:
@@ -56,7 +61,7 @@ def _best(plans: Plans) -> list[Item]:
     mfu = "unknown" if p.step.mfu is None else f"{p.step.mfu:.1%}"
     achievable = "" if p.mfu_of_achievable is None else f"; {p.mfu_of_achievable:.0%} of the achievable rate"
     cards = [
-        Card(days_words(p), "to train", f"{p.node_hours:,.0f} node-hours"),
+        Card(days_words(p), "to train", f"{amount(p.node_hours)} node-hours"),
         Card(
             f"{p.step.tokens_per_second_per_device:,.0f}",
             "tokens/s per device",
@@ -72,7 +77,7 @@ def _best(plans: Plans) -> list[Item]:
         Card(carbon(p.energy.tco2e), "CO2e, location-based", f"market-based: {carbon(p.energy.market_tco2e)}"),
     ]
     if p.units is not None:
-        cards.append(Card(f"{p.units:,.0f}", f"{task.cluster.billing.unit}s charged"))
+        cards.append(Card(amount(p.units), f"{task.cluster.billing.unit}s charged"))
     text = f"{p.choice.words()}: {p.choice.data:,} replicas x micro-batch {p.choice.micro_batch} x {p.choice.accumulation} micro-batches = {p.batch_tokens:,} tokens a step. {p.reason[:1].upper()}{p.reason[1:]}."
     return [Cards(cards), Note(text)]
 
@@ -277,4 +282,4 @@ def _facts(task: Task) -> Table:
     return Table(("figure", "value"), rows, right=(1,), caption=f"Sources: windlass clusters {task.cluster.name}")
 
 
-__all__ = ["carbon", "days_words", "energy_parts", "number", "plan_page", "stacked"]
+__all__ = ["amount", "carbon", "days_words", "energy_parts", "number", "plan_page", "stacked"]
