@@ -15,13 +15,43 @@ from windlass.config.sources import DataFile, Source
 from windlass.data import megatron
 from windlass.data.tokenizer import Tokenizer, train_bpe
 
-WORDS = "de het een water schip lier touw data model token wind kracht samen draait grote zware last hijst mannen zee haven über naïve 日本語 код 12345 <|end_of_text|>".split()
+WORDS = [
+    "de",
+    "het",
+    "een",
+    "water",
+    "schip",
+    "lier",
+    "touw",
+    "data",
+    "model",
+    "token",
+    "wind",
+    "kracht",
+    "samen",
+    "draait",
+    "grote",
+    "zware",
+    "last",
+    "hijst",
+    "mannen",
+    "zee",
+    "haven",
+    "über",
+    "naïve",
+    "日本語",
+    "код",
+    "12345",
+    "<|end_of_text|>",
+]
 
 
 def make_text(number: int, words: int = 60) -> str:
     """A text that depends on its number only; with odd spaces and line ends, which must survive."""
     dice = random.Random(number)
-    parts = [dice.choice(WORDS) + dice.choice([" ", " ", " ", "\n", "  ", ". ", "\t"]) for _ in range(dice.randint(1, words))]
+    parts = [
+        dice.choice(WORDS) + dice.choice([" ", " ", " ", "\n", "  ", ". ", "\t"]) for _ in range(dice.randint(1, words))
+    ]
     return f" {number} " + "".join(parts)
 
 
@@ -34,7 +64,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def write_jsonl() -> Callable[[Path, list[str]], Path]:
     def write(path: Path, texts: list[str]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps({"id": i, "text": t}, ensure_ascii=False) + "\n" for i, t in enumerate(texts)), encoding="utf-8")
+        path.write_text(
+            "".join(json.dumps({"id": i, "text": t}, ensure_ascii=False) + "\n" for i, t in enumerate(texts)),
+            encoding="utf-8",
+        )
         return path
 
     return write
@@ -45,8 +78,18 @@ def data_file(tokenizer: Tokenizer, tmp_path: Path) -> Callable[..., DataFile]:
     """A data file with sources given as name=[paths]; other keys pass."""
 
     def make(sources: dict[str, Any], **keys: Any) -> DataFile:
-        tables = {name: value if isinstance(value, Source) else Source(paths=[str(p) for p in value]) for name, value in sources.items()}
-        keys = {"output": str(tmp_path / "store"), "tokenizer": str(tokenizer.path), "workers": 1, "chunk": 65_536, "engine": "tokenizers", **keys}
+        tables = {
+            name: value if isinstance(value, Source) else Source(paths=[str(p) for p in value])
+            for name, value in sources.items()
+        }
+        keys = {
+            "output": str(tmp_path / "store"),
+            "tokenizer": str(tokenizer.path),
+            "workers": 1,
+            "chunk": 65_536,
+            "engine": "tokenizers",
+            **keys,
+        }
         return DataFile(sources=tables, **keys)
 
     return make
@@ -60,7 +103,9 @@ def write_megatron() -> Callable[[Path, list[list[int]], str], Path]:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         kind = np.dtype(dtype)
         prefix.with_suffix(".bin").write_bytes(np.array([t for d in documents for t in d], dtype=kind).tobytes())
-        prefix.with_suffix(".idx").write_bytes(megatron.index_bytes(np.array([len(d) for d in documents], dtype=np.int32), kind))
+        prefix.with_suffix(".idx").write_bytes(
+            megatron.index_bytes(np.array([len(d) for d in documents], dtype=np.int32), kind)
+        )
         return prefix
 
     return write

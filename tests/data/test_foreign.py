@@ -23,7 +23,10 @@ def test_megatron_folder_and_prefix(write_megatron: Any, tmp_path: Path) -> None
     write_megatron(tmp_path / "m" / "sub" / "en", DOCUMENTS, "<i4")
     store = open_store(tmp_path / "m")
     assert store.kind == "megatron"
-    assert {n: (s.tokens, s.documents) for n, s in store.sources.items()} == {"nl_text_document": (13, 3), "sub.en": (13, 3)}
+    assert {n: (s.tokens, s.documents) for n, s in store.sources.items()} == {
+        "nl_text_document": (13, 3),
+        "sub.en": (13, 3),
+    }
     assert store.tokens("sub.en")[:].tolist() == FLAT
     assert list(open_store(tmp_path / "m" / "nl_text_document").sources) == ["nl_text_document"]
     assert store.verify() == []
@@ -35,7 +38,7 @@ def test_megatron_bin_and_idx_must_belong_together(write_megatron: Any, tmp_path
     with pytest.raises(DataError, match="has 10 bytes, its index says 26"):
         open_store(tmp_path / "x")
     prefix.with_suffix(".bin").unlink()
-    with pytest.raises(DataError, match="no .bin beside it"):
+    with pytest.raises(DataError, match=r"no \.bin beside it"):
         open_store(tmp_path / "x")
     prefix.with_suffix(".idx").write_bytes(b"something else entirely, long enough to be a header")
     with pytest.raises(DataError, match="not a Megatron index"):

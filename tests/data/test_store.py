@@ -67,7 +67,14 @@ def test_a_whole_store_has_no_problems_and_a_changed_byte_is_found(store: Path) 
     assert "not what was written" in problems[0].what
 
 
-@pytest.mark.parametrize(("name", "what"), [("nl-train-00000.idx", "is missing"), ("tokenizer.json", "tokenizer is missing"), ("checksums.json", "nothing can be checked")])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("nl-train-00000.idx", "is missing"),
+        ("tokenizer.json", "tokenizer is missing"),
+        ("checksums.json", "nothing can be checked"),
+    ],
+)
 def test_missing_files_are_found(store: Path, name: str, what: str) -> None:
     (store / name).unlink()
     assert any(what in p.what for p in open_store(store).verify())
@@ -103,7 +110,13 @@ def test_unknown_source_and_unfinished_store(store: Path, tmp_path: Path) -> Non
 def test_index_has_megatrons_bytes() -> None:
     # Worked by hand from the format: two documents of 3 and 2 tokens, uint16.
     raw = megatron.index_bytes(np.array([3, 2], dtype=np.int32), np.dtype("<u2"))
-    wanted = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3) + struct.pack("<2i", 3, 2) + struct.pack("<2q", 0, 6) + struct.pack("<3q", 0, 1, 2)
+    wanted = (
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QBQQ", 1, 8, 2, 3)
+        + struct.pack("<2i", 3, 2)
+        + struct.pack("<2q", 0, 6)
+        + struct.pack("<3q", 0, 1, 2)
+    )
     assert raw == wanted
 
 
@@ -116,7 +129,12 @@ def test_large_vocabularies_take_four_bytes_and_megatrons_code_for_int32() -> No
 def test_a_store_of_ten_billion_tokens_opens_at_once(store: Path) -> None:
     manifest = json.loads((store / "manifest.json").read_text())
     shards = [{"file": f"big-train-{i:05d}.bin", "tokens": 10**9, "documents": 10**6} for i in range(10)]
-    manifest["sources"]["big"] = {**manifest["sources"]["nl"], "tokens": 10**10, "documents": 10**7, "shards": {"train": shards}}
+    manifest["sources"]["big"] = {
+        **manifest["sources"]["nl"],
+        "tokens": 10**10,
+        "documents": 10**7,
+        "shards": {"train": shards},
+    }
     (store / "manifest.json").write_text(json.dumps(manifest))
     with (store / "big-train-00007.bin").open("wb") as file:  # sparse: zeros, no disk space
         file.truncate(2 * 10**9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ def store(write_megatron: Any, tmp_path: Path) -> Path:
     lengths = [7, 1, 30, 12, 50, 3, 60, 37] * 10
     starts = np.cumsum([0, *lengths])
     for name, base in (("a", 0), ("b", 10_000)):
-        documents = [list(range(base + s, base + e)) for s, e in zip(starts[:-1], starts[1:], strict=True)]
+        documents = [list(range(base + s, base + e)) for s, e in itertools.pairwise(starts)]
         write_megatron(tmp_path / "m" / name, documents, "<i4")
     return tmp_path / "m"
 
@@ -45,7 +46,9 @@ def deliver(store: Path, ranks: int, steps: range, batch: int = 24, **keys: Any)
 def test_one_and_eight_ranks_deliver_the_same_batches_also_after_a_resume(store: Path) -> None:
     whole = deliver(store, 1, range(10))
     assert np.array_equal(whole, deliver(store, 8, range(10)))
-    resumed = np.concatenate([deliver(store, 8, range(4)), deliver(store, 3, range(4, 7)), deliver(store, 2, range(7, 10))])
+    resumed = np.concatenate(
+        [deliver(store, 8, range(4)), deliver(store, 3, range(4, 7)), deliver(store, 2, range(7, 10))]
+    )
     assert np.array_equal(whole, resumed)
 
 
@@ -85,7 +88,9 @@ def test_document_ids_count_the_borders_inside_each_sequence(store: Path) -> Non
 
 def test_repetition_beyond_the_limit_is_refused(store: Path) -> None:
     with pytest.raises(DataError, match=r"a: 2\.\d\d passes over 2,000 tokens, at most 2 allowed") as caught:
-        open_stream(DataConfig(store=str(store), seq_len=16, mix={"a": 0.9, "b": 0.1}, epochs={"a": 2.0}, tokens=5600), seed=0)
+        open_stream(
+            DataConfig(store=str(store), seq_len=16, mix={"a": 0.9, "b": 0.1}, epochs={"a": 2.0}, tokens=5600), seed=0
+        )
     assert "data.epochs" in (caught.value.hint or "")
 
 
@@ -95,7 +100,9 @@ def test_epochs_report(store: Path) -> None:
     assert report[0].epochs == pytest.approx(768 / 124)
 
 
-def test_a_store_with_larger_ids_than_the_model_is_refused(store: Path, data_file: Callable[..., DataFile], write_jsonl: Any, tmp_path: Path, text: Any) -> None:
+def test_a_store_with_larger_ids_than_the_model_is_refused(
+    store: Path, data_file: Callable[..., DataFile], write_jsonl: Any, tmp_path: Path, text: Any
+) -> None:
     tokenize(data_file({"x": [write_jsonl(tmp_path / "x.jsonl", [text(i) for i in range(50)])]}))
     largest = open_store(tmp_path / "store").max_token or 0
     open_stream(DataConfig(store=str(tmp_path / "store"), seq_len=16), seed=0, vocab=largest + 1)
@@ -110,7 +117,9 @@ def test_too_little_data_and_a_missing_split_are_refused(store: Path) -> None:
         open_stream(config(store), seed=0, split="validation")
 
 
-def test_lawful_policy_lists_what_is_missing(store: Path, data_file: Callable[..., DataFile], write_jsonl: Any, tmp_path: Path, text: Any) -> None:
+def test_lawful_policy_lists_what_is_missing(
+    store: Path, data_file: Callable[..., DataFile], write_jsonl: Any, tmp_path: Path, text: Any
+) -> None:
     with pytest.raises(DataError, match=r"refuses 2 of 2 sources:\n  a: licence and origin missing"):
         open_stream(config(store, policy="lawful"), seed=0)
     path = write_jsonl(tmp_path / "x.jsonl", [text(i) for i in range(50)])
@@ -128,15 +137,24 @@ def test_synthetic_tokens_have_the_same_interface() -> None:
     assert tokens.min() == 0
     assert tokens.max() == 49
     assert np.array_equal(tokens[[5, 3]], stream.sequences([5, 3]))
-    assert not np.array_equal(tokens, SyntheticStream(DataConfig(seq_len=32), seed=2, vocab=50).sequences(np.arange(100)))
+    assert not np.array_equal(
+        tokens, SyntheticStream(DataConfig(seq_len=32), seed=2, vocab=50).sequences(np.arange(100))
+    )
     assert stream.document_ids([0]).sum() == 0
     with pytest.raises(ConfigError, match="need a vocabulary"):
         open_stream(DataConfig(), seed=0)
 
 
-def test_the_validation_split_is_read_whole_in_its_natural_mix(data_file: Callable[..., DataFile], write_jsonl: Any, tmp_path: Path, text: Any) -> None:
-    sources = {name: [write_jsonl(tmp_path / f"{name}.jsonl", [text(i + n) for i in range(150)])] for name, n in (("x", 0), ("y", 1000))}
+def test_the_validation_split_is_read_whole_in_its_natural_mix(
+    data_file: Callable[..., DataFile], write_jsonl: Any, tmp_path: Path, text: Any
+) -> None:
+    sources = {
+        name: [write_jsonl(tmp_path / f"{name}.jsonl", [text(i + n) for i in range(150)])]
+        for name, n in (("x", 0), ("y", 1000))
+    }
     tokenize(data_file(sources, validation=0.3))
-    stream = open_stream(DataConfig(store=str(tmp_path / "store"), seq_len=16, mix={"x": 1.0}), seed=0, split="validation")
+    stream = open_stream(
+        DataConfig(store=str(tmp_path / "store"), seq_len=16, mix={"x": 1.0}), seed=0, split="validation"
+    )
     source, _ = stream.identity(np.arange(int(stream.mixture.windows.sum())))  # type: ignore[union-attr]
     assert set(source.tolist()) == {0, 1}

@@ -93,7 +93,7 @@ def tokenize(
             hint='set eos = "<name of the token>", or add_eos = false',
         )
     files = {name: find_files(name, source) for name, source in file.sources.items()}
-    _make_folders(work)
+    _make_folders(target)
     with _lock(target, work, task):
         return _run(file, target, work, tokenizer, files, task, on_progress or (lambda progress: None))
 
@@ -115,6 +115,7 @@ def _run(
     if kept is not None and not items:
         shutil.rmtree(work, ignore_errors=True)
         return _result(target, kept, began, 0, 0, "", 0)
+    _make_folders(work / "pieces", work / "journal", work / "tokenizer")
     _write_plan(work, settings, items)
     journal = read_journal(work, items)
     progress = Progress(total_bytes=sum(item.weight for item in items))
@@ -205,15 +206,15 @@ def settings_of(file: DataFile, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _make_folders(work: Path) -> None:
-    try:
-        for name in ("pieces", "journal", "tokenizer"):
-            (work / name).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"the store {work.parent} cannot be written: {error.strerror}",
-            hint="choose another `output` in the data file",
-        ) from None
+def _make_folders(*folders: Path) -> None:
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(
+                f"the store's folder {folder} cannot be made: {error.strerror}",
+                hint="choose another `output` in the data file",
+            ) from None
 
 
 # -- adding to a store ---------------------------------------------------------------------------------------------

@@ -287,6 +287,8 @@ class Chunk:
         return self.pieces[split].add(text, digest if self.job.file.dedup == "exact" else None)
 
     def close(self, last: bool) -> dict[str, Any]:
+        """Write what was still collected, make the pieces whole; the line that goes into the journal."""
+        self.report(0, sum(piece.flush() for piece in self.pieces.values()), 0, 0)
         pieces = {split: made for split, piece in self.pieces.items() if (made := piece.close()) is not None}
         if self.rejects:
             path = self.job.piece(self.item.id, self.chunk, "rejects")

@@ -1,0 +1,276 @@
+"""What does a tired person read when the input is bad? Each case: a clear message, an exact account, and nothing damaged."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windlass.config.sources import DataFile, Source, load_data_file
+from windlass.data.store import open_store
+from windlass.data.tokenize import tokenize
+from windlass.data.tokenizer import Tokenizer
+from windlass.errors import ConfigError, DataError
+
+zstandard = pytest.importorskip("zstandard")
+Make = Callable[..., DataFile]
+
+
+def rejects(store: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (store / "rejects.jsonl").read_text().splitlines()]
+
+
+BAD = [
+    (b"this is not JSON", "not JSON"),
+    (b'{"text": "cut', "not JSON"),
+    (b'{"title": "no text"}', "no field 'text'"),
+    (b'{"text": null}', "'text' is null"),
+    (b'{"text": 17}', "'text' is a number"),
+    (b'{"text": ["a"]}', "'text' is a list"),
+    (b'["text"]', "not a JSON object but a list"),
+    (b'"text"', "not a JSON object but str"),
+    (b'{"text": "bad \xff\xfe bytes"}', "invalid UTF-8"),
+    (b'{"text": "lone \\ud800 surrogate"}', "lone surrogate"),
+]
+
+
+@pytest.mark.parametrize("chunk", [4096, 65_536])
+def test_a_bad_line_costs_that_line_and_is_named(data_file: Make, tmp_path: Path, chunk: int) -> None:
+    good = [json.dumps({"text": f"document {i} " + "z" * 300}).encode() for i in range(len(BAD) * 3)]
+    mixed: list[bytes] = []
+    for number, (bad, _) in enumerate(BAD):
+        mixed += [good[3 * number], b"", good[3 * number + 1], bad, good[3 * number + 2]]  # the bad one is line 5n + 4
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(mixed) + b"\n")
+    file = data_file({"s": [tmp_path / "a.jsonl"]}, chunk=chunk)
+    with pytest.raises(
+        DataError, match=r"10 documents were rejected, 0 are allowed:\n  .*a\.jsonl, line 4: not JSON"
+    ) as caught:
+        tokenize(file)
+    assert "max_rejects" in (caught.value.hint or "")
+    assert caught.value.exit_code == 5
+    listed = rejects(tmp_path / "store")
+    assert [(r["line"], r["file"]) for r in listed] == [(5 * n + 4, str(tmp_path / "a.jsonl")) for n in range(len(BAD))]
+    for (raw, reason), found in zip(BAD, listed, strict=True):
+        assert reason in found["reason"]
+        assert found["text"] == raw.decode("utf-8", errors="backslashreplace")
+    assert not (tmp_path / "store" / "manifest.json").exists()
+    result = tokenize(file.model_copy(update={"max_rejects": 10}))
+    assert (result.chunks_done, result.documents) == (0, 30)  # nothing was done again
+    account = json.loads((tmp_path / "store" / "files.jsonl").read_text())
+    assert (account["lines"], account["documents"], account["out"], sum(account["rejected"].values())) == (
+        50,
+        40,
+        {"train": 30},
+        10,
+    )
+    assert rejects(tmp_path / "store") == listed
+
+
+def test_replace_takes_what_reject_refuses(data_file: Make, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "bad \xff byte"}\n{"text": "lone \\ud800 x"}\n')
+    tokenize(data_file({"s": [tmp_path / "a.jsonl"]}, utf8="replace"))
+    array = open_store(tmp_path / "store").tokens("s")
+    assert [tokenizer.decode(array[a : b - 1].tolist()) for a, b in array.documents()] == [
+        "bad \ufffd byte",
+        "lone \ufffd x",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+@pytest.mark.parametrize("chunk", [16_384, 1 << 23])
+def test_a_cut_file_is_an_error_and_can_be_allowed(data_file: Make, tmp_path: Path, kind: str, chunk: int) -> None:
+    dice = os.urandom  # incompressible, so that a half file holds half of the documents
+    raw = b"".join(json.dumps({"text": dice(200).hex()}).encode() + b"\n" for _ in range(2000))
+    packed = gzip.compress(raw) if kind == "gz" else zstandard.ZstdCompressor(level=1).compress(raw)
+    path = tmp_path / f"a.jsonl.{kind}"
+    path.write_bytes(packed[: len(packed) // 2])
+    (tmp_path / "good.jsonl").write_text('{"text": "fine"}\n')
+    file = data_file({"s": [path], "good": [tmp_path / "good.jsonl"]}, chunk=chunk)
+    with pytest.raises(
+        DataError, match=rf"1 files are damaged:\n  .*a\.jsonl\.{kind}: the .* file was cut: its end is missing"
+    ):
+        tokenize(file)
+    result = tokenize(file.model_copy(update={"allow_damaged": True}))
+    taken = open_store(tmp_path / "store").sources["s"].documents or 0
+    assert result.chunks_done == 0
+    assert 500 < taken < 1200
+    assert open_store(tmp_path / "store").manifest["sources"]["s"]["damaged_files"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [
+        ("a.jsonl.gz", b"\x1f\x8b\x08 broken"),
+        ("a.jsonl.zst", b"not zstd at all"),
+        ("a.jsonl.gz", b""),
+        ("a.jsonl.zst", b""),
+    ],
+)
+def test_broken_compression(data_file: Make, tmp_path: Path, name: str, raw: bytes) -> None:
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(DataError, match="1 files are damaged"):
+        tokenize(data_file({"s": [tmp_path / name]}))
+
+
+def test_an_empty_file_is_an_empty_file(data_file: Make, write_jsonl: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    other = write_jsonl(tmp_path / "b.jsonl", ["x"])
+    tokenize(data_file({"e": [tmp_path / "empty.jsonl"], "b": [other]}))
+    store = open_store(tmp_path / "store")
+    assert (store.sources["e"].tokens, store.sources["e"].documents, store.sources["b"].documents) == (0, 0, 1)
+    assert store.verify() == []
+
+
+def test_parquet_with_another_schema_and_no_parquet_at_all(data_file: Make, tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"content": ["a"], "n": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="no column 'text'") as caught:
+        tokenize(data_file({"s": [tmp_path / "a.parquet"]}))
+    assert "it has content, n" in (caught.value.hint or "")
+    with pytest.raises(DataError, match="column 'n' is int64, not text"):
+        tokenize(data_file({"s": Source(paths=[str(tmp_path / "a.parquet")], field="n")}))
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 nonsense")
+    with pytest.raises(DataError, match=r"b\.parquet"):
+        tokenize(data_file({"s": [tmp_path / "b.parquet"]}))
+
+
+def test_null_rows_are_rejected_with_their_row(data_file: Make, tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": ["a", None, "c"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet, line 2: 'text' is null"):
+        tokenize(data_file({"s": [tmp_path / "a.parquet"]}))
+
+
+def test_missing_files_unknown_kinds_and_forbidden_folders_come_in_one_message(data_file: Make, tmp_path: Path) -> None:
+    (tmp_path / "data.bin").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"nothing\*\.jsonl: no file there"):
+        tokenize(data_file({"s": [tmp_path / "nothing*.jsonl"]}))
+    with pytest.raises(DataError, match=r"data\.bin: its kind is not known"):
+        tokenize(data_file({"s": [tmp_path / "data.bin"]}))
+    (tmp_path / "void").mkdir()
+    with pytest.raises(DataError, match="no file of a known kind in this folder"):
+        tokenize(data_file({"s": [tmp_path / "void"]}))
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not Path("/usr/bin/setpriv").exists(), reason="root may read everything")
+def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_file: Make) -> None:
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "closed" / "a.jsonl").write_text('{"text": "x"}\n')
+    if os.geteuid() == 0:  # root is not stopped by permissions: let the system say what it says to others
+        real = os.scandir
+
+        def refuse(path: Any = ".") -> Any:
+            if str(path).endswith("closed"):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path)
+
+        monkeypatch.setattr(os, "scandir", refuse)
+    else:
+        (tmp_path / "closed").chmod(0)
+    with pytest.raises(DataError, match="closed: Permission denied"):
+        tokenize(data_file({"s": [tmp_path / "closed"]}))
+    (tmp_path / "closed").chmod(0o755)
+
+
+def test_a_line_longer_than_the_limit_is_rejected_in_any_chunking(data_file: Make, tmp_path: Path) -> None:
+    texts = ["a", "b" * 50_000, "c"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    for chunk in (4096, 1 << 20):
+        file = data_file(
+            {"s": [tmp_path / "a.jsonl"]},
+            chunk=chunk,
+            max_document=10_000,
+            max_rejects=1,
+            output=str(tmp_path / f"s{chunk}"),
+        )
+        tokenize(file)
+        found = rejects(tmp_path / f"s{chunk}")
+        assert [(r["line"], r["reason"]) for r in found] == [(2, "longer than max_document (10,000 bytes)")]
+
+
+def test_a_wrong_field_name_stops_early(
+    data_file: Make, write_jsonl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("windlass.data.tokenize._HOPELESS", 50)
+    path = write_jsonl(tmp_path / "a.jsonl", ["x" * 500] * 2000)
+    with pytest.raises(DataError, match="were rejected: stopped early") as caught:
+        tokenize(data_file({"s": Source(paths=[str(path)], field="content")}, chunk=8192))
+    assert "`field`" in (caught.value.hint or "")
+
+
+def test_a_selected_dataset_saved_to_disk_is_refused(data_file: Make, tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "data-00000-of-00001.arrow").write_bytes(b"")
+    (tmp_path / "d" / "state.json").write_text('{"_indices_data_files": [{"filename": "indices.arrow"}]}')
+    with pytest.raises(DataError, match="flatten_indices"):
+        tokenize(data_file({"s": [tmp_path / "d"]}))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk_loses_nothing(data_file: Make, tmp_path: Path, text: Any) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)], capture_output=True, check=False
+    ).returncode:
+        pytest.skip("no permission to mount here")
+    try:
+        path = tmp_path / "a.jsonl"
+        path.write_text("".join(json.dumps({"text": text(i, 300)}) + "\n" for i in range(900)))
+        tokenize(data_file({"s": [path]}, output=str(tmp_path / "whole"), chunk=16_384))
+        file = data_file({"s": [path]}, output=str(disk / "store"), chunk=16_384)
+        with pytest.raises((DataError, OSError), match="No space left on device"):
+            tokenize(file)
+        done = len(list((disk / "store" / "work" / "pieces").glob("*.train")))
+        subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)
+        result = tokenize(file)
+        assert result.chunks_kept > 0
+        assert result.chunks_kept >= done - 1
+        for one in (tmp_path / "whole").glob("*.bin"):
+            assert (disk / "store" / one.name).read_bytes() == one.read_bytes()
+        assert open_store(disk / "store").verify() == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_the_data_file_itself(tmp_path: Path) -> None:
+    (tmp_path / "d.toml").write_text(
+        'output = "x"\ntokenizer = "t"\nvalidatoin = 0.1\nchunk = "1 GiB"\n[sources."a/b"]\npaths = ["p"]\nlicense = "MIT"\n'
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_data_file(tmp_path / "d.toml")
+    assert "validatoin: unknown key; did you mean validation?" in caught.value.message
+    assert "a chunk has 4 KiB to 64 MiB" in caught.value.message
+    assert "license: unknown key" in caught.value.message
+
+
+def test_lawful_refuses_before_any_work(data_file: Make, write_jsonl: Any, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["x"])
+    with pytest.raises(DataError, match=r"refuses 1 of 2 sources:\n  b: origin missing"):
+        tokenize(
+            data_file(
+                {
+                    "a": Source(paths=[str(path)], licence="MIT", origin="here"),
+                    "b": Source(paths=[str(path)], licence="MIT"),
+                },
+                policy="lawful",
+            )
+        )
+    assert not (tmp_path / "store").exists()
+
+
+def test_an_output_that_cannot_be_made(data_file: Make, write_jsonl: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be made: Not a directory"):
+        tokenize(data_file({"a": [write_jsonl(tmp_path / "a.jsonl", ["x"])]}, output=str(tmp_path / "file" / "store")))

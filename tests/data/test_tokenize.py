@@ -1,0 +1,440 @@
+"""Is nothing lost, doubled or torn, whatever happens? The job itself: formats, restarts, accounts, splits, arrays, locks."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windlass.config.sources import DataFile, Source
+from windlass.data.store import Store, open_store
+from windlass.data.tokenize import tokenize
+from windlass.data.tokenizer import Tokenizer
+from windlass.errors import DataError
+
+zstandard = pytest.importorskip("zstandard")
+Make = Callable[..., DataFile]
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """Every visible file of a store but its history."""
+    return {
+        p.name: hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(folder.iterdir())
+        if not p.name.startswith(".") and p.name != "history.jsonl"
+    }
+
+
+def texts_of(store: Store, source: str, tokenizer: Tokenizer, split: str = "train") -> list[str]:
+    array = store.tokens(source, split)
+    return [tokenizer.decode(array[a : b - 1].tolist()) for a, b in array.documents()]
+
+
+def lines(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in texts).encode()
+
+
+def write_all_formats(folder: Path, texts: list[str]) -> dict[str, Path]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir()
+    raw = lines(texts)
+    (folder / "a.jsonl").write_bytes(raw)
+    (folder / "a.jsonl.gz").write_bytes(
+        gzip.compress(raw[: len(raw) // 2]) + gzip.compress(raw[len(raw) // 2 :])
+    )  # two members
+    half = zstandard.ZstdCompressor().compress
+    (folder / "a.jsonl.zst").write_bytes(half(raw[:1000]) + half(raw[1000:]))  # two frames
+    table = pa.table({"id": list(range(len(texts))), "text": texts})
+    pq.write_table(table, folder / "a.parquet", row_group_size=70)
+    saved = folder / "saved" / "train"
+    saved.mkdir(parents=True)
+    with pa.ipc.new_stream(str(saved / "data-00000-of-00001.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=50)
+    (saved / "dataset_info.json").write_text("{}")
+    (saved / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    return {
+        "jsonl": folder / "a.jsonl",
+        "gz": folder / "a.jsonl.gz",
+        "zst": folder / "a.jsonl.zst",
+        "parquet": folder / "a.parquet",
+        "arrow": folder / "saved",
+    }
+
+
+@pytest.mark.parametrize("chunk", [4096, 1 << 20])
+def test_every_format_gives_the_same_documents_in_the_same_order(
+    data_file: Make, tmp_path: Path, tokenizer: Tokenizer, text: Any, chunk: int
+) -> None:
+    texts = [text(i) for i in range(250)] + ["", " \n ", "x" * 9000, "one\r\ntwo\r"]
+    paths = write_all_formats(tmp_path / "in", texts)
+    tokenize(data_file({name: [path] for name, path in paths.items()}, chunk=chunk))
+    store = open_store(tmp_path / "store")
+    for name in paths:
+        assert texts_of(store, name, tokenizer) == [t for t in texts if t], name
+        assert store.manifest["sources"][name]["filtered"] == {"empty": 1}
+    assert store.verify() == []
+
+
+def test_plain_text_by_file_and_by_line(data_file: Make, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "one.txt").write_text("first line\n\n  second line \n")
+    (tmp_path / "t" / "two.txt.gz").write_bytes(gzip.compress(b"packed\ntext"))
+    whole, by_line = Source(paths=[str(tmp_path / "t")]), Source(paths=[str(tmp_path / "t" / "*.txt")], document="line")
+    tokenize(data_file({"whole": whole, "line": by_line}))
+    store = open_store(tmp_path / "store")
+    assert texts_of(store, "whole", tokenizer) == ["first line\n\n  second line \n", "packed\ntext"]
+    assert texts_of(store, "line", tokenizer) == ["first line", "  second line "]
+
+
+def test_inner_fields(data_file: Make, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "a.jsonl").write_text('{"doc": {"body": "hello"}}\n')
+    tokenize(data_file({"s": Source(paths=[str(tmp_path / "a.jsonl")], field="doc.body")}))
+    assert texts_of(open_store(tmp_path / "store"), "s", tokenizer) == ["hello"]
+
+
+@pytest.mark.parametrize("chunk", [4096, 5000, 65_536])
+@pytest.mark.parametrize("kind", ["plain", "zst"])
+def test_chunk_borders_split_no_line(
+    data_file: Make, tmp_path: Path, tokenizer: Tokenizer, text: Any, chunk: int, kind: str
+) -> None:
+    dice = random.Random(chunk)
+    texts = [f"{i} " + "y" * dice.choice([0, 1, 100, 4000, 4085, 9000, 20_000]) for i in range(60)]
+    raw = lines(texts)
+    path = tmp_path / ("a.jsonl" if kind == "plain" else "a.jsonl.zst")
+    path.write_bytes(
+        raw
+        if kind == "plain"
+        else zstandard.ZstdCompressor(level=1).compress(raw + b'{"text": "last, without a line end"}')
+    )
+    texts += ["last, without a line end"] if kind == "zst" else []
+    # A repetitive file packs so well that it would be taken for a small one: say that text grows more.
+    module_weight = 200 if kind == "zst" else 4
+    from windlass.data import inputs
+
+    before, inputs._EXPANSION = inputs._EXPANSION, module_weight
+    try:
+        tokenize(data_file({"s": [path]}, chunk=chunk))
+    finally:
+        inputs._EXPANSION = before
+    assert texts_of(open_store(tmp_path / "store"), "s", tokenizer) == texts
+
+
+def corpus(folder: Path, text: Callable[[int, int], str]) -> list[Path]:
+    """One big plain file, one big compressed one, and many small ones."""
+    folder.mkdir()
+    (folder / "big.jsonl").write_bytes(lines([text(i, 200) for i in range(600)]))
+    (folder / "packed.jsonl.zst").write_bytes(
+        zstandard.ZstdCompressor().compress(lines([text(10_000 + i, 200) for i in range(600)]))
+    )
+    for number in range(8):
+        (folder / f"small-{number}.jsonl").write_bytes(lines([text(20_000 + 10 * number + i, 60) for i in range(10)]))
+    return sorted(folder.iterdir())
+
+
+RUN = """
+import sys
+from windlass.config.sources import load_data_file
+from windlass.data import work
+from windlass.data.tokenize import tokenize
+slow = float(sys.argv[2])
+if slow:
+    import time
+    do = work.Worker.do
+    def late(self, item, chunk):
+        line = do(self, item, chunk)
+        time.sleep(slow)
+        return line
+    work.Worker.do = late
+tokenize(load_data_file(sys.argv[1]))
+"""
+
+
+@pytest.mark.multi
+def test_killed_at_any_moment_any_number_of_times_it_ends_in_the_same_bytes(
+    tmp_path: Path, tokenizer: Tokenizer, text: Any
+) -> None:
+    corpus(tmp_path / "in", text)
+    settings = f'tokenizer = "{tokenizer.path}"\nengine = "tokenizers"\nworkers = 2\nchunk = "8KiB"\nvalidation = 0.1\ndedup = "exact"\nshard_tokens = 20_000\n'
+    for name in ("whole", "killed"):
+        (tmp_path / f"{name}.toml").write_text(
+            f'output = "{tmp_path / name}"\n{settings}[sources.s]\npaths = ["{tmp_path / "in"}"]\n'
+        )
+    subprocess.run([sys.executable, "-c", RUN, str(tmp_path / "whole.toml"), "0"], check=True)
+    dice, kills = random.Random(7), 0
+    for attempt in range(12):
+        process = subprocess.Popen(
+            [sys.executable, "-c", RUN, str(tmp_path / "killed.toml"), "0.03"], stderr=subprocess.PIPE, text=True
+        )
+        began, journals = time.monotonic(), tmp_path / "killed" / "work" / "journal"
+        wanted = _journal_lines(journals) + dice.randint(1, 12)
+        while process.poll() is None and (_journal_lines(journals) < wanted) and time.monotonic() - began < 60:
+            time.sleep(0.005)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL if attempt % 3 else signal.SIGTERM)
+            kills += 1
+        process.wait(30)
+        if process.returncode == 0:
+            break
+    subprocess.run([sys.executable, "-c", RUN, str(tmp_path / "killed.toml"), "0"], check=True)
+    assert kills >= 3
+    assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
+    assert not (tmp_path / "killed" / "work").exists()
+
+
+def _journal_lines(folder: Path) -> int:
+    return sum(p.read_bytes().count(b"\n") for p in folder.glob("*.jsonl")) if folder.is_dir() else 0
+
+
+@pytest.mark.parametrize(
+    "step", ["find_duplicates", "_write_shard:1", "_write_shard:3", "_write_manifest", "_write_lines", "append_line"]
+)
+def test_an_end_in_the_middle_of_joining_is_no_harm(
+    data_file: Make, tmp_path: Path, text: Any, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from windlass.data import finish
+
+    files = corpus(tmp_path / "in", text)
+    keys: dict[str, Any] = {"chunk": 8192, "validation": 0.1, "dedup": "exact", "shard_tokens": 20_000}
+    tokenize(data_file({"s": files}, output=str(tmp_path / "whole"), **keys))
+    name, _, after = step.partition(":")
+    calls, real = [0], getattr(finish, name)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        result = real(*args, **kwargs) if name in ("_write_shard", "append_line") else None
+        if calls[0] >= int(after or 1):
+            raise KeyboardInterrupt
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finish, name, fail)
+        with pytest.raises(KeyboardInterrupt):
+            tokenize(data_file({"s": files}, output=str(tmp_path / "cut"), **keys))
+    tokenize(data_file({"s": files}, output=str(tmp_path / "cut"), **keys))
+    assert digest(tmp_path / "cut") == digest(tmp_path / "whole")
+
+
+@pytest.mark.multi
+def test_workers_and_arrays_end_in_the_same_bytes(data_file: Make, tmp_path: Path, text: Any) -> None:
+    files = corpus(tmp_path / "in", text)
+    tokenize(data_file({"s": files}, output=str(tmp_path / "one"), chunk=8192))
+    tokenize(data_file({"s": files}, output=str(tmp_path / "three"), chunk=8192, workers=3))
+    array = data_file({"s": files}, output=str(tmp_path / "array"), chunk=8192)
+    parts = [tokenize(array, task=(index, 4)) for index in (2, 0, 3, 1)]
+    assert all(not part.complete and part.chunks_done > 0 for part in parts)
+    assert max(p.tokens for p in parts) < 2.2 * min(p.tokens for p in parts)  # balanced by bytes
+    joined = tokenize(array)
+    assert joined.chunks_done == 0
+    assert digest(tmp_path / "one") == digest(tmp_path / "three") == digest(tmp_path / "array")
+    assert tokenize(array).chunks_done == 0  # once more: nothing to do
+
+
+@pytest.mark.multi
+def test_a_lost_array_task_is_made_up_for_by_the_joining_run(data_file: Make, tmp_path: Path, text: Any) -> None:
+    files = corpus(tmp_path / "in", text)
+    tokenize(data_file({"s": files}, output=str(tmp_path / "one"), chunk=8192))
+    array = data_file({"s": files}, output=str(tmp_path / "array"), chunk=8192)
+    tokenize(array, task=(0, 3))
+    tokenize(array, task=(2, 3))
+    assert tokenize(array).chunks_done > 0
+    assert digest(tmp_path / "one") == digest(tmp_path / "array")
+
+
+def test_a_changed_file_is_done_again_and_the_others_are_not(
+    data_file: Make, write_jsonl: Any, tmp_path: Path, tokenizer: Tokenizer, text: Any
+) -> None:
+    good = write_jsonl(tmp_path / "good.jsonl", [text(i, 300) for i in range(100)])
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "fine"}\n{"text": "cut')
+    file = data_file({"good": [good], "bad": [bad]}, chunk=8192)
+    with pytest.raises(DataError, match="1 documents were rejected, 0 are allowed"):
+        tokenize(file)
+    bad.write_text('{"text": "fine"}\n{"text": "cut no more"}\n')
+    result = tokenize(file)
+    assert result.chunks_done == 1
+    assert result.chunks_kept > 3
+    assert texts_of(open_store(tmp_path / "store"), "bad", tokenizer) == ["fine", "cut no more"]
+
+
+def test_special_looking_text_stays_text_unless_asked(
+    data_file: Make, write_jsonl: Any, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["before <|end_of_text|> after"])
+    tokenize(data_file({"s": [path]}))
+    assert open_store(tmp_path / "store").tokens("s")[:].tolist().count(tokenizer.eos) == 1
+    tokenize(data_file({"s": [path]}, output=str(tmp_path / "parsed"), special_tokens="parse"))
+    assert open_store(tmp_path / "parsed").tokens("s")[:].tolist().count(tokenizer.eos) == 2
+
+
+def test_validation_follows_the_text_not_the_place(
+    data_file: Make, write_jsonl: Any, tmp_path: Path, tokenizer: Tokenizer, text: Any
+) -> None:
+    texts = [text(i) for i in range(400)]
+    one = write_jsonl(tmp_path / "a.jsonl", texts)
+    other = write_jsonl(tmp_path / "b.jsonl", texts[::-1])
+    tokenize(data_file({"s": [one]}, validation=0.1))
+    tokenize(data_file({"s": [other]}, validation=0.1, output=str(tmp_path / "b"), chunk=4096))
+    a, b = open_store(tmp_path / "store"), open_store(tmp_path / "b")
+    held = texts_of(a, "s", tokenizer, "validation")
+    assert sorted(held) == sorted(texts_of(b, "s", tokenizer, "validation"))
+    assert 20 <= len(held) <= 62  # 40 expected; five standard deviations of six
+    assert sorted(held + texts_of(a, "s", tokenizer)) == sorted(texts)
+
+
+def test_exact_duplicates_go_and_are_counted_per_file(
+    data_file: Make, write_jsonl: Any, tmp_path: Path, tokenizer: Tokenizer, text: Any
+) -> None:
+    texts = [text(i, 400) for i in range(60)]
+    first = write_jsonl(tmp_path / "1.jsonl", texts + texts[:10])
+    second = write_jsonl(tmp_path / "2.jsonl", texts[5:8] + ["new", "new"])
+    tokenize(data_file({"a": [first], "b": [second]}, dedup="exact", chunk=8192, shard_tokens=5000))
+    store = open_store(tmp_path / "store")
+    assert texts_of(store, "a", tokenizer) == texts
+    assert texts_of(store, "b", tokenizer) == ["new"]
+    accounts = [json.loads(line) for line in (tmp_path / "store" / "files.jsonl").read_text().splitlines()]
+    assert [(a["documents"], a["out"], a["filtered"]) for a in accounts] == [
+        (70, {"train": 60}, {"duplicate": 10}),
+        (5, {"train": 1}, {"duplicate": 4}),
+    ]
+    assert store.sources["a"].bytes == sum(len(t.encode()) for t in texts)
+    assert store.verify() == []
+
+
+def test_hashes_in_partitions_find_the_same_duplicates(
+    data_file: Make, write_jsonl: Any, tmp_path: Path, text: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "1.jsonl", [text(i % 50) for i in range(200)])
+    tokenize(data_file({"a": [path]}, dedup="exact", chunk=4096, output=str(tmp_path / "one")))
+    monkeypatch.setattr("windlass.data.finish._PARTITION", 30)
+    tokenize(data_file({"a": [path]}, dedup="exact", chunk=4096, output=str(tmp_path / "many")))
+    assert open_store(tmp_path / "one").sources["a"].documents == 50
+    assert digest(tmp_path / "one") == digest(tmp_path / "many")
+
+
+def test_length_filters_per_source(data_file: Make, write_jsonl: Any, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["ab", "abcd", "abcdefgh"])
+    tight = Source(paths=[str(path)], min_chars=3, max_chars=5)
+    tokenize(data_file({"tight": tight, "loose": [path]}))
+    store = open_store(tmp_path / "store")
+    assert texts_of(store, "tight", tokenizer) == ["abcd"]
+    assert store.manifest["sources"]["tight"]["filtered"] == {"too long": 1, "too short": 1}
+    assert len(texts_of(store, "loose", tokenizer)) == 3
+
+
+def test_without_eos(data_file: Make, write_jsonl: Any, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["water", "wind"])
+    tokenize(data_file({"s": [path]}, add_eos=False))
+    assert open_store(tmp_path / "store").tokens("s")[:].tolist() == tokenizer.encode("water") + tokenizer.encode(
+        "wind"
+    )
+
+
+def test_shards_are_cut_at_their_size(
+    data_file: Make, write_jsonl: Any, tmp_path: Path, text: Any, tokenizer: Tokenizer
+) -> None:
+    texts = [text(i, 300) for i in range(100)]
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    tokenize(data_file({"s": [path]}, chunk=4096, shard_tokens=4000))
+    store = open_store(tmp_path / "store")
+    sizes = [entry["tokens"] for entry in store.manifest["sources"]["s"]["shards"]["train"]]
+    assert len(sizes) > 3
+    assert max(sizes) <= 4000
+    assert texts_of(store, "s", tokenizer) == texts
+
+
+def test_sources_can_be_added_to_a_finished_store(
+    data_file: Make, write_jsonl: Any, tmp_path: Path, tokenizer: Tokenizer, text: Any
+) -> None:
+    a, b = write_jsonl(tmp_path / "a.jsonl", [text(1)]), write_jsonl(tmp_path / "b.jsonl", [text(2)])
+    tokenize(data_file({"a": [a]}))
+    before = digest(tmp_path / "store")
+    assert tokenize(data_file({"a": [a], "b": [b]})).chunks_done == 1
+    store = open_store(tmp_path / "store")
+    assert texts_of(store, "a", tokenizer) + texts_of(store, "b", tokenizer) == [text(1), text(2)]
+    assert digest(tmp_path / "store")["a-train-00000.bin"] == before["a-train-00000.bin"]
+    assert store.verify() == []
+    assert len((tmp_path / "store" / "files.jsonl").read_text().splitlines()) == 2
+
+
+def test_another_tokenizer_does_not_mix_into_a_store(
+    data_file: Make, write_jsonl: Any, tmp_path: Path, text: Any
+) -> None:
+    from windlass.data.tokenizer import train_bpe
+
+    a, b = write_jsonl(tmp_path / "a.jsonl", [text(1)]), write_jsonl(tmp_path / "b.jsonl", [text(2)])
+    tokenize(data_file({"a": [a]}))
+    before = digest(tmp_path / "store")
+    other = train_bpe([text(i) for i in range(50)], 400, tmp_path / "other")
+    with pytest.raises(DataError, match="vocab_size: 600 there, 400 here"):
+        tokenize(data_file({"a": [a], "b": [b]}, tokenizer=str(other.path)))
+    a.write_text(a.read_text() + '{"text": "more"}\n')
+    with pytest.raises(DataError, match="the files of a are not those"):
+        tokenize(data_file({"a": [a], "b": [b]}))
+    assert digest(tmp_path / "store") == before
+
+
+def test_two_jobs_on_one_output(data_file: Make, write_jsonl: Any, tmp_path: Path, text: Any) -> None:
+    from windlass.runs.lock import locked
+
+    file = data_file({"a": [write_jsonl(tmp_path / "a.jsonl", [text(1)])]})
+    (tmp_path / "store" / "work").mkdir(parents=True)
+    with (
+        locked(tmp_path / "store" / ".tokenize.lock", "4711"),
+        pytest.raises(DataError, match=r"written by another tokenize job .*job 4711"),
+    ):
+        tokenize(file)
+    with locked(tmp_path / "store" / ".tokenize.lock"), pytest.raises(DataError, match="another tokenize job"):
+        tokenize(file, task=(0, 2))
+    with (
+        locked(tmp_path / "store" / "work" / "task-00001.lock"),
+        pytest.raises(DataError, match="another tokenize job"),
+    ):
+        tokenize(file)
+    assert tokenize(file).complete
+
+
+@pytest.mark.multi
+def test_a_killed_worker_is_reported_and_the_next_run_goes_on(
+    data_file: Make, tmp_path: Path, text: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from windlass.data.work import Worker
+
+    files = corpus(tmp_path / "in", text)
+    tokenize(data_file({"s": files}, output=str(tmp_path / "whole"), chunk=8192))
+    real = Worker.do
+
+    def die(self: Worker, item: Any, chunk: int) -> Any:
+        if chunk == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, item, chunk)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "do", die)
+        with pytest.raises(DataError, match="a worker was killed by SIGKILL"):
+            tokenize(data_file({"s": files}, chunk=8192))
+    assert tokenize(data_file({"s": files}, chunk=8192)).chunks_kept > 0
+    assert digest(tmp_path / "store") == digest(tmp_path / "whole")
+
+
+def test_progress_counts_everything(data_file: Make, write_jsonl: Any, tmp_path: Path, text: Any) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [text(i) for i in range(300)])
+    seen: list[tuple[int, int, int]] = []
+    result = tokenize(
+        data_file({"s": [path]}, chunk=8192), on_progress=lambda p: seen.append((p.done_bytes, p.documents, p.tokens))
+    )
+    assert seen[-1][1] == result.documents == 300
+    assert seen[-1][0] <= path.stat().st_size
+    assert seen[-1][0] > 0.9 * path.stat().st_size
