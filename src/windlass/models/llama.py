@@ -13,7 +13,7 @@ from windlass.models import padded_vocab
 from windlass.models.attention import causal_attention
 from windlass.models.linear import Linear, together
 from windlass.models.parts import Model, Norm
-from windlass.models.recompute import Recomputed
+from windlass.models.recompute import Carried, Recomputed
 
 if TYPE_CHECKING:
     from windlass.config import ModelConfig
@@ -84,9 +84,9 @@ class Block(Recomputed):
         self.ffn_norm = Norm(width, eps)
         self.feed_forward = FeedForward(width, ffn, activation)
 
-    def run(self, x: Tensor, rope: Rope, documents: Tensor | None = None) -> Tensor:
+    def branches(self, x: Tensor, rope: Rope, documents: Tensor | None = None) -> Carried:
         x = x + self.attention(self.attention_norm(x), rope, documents)
-        return x + self.feed_forward(self.ffn_norm(x))
+        return x, self.feed_forward(self.ffn_norm(x))
 
 
 class Llama(Model):

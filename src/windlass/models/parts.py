@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from windlass.models.init import fill_normal, fill_parameter
 from windlass.models.loss import next_token_loss
+from windlass.models.recompute import added
 
 LossFunction = Callable[..., Tensor]
 
@@ -129,6 +130,7 @@ class Model(nn.Module):
             x = self.embed(x)
         for block in self.layers.values():
             x = block(x, self.table, documents)
+        x = added(x)
         return x if self.norm is None else self.norm(x)
 
     def forward(self, x: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:

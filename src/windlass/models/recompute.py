@@ -6,8 +6,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+Carried = tuple[Tensor, Tensor]
 
 _aten = torch.ops.aten
 SAVED = {
@@ -40,12 +42,25 @@ class Recomputed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.recompute = "none"
+        self.carries = False
+        """Hand the last branch on unadded, so that its addition and the next block's norm become one compiled kernel."""
 
-    def run(self, *args: Any) -> torch.Tensor:
+    def branches(self, x: Tensor, *args: Any) -> Carried:
+        """The residual stream before the block's last branch, and that branch."""
         raise NotImplementedError
 
-    def forward(self, *args: Any) -> torch.Tensor:
+    def run(self, x: Tensor, *args: Any) -> Tensor:
+        return added(self.branches(x, *args))
+
+    def forward(self, x: Tensor | Carried, *args: Any) -> Tensor | Carried:
+        if self.carries:
+            return self.branches(added(x), *args)
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return self.run(*args)
+            return self.run(added(x), *args)
         extra = {"context_fn": partial(selective)} if self.recompute == "selective" else {}
-        return checkpoint(self.run, *args, use_reentrant=False, **extra)
+        return checkpoint(self.run, added(x), *args, use_reentrant=False, **extra)
+
+
+def added(x: Tensor | Carried) -> Tensor:
+    """The residual stream, whole."""
+    return x[0] + x[1] if isinstance(x, tuple) else x

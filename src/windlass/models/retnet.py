@@ -14,7 +14,7 @@ from windlass.models import padded_vocab
 from windlass.models.linear import Linear, together
 from windlass.models.llama import FeedForward
 from windlass.models.parts import Model, Norm
-from windlass.models.recompute import Recomputed
+from windlass.models.recompute import Carried, Recomputed
 
 if TYPE_CHECKING:
     from windlass.config import ModelConfig
@@ -134,9 +134,9 @@ class RetNetBlock(Recomputed):
         self.ffn_norm = Norm(width, eps)
         self.feed_forward = FeedForward(width, ffn, activation)
 
-    def run(self, x: Tensor, table: Table, documents: Tensor | None = None) -> Tensor:
+    def branches(self, x: Tensor, table: Table, documents: Tensor | None = None) -> Carried:
         x = x + self.retention(self.retention_norm(x), table, documents)
-        return x + self.feed_forward(self.ffn_norm(x))
+        return x, self.feed_forward(self.ffn_norm(x))
 
 
 class RetNet(Model):

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from windlass.config import Recipe
 from windlass.errors import ConfigError
 from windlass.models.parts import Model
+from windlass.models.recompute import Recomputed
 from windlass.train.mesh import World
 
 
@@ -180,6 +181,10 @@ def _compile(module: Model, recipe: Recipe, world: World, notes: list[str]) -> N
     for block in module.layers.values():
         # Dynamic shapes would cost speed and are not needed: every block sees one shape in training and one in evaluation.
         block.compile(fullgraph=True, dynamic=False)
+        # With recomputation a block would have to keep two tensors instead of one: only without it.
+        block.carries = train.recompute == "none" and isinstance(block, Recomputed)
+    if module.norm is not None and world.axes.tensor == 1:
+        module.norm.compile(fullgraph=True, dynamic=False)
     notes.append("compile: each block (train.compile)" if train.compile else "compile: each block (a GPU is there)")
 
 
