@@ -1,0 +1,224 @@
+"""The dashboard's server without a browser: who may ask, what is answered, and how fast a long run opens."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+from tests.report.sample_run import BEGIN, make_run, metric
+from tests.report.test_report import HOSTILE, SECRETS
+
+from windlass.errors import LaunchError
+from windlass.report.dash.server import Server, make_server, serve_in_background
+from windlass.report.dash.store import RunView
+from windlass.runs.folder import Run
+
+
+@pytest.fixture
+def server(run) -> Iterator[Server]:
+    made = make_server(run.path.parent)
+    serve_in_background(made)
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+def get(server: Server, path: str, *, token: bool = True, headers: dict[str, str] | None = None, method: str = "GET"):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    cookie = {"Cookie": f"{server.cookie}={server.token}"} if token else {}
+    connection.request(method, path, headers={**cookie, **(headers or {})})
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer, body
+
+
+def ask(server: Server, path: str):
+    answer, body = get(server, f"/api/{path}")
+    return answer.status, json.loads(body)
+
+
+def run_id(server: Server) -> str:
+    return server.folder.views()[0].id
+
+
+class TestSecurity:
+    @pytest.mark.parametrize(
+        "path", ["/", "/api/runs", "/app.js", "/plotly.js", "/api/run?id=x", "/?token=wrong", "/?token="]
+    )
+    def test_without_the_token_nothing(self, server, path):
+        answer, body = get(server, path, token=False)
+        assert answer.status == 403
+        assert server.token.encode() not in body
+
+    def test_the_token_moves_into_a_cookie_that_scripts_cannot_read(self, server):
+        answer, _ = get(server, f"/?token={server.token}", token=False)
+        assert (answer.status, answer.getheader("Location")) == (303, "/")
+        cookie = answer.getheader("Set-Cookie")
+        assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
+        answer, body = get(server, "/", token=False, headers={"Cookie": cookie.split(";")[0]})
+        assert answer.status == 200 and b"windlass" in body
+
+    def test_a_new_start_has_a_new_token(self, run, server):
+        other = make_server(run.path)
+        other.server_close()
+        assert other.token != server.token and len(server.token) >= 32
+
+    @pytest.mark.parametrize(
+        "path",
+        ["/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/static/../server.py", "/server.py", "/api/../runs", "/metrics.jsonl",
+         "/api/run?id=../../../etc", "/api/run?id=/etc/passwd", "/api/series?id=..%2f..", "/api/profile?id=%00", "/app.js/../../store.py"],
+    )  # fmt: skip
+    def test_paths_outside_are_refused(self, server, path):
+        answer, body = get(server, path)
+        assert answer.status == 404
+        assert b"root:" not in body and b"def " not in body
+
+    @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", ""])
+    def test_a_foreign_host_name_is_refused(self, server, host):
+        assert get(server, "/api/runs", headers={"Host": host})[0].status == 403
+
+    def test_a_tunnels_port_is_fine(self, server):
+        assert get(server, "/api/runs", headers={"Host": "localhost:9999"})[0].status == 200
+
+    @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE"])
+    def test_it_only_reads(self, server, method):
+        assert get(server, "/api/runs", method=method)[0].status == 501
+
+    def test_only_localhost_is_bound(self, server):
+        assert server.server_address[0] == "127.0.0.1"
+
+    def test_headers_forbid_everything_foreign(self, server):
+        answer, _ = get(server, "/")
+        policy = answer.getheader("Content-Security-Policy")
+        assert "default-src 'none'" in policy and "http" not in policy and "unsafe-eval" not in policy
+        assert answer.getheader("X-Content-Type-Options") == "nosniff"
+        assert answer.getheader("Cache-Control") == "no-store"
+
+    def test_assets_name_no_other_host(self, server):
+        for path in ("/", "/app.js", "/draw.js", "/planner.js", "/app.css"):
+            body = get(server, path)[1].decode()
+            links = [word for word in body.split() if "http" in word.lower() and "www.w3.org" not in word]
+            assert links == []
+            assert "innerHTML" not in body and "document.write" not in body and "eval(" not in body
+
+    def test_hostile_names_travel_as_text(self, run, server):
+        run.event("fault", rank=0, kind=HOSTILE, error=HOSTILE)
+        found = ask(server, f"run?id={run_id(server)}")[1]
+        figures = [i["figure"] for s in found["sections"] for i in s["items"] if i["kind"] == "figure"]
+        assert "<img" not in json.dumps(figures)
+        assert any(
+            HOSTILE in cell
+            for s in found["sections"]
+            for i in s["items"]
+            if i["kind"] == "table"
+            for row in i["rows"]
+            for cell in row
+        )
+
+    def test_no_secret_reaches_a_page(self, run, server):
+        config = json.loads(run.config_file.read_text())
+        config["launch"]["env"] = dict(SECRETS)
+        run.config_file.write_text(json.dumps(config))
+        run.event("fault", rank=1, kind="error", error=f"WANDB_API_KEY={SECRETS['WANDB_API_KEY']}")
+        for path in ("runs", f"run?id={run_id(server)}", "sweep", "data"):
+            text = get(server, f"/api/{path}")[1].decode()
+            assert not [value for value in SECRETS.values() if value in text]
+
+    def test_a_port_in_use_is_explained(self, run, server):
+        with pytest.raises(LaunchError, match=f"port {server.server_port} on localhost cannot be used"):
+            make_server(run.path, port=server.server_port)
+
+
+class TestAnswers:
+    def test_runs_and_one_run_agree_with_the_report(self, run, server):
+        from windlass.report.collect import collect
+
+        row = ask(server, "runs")[1]["runs"][0]
+        s = collect(run)
+        assert (row["name"], row["loss"], row["joules"], row["mfu"]) == (s.name, s.loss, s.energy.joules, s.mfu)
+        page = ask(server, f"run?id={row['id']}")[1]
+        cards = {c["label"]: c["value"] for c in page["sections"][0]["items"][0]["cards"]}
+        assert cards["energy"] == "363.61 Wh" and cards["goodput"] == "67.7 %"
+        fault = next(e for e in page["events"] if e["event"] == "fault")
+        assert fault["step"] == 180  # it names no step itself: the last one before it
+
+    def test_series_by_every_axis(self, server):
+        for x, last in (("step", 300), ("tokens", 300 * 131_072), ("kwh", 3300.0 * 330 / 3.6e6)):
+            found = ask(server, f"series?id={run_id(server)}&keys=loss,mfu&x={x}")[1]
+            assert found["runs"][0]["series"]["loss"]["x"][-1] == pytest.approx(last)
+        assert ask(server, f"series?id={run_id(server)}&x=nonsense")[1]["axis"] == "step"
+
+    def test_unchanged_is_said_and_a_new_line_is_seen(self, run, server):
+        first = ask(server, f"series?id={run_id(server)}&keys=loss")[1]
+        path = f"series?id={run_id(server)}&keys=loss&have={first['version']}"
+        assert ask(server, path)[1] == {"version": first["version"], "unchanged": True}
+        run.metric(metric(301, BEGIN + 2000, None))
+        time.sleep(0.6)
+        assert ask(server, path)[1]["runs"][0]["series"]["loss"]["x"][-1] == 301
+
+    def test_a_new_run_appears(self, run, server, monkeypatch):
+        make_run(run.path.parent / "second")
+        server.folder._listed_at = -1e9
+        assert {r["path"] for r in ask(server, "runs")[1]["runs"]} == {"sample", "second"}
+
+    def test_numbers_out_of_bounds_are_bounded(self, server):
+        for points in ("0", "-5", "999999999", "x"):
+            assert ask(server, f"series?id={run_id(server)}&points={points}")[0] == 200
+        assert ask(server, "series?id=unknown")[0] == 404
+        assert ask(server, "nothing")[0] == 404
+
+    def test_a_folder_that_breaks_while_it_is_shown(self, run, server):
+        first = run_id(server)
+        run.events_file.write_bytes(b"\xff\xfe garbage\n[]\n")
+        run.manifest_file.write_text("[1")
+        assert ask(server, f"run?id={first}")[0] == 200
+
+    def test_data_and_sweep_pages(self, run, server):
+        make_run(run.path.parent / "second", steps=200, name="second")
+        server.folder._listed_at = -1e9
+        assert "dutch-news" in json.dumps(ask(server, "data")[1])
+        titles = [s["title"] for s in ask(server, "sweep")[1]["sections"]]
+        assert titles == ["Heat map", "Scaling", "Speed against energy", "All runs"]
+
+    def test_planner(self, server):
+        found = ask(server, "plan?cluster=snellius-h100&nodes=4&size=1.1B&tokens=20B&seq_len=4096&days=10")[1]
+        assert found["best"]["days"] > 0 and found["best"]["fits"]
+        fewer = ask(server, "plan?cluster=snellius-h100&nodes=2&size=1.1B&tokens=20B&seq_len=4096")[1]
+        assert fewer["best"]["days"] > found["best"]["days"]
+
+    @pytest.mark.parametrize(
+        "query",
+        ["nodes=0", "nodes=abc", "size=9999B", "cluster=../../x", "tokens=-1", "days=soon", "nodes=99999999999"],
+    )
+    def test_planner_refuses_with_words(self, server, query):
+        status, found = ask(server, f"plan?{query}")
+        assert status == 200 and found["error"]
+
+
+def test_a_million_lines_open_at_once_and_are_exact_in_the_end(tmp_path):
+    """The first look may take a sample; a spike between the samples is found when the whole file was read."""
+    run = Run(make_run(tmp_path / "long"))
+    line = json.dumps(metric(1, BEGIN, 1.0))
+    head, tail = line.split('"step": 1,', 1)
+    with run.metrics_file.open("w") as file:
+        for block in range(60):
+            file.write("".join(f'{head}"step": {block * 500 + i},{tail}\n' for i in range(500)))
+        file.write(line.replace('"loss": ', '"loss": 77') + "\n")
+    assert run.metrics_file.stat().st_size > 8 << 20
+    view = RunView(run, "long")
+    began = time.process_time()
+    view.summary()
+    xs, _ = view.series("loss", "step", 800)
+    first = time.process_time() - began
+    assert len(xs) > 100
+    assert first < 1.0
+    deadline = time.monotonic() + 60
+    while view._reading and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.6)
+    assert len(view.columns()) == 30_001
+    assert max(y for y in view.series("loss", "step", 800)[1] if y is not None) > 70

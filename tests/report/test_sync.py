@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from windlass.errors import LaunchError
+from windlass.report.sync import parts, sync_once, sync_watch
+from windlass.runs.folder import Run
+
+
+def add_part(run: Run, stamp: str, content: str = "x") -> None:
+    folder = run.trackers / "wandb" / "wandb" / f"offline-run-{stamp}-id1"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run-id1.wandb").write_text(content)
+
+
+class Wandb:
+    """What `wandb sync` is told, in order."""
+
+    def __init__(self, code: int = 0, stderr: str = "", help_text: str = "--append") -> None:
+        self.sent: list[str] = []
+        self._code, self._stderr, self._help = code, stderr, help_text
+        self.words: list[list[str]] = []
+
+    def __call__(self, words):
+        if "--help" in words:
+            return subprocess.CompletedProcess(words, 0, self._help, "")
+        self.words.append(list(words))
+        self.sent.append(words[-1].rsplit("/", 1)[-1])
+        return subprocess.CompletedProcess(words, self._code, "", self._stderr)
+
+
+@pytest.fixture
+def two(tmp_path) -> Run:
+    run = Run(tmp_path)
+    add_part(run, "20261115_040000")
+    add_part(run, "20261114_235959")
+    return run
+
+
+def test_oldest_first_and_each_once(two):
+    wandb = Wandb()
+    assert [p["state"] for p in sync_once(two, send=wandb)] == ["sent", "sent"]
+    assert wandb.sent == ["offline-run-20261114_235959-id1", "offline-run-20261115_040000-id1"]
+    assert [p["state"] for p in sync_once(two, send=wandb)] == ["sent before", "sent before"]
+    add_part(two, "20261115_040000", "more than before")
+    assert [p["state"] for p in sync_once(two, send=wandb)] == ["sent before", "sent"]
+
+
+@pytest.mark.parametrize(("help_text", "told"), [("  --append  Append run", True), ("  --id TEXT", False)])
+def test_append_only_where_the_release_knows_it(two, help_text, told):
+    wandb = Wandb(help_text=help_text)
+    sync_once(two, send=wandb)
+    assert all(("--append" in words) == told for words in wandb.words)
+
+
+def test_a_failure_stops_and_hides_keys(two):
+    wandb = Wandb(1, "401 WANDB_API_KEY=0123456789abcdef")
+    with pytest.raises(LaunchError, match="was not sent") as caught:
+        sync_once(two, send=wandb)
+    assert "0123456789abcdef" not in str(caught.value)
+    assert len(wandb.sent) == 1  # a later part before an earlier one would tear the curve
+
+
+def test_dry_run_sends_nothing(two):
+    assert [p["state"] for p in sync_once(two, dry_run=True)] == ["would be sent", "would be sent"]
+    assert not (two.trackers / "sent.jsonl").exists()
+
+
+def test_an_empty_part_of_a_half_copied_tree_is_passed_over(two):
+    (parts(two)[0] / "run-id1.wandb").unlink()
+    assert sync_once(two, send=Wandb())[0]["state"] == "empty, passed over"
+
+
+def test_missing_program_is_explained(two):
+    def absent(words):
+        raise FileNotFoundError
+
+    with pytest.raises(LaunchError, match="wandb command is not installed"):
+        sync_once(two, send=absent)
+
+
+def test_watch_waits_for_the_trigger_and_ends_with_the_run(two):
+    wandb, said = Wandb(), []
+    sync_watch(two, 0.0, say=said.append, rounds=3, send=wandb)
+    assert len(wandb.sent) == 2
+    add_part(two, "20261115_050000")
+    two.requests.mkdir()
+    (two.requests / "sync").write_text("now")
+    two.event("finished", step=1)
+    sync_watch(two, 0.0, say=said.append, send=wandb)
+    assert wandb.sent[-1] == "offline-run-20261115_050000-id1"
+    assert not (two.requests / "sync").exists()

@@ -1,0 +1,186 @@
+"""Exports: all at once, one id over restarts, and never a reason to stop training."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tests.report.sample_run import make_run, metric
+
+from windlass.runs.folder import Run
+from windlass.train.trackers import Exporter, Trackers, numbers, run_id, shown_config
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Sink:
+    name = "wandb"
+
+    def __init__(self, *, fails: int = 0, hangs: float = 0.0) -> None:
+        self.lines, self.counts, self.closed, self._fails, self._hangs = [], [], False, fails, hangs
+
+    def log(self, line, count):
+        time.sleep(self._hangs)
+        if self._fails:
+            self._fails -= 1
+            raise RuntimeError("server said no")
+        self.lines.append(line)
+        self.counts.append(count)
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def job(tmp_path):
+    run = Run(make_run(tmp_path / "s"))
+    recipe = run.recipe()
+    recipe = recipe.model_copy(update={"trackers": recipe.trackers.model_copy(update={"wandb": True})})
+    said: list[str] = []
+    return SimpleNamespace(
+        run=run, recipe=recipe, step=0, world=SimpleNamespace(is_main=True), say=said.append, said=said
+    )
+
+
+def feed(job, sink, lines: int = 5) -> Trackers:
+    hook = Trackers({"wandb": lambda run, recipe, first: sink})
+    hook.on_start(job)
+    for step in range(1, lines + 1):
+        hook.on_log(job, metric(step, 1.0, None))
+    hook.on_stop(job, None)
+    return hook
+
+
+def test_every_line_with_a_counter_that_goes_on(job):
+    sink = Sink()
+    feed(job, sink)
+    before = len(job.run.metrics_file.read_bytes().splitlines())
+    assert [line["step"] for line in sink.lines] == [1, 2, 3, 4, 5]
+    assert sink.counts == list(range(before + 1, before + 6))
+    assert sink.closed
+
+
+def test_a_trigger_for_sync_is_left(job):
+    feed(job, Sink())
+    assert (job.run.requests / "sync").exists()
+
+
+def test_a_failing_tracker_is_closed_and_said_and_training_goes_on(job):
+    sink = Sink(fails=99)
+    feed(job, sink)
+    assert sink.closed and not sink.lines
+    assert job.said == ["tracker wandb is off after 3 failures: RuntimeError: server said no"]
+
+
+def test_one_failure_is_forgiven(job):
+    sink = Sink(fails=1)
+    feed(job, sink)
+    assert len(sink.lines) == 4 and not job.said
+
+
+def test_a_tracker_that_does_not_open_is_said(job):
+    def absent(run, recipe, first):
+        raise ModuleNotFoundError("No module named 'wandb'")
+
+    hook = Trackers({"wandb": absent})
+    hook.on_start(job)
+    hook.on_log(job, {"step": 1})
+    hook.on_stop(job, None)
+    assert job.said == [
+        "tracker wandb is off: ModuleNotFoundError: No module named 'wandb'; metrics.jsonl has every line"
+    ]
+
+
+def test_a_hanging_tracker_is_left_behind(job, monkeypatch):
+    monkeypatch.setattr("windlass.train.trackers.CLOSE_SECONDS", 0.1)
+    began = time.monotonic()
+    feed(job, Sink(hangs=3.0), lines=3)
+    assert time.monotonic() - began < 2.0
+    assert "left behind" in job.said[0]
+
+
+def test_a_full_queue_drops_and_counts(job, monkeypatch):
+    monkeypatch.setattr("windlass.train.trackers.MOST_WAITING", 2)
+    exporter = Exporter(job.run, job.recipe, {}, first_step=0, say=job.say)
+    for step in range(5):
+        exporter.put({"step": step})
+    assert exporter.dropped == 3
+
+
+def test_other_ranks_and_unwanted_trackers_do_nothing(job):
+    sink = Sink()
+    job.world.is_main = False
+    feed(job, sink)
+    assert not sink.lines
+
+
+def test_one_id_for_ever(job):
+    assert run_id(job.run) == run_id(Run(job.run.path))
+
+
+def test_only_numbers_and_no_environment(job):
+    assert numbers({"loss": 1, "note": "x", "flag": True, "mfu": None}) == {"loss": 1.0}
+    launch = job.recipe.launch.model_copy(update={"env": {"WANDB_API_KEY": KEY}})
+    assert KEY not in str(shown_config(job.recipe.model_copy(update={"launch": launch})))
+
+
+CODE = """
+import sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from windlass.runs.folder import Run
+from windlass.train.trackers import Trackers
+run = Run(Path(sys.argv[1])); first = int(sys.argv[2])
+recipe = run.recipe()
+recipe = recipe.model_copy(update={"trackers": recipe.trackers.model_copy(update={"wandb": True, "tensorboard": True, "mlflow": True})})
+job = SimpleNamespace(run=run, recipe=recipe, step=first, world=SimpleNamespace(is_main=True), say=lambda text: print("SAID", text))
+hook = Trackers()
+hook.on_start(job)
+for step in range(first + 1, first + 6):
+    line = {"step": step, "tokens": step * 10, "loss": 5.0 / step, "time": 1.79e9 + step}
+    run.metric(line); hook.on_log(job, line)
+hook.on_stop(job, None)
+"""
+
+
+@pytest.mark.slow
+def test_the_real_three_at_once_over_a_restart_without_network_or_keys(tmp_path):
+    """Two processes, as after a crash: one W&B id in two parts, one MLflow run, TensorBoard goes on; the key is nowhere."""
+    for name in ("wandb", "tensorboard", "mlflow"):
+        pytest.importorskip(name)
+    path = make_run(tmp_path / "s")
+    (path / "metrics.jsonl").unlink()
+    env = {
+        **os.environ,
+        "WANDB_API_KEY": KEY,
+        "OMP_NUM_THREADS": "1",
+        "WANDB_CACHE_DIR": str(tmp_path / "cache"),
+        "WANDB_CONFIG_DIR": str(tmp_path / "config"),
+    }
+    for first in ("0", "3"):
+        done = subprocess.run(
+            [sys.executable, "-c", CODE, str(path), first],
+            capture_output=True,
+            text=True,
+            env=env,
+            timeout=200,
+            cwd=Path(__file__).parents[2],
+        )
+        assert done.returncode == 0, done.stderr
+        assert "SAID" not in done.stdout
+        time.sleep(1.1)  # W&B names a part by the second
+    parts = sorted(path.glob("trackers/wandb/**/*.wandb"))
+    assert len(parts) == 2 and len({p.name for p in parts}) == 1
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(path / "trackers/tensorboard")).Reload()
+    assert [s.step for s in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6, 7, 8]
+    runs = list(path.glob("trackers/mlflow/*/*/metrics/loss"))
+    assert len(runs) == 1 and len(runs[0].read_text().splitlines()) == 10
+    everything = b"".join(p.read_bytes() for p in path.rglob("*") if p.is_file())
+    assert KEY.encode() not in everything
