@@ -2,8 +2,9 @@
 
 import json
 
-from windlass.plan import plan, plan_record, plans_json, why
+from windlass.plan import plan, plan_record, plans_json, why, write_plan
 from windlass.plan.record import why_json
+from windlass.runs.folder import Run
 
 CONTRACT = {
     "layout", "fits", "memory_gib", "memory_terms_gib", "tokens_per_second_per_device", "step_seconds", "mfu", "mfu_convention", "days", "mwh", "tco2e", "reason",
@@ -45,3 +46,11 @@ def test_why_json(recipe_of, cluster_of):
     value = json.loads(json.dumps(why_json(why(found, "shard=full,micro_batch=8"), found.task)))
     assert value["verdict"] == "does not fit" and value["plan"]["fits"] is False and value["best"]["fits"] is True
     assert json.loads(json.dumps(why_json(why(found, "tensor=3"), found.task)))["plan"] is None
+
+
+def test_the_plan_is_kept_in_the_run_folder(recipe_of, cluster_of, tmp_path):
+    recipe = recipe_of("tiny_cpu")
+    run = Run(tmp_path)
+    write_plan(run, plan(recipe, cluster_of("workstation")))
+    assert run.plan()["plan"]["layout"]["micro_batch"] == 8
+    assert run.plan()["plan"]["tco2e"] is None

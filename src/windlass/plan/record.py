@@ -8,6 +8,8 @@ from windlass.cost.params import count
 from windlass.plan.explain import Why
 from windlass.plan.search import GIB, Plan, Plans, Rejected
 from windlass.plan.task import Task
+from windlass.runs.files import write_json
+from windlass.runs.folder import Run
 
 
 def mfu_words(task: Task) -> str:
@@ -93,6 +95,11 @@ def why_json(answer: Why, task: Task) -> dict[str, Any]:
         "plan": None if answer.plan is None else plan_json(answer.plan, task),
         "best": None if answer.best is None else plan_json(answer.best, task),
     }
+
+
+def write_plan(run: Run, plans: Plans, chosen: Plan | None = None) -> None:
+    """Keep the plan in the run's folder: the report lays it beside what was measured."""
+    write_json(run.plan_file, plan_record(plans, chosen))
 
 
 def plan_record(plans: Plans, chosen: Plan | None = None) -> dict[str, Any]:
