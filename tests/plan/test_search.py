@@ -229,3 +229,10 @@ def test_a_hugging_face_config_is_planned_without_tensor_parallelism(small, clus
     recipe = small(model={"family": "hf", "config": str(tmp_path)})
     found = plan(recipe, cluster_of("snellius-h100"))
     assert found.task.shape.layers == 22 and {p.choice.tensor for p in found.plans} == {1}
+
+
+def test_a_named_recompute_is_kept_when_the_plan_fills_the_layout(recipe_of, cluster_of):
+    filling = plan(recipe_of("gptnl_8b_snellius", "train.recompute=full"), cluster_of("snellius-h100"))
+    assert {p.choice.recompute for p in filling.plans} == {"full"}
+    beside = plan(recipe_of("italia_9b_leonardo"), cluster_of("leonardo-booster"))
+    assert len({p.choice.recompute for p in beside.plans}) > 1

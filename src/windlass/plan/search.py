@@ -99,8 +99,13 @@ class Plans:
 def plan(recipe: Recipe, cluster: Cluster, *, nodes: int | None = None, top: int | None = None) -> Plans:
     """Rank the legal layouts. The recipe's own layout, if it has one, is always among the plans or the rejected, and marked.
 
-    Alternatives may use another recompute policy than the recipe's; their `choice.recompute` says which."""
-    return search(make_task(recipe, cluster, nodes), top=top)
+    A recipe that names a recompute policy and no layout keeps its policy, as the plan is there to fill it. Beside a layout of its own,
+    alternatives may use another policy; their `choice.recompute` says which."""
+    return search(make_task(recipe, cluster, nodes, keep_recompute=_keeps(recipe)), top=top)
+
+
+def _keeps(recipe: Recipe) -> bool:
+    return recipe.layout is None and "recompute" in recipe.train.model_fields_set
 
 
 def search(task: Task, *, top: int | None = None) -> Plans:
@@ -309,8 +314,7 @@ def on_devices(cluster: Cluster, devices: int) -> Cluster:
 
 def fill_recipe(recipe: Recipe, cluster: Cluster, *, nodes: int | None = None) -> tuple[Recipe, str]:
     """A recipe without `[layout]` gets the best one and, unless it names one, the recompute policy it was planned with; and the reason."""
-    named = "recompute" in recipe.train.model_fields_set
-    best = search(make_task(recipe, cluster, nodes, keep_recompute=named)).best
+    best = plan(recipe.model_copy(update={"layout": None}), cluster, nodes=nodes).best
     train = recipe.train.model_copy(update={"recompute": best.choice.recompute})
     return recipe.model_copy(update={"layout": best.layout, "train": train}), f"{best.choice.words()} ({best.reason})"
 
