@@ -1,7 +1,7 @@
 """How does training go on while its state is written? One copy into host memory that stays allocated between saves.
 
-The copy is the only time that training waits. On a GPU the host memory is page-locked once, in the background, because that takes
-longer than the copy itself.
+The copy is the only time that training waits. The host memory is touched once, and on a GPU page-locked, in the background:
+both take longer than the copy itself.
 """
 
 from __future__ import annotations
@@ -25,20 +25,25 @@ class Stager:
     def __init__(self) -> None:
         self._slab: torch.Tensor | None = None
         self._pinned = False
-        self._pinning: threading.Thread | None = None
+        self._warming: threading.Thread | None = None
 
     def prepare(self, state: Any) -> None:
-        """Allocate and page-lock the memory in the background, so that the first save stalls no longer than the others."""
-        self._allocate(state_bytes(state))
-        if _on_cuda(state) and not self._pinned and self._pinning is None:
-            self._pinning = threading.Thread(target=self._pin, name="windlass-pin", daemon=True)
-            self._pinning.start()
+        """Allocate the memory and make it ready in the background, so that the first save stalls no longer than the others."""
+        size = state_bytes(state)
+        if self._slab is not None and self._slab.numel() >= size:
+            return
+        self.close()
+        self._slab = torch.empty(max(size, 1), dtype=torch.uint8)
+        self._warming = threading.Thread(
+            target=self._warm, args=(self._slab, _on_cuda(state)), name="windlass-stage", daemon=True
+        )
+        self._warming.start()
 
     def stage(self, state: Any) -> Any:
         """A copy of `state` whose tensors are in host memory; other values are passed on as they are."""
         self.prepare(state)
-        if self._pinning is not None:
-            self._pinning.join()
+        if self._warming is not None:
+            self._warming.join()
         assert self._slab is not None
         copies: dict[int, torch.Tensor] = {}
         offset = 0
@@ -55,21 +60,18 @@ class Stager:
             torch.cuda.synchronize()
         return _rebuild(state, copies)
 
-    def _allocate(self, size: int) -> None:
-        if self._slab is None or self._slab.numel() < size:
-            self.close()
-            self._slab = torch.empty(max(size, 1), dtype=torch.uint8)
-
-    def _pin(self) -> None:
-        assert self._slab is not None
-        code = torch.cuda.cudart().cudaHostRegister(self._slab.data_ptr(), self._slab.numel(), 0)
-        self._pinned = int(code) == 0  # without it the copy is slower, and as correct
+    def _warm(self, slab: torch.Tensor, pin: bool) -> None:
+        for start in range(0, slab.numel(), 2**26):
+            slab[start : start + 2**26].zero_()
+        if pin:
+            code = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)
+            self._pinned = int(code) == 0  # without it the copy is slower, and as correct
 
     def close(self) -> None:
         """Let the memory go."""
-        if self._pinning is not None:
-            self._pinning.join()
-            self._pinning = None
+        if self._warming is not None:
+            self._warming.join()
+            self._warming = None
         if self._pinned and self._slab is not None:
             torch.cuda.cudart().cudaHostUnregister(self._slab.data_ptr())
         self._slab, self._pinned = None, False
