@@ -35,7 +35,7 @@ def test_table_with_reasons_and_conventions(windlass):
     done = windlass("plan", EIGHT, "--top", "3")
     assert done.returncode == 0, done.stderr
     for word in (
-        "tokens/s/device",
+        "tokens/s",
         "MFU",
         "CO2e",
         "fastest of",

@@ -108,7 +108,7 @@ def _print(found: BudgetResult, target: float | None) -> None:
 
     out, b = console(), found.budget
     title = f"{budget_words(b)} on {b.nodes} x {b.cluster.node.devices} {found.device.name} ({b.cluster.name}), {found.device.bf16_tflops:g} TFLOP/s dense bf16 each"
-    out.print(table(title, COLUMNS, table_rows(found), right=tuple(range(1, 10))))
+    out.print(table(title, COLUMNS, table_rows(found), right=tuple(range(1, 9))))
     if target:
         out.print(
             f"{print_tokens(target)} tokens take: "
@@ -119,6 +119,11 @@ def _print(found: BudgetResult, target: float | None) -> None:
     if longest and b.mfu:
         out.print(
             f"Compute in {longest:,.1f} days at MFU {b.mfu:g}: {peak * longest * b.mfu:.3g} FLOP ({peak * longest * b.mfu / 1e24:.2f} YFLOP)"
+        )
+    if b.mfu is None:
+        out.print(
+            "planned: "
+            + "; ".join(f"{size_words(row.parameters)} {row.layout}" for row in found.rows if row.tokens_per_second)
         )
     if found.best is not None:
         out.print(

@@ -126,13 +126,13 @@ def _print(found: Plans) -> None:
     )
     rows = [
         (
-            i, p.choice.words() + (" (recipe)" if p.given else ""), f"{p.choice.data:,} x {p.choice.accumulation}",
+            i, p.choice.words(micro_batch=False) + (" (recipe)" if p.given else ""), f"{p.choice.micro_batch} x {p.choice.accumulation} x {p.choice.data:,}",
             f"{p.memory.needed / GIB:.1f}", f"{p.step.tokens_per_second_per_device:,.0f}", "unknown" if p.step.mfu is None else f"{p.step.mfu:.1%}",
             days_words(p), "unknown" if p.energy.kwh is None else print_joules(p.energy.kwh * 3.6e6, 1), carbon(p.energy.tco2e),
         )
         for i, p in enumerate(found.plans, 1)
     ]  # fmt: skip
-    columns = ("", "layout", "replicas x accum", "GiB", "tokens/s/device", "MFU", "time", "energy", "CO2e")
+    columns = ("", "layout", "batch", "GiB", "tokens/s", "MFU", "time", "energy", "CO2e")
     out = console()
     out.print(table(title, columns, rows, right=(0, 2, 3, 4, 5, 6, 7, 8)))
     for i, p in enumerate(found.plans, 1):
@@ -149,7 +149,7 @@ def _footnotes(found: Plans) -> list[str]:
 
     task, best = found.task, found.best
     grid = task.grid
-    lines = []
+    lines = ["batch: micro-batch x accumulation x replicas, in sequences. tokens/s and GiB: of one device."]
     achievable = (
         ""
         if best.mfu_of_achievable is None

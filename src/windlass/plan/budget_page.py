@@ -84,40 +84,42 @@ def budget_words(b: Budget) -> str:
     return " and ".join(p for p in parts if p)
 
 
-COLUMNS = (
-    "size",
-    "MFU",
-    "tokens/s",
-    "days",
-    "tokens",
-    "per parameter",
-    "MWh",
-    "CO2e",
-    "expected loss",
-    "range",
-    "layout",
-)
+COLUMNS = ("size", "MFU", "tokens/s", "days", "tokens", "per parameter", "MWh", "CO2e", "expected loss")
 
 
 def table_rows(found: BudgetResult) -> list[tuple[object, ...]]:
-    return [_cells(row) for row in found.rows]
+    several = (
+        sum(
+            limit is not None
+            for limit in (found.budget.days, found.budget.node_hours, found.budget.kwh, found.budget.euros)
+        )
+        > 1
+    )
+    return [_cells(row, several) for row in found.rows]
 
 
-def _cells(row: Row) -> tuple[object, ...]:
+def _cells(row: Row, several: bool) -> tuple[object, ...]:
     e, loss = row.energy, row.loss
     return (
         size_words(row.parameters),
         "-" if row.mfu is None else f"{row.mfu:.2f}",
-        "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
-        "-" if row.days is None else f"{row.days:,.1f} ({row.bound_by})",
+        "-" if row.tokens_per_second is None else print_tokens(row.tokens_per_second),
+        "-" if row.days is None else f"{row.days:,.1f}" + (f" (by {row.bound_by})" if several else ""),
         "-" if row.tokens is None else print_tokens(row.tokens),
         "-" if row.tokens is None else f"{row.tokens / row.parameters:,.0f}",
         "-" if e is None else number(None if e.kwh is None else e.kwh / 1000),
         "-" if e is None else carbon(e.tco2e),
-        "-" if loss is None else " / ".join(f"{value:.2f}" for value in loss.by_law.values()),
         "-" if loss is None else f"{loss.low:.2f} to {loss.high:.2f}{' *' if loss.extrapolated else ''}",
-        row.layout,
     )
+
+
+def _page_rows(found: BudgetResult) -> list[tuple[object, ...]]:
+    """The table's cells, each law's own loss, and the layout."""
+
+    def laws(row: Row) -> tuple[str, ...]:
+        return tuple("-" if row.loss is None else f"{row.loss.by_law[law.name]:.2f}" for law in LAWS)
+
+    return [(*cells, *laws(row), row.layout) for cells, row in zip(table_rows(found), found.rows, strict=True)]
 
 
 def budget_page(found: BudgetResult, target: float | None = None) -> str:
@@ -150,7 +152,14 @@ def budget_page(found: BudgetResult, target: float | None = None) -> str:
         "warning",
     )
     sections = [
-        Section("What the budget buys", [*cards, Table(COLUMNS, table_rows(found), right=tuple(range(1, 10))), laws]),
+        Section(
+            "What the budget buys",
+            [
+                *cards,
+                Table((*COLUMNS, *(law.name for law in LAWS), "layout"), _page_rows(found), right=tuple(range(1, 11))),
+                laws,
+            ],
+        ),
         Section("Tokens against days", [curves(found, target)]),
         Section("What fits", [fit_map(found)]),
         Section("What this rests on", [Note(text) for text in found.warnings] + [Note(law.source) for law in LAWS]),

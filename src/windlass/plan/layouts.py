@@ -56,13 +56,13 @@ class Choice:
             context=self.context, schedule=self.schedule, chunks=self.chunks, offload=self.offload, sync=sync,
         )  # fmt: skip
 
-    def words(self) -> str:
-        """`hybrid 4, micro_batch 2, tensor 2, recompute full`: only what differs from the plainest layout."""
+    def words(self, *, micro_batch: bool = True) -> str:
+        """`hybrid 4, tensor 2, micro_batch 2, recompute full`: only what differs from the plainest layout."""
         parts = [self.shard + (f" {self.shard_size}" if self.shard == "hybrid" and self.shard_size else "")]
         parts += [f"tensor {self.tensor}"] if self.tensor > 1 else []
         parts += [f"pipeline {self.pipeline} {self.schedule}"] if self.pipeline > 1 else []
         parts += [f"context {self.context}"] if self.context > 1 else []
-        parts.append(f"micro_batch {self.micro_batch}")
+        parts += [f"micro_batch {self.micro_batch}"] if micro_batch else []
         parts += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         parts += [f"offload {self.offload}"] if self.offload != "none" else []
         return ", ".join(parts)

@@ -263,7 +263,12 @@ def _difference(p: Plan, best: Plan) -> str:
     names = {*p.step.terms, *best.step.terms}
     delta = {n: p.step.terms.get(n, 0.0) * scale - best.step.terms.get(n, 0.0) for n in names}
     name = max(delta, key=lambda n: abs(delta[n]))
-    parts = [f"{name} {delta[name]:+.2g} s a step"]
+    same = abs(delta[name]) < 0.001 * best.step.seconds
+    parts = [
+        f"needs {(p.memory.needed - best.memory.needed) / GIB:+.0f} GiB"
+        if same
+        else f"{name} {delta[name]:+.2g} s a step"
+    ]
     c, b = p.choice, best.choice
     if c.data < b.data and c.accumulation > b.accumulation:
         parts.append(
