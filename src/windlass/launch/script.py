@@ -97,6 +97,7 @@ def _behaviour(job: Job) -> Iterator[tuple[str, str | bool]]:
 
 def _preamble(job: Job, cluster: Cluster) -> str:
     lines = [
+        "export USER=${USER:-$(id -un)}   # not set where the submitter had none; cache paths and containers need it",
         "# No `set -e`: how a link ended must be written down even when training failed.",
         "set -o pipefail",
         "# Binds and variables of the submitting shell's containers travel with a job and break it: begin without them.",
@@ -268,10 +269,12 @@ def _start(job: Job, cluster: Cluster) -> Iterator[str]:
 
 
 def _torchrun(job: Job) -> tuple[str, ...]:
+    """torchrun's agent would die of the SIGUSR1 that SLURM sends to every process; its workers set their own handler."""
     rest = job.command[1:]  # torchrun starts the module, not the `windlass` script
     return (
+        "bash", "-c", "trap '' USR1; exec \"$@\"", "windlass",
         "torchrun", "--nnodes=$SLURM_NNODES", f"--nproc-per-node={job.devices_per_node}",
-        "--rdzv-backend=c10d", "--rdzv-id=$SLURM_JOB_ID", "--rdzv-endpoint=$MASTER_ADDR:$MASTER_PORT", "-m", "windlass", *rest,
+        "--rdzv-backend=c10d", "--rdzv-id=$SLURM_JOB_ID", "--rdzv-endpoint=$MASTER_ADDR:$MASTER_PORT", "-m", "--", "windlass", *rest,
     )  # fmt: skip
 
 
@@ -328,8 +331,8 @@ def _charliecloud(env: Environment, cluster: Cluster, workdir: str) -> str:
 
 
 def _word(word: str) -> str:
-    """A shell word: quoted, but a variable of the job (`$code`) stays one."""
-    return _double(word) if "$" in word else shlex.quote(word)
+    """A shell word: quoted, but a variable of the job (`$code`) stays one; `$@` belongs to an inner shell."""
+    return _double(word) if "$" in word and "$@" not in word else shlex.quote(word)
 
 
 def variables_of(job: Job, cluster: Cluster) -> Mapping[str, str]:

@@ -16,6 +16,7 @@
 #SBATCH --no-requeue
 #SBATCH --signal=USR1@300
 
+export USER=${USER:-$(id -un)}   # not set where the submitter had none; cache paths and containers need it
 # No `set -e`: how a link ended must be written down even when training failed.
 set -o pipefail
 # Binds and variables of the submitting shell's containers travel with a job and break it: begin without them.

@@ -19,6 +19,7 @@
 #SBATCH --ear-policy=monitoring
 #SBATCH --ear-verbose=1
 
+export USER=${USER:-$(id -un)}   # not set where the submitter had none; cache paths and containers need it
 # No `set -e`: how a link ended must be written down even when training failed.
 set -o pipefail
 # Binds and variables of the submitting shell's containers travel with a job and break it: begin without them.
@@ -67,7 +68,7 @@ srun \
     --wait=120 \
     --cpu-bind=none \
     --distribution=block:block \
-    apptainer exec --nv --pwd /project "$image" torchrun "--nnodes=$SLURM_NNODES" --nproc-per-node=4 --rdzv-backend=c10d "--rdzv-id=$SLURM_JOB_ID" "--rdzv-endpoint=$MASTER_ADDR:$MASTER_PORT" -m windlass train /project/runs/nine-b/recipe.toml "data.store=$TMPDIR/windlass/shards" --run /project/runs/nine-b
+    apptainer exec --nv --pwd /project "$image" bash -c 'trap '"'"''"'"' USR1; exec "$@"' windlass torchrun "--nnodes=$SLURM_NNODES" --nproc-per-node=4 --rdzv-backend=c10d "--rdzv-id=$SLURM_JOB_ID" "--rdzv-endpoint=$MASTER_ADDR:$MASTER_PORT" -m -- windlass train /project/runs/nine-b/recipe.toml "data.store=$TMPDIR/windlass/shards" --run /project/runs/nine-b
 code=$?
 
 # Write down how the link ended. srun can say 0 after a node failure, so the run folder decides, not its code.

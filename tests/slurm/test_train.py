@@ -1,0 +1,97 @@
+"""Does real training run under the scheduler? Ranks on several nodes over gloo, cut by the wall time, resumed, in a container."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+PATIENT = 240.0
+
+
+def last_loss(site, run: str) -> float:
+    return site.events(run, "finished")[-1]["loss"]
+
+
+@pytest.mark.timeout(600)
+def test_a_chain_cut_by_the_wall_time_ends_with_the_same_loss(site):
+    """Two nodes; first in one piece, then with a wall-time limit that falls into the first third of the training."""
+    work = {"train__steps": 240, "model__width": 128, "model__ffn": 384, "save__every": 60}
+    site.launch(site.recipe("whole", **work))
+    assert site.wait_over("whole", PATIENT) == ["COMPLETED"]
+    started = site.events("whole", "started")[0]
+    assert (started["world_size"], started["nodes"]) == (2, 2)
+    begun = next(r["time"] for r in site.records("whole") if r["record"] == "began")
+    first, last = (site.records("whole", "metrics.jsonl")[i]["time"] for i in (0, -1))
+    cut = 1.3 * (first - begun) + (last - first) / 3
+    minutes = math.ceil((cut + 30) / 60)
+    # SLURM's own early signal is left out: with limits this short it can come before the ranks are there to hear it.
+    launch = {"time": f"{minutes}m", "sbatch": {"signal": False}}
+    site.launch(site.recipe("pieces", **work, save__lead=60 * minutes - cut, launch=launch), "--chain", 6)
+    site.wait_over("pieces", PATIENT)
+    stops = site.events("pieces", "stopped")
+    assert stops and "wall-time" in stops[0]["reason"]
+    assert len([r for r in site.records("pieces") if r["record"] == "began"]) >= 2 and site.events("pieces", "resumed")
+    assert last_loss(site, "pieces") == pytest.approx(last_loss(site, "whole"), abs=1e-6)
+    view = site.json("jobs", "pieces")
+    assert view["verdict"] == "finished" and view["node_hours_used"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_several_ranks_on_each_node_and_torchrun(site):
+    (Path(os.environ["XDG_CONFIG_HOME"]) / "windlass/clusters/dev.toml").write_text(
+        (Path(__file__).parent / "dev.toml").read_text().replace("devices = 1", "devices = 2")
+    )
+    for starter in ("srun", "torchrun"):
+        site.launch(site.recipe(starter, launch={"starter": starter}, layout__micro_batch=1))
+        assert site.wait_over(starter, PATIENT) == ["COMPLETED"]
+        started = site.events(starter, "started")[0]
+        assert (started["world_size"], started["nodes"], started["devices_per_node"]) == (4, 2, 2)
+    assert last_loss(site, "srun") == pytest.approx(last_loss(site, "torchrun"), abs=1e-6)
+
+
+@pytest.fixture
+def image(tmp_path) -> Path:
+    """An empty root into which the host's system and Python are bound: a real Charliecloud container without a download."""
+    root = tmp_path / "image"
+    for name in ("usr", "lib", "lib64", "bin", "sbin", "etc", "dev", "proc", "sys", "tmp", "run", "var", "root", "opt"):
+        (root / name).mkdir(parents=True)
+    for place in bound():
+        (root / place.lstrip("/")).mkdir(parents=True, exist_ok=True)
+    shim = root / "opt" / "bin" / "windlass"  # found only inside: the host has no such file
+    shim.parent.mkdir(parents=True)
+    shim.write_text(f'#!/bin/bash\necho "inside the image: $1"\nexec {Path(sys.executable).parent}/windlass "$@"\n')
+    shim.chmod(0o755)
+    for name in ("passwd", "group", "hosts", "resolv.conf", "nsswitch.conf"):
+        (root / "etc" / name).write_text(Path("/etc", name).read_text() if Path("/etc", name).exists() else "")
+    return root
+
+
+def bound() -> list[str]:
+    """Where Python, its packages and windlass itself live on this host."""
+    import windlass
+
+    own = {Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), Path(windlass.__file__).resolve().parents[2]}
+    system = [p for p in ("/usr", "/lib", "/lib64", "/bin", "/sbin") if Path(p).exists()]
+    return [*system, *sorted(str(p) for p in own if not str(p).startswith("/usr/") and str(p) != "/usr")]
+
+
+@pytest.mark.timeout(600)
+def test_training_in_a_charliecloud_container(site, image):
+    """The container path for real: the ranks see the image's files, and the run folder outside it."""
+    launch = {
+        "container": str(image),
+        "runtime": "charliecloud",
+        "binds": bound(),
+        "env": {"PATH": "/opt/bin:/usr/bin:/bin"},
+    }
+    site.launch(site.recipe("boxed", nodes=1, train__steps=4, save__every=4, launch=launch))
+    assert site.wait_over("boxed", PATIENT) == ["COMPLETED"], site.log("boxed")
+    script = (site.folder / "runs/boxed/job.sh").read_text()
+    assert "ch-run --bind=/usr" in script and site.events("boxed", "finished")
+    for command in ("link", "train"):
+        assert f"inside the image: {command}" in site.log("boxed")
