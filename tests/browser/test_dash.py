@@ -1,0 +1,197 @@
+"""The dashboard as a person uses it: look, filter, compare, follow a live run, move the planner's controls."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from tests.report.sample_run import BEGIN, metric
+from tests.report.test_report import HOSTILE
+
+from windlass.runs.folder import Run
+
+pytestmark = pytest.mark.browser
+
+
+def until(page, expression: str, seconds: float = 20.0) -> None:
+    """Ask from outside until it is true: the page's own policy forbids evaluating text inside it."""
+    end = time.monotonic() + seconds
+    while not page.evaluate(expression):
+        assert time.monotonic() < end, f"never true: {expression}"
+        page.wait_for_timeout(100)
+
+
+def names(page) -> list[str]:
+    return [a.inner_text() for a in page.query_selector_all("#rows td a")]
+
+
+def test_filter_sort_and_compare_on_four_axes(server, open_page):
+    page = open_page()
+    page.goto(server.url)
+    page.wait_for_selector("#rows tr")
+    assert "token" not in page.url
+    assert sorted(names(page)) == ["first", "going", "second"]
+    page.fill("#filter", "finished seco")
+    assert names(page) == ["second"]
+    page.fill("#filter", "")
+    page.click("#runs th a:text('tokens')")
+    assert names(page) == ["second", "first", "going"]
+    for box in page.query_selector_all("#rows input[type=checkbox]"):
+        box.click()
+    until(page, "document.querySelectorAll('#compare .legend .traces').length === 3")
+    for axis, title in (("tokens", "tokens"), ("time", "hours"), ("kwh", "kWh"), ("step", "step")):
+        page.select_option("#axis", axis)
+        until(page, f"document.querySelector('#compare .xtitle')?.textContent === {title!r}")
+    page.select_option("#key", "mfu")
+    until(page, "document.querySelector('#compare .gtitle')?.textContent === 'mfu'")
+    page.check("#log")
+    page.click("#none")
+    page.wait_for_selector("#comparison", state="hidden")
+
+
+def test_a_live_run_moves_without_reload(server, folder, open_page):
+    run = Run(folder / "going")
+    page = open_page()
+    page.goto(server.url)
+    page.click("#rows a:text('going')")
+    page.wait_for_selector(".plot[data-key=loss] .main-svg")
+    page.evaluate("window.same = 'this page'")
+    last = "Math.max(...document.querySelector('.plot[data-key=loss]').data[0].x)"
+    assert page.evaluate(last) == 220
+    for step in range(221, 231):
+        run.metric(metric(step, BEGIN + 1000 + step, None))
+    until(page, f"{last} === 230")
+    run.event("finished", step=230, tokens=230 * 131072, loss=2.0)
+    until(page, "document.getElementById('state').textContent === 'finished'")
+    assert page.evaluate("window.same") == "this page"
+    assert page.inner_text("#live").startswith("live,")
+
+
+def test_one_run_shows_the_interruption_energy_and_saves(server, open_page):
+    page = open_page("dark")
+    page.goto(server.url)
+    page.click("#rows a:text('first')")
+    page.wait_for_selector("#life")
+    text = page.inner_text("#page")
+    for words in (
+        "rank 5 failed (node)",
+        "resumed at step 150",
+        "363.61 Wh",
+        "not measured on 1 of 2 nodes",
+        "67.7 %",
+        "Checkpoints",
+        "dutch-news",
+    ):
+        assert words in text
+    page.select_option("#axis", "time")
+    until(page, "document.querySelector('.plot[data-key=loss]').layout.shapes.length >= 5")
+    page.select_option("#more", "spread_seconds")
+    page.wait_for_selector(".plot[data-key=other] .main-svg")
+
+
+def test_planner_answers_to_its_controls(server, open_page):
+    page = open_page()
+    page.goto(server.url)
+    page.click("nav a[data-page=planner]")
+    page.wait_for_selector("#answer .card")
+    page.wait_for_selector("#memory .main-svg")
+    days = "document.querySelector('#answer .card b').textContent"
+    before = page.evaluate(days)
+    page.evaluate("const s = document.getElementById('nodes'); s.value = 500; s.dispatchEvent(new Event('input'))")
+    until(page, f"{days} !== {before!r}")
+    assert float(page.evaluate(days).split()[0].replace(",", "")) < float(before.split()[0].replace(",", ""))
+    page.evaluate("const s = document.getElementById('size'); s.value = 8; s.dispatchEvent(new Event('input'))")
+    page.evaluate("const s = document.getElementById('nodes'); s.value = 0; s.dispatchEvent(new Event('input'))")
+    until(page, "document.getElementById('answer').textContent.includes('fits nowhere')")
+
+
+def test_sweep_data_and_profile_pages(server, open_page):
+    page = open_page()
+    page.goto(server.url)
+    page.click("nav a[data-page=sweep]")
+    page.wait_for_selector("#pareto .main-svg")
+    page.click("nav a[data-page=data]")
+    page.wait_for_selector("text=CC-BY-4.0")
+    page.click("nav a[data-page=runs]")
+    page.click("#rows a:text('first')")
+    page.click("a:text('profile')")
+    page.wait_for_selector("h1:text('Profile')")
+
+
+def test_hostile_names_stay_text(server, folder, open_page):
+    run = Run(folder / "first")
+    config = json.loads(run.config_file.read_text())
+    config["notes"] = HOSTILE
+    run.config_file.write_text(json.dumps(config))
+    run.event("fault", rank=0, kind=HOSTILE, error=HOSTILE)
+    run.metric({"step": 301, HOSTILE: 1.0, "loss": 2.0, "time": BEGIN + 5000})
+    manifest = json.loads(run.manifest_file.read_text())
+    manifest["data"]["sources"][0]["name"] = HOSTILE
+    run.manifest_file.write_text(json.dumps(manifest))
+    page = open_page()
+    page.goto(server.url)
+    page.click("#rows a:text('first')")
+    page.wait_for_selector("#life")
+    assert HOSTILE in page.inner_text("#page")
+    page.select_option("#more", HOSTILE)
+    page.wait_for_selector(".plot[data-key=other] .main-svg")
+    assert page.query_selector_all("#page img") == []
+    page.click("nav a[data-page=data]")
+    page.wait_for_selector("h2")
+    assert page.query_selector_all("#page img, #page script") == []
+
+
+def test_without_the_token_there_is_nothing_to_see(server, open_page):
+    page = open_page()
+    page.request.get(f"http://127.0.0.1:{server.server_port}/")
+    answer = page.request.get(f"http://127.0.0.1:{server.server_port}/api/runs")
+    assert answer.status == 403
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_light_and_dark_have_contrast_and_the_switch_works(server, open_page, scheme):
+    page = open_page(scheme)
+    page.goto(server.url)
+    page.click("#rows a:text('first')")
+    page.wait_for_selector(".plot[data-key=loss] .main-svg")
+    assert contrast(page) > 7
+    first = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.click("#theme")
+    until(page, f"getComputedStyle(document.body).backgroundColor !== {first!r}")
+    assert contrast(page) > 7
+    ink = page.evaluate("document.querySelector('.plot[data-key=loss] .gtitle').style.fill")
+    assert ink == page.evaluate("getComputedStyle(document.body).color")
+
+
+def contrast(page) -> float:
+    """WCAG contrast of text on paper; 7 is its highest demand."""
+    ink, paper = (page.evaluate(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor"))
+    light, dark = sorted((_luminance(ink), _luminance(paper)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    parts = [int(x) / 255 for x in colour[colour.index("(") + 1 : -1].split(",")[:3]]
+    linear = [x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("width", [480, 1024, 1920])
+def test_nothing_runs_out_of_the_window(server, open_page, width):
+    page = open_page(width=width)
+    page.goto(server.url)
+    page.click("#rows a:text('first')")
+    page.wait_for_selector("#conventions")
+    page.wait_for_selector(".plot[data-key=loss] .main-svg")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_screenshot_is_not_blank(server, open_page, tmp_path):
+    page = open_page()
+    page.goto(server.url)
+    page.click("#rows a:text('first')")
+    page.wait_for_selector(".plot[data-key=watts] .main-svg")
+    drawn = page.evaluate("document.querySelectorAll('.plot .scatterlayer .js-line').length")
+    assert drawn >= 6
+    assert len(page.screenshot(path=str(tmp_path / "run.png"))) > 30_000
