@@ -70,6 +70,7 @@ def capture(name: str, folder: Path, tiny: bool) -> None:
     from windlass.runs.files import write_json
     from windlass.runs.folder import Run
     from windlass.train import loop
+    from windlass.train.profiler import Profiler
 
     recipe = recipe_of(name, tiny)
     run = Run(folder)
@@ -77,7 +78,7 @@ def capture(name: str, folder: Path, tiny: bool) -> None:
         path.mkdir(parents=True, exist_ok=True)
     write_json(run.config_file, recipe.model_dump(mode="json"))
     where = Place(0, 1, 0, 1, 0, 1, None, None, "single")
-    code = loop.run(recipe, run, where=where, say=print)
+    code = loop.run(recipe, run, where=where, hooks=[Profiler()], say=print)
     if code:
         sys.exit(code)
 

@@ -146,6 +146,28 @@ def test_a_failing_profiler_does_not_end_the_run(tmp_path, monkeypatch):
     assert "no space left" in said[0]
 
 
+def test_two_profilers_in_one_process_do_not_crash_it(tmp_path):
+    said: list[str] = []
+    job = job_on(tmp_path / "run", steps="2:4", said=said)
+
+    class Both(Profiler):
+        def __init__(self):
+            super().__init__(poll_seconds=0.0)
+            self.other = Profiler(poll_seconds=0.0)
+
+        def on_start(self, job):
+            super().on_start(job)
+            self.other.on_start(job)
+
+        def on_step_begin(self, job):
+            super().on_step_begin(job)
+            self.other.on_step_begin(job)
+
+    train(job, 6, Both())
+    assert "profiled already" in said[0]
+    assert [e["steps"] for e in profiled(job.run)] == ["2:4"]
+
+
 def test_out_of_memory_leaves_a_snapshot(tmp_path, monkeypatch):
     from windlass.train import profiler
 

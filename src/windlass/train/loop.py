@@ -33,7 +33,6 @@ from windlass.train.mesh import World, open_world
 from windlass.train.metrics import Recorder
 from windlass.train.optimizers import Optimizer, build_optimizer
 from windlass.train.parallelize import Parts, parallelize
-from windlass.train.profiler import Profiler
 from windlass.train.schedule import learning_rate
 from windlass.train.signals import StopFlag, listening
 from windlass.train.state import after_restore, training_state
@@ -127,7 +126,7 @@ def run(
     ).start()
     try:
         with listening():  # from the start: a signal while the model is built is not lost
-            job = build(recipe, run_folder, where, [heart, Profiler(), *(hooks or [])], say or (lambda text: None))
+            job = build(recipe, run_folder, where, [heart, *(hooks or [])], say or (lambda text: None))
             with attention_backend(recipe.train.attention, job.world.device), job.stop.installed():
                 return train(job)
     except BaseException as error:

@@ -11,7 +11,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -72,11 +72,17 @@ def asked_window(request: Request) -> Window:
 class Capture:
     """One window on one rank: warm up, record, write. Knows nothing of the loop, so scripts can use it too."""
 
+    _active: ClassVar[Capture | None] = None
+    """PyTorch has one profiler per process; a second one crashes it."""
+
     def __init__(self, window: Window, device: torch.device, folder: Path, rank: int) -> None:
         self.window, self.device, self.folder, self.rank = window, device, folder, rank
         self.steps = 0
         self._mark: Any = None
         self._recording = False
+        if Capture._active is not None:
+            raise RuntimeError("this process is being profiled already")
+        Capture._active = self
         self._profiler = torch.profiler.profile(
             activities=_activities(device), record_shapes=window.shapes, with_stack=window.stacks, profile_memory=window.memory
         )  # fmt: skip
@@ -116,6 +122,8 @@ class Capture:
         if self._recording:
             self._recording = False
             self._profiler.stop_trace()
+        if Capture._active is self:
+            Capture._active = None
 
     def _write_trace(self) -> Path:
         path = self.folder / f"rank-{self.rank:05d}.json.gz"
