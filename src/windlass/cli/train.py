@@ -37,6 +37,7 @@ def train(
 
     loaded = load_recipe(recipe, overrides or ())
     where = place()
+    loaded, reason = _with_layout(loaded, where, devices)
     folder = run or Path("runs") / loaded.recipe.name
     if where.rank == 0:
         made = create_run(folder, loaded)
@@ -44,7 +45,23 @@ def train(
         made = _wait_for_run(folder)
     if devices is not None and devices > 1 and where.source == "single":
         raise typer.Exit(_supervise(made, devices, restarts))
-    raise typer.Exit(_work(loaded, made, where, quiet))
+    raise typer.Exit(_work(loaded, made, where, quiet, reason))
+
+
+def _with_layout(loaded: Loaded, where: Any, devices: int | None) -> tuple[Loaded, str]:
+    """A recipe without `[layout]` gets the planner's best for the devices that are really there, and the reason."""
+    if loaded.recipe.layout is not None:
+        return loaded, ""
+    from dataclasses import replace
+
+    from windlass.clusters.load import load_cluster
+    from windlass.plan.search import fill_recipe
+
+    cluster = load_cluster(loaded.recipe.cluster)
+    here = devices if devices is not None and where.source == "single" else where.local_world_size
+    cluster = cluster.model_copy(update={"node": cluster.node.model_copy(update={"devices": here})})
+    recipe, reason = fill_recipe(loaded.recipe, cluster, nodes=where.nodes)
+    return replace(loaded, recipe=recipe), f"layout: {reason}"
 
 
 def _supervise(run: Run, devices: int, restarts: int) -> int:
@@ -73,7 +90,7 @@ def _tell_end(run: Run, code: int) -> None:
             console().print(f"gave up: {last['reason']}", markup=False, style="red")
 
 
-def _work(loaded: Loaded, run: Run, where: Any, quiet: bool) -> int:
+def _work(loaded: Loaded, run: Run, where: Any, quiet: bool, reason: str) -> int:
     import contextlib
 
     from windlass.clusters.scheduler import job_id
@@ -83,9 +100,14 @@ def _work(loaded: Loaded, run: Run, where: Any, quiet: bool) -> int:
     mine = where.rank == 0 and "WINDLASS_LOCKED" not in os.environ
     with locked(run.lock_file, job_id()) if mine else contextlib.nullcontext():
         from windlass.train.loop import run as train_run
+        from windlass.train.profiler import Profiler
+        from windlass.train.trackers import Trackers
 
         progress = Progress(quiet=quiet or where.rank != 0)
-        return int(train_run(loaded.recipe, run, where=where, hooks=[progress], say=progress.say))
+        progress.say(reason)
+        return int(
+            train_run(loaded.recipe, run, where=where, hooks=[Profiler(), progress, Trackers()], say=progress.say)
+        )
 
 
 def _wait_for_run(folder: Path, seconds: float = 60.0) -> Run:

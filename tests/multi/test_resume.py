@@ -1,0 +1,104 @@
+"""Can a run stop in one layout and go on in another? The curve is that of a run that never stopped."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from windlass.clusters.scheduler import Place
+from windlass.config import Recipe
+from windlass.runs.folder import Run
+from windlass.train import loop
+
+TOLERANCE = 3e-6
+
+
+def recipe(steps: int, micro: int, **layout: Any) -> Recipe:
+    return Recipe.model_validate({
+        "name": "resume", "model": {"layers": 4, "width": 64, "ffn": 96, "heads": 4, "kv_heads": 2, "vocab": 250},
+        "data": {"seq_len": 32, "batch_tokens": 512, "tokens": 512 * 10}, "optim": {"lr": 1e-2, "warmup": 512, "schedule": "constant"},
+        "train": {"steps": steps, "precision": "fp32", **layout.pop("train", {})}, "layout": {"micro_batch": micro, **layout},
+        "save": {"every": 1000}, "energy": {"enabled": False},
+    })  # fmt: skip
+
+
+def run_here(folder: str, value: Recipe) -> int:
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    torch.set_num_threads(1)
+    run = Run(Path(folder))
+    for path in (run.path, run.ranks, run.checkpoints, run.logs):
+        path.mkdir(parents=True, exist_ok=True)
+    return loop.run(value, run, where=Place(rank, world, rank, world, 0, 1, None, None, "test"))
+
+
+def curve(folder: Path) -> dict[int, tuple[float, float]]:
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in Run(folder).metrics()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[float, float]]:
+    folder = tmp_path_factory.mktemp("whole")
+    assert run_here(str(folder), recipe(10, 16)) == 0
+    return curve(folder)
+
+
+def same(seen: dict[int, tuple[float, float]], expected: dict[int, tuple[float, float]]) -> None:
+    assert sorted(seen) == sorted(expected)
+    for step, (loss, norm) in expected.items():
+        assert seen[step][0] == pytest.approx(loss, rel=TOLERANCE), f"loss of step {step}"
+        assert seen[step][1] == pytest.approx(norm, rel=10 * TOLERANCE), f"norm of step {step}"
+
+
+PAIRS = [
+    ((1, 16, {}), (2, 8, {"shard": "full"})),
+    ((2, 4, {"shard": "full"}), (1, 4, {})),
+    ((2, 8, {"shard": "none"}), (4, 4, {"shard": "full", "tensor": 2})),
+    ((4, 4, {"shard": "full", "tensor": 2}), (2, 8, {"shard": "zero1", "pipeline": 2})),
+    ((2, 4, {"shard": "zero2", "pipeline": 2}), (4, 2, {"shard": "hybrid", "shard_size": 2})),
+]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("first", "second"), PAIRS, ids=str)
+def test_another_layout_goes_on(whole: Any, spawn: Any, tmp_path: Path, first: Any, second: Any) -> None:
+    for steps, (world, micro, layout) in ((5, first), (10, second)):
+        if world == 1:
+            os.environ.pop("RANK", None)
+            os.environ.pop("WORLD_SIZE", None)
+            codes = [run_here(str(tmp_path), recipe(steps, micro, **layout))]
+        else:
+            codes = spawn(run_here, world, str(tmp_path), recipe(steps, micro, **layout))
+        assert codes == [0] * world
+    same(curve(tmp_path), whole)
+    assert [e["event"] for e in Run(tmp_path).events() if e["event"] in ("started", "resumed")] == [
+        "started",
+        "resumed",
+    ]
+
+
+def test_same_layout_goes_on_bit_for_bit(whole: Any, tmp_path: Path) -> None:
+    assert run_here(str(tmp_path), recipe(5, 16)) == 0
+    assert run_here(str(tmp_path), recipe(10, 16)) == 0
+    assert curve(tmp_path) == whole
+
+
+def test_bf16_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """The fp32 master copy is what is saved, not the bf16 weights."""
+    bf16 = {"train": {"precision": "bf16"}}
+    assert run_here(str(tmp_path / "a"), recipe(8, 4, train={"precision": "bf16"})) == 0
+    assert run_here(str(tmp_path / "b"), recipe(4, 4, **bf16)) == 0
+    assert run_here(str(tmp_path / "b"), recipe(8, 4, train={"precision": "bf16"})) == 0
+    assert curve(tmp_path / "a") == curve(tmp_path / "b")
+
+
+@pytest.mark.multi
+def test_bf16_single_and_sharded_agree(spawn: Any, tmp_path: Path) -> None:
+    bf16 = {"precision": "bf16"}
+    assert run_here(str(tmp_path / "a"), recipe(10, 4, train=bf16)) == 0
+    spawn(run_here, 2, str(tmp_path / "b"), recipe(10, 4, shard="full", train=bf16))
+    a, b = curve(tmp_path / "a"), curve(tmp_path / "b")
+    assert max(abs(a[s][0] - b[s][0]) for s in a) < 2e-3

@@ -1,0 +1,208 @@
+"""Does a run leave the record it promises, go on after a stop, and refuse what cannot be?"""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from windlass.clusters.scheduler import Place
+from windlass.config import Recipe
+from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError, DataError
+from windlass.runs.folder import Run
+from windlass.runs.record import METRICS
+from windlass.train import loop
+from windlass.train.failure import DivergedError, OutOfMemoryError, explain
+from windlass.train.hooks import Hook
+
+ALONE = Place(0, 1, 0, 1, 0, 1, None, None, "single")
+
+
+def recipe(**tables: Any) -> Recipe:
+    base: dict[str, Any] = {
+        "model": {"layers": 2, "width": 32, "ffn": 48, "heads": 2, "vocab": 100}, "data": {"seq_len": 16, "batch_tokens": 128},
+        "train": {"steps": 6, "precision": "fp32"}, "layout": {"micro_batch": 4}, "save": {"every": 3}, "energy": {"enabled": False}, "optim": {"lr": 1e-2},
+    }  # fmt: skip
+    return Recipe.model_validate({"name": "t", **{k: {**v, **tables.get(k, {})} for k, v in base.items()}})
+
+
+def new_run(path: Path) -> Run:
+    run = Run(path)
+    for folder in (run.path, run.ranks, run.checkpoints, run.logs):
+        folder.mkdir(parents=True, exist_ok=True)
+    return run
+
+
+def train(path: Path, value: Recipe, *hooks: Hook) -> tuple[int, Run]:
+    torch.set_num_threads(1)
+    run = new_run(path)
+    return loop.run(value, run, where=ALONE, hooks=list(hooks)), run
+
+
+def losses(run: Run) -> list[float]:
+    return [line["loss"] for line in run.metrics()]
+
+
+def test_the_record_of_a_run(tmp_path: Path) -> None:
+    code, run = train(tmp_path, recipe())
+    assert code == EXIT_DONE
+    lines = list(run.metrics())
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    required = (
+        "step",
+        "tokens",
+        "loss",
+        "grad_norm",
+        "lr",
+        "step_seconds",
+        "tokens_per_second",
+        "mfu",
+        "memory_bytes",
+        "energy_joules",
+        "time",
+    )
+    assert all(key in line for line in lines for key in required)
+    assert set().union(*lines) <= set(METRICS)
+    assert lines[-1]["tokens"] == 6 * 128
+    assert lines[-1]["mfu"] is None and lines[-1]["energy_joules"] is None
+    events = [e["event"] for e in run.events()]
+    assert events[0] == "started" and events[-1] == "finished" and events.count("saved") == 2
+    manifest = json.loads(run.manifest_file.read_text())
+    assert manifest["world_size"] == 1 and manifest["tokens_per_step"] == 128
+
+
+def test_it_learns(tmp_path: Path) -> None:
+    class Same(Hook):
+        """The same batch every time."""
+
+        def on_start(self, job: Any) -> None:
+            whole = job.stream.sequences
+            job.stream.sequences = lambda indexes: whole(np.asarray(indexes) % 8)
+
+    _, run = train(tmp_path, recipe(train={"steps": 40}, save={"every": 1000}), Same())
+    seen = losses(run)
+    assert seen[0] == pytest.approx(np.log(100), abs=0.2)
+    assert seen[-1] < 1.5
+
+
+class StopAfter(Hook):
+    """A signal in the middle of training, as the scheduler sends it."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, job: Any, result: Any) -> None:
+        if job.step == self.step:
+            signal.raise_signal(signal.SIGUSR1)
+
+
+def test_a_stop_loses_nothing(tmp_path: Path) -> None:
+    _, whole = train(tmp_path / "whole", recipe())
+    code, run = train(tmp_path / "cut", recipe(), StopAfter(4))
+    assert code == EXIT_RESUMABLE
+    assert [e["event"] for e in run.events()][-1] == "stopped"
+    code, run = train(tmp_path / "cut", recipe())
+    assert code == EXIT_DONE
+    assert losses(run) == losses(whole)
+    assert next(e for e in run.events() if e["event"] == "resumed")["step"] == 4
+
+
+def test_another_schedule_changes_no_past(tmp_path: Path) -> None:
+    _, a = train(tmp_path / "a", recipe(optim={"schedule": "constant"}))
+    train(tmp_path / "b", recipe(optim={"schedule": "constant"}), StopAfter(3))
+    _, b = train(tmp_path / "b", recipe(optim={"schedule": "linear", "lr": 5e-3}))
+    assert losses(b)[:4] == losses(a)[:4]
+    assert losses(b)[4:] != losses(a)[4:]
+
+
+def test_accumulation_does_not_change_the_curve(tmp_path: Path) -> None:
+    _, a = train(tmp_path / "a", recipe(layout={"micro_batch": 8}))
+    _, b = train(tmp_path / "b", recipe(layout={"micro_batch": 1}))
+    assert losses(b) == pytest.approx(losses(a), rel=3e-6)
+
+
+class Poison(Hook):
+    """Weights that give no finite loss, at some steps."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_step_begin(self, job: Any) -> None:
+        weight = job.parts.modules[0].norm.weight
+        if job.step + 1 in self.steps:
+            self.kept = weight.detach().clone()
+            weight.data[0] = float("nan")
+
+    def on_step_end(self, job: Any, result: Any) -> None:
+        if job.step in self.steps:
+            job.parts.modules[0].norm.weight.data.copy_(self.kept)
+
+
+def test_a_step_without_a_finite_loss_changes_nothing(tmp_path: Path) -> None:
+    code, run = train(tmp_path, recipe(), Poison(3))
+    assert code == EXIT_DONE
+    lines = list(run.metrics())
+    assert [line["skipped"] for line in lines] == [0, 0, 1, 0, 0, 0]
+    assert lines[2]["loss"] is None
+    assert next(e for e in run.events() if e["event"] == "skipped")["step"] == 3
+    assert np.isfinite(lines[-1]["loss"])
+
+
+def test_too_many_of_them_end_the_run(tmp_path: Path) -> None:
+    with pytest.raises(DivergedError, match="2 steps in a row up to step 5") as caught:
+        train(tmp_path, recipe(train={"max_skipped": 2}), Poison(4, 5))
+    assert caught.value.exit_code == 14
+    record = json.loads(Run(tmp_path).error_file(0).read_text())
+    assert record["exit_code"] == 14 and "skipped" in record["error"]
+
+
+def test_rollback_goes_back_once_and_leaves_the_range_out(tmp_path: Path) -> None:
+    class Once(Poison):
+        def on_step_begin(self, job: Any) -> None:
+            if not job.rolled_back:
+                super().on_step_begin(job)
+
+        def on_step_end(self, job: Any, result: Any) -> None:
+            if not job.rolled_back:
+                super().on_step_end(job, result)
+
+    code, run = train(
+        tmp_path, recipe(train={"max_skipped": 2, "rollback": True}, save={"asynchronous": False}), Once(5, 6)
+    )
+    assert code == EXIT_DONE
+    event = next(e for e in run.events() if e["event"] == "rollback")
+    assert (event["step"], event["to_step"], event["skipped_tokens"]) == (6, 3, 3 * 128)
+    assert [line["step"] for line in run.metrics()][-3:] == [4, 5, 6]
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a multiple of 112"):
+        train(tmp_path / "a", recipe(layout={"micro_batch": 7}))
+    with pytest.raises(ConfigError, match="1 devices cannot hold"):
+        train(tmp_path / "b", recipe(layout={"tensor": 2}))
+    with pytest.raises(ConfigError, match="FP8"):
+        train(tmp_path / "c", recipe(train={"precision": "fp8"}))
+    with pytest.raises(DataError):
+        train(tmp_path / "d", recipe(data={"store": str(tmp_path / "none")}))
+    assert Run(tmp_path / "a").error_file(0).is_file()
+
+
+def test_out_of_memory_is_said_in_our_words() -> None:
+    known = explain(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
+    assert isinstance(known, OutOfMemoryError) and known.exit_code == 12 and "micro_batch" in known.hint
+    other = ValueError("x")
+    assert explain(other) is other
+
+
+def test_spread_of_precisions_starts_alike(tmp_path: Path) -> None:
+    _, fp32 = train(tmp_path / "a", recipe())
+    _, bf16 = train(tmp_path / "b", recipe(train={"precision": "bf16"}))
+    _, pure = train(tmp_path / "c", recipe(train={"precision": "bf16_pure"}, optim={"moments": "bf16"}))
+    assert losses(bf16) == pytest.approx(losses(fp32), abs=2e-2)
+    assert losses(pure) == pytest.approx(losses(fp32), abs=5e-2)
+    assert losses(bf16) != losses(fp32)
