@@ -41,6 +41,7 @@ from windlass.config import Loaded, Recipe, validate
 from windlass.data import megatron
 from windlass.data.stream import open_stream
 from windlass.errors import EXIT_HANG, EXIT_RESUMABLE, CheckpointError, WindlassError
+from windlass.runs.files import append_patiently, read_lines
 from windlass.runs.folder import Run, create_run
 from windlass.runs.lock import locked
 from windlass.train import hooks, loop
@@ -101,12 +102,15 @@ class Witness(hooks.Hook):
     """Writes down which sequences each step was really given."""
 
     def on_start(self, job: Any) -> None:
-        inner, path = job.stepper.step, job.run.ranks / f"samples-{job.world.data_rank:05d}.jsonl"
+        inner, path, begun = (
+            job.stepper.step,
+            job.run.ranks / f"samples-{job.world.data_rank:05d}.jsonl",
+            float(os.environ["FAULTS_BEGUN"]),
+        )
 
         def step(tokens: torch.Tensor, *rest: Any) -> Any:
             sums = [zlib.crc32(row.numpy().astype(np.int32).tobytes()) for row in tokens]
-            with path.open("a") as file:
-                file.write(json.dumps({"step": job.step + 1, "position": job.sequences, "samples": sums}) + "\n")
+            append_patiently(path, {"step": job.step + 1, "begun": begun, "samples": sums})
             return inner(tokens, *rest)
 
         job.stepper.step = step
@@ -163,6 +167,7 @@ class Workers:
 def start(recipe: Recipe, run: Run, world: int, harm: Harm | None = None, logs: Path | None = None) -> Workers:
     """Fork the workers of one start. With `logs` elsewhere the run's own folder is not locked and holds no open file."""
     port, pids = free_port(), []
+    os.environ["FAULTS_BEGUN"] = str(time.time())
     for rank in range(world):
         pid = os.fork()
         if pid == 0:
@@ -315,14 +320,12 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def samples(run: Run) -> dict[int, list[int]]:
-    """Step -> the sequences it was given over all ranks, in order; of a step that was done again the last counts."""
-    found: dict[int, dict[str, list[int]]] = {}
+    """Step -> the sequences it was given over all ranks; of a step that several starts have done the last start counts."""
+    found: dict[int, dict[float, list[int]]] = {}
     for path in sorted(run.ranks.glob("samples-*.jsonl")):
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):  # a line torn by a kill was never trained on
-                record = json.loads(line)
-                found.setdefault(record["step"], {})[path.name] = record["samples"]
-    return {step: [s for name in sorted(parts) for s in parts[name]] for step, parts in sorted(found.items())}
+        for record in read_lines(path):
+            found.setdefault(record["step"], {}).setdefault(record["begun"], []).extend(record["samples"])
+    return {step: starts[max(starts)] for step, starts in sorted(found.items())}
 
 
 def expected_samples(recipe: Recipe, steps: int) -> dict[int, list[int]]:
