@@ -75,7 +75,7 @@ def test_a_source_without_kind_is_not_guessed(run):
     run.manifest_file.write_text(json.dumps(manifest))
     text = markdown_report([run])
     assert "| 2.6 Other sources (kind not stated in the ledger) | mystery |" in text
-    assert "| mystery | not stated | not stated |" in text
+    assert "| mystery | not stated | not stated | not stated |" in text
 
 
 def test_several_runs_join(run, tmp_path):
@@ -188,3 +188,31 @@ def test_report_of_an_empty_run_says_so(tmp_path):
     text = markdown_report([Run(path)])
     assert "metrics.jsonl holds no line yet" in text
     assert re.search(r"\| energy \| not measured \|", text)
+
+
+def test_the_stores_own_ledger_stands_in_while_it_can_be_reached(run):
+    manifest = json.loads(run.manifest_file.read_text())
+    del manifest["data"]
+    run.manifest_file.write_text(json.dumps(manifest))
+    config = json.loads(run.config_file.read_text())
+    config["data"]["store"] = "store"
+    run.config_file.write_text(json.dumps(config))
+    assert "which cannot be reached from here" in markdown_report([run])
+    store = run.path / "store"
+    store.mkdir()
+    source = {
+        "language": "nl",
+        "licence": "CC0",
+        "origin": "here",
+        "consent": "public domain",
+        "notes": "letters",
+        "documents": 3,
+        "tokens": 99,
+    }
+    (store / "ledger.json").write_text(json.dumps({"version": 1, "sources": {"letters": source}}))
+    (store / "manifest.json").write_text(
+        json.dumps({"ledger_hash": "f00", "settings": {"dedup": "exact", "validation": 0.01}})
+    )
+    text = markdown_report([run])
+    assert "| letters | CC0 | here | public domain | nl | 99 | 3 |" in text
+    assert "exact duplicates removed, 1 % of documents held out" in text

@@ -50,7 +50,7 @@ def field(source: dict[str, Any], *names: str, unknown: str = "not stated") -> s
     return unknown
 
 
-LEDGER_COLUMNS = ("source", "licence", "origin", "languages", "tokens", "documents", "weight")
+LEDGER_COLUMNS = ("source", "licence", "origin", "basis of use", "languages", "tokens", "documents", "weight")
 
 
 def ledger_rows(summary: RunSummary) -> list[tuple[str, ...]]:
@@ -60,7 +60,7 @@ def ledger_rows(summary: RunSummary) -> list[tuple[str, ...]]:
         name = field(source, "name")
         weight = source.get("weight", mix.get(name))
         rows.append((
-            name, field(source, "licence", "license"), field(source, "origin", "url"), field(source, "languages", "language"),
+            name, field(source, "licence", "license"), field(source, "origin", "url"), field(source, "consent", "basis"), field(source, "languages", "language"),
             _tokens(source.get("tokens")), _count(source.get("documents")), percent(weight, "by size") if isinstance(weight, (int, float)) else "by size",
         ))  # fmt: skip
     return rows
@@ -77,18 +77,17 @@ def _count(value: object) -> str:
 def data_section(summary: RunSummary) -> Section:
     rows = ledger_rows(summary)
     if not rows:
-        return Section(
-            "Data",
-            (
-                Note(
-                    "The run's manifest holds no data ledger: synthetic tokens, or a run from before the ledger was kept."
-                ),
-            ),
-            id="data",
-        )
+        return Section("Data", (Note(_no_ledger(summary)),), id="data")
     store = field(summary.data, "store", "path", unknown="unknown")
     note = f"Token store {store}; ledger {field(summary.data, 'ledger_hash', 'hash', unknown='without hash')}."
-    return Section("Data", (Table(LEDGER_COLUMNS, rows, right=(4, 5, 6)), Note(note)), id="data")
+    return Section("Data", (Table(LEDGER_COLUMNS, rows, right=(5, 6, 7)), Note(note)), id="data")
+
+
+def _no_ledger(summary: RunSummary) -> str:
+    store = summary.data.get("store") or summary.recipe.get("data", {}).get("store")
+    if not store:
+        return "Synthetic tokens: the run had no token store, so there is no ledger."
+    return f"Neither the run's manifest nor the token store {redact_text(str(store))}, which cannot be reached from here, gives a data ledger."
 
 
 def model_card(summary: RunSummary) -> Section:
@@ -161,7 +160,7 @@ def content_summary(summary: RunSummary) -> Section:
         groups.setdefault(heading(source), []).append(row)
     headings = [title for _, title in sorted(KINDS, key=lambda k: k[1])] + ([OTHER] if OTHER in groups else [])
     listed = [(title, *row) for title in headings for row in groups.get(title, [("none in the ledger", "", "", "")])]
-    filters = _unique(field(x, "filters", "processing", "filtering") for x in sources)
+    filters = [*_unique(field(x, "filters", "processing", "filtering") for x in sources), *_processing(summary.data)]
     processing = [
         ("3.1 Reservation of rights (text and data mining opt-outs)", _said(sources, ("opt_out", "tdm", "robots"))),
         ("3.2 Removal of illegal content", _said(sources, ("illegal_content", "moderation"))),
@@ -177,6 +176,19 @@ def content_summary(summary: RunSummary) -> Section:
         ),
         id="training-content",
     )  # fmt: skip
+
+
+def _processing(data: dict[str, Any]) -> list[str]:
+    """What the tokeniser's settings say was done to the text."""
+    settings = data.get("settings")
+    if not isinstance(settings, dict):
+        return []
+    said = []
+    if "dedup" in settings:
+        said.append("exact duplicates removed" if settings["dedup"] == "exact" else "duplicates not looked for")
+    if isinstance(settings.get("validation"), (int, float)):
+        said.append(f"{100 * settings['validation']:.3g} % of documents held out for validation")
+    return said
 
 
 def heading(source: dict[str, Any]) -> str:

@@ -135,7 +135,7 @@ def collect(where: Run | Path | str, *, columns: Columns | None = None) -> RunSu
         started_at=_first_time(events, run), updated_at=_latest(events, last_known(times)), eta_seconds=eta,
         energy=energy, life=_life(events, columns), events=events, breaks=[e for e in events if e["event"] in BREAKS],
         faults=[*(e for e in events if e["event"] in FAULTS)], checkpoints=checkpoints(run, events),
-        evaluations=list(read_lines(run.eval_file)), data=_data(run), manifest=run.manifest(), plan=plan, lines=len(columns),
+        evaluations=list(read_lines(run.eval_file)), data=_data(run, recipe), manifest=run.manifest(), plan=plan, lines=len(columns),
     )  # fmt: skip
     return _with_plan(summary)
 
@@ -359,9 +359,20 @@ def checkpoints(run: Run, events: Sequence[Mapping[str, Any]]) -> list[dict[str,
     return [found[step] for step in sorted(found)]
 
 
-def _data(run: Run) -> dict[str, Any]:
+def _data(run: Run, recipe: Recipe | None) -> dict[str, Any]:
+    """The ledger that the run's manifest keeps; else, where the token store can still be reached, the store's own."""
     found = run.manifest().get("data")
-    return found if isinstance(found, dict) else {}
+    if isinstance(found, dict) and found:
+        return found
+    store = recipe.data.store if recipe else None
+    if not store:
+        return {}
+    for base in (Path(), run.path, run.path.parent, run.path.parent.parent):
+        ledger, about = read_json(base / store / "ledger.json"), read_json(base / store / "manifest.json")
+        if ledger is not None:
+            extra = {"ledger_hash": about.get("ledger_hash"), "settings": about.get("settings")} if about else {}
+            return {"store": store, **extra, **ledger}
+    return {"store": store}
 
 
 def _first_time(events: Sequence[Mapping[str, Any]], run: Run) -> float | None:
