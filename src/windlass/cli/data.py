@@ -97,7 +97,9 @@ def _submit_array(file: Path, overrides: list[str], count: int) -> None:
             hint=f"submit `windlass tokenize {file} --array-task auto` with sbatch --array=0-{count - 1}, then run `windlass tokenize {file}` after it",
         ) from None
     words = ["windlass", "tokenize", str(file), *overrides]
-    submit([*words, "--array-task", "auto"], count=count, then=words)
+    made = submit([*words, "--array-task", "auto"], count=count, then=words)
+    print(f"submitted: {made.array_job} ({count} tasks), then {made.merge_job} (joins them); logs in {made.folder}/logs")
+    print(f"next: windlass jobs   windlass launch RECIPE --after {made.merge_job}")
 
 
 def _bar(quiet: bool) -> Any:

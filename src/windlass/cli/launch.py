@@ -71,9 +71,11 @@ def launch(
         _show_dry(prepared, as_json)
         return
     if pretokenize is not None:
-        from windlass.launch.array import submit_array
+        from windlass.launch.array import tokenize_array
 
-        first = submit_array(pretokenize, array, cluster=prepared.cluster, account=prepared.job.account)
+        first = tokenize_array(
+            pretokenize, array, cluster=prepared.cluster, account=prepared.job.account, env=prepared.job.env
+        )
         after = first.merge_job
     ids = submit(prepared, after=after, force=force)
     if as_json:

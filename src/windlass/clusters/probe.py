@@ -81,7 +81,7 @@ def probe(cluster: Cluster | None = None, ask: Ask | None = None) -> Probe:
             "there is no SLURM on this machine (sinfo is not on the PATH)",
             hint="run the probe on a login node of the cluster",
         )
-    cluster = cluster or _recognise()
+    cluster = cluster or recognise()
     raw = {name: (ask or _ask)(words) for name, words in COMMANDS.items()}
     if raw["sinfo"] is None:
         raise LaunchError("sinfo gave no answer", hint="the controller may be away: try again in some minutes")
@@ -89,7 +89,8 @@ def probe(cluster: Cluster | None = None, ask: Ask | None = None) -> Probe:
     return Probe(cluster.name, socket.gethostname(), tuple(compare(cluster, raw)), tools, raw)
 
 
-def _recognise() -> Cluster:
+def recognise() -> Cluster:
+    """The cluster file whose host name patterns fit this machine."""
     names = (socket.gethostname(), socket.getfqdn())
     for name in cluster_names():
         known = load_cluster(name)

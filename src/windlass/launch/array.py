@@ -1,18 +1,22 @@
 """How does work that needs no accelerator go through the queue? As an array with a merge after it, or as one plain CPU job.
 
-`windlass tokenize DATA.toml --array N` and `windlass launch --pretokenize` call `submit_array`; any other command of ours
+`windlass tokenize DATA.toml --array N` and `windlass launch --pretokenize` come here; any other command of ours
 (`windlass eval RUN`) goes through `submit_command`.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from windlass.clusters import Cluster, load_cluster
-from windlass.clusters.model import Partition
+from windlass.clusters.model import Node, Partition
+from windlass.clusters.model import Slurm as SlurmTable
+from windlass.clusters.probe import recognise
 from windlass.errors import LaunchError
 from windlass.launch.executor import Executor
 from windlass.launch.job import Environment, Job
@@ -36,34 +40,66 @@ class Submitted:
 
 
 def submit_array(
-    data: Path, tasks: int, *, cluster: Cluster | str, folder: Path | None = None, account: str | None = None, options: Mapping[str, str | int | bool] | None = None,
-    env: Mapping[str, str] | None = None, executor: Executor | None = None, after: str | None = None, words: Sequence[str] = (), seconds: float | None = None,
+    command: Sequence[str], *, count: int, then: Sequence[str], cluster: Cluster | str | None = None, folder: Path | None = None, account: str | None = None,
+    options: Mapping[str, str | int | bool] | None = None, env: Mapping[str, str] | None = None, executor: Executor | None = None, after: str | None = None,
+    seconds: float | None = None,
 ) -> Submitted:  # fmt: skip
-    """Tokenise with `tasks` array tasks, then merge; returns at once. A failed task leaves the merge cancelled, not waiting for ever."""
-    cluster = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    _check(cluster, tasks)
+    """`command` as an array of `count` tasks, `then` once they are all done; returns at once.
+
+    A task that fails leaves the last job cancelled, not waiting for ever; submitting again does only what is missing.
+    """
+    machine = _machine(cluster)
+    _check(machine, count)
     executor = executor or Slurm()
-    folder = (folder or Path("runs") / f"{data.stem}-tokenize").absolute()
-    make = _maker(cluster, folder, account, options or {}, env or {}, seconds)
-    work = make(
-        "array",
-        ("windlass", "tokenize", str(data.absolute()), *words, "--array-task", f"$SLURM_ARRAY_TASK_ID/{tasks}"),
-        array=tasks,
-    )
-    merge = make("merge", ("windlass", "tokenize", str(data.absolute()), *words, "--merge"))
+    folder = (folder or Path("runs") / f"{_name(command)}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    make = _maker(machine, folder, account, options or {}, env or {}, seconds)
     if after is not None:
         check_known(executor, after)
-    first = _submit(work, cluster, executor, f"afterok:{after}" if after else None)
-    second = _submit(merge, cluster, executor, f"afterok:{first}")
+    first = _submit(
+        make("array", tuple(command), array=count), machine, executor, f"afterok:{after}" if after else None
+    )
+    second = _submit(make("merge", tuple(then)), machine, executor, f"afterok:{first}")
     return Submitted(folder, first, second)
 
 
+def tokenize_array(data: Path, count: int, **more: Any) -> Submitted:
+    """`windlass tokenize DATA.toml` as an array; train after `merge_job`."""
+    words = ["windlass", "tokenize", str(data.absolute())]
+    return submit_array([*words, "--array-task", "auto"], count=count, then=words, **more)
+
+
+def _name(command: Sequence[str]) -> str:
+    """tokenize-DATA for `windlass tokenize path/DATA.toml`."""
+    words = [Path(w).stem for w in command[:3] if not w.startswith("-")]
+    return "-".join(w for w in words if w != "windlass") or "array"
+
+
+def _machine(cluster: Cluster | str | None) -> Cluster:
+    """The cluster that is named, else the one this host belongs to, else a plain SLURM with its own defaults."""
+    if isinstance(cluster, Cluster):
+        return cluster
+    if cluster is not None:
+        return load_cluster(cluster)
+    if named := os.environ.get("WINDLASS_CLUSTER"):
+        return load_cluster(named)
+    try:
+        return recognise()
+    except LaunchError:
+        return Cluster(
+            name="slurm",
+            title="this SLURM",
+            device="cpu",
+            node=Node(devices=1, cores=os.cpu_count() or 1),
+            slurm=SlurmTable(),
+        )
+
+
 def submit_command(
-    words: Sequence[str], *, cluster: Cluster | str, folder: Path, account: str | None = None, options: Mapping[str, str | int | bool] | None = None,
+    words: Sequence[str], *, cluster: Cluster | str | None = None, folder: Path, account: str | None = None, options: Mapping[str, str | int | bool] | None = None,
     env: Mapping[str, str] | None = None, executor: Executor | None = None, after: str | None = None, seconds: float | None = None,
 ) -> str:  # fmt: skip
     """Any command as one CPU job; its log and script lie in `folder`. Returns the job's id."""
-    cluster = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    cluster = _machine(cluster)
     _check(cluster, 1)
     executor = executor or Slurm()
     if after is not None:
