@@ -199,6 +199,27 @@ def test_out_of_memory_is_said_in_our_words() -> None:
     assert explain(other) is other
 
 
+def test_a_trial_step_changes_nothing(tmp_path: Path) -> None:
+    from windlass.train.trial import trial_step, words
+
+    class Trial(Hook):
+        said = ""
+
+        def on_start(self, job: Any) -> None:
+            before = [p.detach().clone() for p in job.parts.modules[0].parameters()]
+            self.said = trial_step(job)
+            assert all(torch.equal(a, b) for a, b in zip(before, job.parts.modules[0].parameters(), strict=True))
+
+    _, plain = train(tmp_path / "a", recipe())
+    hook = Trial()
+    _, tried = train(tmp_path / "b", recipe(), hook)
+    assert losses(tried) == losses(plain)
+    assert "not measured" in hook.said
+    assert (
+        words(2**30, 1.1 * 2**30) == "memory: a trial step needed 1 GiB; the planner's arithmetic says 1.1 GiB (+10%)"
+    )
+
+
 def test_spread_of_precisions_starts_alike(tmp_path: Path) -> None:
     _, fp32 = train(tmp_path / "a", recipe())
     _, bf16 = train(tmp_path / "b", recipe(train={"precision": "bf16"}))

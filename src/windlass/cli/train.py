@@ -100,14 +100,16 @@ def _work(loaded: Loaded, run: Run, where: Any, quiet: bool, reason: str = "") -
     mine = where.rank == 0 and "WINDLASS_LOCKED" not in os.environ
     with locked(run.lock_file, job_id()) if mine else contextlib.nullcontext():
         from windlass.train.loop import run as train_run
+        from windlass.train.mesh import leave
         from windlass.train.profiler import Profiler
         from windlass.train.trackers import Trackers
 
         progress = Progress(quiet=quiet or where.rank != 0)
         progress.say(reason)
-        return int(
-            train_run(loaded.recipe, run, where=where, hooks=[Profiler(), progress, Trackers()], say=progress.say)
-        )
+        hooks = [Profiler(), progress, Trackers()]
+        code = int(train_run(loaded.recipe, run, where=where, hooks=hooks, say=progress.say))
+        leave()
+        return code
 
 
 def _wait_for_run(folder: Path, seconds: float = 60.0) -> Run:

@@ -33,11 +33,13 @@ from windlass.train.mesh import World, open_world
 from windlass.train.metrics import Recorder
 from windlass.train.optimizers import Optimizer, build_optimizer
 from windlass.train.parallelize import Parts, parallelize
+from windlass.train.profiler import marked
 from windlass.train.schedule import learning_rate
 from windlass.train.signals import StopFlag, listening
 from windlass.train.state import after_restore, training_state
 from windlass.train.step import Stepper
 from windlass.train.supervise import record_error
+from windlass.train.trial import trial_step
 from windlass.train.validate import Validator, open_validator
 from windlass.train.watchdog import Heartbeat
 
@@ -283,6 +285,8 @@ def train(job: Job) -> int:
         job.say(
             job.saver.forecast(job.state(), steps=job.geometry.steps, batch_tokens=job.geometry.tokens_per_step).text
         )
+        if job.world.device.type == "cuda":
+            job.say(trial_step(job))
         job.interval.began(job.step, job.tokens)
         job.first_step = job.step
         each(job.hooks, "on_start", job)
@@ -343,7 +347,7 @@ def open_batches(job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]
         documents=documents,
     )
     try:
-        for item in loader:
+        for item in marked(loader):
             tokens, numbers = item if documents else (item, None)
             job.data_seconds = loader.last_wait_seconds
             yield to_device(tokens, world.device), None if numbers is None else to_device(numbers, world.device)

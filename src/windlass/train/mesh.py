@@ -162,6 +162,12 @@ def open_world(layout: LayoutConfig, where: Place | None = None, timeout_seconds
     return World(where, device, axes, mesh, context)
 
 
+def leave() -> None:
+    """The end of a job: all ranks have finished."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _join(where: Place, device: torch.device, timeout_seconds: float) -> None:
     os.environ.setdefault("MASTER_ADDR", where.master_addr or "localhost")
     if where.master_port is not None:
