@@ -1,0 +1,465 @@
+"""How much CPU time does tokenizing cost, beside other tools on the same corpus in the same run?
+
+    python benchmarks/tokenize.py corpus --out DIR [--megabytes 330] FOLDER...     texts of Debian and Python packages -> JSONL
+    python benchmarks/tokenize.py run --corpus DIR --tokenizer FILE [--peers floor-fastokens,floor-gigatoken,datatrove,megatron-fast] [--repeat 3]
+    python benchmarks/tokenize.py read --store DIR
+
+Time is user + system time of the whole process tree (wall time is shown, but a shared machine makes it worthless). Every row starts
+from nothing: imports and loading the tokenizer are part of it. FOLDERs: unpacked packages, for example
+
+    apt-get download linux-doc-6.1 python3.11-doc manpages-de libreoffice-help-nl ... && for d in *.deb; do dpkg-deb -x $d x; done
+
+datatrove needs an environment of its own (--datatrove-python), Megatron's fast script a checkout (--megatron DIR).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import html
+import json
+import os
+import platform
+import random
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+_TAGS = re.compile(r"<(script|style)\b.*?</\1>|<!--.*?-->|<[^>]*>", re.S | re.I)
+_ROFF = re.compile(r"^[.'].*\n?|\\f[A-Z]|\\(?=-)|\\&|\\\(..", re.M)
+
+
+# -- corpus --------------------------------------------------------------------------------------------------------
+
+
+def texts(folder: Path) -> Iterator[tuple[str, str]]:
+    """(kind, text) of every readable text below a folder."""
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and not p.is_symlink()):
+        name = path.name.removesuffix(".gz")
+        kind = (
+            "man"
+            if re.search(r"\.[1-8][a-z]*$", name) and "/man/" in str(path)
+            else Path(name).suffix.lstrip(".").lower()
+        )
+        if kind not in ("man", "html", "htm", "txt", "rst", "md", "py", "page", "po", "dic") and "fortunes" not in str(
+            path
+        ):
+            continue
+        try:
+            raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            text = raw.decode("utf-8")
+        except (OSError, UnicodeDecodeError, EOFError):
+            continue
+        text = (
+            html.unescape(_TAGS.sub("", text))
+            if kind in ("html", "htm", "page")
+            else _ROFF.sub("", text)
+            if kind == "man"
+            else text
+        )
+        text = re.sub(r"\n{3,}", "\n\n", text)
+        if 200 <= len(text) <= 2_000_000:
+            yield kind, text
+
+
+def make_corpus(folders: list[Path], out: Path, megabytes: int) -> None:
+    """One plain JSONL and 16 shards as .jsonl.zst, duplicates dropped, in a fixed shuffle."""
+    import zstandard
+
+    seen, kept = set(), []
+    for folder in folders:
+        for kind, text in texts(folder):
+            digest = hashlib.blake2b(text.encode(), digest_size=12).digest()
+            if digest not in seen:
+                seen.add(digest)
+                kept.append((kind, text))
+    random.Random(0).shuffle(kept)
+    out.mkdir(parents=True, exist_ok=True)
+    shards: list[list[bytes]] = [[] for _ in range(16)]
+    size, kinds = 0, {}
+    with (out / "all.jsonl").open("wb") as whole:
+        for number, (kind, text) in enumerate(kept):
+            line = json.dumps({"id": number, "kind": kind, "text": text}, ensure_ascii=False).encode() + b"\n"
+            whole.write(line)
+            shards[number % 16].append(line)
+            size, kinds[kind] = size + len(text.encode()), kinds.get(kind, 0) + len(text.encode())
+            if size >= megabytes * 1_000_000:
+                break
+    (out / "shards").mkdir(exist_ok=True)
+    for number, part in enumerate(shards):
+        (out / "shards" / f"{number:02d}.jsonl.zst").write_bytes(
+            zstandard.ZstdCompressor(level=3).compress(b"".join(part))
+        )
+    facts = {
+        "documents": sum(map(len, shards)),
+        "text_bytes": size,
+        "by_kind": kinds,
+        "jsonl_bytes": (out / "all.jsonl").stat().st_size,
+    }
+    (out / "facts.json").write_text(json.dumps(facts, indent=2) + "\n")
+    print(json.dumps(facts))
+
+
+# -- measuring -----------------------------------------------------------------------------------------------------
+
+
+class Peak(threading.Thread):
+    """The largest memory of a process tree (proportional set size, so that shared pages count once) and of one process in it."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self.pid, self.tree, self.one, self.done = pid, 0, 0, threading.Event()
+
+    def run(self) -> None:
+        while not self.done.wait(0.1):
+            sizes = [pss for pid in tree(self.pid) if (pss := pss_of(pid))]
+            self.tree, self.one = max(self.tree, sum(sizes)), max([self.one, *sizes])
+
+
+def tree(root: int) -> list[int]:
+    found, queue = [], [root]
+    while queue:
+        pid = queue.pop()
+        found.append(pid)
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            try:
+                queue += [int(child) for child in task.read_text().split()]
+            except OSError:
+                continue
+    return found
+
+
+def pss_of(pid: int) -> int:
+    try:
+        return next(
+            int(line.split()[1]) * 1024
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            if line.startswith("Pss:")
+        )
+    except (OSError, StopIteration):
+        return 0
+
+
+def measure(command: list[str], env: dict[str, str] | None = None) -> dict[str, float]:
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    process = subprocess.Popen(
+        command, env={**os.environ, **(env or {})}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    peak = Peak(process.pid)
+    peak.start()
+    _, errors = process.communicate()
+    peak.done.set()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if process.returncode:
+        raise RuntimeError(f"{command[:4]} failed with {process.returncode}: {errors[-2000:]}")
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {
+        "cpu_seconds": cpu,
+        "wall_seconds": time.monotonic() - began,
+        "peak_bytes": peak.tree,
+        "peak_process_bytes": peak.one,
+    }
+
+
+# -- the competitors -----------------------------------------------------------------------------------------------
+
+FLOOR = """
+import sys, os, glob, multiprocessing
+os.environ.setdefault("RAYON_NUM_THREADS", "1")
+import numpy as np, orjson, zstandard
+engine, tokenizer, out, eos, *files = sys.argv[1:]
+def work(part):
+    number, files = part
+    if engine == "fastokens":
+        import fastokens
+        inner = fastokens.Tokenizer.from_file(tokenizer)
+        def encode(texts):
+            ids, offsets = inner.encode_batch_flat(texts, split_special_tokens=True)
+            return np.frombuffer(ids, "<u4"), np.frombuffer(offsets, "<u8").astype(np.int64)
+    else:
+        import gigatoken
+        inner = gigatoken.Tokenizer(tokenizer)
+        def encode(texts):
+            layout = inner.encode_batch(texts, parallel=False).layout
+            return np.asarray(layout.content.data), np.asarray(layout.offsets.data)
+    with open(f"{out}/{number}.bin", "wb") as binary, open(f"{out}/{number}.ends", "wb") as ends:
+        done = 0
+        def flush(texts):
+            nonlocal done
+            ids, offsets = encode(texts)
+            lengths = np.diff(offsets)
+            flat = np.empty(len(ids) + len(texts), np.uint32)
+            places = np.cumsum(lengths + 1) - 1
+            body = np.ones(len(flat), bool); body[places] = False
+            flat[body] = ids; flat[places] = int(eos)
+            binary.write(flat.data); ends.write((places + 1 + done).data); done += len(flat)
+        for file in files:
+            texts, size, rest = [], 0, b""
+            for block in zstandard.ZstdDecompressor().read_to_iter(open(file, "rb"), write_size=1 << 20):
+                lines = (rest + block).split(b"\\n"); rest = lines.pop()
+                for line in lines:
+                    text = orjson.loads(line)["text"]; texts.append(text); size += len(text)
+                    if size > 1 << 20: flush(texts); texts, size = [], 0
+            if rest: texts.append(orjson.loads(rest)["text"])
+            if texts: flush(texts)
+with multiprocessing.Pool(2) as pool:
+    pool.map(work, [(i, files[i::2]) for i in range(2)])
+"""
+
+DATATROVE = """
+import sys
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.tokens import DocumentTokenizer
+folder, tokenizer, out, tasks = sys.argv[1:]
+if __name__ == "__main__":
+    LocalPipelineExecutor(pipeline=[JsonlReader(folder, compression="zstd"), DocumentTokenizer(out, tokenizer_name_or_path=tokenizer, eos_token="<|end_of_text|>", shuffle_documents=False)], tasks=int(tasks), workers=2, logging_dir=out + "/logs").run()
+"""
+
+
+def run_windlass(shards: list[Path], args: argparse.Namespace, out: Path) -> dict[str, Any]:
+    paths = ", ".join(f'"{path}"' for path in shards)
+    (out / "data.toml").write_text(
+        f'output = "{out / "store"}"\ntokenizer = "{args.tokenizer}"\nworkers = 2\nmax_rejects = 0\n[sources.all]\npaths = [{paths}]\n'
+    )
+    facts = measure([sys.executable, "-m", "windlass", "tokenize", str(out / "data.toml"), "--json"])
+    size = sum(p.stat().st_size for p in (out / "store").iterdir() if p.suffix in (".bin", ".idx"))
+    manifest = json.loads((out / "store" / "manifest.json").read_text())
+    return {**facts, "tokens": manifest["tokens"], "documents": manifest["documents"], "bytes": size}
+
+
+def run_floor(engine: str, shards: list[Path], args: argparse.Namespace, out: Path) -> dict[str, Any]:
+    script = out / "floor.py"
+    script.write_text(FLOOR)
+    facts = measure(
+        [sys.executable, str(script), engine, str(args.tokenizer_json), str(out), str(args.eos), *map(str, shards)]
+    )
+    size = sum(p.stat().st_size for p in out.iterdir() if p.suffix in (".bin", ".ends"))
+    return {
+        **facts,
+        "tokens": sum(p.stat().st_size for p in out.glob("*.bin")) // 4,
+        "documents": sum(p.stat().st_size for p in out.glob("*.ends")) // 8,
+        "bytes": size,
+    }
+
+
+def run_datatrove(shards: list[Path], args: argparse.Namespace, out: Path) -> dict[str, Any]:
+    folder = out / "in"
+    folder.mkdir()
+    for path in shards:
+        (folder / path.name).symlink_to(path.resolve())
+    (out / "run.py").write_text(DATATROVE)
+    facts = measure(
+        [
+            args.datatrove_python,
+            str(out / "run.py"),
+            str(folder),
+            str(args.tokenizer_json),
+            str(out / "out"),
+            str(len(shards)),
+        ]
+    )
+    files = [p for p in (out / "out").rglob("*") if p.suffix in (".ds", ".index")]
+    return {
+        **facts,
+        "tokens": sum(p.stat().st_size for p in files if p.suffix == ".ds") // 4,
+        "documents": sum(p.stat().st_size for p in files if p.suffix == ".index") // 8,
+        "bytes": sum(p.stat().st_size for p in files),
+    }
+
+
+def run_megatron_fast(shards: list[Path], args: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """Megatron's script reads plain JSONL only: unpacking is done before and not counted."""
+    import zstandard
+
+    plain = out / "all.jsonl"
+    with plain.open("wb") as file:
+        for path in shards:
+            zstandard.ZstdDecompressor().copy_stream(path.open("rb"), file)
+    script = Path(args.megatron) / "tools" / "preprocess_data_fast.py"
+    command = [
+        args.megatron_python or sys.executable,
+        str(script),
+        "--input",
+        str(plain),
+        "--output-prefix",
+        str(out / "m"),
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        "--tokenizer-model",
+        str(Path(args.tokenizer_json).parent),
+    ]
+    facts = measure(command, {"PYTHONPATH": str(args.megatron)})
+    binary = next(out.glob("m*.bin"))
+    index = binary.with_suffix(".idx")
+    documents = int.from_bytes(index.read_bytes()[18:26], "little")
+    return {
+        **facts,
+        "tokens": binary.stat().st_size // 4,
+        "documents": documents,
+        "bytes": binary.stat().st_size + index.stat().st_size,
+    }
+
+
+RUNNERS = {
+    "windlass": run_windlass,
+    "floor-fastokens": lambda *a: run_floor("fastokens", *a),
+    "floor-gigatoken": lambda *a: run_floor("gigatoken", *a),
+    "datatrove": run_datatrove,
+    "megatron-fast": run_megatron_fast,
+}
+
+
+def run(args: argparse.Namespace) -> None:
+    from windlass.data.tokenizer import load_tokenizer, ranks_to_json
+
+    tokenizer = load_tokenizer(args.tokenizer)
+    args.eos = tokenizer.eos
+    shards = sorted((Path(args.corpus) / "shards").glob("*.zst"))
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
+        args.tokenizer_json = args.tokenizer
+        if (
+            tokenizer.kind != "json"
+        ):  # the others read only this; converting is not counted against them, but is against us
+            args.tokenizer_json = Path(scratch) / "tokenizer.json"
+            value = json.loads(ranks_to_json(tokenizer.ranks, tokenizer.pattern))
+            value["added_tokens"] = [
+                {
+                    "id": i,
+                    "content": n,
+                    "single_word": False,
+                    "lstrip": False,
+                    "rstrip": False,
+                    "normalized": False,
+                    "special": True,
+                }
+                for n, i in tokenizer.specials
+            ]
+            args.tokenizer_json.write_text(json.dumps(value, ensure_ascii=False))
+        for count in args.shards:
+            for repeat in range(args.repeat):
+                for name in ["windlass", *args.peers]:
+                    if name in args.small and count > args.small_shards:
+                        continue
+                    out = Path(scratch) / "out"
+                    out.mkdir()
+                    row = {
+                        "tool": name,
+                        "shards": count,
+                        "repeat": repeat,
+                        "load": os.getloadavg()[0],
+                        **RUNNERS[name](shards[:count], args, out),
+                    }
+                    shutil.rmtree(out)
+                    rows.append(row)
+                    print(json.dumps(row), flush=True)
+    report(rows, args)
+
+
+def report(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
+    ).stdout.strip()
+    facts = json.loads((Path(args.corpus) / "facts.json").read_text())
+    text = [
+        "# Tokenizing: CPU time beside other tools", "",
+        f"`python benchmarks/tokenize.py run --shards {' '.join(map(str, args.shards))} --repeat {args.repeat} --peers {','.join(args.peers)}`, commit {commit}, {time.strftime('%Y-%m-%d')}.", "",
+        f"Machine: {os.cpu_count()} cores, {cpu_name()}, Python {platform.python_version()}, shared with other work (load {min(r['load'] for r in rows):.0f} to {max(r['load'] for r in rows):.0f}): compare CPU time, not wall time.",
+        f"Corpus: {facts['documents']:,} documents, {facts['text_bytes'] / 1e6:.0f} MB of text from Debian and Python packages, 16 shards of .jsonl.zst. Tokenizer: {Path(args.tokenizer).name}. 2 workers each.", "",
+        "| tool | shards | M tokens | CPU s (median) | min - max | Mtok/CPU-s | wall s | peak MB, tree | peak MB, one process | bytes/token | documents |", "|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|",
+    ]  # fmt: skip
+    keys = sorted({(r["shards"], r["tool"]) for r in rows})
+    for shards, tool in keys:
+        here = sorted((r for r in rows if (r["shards"], r["tool"]) == (shards, tool)), key=lambda r: r["cpu_seconds"])
+        mid = here[len(here) // 2]
+        text.append(
+            f"| {tool} | {shards} | {mid['tokens'] / 1e6:.2f} | {mid['cpu_seconds']:.1f} | {here[0]['cpu_seconds']:.1f} - {here[-1]['cpu_seconds']:.1f} | {mid['tokens'] / 1e6 / mid['cpu_seconds']:.2f} | {mid['wall_seconds']:.1f} | {mid['peak_bytes'] / 1e6:.0f} | {mid['peak_process_bytes'] / 1e6:.0f} | {mid['bytes'] / mid['tokens']:.4f} | {mid['documents']:,} |"
+        )
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "tokenize.md").write_text("\n".join(text) + "\n")
+    (RESULTS / "tokenize.json").write_text(
+        json.dumps({"commit": commit, "corpus": facts, "rows": rows}, indent=1) + "\n"
+    )
+    print("\n".join(text))
+
+
+def cpu_name() -> str:
+    found = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return found[0] if found else platform.machine()
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+def read(args: argparse.Namespace) -> None:
+    """Shuffled sequences of 2,048 tokens in one process, page cache warm."""
+    import numpy as np
+
+    from windlass.config import DataConfig
+    from windlass.data.stream import open_stream
+
+    began = time.process_time()
+    stream = open_stream(DataConfig(store=str(args.store), seq_len=2048, max_epochs=1e6), seed=0)
+    opened = time.process_time() - began
+    stream.sequences(np.arange(2048))
+    results = []
+    for repeat in range(5):
+        began, count = time.process_time(), 0
+        for step in range(200):
+            count += stream.sequences(np.arange(64) + 64 * (step + 1000 * repeat)).size
+        results.append(count / 1e6 / (time.process_time() - began))
+    print(json.dumps({"open_cpu_seconds": opened, "mtok_per_cpu_second": sorted(results)}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    corpus = commands.add_parser("corpus")
+    corpus.add_argument("folders", nargs="+", type=Path)
+    corpus.add_argument("--out", required=True, type=Path)
+    corpus.add_argument("--megabytes", type=int, default=330)
+    corpus.set_defaults(do=lambda a: make_corpus(a.folders, a.out, a.megabytes))
+    bench = commands.add_parser("run")
+    bench.add_argument("--corpus", required=True, type=Path)
+    bench.add_argument("--tokenizer", required=True, type=Path)
+    bench.add_argument(
+        "--peers", type=lambda s: [p for p in s.split(",") if p], default=["floor-fastokens", "floor-gigatoken"]
+    )
+    bench.add_argument(
+        "--small",
+        type=lambda s: s.split(","),
+        default=["datatrove"],
+        help="tools that are run on few shards only, being slow",
+    )
+    bench.add_argument("--small-shards", type=int, default=1)
+    bench.add_argument("--shards", type=int, nargs="+", default=[1, 16])
+    bench.add_argument("--repeat", type=int, default=3)
+    bench.add_argument("--scratch", default=None)
+    bench.add_argument("--datatrove-python", default=sys.executable)
+    bench.add_argument("--megatron", default=None)
+    bench.add_argument("--megatron-python", default=None)
+    bench.set_defaults(do=run)
+    reading = commands.add_parser("read")
+    reading.add_argument("--store", required=True, type=Path)
+    reading.set_defaults(do=read)
+    args = parser.parse_args()
+    args.do(args)
+
+
+if __name__ == "__main__":
+    main()
