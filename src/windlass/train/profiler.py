@@ -6,9 +6,11 @@ Outside a window it compares two numbers per step and looks for a request once a
 from __future__ import annotations
 
 import contextlib
+import gzip
 import math
 import os
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -79,6 +81,7 @@ class Capture:
         self.window, self.device, self.folder, self.rank = window, device, folder, rank
         self.steps = 0
         self._mark: Any = None
+        self._number: int | None = None
         self._recording = False
         if Capture._active is not None:
             raise RuntimeError("this process is being profiled already")
@@ -89,18 +92,26 @@ class Capture:
         # The first start loads the device's tracing library; one step ahead, so that it does not fall into the window.
         self._profiler.prepare_trace()
 
+    @property
+    def recording(self) -> bool:
+        return self._recording
+
     def begin_step(self, number: int) -> None:
+        """From here to `end_step` is step `number`; nothing when it has begun already."""
+        if self._number == number:
+            return
         if not self._recording:
             self._recording = True
             if self.window.memory and self.device.type == "cuda":
                 torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
             self._profiler.start_trace()
+        self._number = number
         self._mark = torch.profiler.record_function(f"ProfilerStep#{number}")
         self._mark.__enter__()
 
     def end_step(self) -> None:
         self._mark.__exit__(None, None, None)
-        self._mark = None
+        self._mark = self._number = None
         self.steps += 1
 
     def finish(self) -> list[Path]:
@@ -130,6 +141,8 @@ class Capture:
         self.folder.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f".{path.stem}.{os.getpid()}.tmp.gz")
         self._profiler.export_chrome_trace(str(beside))
+        if self._number is not None:
+            _forget_step(beside, self._number)
         beside.replace(path)
         return path
 
@@ -174,12 +187,17 @@ class Profiler(Hook):
             self._fail(job, error)
 
     def on_step_end(self, job: Job, result: StepResult) -> None:
-        if self._capture is None or self._window is None or not self._capture._recording:
+        capture, window = self._capture, self._window
+        if capture is None or window is None:
             return
         try:
-            self._capture.end_step()
-            if job.step >= self._window.end - 1:
+            if capture.recording:
+                capture.end_step()
+            if job.step >= window.end - 1:
                 self._finish(job)
+            elif job.step + 1 >= window.first:
+                # The next step begins here, not at its forward pass: waiting for data and saving are part of it.
+                capture.begin_step(job.step + 1)
         except Exception as error:
             self._fail(job, error)
 
@@ -187,10 +205,10 @@ class Profiler(Hook):
         capture, self._capture = self._capture, None
         if capture is None:
             return
-        if reason == "error":
+        if reason == "error" or not capture.steps:
             with contextlib.suppress(Exception):
                 capture.abandon()
-        elif capture.steps:
+        else:
             self._capture = capture
             self._finish(job)
 
@@ -270,6 +288,26 @@ class Profiler(Hook):
             return 1
         seconds = 3 * self._poll_seconds
         return 2 + math.ceil(seconds / max(self._step_seconds or seconds, 1e-3))
+
+
+def marked(batches: Iterable[Any]) -> Iterator[Any]:
+    """The same batches, the wait for each named as data loading in a trace; a few microseconds per step."""
+    items = iter(batches)
+    while True:
+        with torch.profiler.record_function("enumerate(DataLoader)#windlass.__next__"):
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item
+
+
+def _forget_step(path: Path, number: int) -> None:
+    """The run ended inside this step: its mark must not count as a step."""
+    text = gzip.decompress(path.read_bytes()).replace(
+        f'"ProfilerStep#{number}"'.encode(), f'"unfinished step {number}"'.encode()
+    )
+    path.write_bytes(gzip.compress(text, 6))
 
 
 def _activities(device: torch.device) -> list[Any]:
