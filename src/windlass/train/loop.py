@@ -34,7 +34,6 @@ from windlass.train.metrics import Recorder
 from windlass.train.optimizers import Optimizer, build_optimizer
 from windlass.train.parallelize import Parts, parallelize
 from windlass.train.profiler import marked
-from windlass.train.profiler import marked
 from windlass.train.schedule import learning_rate
 from windlass.train.signals import StopFlag, listening
 from windlass.train.state import after_restore, training_state
