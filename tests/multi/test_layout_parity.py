@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from windlass.config import Recipe
 from windlass.data.stream import open_stream
 from windlass.runs.folder import Run
 from windlass.train import loop
+from windlass.train.validate import Validator
 
 STEPS = 10
 TOLERANCE = 3e-6
@@ -27,18 +29,19 @@ def make_recipe(
         shape["kv_heads"] = 2
     else:
         shape |= {"value_width": 96, "chunk": 8}
+    data = {"mask_documents": True} if layout.pop("documents", False) else {}
     lr = {"adamw": 1e-2, "sgd": 0.3}[optimizer]
     return Recipe.model_validate({
         "name": "parity", "model": {"family": family, **shape},
-        "data": {"seq_len": 32, "batch_tokens": 16 * 32},
+        "data": {"seq_len": 32, "batch_tokens": 16 * 32, **data},
         "optim": {"name": optimizer, "lr": lr, "warmup": 512, "clip": 1.0},
         "train": {"steps": STEPS, "precision": "fp32", "loss_chunk": 48, **layout.pop("train", {})},
         "layout": {"micro_batch": micro_batch, **layout}, "energy": {"enabled": False}, "save": {"at_end": False, "every": 10**6},
     })  # fmt: skip
 
 
-def train_here(recipe: Recipe) -> list[tuple[float, float]]:
-    """Ten steps on this rank of whatever world there is: (loss, gradient norm) of each."""
+def train_here(recipe: Recipe, validate: bool = False) -> list[tuple[float, float]]:
+    """Ten steps on this rank of whatever world there is: (loss, gradient norm) of each, and the validation loss on the way."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     where = Place(rank, world, rank, world, 0, 1, None, None, "test")
     job = loop.build(
@@ -46,7 +49,13 @@ def train_here(recipe: Recipe) -> list[tuple[float, float]]:
     )
     out = []
     batches = loop.open_batches(job)
-    for _ in range(STEPS):
+    if recipe.data.mask_documents:
+        # Two documents in each sequence, cut at a place that depends on the sequence.
+        job.stream.document_ids = lambda indexes: np.arange(33)[None] >= np.asarray(indexes)[:, None] % 29 + 2
+    validator = Validator(job.stream, 32, job.recipe, job.world, job.parts, job.stepper)
+    for step in range(STEPS):
+        if validate and step in (3, 4):
+            out.append((validator.loss(), 1.0))
         tokens, documents = next(batches)
         result = job.stepper.step(tokens, documents, 1e-2 if recipe.optim.name == "adamw" else 0.3)
         loop.advance(job)
@@ -152,6 +161,33 @@ def test_further_layouts_match_one_process(
     alone: Any, spawn: Any, family: str, world: int, micro: int, layout: dict[str, Any]
 ) -> None:
     compare(spawn(train_here, world, make_recipe("sgd", family, micro_batch=micro, **layout)), alone("sgd", family))
+
+
+VALIDATED = [
+    (2, 4, {"shard": "full"}),
+    (2, 4, {"shard": "none", "tensor": 2}),
+    (2, 4, {"shard": "none", "pipeline": 2}),
+    (4, 4, {"shard": "full", "context": 2, "pipeline": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def validated() -> list[tuple[float, float]]:
+    return train_here(make_recipe("sgd", micro_batch=4, documents=True), validate=True)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("world", "micro", "layout"), VALIDATED, ids=str)
+def test_documents_and_validation_match_one_process(
+    validated: Any, spawn: Any, world: int, micro: int, layout: dict[str, Any]
+) -> None:
+    compare(spawn(train_here, world, make_recipe("sgd", micro_batch=micro, documents=True, **layout), True), validated)
+
+
+def test_validation_does_not_change_the_curve(validated: Any) -> None:
+    plain = train_here(make_recipe("sgd", micro_batch=4, documents=True))
+    assert validated[:3] + validated[4:5] + validated[6:] == plain
+    assert plain[0] != train_here(make_recipe("sgd", micro_batch=4))[0], "the mask of documents is in force"
 
 
 def test_single_process_does_not_depend_on_accumulation(alone: Any) -> None:
