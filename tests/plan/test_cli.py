@@ -83,7 +83,7 @@ def test_html(windlass, tmp_path):
         (["plan", EIGHT, "--nodes", "0"], 2, "0 nodes"),
         (["plan", EIGHT, "--cluster", "snelius"], 2, "unknown cluster 'snelius'"),
         (["plan", EIGHT, "data.batch_tokens=4Mi"], 3, "nearest legal: 3,932,160 or 4,587,520"),
-        (["plan", EIGHT, "layout.tensor=3"], 2, "layout.tensor (3) does not divide model.heads (32)"),
+        (["plan", EIGHT, "layout.tensor=3"], 2, "layout.tensor (3) does not divide model.heads (32); nearest legal: 2 or 4"),
         (["plan", EIGHT, "--why", "shards=full"], 2, "unknown key 'shards'"),
         (["plan", RECIPES / "study_140b_lumi.toml", "--nodes", "1"], 3, "fits nowhere"),
         (["plan", EIGHT, "--rows-out", "x.csv"], 2, "--rows-out needs --score"),
@@ -152,4 +152,13 @@ def test_planning_for_this_machine_says_what_is_here(windlass, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 48)
     assert (
         "this machine has 48 cores; the workstation file says 2" in windlass("plan", RECIPES / "tiny_cpu.toml").stdout
+    )
+
+
+def test_an_illegal_layout_of_the_recipe_is_named_before_the_ranking(windlass):
+    done = windlass("plan", EIGHT, "layout.pipeline=5", "--top", "2")
+    first = done.stdout.splitlines()[0]
+    assert (
+        "the recipe's own layout" in first
+        and "layout.pipeline (5) does not divide model.layers (32); nearest legal: 4 or 8" in first
     )

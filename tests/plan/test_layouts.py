@@ -3,7 +3,8 @@
 import pytest
 
 from windlass.config import LayoutConfig
-from windlass.plan.layouts import divisors, enumerate_choices, from_config, nearest, problems, work_of
+from windlass.config.load import divisors, nearest
+from windlass.plan.layouts import enumerate_choices, from_config, problems, work_of
 from windlass.plan.task import make_task
 
 

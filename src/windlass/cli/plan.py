@@ -134,6 +134,10 @@ def _print(found: Plans) -> None:
     ]  # fmt: skip
     columns = ("", "layout", "batch", "GiB", "tokens/s", "MFU", "time", "energy", "CO2e")
     out = console()
+    for r in (r for r in found.rejected if r.given):
+        out.print(
+            f"the recipe's own layout ({r.choice.words()}) is rejected: {r.reason}", style="yellow", soft_wrap=True
+        )
     out.print(table(title, columns, rows, right=(0, 2, 3, 4, 5, 6, 7, 8)))
     for i, p in enumerate(found.plans, 1):
         out.print(f"{i:>2}. {p.reason}")
@@ -164,8 +168,6 @@ def _footnotes(found: Plans) -> list[str]:
         f"The best takes {amount(best.node_hours)} node-hours{units}. Energy is at the meter (PUE {best.energy.pue:g}); "
         f"CO2e location-based ({'unknown' if grid.g_per_kwh is None else f'{grid.g_per_kwh:g}'} g/kWh){market}."
     )
-    refused = [r for r in found.rejected if r.given]
-    lines += [f"the recipe's own layout ({r.choice.words()}) is rejected: {r.reason}" for r in refused]
     near = next((r for r in found.rejected if not r.given and r.memory_gib is not None), None)
     closest = f"; the closest miss: {near.choice.words()} {near.reason}" if near else ""
     lines.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -204,11 +204,22 @@ def _cross_problems(recipe: Recipe) -> Iterator[str]:
     if any(weight < 0 for weight in data.mix.values()) or (data.mix and sum(data.mix.values()) <= 0):
         yield "data.mix: weights must be at least 0 and not all 0"
     if layout and model.heads and model.heads % layout.tensor:
-        yield f"layout.tensor ({layout.tensor}) does not divide model.heads ({model.heads})"
+        yield f"layout.tensor ({layout.tensor}) does not divide model.heads ({model.heads}); nearest legal: {nearest(layout.tensor, divisors(model.heads))}"
     if layout and model.kv_heads and model.kv_heads % layout.tensor:
-        yield f"layout.tensor ({layout.tensor}) does not divide model.kv_heads ({model.kv_heads})"
+        yield f"layout.tensor ({layout.tensor}) does not divide model.kv_heads ({model.kv_heads}); nearest legal: {nearest(layout.tensor, divisors(model.kv_heads))}"
     if layout and model.layers and layout.pipeline > model.layers:
         yield f"layout.pipeline ({layout.pipeline}) is more than model.layers ({model.layers})"
+
+
+def divisors(value: int) -> list[int]:
+    return [d for d in range(1, value + 1) if value % d == 0]
+
+
+def nearest(value: int, legal: Iterable[int]) -> str:
+    """The nearest legal values on both sides, as words for a message."""
+    known = sorted(set(legal))
+    below, above = [v for v in known if v < value], [v for v in known if v > value]
+    return " or ".join(str(v) for v in (*below[-1:], *above[:1])) or "none"
 
 
 def recipe_hash(recipe: Recipe) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from windlass.config import LayoutConfig
+from windlass.config.load import divisors, nearest
 from windlass.cost.params import count
 from windlass.cost.work import Degrees, Work
 from windlass.plan.task import Task
@@ -298,14 +299,3 @@ def _schedules(task: Task, pipeline: int, accumulation: int) -> Iterable[tuple[s
         return [("1f1b", 1)]
     even = (task.shape.layers // pipeline) % 2 == 0 and accumulation % pipeline == 0
     return [("1f1b", 1), ("interleaved", 2)] if even else [("1f1b", 1)]
-
-
-def divisors(value: int) -> list[int]:
-    return [d for d in range(1, value + 1) if value % d == 0]
-
-
-def nearest(value: int, legal: Iterable[int]) -> str:
-    """The nearest legal values on both sides, as words."""
-    known = sorted(set(legal))
-    below, above = [v for v in known if v < value], [v for v in known if v > value]
-    return " or ".join(str(v) for v in (*below[-1:], *above[:1])) or "none"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from windlass.clusters import Cluster
 from windlass.config import LayoutConfig, Recipe
+from windlass.config.load import nearest
 from windlass.cost.memory import MemoryEstimate, memory
 from windlass.cost.power import EnergyEstimate, PowerEstimate, allocation_units, energy, node_power
 from windlass.cost.step import StepEstimate, estimate
@@ -18,7 +19,6 @@ from windlass.plan.layouts import (
     batch_problem,
     enumerate_choices,
     from_config,
-    nearest,
     problems,
     ruled_out,
     work_of,
