@@ -23,7 +23,7 @@ class TrainConfig(Table):
     compile: bool | None = None
     """torch.compile per block; None: on for GPUs, off on a CPU."""
     fuse: bool | None = None
-    """Compute queries, keys and values in one product, and gate and up in one; None: on for GPUs without tensor parallelism."""
+    """Compute queries, keys and values in one product, and gate and up in one; None: only in FP8, where it pays."""
     attention: Literal["auto", "cudnn", "flash", "flash3", "efficient", "math"] = "auto"
     loss: Literal["auto", "plain", "chunked", "fused"] = "auto"
     """How head and cross-entropy are computed; chunked and fused never hold the whole logits."""
