@@ -8,12 +8,17 @@ The table goes to benchmarks/results/planner_accuracy.md and .json with the comm
 
 from __future__ import annotations
 
+import sys
+
+sys.path.pop(
+    0
+)  # this folder: a script here that is named like a module of the standard library must not stand in its place
+
 import argparse
 import json
 import math
 import platform
 import subprocess
-import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,16 +31,12 @@ from windlass.plan.rows import Case, Refusal, understand
 from windlass.plan.score import Prediction, Score, predict_row, quantile, read_rows, score_rows
 
 RESULTS = Path(__file__).parent / "results"
-FITTED = (
-    "matmul", "tflops_per_watt", "edge", "misaligned", "flash", "flash_hopper", "attention", "square", "memory", "eager",
-    "network", "overlap", "contention", "tensor_overlap", "launch_us", "fixed_ms", "straggle",
-)  # fmt: skip
-"""Constants that the rows decide. Memory has none that is fitted: its terms are counted."""
+FITTED = ("matmul", "tflops_per_watt", "misaligned", "memory", "eager", "network", "contention")
+"""Constants that the rows decide; the others are held at measured or textbook values (see their docstrings). Memory has none that
+is fitted: its terms are counted."""
 BOUNDS = {
-    "matmul": (0.5, 0.92), "tflops_per_watt": (0.6, 1.4), "edge": (0, 600), "misaligned": (1.0, 2.2), "flash": (0.2, 0.65),
-    "flash_hopper": (0.15, 0.5), "attention": (0.3, 0.7), "square": (2, 12), "memory": (0.5, 0.92), "eager": (1.2, 4),
-    "network": (0.3, 0.95), "overlap": (0.3, 1.0), "contention": (0.0, 1.5), "tensor_overlap": (0.0, 0.8),
-    "launch_us": (3, 25), "fixed_ms": (0, 40), "straggle": (0, 0.04),
+    "matmul": (0.5, 0.92), "tflops_per_watt": (0.6, 1.4), "misaligned": (1.0, 2.2), "memory": (0.5, 0.92),
+    "eager": (1.2, 4), "network": (0.3, 0.95), "contention": (0.0, 1.5),
 }  # fmt: skip
 PEERS = {
     "memory (allocator readings)": "llm-analysis 14 / 103 on these rows, 30 / 81 held out; Megatron-LM's formula 29 / 47; cookbook 71 and more",
@@ -100,7 +101,7 @@ class Fit:
         return best, value
 
 
-PRIOR = 0.004
+PRIOR = 0.02
 """How strongly a fit is held to textbook values: enough to keep constants in place that the remaining sources do not decide."""
 
 
@@ -134,11 +135,12 @@ def leave_one_out(rows: list[dict[str, str]], rounds: int) -> tuple[Score, dict[
 
 
 def neutral() -> Constants:
-    """Where every fit starts: textbook values, not the shipped ones, so that a left-out fit has not seen its source."""
-    return Constants(
-        matmul=0.8, tflops_per_watt=1.0, edge=150.0, misaligned=1.4, flash=0.50, flash_hopper=0.30, attention=0.50, square=5.0,
-        memory=0.8, eager=2.2, network=0.85, overlap=0.95, contention=0.5, tensor_overlap=0.2, launch_us=12.0, fixed_ms=5.0,
-        straggle=0.005, fp8=DEFAULTS.fp8,
+    """Where every fit starts: textbook values, not the shipped ones, so that a left-out fit has not seen its source.
+
+    matmul: nine tenths of the highest rate measured on an A100 (271 of 312 TFLOP/s). tflops_per_watt: 690 W and 670 TFLOP/s on an H200.
+    """
+    return replace(
+        DEFAULTS, matmul=0.78, tflops_per_watt=1.0, misaligned=1.4, memory=0.8, eager=2.2, network=0.8, contention=0.5
     )  # fmt: skip
 
 

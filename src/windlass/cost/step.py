@@ -6,7 +6,8 @@ were fitted to published runs by benchmarks/planner_accuracy.py. A cluster's own
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from windlass.clusters.model import Device, Efficiency, Links
 from windlass.cost.flops import DEFAULT, Convention, hardware_per_token, per_token
@@ -20,31 +21,31 @@ from windlass.errors import PlanError
 class Constants:
     """What physics leaves open: each a share or a small time, with its meaning."""
 
-    matmul: float = 0.776
+    matmul: float = 0.77
     """Share of the dense peak that large matrix products hold inside a model, where power allows it."""
-    tflops_per_watt: float = 1.0
+    tflops_per_watt: float = 0.985
     """bf16 products per watt of the limit on Hopper: 500 W parts and, in long runs, 700 W parts are limited by power, not by the peak."""
     edge: float = 150.0
     """Tile and pipeline-fill losses: a product costs as much as if each of its sides were this much longer."""
-    misaligned: float = 1.57
+    misaligned: float = 1.45
     """Slowdown of a product whose sides are not multiples of 64 values (the tile of the tensor cores' loads)."""
-    flash: float = 0.54
+    flash: float = 0.52
     """Share of the dense peak in flash attention (version 2) on the generation it was written for (Ampere)."""
-    flash_hopper: float = 0.276
+    flash_hopper: float = 0.30
     """The same kernel on Hopper, whose faster instructions it does not use."""
-    attention: float = 0.50
+    attention: float = 0.51
     """Share of the dense peak in attention written for the device (cuDNN, TransformerEngine, flash 3)."""
     square: float = 5.0
     """Times that attention without fusion moves the square of scores through memory in a forward pass."""
-    memory: float = 0.77
+    memory: float = 0.79
     """Share of the device's bandwidth that element-wise kernels reach."""
-    eager: float = 2.3
+    eager: float = 2.23
     """Bytes that unfused element-wise kernels move, relative to fused ones."""
-    network: float = 0.82
+    network: float = 0.80
     """Share of a link that large collectives reach."""
-    overlap: float = 0.925
+    overlap: float = 0.95
     """Share of compute behind which data-parallel traffic can hide."""
-    contention: float = 0.49
+    contention: float = 0.50
     """What hidden traffic still costs, relative to its time on the links inside a node: collectives take multiprocessors and bandwidth."""
     tensor_overlap: float = 0.2
     """Share of tensor-parallel traffic that hides behind the products it belongs to, in engines that try."""
@@ -88,7 +89,7 @@ def estimate(
     """One optimizer step."""
     c = constants or DEFAULTS
     if efficiency is not None:
-        c = _with_efficiency(c, efficiency)
+        c = with_efficiency(c, efficiency)
     rates = _rates(device, links, devices_per_node, work, c, layout)
     tokens = work.micro_batch * work.seq_len / layout.context
     micro = _micro_batch(shape, work, layout, rates, tokens, c)
@@ -163,7 +164,9 @@ def sustained_tflops(device: Device, precision: str = "bf16", constants: Constan
         raise PlanError(f"the matrix rate of {device.name} is unknown", hint="give bf16_tflops in devices.toml")
     if precision == "fp32":
         return (device.fp32_tflops or device.bf16_tflops / 16) * c.matmul
-    rate = c.matmul * min(device.bf16_tflops, _power_limited(device, c))
+    rate = min(c.matmul * device.bf16_tflops, _power_limited(device, c))
+    if device.matmul_tflops is not None and c.tflops_per_watt != math.inf:
+        rate = min(rate, 0.9 * device.matmul_tflops)  # no program reaches more than the best burst that was measured
     if precision in ("fp8", "mxfp8", "nvfp4") and device.fp8_tflops:
         return rate * (1 + (device.fp8_tflops / device.bf16_tflops - 1) * c.fp8)
     return rate
@@ -173,7 +176,7 @@ def _power_limited(device: Device, c: Constants) -> float:
     """Dense rate at which a Hopper part meets its power limit; older and other parts have not shown one."""
     if device.tdp_watts is None or device.bf16_tflops is None or "hopper" not in _generation(device):
         return float("inf")
-    return c.tflops_per_watt * device.tdp_watts / c.matmul
+    return c.tflops_per_watt * device.tdp_watts
 
 
 def _generation(device: Device) -> str:
@@ -209,17 +212,18 @@ def _attention_rate(device: Device, work: Work, c: Constants) -> float:
     generation = _generation(device)
     if not work.flash:
         return sustained_tflops(device, "bf16", c) * 1e12
-    if work.kernel in ("te", "cudnn", "flash3"):
-        share = c.attention
+    if work.kernel in ("te", "cudnn", "flash3") or (work.kernel == "auto" and generation in ("hopper", "blackwell")):
+        share = c.attention  # "auto" takes cuDNN where it is faster
     else:
         share = c.flash_hopper if generation in ("hopper", "blackwell") else c.flash
     return peak * share * (0.65 if work.kernel == "flash1" else 1.0)  # version 1 and its Triton relative
 
 
-def _with_efficiency(c: Constants, e: Efficiency) -> Constants:
-    from dataclasses import replace
-
+def with_efficiency(c: Constants, e: Efficiency) -> Constants:
+    """The constants with a machine's own in their place; a measured matrix rate already contains the power limit."""
     given = {k: v for k in ("matmul", "memory", "network", "overlap") if (v := getattr(e, k)) is not None}
+    if "matmul" in given:
+        given["tflops_per_watt"] = math.inf
     return replace(c, **given) if given else c
 
 
@@ -308,11 +312,16 @@ def _elementwise_bytes(s: Shape, work: Work, tokens: float, t: int, layout: Degr
     return tokens * work.bytes_per_value * values * (1.0 if work.compile else c.eager)
 
 
-def _exposed(seconds: float, size: float, compute: float, work: Work, layout: Degrees, r: _Rates, c: Constants) -> float:
+def _exposed(
+    seconds: float, size: float, compute: float, work: Work, layout: Degrees, r: _Rates, c: Constants
+) -> float:
     """Seconds of data-parallel traffic that the step pays: what finds no compute to hide behind, and what it takes from compute."""
     if work.engine == "deepspeed" and layout.shard != "full":
         return seconds  # reduced after the last backward pass, gathered after the step
-    taken = min(seconds, c.contention * size / r.intra)
+    local = min(seconds, size / r.intra)
+    taken = c.contention * (
+        local + 0.3 * (seconds - local)
+    )  # while the fabric is the narrow place, kernels mostly wait
     return taken + max(0.0, seconds - taken - c.overlap * compute)
 
 
@@ -333,9 +342,7 @@ def _ring(size: float, ranks: int, r: _Rates, span: int = 1, messages: float = 1
 
 
 def _log2(x: float) -> float:
-    from math import log2
-
-    return log2(x) if x > 1 else 0.0
+    return math.log2(x) if x > 1 else 0.0
 
 
 def _tensor_traffic(s: Shape, work: Work, layout: Degrees, tokens: float, r: _Rates) -> float:
@@ -389,7 +396,9 @@ def _data_traffic(s: Shape, work: Work, layout: Degrees, r: _Rates, per_node: in
         return _ring(size, group, r, span, messages), size
     inside = layout.shards(per_node)
     copies = 2.0 * gradient * mine / inside
-    seconds = _ring(size, inside, r, span, messages) + _ring(copies, max(1, group // inside), r, span * inside, 2.0 * layers)
+    seconds = _ring(size, inside, r, span, messages) + _ring(
+        copies, max(1, group // inside), r, span * inside, 2.0 * layers
+    )
     return seconds, size + copies
 
 
