@@ -14,6 +14,7 @@ from windlass.checkpoint import files, save
 from windlass.checkpoint.load import find_latest, restore
 from windlass.checkpoint.save import Saver
 from windlass.config.save import SaveConfig
+from windlass.errors import ConfigError
 
 
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict:
@@ -150,6 +151,13 @@ def test_without_host_memory_for_the_copy_training_waits_and_says_so(run, net, m
     saver = Saver(run, SaveConfig())
     assert "of host memory and 1000 B is free" in saver.prepare(state_of(net()))
     assert saver.save(1, state_of(net()), {}).ok  # done on return
+
+
+def test_a_quota_that_cannot_hold_the_run_is_refused_before_it_starts(run, net) -> None:
+    state = state_of(net())  # 16 x 64 + 64 + 64 x 16 + 16 = 2,128 numbers of 4 bytes
+    with pytest.raises(ConfigError, match=r"need 33.2 KiB and save.quota is 9.8 KiB \(3 kept, 8.3 KiB each\)"):
+        Saver(run, SaveConfig(quota=10_000)).forecast(state, steps=10, batch_tokens=1)
+    assert Saver(run, SaveConfig(quota=40_000)).forecast(state, steps=10, batch_tokens=1).checkpoint_bytes == 4 * 2128
 
 
 def test_the_same_step_again_replaces_the_old_one(run, net) -> None:

@@ -32,6 +32,17 @@ def test_a_run_that_was_killed_once() -> None:
     assert (found.lost_steps, found.lost_tokens, found.faults, found.resumes, found.saves) == (2, 200, 1, 1, 1)
 
 
+def test_a_rollback_loses_its_steps_too() -> None:
+    events = [
+        {"time": 0.0, "event": "started"},
+        {"time": 6.5, "event": "rollback", "step": 6, "to_step": 4, "skipped_tokens": 200},
+        {"time": 11.0, "event": "finished", "step": 8},
+    ]
+    found = life(events, [metric(s, float(s)) for s in range(1, 7)] + [metric(s, 2.0 + s) for s in range(5, 9)])
+    assert (found.lost_steps, found.segments[0].train_seconds, found.useful_seconds) == (2, 10.0, 8.0)
+    assert found.timeline[1].text == "went back from step 6 to 4, skipping 200 tokens of data"
+
+
 def test_a_clean_run_loses_nothing() -> None:
     events = [{"time": 0.0, "event": "started"}, {"time": 12.0, "event": "finished", "step": 10}]
     found = life(events, [metric(s, 2.0 + s) for s in range(1, 11)])

@@ -33,11 +33,8 @@ class Segment:
     train_seconds: float
     """Time in training steps, from the metrics."""
     lost_seconds: float
-    """Training time of the steps that were lost."""
-
-    @property
-    def lost_steps(self) -> int:
-        return max(0, self.last_step - self.kept_step)
+    """Training time of the steps that were lost, with the end of the segment or by a rollback."""
+    lost_steps: int
 
 
 @dataclass(frozen=True)
@@ -109,6 +106,7 @@ def _segment(events: Sequence[Event], metrics: Sequence[Mapping[str, Any]], begi
     first = int(mine[0].get("step") or 0)
     last = max([first, *(int(m["step"]) for m in lines)])
     kept = int(events[end].get("step") or 0) if end is not None else last
+    stretches = _stretches(mine, lines, first, kept)
     close = next((e for e in mine if e.get("event") in _ENDS), None)
     signs = [float(e["time"]) for e in mine if e.get("event") != "restarted"] + [float(m["time"]) for m in lines]
     ended = float(close["time"]) if close is not None else max(signs)
@@ -118,8 +116,23 @@ def _segment(events: Sequence[Event], metrics: Sequence[Mapping[str, Any]], begi
         world_size=mine[0].get("world_size"), first_step=first, last_step=last, kept_step=min(kept, last),
         startup_seconds=next((float(e["seconds"]) for e in mine if e.get("event") == "compiled" and e.get("seconds") is not None), None),
         stall_seconds=sum(float(e.get("stall_seconds") or 0) for e in mine if e.get("event") == "saved"),
-        train_seconds=_train_seconds(lines, first), lost_seconds=_train_seconds([m for m in lines if m["step"] > kept], max(first, kept)),
+        train_seconds=sum(_train_seconds(part, at) for part, at, _ in stretches),
+        lost_seconds=sum(_train_seconds([m for m in part if m["step"] > to], max(at, to)) for part, at, to in stretches),
+        lost_steps=sum(max([0, *(int(m["step"]) - max(at, to) for m in part)]) for part, at, to in stretches),
     )  # fmt: skip
+
+
+def _stretches(
+    mine: Sequence[Event], lines: list[Mapping[str, Any]], first: int, kept: int
+) -> list[tuple[list[Mapping[str, Any]], int, int]]:
+    """(lines, step it began from, step that was kept) between rollbacks: each of them throws away what came after its target."""
+    found, at = [], first
+    for back in [e for e in mine if e.get("event") == "rollback"]:
+        part = [m for m in lines if float(m["time"]) <= float(back["time"])]
+        lines = lines[len(part) :]
+        found.append((part, at, int(back.get("to_step") or 0)))
+        at = int(back.get("to_step") or 0)
+    return [*found, (lines, at, kept)]
 
 
 def _train_seconds(lines: Iterable[Mapping[str, Any]], first: int) -> float:
