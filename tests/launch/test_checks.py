@@ -1,0 +1,120 @@
+"""Is every bad request refused with its rule, its numbers and its source, and every good one passed?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from windlass.clusters import load_cluster
+from windlass.errors import LaunchError
+from windlass.launch import checks
+from windlass.launch.job import train_job
+
+
+def findings(recipe, **changes):
+    cluster = load_cluster(recipe.cluster)
+    job = replace(train_job(recipe, cluster, "/project/runs/x", workdir="/project"), **changes)
+    return checks.check_request(job, cluster)
+
+
+def refused(found) -> dict[str, str]:
+    return {f.rule: f.message for f in checks.refusals(found)}
+
+
+@pytest.mark.parametrize(
+    "name", ["lumi-g", "leonardo-booster", "snellius-h100", "marenostrum5-acc", "juwels-booster", "jupiter-booster"]
+)
+def test_a_sensible_request_passes_everywhere(name, make_recipe):
+    assert refused(findings(make_recipe(cluster=name, launch={"account": "project_1"}))) == {}
+
+
+CASES = [
+    ("wall_time", {"launch": {"time": "30h"}}, {}, "30 h is more than the 24 h of boost_usr_prod"),
+    ("nodes", {"nodes": 65, "launch": {"qos": "normal"}}, {}, "65 nodes are more than the 64"),
+    ("nodes", {"nodes": 8, "launch": {"qos": "boost_qos_bprod"}}, {}, "65 to 256 nodes"),
+    ("account", {"launch": {"account": None}}, {}, "no account is given"),
+    ("partition", {"launch": {"partition": "gpu"}}, {}, "no partition 'gpu'"),
+    ("qos", {"launch": {"qos": "vip"}}, {}, "QOS 'vip' is not one of"),
+    ("account", {"cluster": "lumi-g", "launch": {"account": None, "stage_data": False}}, {}, "AssocMaxSubmitJobLimit"),
+    ("cores", {"cluster": "lumi-g"}, {"cpus_per_task": 8}, "8 tasks x 8 cores = 64, more than 56"),
+    ("whole_nodes", {"cluster": "snellius-h100"}, {"devices_per_node": 2, "tasks_per_node": 2}, "all 4 GPUs"),
+    ("mem_zero", {"cluster": "snellius-h100", "launch": {"sbatch": {"mem": 0}}}, {}, "--mem=0 is refused"),
+    ("mem", {"cluster": "marenostrum5-acc", "launch": {"sbatch": {"mem": "100G"}}}, {}, "must not be set"),
+    ("mem", {"cluster": "lumi-g", "launch": {"sbatch": {"mem": "900G"}}}, {}, "480 GiB a node gives"),
+    ("cores_per_gpu", {"cluster": "marenostrum5-acc"}, {"cpus_per_task": 10}, "exactly 20 cores per GPU"),
+    ("tasks", {"cluster": "juwels-booster"}, {"tasks_per_node": 2}, "2 tasks for 4 devices"),
+    ("devices", {"cluster": "juwels-booster"}, {"devices_per_node": 8, "tasks_per_node": 8, "cpus_per_task": 6}, "a node has 4"),
+    ("max_jobs", {"cluster": "lumi-g", "launch": {"chain": 300}}, {}, "300 links are more than the 210"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule, recipe, job, words", CASES)
+def test_each_rule_refuses_with_numbers_and_a_source(rule, recipe, job, words, make_recipe, monkeypatch):
+    monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
+    recipe.setdefault("launch", {}).setdefault("account", "project_1")
+    found = [f for f in checks.refusals(findings(make_recipe(**recipe), **job)) if f.rule == rule]
+    assert found and words in found[0].message and found[0].source
+
+
+def test_overlapping_masks_are_found(make_recipe):
+    """The masks of a published tutorial: its second entry repeats the first, so two ranks share seven cores."""
+    cluster = load_cluster("lumi-g")
+    masks = [cluster.binding.masks[0], cluster.binding.masks[0], *cluster.binding.masks[2:]]
+    wrong = cluster.model_copy(update={"binding": cluster.binding.model_copy(update={"masks": masks})})
+    job = train_job(make_recipe(cluster="lumi-g"), wrong, "/x", workdir="/x")
+    found = [f.message for f in checks.check_request(job, wrong) if f.rule == "masks"]
+    assert any("shares cores with rank 0" in text for text in found)
+
+
+def test_a_short_job_is_warned_that_the_signal_may_come_too_early(make_recipe):
+    found = findings(make_recipe(launch={"time": "2m"}))
+    assert [f.rule for f in found if f.level == "warn"] == ["signal_lead"]
+
+
+def test_refusals_come_together_and_force_overrides(make_recipe):
+    found = findings(make_recipe(launch={"time": "30h", "account": None}))
+    with pytest.raises(LaunchError, match="2 checks failed") as caught:
+        checks.refuse(found, force=False)
+    assert (
+        "wall_time" in caught.value.message and "account" in caught.value.message and "CINECA" in caught.value.message
+    )
+    checks.refuse(found, force=True)
+
+
+# -- this machine -------------------------------------------------------------------------------------------------------
+
+
+def site(recipe, run_dir="/nowhere/runs/x", **more):
+    cluster = load_cluster(recipe.cluster)
+    job = train_job(recipe, cluster, run_dir, workdir="/project")
+    found = checks.check_site(job, recipe, cluster, checkpoint_bytes=more.get("bytes", 100), steps=10)
+    return {f.rule: f for f in found}
+
+
+def test_a_folder_of_this_node_only(make_recipe):
+    found = site(make_recipe(), "/dev/shm/runs/x")
+    assert found["shared_folder"].level == "refuse" and "compute nodes cannot see it" in found["shared_folder"].message
+    assert "shared_folder" not in site(make_recipe(), "/nowhere/runs/x")
+
+
+def test_no_room_for_the_forecast_checkpoints(make_recipe):
+    assert site(make_recipe(), bytes=10**18)["disk"].level == "refuse"
+    quota = make_recipe(save={"quota": "1 GB", "keep_last": 3})
+    assert "save.quota" in site(quota, bytes=5 * 10**8)["disk"].message
+    assert site(make_recipe(), bytes=1000)["disk"].level == "ok"
+
+
+def test_missing_image_venv_and_store(make_recipe, tmp_path):
+    found = site(make_recipe(cluster="lumi-g", launch={"container": str(tmp_path / "no.sif"), "account": "project_1"}))
+    assert found["image"].level == "refuse" and "no.sif does not exist" in found["image"].message
+    assert found["store"].level == "refuse"
+    assert site(make_recipe(launch={"venv": str(tmp_path)}))["venv"].level == "refuse"
+
+
+def test_budget():
+    (ok,) = checks.check_budget(100.0, 200.0, 1000.0)
+    assert ok.level == "ok" and "800.0 of 1,000.0 left" in ok.message
+    (bad,) = checks.check_budget(900.0, 200.0, 1000.0)
+    assert bad.level == "refuse" and bad.source
+    assert checks.check_budget(1.0, 0.0, None)[0].level == "note"
