@@ -27,7 +27,9 @@ def plan(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...", metavar="[KEY=VALUE]...")] = None,
     cluster: Annotated[str | None, typer.Option(help="Plan for this machine instead of the recipe's.")] = None,
     nodes: Annotated[int | None, typer.Option(help="Nodes instead of the recipe's.")] = None,
-    top: Annotated[int, typer.Option(help="How many layouts to show.", min=1)] = 8,
+    top: Annotated[
+        int | None, typer.Option(help="How many layouts to show; 8 in the table, all in JSON when left out.", min=1)
+    ] = None,
     why: Annotated[str | None, typer.Option(help='Explain one layout: "shard=full,micro_batch=8".')] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     html: Annotated[
@@ -79,7 +81,13 @@ def _load(recipe: str, overrides: list[str], cluster: str | None) -> tuple[Recip
 
 
 def _plan(
-    recipe: Recipe, cluster: Cluster, nodes: int | None, top: int, why: str | None, html: Path | None, as_json: bool
+    recipe: Recipe,
+    cluster: Cluster,
+    nodes: int | None,
+    top: int | None,
+    why: str | None,
+    html: Path | None,
+    as_json: bool,
 ) -> None:
     from windlass.cli.output import console, print_json
     from windlass.plan import plan as make
@@ -87,7 +95,7 @@ def _plan(
     from windlass.plan.record import plans_json, why_json
     from windlass.plan.search import nowhere
 
-    found = make(recipe, cluster, nodes=nodes, top=top)
+    found = make(recipe, cluster, nodes=nodes, top=top or (None if as_json else 8))
     answer = explain(found, why) if why else None
     if html is not None and found.plans:
         _page(found, recipe, cluster, html)
