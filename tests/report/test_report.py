@@ -57,7 +57,7 @@ def test_html_is_whole_and_needs_no_network(run):
 def test_markdown_has_the_same_numbers(run):
     text = markdown_report([run])
     assert "| with PUE | 363.61 Wh |" in text
-    assert "**goodput**: 67.7 % (1 resumes)" in text
+    assert "**goodput**: 67.7 % (1 resume)" in text
     assert "not measured on 1 of 2 nodes" in text
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from windlass.clusters.model import Cluster
 from windlass.energy.measure import Measurement
 from windlass.energy.sampler import Sampler
 from windlass.energy.sensors import Sensor, open_sensors
+
+if TYPE_CHECKING:
+    from windlass.clusters.model import Cluster
 
 
 class Ticker:

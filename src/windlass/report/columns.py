@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -213,13 +212,13 @@ def last_known(values: Numbers) -> float | None:
     return float(found[-1]) if len(found) else None
 
 
-def inside(path: Path, root: Path) -> bool:
-    """True when `path`, links followed, lies in `root`."""
-    return os.path.commonpath([path.resolve(), root.resolve()]) == str(root.resolve())
-
-
-def columns_of(paths: Iterable[Path]) -> list[Columns]:
-    made = [Columns(p) for p in paths]
-    for one in made:
-        one.refresh()
-    return made
+def step_of(event: Mapping[str, Any], columns: Columns) -> float | None:
+    """The event's own step, else the last step written before it: a fault does not know where the others were."""
+    step = event.get("step")
+    if isinstance(step, int):
+        return step
+    times, steps = columns.get("time"), columns.get("step")
+    if event.get("time") is None or not len(times):
+        return None
+    before = np.nonzero(times <= event["time"])[0]
+    return float(steps[before[-1]]) if len(before) else None

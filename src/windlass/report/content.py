@@ -6,12 +6,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from windlass.energy.carbon import print_carbon
 from windlass.energy.measure import SCOPES
 from windlass.figures import Card, Cards, Chart, Html, Item, Mark, Note, Section, Series, Table, bars, line
 from windlass.report.card import content_summary, data_section, model_card
 from windlass.report.collect import RunSummary
-from windlass.report.columns import Columns, axis, thin
+from windlass.report.columns import Columns, axis, step_of, thin
 from windlass.report.redact import redact, redact_text
 from windlass.report.words import (
     CHECKPOINT_COLUMNS,
@@ -50,10 +52,10 @@ MOST_EVENTS = 200
 def sections(summary: RunSummary, columns: Columns) -> list[Section]:
     """The report of one run, in the order a reader asks."""
     return [
-        Section("", (cards(summary), *_warnings(summary)), id="top"),
+        Section("", (*_two_rows(cards(summary)), *_warnings(summary)), id="top"),
         what(summary),
         Section("Training", tuple(curves(summary, columns)), id="training"),
-        life(summary),
+        life(summary, columns),
         energy(summary),
         *plan_sections(summary),
         evaluation(summary),
@@ -79,8 +81,13 @@ def cards(s: RunSummary) -> Cards:
         Card(percent(s.mfu), "MFU", "of the dense bf16 peak"),
         Card(used, "energy", how),
         Card(print_carbon(kg), "location-based", "modelled" if s.energy.basis == "modelled" else ""),
-        Card(percent(goodput(s), "not known"), "goodput", f"{interruptions} resumes"),
+        Card(percent(goodput(s), "not known"), "goodput", f"{interruptions} resume" + ("" if interruptions == 1 else "s")),
     ))  # fmt: skip
+
+
+def _two_rows(item: Cards) -> tuple[Cards, Cards]:
+    half = (len(item.cards) + 1) // 2
+    return Cards(item.cards[:half]), Cards(item.cards[half:])
 
 
 def _warnings(s: RunSummary) -> list[Item]:
@@ -131,7 +138,7 @@ def what(s: RunSummary) -> Section:
 def curves(s: RunSummary, columns: Columns) -> list[Item]:
     if not len(columns):
         return [Note("metrics.jsonl holds no line yet.")]
-    marks = tuple(marks_by_step(s.events))
+    marks = tuple(marks_by_step(s.events, columns))
     known = set(columns.names())
     made: list[Item] = []
     for key, title, unit, from_zero in CURVES:
@@ -169,18 +176,51 @@ def _xs(values: Sequence[float | None]) -> list[float]:
     return [0.0 if v is None else v for v in values]
 
 
-def marks_by_step(events: Sequence[dict[str, Any]]) -> list[Mark]:
-    """Faults and resumes on the step axis; an event that names no step is left out."""
-    names = {"resumed": "resumed", "stopped": "stopped", "rollback": "rolled back", "hang": "hang"}
-    found = [
-        Mark(axis="x", at=float(e["step"]), label=names[e["event"]])
-        for e in events
-        if e["event"] in names and isinstance(e.get("step"), int)
+MARKS = {"fault": "fault", "hang": "hang", "stopped": "stopped", "resumed": "resumed", "rollback": "rolled back"}
+MOST_MARKS = 12
+
+
+def marks_by_step(events: Sequence[dict[str, Any]], columns: Columns) -> list[Mark]:
+    """Interruptions and resumes on the step axis."""
+    found = [(step_of(e, columns), MARKS[e["event"]]) for e in events if e["event"] in MARKS]
+    return [Mark(axis="x", at=at, label=label) for at, label in found if at is not None][:MOST_MARKS]
+
+
+def progress(s: RunSummary, columns: Columns) -> Chart | None:
+    """Steps over time: an interruption is a gap, a resume a step back."""
+    times = columns.get("time")
+    if len(times) < 2 or s.started_at is None:
+        return None
+    unit, name = (60.0, "minutes") if np.nanmax(times) - s.started_at < 7200 else (3600.0, "hours")
+    xs, ys = thin((times - s.started_at) / unit, columns.get("step"))
+    broken_x, broken_y = _gaps(_xs(xs), ys)
+    marks = [
+        Mark(axis="x", at=(e["time"] - s.started_at) / unit, label=MARKS[e["event"]])
+        for e in s.events
+        if e["event"] in MARKS and e["time"] is not None
     ]
-    return found[:12]
+    return Chart(
+        title="Steps over time", series=(line("step", broken_x, broken_y),), x_title=f"{name} since the start", y_title="step", marks=tuple(marks[:MOST_MARKS]), height=320,
+        caption="A gap is time without a step; a step back is work that a fault took and that was done again.",
+    )  # fmt: skip
 
 
-def life(s: RunSummary) -> Section:
+def _gaps(xs: Sequence[float], ys: Sequence[float | None]) -> tuple[list[float], list[float | None]]:
+    """Lift the pen where the step goes back."""
+    out_x: list[float] = []
+    out_y: list[float | None] = []
+    before: float | None = None
+    for x, y in zip(xs, ys, strict=True):
+        if y is not None and before is not None and y < before:
+            out_x.append(x)
+            out_y.append(None)
+        out_x.append(x)
+        out_y.append(y)
+        before = y if y is not None else before
+    return out_x, out_y
+
+
+def life(s: RunSummary, columns: Columns | None = None) -> Section:
     items: list[Item] = []
     rows = life_rows(s)
     if rows:
@@ -210,6 +250,9 @@ def life(s: RunSummary) -> Section:
     ]
     if table:
         items.append(Table(("after", "at", "what happened"), table, strong=strong))
+    chart = progress(s, columns) if columns is not None else None
+    if chart is not None:
+        items.insert(0, chart)
     if not items:
         items.append(Note("events.jsonl holds nothing."))
     return Section("Life of the run: interruptions, resumes, saves", tuple(items), id="life")

@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
 from windlass.errors import WindlassError
 from windlass.figures import Note, Section
 from windlass.report.card import data_section
-from windlass.report.columns import AXES, Columns
+from windlass.report.collect import RunSummary
+from windlass.report.columns import AXES, Columns, step_of
 from windlass.report.content import cards, conventions, energy, environment, evaluation, life, saves, what
 from windlass.report.content import plan_sections as plan_of
 from windlass.report.dash.blocks import section_json
@@ -64,12 +63,18 @@ def _run(folder: Folder, query: Query) -> dict[str, Any]:
     """All the words and tables of one run; its curves come from `series`."""
     view = _view(folder, query)
     s, columns = view.summary(), view.columns()
+    if view.page is None or view.page[0] is not s:  # fifty viewers of one run cost as much as one
+        view.page = (s, _run_page(view, s, columns))
+    return view.page[1]
+
+
+def _run_page(view: RunView, s: RunSummary, columns: Columns) -> dict[str, Any]:
     warnings = [Note(f"This folder is not whole: {s.problem}", "warning")] if s.problem else []
-    parts = [Section("", (cards(s), *warnings), id="top"), what(s), life(s), energy(s), *plan_of(s), evaluation(s), saves(s), data_section(s),
+    parts = [Section("", (cards(s), *warnings), id="top"), what(s), life(s, columns), energy(s), *plan_of(s), evaluation(s), saves(s), data_section(s),
              environment(s), conventions()]  # fmt: skip
     marked = [e for e in s.events if e["event"] in MARKED][-60:]
     events = [
-        {"time": e["time"], "event": e["event"], "step": _step_of(e, columns), "text": event_text(e)} for e in marked
+        {"time": e["time"], "event": e["event"], "step": step_of(e, columns), "text": event_text(e)} for e in marked
     ]
     return {
         "id": view.id, "name": s.name, "path": view.name, "status": s.status, "updated_at": s.updated_at, "started_at": s.started_at,
@@ -91,18 +96,6 @@ MARKED = (
     "finished",
     "gave_up",
 )
-
-
-def _step_of(event: Mapping[str, Any], columns: Columns) -> float | None:
-    """The event's own step, else the last step written before it: a fault does not know where the others were."""
-    step = event.get("step")
-    if isinstance(step, int):
-        return step
-    times, steps = columns.get("time"), columns.get("step")
-    if event["time"] is None or not len(times):
-        return None
-    before = np.nonzero(times <= event["time"])[0]
-    return float(steps[before[-1]]) if len(before) else None
 
 
 def _first_time(view: RunView) -> float | None:

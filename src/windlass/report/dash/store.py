@@ -32,6 +32,8 @@ class RunView:
         self._reading = False
         self._looked_at = -1e9
         self._summary: tuple[tuple[float, ...], RunSummary] | None = None
+        self.page: tuple[RunSummary, dict[str, Any]] | None = None
+        """The run's page as it was last made, and from which summary."""
         self._series: dict[tuple[Any, ...], Series] = {}
         self._series_version = -1
 
