@@ -1,0 +1,220 @@
+"""How far are the planner's memory and step time from what our own engine does on one GPU?
+
+    python benchmarks/gpu_plan.py --measure                  # on the GPU: writes gpu_plan.json (about four minutes)
+    python benchmarks/gpu_plan.py --compare                  # anywhere: predicted beside measured, writes gpu_plan.md
+
+The configurations vary size (0.1B to 8B), micro-batch, sequence, recompute, precision and compile; each is measured in the same
+process after the one before was freed, three steps to warm up and five timed. Running out of memory is a result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT / "src")  # instead of this folder, where tokenize.py hides a module of Python's own
+
+SIZES: dict[str, dict[str, int]] = {
+    "0.1b": {"layers": 12, "width": 768, "ffn": 2048, "heads": 12, "kv_heads": 12, "vocab": 32000},
+    "0.4b": {"layers": 24, "width": 1024, "ffn": 2816, "heads": 16, "kv_heads": 8, "vocab": 32000},
+    "1.1b": {"layers": 22, "width": 2048, "ffn": 5632, "heads": 32, "kv_heads": 4, "vocab": 32000},
+    "3b": {"layers": 28, "width": 3072, "ffn": 8192, "heads": 24, "kv_heads": 8, "vocab": 128256},
+    "8b-half": {"layers": 16, "width": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256},
+    "8b": {"layers": 32, "width": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256},
+}
+
+
+def configurations() -> list[dict[str, Any]]:
+    """(size, sequence, micro-batch, and what differs from bf16, compiled, no recompute, fp32 moments)."""
+    table: list[tuple[str, int, int, dict[str, Any]]] = [
+        ("0.1b", 1024, 8, {"compile": False}),
+        ("0.1b", 2048, 32, {"compile": False}),
+        ("0.1b", 2048, 16, {}),
+        ("0.1b", 2048, 64, {}),
+        ("0.4b", 2048, 8, {"compile": False}),
+        ("0.4b", 2048, 8, {}),
+        ("0.4b", 2048, 32, {}),
+        ("0.4b", 8192, 4, {}),
+        ("0.4b", 2048, 32, {"recompute": "full"}),
+        ("0.4b", 2048, 32, {"recompute": "selective"}),
+        ("0.4b", 2048, 32, {"precision": "fp8"}),
+        ("1.1b", 4096, 1, {"compile": False}),
+        ("1.1b", 4096, 4, {"compile": False}),
+        ("1.1b", 4096, 2, {}),
+        ("1.1b", 4096, 8, {}),
+        ("1.1b", 4096, 8, {"recompute": "full"}),
+        ("1.1b", 4096, 8, {"recompute": "selective"}),
+        ("1.1b", 4096, 8, {"moments": "bf16"}),
+        ("1.1b", 4096, 4, {"precision": "bf16_pure", "moments": "bf16"}),
+        ("1.1b", 16384, 1, {}),
+        ("1.1b", 4096, 8, {"precision": "fp8"}),
+        ("3b", 4096, 2, {}),
+        ("3b", 4096, 8, {"recompute": "full"}),
+        ("8b-half", 8192, 1, {}),
+        ("8b-half", 8192, 2, {}),
+        ("8b-half", 8192, 2, {"recompute": "selective"}),
+        ("8b-half", 8192, 4, {"recompute": "full"}),
+        ("8b", 8192, 1, {"moments": "bf16"}),
+        ("8b", 4096, 1, {"moments": "bf16", "recompute": "full"}),
+        ("8b", 8192, 2, {"moments": "bf16"}),
+    ]
+    return [{"size": s, "seq": q, "micro_batch": m, **extra} for s, q, m, extra in table]
+
+
+def recipe_of(c: dict[str, Any]) -> Any:
+    from windlass.config import Recipe
+
+    train = {k: c[k] for k in ("compile", "recompute", "precision") if k in c}
+    return Recipe.model_validate({
+        "name": "plan-check", "cluster": "workstation", "model": SIZES[c["size"]],
+        "data": {"seq_len": c["seq"], "batch_tokens": c["seq"] * c["micro_batch"]},
+        "optim": {"moments": c.get("moments", "fp32"), "warmup": c["seq"] * c["micro_batch"] * 100},
+        "train": {"steps": 20, **train}, "layout": {"micro_batch": c["micro_batch"]},
+        "energy": {"enabled": False}, "save": {"at_end": False, "every": 10**9},
+    })  # fmt: skip
+
+
+def measure_one(c: dict[str, Any], warm: int = 3, timed: int = 5) -> dict[str, Any]:
+    import torch
+
+    from windlass.clusters.scheduler import Place
+    from windlass.runs.folder import Run
+    from windlass.train import loop
+    from windlass.train.attention import attention_backend
+
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    folder = Run(Path(tempfile.mkdtemp(prefix="windlass-plan-")))
+    quiet: Any = lambda *_: None  # noqa: E731
+    job = loop.build(recipe_of(c), folder, Place(0, 1, 0, 1, 0, 1, None, None, "single"), [], quiet, announced=False)
+    batches = loop.open_batches(job)
+    marks = []
+    with attention_backend(job.recipe.train.attention, job.world.device):
+        for index in range(warm + timed + 1):
+            if index >= warm:
+                marks.append(torch.cuda.Event(enable_timing=True))
+                marks[-1].record()
+            if index == warm + timed:
+                break
+            tokens, documents = next(batches)
+            job.stepper.step(tokens, documents, 1e-4)
+            loop.advance(job)
+    torch.cuda.synchronize()
+    batches.close()
+    seconds = statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks))
+    return {
+        "step_seconds": seconds, "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+    }  # fmt: skip
+
+
+def measure(out: Path, budget_seconds: float) -> None:
+    import torch
+
+    began, rows = time.monotonic(), []
+    for c in configurations():
+        if time.monotonic() - began > budget_seconds:
+            print("out of time; the rest is not measured", flush=True)
+            break
+        start = time.monotonic()
+        try:
+            result: dict[str, Any] = {"outcome": "ok", **measure_one(c)}
+        except torch.OutOfMemoryError:
+            result = {"outcome": "oom"}
+        except Exception as error:  # a row that fails is a row; the others still count
+            result = {"outcome": "error", "error": f"{type(error).__name__}: {error}"[:300]}
+        gc.collect()
+        rows.append({**c, **result, "took_seconds": round(time.monotonic() - start, 1)})
+        print(json.dumps(rows[-1]), flush=True)
+        facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "gpu_plan.json").write_text(json.dumps({**facts, "rows": rows}, indent=1))
+
+
+def predict(c: dict[str, Any], device_name: str) -> Any:
+    """What `windlass plan` says of the same recipe on one such device."""
+    from windlass.clusters import device_by_driver_name
+    from windlass.clusters.model import Cluster, Links, Node
+    from windlass.plan.layouts import from_config
+    from windlass.plan.search import evaluate
+    from windlass.plan.task import make_task
+
+    device = device_by_driver_name(device_name)
+    assert device is not None, f"{device_name} is not in devices.toml"
+    node, links = Node(devices=1, cores=16), Links(intra_gbs=100, inter_gbs_per_node=10)
+    cluster = Cluster(name="one", title="one device", device=device.name, node=node, links=links)
+    recipe = recipe_of(c)
+    task = make_task(recipe, cluster)
+    return evaluate(task, from_config(recipe.layout, recipe.train.recompute, task))
+
+
+def error_pct(predicted: float, measured: float) -> float:
+    return 100 * (predicted - measured) / measured
+
+
+def compare(out: Path) -> None:
+    """One row per configuration; the last lines say median and worst."""
+    record = json.loads((out / "gpu_plan.json").read_text())
+    lines = [
+        f"Measured on {record['device']}, torch {record['torch']}, {record['date']}; predicted by `windlass plan`'s arithmetic.", "",
+        "| configuration | GiB measured | GiB predicted | error % | step s measured | step s predicted | error % |",
+        "|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    memory, steps, verdicts = [], [], []
+    for row in record["rows"]:
+        words = ", ".join(
+            f"{k} {v}"
+            for k, v in row.items()
+            if k in ("size", "seq", "micro_batch", "recompute", "precision", "moments", "compile")
+        )
+        if row["outcome"] == "error":
+            continue
+        p = predict(row, record["device"])
+        verdicts.append(p.fits == (row["outcome"] == "ok"))
+        if row["outcome"] == "oom":
+            lines.append(
+                f"| {words} | out of memory | {p.memory.allocated / 2**30:.1f} ({'fits' if p.fits else 'does not fit'}) | | | | |"
+            )
+            continue
+        gib, seconds = p.memory.allocated / 2**30, p.step.seconds
+        memory.append(error_pct(gib, row["allocated_gib"]))
+        steps.append(error_pct(seconds, row["step_seconds"]))
+        lines.append(
+            f"| {words} | {row['allocated_gib']:.2f} | {gib:.2f} | {memory[-1]:+.1f} | {row['step_seconds']:.4f} | {seconds:.4f} | {steps[-1]:+.1f} |"
+        )
+    for name, errors in (("memory", memory), ("step time", steps)):
+        sizes = sorted(abs(e) for e in errors)
+        lines += [
+            "",
+            f"{name}: median {statistics.median(sizes):.1f} %, worst {sizes[-1]:.1f} % over {len(sizes)} configurations",
+        ]
+    lines += ["", f"fits or not: {sum(verdicts)} of {len(verdicts)} right"]
+    (out / "gpu_plan.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "benchmarks" / "results")))
+    args = parser.parse_args()
+    if args.measure:
+        measure(args.out, args.seconds)
+    if args.compare:
+        compare(args.out)
+
+
+if __name__ == "__main__":
+    main()
