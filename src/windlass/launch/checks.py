@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from windlass.clusters import describe
 from windlass.clusters.lint import lint_masks
 from windlass.clusters.model import Cluster
 from windlass.config import Recipe
@@ -39,12 +40,10 @@ class Finding:
 
 def source_of(cluster: Cluster, key: str) -> str:
     """Where the cluster file has a value from: the key's own source or that of the table around it."""
-    parts = key.split(".")
-    for length in range(len(parts), 0, -1):
-        found = cluster.sources.get(".".join(parts[:length]))
-        if found:
-            sure = "" if found.status == "documented" else f", {found.status}"
-            return f"{found.source}{f' ({found.on}{sure})' if found.on else sure}"
+    found = describe.source_of(key, cluster.sources)
+    if found is not None:
+        sure = "" if found.status == "documented" else f", {found.status}"
+        return f"{found.source}{f' ({found.on}{sure})' if found.on else sure}"
     return f"cluster file {cluster.name}"
 
 

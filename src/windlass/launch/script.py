@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping
 
-from windlass import __version__
 from windlass.clusters.model import Cluster
 from windlass.errors import EXIT_RESUMABLE
 from windlass.launch.job import Environment, Job
@@ -33,7 +32,7 @@ def render(job: Job, cluster: Cluster) -> str:
 def header(job: Job, cluster: Cluster) -> str:
     lines = [
         "#!/bin/bash -l",
-        f"# {job.kind} job of {job.name} on {cluster.title}; written by windlass {__version__}, which writes it anew at every launch.",
+        f"# {job.kind} job of {job.name} on {cluster.title}; written by windlass, which writes it anew at every launch.",
         *(f"# {line}" for line in job.about),
     ]
     return "\n".join(lines)

@@ -1,5 +1,5 @@
 #!/bin/bash -l
-# train job of nine-b on JUWELS Booster; written by windlass 0.1.0, which writes it anew at every launch.
+# train job of nine-b on JUWELS Booster; written by windlass, which writes it anew at every launch.
 
 #SBATCH --job-name=nine-b
 #SBATCH --account=trustllm
