@@ -1,7 +1,7 @@
 """How long does training wait for a save, how large is it, and how fast is it read back? One device, a state of the given size.
 
-    python benchmarks/checkpoint_speed.py --params 1.1e9                on a GPU: the 1.1B shape with fp32 weights and moments
-    python benchmarks/checkpoint_speed.py --params 2e7 --folder DIR     anywhere
+    python -m benchmarks.checkpoint_speed --params 1.1e9                on a GPU: the 1.1B shape with fp32 weights and moments
+    python -m benchmarks.checkpoint_speed --params 2e7 --folder DIR     anywhere
 
 The state has the tensors of a Llama of about that many parameters (weights and two moments in fp32). On a GPU a loop of matrix
 products runs on while the checkpoint is written, so that the stall and any slowing of the steps are those of a busy device. The

@@ -1,8 +1,8 @@
 """What happens when ...? Causes every fault we can, for real, and proves that the run comes out the same.
 
-    python benchmarks/faults.py                     the long form, written to benchmarks/results/faults.md and faults.json
-    python benchmarks/faults.py --only killed       the cases whose names contain a word
-    python benchmarks/faults.py --list
+    python -m benchmarks.faults                     the long form, written to benchmarks/results/faults.md and faults.json
+    python -m benchmarks.faults --only killed       the cases whose names contain a word
+    python -m benchmarks.faults --list
 
 A small Llama is trained on the CPU by several processes, forked from this one so that torch is imported once. The uninterrupted
 run is the reference: losses are compared as hexadecimal floats, final weights and moments bit by bit, and the sequences that
@@ -901,7 +901,7 @@ def write_results(rows: list[Row], given: argparse.Namespace) -> None:
     from windlass.runs.manifest import commit, cpu_name
 
     facts = {
-        "command": "python benchmarks/faults.py" + (f" --seed {given.seed}" if given.seed else ""), "commit": commit(), "torch": torch.__version__,
+        "command": "python -m benchmarks.faults" + (f" --seed {given.seed}" if given.seed else ""), "commit": commit(), "torch": torch.__version__,
         "python": platform.python_version(), "cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)),
         "kills": sum(r.times for r in rows if "SIGKILL" in r.fault),
     }  # fmt: skip

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from windlass.checkpoint import files, rng
+from windlass.checkpoint import files, names, rng
 from windlass.errors import CheckpointError
 from windlass.runs.files import read_json
 from windlass.runs.folder import Run
@@ -215,16 +215,8 @@ def weights_source(path: Path | str) -> Path:
     )
 
 
-def load_model_weights(
-    path: Path | str,
-    model: torch.nn.Module,
-    *,
-    rename: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] | None = None,
-) -> Path:
-    """Fill `model` from a checkpoint, run or Hugging Face folder; the folder that was read. Works with and without a process group.
-
-    `rename` turns Hugging Face's names into the model's own; models with their own converter pass it.
-    """
+def load_model_weights(path: Path | str, model: torch.nn.Module) -> Path:
+    """Fill `model` from a checkpoint, run or Hugging Face folder; the folder that was read. Works with and without a process group."""
     source = weights_source(path)
     if (source / files.MANIFEST).is_file():
         files.complete(source, verify=False)
@@ -232,8 +224,8 @@ def load_model_weights(
         _read(source, state)
         _assign(model, state["model"], source)
     else:
-        weights = read_safetensors(source)
-        _assign(model, rename(weights) if rename else weights, source)
+        weights, own = read_safetensors(source), model.state_dict()
+        _assign(model, weights if set(own) <= set(weights) else names.from_hf(weights, own), source)
     return source
 
 
