@@ -121,7 +121,7 @@ class TestSecurity:
 
     def test_no_secret_reaches_a_page(self, run, server):
         config = json.loads(run.config_file.read_text())
-        config["launch"]["env"] = dict(SECRETS)
+        config["notes"] = " ".join(f"{k}={v!r}" for k, v in SECRETS.items())
         run.config_file.write_text(json.dumps(config))
         run.event("fault", rank=1, kind="error", error=f"WANDB_API_KEY={SECRETS['WANDB_API_KEY']}")
         for path in ("runs", f"run?id={run_id(server)}", "sweep", "data"):

@@ -109,7 +109,7 @@ def test_hostile_names_are_text(run):
 def leaky(run) -> Run:
     """A run whose owner put keys wherever one can."""
     config = json.loads(run.config_file.read_text())
-    config["launch"]["env"] = dict(SECRETS)
+    config["launch"]["sbatch"] = {"comment": " ".join(f"{k}={v!r}" for k, v in SECRETS.items())}
     config["notes"] = f"export HF_TOKEN={SECRETS['HF_TOKEN']}"
     run.config_file.write_text(json.dumps(config))
     run.event("fault", rank=1, kind="error", error=f"401 for WANDB_API_KEY={SECRETS['WANDB_API_KEY']}")
@@ -122,6 +122,7 @@ def leaky(run) -> Run:
 
 
 def test_no_secret_reaches_a_report(leaky):
+    assert collect(leaky).recipe["launch"]["sbatch"]  # the recipe itself could be read
     texts = [html_report([leaky]), markdown_report([leaky]), json.dumps(json_report([leaky]))]
     for text in texts:
         for value in SECRETS.values():

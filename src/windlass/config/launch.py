@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, field_validator
 
 from windlass.config.base import Seconds, Table
+from windlass.config.secret import looks_secret
 
 
 class LaunchConfig(Table):
@@ -42,3 +43,11 @@ class LaunchConfig(Table):
     submits the next at its end. 0 and 1 are a single job."""
     budget_node_hours: float | None = Field(default=None, gt=0)
     """The allocation; launch refuses to go beyond it."""
+
+    @field_validator("env")
+    @classmethod
+    def _no_keys(cls, value: dict[str, str]) -> dict[str, str]:
+        found = [name for name in value if looks_secret(name)]
+        if found:
+            raise ValueError(f"{', '.join(found)} would be written into the run folder; export it in the shell that submits instead (or run `wandb login`)")
+        return value

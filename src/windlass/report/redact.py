@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from windlass.config.secret import looks_secret
+
 HIDDEN = "(hidden)"
-_NAME = re.compile(
-    r"(api_?key|secret|passw(or)?d|credential|private_?key|access_?key|auth|bearer|(^|_)token$|(^|_)key$)",
-    re.IGNORECASE,
-)
 _OURS = {"tokens", "keys"}
 _FORM = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}|xox[baprs]-[A-Za-z0-9-]{10,}"
@@ -27,7 +25,7 @@ def redact(value: Any, name: str = "") -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(redact(inner, name) for inner in value) if not hasattr(value, "_fields") else value
     if isinstance(value, str):
-        return HIDDEN if value and name.lower() not in _OURS and _NAME.search(name) else redact_text(value)
+        return HIDDEN if value and name.lower() not in _OURS and looks_secret(name) else redact_text(value)
     return value
 
 
