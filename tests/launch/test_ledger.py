@@ -135,3 +135,18 @@ def test_outlook_from_speed_and_target(run):
         and view.node_hours_left == 4.0
         and any("estimated end" in line for line in view.lines())
     )
+
+
+def test_a_controller_that_is_away_leaves_what_the_folder_knows(run):
+    from windlass.errors import LaunchError
+
+    class Away(Fake):
+        def states(self, jobs):
+            raise LaunchError("squeue said: Unable to contact slurm controller")
+
+    submit(run, "1")
+    append_line(run.jobs_file, {"record": "began", "time": time.time(), "job": "1", "restart": 0})
+    write_json(run.heartbeat_file(0), {"time": time.time()})
+    assert ledger.entries(run, {"slurm": Away()})[0].state.evidence == "heartbeat"
+    with pytest.raises(LaunchError):  # but nothing is launched or cancelled on a guess
+        ledger.entries(run, {"slurm": Away()}, strict=True)

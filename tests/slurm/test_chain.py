@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -115,6 +117,21 @@ def test_preemption_saves_requeues_and_goes_on(site, chain):
     assert site.wait_over("humble") == ["COMPLETED"]
     began = [r for r in site.records("humble") if r["record"] == "began"]
     assert [(r["job"], r["restart"]) for r in began] == [(job, 0), (job, 1)]
+
+
+def test_the_token_store_is_staged_and_training_reads_the_copy(site, chain, tmp_path):
+    own, fast = Path(os.environ["XDG_CONFIG_HOME"]) / "windlass/clusters/dev.toml", tmp_path / "fast"
+    own.write_text(own.read_text() + f'\n[storage.fast]\npath = "{fast}"\nfast = true\n')
+    store = site.folder / "store"
+    store.mkdir()
+    (store / "shard.bin").write_bytes(b"tokens")
+    recipe = site.recipe(
+        "staged", data__store=str(store), launch={"venv": str(site.standin), "env": {"STANDIN": "stop"}}
+    )
+    site.launch(recipe, "--chain", 2, "--force")  # the store is no real one
+    assert site.wait_over("staged") == ["FAILED", "COMPLETED"]
+    assert (fast / "windlass/store/shard.bin").read_bytes() == b"tokens"
+    assert f"data.store={fast}/windlass/store" in (site.folder / "runs/staged/job.sh").read_text()
 
 
 def test_a_partition_that_does_not_exist(site):

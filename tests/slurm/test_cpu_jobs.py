@@ -69,9 +69,7 @@ def test_a_task_that_fails_leaves_no_job_waiting(site):
 
 
 def test_any_command_as_a_cpu_job(site):
-    from windlass.launch.array import submit_command
-
-    submit_command(["windlass", "clusters", "dev", "--json"], cluster="dev", folder=site.folder / "runs/plain")
+    site.windlass("submit", "--cluster", "dev", "--folder", "runs/plain", "--", "clusters", "dev", "--json")
     assert site.wait_over("plain") == ["COMPLETED"]
     assert "Development cluster" in site.log("plain")
 

@@ -54,6 +54,27 @@ def test_several_ranks_on_each_node_and_torchrun(site):
     assert last_loss(site, "srun") == pytest.approx(last_loss(site, "torchrun"), abs=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_crashed_node_costs_the_steps_since_the_last_save_and_nothing_else(site):
+    """Everything on one node is killed; SLURM requeues, other nodes go on, and the loss is that of an undisturbed run."""
+    work = {"train__steps": 600, "model__width": 128, "model__ffn": 384, "save__every": 50}
+    site.launch(site.recipe("calm", **work))
+    assert site.wait_over("calm", PATIENT) == ["COMPLETED"]
+    (job,) = site.launch(site.recipe("storm", **work, launch={"requeue": True}))
+    site.wait("a save", lambda: site.events("storm", "saved"), PATIENT)
+    victim = site.tool(
+        "scontrol", "show", "hostnames", site.tool("squeue", "-h", "-j", job, "-o", "%N").strip()
+    ).split()[-1]
+    site.tool(str(site.script), "crash", victim)
+    try:
+        assert site.wait_over("storm", 2 * PATIENT) == ["COMPLETED"], site.log("storm")
+    finally:
+        site.tool(str(site.script), "start", victim)
+    assert site.events("storm", "resumed") and len([r for r in site.records("storm") if r["record"] == "began"]) == 2
+    assert last_loss(site, "storm") == pytest.approx(last_loss(site, "calm"), abs=1e-6)
+
+
 @pytest.fixture
 def image(tmp_path) -> Path:
     """An empty root into which the host's system and Python are bound: a real Charliecloud container without a download."""

@@ -51,7 +51,7 @@ def doctor(
 
         data = load_recipe(recipe).recipe.data
         store, tokenizer = store or data.store, tokenizer or data.tokenizer
-    places = tuple(paths or [Path.cwd()])
+    places = tuple(paths or [Path.cwd(), *_file_systems(cluster)])
     if cluster is not None or nodes is not None:
         found = _as_job(cluster, nodes or 1, places, full, account, partition, wait)
     else:
@@ -66,6 +66,16 @@ def doctor(
         console().print(f"verdict: {diagnosis.verdict}", markup=False)
     if diagnosis.exit_code:
         raise typer.Exit(diagnosis.exit_code)
+
+
+def _file_systems(cluster: str | None) -> list[Path]:
+    """The cluster's file systems that exist here; all nodes are asked to measure them."""
+    import os
+
+    from windlass.clusters import load_cluster
+
+    named = [os.path.expandvars(s.path) for s in load_cluster(cluster).storage.values()] if cluster else []
+    return [Path(p) for p in named if p.startswith("/") and "$" not in p and os.access(p, os.W_OK)]
 
 
 def _here(devices: int | None, full: bool) -> list[Check]:

@@ -21,6 +21,7 @@ def register(app: typer.Typer) -> None:
     app.command("jobs")(jobs)
     app.command("logs")(logs)
     app.command("cancel")(cancel)
+    app.command("submit", context_settings={"ignore_unknown_options": True})(submit_any)
     app.command("link", hidden=True)(link)
 
 
@@ -351,6 +352,28 @@ def cancel(
         f"cancelled: {', '.join(ended)}" if ended else "nothing to cancel: no job of this run waits or runs",
         markup=False,
     )
+
+
+def submit_any(
+    command: Annotated[
+        list[str], typer.Argument(help="A windlass command and its words: eval RUN --json", metavar="COMMAND...")
+    ],
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="Cluster file; the one this host belongs to when left out.")
+    ] = None,
+    after: Annotated[str | None, typer.Option("--after", help="Start only after this job has ended well.")] = None,
+    account: Annotated[str | None, typer.Option("--account")] = None,
+    folder: Annotated[Path | None, typer.Option("--folder", help="Where script and log go.")] = None,
+) -> None:
+    """Run any windlass command as a CPU job: windlass submit -- eval RUN."""
+    import time
+
+    from windlass.cli.output import console
+    from windlass.launch.array import submit_command
+
+    place = folder or Path("runs") / f"{command[0]}-{time.strftime('%Y%m%d-%H%M%S')}"
+    job = submit_command(["windlass", *command], cluster=cluster, folder=place, account=account, after=after)
+    console().print(f"submitted: {job}; log {place}/logs/{job}.out", markup=False)
 
 
 def link(

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from windlass.errors import LaunchError
 from windlass.launch.chain import links, records
 from windlass.launch.executor import ENDED, UNKNOWN, Executor, State
 from windlass.launch.slurm import from_log
@@ -54,23 +55,31 @@ def submitted(run: Run) -> list[dict[str, Any]]:
     return [line for line in records(run) if line.get("record") == "submitted" and line.get("job")]
 
 
-def entries(run: Run, executors: Mapping[str, Executor]) -> list[Entry]:
-    """Every job of a run with its state; the end of a job is kept in jobs.jsonl, because schedulers forget."""
+def entries(run: Run, executors: Mapping[str, Executor], *, strict: bool = False) -> list[Entry]:
+    """Every job of a run with its state; the end of a job is kept in jobs.jsonl, because schedulers forget.
+
+    A scheduler that gives no answer is passed over, and the run folder tells what it knows; `strict` makes it an error.
+    """
     lines = records(run)
     mine = [line for line in lines if line.get("record") == "submitted" and line.get("job")]
-    states = job_states(run, lines, mine, executors)
+    states = job_states(run, lines, mine, executors, strict=strict)
     energy = _energy_by_job(run, lines)
     return [_entry(run, line, states[str(line["job"])], lines, energy) for line in mine]
 
 
 def job_states(
-    run: Run, lines: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]], executors: Mapping[str, Executor]
+    run: Run,
+    lines: Sequence[Mapping[str, Any]],
+    mine: Sequence[Mapping[str, Any]],
+    executors: Mapping[str, Executor],
+    *,
+    strict: bool = False,
 ) -> dict[str, State]:
     """In this order: settled record, scheduler (squeue, sacct), our own records and heartbeat, log."""
     found = {str(r["job"]): _settled(r) for r in lines if r.get("record") == "settled"}
     for name, executor in executors.items():
         asked = [str(r["job"]) for r in mine if r.get("executor") == name and str(r["job"]) not in found]
-        for job, state in (executor.states(asked) if asked else {}).items():
+        for job, state in _ask(executor, asked, strict).items():
             found[job] = state
             if state.over:
                 _settle(run, lines, state)
@@ -79,6 +88,15 @@ def job_states(
         if job not in found:
             found[job] = _from_folder(run, lines, job)
     return found
+
+
+def _ask(executor: Executor, jobs: Sequence[str], strict: bool) -> Mapping[str, State]:
+    try:
+        return executor.states(jobs) if jobs else {}
+    except LaunchError:
+        if strict:
+            raise
+        return {}
 
 
 def _settle(run: Run, lines: Sequence[Mapping[str, Any]], state: State) -> None:

@@ -298,8 +298,11 @@ def _after(job: Job, cluster: Cluster) -> Iterator[str]:
     yield "answer=$?"
     if job.chain == "self":
         yield f'if [ "$answer" -eq {LINK_AGAIN} ]; then'
-        yield "    # The next link. This job's own SLURM_* variables would shape it, so it starts without them."
-        yield f'    next=$(env -i HOME="$HOME" PATH="$PATH" USER="${{USER:-}}" bash -lc {shlex.quote(_resubmit(job))})'
+        yield "    # The next link. This job's own SLURM_* variables would shape it, so it is submitted without them."
+        yield "    for attempt in 1 2 3; do"
+        yield f'        next=$(unset "${{!SLURM_@}}" "${{!SRUN_@}}"; {_resubmit(job)}) && break'
+        yield "        sleep 20   # the controller may be away for a moment"
+        yield "    done"
         yield f"    {inside(job, cluster, ('windlass', 'link', 'next', job.run_dir, '--job', '$next'))}"
         yield "fi"
     elif job.requeue and job.chain == "none":

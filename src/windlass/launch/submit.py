@@ -240,7 +240,9 @@ def refuse_active(run: Run, executor: Executor) -> None:
     if not run.jobs_file.exists():
         return _refuse_locked(run)
     live = [
-        e for e in entries(run, {executor.name: executor}) if (e.state.waiting or e.state.live) and not e.state.never
+        e
+        for e in entries(run, {executor.name: executor}, strict=True)
+        if (e.state.waiting or e.state.live) and not e.state.never
     ]
     if live:
         words = ", ".join(f"{e.job} {e.state.state.lower()}" for e in live)
@@ -271,7 +273,7 @@ def check_known(executor: Executor, job: str) -> None:
 
 def cancel(run: Run, by_name: Mapping[str, Executor], only: str | None = None) -> list[str]:
     """Cancel what waits or runs of this run, later links first so that none starts meanwhile."""
-    found = entries(run, by_name)
+    found = entries(run, by_name, strict=True)
     if only is not None and only not in {e.job for e in found}:
         known = ", ".join(e.job for e in found) or "none"
         raise LaunchError(f"job {only} is not one of this run ({known})", hint="`scancel` ends jobs of other runs")

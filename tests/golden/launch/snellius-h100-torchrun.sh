@@ -75,8 +75,11 @@ code=$?
 apptainer exec --nv --pwd /project "$image" windlass link after /project/runs/nine-b --code "$code" --by "${ended_by:-none}"
 answer=$?
 if [ "$answer" -eq 75 ]; then
-    # The next link. This job's own SLURM_* variables would shape it, so it starts without them.
-    next=$(env -i HOME="$HOME" PATH="$PATH" USER="${USER:-}" bash -lc 'cd /project && sbatch --parsable /project/runs/nine-b/job.sh')
+    # The next link. This job's own SLURM_* variables would shape it, so it is submitted without them.
+    for attempt in 1 2 3; do
+        next=$(unset "${!SLURM_@}" "${!SRUN_@}"; cd /project && sbatch --parsable /project/runs/nine-b/job.sh) && break
+        sleep 20   # the controller may be away for a moment
+    done
     apptainer exec --nv --pwd /project "$image" windlass link next /project/runs/nine-b --job "$next"
 fi
 exit "$code"
