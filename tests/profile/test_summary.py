@@ -227,3 +227,16 @@ def test_public_trace_by_kernel_name(shipped):
         15938,
     ]
     assert sum(found.categories_pct.values()) == pytest.approx(100)
+
+
+def test_lightning_ranges_are_left_out_as_the_plugin_did(tmp_path, builder):
+    made = builder()
+    made.op("[pl][profile]run_training_batch", 0, 100)
+    made.op("[pl][module]torch.nn.Linear: net", 10, 60)
+    made.op("aten::mm", 20, 50)
+    assert profile(made, tmp_path, Mode.TB).step_us == 100
+    made.meta["Framework"] = "pytorch-lightning"
+    found = profile(made, tmp_path, Mode.TB)
+    assert found.step_us == 30
+    assert rounded(found) == {"CPU Exec": 30}
+    assert [o.name for o in found.operators] == ["aten::mm"]

@@ -210,6 +210,9 @@ def _print(title: str, made: Table) -> None:
     from windlass.cli.output import console, table
 
     out = console()
+    if not made.rows:
+        out.print(f"{title}: {made.caption}\n", markup=False)
+        return
     out.print(table(title, made.columns, made.rows, right=made.right))
     if made.caption:
         out.print(f"  {made.caption}\n", markup=False)

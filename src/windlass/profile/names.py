@@ -30,18 +30,19 @@ TENSOR_CORE_OPERATORS = frozenset(
 
 # Anchored at a word's start: a compute kernel with "nccl" inside another word is not taken for a collective.
 _COMMUNICATION_KERNEL = re.compile(
-    r"(?:^|[^A-Za-z0-9])(?:nccl|rccl|msccl|oneccl|hccl|nvshmem|rocshmem)|deep_ep::|cross_device_reduce"
+    r"(?:^|[^A-Za-z])(?:nccl|rccl|msccl|oneccl|hccl|nvshmem|rocshmem)|deep_ep::|cross_device_reduce"
     r"|(?:one|two)_shot_all_reduce|multimem_(?:all_|one_shot_)|multimem_reduce|symm_mem",
     re.IGNORECASE,
 )
 # `nccl:all_reduce` is the range a library marks around a collective; `c10d::allreduce_` is the operator that starts one.
 _COLLECTIVE_RANGE = re.compile(r"^(?:nccl|rccl|gloo|mpi|ucc|xccl|hccl):(?!:)", re.IGNORECASE)
 _COLLECTIVE_OPERATOR = re.compile(r"^(?:_?c10d(?:_functional)?|symm_mem)::|^record_param_comms$")
-# Tensor cores of Volta to Hopper, and AMD's matrix cores (Tensile writes MI32x32 for the matrix instruction).
+# Tensor cores of Volta to Blackwell, AMD's matrix cores (Tensile writes MI32x32 for the matrix instruction, Composable Kernel
+# xdl), and Inductor's templates, which are matrix products and attention.
 _MATRIX_CORES = re.compile(
     "|".join(re.escape(n) for n in TB_TENSOR_CORES)
-    + r"|tensorop|wgmma|nvjet|sm(?:80|86|89|90|100)_xmma|sm90.*gemm|warpspecialized|flash_(?:fwd|bwd)|flash::|fmha|cudnn.*sdpa|mma_|"
-    r"_mfma|mfma_|wmma|^Cijk_.*_MI\d+x\d+|_bf16_.*gemm|gemm_bf16|device_gemm",
+    + r"|tensorop|wgmma|utcmma|nvjet|sm(?:80|86|89|90|100)_xmma|sm(?:90|100).*gemm|warpspecialized|flash_(?:fwd|bwd)|flash::|fmha"
+    r"|cudnn.*sdpa|mfma|wmma|^Cijk_.*_MI\d+x\d+|_bf16_.*gemm|gemm_bf16|_xdl|^triton_tem_",
     re.IGNORECASE,
 )
 
@@ -72,3 +73,8 @@ def uses_tensor_cores(name: str) -> bool:
 
 def is_triton(name: str) -> bool:
     return name.startswith(("triton_", "_triton")) or "triton" in name
+
+
+def is_lightning(name: str) -> bool:
+    """Ranges that PyTorch Lightning's profiler puts around hooks and modules; the plugin left them out of its table."""
+    return name.startswith(("[pl][profile]", "[pl][module]"))

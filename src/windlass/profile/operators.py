@@ -7,8 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from windlass.profile.names import (
+    TB_COMMUNICATION,
     TENSOR_CORE_OPERATORS,
     is_communication_kernel,
+    is_data_loading,
+    is_lightning,
     is_triton,
     tb_uses_tensor_cores,
     uses_tensor_cores,
@@ -88,13 +91,13 @@ def build_tree(trace: Trace, launches: Launches, mode: Mode) -> Tree:
 
 
 def _node_rows(trace: Trace, mode: Mode) -> Ints:
-    from windlass.profile.names import TB_COMMUNICATION, is_data_loading
-
     always = np.isin(trace.kind, (Kind.OPERATOR, Kind.PYTHON, Kind.STEP, Kind.MODULE))
     if mode is Mode.TB:
         named = trace.names_where(
             lambda n: n in TB_COMMUNICATION or is_data_loading(n) or n.startswith("Optimizer.step")
         )
+        if trace.of_lightning:
+            always &= ~(trace.names_where(lambda n: n.startswith("[pl][profile]")) & (trace.kind == Kind.OPERATOR))
         extra = (trace.kind == Kind.GPU_STEP) | (np.isin(trace.kind, (Kind.ANNOTATION, Kind.GPU_ANNOTATION)) & named)
     else:
         extra = trace.kind == Kind.ANNOTATION
@@ -254,7 +257,8 @@ def node_costs(trace: Trace, launches: Launches, tree: Tree, mode: Mode) -> Cost
     kernel = trace.kind[rows] == Kind.KERNEL
     tensor = trace.names_where(tb_uses_tensor_cores if mode is Mode.TB else uses_tensor_cores)[rows]
     sums: list[Floats] = [
-        np.bincount(node, weights=work * part, minlength=count).astype(np.float64) for part in (1.0, tensor & kernel, kernel)
+        np.bincount(node, weights=work * part, minlength=count).astype(np.float64)
+        for part in (1.0, tensor & kernel, kernel)
     ]
     return Costs(
         length, self_host, _up(sums[0], tree.parent), sums[0], sums[1], sums[2], _eligible(trace, tree, sums[1])
@@ -284,10 +288,8 @@ def _eligible(trace: Trace, tree: Tree, tensor: Floats) -> Mask:
 
 def is_operator(trace: Trace, tree: Tree) -> Mask:
     """Nodes that the table lists: operators, without wrappers that only hold others."""
-    from windlass.profile.names import is_data_loading
-
     listed = trace.names_where(
-        lambda n: n not in _EXCLUDED and not n.startswith("Optimizer.") and not is_data_loading(n)
+        lambda n: not (n in _EXCLUDED or n.startswith("Optimizer.") or is_data_loading(n) or is_lightning(n))
     )
     return np.asarray((trace.kind[tree.rows] == Kind.OPERATOR) & listed[tree.rows])
 

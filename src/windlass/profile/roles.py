@@ -13,6 +13,7 @@ from windlass.profile.names import (
     is_communication_kernel,
     is_communication_operator,
     is_data_loading,
+    is_lightning,
 )
 from windlass.profile.steps import Launches
 from windlass.profile.trace import MISSING, Ints, Kind, Mask, Trace
@@ -71,6 +72,8 @@ def _tb_roles(trace: Trace) -> Roles:
     named = trace.names_where(TB_COMMUNICATION.__contains__)
     annotation = _kind(trace, Kind.ANNOTATION, Kind.GPU_ANNOTATION)
     host = annotation | _kind(trace, Kind.OPERATOR, Kind.PYTHON)
+    if trace.of_lightning:
+        host &= annotation | ~trace.names_where(is_lightning)
     kernel = trace.kind == Kind.KERNEL
     comm_kernel = kernel & np.isin(trace.external, trace.external[named & host])
     loading = trace.names_where(is_data_loading) & (annotation | (trace.kind == Kind.OPERATOR))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from windlass.profile.names import is_lightning
 from windlass.profile.trace import MISSING, Floats, Ints, Kind, Mask, Trace
 
 KEEP_LAST_SHARE = 0.8
@@ -102,6 +103,8 @@ def _marked(trace: Trace, *, tb: bool) -> tuple[Floats, Floats, list[int]]:
     if len(rows):
         return trace.start[rows], trace.end[rows], [_number(trace.name_of(int(r))) for r in rows]
     host = trace.rows(Kind.OPERATOR, Kind.PYTHON)
+    if tb and trace.of_lightning:
+        host = host[~trace.names_where(is_lightning)[host]]
     if not len(host):
         host = np.arange(len(trace.kind))
     elif not tb:

@@ -85,6 +85,10 @@ class Trace:
         return passed[self.name] if len(self.names) else np.zeros(0, dtype=bool)
 
     @property
+    def of_lightning(self) -> bool:
+        return self.meta.get("Framework") == "pytorch-lightning"
+
+    @property
     def rank(self) -> int | None:
         info = self.meta.get("distributedInfo")
         value = info.get("rank") if isinstance(info, dict) else None

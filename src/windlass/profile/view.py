@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from windlass.figures import Chart, Item, Note, Section, Table, bars, line
@@ -22,6 +24,10 @@ _COMMUNICATION_ROWS = (
     ("Computation", "computation_us"), ("Neither", "other_us"),
 )  # fmt: skip
 
+_IDLE_ROWS = (
+    ("Device idle", "idle_us"), ("  waiting for the host", "host_wait_us"),
+    ("  launched, not started", "kernel_wait_us"), ("  unknown", "other_us"),
+)  # fmt: skip
 _SHARES = (
     ("GPU utilisation", "gpu_utilization"),
     ("Est. SM efficiency", "sm_efficiency"),
@@ -76,13 +82,10 @@ def device_table(job: JobProfile) -> Table:
         ("Est. achieved occupancy", pct(job.occupancy_pct)),
         ("Kernel time on tensor cores", share(job.tensor_core_share)),
     ]
-    for name, key in (
-        ("Device idle", "idle_us"),
-        ("  waiting for the host", "host_wait_us"),
-        ("  launched, not started", "kernel_wait_us"),
-        ("  unknown", "other_us"),
-    ):
-        rows.append((name, us(sum(getattr(i, key) for i in idle) / len(idle)) if idle else NOT_AVAILABLE))
+    if not idle:
+        rows.append(("Device idle", NOT_AVAILABLE))
+    for name, key in _IDLE_ROWS if idle else ():
+        rows.append((name, us(sum(getattr(i, key) for i in idle) / len(idle))))
     return Table(("measure", "us per step or share"), rows, right=(1,))
 
 
@@ -100,22 +103,15 @@ def ranks_table(job: JobProfile) -> Table:
 
 
 def operators_table(rows: Sequence[OperatorRow], top: int) -> Table:
-    shaped = any(o.shape for o in rows)
-    cells = [
-        (o.name, *((o.shape or "",) if shaped else ()), f"{o.calls:,}", us(o.host_us), us(o.self_host_us), us(o.device_us), us(o.self_device_us),
-         "" if o.tensor_core_pct is None else f"{o.tensor_core_pct:.0f} %")
-        for o in rows[:top]
-    ]  # fmt: skip
-    columns = (
-        "operator",
-        *(("shapes",) if shaped else ()),
-        "calls",
-        "host us",
-        "self host us",
-        "device us",
-        "self device us",
-        "tensor cores",
-    )
+    """Columns that hold nothing (shapes, device times of a CPU trace) are left out."""
+    shaped, device = any(o.shape for o in rows), any(o.device_us for o in rows)
+    columns = ["operator", *(["shapes"] if shaped else []), "calls", "host us", "self host us"]
+    columns += ["device us", "self device us", "tensor cores"] if device else []
+    cells = []
+    for o in rows[:top]:
+        cell = [o.name, *([o.shape or ""] if shaped else []), f"{o.calls:,}", us(o.host_us), us(o.self_host_us)]
+        used = "" if o.tensor_core_pct is None else f"{o.tensor_core_pct:.0f} %"
+        cells.append([*cell, *([us(o.device_us), us(o.self_device_us), used] if device else [])])
     return Table(
         columns, cells, right=tuple(range(2 if shaped else 1, len(columns))), caption=_of(top, len(rows), "operators")
     )
@@ -154,7 +150,7 @@ def _of(top: int, count: int, what: str) -> str:
 def step_bars(jobs: Sequence[JobProfile]) -> Chart:
     """Stacked bars: one per rank of one profile, or one per profile."""
     if len(jobs) == 1 and len(jobs[0].ranks) > 1:
-        labels = [f"rank {r.rank}" for r in jobs[0].ranks]
+        labels = rank_labels(jobs[0])
         values = [r.categories_us for r in jobs[0].ranks]
     else:
         labels, values = [j.label for j in jobs], [j.categories_us for j in jobs]
@@ -166,10 +162,16 @@ def step_bars(jobs: Sequence[JobProfile]) -> Chart:
     )
 
 
+def rank_labels(job: JobProfile) -> list[str]:
+    """Unique ones: several captures of one rank are told apart by their place."""
+    twice = {rank for rank, count in Counter(r.rank for r in job.ranks).items() if count > 1}
+    return [f"rank {r.rank}" + (f" ({i + 1})" if r.rank in twice else "") for i, r in enumerate(job.ranks)]
+
+
 def step_line(job: JobProfile) -> Chart:
     series = tuple(
-        line(f"rank {r.rank}", list(r.step_numbers) if len(r.step_numbers) == r.steps else list(range(1, r.steps + 1)), [v / 1e3 for v in r.per_step_us])
-        for r in job.ranks
+        line(label, list(r.step_numbers) if len(r.step_numbers) == r.steps else list(range(1, r.steps + 1)), [v / 1e3 for v in r.per_step_us])
+        for label, r in zip(rank_labels(job), job.ranks, strict=True)
     )  # fmt: skip
     return Chart(title="Step by step", series=series, x_title="step", y_title="ms", from_zero=True, height=280)
 
@@ -194,12 +196,28 @@ def sections(job: JobProfile, *, top: int = 20) -> list[Section]:
     return made
 
 
-def run_sections(run: Run, *, mode: Mode = Mode.FIXED, top: int = 15) -> list[Section]:
-    """For the report and the dashboard: the newest window of a run; nothing when it was never profiled."""
+def run_sections(run: Run, *, mode: Mode = Mode.FIXED, top: int = 15, max_ranks: int = 8) -> list[Section]:
+    """For the report and the dashboard: the newest window of a run; nothing when it was never profiled.
+
+    A page that is drawn again and again reads each trace once; of a large job it shows the first ranks.
+    """
     target = find_target(run.path)
     if not target.traces:
         return []
-    return sections(profile_traces(target.traces, mode, label=target.label), top=top)
+    chosen = target.traces[:max_ranks]
+    stamps = tuple((str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in chosen)
+    made = sections(_profiled(stamps, mode, target.label), top=top)
+    if len(chosen) < len(target.traces):
+        left = Note(
+            f"{len(chosen)} of {len(target.traces)} traced ranks are shown; `windlass profile {target.label}` reads all"
+        )
+        made[0] = Section(made[0].title, (*made[0].items, left))
+    return made
+
+
+@lru_cache(maxsize=4)
+def _profiled(stamps: tuple[tuple[str, int, int], ...], mode: Mode, label: str) -> JobProfile:
+    return profile_traces([path for path, _, _ in stamps], mode, label=label)
 
 
 # -- several profiles -----------------------------------------------------------------------------------------------------
