@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from html import escape
 from typing import Any
 
 from windlass.figures.model import Chart, Heat, Series
@@ -14,7 +15,20 @@ INK, SOFT, GRID, CLEAR = "var(--ink)", "var(--soft)", "var(--grid)", "rgba(0,0,0
 
 def spec(item: Chart | Heat) -> dict[str, Any]:
     """`{"data": [...], "layout": {...}}` for Plotly.newPlot."""
-    return _heat(item) if isinstance(item, Heat) else _chart(item)
+    made: dict[str, Any] = _plain(_heat(item) if isinstance(item, Heat) else _chart(item))
+    return made
+
+
+# Plotly reads <b> and <a href> in the texts it draws; names from files must stay text.
+_TEXTS = {"name", "text", "hovertext", "title", "x", "y"}
+
+
+def _plain(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v, k) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(v, key) for v in value]
+    return escape(value, quote=False) if isinstance(value, str) and key in _TEXTS else value
 
 
 def _chart(chart: Chart) -> dict[str, Any]:

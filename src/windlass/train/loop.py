@@ -236,6 +236,23 @@ def go_back(job: Job, found: Any) -> dict[str, Any]:
     return extra
 
 
+def trained_on(job: Job) -> dict[str, Any] | None:
+    """The store's ledger, kept with the run: a report must work on a copy of the folder. File lists stay in the store."""
+    store = job.stream.store
+    if store is None:
+        return None
+    sources = {
+        name: {key: value for key, value in entry.items() if key != "paths"}
+        for name, entry in store.ledger().get("sources", {}).items()
+    }
+    about = {
+        "store": job.recipe.data.store,
+        "ledger_hash": store.ledger_hash,
+        "settings": store.manifest.get("settings"),
+    }
+    return {**about, "sources": sources}
+
+
 def announce(job: Job, restored: Any) -> None:
     """The manifest, the first event, and every automatic choice with its reason."""
     world, recipe = job.world, job.recipe
@@ -257,6 +274,7 @@ def announce(job: Job, restored: Any) -> None:
             recipe,
             **common,
             data_ledger=job.stream.ledger_hash,
+            data=trained_on(job),
             steps=job.geometry.steps,
             tokens_per_step=job.geometry.tokens_per_step,
         ),

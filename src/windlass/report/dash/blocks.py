@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
 from typing import Any
 
 from windlass.figures import Cards, Chart, Heat, Html, Item, Note, Section, Table
@@ -35,20 +34,8 @@ def item_json(item: Item) -> dict[str, Any]:
     assert isinstance(item, (Chart, Heat))
     return {
         "kind": "figure",
-        "figure": plain(spec(item)),
+        "figure": spec(item),
         "height": item.height,
         "caption": item.caption,
         "title": item.title,
     }
-
-
-# Plotly reads <b> and <a href> in the texts it draws: names from files are escaped for it.
-_TEXTS = {"name", "text", "hovertext", "title", "x", "y"}
-
-
-def plain(value: Any, key: str = "") -> Any:
-    if isinstance(value, dict):
-        return {k: plain(v, k) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(v, key) for v in value]
-    return escape(value, quote=False) if isinstance(value, str) and key in _TEXTS else value

@@ -70,7 +70,8 @@ async function runsPage(mine) {
     const shown = data.runs.filter((r) => words.every((w) => text(r).includes(w)));
     shown.sort((a, b) => { const [x, y] = [a[sortBy], b[sortBy]]; const c = x === y ? 0 : x === null ? 1 : y === null ? -1 : x < y ? -1 : 1; return x === null || y === null ? c : down ? -c : c; });
     const twice = new Set(data.runs.map((r) => r.name).filter((n, i, all) => all.indexOf(n) !== i));
-    body.replaceChildren(...shown.map((r) => row(r, twice.has(r.name))));
+    const none = data.runs.length ? "no run matches" : "no runs here yet: a folder with a config.json appears by itself";
+    body.replaceChildren(...(shown.length ? shown.map((r) => row(r, twice.has(r.name))) : [el("tr", null, el("td", { colspan: COLUMNS.length, class: "faint" }, none))]));
     count.textContent = shown.length === data.runs.length ? `${shown.length} runs` : `${shown.length} of ${data.runs.length} runs`;
   }
   function row(r, twice) {
