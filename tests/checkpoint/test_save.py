@@ -96,6 +96,7 @@ def test_the_stall_is_the_copy_and_not_the_writing(run, net, monkeypatch) -> Non
     assert outcome.stall_seconds < 0.3 < 0.5 <= outcome.write_seconds
     waited = Saver(run, SaveConfig(asynchronous=False)).save(2, state_of(net()), {})
     assert waited.stall_seconds >= 0.5
+    assert [round(e["stall_seconds"], 1) >= 0.5 for e in events(run, "saved")] == [False, True]
 
 
 def test_a_failed_save_is_recorded_leaves_nothing_and_is_tried_again(run, net, monkeypatch) -> None:

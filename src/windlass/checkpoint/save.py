@@ -62,7 +62,8 @@ class _Job:
     state: dict[str, Any]
     extra: dict[str, Any]
     metric: float | None
-    stall_seconds: float
+    stall_seconds: float | None
+    """None: training waits for the whole save."""
     random_state: dict[str, Any]
 
 
@@ -129,7 +130,7 @@ class Saver:
             job = _Job(step, self._stager.stage(state), extra, metric, time.perf_counter() - begin, rng.capture())
             self._pending = self._thread.submit(self._write, job)
             return None
-        outcome = self._write(_Job(step, state, extra, metric, 0.0, rng.capture()))
+        outcome = self._write(_Job(step, state, extra, metric, None, rng.capture()))
         outcome.stall_seconds = time.perf_counter() - begin
         self._note(outcome)
         return outcome
@@ -177,11 +178,12 @@ class Saver:
 
     def _write(self, job: _Job) -> Outcome:
         begin = time.perf_counter()
-        outcome = Outcome(job.step, job.stall_seconds)
+        outcome = Outcome(job.step, job.stall_seconds or 0.0)
         try:
             self._write_files(job)
             outcome.path, outcome.bytes = self._publish(job, outcome, begin)
             outcome.write_seconds = time.perf_counter() - begin
+            outcome.stall_seconds = outcome.write_seconds if job.stall_seconds is None else job.stall_seconds
         except Exception as error:
             outcome.error = _first_line(error)
             self._failed(job, outcome.error)
@@ -266,7 +268,7 @@ class Saver:
     def _saved(self, job: _Job, outcome: Outcome) -> None:
         with contextlib.suppress(OSError):  # a full disk must not turn a good save into a failed one
             self.run.event(
-                "saved", step=job.step, tokens=job.extra.get("tokens"), bytes=outcome.bytes, stall_seconds=job.stall_seconds,
+                "saved", step=job.step, tokens=job.extra.get("tokens"), bytes=outcome.bytes, stall_seconds=outcome.stall_seconds,
                 write_seconds=outcome.write_seconds, checkpoint=str(outcome.path.name if outcome.path else ""), metric=job.metric,
             )  # fmt: skip
             outcome.removed = keep.tidy(self.run, self.config)

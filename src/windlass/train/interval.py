@@ -66,6 +66,12 @@ def _floor(stall_seconds: float | None, write_seconds: float | None) -> tuple[fl
     return by_write, f"but no shorter than twice the {print_seconds(write_seconds)} that writing takes"
 
 
+def _median(values: list[float]) -> float | None:
+    """Of the newest few, so that one slow save on a busy file system changes little."""
+    newest = sorted(values[-9:])
+    return newest[len(newest) // 2] if newest else None
+
+
 def process_seconds() -> float:
     """How long this process has lived: imports, waiting for other ranks and restoring are part of the start-up too."""
     try:
@@ -87,6 +93,8 @@ class Interval:
         self._kind, self._size = ("seconds", math.inf) if config.every == "auto" else interval(config.every)
         self._step, self._tokens, self._time = 0, 0, clock()
         self._startup: float | None = None
+        self._stalls: list[float] = []
+        self._writes: list[float] = []
         self.choice: Choice | None = None
         """What "auto" has chosen; None before the start-up was measured, and when the recipe gives the interval."""
 
@@ -110,9 +118,12 @@ class Interval:
         """Tell what start-up or a save took; the new choice of "auto" when it differs by more than a tenth from the last."""
         if startup_seconds is not None:
             self._startup = startup_seconds
+        for value, known in ((stall_seconds, self._stalls), (write_seconds, self._writes)):
+            if value is not None:
+                known.append(value)
         if not self.automatic or self._startup is None:
             return None
-        new = choose(self._startup, stall_seconds, write_seconds, self._config.failures_per_day)
+        new = choose(self._startup, _median(self._stalls), _median(self._writes), self._config.failures_per_day)
         if self.choice is not None and abs(new.seconds - self.choice.seconds) <= 0.1 * self.choice.seconds:
             return None
         self.choice, self._size = new, new.seconds
