@@ -114,3 +114,14 @@ def test_a_reader_that_stops_early_is_no_error():
     )
     assert done.stdout.startswith("{")
     assert "Traceback" not in done.stderr
+
+
+def test_every_command_is_found_in_its_own_file():
+    import typer.main
+
+    from windlass.cli import build
+
+    everything = typer.main.get_command(build()).commands
+    assert len(everything) > 15
+    for name in everything:
+        assert name in typer.main.get_command(build(name)).commands, name

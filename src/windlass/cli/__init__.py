@@ -21,8 +21,21 @@ COMMANDS = (
 )  # fmt: skip
 
 
-def build() -> typer.Typer:
-    """The whole command line as one typer application."""
+# Commands that live in a file of another name.
+HOMES = {
+    "tokenize": "data", "tokenizer": "data", "jobs": "launch", "logs": "launch", "cancel": "launch", "submit": "launch", "link": "launch",
+    "compare": "profile", "sync": "report", "eval": "evaluate", "generate": "evaluate", "export": "evaluate", "import": "evaluate",
+    "finetune": "evaluate",
+}  # fmt: skip
+
+
+def home(word: str | None) -> str | None:
+    """The one file that a command needs; None: all of them, for `--help` and for words that are no command."""
+    return HOMES.get(word or "") or (word if word in COMMANDS and word != "evaluate" else None)
+
+
+def build(word: str | None = None) -> typer.Typer:
+    """The command line as one typer application; with a command's name only that part of it, which starts sooner."""
     from windlass.cli.start import start
 
     app = typer.Typer(
@@ -35,7 +48,8 @@ def build() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback(invoke_without_command=True)(start)
-    for name in COMMANDS:
+    only = home(word)
+    for name in COMMANDS if only is None else (only,):
         import_module(f"windlass.cli.{name}").register(app)
     return app
 
@@ -44,7 +58,7 @@ def main() -> None:
     """Entry point of the `windlass` command: errors become one message, a hint and an exit code."""
     debug = _take_debug_flag()
     try:
-        code = build()(standalone_mode=False)
+        code = build(sys.argv[1] if len(sys.argv) > 1 else None)(standalone_mode=False)
         if isinstance(code, int) and code:  # outside standalone mode typer.Exit(75) comes back as a value
             sys.exit(code)
     except WindlassError as error:
