@@ -36,6 +36,11 @@ class TestNvml:
         sensor = NvmlSensor([0, 1, 2, 3], library=nvml([[1000]] * 4), env={"CUDA_VISIBLE_DEVICES": "0"})
         assert len(sensor.read()) == 4
 
+    def test_devices_hidden_by_the_scheduler_are_said_not_guessed(self, nvml):
+        sensor = NvmlSensor([0, 1, 2, 3], library=nvml([[1000]]), env={"CUDA_VISIBLE_DEVICES": "0"})
+        assert len(sensor.read()) == 1
+        assert sensor.note == "only 1 of the node's 4 devices can be seen from here: the others are not counted"
+
     def test_empty_visible_list_is_no_device(self, nvml):
         with pytest.raises(SensorMissing, match="no device that this job may use"):
             NvmlSensor(library=nvml([[1000]]), env={"CUDA_VISIBLE_DEVICES": ""})

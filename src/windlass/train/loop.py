@@ -210,7 +210,9 @@ def open_meter(recipe: Recipe, run_folder: Run, world: World) -> Meter | None:
         cluster = load_cluster(recipe.cluster)
     except WindlassError:
         cluster = None
-    return Meter(cluster, recipe.energy, run=run_folder)
+    # A launcher may show each rank one device only; the node's meter wants those of all its ranks.
+    devices = list(range(world.place.local_world_size)) if world.device.type == "cuda" else None
+    return Meter(cluster, recipe.energy, run=run_folder, devices=devices)
 
 
 def resume(job: Job) -> Any:

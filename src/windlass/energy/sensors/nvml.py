@@ -28,9 +28,13 @@ class NvmlSensor:
             raise SensorMissing("NVML shows no device that this job may use")
         self._handles: list[tuple[str, Any]] = chosen
         self._counters = {part: self._counter_works(handle) for part, handle in chosen}
+        if devices is not None and len(chosen) < len(devices):
+            self.note = f"only {len(chosen)} of the node's {len(devices)} devices can be seen from here: the others are not counted"
         if not all(self._counters.values()):
             lacking = [part for part, works in self._counters.items() if not works]
-            self.note = f"no energy counter on {', '.join(lacking)}: power is read and summed"
+            self.note = "; ".join(
+                filter(None, (self.note, f"no energy counter on {', '.join(lacking)}: power is read and summed"))
+            )
 
     def _choose(self, devices: Sequence[int] | None, env: Mapping[str, str]) -> list[tuple[str, Any]]:
         count = self._nvml.nvmlDeviceGetCount()
