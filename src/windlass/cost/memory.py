@@ -78,12 +78,14 @@ def _stages(s: Shape, work: Work, layout: Degrees) -> list[_Stage]:
     """The stages that can be the fullest: the first (most micro-batches in flight, embedding) and the last (head and logits)."""
     params, t, p = count(s), layout.tensor, layout.pipeline
     table = s.padded_vocab * s.width / t
+    first_table = table + s.positions * s.width
+    norm = float(params.terms["final norm"])
     layers = s.layers / p
     body = params.per_layer * layers / t
     if p == 1:
-        return [_Stage(0, layers, table + s.positions * s.width, 0.0 if s.tied else table, body, 1.0, True)]
-    first = _Stage(0, layers, table + s.positions * s.width, 0.0, body, _in_flight(layout, work, 0), False)
-    last = _Stage(p - 1, layers, 0.0, table, body, _in_flight(layout, work, p - 1), True)
+        return [_Stage(0, layers, first_table, norm + (0.0 if s.tied else table), body, 1.0, True)]
+    first = _Stage(0, layers, first_table, 0.0, body, _in_flight(layout, work, 0), False)
+    last = _Stage(p - 1, layers, 0.0, norm + table, body, _in_flight(layout, work, p - 1), True)
     return [first, last]
 
 
@@ -175,16 +177,26 @@ def _states(work: Work, layout: Degrees, stage: _Stage, per_node: int | None) ->
 def _torch_states(
     work: Work, layout: Degrees, p: float, shards: int, state_shards: int, moments: float, gradient_shards: int
 ) -> _States:
-    """fp32 weights are the master (bf16_pure: everything in 16 bits); gradients have the weights' precision and vanish after the step."""
+    """fp32 weights are the master (bf16_pure: everything in 16 bits); gradients have the weights' precision and vanish after the step.
+
+    zero1 and zero2 divide masters, moments and (at the end) gradients as full sharding does, but keep the gathered 16-bit weights."""
     pure = work.precision == "bf16_pure"
+    divided = state_shards if layout.shard in ("zero1", "zero2") else shards
     width = 2.0 if pure else 4.0
-    gradient = (2.0 if pure or work.gradients == "bf16" else 4.0) * p / gradient_shards
+    narrow = 2.0 if pure or work.gradients == "bf16" else 4.0
     always = {
-        "weights": width * p / shards,
+        "weights": width * p / divided,
         "optimizer states": (min(moments, 4.0) if pure else moments) * p / state_shards,
     }
-    if shards == 1 and layout.shard not in ("full", "hybrid") and work.precision not in ("fp32", "bf16_pure"):
-        always["16-bit copy"] = 2.0 * p  # autocast keeps the cast weights for the backward pass
+    if (
+        shards == 1
+        and layout.shard not in ("full", "hybrid")
+        and not (pure and divided == 1)
+        and work.precision != "fp32"
+    ):
+        always["16-bit copy"] = 2.0 * p  # gathered or cast weights live until the backward pass is done
+    whole = layout.shard == "zero1" and work.accumulation > 1  # one reduction per step: sums are whole until then
+    gradient = narrow * p / (1 if whole else divided if layout.shard == "zero1" else gradient_shards)
     early = gradient if work.accumulation > 1 or layout.pipeline > 1 else 0.0
     return _States(always, early, gradient, 0.0)
 
@@ -257,15 +269,20 @@ def _selective(s: Shape, work: Work, layout: Degrees) -> float:
 
 
 def _logits(s: Shape, work: Work, layout: Degrees, tokens: float) -> float:
-    """plain: 16-bit logits, their fp32 copy, log-softmax and its gradient. compiled: logits and gradient in one pass."""
-    held = min(tokens, work.loss_chunk) if work.loss in ("chunked", "fused") else tokens
-    per_value = {"plain": 10.0, "compiled": 8.0, "inplace": 4.0, "chunked": 8.0, "fused": 4.0}[work.loss]
+    """plain: 16-bit logits, their fp32 copy and its gradient. compiled: logits and gradient in one pass. chunked and fused: one chunk's
+    logits, and both gradients, which are worked out on the way forward."""
+    vocab = s.padded_vocab / layout.tensor
+    if work.loss in ("chunked", "fused"):
+        return (
+            min(tokens, work.loss_chunk) * vocab * 6.0 + 4.0 * vocab * s.width + tokens * s.width * work.bytes_per_value
+        )
+    per_value = {"plain": 10.0, "compiled": 8.0, "inplace": 4.0}.get(work.loss, 10.0)
     if work.engine != "torch":
         # Softmax overwrites the fp32 logits and is kept for the gradient; engines of before 2022 held logits, softmax and gradient apart.
         per_value = 8.0 if work.flash else 14.0
-    elif layout.tensor > 1 and work.loss in ("plain", "compiled"):
+    elif layout.tensor > 1:
         per_value += 4.0  # on a divided vocabulary softmax and its gradient are separate operations
-    return held * s.padded_vocab / layout.tensor * per_value
+    return tokens * vocab * per_value
 
 
 def _inputs(s: Shape, work: Work, layout: Degrees, tokens: float) -> float:

@@ -90,8 +90,8 @@ def make_shape(
         padded_vocab=padded_vocab if padded_vocab is not None else pad(vocab),
         tied=old if tied is None else tied,
         glu=not old if glu is None else glu,
-        biases=arch in ("gpt", "bloom"),  # MPT's published models have none ("no_bias")
-        layer_norm=old,
+        biases=arch in ("gpt", "bloom"),  # MPT's published models have none, not even in their norms ("no_bias")
+        layer_norm=arch in ("gpt", "bloom"),
         embedding_norm=arch == "bloom",
         positions=positions or 0,
         value_width=value_width,

@@ -325,20 +325,24 @@ def _exposed(
     return taken + max(0.0, seconds - taken - c.overlap * compute)
 
 
-def _ring(size: float, ranks: int, r: _Rates, span: int = 1, messages: float = 1.0) -> float:
+def _ring(size: float, ranks: int, r: _Rates, span: int = 1, messages: float = 1.0, *, tree: bool = False) -> float:
     """Seconds for all-gathers or reduce-scatters of `size` bytes in all, sent as `messages` collectives over `ranks`.
 
     An all-reduce is two of them. `span` is how far apart the ranks of the group are in devices (1: neighbours). A ring passes every
-    other rank, so its latency grows with their number: this is what makes full sharding collapse at thousands of devices."""
+    other rank, so its latency grows with their number: this is what makes full sharding collapse at thousands of devices. An all-reduce
+    may use a `tree`, whose latency grows with the logarithm."""
     if ranks <= 1:
         return 0.0
     share = (ranks - 1) / ranks
     inside = max(1, r.per_node // span)  # ranks of the group in one node
     if ranks <= inside:
-        return size * share / r.intra + messages * (ranks - 1) * r.intra_latency * 0.5
+        return size * share / r.intra + messages * (ranks - 1) * r.intra_latency
     hop = (r.inter_latency + (inside - 1) * r.intra_latency) / inside
     # A node passes the whole message once; the devices of a node that belong to the group share its links, the others have their own.
-    return max(size * share / (r.inter * inside), size * share / r.intra) + messages * (ranks - 1) * hop * 0.5
+    steps = 2.0 * _log2(ranks) if tree else ranks - 1.0
+    return max(size * share / (r.inter * inside), size * share / r.intra) + messages * steps * (
+        r.inter_latency if tree else hop
+    )
 
 
 def _log2(x: float) -> float:
@@ -390,14 +394,14 @@ def _data_traffic(s: Shape, work: Work, layout: Degrees, r: _Rates, per_node: in
     if layout.shard not in ("full", "hybrid"):
         buckets = max(1.0, mine * gradient / 200e6)
         size = (gradient + (gradient if layout.shard == "none" else 2.0)) * mine
-        return _ring(size, group, r, span, 2.0 * buckets), size
+        return _ring(size, group, r, span, 2.0 * buckets, tree=layout.shard == "none"), size
     size, messages = (4.0 * every + syncs * gradient) * mine, (2.0 * every + syncs) * layers
     if layout.shard == "full":
         return _ring(size, group, r, span, messages), size
     inside = layout.shards(per_node)
     copies = 2.0 * gradient * mine / inside
     seconds = _ring(size, inside, r, span, messages) + _ring(
-        copies, max(1, group // inside), r, span * inside, 2.0 * layers
+        copies, max(1, group // inside), r, span * inside, layers, tree=True
     )
     return seconds, size + copies
 
