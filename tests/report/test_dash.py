@@ -199,7 +199,7 @@ class TestAnswers:
         assert status == 200 and found["error"]
 
 
-def test_a_million_lines_open_at_once_and_are_exact_in_the_end(tmp_path):
+def test_a_long_run_opens_from_a_sample_and_is_exact_in_the_end(tmp_path):
     """The first look may take a sample; a spike between the samples is found when the whole file was read."""
     run = Run(make_run(tmp_path / "long"))
     line = json.dumps(metric(1, BEGIN, 1.0))

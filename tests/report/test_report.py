@@ -167,6 +167,13 @@ class TestCommands:
         assert out.read_text().startswith("# sample")
         assert json.loads(self.invoke("report", str(run.path.parent), "--json").stdout)["runs"][0]["name"] == "sample"
 
+    def test_figures_for_slides(self, run, tmp_path):
+        pytest.importorskip("matplotlib")
+        self.invoke("report", str(run.path), "--figures", str(tmp_path / "figures"), "--json")
+        names = sorted(p.name for p in (tmp_path / "figures").iterdir())
+        assert {"training-loss.svg", "life-steps-over-time.svg", "energy-energy-by-source.svg"} <= set(names)
+        assert "<svg" in (tmp_path / "figures" / "training-loss.svg").read_text()
+
     def test_watch_fits_80_columns(self, run, monkeypatch):
         monkeypatch.setenv("COLUMNS", "80")
         text = self.invoke("watch", str(run.path), "--once").stdout

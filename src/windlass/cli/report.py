@@ -27,13 +27,20 @@ def report(
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of writing HTML.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of writing HTML.")] = False,
+    figures: Annotated[
+        Path | None, typer.Option("--figures", help="Also write every chart into this folder, for slides and papers.")
+    ] = None,
+    picture: Annotated[str, typer.Option("--picture", help="svg, png or pdf, with --figures.")] = "svg",
 ) -> None:
     """Write what was trained, on what, how long, with which energy, and what happened on the way."""
     from windlass.cli.output import console, print_json
     from windlass.figures import save_page
-    from windlass.report.write import html_report, json_report, markdown_report
+    from windlass.report.write import html_report, json_report, markdown_report, write_figures
 
     folders = _folders(runs)
+    if figures is not None:
+        made = write_figures(folders, figures, picture)
+        typer.echo(f"wrote {len(made)} figures to {figures}", err=True)
     if as_json:
         print_json(json_report(folders))
         return

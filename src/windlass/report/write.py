@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import windlass
-from windlass.figures import Section, page, save_page
+from windlass.figures import Chart, Heat, Section, page, save_page, save_picture
 from windlass.report.collect import RunSummary, collect
 from windlass.report.columns import Columns
 from windlass.report.content import joined, sections
@@ -59,6 +60,17 @@ def markdown_report(runs: Sequence[Run]) -> str:
 
 def json_report(runs: Sequence[Run]) -> dict[str, Any]:
     return {"runs": [redact(collect(run).as_dict()) for run in runs]}
+
+
+def write_figures(runs: Sequence[Run], folder: Path, kind: str = "svg") -> list[Path]:
+    """Every chart of the report as a picture of its own, named after its section and title."""
+    made: list[Path] = []
+    for section in report_sections(runs)[2]:
+        for item in section.items:
+            if isinstance(item, (Chart, Heat)):
+                words = re.sub(r"[^a-z0-9]+", "-", f"{section.id} {item.title}".lower()).strip("-")[:80]
+                made.append(save_picture(item, folder / f"{words}.{kind}"))
+    return made
 
 
 def write_report(run: Run, path: Path | None = None) -> Path:
