@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import itertools
 import json
 import os
 import platform
@@ -29,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+# In place of this folder, whose files have names of the standard library.
+sys.path[0] = str(ROOT / "src")
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def rows() -> list[Row]:
 def extra_rows() -> list[Row]:
     """Not run by default: ablations, other choices, and the loss comparison."""
     changes: dict[str, dict[str, Any]] = {
-        "no-compile": {"compile": False}, "flash2": {"attention": "flash"}, "plain-loss": {"loss": "plain"}, "no-fuse": {"fuse": False},
+        "no-compile": {"compile": False}, "flash2": {"attention": "flash"}, "plain-loss": {"loss": "plain"}, "fuse": {"fuse": True},
         "recompute-full": {"recompute": "full"}, "recompute-selective": {"recompute": "selective"}, "chunk-2048": {"loss_chunk": 2048},
         "chunk-8192": {"loss_chunk": 8192}, "chunk-16384": {"loss_chunk": 16384},
     }  # fmt: skip
@@ -213,7 +215,7 @@ def measure(
             marks.append(time.perf_counter())
     synchronize()
     seconds, used = time.perf_counter() - begin, meter.joules()
-    pairs = zip(marks, marks[1:], strict=False)
+    pairs = itertools.pairwise(marks)
     gaps = [a.elapsed_time(b) / 1e3 for a, b in pairs] if cuda else [b - a for a, b in pairs]
     median = statistics.median(gaps) if gaps else seconds
     joules_used = None if joules is None or used is None else used - joules
