@@ -19,14 +19,14 @@ from typing import Any
 # In place of this folder, whose files have names of the standard library.
 sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")
 
-import torch
+import torch  # noqa: E402
 
-from windlass.clusters.scheduler import Place
-from windlass.config import Recipe
-from windlass.models import build
-from windlass.runs.folder import Run
-from windlass.train import loop
-from windlass.train.metrics import Recorder
+from windlass.clusters.scheduler import Place  # noqa: E402
+from windlass.config import Recipe  # noqa: E402
+from windlass.models import build  # noqa: E402
+from windlass.runs.folder import Run  # noqa: E402
+from windlass.train import loop  # noqa: E402
+from windlass.train.metrics import Recorder  # noqa: E402
 
 
 def recipe(steps: int) -> Recipe:
