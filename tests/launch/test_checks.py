@@ -72,6 +72,13 @@ def test_a_short_job_is_warned_that_the_signal_may_come_too_early(make_recipe):
     assert [f.rule for f in found if f.level == "warn"] == ["signal_lead"]
 
 
+def test_a_disk_that_only_some_nodes_have(make_recipe):
+    found = findings(make_recipe(cluster="snellius-h100", launch={"stage_data": True}))
+    assert [f.hint for f in found if f.rule == "local_disk"] == ["launch.sbatch.constraint=scratch-node"]
+    asked = make_recipe(cluster="snellius-h100", launch={"stage_data": True, "sbatch": {"constraint": "scratch-node"}})
+    assert not [f for f in findings(asked) if f.rule == "local_disk"]
+
+
 def test_refusals_come_together_and_force_overrides(make_recipe):
     found = findings(make_recipe(launch={"time": "30h", "account": None}))
     with pytest.raises(LaunchError, match="2 checks failed") as caught:

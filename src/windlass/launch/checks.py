@@ -259,6 +259,11 @@ def _options(job: Job, cluster: Cluster) -> Iterator[Finding]:
     if job.staging and "$PROJECT" in job.staging.target and unresolved:
         yield Finding("staging", "refuse", f"the store would be copied to {job.staging.target}, and no account names the project", "set launch.account or launch.stage_data=false", source_of(cluster, "storage"))  # fmt: skip
 
+    disk = cluster.node.local_disk or ""
+    if job.staging and job.staging.per_node and "--constraint=" in disk and "constraint" not in job.sbatch:
+        name = disk.partition("--constraint=")[2].split(")")[0].split()[0]
+        yield Finding("local_disk", "warn", f"the store is copied to a node's own disk, and only some nodes have one: {disk}", f"launch.sbatch.constraint={name}", source_of(cluster, "node.local_disk"))  # fmt: skip
+
 
 def _container_arch(job: Job, cluster: Cluster) -> Iterator[Finding]:
     if job.environment.kind == "container" and cluster.node.arch == "aarch64":
