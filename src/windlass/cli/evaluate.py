@@ -1,9 +1,171 @@
-"""Commands of this family are registered here."""
+"""`windlass eval`, `generate`, `export`, `import`: from a checkpoint to a model that others can use."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
+
+if TYPE_CHECKING:
+    from windlass.evaluate.opened import Opened
+    from windlass.evaluate.perplexity import Evaluation
+
+Which = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder (or a Hugging Face folder).")]
+AtStep = Annotated[int | None, typer.Option("--step", min=0, help="Checkpoint of this step; the newest when left out.")]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1; a GPU when there is one.")]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="fp32 or bf16; as the run computed on a GPU, fp32 on a CPU.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def register(app: typer.Typer) -> None:
-    """Adds nothing yet."""
+    app.command("eval")(eval_)
+    app.command("generate")(generate)
+
+
+def eval_(
+    run: Which,
+    store: Annotated[
+        Path | None, typer.Option("--store", help="Another token store of held-out text; the run's own when left out.")
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option("--split", help="Split of the store; the recipe's, else `validation`.")
+    ] = None,
+    max_tokens: Annotated[
+        str | None, typer.Option("--tokens", help='At most about so many tokens ("10M"), spread over the split.')
+    ] = None,
+    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Sequences per forward pass.")] = None,
+    step: AtStep = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    save: Annotated[bool, typer.Option("--save/--no-save", help="Append the results to the run's eval.jsonl.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Perplexity and bits per byte on held-out documents, by source, language and document length."""
+    from windlass.cli.output import console, print_json
+    from windlass.evaluate.opened import find_store, find_tokenizer, open_model
+    from windlass.evaluate.perplexity import evaluate
+    from windlass.evaluate.record import append
+    from windlass.units import parse_tokens
+
+    opened = open_model(run, step=step, device=device, dtype=dtype)
+    held = find_store(opened, store)
+    limit = parse_tokens(max_tokens) if max_tokens is not None else None
+    with progress("evaluating", quiet=as_json) as tell:
+        made = evaluate(
+            opened, held, find_tokenizer(opened, held.tokenizer_file), split=split or opened.recipe.data.validation or "validation",
+            max_tokens=limit, batch=batch, tell=tell,
+        )  # fmt: skip
+    if save and opened.run is not None:
+        append(opened.run, made.scores, step=opened.step, tokens=opened.tokens, store=str(held.path))
+    if as_json:
+        print_json(_eval_json(opened, made, held.path))
+        return
+    _eval_tables(console(), opened, made)
+
+
+def _eval_json(opened: Opened, made: Evaluation, store: Path) -> dict[str, Any]:
+    return {
+        "source": opened.source, "step": opened.step, "trained_tokens": opened.tokens, "store": store, "tokens": made.tokens,
+        "tokens_per_second": made.tokens_per_second, "device": opened.where, "scores": [score.line() for score in made.scores],
+    }  # fmt: skip
+
+
+def _eval_tables(out: Any, opened: Opened, made: Evaluation) -> None:
+    from windlass.cli.output import table
+
+    perplexity = {s.group: s for s in made.scores if s.metric == "perplexity"}
+    bits = {s.group: s for s in made.scores if s.metric == "bits_per_byte"}
+    rows = [
+        (
+            group,
+            f"{score.count:,}",
+            f"{score.detail['tokens']:,}",
+            _with_interval(bits.get(group), 3),
+            _with_interval(score, 2),
+        )
+        for group, score in perplexity.items()
+    ]
+    step = "" if opened.step is None else f", step {opened.step:,}"
+    columns = ("group", "documents", "tokens", "bits per byte (95 %)", "perplexity (95 %)")
+    out.print(table(f"Held-out text{step} ({opened.source})", columns, rows, right=(1, 2, 3, 4)))
+    rate = made.tokens_per_second
+    out.print(
+        f"{made.tokens:,} tokens at {'unknown' if rate is None else f'{rate:,.0f}'} tokens/s ({opened.where})",
+        markup=False,
+    )
+    if opened.run is not None:
+        out.print(f"written to {opened.run.eval_file}", markup=False, soft_wrap=True)
+
+
+def _with_interval(score: Any, digits: int) -> str:
+    if score is None or score.value is None:
+        return "unknown"
+    interval = "" if score.low is None else f" ({score.low:.{digits}f} to {score.high:.{digits}f})"
+    return f"{score.value:.{digits}f}{interval}"
+
+
+class progress:
+    """A bar on the error stream, so that what is printed stays clean."""
+
+    def __init__(self, what: str, *, quiet: bool = False) -> None:
+        self.what, self.quiet, self.bar, self.task = what, quiet, None, None
+
+    def __enter__(self) -> Any:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self.bar = Progress(console=Console(stderr=True), transient=True, disable=self.quiet).__enter__()
+        self.task = self.bar.add_task(self.what, total=None)
+        return lambda done, total: self.bar.update(self.task, completed=done, total=total)
+
+    def __exit__(self, *error: Any) -> None:
+        self.bar.__exit__(*error)
+
+
+def generate(
+    run: Which,
+    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")],
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="At most so many new tokens.")] = 100,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0 takes the most probable token.")
+    ] = 0.8,
+    top_p: Annotated[float, typer.Option("--top-p", help="Share of probability to choose from.")] = 0.95,
+    seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same text.")] = 0,
+    go_on: Annotated[
+        bool, typer.Option("--go-on", help="Never pick the end token: the text has the whole length.")
+    ] = False,
+    tokenizer: Annotated[Path | None, typer.Option("--tokenizer", help="Tokenizer; the store's when left out.")] = None,
+    step: AtStep = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a text: with a key/value cache (Llama) or a state of constant size (RetNet)."""
+    from windlass.cli.output import console, print_json
+    from windlass.evaluate.generate import Sampling
+    from windlass.evaluate.generate import generate as continue_text
+    from windlass.evaluate.opened import find_tokenizer, open_model
+    from windlass.units import print_bytes
+
+    how = Sampling(tokens=tokens, temperature=temperature, top_p=top_p, seed=seed, go_on=go_on)
+    opened = open_model(run, step=step, device=device, dtype=dtype)
+    words = find_tokenizer(opened, tokenizer)
+    made = continue_text(opened.model, words.encode(prompt), how, eos=words.eos)
+    text, rate = words.decode(made.ids), made.tokens_per_second
+    if as_json:
+        print_json({
+            "prompt": prompt, "text": text, "ids": made.ids, "tokens_per_second": rate, "prompt_tokens": made.prompt_tokens,
+            "prompt_seconds": made.prompt_seconds, "state_bytes": made.state_bytes, "ended": made.ended, "step": opened.step, "device": opened.where,
+        })  # fmt: skip
+        return
+    out = console()
+    out.print(prompt, style="bold", markup=False, end="", soft_wrap=True)
+    out.print(text, markup=False, soft_wrap=True)
+    speed = "unknown" if rate is None else f"{rate:,.1f}"
+    out.print(
+        f"{len(made.ids)} tokens{', ended by the model,' if made.ended else ''} at {speed} tokens/s after a prompt of {made.prompt_tokens}; state {print_bytes(made.state_bytes)} ({opened.where})",
+        style="dim", markup=False, soft_wrap=True,
+    )  # fmt: skip

@@ -1,0 +1,168 @@
+"""How is the next token computed without doing the past again? Llama keeps keys and values, RetNet a state of constant size.
+
+A decoder takes tokens and gives the logits of the last one; `state_bytes` says what it carries from token to token.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from windlass.evaluate.losses import head_weight
+from windlass.models.hf import HFModel
+from windlass.models.llama import Llama, rope_table, rotate
+from windlass.models.retnet import RetNet, decay_matrix, decays, rotate_every_two
+
+
+class Decoder(Protocol):
+    position: int
+    """Tokens taken so far."""
+
+    def feed(self, tokens: Tensor) -> Tensor:
+        """(batch, time) new tokens -> (batch, vocab) logits after the last of them, in fp32."""
+        ...
+
+    def state_bytes(self) -> int:
+        """Memory that is carried from token to token."""
+        ...
+
+
+def decoder(model: Any, *, batch: int = 1, limit: int) -> Decoder:
+    """The decoder of a model's family, for at most `limit` tokens (prompt and answer together)."""
+    if isinstance(model, RetNet):
+        return RetNetDecoder(model, batch)
+    return HFDecoder(model) if isinstance(model, HFModel) else LlamaDecoder(model, batch, limit)
+
+
+def last_logits(model: Any, hidden: Tensor) -> Tensor:
+    return F.linear(model.norm(hidden[:, -1]), head_weight(model)).float()
+
+
+class LlamaDecoder:
+    """Keys and values of the past in memory that is taken once."""
+
+    def __init__(self, model: Llama, batch: int, limit: int) -> None:
+        self.model, self.position, self.limit = model, 0, limit
+        weight = next(model.parameters())
+        heads = next(iter(model.layers.values())).attention.wk.weight.shape[0] // model.head_dim
+        shape = (model.num_layers, 2, batch, heads, limit, model.head_dim)
+        self.cache = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+        self.cos, self.sin = rope_table(limit, model.head_dim, model.theta, weight.device)
+
+    @torch.inference_mode()
+    def feed(self, tokens: Tensor) -> Tensor:
+        x = self.model.embed(tokens)
+        for block, cache in zip(self.model.layers.values(), self.cache, strict=True):
+            x = x + self._attend(block.attention, block.attention_norm(x), cache)
+            x = x + block.feed_forward(block.ffn_norm(x))
+        self.position += tokens.shape[1]
+        return last_logits(self.model, x)
+
+    def _attend(self, attention: Any, x: Tensor, cache: Tensor) -> Tensor:
+        batch, time = x.shape[:2]
+        begin, end = self.position, self.position + time
+        q, k, v = (part.view(batch, time, -1, attention.head_dim).transpose(1, 2) for part in attention.project(x))
+        cos, sin = self.cos[begin:end], self.sin[begin:end]
+        cache[0, :, :, begin:end], cache[1, :, :, begin:end] = rotate(k, cos, sin), v
+        keys, values = cache[0, :, :, :end], cache[1, :, :, :end]
+        mask = _past(begin, time, x.device) if begin and time > 1 else None
+        causal = begin == 0 and time > 1
+        gqa = q.shape[1] != keys.shape[1]
+        out = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), keys, values, attn_mask=mask, is_causal=causal, enable_gqa=gqa
+        )
+        return attention.wo(out.transpose(1, 2).reshape(batch, time, -1))
+
+    def state_bytes(self) -> int:
+        """Of the positions taken so far; the memory for the rest is already reserved."""
+        return self.cache[..., : self.position, :].numel() * self.cache.element_size()
+
+
+def _past(begin: int, time: int, device: torch.device) -> Tensor:
+    return torch.arange(begin + time, device=device) <= begin + torch.arange(time, device=device)[:, None]
+
+
+class RetNetDecoder:
+    """One state per layer and head; a long prompt goes through in chunks, so that memory does not grow with it."""
+
+    def __init__(self, model: RetNet, batch: int, chunk: int = 512) -> None:
+        self.model, self.position, self.chunk = model, 0, chunk
+        weight = next(model.parameters())
+        self.device = weight.device
+        one = next(iter(model.layers.values())).retention
+        shape = (model.num_layers, batch, model.heads, one.key_dim, one.value_dim)
+        # In fp32 whatever the weights are: what is added at every token must not be rounded away.
+        self.state = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        self.gamma = decays(model.heads, self.device)
+
+    @torch.inference_mode()
+    def feed(self, tokens: Tensor) -> Tensor:
+        for part in tokens.split(self.chunk, dim=1):
+            x = self._body(part)
+        return last_logits(self.model, x)
+
+    def _body(self, tokens: Tensor) -> Tensor:
+        x = self.model.embed(tokens)
+        turn = angles_at(self.position, tokens.shape[1], self.model.key_dim, self.device)
+        for number, block in enumerate(self.model.layers.values()):
+            x = x + self._retain(block.retention, block.retention_norm(x), number, turn)
+            x = x + block.feed_forward(block.ffn_norm(x))
+        self.position += tokens.shape[1]
+        return x
+
+    def _retain(self, retention: Any, x: Tensor, number: int, turn: tuple[Tensor, Tensor]) -> Tensor:
+        batch, time = x.shape[:2]
+        q, k = (w(x).view(batch, time, -1, retention.key_dim).transpose(1, 2) for w in (retention.wq, retention.wk))
+        v = retention.wv(x).view(batch, time, -1, retention.value_dim).transpose(1, 2)
+        q, k = rotate_every_two(q, *turn), rotate_every_two(k, *turn) * retention.key_dim**-0.5
+        out, self.state[number] = retain_from(q.float(), k.float(), v.float(), self.gamma, self.state[number])
+        out = retention._norm(out).to(x.dtype).transpose(1, 2).reshape(batch, time, -1)
+        return retention.wo(F.silu(retention.wg(x)) * out)
+
+    def state_bytes(self) -> int:
+        return self.state.numel() * self.state.element_size()
+
+
+def retain_from(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Retention of some tokens after a state, and the state after them: the recurrence, all tokens at once."""
+    time = q.shape[-2]
+    place = torch.arange(time, device=q.device)
+    grown = (gamma[:, None] ** (place + 1))[:, :, None]
+    left = (gamma[:, None] ** (time - 1 - place))[:, :, None]
+    inner = ((q @ k.transpose(-1, -2)) * decay_matrix(time, gamma, q.dtype)) @ v
+    after = gamma[:, None, None] ** time * state + (k * left).transpose(-1, -2) @ v
+    return inner + (q * grown) @ state, after
+
+
+def angles_at(start: int, count: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The rows of `retnet.angle_table` from `start` on, without the table before them."""
+    frequency = 10000.0 ** -torch.linspace(0, 1, head_dim // 2, device=device).repeat_interleave(2)
+    angle = torch.outer(torch.arange(start, start + count, dtype=torch.float32, device=device), frequency)
+    return angle.cos(), angle.sin()
+
+
+class HFDecoder:
+    """transformers' own cache."""
+
+    def __init__(self, model: HFModel) -> None:
+        self.model, self.position, self.cache = model, 0, None
+
+    @torch.inference_mode()
+    def feed(self, tokens: Tensor) -> Tensor:
+        out = self.model.net(input_ids=tokens, past_key_values=self.cache, use_cache=True)
+        self.cache = out.past_key_values
+        self.position += tokens.shape[1]
+        return out.logits[:, -1, : self.model.vocab].float()
+
+    def state_bytes(self) -> int:
+        layers = getattr(self.cache, "layers", [])
+        tensors = [
+            t
+            for layer in layers
+            for t in (getattr(layer, "keys", None), getattr(layer, "values", None))
+            if t is not None
+        ]
+        return sum(t.numel() * t.element_size() for t in tensors)

@@ -1,0 +1,213 @@
+"""How well does the model predict text it has not seen? Perplexity and bits per byte, by source, language and document length.
+
+Documents are laid end to end and cut every seq_len tokens, as in training, so the mean over all tokens is the validation loss.
+Every token is scored once, the document's end token included: nats / ln 2 / bytes is then the length of a code for the documents,
+and models with different tokenizers can be compared by it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from windlass.data.store import Store
+from windlass.data.tokenizer import Tokenizer
+from windlass.errors import DataError
+from windlass.evaluate.losses import token_losses
+from windlass.evaluate.opened import Opened
+from windlass.evaluate.record import Score, ratio_interval
+
+TASK = "perplexity"
+LENGTHS = ((2 * 1024, "under 2 KiB"), (8 * 1024, "2 to 8 KiB"), (32 * 1024, "8 to 32 KiB"), (math.inf, "over 32 KiB"))
+"""Document lengths in bytes of text, because tokens are of different length in different tokenizers."""
+Tell = Callable[[int, int], None]
+"""Called with tokens done and tokens in all."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One held-out document and what it cost."""
+
+    source: str
+    language: str | None
+    tokens: int
+    bytes: int
+    nats: float
+
+    @property
+    def length(self) -> str:
+        return next(name for limit, name in LENGTHS if self.bytes < limit)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    scores: list[Score]
+    documents: list[Document]
+    seconds: float
+    """In the model, without reading and decoding."""
+    tokens: int
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.tokens / self.seconds if self.seconds > 0 else None
+
+
+def evaluate(
+    opened: Opened, store: Store, tokenizer: Tokenizer, *, split: str = "validation", max_tokens: int | None = None,
+    batch: int | None = None, tell: Tell = lambda done, total: None,
+) -> Evaluation:  # fmt: skip
+    """Score whole documents of a split, at most about `max_tokens` of them, spread evenly over each source."""
+    chosen = choose(store, split, max_tokens)
+    total = sum(stop - start for _, spans in chosen for start, stop in spans)
+    scorer = Scorer(opened, batch, total, tell)
+    documents: list[Document] = []
+    for name, spans in chosen:
+        array = store.tokens(name, split)
+        texts = [array[start:stop] for start, stop in spans]
+        nats = scorer.nats(texts, store.eos)
+        language = store.sources[name].language
+        documents += [
+            Document(name, language, len(ids), byte_count(ids, tokenizer, store.eos), cost)
+            for ids, cost in zip(texts, nats, strict=True)
+        ]
+    return Evaluation(summarize(documents), documents, scorer.seconds, total)
+
+
+def choose(store: Store, split: str, max_tokens: int | None) -> list[tuple[str, list[tuple[int, int]]]]:
+    """Source -> spans of its documents; every k-th document where the split is larger than asked for."""
+    held = [name for name in store.sources if store.shards[name].get(split)]
+    if not held:
+        raise DataError(
+            f"{store.path} has no {split!r} split",
+            hint=f"it has {', '.join(store.splits) or 'none'}; set `validation` in the data file",
+        )
+    share = 1.0
+    if max_tokens is not None:
+        share = min(1.0, max_tokens / max(1, sum(len(store.tokens(name, split)) for name in held)))
+    found = []
+    for name in held:
+        spans = [span for span in store.tokens(name, split).documents() if span[1] > span[0]]
+        count = max(1, round(len(spans) * share)) if spans else 0
+        picks = np.linspace(0, len(spans) - 1, count).round().astype(int) if count else []
+        found.append((name, [spans[i] for i in picks]))
+    return found
+
+
+def byte_count(ids: npt.NDArray[Any], tokenizer: Tokenizer, eos: int | None) -> int:
+    """UTF-8 bytes of a document's text, without its end token."""
+    text = ids[:-1] if eos is not None and len(ids) and ids[-1] == eos else ids
+    return len(tokenizer.decode(text.tolist()).encode("utf-8", errors="replace"))
+
+
+class Scorer:
+    """Runs documents through the model in full windows."""
+
+    def __init__(self, opened: Opened, batch: int | None, total: int, tell: Tell) -> None:
+        self.opened, self.total, self.tell = opened, total, tell
+        self.length = opened.recipe.data.seq_len
+        # Enough tokens to fill the device: more changes nothing, and memory stays small.
+        self.batch = batch or max(1, (32_768 if opened.device.type != "cpu" else 2048) // self.length)
+        self.done, self.seconds = 0, 0.0
+
+    def nats(self, texts: list[npt.NDArray[Any]], eos: int | None) -> list[float]:
+        """Summed cost of each document."""
+        if not texts:
+            return []
+        # What stands before the first document: the end of another one, as everywhere else in training.
+        first = np.array([texts[0][0] if eos is None else eos], dtype=texts[0].dtype)
+        flat = torch.from_numpy(np.concatenate([first, *texts]).astype(np.int64))
+        numbers = torch.from_numpy(np.repeat(np.arange(len(texts)), [len(t) for t in texts]))
+        costs = torch.cat(list(self._windows(flat, numbers)))
+        if eos is None:
+            costs[0] = 0.0
+        return torch.zeros(len(texts), dtype=torch.float64).index_add_(0, numbers, costs.double()).tolist()
+
+    def _windows(self, flat: torch.Tensor, numbers: torch.Tensor) -> Iterator[torch.Tensor]:
+        count = len(flat) - 1
+        width = self.length * self.batch
+        for start in range(0, count, width):
+            stop = min(count, start + width)
+            whole = start + (stop - start) // self.length * self.length
+            if whole > start:
+                yield self._ask(flat, numbers, start, whole, self.length)
+            if stop > whole:
+                yield self._ask(flat, numbers, whole, stop, stop - whole)
+
+    def _ask(self, flat: torch.Tensor, numbers: torch.Tensor, start: int, stop: int, length: int) -> torch.Tensor:
+        device, began = self.opened.device, time.perf_counter()
+        inputs, targets = (
+            flat[start:stop].view(-1, length).to(device),
+            flat[start + 1 : stop + 1].view(-1, length).to(device),
+        )
+        masked = self.opened.recipe.data.mask_documents
+        # An input belongs to the document of its own token; the first one ends the document before.
+        ids = torch.cat((numbers[:1] - 1, numbers))[start:stop].view(-1, length).to(device) if masked else None
+        costs = token_losses(self.opened.model, inputs, targets, ids).flatten().cpu()
+        self.seconds += time.perf_counter() - began
+        self.done += stop - start
+        self.tell(self.done, self.total)
+        return costs
+
+
+def summarize(documents: list[Document]) -> list[Score]:
+    """Both numbers for everything, then by source, language and length."""
+    groups: list[tuple[str, list[Document]]] = [("all", documents)]
+    for word, key in (
+        ("source", lambda d: d.source),
+        ("language", lambda d: d.language or "unknown"),
+        ("length", lambda d: d.length),
+    ):
+        groups += [(f"{word} {name}", inside) for name, inside in _by(documents, key)]
+    return [score for name, inside in groups if inside for score in scores_of(name, inside)]
+
+
+def _by(documents: Iterable[Document], key: Callable[[Document], str]) -> list[tuple[str, list[Document]]]:
+    found: dict[str, list[Document]] = {}
+    for document in documents:
+        found.setdefault(key(document), []).append(document)
+    order = [name for _, name in LENGTHS]
+    return sorted(found.items(), key=lambda item: order.index(item[0]) if item[0] in order else -1)
+
+
+def scores_of(group: str, documents: list[Document]) -> list[Score]:
+    """Bits per byte and perplexity of some documents, with intervals over documents."""
+    nats, tokens, size = (
+        np.array([getattr(d, key) for d in documents], dtype=np.float64) for key in ("nats", "tokens", "bytes")
+    )
+    detail = {"tokens": int(tokens.sum()), "bytes": int(size.sum()), "nats": float(nats.sum())}
+    low, high = ratio_interval(nats, tokens)
+    made = [
+        Score(
+            task=TASK, group=group, metric="perplexity", value=_exp(nats.sum() / tokens.sum()), low=_exp(low), high=_exp(high),
+            count=len(documents), detail=detail,
+        )
+    ]  # fmt: skip
+    if size.sum() > 0:
+        bits = nats / math.log(2)
+        low, high = ratio_interval(bits, size)
+        value = float(bits.sum() / size.sum())
+        made.insert(
+            0,
+            Score(
+                task=TASK,
+                group=group,
+                metric="bits_per_byte",
+                value=value,
+                low=low,
+                high=high,
+                count=len(documents),
+                detail=detail,
+            ),
+        )
+    return made
+
+
+def _exp(nats: float | None) -> float | None:
+    return None if nats is None else float(math.exp(min(nats, 700.0)))
