@@ -1,7 +1,7 @@
 """Where does the time go on one GPU? Traces of our own engine: Llama eager and compiled, RetNet parallel and chunkwise.
 
-    python benchmarks/gpu_profile.py --out traces          # four runs, a trace of three steps each, and summary.json
-    python benchmarks/gpu_profile.py --out traces --tiny   # small shapes, also on a CPU: does it run at all?
+    python -P benchmarks/gpu_profile.py --out traces          # four runs, a trace of three steps each, and summary.json
+    python -P benchmarks/gpu_profile.py --out traces --tiny   # small shapes, also on a CPU: does it run at all?
 
 Every run is a whole `windlass` run with `profile.steps` in its recipe, in a process of its own. Traces are kept under 1.5 MB
 each, so that they can be test data: where one is larger, arrows and arguments that no table uses are taken out.
@@ -146,6 +146,7 @@ def main() -> None:
             folder = Path(work) / name
             command = [
                 sys.executable,
+                "-P",
                 __file__,
                 "--capture",
                 name,

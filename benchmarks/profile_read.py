@@ -1,7 +1,7 @@
 """How fast and in how much memory is a large trace read?
 
-    python benchmarks/profile_read.py                      # generates traces of 100 and 300 MB
-    python benchmarks/profile_read.py --trace FILE ...     # measures given files instead
+    python -P benchmarks/profile_read.py                      # generates traces of 100 and 300 MB
+    python -P benchmarks/profile_read.py --trace FILE ...     # measures given files instead
 
 Each size runs in a process of its own: CPU seconds (user + system) and peak resident memory, with orjson and with the
 standard library alone. `--out FILE` appends one JSON line per measurement, with versions and commit.
@@ -119,7 +119,7 @@ def main() -> None:
 
 
 def child(path: Path, plain: bool) -> dict:
-    command = [sys.executable, __file__, "--measure", str(path), *(["--plain"] if plain else [])]
+    command = [sys.executable, "-P", __file__, "--measure", str(path), *(["--plain"] if plain else [])]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
