@@ -262,9 +262,29 @@ def find_device(text: str) -> Device | None:
     return best[1] if best else None
 
 
-NODE_GBS = {"volta": 25.0, "ampere": 200.0, "hopper": 400.0, "blackwell": 400.0, "cdna2": 100.0, "cdna3": 400.0}
+NODE_GBS = {
+    "volta": 25.0,
+    "ampere": 200.0,
+    "hopper": 400.0,
+    "blackwell": 400.0,
+    "cdna2": 100.0,
+    "cdna3": 400.0,
+    "cdna4": 400.0,
+    "ada": 25.0,
+    "turing": 12.5,
+}
 """GB/s of a node of eight into the fabric where a row does not say: one 200 or 400 Gb/s card per device, as vendors build them."""
-INTRA_GBS = {"volta": 120.0, "ampere": 240.0, "hopper": 370.0, "blackwell": 700.0, "cdna2": 80.0, "cdna3": 300.0}
+INTRA_GBS = {
+    "volta": 120.0,
+    "ampere": 240.0,
+    "hopper": 370.0,
+    "blackwell": 700.0,
+    "cdna2": 80.0,
+    "cdna3": 300.0,
+    "cdna4": 300.0,
+    "ada": 20.0,
+    "turing": 10.0,
+}
 """GB/s that one device reaches in collectives of its node."""
 
 

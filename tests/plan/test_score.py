@@ -1,0 +1,155 @@
+import csv
+import math
+from pathlib import Path
+
+import pytest
+
+import windlass.plan
+from windlass.errors import ConfigError
+from windlass.plan.rows import Refusal, find_device, links_of, number, understand
+from windlass.plan.score import predict_row, quantile, read_rows, score_file, score_rows, write_rows
+
+SAMPLE = Path(windlass.plan.__file__).parent / "data" / "sample_runs.csv"
+
+
+@pytest.fixture
+def rows():
+    return read_rows(SAMPLE)
+
+
+def test_the_shipped_sample_is_predicted_well():
+    found = score_file(SAMPLE).as_dict()
+    assert found["memory"]["rows"] == found["memory"]["covered"] == 5
+    assert found["memory"]["median_pct"] < 12 and found["memory"]["p90_pct"] < 25
+    assert found["throughput"]["rows"] == found["throughput"]["covered"] == 6
+    assert found["throughput"]["median_pct"] < 12 and found["throughput"]["p90_pct"] < 25
+    assert found["fit"] == {"oom_rows": 1, "oom_caught": 1, "working_rows": 8, "working_kept": 8}
+    assert set(found["by_source"]) == {"torchtitan", "bigscience", "llm-foundry", "modalities"}
+    assert set(found) == {"memory", "throughput", "fit", "by_source"}
+
+
+@pytest.mark.parametrize("column", ["tokens_per_s_per_gpu", "peak_mem_gib", "tflops_per_gpu", "mfu_pct", "source", "source_group", "notes", "id", "date", "outcome"])  # fmt: skip
+def test_answers_and_names_are_never_read(rows, column):
+    """A prediction is the same whatever the measured columns, the source or its notes say."""
+    for row in rows:
+        plain, changed = predict_row(row), predict_row({**row, column: "999"})
+        assert plain.tokens_per_second_per_device == changed.tokens_per_second_per_device
+        assert plain.memory_gib == changed.memory_gib and plain.fits == changed.fits
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "reason"),
+    [("gpu", "TPUv4", "unknown device 'TPUv4'"), ("layers", "", "layers or hidden"), ("seq_len", "", "gpus or seq_len"), ("gpus", "many", "gpus or seq_len")],
+)  # fmt: skip
+def test_a_refusal_has_a_reason_and_counts_against_coverage(rows, column, value, reason):
+    changed = [{**rows[0], column: value}, rows[1]]
+    shown = score_rows(changed)
+    assert reason in (shown.predictions[0].refused or "")
+    summary = shown.as_dict()["throughput"]
+    assert summary["covered"] == 1
+    if value and column == "gpu":
+        assert summary["rows"] == 1  # another device class is outside the set
+    assert isinstance(understand(changed[0]), Refusal)
+
+
+BLANKS = ["ffn", "heads", "kv_heads", "vocab", "params_b", "micro_batch", "grad_accum", "shard", "tp", "pp", "cp", "vp", "activation_ckpt",
+          "precision", "compile", "flash", "optimizer", "arch", "glu", "tied", "interconnect", "gpus_per_node"]  # fmt: skip
+
+
+@pytest.mark.parametrize("column", BLANKS)
+def test_blank_columns_get_a_default_that_is_named(rows, column):
+    for row in rows:
+        shown = predict_row({**row, column: ""})
+        assert shown.refused is None and shown.tokens_per_second_per_device > 0
+    if column in ("heads", "vocab", "ffn", "micro_batch", "tp", "activation_ckpt"):
+        assert any(a.startswith(column) for a in predict_row({**rows[0], column: ""}).assumed)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("vp", "1 (5)"), ("grad_accum", "64.0"), ("grad_accum", "0"), ("tp", "0"), ("shard", "weird"), ("precision", "tf32/fp32"), ("precision", "int3"),
+     ("flash", "flash-attn 3"), ("gpus", "7"), ("tp", "16"), ("micro_batch", "90"), ("heads", "7"), ("seq_len", "1048576"), ("cp", "8"), ("pp", "64")],
+)  # fmt: skip
+def test_odd_values_are_survived(rows, column, value):
+    for row in rows:
+        shown = predict_row({**row, column: value})
+        assert shown.refused is not None or math.isfinite(shown.tokens_per_second_per_device)
+
+
+def test_unknown_recompute_does_not_make_a_working_row_fail(rows):
+    big = {**rows[0], "micro_batch": "4"}
+    assert predict_row(big).fits is False
+    assert predict_row({**big, "activation_ckpt": ""}).fits is True
+
+
+def test_sets_follow_the_definitions(rows):
+    row = rows[0]
+    assert predict_row(row).in_memory and predict_row(row).in_throughput
+    assert not predict_row({**row, "quality": "flagged"}).in_memory
+    assert not predict_row({**row, "precision": "fp8"}).in_throughput
+    assert not predict_row({**row, "mem_kind": "nvidia-smi (GB, rounded)"}).in_memory
+    assert not predict_row({**row, "gpu": "V100-32GB"}).in_throughput
+    assert not predict_row({**row, "activation_ckpt": ""}).stated
+
+
+def test_the_kind_of_reading_decides_what_is_compared(rows):
+    allocated, reserved, driver = (
+        predict_row({**rows[0], "mem_kind": k}).memory_gib for k in ("allocated", "reserved", "nvidia-smi (GiB)")
+    )
+    assert allocated < reserved < driver
+    assert predict_row({**rows[0], "mem_kind": "nvidia-smi (GB, rounded)"}).memory_gib == pytest.approx(
+        driver * 2**30 / 1e9
+    )
+
+
+def test_devices_and_links_by_the_words_of_tables():
+    assert find_device("NVIDIA H100 80GB HBM3").name == "H100-80GB" and find_device("GH200-96GB").name == "GH200-96GB"
+    assert find_device("GB200-184GB").name == "GB200-184GB" and find_device("V100-16GB").name == "V100-16GB"
+    assert find_device("abacus") is None
+    a100 = find_device("A100-80GB")
+    for words, gbs in (("800 Gb/s InfiniBand per node", 100), ("4x NDR200 InfiniBand per node", 100), ("400 Gb/s RDMA per GPU", 400), ("3.2 Tb/s RoCE", 400),
+                       ("4 Omni-Path links per node", 50), ("", 200), ("EFA (AWS p5)", 400)):  # fmt: skip
+        assert links_of(a100, words, 8).inter_gbs_per_node == gbs
+
+
+def test_numbers_of_tables():
+    row = {"a": "1 (5)", "b": "64.0", "c": "", "d": "x", "e": "1,024"}
+    assert [number(row, k) for k in "abcdef"] == [1, 64, None, None, 1024, None]
+
+
+def test_quantiles_as_numpy_does():
+    numpy = pytest.importorskip("numpy")
+    values = sorted([3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0])
+    for share in (0.0, 0.5, 0.9, 1.0):
+        assert quantile(values, share) == pytest.approx(float(numpy.quantile(values, share)))
+    assert quantile([], 0.5) is None
+
+
+def test_rows_out_has_a_line_per_row(tmp_path, rows):
+    write_rows(score_rows(rows), tmp_path / "out.csv")
+    with (tmp_path / "out.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [line["id"] for line in lines] == [row["id"] for row in rows]
+    assert (
+        float(lines[0]["predicted_memory_gib"]) > 0
+        and lines[-1]["fits"] == "no"
+        and lines[-1]["memory_error_pct"] == ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot read"), ("a,b\n1,2\n", "has no column layers, hidden"), ("", "has no column")],
+)
+def test_bad_files(tmp_path, content, message):
+    path = tmp_path / "rows.csv"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        score_file(path)
+
+
+def test_an_empty_table_scores_nothing(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("layers,hidden,seq_len,gpu,gpus\n")
+    assert score_file(path).as_dict()["memory"] == {"rows": 0, "covered": 0, "median_pct": None, "p90_pct": None}
