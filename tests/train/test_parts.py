@@ -9,10 +9,13 @@ import torch
 
 from windlass.config import LayoutConfig, OptimConfig, Recipe, TrainConfig
 from windlass.errors import ConfigError
+from windlass.models import build
+from windlass.train.attention import apply_attention
 from windlass.train.geometry import geometry_of
 from windlass.train.guard import LOSS_SPIKE, NONFINITE, NORM_SPIKE, OK, Guard
 from windlass.train.mesh import axes_of
 from windlass.train.parallelize import choose_sync, stage_layers, stage_numbers
+from windlass.train.progress import band_advice
 from windlass.train.schedule import learning_rate
 
 
@@ -114,3 +117,18 @@ def test_guard_refuses_spikes_once_it_knows_the_run() -> None:
     assert int(guard.judge(*values(3.5, 1.0))) == LOSS_SPIKE
     assert int(guard.judge(*values(3.0, 9.0))) == NORM_SPIKE
     assert int(guard.judge(*values(3.02, 1.02))) == OK, "a skipped step leaves no trace in the memory"
+
+
+def test_band_advice() -> None:
+    assert band_advice([]) == ""
+    assert "below 70%" in band_advice([0.5, 0.6])
+    assert "inside the band" in band_advice([0.8])
+    assert "above 90%" in band_advice([0.99])
+
+
+def test_flash3_needs_its_package() -> None:
+    with torch.device("meta"):
+        model = build(recipe().model, seq_len=8)
+    apply_attention(model, "auto")
+    with pytest.raises(ConfigError, match="flash_attn_interface is not installed"):
+        apply_attention(model, "flash3")

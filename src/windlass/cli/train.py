@@ -94,6 +94,7 @@ def _work(loaded: Loaded, run: Run, where: Any, quiet: bool, reason: str = "") -
     import contextlib
 
     from windlass.clusters.scheduler import job_id
+    from windlass.errors import ConfigError
     from windlass.runs.lock import locked
     from windlass.train.progress import Progress
 
@@ -107,7 +108,12 @@ def _work(loaded: Loaded, run: Run, where: Any, quiet: bool, reason: str = "") -
         progress = Progress(quiet=quiet or where.rank != 0)
         progress.say(reason)
         hooks = [Profiler(), progress, Trackers()]
-        code = int(train_run(loaded.recipe, run, where=where, hooks=hooks, say=progress.say))
+        try:
+            code = int(train_run(loaded.recipe, run, where=where, hooks=hooks, say=progress.say))
+        except ConfigError as error:
+            if where.rank == 0:
+                raise
+            return error.exit_code  # every rank finds the same; rank 0 says it once, and each has left its record
         leave()
         return code
 

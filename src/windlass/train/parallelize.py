@@ -6,8 +6,10 @@ Which rank holds what, and what that costs in memory, stands in docs/concepts/la
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from windlass.config import Recipe
 from windlass.errors import ConfigError
 from windlass.models.parts import Model
 from windlass.models.recompute import Recomputed
+from windlass.train.attention import apply_attention
 from windlass.train.mesh import World
 
 
@@ -43,6 +46,7 @@ def parallelize(model: Model, recipe: Recipe, world: World) -> Parts:
     layout, train = recipe.layout, recipe.train
     parts = split_stages(model, world, schedule=layout.schedule, chunks=layout.pipeline_chunks)
     for module in parts.modules:
+        apply_attention(module, train.attention)
         if world.axes.context > 1:
             _context(module, world)
         if train.precision == "fp8":
@@ -178,6 +182,9 @@ def _compile(module: Model, recipe: Recipe, world: World, notes: list[str]) -> N
         )
     if not wanted:
         return
+    # The default lies in /tmp and is gone with the node; a job chain should find its compiled kernels again.
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "windlass" / "compile"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     import torch._functorch.config as functorch
 
     functorch.activation_memory_budget = train.recompute_budget if train.recompute == "budget" else 1.0

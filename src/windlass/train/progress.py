@@ -22,6 +22,7 @@ class Progress(Hook):
         self.quiet, self.gap, self._shown = quiet, gap_seconds, 0.0
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._bar: Any = None
+        self._busy: list[float] = []
 
     def say(self, text: str) -> None:
         if not self.quiet and text:
@@ -46,6 +47,8 @@ class Progress(Hook):
     def on_log(self, job: Job, line: dict[str, Any]) -> None:
         if self.quiet:
             return
+        if line.get("utilization") is not None:
+            self._busy.append(line["utilization"])
         if self._bar is not None:
             self._bar.update(self._task, completed=line["step"], description=_words(line))
         elif time.monotonic() - self._shown > self.gap or line["step"] == job.geometry.steps:
@@ -64,7 +67,25 @@ class Progress(Hook):
                 if reason
                 else f"finished {print_tokens(job.tokens)} tokens"
             )
+            self.say(band_advice(self._busy))
             self.say(f"step {job.step}: {end} after {print_seconds(time.monotonic() - job.began)}")
+
+
+BAND = (0.70, 0.90)
+"""The Italia team's working band of the driver's GPU utilisation."""
+
+
+def band_advice(busy: list[float]) -> str:
+    """What the mean utilisation suggests; nothing when it was not measured."""
+    if not busy:
+        return ""
+    mean, (low, high) = sum(busy) / len(busy), BAND
+    said = f"GPU utilisation {mean:.0%}"
+    if mean < low:
+        return f"{said}, below {low:.0%}: the devices wait; look at data_seconds, a larger layout.micro_batch, train.compile, or `windlass profile`"
+    if mean > high:
+        return f"{said}, above {high:.0%}: the devices are never idle; whether they compute well is for MFU to say"
+    return f"{said}, inside the band of {low:.0%} to {high:.0%}"
 
 
 def _words(line: dict[str, Any]) -> str:
