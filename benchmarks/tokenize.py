@@ -14,25 +14,29 @@ datatrove needs an environment of its own (--datatrove-python), Megatron's fast 
 
 from __future__ import annotations
 
-import argparse
-import gzip
-import hashlib
-import html
-import json
-import os
-import platform
-import random
-import re
-import resource
-import shutil
-import subprocess
 import sys
-import tempfile
-import threading
-import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+
+# This file's name is also that of a module of Python's own; its folder must not come first.
+sys.path[:] = [p for p in sys.path if not p.endswith("benchmarks")]
+
+import argparse  # noqa: E402
+import gzip  # noqa: E402
+import hashlib  # noqa: E402
+import html  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import platform  # noqa: E402
+import random  # noqa: E402
+import re  # noqa: E402
+import resource  # noqa: E402
+import shutil  # noqa: E402
+import subprocess  # noqa: E402
+import tempfile  # noqa: E402
+import threading  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 _TAGS = re.compile(r"<(script|style)\b.*?</\1>|<!--.*?-->|<[^>]*>", re.S | re.I)
@@ -230,7 +234,7 @@ if __name__ == "__main__":
 def run_windlass(shards: list[Path], args: argparse.Namespace, out: Path) -> dict[str, Any]:
     paths = ", ".join(f'"{path}"' for path in shards)
     (out / "data.toml").write_text(
-        f'output = "{out / "store"}"\ntokenizer = "{args.tokenizer}"\nworkers = 2\nmax_rejects = 0\n[sources.all]\npaths = [{paths}]\n'
+        f'output = "{out / "store"}"\ntokenizer = "{args.tokenizer_json}"\nworkers = 2\nmax_rejects = 0\n[sources.all]\npaths = [{paths}]\n'
     )
     facts = measure([sys.executable, "-m", "windlass", "tokenize", str(out / "data.toml"), "--json"])
     size = sum(p.stat().st_size for p in (out / "store").iterdir() if p.suffix in (".bin", ".idx"))
@@ -329,9 +333,7 @@ def run(args: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         args.tokenizer_json = args.tokenizer
-        if (
-            tokenizer.kind != "json"
-        ):  # the others read only this; converting is not counted against them, but is against us
+        if tokenizer.kind != "json":  # the others read only this, so all get it
             args.tokenizer_json = Path(scratch) / "tokenizer.json"
             value = json.loads(ranks_to_json(tokenizer.ranks, tokenizer.pattern))
             value["added_tokens"] = [
