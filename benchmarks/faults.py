@@ -102,15 +102,12 @@ class Witness(hooks.Hook):
     """Writes down which sequences each step was really given."""
 
     def on_start(self, job: Any) -> None:
-        inner, path, begun = (
-            job.stepper.step,
-            job.run.ranks / f"samples-{job.world.data_rank:05d}.jsonl",
-            float(os.environ["FAULTS_BEGUN"]),
-        )
+        inner, path = job.stepper.step, job.run.ranks / f"samples-{job.world.rank:05d}.jsonl"
+        mark = {"begun": float(os.environ["FAULTS_BEGUN"]), "data_rank": job.world.data_rank}
 
         def step(tokens: torch.Tensor, *rest: Any) -> Any:
             sums = [zlib.crc32(row.numpy().astype(np.int32).tobytes()) for row in tokens]
-            append_patiently(path, {"step": job.step + 1, "begun": begun, "samples": sums})
+            append_patiently(path, {"step": job.step + 1, **mark, "samples": sums})
             return inner(tokens, *rest)
 
         job.stepper.step = step
@@ -321,11 +318,13 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def samples(run: Run) -> dict[int, list[int]]:
     """Step -> the sequences it was given over all ranks; of a step that several starts have done the last start counts."""
-    found: dict[int, dict[float, list[int]]] = {}
+    found: dict[int, dict[float, dict[int, list[int]]]] = {}
     for path in sorted(run.ranks.glob("samples-*.jsonl")):
-        for record in read_lines(path):
-            found.setdefault(record["step"], {}).setdefault(record["begun"], []).extend(record["samples"])
-    return {step: starts[max(starts)] for step, starts in sorted(found.items())}
+        for record in read_lines(path):  # ranks that share a sequence (tensor, pipeline) say the same
+            found.setdefault(record["step"], {}).setdefault(record["begun"], {})[record["data_rank"]] = record[
+                "samples"
+            ]
+    return {step: [s for part in starts[max(starts)].values() for s in part] for step, starts in sorted(found.items())}
 
 
 def expected_samples(recipe: Recipe, steps: int) -> dict[int, list[int]]:
@@ -795,30 +794,57 @@ def locks(lab: Lab, world: int = 1, steps: int = 8) -> Row:
     return row
 
 
-def other_world_sizes(
-    lab: Lab, worlds: tuple[int, ...] = (2, 1, 4, 2), steps: int = 40, tolerance: float = 2e-5
-) -> Row:
+def other_world_sizes(lab: Lab, worlds: tuple[int, ...] = (2, 1, 4, 2), steps: int = 40) -> Row:
     """Killed and resumed on another number of processes each time: the same tokens in the same order, losses within a tolerance."""
-    fault, made, moments = f"resumed on {' then '.join(map(str, worlds))} processes", recipe(lab.store, steps=steps), []
-    run = lab.new_run(made, "worlds")
-    for index, world in enumerate(worlds[:-1]):
-        workers = start(made, run, world)
-        workers.wait_for_step((index + 1) * steps // len(worlds))
+    return changing(
+        lab, f"resumed on {' then '.join(map(str, worlds))} processes", [(world, {}) for world in worlds], steps
+    )
+
+
+def other_layouts(lab: Lab, steps: int = 40) -> Row:
+    """The same with another layout each time."""
+    phases = [
+        (4, {"shard": "full"}), (4, {"shard": "hybrid", "shard_size": 2}), (2, {"shard": "none", "tensor": 2}), (2, {"shard": "none", "pipeline": 2}),
+        (1, {"shard": "none"}), (2, {"shard": "zero1"}),
+    ]  # fmt: skip
+    return changing(lab, "resumed as full x 4, hybrid x 4, tensor x 2, pipeline x 2, single, zero1 x 2", phases, steps)
+
+
+def changing(
+    lab: Lab, fault: str, phases: list[tuple[int, dict[str, Any]]], steps: int, tolerance: float = 2e-5
+) -> Row:
+    made, moments = recipe(lab.store, steps=steps), []
+    run = lab.new_run(made, "changing")
+    for index, (world, layout) in enumerate(phases):
+        workers = start(recipe(lab.store, steps=steps, layout=layout), run, world)
+        if index == len(phases) - 1:
+            workers.wait()
+            break
+        # One checkpoint of its own at least, so that the next layout reads what this one wrote.
+        wanted = (index + 1) * steps // len(phases)
+        _wait_for(
+            lambda workers=workers, wanted=wanted: (
+                workers.poll(),
+                bool(workers.codes) or (files.newest_step(run) or 0) >= wanted,
+            )[1],
+            120,
+        )
         moments.append(time.time())
         workers.kill()
         workers.wait()
-    lab.finish(made, run, worlds[-1])
-    given, wanted = samples(run), expected_samples(made, steps)
-    order = all(sorted(given.get(s, [])) == sorted(wanted[s]) for s in wanted)
-    left, right = losses(lab.reference(made, worlds[0])), losses(run)
+    given, wanted_samples = samples(run), expected_samples(made, steps)
+    order = all(sorted(given.get(s, [])) == sorted(wanted_samples[s]) for s in wanted_samples)
+    left, right = losses(lab.reference(made, 2)), losses(run)
     worst = max(
         (abs(float.fromhex(left[s]) - float.fromhex(right[s])) for s in left if s in right), default=float("inf")
     )
-    ok = order and worst <= tolerance and set(left) == set(right)
+    writers = [e["world_size"] for e in run.events() if e["event"] in ("started", "resumed")]
+    ok = order and worst <= tolerance and set(left) == set(right) and writers == [world for world, _ in phases]
+    text = f"every step was given its own sequences, losses within {worst:.1e} of the uninterrupted run (tolerance {tolerance:.0e})"
     text = (
-        f"every step was given its own sequences, losses within {worst:.1e} (tolerance {tolerance:.0e})"
+        text
         if ok
-        else f"order {order}, worst {worst}"
+        else f"order {order}, worst {worst}, starts {writers}, steps {len(right)}; {[e['error'] for e in run.errors()]}"
     )
     return Row(fault, len(moments), text, lost(run), median(recovery(run, moments)), ok)
 
@@ -850,6 +876,7 @@ CASES: dict[str, Callable[[Lab], Row]] = {
     "nan": nan_on_one_rank,
     "rollback": rolled_back,
     "worlds": other_world_sizes,
+    "layouts": other_layouts,
 }
 NEED_ROOT = ("full", "readonly")
 

@@ -87,7 +87,7 @@ def _content_problem(folder: Path, manifest: dict[str, Any]) -> str | None:
 
 
 def _refuse(run: Run, folder: Path, problem: str) -> str:
-    reason = problem if str(folder) in problem else f"{folder.name}: {problem}"
+    reason = f"{folder.name}: {problem.removeprefix(f'{folder} ')}"
     try:
         where = files.set_aside(folder, reason).name
     except OSError as error:  # a read-only folder: it is passed over all the same

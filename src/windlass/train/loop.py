@@ -151,7 +151,8 @@ def build(recipe: Recipe, run_folder: Run, where: Place, hooks: list[Hook], say:
     if recipe.train.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
     # mesh
-    world = open_world(recipe.layout, where)
+    # The watchdog speaks first: torch's own limit would end the job without naming a rank.
+    world = open_world(recipe.layout, where, timeout_seconds=max(600.0, 4 * recipe.train.watchdog_seconds))
     geometry = geometry_of(recipe, world.axes.data)
     check_device(recipe, world)
     # model

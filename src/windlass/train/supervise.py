@@ -229,7 +229,6 @@ def _start(command: Sequence[str], devices: int, run: Run, attempt: int, env: Ma
     run.ranks.mkdir(parents=True, exist_ok=True)
     base = dict(os.environ if env is None else env) | _shared(devices, attempt)
     base.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // devices)))
-    base.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder, for naming the rank that hangs
     made = _Attempt([])
     end_with_us = _die_with_parent()
     for rank in range(devices):
