@@ -128,6 +128,18 @@ def summary(out: Path, names: list[str]) -> dict[str, Any]:
     }
 
 
+def pictures(out: Path, names: list[str]) -> None:
+    """Stacked step-time bars of each pair, for the docs."""
+    from windlass.figures import save_picture
+    from windlass.profile.job import profile_traces
+    from windlass.profile.view import step_bars
+
+    for pair in PAIRS:
+        if set(pair) <= set(names):
+            jobs = [profile_traces([out / f"{name}.json.gz"], label=name) for name in pair]
+            save_picture(step_bars(jobs), out / f"{pair[0].split('-')[0]}.png")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("traces"))
@@ -165,6 +177,7 @@ def main() -> None:
     if not done:
         sys.exit("no run was traced")
     value = summary(args.out, done)
+    pictures(args.out, done)
     (args.out / "summary.json").write_text(json.dumps(value, indent=2) + "\n")
     print(
         json.dumps(

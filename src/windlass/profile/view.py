@@ -154,8 +154,11 @@ def step_bars(jobs: Sequence[JobProfile]) -> Chart:
         values = [r.categories_us for r in jobs[0].ranks]
     else:
         labels, values = [j.label for j in jobs], [j.categories_us for j in jobs]
+    # A category keeps its colour from page to page, whichever others are drawn.
     series = tuple(
-        bars(name, labels, [v[name] / 1e3 for v in values]) for name in CATEGORIES if any(v[name] > 0 for v in values)
+        bars(name, labels, [v[name] / 1e3 for v in values], colour=place)
+        for place, name in enumerate(CATEGORIES)
+        if any(v[name] > 0 for v in values)
     )
     return Chart(
         title="Where an average step's time goes", series=series, y_title="ms per step", stacked=True, from_zero=True
