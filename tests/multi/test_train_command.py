@@ -1,0 +1,72 @@
+"""Does `windlass train` do what its help says? One process, two, a stop, a refusal; by the real command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RECIPE = """
+name = "cmd"
+[model]
+layers = 2
+width = 32
+ffn = 48
+heads = 2
+vocab = 100
+[data]
+seq_len = 16
+batch_tokens = 128
+[train]
+steps = 6
+precision = "fp32"
+[layout]
+micro_batch = 4
+[energy]
+enabled = false
+"""
+
+
+def windlass(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        environment.pop(name, None)
+    return subprocess.run(
+        [sys.executable, "-m", "windlass", "train", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )  # fmt: skip
+
+
+def losses(run: Path) -> list[Any]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.multi
+def test_one_and_two_devices_write_the_same_curve(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text(RECIPE)
+    one = windlass(tmp_path, "r.toml")
+    assert one.returncode == 0, one.stderr
+    assert "step 6: finished" in one.stderr
+    two = windlass(tmp_path, "r.toml", "layout.shard=full", "--devices", "2", "--run", "two")
+    assert two.returncode == 0, two.stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "runs" / "cmd"), rel=3e-6)
+    line = json.loads((tmp_path / "two" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["spread_seconds"] >= 0 and line["slowest_rank"] in (0, 1)
+    assert json.loads((tmp_path / "two" / "manifest.json").read_text())["world_size"] == 2
+
+
+@pytest.mark.multi
+def test_a_world_that_does_not_fit_is_refused_once_by_all(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text(RECIPE)
+    done = windlass(tmp_path, "r.toml", "layout.micro_batch=8", "--devices", "2", "--run", "x")
+    assert done.returncode == 2
+    assert done.stderr.count("is not a multiple of 256") == 1, done.stderr
+    assert sorted(p.name for p in (tmp_path / "x" / "ranks").glob("error-*")) == [
+        "error-00000.json",
+        "error-00001.json",
+    ]
+    assert "gave up" in done.stdout + done.stderr
