@@ -50,6 +50,17 @@ def test_filter_sort_and_compare_on_four_axes(server, open_page):
     page.wait_for_selector("#comparison", state="hidden")
 
 
+def test_an_update_of_the_list_leaves_unchanged_rows_alone(server, folder, open_page):
+    page = open_page()
+    page.goto(server.url)
+    page.wait_for_selector("#rows tr")
+    page.evaluate("for (const tr of document.querySelectorAll('#rows tr')) tr.mine = true")
+    Run(folder / "going").metric(metric(221, BEGIN + 1300, None))
+    until(page, "[...document.querySelectorAll('#rows tr')].filter((tr) => tr.mine).length === 2")
+    page.wait_for_timeout(4500)
+    assert page.evaluate("[...document.querySelectorAll('#rows tr')].filter((tr) => tr.mine).length") == 2
+
+
 def test_a_live_run_moves_without_reload(server, folder, open_page):
     run = Run(folder / "going")
     page = open_page()

@@ -37,7 +37,13 @@ def test_unknown_factors_stay_unknown():
 
 @pytest.mark.parametrize(
     ("kwh", "words"),
-    [(0.02, "2 hours of a 10 W lamp"), (2.0, "20 litres"), (90.0, "500 km"), (60_000.0, "20 years of electricity")],
+    [
+        (0.002, "12 minutes of a 10 W lamp"),
+        (0.02, "2 hours of a 10 W lamp"),
+        (2.0, "20 litres"),
+        (90.0, "500 km"),
+        (60_000.0, "20 years of electricity"),
+    ],
 )
 def test_equivalents(kwh, words):
     assert words in equivalent(kwh)

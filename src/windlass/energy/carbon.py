@@ -23,7 +23,8 @@ EQUIVALENTS = (
         "litre of water brought to the boil (0.1 kWh each)",
         "litres of water brought to the boil (0.1 kWh each)",
     ),
-    (0.0, 0.01, "hour of a 10 W lamp", "hours of a 10 W lamp"),
+    (0.01, 0.01, "hour of a 10 W lamp", "hours of a 10 W lamp"),
+    (0.0, 0.01 / 60, "minute of a 10 W lamp", "minutes of a 10 W lamp"),
 )
 
 

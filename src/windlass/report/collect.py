@@ -126,7 +126,7 @@ def collect(where: Run | Path | str, *, columns: Columns | None = None) -> RunSu
         nodes=_int(begin.get("nodes")) or (recipe.nodes if recipe else None), world_size=_int(begin.get("world_size")),
         device=_text(begin.get("device")) or _text(run.manifest().get("device")),
         step=None if step is None else int(step), tokens=tokens, target_tokens=target,
-        loss=middle(columns.get("loss"), last=10, skip=0), val_loss=last_known(columns.get("val_loss")), tokens_per_second=rate,
+        loss=middle(columns.get("loss"), last=10, skip=0), val_loss=_val_loss(events, columns), tokens_per_second=rate,
         tokens_per_second_per_device=middle(columns.get("tokens_per_second_per_device")),
         mfu=middle(columns.get("mfu")), hfu=middle(columns.get("hfu")), step_seconds=middle(columns.get("step_seconds")),
         memory_bytes=last_known(columns.get("memory_bytes")), utilization=middle(columns.get("utilization")),
@@ -373,6 +373,12 @@ def _data(run: Run, recipe: Recipe | None) -> dict[str, Any]:
             extra = {"ledger_hash": about.get("ledger_hash"), "settings": about.get("settings")} if about else {}
             return {"store": store, **extra, **ledger}
     return {"store": store}
+
+
+def _val_loss(events: Sequence[Mapping[str, Any]], columns: Columns) -> float | None:
+    """The newest validation: its event, because the last one of a run is followed by no metrics line."""
+    found = [v for e in events if e["event"] == "evaluated" and (v := _number(e.get("val_loss"))) is not None]
+    return found[-1] if found else last_known(columns.get("val_loss"))
 
 
 def _first_time(events: Sequence[Mapping[str, Any]], run: Run) -> float | None:

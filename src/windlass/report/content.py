@@ -10,7 +10,7 @@ import numpy as np
 
 from windlass.energy.carbon import print_carbon
 from windlass.energy.measure import SCOPES
-from windlass.figures import Card, Cards, Chart, Html, Item, Mark, Note, Section, Series, Table, bars, line
+from windlass.figures import Card, Cards, Chart, Html, Item, Mark, Note, Section, Series, Table, bars, line, points
 from windlass.report.card import content_summary, data_section, model_card
 from windlass.report.collect import RunSummary
 from windlass.report.columns import Columns, axis, step_of, thin
@@ -71,7 +71,7 @@ def sections(summary: RunSummary, columns: Columns) -> list[Section]:
 def cards(s: RunSummary) -> Cards:
     used, how = energy_card(s.energy)
     kg = None if s.energy.carbon is None else s.energy.carbon.location_kg
-    interruptions = sum(e["event"] in ("resumed", "restarted") for e in s.events)
+    interruptions = sum(e["event"] == "resumed" for e in s.events)
     done = f"of {print_tokens(s.target_tokens)}" if s.target_tokens else ""
     return Cards((
         Card(s.status, "state", when(s.updated_at)),
@@ -101,12 +101,20 @@ def _warnings(s: RunSummary) -> list[Item]:
     return found
 
 
+def layout_text(layout: dict[str, Any] | None) -> str:
+    """What differs from one device holding everything; keys of a pipeline only where there is one."""
+    if not layout:
+        return "unknown"
+    quiet = {"schedule", "pipeline_chunks"} if layout.get("pipeline") in (None, 1) else set()
+    return ", ".join(f"{k} {v}" for k, v in layout.items() if k not in quiet and v not in (None, 1, "none", "auto"))
+
+
+def counted(number: int | None, word: str) -> str:
+    """`1 node`, `2 nodes`, `? nodes`."""
+    return f"{'?' if number is None else number} {word}" + ("" if number == 1 else "s")
+
+
 def what(s: RunSummary) -> Section:
-    layout = (
-        "unknown"
-        if not s.layout
-        else ", ".join(f"{k} {v}" for k, v in s.layout.items() if v not in (None, 1, "none", "auto"))
-    )
     data = s.recipe.get("data", {})
     rows = [
         ("run", s.name),
@@ -118,9 +126,9 @@ def what(s: RunSummary) -> Section:
         ),
         (
             "cluster",
-            f"{s.cluster}, {s.nodes or '?'} nodes, {s.world_size or '?'} devices ({s.device or 'unknown device'})",
+            f"{s.cluster}, {counted(s.nodes, 'node')}, {counted(s.world_size, 'device')} ({s.device or 'unknown device'})",
         ),
-        ("layout", layout or "one device holds everything"),
+        ("layout", layout_text(s.layout) or "one device holds everything"),
         ("from, to", f"{when(s.started_at)}, {when(s.updated_at)}"),
         ("step", "none yet" if s.step is None else f"{s.step:,}"),
         ("step time", print_seconds(s.step_seconds)),
@@ -143,7 +151,11 @@ def curves(s: RunSummary, columns: Columns) -> list[Item]:
     made: list[Item] = []
     for key, title, unit, from_zero in CURVES:
         if key in known:
-            made.append(curve(columns, key, title, unit, from_zero=from_zero, marks=marks if key == "loss" else ()))
+            loss = key == "loss"
+            seen = validations(s, columns) if loss else ()
+            made.append(
+                curve(columns, key, title, unit, from_zero=from_zero, marks=marks if loss else (), validation=seen)
+            )
     made.append(
         Note(
             "A line that starts again further left is a repeated part: after a resume the steps since the checkpoint are done once more."
@@ -152,15 +164,29 @@ def curves(s: RunSummary, columns: Columns) -> list[Item]:
     return made
 
 
+def validations(s: RunSummary, columns: Columns) -> tuple[tuple[float, float], ...]:
+    """(step, loss) of the validation passes, from their events, else from the metrics lines that follow them."""
+    found = [(e.get("step"), e.get("val_loss")) for e in s.events if e["event"] == "evaluated"]
+    if not found:
+        found = list(zip(*thin(axis(columns, "step"), columns.get("val_loss")), strict=True))
+    return tuple((float(x), float(y)) for x, y in found if isinstance(x, (int, float)) and isinstance(y, (int, float)))
+
+
 def curve(
-    columns: Columns, key: str, title: str, unit: str, *, from_zero: bool = False, marks: Sequence[Mark] = ()
+    columns: Columns,
+    key: str,
+    title: str,
+    unit: str,
+    *,
+    from_zero: bool = False,
+    marks: Sequence[Mark] = (),
+    validation: Sequence[tuple[float, float]] = (),
 ) -> Chart:
     scale = 2**30 if key == "memory_bytes" else 1
     xs, ys = thin(axis(columns, "step"), columns.get(key) / scale)
     series: list[Series] = [line("train" if key == "loss" else title, _xs(xs), ys)]
-    if key == "loss" and "val_loss" in columns.names():
-        vx, vy = thin(axis(columns, "step"), columns.get("val_loss"))
-        series.append(Series(name="validation", x=tuple(_xs(vx)), y=tuple(vy), kind="points"))
+    if validation:
+        series.append(points("validation", [x for x, _ in validation], [y for _, y in validation]))
     return Chart(
         title=title,
         series=tuple(series),
@@ -183,7 +209,20 @@ MOST_MARKS = 12
 def marks_by_step(events: Sequence[dict[str, Any]], columns: Columns) -> list[Mark]:
     """Interruptions and resumes on the step axis."""
     found = [(step_of(e, columns), MARKS[e["event"]]) for e in events if e["event"] in MARKS]
-    return [Mark(axis="x", at=at, label=label) for at, label in found if at is not None][:MOST_MARKS]
+    steps = columns.get("step")
+    span = float(np.nanmax(steps) - np.nanmin(steps)) if len(steps) else 0.0
+    return _apart([(at, label) for at, label in found if at is not None], span)
+
+
+def _apart(found: Sequence[tuple[float, str]], span: float) -> list[Mark]:
+    """Marks whose labels do not run into each other: the second of two close ones goes without."""
+    made: list[Mark] = []
+    labelled = -1e30
+    for at, label in sorted(found)[:MOST_MARKS]:
+        clear = at - labelled > 0.08 * span
+        made.append(Mark(axis="x", at=at, label=label if clear else ""))
+        labelled = at if clear else labelled
+    return made
 
 
 def progress(s: RunSummary, columns: Columns) -> Chart | None:
@@ -194,13 +233,14 @@ def progress(s: RunSummary, columns: Columns) -> Chart | None:
     unit, name = (60.0, "minutes") if np.nanmax(times) - s.started_at < 7200 else (3600.0, "hours")
     xs, ys = thin((times - s.started_at) / unit, columns.get("step"))
     broken_x, broken_y = _gaps(_xs(xs), ys)
-    marks = [
-        Mark(axis="x", at=(e["time"] - s.started_at) / unit, label=MARKS[e["event"]])
+    places = [
+        ((e["time"] - s.started_at) / unit, MARKS[e["event"]])
         for e in s.events
         if e["event"] in MARKS and e["time"] is not None
     ]
+    marks = _apart(places, float(np.nanmax(times) - s.started_at) / unit)
     return Chart(
-        title="Steps over time", series=(line("step", broken_x, broken_y),), x_title=f"{name} since the start", y_title="step", marks=tuple(marks[:MOST_MARKS]), height=320,
+        title="Steps over time", series=(line("step", broken_x, broken_y),), x_title=f"{name} since the start", y_title="step", marks=tuple(marks), height=320,
         caption="A gap is time without a step; a step back is work that a fault took and that was done again.",
     )  # fmt: skip
 
@@ -280,9 +320,10 @@ def _energy_chart(s: RunSummary) -> Chart:
         + (" (modelled)" if x.method == "modelled" else "" if x.counted else " (inside another)")
         for x in found
     ]
+    scale, unit = (3.6e6, "kWh") if max(x.joules for x in found) >= 3.6e5 else (3.6e3, "Wh")
     return Chart(
-        title="Energy by source", horizontal=True, y_title="kWh", height=120 + 44 * len(labels),
-        series=(bars("kWh", labels, [x.joules / 3.6e6 for x in found]),), caption="Sources that lie inside another one are shown, not added.",
+        title="Energy by source", horizontal=True, y_title=unit, height=120 + 44 * len(labels),
+        series=(bars(unit, labels, [x.joules / scale for x in found]),), caption="Sources that lie inside another one are shown, not added.",
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from windlass.figures import Note, Section
 from windlass.report.card import data_section
 from windlass.report.collect import RunSummary
 from windlass.report.columns import AXES, Columns, step_of
-from windlass.report.content import cards, conventions, energy, environment, evaluation, life, saves, what
+from windlass.report.content import cards, conventions, energy, environment, evaluation, life, saves, validations, what
 from windlass.report.content import plan_sections as plan_of
 from windlass.report.dash.blocks import section_json
 from windlass.report.dash.store import MOST_POINTS, Folder, RunView, known_axis
@@ -79,7 +79,7 @@ def _run_page(view: RunView, s: RunSummary, columns: Columns) -> dict[str, Any]:
     return {
         "id": view.id, "name": s.name, "path": view.name, "status": s.status, "updated_at": s.updated_at, "started_at": s.started_at,
         "metrics": columns.names(), "events": redact(events), "sections": redact([section_json(p) for p in parts]), "lines": len(columns),
-        "first_time": _first_time(view),
+        "first_time": _first_time(view), "validations": validations(s, columns),
     }  # fmt: skip
 
 

@@ -89,8 +89,7 @@ def _scaling(runs: Sequence[RunSummary]) -> list[Item]:
             series=tuple(series),
             x_title="devices",
             y_title="tokens/s",
-            log_x=True,
-            log_y=True,
+            from_zero=True,
         )
     ]
 

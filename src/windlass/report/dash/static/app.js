@@ -71,8 +71,19 @@ async function runsPage(mine) {
     shown.sort((a, b) => { const [x, y] = [a[sortBy], b[sortBy]]; const c = x === y ? 0 : x === null ? 1 : y === null ? -1 : x < y ? -1 : 1; return x === null || y === null ? c : down ? -c : c; });
     const twice = new Set(data.runs.map((r) => r.name).filter((n, i, all) => all.indexOf(n) !== i));
     const none = data.runs.length ? "no run matches" : "no runs here yet: a folder with a config.json appears by itself";
-    body.replaceChildren(...(shown.length ? shown.map((r) => row(r, twice.has(r.name))) : [el("tr", null, el("td", { colspan: COLUMNS.length, class: "faint" }, none))]));
+    const nodes = shown.length ? shown.map((r) => kept(r, twice.has(r.name))) : [el("tr", null, el("td", { colspan: COLUMNS.length, class: "faint" }, none))];
+    /* What did not change stays the same element, so that an update never swallows a click. */
+    if (nodes.length !== body.children.length || nodes.some((n, i) => n !== body.children[i])) body.replaceChildren(...nodes);
     count.textContent = shown.length === data.runs.length ? `${shown.length} runs` : `${shown.length} of ${data.runs.length} runs`;
+  }
+  const rows = new Map();
+  function kept(r, twice) {
+    const key = JSON.stringify([r, twice]);
+    if (!rows.has(r.id) || rows.get(r.id).key !== key) rows.set(r.id, { key, node: row(r, twice) });
+    const { node } = rows.get(r.id);
+    node.querySelector("input").checked = picked.has(r.id);
+    node.lastElementChild.textContent = ago(r.updated_at);
+    return node;
   }
   function row(r, twice) {
     const tick = el("input", { type: "checkbox", "aria-label": `compare ${r.name}`, "data-id": r.id, checked: picked.has(r.id), on: { change: () => { tick.checked ? picked.add(r.id) : picked.delete(r.id); draw(true); } } });
@@ -100,7 +111,8 @@ async function runsPage(mine) {
   every(async () => {
     const fresh = await ask("runs");
     if (!mine()) return;
-    if (JSON.stringify(fresh.runs) !== JSON.stringify(data.runs)) { data = fresh; fill(); } else { fill(); }
+    data = fresh;
+    fill();
     await draw(false);
   }, mine);
 }
@@ -155,7 +167,10 @@ async function runPage(id, mine) {
       if (!["loss", "grad_norm"].includes(key)) shape.yaxis.rangemode = "tozero";
       marks(shape);
       const traces = [curve(key === "loss" ? "train" : name, found[key].x, scaled(key, found[key].y), 0)];
-      if (key === "loss" && found.val_loss.y.some((v) => v !== null)) traces.push({ ...curve("validation", found.val_loss.x, found.val_loss.y, 1), mode: "markers", marker: { size: 8, color: PALETTE[1] } });
+      if (key === "loss") {
+        const own = runAxis === "step" ? { x: data.validations.map((v) => v[0]), y: data.validations.map((v) => v[1]) } : found.val_loss;
+        if (own.y.some((v) => v !== null)) traces.push({ ...curve("validation", own.x, own.y, 1), mode: "markers", marker: { size: 8, color: PALETTE[1] } });
+      }
       shape.showlegend = traces.length > 1;
       plot(box, { data: traces, layout: shape });
     };
