@@ -227,7 +227,7 @@ def _unsharded(work: Work, layout: Degrees, stage: _Stage, per_node: int | None)
     width = 2.0 if work.precision != "fp32" else 4.0
     layer = stage.body / max(1.0, stage.layers)
     gathered = width * (stage.embedding + stage.head + 2.0 * layer)
-    return gathered, 2 * width * layer
+    return gathered, (width + 4.0) * layer  # 16-bit gradients and the fp32 copy that is reduced
 
 
 def layer_activations(s: Shape, work: Work, layout: Degrees) -> float:
