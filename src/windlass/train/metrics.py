@@ -53,6 +53,8 @@ class Recorder(Hook):
         self.too_many: str | None = None
         self.val_loss: float | None = None
         self._group: Any = None
+        self._forward: float | None = None
+        """Seconds of this rank's forward passes in the newest step whose times are known."""
         self._before: tuple[float, int, float | None, float] | None = None
         self._steps_since, self._data_since = 0, 0.0
 
@@ -100,9 +102,9 @@ class Recorder(Hook):
         item.energy = job.energy()
         if self._group is None:
             return
-        forward = -1.0 if item.watch is None else float("nan")
         if item.watch is not None and job.world.device.type != "cuda":
-            forward = item.watch.seconds() + item.data_seconds
+            self._forward = item.watch.seconds()
+        forward = None if self._forward is None else self._forward + item.data_seconds
         energy = item.energy
         mine = torch.tensor(
             [
@@ -124,6 +126,9 @@ class Recorder(Hook):
     def _read(self, job: Job, item: Pending) -> None:
         if item.ready is not None:
             item.ready.synchronize()
+        if item.watch is not None and item.ready is not None:
+            # A GPU's own times are known by now; they go into the next line.
+            self._forward = item.watch.seconds()
         loss, norm, reason, extra = item.host.tolist()
         self.last_loss = loss
         self._judge(job, item, int(reason), loss, norm)

@@ -190,7 +190,7 @@ def _compile(module: Model, recipe: Recipe, world: World, notes: list[str]) -> N
     functorch.activation_memory_budget = train.recompute_budget if train.recompute == "budget" else 1.0
     for block in module.layers.values():
         # Dynamic shapes would cost speed and are not needed: every block sees one shape in training and one in evaluation.
-        block.compile(fullgraph=True, dynamic=False)
+        block.compile(fullgraph=isinstance(block, Recomputed), dynamic=False)
         # With recomputation a block would have to keep two tensors instead of one: only without it.
         block.carries = train.recompute == "none" and isinstance(block, Recomputed)
     if module.norm is not None and world.axes.tensor == 1:

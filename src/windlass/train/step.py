@@ -40,7 +40,7 @@ class Stepper:
         self._sums: list[Tensor] = []
         self.schedule = bind_pipeline(parts, recipe, world, geometry.micro_batches, self._pipeline_loss)
         self.replication = [replication(p, world) for _, p in parts.named_parameters()]
-        if parts.shadow and geometry.micro_batches > 1:
+        if world.size == 1 and recipe.train.precision != "fp32" and geometry.micro_batches > 1:
             optimizer.accumulate_in_fp32()
         self.beat: Callable[[str], None] = lambda phase: None
         """Told at each phase, so that the watchdog can say how far this rank came."""
