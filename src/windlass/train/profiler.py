@@ -102,6 +102,9 @@ class Capture:
             return
         if not self._recording:
             self._recording = True
+            if self.device.type == "cuda":
+                # Work launched before the window is not in the trace; without this it would look like idle time of the first step.
+                torch.cuda.synchronize(self.device)
             if self.window.memory and self.device.type == "cuda":
                 torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
             self._profiler.start_trace()
