@@ -1,5 +1,8 @@
 import csv
+import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -153,3 +156,17 @@ def test_an_empty_table_scores_nothing(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("layers,hidden,seq_len,gpu,gpus\n")
     assert score_file(path).as_dict()["memory"] == {"rows": 0, "covered": 0, "median_pct": None, "p90_pct": None}
+
+
+def test_the_benchmark_runs_on_any_table(tmp_path):
+    script = Path(__file__).parents[2] / "benchmarks" / "planner_accuracy.py"
+    command = [sys.executable, str(script), "--rows", str(SAMPLE), "--rounds", "1", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "planner_accuracy.json").read_text())
+    assert (
+        found["rows"] == 9
+        and found["left_out"]["throughput"]["covered"] == 6
+        and set(found["ranges"]) == set(found["constants"])
+    )
+    assert "| memory, allocator readings |" in (tmp_path / "planner_accuracy.md").read_text()
