@@ -174,7 +174,10 @@ def sustained_tflops(device: Device, precision: str = "bf16", constants: Constan
     if burst is not None and c.tflops_per_watt != math.inf:
         rate = min(rate, 0.9 * burst)  # a model holds less than the best burst that was measured
     if precision in ("fp8", "mxfp8", "nvfp4") and device.fp8_tflops:
-        return rate * (1 + (device.fp8_tflops / device.bf16_tflops - 1) * c.fp8)
+        narrow = (
+            device.fp8_tflops / device.bf16_tflops * (1.75 if precision == "nvfp4" else 1.0)
+        )  # 4 bits: twice 8 on paper
+        return rate * (1 + (narrow - 1) * c.fp8)
     return rate
 
 

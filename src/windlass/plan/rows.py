@@ -176,6 +176,8 @@ def _work(row: Mapping[str, str], seq_len: int, micro: int, accumulation: int, a
     compiled = compile_text == "y" or kernel == "te"
     # TransformerEngine recipes (NeMo, Megatron-Bridge) reduce and keep gradients in bf16.
     gradients = "fp32" if "fp32 grad" in optimizer else "bf16" if kernel == "te" and not sharded else None
+    # torch.compile and PyTorch's own attention mark loops written in plain PyTorch (DDP where nothing is sharded).
+    native = kernel != "te" and (compile_text == "y" or "sdpa" in flash_text)
     # Megatron accumulates bf16 gradients in fp32 and is what tensor and pipeline parallelism usually mean; DeepSpeed keeps 16 bits.
     model_parallel = (number(row, "tp") or 1) * (number(row, "pp") or 1) > 1
     megatron = (
@@ -195,7 +197,7 @@ def _work(row: Mapping[str, str], seq_len: int, micro: int, accumulation: int, a
         optimizer="sgd" if "sgd" in optimizer else "adamw",
         moments="int8" if "8-bit" in optimizer else "fp32",
         gradients=gradients,
-        engine="torch" if sharded else "megatron" if megatron else "deepspeed",
+        engine="torch" if sharded or native else "megatron" if megatron else "deepspeed",
     )
 
 
