@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -262,6 +263,23 @@ def bad_gradients(positions: range, ranks: tuple[int, ...]) -> Harm:
             return result
 
         loop.open_batches, loop.Stepper.gradients = batches, poisoned
+
+    return harm
+
+
+def stuck_data(batch: int, ranks: tuple[int, ...]) -> Harm:
+    """Reading a batch never comes to an end, as on a file server that has gone away."""
+
+    def harm(rank: int) -> None:
+        inner = loop.open_batches
+
+        def batches(job: Any) -> Any:
+            for number, item in enumerate(inner(job)):
+                if rank in ranks and number == batch:
+                    time.sleep(3600)
+                yield item
+
+        loop.open_batches = batches
 
     return harm
 
@@ -669,24 +687,38 @@ def hung(lab: Lab, world: int = 2, steps: int = 24) -> Row:
     workers.wait_for_step(9)
     moment = time.time()
     workers.kill([1], signal.SIGSTOP)
+    return named(lab, "one rank frozen (SIGSTOP)", made, run, workers, moment, "is frozen or gone")
+
+
+def stuck(lab: Lab, world: int = 2, steps: int = 24) -> Row:
+    """One rank waits for data for ever, the others for it: the one is named, not the others."""
+    made = recipe(lab.store, steps=steps, train={"watchdog_seconds": 4.0})
+    run = lab.new_run(made, "stuck")
+    workers = start(made, run, world, stuck_data(9, (1,)))
+    workers.wait_for_step(9)
+    return named(
+        lab,
+        "one rank waits for data for ever",
+        made,
+        run,
+        workers,
+        time.time(),
+        "entered|did not come to where the others wait",
+    )
+
+
+def named(lab: Lab, fault: str, made: Recipe, run: Run, workers: Workers, moment: float, words: str) -> Row:
+    """Rank 0 has to say that it is rank 1, and why, and leave; then the run is finished quietly."""
     _wait_for(lambda: (workers.poll(), 0 in workers.codes)[1], 60)
-    seconds = time.time() - moment
-    code = workers.codes.get(0)
+    seconds, code = time.time() - moment, workers.codes.get(0)
     workers.kill()
     workers.wait()
-    fault = find_fault(run, (0, code or 1), [code, None], workers.began)
-    if (code, fault.kind, fault.rank) != (EXIT_HANG, "hang", 1):
-        return Row("hung rank", 1, f"exit code {code}, {fault}", None, None, False)
-    lab.finish(made, run, world)
-    return judged(
-        lab,
-        "one rank frozen (SIGSTOP)",
-        made,
-        world,
-        run,
-        [moment],
-        f"rank 1 named and job ended after {seconds:.0f} s, then the same to the last bit",
-    )
+    found = find_fault(run, (0, code or 1), [code, None], workers.began)
+    if (code, found.kind, found.rank) != (EXIT_HANG, "hang", 1) or not re.search(words, found.error):
+        return Row(fault, 1, f"exit code {code}, {found}", None, None, False)
+    lab.finish(made, run, len(workers.pids))
+    text = f"rank 1 named and job ended after {seconds:.0f} s, then the same to the last bit"
+    return judged(lab, fault, made, len(workers.pids), run, [moment], text)
 
 
 def nan_on_one_rank(lab: Lab, world: int = 2, steps: int = 24) -> Row:
@@ -873,6 +905,7 @@ CASES: dict[str, Callable[[Lab], Row]] = {
     "lock": locks,
     "clock": clock_jumps,
     "hang": hung,
+    "stuck": stuck,
     "nan": nan_on_one_rank,
     "rollback": rolled_back,
     "worlds": other_world_sizes,

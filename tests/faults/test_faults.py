@@ -77,6 +77,10 @@ def test_a_frozen_rank_is_named(lab: Lab) -> None:
     good(faults.hung(lab, steps=STEPS))
 
 
+def test_a_rank_that_waits_for_data_is_named(lab: Lab) -> None:
+    good(faults.stuck(lab, steps=STEPS))
+
+
 def test_not_a_number_on_one_rank(lab: Lab) -> None:
     good(faults.nan_on_one_rank(lab, steps=STEPS))
 
