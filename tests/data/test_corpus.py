@@ -1,0 +1,32 @@
+"""Is the demo corpus the same each time, of the size asked for, and ready to tokenize?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from windlass.data.corpus import data_file, gather
+from windlass.data.store import open_store
+from windlass.data.tokenize import tokenize
+from windlass.data.tokenizer import train_bpe
+from windlass.errors import DataError
+
+
+def test_gather_and_tokenize(tmp_path: Path) -> None:
+    one, two = gather(tmp_path / "a", 300_000), gather(tmp_path / "b", 300_000)
+    assert set(one) == {"code", "docs"}
+    assert all(one[name].file.read_bytes() == two[name].file.read_bytes() for name in one)
+    assert 200_000 < sum(source.bytes for source in one.values()) <= 300_000
+    texts = [json.loads(line)["text"] for source in one.values() for line in source.file.open()]
+    tokenizer = train_bpe(texts, 512, tmp_path / "tok")
+    tokenize(data_file(one, tokenizer=tokenizer.path, output=tmp_path / "store").model_copy(update={"workers": 1}))
+    store = open_store(tmp_path / "store")
+    assert store.sources["code"].licence == "PSF-2.0"
+    assert sum(source.documents or 0 for source in store.sources.values()) == len(texts)
+
+
+def test_nothing_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is empty"):
+        gather(tmp_path, 0)

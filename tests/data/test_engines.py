@@ -1,0 +1,94 @@
+"""Is an engine taken only when it gives exactly the reference's ids?"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from windlass.data import engines
+from windlass.data.engines import Engine, choose, first_difference
+from windlass.data.tokenizer import Tokenizer
+from windlass.errors import DataError
+
+FAST = [name for name in ("fastokens", "gigatoken") if importlib.util.find_spec(name)]
+
+
+def wrong(tokenizer: Tokenizer) -> Engine:
+    """Right in everything but one id of one text."""
+
+    def encode(texts: list[str]) -> engines.Flat:
+        rows = [tokenizer.encode(text) for text in texts]
+        if len(rows) > 5 and rows[5]:
+            rows[5] = [rows[5][0] + 1, *rows[5][1:]]
+        return engines._joined(rows)
+
+    return Engine("fastokens", "0", encode)
+
+
+@pytest.mark.parametrize("name", [*FAST, "tokenizers"])
+@pytest.mark.parametrize("specials", [False, True])
+def test_every_engine_agrees_with_the_reference(
+    tokenizer: Tokenizer, name: str, specials: bool, tmp_path: Path
+) -> None:
+    choice = choose(tokenizer, name, specials=specials, sample=["water <|end_of_text|> wind"], cache=tmp_path)
+    assert choice.engine.name == name
+    assert "exact on 18 sample texts" in choice.reason
+
+
+def test_one_wrong_id_is_found(tokenizer: Tokenizer) -> None:
+    found = first_difference(wrong(tokenizer), tokenizer, False, list(engines.SAMPLE))
+    assert found is not None
+    assert "not exact" in found
+
+
+def test_an_inexact_engine_is_passed_over_with_its_reason(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(engines._LOADERS, "fastokens", lambda *args: wrong(tokenizer))
+    monkeypatch.setitem(engines._LOADERS, "gigatoken", lambda *args: (_ for _ in ()).throw(ImportError("no module")))
+    choice = choose(tokenizer, cache=tmp_path)
+    assert choice.engine.name == "tokenizers"
+    assert "passed over fastokens: not exact" in choice.reason
+    assert "gigatoken: not installed" in choice.reason
+
+
+def test_an_engine_asked_for_by_name_is_refused_when_it_differs(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(engines._LOADERS, "fastokens", lambda *args: wrong(tokenizer))
+    with pytest.raises(DataError, match=r"no engine can be used for .*\n  fastokens: not exact"):
+        choose(tokenizer, "fastokens", cache=tmp_path)
+
+
+def test_an_engine_that_crashes_is_passed_over(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import os
+
+    def die(texts: list[str]) -> engines.Flat:
+        os._exit(3)
+
+    monkeypatch.setitem(engines._LOADERS, "fastokens", lambda *args: Engine("fastokens", "0", die))
+    choice = choose(tokenizer, cache=tmp_path)
+    assert choice.engine.name != "fastokens"
+    assert "crashed on the sample" in choice.reason
+
+
+@pytest.mark.skipif(len(FAST) < 2, reason="needs both fast engines")
+def test_small_jobs_start_with_the_engine_that_loads_fast(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    assert choose(tokenizer, cache=tmp_path, size=10**6).engine.name == "gigatoken"
+    assert choose(tokenizer, cache=tmp_path, size=10**12).engine.name == "fastokens"
+
+
+def test_wrong_kind_of_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="tiktoken cannot read a json tokenizer"):
+        choose(tokenizer, "tiktoken", cache=tmp_path)
+
+
+def test_flat_arrays_of_nothing() -> None:
+    ids, offsets = engines._joined([[], [1, 2], []])
+    assert ids.dtype == np.uint32
+    assert offsets.tolist() == [0, 0, 2, 2]
