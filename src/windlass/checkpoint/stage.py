@@ -35,7 +35,7 @@ class Stager:
         self.close()
         self._slab = torch.empty(max(size, 1), dtype=torch.uint8)
         self._warming = threading.Thread(
-            target=self._warm, args=(self._slab, _on_cuda(state)), name="windlass-stage", daemon=True
+            target=self._warm, args=(self._slab, _device(state)), name="windlass-stage", daemon=True
         )
         self._warming.start()
 
@@ -56,15 +56,16 @@ class Stager:
             target.copy_(local, non_blocking=self._pinned)
             copies[id(leaf)] = _like(leaf, target)
             offset += _rounded(size)
-        if _on_cuda(state):
-            torch.cuda.synchronize()
+        if (device := _device(state)) is not None:
+            torch.cuda.synchronize(device)
         return _rebuild(state, copies)
 
-    def _warm(self, slab: torch.Tensor, pin: bool) -> None:
+    def _warm(self, slab: torch.Tensor, device: torch.device | None) -> None:
         for start in range(0, slab.numel(), 2**26):
             slab[start : start + 2**26].zero_()
-        if pin:
-            code = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)
+        if device is not None:
+            with torch.cuda.device(device):  # a new thread would otherwise open a context on the first device
+                code = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)
             self._pinned = int(code) == 0  # without it the copy is slower, and as correct
 
     def close(self) -> None:
@@ -143,8 +144,9 @@ def _like(leaf: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return DTensor(local, leaf._spec, requires_grad=False) if isinstance(leaf, DTensor) else local
 
 
-def _on_cuda(state: Any) -> bool:
-    return any(_local(leaf).is_cuda for _, leaf in leaves(state))
+def _device(state: Any) -> torch.device | None:
+    """The GPU that holds the state, or None."""
+    return next((local.device for _, leaf in leaves(state) if (local := _local(leaf)).is_cuda), None)
 
 
 def _rebuild(state: Any, copies: dict[int, torch.Tensor]) -> Any:
