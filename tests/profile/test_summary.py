@@ -95,6 +95,15 @@ def test_device_copies_of_step_marks_are_no_steps(tmp_path, builder):
     assert any("steps of their own" in note for note in doubled.notes)
 
 
+def test_a_trace_of_the_device_alone_uses_its_marks(tmp_path, builder):
+    made = builder()
+    for n in (1, 2):
+        made.span("gpu_user_annotation", f"ProfilerStep#{n}", n * 100, n * 100 + 100, pid=0, tid=7)
+        made.span("kernel", "gemm", n * 100 + 10, n * 100 + 60, pid=0, tid=7, device=0)
+    found = profile(made, tmp_path)
+    assert (found.step_numbers, rounded(found)) == ([1, 2], {"Kernel": 50, "Other": 50})
+
+
 def test_gpu_annotations_are_no_host_time(tmp_path, builder):
     made = builder()
     made.step(1, 0, 100)
@@ -240,3 +249,13 @@ def test_lightning_ranges_are_left_out_as_the_plugin_did(tmp_path, builder):
     assert found.step_us == 30
     assert rounded(found) == {"CPU Exec": 30}
     assert [o.name for o in found.operators] == ["aten::mm"]
+
+
+def test_a_single_empty_event_is_no_crash(tmp_path, builder):
+    from windlass.profile.job import profile_traces
+
+    made = builder()
+    made.op("aten::mm", 5, 5)
+    job = profile_traces([made.write(tmp_path / "t.json")])
+    assert (job.step_us, job.advice, job.gpu_utilization) == (0, [], None)
+    assert sum(job.categories_pct.values()) == 0

@@ -76,7 +76,8 @@ def _communication(ranks: list[RankProfile]) -> Advice | None:
 
 def _overlap(ranks: list[RankProfile]) -> Advice | None:
     total = sum(r.communication.total_us for r in ranks)
-    share = total / sum(r.step_us for r in ranks) * 100
+    whole = sum(r.step_us for r in ranks)
+    share = total / whole * 100 if whole > 0 else 0.0
     value = sum(r.communication.overlap_us for r in ranks) / total * 100 if total > 0 else 100.0
     if share <= COMMUNICATION_PCT or value >= OVERLAP_PCT:
         return None

@@ -67,6 +67,8 @@ class _Columns:
         self.open: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
         self.categories: Counter[str] = Counter()
         self.peaks: dict[int, float] = {}
+        self.base = 0
+        """The first stamp, when stamps are nanoseconds since 1970."""
         self.events = self.incomplete = self.python_functions = 0
 
     def add(self, batch: list[Any]) -> None:
@@ -124,6 +126,10 @@ class _Columns:
             if start is None:
                 self.incomplete += 1
                 return
+        if start > _NANOSECOND_STAMPS:
+            # Too large for a float to keep single nanoseconds, so they are counted from the first one.
+            self.base = self.base or int(start)
+            start -= self.base
         if type(length) is not float and type(length) is not int:
             length = _number(length)
             if length is None:
@@ -181,9 +187,9 @@ class _Columns:
         if not len(self.kind):
             raise self.nothing(stream.path)
         start, length = np.frombuffer(self.start, dtype=np.float64), np.frombuffer(self.length, dtype=np.float64)
+        if self.base:
+            start, length = start / 1e3, length / 1e3
         end = start + length
-        if float(np.median(start)) > _NANOSECOND_STAMPS:
-            start, end = start / 1e3, start / 1e3 + length / 1e3
         order = np.argsort(start, kind="stable")
         shape = np.frombuffer(self.shape, dtype=np.int32)[order] if self.keep_shapes else np.zeros(0, dtype=np.int32)
         return Trace(

@@ -100,6 +100,8 @@ def find_steps(trace: Trace, launches: Launches, *, tb: bool) -> Steps:
 def _marked(trace: Trace, *, tb: bool) -> tuple[Floats, Floats, list[int]]:
     # The plugin also took the device's copy of the marks for steps; that doubles them.
     rows = trace.rows(Kind.STEP, Kind.GPU_STEP) if tb else trace.rows(Kind.STEP)
+    if not len(rows):  # a trace of the device alone
+        rows = trace.rows(Kind.GPU_STEP)
     if len(rows):
         return trace.start[rows], trace.end[rows], [_number(trace.name_of(int(r))) for r in rows]
     host = trace.rows(Kind.OPERATOR, Kind.PYTHON)
@@ -107,9 +109,6 @@ def _marked(trace: Trace, *, tb: bool) -> tuple[Floats, Floats, list[int]]:
         host = host[~trace.names_where(is_lightning)[host]]
     if not len(host):
         host = np.arange(len(trace.kind))
-    elif not tb:
-        # Without marks the window is everything the trace saw, device work included.
-        host = np.concatenate((host, trace.rows(Kind.RUNTIME, Kind.DRIVER)))
     return trace.start[host].min(keepdims=True), trace.end[host].max(keepdims=True), []
 
 
