@@ -148,7 +148,8 @@ async function runPage(id, mine) {
     state.className = `state ${data.status}`;
   }
   function marks(shape) {
-    for (const e of data.events) {
+    const bad = (e) => (MARKS[e.event] === MARKS.fault ? 1 : 0); /* drawn last, so that a restart at the same step does not hide a fault */
+    for (const e of [...data.events].sort((a, b) => bad(a) - bad(b))) {
       const at = runAxis === "step" ? e.step : runAxis === "time" && data.first_time !== null && e.time !== null ? (e.time - data.first_time) / 3600 : null;
       if (at === null || at === undefined) continue;
       shape.shapes.push({ type: "line", x0: at, x1: at, y0: 0, y1: 1, yref: "paper", layer: "below", line: { color: MARKS[e.event] || "var(--soft)", width: e.event === "saved" ? 1 : 1.6, dash: e.event === "saved" ? "solid" : "dot" } });
