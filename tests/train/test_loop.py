@@ -187,6 +187,8 @@ def test_refusals(tmp_path: Path) -> None:
         train(tmp_path / "b", recipe(layout={"tensor": 2}))
     with pytest.raises(ConfigError, match="FP8"):
         train(tmp_path / "c", recipe(train={"precision": "fp8"}))
+    with pytest.raises(ConfigError, match="mask_documents is not possible"):
+        train(tmp_path / "e", recipe(model={"family": "retnet"}, data={"mask_documents": True}))
     with pytest.raises(DataError):
         train(tmp_path / "d", recipe(data={"store": str(tmp_path / "none")}))
     assert Run(tmp_path / "a").error_file(0).is_file()

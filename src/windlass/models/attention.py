@@ -8,11 +8,10 @@ from torch import Tensor
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-    """q is (batch, heads, time, head_dim); k and v may have fewer heads. `documents` (batch, time) numbers the documents."""
+    """q is (batch, heads, time, head_dim); k and v may have fewer heads. `documents` is what `document_mask` made, or None."""
     if documents is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    mask = document_mask(documents, documents)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=documents, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def document_mask(query: Tensor, key: Tensor, query_start: int = 0) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from windlass.models.attention import document_mask
 from windlass.models.init import fill_normal, fill_parameter
 from windlass.models.loss import next_token_loss
 from windlass.models.recompute import added
@@ -87,6 +88,8 @@ class Model(nn.Module):
         self.num_layers = len(blocks)
         self.position_start = 0
         """First position of this rank's part of the sequence; not 0 only under context parallelism."""
+        self.whole_mask = True
+        """Attention of this rank sees all keys it needs, so one mask serves all blocks; not under context parallelism."""
         self.table: Any = None
         """Constants of positions that all blocks share (rotary angles, decay); made by `prepare`."""
 
@@ -126,6 +129,8 @@ class Model(nn.Module):
 
     def body(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         """Tokens (or the previous stage's hidden states) -> hidden states."""
+        if documents is not None and self.whole_mask:
+            documents = document_mask(documents, documents)  # once for all blocks
         if self.embed is not None:
             x = self.embed(x)
         for block in self.layers.values():

@@ -22,6 +22,7 @@ from windlass.train.mesh import World
 def apply_context(module: Model, world: World) -> None:
     """Tell the model where its stretch begins, and its attention how to reach the rest."""
     rank, size = world.context_rank, world.axes.context
+    module.whole_mask = False
     module.position_start = rank * (module.seq_len // size)
     for block in module.layers.values():
         if not hasattr(block, "attention") or not hasattr(block.attention, "core"):

@@ -191,7 +191,12 @@ def build(recipe: Recipe, run_folder: Run, where: Place, hooks: list[Hook], say:
 
 
 def check_device(recipe: Recipe, world: World) -> None:
-    """Refuse what this device cannot compute."""
+    """Refuse what this device, or this family, cannot compute."""
+    if recipe.data.mask_documents and recipe.model.family != "llama":
+        raise ConfigError(
+            f"data.mask_documents is not possible with model.family = {recipe.model.family!r}",
+            hint="use family llama, or data.mask_documents = false",
+        )
     if (
         recipe.train.precision in ("bf16", "bf16_pure", "fp8")
         and world.device.type == "cuda"
