@@ -95,3 +95,20 @@ def test_train_a_tokenizer_and_compare(toml: Path, tmp_path: Path, tokenizer: To
         ("nl", "reference", 600),
     ]
     assert "tokens/word" in call("tokenizer", "compare", toml, tokenizer.path)
+
+
+def test_an_array_is_submitted_with_a_job_that_joins(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from windlass.launch import array
+
+    asked: dict[str, Any] = {}
+
+    def submit(command: list[str], **rest: Any) -> array.Submitted:
+        asked.update(rest, command=command)
+        return array.Submitted(Path("runs/x"), "11", "12")
+
+    monkeypatch.setattr(array, "submit_array", submit)
+    made = json.loads(call("tokenize", toml, "validation=0.1", "--array", "4", "--account", "p1", "--json"))
+    assert (made["array_job"], made["merge_job"], made["tasks"]) == ("11", "12", 4)
+    assert asked["command"] == ["windlass", "tokenize", str(toml), "validation=0.1", "--array-task", "auto"]
+    assert asked["then"] == ["windlass", "tokenize", str(toml), "validation=0.1"]
+    assert (asked["count"], asked["account"]) == (4, "p1")

@@ -41,6 +41,10 @@ def tokenize(
             "--array-task", help="Do the share of task I of N (written I/N, from 0), as a job of the array does."
         ),
     ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="With --array: the machine, when it is not recognised.")
+    ] = None,
+    account: Annotated[str | None, typer.Option("--account", help="With --array: the project that is charged.")] = None,
     as_json: Json = False,
 ) -> None:
     """Turn sources into a token store with exact counts and a ledger. Run it again after any interruption: it does what is missing."""
@@ -50,7 +54,7 @@ def tokenize(
 
     config = load_data_file(file, overrides or ())
     if array is not None:
-        _submit_array(file, overrides or [], array)
+        _submit_array(file, overrides or [], array, cluster, account, as_json)
         return
     with _bar(as_json) as show:
         result = run(config, task=_task(array_task), on_progress=show)
@@ -83,23 +87,24 @@ def _task(text: str | None) -> tuple[int, int] | None:
     return int(index), int(count)
 
 
-def _submit_array(file: Path, overrides: list[str], count: int) -> None:
-    """The launch room knows sbatch; it is asked to run this very command as an array, then once more to join."""
-    from importlib import import_module
+def _submit_array(
+    file: Path, overrides: list[str], count: int, cluster: str | None, account: str | None, as_json: bool
+) -> None:
+    """The launch room runs this very command as an array, then once more to join."""
+    from windlass.cli.output import console, print_json
+    from windlass.launch.array import submit_array
 
-    from windlass.errors import ConfigError
-
-    try:
-        submit = import_module("windlass.launch.array").submit_array
-    except (ImportError, AttributeError):
-        raise ConfigError(
-            "this installation cannot submit job arrays",
-            hint=f"submit `windlass tokenize {file} --array-task auto` with sbatch --array=0-{count - 1}, then run `windlass tokenize {file}` after it",
-        ) from None
-    words = ["windlass", "tokenize", str(file), *overrides]
-    made = submit([*words, "--array-task", "auto"], count=count, then=words)
-    print(f"submitted: {made.array_job} ({count} tasks), then {made.merge_job} (joins them); logs in {made.folder}/logs")
-    print(f"next: windlass jobs   windlass launch RECIPE --after {made.merge_job}")
+    words = ["windlass", "tokenize", str(file.absolute()), *overrides]
+    made = submit_array([*words, "--array-task", "auto"], count=count, then=words, cluster=cluster, account=account)
+    if as_json:
+        print_json(
+            {"array_job": made.array_job, "merge_job": made.merge_job, "folder": str(made.folder), "tasks": count}
+        )
+        return
+    console().print(
+        f"submitted {count} tasks as job {made.array_job}, joined by job {made.merge_job}; scripts and logs: {made.folder}"
+    )
+    console().print(f"train after it: windlass launch RECIPE --after {made.merge_job}")
 
 
 def _bar(quiet: bool) -> Any:
