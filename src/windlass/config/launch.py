@@ -49,5 +49,7 @@ class LaunchConfig(Table):
     def _no_keys(cls, value: dict[str, str]) -> dict[str, str]:
         found = [name for name in value if looks_secret(name)]
         if found:
-            raise ValueError(f"{', '.join(found)} would be written into the run folder; export it in the shell that submits instead (or run `wandb login`)")
+            raise ValueError(
+                f"{', '.join(found)} would be written into the run folder; export it in the shell that submits instead (or run `wandb login`)"
+            )
         return value
