@@ -93,7 +93,7 @@ def test_the_stall_is_the_copy_and_not_the_writing(run, net, monkeypatch) -> Non
     saver = Saver(run, SaveConfig())
     saver.save(1, state_of(net()), {})
     outcome = saver.finish()
-    assert outcome.stall_seconds < 0.3 < 0.5 <= outcome.write_seconds
+    assert outcome.stall_seconds < 0.5 <= outcome.write_seconds
     waited = Saver(run, SaveConfig(asynchronous=False)).save(2, state_of(net()), {})
     assert waited.stall_seconds >= 0.5
     assert [round(e["stall_seconds"], 1) >= 0.5 for e in events(run, "saved")] == [False, True]

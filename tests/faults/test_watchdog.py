@@ -84,8 +84,8 @@ def test_a_hang_ends_the_job_and_leaves_records(run) -> None:
     ranks[0].beat(1, "data")
     ranks[1].beat(1, "data")
     ranks[0].beat(1, "reduce")  # rank 1 never gets there
-    assert all(event.wait(10) for event in done)
-    assert left == {0: EXIT_HANG, 1: EXIT_HANG} and time.monotonic() - begin < 5
+    assert all(event.wait(20) for event in done)
+    assert left == {0: EXIT_HANG, 1: EXIT_HANG} and time.monotonic() - begin < 20
     errors = {e["rank"]: e for e in run.errors()}
     assert errors[0]["kind"] == "hang" and errors[0]["culprit"] == errors[1]["culprit"] == 1
     assert any("wait" in line for line in errors[0]["traceback"])  # where the main thread stood
@@ -95,9 +95,9 @@ def test_a_hang_ends_the_job_and_leaves_records(run) -> None:
 
 def test_progress_and_patient_phases_do_not_count_as_hanging(run) -> None:
     left: list[int] = []
-    heart = Heartbeat(run, 0, timeout_seconds=0.5, write_seconds=0.1, leave=left.append).start()
+    heart = Heartbeat(run, 0, timeout_seconds=1.5, write_seconds=0.1, leave=left.append).start()
     heart.beat(0, "compile")
-    time.sleep(0.8)  # longer than a step may take, not than compiling may
+    time.sleep(2.0)  # longer than a step may take, not than compiling may
     for step in range(8):
         heart.beat(step, "data", compute_seconds=0.1)
         time.sleep(0.1)

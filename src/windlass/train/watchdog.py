@@ -129,7 +129,7 @@ class Heartbeat(Hook):
         stack = _stack(self._main)
         self._write(stuck=True, stack=stack, flight=flight())
         first = read_heartbeats(self.run)
-        time.sleep(2.5 * min(self._every, max(0.2, self.timeout_seconds / 5)))
+        time.sleep(max(2.0, 2.5 * min(self._every, max(0.2, self.timeout_seconds / 5))))
         self._write(stuck=True, stack=stack, flight=flight())
         second = read_heartbeats(self.run)
         verdict = blame(first, second, self.world_size)
