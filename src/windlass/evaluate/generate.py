@@ -86,7 +86,7 @@ def _sample(state: Any, logits: Tensor, how: Sampling, device: torch.device, nev
     random = torch.Generator(device="cpu").manual_seed(how.seed)
     for number in range(how.tokens):
         if never is not None:
-            logits[:, never] = float("-inf")
+            logits = logits.index_fill(1, torch.tensor([never], device=device), float("-inf"))
         token = pick(logits[0], how, random)
         yield token
         if number + 1 < how.tokens:

@@ -108,12 +108,16 @@ def find_store(opened: Opened, given: Path | str | None = None) -> Store:
 
 
 def own_store(opened: Opened) -> Store:
-    named = opened.recipe.data.store
+    return _reach(opened.run, opened.recipe)
+
+
+def _reach(run: Run | None, recipe: Recipe) -> Store:
+    named = recipe.data.store
     if named is None:
         raise DataError(
             "this model was trained on synthetic tokens: it has no token store", hint="name a store with --store"
         )
-    inside = opened.run.path / "data" if opened.run is not None else None
+    inside = run.path / "data" if run is not None else None
     for candidate in (Path(named), inside):
         if candidate is not None and candidate.is_dir():
             return open_store(candidate)
@@ -148,13 +152,18 @@ def trained_tokenizer(opened: Opened) -> str | None:
 
 def find_tokenizer(opened: Opened, given: Path | str | None = None) -> Tokenizer:
     """The tokenizer named here, else the recipe's, else the store's, else the one beside the weights."""
-    named: Any = given or opened.recipe.data.tokenizer
-    if named is None and opened.run is None:
-        named = opened.source
-    made = load_tokenizer(named) if named is not None else _of_store(own_store(opened))
-    if made.vocab_size > opened.model.vocab:
+    return tokenizer_of(opened.run, opened.recipe, opened.source, given)
+
+
+def tokenizer_of(run: Run | None, recipe: Recipe, source: Path, given: Path | str | None = None) -> Tokenizer:
+    """The same, without a model in memory."""
+    named: Any = given or recipe.data.tokenizer
+    if named is None and run is None:
+        named = source
+    made = load_tokenizer(named) if named is not None else _of_store(_reach(run, recipe))
+    if recipe.model.vocab is not None and made.vocab_size > recipe.model.vocab:
         raise DataError(
-            f"the tokenizer {made.path} has {made.vocab_size:,} tokens, the model {opened.model.vocab:,}",
+            f"the tokenizer {made.path} has {made.vocab_size:,} tokens, the model {recipe.model.vocab:,}",
             hint="name the tokenizer that the model was trained with, with --tokenizer",
         )
     return made
@@ -164,3 +173,25 @@ def _of_store(store: Store) -> Tokenizer:
     if store.tokenizer_file is None:
         raise DataError(f"{store.path} does not say its tokenizer", hint="name it with --tokenizer")
     return load_tokenizer(store.tokenizer_file, eos=store.eos)
+
+
+def sample_text(
+    recipe: Recipe, words: Tokenizer | None, text: str | None, rows: int, length: int
+) -> tuple[torch.Tensor, str]:
+    """(rows, length) tokens of real text and what they are: the text given, else Python's own library."""
+    if words is None:
+        vocab = recipe.model.vocab or 256
+        return torch.randint(
+            0, vocab, (rows, length), generator=torch.Generator().manual_seed(0)
+        ), "random tokens (no tokenizer)"
+    if text is None:
+        import argparse
+
+        text, what = Path(argparse.__file__).read_text(encoding="utf-8"), "text of Python's library"
+    else:
+        what = "the given text"
+    ids = words.encode(text[: 40 * rows * length])
+    if not ids:
+        raise DataError("the text to compare on has no tokens", hint="give a longer one with --text")
+    whole = (ids * (rows * length // len(ids) + 1))[: rows * length]
+    return torch.tensor(whole).view(rows, length), what

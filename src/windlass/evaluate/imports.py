@@ -1,0 +1,182 @@
+"""How does a model from elsewhere become a run to start from? Its weights as a checkpoint, its config as a recipe, its tokenizer beside them.
+
+With another tokenizer the vocabulary grows (or changes): a token that the old tokenizer had keeps its row, a new one begins as the
+mean of the rows of the pieces that the old tokenizer cuts it into.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windlass.checkpoint import names
+from windlass.checkpoint.save import Saver
+from windlass.config import Loaded, Recipe, SaveConfig
+from windlass.data.tokenizer import Tokenizer, load_tokenizer
+from windlass.errors import CheckpointError, ConfigError, RunError
+from windlass.evaluate.foreign import is_hf_folder, recipe_of, unlike_llama
+from windlass.evaluate.opened import DTYPES, _source, tokenizer_of
+from windlass.evaluate.stream import Weights, open_weights
+from windlass.evaluate.vocabulary import grow
+from windlass.evaluate.words import write_tokenizer
+from windlass.models import build
+from windlass.runs.files import read_json
+from windlass.runs.folder import Run, create_run
+
+STEP = 0
+
+
+@dataclass(frozen=True)
+class Imported:
+    run: Path
+    family: str
+    parameters: int
+    dtype: str
+    vocab: int
+    notes: list[str] = field(default_factory=list)
+    check: Any = None
+
+
+def import_model(
+    folder: Path | str,
+    target: Path | str,
+    *,
+    tokenizer: Path | None = None,
+    seq_len: int | None = None,
+    verify: bool = True,
+) -> Imported:
+    """Read `folder` into the new run folder `target`. Tensors are mapped and written one by one."""
+    folder, target = Path(folder), Path(target)
+    if target.exists():
+        raise RunError(f"{target} exists", hint="choose another folder with --run: an import never overwrites")
+    foreign = is_hf_folder(folder)
+    _, recipe, source = (
+        (None, recipe_of(folder, name=target.name, seq_len=seq_len), folder) if foreign else _source(folder, None)
+    )
+    recipe = recipe.model_copy(update={"name": _plain(target.name), "layout": None})
+    weights = open_weights(source)
+    dtype = dtype_of(weights)
+    state = under_our_names(recipe, weights)
+    notes = notes_of(folder, recipe) if foreign else []
+    words = _tokenizer(folder, recipe, foreign)
+    if tokenizer is not None:
+        new = load_tokenizer(tokenizer)
+        if words is None:
+            raise ConfigError(f"{folder} has no tokenizer to grow from", hint="put its tokenizer.json into the folder")
+        recipe, state, said = grow(recipe, state, words, new)
+        notes.append(said)
+        words = new
+    run = write_run(recipe, state, target, words, dtype, folder)
+    check = _check(run, folder, recipe, words) if verify and foreign and tokenizer is None else None
+    count = sum(t.numel() for t in state.values())
+    return Imported(run.path, recipe.model.family, count, dtype, recipe.model.vocab or 0, notes, check)
+
+
+def _plain(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "._-" else "-" for c in name).lstrip("._-") or "imported"
+
+
+def dtype_of(weights: Weights) -> str:
+    """The one number format of the folder; fp16 becomes fp32, which holds it exactly."""
+    kinds = {weights.dtype(name) for name in weights}
+    return "bf16" if kinds == {torch.bfloat16} else "fp32"
+
+
+def under_our_names(recipe: Recipe, weights: Weights) -> dict[str, Tensor]:
+    """Every parameter of our model, mapped from the folder."""
+    with torch.device("meta"):
+        own = build(recipe.model, seq_len=min(recipe.data.seq_len, 128)).state_dict()
+    found: Mapping[str, Tensor] = weights if set(own) <= set(weights) else names.from_hf(weights, own)
+    tied = "net.lm_head.weight"
+    if tied in own and tied not in found and (twin := f"net.{names.TOP['embed.weight']}") in found:
+        found = {**found, tied: found[twin]}
+    missing = [name for name in own if name not in found]
+    wrong = [name for name in own if name in found and found[name].shape != own[name].shape]
+    if missing or wrong:
+        raise CheckpointError(
+            f"the weights do not fit the folder's own config: {len(missing)} missing ({', '.join(missing[:3])}), {len(wrong)} of another shape",
+            hint="is the folder whole, and is its config.json the one of these weights?",
+        )
+    keep = torch.bfloat16 if all(found[n].dtype == torch.bfloat16 for n in own) else torch.float32
+    return {name: found[name].to(keep) for name in own}
+
+
+def notes_of(folder: Path, recipe: Recipe) -> list[str]:
+    reasons = unlike_llama(read_json(folder / "config.json") or {})
+    if recipe.model.family != "hf":
+        return []
+    return [f"family hf: {'; '.join(reasons)}. It trains sharded, without tensor or pipeline parallelism."]
+
+
+def _tokenizer(folder: Path, recipe: Recipe, foreign: bool) -> Tokenizer | None:
+    from windlass.errors import DataError
+
+    try:
+        return load_tokenizer(folder) if foreign else tokenizer_of(Run(folder), recipe, folder)
+    except DataError:
+        return None
+
+
+def write_run(
+    recipe: Recipe, state: dict[str, Tensor], target: Path, words: Tokenizer | None, dtype: str, origin: Path
+) -> Run:
+    """The run folder with its one checkpoint, of step 0."""
+    if words is not None:
+        recipe = recipe.model_copy(
+            update={"data": recipe.data.model_copy(update={"tokenizer": str(target / "tokenizer")})}
+        )
+    if recipe.model.family == "hf":
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"config": str(target / "hf")})})
+    run = create_run(target, Loaded(recipe=recipe, text=toml_of(recipe), path=None, origins={}))
+    if recipe.model.family == "hf":
+        (target / "hf").mkdir()
+        shutil.copyfile(origin / "config.json", target / "hf" / "config.json")
+    if words is not None:
+        (target / "tokenizer").mkdir(exist_ok=True)
+        write_tokenizer(words, target / "tokenizer", longest=recipe.data.seq_len)
+    saver = Saver(run, SaveConfig(asynchronous=False))
+    outcome = saver.save(
+        STEP, {"model": state}, {"tokens": 0, "dtype": dtype, "imported_from": str(origin)}, block=True
+    )
+    saver.close()
+    if outcome is None or not outcome.ok:
+        raise CheckpointError(
+            f"the checkpoint could not be written: {outcome.error if outcome else 'unknown'}", hint="is the disk full?"
+        )
+    run.event("imported", origin=str(origin), dtype=dtype)
+    return run
+
+
+def toml_of(recipe: Recipe) -> str:
+    """What differs from the defaults, as a recipe; JSON's values are TOML's."""
+    values = recipe.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
+    top = [f"{key} = {json.dumps(value)}" for key, value in values.items() if not isinstance(value, dict)]
+    tables = [
+        f"[{key}]\n" + "\n".join(f"{inner} = {json.dumps(v)}" for inner, v in value.items() if not isinstance(v, dict))
+        for key, value in values.items() if isinstance(value, dict)
+    ]  # fmt: skip
+    return "# Written by `windlass import`.\n" + "\n".join([*top, *tables]) + "\n"
+
+
+def _check(run: Run, folder: Path, recipe: Recipe, words: Tokenizer | None) -> Any:
+    from windlass.evaluate.opened import checkpoint_of
+    from windlass.evaluate.verify import check_export
+
+    recipe, source = run.recipe(), checkpoint_of(run, None)
+    kind = next(
+        name for name, value in DTYPES.items() if value == open_weights(source).dtype(next(iter(open_weights(source))))
+    )
+    check = check_export(recipe, source, folder, kind, words)
+    if not check.ok:
+        raise CheckpointError(
+            f"the imported model does not compute what transformers computes: largest difference of logits {check.difference:.3g}",
+            hint="this is a fault in windlass: report the model's config.json; the run folder is kept for a look",
+        )
+    return check

@@ -1,0 +1,49 @@
+"""How does transformers get our tokenizer? tokenizer.json and its settings, whatever kind of file we were given. No torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from windlass.data.tokenizer import JsonTokenizer, RanksTokenizer, Tokenizer
+from windlass.runs.files import write_json, write_whole
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, longest: int) -> None:
+    """Write what `AutoTokenizer.from_pretrained(folder)` reads; the ids are the same as ours."""
+    settings: dict[str, Any] = {
+        "model_max_length": longest,
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": False,
+        "add_eos_token": False,
+    }
+    if isinstance(tokenizer, JsonTokenizer):
+        write_whole(folder / "tokenizer.json", tokenizer.path.read_bytes())
+    elif isinstance(tokenizer, RanksTokenizer):
+        write_whole(folder / "tokenizer.json", json_of_ranks(tokenizer))
+    else:
+        shutil.copyfile(tokenizer.path, folder / "tokenizer.model")
+        write_json(folder / "tokenizer_config.json", {**settings, "tokenizer_class": "LlamaTokenizer", "legacy": False})
+        return
+    end = end_token(tokenizer)
+    ends = {} if end is None else {"eos_token": end, "bos_token": end, "pad_token": end}
+    write_json(folder / "tokenizer_config.json", {**settings, "tokenizer_class": "PreTrainedTokenizerFast", **ends})
+    write_json(folder / "special_tokens_map.json", ends)
+
+
+def end_token(tokenizer: Tokenizer) -> str | None:
+    return None if tokenizer.eos is None else tokenizer.decode([tokenizer.eos]) or None
+
+
+def json_of_ranks(tokenizer: RanksTokenizer) -> str:
+    """A tokenizers JSON with the specials in their places and the ranks behind `first`."""
+    value = json.loads(tokenizer.engine_json() or "{}")
+    vocab = {token: number + tokenizer.first for token, number in value["model"]["vocab"].items()}
+    value["model"]["vocab"] = {**vocab, **dict(tokenizer.specials)}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    value["added_tokens"] = [
+        {"id": number, "content": name, **flags} for name, number in sorted(tokenizer.specials, key=lambda s: s[1])
+    ]
+    return json.dumps(value, ensure_ascii=False)
