@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from windlass.clusters.scheduler import Place
-from windlass.config import Recipe
+from windlass.config import ModelConfig, Recipe
 from windlass.data.stream import open_stream
 from windlass.runs.folder import Run
 from windlass.train import loop
@@ -44,9 +45,7 @@ def train_here(recipe: Recipe, validate: bool = False) -> list[tuple[float, floa
     """Ten steps on this rank of whatever world there is: (loss, gradient norm) of each, and the validation loss on the way."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     where = Place(rank, world, rank, world, 0, 1, None, None, "test")
-    job = loop.build(
-        recipe, Run(__import__("pathlib").Path("/nonexistent")), where, [], lambda text: None, announced=False
-    )
+    job = loop.build(recipe, Run(Path("/nonexistent")), where, [], lambda text: None, announced=False)
     out = []
     batches = loop.open_batches(job)
     if recipe.data.mask_documents:
@@ -161,6 +160,23 @@ def test_further_layouts_match_one_process(
     alone: Any, spawn: Any, family: str, world: int, micro: int, layout: dict[str, Any]
 ) -> None:
     compare(spawn(train_here, world, make_recipe("sgd", family, micro_batch=micro, **layout)), alone("sgd", family))
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_of_transformers_matches_one_process(spawn: Any, tmp_path: Path, tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.Qwen2Config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=250,
+        max_position_embeddings=64, tie_word_embeddings=tied,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    model = ModelConfig(family="hf", config=str(tmp_path))
+    one, two = (
+        make_recipe("sgd", micro_batch=m, shard=s).model_copy(update={"model": model})
+        for m, s in ((16, "none"), (4, "full"))
+    )
+    compare(spawn(train_here, 2, two), train_here(one))
 
 
 VALIDATED = [

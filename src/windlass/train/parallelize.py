@@ -232,7 +232,8 @@ def _shard(module: Model, recipe: Recipe, world: World) -> None:
         if isinstance(part, FSDPModule):
             # The loss is divided by the tokens of the whole batch, so gradients are summed, not averaged.
             part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
+            if hasattr(part, "set_force_sum_reduction_for_comms"):  # gloo cannot multiply while it sums
+                part.set_force_sum_reduction_for_comms(True)
 
 
 @dataclass(frozen=True)

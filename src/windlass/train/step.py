@@ -5,6 +5,7 @@ Nothing here waits for the device: clipping, the decision to skip and the number
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,6 +40,9 @@ class Stepper:
         self.scale = 1.0 / geometry.tokens_per_step
         self._sums: list[Tensor] = []
         self.schedule = bind_pipeline(parts, recipe, world, geometry.micro_batches, self._pipeline_loss)
+        # The last stage would keep its outputs of all micro-batches; older releases of torch do not know the word.
+        known = self.schedule is not None and "return_outputs" in inspect.signature(self.schedule.step).parameters
+        self._no_outputs = {"return_outputs": False} if known else {}
         self.replication = [replication(p, world) for _, p in parts.named_parameters()]
         if world.size == 1 and recipe.train.precision != "fp32" and geometry.micro_batches > 1:
             optimizer.accumulate_in_fp32()
@@ -80,7 +84,7 @@ class Stepper:
         return watch
 
     def _pipeline(self, inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> Any:
-        self.schedule.step(*self._first(inputs), **self._extra(targets, numbers), return_outputs=False)
+        self.schedule.step(*self._first(inputs), **self._extra(targets, numbers), **self._no_outputs)
         self._forget_trial()
         return None
 
@@ -91,7 +95,7 @@ class Stepper:
     def pipeline_sums(self, inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> Tensor:
         """Loss sums of a batch without gradients; zero on ranks that do not hold the last stage."""
         self._sums.clear()
-        self.schedule.eval(*self._first(inputs), **self._extra(targets, numbers), return_outputs=False)
+        self.schedule.eval(*self._first(inputs), **self._extra(targets, numbers), **self._no_outputs)
         self._forget_trial()
         return torch.stack(self._sums).sum(0) if self._sums else torch.zeros(2, device=self.world.device)
 
