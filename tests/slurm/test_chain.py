@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -119,8 +121,16 @@ def test_preemption_saves_requeues_and_goes_on(site, chain):
     assert [(r["job"], r["restart"]) for r in began] == [(job, 0), (job, 1)]
 
 
-def test_the_token_store_is_staged_and_training_reads_the_copy(site, chain, tmp_path):
-    own, fast = Path(os.environ["XDG_CONFIG_HOME"]) / "windlass/clusters/dev.toml", tmp_path / "fast"
+@pytest.fixture
+def fast():
+    """A fast file system that all nodes share; below /tmp it would count as a node's own."""
+    folder = Path(tempfile.mkdtemp(dir="/var/tmp"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_the_token_store_is_staged_and_training_reads_the_copy(site, fast):
+    own = Path(os.environ["XDG_CONFIG_HOME"]) / "windlass/clusters/dev.toml"
     own.write_text(own.read_text() + f'\n[storage.fast]\npath = "{fast}"\nfast = true\n')
     store = site.folder / "store"
     store.mkdir()

@@ -19,7 +19,7 @@ def last_loss(site, run: str) -> float:
 @pytest.mark.timeout(600)
 def test_a_chain_cut_by_the_wall_time_ends_with_the_same_loss(site):
     """Two nodes; first in one piece, then with a wall-time limit that falls into the first third of the training."""
-    work = {"train__steps": 240, "model__width": 128, "model__ffn": 384, "save__every": 60}
+    work = {"train__steps": 120, "model__width": 128, "model__ffn": 384, "save__every": 40}
     site.launch(site.recipe("whole", **work))
     assert site.wait_over("whole", PATIENT) == ["COMPLETED"]
     started = site.events("whole", "started")[0]
