@@ -89,8 +89,8 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def add_outer(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """total + left^T right in fp32. On a GPU the bf16 product is accumulated in fp32 by the GEMM itself."""
-    if left.device.type == "cuda" and left.dtype == torch.bfloat16:
+    """total + left^T right in fp32. On NVIDIA GPUs the GEMM itself adds bf16 products to the fp32 sum; ROCm has no such form."""
+    if left.device.type == "cuda" and left.dtype == torch.bfloat16 and torch.version.hip is None:
         if total is None:
             return torch.mm(left.t(), right, out_dtype=torch.float32)
         return torch.addmm(total, left.t(), right, out_dtype=torch.float32)
