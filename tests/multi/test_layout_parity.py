@@ -30,6 +30,8 @@ def make_recipe(
         shape["kv_heads"] = 2
     else:
         shape |= {"value_width": 96, "chunk": 8}
+    if layout.pop("tied", False):
+        shape["tied"] = True
     data = {"mask_documents": True} if layout.pop("documents", False) else {}
     lr = {"adamw": 1e-2, "sgd": 0.3}[optimizer]
     return Recipe.model_validate({
@@ -204,6 +206,12 @@ def test_validation_does_not_change_the_curve(validated: Any) -> None:
     plain = train_here(make_recipe("sgd", micro_batch=4, documents=True))
     assert validated[:3] + validated[4:5] + validated[6:] == plain
     assert plain[0] != train_here(make_recipe("sgd", micro_batch=4))[0], "the mask of documents is in force"
+
+
+@pytest.mark.multi
+def test_tied_weights_match_one_process(spawn: Any) -> None:
+    seen = spawn(train_here, 2, make_recipe("sgd", micro_batch=4, shard="full", tied=True))
+    compare(seen, train_here(make_recipe("sgd", micro_batch=16, tied=True)))
 
 
 def test_single_process_does_not_depend_on_accumulation(alone: Any) -> None:
