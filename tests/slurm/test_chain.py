@@ -35,6 +35,7 @@ def test_the_next_link_resumes_and_the_spare_one_ends_at_once(site, chain):
     assert "ends at once: the run is finished" in site.log("spare")
     view = site.json("jobs", "spare")
     assert view["verdict"] == "finished" and view["node_hours_left"] == 0
+    assert [job["state"]["exit_code"] for job in view["jobs"]] == [75, 0, 0]  # without an accounting database
     third = view["jobs"][2]["state"]
     assert third["elapsed_seconds"] < 15
 

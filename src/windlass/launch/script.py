@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from windlass.clusters.model import Cluster
 from windlass.errors import EXIT_RESUMABLE
@@ -335,8 +335,3 @@ def _charliecloud(env: Environment, cluster: Cluster, workdir: str) -> str:
 def _word(word: str) -> str:
     """A shell word: quoted, but a variable of the job (`$code`) stays one; `$@` belongs to an inner shell."""
     return _double(word) if "$" in word and "$@" not in word else shlex.quote(word)
-
-
-def variables_of(job: Job, cluster: Cluster) -> Mapping[str, str]:
-    """The cluster's and the recipe's variables as a mapping, for the local executor and for checks."""
-    return {**{k: v.value for k, v in cluster.env.items()}, **job.tracker_env, **job.env}

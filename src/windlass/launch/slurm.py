@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -68,7 +69,9 @@ class Slurm:
         missing = [job for job in jobs if job not in found]
         unsure = [job for job, state in found.items() if state.over and state.exit_code is None]
         known = self._sacct([*missing, *unsure])
-        return found | {job: state for job, state in known.items() if job in missing or state.over}
+        found |= {job: state for job, state in known.items() if job in missing or state.over}
+        codes = self.exit_codes([job for job in unsure if found[job].exit_code is None])
+        return found | {job: replace(found[job], exit_code=code) for job, code in codes.items()}
 
     def _squeue(self, jobs: Sequence[str]) -> Mapping[str, State]:
         words = ["squeue", "-h", "-t", "all", "-r", "-j", ",".join(jobs), "-o", SQUEUE]
@@ -99,8 +102,8 @@ class Slurm:
                 text = self.call(["scontrol", "show", "job", job])
             except LaunchError:
                 continue
-            if match := re.search(r"\bExitCode=(\d+):", text):
-                found[job] = int(match.group(1))
+            if codes := re.findall(r"\bExitCode=(\d+):", text):  # one for each task of an array
+                found[job] = max(int(code) for code in codes)
         return found
 
     def call(self, words: Sequence[str], *, both: bool = False) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import socket
 import sys
 import time
@@ -16,7 +15,7 @@ from typing import Any
 
 from windlass.clusters import Cluster, load_cluster
 from windlass.config import Loaded, Recipe
-from windlass.errors import LaunchError, WindlassError
+from windlass.errors import LaunchError
 from windlass.launch import checks
 from windlass.launch.checks import Finding
 from windlass.launch.executor import Executor
@@ -287,22 +286,3 @@ def cancel(run: Run, by_name: Mapping[str, Executor], only: str | None = None) -
         by_name[entry.executor].cancel([entry.job])
         append_line(run.jobs_file, {"record": "cancelled", "time": time.time(), "job": entry.job})
     return [entry.job for entry in todo]
-
-
-def local_tools() -> list[str]:
-    """Commands of sites that help with budgets and containers, where they exist; for doctor."""
-    names = (
-        "singularity",
-        "apptainer",
-        "ch-run",
-        "enroot",
-        "eacct",
-        "accinfo",
-        "saldo",
-        "lumi-allocations",
-        "bsc_queues",
-    )
-    return [name for name in names if shutil.which(name)]
-
-
-__all__ = ["Cost", "Prepared", "WindlassError", "cancel", "executors", "prepare", "submit"]
