@@ -90,29 +90,29 @@ class Mixture:
         wanted = np.asarray(indexes, dtype=np.int64)
         if wanted.size and int(wanted.min()) < 0:
             raise DataError(f"sequence number {int(wanted.min())} is below 0")
-        source, turn = np.empty_like(wanted), np.empty_like(wanted)
+        source, window, passed = np.empty_like(wanted), np.empty_like(wanted), np.empty_like(wanted)
         starts = np.array([phase.start for phase in self.phases], dtype=np.int64)
         phase_of = np.searchsorted(starts, wanted, side="right") - 1
         local = wanted - starts[phase_of]
         block_of = local // BLOCK
-        for phase, block in {(int(p), int(b)) for p, b in zip(phase_of.ravel(), block_of.ravel(), strict=True)}:
+        for phase, block in set(zip(phase_of.ravel().tolist(), block_of.ravel().tolist(), strict=True)):
             here = (phase_of == phase) & (block_of == block)
-            sources, turns = self._block(phase, block)
             offset = local[here] - block * BLOCK
-            source[here], turn[here] = sources[offset], turns[offset]
-        return self._windows_of(source, turn)
+            source[here], window[here], passed[here] = (column[offset] for column in self._block(phase, block))
+        return source, window, passed
 
     def _windows_of(self, source: Ints, turn: Ints) -> tuple[Ints, Ints, Ints]:
         size = self.windows[source]
         passes = turn // size
         window = np.empty_like(turn)
-        for number, turn_pass in {(int(s), int(p)) for s, p in zip(source.ravel(), passes.ravel(), strict=True)}:
+        for number, turn_pass in set(zip(source.tolist(), passes.tolist(), strict=True)):
             here = (source == number) & (passes == turn_pass)
             key = key_of(self.seed, number, turn_pass)
             window[here] = permute(turn[here] % self.windows[number], int(self.windows[number]), key)
         return source, window, passes
 
-    def _make_block(self, phase: int, block: int) -> tuple[Ints, Ints]:
+    def _make_block(self, phase: int, block: int) -> tuple[Ints, Ints, Ints]:
+        """(source, window, pass) of each sequence of a block."""
         plan = self.phases[phase]
         begin, end = block * BLOCK, min((block + 1) * BLOCK, plan.length)
         weights = np.array(plan.weights)
@@ -126,7 +126,7 @@ class Mixture:
         # Only whose turn it is is shuffled: a source's own turns stay in order, so a pass ends before the next begins.
         in_order = np.empty_like(turns)
         in_order[np.argsort(shuffled, kind="stable")] = turns
-        return shuffled, in_order
+        return self._windows_of(shuffled, in_order)
 
     def due(self, sequences: int) -> Ints:
         """Each source's share of the first `sequences`, leaving aside the shuffle inside the last block."""
@@ -141,7 +141,7 @@ class Mixture:
             whole = here // BLOCK * BLOCK
             total += shares(whole, np.array(phase.weights))
             if here > whole:
-                sources, _ = self._block(number, whole // BLOCK)
+                sources = self._block(number, whole // BLOCK)[0]
                 total += np.bincount(sources[: here - whole], minlength=len(total))
         return total
 
