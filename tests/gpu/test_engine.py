@@ -1,0 +1,85 @@
+"""What only a GPU can tell: compiled blocks and optimizer, FP8 units, kernels of attention. `pytest tests/gpu/test_engine.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from windlass.clusters.scheduler import Place
+from windlass.config import OptimConfig, Recipe
+from windlass.runs.folder import Run
+from windlass.train import loop
+from windlass.train.attention import attention_backend
+from windlass.train.optimizers import build_optimizer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+def curve(steps: int = 6, **tables: Any) -> list[float]:
+    base: dict[str, Any] = {
+        "model": {"layers": 4, "width": 512, "ffn": 1408, "heads": 8, "kv_heads": 4, "vocab": 8000}, "data": {"seq_len": 512, "batch_tokens": 8192},
+        "train": {"steps": steps}, "layout": {"micro_batch": 8}, "optim": {"lr": 1e-3}, "energy": {"enabled": False}, "save": {"at_end": False},
+    }  # fmt: skip
+    recipe = Recipe.model_validate({"name": "g", **{k: {**v, **tables.get(k, {})} for k, v in base.items()}})
+    job = loop.build(
+        recipe, Run(Path("/nonexistent")), Place(0, 1, 0, 1, 0, 1, None, None, "single"), [], print, announced=False
+    )
+    out, batches = [], loop.open_batches(job)
+    with attention_backend(recipe.train.attention, job.world.device):
+        for _ in range(steps):
+            tokens, documents = next(batches)
+            out.append(job.stepper.step(tokens, documents, 1e-3).values[0].item())
+            loop.advance(job)
+    batches.close()
+    return out
+
+
+def test_bf16_follows_fp32() -> None:
+    assert curve() == pytest.approx(curve(train={"precision": "fp32"}), abs=2e-2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"compile": False},
+        {"loss": "plain"},
+        {"fuse": False},
+        {"attention": "flash"},
+        {"recompute": "full"},
+        {"recompute": "selective"},
+    ],
+    ids=str,
+)
+def test_a_technique_changes_speed_not_the_curve(change: dict[str, Any]) -> None:
+    assert curve(train=change) == pytest.approx(curve(), abs=1e-2)
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_fp8_follows_bf16(scaling: str) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no FP8 units")
+    assert curve(train={"precision": "fp8", "fp8_scaling": scaling}) == pytest.approx(curve(), abs=5e-2)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_compiled_update_equals_the_host_s(name: str) -> None:
+    torch.manual_seed(0)
+    start, slopes = torch.randn(300, 70), [torch.randn(300, 70) for _ in range(4)]
+    results = []
+    for device in ("cpu", "cuda"):
+        weight = torch.nn.Parameter(start.to(device, copy=True))
+        optimizer = build_optimizer([("w", weight)], OptimConfig(name=name))
+        for slope in slopes:
+            weight.grad = slope.to(device)
+            optimizer.step(1e-2, torch.tensor(0.5, device=device), torch.tensor(True, device=device))
+        results.append(weight.detach().cpu())
+    assert torch.allclose(*results, atol=1e-5)
+
+
+def test_retnet_forms_agree_in_bf16() -> None:
+    model = {"family": "retnet", "heads": 4, "kv_heads": None, "chunk": 128}
+    forms = [curve(model={**model, "retention": form}) for form in ("parallel", "chunkwise")]
+    assert forms[0] == pytest.approx(forms[1], abs=2e-2)
