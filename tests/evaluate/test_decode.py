@@ -1,0 +1,109 @@
+"""Is decoding equal to doing the past again? Token by token, in parts, in all three families; and RetNet's state stays as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from windlass.config import ModelConfig
+from windlass.errors import ConfigError
+from windlass.evaluate.decode import decoder
+from windlass.evaluate.generate import Sampling, generate, pick
+from windlass.evaluate.opened import open_model
+from windlass.models import build
+
+
+def whole(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return model(tokens)[:, -1, : model.vocab].float()
+
+
+@pytest.mark.parametrize("which", ["llama_run", "retnet_run"])
+@pytest.mark.parametrize("parts", [(30,), (1,) * 30, (7, 1, 1, 12, 9)])
+def test_decoding_is_the_forward_pass(which: str, parts: tuple[int, ...], request: Any) -> None:
+    model = open_model(request.getfixturevalue(which).path).model
+    tokens = torch.randint(0, model.vocab, (2, 30), generator=torch.Generator().manual_seed(1))
+    state, done = decoder(model, batch=2, limit=30), 0
+    for part in parts:
+        logits = state.feed(tokens[:, done : done + part])
+        done += part
+        assert torch.allclose(logits, whole(model, tokens[:, :done]), atol=2e-4), done
+
+
+def test_a_long_prompt_goes_through_in_chunks(retnet_run: Any) -> None:
+    model = open_model(retnet_run.path).model
+    model.seq_len = 200
+    model.prepare("cpu")
+    tokens = torch.randint(0, model.vocab, (1, 190), generator=torch.Generator().manual_seed(1))
+    state = decoder(model, limit=190)
+    state.chunk = 16
+    assert torch.allclose(state.feed(tokens), whole(model, tokens), atol=2e-4)
+
+
+def test_memory_grows_for_llama_and_not_for_retnet(llama_run: Any, retnet_run: Any) -> None:
+    llama, retnet = (decoder(open_model(run.path).model, limit=64) for run in (llama_run, retnet_run))
+    sizes = []
+    for state in (llama, retnet):
+        state.feed(torch.zeros(1, 8, dtype=torch.long))
+        first = state.state_bytes()
+        state.feed(torch.zeros(1, 24, dtype=torch.long))
+        sizes.append((first, state.state_bytes()))
+    # 2 layers x keys and values x 2 heads x 12 numbers x 4 bytes = 384 bytes a token
+    assert sizes[0] == (8 * 384, 32 * 384)
+    assert sizes[1][0] == sizes[1][1]
+
+
+def test_a_transformers_model_decodes_with_its_own_cache(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.Qwen2Config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=120,
+        max_position_embeddings=64,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    model = build(ModelConfig(family="hf", config=str(tmp_path)), seq_len=32)
+    model.init_weights(0)
+    tokens = torch.randint(0, 120, (1, 12))
+    state = decoder(model.eval(), limit=12)
+    state.feed(tokens[:, :5])
+    assert torch.allclose(state.feed(tokens[:, 5:]), whole(model, tokens), atol=1e-4)
+    assert state.state_bytes() > 0
+
+
+def test_a_seed_is_a_text(llama_run: Any) -> None:
+    model = open_model(llama_run.path).model
+    texts = [generate(model, [5, 6, 7], Sampling(tokens=12, seed=seed)).ids for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2] and len(texts[0]) == 12
+
+
+def test_greedy_takes_the_best_and_ends_with_the_end(llama_run: Any) -> None:
+    model = open_model(llama_run.path).model
+    made = generate(model, [5, 6], Sampling(tokens=6, temperature=0))
+    tokens = [5, 6]
+    for _ in range(6):
+        tokens.append(int(whole(model, torch.tensor([tokens])).argmax()))
+    assert made.ids == tokens[2:] and made.prompt_tokens == 2 and made.tokens_per_second
+    end = made.ids[3]
+    cut = generate(model, [5, 6], Sampling(tokens=6, temperature=0), eos=end)
+    assert cut.ended and cut.ids == made.ids[: made.ids.index(end)]
+    on = generate(model, [5, 6], Sampling(tokens=6, temperature=0, go_on=True), eos=end)
+    assert not on.ended and len(on.ids) == 6 and end not in on.ids
+
+
+def test_the_nucleus_is_kept_to() -> None:
+    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
+    random = torch.Generator().manual_seed(0)
+    seen = [pick(logits, Sampling(temperature=1.0, top_p=0.7), random) for _ in range(300)]
+    assert set(seen) == {0, 1}
+    assert seen.count(0) / 300 == pytest.approx(0.625, abs=0.08)  # 0.5 / 0.8
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"tokens": 0}])
+def test_a_way_to_sample_that_is_none(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="not a way to sample"):
+        Sampling(**wrong)
+
+
+def test_an_empty_prompt(llama_run: Any) -> None:
+    with pytest.raises(ConfigError, match="no tokens"):
+        generate(open_model(llama_run.path).model, [], Sampling())

@@ -1,0 +1,155 @@
+"""Is the held-out number right? Against the training code's own loss, by hand, and with every refusal provoked."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from windlass.data.store import Store
+from windlass.data.tokenizer import Tokenizer, train_bpe
+from windlass.errors import CheckpointError, ConfigError, DataError
+from windlass.evaluate.losses import token_losses
+from windlass.evaluate.opened import find_store, open_model
+from windlass.evaluate.perplexity import Document, byte_count, choose, evaluate, scores_of, summarize
+from windlass.evaluate.record import append, ratio_interval, wilson_interval
+from windlass.runs.files import read_lines
+from windlass.runs.folder import Run
+
+
+@pytest.mark.parametrize("which", ["llama_run", "retnet_run"])
+def test_the_mean_is_the_training_code_s_loss(which: str, request: Any, store: Store, tokenizer: Tokenizer) -> None:
+    opened = open_model(request.getfixturevalue(which).path)
+    made = evaluate(opened, store, tokenizer)
+    total = 0.0
+    for name in store.sources:  # the same windows through the model's own summed loss
+        flat = torch.tensor([store.eos, *store.tokens(name, "validation")[:].tolist()])
+        for start in range(0, len(flat) - 1, 32):
+            part = flat[start : start + 33]
+            total += float(opened.model(part[None, :-1], part[None, 1:])[1])
+    everything = made.scores[0].detail
+    assert everything["tokens"] == sum(len(store.tokens(n, "validation")) for n in store.sources) == made.tokens
+    assert everything["nats"] == pytest.approx(total, rel=1e-5)
+
+
+def test_bits_per_byte_by_hand() -> None:
+    """Two documents: 8 nats over 4 bytes, 2 nats over 6 bytes -> 10 / ln 2 / 10 bits per byte."""
+    documents = [Document("a", "nl", 4, 4, 8.0), Document("a", "nl", 1, 6, 2.0)]
+    bits, perplexity = scores_of("all", documents)
+    assert bits.value == pytest.approx(1 / math.log(2))
+    assert perplexity.value == pytest.approx(math.exp(2.0))
+    assert bits.low is not None and bits.low <= bits.value <= (bits.high or 0)
+
+
+def test_one_document_has_no_interval() -> None:
+    assert scores_of("all", [Document("a", None, 4, 4, 8.0)])[0].low is None
+
+
+def test_groups_cover_sources_languages_and_lengths() -> None:
+    documents = [Document("a", "nl", 9, 100, 8.0), Document("b", None, 9, 9000, 8.0)]
+    groups = {score.group for score in summarize(documents)}
+    assert groups == {
+        "all",
+        "source a",
+        "source b",
+        "language nl",
+        "language unknown",
+        "length under 2 KiB",
+        "length 8 to 32 KiB",
+    }
+
+
+def test_bytes_are_those_of_the_text(store: Store, tokenizer: Tokenizer, corpus: dict[str, Path]) -> None:
+    total = sum(
+        byte_count(array[start:stop], tokenizer, store.eos)
+        for name in store.sources for split in store.splits
+        for array in [store.tokens(name, split)] for start, stop in array.documents()
+    )  # fmt: skip
+    assert total == sum(info.bytes or 0 for info in store.sources.values())
+
+
+def test_a_limit_takes_whole_documents_of_every_source(store: Store) -> None:
+    chosen = dict(choose(store, "validation", 300))
+    assert set(chosen) == {"dutch", "english"}
+    every = dict(choose(store, "validation", None))
+    assert all(0 < len(chosen[name]) < len(every[name]) and set(chosen[name]) <= set(every[name]) for name in chosen)
+
+
+def test_masked_documents_do_not_see_each_other(
+    make_run: Any, tmp_path: Path, store: Store, tokenizer: Tokenizer
+) -> None:
+    run = make_run(tmp_path / "run", seq_len=64)
+    opened = open_model(run.path)
+    plain = evaluate(opened, store, tokenizer).documents
+    config = opened.recipe.data.model_copy(update={"mask_documents": True})
+    masked_recipe = opened.recipe.model_copy(update={"data": config})
+    from dataclasses import replace
+
+    masked = evaluate(replace(opened, recipe=masked_recipe), store, tokenizer).documents
+    assert masked[0].nats == pytest.approx(plain[0].nats, rel=0.05)
+    assert sum(d.nats for d in masked) != pytest.approx(sum(d.nats for d in plain), rel=1e-6)
+
+
+def test_token_losses_ignore_padded_rows(llama_run: Run) -> None:
+    model = open_model(llama_run.path).model
+    assert model.embed.weight.shape[0] > model.vocab
+    tokens = torch.randint(0, model.vocab, (2, 17), generator=torch.Generator().manual_seed(0))
+    losses = token_losses(model, tokens[:, :-1], tokens[:, 1:])
+    logits = model(tokens[:, :-1])[..., : model.vocab]
+    expected = -torch.log_softmax(logits, -1).gather(2, tokens[:, 1:, None]).squeeze(2)
+    assert torch.allclose(losses, expected, atol=1e-5)
+
+
+def test_results_land_in_the_run(llama_run: Run, store: Store, tokenizer: Tokenizer) -> None:
+    opened = open_model(llama_run.path)
+    made = evaluate(opened, store, tokenizer, max_tokens=500)
+    append(llama_run, made.scores, step=opened.step, tokens=opened.tokens)
+    lines = list(read_lines(llama_run.eval_file))
+    assert [line["value"] for line in lines[-len(made.scores) :]] == [score.value for score in made.scores]
+    assert {"task", "group", "metric", "low", "high", "count"} <= set(lines[-1]) and lines[-1]["step"] == 7
+
+
+def test_intervals() -> None:
+    random = np.random.default_rng(1)
+    hits = 0
+    for seed in range(60):  # a 95 % interval holds the truth about 57 times of 60
+        sample = random.exponential(1.0, 80)
+        low, high = ratio_interval(sample, np.ones(80), seed=seed)
+        hits += (low or 0) <= 1.0 <= (high or 0)
+    assert 50 <= hits <= 60
+    low, high = wilson_interval(8, 10)
+    assert (low, high) == (pytest.approx(0.4902, abs=1e-3), pytest.approx(0.9433, abs=1e-3))
+
+
+def test_another_tokenizer_is_refused(llama_run: Run, make_store: Any, tmp_path: Path) -> None:
+    other = make_store(tmp_path / "other", train_bpe(["abc " * 50, "water zee"], 262, tmp_path / "tokenizer"))
+    with pytest.raises(DataError, match="another tokenizer") as caught:
+        find_store(open_model(llama_run.path), other.path)
+    assert "tokenize the held-out text" in (caught.value.hint or "")
+
+
+def test_a_split_that_is_not_there(llama_run: Run, store: Store, tokenizer: Tokenizer) -> None:
+    with pytest.raises(DataError, match="no 'test' split"):
+        evaluate(open_model(llama_run.path), store, tokenizer, split="test")
+
+
+def test_a_step_that_is_not_there(llama_run: Run) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint of step 9") as caught:
+        open_model(llama_run.path, step=9)
+    assert "it has 7" in (caught.value.hint or "")
+
+
+def test_a_checkpoint_of_another_family(llama_run: Run, retnet_run: Run) -> None:
+    from windlass.evaluate.opened import checkpoint_of, load
+
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        load(retnet_run.recipe(), checkpoint_of(llama_run, None), torch.device("cpu"), torch.float32)
+
+
+def test_an_unknown_number_format(llama_run: Run) -> None:
+    with pytest.raises(ConfigError, match="'fp4' is unknown"):
+        open_model(llama_run.path, dtype="fp4")
