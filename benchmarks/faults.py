@@ -426,9 +426,15 @@ class Lab:
 
 
 def recovery(run: Run, moments: list[float]) -> list[float]:
-    """Seconds from each fault to the first step after it."""
+    """Seconds from each fault to the first step of the next start (of the same one, when it needed none)."""
     times = sorted(m["time"] for m in run.metrics())
-    return [after[0] - moment for moment in moments if (after := [t for t in times if t > moment + 0.02])]
+    starts = [e["time"] for e in run.events() if e["event"] in ("started", "resumed")]
+    begins = [next((s for s in starts if s > moment), moment + 0.02) for moment in moments]
+    return [
+        after[0] - moment
+        for moment, begin in zip(moments, begins, strict=True)
+        if (after := [t for t in times if t > begin])
+    ]
 
 
 def lost(run: Run) -> int:
@@ -668,15 +674,11 @@ def read_only(lab: Lab, world: int = 2, steps: int = 24) -> Row:
         if not turned or codes[0] != CheckpointError.exit_code:
             return Row("read-only folder", 1, f"remounted: {turned}, exit codes {codes}", None, None, False)
         lab.finish(made, run, world)
-        return judged(
-            lab,
-            "folder turns read-only",
-            made,
-            world,
-            run,
-            [moment],
-            f"exit code {codes[0]}, earlier checkpoints whole; then the same to the last bit",
-        )
+        text = f"exit code {codes[0]}, earlier checkpoints whole; then the same to the last bit"
+        row = judged(lab, "folder turns read-only", made, world, run, [moment], text)
+        # It trained to its end on a disk that took no metrics: everything after the last save was lost.
+        row.steps_lost = steps - next(e["step"] for e in run.events() if e["event"] == "resumed")
+        return row
 
 
 def hung(lab: Lab, world: int = 2, steps: int = 24) -> Row:
@@ -969,7 +971,7 @@ def write_results(rows: list[Row], given: argparse.Namespace) -> None:
     (given.out / "faults.json").write_text(json.dumps({**facts, "rows": [vars(r) for r in rows]}, indent=2) + "\n")
     words = "\n".join(f"- {k}: {v}" for k, v in facts.items())
     text = f"# What happens when: every fault we can cause\n\n{words}\n\n{table(rows)}\n\nLosses are compared as hexadecimal floats, weights and moments bit by bit, "
-    text += "sequences by their checksums, against the uninterrupted run at the same number of processes. Seconds to recover: from the fault to the first step after it, on a shared machine.\n"
+    text += "sequences by their checksums, against the uninterrupted run at the same number of processes. Seconds to recover: median from the fault (or the end of the start that it ended) to the first step of the next start, on a shared machine.\n"
     (given.out / "faults.md").write_text(text)
 
 
