@@ -131,7 +131,10 @@ class Mixture:
     def due(self, sequences: int) -> Ints:
         """Each source's share of the first `sequences`, leaving aside the shuffle inside the last block."""
         spans = [(phase, max(0, min(phase.length, sequences - phase.start))) for phase in self.phases]
-        return np.sum([shares(here, np.array(phase.weights)) for phase, here in spans], axis=0, dtype=np.int64)
+        total = np.zeros(len(self.names), dtype=np.int64)
+        for phase, here in spans:
+            total += shares(here, np.array(phase.weights))
+        return total
 
     def drawn(self, sequences: int) -> Ints:
         """How many of the first `sequences` come from each source, exactly."""
