@@ -92,6 +92,7 @@ def measure_one(c: dict[str, Any], warm: int = 3, timed: int = 5) -> dict[str, A
     from windlass.train import loop
     from windlass.train.attention import attention_backend
 
+    torch._dynamo.reset()  # each configuration compiles anew; otherwise the recompile limit is hit
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     folder = Run(Path(tempfile.mkdtemp(prefix="windlass-plan-")))

@@ -37,7 +37,7 @@ seq_len = 256
 batch_tokens = 2048             # 8 sequences: 2 processes x 4
 policy  = "lawful"
 [optim]
-lr      = 3e-3
+lr      = 1e-3
 warmup  = 20480                 # 10 steps
 [train]
 steps   = {steps}
