@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from windlass.energy.carbon import print_carbon
 from windlass.energy.measure import SCOPES
+from windlass.errors import WindlassError
 from windlass.figures import Card, Cards, Chart, Html, Item, Mark, Note, Section, Series, Table, bars, line, points
+from windlass.profile.view import run_sections
 from windlass.report.card import content_summary, data_section, model_card
 from windlass.report.collect import RunSummary
 from windlass.report.columns import Columns, axis, step_of, thin
@@ -36,6 +39,7 @@ from windlass.report.words import (
     watts,
     when,
 )  # fmt: skip
+from windlass.runs.folder import Run
 from windlass.units import print_bytes, print_seconds, print_tokens
 
 CURVES: tuple[tuple[str, str, str, bool], ...] = (
@@ -60,12 +64,21 @@ def sections(summary: RunSummary, columns: Columns) -> list[Section]:
         *plan_sections(summary),
         evaluation(summary),
         saves(summary),
+        *profile_sections(summary),
         data_section(summary),
         environment(summary),
         model_card(summary),
         content_summary(summary),
         conventions(),
     ]
+
+
+def profile_sections(summary: RunSummary) -> list[Section]:
+    """Where a step's time went, when the run was profiled; a trace that cannot be read costs the section, not the report."""
+    try:
+        return run_sections(Run(Path(summary.path)))
+    except WindlassError as error:
+        return [Section("Profile", (Note(f"The trace cannot be read: {error.message}", "warning"),), id="profile")]
 
 
 def cards(s: RunSummary) -> Cards:
