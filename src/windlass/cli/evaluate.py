@@ -25,6 +25,7 @@ def register(app: typer.Typer) -> None:
     app.command("generate")(generate)
     app.command("export")(export)
     app.command("import")(import_)
+    app.command("finetune")(finetune)
 
 
 def eval_(
@@ -38,40 +39,162 @@ def eval_(
     max_tokens: Annotated[
         str | None, typer.Option("--tokens", help='At most about so many tokens ("10M"), spread over the split.')
     ] = None,
+    task: Annotated[
+        list[Path] | None,
+        typer.Option("--task", help="JSONL file of a task (multiple choice, cloze, translation); may be repeated."),
+    ] = None,
+    harness: Annotated[
+        str | None, typer.Option("--harness", help="Tasks of lm-evaluation-harness, comma between them.")
+    ] = None,
+    harness_folder: Annotated[
+        Path | None,
+        typer.Option("--harness-folder", help="Folder with the tasks' YAML files: nothing is looked up elsewhere."),
+    ] = None,
+    shots: Annotated[int | None, typer.Option("--shots", min=0, help="Solved examples before each question.")] = None,
+    template: Annotated[
+        str, typer.Option("--template", help="Translation: the prompt, with {source} in it.")
+    ] = "{source}\n",
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Harness: at most so many questions of each task.")
+    ] = None,
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="Also look for the evaluation texts in the training split.")
+    ] = False,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Sequences per forward pass.")] = None,
     step: AtStep = None,
     device: Device = None,
     dtype: Dtype = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Also write a page with a chart of bits per byte.")
+    ] = None,
     save: Annotated[bool, typer.Option("--save/--no-save", help="Append the results to the run's eval.jsonl.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Perplexity and bits per byte on held-out documents, by source, language and document length."""
+    """Perplexity and bits per byte on held-out documents, by source, language and length; or tasks from files and the harness."""
     from windlass.cli.output import console, print_json
-    from windlass.evaluate.opened import find_store, find_tokenizer, open_model
-    from windlass.evaluate.perplexity import evaluate
+    from windlass.evaluate.opened import find_store, open_model
     from windlass.evaluate.record import append
-    from windlass.units import parse_tokens
 
     opened = open_model(run, step=step, device=device, dtype=dtype)
-    held = find_store(opened, store)
-    limit = parse_tokens(max_tokens) if max_tokens is not None else None
-    with Bar("evaluating", quiet=as_json) as tell:
-        made = evaluate(
-            opened, held, find_tokenizer(opened, held.tokenizer_file), split=split or opened.recipe.data.validation or "validation",
-            max_tokens=limit, batch=batch, tell=tell,
-        )  # fmt: skip
+    if task or harness:
+        scores = _task_scores(
+            opened, task or [], harness, harness_folder, shots, template, limit, batch, overlap, as_json
+        )
+        answer = {**_about(opened), "scores": [score.line() for score in scores]}
+        more = {}
+    else:
+        held = find_store(opened, store)
+        made, found = _held_out(opened, held, split, max_tokens, batch, overlap, as_json)
+        scores = [*made.scores, *found]
+        answer, more = _eval_json(opened, made, scores, held.path), {"store": str(held.path)}
     if save and opened.run is not None:
-        append(opened.run, made.scores, step=opened.step, tokens=opened.tokens, store=str(held.path))
+        append(opened.run, scores, step=opened.step, tokens=opened.tokens, **more)
+    if html is not None:
+        _write_page(html, opened, scores)
     if as_json:
-        print_json(_eval_json(opened, made, held.path))
+        print_json(answer)
         return
-    _eval_tables(console(), opened, made)
+    if not (task or harness):
+        _eval_tables(console(), opened, made)
+        scores = found
+    _score_table(console(), scores)
+    if save and opened.run is not None:
+        console().print(f"written to {opened.run.eval_file}", markup=False, soft_wrap=True)
 
 
-def _eval_json(opened: Opened, made: Evaluation, store: Path) -> dict[str, Any]:
+def _held_out(
+    opened: Opened, held: Any, split: str | None, max_tokens: str | None, batch: int | None, overlap: bool, quiet: bool
+) -> Any:
+    """Scores of the held-out documents, and of their overlap with the training split where that was asked for."""
+    from windlass.evaluate.opened import find_tokenizer
+    from windlass.evaluate.perplexity import choose, evaluate
+    from windlass.units import parse_tokens
+
+    limit = parse_tokens(max_tokens) if max_tokens is not None else None
+    name = split or opened.recipe.data.validation or "validation"
+    with Bar("evaluating", quiet=quiet) as tell:
+        made = evaluate(
+            opened,
+            held,
+            find_tokenizer(opened, held.tokenizer_file),
+            split=name,
+            max_tokens=limit,
+            batch=batch,
+            tell=tell,
+        )
+    if not overlap:
+        return made, []
+    items = [
+        (source, held.tokens(source, name)[start:stop])
+        for source, spans in choose(held, name, limit)
+        for start, stop in spans
+    ]
+    return made, _overlap(
+        opened, "overlap", [ids for _, ids in items], [f"source {source}" for source, _ in items], quiet
+    )
+
+
+def _overlap(opened: Opened, task: str, items: list[Any], groups: list[str], quiet: bool) -> list[Any]:
+    from windlass.evaluate.opened import own_store
+    from windlass.evaluate.overlap import find_overlap
+
+    with Bar("looking for overlap", quiet=quiet) as tell:
+        found = find_overlap(own_store(opened), items, tell=tell)
+    numbers = {"all": list(range(len(items)))}
+    for number, group in enumerate(groups):
+        numbers.setdefault(group, []).append(number)
+    return [found.score(task, group, inside) for group, inside in numbers.items()]
+
+
+def _task_scores(
+    opened: Opened, files: list[Path], harness: str | None, folder: Path | None, shots: int | None, template: str, limit: int | None,
+    batch: int | None, overlap: bool, quiet: bool,
+) -> list[Any]:  # fmt: skip
+    from windlass.evaluate.opened import find_tokenizer
+    from windlass.evaluate.tasks import read_task, run_task
+
+    words, scores = find_tokenizer(opened), []
+    for task in [read_task(path) for path in files]:  # all are read first: a bad file costs no minute of another's work
+        with Bar(task.name, quiet=quiet) as tell:
+            scores += run_task(opened, words, task, shots=shots or 0, template=template, tell=tell)
+        if overlap:
+            import numpy as np
+
+            texts = [
+                np.array(words.encode(" ".join(v for v in item.values() if isinstance(v, str)))) for item in task.items
+            ]
+            scores += _overlap(opened, task.name, texts, [], quiet)
+    if harness:
+        from windlass.evaluate.harness import run_harness
+
+        scores += run_harness(opened, words, harness.split(","), folder=folder, shots=shots, limit=limit, batch=batch)
+    return scores
+
+
+def _score_table(out: Any, scores: list[Any]) -> None:
+    from windlass.cli.output import table
+
+    if scores:
+        rows = [(s.task, s.group, s.metric, _with_interval(s, 3), f"{s.count:,}") for s in scores]
+        out.print(table("Tasks", ("task", "group", "metric", "value (95 %)", "items"), rows, right=(3, 4)))
+
+
+def _write_page(path: Path, opened: Opened, scores: list[Any]) -> None:
+    """One chart per metric: groups side by side."""
+    from windlass.evaluate.picture import page_of
+    from windlass.runs.files import write_whole
+
+    write_whole(path, page_of(opened.recipe.name, opened.step, scores))
+
+
+def _about(opened: Opened) -> dict[str, Any]:
+    return {"source": opened.source, "step": opened.step, "trained_tokens": opened.tokens, "device": opened.where}
+
+
+def _eval_json(opened: Opened, made: Evaluation, scores: list[Any], store: Path) -> dict[str, Any]:
     return {
-        "source": opened.source, "step": opened.step, "trained_tokens": opened.tokens, "store": store, "tokens": made.tokens,
-        "tokens_per_second": made.tokens_per_second, "device": opened.where, "scores": [score.line() for score in made.scores],
+        **_about(opened), "store": store, "tokens": made.tokens, "tokens_per_second": made.tokens_per_second,
+        "scores": [score.line() for score in scores],
     }  # fmt: skip
 
 
@@ -98,8 +221,6 @@ def _eval_tables(out: Any, opened: Opened, made: Evaluation) -> None:
         f"{made.tokens:,} tokens at {'unknown' if rate is None else f'{rate:,.0f}'} tokens/s ({opened.where})",
         markup=False,
     )
-    if opened.run is not None:
-        out.print(f"written to {opened.run.eval_file}", markup=False, soft_wrap=True)
 
 
 def _with_interval(score: Any, digits: int) -> str:
@@ -273,3 +394,61 @@ def import_(
     if made.check is not None:
         out.print(_checked(made.check), markup=False)
     out.print(f'to go on training from it: [save] load = "{made.run}"', markup=False)
+
+
+def finetune(
+    run: Which,
+    train: Annotated[Path, typer.Option("--train", help="TSV with the columns text and label (or target).")],
+    test: Annotated[
+        Path | None, typer.Option("--test", help="TSV to test on; a fifth of the training file when left out.")
+    ] = None,
+    frozen: Annotated[bool, typer.Option("--frozen/--full", help="Only a head learns, or every weight.")] = False,
+    epochs: Annotated[int, typer.Option("--epochs", min=1)] = 3,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts of one step over all processes.")] = 16,
+    lr: Annotated[float | None, typer.Option("--lr", help="1e-3 frozen, 5e-5 full, when left out.")] = None,
+    length: Annotated[int, typer.Option("--length", min=1, help="Tokens of a text that are read.")] = 256,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="So many seeds: 0, 1, 2, ...")] = 1,
+    devices: Annotated[
+        int | None, typer.Option("--devices", min=1, help="Processes on this machine, one per device.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="Also write the result as JSON here.")] = None,
+    step: AtStep = None,
+    device: Device = None,
+    save: Annotated[bool, typer.Option("--save/--no-save", help="Append the results to the run's eval.jsonl.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Fine-tune a classifier on texts and labels; accuracy and macro-F1 over several seeds."""
+    from windlass.clusters.scheduler import place
+    from windlass.evaluate.classify import HowToTune
+    from windlass.evaluate.tune import start_workers, work
+
+    where = place()
+    if devices is not None and devices > 1 and where.source == "single":
+        raise typer.Exit(start_workers(devices))
+    how = HowToTune(frozen=frozen, epochs=epochs, batch=batch, lr=lr, length=length, seeds=tuple(range(seeds)))
+    made = work(run, train, test, how, where=where, step=step, device=device, save=save)
+    if where.rank:
+        return
+    _tell_tuned(made, output, as_json)
+
+
+def _tell_tuned(made: Any, output: Path | None, as_json: bool) -> None:
+    from windlass.cli.output import console, print_json
+    from windlass.runs.files import write_json
+
+    answer = {
+        "train": made.train,
+        "labels": made.labels,
+        "processes": made.processes,
+        "scores": [s.line() for s in made.scores],
+    }
+    if output is not None:
+        write_json(output, answer)
+    if as_json:
+        print_json(answer)
+        return
+    _score_table(console(), made.scores)
+    rate = made.scores[0].detail["texts_per_second"]
+    console().print(
+        f"{len(made.labels)} labels, {made.processes} process(es), {rate:,.1f} texts/s in training", markup=False
+    )

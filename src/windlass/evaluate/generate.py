@@ -60,9 +60,9 @@ def generate(
     how: Sampling,
     *,
     eos: int | None = None,
-    tell: Callable[[int], None] = lambda token: None,
+    stop: Callable[[list[int]], bool] = lambda ids: False,
 ) -> Generated:
-    """Continue a prompt; `tell` hears of each token as it comes."""
+    """Continue a prompt; `stop` sees what has come so far and may end it."""
     if not prompt:
         raise ConfigError("the prompt has no tokens", hint="give at least one character with --prompt")
     device = next(model.parameters()).device
@@ -78,7 +78,8 @@ def generate(
             ended = True
             break
         ids.append(token)
-        tell(token)
+        if stop(ids):
+            break
     return Generated(ids, len(prompt), first - began, time.perf_counter() - first, state.state_bytes(), ended)
 
 

@@ -1,0 +1,101 @@
+"""Do the commands say what they did, in words and in JSON?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from windlass.cli import build
+from windlass.data.store import Store
+from windlass.runs.files import read_lines
+from windlass.runs.folder import Run
+
+
+def call(*words: Any) -> str:
+    result = CliRunner().invoke(build(), [str(w) for w in words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_eval(make_run: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    page = tmp_path / "eval.html"
+    made = json.loads(call("eval", run.path, "--json", "--overlap", "--html", page))
+    groups = {(s["group"], s["metric"]) for s in made["scores"]}
+    assert {
+        ("all", "bits_per_byte"),
+        ("language du", "perplexity"),
+        ("source english", "overlap_with_training"),
+    } <= groups
+    assert made["step"] == 7 and made["tokens_per_second"] > 0
+    assert len(list(read_lines(run.eval_file))) == len(made["scores"])
+    assert "bits per byte" in page.read_text()
+    text = call("eval", run.path, "--no-save", "--tokens", "2k")
+    assert "bits per byte (95 %)" in text and "source dutch" in text
+    assert len(list(read_lines(run.eval_file))) == len(made["scores"])
+
+
+def test_eval_of_a_task(llama_run: Run, tmp_path: Path) -> None:
+    task = tmp_path / "quiz.jsonl"
+    task.write_text(
+        "".join(
+            json.dumps({"context": f"de {w}", "choices": [" zee", " haven"], "answer": 0}) + "\n"
+            for w in ("wind", "lier", "last")
+        )
+    )
+    made = json.loads(call("eval", llama_run.path, "--task", task, "--json", "--no-save", "--overlap"))
+    assert [s["metric"] for s in made["scores"]] == ["accuracy", "accuracy_per_byte", "overlap_with_training"]
+    assert made["scores"][2]["value"] is None  # three words are fewer than 13 tokens: unknown, not 0
+    assert "quiz" in call("eval", llama_run.path, "--task", task, "--no-save")
+
+
+@pytest.mark.parametrize("which", ["llama_run", "retnet_run"])
+def test_generate(which: str, request: Any) -> None:
+    run = request.getfixturevalue(which)
+    words = ("generate", run.path, "--prompt", "de zware", "--tokens", 6, "--go-on", "--seed", 3)
+    made = json.loads(call(*words, "--json"))
+    assert len(made["ids"]) == 6 and made["state_bytes"] > 0 and made["tokens_per_second"] > 0
+    assert "tokens/s" in call(*words)
+
+
+def test_export_and_import(llama_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = call("export", llama_run.path, "--to", "hf")
+    assert "logits verified (whole)" in text
+    card = (tmp_path / "hf/README.md").read_text()
+    assert "Model card" in card and "CC0" in card
+    assert "logits verified" in call("import", "hf")
+    assert (tmp_path / "runs/hf/checkpoints/step-000000000").is_dir()
+    made = json.loads(call("export", "runs/hf", "--to", "again", "--no-verify", "--json"))
+    assert made["check"] is None and made["dtype"] == "fp32"
+
+
+def test_finetune_on_two_processes(llama_run: Run, store: Store, tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    train = tmp_path / "set.tsv"
+    train.write_text("text\tlabel\n" + "".join(f"{w} water\t{w}\n" for w in ("ship", "rope") * 12))
+    out = tmp_path / "out.json"
+    words = [
+        "finetune",
+        llama_run.path,
+        "--train",
+        train,
+        "--epochs",
+        1,
+        "--batch",
+        4,
+        "--devices",
+        2,
+        "--output",
+        out,
+        "--no-save",
+    ]
+    subprocess.run([sys.executable, "-m", "windlass", *map(str, words)], check=True, capture_output=True, timeout=240)
+    made = json.loads(out.read_text())
+    assert made["processes"] == 2 and {s["metric"] for s in made["scores"]} == {"accuracy", "macro_f1"}

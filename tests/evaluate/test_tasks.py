@@ -1,0 +1,237 @@
+"""Do task scores mean what they say? Against likelihoods by hand, against the harness, and with every bad file refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from windlass.data.store import Store
+from windlass.data.tokenizer import Tokenizer
+from windlass.errors import ConfigError, DataError
+from windlass.evaluate.likelihood import likelihoods, pair
+from windlass.evaluate.opened import open_model
+from windlass.evaluate.overlap import find_overlap, hashes
+from windlass.evaluate.tasks import Task, examples, read_task, run_task, translation_scores
+from windlass.runs.folder import Run
+
+
+def write(path: Path, items: list[Any]) -> Path:
+    path.write_text("".join((i if isinstance(i, str) else json.dumps(i)) + "\n" for i in items), encoding="utf-8")
+    return path
+
+
+def questions(count: int = 12) -> list[dict[str, Any]]:
+    words = ["water", "schip", "touw", "haven", "wind", "zee"]
+    return [
+        {"context": f"de {words[i % 6]} en het", "choices": [f" {words[(i + k) % 6]}" for k in range(3)], "answer": i % 3, "language": "nl" if i % 2 else "en"}
+        for i in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("which", ["llama_run", "retnet_run"])
+def test_likelihood_by_hand(which: str, request: Any, tokenizer: Tokenizer) -> None:
+    opened = open_model(request.getfixturevalue(which).path)
+    pairs = [
+        pair(tokenizer, "de zware last ", "hijst het schip"),
+        pair(tokenizer, "", "water"),
+        pair(tokenizer, "a b c d", " e"),
+    ]
+    found = likelihoods(opened, pairs, first=tokenizer.eos, batch=2)
+    for (context, following), (nats, said) in zip(pairs, found, strict=True):
+        before = context or [tokenizer.eos]
+        logs = torch.log_softmax(opened.model(torch.tensor([[*before, *following]]))[0, :, : opened.model.vocab], -1)
+        places = range(len(before) - 1, len(before) + len(following) - 1)
+        assert nats == pytest.approx(sum(float(logs[p, t]) for p, t in zip(places, following, strict=True)), abs=1e-3)
+        assert said == all(int(logs[p].argmax()) == t for p, t in zip(places, following, strict=True))
+
+
+def test_a_context_that_is_too_long_is_cut_from_the_left(llama_run: Run, tokenizer: Tokenizer) -> None:
+    opened = open_model(llama_run.path)
+    context, following = tokenizer.encode("de zee " * 60), tokenizer.encode(" haven")
+    whole = likelihoods(opened, [(context, following)], first=None)
+    assert whole == likelihoods(opened, [(context[-(33 - len(following)) :], following)], first=None)
+
+
+def test_multiple_choice_counts_what_is_most_probable(llama_run: Run, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    opened = open_model(llama_run.path)
+    items = questions()
+    best = [
+        int(np.argmax([a[0] for a in likelihoods(opened, [pair(tokenizer, q["context"], c) for c in q["choices"]], first=tokenizer.eos)]))
+        for q in items
+    ]  # fmt: skip
+    items = [{**q, "answer": b if n < 9 else (b + 1) % 3} for n, (q, b) in enumerate(zip(items, best, strict=True))]
+    scores = run_task(opened, tokenizer, read_task(write(tmp_path / "choice.jsonl", items)))
+    whole = next(s for s in scores if (s.group, s.metric) == ("all", "accuracy"))
+    assert whole.value == 9 / 12 and whole.count == 12 and (whole.low or 1) < 0.75 < (whole.high or 0)
+    assert {s.group for s in scores} == {"all", "language nl", "language en"}
+
+
+def test_cloze_is_right_when_the_model_says_it(llama_run: Run, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    from windlass.evaluate.generate import Sampling, generate
+
+    opened = open_model(llama_run.path)
+    items = []
+    for word in ("water", "schip", "wind"):
+        token = generate(opened.model, tokenizer.encode(word), Sampling(tokens=1, temperature=0)).ids
+        items.append({"context": word, "answer": tokenizer.decode(token) or "x"})
+    said = [likelihoods(opened, [pair(tokenizer, i["context"], i["answer"])], first=tokenizer.eos)[0][1] for i in items]
+    scores = run_task(opened, tokenizer, read_task(write(tmp_path / "cloze.jsonl", items)))
+    assert scores[0].metric == "accuracy" and scores[0].value == sum(said) / 3
+    assert scores[-1].metric == "bits_per_byte" and (scores[-1].value or 0) > 0
+
+
+def test_translation_is_scored_by_sacrebleu(llama_run: Run, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    sacrebleu = pytest.importorskip("sacrebleu")
+    lines = ["the great ship lifts the heavy load", "the men turn the winch together", "wind and water"]
+    task = Task("t", "translation", [{"source": "x", "reference": line, "language": "en"} for line in lines])
+    perfect = {s.metric: s for s in translation_scores(task, lines)}
+    assert perfect["bleu"].value == pytest.approx(100.0) and perfect["chrf"].value == pytest.approx(100.0)
+    said = ["the great ship lifts a load", "men turn the winch", "sea"]
+    part = {s.metric: s for s in translation_scores(task, said) if s.group == "all"}
+    assert part["bleu"].value == pytest.approx(sacrebleu.corpus_bleu(said, [lines]).score)
+    assert part["chrf"].value == pytest.approx(sacrebleu.corpus_chrf(said, [lines]).score)
+    assert (part["chrf"].low or 101) <= part["chrf"].value <= (part["chrf"].high or 0)
+    file = write(tmp_path / "mt.jsonl", [{"source": "het schip", "reference": "the ship"}] * 2)
+    scores = run_task(open_model(llama_run.path), tokenizer, read_task(file), template="nl: {source}\nen:", tokens=4)
+    assert {s.metric for s in scores} == {"bleu", "chrf"}
+
+
+def test_examples_never_hold_the_question() -> None:
+    items = [{"q": str(i)} for i in range(4)]
+    for number in range(4):
+        assert str(number) not in examples(items, number, 3, lambda i: i["q"])
+
+
+BAD = [
+    ([{"context": "a", "choices": ["x", "y"], "answer": 0}, {"context": "a", "choices": ["x", "y"]}], "line 2: lacks answer"),
+    ([{"context": "a", "choices": ["x", "y"], "answer": 2}], "answer 2 is not the number of one of 2 choices"),
+    ([{"context": "a", "choices": ["x"], "answer": 0}], "two or more texts"),
+    ([{"question": "a"}], "has question"),
+    ([{"context": "a", "answer": ""}], "answer must be a text"),
+    (["{nonsense", {"context": "a", "answer": "b"}], "line 1: not JSON"),
+    (["[1]"], "not a JSON object"),
+    ([], "is empty"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("items", "message"), BAD)
+def test_bad_task_files(tmp_path: Path, items: list[Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read_task(write(tmp_path / "bad.jsonl", items))
+
+
+def test_bad_wishes(llama_run: Run, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    opened = open_model(llama_run.path)
+    with pytest.raises(DataError, match="no task file"):
+        read_task(tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match="need more than the task's 12 lines"):
+        run_task(opened, tokenizer, Task("c", "multiple choice", questions()), shots=12)
+    with pytest.raises(ConfigError, match=r"has no \{source\}"):
+        run_task(opened, tokenizer, Task("t", "translation", [{"source": "a", "reference": "b"}]), template="x")
+    with pytest.raises(DataError, match="nothing to score"):
+        likelihoods(opened, [([1], [])], first=0)
+
+
+HARNESS = """
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {file}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{context}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+target_delimiter: ""
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+  - metric: acc_norm
+    aggregation: mean
+    higher_is_better: true
+"""
+
+
+def test_the_harness_says_the_same_three_ways(
+    llama_run: Run, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Built-in runner, our adapter, and the exported model with the harness's own hf backend."""
+    lm_eval = pytest.importorskip("lm_eval")
+    pytest.importorskip("accelerate")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    from lm_eval.tasks import TaskManager
+
+    from windlass.evaluate.export import export
+    from windlass.evaluate.harness import run_harness
+
+    file = write(tmp_path / "choice.jsonl", questions(30))
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "ours.yaml").write_text(HARNESS.format(name="ours", file=file))
+    opened = open_model(llama_run.path)
+    native = {s.metric: s.value for s in run_harness(opened, tokenizer, ["ours"], folder=folder)}
+    light = {s.metric: s.value for s in run_task(opened, tokenizer, read_task(file)) if s.group == "all"}
+    export(llama_run.path, tmp_path / "hf")
+    hf = lm_eval.simple_evaluate(
+        model="hf", model_args=f"pretrained={tmp_path / 'hf'},dtype=float32", tasks=["ours"], device="cpu", batch_size=4,
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False), log_samples=False,
+    )["results"]["ours"]  # fmt: skip
+    assert native["acc"] == hf["acc,none"] == light["accuracy"]
+    assert native["acc_norm"] == hf["acc_norm,none"]
+    assert 0 < native["acc"] < 1
+    with pytest.raises(ConfigError, match="knows no task theirs"):
+        run_harness(opened, tokenizer, ["theirs"], folder=folder)
+
+
+def test_rolling_and_generation_through_the_adapter(llama_run: Run, tokenizer: Tokenizer) -> None:
+    pytest.importorskip("lm_eval")
+    from windlass.evaluate.harness import rolling, until
+
+    opened = open_model(llama_run.path)
+    text = "de zware last hijst het schip uit de haven en de zee is groot " * 3
+    ids = tokenizer.encode(text)
+    assert len(ids) > 64
+    whole = [tokenizer.eos, *ids]
+    total = 0.0
+    for start in range(0, len(ids), 32):  # windows as the harness cuts them
+        stop = min(len(ids), start + 32)
+        inputs = whole[max(0, stop - 32) : stop]
+        logs = torch.log_softmax(opened.model(torch.tensor([inputs]))[0, :, : opened.model.vocab], -1)[
+            -(stop - start) :
+        ]
+        total += sum(float(logs[i, t]) for i, t in enumerate(ids[start:stop]))
+    assert rolling(opened, tokenizer, text) == pytest.approx(total, rel=1e-5)
+    free = until(opened, tokenizer, "de zee", {"max_gen_toks": 8})
+    assert len(free) > 2
+    assert until(opened, tokenizer, "de zee", {"max_gen_toks": 8, "until": [free[2]]}) == free.split(free[2])[0]
+
+
+def test_overlap_finds_what_was_trained_on(store: Store) -> None:
+    trained = store.tokens("dutch", "train")
+    start, stop = max(trained.documents(), key=lambda span: span[1] - span[0])
+    fresh = np.random.default_rng(0).integers(0, 300, 200)
+    half = np.concatenate([trained[start : start + 100], fresh[:100]])
+    found = find_overlap(store, [trained[start:stop], fresh, half, fresh[:5]])
+    assert found.shares[0] == 1.0 and found.shares[1] == 0.0 and found.shares[3] is None
+    assert found.shares[2] == pytest.approx(88 / 188)
+    assert found.overlapping == [0]
+    assert found.trained_tokens == sum(len(store.tokens(n, "train")) for n in store.sources)
+    score = found.score("overlap", "all", range(4))
+    assert score.value == 1 / 3 and score.detail["too_short"] == 1
+
+
+def test_ngrams_across_stretches_are_seen(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    from windlass.evaluate import overlap
+
+    monkeypatch.setattr(overlap, "STRETCH", 50)
+    item = store.tokens("english", "train")[40:60]
+    assert find_overlap(store, [item]).shares == [1.0]
+    assert len(hashes(item, 13)) == 8
