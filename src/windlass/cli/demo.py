@@ -46,12 +46,12 @@ class Tale:
         self.number += 1
         self.out.print(f"\n[bold cyan]\\[{self.number}/{self.total}] {what}[/bold cyan] [dim]{why}[/dim]")
 
-    def run(self, *words: Any) -> None:
+    def run(self, *words: Any, threads: int | None = None) -> None:
         from windlass.errors import RunError
         from windlass.launch.demo import command, run_command
 
         self.out.print(f"$ windlass {' '.join(map(str, words))}", style="green", markup=False)
-        code = run_command(command(*words))
+        code = run_command(command(*words), threads)
         if code:
             raise RunError(
                 f"windlass {words[0]} ended with exit code {code}", hint="the lines above say why; the demo stops here"
@@ -123,7 +123,7 @@ def training(story: Story, tale: Tale) -> None:
 
     fault = Fault(Run(story.folder), 1, story.kill_after, told).start()
     try:
-        tale.run("train", story.recipe_file, "--devices", "2", "--run", story.folder)
+        tale.run("train", story.recipe_file, "--devices", "2", "--run", story.folder, threads=1)
     finally:
         fault.done.set()
 
@@ -135,7 +135,7 @@ def evaluation(story: Story, tale: Tale) -> None:
 
 def sample(story: Story, tale: Tale) -> None:
     tale.chapter("Generate a few lines", "a model this small babbles, but it babbles Python")
-    tale.run("generate", story.folder, "--prompt", "def read(self, ", "--tokens", "60", "--seed", "1")
+    tale.run("generate", story.folder, "--prompt", "def read(self, ", "--tokens", "60", "--go-on")
 
 
 def energy(story: Story, tale: Tale) -> None:

@@ -114,8 +114,24 @@ def _work(loaded: Loaded, run: Run, where: Any, quiet: bool, reason: str = "") -
             if where.rank == 0:
                 raise
             return error.exit_code  # every rank finds the same; rank 0 says it once, and each has left its record
+        except Exception as error:
+            raise _in_our_words(error, run) from error
         leave()
         return code
+
+
+def _in_our_words(error: Exception, run: Run) -> Exception:
+    """A rank that loses its connection is not at fault: say that another one went away, and where that one's record is."""
+    from windlass.errors import WindlassError
+    from windlass.train.supervise import kind_of
+
+    if isinstance(error, WindlassError) or kind_of(error) != "lost":
+        return error
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return WindlassError(
+        f"another worker went away while this one waited for it ({first[:160]})",
+        hint=f"what that worker knows of it is in {run.ranks}; the run goes on from its last checkpoint when it is started again",
+    )
 
 
 def _wait_for_run(folder: Path, seconds: float = 60.0) -> Run:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,9 +137,10 @@ def command(*words: str | Path) -> list[str]:
     return [sys.executable, "-m", "windlass", *map(str, words)]
 
 
-def run_command(words: list[str]) -> int:
-    """Run it in the foreground with its own output; Ctrl-C reaches it as well."""
-    return subprocess.run(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode
+def run_command(words: list[str], threads: int | None = None) -> int:
+    """Run it in the foreground with its own output; Ctrl-C reaches it as well. `threads`: of each process, for arithmetic."""
+    extra = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    return subprocess.run(words, env={**os.environ, **extra}, check=False).returncode
 
 
 @dataclass
@@ -177,7 +177,3 @@ def _is_worker(pid: int) -> bool:
         return b"windlass" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-
-
-def seconds_since(start: float) -> float:
-    return time.monotonic() - start

@@ -91,6 +91,14 @@ def band_advice(busy: list[float]) -> str:
 def _words(line: dict[str, Any]) -> str:
     share = "MFU unknown" if line["mfu"] is None else f"MFU {line['mfu']:.1%}"
     loss = "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
-    return (
-        f"loss {loss}  {print_tokens(line['tokens_per_second'])} tok/s  {share}  {print_joules(line['energy_joules'])}"
-    )
+    return f"loss {loss}  {print_tokens(line['tokens_per_second'])} tok/s  {share}  {_energy(line)}"
+
+
+def _energy(line: dict[str, Any]) -> str:
+    """Energy so far, power, and joules per token of the last steps; what no sensor read is not measured."""
+    if line["energy_joules"] is None:
+        return "energy not measured"
+    parts = [print_joules(line["energy_joules"])]
+    parts += [f"{line['watts']:.0f} W"] if line.get("watts") is not None else []
+    parts += [f"{line['joules_per_token']:.3g} J/token"] if line.get("joules_per_token") is not None else []
+    return "  ".join(parts)
