@@ -16,7 +16,7 @@ from windlass.errors import WindlassError
 
 # In the order of the story; `windlass --help` lists commands in this order.
 COMMANDS = (
-    "demo", "show", "clusters", "plan", "budget", "data", "train", "resume", "launch", "sweep", "watch", "dash",
+    "demo", "init", "show", "clusters", "plan", "budget", "data", "train", "resume", "launch", "sweep", "watch", "dash",
     "profile", "evaluate", "energy", "report", "doctor",
 )  # fmt: skip
 

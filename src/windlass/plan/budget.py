@@ -179,14 +179,16 @@ def _recipe(b: Budget, size: float) -> Recipe:
 
 
 @cache
-def shape_near(size: float, vocab: int = 128_256) -> Shape:
-    """A Llama-3-like shape whose parameter count comes nearest: heads of 128, 8 key/value heads, feed-forward 3.5 times the width."""
+def shape_near(size: float, vocab: int = 128_256, heads_multiple: int = 1) -> Shape:
+    """A Llama-3-like shape whose parameter count comes nearest: heads of 128, 8 key/value heads, feed-forward 3.5 times the width.
+
+    `heads_multiple` asks for a number of heads that tensor parallelism can divide."""
     if size < 2e9:
         vocab = 32_000
     found = [
         shape
         for width in (*range(256, 4096, 256), *range(4096, 16_385, 512))
-        if (shape := _of_width(size, width, vocab))
+        if (shape := _of_width(size, width, vocab)) and shape.heads % heads_multiple == 0
     ]
     # Deep and narrow or flat and wide shapes count as far away: published ones have widths of 60 to 160 per layer.
     return min(found, key=lambda s: abs(count(s).total / size - 1) + max(0.0, abs(s.width / s.layers - 110) - 50) / 100)

@@ -1,0 +1,136 @@
+"""What does a first recipe look like? A few answers -> the text of a recipe (and of a data file), each value with its reason. Pure text."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from windlass.units import parse_tokens, print_tokens
+
+TOKENS_PER_PARAMETER = 20
+"""Compute-optimal by Hoffmann et al. (2022); models that will be used much are trained on far more."""
+PATIENCE_DAYS = 30.0
+"""The number of nodes is doubled until the run takes no longer than this."""
+TEXTS = (".jsonl", ".txt", ".parquet", ".gz", ".zst", ".arrow")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What the starter recipe is made of."""
+
+    name: str
+    cluster: str
+    nodes: int
+    devices_per_node: int
+    account: str | None
+    parameters: int
+    model: dict[str, int]
+    store: str | None
+    """Folder of the token store; None: synthetic tokens."""
+    tokens: int
+    seq_len: int
+
+
+def round_size(value: float) -> str:
+    """8_030_261_248 -> `8b`, for names."""
+    return print_tokens(value, 1).lower().replace(".", "p")
+
+
+def default_name(size: float, cluster: str) -> str:
+    return re.sub(r"[^a-z0-9._-]", "-", f"llm-{round_size(size)}-{cluster}".lower())
+
+
+def batch_tokens(parameters: float, seq_len: int, devices: int) -> int:
+    """About 0.5Mi tokens up to 1B parameters, 2Mi up to 5B, 4Mi beyond; a whole number of sequences on every device."""
+    usual = 2**19 if parameters <= 1.5e9 else 2**21 if parameters <= 5e9 else 2**22
+    unit = seq_len * devices
+    return max(1, round(usual / unit)) * unit
+
+
+def learning_rate(parameters: float) -> float:
+    """A usual start for AdamW at this size."""
+    return 1e-3 if parameters < 5e8 else 6e-4 if parameters < 3e9 else 3e-4
+
+
+def warmup_tokens(tokens: int) -> int:
+    """A hundredth of the run, 2B at most, in round numbers."""
+    exact = min(tokens / 100, 2e9)
+    digits = 10 ** max(0, math.floor(math.log10(max(exact, 1))) - 1)
+    return max(1, round(exact / digits) * digits)
+
+
+def recipe_text(a: Answers) -> str:
+    """The recipe as a file: every value that was not asked for says where it came from."""
+    account = (
+        f"account = {_text(a.account)}\n" if a.account else '# account = "PROJECT"        # what the node-hours go to\n'
+    )
+    store = (
+        f"store        = {_text(a.store)}\n"
+        if a.store
+        else '# store      = "data/mine"      # written by windlass tokenize; without it training reads synthetic tokens\n'
+    )
+    batch = batch_tokens(a.parameters, a.seq_len, a.nodes * a.devices_per_node)
+    shape = "".join(f"{key:<8} = {value}\n" for key, value in a.model.items())
+    return (
+        f"# Written by windlass init. Every key: docs/reference/recipe.md, or `windlass show --schema`.\n"
+        f"name    = {_text(a.name)}\n"
+        f"cluster = {_text(a.cluster)}\n"
+        f"nodes   = {a.nodes}\n"
+        f"[model]                         # {print_tokens(a.parameters)} parameters, shaped like Llama 3\n"
+        f'family   = "llama"\n{shape}'
+        f"[data]\n{store}"
+        f"tokens       = {_tokens(a.tokens)}\n"
+        f"seq_len      = {a.seq_len}\n"
+        f"batch_tokens = {batch}          # {batch // a.seq_len} sequences on {a.nodes * a.devices_per_node} devices\n"
+        f"[optim]\n"
+        f"lr      = {learning_rate(a.parameters):g}                 # a usual start for this size; sweep it\n"
+        f"warmup  = {_tokens(warmup_tokens(a.tokens))}\n"
+        f"# no [layout]: `windlass plan` ranks them, train and launch take the best one and print why\n"
+        f"[save]\n"
+        f'every   = "auto"               # from the measured start-up and save time\n'
+        f"keep_last = 3\n"
+        f"[launch]\n{account}"
+    )
+
+
+def data_text(name: str, source: str, tokenizer: str, store: str) -> str:
+    """A data file for texts that are not tokens yet."""
+    return (
+        "# Written by windlass init. What each key means: docs/guides/data.md.\n"
+        f"output     = {_text(store)}\n"
+        f"tokenizer  = {_text(tokenizer)}\n"
+        "validation = 0.001             # share of documents held out\n"
+        f"[sources.{_word(name)}]\n"
+        f"paths   = [{_text(source)}]\n"
+        "# licence, origin, language and consent go into the ledger and the report:\n"
+        '# licence = "CC-BY-4.0"\n'
+        '# origin  = "publisher, address, date"\n'
+        '# language = "nl"\n'
+    )
+
+
+def holds_texts(path: str) -> bool:
+    """A file or folder of texts, as against a token store."""
+    where = Path(path)
+    if where.is_file() or any(c in path for c in "*?["):
+        return any(path.endswith(kind) for kind in TEXTS)
+    return (
+        where.is_dir() and any(p.suffix in TEXTS for p in where.iterdir()) and not (where / "manifest.json").is_file()
+    )
+
+
+def _tokens(value: int) -> str:
+    """`"450B"` where that is exact, else the number itself."""
+    short = print_tokens(value, 3)
+    return _text(short) if parse_tokens(short) == value else str(value)
+
+
+def _text(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _word(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "-", name)
