@@ -1,0 +1,48 @@
+"""Runs the benchmarks that need no GPU and no files from elsewhere, one after another; each writes to benchmarks/results/.
+
+python benchmarks/run_cpu.py            # all, about twenty minutes on two cores
+python benchmarks/run_cpu.py faults     # one of them
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+TOP = Path(__file__).resolve().parents[1]
+RESULTS = TOP / "benchmarks" / "results"
+
+COMMANDS = {
+    "planner": ["benchmarks/planner_accuracy.py", "--rows", "src/windlass/plan/data/sample_runs.csv", "--out", "{results}/planner_sample"],
+    "profile": ["-P", "benchmarks/profile_read.py", "--out", "{results}/profile_read.jsonl"],
+    "step": ["benchmarks/cpu_step.py", "--json"],
+    "dash": ["benchmarks/dash_load.py", "--lines", "1000000", "--viewers", "50", "--seconds", "30", "--out", "{results}/dash_load.json"],
+    "faults": ["-m", "benchmarks.faults"],
+}  # fmt: skip
+
+
+def main() -> int:
+    names = sys.argv[1:] or list(COMMANDS)
+    unknown = [n for n in names if n not in COMMANDS]
+    if unknown:
+        print(f"unknown: {', '.join(unknown)}; known: {', '.join(COMMANDS)}")
+        return 2
+    failed = []
+    for name in names:
+        began = time.monotonic()
+        words = [w.format(results=RESULTS) for w in COMMANDS[name]]
+        print(f"== {name}: python {' '.join(words)}", flush=True)
+        code = subprocess.run(
+            [sys.executable, *words], cwd=TOP, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+        ).returncode
+        print(f"== {name}: exit code {code} after {time.monotonic() - began:.0f} s", flush=True)
+        failed += [name] if code else []
+    print(f"failed: {', '.join(failed)}" if failed else "all done")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

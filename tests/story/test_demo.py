@@ -1,0 +1,76 @@
+"""The first ride, as a newcomer takes it: every chapter runs, a worker is lost, the run resumes, the report tells it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from windlass.errors import RunError
+from windlass.launch.demo import Story, clear, write_recipe
+from windlass.runs.files import read_lines
+
+
+@pytest.mark.multi
+@pytest.mark.timeout(600)
+@pytest.mark.xdist_group("demo")
+def test_the_whole_story(tmp_path):
+    environment = {**os.environ, "COLUMNS": "120"}
+    done = subprocess.run(
+        [sys.executable, "-m", "windlass", "demo", "--steps", "60"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=580,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run = tmp_path / "runs" / "demo"
+    events = [e["event"] for e in read_lines(run / "events.jsonl")]
+    assert {"started", "saved", "fault", "restarted", "resumed", "finished"} <= set(events)
+    assert events.index("fault") < events.index("resumed") < events.index("finished")
+    metrics = list(read_lines(run / "metrics.jsonl"))
+    assert metrics[0]["loss"] > 8
+    assert metrics[-1]["step"] == 60
+    assert metrics[-1]["loss"] < metrics[0]["loss"] - 1
+    assert all(m["energy_joules"] is None or m["energy_joules"] > 0 for m in metrics), "unknown is null, never 0"
+    page = (run / "report.html").read_text()
+    assert "resumed at step" in page
+    assert "killed" in page
+    assert str((run / "report.html").resolve()) in done.stdout.replace("\n", "")
+    assert "killed on purpose" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "fault in windlass" not in done.stderr
+    assert list(read_lines(run / "eval.jsonl"))
+    # what it leaves is what recipes/tiny_cpu.toml trains on
+    listing = subprocess.run(
+        [sys.executable, "-m", "windlass", "data", str(run / "data"), "--json"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert json.loads(listing.stdout)["vocab_size"] == 4096
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(RunError, match="holds other files"):
+        clear(Story(tmp_path))
+    assert (tmp_path / "thesis.tex").read_text() == "x"
+
+
+def test_another_run_is_left_alone(tmp_path):
+    (tmp_path / "config.json").write_text('{"name": "gptnl-8b"}')
+    with pytest.raises(RunError, match="holds the run 'gptnl-8b'"):
+        clear(Story(tmp_path))
+
+
+def test_the_recipe_of_the_demo_loads(tmp_path):
+    from windlass.config import load_recipe
+
+    story = Story(tmp_path / "demo")
+    write_recipe(story)
+    recipe = load_recipe(story.recipe_file).recipe
+    assert recipe.train.steps == story.steps
+    assert story.save_every < story.kill_after < story.steps
