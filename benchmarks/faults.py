@@ -929,6 +929,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="cases whose names contain this word")
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--merge", action="store_true", help="with --only: replace these rows in the results")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     given = parser.parse_args()
@@ -955,6 +956,10 @@ def main() -> int:
             )
     if not given.only:
         write_results(rows, given)
+    elif given.merge:
+        old = json.loads((given.out / "faults.json").read_text())["rows"]
+        kept = [r for r in old if r["fault"] not in {n.fault for n in rows}]
+        write_results([*(Row(**r) for r in kept), *rows], given)
     print(table(rows))
     return 0 if all(r.ok for r in rows) else 1
 
@@ -963,7 +968,7 @@ def write_results(rows: list[Row], given: argparse.Namespace) -> None:
     from windlass.runs.manifest import commit, cpu_name
 
     facts = {
-        "command": "python -m benchmarks.faults" + (f" --seed {given.seed}" if given.seed else ""), "commit": commit(), "torch": torch.__version__,
+        "command": "python -m benchmarks.faults" + (f", then --only {given.only} --merge" if given.only else ""), "commit": commit(), "torch": torch.__version__,
         "python": platform.python_version(), "cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)),
         "kills": sum(r.times for r in rows if "SIGKILL" in r.fault),
     }  # fmt: skip

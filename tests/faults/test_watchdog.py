@@ -40,6 +40,11 @@ def test_a_process_that_no_longer_writes_is_frozen_whatever_it_said_last() -> No
     assert verdict.rank == 1 and "frozen or gone" in verdict.text
 
 
+def test_a_rank_that_reported_and_left_is_not_taken_for_frozen() -> None:
+    verdict = blame(*two_looks(beat(0, 22, stuck=True), beat(1, 21, phase="data"), frozen=(0,)), 2)
+    assert verdict.rank == 1 and "did not come to where the others wait" in verdict.text
+
+
 def test_a_rank_that_never_started() -> None:
     assert blame(*two_looks(beat(0, 1), beat(2, 1)), 3).rank == 1
 

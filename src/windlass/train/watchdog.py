@@ -167,7 +167,8 @@ def blame(first: Mapping[int, Mapping[str, Any]], second: Mapping[int, Mapping[s
         return Verdict(
             absent[0], f"rank {absent[0]} never started ({len(absent)} of {world_size} ranks without a heartbeat)"
         )
-    frozen = [r for r in range(world_size) if r in first and second[r].get("writes") == first[r].get("writes")]
+    # A rank that says it is stuck lives: it may have named somebody and left already.
+    frozen = [r for r in range(world_size) if r in first and _still(first[r], second[r]) and not second[r].get("stuck")]
     if frozen:
         return Verdict(
             frozen[0], f"{_where(second[frozen[0]])} is frozen or gone: its process no longer writes a heartbeat"
@@ -177,6 +178,10 @@ def blame(first: Mapping[int, Mapping[str, Any]], second: Mapping[int, Mapping[s
         return late
     verdict = _behind_in_beats(second, world_size)
     return verdict if verdict.rank is not None else _outside_collectives(second, world_size) or verdict
+
+
+def _still(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    return before.get("writes") == now.get("writes")
 
 
 def _behind_in_beats(second: Mapping[int, Mapping[str, Any]], world_size: int) -> Verdict:
