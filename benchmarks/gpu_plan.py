@@ -31,7 +31,22 @@ SIZES: dict[str, dict[str, int]] = {
     "3b": {"layers": 28, "width": 3072, "ffn": 8192, "heads": 24, "kv_heads": 8, "vocab": 128256},
     "8b-half": {"layers": 16, "width": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256},
     "8b": {"layers": 32, "width": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256},
+    "retnet-0.3b": {"layers": 16, "width": 1024, "ffn": 1728, "value_width": 1728, "heads": 4, "vocab": 50304},
 }
+KEYS = (
+    "size",
+    "seq",
+    "micro_batch",
+    "recompute",
+    "precision",
+    "fp8_scaling",
+    "moments",
+    "compile",
+    "fuse",
+    "retention",
+    "chunk",
+)
+"""What a row says of its configuration; all else is the recipe's default."""
 
 
 def configurations() -> list[dict[str, Any]]:
@@ -68,15 +83,22 @@ def configurations() -> list[dict[str, Any]]:
         ("8b", 4096, 1, {"moments": "bf16", "recompute": "full"}),
         ("8b", 8192, 2, {"moments": "bf16"}),
     ]
+    table += [
+        ("retnet-0.3b", seq, batch, {"retention": form, **({"chunk": 256} if form == "chunkwise" else {})})
+        for seq, batch in ((2048, 16), (8192, 4))
+        for form in ("parallel", "chunkwise")
+    ]
     return [{"size": s, "seq": q, "micro_batch": m, **extra} for s, q, m, extra in table]
 
 
 def recipe_of(c: dict[str, Any]) -> Any:
     from windlass.config import Recipe
 
-    train = {k: c[k] for k in ("compile", "recompute", "precision") if k in c}
+    train = {k: c[k] for k in ("compile", "recompute", "precision", "fp8_scaling", "fuse") if k in c}
+    family = "retnet" if c["size"].startswith("retnet") else "llama"
+    model = {"family": family, **SIZES[c["size"]], **{k: c[k] for k in ("retention", "chunk") if k in c}}
     return Recipe.model_validate({
-        "name": "plan-check", "cluster": "workstation", "model": SIZES[c["size"]],
+        "name": "plan-check", "cluster": "workstation", "model": model,
         "data": {"seq_len": c["seq"], "batch_tokens": c["seq"] * c["micro_batch"]},
         "optim": {"moments": c.get("moments", "fp32"), "warmup": c["seq"] * c["micro_batch"] * 100},
         "train": {"steps": 20, **train}, "layout": {"micro_batch": c["micro_batch"]},
@@ -173,11 +195,7 @@ def compare(out: Path) -> None:
     ]  # fmt: skip
     memory, steps, verdicts = [], [], []
     for row in record["rows"]:
-        words = ", ".join(
-            f"{k} {v}"
-            for k, v in row.items()
-            if k in ("size", "seq", "micro_batch", "recompute", "precision", "moments", "compile")
-        )
+        words = ", ".join(f"{k} {v}" for k, v in row.items() if k in KEYS)
         if row["outcome"] == "error":
             continue
         p = predict(row, record["device"])

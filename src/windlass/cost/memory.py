@@ -24,6 +24,8 @@ SLACK = 0.12
 """Reserved beyond allocated: blocks that the caching allocator holds but cannot hand out, as long as there is room."""
 TIGHT = 0.10
 """What remains of that slack when memory is short and the allocator gives cached blocks back; also covers the error of the estimate."""
+WORKSPACE_BYTES = 72e6
+"""Scratch of cuBLAS and cuDNN inside the allocator: the same on every H200 row of ours."""
 BUCKET_BYTES = 2.0e9
 """DeepSpeed's reduce and all-gather buckets: twice 5e8 values of 16 bits."""
 
@@ -57,6 +59,8 @@ class _Stage:
     in_flight: float
     """Micro-batches whose activations live at the same time."""
     has_loss: bool
+    fusable: float = 0.0
+    """Of the body: weights that a fused product lays side by side."""
 
     @property
     def params(self) -> float:
@@ -82,10 +86,12 @@ def _stages(s: Shape, work: Work, layout: Degrees) -> list[_Stage]:
     norm = float(params.terms["final norm"])
     layers = s.layers / p
     body = params.per_layer * layers / t
+    inner = s.width + s.value_width if s.arch == "retnet" else s.attention_width // 2 + s.kv_width
+    fusable = (2.0 * inner + (2.0 * s.ffn if s.glu else 0.0)) * s.width * layers / t
     if p == 1:
-        return [_Stage(0, layers, first_table, norm + (0.0 if s.tied else table), body, 1.0, True)]
-    first = _Stage(0, layers, first_table, 0.0, body, _in_flight(layout, work, 0), False)
-    last = _Stage(p - 1, layers, 0.0, norm + table, body, _in_flight(layout, work, p - 1), True)
+        return [_Stage(0, layers, first_table, norm + (0.0 if s.tied else table), body, 1.0, True, fusable)]
+    first = _Stage(0, layers, first_table, 0.0, body, _in_flight(layout, work, 0), False, fusable)
+    last = _Stage(p - 1, layers, 0.0, norm + table, body, _in_flight(layout, work, p - 1), True, fusable)
     return [first, last]
 
 
@@ -102,36 +108,9 @@ def _in_flight(layout: Degrees, work: Work, stage: int) -> float:
 
 
 def _stage_memory(shape: Shape, work: Work, layout: Degrees, stage: _Stage, per_node: int | None) -> MemoryEstimate:
-    states = _states(work, layout, stage, per_node)
-    unsharded, reduce_buffers = _unsharded(work, layout, stage, per_node)
-    layer, kept = layer_activations(shape, work, layout), kept_activations(shape, work, layout)
-    tokens = work.micro_batch * work.seq_len / layout.context
-    activations = kept * tokens * stage.layers * stage.in_flight
-    inputs = _inputs(shape, work, layout, tokens)
-    one_layer = max(0.0, layer - kept) * tokens
-    # Without recompute the backward pass frees a layer's activations before the last gradients appear.
-    late = (
-        activations + one_layer if work.recompute != "none" else activations / max(1.0, stage.layers * stage.in_flight)
-    )
-    moments = {
-        "loss": {
-            **states.always,
-            "gradients": states.early_gradients,
-            "unsharded weights": unsharded,
-            "activations": activations,
-            "logits and loss": _logits(shape, work, layout, tokens) if stage.has_loss else 0.0,
-        },
-        "backward": {
-            **states.always,
-            "gradients": states.gradients,
-            "unsharded weights": unsharded,
-            "reduction buffers": reduce_buffers,
-            "activations": late,
-        },
-        "optimizer": {**states.always, "gradients": states.gradients, "optimizer temporaries": states.step},
-    }
+    moments = (_native_moments if work.native else _moments)(shape, work, layout, stage, per_node)
     name = max(moments, key=lambda n: sum(moments[n].values()))
-    terms = {k: v for k, v in {**moments[name], "inputs": inputs}.items() if v > 0}
+    terms = {k: v for k, v in moments[name].items() if v > 0}
     allocated = sum(terms.values())
     reserved = allocated * (1 + SLACK)
     groups = sum(d > 1 for d in (layout.data, layout.tensor, layout.pipeline, layout.context))
@@ -145,6 +124,99 @@ def _stage_memory(shape: Shape, work: Work, layout: Degrees, stage: _Stage, per_
         moment=name,
         stage=stage.index,
     )
+
+
+Moments = dict[str, dict[str, float]]
+
+
+def _moments(shape: Shape, work: Work, layout: Degrees, stage: _Stage, per_node: int | None) -> Moments:
+    """Engines that published rows describe: the loss, the end of the backward pass, the optimizer."""
+    states = _states(work, layout, stage, per_node)
+    unsharded, reduce_buffers = _unsharded(work, layout, stage, per_node)
+    layer, kept = layer_activations(shape, work, layout), kept_activations(shape, work, layout)
+    tokens = work.micro_batch * work.seq_len / layout.context
+    activations = kept * tokens * stage.layers * stage.in_flight
+    one_layer = max(0.0, layer - kept) * tokens
+    # Without recompute the backward pass frees a layer's activations before the last gradients appear.
+    late = (
+        activations + one_layer if work.recompute != "none" else activations / max(1.0, stage.layers * stage.in_flight)
+    )
+    always = {**states.always, "inputs": _inputs(shape, work, layout, tokens)}
+    return {
+        "loss": {
+            **always,
+            "gradients": states.early_gradients,
+            "unsharded weights": unsharded,
+            "activations": activations,
+            "logits and loss": _logits(shape, work, layout, tokens) if stage.has_loss else 0.0,
+        },
+        "backward": {
+            **always,
+            "gradients": states.gradients,
+            "unsharded weights": unsharded,
+            "reduction buffers": reduce_buffers,
+            "activations": late,
+        },
+        "optimizer": {**always, "gradients": states.gradients, "optimizer temporaries": states.step},
+    }
+
+
+def _native_moments(shape: Shape, work: Work, layout: Degrees, stage: _Stage, per_node: int | None) -> Moments:
+    """Our own engine: the loss, the last layer's backward pass (all that was kept still lives), the first layer's, the optimizer."""
+    states = _states(work, layout, stage, per_node)
+    unsharded, reduce_buffers = _unsharded(work, layout, stage, per_node)
+    tokens = work.micro_batch * work.seq_len / layout.context
+    kept = kept_activations(shape, work, layout) * tokens
+    activations = (kept * stage.layers + _side_by_side(work, stage) * stage.layers) * stage.in_flight
+    one_layer = backward_transient(shape, work, layout) * tokens
+    table = 2.0 if work.precision != "fp32" else 4.0
+    head = table * (stage.head if not shape.tied else stage.embedding) if stage.has_loss else 0.0
+    always = {**states.always, "inputs": _inputs(shape, work, layout, tokens), "workspaces": WORKSPACE_BYTES}
+    square = 4.0 * shape.heads / layout.tensor * work.seq_len**2 if shape.arch == "retnet" and not shape.chunk else 0.0
+    backward = {**always, "unsharded weights": unsharded, "reduction buffers": reduce_buffers}
+    return {
+        "loss": {
+            **always,
+            "gradients": states.early_gradients,
+            "unsharded weights": unsharded,
+            "activations": activations,
+            "decay matrix": square,
+            "logits and loss": _logits(shape, work, layout, tokens) if stage.has_loss else 0.0,
+        },
+        "backward, last layer": {
+            **backward,
+            "gradients": max(states.early_gradients, head),
+            "activations": activations,
+            "one layer's backward": one_layer,
+        },
+        "backward, first layer": {
+            **backward,
+            "gradients": states.gradients,
+            "activations": activations / max(1.0, stage.layers * stage.in_flight) * max(1.0, stage.in_flight - 1.0),
+            "one layer's backward": one_layer,
+        },
+        "optimizer": {**always, "gradients": states.gradients, "optimizer temporaries": states.step},
+    }
+
+
+def _side_by_side(work: Work, stage: _Stage) -> float:
+    """Bytes of one layer's fused weights, kept for the backward pass: 16 bits, in FP8 the cast ones."""
+    if not work.fuse:
+        return 0.0
+    return stage.fusable / max(1.0, stage.layers) * (1.0 if work.precision == "fp8" else 2.0)
+
+
+def backward_transient(s: Shape, work: Work, layout: Degrees) -> float:
+    """Bytes per token that live only while one layer's backward pass runs: what is computed again, and gradients on their way.
+
+    Read off four H200 rows (selective and full at two sizes): gradients of gate and up beside both, and of the residual stream."""
+    d, t = float(work.bytes_per_value), layout.tensor
+    stream = d * s.width / (t if layout.sequence_parallel else 1)
+    inner = d * s.ffn / t
+    if work.recompute == "none":
+        return stream + inner
+    again = max(0.0, layer_activations(s, work, layout) - kept_activations(s, work, layout))
+    return again + stream * (2.0 if work.recompute == "full" else 1.0) + inner * (2.0 if s.glu else 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +267,10 @@ def _torch_states(
         and work.precision != "fp32"
     ):
         always["16-bit copy"] = 2.0 * p  # gathered or cast weights live until the backward pass is done
+    if work.native and layout.devices == 1 and work.precision in ("bf16", "fp8"):
+        # 16-bit gradients of 16-bit weights; accumulated ones are summed in fp32.
+        summed = 4.0 * p if work.accumulation > 1 else 0.0
+        return _States(always, summed, summed or 2.0 * p, 0.0)
     whole = layout.shard == "zero1" and work.accumulation > 1  # one reduction per step: sums are whole until then
     gradient = narrow * p / (1 if whole else divided if layout.shard == "zero1" else gradient_shards)
     early = gradient if work.accumulation > 1 or layout.pipeline > 1 else 0.0
@@ -232,6 +308,8 @@ def _unsharded(work: Work, layout: Degrees, stage: _Stage, per_node: int | None)
 
 def layer_activations(s: Shape, work: Work, layout: Degrees) -> float:
     """Bytes per token that one layer keeps for its backward pass without recompute."""
+    if work.native:
+        return _native_layer(s, work, layout)
     d, t = float(work.bytes_per_value), layout.tensor
     spread = t if layout.sequence_parallel else 1  # norms and residuals are divided only along the sequence
     residuals = 4.0 * d * s.width / spread  # the inputs of both norms and of the products that follow them
@@ -240,9 +318,38 @@ def layer_activations(s: Shape, work: Work, layout: Degrees) -> float:
         attention += 2.0 * d * s.heads * work.seq_len / t
     # SwiGLU keeps gate, up and their product; eager code also the activated gate. GELU keeps its input and output.
     hidden = ((3.0 if work.compile else 4.0) if s.glu else 2.0) * d * s.ffn / t
-    if s.arch == "retnet":
-        attention += d * 2.0 * s.value_width / t
     return residuals + attention + hidden
+
+
+def _native_layer(s: Shape, work: Work, layout: Degrees) -> float:
+    """The same for our own blocks. Compiled, a norm keeps its input and output; FP8 products work the output out again, and the product
+    of gate and up, from what is kept anyway. Eager norms also keep the input in fp32 and what they multiply with the weight."""
+    d, t = float(work.bytes_per_value), layout.tensor
+    stream = d * s.width / (t if layout.sequence_parallel else 1)
+    eight = work.precision == "fp8" and work.compile
+    if work.compile:
+        norms = 2.0 * stream if eight else 4.0 * stream
+    else:
+        norms = (6.0 if work.precision == "fp32" else 8.0) * stream
+    hidden = d * s.ffn / t * ((4.0 if not work.compile else 2.0 if eight else 3.0) if s.glu else 2.0)
+    return norms + (_retention if s.arch == "retnet" else _attention)(s, work, d) / t + hidden
+
+
+def _attention(s: Shape, work: Work, d: float) -> float:
+    """Turned queries and keys, values, the output and the logarithms of its sums; fused products hold the unturned ones too."""
+    kept = d * (2.0 * s.attention_width + 2.0 * s.kv_width) + 4.0 * s.heads
+    kept += d * (s.attention_width + s.kv_width) if work.fuse else 0.0
+    return kept + (0.0 if work.flash else 2.0 * d * s.heads * work.seq_len)
+
+
+def _retention(s: Shape, work: Work, d: float) -> float:
+    """Turned queries and keys; values, gate, output, its norm and the gated one; decayed scores; chunkwise also the states between chunks."""
+    kept = d * (2.0 * s.width + 5.0 * s.value_width) + (2.0 * d * s.width if work.fuse else 0.0)
+    if not work.compile:
+        kept += 2.0 * d * s.value_width  # the norm's input in fp32
+    span = s.chunk if s.chunk and s.chunk < work.seq_len else work.seq_len
+    kept += d * s.heads * span
+    return kept + (d * s.width * s.value_width / (s.heads * span) if span < work.seq_len else 0.0)
 
 
 def kept_activations(s: Shape, work: Work, layout: Degrees) -> float:
@@ -262,10 +369,26 @@ def kept_activations(s: Shape, work: Work, layout: Degrees) -> float:
 def _selective(s: Shape, work: Work, layout: Degrees) -> float:
     d, t = float(work.bytes_per_value), layout.tensor
     spread = t if layout.sequence_parallel else 1
+    if work.native:
+        return _native_selective(s, work, layout)
     if work.engine != "torch":  # Megatron's: only the square of scores is worked out again
         return layer_activations(s, work, layout) - (0.0 if work.flash else 2.0 * d * s.heads * work.seq_len / t)
     # Per-op policy: attention's output and every other matrix product are kept.
     return d * (2.0 * s.width / spread + (2.0 * s.attention_width + s.kv_width + s.ffn) / t) + 4.0 * s.heads / t
+
+
+def _native_selective(s: Shape, work: Work, layout: Degrees) -> float:
+    """The block's input, attention with its output, and every second product: queries, values, gate (fused: both fused ones). The last
+    product is every second too, but only code that is not compiled holds what nobody reads."""
+    d, t = float(work.bytes_per_value), layout.tensor
+    stream = d * s.width / (t if layout.sequence_parallel else 1)
+    keys = s.width if s.arch == "retnet" else s.attention_width
+    values = s.value_width if s.arch == "retnet" else s.kv_width
+    gates = s.ffn * (2.0 if s.glu and work.fuse else 1.0)
+    products = keys + values + ((s.width + s.value_width if s.arch == "retnet" else s.kv_width) if work.fuse else 0.0)
+    mixed = 0.0 if s.arch == "retnet" else d * s.attention_width + 4.0 * s.heads
+    idle = (0.0 if work.compile or work.fuse else 1.0) + (1.0 if t > 1 else 0.0)  # divided: sums over ranks are kept
+    return stream * (1.0 + idle) + (d * (products + gates) + mixed) / t
 
 
 def _logits(s: Shape, work: Work, layout: Degrees, tokens: float) -> float:
@@ -286,6 +409,7 @@ def _logits(s: Shape, work: Work, layout: Degrees, tokens: float) -> float:
 
 
 def _inputs(s: Shape, work: Work, layout: Degrees, tokens: float) -> float:
-    """Token numbers, and the output of embedding and final norm."""
+    """Token numbers, and the output of embedding and final norm (eager: with its fp32 input)."""
     spread = layout.tensor if layout.sequence_parallel else 1
-    return tokens * (16.0 + 2.0 * work.bytes_per_value * s.width / spread)
+    values = 4.0 if work.native and not work.compile and work.precision != "fp32" else 2.0
+    return tokens * (16.0 + values * work.bytes_per_value * s.width / spread)

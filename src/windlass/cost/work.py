@@ -40,6 +40,11 @@ class Work:
     """torch: fp32 weights are the master, 16-bit copies are made when needed (FSDP2, DDP with autocast).
     megatron: 16-bit weights and a gradient buffer stay; fp32 masters belong to the optimizer. deepspeed: the same with 16-bit gradients."""
 
+    native: bool = False
+    """windlass's own engine, of which it is known by op what lives and when; else an engine that a published row describes."""
+    fuse: bool = False
+    """Native: queries, keys and values by one product, and gate and up by one, from weights laid side by side."""
+
     @property
     def bytes_per_value(self) -> int:
         """Size of an activation."""

@@ -110,7 +110,16 @@ def work_of(task: Task, choice: Choice) -> Work:
         optimizer=optim.name,
         moments=optim.moments,
         engine="torch" if train.engine == "native" else "deepspeed",
+        native=train.engine == "native" and task.recipe.model.family != "hf",
+        fuse=_fuses(task, choice),
     )
+
+
+def _fuses(task: Task, c: Choice) -> bool:
+    """The engine's own rule for train.fuse: in FP8, where it pays; never with divided products."""
+    train = task.recipe.train
+    automatic = task.device.vendor != "cpu" and train.precision == "fp8"
+    return c.tensor == 1 and (automatic if train.fuse is None else train.fuse)
 
 
 def _loss(task: Task, c: Choice) -> str:
@@ -187,8 +196,13 @@ def _shard_problems(task: Task, c: Choice) -> Iterator[str]:
             yield "hybrid with shard_size 1 divides nothing; nearest legal: shard none"
     if c.shard in ("zero2", "hybrid") and c.pipeline > 1:
         yield f"layout.shard {c.shard} with a pipeline would reduce gradients after every micro-batch; nearest legal: zero1"
-    if c.offload != "none" and c.shard in ("none", "zero1", "zero2"):
+    if c.offload != "none" and c.shard in _whole_weights(task):
         yield f"layout.offload ({c.offload}) needs sharded weights; nearest legal: shard full or hybrid"
+
+
+def _whole_weights(task: Task) -> tuple[str, ...]:
+    """Ways of sharding beside which an engine cannot offload: DeepSpeed moves the states of ZeRO-1 and 2 as well."""
+    return ("none",) if task.recipe.train.engine == "deepspeed" else ("none", "zero1", "zero2")
 
 
 def _host_problems(task: Task, c: Choice) -> Iterator[str]:
