@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
 STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test lint unit bench docs clean help
 .DEFAULT_GOAL := help
@@ -15,14 +17,20 @@ help:
 	@echo "make docs   the documentation site, into site/"
 
 # The environment is built with pip's own resolver: constraints.txt pins what the tests run with.
-$(STAMP): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("windlass needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,data,trackers,dash,eval,dev]'
+	@echo "installing windlass into $(VENV) (a minute or two the first time)"
+	$(PIP) torch
+	$(PIP) -e '.[train,data,dash]'
 	@touch $@
 
-demo: $(STAMP)
+$(STAMP): $(READY)
+	@echo "installing what the tests need into $(VENV)"
+	DS_BUILD_OPS=0 $(PIP) -e '.[train,data,trackers,dash,eval,deepspeed,dev]'
+	@touch $@
+
+demo: $(READY)
 	$(BIN)/windlass demo
 
 test: lint
@@ -41,7 +49,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/run_cpu.py
 
 docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(PIP) -e '.[docs]'
 	$(BIN)/python scripts/make_reference.py
 	$(BIN)/mkdocs build --strict
 
