@@ -13,9 +13,20 @@ DOCS = Path(__file__).resolve().parents[1] / "docs" / "reference"
 def recipe_page() -> str:
     from windlass.config import Recipe
 
-    lines = ["# Recipe keys", "", "A recipe is one TOML file. Every key, its type, its default and what it means; made from the code.", ""]
-    lines += ["Token counts, sizes, durations and energies may be written with units: `450B`, `4Mi`, `94 GiB`, `30m`, `14.2 MWh`.", ""]
-    tables = {"": Recipe, **{name: _table(field.annotation) for name, field in Recipe.model_fields.items() if _table(field.annotation)}}
+    lines = [
+        "# Recipe keys",
+        "",
+        "A recipe is one TOML file. Every key, its type, its default and what it means; made from the code.",
+        "",
+    ]
+    lines += [
+        "Token counts, sizes, durations and energies may be written with units: `450B`, `4Mi`, `94 GiB`, `30m`, `14.2 MWh`.",
+        "",
+    ]
+    tables = {
+        "": Recipe,
+        **{name: _table(field.annotation) for name, field in Recipe.model_fields.items() if _table(field.annotation)},
+    }
     for name, table in tables.items():
         lines += [f"## `[{name}]`" if name else "## Top level", ""]
         if name == "layout":
@@ -73,7 +84,12 @@ def cli_page() -> str:
     from windlass.cli import build
 
     root = typer.main.get_command(build())
-    lines = ["# Commands", "", "Made from the code. Errors end with one message, a hint and a non-zero exit code; `--debug` shows the traceback.", ""]
+    lines = [
+        "# Commands",
+        "",
+        "Made from the code. Errors end with one message, a hint and a non-zero exit code; `--debug` shows the traceback.",
+        "",
+    ]
     for name, command in sorted(root.commands.items()):
         lines += _command(f"windlass {name}", command)
     return "\n".join(lines)
@@ -101,8 +117,12 @@ def pages() -> dict[str, str]:
     return {
         "recipe.md": recipe_page(),
         "cli.md": cli_page(),
-        "metrics.md": vocabulary_page("metrics.jsonl", "One line per logged step. A key that is unknown is null, never 0.", METRICS),
-        "events.md": vocabulary_page("events.jsonl", "The life of a run, one line per event, each with `time` and `event`.", EVENTS),
+        "metrics.md": vocabulary_page(
+            "metrics.jsonl", "One line per logged step. A key that is unknown is null, never 0.", METRICS
+        ),
+        "events.md": vocabulary_page(
+            "events.jsonl", "The life of a run, one line per event, each with `time` and `event`.", EVENTS
+        ),
     }
 
 

@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Everything that pip needs to install windlass on a cluster without internet, as one folder of wheels.
+#
+#   scripts/wheelhouse.sh FOLDER [--torch] [--extras train,data] [--python 3.12] [--platform manylinux_2_28_x86_64]
+#
+# Without --torch the site's own PyTorch is used (python -m venv --system-site-packages). --python and --platform fetch for another
+# machine than this one; pip then takes ready-made wheels only. Run it again after an interruption: wheels that are there stay.
+set -euo pipefail
+
+usage() { sed -n '2,7p' "$0" | sed 's/^# \{0,1\}//'; }
+fail() { echo "wheelhouse: $*" >&2; exit 2; }
+
+folder="" extras="train,data" torch=no target=()
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --torch) torch=yes ;;
+    --extras) [ $# -gt 1 ] || fail "--extras needs a list, for example train,data,eval"; extras="$2"; shift ;;
+    --python) [ $# -gt 1 ] || fail "--python needs a version, for example 3.12"; target+=(--python-version "$2"); shift ;;
+    --platform) [ $# -gt 1 ] || fail "--platform needs a tag, for example manylinux_2_28_aarch64"; target+=(--platform "$2"); shift ;;
+    -h|--help) usage; exit 0 ;;
+    -*) fail "unknown option $1 (scripts/wheelhouse.sh --help)" ;;
+    *) [ -z "$folder" ] || fail "one folder, please: $folder or $1"; folder="$1" ;;
+  esac
+  shift
+done
+[ -n "$folder" ] || fail "which folder? scripts/wheelhouse.sh wheelhouse"
+
+top="$(cd "$(dirname "$0")/.." && pwd)"
+python="${PYTHON:-python3}"
+mkdir -p "$folder"
+[ ${#target[@]} -eq 0 ] || target+=(--only-binary=:all:)
+
+"$python" -m pip wheel --quiet --no-deps --wheel-dir "$folder" "$top"
+wheel="$(ls -t "$folder"/windlass-*.whl | head -1)"
+
+# What windlass asks for, read from its own wheel, so that the lists cannot differ.
+requirements="$folder/requirements.txt"
+"$python" - "$wheel" "$extras" "$torch" > "$requirements" <<'PYTHON'
+import re, sys, zipfile
+wheel, extras, torch = sys.argv[1], set(filter(None, sys.argv[2].split(","))), sys.argv[3] == "yes"
+archive = zipfile.ZipFile(wheel)
+text = archive.read(next(n for n in archive.namelist() if n.endswith("METADATA"))).decode().split("\n\n")[0]
+known = set(re.findall(r"^Provides-Extra: (\S+)", text, re.M))
+if extras - known:
+    sys.exit(f"wheelhouse: unknown extra {', '.join(sorted(extras - known))}; there are {', '.join(sorted(known))}")
+for line in re.findall(r"^Requires-Dist: (.*)", text, re.M):
+    extra = re.search(r"extra == '([^']+)'", line)
+    if extra and extra.group(1) not in extras:
+        continue
+    if not torch and re.match(r"torch\b", line):
+        continue
+    plain = re.sub(r"\s*(and )?\(?extra == '[^']+'\)?", "", line).strip()
+    print(plain.rstrip("; ").strip())
+PYTHON
+constraint=()
+[ "$torch" = no ] || constraint=(-c "$top/constraints.txt")
+"$python" -m pip download --quiet --dest "$folder" "${target[@]}" "${constraint[@]}" -r "$requirements"
+echo "$(ls "$folder" | grep -c '\.whl$') wheels in $folder ($(du -sh "$folder" | cut -f1)); on the cluster:"
+echo "  python3 -m venv --system-site-packages venv"
+echo "  venv/bin/pip install --no-index --find-links $(basename "$folder") 'windlass[$extras]'"
