@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_plan.py --measure                  # on the GPU: writes gpu_plan.json (about four minutes)
     python benchmarks/gpu_plan.py --compare                  # anywhere: predicted beside measured, writes gpu_plan.md
+    python benchmarks/gpu_plan.py --fit                      # the engine's own constants, and the error of sizes left out of the fit
 
 The configurations vary size (0.1B to 8B), micro-batch, sequence, recompute, precision and compile; each is measured in the same
 process after the one before was freed, three steps to warm up and five timed. Running out of memory is a result.
@@ -164,12 +165,11 @@ def measure(out: Path, budget_seconds: float) -> None:
         (out / "gpu_plan.json").write_text(json.dumps({**facts, "rows": rows}, indent=1))
 
 
-def predict(c: dict[str, Any], device_name: str) -> Any:
-    """What `windlass plan` says of the same recipe on one such device."""
+def ask(c: dict[str, Any], device_name: str) -> tuple[Any, Any]:
+    """The planner's question for one configuration on one such device: task and layout."""
     from windlass.clusters import device_by_driver_name
     from windlass.clusters.model import Cluster, Links, Node
     from windlass.plan.layouts import from_config
-    from windlass.plan.search import evaluate
     from windlass.plan.task import make_task
 
     device = device_by_driver_name(device_name)
@@ -178,7 +178,59 @@ def predict(c: dict[str, Any], device_name: str) -> Any:
     cluster = Cluster(name="one", title="one device", device=device.name, node=node, links=links)
     recipe = recipe_of(c)
     task = make_task(recipe, cluster)
-    return evaluate(task, from_config(recipe.layout, recipe.train.recompute, task))
+    return task, from_config(recipe.layout, recipe.train.recompute, task)
+
+
+def predict(c: dict[str, Any], device_name: str) -> Any:
+    """What `windlass plan` says of the same recipe on one such device."""
+    from windlass.plan.search import evaluate
+
+    return evaluate(*ask(c, device_name))
+
+
+FITTED = {"own_edge": (60.0, 180.0), "own_narrow": (1.0, 1.4), "own_eager": (2.0, 4.5), "own_fixed_ms": (0.2, 6.0)}
+"""Constants of step time that these rows decide, and where they may lie. Of memory, workspaces and one layer's backward pass were read off."""
+
+
+def fit(rows: list[dict[str, Any]], device: str) -> Any:
+    """Constants with the least mean absolute error: one after the other on a grid, three rounds."""
+    from dataclasses import replace
+
+    from windlass.cost.step import DEFAULTS
+
+    best = DEFAULTS
+    for _ in range(3):
+        for name, (low, high) in FITTED.items():
+            tried = [replace(best, **{name: low + (high - low) * i / 24}) for i in range(25)]
+            best = min(tried, key=lambda c: statistics.fmean(abs(time_error(r, device, c)) for r in rows))
+    return best
+
+
+def time_error(row: dict[str, Any], device: str, constants: Any) -> float:
+    from windlass.cost.step import estimate
+    from windlass.plan.layouts import work_of
+
+    task, choice = ask(row, device)
+    found = estimate(
+        task.shape, work_of(task, choice), choice.degrees(), task.device, task.cluster.links, 1, constants=constants
+    )
+    return error_pct(found.seconds, row["step_seconds"])
+
+
+def leave_out(out: Path) -> None:
+    """Fit without each size in turn and score that size: what the constants owe to the rows they are judged by."""
+    record = json.loads((out / "gpu_plan.json").read_text())
+    rows, device = [r for r in record["rows"] if r["outcome"] == "ok"], record["device"]
+    errors = []
+    for size in dict.fromkeys(r["size"] for r in rows):
+        found = fit([r for r in rows if r["size"] != size], device)
+        mine = [abs(time_error(r, device, found)) for r in rows if r["size"] == size]
+        errors += mine
+        words = ", ".join(f"{k} {getattr(found, k):.3g}" for k in FITTED)
+        print(f"without {size}: {words}; its {len(mine)} rows: median {statistics.median(mine):.1f} %", flush=True)
+    print(f"left out: median {statistics.median(errors):.1f} %, worst {max(errors):.1f} % over {len(errors)}")
+    found = fit(rows, device)
+    print("all rows: " + ", ".join(f"{k} {getattr(found, k):.3g}" for k in FITTED))
 
 
 def error_pct(predicted: float, measured: float) -> float:
@@ -226,6 +278,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--fit", action="store_true")
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "benchmarks" / "results")))
     args = parser.parse_args()
@@ -233,6 +286,8 @@ def main() -> None:
         measure(args.out, args.seconds)
     if args.compare:
         compare(args.out)
+    if args.fit:
+        leave_out(args.out)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,14 @@ class Constants:
     """Relative slowdown per doubling of nodes: the slowest of many decides."""
     fp8: float = 0.75
     """Share of the 8-bit rate that remains when casts and scales are paid."""
+    own_edge: float = 130.0
+    """`edge` in our own engine, whose products are those of current libraries on Hopper."""
+    own_fixed_ms: float = 0.7
+    """`fixed_ms` in our own engine: nothing in its step waits for the device."""
+    own_narrow: float = 1.15
+    """What attention with heads of 64 costs relative to heads of 128 with cuDNN's kernels."""
+    own_eager: float = 3.3
+    """Passes over a layer's element-wise bytes, forward and backward, when nothing is compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +98,8 @@ def estimate(
     c = constants or DEFAULTS
     if efficiency is not None:
         c = with_efficiency(c, efficiency)
+    if work.native:
+        c = replace(c, edge=c.own_edge, fixed_ms=c.own_fixed_ms)
     rates = _rates(device, links, devices_per_node, work, c, layout)
     tokens = work.micro_batch * work.seq_len / layout.context
     micro = _micro_batch(shape, work, layout, rates, tokens, c)
@@ -145,7 +155,9 @@ def bubble_share(layout: Degrees, micro_batches: int) -> float:
 @dataclass(frozen=True, slots=True)
 class _Rates:
     matmul: float
-    """FLOP/s of large matrix products."""
+    """FLOP/s of large matrix products in the precision of the blocks."""
+    wide: float
+    """The same in bf16 (fp32 where all is fp32)."""
     attention: float
     memory: float
     """Bytes/s of element-wise kernels."""
@@ -206,6 +218,7 @@ def _rates(device: Device, links: Links, per_node: int, work: Work, c: Constants
     inter = (links.inter_gbs_per_node or 1.0) * 1e9 / per_node * c.network
     return _Rates(
         matmul=sustained_tflops(device, work.precision, c) * 1e12,
+        wide=sustained_tflops(device, "fp32" if work.precision == "fp32" else "bf16", c) * 1e12,
         attention=_attention_rate(device, work, c),
         memory=device.bandwidth_gbs * 1e9 * c.memory,
         intra=intra,
@@ -253,15 +266,12 @@ def _micro_batch(
     forward = _layer_products(s, tokens, t, r, c)
     attention = _attention(s, work, tokens, t, r, c)
     elementwise = _elementwise_bytes(s, work, tokens, t, layout, c) / r.memory
-    again = {
-        "full": 1.0,
-        "selective": 0.35 if work.engine == "torch" else 0.0,
-        "budget": 1.0 - work.recompute_budget,
-    }.get(work.recompute, 0.0)
+    again = _again(s, work)
     terms = {
-        "matrix products": layers * forward * (3.0 + again),
-        "attention": layers * attention * (3.5 + (again if work.recompute != "selective" else 0.0)),
-        "element-wise": layers * elementwise * (3.0 + again),
+        "matrix products": layers * forward * (3.0 + again.products),
+        "attention": layers * attention * (3.5 + again.attention),
+        "element-wise": layers * elementwise * (3.0 + again.elementwise),
+        "casts to 8 bits": layers * _cast_bytes(s, work, tokens, t) / r.memory,
         "tensor-parallel traffic": layers
         * _tensor_traffic(s, work, layout, tokens, r)
         * (2.0 + (1.0 if work.recompute == "full" else 0.0))
@@ -269,11 +279,14 @@ def _micro_batch(
         "context-parallel traffic": layers * _context_traffic(s, work, layout, tokens, r) * 3.0,
         "pipeline traffic": _pipeline_traffic(s, work, layout, tokens, r),
     }
-    kernels = ((20.0 if work.compile else 60.0) + (8.0 if t > 1 else 0.0)) * layers * (3.0 + again) * c.launch_us * 1e-6
+    each = 20.0 if work.compile else 100.0 if work.native else 60.0
+    kernels = (each + (8.0 if t > 1 else 0.0)) * layers * (3.0 + again.elementwise) * c.launch_us * 1e-6
     gpu = sum(terms.values())
     if kernels > gpu:
         terms["kernel launches"] = kernels - gpu
-    product = _product(tokens, s.padded_vocab / t, s.width, r, c) * 3.0
+    # Our own head stays in 16 bits whatever the blocks do.
+    wide = replace(r, matmul=r.wide) if work.native else r
+    product = _product(tokens, s.padded_vocab / t, s.width, wide, c) * 3.0
     logits = (
         tokens
         * s.padded_vocab
@@ -282,6 +295,48 @@ def _micro_batch(
         / r.memory
     )
     return {"layers": {k: v for k, v in terms.items() if v}, "head": {"products": product, "loss": logits}}
+
+
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """Share of the forward pass that runs a second time."""
+
+    products: float
+    attention: float
+    elementwise: float
+
+
+def _again(s: Shape, work: Work) -> _Again:
+    """Full recompute runs all of it again; in our own engine the compiler leaves out the last product, which nobody reads, and most
+    element-wise work goes into the backward kernels."""
+    if work.recompute == "budget":
+        return _Again(*[1.0 - work.recompute_budget] * 3)
+    if work.recompute not in ("full", "selective"):
+        return _Again(0.0, 0.0, 0.0)
+    if not work.native:
+        share = 0.35 if work.engine == "torch" else 0.0
+        return _Again(share, 0.0, share) if work.recompute == "selective" else _Again(1.0, 1.0, 1.0)
+    mixed = s.value_width if s.arch == "retnet" else s.attention_width
+    first = 2.0 * (s.width + s.value_width) if s.arch == "retnet" else s.attention_width + 2.0 * s.kv_width
+    whole = first + mixed + (3.0 if s.glu else 2.0) * s.ffn
+    if work.recompute == "full":
+        return _Again(1.0 - s.ffn / whole, 1.0, 0.5)
+    skipped = (s.kv_width if s.arch != "retnet" else first / 2.0) + mixed + (s.ffn if s.glu else 0.0)
+    # Retention is made of batched products, which the policy does not keep.
+    return _Again(skipped / whole, 1.0 if s.arch == "retnet" else 0.0, 0.0)
+
+
+def _cast_bytes(s: Shape, work: Work, tokens: float, t: int) -> float:
+    """Bytes that FP8 casts of one layer move: largest magnitude and cast of every product's input (forward, and again for the weights'
+    gradient) and of its gradient, which is also turned. In other engines the share `fp8` stands for this."""
+    if not work.native or work.precision != "fp8":
+        return 0.0
+    mixed = s.value_width if s.arch == "retnet" else s.attention_width
+    first = 2 * (s.width + s.value_width) if s.arch == "retnet" else s.attention_width + 2 * s.kv_width
+    ins = 2.0 * s.width + mixed + s.ffn
+    outs = first + 2.0 * s.width + (2.0 if s.glu else 1.0) * s.ffn
+    rows = 2.0 if work.fp8_rows else 0.0  # scales by row are found once more, along the other side
+    return tokens * ((10.0 + rows) * ins + (8.0 + rows) * outs) / t
 
 
 def _layer_products(s: Shape, tokens: float, t: int, r: _Rates, c: Constants) -> float:
@@ -303,10 +358,14 @@ def _attention(s: Shape, work: Work, tokens: float, t: int, r: _Rates, c: Consta
     if s.arch == "retnet":
         span = s.chunk if s.chunk and s.chunk < work.seq_len else work.seq_len
         flops = 2.0 * tokens * span * (s.width + s.value_width) / t
+        if span < work.seq_len:  # each chunk writes its state and reads the one before it
+            flops += 4.0 * tokens * s.width * s.value_width / s.heads / t
         return flops / r.attention + 4.0 * tokens * span * s.heads / t / r.memory
     flops = 4.0 * tokens * work.seq_len * s.attention_width / t
     if work.flash:
-        narrow = 1.25 if s.head_dim < 96 else 1.0  # heads of 64 fill the units less well
+        narrow = (
+            (c.own_narrow if work.native else 1.25) if s.head_dim < 96 else 1.0
+        )  # heads of 64 fill the units less well
         return 0.5 * flops * narrow / r.attention
     traffic = tokens * s.heads / t * work.seq_len * work.bytes_per_value * c.square
     slow = (
@@ -318,8 +377,23 @@ def _attention(s: Shape, work: Work, tokens: float, t: int, r: _Rates, c: Consta
 def _elementwise_bytes(s: Shape, work: Work, tokens: float, t: int, layout: Degrees, c: Constants) -> float:
     """Bytes that norms, rotary, activation and residuals of one layer move in a forward pass."""
     spread = t if layout.sequence_parallel else 1
+    if work.native and not work.compile:
+        return tokens * _eager_bytes(s, t, spread) * c.own_eager / 3.0
+    if (
+        s.arch == "retnet"
+    ):  # queries and keys are turned by neighbours; values, gate and output change between layouts of heads
+        values = (
+            6.0 * s.width / spread + (3.0 if s.glu else 2.0) * s.ffn / t + (8.0 * s.width + 10.0 * s.value_width) / t
+        )
+        return tokens * work.bytes_per_value * values * (1.0 if work.compile else c.eager)
     values = 6.0 * s.width / spread + (3.0 if s.glu else 2.0) * s.ffn / t + 2.0 * (s.attention_width + s.kv_width) / t
     return tokens * work.bytes_per_value * values * (1.0 if work.compile else c.eager)
+
+
+def _eager_bytes(s: Shape, t: int, spread: int) -> float:
+    """Per token, forward, op by op: norms in fp32 (36 bytes a value) and residual sums (6), rotation in fp32 (58), gate (10)."""
+    turned = 2 * s.width + 2 * s.value_width if s.arch == "retnet" else s.attention_width + s.kv_width
+    return 84.0 * s.width / spread + (58.0 * turned + 10.0 * s.ffn) / t
 
 
 def _exposed(
@@ -386,8 +460,20 @@ def _pipeline_traffic(s: Shape, work: Work, layout: Degrees, tokens: float, r: _
 def _optimizer(s: Shape, work: Work, layout: Degrees, r: _Rates, per_node: int) -> float:
     """Reads and writes of weights, gradients and moments of this device's share (fused: once; list by list: about three times), and the norm."""
     mine = count(s).stored / (layout.tensor * layout.pipeline)
-    traffic = 34.0 if work.compile or work.engine != "torch" else 90.0
-    return (mine / layout.state_shards(per_node) * traffic + mine / layout.shards(per_node) * 4.0) / r.memory
+    if work.native:
+        update, norm = _update_bytes(work, layout)
+    else:
+        update, norm = 34.0 if work.compile or work.engine != "torch" else 90.0, 4.0
+    return (mine / layout.state_shards(per_node) * update + mine / layout.shards(per_node) * norm) / r.memory
+
+
+def _update_bytes(work: Work, layout: Degrees) -> tuple[float, float]:
+    """Per parameter, in one compiled kernel: weights and moments read and written, gradients read, 16-bit copy written; and the norm."""
+    pure = work.precision == "bf16_pure"
+    single = layout.devices == 1 and work.precision in ("bf16", "fp8")
+    gradient = 2.0 if pure or (single and work.accumulation == 1) else 4.0
+    moments = 2.0 * (2.0 if work.moments == "bf16" else 4.0) * (2.0 if work.optimizer.startswith("adam") else 1.0)
+    return (4.0 if pure else 8.0) + moments + gradient + (2.0 if single else 0.0), gradient
 
 
 def _data_traffic(s: Shape, work: Work, layout: Degrees, r: _Rates, per_node: int) -> tuple[float, float]:

@@ -44,6 +44,8 @@ class Work:
     """windlass's own engine, of which it is known by op what lives and when; else an engine that a published row describes."""
     fuse: bool = False
     """Native: queries, keys and values by one product, and gate and up by one, from weights laid side by side."""
+    fp8_rows: bool = False
+    """Native, FP8: a scale per row instead of one per tensor."""
 
     @property
     def bytes_per_value(self) -> int:

@@ -112,6 +112,7 @@ def work_of(task: Task, choice: Choice) -> Work:
         engine="torch" if train.engine == "native" else "deepspeed",
         native=train.engine == "native" and task.recipe.model.family != "hf",
         fuse=_fuses(task, choice),
+        fp8_rows=train.fp8_scaling == "row",
     )
 
 
