@@ -1,0 +1,195 @@
+"""How do points run on one machine? One after another, each in a folder of its own, under its limits; Ctrl-C loses only the running one."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.config.sweep import LoadedSweep, SweepConfig
+from windlass.errors import ConfigError
+from windlass.launch.executor import State
+from windlass.launch.sweep.expect import Expectation
+from windlass.launch.sweep.folder import SweepFolder
+from windlass.launch.sweep.outcome import Outcome, classify
+from windlass.launch.sweep.points import Point
+from windlass.launch.sweep.results import read_results
+from windlass.runs.lock import locked
+
+END_SECONDS = 15.0
+"""A point that is asked to end gets this long before it is killed."""
+Say = Callable[[Point, str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is to be done: the points, what is expected of them, and which of them are chosen."""
+
+    loaded: LoadedSweep
+    folder: SweepFolder
+    points: Sequence[Point]
+    expected: Sequence[Expectation]
+
+    @property
+    def sweep(self) -> SweepConfig:
+        return self.loaded.sweep
+
+    def expectation(self, point: Point) -> Expectation:
+        return self.expected[[p.name for p in self.points].index(point.name)]
+
+
+def choose(work: Work, only: set[str] | None, names: Sequence[str] | None = None, *, everything: bool = False) -> list[Point]:  # fmt: skip
+    """Points without an outcome, or those whose outcome is of a class to repeat. What would surely not fit is left out once."""
+    done = work.folder.outcomes()
+    _check_known(work, names or ())
+    chosen = []
+    for point in work.points:
+        last = done.get(point.name, {}).get("outcome")
+        wanted = last is None if only is None else last in only
+        # A point that was only skipped is run when somebody asks for it by name or for all.
+        wanted = wanted or (last == "skipped" and (everything or bool(names)))
+        if wanted and (not names or point.name in names):
+            chosen.append(point)
+    return chosen
+
+
+def _check_known(work: Work, names: Sequence[str]) -> None:
+    known = {p.name for p in work.points}
+    missing = [name for name in names if name not in known]
+    if missing:
+        from difflib import get_close_matches
+
+        near = get_close_matches(missing[0], sorted(known), n=3, cutoff=0.3)
+        raise ConfigError(
+            f"there is no point {', '.join(missing)} in this sweep",
+            hint=f"did you mean {' or '.join(near)}?" if near else "--dry-run lists the points",
+        )
+
+
+def run_points(
+    work: Work, points: Sequence[Point], say: Say, *, everything: bool = False, step: Sequence[str] = ()
+) -> dict[str, str]:
+    """Run them in order; point -> outcome. `step` comes before each command (srun inside an allocation)."""
+    found: dict[str, str] = {}
+    with locked(work.folder.lock_file, None):
+        for point in points:
+            say(point, "runs")
+            outcome = run_point(work, point, everything=everything, step=step)
+            found[point.name] = outcome.outcome
+            say(point, outcome.outcome + (f": {outcome.detail}" if outcome.outcome != "ok" else ""))
+    return found
+
+
+def run_point(work: Work, point: Point, *, everything: bool = False, step: Sequence[str] = ()) -> Outcome:
+    expected = work.expectation(point)
+    if expected.verdict == "illegal":
+        return _keep(work, point, Outcome(outcome="error", evidence="plan", detail=expected.reason), None)
+    if expected.skip and not everything:
+        return _keep(work, point, Outcome(outcome="skipped", evidence="plan", detail=expected.reason), None)
+    work.folder.set_aside(point.name)
+    run = work.folder.point(point.name)
+    log = work.folder.log(point.name)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    began = time.time()
+    code, timed_out = _execute(command_of(work, point, step), log, point)
+    outcome = classify(run, code, log=log, timed_out=timed_out, since=began)
+    return _keep(work, point, _with_results(work, point, outcome), time.time() - began)
+
+
+def _with_results(work: Work, point: Point, outcome: Outcome) -> Outcome:
+    """A command that ended well but left no valid results did not end well."""
+    if outcome.outcome != "ok" or work.sweep.results is None:
+        return outcome
+    path = work.folder.point(point.name).path / work.sweep.results
+    try:
+        read_results(path)
+    except ConfigError as error:
+        return Outcome(outcome="error", evidence="results", detail=error.message, file=str(path), exit_code=0)
+    return outcome
+
+
+def _keep(work: Work, point: Point, outcome: Outcome, seconds: float | None) -> Outcome:
+    work.folder.add_outcome({"point": point.name, "seconds": seconds, **outcome.as_dict()})
+    return outcome
+
+
+def command_of(work: Work, point: Point, step: Sequence[str] = ()) -> list[str]:
+    """What a point starts: `windlass train` with its recipe, or the sweep's own command."""
+    run = work.folder.point(point.name).path
+    if point.recipe is None:
+        return [*step, *point.command(run)]
+    words = [sys.executable, "-m", "windlass", "train", str(work.folder.recipe(point.name)), "--run", str(run)]
+    if step:  # the scheduler starts one task per device
+        return [*step, *words]
+    return [*words, "--devices", str(point.devices or 1), "--restarts", str(work.sweep.restarts)]
+
+
+def _execute(command: Sequence[str], log: Path, point: Point) -> tuple[int, float | None]:
+    """Exit code, and the limit where that ended it."""
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with log.open("ab") as output:
+        output.write(f"$ {' '.join(command)}\n".encode())
+        output.flush()
+        try:
+            process = subprocess.Popen(
+                list(command), stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env,
+                start_new_session=True, preexec_fn=_limits(point.memory_limit),
+            )  # fmt: skip
+        except OSError as error:
+            output.write(f"error: {command[0]} cannot be started: {error.strerror}\n".encode())
+            return 127, None
+        with _ended(process):
+            try:
+                return process.wait(timeout=point.time_limit), None
+            except subprocess.TimeoutExpired:
+                return end(process), point.time_limit
+
+
+def _limits(memory: int | None) -> Callable[[], None]:
+    """In the child: a limit on its private memory (and on that of every process it starts), and an end together with us."""
+    libc, set_death_signal = ctypes.CDLL(None), 1
+
+    def apply() -> None:
+        libc.prctl(set_death_signal, int(signal.SIGTERM))
+        if memory is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+
+    return apply
+
+
+@contextlib.contextmanager
+def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Whatever happens to us (Ctrl-C), the point does not live on."""
+    try:
+        yield
+    except BaseException:
+        end(process)
+        raise
+
+
+def end(process: subprocess.Popen[bytes]) -> int:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(timeout=END_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+def note_states(work: Work, states: dict[str, tuple[State, Any]]) -> None:
+    """Points of an allocation that ended before they were reached or done get the scheduler's word as their outcome."""
+    done = work.folder.outcomes()
+    for name, (state, log) in states.items():
+        if name not in done and state.over and state.state != "COMPLETED":
+            outcome = classify(work.folder.point(name), state.exit_code, log=log, state=state)
+            work.folder.add_outcome({"point": name, "seconds": state.elapsed_seconds, **outcome.as_dict()})

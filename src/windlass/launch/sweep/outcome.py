@@ -1,0 +1,170 @@
+"""How did a point end, and how do we know? Scheduler state first, then the ranks' error records, then the log, then the exit code."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from windlass import errors
+from windlass.launch.executor import State
+from windlass.runs.folder import Run
+
+OUTCOMES = ("ok", "oom", "timeout", "node-failure", "pre-empted", "error", "skipped")
+GROUPS = {"fail": ("error", "timeout", "node-failure", "pre-empted"), "failed": ("error", "timeout", "node-failure", "pre-empted")}  # fmt: skip
+"""Words of `--only` that stand for several outcomes."""
+_BY_STATE = {
+    "OUT_OF_MEMORY": "oom", "TIMEOUT": "timeout", "DEADLINE": "timeout", "NODE_FAIL": "node-failure", "BOOT_FAIL": "node-failure",
+    "PREEMPTED": "pre-empted", "REVOKED": "pre-empted",
+}  # fmt: skip
+_PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("oom", re.compile(r"out of memory|OutOfMemoryError|can't allocate memory|cannot allocate memory|\bMemoryError\b|oom-kill|oom_kill|std::bad_alloc|HIP_ERROR_OutOfMemory", re.I)),
+    ("timeout", re.compile(r"DUE TO TIME LIMIT", re.I)),
+    ("node-failure", re.compile(r"DUE TO NODE FAILURE|node failure|NODE_FAIL|uncorrectable ECC|GPU has fallen off the bus", re.I)),
+    ("pre-empted", re.compile(r"DUE TO PREEMPTION|preempted", re.I)),
+)  # fmt: skip
+_ERROR_LINE = re.compile(r"(?:^|\s)(?:[A-Za-z_.]*(?:Error|Exception)\b.*|error: .*|fatal: .*|gave up: .*)", re.I)
+_LOST = ("lost",)
+"""Kinds of error records that only say that another rank went away."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The verdict and what it rests on."""
+
+    outcome: str
+    evidence: str
+    """scheduler, record, log, exit, limit or plan."""
+    detail: str = ""
+    """The words of the evidence: the scheduler's state, or the first error line."""
+    rank: int | None = None
+    host: str | None = None
+    file: str | None = None
+    exit_code: int | None = None
+    further: list[str] = field(default_factory=list)
+    """What else was seen, in order."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def classify(
+    run: Run,
+    exit_code: int | None,
+    *,
+    log: Path | None = None,
+    state: State | None = None,
+    timed_out: float | None = None,
+    since: float = 0.0,
+) -> Outcome:
+    """The first of these that knows: our own time limit, the scheduler, the ranks' records, the log, the exit code."""
+    seen = list(_evidence(run, exit_code, log, state, timed_out, since))
+    first = seen[0]
+    if first.outcome == "ok" and exit_code == 0:
+        return first
+    return Outcome(**{**vars(first), "further": [_words(o) for o in seen[1:4]]})
+
+
+def _words(o: Outcome) -> str:
+    return f"{o.evidence}: {o.outcome}: {o.detail}"
+
+
+def _evidence(
+    run: Run, code: int | None, log: Path | None, state: State | None, timed_out: float | None, since: float
+) -> Iterator[Outcome]:
+    if code == errors.EXIT_DONE and timed_out is None:
+        yield Outcome(outcome="ok", evidence="exit", detail="exit code 0", exit_code=0)
+        return
+    if timed_out is not None:
+        yield Outcome(
+            outcome="timeout", evidence="limit", detail=f"ended after its limit of {timed_out:g} s", exit_code=code
+        )
+    if state is not None and state.state in _BY_STATE:
+        words = f"{state.state}" + (f" ({state.reason})" if state.reason else "")
+        yield Outcome(outcome=_BY_STATE[state.state], evidence="scheduler", detail=words, exit_code=code)
+    yield from _records(run, code, since)
+    yield from _log(log, code)
+    yield _by_code(code)
+
+
+def _records(run: Run, code: int | None, since: float) -> Iterator[Outcome]:
+    """Error records of ranks; the one that failed first speaks, not those that lost it."""
+    records = [r for r in run.errors() if float(r.get("time") or 0) >= since - 1]
+    causes = [r for r in records if r.get("kind") not in _LOST] or records
+    for record in sorted(causes, key=lambda r: float(r.get("time") or 0))[:1]:
+        rank = record.get("rank")
+        yield Outcome(
+            outcome="oom" if record.get("kind") == "oom" else "error",
+            evidence="record",
+            detail=str(record.get("error")),
+            rank=rank if isinstance(rank, int) else None,
+            host=record.get("host"),
+            file=str(run.error_file(int(rank or 0)).relative_to(run.path)),
+            exit_code=code,
+        )
+
+
+def _log(log: Path | None, code: int | None) -> Iterator[Outcome]:
+    lines = tail(log) if log is not None else []
+    for outcome, pattern in _PATTERNS:
+        hit = next((line for line in lines if pattern.search(line)), None)
+        if hit is not None:
+            yield Outcome(outcome=outcome, evidence="log", detail=hit.strip()[:300], file=str(log), exit_code=code)
+    hit = next((line for line in lines if _ERROR_LINE.search(line)), None)
+    if hit is not None:
+        yield Outcome(outcome="error", evidence="log", detail=hit.strip()[:300], file=str(log), exit_code=code)
+
+
+def tail(log: Path, most: int = 256 * 1024) -> list[str]:
+    """Lines of the end of a log; none when there is no log."""
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - most))
+            return file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+
+
+def _by_code(code: int | None) -> Outcome:
+    if code is None:
+        return Outcome(outcome="error", evidence="exit", detail="ended without an exit code")
+    if code == errors.EXIT_OUT_OF_MEMORY:
+        return Outcome(outcome="oom", evidence="exit", detail=f"exit code {code}: out of memory", exit_code=code)
+    if code == errors.EXIT_RESUMABLE:
+        return Outcome(
+            outcome="pre-empted", evidence="exit", detail=f"exit code {code}: stopped on request", exit_code=code
+        )
+    number = -code if code < 0 else code - 128 if code > 128 else 0
+    if number:
+        try:
+            name = signal.Signals(number).name
+        except ValueError:
+            name = f"signal {number}"
+        # The kernel's own out-of-memory killer sends SIGKILL and leaves no other word in the process's log.
+        return Outcome(outcome="error", evidence="exit", detail=f"ended by {name}", exit_code=code)
+    return Outcome(outcome="error", evidence="exit", detail=f"exit code {code}", exit_code=code)
+
+
+def read_only(words: str) -> set[str]:
+    """`oom,fail` -> outcomes to repeat."""
+    found: set[str] = set()
+    for word in (w.strip() for w in words.split(",") if w.strip()):
+        if word in GROUPS:
+            found.update(GROUPS[word])
+        elif word in OUTCOMES:
+            found.add(word)
+        else:
+            raise errors.ConfigError(
+                f"--only {word}: there is no such outcome", hint=f"known: {', '.join((*OUTCOMES, 'fail'))}"
+            )
+    return found
+
+
+def worst(outcomes: Sequence[str]) -> str:
+    """The most serious of several outcomes, for one cell that holds several points."""
+    order = ["ok", "skipped", "oom", "timeout", "pre-empted", "node-failure", "error"]
+    return max(outcomes, key=order.index) if outcomes else "ok"

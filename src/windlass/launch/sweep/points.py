@@ -1,0 +1,184 @@
+"""Which points does a sweep have? Sweep file -> named points with their whole recipe or command. Pure."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from windlass.config import Recipe, validate
+from windlass.config.load import check
+from windlass.config.sweep import POINT_KEYS, LoadedSweep, SweepConfig, axes_of, put
+from windlass.errors import ConfigError
+from windlass.units import parse_bytes, parse_seconds
+
+MOST_POINTS = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One cell of the matrix."""
+
+    name: str
+    values: Mapping[str, Any]
+    """Axis -> value as it is shown (a table by its name)."""
+    settings: Mapping[str, Any]
+    """Dotted keys that this point sets."""
+    devices: int | None = None
+    memory_limit: int | None = None
+    time_limit: float | None = None
+    raw: dict[str, Any] | None = None
+    """The whole recipe, as tables."""
+    recipe: Recipe | None = None
+    problem: str | None = None
+    """Why the recipe cannot be: keys that disagree. Such a point is a result (error), not a reason to stop the sweep."""
+    words: tuple[str, ...] = field(default=())
+    """The command's words with placeholders, for a sweep of a command."""
+
+    def command(self, folder: Path) -> list[str]:
+        """The command's words for this point; values never split into several words."""
+        known = {"name": self.name, "folder": str(folder), "devices": self.devices, "nodes": 1, **self.settings}
+        return [word.format_map(known) for word in self.words]
+
+
+def make_points(loaded: LoadedSweep) -> list[Point]:
+    """All points in the order of the file; refuses unknown keys, an empty matrix and two points of one name."""
+    sweep = loaded.sweep
+    cells = [cell for cell in _product(sweep) if not _excluded(sweep, cell)]
+    cells += [_included(sweep, table) for table in sweep.include]
+    if not cells:
+        raise ConfigError(
+            f"{loaded.path}: the matrix is empty after exclude: there is no point to run",
+            hint="an exclude table leaves out every point that matches all its axes",
+        )
+    shorts = _short_names(sweep)
+    points = [_point(loaded, cell, shorts) for cell in cells]
+    _check_names(loaded, points)
+    return points
+
+
+Cell = list[tuple[str, Any]]
+"""(axis, value) pairs."""
+
+
+def _product(sweep: SweepConfig) -> Iterator[Cell]:
+    axes: list[list[Cell]] = [[[(key, value)] for value in values] for key, values in sweep.matrix.items()]
+    for group in sweep.zip:
+        axes.append([list(zip(group, row, strict=True)) for row in zip(*group.values(), strict=True)])
+    if not axes:
+        return
+    count = 1
+    for axis in axes:
+        count *= len(axis)
+    if count > MOST_POINTS:
+        raise ConfigError(
+            f"the matrix has {count:,} points", hint=f"at most {MOST_POINTS:,} are possible; use exclude or zip"
+        )
+    for combination in itertools.product(*axes):
+        yield [pair for part in combination for pair in part]
+
+
+def _label(value: Any) -> Any:
+    return value["name"] if isinstance(value, Mapping) else value
+
+
+def _excluded(sweep: SweepConfig, cell: Cell) -> bool:
+    values = {key: _label(value) for key, value in cell}
+    return any(
+        table and all(values.get(key) in (want if isinstance(want, list) else [want]) for key, want in table.items())
+        for table in sweep.exclude
+    )
+
+
+def _included(sweep: SweepConfig, table: Mapping[str, Any]) -> Cell:
+    """An extra point; a bundle may be given by its name."""
+    cell: Cell = []
+    for key, value in table.items():
+        bundles = {v["name"]: v for v in sweep.matrix.get(key, ()) if isinstance(v, Mapping)}
+        cell.append((key, bundles.get(value, value) if isinstance(value, str) else value))
+    return cell
+
+
+def _short_names(sweep: SweepConfig) -> dict[str, str]:
+    """The last part of a dotted key where that is enough to tell the axes apart."""
+    keys = {*axes_of(sweep), *(key for table in sweep.include for key in table)}
+    last = [key.rsplit(".", 1)[-1] for key in keys]
+    return {key: (tail if last.count(tail := key.rsplit(".", 1)[-1]) == 1 else key) for key in keys}
+
+
+def _name(cell: Cell, shorts: Mapping[str, str]) -> str:
+    given = next((str(v) for k, v in cell if k == "name"), None)
+    parts = [_word(shorts.get(key, key), value) for key, value in cell if key != "name"]
+    return given or ".".join(parts)
+
+
+def _word(key: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        return _plain(str(value["name"]))
+    if isinstance(value, bool):
+        return key if value else f"no-{key}"
+    return f"{key}-{_plain(str(value))}"
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_+-]+", "-", text).strip("-+") or "x"
+
+
+def _point(loaded: LoadedSweep, cell: Cell, shorts: Mapping[str, str]) -> Point:
+    sweep = loaded.sweep
+    settings: dict[str, Any] = {}
+    for key, value in cell:
+        if isinstance(value, Mapping):
+            settings |= {k: v for k, v in value.items() if k != "name"}
+        elif key != "name":
+            settings[key] = value
+    name = _name(cell, shorts)
+    run = {key: settings.get(key, sweep.set.get(key, getattr(sweep, key))) for key in POINT_KEYS}
+    limits = _limits(run, f"{loaded.path}: point {name}")
+    values = {key: _label(value) for key, value in cell if key != "name"}
+    if sweep.command is not None:
+        words = tuple(shlex.split(sweep.command))
+        return Point(name=name, values=values, settings={**sweep.set, **settings}, words=words, **limits)
+    assert loaded.base is not None
+    raw = copy.deepcopy(loaded.base)
+    for key, value in settings.items():
+        if key not in POINT_KEYS:
+            put(raw, key, value)
+    raw["name"] = re.sub(r"[^A-Za-z0-9._-]", "-", f"{sweep.name}.{name}")[:120]
+    recipe = validate(Recipe, raw, f"{loaded.path}: point {name}")
+    problem = None
+    try:
+        check(recipe)
+    except ConfigError as error:
+        problem = " ".join(line.strip() for line in error.message.splitlines()[1:]) or error.message
+    return Point(name=name, values=values, settings=settings, raw=raw, recipe=recipe, problem=problem, **limits)
+
+
+def _limits(run: Mapping[str, Any], where: str) -> dict[str, Any]:
+    try:
+        return {
+            "devices": None if run["devices"] is None else int(run["devices"]),
+            "memory_limit": None if run["memory_limit"] is None else parse_bytes(run["memory_limit"]),
+            "time_limit": None if run["time_limit"] is None else parse_seconds(run["time_limit"]),
+        }
+    except (ConfigError, ValueError) as error:
+        raise ConfigError(
+            f"{where}: {error}", hint='for example devices = 2, memory_limit = "2 GiB", time_limit = "5m"'
+        ) from None
+
+
+def _check_names(loaded: LoadedSweep, points: Sequence[Point]) -> None:
+    seen: dict[str, Point] = {}
+    for point in points:
+        other = seen.setdefault(point.name, point)
+        if other is not point:
+            first, second = (", ".join(f"{k} = {v!r}" for k, v in p.values.items()) for p in (other, point))
+            raise ConfigError(
+                f"{loaded.path}: two points are called {point.name}: ({first}) and ({second})",
+                hint="take one out with exclude, or give an included point a `name` of its own",
+            )
