@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+ChunkTerms = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""Logits and targets of a chunk -> loss, cross-entropy, gradient of the logits."""
 
 
 def next_token_loss(hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab: int, z_loss: float = 0.0) -> Tensor:
@@ -59,33 +63,38 @@ class ChunkedLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab: int, chunk: int, z_loss: float
     ) -> Tensor:
         terms = _terms(hidden.device)
-        sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
-        needs_grad = any(ctx.needs_input_grad[:2])
-        grad_hidden = torch.empty_like(hidden) if needs_grad else None
-        grad_weight: Tensor | None = None
-        for start in range(0, hidden.shape[0], chunk):
-            part, goal = hidden[start : start + chunk], targets[start : start + chunk]
-            total, entropy, slope = terms(part @ weight.t(), goal, vocab, z_loss)
-            sums += torch.stack((total, entropy))
-            if needs_grad:
-                torch.mm(slope, weight, out=grad_hidden[start : start + chunk])
-                grad_weight = add_outer(grad_weight, slope, part)
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.weight_dtype = weight.dtype
-        return sums
+        return forward_in_chunks(ctx, hidden, weight, targets, chunk, lambda x, y: terms(x, y, vocab, z_loss))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        scale = grads[0][0]
-        return (
-            grad_hidden * scale.to(grad_hidden.dtype),
-            (grad_weight * scale).to(ctx.weight_dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+        return *kept_gradients(ctx, grads[0]), None, None, None, None
+
+
+def forward_in_chunks(
+    ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, terms: ChunkTerms
+) -> Tensor:
+    """Both sums over all chunks; gradients of hidden states and weights are kept in `ctx`."""
+    sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
+    needs_grad = any(ctx.needs_input_grad[:2])
+    grad_hidden = torch.empty_like(hidden) if needs_grad else None
+    grad_weight: Tensor | None = None
+    for start in range(0, hidden.shape[0], chunk):
+        part, goal = hidden[start : start + chunk], targets[start : start + chunk]
+        total, entropy, slope = terms(part @ weight.t(), goal)
+        sums += torch.stack((total, entropy))
+        if needs_grad:
+            torch.mm(slope, weight, out=grad_hidden[start : start + chunk])
+            grad_weight = add_outer(grad_weight, slope, part)
+    ctx.save_for_backward(grad_hidden, grad_weight)
+    ctx.weight_dtype = weight.dtype
+    return sums
+
+
+def kept_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """What `forward_in_chunks` kept, times the gradient of the loss (which is the first of the two sums)."""
+    grad_hidden, grad_weight = ctx.saved_tensors
+    scale = grad[0]
+    return grad_hidden * scale.to(grad_hidden.dtype), (grad_weight * scale).to(ctx.weight_dtype)
 
 
 def add_outer(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from windlass.config import TrainConfig
-from windlass.models.loss import add_outer, chunked_loss, next_token_loss
+from windlass.models.loss import chunked_loss, forward_in_chunks, kept_gradients, next_token_loss
 
 
 def choose_loss(config: TrainConfig, device: torch.device, rows: int, tokens: int) -> tuple[Any, str]:
@@ -55,45 +55,17 @@ def parallel_loss(
 
 
 class ParallelLoss(torch.autograd.Function):
+    """`ChunkedLoss` with each chunk's terms brought together over the ranks that hold the vocabulary."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        span: tuple[int, int],
-        chunk: int,
-        z_loss: float,
-        group: Any,
-    ) -> Tensor:
-        sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
-        needs_grad = any(ctx.needs_input_grad[:2])
-        grad_hidden = torch.empty_like(hidden) if needs_grad else None
-        grad_weight: Tensor | None = None
-        for begin in range(0, hidden.shape[0], chunk):
-            part, goal = hidden[begin : begin + chunk], targets[begin : begin + chunk]
-            total, entropy, slope = _chunk(part @ weight.t(), goal, span, z_loss, group)
-            sums += torch.stack((total, entropy))
-            if needs_grad:
-                torch.mm(slope, weight, out=grad_hidden[begin : begin + chunk])
-                grad_weight = add_outer(grad_weight, slope, part)
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.weight_dtype = weight.dtype
-        return sums
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, span: tuple[int, int], chunk: int, z_loss: float, group: Any,
+    ) -> Tensor:  # fmt: skip
+        return forward_in_chunks(ctx, hidden, weight, targets, chunk, lambda x, y: _chunk(x, y, span, z_loss, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        scale = grads[0][0]
-        return (
-            grad_hidden * scale.to(grad_hidden.dtype),
-            (grad_weight * scale).to(ctx.weight_dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        return *kept_gradients(ctx, grads[0]), None, None, None, None, None
 
 
 def _chunk(
