@@ -57,4 +57,4 @@ constraint=()
 "$python" -m pip download --quiet --dest "$folder" "${target[@]}" "${constraint[@]}" -r "$requirements"
 echo "$(ls "$folder" | grep -c '\.whl$') wheels in $folder ($(du -sh "$folder" | cut -f1)); on the cluster:"
 echo "  python3 -m venv --system-site-packages venv"
-echo "  venv/bin/pip install --no-index --find-links $(basename "$folder") 'windlass[$extras]'"
+echo "  venv/bin/pip install --no-index --find-links $(basename "$folder") 'windlass${extras:+[$extras]}'"

@@ -127,3 +127,13 @@ def test_a_store_is_not_taken_for_texts(tmp_path):
     (tmp_path / "manifest.json").write_text("{}")
     assert not holds_texts(str(tmp_path))
     assert holds_texts("raw/*.jsonl.zst") and not holds_texts("data/none")
+
+
+def test_a_hint_names_the_page_on_this_disk():
+    from pathlib import Path
+
+    from windlass.cli import with_pages
+
+    shown = with_pages("see docs/guides/data.md, or docs/none.md").split()
+    assert Path(shown[1].rstrip(",")).is_file() and Path(shown[1].rstrip(",")).is_absolute()
+    assert shown[-1] == "docs/none.md"

@@ -29,6 +29,14 @@ HOMES = {
 }  # fmt: skip
 
 
+# The extra of pyproject.toml that brings a package: what the base installation leaves out.
+EXTRAS = {
+    "torch": "train", "safetensors": "train", "psutil": "train", "tokenizers": "data", "tiktoken": "data", "sentencepiece": "data",
+    "zstandard": "data", "pyarrow": "data", "transformers": "eval", "lm_eval": "eval", "sacrebleu": "eval", "matplotlib": "png",
+    "wandb": "trackers", "tensorboard": "trackers", "mlflow": "trackers",
+}  # fmt: skip
+
+
 def home(word: str | None) -> str | None:
     """The one file that a command needs; None: all of them, for `--help` and for words that are no command."""
     return HOMES.get(word or "") or (word if word in COMMANDS and word != "evaluate" else None)
@@ -78,6 +86,14 @@ def main() -> None:
         if debug:
             raise
         _complain(_os_message(error), _os_hint(error))
+        sys.exit(1)
+    except ModuleNotFoundError as error:
+        if debug or (extra := EXTRAS.get((error.name or "").split(".")[0])) is None:
+            _finish(error, debug)
+        _complain(
+            f"this command needs {error.name}, which is not installed",
+            f"pip install 'windlass[{extra}]'; docs/install.md",
+        )
         sys.exit(1)
     except Exception as error:
         _finish(error, debug)
@@ -131,4 +147,18 @@ def _complain(message: str, hint: str | None) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(Text.assemble(("error: ", "bold red"), message))
     if hint:
-        console.print(Text.assemble(("hint:  ", "bold cyan"), hint))
+        console.print(Text.assemble(("hint:  ", "bold cyan"), with_pages(hint)))
+
+
+def with_pages(hint: str) -> str:
+    """`docs/guides/data.md` as the page's path on this disk: beside the package in a wheel, at the top of a checkout."""
+    import re
+    from pathlib import Path
+
+    package = Path(__file__).resolve().parents[1]
+
+    def found(match: re.Match[str]) -> str:
+        places = (package / match.group(), package.parents[1] / match.group())
+        return next((str(p) for p in places if p.is_file()), match.group())
+
+    return re.sub(r"\bdocs/[\w/-]+\.md", found, hint)

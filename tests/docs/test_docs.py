@@ -1,0 +1,185 @@
+"""Are the pages true? Links lead somewhere, commands and options exist, shown commands run, generated pages are up to date."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from windlass.cli import build
+
+TOP = Path(__file__).resolve().parents[2]
+DOCS = TOP / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.M | re.S)
+CHEAP = {"clusters", "plan", "budget", "show", "init"}
+"""Commands that are executed when a page shows them in a console block; launch only as a dry run."""
+COMMANDS = typer.main.get_command(build()).commands
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, TOP / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def page_id(path):
+    return path.relative_to(DOCS).as_posix()
+
+
+def shown(text):
+    """The command lines of a page: indented or fenced, without their comments."""
+    code = [body for _, body in FENCE.findall(text)]
+    code += re.findall(r"^    (windlass .*)$", text, re.M)
+    for line in "\n".join(code).splitlines():
+        line = re.sub(r"\s+#.*$", "", line.strip().removeprefix("$ "))
+        if line.startswith("windlass "):
+            yield line
+
+
+# -- generated -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_is_up_to_date():
+    made = script("make_reference").pages()
+    stale = [name for name, text in made.items() if (DOCS / "reference" / name).read_text() != text]
+    assert not stale, f"run scripts/make_reference.py: {stale}"
+
+
+def test_the_reference_has_every_command_and_key():
+    made = script("make_reference").pages()
+    assert all(f"`windlass {name}`" in made["cli.md"] for name in COMMANDS)
+    assert "`batch_tokens`" in made["recipe.md"] and "`energy_joules`" in made["metrics.md"]
+
+
+# -- links and names ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_to_files(page):
+    text = FENCE.sub("", page.read_text())
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
+    broken = [t for t in targets if "://" not in t and not (page.parent / t).exists()]
+    assert not broken
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name != "clusters"], ids=page_id)
+def test_files_that_a_page_names_exist(page):
+    named = set(
+        re.findall(r"(?<![\w/.])((?:recipes|benchmarks|scripts|containers|tests)/[\w./-]*[\w-])", page.read_text())
+    )
+    assert not [n for n in named if not (TOP / n).exists() and not list(TOP.glob(f"{n}*"))]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name != "reference"], ids=page_id)
+def test_commands_and_options_that_a_page_shows_exist(page):
+    wrong = []
+    for line in shown(page.read_text()):
+        words = line.split()[1:]
+        if words[0].startswith("-") or not words[0].islower():
+            continue
+        command = COMMANDS.get(words[0])
+        if command is None:
+            wrong.append(line)
+            continue
+        inner = getattr(command, "commands", {})
+        command = inner.get(words[1], command) if len(words) > 1 else command
+        options = {o for p in command.params for o in (*p.opts, *p.secondary_opts)} | {"--debug", "--help"}
+        wrong += [
+            line for w in words[1:] if w.startswith("--") and w != "--" and w.strip("[]").split("=")[0] not in options
+        ]
+    assert not wrong
+
+
+def test_pages_that_the_program_names_exist():
+    """An error that sends a tired person to a page that is not there is worse than none."""
+    sources = [*(TOP / "src").rglob("*.py"), *(TOP / "recipes").rglob("*.toml")]
+    named = {m for p in sources for m in re.findall(r"\bdocs/[\w/-]+\.md", p.read_text())}
+    assert named and not [n for n in named if not (TOP / n).is_file()]
+
+
+# -- what is shown runs --------------------------------------------------------------------------------------------------
+
+
+def console_lines(page):
+    blocks = [body for kind, body in FENCE.findall(page.read_text()) if kind == "console"]
+    return [line[2:] for body in blocks for line in body.splitlines() if line.startswith("$ windlass ")]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if console_lines(p)], ids=page_id)
+def test_console_blocks_run(page, tmp_path):
+    (tmp_path / "recipes").symlink_to(TOP / "recipes")
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "windlass"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m windlass "$@"\n')
+    program.chmod(0o755)
+    env = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "COLUMNS": "160"}
+    for line in console_lines(page):
+        word = line.split()[1]
+        assert word in CHEAP or "--dry-run" in line, f"{line}: not cheap; show it in a bash block"
+        done = subprocess.run(line, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
+        assert done.stdout.strip()
+
+
+# -- the site ------------------------------------------------------------------------------------------------------------
+
+
+def test_new_pages_join_the_section_of_their_folder():
+    complete = script("docs_nav").complete
+    nav = [{"Start": "index.md"}, {"Guides": ["guides/a.md"]}]
+    assert complete(nav, ["guides/a.md", "guides/b.md", "decisions/1.md"]) == [
+        {"Start": "index.md"},
+        {"Guides": ["guides/a.md", "guides/b.md"]},
+        {"Decisions": ["decisions/1.md"]},
+    ]
+    assert nav[1] == {"Guides": ["guides/a.md"]}
+
+
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path):
+    if importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("material") is None:
+        pytest.skip("pip install 'windlass[docs]'")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=TOP, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    outside = re.compile(
+        r'(?:<script[^>]+src|<link[^>]+(?:stylesheet|preconnect|icon)[^>]+href|<img[^>]+src)="https?://'
+    )
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) >= len(PAGES)
+    assert not [p.name for p in pages if outside.search(p.read_text()) or "fonts.googleapis" in p.read_text()]
+
+
+# -- offline installation --------------------------------------------------------------------------------------------------
+
+
+def test_the_container_definition_has_its_parts():
+    text = (TOP / "containers" / "windlass.def").read_text()
+    sections = re.findall(r"^%(\w+)", text, re.M)
+    assert sections == ["files", "post", "environment", "runscript", "test", "labels", "help"]
+    assert re.search(r"^Bootstrap: docker\nFrom: \{\{ FROM \}\}$", text, re.M)
+    assert "--no-index" in text, "nothing may be fetched while the image is built"
+    post = re.search(r"^%post\n(.*?)^%", text, re.M | re.S).group(1)
+    assert subprocess.run(["sh", "-n"], input=post, text=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "words, part",
+    [((), "which folder?"), (("a", "b"), "one folder"), (("--moon",), "unknown option"), (("a", "--extras"), "needs a list")],
+)  # fmt: skip
+def test_the_wheelhouse_script_refuses(words, part, tmp_path):
+    bash = shutil.which("bash")
+    done = subprocess.run(
+        [bash, str(TOP / "scripts" / "wheelhouse.sh"), *words], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and part in done.stderr
+    assert not list(tmp_path.iterdir())
