@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from windlass.clusters import Cluster
     from windlass.config import Loaded
     from windlass.runs.folder import Run
 
@@ -41,6 +42,7 @@ def train(
     folder = run or Path("runs") / loaded.recipe.name
     if where.rank == 0:
         made = create_run(folder, loaded)
+        _keep_plan(made, loaded, where, devices)
     else:
         made = _wait_for_run(folder)
     if devices is not None and devices > 1 and where.source == "single":
@@ -54,14 +56,35 @@ def _with_layout(loaded: Loaded, where: Any, devices: int | None) -> tuple[Loade
         return loaded, ""
     from dataclasses import replace
 
-    from windlass.clusters.load import load_cluster
     from windlass.plan.search import fill_recipe
 
-    cluster = load_cluster(loaded.recipe.cluster)
-    here = devices if devices is not None and where.source == "single" else where.local_world_size
-    cluster = cluster.model_copy(update={"node": cluster.node.model_copy(update={"devices": here})})
-    recipe, reason = fill_recipe(loaded.recipe, cluster, nodes=where.nodes)
+    recipe, reason = fill_recipe(loaded.recipe, _here(loaded, where, devices), nodes=where.nodes)
     return replace(loaded, recipe=recipe), f"layout: {reason}"
+
+
+def _here(loaded: Loaded, where: Any, devices: int | None) -> Cluster:
+    """The recipe's cluster with as many devices per node as this job really uses."""
+    from windlass.clusters import load_cluster
+    from windlass.plan.search import on_devices
+
+    used = devices if devices is not None and where.source == "single" else where.local_world_size
+    return on_devices(load_cluster(loaded.recipe.cluster), used)
+
+
+def _keep_plan(run: Run, loaded: Loaded, where: Any, devices: int | None) -> None:
+    """What the planner expects goes into the run folder, so that report and energy lay it beside what was measured."""
+    import contextlib
+
+    from windlass.errors import WindlassError
+    from windlass.plan import plan, write_plan
+
+    if "WINDLASS_LOCKED" in os.environ:  # a worker: its supervisor has done it
+        return
+    with contextlib.suppress(WindlassError):  # a recipe beyond the planner's model is trained all the same
+        cluster = _here(loaded, where, devices)
+        if cluster.device == "cpu" and any(Path(p).exists() for p in ("/dev/nvidia0", "/dev/kfd")):
+            return  # the workstation's file describes a CPU, and this run will take the GPU
+        write_plan(run, plan(loaded.recipe, cluster, nodes=where.nodes))
 
 
 def _supervise(run: Run, devices: int, restarts: int) -> int:
