@@ -186,3 +186,27 @@ def test_the_vocabulary_grows_from_the_old_pieces(
     assert torch.allclose(model.embed.weight[token], old_rows[tokenizer.encode(" scheepslier")].mean(0), atol=1e-6)
     (single,) = new.encode("Z")
     assert torch.equal(model.embed.weight[single], old_rows[tokenizer.encode("Z")[0]])
+
+
+def test_one_shard_is_in_memory_at_a_time(llama_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import safetensors.torch
+
+    from windlass.evaluate.stream import Checkpoint
+
+    read: list[str] = []
+    real_get, real_save = Checkpoint.__getitem__, safetensors.torch.save_file
+
+    def get(self: Checkpoint, name: str) -> torch.Tensor:
+        read.append(name)
+        return real_get(self, name)
+
+    def save(tensors: dict[str, torch.Tensor], *args: Any, **more: Any) -> None:
+        assert len(read) == len(tensors)  # nothing was read ahead
+        read.clear()
+        real_save(tensors, *args, **more)
+
+    monkeypatch.setattr(Checkpoint, "__getitem__", get)
+    monkeypatch.setattr(safetensors.torch, "save_file", save)
+    made = export(llama_run.path, tmp_path / "hf", verify=False, shard_bytes=40_000)
+    sizes = [path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors")]
+    assert made.files == len(sizes) > 3 and max(sizes) < 90_000

@@ -436,19 +436,22 @@ def _tell_tuned(made: Any, output: Path | None, as_json: bool) -> None:
     from windlass.cli.output import console, print_json
     from windlass.runs.files import write_json
 
+    rate = made.scores[0].detail["texts_per_second"]
+    numbers = {score.metric: score.value for score in made.scores}  # flat, so that a sweep finds them
     answer = {
+        **numbers,
+        "texts_per_second": rate,
         "train": made.train,
         "labels": made.labels,
         "processes": made.processes,
-        "scores": [s.line() for s in made.scores],
     }
+    answer["scores"] = [score.line() for score in made.scores]
     if output is not None:
         write_json(output, answer)
     if as_json:
         print_json(answer)
         return
     _score_table(console(), made.scores)
-    rate = made.scores[0].detail["texts_per_second"]
     console().print(
         f"{len(made.labels)} labels, {made.processes} process(es), {rate:,.1f} texts/s in training", markup=False
     )
