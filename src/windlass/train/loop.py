@@ -158,20 +158,8 @@ def build(recipe: Recipe, run_folder: Run, where: Place, hooks: list[Hook], say:
     # model
     with torch.device("meta"):
         model = models.build(recipe.model, seq_len=recipe.data.seq_len)
-    # parallelize
-    parts = parallelize(model, recipe, world)
-    for module in parts.modules:
-        module.init_weights(recipe.seed)
-    # optimizer
-    optimizer = build_optimizer(
-        parts.named_parameters(), recipe.optim, master=parts.shadow, offload=recipe.layout.offload == "optimizer"
-    )
-    if parts.shadow:
-        # The master copy begins with its own fp32 numbers, not with those that bf16 has rounded: as under sharding.
-        for slot in optimizer.slots:
-            parts.modules[0].fill(slot.name, slot.master, recipe.seed)
-        optimizer.refresh()
-    stepper = Stepper(parts, optimizer, recipe, world, geometry)
+    # parallelize, optimizer
+    parts, optimizer, stepper = assemble(model, recipe, world, geometry)
     # stream
     stream = open_stream(recipe.data, seed=recipe.seed, split="train", vocab=model.vocab)
     job = Job(
@@ -188,6 +176,26 @@ def build(recipe: Recipe, run_folder: Run, where: Place, hooks: list[Hook], say:
     if announced:
         announce(job, restored)
     return job
+
+
+def assemble(model: Any, recipe: Recipe, world: World, geometry: Geometry) -> tuple[Parts, Any, Any]:
+    """The model divided over devices, its optimizer and its step, by the recipe's engine."""
+    if recipe.train.engine == "deepspeed":
+        from windlass.train.engines import deepspeed
+
+        return deepspeed.assemble(model, recipe, world, geometry)
+    parts = parallelize(model, recipe, world)
+    for module in parts.modules:
+        module.init_weights(recipe.seed)
+    optimizer = build_optimizer(
+        parts.named_parameters(), recipe.optim, master=parts.shadow, offload=recipe.layout.offload == "optimizer"
+    )
+    if parts.shadow:
+        # The master copy begins with its own fp32 numbers, not with those that bf16 has rounded: as under sharding.
+        for slot in optimizer.slots:
+            parts.modules[0].fill(slot.name, slot.master, recipe.seed)
+        optimizer.refresh()
+    return parts, optimizer, Stepper(parts, optimizer, recipe, world, geometry)
 
 
 def check_device(recipe: Recipe, world: World) -> None:
@@ -311,7 +319,7 @@ def train(job: Job) -> int:
         job.say(
             job.saver.forecast(job.state(), steps=job.geometry.steps, batch_tokens=job.geometry.tokens_per_step).text
         )
-        if job.world.device.type == "cuda":
+        if job.world.device.type == "cuda" and job.recipe.train.engine == "native":
             job.say(trial_step(job))
         job.interval.began(job.step, job.tokens)
         job.first_step = job.step
