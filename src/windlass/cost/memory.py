@@ -164,7 +164,7 @@ def _moments(shape: Shape, work: Work, layout: Degrees, stage: _Stage, per_node:
 def _native_moments(shape: Shape, work: Work, layout: Degrees, stage: _Stage, per_node: int | None) -> Moments:
     """Our own engine: the loss, the last layer's backward pass (all that was kept still lives), the first layer's, the optimizer."""
     states = _states(work, layout, stage, per_node)
-    unsharded, reduce_buffers = _unsharded(work, layout, stage, per_node)
+    _, reduce_buffers = _unsharded(work, layout, stage, per_node)
     tokens = work.micro_batch * work.seq_len / layout.context
     kept = kept_activations(shape, work, layout) * tokens
     activations = (kept * stage.layers + _side_by_side(work, stage) * stage.layers) * stage.in_flight
@@ -173,12 +173,14 @@ def _native_moments(shape: Shape, work: Work, layout: Degrees, stage: _Stage, pe
     head = table * (stage.head if not shape.tied else stage.embedding) if stage.has_loss else 0.0
     always = {**states.always, "inputs": _inputs(shape, work, layout, tokens), "workspaces": WORKSPACE_BYTES}
     square = 4.0 * shape.heads / layout.tensor * work.seq_len**2 if shape.arch == "retnet" and not shape.chunk else 0.0
-    backward = {**always, "unsharded weights": unsharded, "reduction buffers": reduce_buffers}
+    early, late = _native_unsharded(work, layout, stage, per_node)
+    backward = {**always, "unsharded weights": late, "reduction buffers": reduce_buffers}
     return {
         "loss": {
             **always,
             "gradients": states.early_gradients,
-            "unsharded weights": unsharded,
+            "last reduction": _lingering(work, layout, stage),
+            "unsharded weights": early,
             "activations": activations,
             "decay matrix": square,
             "logits and loss": _logits(shape, work, layout, tokens) if stage.has_loss else 0.0,
@@ -197,6 +199,21 @@ def _native_moments(shape: Shape, work: Work, layout: Degrees, stage: _Stage, pe
         },
         "optimizer": {**always, "gradients": states.gradients, "optimizer temporaries": states.step},
     }
+
+
+def _native_unsharded(work: Work, layout: Degrees, stage: _Stage, per_node: int | None) -> tuple[float, float]:
+    """Gathered weights at the loss (the head, and the buffer it was gathered in) and in the backward pass (the head, two layers)."""
+    if layout.shards(per_node) <= 1:
+        return 0.0, 0.0
+    width = 2.0 if work.precision != "fp32" else 4.0
+    return 2.0 * width * stage.head, width * (stage.head + 2.0 * stage.body / max(1.0, stage.layers))
+
+
+def _lingering(work: Work, layout: Degrees, stage: _Stage) -> float:
+    """Between micro-batches FSDP holds the input of its last reduction: the embedding's gradient, in 16 bits and in fp32."""
+    if layout.devices == 1 or work.accumulation == 1 or layout.pipeline > 1 or layout.sync != "every":
+        return 0.0
+    return stage.embedding * (4.0 if work.precision == "fp32" else 6.0)
 
 
 def _side_by_side(work: Work, stage: _Stage) -> float:
@@ -327,10 +344,9 @@ def _native_layer(s: Shape, work: Work, layout: Degrees) -> float:
     d, t = float(work.bytes_per_value), layout.tensor
     stream = d * s.width / (t if layout.sequence_parallel else 1)
     eight = work.precision == "fp8" and work.compile
-    if work.compile:
-        norms = 2.0 * stream if eight else 4.0 * stream
-    else:
-        norms = (6.0 if work.precision == "fp32" else 8.0) * stream
+    # Divided, what the products read is the norms' output gathered from all ranks: whole on each.
+    outputs = 0.0 if eight else 2.0 * d * s.width if t > 1 else 2.0 * stream
+    norms = outputs + (2.0 if work.compile else 4.0 if work.precision == "fp32" else 6.0) * stream
     hidden = d * s.ffn / t * ((4.0 if not work.compile else 2.0 if eight else 3.0) if s.glu else 2.0)
     return norms + (_retention if s.arch == "retnet" else _attention)(s, work, d) / t + hidden
 
@@ -395,10 +411,8 @@ def _logits(s: Shape, work: Work, layout: Degrees, tokens: float) -> float:
     """plain: 16-bit logits, their fp32 copy and its gradient. compiled: logits and gradient in one pass. chunked and fused: one chunk's
     logits, and both gradients, which are worked out on the way forward."""
     vocab = s.padded_vocab / layout.tensor
-    if work.loss in ("chunked", "fused"):
-        return (
-            min(tokens, work.loss_chunk) * vocab * 6.0 + 4.0 * vocab * s.width + tokens * s.width * work.bytes_per_value
-        )
+    if work.loss in ("chunked", "fused") or (work.native and layout.tensor > 1):
+        return _chunked(s, work, layout, tokens, vocab)
     per_value = {"plain": 10.0, "compiled": 8.0, "inplace": 4.0}.get(work.loss, 10.0)
     if work.engine != "torch":
         # Softmax overwrites the fp32 logits and is kept for the gradient; engines of before 2022 held logits, softmax and gradient apart.
@@ -406,6 +420,20 @@ def _logits(s: Shape, work: Work, layout: Degrees, tokens: float) -> float:
     elif layout.tensor > 1:
         per_value += 4.0  # on a divided vocabulary softmax and its gradient are separate operations
     return tokens * vocab * per_value
+
+
+def _chunked(s: Shape, work: Work, layout: Degrees, tokens: float, vocab: float) -> float:
+    """A chunk's logits, their gradient and that of the chunk before; then the old and the new sum of the weights' gradient. On a divided
+    vocabulary the softmax is not compiled (25 bytes per logit), and the hidden states are gathered from all ranks."""
+    chunk = min(tokens, work.loss_chunk)
+    hidden = tokens * s.width * work.bytes_per_value
+    if not work.native:
+        return chunk * vocab * 6.0 + 4.0 * vocab * s.width + hidden
+    divided = layout.tensor > 1
+    sums = (1.0 if tokens <= chunk else 2.0) * 4.0 * vocab * s.width
+    again = 0.0 if tokens <= chunk else 2.0  # the gradient of the chunk before
+    softmax = chunk * vocab * ((23.0 if divided else 4.0) + again) + (4.0 * vocab * s.width if again else 0.0)
+    return max(softmax, chunk * vocab * 2.0 + sums) + hidden * (2.0 if divided else 1.0)
 
 
 def _inputs(s: Shape, work: Work, layout: Degrees, tokens: float) -> float:

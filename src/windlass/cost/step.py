@@ -487,6 +487,9 @@ def _data_traffic(s: Shape, work: Work, layout: Degrees, r: _Rates, per_node: in
     gradient = _gradient_bytes(work)
     every = work.accumulation if layout.pipeline == 1 else 1
     syncs = every if layout.sync == "every" else 1
+    if layout.shard == "zero2" and work.native:  # gradients stay divided, so each micro-batch gathers once and reduces
+        size, messages = (2.0 * every + syncs * gradient) * mine, (every + syncs) * layers
+        return _ring(size, group, r, span, messages), size
     if layout.shard not in ("full", "hybrid"):
         buckets = max(1.0, mine * gradient / 200e6)
         size = (gradient + (gradient if layout.shard == "none" else 2.0)) * mine
@@ -513,7 +516,9 @@ def _shard_copies(s: Shape, work: Work, layout: Degrees, r: _Rates) -> float:
 
 
 def _gradient_bytes(work: Work) -> float:
-    """Precision in which gradients travel."""
+    """Precision in which gradients travel; our own engine reduces in fp32."""
+    if work.native:
+        return 4.0
     if work.gradients == "fp32" or (work.gradients is None and work.engine == "megatron" and work.precision == "bf16"):
         return 4.0
     return 4.0 if work.precision == "fp32" else 2.0

@@ -50,8 +50,8 @@ class Choice:
         )  # fmt: skip
 
     def degrees(self) -> Degrees:
-        gathers = self.shard in ("full", "hybrid")
-        sync = self.sync if self.sync != "auto" else "every" if gathers else "last"
+        whole = self.shard in ("none", "zero1")  # gradients are held whole anyway: the engine reduces them once
+        sync = self.sync if self.sync != "auto" else "last" if whole else "every"
         return Degrees(
             data=self.data, shard=self.shard, shard_size=self.shard_size, tensor=self.tensor, pipeline=self.pipeline,
             context=self.context, schedule=self.schedule, chunks=self.chunks, offload=self.offload, sync=sync,
@@ -224,6 +224,10 @@ def _engine_problems(task: Task, c: Choice) -> Iterator[str]:
     family, engine = task.recipe.model.family, task.recipe.train.engine
     if c.pipeline > 1 and task.shape.tied:
         yield f"layout.pipeline ({c.pipeline}): model.tied keeps embedding and head on one device; nearest legal: 1, or model.tied = false"
+    if c.tensor > 1 and task.shape.tied:
+        yield f"layout.tensor ({c.tensor}): model.tied keeps embedding and head whole; nearest legal: 1, or model.tied = false"
+    if c.tensor > 1 and task.recipe.train.precision == "fp8":
+        yield f"layout.tensor ({c.tensor}): products in FP8 are not divided; nearest legal: 1, or train.precision bf16"
     for name, value in (("tensor", c.tensor), ("pipeline", c.pipeline), ("context", c.context)):
         if value > 1 and engine == "deepspeed":
             yield f"layout.{name} ({value}): the deepspeed engine divides data and states only; nearest legal: 1, or train.engine native"
@@ -285,7 +289,8 @@ def enumerate_choices(task: Task, offload: str = "none") -> Iterator[Choice]:
 
 def _groups(task: Task) -> Iterator[tuple[int, int, int]]:
     s, plain = task.shape, task.recipe.model.family != "llama" or task.recipe.train.engine == "deepspeed"
-    tensors = [1] if plain else [t for t in divisors(task.per_node) if not (s.heads % t or s.kv_heads % t or s.ffn % t)]
+    whole = plain or s.tied or task.recipe.train.precision == "fp8"
+    tensors = [1] if whole else [t for t in divisors(task.per_node) if not (s.heads % t or s.kv_heads % t or s.ffn % t)]
     pipelines = [1] if plain or s.tied else [p for p in divisors(s.layers) if p <= min(MAX_PIPELINE, task.nodes)]
     contexts = [1] if plain else [c for c in (1, 2, 4, 8, 16) if task.seq_len // c >= LONG or c == 1]
     for tensor in tensors:

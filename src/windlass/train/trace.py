@@ -39,6 +39,8 @@ from windlass.train.parallelize import Parts, parallelize
 from windlass.train.step import Stepper
 
 GIB = 2**30
+PRODUCTS = 7
+"""Matrix products of a Llama block whose feed-forward part has a gate."""
 MICRO_BATCHES = 3
 """Accumulation beyond this changes nothing: the third micro-batch finds what the second found."""
 
@@ -279,7 +281,8 @@ def _device_kernels() -> Iterator[None]:
     ]  # fmt: skip
     with contextlib.ExitStack() as stack:
         for where, name, new in changes:
-            stack.enter_context(mock.patch.object(where, name, new))
+            if hasattr(where, name):  # a name that a module does not import needs no stand-in there
+                stack.enter_context(mock.patch.object(where, name, new))
         yield
 
 
@@ -380,6 +383,30 @@ def _fused_feed_forward(self: Any, x: Tensor) -> Tensor:
     return self.w2(Fused.apply(up.detach(), gate, up))
 
 
+class Narrow(torch.autograd.Function):
+    """An FP8 product in compiled code: its input is cast again in the backward pass from what others keep; of weights laid side by side
+    the cast ones stay, of a parameter nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        kept = (
+            weight if weight.grad_fn is None and weight.is_leaf else torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+        )
+        ctx.save_for_backward(kept)
+        ctx.shapes = x.shape, weight.shape, x.dtype
+        return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, dtype = ctx.shapes
+        return grads[0].new_empty(x, dtype=dtype), grads[0].new_empty(weight, dtype=dtype)
+
+
+def _narrow_product(x: Tensor, weight: Tensor, *, rows: bool = False) -> Tensor:
+    out: Tensor = Narrow.apply(x, weight)
+    return out
+
+
 def _fused_rotation(x: Tensor, *_: Tensor) -> Tensor:
     out: Tensor = Turned.apply(x)
     return out
@@ -388,6 +415,34 @@ def _fused_rotation(x: Tensor, *_: Tensor) -> Tensor:
 def _fused_head_norm(self: Any, out: Tensor) -> Tensor:
     normed: Tensor = Fused.apply(out.detach(), out)
     return normed
+
+
+def _fused_parallel(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor) -> Tensor:
+    """The decay is worked out where it is used, and linear: only decayed scores stay."""
+    scores: Tensor = Turned.apply(q @ k.transpose(-1, -2))
+    return scores @ v
+
+
+def _fused_chunkwise(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, chunk: int) -> Tensor:
+    """Decays are factors inside kernels: queries, keys, values, scores inside chunks and the states between them stay."""
+    time = q.shape[-2]
+    if time <= chunk:
+        return _fused_parallel(q, k, v, gamma)
+    if time % chunk:
+        q, k, v = (torch.nn.functional.pad(part, (0, 0, 0, chunk - time % chunk)) for part in (q, k, v))
+    q, k, v = (part.unflatten(-2, (-1, chunk)) for part in (q, k, v))
+    states = Turned.apply(k.transpose(-1, -2) @ v)
+    return (_fused_parallel(q, k, v, gamma) + q @ states).flatten(-3, -2)[..., :time, :]
+
+
+class _Silent:
+    """torch.nn.functional for retention: the gate's activation is part of the product that follows."""
+
+    pad = staticmethod(torch.nn.functional.pad)
+
+    @staticmethod
+    def silu(gate: Tensor) -> Tensor:
+        return gate
 
 
 def _fused_selective() -> Any:
@@ -403,13 +458,12 @@ def _fused_selective() -> Any:
         if op in (aten.mm.default, aten.addmm.default, aten._scaled_mm.default):
             seen[context.is_recompute] += 1
             count = seen[context.is_recompute]
-            saved = bool(count % 2) and count < _fused_selective.products
+            saved = bool(count % 2) and count < PRODUCTS
+        elif op is torch.ops._c10d_functional.reduce_scatter_tensor.default:
+            saved = seen[context.is_recompute] < PRODUCTS
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-_fused_selective.products = 7
 
 
 @contextlib.contextmanager
@@ -422,10 +476,12 @@ def _compiled_blocks(wanted: bool) -> Iterator[None]:
     import windlass.models.parts as parts
     import windlass.models.recompute as recompute
     import windlass.models.retnet as retnet
+    import windlass.train.float8 as float8
 
     changes: list[tuple[Any, str, Any]] = [
-        (parts.Norm, "forward", _fused_norm), (llama.FeedForward, "forward", _fused_feed_forward), (llama, "rotate", _fused_rotation),
+        (float8, "float8_product", _narrow_product), (parts.Norm, "forward", _fused_norm), (llama.FeedForward, "forward", _fused_feed_forward), (llama, "rotate", _fused_rotation),
         (retnet, "rotate_every_two", _fused_rotation), (retnet.Retention, "_norm", _fused_head_norm), (recompute, "selective", _fused_selective),
+        (retnet, "retain_parallel", _fused_parallel), (retnet, "retain_chunkwise", _fused_chunkwise), (retnet, "F", _Silent),
     ]  # fmt: skip
     with contextlib.ExitStack() as stack:
         for where, name, new in changes:
