@@ -46,7 +46,9 @@ def _rows(table: Any) -> Iterator[str]:
 
 def _default(field: Any) -> str:
     value = field.get_default(call_default_factory=True)
-    return "not set" if value is None else str(value).replace("|", "\\|")
+    if value is None or value in ("", [], {}):
+        return "not set" if value is None else "empty"
+    return str(value).replace("|", "\\|")
 
 
 def _table(annotation: Any) -> Any:
