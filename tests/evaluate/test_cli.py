@@ -74,6 +74,7 @@ def test_export_and_import(llama_run: Run, tmp_path: Path, monkeypatch: pytest.M
     assert made["check"] is None and made["dtype"] == "fp32"
 
 
+@pytest.mark.multi
 def test_finetune_on_two_processes(llama_run: Run, store: Store, tmp_path: Path) -> None:
     import subprocess
     import sys

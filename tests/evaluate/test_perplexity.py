@@ -94,6 +94,26 @@ def test_masked_documents_do_not_see_each_other(
     assert sum(d.nats for d in masked) != pytest.approx(sum(d.nats for d in plain), rel=1e-6)
 
 
+@pytest.mark.parametrize("which", ["llama_run", "retnet_run"])
+def test_one_shape_for_the_compiler_changes_nothing(
+    which: str, request: Any, store: Store, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = open_model(request.getfixturevalue(which).path)
+    plain = evaluate(opened, store, tokenizer, batch=3)
+    shapes, compiled = set(), []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(self))
+    real = token_losses
+
+    def noted(model: Any, inputs: torch.Tensor, *more: Any) -> torch.Tensor:
+        shapes.add(tuple(inputs.shape))
+        return real(model, inputs, *more)
+
+    monkeypatch.setattr("windlass.evaluate.perplexity.token_losses", noted)
+    fixed = evaluate(opened, store, tokenizer, batch=3, compiles=True)
+    assert shapes == {(3, 32)} and len(compiled) == 2
+    assert [d.nats for d in fixed.documents] == pytest.approx([d.nats for d in plain.documents], rel=1e-5)
+
+
 def test_token_losses_ignore_padded_rows(llama_run: Run) -> None:
     model = open_model(llama_run.path).model
     assert model.embed.weight.shape[0] > model.vocab

@@ -21,7 +21,7 @@ from windlass.checkpoint import files, names
 from windlass.checkpoint.load import read_extra
 from windlass.config import ModelConfig, Recipe
 from windlass.errors import CheckpointError, ConfigError, DataError, RunError
-from windlass.evaluate.opened import DTYPES, _source
+from windlass.evaluate.opened import DTYPES, source_of
 from windlass.evaluate.stream import Weights, open_weights
 from windlass.evaluate.words import write_tokenizer
 from windlass.runs.files import write_json, write_whole
@@ -52,7 +52,7 @@ def export(
     target = Path(to)
     if target.exists():
         raise RunError(f"{target} exists", hint="choose another folder with --to: an export never overwrites")
-    run, recipe, source = _source(Path(path), step)
+    run, recipe, source = source_of(Path(path), step)
     refuse_unknown(recipe.model)
     kind = export_dtype(recipe, source, dtype)
     beside = target.with_name(f".{target.name}.tmp")

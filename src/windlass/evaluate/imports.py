@@ -22,7 +22,7 @@ from windlass.config import Loaded, Recipe, SaveConfig
 from windlass.data.tokenizer import Tokenizer, load_tokenizer
 from windlass.errors import CheckpointError, ConfigError, RunError
 from windlass.evaluate.foreign import is_hf_folder, recipe_of, unlike_llama
-from windlass.evaluate.opened import DTYPES, _source, tokenizer_of
+from windlass.evaluate.opened import DTYPES, source_of, tokenizer_of
 from windlass.evaluate.stream import Weights, open_weights
 from windlass.evaluate.vocabulary import grow
 from windlass.evaluate.words import write_tokenizer
@@ -58,7 +58,7 @@ def import_model(
         raise RunError(f"{target} exists", hint="choose another folder with --run: an import never overwrites")
     foreign = is_hf_folder(folder)
     _, recipe, source = (
-        (None, recipe_of(folder, name=target.name, seq_len=seq_len), folder) if foreign else _source(folder, None)
+        (None, recipe_of(folder, name=target.name, seq_len=seq_len), folder) if foreign else source_of(folder, None)
     )
     recipe = recipe.model_copy(update={"name": _plain(target.name), "layout": None})
     weights = open_weights(source)

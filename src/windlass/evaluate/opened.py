@@ -48,7 +48,7 @@ def open_model(
     path: Path | str, *, step: int | None = None, device: str | None = None, dtype: str | None = None
 ) -> Opened:
     """The newest checkpoint of a run (or the one of `step`), or a Hugging Face folder, with weights on the device."""
-    run, recipe, source = _source(Path(path), step)
+    run, recipe, source = source_of(Path(path), step)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = choose_dtype(recipe, where, dtype)
     made = load(recipe, source, where, kind)
@@ -56,7 +56,7 @@ def open_model(
     return Opened(made, recipe, source, manifest.get("step"), manifest.get("tokens"), run, where, kind)
 
 
-def _source(path: Path, step: int | None) -> tuple[Run | None, Recipe, Path]:
+def source_of(path: Path, step: int | None) -> tuple[Run | None, Recipe, Path]:
     from windlass.evaluate.foreign import is_hf_folder, recipe_of
 
     if is_hf_folder(path):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from windlass.data.store import Store
 from windlass.data.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ from windlass.evaluate.record import Score, ratio_interval
 TASK = "perplexity"
 LENGTHS = ((2 * 1024, "under 2 KiB"), (8 * 1024, "2 to 8 KiB"), (32 * 1024, "8 to 32 KiB"), (math.inf, "over 32 KiB"))
 """Document lengths in bytes of text, because tokens are of different length in different tokenizers."""
+COMPILE_FROM = 5_000_000
 Tell = Callable[[int, int], None]
 """Called with tokens done and tokens in all."""
 
@@ -61,12 +63,12 @@ class Evaluation:
 
 def evaluate(
     opened: Opened, store: Store, tokenizer: Tokenizer, *, split: str = "validation", max_tokens: int | None = None,
-    batch: int | None = None, tell: Tell = lambda done, total: None,
+    batch: int | None = None, compiles: bool | None = None, tell: Tell = lambda done, total: None,
 ) -> Evaluation:  # fmt: skip
     """Score whole documents of a split, at most about `max_tokens` of them, spread evenly over each source."""
     chosen = choose(store, split, max_tokens)
     total = sum(stop - start for _, spans in chosen for start, stop in spans)
-    scorer = Scorer(opened, batch, total, tell)
+    scorer = Scorer(opened, batch, total, tell, compiles)
     documents: list[Document] = []
     for name, spans in chosen:
         array = store.tokens(name, split)
@@ -109,12 +111,17 @@ def byte_count(ids: npt.NDArray[Any], tokenizer: Tokenizer, eos: int | None) -> 
 class Scorer:
     """Runs documents through the model in full windows."""
 
-    def __init__(self, opened: Opened, batch: int | None, total: int, tell: Tell) -> None:
+    def __init__(self, opened: Opened, batch: int | None, total: int, tell: Tell, compiles: bool | None = None) -> None:
         self.opened, self.total, self.tell = opened, total, tell
         self.length = opened.recipe.data.seq_len
         # Enough tokens to fill the device: more changes nothing, and memory stays small.
         self.batch = batch or max(1, (32_768 if opened.device.type != "cpu" else 2048) // self.length)
         self.done, self.seconds = 0, 0.0
+        # Compiling takes about a minute and pays on a GPU from some millions of tokens on; it wants one shape only.
+        self.compiled = compiles if compiles is not None else opened.device.type == "cuda" and total >= COMPILE_FROM
+        if self.compiled and opened.model.head is not None:
+            for block in opened.model.layers.values():
+                block.compile()
 
     def nats(self, texts: list[npt.NDArray[Any]], eos: int | None) -> list[float]:
         """Summed cost of each document."""
@@ -134,22 +141,28 @@ class Scorer:
         width = self.length * self.batch
         for start in range(0, count, width):
             stop = min(count, start + width)
+            if self.compiled:  # the last part is filled up behind, where nothing looks
+                yield self._ask(flat, numbers, start, stop, self.length, fill=width - (stop - start))
+                continue
             whole = start + (stop - start) // self.length * self.length
             if whole > start:
                 yield self._ask(flat, numbers, start, whole, self.length)
             if stop > whole:
                 yield self._ask(flat, numbers, whole, stop, stop - whole)
 
-    def _ask(self, flat: torch.Tensor, numbers: torch.Tensor, start: int, stop: int, length: int) -> torch.Tensor:
+    def _ask(
+        self, flat: torch.Tensor, numbers: torch.Tensor, start: int, stop: int, length: int, fill: int = 0
+    ) -> torch.Tensor:
         device, began = self.opened.device, time.perf_counter()
-        inputs, targets = (
-            flat[start:stop].view(-1, length).to(device),
-            flat[start + 1 : stop + 1].view(-1, length).to(device),
-        )
-        masked = self.opened.recipe.data.mask_documents
+
+        def rows(values: torch.Tensor) -> torch.Tensor:
+            return F.pad(values, (0, fill)).view(-1, length).to(device)
+
         # An input belongs to the document of its own token; the first one ends the document before.
-        ids = torch.cat((numbers[:1] - 1, numbers))[start:stop].view(-1, length).to(device) if masked else None
-        costs = token_losses(self.opened.model, inputs, targets, ids).flatten().cpu()
+        masked = self.opened.recipe.data.mask_documents
+        ids = rows(torch.cat((numbers[:1] - 1, numbers))[start:stop]) if masked else None
+        costs = token_losses(self.opened.model, rows(flat[start:stop]), rows(flat[start + 1 : stop + 1]), ids)
+        costs = costs.flatten()[: stop - start].cpu()
         self.seconds += time.perf_counter() - began
         self.done += stop - start
         self.tell(self.done, self.total)

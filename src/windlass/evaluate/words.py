@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from windlass.data.tokenizer import JsonTokenizer, RanksTokenizer, Tokenizer
+from windlass.data.tokenizer import JsonTokenizer, RanksTokenizer, Tokenizer, load_tokenizer
+from windlass.errors import DataError
 from windlass.runs.files import write_json, write_whole
 
 
@@ -27,10 +28,27 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, longest: int) -> None
         shutil.copyfile(tokenizer.path, folder / "tokenizer.model")
         write_json(folder / "tokenizer_config.json", {**settings, "tokenizer_class": "LlamaTokenizer", "legacy": False})
         return
+    refuse_other_ids(tokenizer, folder / "tokenizer.json")
     end = end_token(tokenizer)
     ends = {} if end is None else {"eos_token": end, "bos_token": end, "pad_token": end}
     write_json(folder / "tokenizer_config.json", {**settings, "tokenizer_class": "PreTrainedTokenizerFast", **ends})
     write_json(folder / "special_tokens_map.json", ends)
+
+
+def refuse_other_ids(tokenizer: Tokenizer, written: Path) -> None:
+    """The written file must cut text as ours does: a model with other ids is another model."""
+    import argparse
+
+    text = Path(argparse.__file__).read_text(encoding="utf-8")[:20_000] + " naïve ÅŁż 日本語 Привет 12345\n\t  x"
+    ours, theirs = tokenizer.encode(text), load_tokenizer(written).encode(text)
+    if ours != theirs:
+        place = next(
+            (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+        )
+        raise DataError(
+            f"the exported tokenizer gives other ids than {tokenizer.path} from token {place} on",
+            hint="convert the tokenizer to a tokenizer.json yourself and name it with --tokenizer",
+        )
 
 
 def end_token(tokenizer: Tokenizer) -> str | None:
