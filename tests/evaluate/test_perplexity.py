@@ -75,6 +75,8 @@ def test_bytes_are_those_of_the_text(store: Store, tokenizer: Tokenizer, corpus:
 def test_a_limit_takes_whole_documents_of_every_source(store: Store) -> None:
     chosen = dict(choose(store, "validation", 300))
     assert set(chosen) == {"dutch", "english"}
+    longest = max(stop - start for spans in chosen.values() for start, stop in spans)
+    assert 300 <= sum(stop - start for spans in chosen.values() for start, stop in spans) <= 300 + 2 * longest
     every = dict(choose(store, "validation", None))
     assert all(0 < len(chosen[name]) < len(every[name]) and set(chosen[name]) <= set(every[name]) for name in chosen)
 

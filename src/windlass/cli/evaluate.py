@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -112,7 +114,7 @@ def _held_out(
 
     limit = parse_tokens(max_tokens) if max_tokens is not None else None
     name = split or opened.recipe.data.validation or "validation"
-    with Bar("evaluating", quiet=quiet) as tell:
+    with bar("evaluating", quiet=quiet) as tell:
         made = evaluate(
             opened,
             held,
@@ -138,7 +140,7 @@ def _overlap(opened: Opened, task: str, items: list[Any], groups: list[str], qui
     from windlass.evaluate.opened import own_store
     from windlass.evaluate.overlap import find_overlap
 
-    with Bar("looking for overlap", quiet=quiet) as tell:
+    with bar("looking for overlap", quiet=quiet) as tell:
         found = find_overlap(own_store(opened), items, tell=tell)
     numbers = {"all": list(range(len(items)))}
     for number, group in enumerate(groups):
@@ -155,7 +157,7 @@ def _task_scores(
 
     words, scores = find_tokenizer(opened), []
     for task in [read_task(path) for path in files]:  # all are read first: a bad file costs no minute of another's work
-        with Bar(task.name, quiet=quiet) as tell:
+        with bar(task.name, quiet=quiet) as tell:
             scores += run_task(opened, words, task, shots=shots or 0, template=template, tell=tell)
         if overlap:
             import numpy as np
@@ -230,22 +232,15 @@ def _with_interval(score: Any, digits: int) -> str:
     return f"{score.value:.{digits}f}{interval}"
 
 
-class Bar:
-    """A bar on the error stream, so that what is printed stays clean."""
+@contextlib.contextmanager
+def bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A bar on the error stream, so that what is printed stays clean; call it with what is done and the whole."""
+    from rich.console import Console
+    from rich.progress import Progress
 
-    def __init__(self, what: str, *, quiet: bool = False) -> None:
-        self.what, self.quiet, self.bar, self.task = what, quiet, None, None
-
-    def __enter__(self) -> Any:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        self.bar = Progress(console=Console(stderr=True), transient=True, disable=self.quiet).__enter__()
-        self.task = self.bar.add_task(self.what, total=None)
-        return lambda done, total: self.bar.update(self.task, completed=done, total=total)
-
-    def __exit__(self, *error: Any) -> None:
-        self.bar.__exit__(*error)
+    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as shown:
+        task = shown.add_task(what, total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)
 
 
 def generate(
@@ -318,7 +313,7 @@ def export(
     from windlass.units import parse_bytes, print_bytes
 
     said = text.read_text(encoding="utf-8") if text is not None else None
-    with Bar("exporting", quiet=as_json) as tell:
+    with bar("exporting", quiet=as_json) as tell:
         made = write(
             run, to, step=step, dtype=dtype, tokenizer=tokenizer, card=_card(run), verify=verify, text=said, shard_bytes=parse_bytes(shard), tell=tell,
         )  # fmt: skip
@@ -353,7 +348,8 @@ def _card(run: Path) -> str | None:
         summary = collect(open_run(run))
     except WindlassError:
         return None
-    front = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [windlass]\n---\n\n"
+    library = "windlass" if summary.recipe.get("model", {}).get("family") == "retnet" else "transformers"
+    front = f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags: [windlass]\n---\n\n"
     return front + markdown(
         summary.name, [model_card(summary), data_section(summary), evaluation(summary), content_summary(summary)]
     )
@@ -379,7 +375,7 @@ def import_(
     from windlass.evaluate.imports import import_model
 
     target = run or Path("runs") / folder.resolve().name
-    with Bar("importing", quiet=as_json):
+    with bar("importing", quiet=as_json):
         made = import_model(folder, target, tokenizer=tokenizer, seq_len=seq_len, verify=verify)
     if as_json:
         print_json(made)

@@ -39,7 +39,7 @@ class Overlap:
 
     def score(self, task: str, group: str, numbers: Sequence[int]) -> Score:
         """Share of items that overlap; items too short to say are left out."""
-        known = [self.shares[i] for i in numbers if self.shares[i] is not None]
+        known = [share for i in numbers if (share := self.shares[i]) is not None]
         hits = sum(share >= SHARE for share in known)
         low, high = wilson_interval(hits, len(known))
         detail = {

@@ -65,7 +65,7 @@ def evaluate(
     opened: Opened, store: Store, tokenizer: Tokenizer, *, split: str = "validation", max_tokens: int | None = None,
     batch: int | None = None, compiles: bool | None = None, tell: Tell = lambda done, total: None,
 ) -> Evaluation:  # fmt: skip
-    """Score whole documents of a split, at most about `max_tokens` of them, spread evenly over each source."""
+    """Score whole documents of a split, about `max_tokens` of them, of every source in proportion."""
     chosen = choose(store, split, max_tokens)
     total = sum(stop - start for _, spans in chosen for start, stop in spans)
     scorer = Scorer(opened, batch, total, tell, compiles)
@@ -83,7 +83,7 @@ def evaluate(
 
 
 def choose(store: Store, split: str, max_tokens: int | None) -> list[tuple[str, list[tuple[int, int]]]]:
-    """Source -> spans of its documents; every k-th document where the split is larger than asked for."""
+    """Source -> spans of its documents; where the split is larger than asked for, a sample that is always the same."""
     held = [name for name in store.sources if store.shards[name].get(split)]
     if not held:
         raise DataError(
@@ -96,10 +96,18 @@ def choose(store: Store, split: str, max_tokens: int | None) -> list[tuple[str, 
     found = []
     for name in held:
         spans = [span for span in store.tokens(name, split).documents() if span[1] > span[0]]
-        count = max(1, round(len(spans) * share)) if spans else 0
-        picks = np.linspace(0, len(spans) - 1, count).round().astype(int) if count else []
-        found.append((name, [spans[i] for i in picks]))
+        found.append((name, _some(spans, share)))
     return found
+
+
+def _some(spans: list[tuple[int, int]], share: float) -> list[tuple[int, int]]:
+    """Documents in a fixed random order until this share of the tokens is reached, back in stored order."""
+    if share >= 1 or not spans:
+        return spans
+    order = np.random.default_rng(0).permutation(len(spans))
+    sizes = np.array([spans[i][1] - spans[i][0] for i in order])
+    before = np.cumsum(sizes) - sizes
+    return [spans[i] for i in sorted(order[before < share * sizes.sum()])]
 
 
 def byte_count(ids: npt.NDArray[Any], tokenizer: Tokenizer, eos: int | None) -> int:
