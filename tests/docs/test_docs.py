@@ -17,7 +17,7 @@ TOP = Path(__file__).resolve().parents[2]
 DOCS = TOP / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.M | re.S)
-CHEAP = {"clusters", "plan", "budget", "show", "init"}
+CHEAP = {"clusters", "plan", "budget", "show", "init", "profile", "compare"}
 """Commands that are executed when a page shows them in a console block; launch only as a dry run."""
 COMMANDS = typer.main.get_command(build()).commands
 
@@ -114,7 +114,8 @@ def console_lines(page):
 
 @pytest.mark.parametrize("page", [p for p in PAGES if console_lines(p)], ids=page_id)
 def test_console_blocks_run(page, tmp_path):
-    (tmp_path / "recipes").symlink_to(TOP / "recipes")
+    for folder in ("recipes", "tests"):
+        (tmp_path / folder).symlink_to(TOP / folder)
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "windlass"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m windlass "$@"\n')

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,50 @@ def test_playbook_measured_table_is_the_benchmarks():
             pytest.approx(float(row.group(1)), abs=0.06),
             pytest.approx(float(row.group(2)), abs=0.001),
         )
+
+
+# -- LUMI ----------------------------------------------------------------------------------------------------------------
+
+
+def test_lumi_script_holds_the_lessons():
+    dry = ask(
+        "launch",
+        "recipes/poro_34b_lumi.toml",
+        "--dry-run",
+        "launch.account=project_1",
+        "launch.container=/project/a.sif",
+    )
+    for part in (
+        "--cpu-bind=mask_cpu:0xfe", "NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3", "NCCL_NET_GDR_LEVEL=3", "FI_CXI_DEFAULT_CQ_SIZE=131072",
+        'MIOPEN_USER_DB_PATH="/tmp/', "singularity exec --rocm", "SINGULARITY_BIND=", 'unset "$name"',
+    ):  # fmt: skip
+        assert part in dry["script"], part
+    masks = re.search(r"mask_cpu:(\S+)", dry["script"]).group(1).split(",")
+    bits = [int(m, 16) for m in masks]
+    assert len(bits) == 8 and sum(bits) == (together := reduce(int.__or__, bits)), "disjoint"
+    assert not together & sum(1 << (8 * i) for i in range(8)), "the first core of each group is the system's"
+
+
+def test_lumi_layouts_and_energy():
+    large = ask("plan", "recipes/study_140b_lumi.toml")["plans"][0]["layout"]
+    assert large["tensor"] > 1 and large["pipeline"] > 1
+    olmo = ask("plan", "recipes/olmo_7b_lumi.toml")["plans"][0]
+    assert olmo["mwh"] == pytest.approx(130, rel=0.1), "edit the page: the planner's figure has moved"
+    assert olmo["tco2e_market"] == 0 and olmo["tco2e"] > 1
+    wide = ask("plan", "recipes/viking_33b_lumi.toml", "--nodes", "128")
+    assert wide["devices"] == 1024 and wide["plans"][0]["fits"]
+
+
+# -- the hackathon -------------------------------------------------------------------------------------------------------
+
+
+def test_hackathon_matrix_of_any_command():
+    grid = ask("sweep", "recipes/sweeps/lepiszcze.toml", "--dry-run")
+    assert len(grid["points"]) == 3 * 2 * 3
+
+
+def test_hackathon_kernel_time_of_the_two_forms():
+    pair = [f"tests/profile/data/retnet-{form}.json.gz" for form in ("parallel", "chunkwise")]
+    rows = {r["category"]: r for r in ask("compare", *pair)["summary"]}
+    assert rows["Kernel"]["delta_pct"] == pytest.approx(-25, abs=3), "a quarter less kernel time"
+    assert rows["step"]["delta_us"] > 0 and rows["CPU Exec"]["delta_us"] > 0, "and yet slower: the host"
