@@ -101,7 +101,7 @@ def test_questions_are_asked_of_a_person(go, monkeypatch):
     monkeypatch.setattr("windlass.cli.init._ask", lambda question, default: answers.pop(0))
     from windlass.cli import init
 
-    answers = ["leonardo-booster", "EUHPC_A01", "3B", ""]
+    answers = ["leonardo", "leonardo-booster", "EUHPC_A01", "huge", "3B", ""]
     cluster, how = init._machine(None, True)
     assert (cluster.name, how) == ("leonardo-booster", "answered")
     assert init._account(None, cluster, True) == "EUHPC_A01"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from windlass.plan.search import Plans
 
 SMALLEST = 2e7
+T = TypeVar("T")
 
 
 def register(app: typer.Typer) -> None:
@@ -86,7 +88,7 @@ def _machine(name: str | None, asks: bool) -> tuple[Cluster, str]:
     except LaunchError:
         here, how = "workstation", "no cluster file knows this host"
     if asks:
-        return load_cluster(_ask(f"Cluster ({', '.join(cluster_names())})", here)), "answered"
+        return _until(f"Cluster ({', '.join(cluster_names())})", here, load_cluster), "answered"
     return load_cluster(here), how
 
 
@@ -97,11 +99,16 @@ def _account(given: str | None, cluster: Cluster, asks: bool) -> str | None:
 
 
 def _size(given: str | None, cluster: Cluster, asks: bool) -> float:
+    default = "1B" if cluster.slurm else "20M"
+    if given is None and asks:
+        return _until("Model size in parameters", default, _read_size)
+    return _read_size(given or default)
+
+
+def _read_size(text: str) -> float:
     from windlass.errors import ConfigError
     from windlass.units import parse_tokens
 
-    default = "1B" if cluster.slurm else "20M"
-    text = given or (_ask("Model size in parameters", default) if asks else default)
     size = float(parse_tokens(text))
     if not SMALLEST <= size <= 1e12:
         raise ConfigError(
@@ -115,6 +122,17 @@ def _data(given: str | None, asks: bool) -> str | None:
     if given is not None or not asks:
         return given
     return _ask("Token store, or texts to make one from (empty: later)", "") or None
+
+
+def _until(question: str, default: str, read: Callable[[str], T]) -> T:
+    """Ask again after a slip, with the reason: a typing error should not cost the answers before it."""
+    from windlass.errors import WindlassError
+
+    while True:
+        try:
+            return read(_ask(question, default))
+        except WindlassError as error:
+            typer.echo(f"  {error}", err=True)
 
 
 def _ask(question: str, default: str) -> str:
