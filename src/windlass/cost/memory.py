@@ -173,7 +173,7 @@ def _native_moments(shape: Shape, work: Work, layout: Degrees, stage: _Stage, pe
     head = table * (stage.head if not shape.tied else stage.embedding) if stage.has_loss else 0.0
     always = {**states.always, "inputs": _inputs(shape, work, layout, tokens), "workspaces": WORKSPACE_BYTES}
     square = 4.0 * shape.heads / layout.tensor * work.seq_len**2 if shape.arch == "retnet" and not shape.chunk else 0.0
-    early, late = _native_unsharded(work, layout, stage, per_node)
+    early, late = _native_unsharded(shape, work, layout, stage)
     backward = {**always, "unsharded weights": late, "reduction buffers": reduce_buffers}
     return {
         "loss": {
@@ -201,12 +201,18 @@ def _native_moments(shape: Shape, work: Work, layout: Degrees, stage: _Stage, pe
     }
 
 
-def _native_unsharded(work: Work, layout: Degrees, stage: _Stage, per_node: int | None) -> tuple[float, float]:
-    """Gathered weights at the loss (the head, and the buffer it was gathered in) and in the backward pass (the head, two layers)."""
-    if layout.shards(per_node) <= 1:
+def _native_unsharded(s: Shape, work: Work, layout: Degrees, stage: _Stage) -> tuple[float, float]:
+    """Gathered weights at the loss (head, and the buffer in which the newest were gathered) and in the backward pass (head, two layers).
+    zero1 and zero2 keep all of them, as the 16-bit copy, and the buffer. A tied table belongs to the whole model and stays."""
+    if layout.devices == 1 or layout.shard == "none" or layout.pipeline > 1:
         return 0.0, 0.0
     width = 2.0 if work.precision != "fp32" else 4.0
-    return 2.0 * width * stage.head, width * (stage.head + 2.0 * stage.body / max(1.0, stage.layers))
+    layer = stage.body / max(1.0, stage.layers)
+    newest = layer if s.tied else stage.head
+    if layout.shard in ("zero1", "zero2"):
+        return (width * newest if work.accumulation == 1 else 0.0), 0.0
+    head = stage.embedding if s.tied else stage.head
+    return width * (head + newest), width * (head + (3.0 if s.tied else 2.0) * layer)
 
 
 def _lingering(work: Work, layout: Degrees, stage: _Stage) -> float:
@@ -233,7 +239,7 @@ def backward_transient(s: Shape, work: Work, layout: Degrees) -> float:
     if work.recompute == "none":
         return stream + inner
     again = max(0.0, layer_activations(s, work, layout) - kept_activations(s, work, layout))
-    return again + stream * (2.0 if work.recompute == "full" else 1.0) + inner * (2.0 if s.glu else 1.0)
+    return again + stream * (2.0 if work.recompute == "full" else 1.0) + 2.0 * inner
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +366,8 @@ def _attention(s: Shape, work: Work, d: float) -> float:
 
 def _retention(s: Shape, work: Work, d: float) -> float:
     """Turned queries and keys; values, gate, output, its norm and the gated one; decayed scores; chunkwise also the states between chunks."""
-    kept = d * (2.0 * s.width + 5.0 * s.value_width) + (2.0 * d * s.width if work.fuse else 0.0)
+    fused = 2.0 * s.width + s.value_width if work.fuse else 0.0  # side by side with the gate, unturned ones and values stay too
+    kept = d * (2.0 * s.width + 4.0 * s.value_width + fused)
     if not work.compile:
         kept += 2.0 * d * s.value_width  # the norm's input in fp32
     span = s.chunk if s.chunk and s.chunk < work.seq_len else work.seq_len

@@ -9,11 +9,13 @@ in the number.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import time
 import warnings
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -109,15 +111,17 @@ def trace(
     stages = recipe.layout.pipeline * _chunks(recipe.layout)
     wanted = layers or _few(recipe.model.layers, stages)
     best: list[_Run] | None = None
+    elsewhere = 0.0
     for stage in (0,) if recipe.layout.pipeline == 1 else (0, recipe.layout.pipeline - 1):
-        runs = [_run(_with_layers(recipe, n), cluster, size, stage) for n in wanted]
+        runs = _stage_runs(recipe, cluster, size, stage, wanted)
         if best is None or _line(runs, wanted, recipe.model.layers)[0] > _line(best, wanted, recipe.model.layers)[0]:
             best = runs
+        elsewhere += sum(run.seconds for run in runs if run.apart)
     assert best is not None
     peak, terms = _line(best, wanted, recipe.model.layers)
     return Trace(
         name=recipe.name, world_size=size, layers=recipe.model.layers, traced_layers=wanted, peak=peak, terms=terms,
-        moment=best[-1].moment, stage=best[-1].stage, seconds=time.process_time() - began, compiled=bool(recipe.train.compile),
+        moment=best[-1].moment, stage=best[-1].stage, seconds=time.process_time() - began + elsewhere, compiled=bool(recipe.train.compile),
         predicted=_predicted(recipe, cluster, size),
     )  # fmt: skip
 
@@ -187,9 +191,25 @@ class _Run:
     terms: dict[str, int]
     moment: str
     stage: int
+    seconds: float
+    apart: bool = False
+    """Run in a process of its own."""
+
+
+def _stage_runs(recipe: Recipe, cluster: Cluster, size: int, stage: int, wanted: tuple[int, ...]) -> list[_Run]:
+    """Torch remembers groups by name, and two ranks of a pipeline name theirs differently: each run gets a process of its own."""
+    if recipe.layout.pipeline == 1:
+        return [_run(_with_layers(recipe, n), cluster, size, stage) for n in wanted]
+    runs = []
+    for n in wanted:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+            run = pool.submit(_run, _with_layers(recipe, n), cluster, size, stage).result()
+        runs.append(replace(run, apart=True))
+    return runs
 
 
 def _run(recipe: Recipe, cluster: Cluster, size: int, stage: int) -> _Run:
+    began = time.process_time()
     per_node = min(size, cluster.node.devices)
     axes = axes_of(recipe.layout, size, per_node)
     rank = stage * (size // axes.pipeline)
@@ -211,11 +231,13 @@ def _run(recipe: Recipe, cluster: Cluster, size: int, stage: int) -> _Run:
         )
         with torch.device("meta"):
             model = models.build(recipe.model, seq_len=recipe.data.seq_len)
+        changes = _static_stages(recipe, world)
         plain = recipe.model_copy(update={"train": recipe.train.model_copy(update={"compile": False})})
         parts = parallelize(model, plain, replace(world, device=torch.device("meta")))
         _carry(parts, recipe)
-        tracker = _steps(recipe, parts, world, geometry)
-    return _Run(tracker.peak, dict(tracker.at_peak), tracker.peak_phase, stage)
+        with changes:
+            tracker = _steps(recipe, parts, world, geometry)
+    return _Run(tracker.peak, dict(tracker.at_peak), tracker.peak_phase, stage, time.process_time() - began)
 
 
 def _steps(recipe: Recipe, parts: Parts, world: World, geometry: Geometry) -> Tracker:
@@ -260,6 +282,36 @@ def _no_peers(rank: int, size: int) -> Iterator[None]:
             yield
         finally:
             dist.destroy_process_group()
+
+
+def _static_stages(recipe: Recipe, world: World) -> contextlib.ExitStack:
+    """Pipeline stages that are told their shapes: neighbours who would tell them do not exist."""
+    import torch.distributed.pipelining as pipelining
+    from torch.distributed.pipelining import schedules
+
+    stack = contextlib.ExitStack()
+    if world.axes.pipeline == 1:
+        return stack
+    rows, time_ = recipe.layout.micro_batch, recipe.data.seq_len // world.axes.context
+    real = pipelining.PipelineStage
+
+    def between() -> Tensor:
+        dtype = torch.float32 if recipe.train.precision == "fp32" else torch.bfloat16
+        return torch.empty(rows, time_ // world.axes.tensor, recipe.model.width, dtype=dtype, requires_grad=True)
+
+    def make(module: Any, number: int, total: int, device: torch.device, group: Any) -> Any:
+        first = torch.zeros(rows, time_, dtype=torch.long) if number == 0 else between()
+        last = torch.zeros(2, requires_grad=True) if number == total - 1 else between()
+        return real(module, number, total, device, input_args=(first,), output_args=(last,), group=group)
+
+    def agreed(schedule: Any, stages: list[Any], *_: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = schedules.InferenceMode.STATIC
+
+    stack.enter_context(mock.patch.object(pipelining, "PipelineStage", make))
+    if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):  # torch 2.12 and later ask the neighbours
+        stack.enter_context(mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", agreed))
+    return stack
 
 
 # -- what kernels of a device leave behind, where a CPU's would leave more ---------------------------------------------------
@@ -413,12 +465,13 @@ def _fused_rotation(x: Tensor, *_: Tensor) -> Tensor:
 
 
 def _fused_head_norm(self: Any, out: Tensor) -> Tensor:
-    normed: Tensor = Fused.apply(out.detach(), out)
-    return normed
+    """Worked out again from its input, which takes as much: one of the two stays."""
+    return out
 
 
 def _fused_parallel(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor) -> Tensor:
     """The decay is worked out where it is used, and linear: only decayed scores stay."""
+    q, k, v = (part.contiguous() for part in (q, k, v))  # one copy in the layout that batched products read
     scores: Tensor = Turned.apply(q @ k.transpose(-1, -2))
     return scores @ v
 
@@ -430,7 +483,7 @@ def _fused_chunkwise(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, chunk: int)
         return _fused_parallel(q, k, v, gamma)
     if time % chunk:
         q, k, v = (torch.nn.functional.pad(part, (0, 0, 0, chunk - time % chunk)) for part in (q, k, v))
-    q, k, v = (part.unflatten(-2, (-1, chunk)) for part in (q, k, v))
+    q, k, v = (part.contiguous().unflatten(-2, (-1, chunk)) for part in (q, k, v))
     states = Turned.apply(k.transpose(-1, -2) @ v)
     return (_fused_parallel(q, k, v, gamma) + q @ states).flatten(-3, -2)[..., :time, :]
 
