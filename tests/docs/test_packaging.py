@@ -101,6 +101,17 @@ def test_a_command_that_needs_torch_says_how_to_get_it(clean, tmp_path):
     assert "needs torch" in done.stderr and "windlass[train]" in done.stderr, done.stderr
 
 
+@pytest.mark.slow
+def test_a_wheelhouse_installs_without_an_index(tmp_path):
+    script = TOP / "scripts" / "wheelhouse.sh"
+    run("bash", script, "wheels", "--extras", "png", cwd=tmp_path, env={**os.environ, "PYTHON": sys.executable})
+    names = [p.name.split("-")[0].lower() for p in (tmp_path / "wheels").glob("*.whl")]
+    assert {"windlass", "typer", "matplotlib"} <= set(names) and "torch" not in names
+    run(sys.executable, "-m", "venv", "venv", cwd=tmp_path)
+    run("venv/bin/pip", "install", "--quiet", "--no-index", "--find-links", "wheels", "windlass[png]", cwd=tmp_path)
+    assert "lumi-g" in run("venv/bin/windlass", "clusters", cwd=tmp_path)
+
+
 def test_every_extra_that_an_error_names_brings_that_package():
     import tomllib
 
