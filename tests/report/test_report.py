@@ -224,3 +224,15 @@ def test_the_stores_own_ledger_stands_in_while_it_can_be_reached(run):
     text = markdown_report([run])
     assert "| letters | CC0 | here | public domain | nl | 99 | 3 |" in text
     assert "exact duplicates removed, 1 % of documents held out" in text
+
+
+def test_the_published_card_names_the_store_but_not_where_it_lies(run):
+    from windlass.report.card import data_section
+
+    manifest = json.loads(run.manifest_file.read_text())
+    manifest["data"]["store"] = "/scratch/project_123/someone/letters-v2"
+    run.manifest_file.write_text(json.dumps(manifest))
+    assert "Token store letters-v2; ledger abc123." in str(data_section(collect(run)))
+    manifest["data"] = {"store": manifest["data"]["store"]}
+    run.manifest_file.write_text(json.dumps(manifest))
+    assert "token store letters-v2, which cannot be reached" in str(data_section(collect(run)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,29 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(DataError):
         train(tmp_path / "d", recipe(data={"store": str(tmp_path / "none")}))
     assert Run(tmp_path / "a").error_file(0).is_file()
+
+
+def flat_store(folder: Path, tokens: int) -> Path:
+    """A store of one flat array, every token below the test model's vocabulary."""
+    folder.mkdir()
+    np.save(folder / "part-0.npy", np.arange(tokens, dtype="<u2") % 90)
+    return folder
+
+
+def test_a_run_by_steps_that_repeats_a_source_too_often_is_refused(tmp_path: Path) -> None:
+    store = flat_store(tmp_path / "store", 16 * 20 + 1)  # 20 sequences; 6 steps of 8 are 2.4 passes
+    with pytest.raises(DataError, match=r"2\.40 passes over 321 tokens, at most 2 allowed"):
+        train(tmp_path / "a", recipe(data={"store": str(store), "max_epochs": 2.0}))
+    said: list[str] = []
+    code = loop.run(
+        recipe(data={"store": str(store), "max_epochs": 3.0}),
+        new_run(tmp_path / "b"),
+        where=ALONE,
+        hooks=[],
+        say=said.append,
+    )
+    assert code == EXIT_DONE
+    assert any(re.fullmatch(r"passes over the data: \S+ 2\.40 of at most 3", line) for line in said)
 
 
 def test_out_of_memory_is_said_in_our_words() -> None:

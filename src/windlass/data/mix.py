@@ -222,6 +222,14 @@ def passes(
     ]
 
 
+def passes_line(report: Sequence[Passes]) -> str:
+    """The report as one line for a log; empty without sources. The limits nearest to being met come first."""
+    shown = sorted(report, key=lambda p: p.epochs / p.limit, reverse=True)
+    parts = [f"{p.source} {p.epochs:.2f} of at most {p.limit:g}" for p in shown[:8]]
+    more = f", and {len(shown) - 8} sources more" if len(shown) > 8 else ""
+    return f"passes over the data: {', '.join(parts)}{more}" if parts else ""
+
+
 def refuse_repeats(report: Sequence[Passes]) -> None:
     """An error that names every source which would be read more often than allowed."""
     over = [p for p in report if p.epochs > p.limit + p.slack]

@@ -8,6 +8,7 @@ cannot know (the provider, the date of release, opt-out handling) is left to be 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import PurePath
 from typing import Any
 
 from windlass.figures import Note, Section, Table
@@ -78,16 +79,21 @@ def data_section(summary: RunSummary) -> Section:
     rows = ledger_rows(summary)
     if not rows:
         return Section("Data", (Note(_no_ledger(summary)),), id="data")
-    store = field(summary.data, "store", "path", unknown="unknown")
+    store = _store_name(field(summary.data, "store", "path", unknown="unknown"))
     note = f"Token store {store}; ledger {field(summary.data, 'ledger_hash', 'hash', unknown='without hash')}."
     return Section("Data", (Table(LEDGER_COLUMNS, rows, right=(5, 6, 7)), Note(note)), id="data")
+
+
+def _store_name(path: str) -> str:
+    """The store's own name: the card is published, and where a site keeps its files is nobody's business."""
+    return PurePath(path).name or path
 
 
 def _no_ledger(summary: RunSummary) -> str:
     store = summary.data.get("store") or summary.recipe.get("data", {}).get("store")
     if not store:
         return "Synthetic tokens: the run had no token store, so there is no ledger."
-    return f"Neither the run's manifest nor the token store {redact_text(str(store))}, which cannot be reached from here, gives a data ledger."
+    return f"Neither the run's manifest nor the token store {_store_name(redact_text(str(store)))}, which cannot be reached from here, gives a data ledger."
 
 
 def model_card(summary: RunSummary) -> Section:

@@ -19,6 +19,7 @@ from windlass.clusters.load import load_cluster
 from windlass.clusters.scheduler import Place, place
 from windlass.config import LayoutConfig, Recipe, recipe_hash
 from windlass.data.loader import Loader
+from windlass.data.mix import passes_line
 from windlass.data.stream import open_stream
 from windlass.energy.meter import Meter
 from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, CheckpointError, ConfigError, WindlassError
@@ -162,6 +163,8 @@ def build(recipe: Recipe, run_folder: Run, where: Place, hooks: list[Hook], say:
     parts, optimizer, stepper = assemble(model, recipe, world, geometry)
     # stream
     stream = open_stream(recipe.data, seed=recipe.seed, split="train", vocab=model.vocab)
+    # A run by train.steps names no tokens, so the stream could not know before how often it repeats a source.
+    stream.check(geometry.total_tokens)
     job = Job(
         recipe, run_folder, world, geometry, parts, optimizer, stepper, stream, say, recorder=Recorder(),
         saver=Saver(run_folder, recipe.save, rank=world.rank, world_size=world.size, local_world_size=world.place.local_world_size),
@@ -306,7 +309,7 @@ def announce(job: Job, restored: Any) -> None:
         job.say(
             f"resumed at step {job.step} from {restored.path.name}" + (f"; {lost} steps are done again" if lost else "")
         )
-    for note in [*job.parts.notes, job.stepper.sync.note]:
+    for note in [passes_line(job.stream.epochs(job.geometry.total_tokens)), *job.parts.notes, job.stepper.sync.note]:
         if note:
             job.say(note)
 
