@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import string
@@ -177,7 +178,7 @@ def _base(sweep: SweepConfig, path: Path) -> dict[str, Any] | None:
     if sweep.command is not None:
         return None
     raw = dict(sweep.recipe) if isinstance(sweep.recipe, dict) else read_toml(path.parent / str(sweep.recipe))[0]
-    raw = json.loads(json.dumps(raw, default=str))
+    raw = copy.deepcopy(raw)
     for key in sweep.unset:
         take_out(raw, key)
     for key, value in sweep.set.items():

@@ -109,7 +109,7 @@ def best_bars(rows: Sequence[Row], axis: str | None) -> list[Item]:
             mine = [r for r in rows if engine is None or r.get("engine") == engine]
             names = axis_order(mine, axis)
             best = [_best_of([r for r in mine if r[axis] == n], key, better) for n in names]
-            series.append(bars(str(engine or title_of(key)), [str(n) for n in names], [b and b[key] for b in best], hover=[_hover(b, key) for b in best]))  # fmt: skip
+            series.append(bars(str(engine or title_of(key)), [str(n) for n in names], [None if b is None else float(b[key]) for b in best], hover=[_hover(b, key) for b in best]))  # fmt: skip
         charts.append(
             Chart(title=f"Best run: {title_of(key)}", x_title=_short(axis), y_title=title_of(key), series=tuple(series), from_zero=True, height=340)
         )  # fmt: skip
@@ -136,8 +136,8 @@ def pareto_front(rows: Sequence[Row]) -> list[Row]:
 
 
 def _beats(one: Row, other: Row) -> bool:
-    faster = one["tokens_per_second"] - other["tokens_per_second"]
-    cheaper = other["joules_per_token"] - one["joules_per_token"]
+    faster = float(one["tokens_per_second"]) - float(other["tokens_per_second"])
+    cheaper = float(other["joules_per_token"]) - float(one["joules_per_token"])
     return faster >= 0 and cheaper >= 0 and (faster > 0 or cheaper > 0)
 
 

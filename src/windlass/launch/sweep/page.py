@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from windlass.config.sweep import axes_of
 from windlass.figures import Card, Cards, Chart, Heat, Item, Note, Section, Table, page, save_page, save_picture
 from windlass.launch.sweep import charts
 from windlass.launch.sweep.results import best_first
@@ -93,14 +94,15 @@ def _pictures(work: Work, sections: Sequence[Section]) -> None:
 
 def page_sections(work: Work, rows: Sequence[Row], rank_by: str) -> list[Section]:
     sweep = work.sweep
-    axes = list(dict.fromkeys(key for point in work.points for key in point.values))
-    asked = [r for r in rows if _in_grid(r, axes)]
+    axes = axes_of(sweep)
+    inside = {point.name for point in work.points if point.in_grid}
+    asked = [r for r in rows if r["point"] in inside]
     ranked = best_first(rows, rank_by, sweep.goal)
     pair = charts.heat_axes(sweep, rows, axes)
     parts: list[tuple[str, str, Sequence[Item]]] = [
         ("", "winner", _head(work, rows, ranked, rank_by)),
         ("Heat map", "heat", charts.heat_maps(sweep, asked, axes, rank_by)),
-        ("Best runs", "best", charts.best_bars(rows, pair[0] if pair and sweep.command is None else None)),
+        ("Best runs", "best", charts.best_bars(asked, pair[0] if pair and sweep.command is None else None)),
         ("Scaling", "scaling", charts.scaling(rows, sweep.scaling)),
         ("Speed against energy", "pareto", [charts.pareto(rows)] if sweep.command is None else []),
         ("Was the planner right?", "predicted", charts.predicted_against_measured(rows)),
@@ -108,11 +110,6 @@ def page_sections(work: Work, rows: Sequence[Row], rank_by: str) -> list[Section
         ("All points", "points", [_table(work, rows, ranked, rank_by)]),
     ]
     return [Section(title, tuple(items), id=key) for title, key, items in parts if items]
-
-
-def _in_grid(row: Row, axes: Sequence[str]) -> bool:
-    """Points of the product; included ones with further keys of their own (a deliberate failure) would hide a cell's number."""
-    return all(row.get(axis) is None or axis in row for axis in axes)
 
 
 def _head(work: Work, rows: Sequence[Row], ranked: Sequence[Row], rank_by: str) -> list[Item]:

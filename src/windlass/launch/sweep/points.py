@@ -7,7 +7,7 @@ import itertools
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class Point:
     recipe: Recipe | None = None
     problem: str | None = None
     """Why the recipe cannot be: keys that disagree. Such a point is a result (error), not a reason to stop the sweep."""
+    in_grid: bool = True
+    """Of the product, or an included point that sets nothing but axes and limits; others would hide a cell of the heat map."""
     words: tuple[str, ...] = field(default=())
     """The command's words with placeholders, for a sweep of a command."""
 
@@ -58,6 +60,8 @@ def make_points(loaded: LoadedSweep) -> list[Point]:
         )
     shorts = _short_names(sweep)
     points = [_point(loaded, cell, shorts) for cell in cells]
+    axes = {*axes_of(sweep), "memory_limit", "time_limit", "name"}
+    points = [replace(p, in_grid=set(p.values) <= axes) for p in points]
     _check_names(loaded, points)
     return points
 
@@ -68,8 +72,9 @@ Cell = list[tuple[str, Any]]
 
 def _product(sweep: SweepConfig) -> Iterator[Cell]:
     axes: list[list[Cell]] = [[[(key, value)] for value in values] for key, values in sweep.matrix.items()]
-    for group in sweep.zip:
-        axes.append([list(zip(group, row, strict=True)) for row in zip(*group.values(), strict=True)])
+    axes += [
+        [list(zip(group, row, strict=True)) for row in zip(*group.values(), strict=True)] for group in sweep.zip
+    ]
     if not axes:
         return
     count = 1
@@ -98,7 +103,8 @@ def _excluded(sweep: SweepConfig, cell: Cell) -> bool:
 def _included(sweep: SweepConfig, table: Mapping[str, Any]) -> Cell:
     """An extra point; a bundle may be given by its name."""
     cell: Cell = []
-    for key, value in table.items():
+    order = axes_of(sweep)
+    for key, value in sorted(table.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)):
         bundles = {v["name"]: v for v in sweep.matrix.get(key, ()) if isinstance(v, Mapping)}
         cell.append((key, bundles.get(value, value) if isinstance(value, str) else value))
     return cell
@@ -106,14 +112,17 @@ def _included(sweep: SweepConfig, table: Mapping[str, Any]) -> Cell:
 
 def _short_names(sweep: SweepConfig) -> dict[str, str]:
     """The last part of a dotted key where that is enough to tell the axes apart."""
-    keys = {*axes_of(sweep), *(key for table in sweep.include for key in table)}
+    axes = set(axes_of(sweep))
+    # A limit names a point only where it is an axis: it says how the point is run, not what it is.
+    further = {key for table in sweep.include for key in table} - {"name", "memory_limit", "time_limit"}
+    keys = axes | further
     last = [key.rsplit(".", 1)[-1] for key in keys]
     return {key: (tail if last.count(tail := key.rsplit(".", 1)[-1]) == 1 else key) for key in keys}
 
 
 def _name(cell: Cell, shorts: Mapping[str, str]) -> str:
     given = next((str(v) for k, v in cell if k == "name"), None)
-    parts = [_word(shorts.get(key, key), value) for key, value in cell if key != "name"]
+    parts = [_word(shorts[key], value) for key, value in cell if key in shorts]
     return given or ".".join(parts)
 
 

@@ -75,7 +75,7 @@ def config_of(recipe: Recipe, geometry: Geometry) -> dict[str, Any]:
     if bf16:
         # As our own engine: computed in bf16, summed and reduced in fp32.
         config |= {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
-        config |= {"data_types": {"grad_accum_dtype": "fp32"}} if layout.shard != "full" else {}
+        config |= {"data_types": {"grad_accum_dtype": "fp32"}} if layout.shard in ("zero1", "zero2") else {}
     return config
 
 
@@ -156,26 +156,33 @@ class Adapter:
         self.engine, self.config = engine, config
         self.count = torch.zeros((), dtype=torch.float32, device=device)
         self._taken: list[WholeSlot] = []
+        self._taken_at: int | None = None
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.engine.module.named_parameters())
 
     @property
     def slots(self) -> list[WholeSlot]:
-        stepped = self._has_state()
-        if stepped:
-            self._link()
-        self._taken = [self._slot(name, parameter, stepped) for name, parameter in self.named()]
+        """Gathered into host memory once per step, always into the same tensors: a restore fills them, `refresh` reads them."""
+        if not self._taken:
+            self._taken = [self._empty(name, parameter) for name, parameter in self.named()]
+        if self._taken_at != self.engine.global_steps:
+            self._take()
         return self._taken
 
-    def _has_state(self) -> bool:
-        """Before the first step there are no moments: they are zero."""
-        return float(self.count) > 0
+    def _empty(self, name: str, parameter: nn.Parameter) -> WholeSlot:
+        tensors = [torch.zeros(tuple(_shape(parameter)), dtype=torch.float32) for _ in ("weights", *self.moment_names)]
+        return WholeSlot(name, tensors[0], dict(zip(self.moment_names, tensors[1:], strict=True)))
 
-    def _slot(self, name: str, parameter: nn.Parameter, stepped: bool) -> WholeSlot:
-        weights = self._weights(parameter)
-        moments = {n: (self._moment(parameter, n) if stepped else torch.zeros_like(weights)) for n in self.moment_names}
-        return WholeSlot(name, weights, moments)
+    def _take(self) -> None:
+        stepped = float(self.count) > 0  # before the first step there are no moments: they are zero
+        if stepped:
+            self._link()
+        for (_, parameter), slot in zip(self.named(), self._taken, strict=True):
+            slot.weights.copy_(self._weights(parameter))
+            for name in self.moment_names if stepped else ():
+                slot.moments[name].copy_(self._moment(parameter, name))
+        self._taken_at = self.engine.global_steps
 
     def _plain(self) -> bool:
         """ZeRO stage 0 in fp32: PyTorch's own optimizer, nothing is divided."""
@@ -185,17 +192,15 @@ class Adapter:
         from deepspeed.utils import safe_get_full_fp32_param
 
         if self._plain():
-            return parameter.detach().clone()
-        whole = safe_get_full_fp32_param(parameter)
-        return whole.detach().float().clone().reshape(_shape(parameter))
+            return parameter.detach()
+        return safe_get_full_fp32_param(parameter).detach().reshape(_shape(parameter))
 
     def _moment(self, parameter: nn.Parameter, name: str) -> Tensor:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         if self._plain():
-            return self.engine.optimizer.state[parameter][name].detach().clone()
-        whole = safe_get_full_optimizer_state(parameter, name)
-        return whole.detach().float().clone().reshape(_shape(parameter))
+            return self.engine.optimizer.state[parameter][name].detach()
+        return safe_get_full_optimizer_state(parameter, name).detach().reshape(_shape(parameter))
 
     def refresh(self) -> None:
         """What a restore has filled the slots with, back into DeepSpeed's parts."""
@@ -217,15 +222,16 @@ class Adapter:
                     for name in self.moment_names:
                         state[name].copy_(slot.moments[name])
             return
+        where = self.count.device
         self._set_computed(parameter, slot.weights)
-        safe_set_full_fp32_param(parameter, slot.weights)
+        safe_set_full_fp32_param(parameter, slot.weights.to(where))
         if stepped:
             for name in self.moment_names:
-                safe_set_full_optimizer_state(parameter, slot.moments[name], name)
+                safe_set_full_optimizer_state(parameter, slot.moments[name].to(where), name)
 
     def _set_computed(self, parameter: nn.Parameter, whole: Tensor) -> None:
         """The weights that the next forward pass reads; under stage 3 each rank keeps its part of them."""
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero import GatheredParameters
 
         divided = hasattr(parameter, "ds_id")
         with GatheredParameters([parameter], modifier_rank=0, enabled=divided), torch.no_grad():
@@ -261,8 +267,15 @@ class Adapter:
 
     def adopt(self) -> None:
         """Weights were loaded into the module: DeepSpeed's master copies follow."""
-        self._taken = [WholeSlot(name, parameter.detach().float().clone()) for name, parameter in self.named()]
+        for (_, parameter), slot in zip(self.named(), self.slots, strict=True):
+            slot.weights.copy_(self._computed(parameter))
         self.refresh()
+
+    def _computed(self, parameter: nn.Parameter) -> Tensor:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            return parameter.detach().float().cpu().clone()
 
     def zero_grad(self) -> None:
         self.engine.zero_grad()
