@@ -366,7 +366,9 @@ def _attention(s: Shape, work: Work, d: float) -> float:
 
 def _retention(s: Shape, work: Work, d: float) -> float:
     """Turned queries and keys; values, gate, output, its norm and the gated one; decayed scores; chunkwise also the states between chunks."""
-    fused = 2.0 * s.width + s.value_width if work.fuse else 0.0  # side by side with the gate, unturned ones and values stay too
+    fused = (
+        2.0 * s.width + s.value_width if work.fuse else 0.0
+    )  # side by side with the gate, unturned ones and values stay too
     kept = d * (2.0 * s.width + 4.0 * s.value_width + fused)
     if not work.compile:
         kept += 2.0 * d * s.value_width  # the norm's input in fp32
@@ -420,7 +422,8 @@ def _logits(s: Shape, work: Work, layout: Degrees, tokens: float) -> float:
     vocab = s.padded_vocab / layout.tensor
     if work.loss in ("chunked", "fused") or (work.native and layout.tensor > 1):
         return _chunked(s, work, layout, tokens, vocab)
-    per_value = {"plain": 10.0, "compiled": 8.0, "inplace": 4.0}.get(work.loss, 10.0)
+    # Our own plain loss is not compiled: its backward pass holds five fp32 values per logit.
+    per_value = {"plain": 20.0 if work.native else 10.0, "compiled": 8.0, "inplace": 4.0}.get(work.loss, 10.0)
     if work.engine != "torch":
         # Softmax overwrites the fp32 logits and is kept for the gradient; engines of before 2022 held logits, softmax and gradient apart.
         per_value = 8.0 if work.flash else 14.0
