@@ -16,6 +16,7 @@ from windlass.cli import build
 TOP = Path(__file__).resolve().parents[2]
 DOCS = TOP / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+ALL = [*PAGES, TOP / "README.md", TOP / "ARCHITECTURE.md", TOP / "CONTRIBUTING.md"]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.M | re.S)
 CHEAP = {"clusters", "plan", "budget", "show", "init", "profile", "compare"}
 """Commands that are executed when a page shows them in a console block; launch only as a dry run."""
@@ -30,7 +31,7 @@ def script(name):
 
 
 def page_id(path):
-    return path.relative_to(DOCS).as_posix()
+    return path.relative_to(TOP).as_posix()
 
 
 def shown(text):
@@ -61,7 +62,7 @@ def test_the_reference_has_every_command_and_key():
 # -- links and names ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
+@pytest.mark.parametrize("page", ALL, ids=page_id)
 def test_links_lead_to_files(page):
     text = FENCE.sub("", page.read_text())
     targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
@@ -69,7 +70,7 @@ def test_links_lead_to_files(page):
     assert not broken
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name != "clusters"], ids=page_id)
+@pytest.mark.parametrize("page", [p for p in ALL if p.parent.name != "clusters"], ids=page_id)
 def test_files_that_a_page_names_exist(page):
     named = set(
         re.findall(r"(?<![\w/.])((?:recipes|benchmarks|scripts|containers|tests)/[\w./-]*[\w-])", page.read_text())
@@ -77,7 +78,9 @@ def test_files_that_a_page_names_exist(page):
     assert not [n for n in named if not (TOP / n).exists() and not list(TOP.glob(f"{n}*"))]
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name != "reference"], ids=page_id)
+@pytest.mark.parametrize(
+    "page", [p for p in ALL if p.parent.name != "reference" and p.name != "ARCHITECTURE.md"], ids=page_id
+)
 def test_commands_and_options_that_a_page_shows_exist(page):
     wrong = []
     for line in shown(page.read_text()):
@@ -112,7 +115,7 @@ def console_lines(page):
     return [line[2:] for body in blocks for line in body.splitlines() if line.startswith("$ windlass ")]
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if console_lines(p)], ids=page_id)
+@pytest.mark.parametrize("page", [p for p in ALL if console_lines(p)], ids=page_id)
 def test_console_blocks_run(page, tmp_path):
     for folder in ("recipes", "tests"):
         (tmp_path / folder).symlink_to(TOP / folder)
