@@ -121,7 +121,7 @@ def _kind(path: Path) -> str | None:
         return "recipe"
     if "sources" in raw and "output" in raw:
         return "data"
-    return "sweep" if {"axes", "matrix", "grid"} & raw.keys() else None
+    return "sweep" if {"matrix", "zip", "include"} & raw.keys() else None
 
 
 def _stores(folder: Path) -> dict[str, int]:
