@@ -31,7 +31,7 @@ def sweep(
     pick: Annotated[Path | None, typer.Option(help="Write the winning recipe to this file.")] = None,
     rank_by: Annotated[str | None, typer.Option(help="Column to rank by, instead of the sweep file's.")] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Submit as packed SLURM jobs (an array) instead of running here.")] = False,
-    inside: Annotated[bool, typer.Option("--inside", hidden=True)] = False,
+    inside: Annotated[Path | None, typer.Option("--inside", hidden=True)] = None,
     to_dvc: Annotated[Path | None, typer.Option(help="Write an equivalent DVC matrix stage to this dvc.yaml.")] = None,
     stage: Annotated[str | None, typer.Option(help="With a dvc.yaml: which stage.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -59,7 +59,7 @@ def sweep(
         return
     if not report:
         _run(work, only, point, everything, inside, quiet=as_json)
-    if not inside:
+    if inside is None:
         _finish(work, rank_by, pick, as_json)
 
 
@@ -158,13 +158,21 @@ def _print_equivalence(out: Any, found: dict[str, dict[str, str]]) -> None:
     out.print(table("Which strategy exists in which engine", ("strategy", *engines), rows))
 
 
-def _run(work: Work, only: str | None, names: list[str] | None, everything: bool, inside: bool, *, quiet: bool) -> None:
+def _run(
+    work: Work, only: str | None, names: list[str] | None, everything: bool, inside: Path | None, *, quiet: bool
+) -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from windlass.cli.output import console
     from windlass.launch.sweep.local import choose, run_points
     from windlass.launch.sweep.outcome import read_only
 
+    step: tuple[str, ...] = ()
+    if inside is not None:
+        from windlass.launch.sweep.pack import pack_here, step_words
+
+        pack = pack_here(inside)
+        names, step = list(pack.points), step_words(pack)
     chosen = choose(work, read_only(only) if only else None, names, everything=everything)
     done = len(work.folder.outcomes())
     if not chosen:
@@ -173,7 +181,8 @@ def _run(work: Work, only: str | None, names: list[str] | None, everything: bool
                 f"nothing to run: {done} of {len(work.points)} points have an outcome (--only oom,fail repeats some)"
             )
         return
-    step = _srun(work) if inside else ()
+    # Packs of one sweep run side by side: each holds a lock of its own.
+    lock = None if inside is None else inside.with_name(f"{chosen[0].name}.lock")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=_errors(), transient=True) as bar:
         task = bar.add_task("sweep", total=len(chosen))
@@ -186,19 +195,13 @@ def _run(work: Work, only: str | None, names: list[str] | None, everything: bool
             if not quiet:
                 bar.console.print(f"{point.name}: {word}", markup=False, highlight=False, soft_wrap=True)
 
-        run_points(work, chosen, say, everything=everything, step=step)
+        run_points(work, chosen, say, everything=everything, step=step, lock=lock)
 
 
 def _errors() -> Any:
     from rich.console import Console
 
     return Console(stderr=True)
-
-
-def _srun(work: Work) -> tuple[str, ...]:
-    from windlass.launch.sweep.pack import step_words
-
-    return step_words(work)
 
 
 def _submit(

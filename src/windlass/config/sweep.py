@@ -161,7 +161,7 @@ def _command_problems(sweep: SweepConfig) -> Iterator[str]:
             yield f"command: {{{name}}} is not an axis; known: {', '.join(sorted(known))}"
     unused = [axis for axis in axes_of(sweep) if axis not in fields and not _is_bundle(sweep, axis)]
     for axis in unused:
-        if axis not in POINT_KEYS:
+        if axis not in (*POINT_KEYS, "nodes"):  # these say where a point runs
             yield f"command: the axis {axis} does not appear in it, so its points would be the same"
 
 

@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from windlass.clusters.scheduler import job_id
 from windlass.config.sweep import LoadedSweep, SweepConfig
 from windlass.errors import ConfigError
-from windlass.launch.executor import State
 from windlass.launch.sweep.expect import Expectation
 from windlass.launch.sweep.folder import SweepFolder
 from windlass.launch.sweep.outcome import Outcome, classify
@@ -76,11 +75,17 @@ def _check_known(work: Work, names: Sequence[str]) -> None:
 
 
 def run_points(
-    work: Work, points: Sequence[Point], say: Say, *, everything: bool = False, step: Sequence[str] = ()
+    work: Work,
+    points: Sequence[Point],
+    say: Say,
+    *,
+    everything: bool = False,
+    step: Sequence[str] = (),
+    lock: Path | None = None,
 ) -> dict[str, str]:
     """Run them in order; point -> outcome. `step` comes before each command (srun inside an allocation)."""
     found: dict[str, str] = {}
-    with locked(work.folder.lock_file, None):
+    with locked(lock or work.folder.lock_file, job_id()):
         for point in points:
             say(point, "runs")
             outcome = run_point(work, point, everything=everything, step=step)
@@ -109,7 +114,7 @@ def _with_results(work: Work, point: Point, outcome: Outcome) -> Outcome:
     """A command that ended well but left no valid results did not end well."""
     if outcome.outcome != "ok" or work.sweep.results is None:
         return outcome
-    path = work.folder.point(point.name).path / work.sweep.results
+    path = point.results_file(work.folder.point(point.name).path, work.sweep.results)
     try:
         read_results(path)
     except ConfigError as error:
@@ -184,12 +189,3 @@ def end(process: subprocess.Popen[bytes]) -> int:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
-
-
-def note_states(work: Work, states: dict[str, tuple[State, Any]]) -> None:
-    """Points of an allocation that ended before they were reached or done get the scheduler's word as their outcome."""
-    done = work.folder.outcomes()
-    for name, (state, log) in states.items():
-        if name not in done and state.over and state.state != "COMPLETED":
-            outcome = classify(work.folder.point(name), state.exit_code, log=log, state=state)
-            work.folder.add_outcome({"point": name, "seconds": state.elapsed_seconds, **outcome.as_dict()})

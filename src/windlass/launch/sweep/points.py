@@ -44,8 +44,15 @@ class Point:
 
     def command(self, folder: Path) -> list[str]:
         """The command's words for this point; values never split into several words."""
-        known = {"name": self.name, "folder": str(folder), "devices": self.devices, "nodes": 1, **self.settings}
-        return [word.format_map(known) for word in self.words]
+        return [word.format_map(self._known(folder)) for word in self.words]
+
+    def results_file(self, folder: Path, results: str) -> Path:
+        """Inside the point's folder; a path that begins with ./ or / is meant from where the sweep runs."""
+        text = results.format_map(self._known(folder))
+        return Path(text) if text.startswith(("./", "/")) else folder / text
+
+    def _known(self, folder: Path) -> dict[str, Any]:
+        return {"name": self.name, "folder": str(folder), "devices": self.devices, "nodes": 1, **self.settings}
 
 
 def make_points(loaded: LoadedSweep) -> list[Point]:
@@ -72,9 +79,7 @@ Cell = list[tuple[str, Any]]
 
 def _product(sweep: SweepConfig) -> Iterator[Cell]:
     axes: list[list[Cell]] = [[[(key, value)] for value in values] for key, values in sweep.matrix.items()]
-    axes += [
-        [list(zip(group, row, strict=True)) for row in zip(*group.values(), strict=True)] for group in sweep.zip
-    ]
+    axes += [[list(zip(group, row, strict=True)) for row in zip(*group.values(), strict=True)] for group in sweep.zip]
     if not axes:
         return
     count = 1

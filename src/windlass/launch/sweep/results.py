@@ -45,7 +45,7 @@ def _row(work: Work, point: Point, expected: Expectation, outcome: Mapping[str, 
     ok = outcome.get("outcome") == "ok"
     if point.recipe is None:
         row |= {"devices": point.devices or point.settings.get("devices"), "seconds": outcome.get("seconds")}
-        return row | (_command_numbers(work, run) if ok else {})
+        return row | (_command_numbers(work, point, run) if ok else {})
     row |= _settings(point.recipe, run, expected) | _predicted(expected) | {"seconds": outcome.get("seconds")}
     return row | (measured(run) if ok else {})
 
@@ -130,11 +130,11 @@ def _energy(lines: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
 # -- results of any command -----------------------------------------------------------------------------------------------------
 
 
-def _command_numbers(work: Work, run: Run) -> Row:
+def _command_numbers(work: Work, point: Point, run: Run) -> Row:
     if work.sweep.results is None:
         return {}
     try:
-        found = read_results(run.path / work.sweep.results)
+        found = read_results(point.results_file(run.path, work.sweep.results))
     except ConfigError:
         return {}
     return found | {ours: found.get(theirs) for ours, theirs in work.sweep.metrics.items()}

@@ -49,6 +49,10 @@ def check(recipe: Recipe) -> None:
         wrong.append(f'layout.offload = "{layout.offload}" with layout.shard = "none"')
     if layout.offload == "parameters" and layout.shard != "full":
         wrong.append(f'layout.offload = "parameters" with layout.shard = "{layout.shard}"')
+    if layout.shard == "none" and train.precision == "bf16":
+        wrong.append(
+            'train.precision = "bf16" with layout.shard = "none" (its stage 0 keeps no fp32 weights that could be saved)'
+        )
     if wrong:
         raise ConfigError(
             f'train.engine = "deepspeed" does not know {", ".join(wrong)}',

@@ -1,0 +1,379 @@
+"""Sweeps: points, expectations, outcomes with evidence, restart, tables, page, pick, DVC and every refusal. Commands are tiny Python programs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from windlass.cli.sweep import sweep as command
+from windlass.config import load_recipe
+from windlass.config.sweep import load_sweep
+from windlass.errors import ConfigError, RunError
+from windlass.launch.executor import State
+from windlass.launch.sweep import charts
+from windlass.launch.sweep.dvc import read_dvc, write_dvc
+from windlass.launch.sweep.expect import expect_all, oom_chance
+from windlass.launch.sweep.folder import open_sweep_folder
+from windlass.launch.sweep.local import Work, choose, run_points
+from windlass.launch.sweep.outcome import classify, read_only
+from windlass.launch.sweep.pack import make_packs
+from windlass.launch.sweep.page import page_sections, write_page
+from windlass.launch.sweep.pick import write_pick
+from windlass.launch.sweep.points import make_points
+from windlass.launch.sweep.results import best_first, collect_rows, read_results, write_tables
+from windlass.launch.sweep.toml import to_toml
+from windlass.runs.files import write_json
+from windlass.runs.folder import Run
+
+SWEEPS = Path(__file__).parents[2] / "recipes" / "sweeps"
+RECIPE = """
+[recipe]
+name = "base"
+[recipe.model]
+layers = 2
+width = 64
+ffn = 128
+heads = 4
+vocab = 256
+[recipe.data]
+seq_len = 64
+batch_tokens = 1024
+[recipe.train]
+steps = 4
+precision = "fp32"
+"""
+PROGRAM = """
+import json, sys, time
+kind, size, out = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+if kind == "oom": print("RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"); sys.exit(1)
+if kind == "bad": print("Traceback ..."); print("ValueError: no such dataset"); sys.exit(3)
+if kind == "slow": time.sleep(60)
+if kind == "big": x = bytearray(size * 2**20); x[::4096] = b"x" * len(x[::4096])
+if kind == "torn": open(out, "w").write('{"score": '); sys.exit(0)
+json.dump({"score": size, "inner": {"f1": size / 10}}, open(out, "w"))
+"""
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def points_of(path: Path):
+    loaded = load_sweep(path)
+    return loaded, make_points(loaded)
+
+
+def command_sweep(folder: Path, body: str) -> Path:
+    program = write(folder / "program.py", PROGRAM)
+    head = f"name = 'cmd'\ncommand = '{sys.executable} {program} {{kind}} {{size}} {{folder}}/out.json'\nresults = 'out.json'\nrank_by = 'score'\n"
+    return write(folder / "sweep.toml", head + body)
+
+
+def work_of(path: Path, run: Path) -> Work:
+    loaded, points = points_of(path)
+    expected, _ = expect_all(loaded.sweep, points)
+    return Work(loaded=loaded, folder=open_sweep_folder(run, loaded, points), points=points, expected=expected)
+
+
+def run_all(work: Work, **more) -> dict[str, str]:
+    return run_points(work, choose(work, more.pop("only", None)), lambda p, w: None, **more)
+
+
+# -- points -----------------------------------------------------------------------------------------------------------
+
+
+def test_product_zip_include_and_exclude_give_stable_names(tmp_path):
+    path = write(
+        tmp_path / "s.toml",
+        'name = "s"\n' + RECIPE + "[matrix]\n'layout.micro_batch' = [1, 2]\n'train.compile' = [true, false]\n"
+        "[[zip]]\n'optim.lr' = [0.1, 0.2]\nseed = [1, 2]\n[[exclude]]\n'layout.micro_batch' = 2\nseed = [1]\n"
+        "[[include]]\nname = 'extra'\n'layout.micro_batch' = 4\n",
+    )  # fmt: skip
+    _, points = points_of(path)
+    names = [p.name for p in points]
+    assert len(names) == 2 * 2 * 2 - 2 + 1 and names[-1] == "extra"
+    assert names[0] == "micro_batch-1.compile.lr-0-1.seed-1"
+    assert not any(p.values.get("layout.micro_batch") == 2 and p.values["seed"] == 1 for p in points)
+    first = points[0].recipe
+    assert (first.layout.micro_batch, first.train.compile, first.optim.lr, first.seed) == (1, True, 0.1, 1)
+    assert names == [p.name for p in points_of(path)[1]]
+
+
+def test_a_bundle_sets_several_keys_under_one_name(tmp_path):
+    path = write(tmp_path / "s.toml", 'name = "s"\n' + RECIPE + '[[matrix.strategy]]\nname = "off"\n"layout.shard" = "full"\n"layout.offload" = "optimizer"\n')  # fmt: skip
+    _, points = points_of(path)
+    assert points[0].name == "off" and points[0].recipe.layout.offload == "optimizer"
+    assert points[0].values == {"strategy": "off"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('name = "s"\n' + RECIPE, "matrix is empty"),
+        ('name = "s"\n' + RECIPE + "[matrix]\nseed = []\n", "matrix.seed: no values"),
+        ('name = "s"\n[matrix]\nseed = [1]\n', "either `recipe` or `command`"),
+        ('name = "s"\n' + RECIPE + '[matrix]\n"layout.micro_bach" = [1]\n', "did you mean micro_batch"),
+        ('name = "s"\n' + RECIPE + "[matrix]\nseed = [1, 1]\n", "two points are called seed-1"),
+        ('name = "s"\n' + RECIPE + "[matrix]\nseed = [1]\n[[exclude]]\nseed = 1\n", "empty after exclude"),
+        ('name = "s"\n' + RECIPE + "[matrix]\nseed = [1]\n[[exclude]]\nsed = 1\n", "sed is not an axis"),
+        ('name = "s"\n' + RECIPE + "[[zip]]\nseed = [1, 2]\nnodes = [1]\n", "seed has 2, nodes has 1"),
+        ('name = "s"\n' + RECIPE + "[matrix]\nmemory_limit = ['lots']\n", "lots"),
+        ("name = 's'\ncommand = 'x {a} {b}'\n[matrix]\na = [1]\n", "{b} is not an axis"),
+        ("name = 's'\ncommand = 'x {a}'\n[matrix]\na = [1]\nb = [1, 2]\n", "b does not appear"),
+    ],
+)  # fmt: skip
+def test_a_wrong_sweep_file_is_refused_in_words(tmp_path, text, words):
+    with pytest.raises(ConfigError) as caught:
+        points_of(write(tmp_path / "s.toml", text))
+    assert words in str(caught.value) and caught.value.hint
+
+
+def test_keys_that_disagree_make_a_point_an_error_not_the_sweep(tmp_path):
+    path = write(tmp_path / "s.toml", 'name = "s"\n' + RECIPE + '[matrix]\n"layout.tensor" = [1, 3]\n')
+    work = work_of(path, tmp_path / "run")
+    assert work.points[0].problem is None and "does not divide model.heads" in work.points[1].problem
+    assert work.expected[1].verdict == "illegal"
+
+
+# -- expectations -----------------------------------------------------------------------------------------------------
+
+
+def test_the_chance_to_run_out_of_memory_follows_the_estimates_own_error():
+    assert oom_chance(100, 100) == pytest.approx(0.5)
+    # 90 % of published runs were within 20 %: beyond 1.2 x the limit one run in twenty still fits.
+    assert oom_chance(120, 100) == pytest.approx(0.95, abs=0.001)
+    assert oom_chance(60, 100) < 0.001 < 0.999 < oom_chance(160, 100)
+
+
+def test_gptnl_grid_is_expected_whole_and_quickly():
+    began = time.process_time()
+    loaded, points = points_of(SWEEPS / "gptnl_grid.toml")
+    expected, total = expect_all(loaded.sweep, points, "snellius-h100")
+    assert time.process_time() - began < 5.0
+    strategies = {p.values["strategy"] for p in points}
+    assert len(strategies) == 9 == len(loaded.sweep.equivalence) and len(points) == total.points == 140
+    assert {p.recipe.train.engine for p in points} == {"native", "deepspeed"}
+    assert total.illegal == 0 and 0 < total.skipped < 70 and total.node_hours > 50
+    skipped = [e for e in expected if e.skip]
+    assert all(e.verdict == "oom" and e.oom_chance >= 0.95 for e in skipped)
+    assert all(e.memory_bytes > e.memory_limit_bytes for e in skipped)
+
+
+@pytest.mark.parametrize("path", sorted(SWEEPS.glob("*.toml")), ids=lambda p: p.stem)
+def test_every_shipped_sweep_has_points(path):
+    loaded, points = points_of(path)
+    assert len(points) > 2 and expect_all(loaded.sweep, points)[1].illegal == 0
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+
+def test_outcomes_are_results_with_their_evidence_and_finished_points_stay(tmp_path):
+    path = command_sweep(tmp_path, "time_limit = '20s'\n[matrix]\nkind = ['fine', 'oom', 'bad', 'torn']\nsize = [3]\n[[include]]\nkind = 'slow'\nsize = 1\ntime_limit = '1s'\n")  # fmt: skip
+    work = work_of(path, tmp_path / "run")
+    found = run_all(work)
+    assert found == {"kind-fine.size-3": "ok", "kind-oom.size-3": "oom", "kind-bad.size-3": "error", "kind-torn.size-3": "error", "kind-slow.size-1": "timeout"}  # fmt: skip
+    said = work.folder.outcomes()
+    assert said["kind-oom.size-3"]["evidence"] == "log" and "out of memory" in said["kind-oom.size-3"]["detail"]
+    assert said["kind-bad.size-3"]["detail"] == "ValueError: no such dataset"
+    assert "not valid" in said["kind-torn.size-3"]["detail"]
+    assert said["kind-slow.size-1"]["evidence"] == "limit"
+    assert choose(work, None) == []
+    assert [p.name for p in choose(work, read_only("oom"))] == ["kind-oom.size-3"]
+    assert len(choose(work, read_only("oom,fail"))) == 4
+    run_all(work, only={"oom"})
+    assert (work.folder.path / "earlier" / "kind-oom.size-3" / "1" / "logs" / "point.log").is_file()
+
+
+def test_a_memory_limit_makes_a_real_out_of_memory_error(tmp_path):
+    path = command_sweep(tmp_path, "memory_limit = '200 MiB'\n[matrix]\nkind = ['big']\nsize = [10, 400]\n")
+    assert list(run_all(work_of(path, tmp_path / "run")).values()) == ["ok", "oom"]
+
+
+def test_results_become_tables_a_page_and_a_ranking(tmp_path):
+    path = command_sweep(tmp_path, "[metrics]\nf1 = 'inner.f1'\n[matrix]\nkind = ['fine', 'oom']\nsize = [1, 5]\n")
+    work = work_of(path, tmp_path / "run")
+    run_all(work)
+    rows = collect_rows(work)
+    assert [r["point"] for r in best_first(rows, "score")] == ["kind-fine.size-5", "kind-fine.size-1"]
+    assert best_first(rows, "score", "min")[0]["f1"] == 0.1
+    paths = write_tables(work, rows)
+    table = list(csv.DictReader(paths[0].open()))
+    assert len(table) == 4 and table[1]["score"] == "5" and table[2]["outcome"] == "oom" and table[2]["score"] == ""
+    assert json.loads(paths[1].read_text())["rows"][0]["inner.f1"] == 0.1
+    if len(paths) > 2:
+        from pyarrow import parquet
+
+        assert parquet.read_table(paths[2]).column("score").to_pylist() == [1, 5, None, None]
+    page = write_page(work, rows, "score").read_text()
+    assert "OOM" in page and "kind-fine.size-5" in page
+    with pytest.raises(ConfigError, match="runs a command"):
+        write_pick(work, best_first(rows, "score"), "score", tmp_path / "won.toml")
+
+
+def test_a_folder_of_another_sweep_is_refused_and_left_alone(tmp_path):
+    path = command_sweep(tmp_path, "[matrix]\nkind = ['fine']\nsize = [1]\n")
+    work_of(path, tmp_path / "run")
+    command_sweep(tmp_path, "[matrix]\nkind = ['fine']\nsize = [2]\n")
+    with pytest.raises(RunError, match="another sweep"):
+        work_of(path, tmp_path / "run")
+    assert "size = [1]" in (tmp_path / "run" / "sweep.toml").read_text()
+    (tmp_path / "mine").mkdir()
+    write(tmp_path / "mine" / "thesis.txt", "x")
+    with pytest.raises(RunError, match="no sweep folder"):
+        work_of(path, tmp_path / "mine")
+
+
+# -- classification ---------------------------------------------------------------------------------------------------
+
+
+def test_the_scheduler_speaks_first_then_records_then_the_log(tmp_path):
+    run = Run(tmp_path)
+    log = write(tmp_path / "x.log", "RuntimeError: CUDA out of memory\n")
+    write_json(run.error_file(1), {"rank": 1, "kind": "crash", "error": "bad things", "host": "n1", "time": 5.0})
+    write_json(run.error_file(0), {"rank": 0, "kind": "lost", "error": "connection reset", "time": 1.0})
+    state = State(job="1", state="NODE_FAIL", reason="n7 is gone")
+    found = classify(run, 1, log=log, state=state)
+    assert (found.outcome, found.evidence) == ("node-failure", "scheduler") and "n7" in found.detail
+    assert len(found.further) == 3
+    found = classify(run, 1, log=log)
+    assert (found.outcome, found.evidence, found.rank, found.detail) == ("error", "record", 1, "bad things")
+    found = classify(run, 1, log=log, since=100.0)  # records of an earlier try do not count
+    assert (found.outcome, found.evidence) == ("oom", "log")
+    assert classify(run, 12, since=100.0).outcome == "oom"
+    assert classify(run, 75, since=100.0).outcome == "pre-empted"
+    assert classify(run, -9, since=100.0).detail == "ended by SIGKILL"
+    assert classify(run, 0).outcome == "ok"
+
+
+@pytest.mark.parametrize(("state", "outcome"), [("OUT_OF_MEMORY", "oom"), ("TIMEOUT", "timeout"), ("PREEMPTED", "pre-empted")])  # fmt: skip
+def test_scheduler_states(tmp_path, state, outcome):
+    assert classify(Run(tmp_path), 1, state=State(job="1", state=state)).outcome == outcome
+
+
+def test_only_knows_its_words():
+    assert read_only("oom,fail") == {"oom", "error", "timeout", "node-failure", "pre-empted"}
+    with pytest.raises(ConfigError, match="no such outcome"):
+        read_only("omm")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [("a.json", "{", "not valid JSON"), ("a.json", "[1]", "holds a list"), ("a.csv", "a,b\n", "no whole row"), ("a.jsonl", "x\n", "no line")],
+)  # fmt: skip
+def test_results_that_are_not_valid(tmp_path, name, text, words):
+    with pytest.raises(ConfigError, match=words):
+        read_results(write(tmp_path / name, text))
+    with pytest.raises(ConfigError, match="missing"):
+        read_results(tmp_path / "none.json")
+
+
+def test_the_last_row_of_a_csv_counts(tmp_path):
+    assert read_results(write(tmp_path / "a.csv", "f1,name\n0.5,x\n0.7,y\n")) == {"f1": 0.7, "name": "y"}
+
+
+# -- charts -----------------------------------------------------------------------------------------------------------
+
+
+def row(name: str, **more):
+    return {"point": name, "outcome": "ok", **more}
+
+
+def test_pareto_front_scaling_and_efficiency():
+    rows = [row("a", tokens_per_second=10.0, joules_per_token=1.0, devices=1), row("b", tokens_per_second=15.0, joules_per_token=2.0, devices=2),
+            row("c", tokens_per_second=9.0, joules_per_token=3.0, devices=2), row("d", outcome="oom", tokens_per_second=99.0, joules_per_token=0.1)]  # fmt: skip
+    rows[3]["outcome"] = "oom"
+    assert [r["point"] for r in charts.pareto_front(rows)] == ["a", "b"]
+    speed, efficiency = charts.scaling(rows, "strong")
+    assert speed.series[0].y == (10.0, 15.0) and speed.series[1].y == (10.0, 20.0)
+    assert efficiency.series[0].y == (1.0, 0.75)
+    assert charts.scaling(rows[:1], "strong") == []
+
+
+def test_heat_map_marks_what_ran_out_of_memory(tmp_path):
+    loaded, _ = points_of(SWEEPS / "cpu_grid.toml")
+    rows = [row("a", strategy="none", **{"layout.micro_batch": 4, "speed": 7.0})]
+    rows.append({"point": "b", "outcome": "oom", "strategy": "none", "layout.micro_batch": 16})
+    rows.append({"point": "c", "outcome": "skipped", "strategy": "full", "layout.micro_batch": 16})
+    (heat,) = charts.heat_maps(loaded.sweep, rows, ["layout.micro_batch", "strategy"], "speed")
+    assert heat.values == ((7.0, None), (None, None)) and heat.labels == (("7", "OOM"), ("", "OOM?"))
+
+
+# -- pick, packs, DVC -------------------------------------------------------------------------------------------------
+
+
+def test_pick_writes_a_recipe_that_loads_to_the_same_values(tmp_path):
+    path = write(tmp_path / "s.toml", 'name = "s"\n' + RECIPE + '[matrix]\n"layout.micro_batch" = [1, 2]\n')
+    work = work_of(path, tmp_path / "run")
+    ranked = [row("micro_batch-2", tokens_per_second=5.0), row("micro_batch-1", tokens_per_second=4.0)]
+    write_pick(work, ranked, "tokens_per_second", tmp_path / "won.toml")
+    picked = load_recipe(tmp_path / "won.toml").recipe
+    assert picked.name == "base" and picked.model_dump(exclude={"name"}) == work.points[1].recipe.model_dump(exclude={"name"})  # fmt: skip
+    with pytest.raises(RunError, match="exists already"):
+        write_pick(work, ranked, "tokens_per_second", tmp_path / "won.toml")
+    with pytest.raises(RunError, match="no point ended well"):
+        write_pick(work, [], "tokens_per_second", tmp_path / "other.toml")
+
+
+def test_toml_survives_a_round_trip():
+    import tomllib
+
+    value = {"a": 'x"y\\z\n', "b": [1, 2.5, True, {"c": "d"}], "t": {"u": {"odd key": 1, "v": False}}, "n": None}
+    assert tomllib.loads(to_toml(value, "two\nlines")) == {k: v for k, v in value.items() if k != "n"}
+
+
+def test_short_points_share_allocations(tmp_path):
+    path = write(tmp_path / "s.toml", 'name = "s"\ntime_limit = "10m"\n' + RECIPE + "[matrix]\nseed = [1, 2, 3, 4, 5]\n[[include]]\nnodes = 2\nseed = 9\n")  # fmt: skip
+    path.write_text(path.read_text().replace('name = "base"', 'name = "base"\ncluster = "snellius-h100"'))
+    loaded, points = points_of(path)
+    expected, _ = expect_all(loaded.sweep, points)
+    work = Work(loaded=loaded, folder=None, points=points, expected=expected)
+    packs = make_packs(work, points, 240.0, 4)
+    assert [len(p.points) for p in packs] == [2, 2, 1, 1] and packs[-1].nodes == 2
+    assert all(p.seconds <= 240.0 for p in packs) and sorted(n for p in packs for n in p.points) == sorted(p.name for p in points)  # fmt: skip
+
+
+def test_a_dvc_stage_is_read_as_a_sweep_and_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "dvc.yaml", "stages:\n  eval:\n    matrix:\n      n: [1, 2]\n    cmd: echo '{\"f1\":${item.n}}' > m${item.n}.json\n    metrics:\n    - m${item.n}.json\n")  # fmt: skip
+    loaded = read_dvc(tmp_path / "dvc.yaml")
+    points = make_points(loaded)
+    expected, _ = expect_all(loaded.sweep, points)
+    work = Work(loaded=loaded, folder=open_sweep_folder(tmp_path / "run", loaded, points), points=points, expected=expected)  # fmt: skip
+    assert run_all(work) == {"n-1": "ok", "n-2": "ok"}
+    assert [r["f1"] for r in collect_rows(work)] == [1, 2]
+    with pytest.raises(ConfigError, match="no matrix stage train"):
+        read_dvc(tmp_path / "dvc.yaml", "train")
+
+
+def test_to_dvc_writes_a_matrix_over_the_points(tmp_path):
+    yaml = pytest.importorskip("yaml")
+    loaded, points = points_of(command_sweep(tmp_path, "[matrix]\nkind = ['fine']\nsize = [1, 2]\n"))
+    write_dvc(loaded, points, tmp_path / "dvc.yaml")
+    stage = yaml.safe_load((tmp_path / "dvc.yaml").read_text())["stages"]["cmd"]
+    assert stage["matrix"]["point"] == ["kind-fine.size-1", "kind-fine.size-2"]
+    assert stage["cmd"].endswith("--point ${item.point}")
+    with pytest.raises(RunError, match="exists already"):
+        write_dvc(loaded, points, tmp_path / "dvc.yaml")
+
+
+def test_the_command_prints_one_json_document(tmp_path, capsys):
+    path = command_sweep(tmp_path, "[matrix]\nkind = ['fine', 'bad']\nsize = [4]\n")
+    command(path, run=tmp_path / "run", as_json=True)
+    said = json.loads(capsys.readouterr().out)
+    assert said["best"] == "kind-fine.size-4" and said["counts"] == {"ok": 1, "error": 1}
+    assert Path(said["page"]).is_file()
+    command(path, dry_run=True, as_json=True)
+    assert json.loads(capsys.readouterr().out)["total"]["points"] == 2
+
+
+def test_an_unfinished_sweep_still_has_a_page(tmp_path):
+    work = work_of(command_sweep(tmp_path, "[matrix]\nkind = ['fine']\nsize = [1]\n"), tmp_path / "run")
+    sections = page_sections(work, collect_rows(work), "score")
+    assert sections[0].id == "winner" and "No point" in sections[0].items[1].text

@@ -1,0 +1,72 @@
+"""A small sweep over recipes with real training processes: a good point, a real out-of-memory error, a failing one; then calibration."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SWEEP = """
+name = "tiny"
+devices = 1
+time_limit = "2m"
+[recipe]
+name = "tiny"
+[recipe.model]
+layers = 2
+width = 64
+ffn = 128
+heads = 4
+vocab = 16384
+[recipe.data]
+seq_len = 64
+batch_tokens = 4096
+[recipe.train]
+steps = 6
+precision = "fp32"
+loss = "plain"
+[recipe.save]
+every = 1000
+at_end = false
+[matrix]
+"layout.micro_batch" = [4]
+"layout.shard" = ["none"]
+[[include]]
+"layout.micro_batch" = 64
+"layout.shard" = "none"
+memory_limit = "700 MiB"
+[[include]]
+name = "failing"
+"layout.micro_batch" = 4
+"layout.shard" = "none"
+"data.store" = "no/such/store"
+devices = 2
+"""
+
+
+@pytest.mark.multi
+def test_a_sweep_of_recipes_ends_with_outcomes_measurements_page_and_a_calibrated_planner(tmp_path):
+    (tmp_path / "s.toml").write_text(SWEEP)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(tmp_path / "config"), "HOME": str(tmp_path)}
+    words = [sys.executable, "-m", "windlass", "sweep", "s.toml", "--pick", "won.toml", "--json"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=env, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout)
+    rows = {r["point"]: r for r in said["rows"]}
+    assert said["counts"] == {"ok": 1, "oom": 1, "error": 1}
+    good, big, bad = rows["micro_batch-4.shard-none"], rows["micro_batch-64.shard-none"], rows["failing"]
+    assert good["tokens_per_second"] > 0 and good["memory_bytes"] > 0 and good["predicted_memory_bytes"] > 0
+    assert good["step_spread"] is not None and good["loss"] == pytest.approx(9.7, abs=0.3)
+    assert (big["outcome"], big["evidence"]) == ("oom", "record")
+    assert (bad["outcome"], bad["evidence"]) == ("error", "record") and "no/such/store" in bad["detail"]
+    folder = tmp_path / "runs" / "tiny"
+    assert (folder / "report.html").is_file() and (folder / "results.csv").is_file()
+    assert "micro_batch = 4" in (tmp_path / "won.toml").read_text()
+    again = subprocess.run([*words[:5], "--json"], cwd=tmp_path, capture_output=True, text=True, env=env, timeout=60)
+    assert json.loads(again.stdout)["rows"] == said["rows"]  # nothing ran again
+    fitted = subprocess.run([sys.executable, "-m", "windlass", "plan", "--calibrate", str(folder), "--json"],
+                            cwd=tmp_path, capture_output=True, text=True, env=env, timeout=60)  # fmt: skip
+    assert [r["name"] for r in json.loads(fitted.stdout)["runs"]] == ["micro_batch-4.shard-none"], fitted.stderr

@@ -1,0 +1,136 @@
+"""DeepSpeed under our loop: the native engine's losses at every ZeRO stage, checkpoints that both engines read, and clear refusals."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from windlass.config import Recipe, validate
+from windlass.errors import ConfigError
+from windlass.train.engines import deepspeed
+
+RAW = {
+    "name": "ds",
+    "model": {"layers": 2, "width": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "vocab": 512},
+    "data": {"seq_len": 64, "batch_tokens": 1024},
+    "train": {"steps": 6, "precision": "fp32", "engine": "deepspeed"},
+    "layout": {"shard": "full", "micro_batch": 4},
+}
+TEXT = """
+name = "ds"
+[model]
+layers = 2
+width = 64
+ffn = 128
+heads = 4
+kv_heads = 2
+vocab = 512
+[data]
+seq_len = 64
+batch_tokens = 1024
+[optim]
+lr = 1e-2
+warmup = 2048
+[train]
+steps = 6
+precision = "fp32"
+[layout]
+micro_batch = 4
+[save]
+every = 3
+"""
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason=f"DeepSpeed is not installed: {deepspeed.INSTALL}"
+)
+
+
+def recipe(**tables) -> Recipe:
+    raw = {key: ({**value, **tables.get(key, {})} if isinstance(value, dict) else value) for key, value in RAW.items()}
+    return validate(Recipe, {**raw, **{k: v for k, v in tables.items() if k not in raw}}, "test")
+
+
+def train(folder: Path, name: str, *words: str) -> list[dict]:
+    file = folder / "ds.toml"
+    file.write_text(TEXT)
+    command = [sys.executable, "-m", "windlass", "train", str(file), *words, "--devices", "2", "--restarts", "0", "-q"]
+    done = subprocess.run([*command, "--run", str(folder / name)], capture_output=True, text=True, timeout=240,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"layout": {"tensor": 2}}, "layout.tensor = 2"),
+        ({"layout": {"shard": "hybrid"}}, 'layout.shard = "hybrid"'),
+        ({"train": {"precision": "fp8"}}, 'train.precision = "fp8"'),
+        ({"layout": {"shard": "none", "offload": "optimizer"}}, 'offload = "optimizer" with layout.shard = "none"'),
+        ({"layout": {"shard": "none"}, "train": {"precision": "bf16"}}, "no fp32 weights"),
+        ({"optim": {"name": "sgd"}}, 'optim.name = "sgd"'),
+    ],
+)
+def test_what_this_engine_does_not_do_is_refused(tables, words):
+    with pytest.raises(ConfigError) as caught:
+        deepspeed.check(recipe(**tables))
+    assert words in str(caught.value) and "native" in caught.value.hint
+
+
+def test_without_deepspeed_the_message_has_the_pip_command(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        deepspeed.check(recipe())
+    assert "not installed" in caught.value.message and "pip install" in caught.value.hint
+
+
+def test_its_settings_follow_from_the_recipe():
+    from windlass.train.geometry import geometry_of
+
+    made = recipe(layout={"shard": "full", "offload": "parameters"}, train={"precision": "bf16"})
+    config = deepspeed.config_of(made, geometry_of(made, 2))
+    assert config["zero_optimization"] == {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}  # fmt: skip
+    assert (config["train_batch_size"], config["gradient_accumulation_steps"]) == (16, 2)
+    assert config["bf16"]["enabled"] and config["communication_data_type"] == "fp32"
+
+
+def same(one: list[dict], other: list[dict]) -> None:
+    assert [m["step"] for m in one] == [m["step"] for m in other]
+    for key in ("loss", "grad_norm", "lr", "tokens"):
+        assert [m[key] for m in one] == pytest.approx([m[key] for m in other], rel=2e-5), key
+
+
+@needs_deepspeed
+@pytest.mark.multi
+def test_losses_are_the_native_engines_and_each_reads_the_others_checkpoint(tmp_path):
+    native = train(tmp_path, "native", "layout.shard=full")
+    zero3 = train(tmp_path, "zero3", "layout.shard=full", "train.engine=deepspeed")
+    same(zero3, native)
+    # Native's checkpoint of step 3, continued by ZeRO-1.
+    shutil.copytree(tmp_path / "native", tmp_path / "on")
+    shutil.rmtree(tmp_path / "on" / "checkpoints" / "step-000000006")
+    (tmp_path / "on" / "metrics.jsonl").unlink()
+    same(train(tmp_path, "on", "layout.shard=zero1", "train.engine=deepspeed"), native[3:])
+    # ZeRO-3's checkpoint of step 3, continued by the native engine.
+    shutil.rmtree(tmp_path / "zero3" / "checkpoints" / "step-000000006")
+    (tmp_path / "zero3" / "metrics.jsonl").unlink()
+    same(train(tmp_path, "zero3", "layout.shard=zero2"), native[3:])
+
+
+@needs_deepspeed
+@pytest.mark.multi
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [("layout.shard=none",), ("layout.shard=zero2",), ("layout.shard=zero1", "layout.offload=optimizer"),
+     ("layout.shard=zero2", "layout.offload=optimizer"), ("layout.shard=full", "layout.offload=optimizer"),
+     ("layout.shard=full", "layout.offload=parameters")], ids=" ".join,
+)  # fmt: skip
+def test_every_strategy_has_the_same_losses(tmp_path, words):
+    same(train(tmp_path, "ds", *words, "train.engine=deepspeed"), train(tmp_path, "native", "layout.shard=zero1"))
