@@ -28,6 +28,7 @@ def predicted_bytes(job: Job) -> float | None:
         seq_len=job.geometry.seq_len, micro_batch=layout.micro_batch, accumulation=job.geometry.micro_batches, recompute=train.recompute,
         recompute_budget=train.recompute_budget, precision=train.precision, compile=job.world.device.type == "cuda" if train.compile is None else train.compile,
         kernel=train.attention, loss="chunked" if train.loss == "auto" else train.loss, loss_chunk=train.loss_chunk, optimizer=recipe.optim.name, moments=recipe.optim.moments,
+        native=recipe.model.family != "hf", fuse=any(getattr(part, "fused", False) for module in job.parts.modules for part in module.modules()),
     )  # fmt: skip
     degrees = Degrees(
         data=job.world.axes.data, shard=layout.shard, shard_size=job.world.axes.shard if layout.shard == "hybrid" else None, tensor=layout.tensor,
