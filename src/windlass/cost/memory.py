@@ -197,7 +197,24 @@ def _native_moments(shape: Shape, work: Work, layout: Degrees, stage: _Stage, pe
             "activations": activations / max(1.0, stage.layers * stage.in_flight) * max(1.0, stage.in_flight - 1.0),
             "one layer's backward": one_layer,
         },
+        **_table_moment(shape, work, layout, stage, {**always, "gradients": states.gradients}, activations),
         "optimizer": {**always, "gradients": states.gradients, "optimizer temporaries": states.step},
+    }
+
+
+def _table_moment(
+    s: Shape, work: Work, layout: Degrees, stage: _Stage, base: dict[str, float], activations: float
+) -> Moments:
+    """Gradients that are summed whole over micro-batches: the embedding's comes last, is whole also where tensor parallelism divides the
+    table, and lies there as old sum, new one, and both in 16 bits: 12 bytes a value."""
+    summed = work.accumulation > 1 and layout.devices > 1 and (layout.sync != "every" or layout.pipeline > 1)
+    if not summed or not stage.embedding or work.precision in ("fp32", "bf16_pure"):
+        return {}
+    whole = 12.0 * s.padded_vocab * s.width
+    gradients = max(0.0, base["gradients"] - 4.0 * stage.embedding)
+    others = activations * (stage.in_flight - 1.0) / max(1.0, stage.in_flight)
+    return {
+        "backward, embedding": {**base, "gradients": gradients, "embedding's gradient": whole, "activations": others}
     }
 
 

@@ -118,10 +118,10 @@ def trace(
             best = runs
         elsewhere += sum(run.seconds for run in runs if run.apart)
     assert best is not None
-    peak, terms = _line(best, wanted, recipe.model.layers)
+    peak, terms, moment = _line(best, wanted, recipe.model.layers)
     return Trace(
         name=recipe.name, world_size=size, layers=recipe.model.layers, traced_layers=wanted, peak=peak, terms=terms,
-        moment=best[-1].moment, stage=best[-1].stage, seconds=time.process_time() - began + elsewhere, compiled=bool(recipe.train.compile),
+        moment=moment, stage=best[-1].stage, seconds=time.process_time() - began + elsewhere, compiled=bool(recipe.train.compile),
         predicted=_predicted(recipe, cluster, size),
     )  # fmt: skip
 
@@ -168,18 +168,22 @@ def _with_layers(recipe: Recipe, layers: int) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"layers": layers})})
 
 
-def _line(runs: list[_Run], traced: tuple[int, ...], layers: int) -> tuple[float, dict[str, float]]:
-    """Peak and terms at `layers`, on the straight line through the traced numbers of layers."""
-    if len(runs) == 1:
-        return float(runs[0].peak), {k: float(v) for k, v in runs[0].terms.items() if v}
-    (low, high), (few, more) = runs[-2:], traced[-2:]
-    names = dict.fromkeys([*low.terms, *high.terms])
-    at = {
-        n: low.terms.get(n, 0) + (high.terms.get(n, 0) - low.terms.get(n, 0)) * (layers - few) / (more - few)
-        for n in names
-    }
-    terms = {n: v for n, v in at.items() if v > 0}
-    return sum(terms.values()), terms
+def _line(runs: list[_Run], traced: tuple[int, ...], layers: int) -> tuple[float, dict[str, float], str]:
+    """Peak, terms and moment at `layers`. Each phase of a step has a peak of its own that grows in a straight line; the highest of them
+    need not be the one that is highest with few layers."""
+    found = []
+    for phase in dict.fromkeys(p for run in runs for p in run.phases):
+        at = [run.phases.get(phase, {}) for run in runs]
+        if len(runs) == 1:
+            terms = {k: float(v) for k, v in at[0].items() if v}
+        else:
+            (low, high), (few, more) = at[-2:], traced[-2:]
+            step = (layers - few) / (more - few)
+            names = dict.fromkeys([*low, *high])
+            drawn = {n: low.get(n, 0) + (high.get(n, 0) - low.get(n, 0)) * step for n in names}
+            terms = {n: v for n, v in drawn.items() if v > 0}
+        found.append((sum(terms.values()), terms, phase))
+    return max(found, key=lambda f: f[0])
 
 
 # -- one run --------------------------------------------------------------------------------------------------------------
@@ -187,9 +191,8 @@ def _line(runs: list[_Run], traced: tuple[int, ...], layers: int) -> tuple[float
 
 @dataclass(frozen=True)
 class _Run:
-    peak: int
-    terms: dict[str, int]
-    moment: str
+    phases: dict[str, dict[str, int]]
+    """Terms at the highest moment of each phase."""
     stage: int
     seconds: float
     apart: bool = False
@@ -237,7 +240,7 @@ def _run(recipe: Recipe, cluster: Cluster, size: int, stage: int) -> _Run:
         _carry(parts, recipe)
         with changes:
             tracker = _steps(recipe, parts, world, geometry)
-    return _Run(tracker.peak, dict(tracker.at_peak), tracker.peak_phase, stage, time.process_time() - began)
+    return _Run({name: terms for name, (_, terms) in tracker.phases.items()}, stage, time.process_time() - began)
 
 
 def _steps(recipe: Recipe, parts: Parts, world: World, geometry: Geometry) -> Tracker:
@@ -258,14 +261,31 @@ def _steps(recipe: Recipe, parts: Parts, world: World, geometry: Geometry) -> Tr
             tracker.watch("optimizer states", *slot.moments.values())
             tracker.watch("gradients", slot.main_grad)
         tracker.watch("inputs", tokens, documents)
+        _tell_phases(parts, tracker)
         with tracker:
             for _ in range(2):
+                tracker.enter_phase("forward")
                 stepper.gradients(tokens, documents)
                 tracker.relabel("gradients", *(g for g in optimizer.gradients()))
                 tracker.enter_phase("optimizer")
                 stepper._reduce()
                 optimizer.zero_grad()
     return tracker
+
+
+def _tell_phases(parts: Parts, tracker: Tracker) -> None:
+    """A pipeline's schedule does not say what it does next, and the embedding's gradient, the largest, comes last."""
+    for module in parts.modules:
+        if parts.num_stages > 1:
+            module.register_forward_pre_hook(lambda *_: tracker.enter_phase("forward"))
+            module.register_forward_hook(lambda m, i, out: _when_reached(out, tracker, "backward"))
+        if module.embed is not None:
+            module.embed.register_forward_hook(lambda m, i, out: _when_reached(out, tracker, "embedding's backward"))
+
+
+def _when_reached(out: Tensor, tracker: Tracker, phase: str) -> None:
+    if out.requires_grad:
+        out.register_hook(lambda grad: tracker.enter_phase(phase))
 
 
 @contextlib.contextmanager
@@ -566,8 +586,9 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.now: dict[str, int] = {}
         self.total = self.peak = 0
-        self.at_peak: dict[str, int] = {}
-        self.phase, self.peak_phase = "forward", "forward"
+        self.phase = "forward"
+        self.phases: dict[str, tuple[int, dict[str, int]]] = {}
+        """Highest sum of each phase, and its labels."""
         self._held: weakref.WeakKeyDictionary[Any, _Held] = weakref.WeakKeyDictionary()
 
     def enter_phase(self, phase: str) -> None:
@@ -602,8 +623,9 @@ class Tracker(TorchDispatchMode):
     def _add(self, label: str, size: int) -> None:
         self.now[label] = self.now.get(label, 0) + size
         self.total += size
-        if self.total > self.peak:
-            self.peak, self.at_peak, self.peak_phase = self.total, dict(self.now), self.phase
+        self.peak = max(self.peak, self.total)
+        if self.total > self.phases.get(self.phase, (0,))[0]:
+            self.phases[self.phase] = self.total, dict(self.now)
 
     def _resized(self, storage: Any, size: int) -> None:
         held = self._held.get(storage)
