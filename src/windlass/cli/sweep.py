@@ -57,7 +57,9 @@ def sweep(
     if slurm:
         _submit(work, cluster, only, point, everything, as_json)
         return
-    if not report:
+    if report:
+        _settle(work)
+    else:
         _run(work, only, point, everything, inside, quiet=as_json)
     if inside is None:
         _finish(work, rank_by, pick, as_json)
@@ -202,6 +204,15 @@ def _errors() -> Any:
     from rich.console import Console
 
     return Console(stderr=True)
+
+
+def _settle(work: Work) -> None:
+    """Ask the scheduler about points whose jobs ended without a word of their own."""
+    from windlass.launch.slurm import Slurm, available
+    from windlass.launch.sweep.pack import settle
+
+    if (work.folder.path / "jobs.jsonl").is_file() and available():
+        settle(work, Slurm())
 
 
 def _submit(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,8 +18,9 @@ from windlass.launch.job import Job, choose_environment, choose_queue, find_part
 from windlass.launch.script import render
 from windlass.launch.slurm import Slurm
 from windlass.launch.submit import active_venv, submission_record
+from windlass.launch.sweep.outcome import classify
 from windlass.launch.sweep.points import Point
-from windlass.runs.files import append_line, read_json, write_json, write_whole
+from windlass.runs.files import append_line, read_json, read_lines, write_json, write_whole
 
 if TYPE_CHECKING:
     from windlass.launch.sweep.local import Work
@@ -122,7 +124,7 @@ def _submit(
     shapes = list(dict.fromkeys((p.nodes, p.devices) for p in packs))
     for nodes, devices in shapes:
         group = [p for p in packs if (p.nodes, p.devices) == (nodes, devices)]
-        folder = work.folder.path.absolute() / "packs" / f"{nodes}x{devices}"
+        folder = work.folder.path.absolute() / "packs" / f"{nodes}x{devices}-{time.time_ns()}"
         write_json(folder / "packs.json", {"packs": [asdict(p) for p in group]})
         job = _job(work, group, base, machine, folder, everything)
         (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -157,6 +159,26 @@ def _plain_environment(machine: Cluster) -> Any:
 
     venv = active_venv()
     return Environment(kind="venv" if venv else "module", modules=tuple(machine.modules), venv=venv)
+
+
+def settle(work: Work, executor: Executor) -> list[str]:
+    """Points that were running when their allocation ended (time limit, node failure, pre-emption) get the scheduler's word.
+
+    Points of the same pack that had not begun stay without an outcome: submitting again takes them up."""
+    done, settled = work.folder.outcomes(), []
+    for line in read_lines(work.folder.path / "jobs.jsonl"):
+        folder = Path(str(line.get("script"))).parent
+        packs = (read_json(folder / "packs.json") or {}).get("packs", [])
+        tasks = [f"{line.get('job')}_{i}" for i in range(len(packs))]
+        states = executor.states(tasks)
+        for task, pack in zip(tasks, packs, strict=True):
+            state = states.get(task)
+            for name in pack["points"] if state is not None and state.over else ():
+                if name not in done and work.folder.point(name).path.exists():
+                    outcome = classify(work.folder.point(name), None if state is None else state.exit_code, log=work.folder.log(name), state=state)  # fmt: skip
+                    work.folder.add_outcome({"point": name, "seconds": None, "job": task, **outcome.as_dict()})
+                    settled.append(name)
+    return settled
 
 
 # -- inside the allocation ------------------------------------------------------------------------------------------------------
