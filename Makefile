@@ -43,7 +43,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 unit: $(STAMP)
-	$(BIN)/pytest -q -m "not gpu and not slow and not multi and not slurm and not browser"
+	$(BIN)/pytest -q -n 2 -m "not (gpu or slow or multi or slurm or browser or integration)"
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run_cpu.py

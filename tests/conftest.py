@@ -13,6 +13,17 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+INTEGRATION = ("docs/", "story/", "faults/", "evaluate/", "cli/", "data/test_tokenize", "data/test_bad_input", "data/test_cli_data", "data/test_corpus",
+               "data/test_megatron_core", "launch/test_cli_exit", "launch/test_dry_run", "checkpoint/test_names", "train/test_trace", "profile/test_recorded")  # fmt: skip
+"""Files that run whole commands or real libraries: in `make test`, not in `make unit`, which must end within a minute."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here) and str(item.path.relative_to(here)).startswith(INTEGRATION):
+            item.add_marker(pytest.mark.integration)
+
 
 def _child(
     rank: int, world: int, rendezvous: str, body: Callable[..., Any], results: Any, args: tuple[Any, ...]
