@@ -174,11 +174,13 @@ def _native_moments(shape: Shape, work: Work, layout: Degrees, stage: _Stage, pe
     always = {**states.always, "inputs": _inputs(shape, work, layout, tokens), "workspaces": WORKSPACE_BYTES}
     square = 4.0 * shape.heads / layout.tensor * work.seq_len**2 if shape.arch == "retnet" and not shape.chunk else 0.0
     early, late = _native_unsharded(shape, work, layout, stage)
+    summed = _summed_whole(work, layout) and work.precision in ("bf16", "fp8")
+    undivided = 4.0 * (shape.padded_vocab * shape.width - stage.embedding) if summed and stage.embedding else 0.0
     backward = {**always, "unsharded weights": late, "reduction buffers": reduce_buffers}
     return {
         "loss": {
             **always,
-            "gradients": states.early_gradients,
+            "gradients": states.early_gradients + undivided,
             "last reduction": _lingering(work, layout, stage),
             "unsharded weights": early,
             "activations": activations,
@@ -187,7 +189,7 @@ def _native_moments(shape: Shape, work: Work, layout: Degrees, stage: _Stage, pe
         },
         "backward, last layer": {
             **backward,
-            "gradients": max(states.early_gradients, head),
+            "gradients": max(states.early_gradients + undivided, head),
             "activations": activations,
             "one layer's backward": one_layer,
         },
@@ -202,17 +204,21 @@ def _native_moments(shape: Shape, work: Work, layout: Degrees, stage: _Stage, pe
     }
 
 
+def _summed_whole(work: Work, layout: Degrees) -> bool:
+    """Micro-batches' gradients are summed before the one reduction."""
+    return work.accumulation > 1 and layout.devices > 1 and (layout.sync != "every" or layout.pipeline > 1)
+
+
 def _table_moment(
     s: Shape, work: Work, layout: Degrees, stage: _Stage, base: dict[str, float], activations: float
 ) -> Moments:
     """Gradients that are summed whole over micro-batches: the embedding's comes last, is whole also where tensor parallelism divides the
     table, and lies there as old sum, new one, and both in 16 bits: 12 bytes a value."""
-    summed = work.accumulation > 1 and layout.devices > 1 and (layout.sync != "every" or layout.pipeline > 1)
-    if not summed or not stage.embedding or work.precision in ("fp32", "bf16_pure"):
+    if not _summed_whole(work, layout) or not stage.embedding or work.precision in ("fp32", "bf16_pure"):
         return {}
     whole = 12.0 * s.padded_vocab * s.width
     gradients = max(0.0, base["gradients"] - 4.0 * stage.embedding)
-    others = activations * (stage.in_flight - 1.0) / max(1.0, stage.in_flight)
+    others = activations * (1.0 - 1.0 / (layout.chunks * max(1.0, stage.in_flight)))
     return {
         "backward, embedding": {**base, "gradients": gradients, "embedding's gradient": whole, "activations": others}
     }
@@ -233,10 +239,10 @@ def _native_unsharded(s: Shape, work: Work, layout: Degrees, stage: _Stage) -> t
 
 
 def _lingering(work: Work, layout: Degrees, stage: _Stage) -> float:
-    """Between micro-batches FSDP holds the input of its last reduction: the embedding's gradient, in 16 bits and in fp32."""
+    """Between micro-batches FSDP holds the input of its last reduction: the embedding's gradient in fp32, under zero2 also in 16 bits."""
     if layout.devices == 1 or work.accumulation == 1 or layout.pipeline > 1 or layout.sync != "every":
         return 0.0
-    return stage.embedding * (4.0 if work.precision == "fp32" else 6.0)
+    return stage.embedding * (6.0 if work.precision != "fp32" and layout.shard == "zero2" else 4.0)
 
 
 def _side_by_side(work: Work, stage: _Stage) -> float:

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -41,8 +42,6 @@ from windlass.train.parallelize import Parts, parallelize
 from windlass.train.step import Stepper
 
 GIB = 2**30
-PRODUCTS = 7
-"""Matrix products of a Llama block whose feed-forward part has a gate."""
 MICRO_BATCHES = 3
 """Accumulation beyond this changes nothing: the third micro-batch finds what the second found."""
 
@@ -219,7 +218,7 @@ def _run(recipe: Recipe, cluster: Cluster, size: int, stage: int) -> _Run:
     with (
         _no_peers(rank, size),
         _device_kernels(),
-        _compiled_blocks(bool(recipe.train.compile)),
+        _compiled_blocks(recipe),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
@@ -518,7 +517,14 @@ class _Silent:
         return gate
 
 
-def _fused_selective() -> Any:
+def _products(recipe: Recipe) -> int:
+    """Matrix products of a block: projections in, out, and the feed-forward part's."""
+    if recipe.train.fuse and recipe.layout.tensor == 1:
+        return 4
+    return (5 if recipe.model.family == "retnet" else 4) + (3 if recipe.model.activation == "swiglu" else 2)
+
+
+def _fused_selective(products: int) -> Any:
     """The engine's policy, less the block's last product: compiled code drops what nobody reads."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -531,18 +537,18 @@ def _fused_selective() -> Any:
         if op in (aten.mm.default, aten.addmm.default, aten._scaled_mm.default):
             seen[context.is_recompute] += 1
             count = seen[context.is_recompute]
-            saved = bool(count % 2) and count < PRODUCTS
+            saved = bool(count % 2) and count < products
         elif op is torch.ops._c10d_functional.reduce_scatter_tensor.default:
-            saved = seen[context.is_recompute] < PRODUCTS
+            saved = seen[context.is_recompute] < products
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
 
 @contextlib.contextmanager
-def _compiled_blocks(wanted: bool) -> Iterator[None]:
+def _compiled_blocks(recipe: Recipe) -> Iterator[None]:
     """The compiler does not run under fake tensors, so what it leaves alive is put in the blocks' place: element-wise regions fused."""
-    if not wanted:
+    if not recipe.train.compile:
         yield
         return
     import windlass.models.llama as llama
@@ -553,7 +559,7 @@ def _compiled_blocks(wanted: bool) -> Iterator[None]:
 
     changes: list[tuple[Any, str, Any]] = [
         (float8, "float8_product", _narrow_product), (parts.Norm, "forward", _fused_norm), (llama.FeedForward, "forward", _fused_feed_forward), (llama, "rotate", _fused_rotation),
-        (retnet, "rotate_every_two", _fused_rotation), (retnet.Retention, "_norm", _fused_head_norm), (recompute, "selective", _fused_selective),
+        (retnet, "rotate_every_two", _fused_rotation), (retnet.Retention, "_norm", _fused_head_norm), (recompute, "selective", partial(_fused_selective, _products(recipe))),
         (retnet, "retain_parallel", _fused_parallel), (retnet, "retain_chunkwise", _fused_chunkwise), (retnet, "F", _Silent),
     ]  # fmt: skip
     with contextlib.ExitStack() as stack:
