@@ -252,9 +252,11 @@ def test_the_scheduler_speaks_first_then_records_then_the_log(tmp_path):
     assert classify(run, 0).outcome == "ok"
 
 
-@pytest.mark.parametrize(("state", "outcome"), [("OUT_OF_MEMORY", "oom"), ("TIMEOUT", "timeout"), ("PREEMPTED", "pre-empted")])  # fmt: skip
+@pytest.mark.parametrize(("state", "outcome"), [("OUT_OF_MEMORY", "oom"), ("TIMEOUT", "timeout"), ("PREEMPTED", "pre-empted"), ("CANCELLED", "error")])  # fmt: skip
 def test_scheduler_states(tmp_path, state, outcome):
-    assert classify(Run(tmp_path), 1, state=State(job="1", state=state)).outcome == outcome
+    for code in (1, 0):  # a cancelled job says exit code 0
+        found = classify(Run(tmp_path), code, state=State(job="1", state=state))
+        assert (found.outcome, found.evidence) == (outcome, "scheduler")
 
 
 def test_only_knows_its_words():

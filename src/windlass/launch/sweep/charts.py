@@ -178,7 +178,7 @@ def scaling(rows: Sequence[Row], kind: str) -> list[Item]:
         Chart(title=f"{word} scaling", x_title="devices", y_title="tokens/s", from_zero=True, caption=f"The best point at each number of devices; {about}.",
               series=(line("measured", counts, speed, hover=hover), line("perfect scaling", counts, perfect, dashed=True))),
         Chart(title="Parallel efficiency", x_title="devices", y_title="share of perfect", from_zero=True, series=(line("efficiency", counts, efficiency),),
-              caption=", ".join(f"{n} devices: {e:.0%}" for n, e in zip(counts, efficiency, strict=True))),
+              caption=", ".join(f"{n} device{'s' * (n > 1)}: {e:.0%}" for n, e in zip(counts, efficiency, strict=True))),
     ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ GROUPS = {"fail": ("error", "timeout", "node-failure", "pre-empted"), "failed": 
 """Words of `--only` that stand for several outcomes."""
 _BY_STATE = {
     "OUT_OF_MEMORY": "oom", "TIMEOUT": "timeout", "DEADLINE": "timeout", "NODE_FAIL": "node-failure", "BOOT_FAIL": "node-failure",
-    "PREEMPTED": "pre-empted", "REVOKED": "pre-empted",
+    "PREEMPTED": "pre-empted", "REVOKED": "pre-empted", "CANCELLED": "error",
 }  # fmt: skip
 _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("oom", re.compile(r"out of memory|OutOfMemoryError|can't allocate memory|cannot allocate memory|\bMemoryError\b|oom-kill|oom_kill|std::bad_alloc|HIP_ERROR_OutOfMemory", re.I)),
@@ -75,7 +75,8 @@ def _words(o: Outcome) -> str:
 def _evidence(
     run: Run, code: int | None, log: Path | None, state: State | None, timed_out: float | None, since: float
 ) -> Iterator[Outcome]:
-    if code == errors.EXIT_DONE and timed_out is None:
+    # A cancelled job says exit code 0 too: the scheduler's state comes first.
+    if code == errors.EXIT_DONE and timed_out is None and (state is None or state.state not in _BY_STATE):
         yield Outcome(outcome="ok", evidence="exit", detail="exit code 0", exit_code=0)
         return
     if timed_out is not None:
