@@ -168,8 +168,9 @@ def test_lumi_script_holds_the_lessons():
 
 
 def test_lumi_layouts_and_energy():
-    large = ask("plan", "recipes/study_140b_lumi.toml")["plans"][0]["layout"]
-    assert large["tensor"] > 1 and large["pipeline"] > 1
+    best = [p["layout"] for p in ask("plan", "recipes/study_140b_lumi.toml")["plans"][:3]]
+    assert all(layout["tensor"] > 1 for layout in best)
+    assert any(layout["pipeline"] > 1 for layout in best), "3D layouts stand within the planner's tie of the fastest"
     olmo = ask("plan", "recipes/olmo_7b_lumi.toml")["plans"][0]
     assert olmo["mwh"] == pytest.approx(130, rel=0.1), "edit the page: the planner's figure has moved"
     assert olmo["tco2e_market"] == 0 and olmo["tco2e"] > 1
