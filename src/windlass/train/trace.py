@@ -689,8 +689,9 @@ def _predicted(recipe: Recipe, cluster: Cluster, size: int) -> float | None:
         precision=train.precision, compile=bool(train.compile), flash=train.attention != "math", kernel=train.attention, loss=loss,
         loss_chunk=train.loss_chunk, optimizer=recipe.optim.name, moments=recipe.optim.moments, native=True, fuse=bool(train.fuse) and layout.tensor == 1,
     )  # fmt: skip
+    sync = layout.sync if layout.sync != "auto" else "last" if layout.shard in ("none", "zero1") else "every"
     degrees = Degrees(
-        data=axes.data, shard=layout.shard, shard_size=axes.shard if layout.shard == "hybrid" else None, tensor=layout.tensor,
+        sync=sync, data=axes.data, shard=layout.shard, shard_size=axes.shard if layout.shard == "hybrid" else None, tensor=layout.tensor,
         pipeline=layout.pipeline, context=layout.context, schedule=layout.schedule, chunks=_chunks(layout) if layout.schedule == "interleaved" else 1,
     )  # fmt: skip
     return memory(shape_of(recipe.model), work, degrees, cluster.node.devices).allocated
