@@ -58,7 +58,7 @@ def learning_rate(parameters: float) -> float:
 def warmup_tokens(tokens: int) -> int:
     """A hundredth of the run, 2B at most, in round numbers."""
     exact = min(tokens / 100, 2e9)
-    digits = 10 ** max(0, math.floor(math.log10(max(exact, 1))) - 1)
+    digits: int = 10 ** max(0, math.floor(math.log10(max(exact, 1))) - 1)
     return max(1, round(exact / digits) * digits)
 
 
