@@ -3,6 +3,7 @@
     python benchmarks/tokenize.py corpus --out DIR [--megabytes 330] FOLDER...     texts of Debian and Python packages -> JSONL
     python benchmarks/tokenize.py run --corpus DIR --tokenizer FILE [--peers floor-fastokens,floor-gigatoken,datatrove,megatron-fast] [--repeat 3]
     python benchmarks/tokenize.py read --store DIR
+    python benchmarks/tokenize.py skew --corpus DIR --tokenizer FILE [--workers 2]     one file 100 times larger than the others
 
 Time is user + system time of the whole process tree (wall time is shown, but a shared machine makes it worthless). Every row starts
 from nothing: imports and loading the tokenizer are part of it. FOLDERs: unpacked packages, for example
@@ -390,15 +391,16 @@ def run(args: argparse.Namespace) -> None:
 
 
 def report(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    if (
-        args.append
-    ):  # tools measured anew take the place of their old rows; ours are kept, being the measure of both runs
-        old = json.loads((RESULTS / "tokenize.json").read_text())["rows"]
-        rows = [r for r in old if r["tool"] == "windlass" or r["tool"] not in {n["tool"] for n in rows}] + rows
+    facts = json.loads((Path(args.corpus) / "facts.json").read_text())
+    if args.append:  # what is measured anew takes the place of its old rows
+        old = json.loads((RESULTS / "tokenize.json").read_text())
+        if old["corpus"] != facts:
+            raise SystemExit("--append: the earlier results are of another corpus")
+        anew = {(n["tool"], n["shards"]) for n in rows}
+        rows = [r for r in old["rows"] if (r["tool"], r["shards"]) not in anew] + rows
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
     ).stdout.strip()
-    facts = json.loads((Path(args.corpus) / "facts.json").read_text())
     text = [
         "# Tokenizing: CPU time beside other tools", "",
         f"`python benchmarks/tokenize.py run --shards {' '.join(map(str, args.shards))} --repeat {args.repeat} --peers {','.join(args.peers)}`, commit {commit}, {time.strftime('%Y-%m-%d')}.", "",
@@ -453,6 +455,51 @@ def read(args: argparse.Namespace) -> None:
     print(json.dumps({"open_cpu_seconds": opened, "mtok_per_cpu_second": sorted(results)}))
 
 
+# -- one big file --------------------------------------------------------------------------------------------------
+
+
+def skew(args: argparse.Namespace) -> None:
+    """The corpus as one file beside small ones of a hundredth of it: which share of the wall time goes to the last tenth of the tokens?"""
+    import zstandard
+
+    with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
+        whole = (args.corpus / "all.jsonl").read_bytes()
+        for packing in ("", ".zst"):
+            folder = Path(scratch) / f"in{packing}"
+            folder.mkdir()
+            pack = zstandard.ZstdCompressor(level=3).compress if packing else bytes
+            (folder / f"big.jsonl{packing}").write_bytes(pack(whole))
+            for number in range(args.small_files):
+                (folder / f"small-{number:02d}.jsonl{packing}").write_bytes(pack(_stretch(whole, number)))
+            for repeat in range(args.repeat):
+                row = _tail(folder, Path(scratch) / f"store{packing}-{repeat}", args)
+                print(json.dumps({"packing": packing or "plain", "load": os.getloadavg()[0], **row}), flush=True)
+
+
+def _stretch(whole: bytes, number: int) -> bytes:
+    """Whole lines, about a hundredth of the file, each from another place."""
+    size = len(whole) // 100
+    start = whole.index(b"\n", number * size) + 1
+    return whole[start : whole.index(b"\n", start + size) + 1]
+
+
+def _tail(folder: Path, store: Path, args: argparse.Namespace) -> dict[str, Any]:
+    from windlass.config.sources import DataFile, Source
+    from windlass.data.tokenize import tokenize
+
+    marks: list[tuple[float, int]] = []
+    source = Source(paths=[str(folder)])
+    file = DataFile(output=str(store), tokenizer=str(args.tokenizer), sources={"all": source}, workers=args.workers)
+    began = time.monotonic()
+    result = tokenize(file, on_progress=lambda now: marks.append((time.monotonic(), now.tokens)))
+    ended, working = time.monotonic(), marks[-1][0]  # the last call says that joining begins
+    late = next(at for at, tokens in marks if tokens >= 0.9 * result.tokens)
+    return {
+        "workers": args.workers, "tokens": result.tokens, "wall_seconds": ended - began,
+        "last_tenth_of_work": (working - late) / (working - marks[0][0]), "last_tenth_of_command": (ended - late) / (ended - began),
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -485,6 +532,14 @@ def main() -> None:
     reading = commands.add_parser("read")
     reading.add_argument("--store", required=True, type=Path)
     reading.set_defaults(do=read)
+    uneven = commands.add_parser("skew")
+    uneven.add_argument("--corpus", required=True, type=Path)
+    uneven.add_argument("--tokenizer", required=True, type=Path)
+    uneven.add_argument("--workers", type=int, default=2)
+    uneven.add_argument("--small-files", type=int, default=20)
+    uneven.add_argument("--repeat", type=int, default=3)
+    uneven.add_argument("--scratch", default=None)
+    uneven.set_defaults(do=skew)
     args = parser.parse_args()
     args.do(args)
 

@@ -19,11 +19,11 @@ FAST = [name for name in ("fastokens", "gigatoken") if importlib.util.find_spec(
 def wrong(tokenizer: Tokenizer) -> Engine:
     """Right in everything but one id of one text."""
 
-    def encode(texts: list[str]) -> engines.Flat:
+    def encode(texts: list[str], eos: int | None) -> engines.Flat:
         rows = [tokenizer.encode(text) for text in texts]
         if len(rows) > 5 and rows[5]:
             rows[5] = [rows[5][0] + 1, *rows[5][1:]]
-        return engines._joined(rows)
+        return engines._joined(rows, np.uint32(0), eos)
 
     return Engine("fastokens", "0", encode)
 
@@ -68,7 +68,7 @@ def test_an_engine_that_crashes_is_passed_over(
 ) -> None:
     import os
 
-    def die(texts: list[str]) -> engines.Flat:
+    def die(texts: list[str], eos: int | None) -> engines.Flat:
         os._exit(3)
 
     monkeypatch.setitem(engines._LOADERS, "fastokens", lambda *args: Engine("fastokens", "0", die))
@@ -89,6 +89,18 @@ def test_wrong_kind_of_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> None:
 
 
 def test_flat_arrays_of_nothing() -> None:
-    ids, offsets = engines._joined([[], [1, 2], []])
+    ids, offsets = engines._joined([[], [1, 2], []], np.uint32(0), None)
     assert ids.dtype == np.uint32
     assert offsets.tolist() == [0, 0, 2, 2]
+
+
+@pytest.mark.parametrize("offset", [0, 1000])
+def test_the_end_of_document_stands_after_every_text_the_empty_ones_too(offset: int) -> None:
+    parts, eos = [[5, 6], [], [7]], 3  # an eos below the offset, as tekken's is
+    flat, offsets = engines._joined(parts, np.uint32(offset), eos)
+    assert flat.tolist() == [5 + offset, 6 + offset, 3, 3, 7 + offset, 3] and offsets.tolist() == [0, 3, 4, 6]
+    bare = engines._joined(parts, np.uint32(offset), None)
+    assert bare[1].tolist() == [0, 2, 2, 3]
+    again = engines._ended(*bare, eos)
+    assert again[0].tolist() == flat.tolist() and again[1].tolist() == offsets.tolist()
+    assert engines._joined([], np.uint32(0), eos)[1].tolist() == [0]

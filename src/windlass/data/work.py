@@ -95,35 +95,28 @@ class Piece:
         if not self._texts:
             return 0
         texts, self._texts, self._chars = self._texts, [], 0
-        ids, offsets = self.job.engine.encode(texts)
+        ids, offsets = self.job.engine.encode(texts, self.job.eos)
         lengths = np.diff(offsets).astype(np.int32)
+        ends = 0 if self.job.eos is None else 1  # not counted as a token of the text
         for number in range((-self.documents) % SAMPLE_EVERY, len(texts), SAMPLE_EVERY):
             self.sample_words += len(texts[number].split())
-            self.sample_tokens += int(lengths[number])
+            self.sample_tokens += int(lengths[number]) - ends
         sizes = [len(text) if text.isascii() else len(text.encode()) for text in texts]
         self.bytes += sum(sizes)
         if self._hashes:
             self._sizes.append(np.array(sizes, dtype="<i4"))
         self._write(ids, lengths)
-        return int(self._lengths[-1].sum())
+        return len(ids)
 
     def _write(self, ids: npt.NDArray[np.uint32], lengths: npt.NDArray[np.int32]) -> None:
-        eos, count = self.job.eos, len(lengths)
-        if eos is not None:
-            out = np.empty(len(ids) + count, dtype=self.job.dtype)
-            places = np.cumsum(lengths.astype(np.int64) + 1) - 1
-            body = np.ones(len(out), dtype=bool)
-            body[places] = False
-            out[body], out[places] = ids, eos
-            lengths = lengths + np.int32(1)
-        else:
-            out = ids.astype(self.job.dtype)
-        if len(out):
-            self.max_token = max(self.max_token, int(out.max()))
+        if len(ids):
+            self.max_token = max(self.max_token, int(ids.max()))
+        # Ids of four bytes are the same bytes with and without a sign.
+        out = ids if self.job.dtype.itemsize == 4 else ids.astype(self.job.dtype)
         self._sha.update(out)  # type: ignore[arg-type]
         write_all(self._open(), out)
         self._lengths.append(lengths)
-        self.tokens, self.documents = self.tokens + len(out), self.documents + count
+        self.tokens, self.documents = self.tokens + len(out), self.documents + len(lengths)
 
     def _open(self) -> BinaryIO:
         if self._file is None:
