@@ -23,16 +23,12 @@ SCRIPT = HERE.parents[1] / "scripts" / "slurm-dev-cluster"
 BIN = Path(sys.executable).parent
 
 
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if HERE in Path(item.fspath).parents:
-            item.add_marker(pytest.mark.slurm)
-            item.add_marker(pytest.mark.xdist_group("slurm"))  # one scheduler, one worker
-
-
 @pytest.fixture(scope="session")
-def scheduler():
+def scheduler(request):
     """The running dev cluster: four nodes of eight claimed cores and two fake devices."""
+    here = [item for item in request.session.items if HERE in item.path.parents]
+    if "PYTEST_XDIST_WORKER" in os.environ and not all(item.nodeid.endswith("@slurm") for item in here):
+        pytest.fail("xdist would spread the SLURM tests over its workers: use --dist loadgroup with pytest 8")
     tools = [
         shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
         for tool in ("sbatch", "slurmctld", "slurmd", "munged")
