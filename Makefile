@@ -27,7 +27,7 @@ $(READY): pyproject.toml constraints.txt
 
 $(STAMP): $(READY)
 	@echo "installing what the tests need into $(VENV)"
-	DS_BUILD_OPS=0 $(PIP) -e '.[train,data,trackers,dash,eval,deepspeed,dev]'
+	DS_BUILD_OPS=0 $(PIP) -e '.[train,data,trackers,dash,eval,deepspeed,docs,dev]'
 	@touch $@
 
 demo: $(READY)
@@ -49,7 +49,6 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/run_cpu.py
 
 docs: $(STAMP)
-	$(PIP) -e '.[docs]'
 	$(BIN)/python scripts/make_reference.py
 	$(BIN)/mkdocs build --strict
 
