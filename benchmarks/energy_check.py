@@ -1,10 +1,13 @@
-"""Is our energy right, and what does measuring cost? On a machine with an NVIDIA GPU, torch and nvidia-ml-py:
+"""Is our energy right, and what does measuring cost? On a machine with an NVIDIA GPU, torch and nvidia-ml-py, in about 90 seconds:
 
     python benchmarks/energy_check.py --out benchmarks/results/energy_check.json
 
-1. Windows of several lengths under load and idle, against NVML's counter read directly (by ctypes, not through our code) around the same span.
-2. Processor time of the 1 Hz sampler, as a share of one core.
-3. Step time with and without the sampler, in turns.
+1. Windows of several lengths and loads, against NVML's counter read directly (by ctypes, not through our code) around the same span, and beside
+   them the area under NVML's power, which shows that the counter itself tells the truth.
+2. Processor time of the thread that a training run samples with, once a second, by the thread's own clock, as a share of one core.
+3. Step time with and without that sampler, in turns (off, on, on, off, ...): the mean step of each turn, so that a step which waited counts.
+
+The file is written after each part. `--device cpu` tries the script on any machine: an invented counter and small products; not a measurement.
 """
 
 from __future__ import annotations
@@ -16,22 +19,50 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 sys.path[:1] = [
     str(Path(__file__).resolve().parents[1] / "src")
 ]  # instead of this folder, whose names hide those of the standard library
 
-from windlass.energy.sampler import Sampler  # noqa: E402
+from windlass.config.observe import EnergyConfig  # noqa: E402
+from windlass.energy.meter import Meter  # noqa: E402
+from windlass.energy.sensors import Sample, Sensor  # noqa: E402
+from windlass.energy.sensors.base import FileSensor  # noqa: E402
 from windlass.energy.sensors.nvml import NvmlSensor  # noqa: E402
-from windlass.energy.window import Ticker, Window  # noqa: E402
+from windlass.energy.window import Window  # noqa: E402
+from windlass.runs.folder import Run  # noqa: E402
+from windlass.runs.manifest import commit  # noqa: E402
+
+BEGAN = time.monotonic()
+SPANS = [("products", 1.0), ("products", 3.0), ("products", 8.0), ("copies", 4.0), ("half", 3.0), ("idle", 4.0)]
+TURN_SECONDS = 4.0
+MOST_TURNS, FEWEST_TURNS = 8, 4
+GOALS = {"window_off_percent": 1.0, "sampler_percent_of_a_core": 0.5, "step_change_percent": 0.5}
+
+Step = Callable[[], None]
+
+
+def say(text: str) -> None:
+    print(f"[{time.monotonic() - BEGAN:5.1f} s] {text}", flush=True)
+
+
+class Reference(Protocol):
+    """The counter and the power as a stranger to our code would read them."""
+
+    def joules(self) -> float: ...
+
+    def watts(self) -> float: ...
 
 
 class Direct:
-    """NVML by ctypes: the reference that shares no code with the sensor."""
+    """NVML by ctypes: shares no code with the sensor."""
 
     def __init__(self, index: int) -> None:
         self._lib = ctypes.CDLL("libnvidia-ml.so.1")
@@ -55,164 +86,290 @@ class Direct:
             raise SystemExit(f"NVML answered with error {code}")
 
 
-def load(torch: Any, size: int = 8192) -> Callable[[], None]:
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+class Invented(FileSensor):
+    """Stands in for a GPU where there is none: 30 W of idling and 70 W for each second of processor time."""
 
-    def step() -> None:
+    name = "invented"
+
+    def joules(self) -> float:
+        return 30.0 * time.monotonic() + 70.0 * time.process_time()
+
+    def watts(self) -> float:
+        return 100.0
+
+    def read(self) -> list[Sample]:
+        return [Sample("gpu0", "device", self.joules(), self.watts())]
+
+
+class Bench:
+    """The device, its sensors and the loads it is put under."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self.torch, self.dry = torch, device == "cpu"
+        self.index = None if self.dry else int(device)
+        self.place = "cpu" if self.dry else f"cuda:{device}"
+        self.reference: Reference = Invented() if self.index is None else Direct(self.index)
+        size = 256 if self.dry else 8192
+        kind = torch.float32 if self.dry else torch.bfloat16
+        self._a, self._b = (torch.randn(size, size, device=self.place, dtype=kind) for _ in range(2))
+
+    def sensor(self) -> Sensor:
+        return Invented() if self.index is None else NvmlSensor([self.index], env={})
+
+    def wait(self) -> None:
+        if not self.dry:
+            self.torch.cuda.synchronize()
+
+    def loads(self) -> dict[str, Step]:
+        return {
+            "products": self._products,
+            "copies": self._copies,
+            "half": self._half,
+            "idle": lambda: time.sleep(0.05),
+        }
+
+    def _products(self) -> None:
         for _ in range(8):
-            a @ b
+            self._a @ self._b
+        self.wait()
 
-    return step
+    def _copies(self) -> None:
+        for _ in range(64):
+            self._a.copy_(self._b)
+        self.wait()
+
+    def _half(self) -> None:
+        began = time.monotonic()
+        self._products()
+        time.sleep(time.monotonic() - began)
+
+    def train_step(self) -> Step:
+        """Forward, backward and an optimizer that starts many small kernels: the host matters, as in training."""
+        torch, width, layers = self.torch, (64 if self.dry else 2048), (4 if self.dry else 24)
+        model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(layers)]).to(self.place)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        rows = torch.randn(64 if self.dry else 4096, width, device=self.place)
+
+        def step() -> None:
+            with torch.autocast(self.place.split(":")[0], dtype=torch.bfloat16, enabled=not self.dry):
+                loss = model(rows).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            self.wait()
+
+        return step
 
 
-def span(torch: Any, step: Callable[[], None] | None, seconds: float) -> None:
-    end = time.monotonic() + seconds
+def run_for(step: Step, seconds: float) -> int:
+    end, steps = time.monotonic() + seconds, 0
     while time.monotonic() < end:
-        if step is None:
-            time.sleep(0.05)
-        else:
-            step()
-            torch.cuda.synchronize()
+        step()
+        steps += 1
+    return steps
 
 
-def windows(torch: Any, direct: Direct, index: int) -> list[dict[str, Any]]:
-    step, rows = load(torch), []
-    span(torch, step, 3.0)
-    for kind, seconds in [("load", 1.0), ("load", 3.0), ("load", 10.0), ("load", 30.0), ("idle", 10.0)] * 2:
-        window = Window(sensors=[NvmlSensor([index], env={})])
-        before = direct.joules()
+class Area:
+    """The area under the power, read ten times a second by a thread of this script."""
+
+    def __init__(self, reference: Reference) -> None:
+        self.joules, self._reference, self._stop = 0.0, reference, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        at, watts = time.monotonic(), self._reference.watts()
+        while True:
+            last = self._stop.wait(0.1)
+            now, new = time.monotonic(), self._reference.watts()
+            self.joules += (watts + new) / 2 * (now - at)
+            at, watts = now, new
+            if last:
+                return
+
+    def __enter__(self) -> Area:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def one_window(bench: Bench, kind: str, seconds: float) -> dict[str, Any]:
+    step = bench.loads()[kind]
+    run_for(step, 0.5)  # the power of the span before must not count as this load's
+    window = Window(sensors=[bench.sensor()])
+    with Area(bench.reference) as area:
+        before = bench.reference.joules()
         window.begin()
-        span(torch, step if kind == "load" else None, seconds)
+        run_for(step, seconds)
         found = window.end()
-        after = direct.joules()
-        ours, reference = found.joules or 0.0, after - before
-        rows.append(
-            {
-                "kind": kind,
-                "seconds": round(found.seconds, 3),
-                "window_joules": ours,
-                "direct_joules": reference,
-                "off_percent": 100 * (ours / reference - 1),
-            }
+        after = bench.reference.joules()
+    ours, direct = found.joules, after - before
+    if ours is None or direct <= 0:
+        raise SystemExit(f"a window of {seconds} s was not measured: ours {ours}, direct {direct} J")
+    say(
+        f"{kind:8} {found.seconds:5.2f} s  window {ours:9.2f} J  direct {direct:9.2f} J  {100 * (ours / direct - 1):+.3f} %"
+    )
+    return {
+        "load": kind, "seconds": found.seconds, "window_joules": ours, "direct_joules": direct, "off_percent": 100 * (ours / direct - 1),
+        "watts": ours / found.seconds, "area_under_power_joules": area.joules, "area_off_percent": 100 * (area.joules / direct - 1),
+    }  # fmt: skip
+
+
+def windows(bench: Bench, scale: float) -> dict[str, Any]:
+    run_for(bench.loads()["products"], 1.5 * scale)
+    rows = [one_window(bench, kind, seconds * scale) for kind, seconds in SPANS]
+    return {"rows": rows, "worst_off_percent": max(abs(r["off_percent"]) for r in rows)}
+
+
+@contextmanager
+def sampling(bench: Bench) -> Iterator[Callable[[], float]]:
+    """The meter of a training run, once a second, with its file; gives the processor seconds that its thread has used."""
+    with tempfile.TemporaryDirectory() as folder:
+        sensors = [bench.sensor()] if bench.dry else None
+        meter = Meter(
+            None,
+            EnergyConfig(),
+            devices=None if bench.dry else [bench.index or 0],
+            run=Run(Path(folder)),
+            sensors=sensors,
         )
-        print(
-            f"{kind:5} {found.seconds:6.2f} s  window {ours:10.2f} J  direct {reference:10.2f} J  off {rows[-1]['off_percent']:+.3f} %"
-        )
-    return rows
+        meter.start()
+        ident = meter._ticker._thread.ident
+        assert ident is not None
+        clock = time.pthread_getcpuclockid(ident)
+        try:
+            yield lambda: time.clock_gettime(clock)
+        finally:
+            meter.stop()
 
 
-def power_against_counter(torch: Any, direct: Direct) -> dict[str, float]:
-    """The trapezoid of power beside the counter: what a device without a counter would give."""
-    step, total = load(torch), 0.0
-    span(torch, step, 2.0)
-    began, before, last_at, last = time.monotonic(), direct.joules(), time.monotonic(), direct.watts()
-    while time.monotonic() - began < 20.0:
-        span(torch, step, 0.5)
-        now, watts = time.monotonic(), direct.watts()
-        total += (watts + last) / 2 * (now - last_at)
-        last_at, last = now, watts
-    counter = direct.joules() - before
-    return {"power_joules": total, "counter_joules": counter, "off_percent": 100 * (total / counter - 1)}
-
-
-def sampler_cost(index: int, seconds: float) -> dict[str, float]:
-    """Processor time of the whole process while only the sampler runs, against the same sleep without it."""
-
-    def spent(with_sampler: bool) -> float:
-        sampler = Sampler([NvmlSensor([index], env={})])
-        ticker = Ticker(sampler.read, 1.0, "sampler")
-        sampler.read()
-        if with_sampler:
-            ticker.start()
-        began = time.process_time()
+def sampler_cost(bench: Bench, seconds: float) -> dict[str, Any]:
+    """By the thread's clock, and as a check by the whole process, which does nothing else meanwhile."""
+    with sampling(bench) as spent:
+        began, thread, process = time.monotonic(), spent(), time.process_time()
         time.sleep(seconds)
-        used = time.process_time() - began
-        ticker.stop() if with_sampler else None
-        return used
-
-    without, with_it = spent(False), spent(True)
+        wall, thread, process = time.monotonic() - began, spent() - thread, time.process_time() - process
+    say(f"sampler: {1e3 * thread:.2f} ms of processor in {wall:.1f} s = {100 * thread / wall:.4f} % of a core")
     return {
-        "seconds": seconds,
-        "cpu_seconds": with_it - without,
-        "percent_of_a_core": 100 * (with_it - without) / seconds,
-    }
+        "seconds": wall, "thread_cpu_seconds": thread, "percent_of_a_core": 100 * thread / wall, "process_percent_of_a_core": 100 * process / wall,
+    }  # fmt: skip
 
 
-def step_times(torch: Any, index: int, steps: int = 150, turns: int = 6) -> dict[str, float]:
-    """Median step with and without the 1 Hz sampler, in turns, so that drift of the clock speed hits both."""
-    step = load(torch, 4096)
-    found: dict[bool, list[float]] = {True: [], False: []}
-    for turn in range(2 * turns):
-        sampled = bool(turn % 2)
-        sampler = Sampler([NvmlSensor([index], env={})])
-        ticker = Ticker(sampler.read, 1.0, "sampler")
-        if sampled:
-            ticker.start()
-        times = []
+def one_turn(bench: Bench, step: Step, steps: int, sampled: bool) -> dict[str, Any]:
+    def timed() -> tuple[float, list[float]]:
+        times, began = [], time.perf_counter()
         for _ in range(steps):
-            began = time.perf_counter()
+            at = time.perf_counter()
             step()
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - began)
-        if sampled:
-            ticker.stop()
-        found[sampled].append(statistics.median(times[10:]))
-    without, with_it = statistics.median(found[False]), statistics.median(found[True])
-    noise = max(found[False]) - min(found[False])
+            times.append(time.perf_counter() - at)
+        return time.perf_counter() - began, times
+
+    cpu = None
+    if sampled:
+        with sampling(bench) as spent:
+            before = spent()
+            wall, times = timed()
+            cpu = spent() - before
+    else:
+        wall, times = timed()
+    say(f"steps {'with   ' if sampled else 'without'} the sampler: mean {1e3 * wall / steps:.4f} ms of {steps}")
     return {
-        "step_ms_without": 1e3 * without,
-        "step_ms_with": 1e3 * with_it,
+        "sampled": sampled, "steps": steps, "seconds": wall, "mean_ms": 1e3 * wall / steps, "median_ms": 1e3 * statistics.median(times),
+        "slowest_ms": 1e3 * max(times), "sampler_percent_of_a_core": None if cpu is None else 100 * cpu / wall,
+    }  # fmt: skip
+
+
+def step_times(bench: Bench, scale: float, limit: float) -> dict[str, Any]:
+    """As many turns as fit before the limit, the same number of steps in each; pairs in mirrored order, so that drift hits both alike."""
+    step = bench.train_step()
+    run_for(step, 1.0 * scale)
+    steps = max(10, round(run_for(step, scale) * TURN_SECONDS))
+    left = limit - (time.monotonic() - BEGAN)
+    pairs = max(FEWEST_TURNS, min(MOST_TURNS, int(left / TURN_SECONDS / scale))) // 2
+    order = [bool((turn + 1) // 2 % 2) for turn in range(2 * pairs)]
+    return {"turns": [one_turn(bench, step, steps, sampled) for sampled in order]}
+
+
+def judged_steps(turns: list[dict[str, Any]]) -> dict[str, float]:
+    means = {kind: [t["mean_ms"] for t in turns if t["sampled"] is kind] for kind in (False, True)}
+    without, with_it = statistics.median(means[False]), statistics.median(means[True])
+    return {
+        "mean_step_ms_without": without,
+        "mean_step_ms_with": with_it,
         "change_percent": 100 * (with_it / without - 1),
-        "noise_percent": 100 * noise / without,
+        "spread_without_percent": 100 * (max(means[False]) - min(means[False])) / without,
+        "spread_with_percent": 100 * (max(means[True]) - min(means[True])) / without,
     }
 
 
-def about() -> dict[str, Any]:
-    import torch
+def judge(result: dict[str, Any]) -> dict[str, bool]:
+    """Only what has been measured is judged."""
+    passes = {}
+    if "windows" in result:
+        passes["window within 1 %"] = result["windows"]["worst_off_percent"] <= GOALS["window_off_percent"]
+    if "sampler" in result:
+        passes["sampler under 0.5 % of a core"] = (
+            result["sampler"]["percent_of_a_core"] < GOALS["sampler_percent_of_a_core"]
+        )
+    if "step_time" in result:
+        found = result["step_time"]
+        noise = max(GOALS["step_change_percent"], found["spread_without_percent"])
+        passes["step time within noise"] = found["change_percent"] <= noise
+    return passes
 
-    top = Path(__file__).resolve().parents[1]
-    commit = subprocess.run(
-        ["git", "-C", str(top), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
+
+def _answer(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip() or None
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+def about(bench: Bench, given_commit: str | None) -> dict[str, Any]:
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
     return {
         "command": " ".join(["python", *sys.argv]),
-        "commit": commit or None,
-        "device": driver,
-        "torch": torch.__version__,
+        "commit": given_commit or commit(),
+        "device": "none: a dry run with an invented counter" if bench.dry else _answer(*query),
+        "torch": bench.torch.__version__,
         "python": platform.python_version(),
         "time": time.time(),
+        "goals": GOALS,
     }
+
+
+def write(out: Path | None, result: dict[str, Any]) -> None:
+    result["passes"] = judge(result)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--device", type=int, default=0)
-    parser.add_argument("--cost-seconds", type=float, default=60.0)
+    parser.add_argument("--device", default="0", help="number of the GPU, or cpu for a dry run")
+    parser.add_argument("--commit", help="where the tree is a copy without its history")
+    parser.add_argument("--cost-seconds", type=float, default=20.0)
+    parser.add_argument("--limit-seconds", type=float, default=92.0, help="the last part fits its turns into this")
+    parser.add_argument("--scale", type=float, default=1.0, help="shortens the spans of a dry run")
     words = parser.parse_args()
-    import torch
-
-    direct = Direct(words.device)
-    rows = windows(torch, direct, words.device)
-    result = {
-        "about": about(), "windows": rows, "worst_off_percent": max(abs(r["off_percent"]) for r in rows), "power_sampling": power_against_counter(torch, direct),
-        "sampler": sampler_cost(words.device, words.cost_seconds), "step_time": step_times(torch, words.device),
-    }  # fmt: skip
-    result["passes"] = {
-        "window within 1 %": result["worst_off_percent"] <= 1.0,
-        "sampler under 0.5 % of a core": result["sampler"]["percent_of_a_core"] < 0.5,
-        "step time within noise": abs(result["step_time"]["change_percent"])
-        <= max(0.5, result["step_time"]["noise_percent"]),
-    }
-    print(json.dumps({k: v for k, v in result.items() if k != "windows"}, indent=2))
-    if words.out:
-        words.out.parent.mkdir(parents=True, exist_ok=True)
-        words.out.write_text(json.dumps(result, indent=2) + "\n")
+    bench = Bench(words.device)
+    say(f"ready on {bench.place}")
+    result: dict[str, Any] = {"about": about(bench, words.commit)}
+    result["windows"] = windows(bench, words.scale)
+    write(words.out, result)
+    result["sampler"] = sampler_cost(bench, words.cost_seconds)
+    write(words.out, result)
+    found = step_times(bench, words.scale, words.limit_seconds)
+    result["step_time"] = {**judged_steps(found["turns"]), **found}
+    result["about"]["wall_seconds"] = time.monotonic() - BEGAN
+    write(words.out, result)
+    say(f"{json.dumps(judged_steps(found['turns']))}\n{json.dumps(result['passes'], indent=2)}")
     sys.exit(0 if all(result["passes"].values()) else 1)
 
 
