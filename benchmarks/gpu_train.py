@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# In place of this folder, whose files have names of the standard library.
-sys.path[0] = str(ROOT / "src")
+# Ours first, and this folder not at all: its files have names of the standard library.
+sys.path[:] = [str(ROOT / "src"), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ class Row:
 def rows() -> list[Row]:
     out = [
         Row("windlass-1.1b", "windlass", SMALL),
+        Row("startup-1.1b", "startup", SMALL, note="`windlass train`, warm compile cache; the rate is the loop's own"),
         Row("floor-1.1b", "floor", SMALL),
         Row("titan-1.1b", "titan", SMALL),
         Row("hf-1.1b", "hf", SMALL),
@@ -327,6 +328,43 @@ def _window(data: Any, index: int, seq: int, seed: int) -> Any:
     return data[start : start + seq + 1].astype(np.int32)
 
 
+def run_startup(row: Row, warm: int, timed: int) -> dict[str, Any]:
+    """`windlass train` as a user starts it, with an empty compile cache and once more: seconds to the end of the first step."""
+    seconds: dict[str, float] = {}
+    lines: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="windlass-start-") as folder:
+        file = Path(folder) / "recipe.toml"
+        file.write_text(_toml(recipe_of(row, warm + timed).model_dump(mode="json", exclude_unset=True)))
+        environment = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"} | {
+            "XDG_CACHE_HOME": folder
+        }
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+        for name in ("cold", "warm"):
+            run = Path(folder) / name
+            command = [sys.executable, "-m", "windlass", "train", str(file), "--run", str(run), "energy.enabled=true"]
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+            if done.returncode:
+                return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:300]}
+            events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+            seconds[name] = next(e["seconds"] for e in events if e["event"] == "compiled")
+            lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["tokens_per_second"] for line in lines[2:] if line.get("tokens_per_second")]
+    return {
+        "first_step_s": seconds["warm"],
+        "first_step_cold_s": seconds["cold"],
+        "tokens_per_second": statistics.median(rates) if rates else None,
+    }
+
+
+def _toml(tables: dict[str, Any]) -> str:
+    """Enough TOML for a recipe: plain values first, then one table each."""
+    plain = [f"{k} = {json.dumps(v)}" for k, v in tables.items() if not isinstance(v, dict)]
+    for name, table in tables.items():
+        if isinstance(table, dict):
+            plain += [f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in table.items() if v is not None)]
+    return "\n".join(plain) + "\n"
+
+
 # -- peers ----------------------------------------------------------------------------------------------------------------
 
 
@@ -478,11 +516,20 @@ def run_floor(row: Row, warm: int, timed: int) -> dict[str, Any]:
 
 # -- running --------------------------------------------------------------------------------------------------------------
 
-RUN = {"windlass": run_windlass, "hf": run_hf, "titan": run_titan, "floor": run_floor, "loss": run_loss}
+RUN = {
+    "windlass": run_windlass,
+    "hf": run_hf,
+    "titan": run_titan,
+    "floor": run_floor,
+    "loss": run_loss,
+    "startup": run_startup,
+}
 
 
 def one(name: str, small: bool, warm: int, timed: int) -> dict[str, Any]:
     row = next(r for r in rows() + extra_rows() if r.name == name)
+    warm_imports(row.kind)
+    sys.stdin.readline()
     if small:
         row = replace(row, shape=tiny(row.shape), model=row.model | ({"chunk": 16} if "chunk" in row.model else {}))
     try:
@@ -502,39 +549,76 @@ def one(name: str, small: bool, warm: int, timed: int) -> dict[str, Any]:
     }
 
 
-def run_rows(names: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
-    done = []
-    for name in names:
-        command = [
-            sys.executable,
-            __file__,
-            "--one",
-            name,
-            "--warm",
-            str(args.warm),
-            "--timed",
-            str(args.timed),
-            *(["--tiny"] if args.tiny else []),
-        ]
-        environment = os.environ | {
-            "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-        }
-        if args.text:
-            environment["WINDLASS_BENCH_TEXT"] = args.text
-        began = time.perf_counter()
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=args.row_timeout, env=environment, check=False
-        )
-        found = [line for line in result.stdout.splitlines() if line.startswith("{")]
-        row = (
-            json.loads(found[-1])
-            if found
-            else {"row": name, "error": (result.stderr.strip().splitlines() or ["no output"])[-1][:300]}
-        )
-        row["wall_s"] = time.perf_counter() - began
-        print(line_of(row), flush=True)
-        done.append(row)
-    return done
+def start(name: str, args: argparse.Namespace) -> subprocess.Popen[str]:
+    """A process that imports what its row needs and then waits for a line before it touches the device."""
+    options = ["--warm", str(args.warm), "--timed", str(args.timed), *(["--tiny"] if args.tiny else [])]
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | os.environ
+    if args.text:
+        environment["WINDLASS_BENCH_TEXT"] = args.text
+    return subprocess.Popen(
+        [sys.executable, __file__, "--one", name, *options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def finish(name: str, process: subprocess.Popen[str], timeout: float) -> dict[str, Any]:
+    began = time.perf_counter()
+    try:
+        out, err = process.communicate("go\n", timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return {"row": name, "error": f"not done within {timeout:.0f} s", "wall_s": time.perf_counter() - began}
+    found = [line for line in out.splitlines() if line.startswith("{")]
+    failed = {"row": name, "error": (err.strip().splitlines() or ["no output"])[-1][:300]}
+    return (json.loads(found[-1]) if found else failed) | {"wall_s": time.perf_counter() - began}
+
+
+def run_rows(names: list[str], args: argparse.Namespace) -> None:
+    """One row at a time on the device; the next one's imports run beside it. Each row is written as soon as it is known."""
+    done = earlier(args)
+    names = [name for name in names if name not in {row["row"] for row in done}]
+    processes = {name: start(name, args) for name in names[:1]}
+    try:
+        for name, following in itertools.zip_longest(names, names[1:]):
+            if following:
+                processes[following] = start(following, args)
+            done.append(finish(name, processes.pop(name), args.row_timeout))
+            print(line_of(done[-1]), flush=True)
+            write(done, args)
+    finally:
+        for process in processes.values():
+            process.kill()
+
+
+def stem(args: argparse.Namespace) -> str:
+    return args.name or ("gpu_train_tiny" if args.tiny else "gpu_train")
+
+
+def earlier(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of a run that was cut off, when asked for."""
+    file = args.out / f"{stem(args)}.json"
+    return json.loads(file.read_text())["rows"] if args.append and file.exists() else []
+
+
+def warm_imports(kind: str) -> None:
+    """Before the gate: what takes seconds to load and touches no device."""
+    import importlib
+
+    for module in {
+        "windlass": ("torch", "windlass.train.loop"),
+        "loss": ("torch", "windlass.train.loop"),
+        "hf": ("torch", "transformers.models.llama.modeling_llama"),
+        "titan": ("torch", "torchtitan.models.llama3"),
+    }.get(kind, ("torch",)):
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            return  # the row itself will say so
 
 
 COLUMNS = ("row", "tok/s", "step ms", "MFU %", "peak GiB", "mJ/token", "W", "first step s", "note")
@@ -565,17 +649,18 @@ def line_of(row: dict[str, Any]) -> str:
 def write(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
     import torch
 
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    commit = (
+        os.environ.get("WINDLASS_COMMIT")
+        or subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    )
     about = {
         "command": "python benchmarks/gpu_train.py " + " ".join(sys.argv[1:]), "commit": commit or None, "torch": torch.__version__, "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu", "warm": args.warm, "timed": args.timed,
         "mfu": "6 x (parameters without the input embedding) + 12 x layers x width x sequence, of 989 TFLOP/s", "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     }  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
-    stem = args.name or ("gpu_train_tiny" if args.tiny else "gpu_train")
-    (args.out / f"{stem}.json").write_text(json.dumps({"about": about, "rows": results}, indent=2) + "\n")
+    (args.out / f"{stem(args)}.json").write_text(json.dumps({"about": about, "rows": results}, indent=2) + "\n")
     head = "| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS) + "\n"
     text = (
         "# Training on one GPU\n\n"
@@ -585,7 +670,7 @@ def write(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
         + "\n".join(line_of(r) for r in results)
         + "\n"
     )
-    (args.out / f"{stem}.md").write_text(text)
+    (args.out / f"{stem(args)}.md").write_text(text)
 
 
 def main() -> None:
@@ -596,6 +681,9 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--warm", type=int, default=6)
     parser.add_argument("--timed", type=int, default=10)
+    parser.add_argument(
+        "--append", action="store_true", help="go on with a run that was cut off: rows in its file are kept"
+    )
     parser.add_argument("--text", help="a text file for the loss rows")
     parser.add_argument("--row-timeout", type=float, default=300)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "benchmarks" / "results")))
@@ -614,7 +702,7 @@ def main() -> None:
         if wanted is None
         else [n for w in wanted for n in every if n == w or (n.startswith(w) and w not in every)]
     )
-    write(run_rows(list(dict.fromkeys(names)), args), args)
+    run_rows(list(dict.fromkeys(names)), args)
 
 
 if __name__ == "__main__":
