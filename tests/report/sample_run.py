@@ -138,8 +138,8 @@ def make_run(
     ]
     sources = [
         {"name": "dutch-news", "licence": "CC-BY-4.0", "origin": "https://example.org/news", "tokens": 24_000_000, "documents": 51_000, "languages": ["nl"],
-         "kind": "publicly available dataset", "collected": "2025-01"},
-        {"name": "code", "licence": "Apache-2.0", "origin": "https://example.org/code", "tokens": 16_000_000, "documents": 9_000, "languages": ["code"], "kind": "crawled"},
+         "kind": "public-dataset", "collected": "2025-01"},
+        {"name": "code", "licence": "Apache-2.0", "origin": "https://example.org/code", "tokens": 16_000_000, "documents": 9_000, "languages": ["code"], "kind": "web"},
     ]  # fmt: skip
     manifest = {
         "windlass": "0.1.0", "commit": "0123456789ab", "python": "3.12.3", "packages": {"torch": "2.11.0"}, "host": "gcn1", "cpu": "AMD EPYC 9334",

@@ -9,8 +9,9 @@ from tests.report.sample_run import make_run
 from typer.testing import CliRunner
 
 from windlass.cli import build
+from windlass.report.card import KINDS
 from windlass.report.collect import collect
-from windlass.report.redact import HIDDEN, redact, redact_text
+from windlass.report.redact import HIDDEN, redact, redact_text, without_paths
 from windlass.report.write import html_report, json_report, markdown_report, write_report
 from windlass.runs.files import append_line
 from windlass.runs.folder import Run
@@ -69,13 +70,51 @@ def test_training_content_summary_sorts_sources_by_kind(run):
     assert "less than 1 billion tokens" in text
 
 
-def test_a_source_without_kind_is_not_guessed(run):
+def with_sources(run: Run, sources) -> str:
     manifest = json.loads(run.manifest_file.read_text())
-    manifest["data"]["sources"] = {"mystery": {"tokens": 5}}
+    manifest["data"]["sources"] = sources
     run.manifest_file.write_text(json.dumps(manifest))
-    text = markdown_report([run])
-    assert "| 2.6 Other sources (kind not stated in the ledger) | mystery |" in text
+    return markdown_report([run])
+
+
+def test_a_source_without_kind_is_not_guessed(run):
+    text = with_sources(run, {"mystery": {"tokens": 5}, "stated": {"tokens": 6, "kind": "licensed"}})
+    assert "| 2.6 Other sources of data (kind not stated) | mystery |" in text
     assert "| mystery | not stated | not stated | not stated |" in text
+    assert "The kind of 1 of 2 sources is not stated: listed under 2.6" in text
+    assert "| 2.2.1 Private datasets licensed by rightsholders | stated |" in text
+    assert "| 2.1 Publicly available datasets | none in the ledger |" in text
+
+
+def test_every_kind_has_its_place_in_the_template(run):
+    text = with_sources(run, [{"name": f"from-{kind}", "kind": kind} for kind in KINDS])
+    places = re.findall(r"^\| (2\.\S+) .*? \| from-(\S+) \|", text, flags=re.MULTILINE)
+    assert places == [("2.1", "public-dataset"), ("2.2.1", "licensed"), ("2.2.2", "private"), ("2.3", "web"), ("2.4", "user"),
+                      ("2.5", "synthetic"), ("2.6", "other")]  # fmt: skip
+    assert "is not stated: listed" not in text
+
+
+def test_a_kind_of_another_tool_is_shown_as_it_is(run):
+    text = with_sources(run, [{"name": "a", "kind": "scanned books"}])
+    assert "| 2.6 Other sources of data (kind: scanned books) | a |" in text
+
+
+def test_a_published_report_names_no_path_of_the_machine(run):
+    config = json.loads(run.config_file.read_text())
+    config["data"]["store"] = "/projects/p123/ann/tokens/sample"
+    run.config_file.write_text(json.dumps(config))
+    run.event("fault", rank=0, kind="error", error="OSError: /home/ann/secret-project/x.bin is gone")
+    text, page = markdown_report([run]), html_report([run])
+    for form in (text, page):
+        assert "p123" not in form and "secret-project" not in form and str(run.path) not in form
+    assert "| data | sample, sequences of" in text
+    assert "OSError: .../x.bin is gone" in text
+
+
+def test_addresses_and_common_places_are_no_paths_of_the_machine():
+    kept = "https://example.org/a/b.txt, no RAPL zone under /sys/class/powercap, 5 tokens/s, nl/en/de, .../a/b, s3://bucket/a/b"
+    assert without_paths(kept) == kept
+    assert without_paths("in '/data/x/y/' now") == "in '.../y' now"
 
 
 def test_several_runs_join(run, tmp_path):
@@ -89,7 +128,8 @@ def test_several_runs_join(run, tmp_path):
 def test_two_runs_with_one_name_are_told_apart_by_folder(run, tmp_path):
     twin = Run(make_run(tmp_path / "more" / "sample"))
     text = markdown_report([run, twin])
-    assert str(run.path) in text.replace("\\", "") and str(twin.path) in text.replace("\\", "")
+    assert "| runs/sample | finished |" in text and "| more/sample | finished |" in text
+    assert "## more/sample: What was trained" in text
 
 
 def test_hostile_names_are_text(run):
@@ -222,7 +262,7 @@ def test_the_stores_own_ledger_stands_in_while_it_can_be_reached(run):
         json.dumps({"ledger_hash": "f00", "settings": {"dedup": "exact", "validation": 0.01}})
     )
     text = markdown_report([run])
-    assert "| letters | CC0 | here | public domain | nl | 99 | 3 |" in text
+    assert "| letters | not stated | CC0 | here | public domain | nl | 99 | 3 |" in text
     assert "exact duplicates removed, 1 % of documents held out" in text
 
 

@@ -11,22 +11,25 @@ from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
 
-from windlass.figures import Note, Section, Table
+from windlass.figures import Item, Note, Section, Table
 from windlass.report.collect import RunSummary
 from windlass.report.redact import redact_text
 from windlass.report.words import energy_card, number, percent, rate, when
 from windlass.units import print_tokens
 
 ASK = "to be written by the provider"
-# Words in a source's `kind` -> the template's heading.
-KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("synthetic", "generated"), "2.5 Synthetic data"),
-    (("user",), "2.4 User data"),
-    (("crawl", "scrap", "web"), "2.3 Data crawled and scraped from online sources"),
-    (("commercial", "licensed by", "private", "third part"), "2.2 Private datasets obtained from third parties"),
-    (("public", "open", "dataset"), "2.1 Publicly available datasets"),
-)
-OTHER = "2.6 Other sources (kind not stated in the ledger)"
+# `kind` of a source in the data file -> the template's heading.
+KINDS = {
+    "public-dataset": "2.1 Publicly available datasets",
+    "licensed": "2.2.1 Private datasets licensed by rightsholders",
+    "private": "2.2.2 Private datasets obtained from other third parties",
+    "web": "2.3 Data crawled and scraped from online sources",
+    "user": "2.4 User data",
+    "synthetic": "2.5 Synthetic data",
+    "other": "2.6 Other sources of data",
+}
+UNSTATED = "2.6 Other sources of data (kind not stated)"
+"""Where a source without `kind` stands: the template has no other place for it, and a guess would be a statement."""
 SIZES = ((1e9, "less than 1 billion tokens"), (1e13, "1 billion to 10 trillion tokens"))
 
 
@@ -51,7 +54,7 @@ def field(source: dict[str, Any], *names: str, unknown: str = "not stated") -> s
     return unknown
 
 
-LEDGER_COLUMNS = ("source", "licence", "origin", "basis of use", "languages", "tokens", "documents", "weight")
+LEDGER_COLUMNS = ("source", "kind", "licence", "origin", "basis of use", "languages", "tokens", "documents", "weight")
 
 
 def ledger_rows(summary: RunSummary) -> list[tuple[str, ...]]:
@@ -61,7 +64,7 @@ def ledger_rows(summary: RunSummary) -> list[tuple[str, ...]]:
         name = field(source, "name")
         weight = source.get("weight", mix.get(name))
         rows.append((
-            name, field(source, "licence", "license"), field(source, "origin", "url"), field(source, "consent", "basis"), field(source, "languages", "language"),
+            name, field(source, "kind"), field(source, "licence", "license"), field(source, "origin", "url"), field(source, "consent", "basis"), field(source, "languages", "language"),
             _tokens(source.get("tokens")), _count(source.get("documents")), percent(weight, "by size") if isinstance(weight, (int, float)) else "by size",
         ))  # fmt: skip
     return rows
@@ -79,12 +82,12 @@ def data_section(summary: RunSummary) -> Section:
     rows = ledger_rows(summary)
     if not rows:
         return Section("Data", (Note(_no_ledger(summary)),), id="data")
-    store = _store_name(field(summary.data, "store", "path", unknown="unknown"))
+    store = store_name(field(summary.data, "store", "path", unknown="unknown"))
     note = f"Token store {store}; ledger {field(summary.data, 'ledger_hash', 'hash', unknown='without hash')}."
-    return Section("Data", (Table(LEDGER_COLUMNS, rows, right=(5, 6, 7)), Note(note)), id="data")
+    return Section("Data", (Table(LEDGER_COLUMNS, rows, right=(6, 7, 8)), Note(note)), id="data")
 
 
-def _store_name(path: str) -> str:
+def store_name(path: str) -> str:
     """The store's own name: the card is published, and where a site keeps its files is nobody's business."""
     return PurePath(path).name or path
 
@@ -93,7 +96,7 @@ def _no_ledger(summary: RunSummary) -> str:
     store = summary.data.get("store") or summary.recipe.get("data", {}).get("store")
     if not store:
         return "Synthetic tokens: the run had no token store, so there is no ledger."
-    return f"Neither the run's manifest nor the token store {_store_name(redact_text(str(store)))}, which cannot be reached from here, gives a data ledger."
+    return f"Neither the run's manifest nor the token store {store_name(redact_text(str(store)))}, which cannot be reached from here, gives a data ledger."
 
 
 def model_card(summary: RunSummary) -> Section:
@@ -155,17 +158,6 @@ def content_summary(summary: RunSummary) -> Section:
             ", ".join(_unique(field(x, "languages", "language") for x in sources)) or "not stated in the ledger",
         ),
     ]
-    groups: dict[str, list[tuple[str, str, str, str]]] = {}
-    for source in sources:
-        row = (
-            field(source, "name"),
-            _tokens(source.get("tokens")),
-            field(source, "licence", "license"),
-            field(source, "origin", "url"),
-        )
-        groups.setdefault(heading(source), []).append(row)
-    headings = [title for _, title in sorted(KINDS, key=lambda k: k[1])] + ([OTHER] if OTHER in groups else [])
-    listed = [(title, *row) for title in headings for row in groups.get(title, [("none in the ledger", "", "", "")])]
     filters = [*_unique(field(x, "filters", "processing", "filtering") for x in sources), *_processing(summary.data)]
     processing = [
         ("3.1 Reservation of rights (text and data mining opt-outs)", _said(sources, ("opt_out", "tdm", "robots"))),
@@ -177,7 +169,7 @@ def content_summary(summary: RunSummary) -> Section:
         (
             Note("In the parts of the European Commission's template for the public summary of training content (AI Act, Article 53(1)(d)), filled from the data ledger."),
             Table(("1. General information", ""), general),
-            Table(("2. List of data sources", "name", "tokens", "licence", "origin"), listed, right=(2,)),
+            *source_list(sources),
             Table(("3. Data processing", ""), processing),
         ),
         id="training-content",
@@ -199,8 +191,24 @@ def _processing(data: dict[str, Any]) -> list[str]:
 
 def heading(source: dict[str, Any]) -> str:
     """Under which of the template's headings a source belongs; a ledger that does not say is not guessed."""
-    kind = field(source, "kind", "type", "category", unknown="").lower()
-    return next((title for words, title in KINDS if any(w in kind for w in words)), OTHER) if kind else OTHER
+    kind = field(source, "kind", unknown="")
+    return KINDS.get(kind, f"{KINDS['other']} (kind: {kind})" if kind else UNSTATED)
+
+
+def source_list(sources: list[dict[str, Any]]) -> list[Item]:
+    """Part 2 of the template: every heading, also those without a source, in its order."""
+    groups: dict[str, list[tuple[str, ...]]] = {title: [] for title in KINDS.values()}
+    for source in sources:
+        row = (_tokens(source.get("tokens")), field(source, "licence", "license"), field(source, "origin", "url"))
+        groups.setdefault(heading(source), []).append((field(source, "name"), *row))
+    nothing = ("none in the ledger" if sources else "no ledger", "", "", "")
+    listed = [(title, *row) for title in sorted(groups) for row in groups[title] or [nothing]]
+    table = Table(("2. List of data sources", "name", "tokens", "licence", "origin"), listed, right=(2,))
+    unstated = len(groups.get(UNSTATED, ()))
+    if not unstated:
+        return [table]
+    said = f"The kind of {unstated} of {len(sources)} sources is not stated: listed under 2.6 until `kind` in the data file says more"
+    return [table, Note(f"{said} ({', '.join(KINDS)}).", "warning")]
 
 
 def _depends(summary: RunSummary) -> str:

@@ -14,7 +14,7 @@ from windlass.energy.measure import SCOPES
 from windlass.errors import WindlassError
 from windlass.figures import Card, Cards, Chart, Html, Item, Mark, Note, Section, Series, Table, bars, line, points
 from windlass.profile.view import run_sections
-from windlass.report.card import content_summary, data_section, model_card
+from windlass.report.card import content_summary, data_section, model_card, store_name
 from windlass.report.collect import RunSummary
 from windlass.report.columns import Columns, axis, step_of, thin
 from windlass.report.redact import redact, redact_text
@@ -135,7 +135,7 @@ def what(s: RunSummary) -> Section:
         ("parameters", "unknown" if s.parameters is None else f"{s.parameters:,}"),
         (
             "data",
-            f"{data.get('store') or 'synthetic tokens'}, sequences of {data.get('seq_len', '?')}, batch {print_tokens(data.get('batch_tokens'))} tokens",
+            f"{store_name(str(data['store'])) if data.get('store') else 'synthetic tokens'}, sequences of {data.get('seq_len', '?')}, batch {print_tokens(data.get('batch_tokens'))} tokens",
         ),
         (
             "cluster",
@@ -401,14 +401,14 @@ def conventions() -> Section:
     )),), id="conventions")  # fmt: skip
 
 
-def joined(summaries: Sequence[RunSummary]) -> list[Section]:
-    """Several runs (a chain, a sweep) beside each other, before their own reports."""
+def joined(summaries: Sequence[RunSummary], labels: Sequence[str]) -> list[Section]:
+    """Several runs (a chain, a sweep) beside each other, before their own reports; `labels` tell them apart."""
     columns = ("run", "state", "tokens", "loss", "tokens/s", "MFU", "memory", "energy", "CO2", "power")
     rows = [
-        (s.name, s.status, print_tokens(s.tokens), number(s.loss), rate(s.tokens_per_second), percent(s.mfu), print_bytes(s.memory_bytes),
+        (label, s.status, print_tokens(s.tokens), number(s.loss), rate(s.tokens_per_second), percent(s.mfu), print_bytes(s.memory_bytes),
          energy_card(s.energy)[0] + (" (modelled)" if s.energy.basis == "modelled" else ""),
          print_carbon(s.energy.carbon.location_kg if s.energy.carbon else None), watts(s.energy.mean_watts))
-        for s in summaries
+        for s, label in zip(summaries, labels, strict=True)
     ]  # fmt: skip
     measured = [s.energy.joules for s in summaries if s.energy.basis == "measured" and s.energy.joules is not None]
     total = (

@@ -1,11 +1,17 @@
-"""What must never appear in a report or a page? Values that look like keys or passwords, by the name they stand under or by their form."""
+"""What must never appear in a report or a page? Values that look like keys or passwords, by the name they stand under or by their form.
+
+A report is published as well: it also says nothing of where a site keeps its files.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from windlass.config.secret import looks_secret
+from windlass.figures import Cards, Html, Item, Note, Section, Table
 
 HIDDEN = "(hidden)"
 _OURS = {"tokens", "keys"}
@@ -32,3 +38,30 @@ def redact(value: Any, name: str = "") -> Any:
 def redact_text(text: str) -> str:
     """Secrets inside a text: `WANDB_API_KEY=abc` and well-known key forms."""
     return _FORM.sub(HIDDEN, _PAIR.sub(lambda m: f"{m[1]}{m[2]}{HIDDEN}", text))
+
+
+# Two names or more from the root; not within an address (https://...), and not what is the same on every machine.
+_PATH = re.compile(r"(?<![\w:/.~$}])/(?!(?:sys|proc|dev|usr|etc)/)(?:[\w.@%+=,-]+/)+([\w.@%+=,-]*)")
+
+
+def without_paths(text: str) -> str:
+    """`no file /home/ann/runs/a/x.json` -> `no file .../x.json`."""
+    return _PATH.sub(lambda m: f".../{m[1] or m[0].rstrip('/').rsplit('/', 1)[-1]}", text)
+
+
+def publishable(sections: Iterable[Section]) -> list[Section]:
+    """The same sections without the paths of this machine."""
+    return [replace(s, title=without_paths(s.title), items=tuple(_published(i) for i in s.items)) for s in sections]
+
+
+def _published(item: Item) -> Item:
+    if isinstance(item, Table):
+        rows = [tuple(without_paths(c) if isinstance(c, str) else c for c in row) for row in item.rows]
+        return replace(item, rows=rows)
+    if isinstance(item, Note):
+        return replace(item, text=without_paths(item.text))
+    if isinstance(item, Html):
+        return replace(item, html=without_paths(item.html))
+    if isinstance(item, Cards):
+        return replace(item, cards=[replace(c, note=without_paths(c.note)) for c in item.cards])
+    return item

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from windlass.figures import Chart, Heat, Section, page, save_page, save_picture
 from windlass.report.collect import RunSummary, collect
 from windlass.report.columns import Columns
 from windlass.report.content import joined, sections
-from windlass.report.redact import redact
+from windlass.report.redact import publishable, redact
 from windlass.report.text import markdown
 from windlass.report.words import when
 from windlass.runs.folder import Run
@@ -29,17 +30,24 @@ def report_sections(runs: Sequence[Run]) -> tuple[str, str, list[Section]]:
     found = [gather(run) for run in runs]
     if len(found) == 1:
         summary, columns = found[0]
-        return summary.name, _subtitle(summary), sections(summary, columns)
-    parts = joined([s for s, _ in found])
-    for index, (summary, columns) in enumerate(found):
+        return summary.name, _subtitle(summary), publishable(sections(summary, columns))
+    labels = folder_labels(runs)
+    parts = joined([s for s, _ in found], labels)
+    for index, ((summary, columns), label) in enumerate(zip(found, labels, strict=True)):
         own = sections(summary, columns)
-        label = f"{summary.name} ({summary.path})"
         parts += [
             Section(f"{label}: {s.title}" if s.title else label, s.items, id=f"run{index}-{s.id}")
             for s in own
             if s.id != "conventions"
         ]
-    return f"{len(found)} runs", "a joint report", parts
+    return f"{len(found)} runs", "a joint report", publishable(parts)
+
+
+def folder_labels(runs: Sequence[Run]) -> list[str]:
+    """What tells the runs apart: their folders, below the one that holds them all."""
+    paths = [run.path.resolve() for run in runs]
+    top = Path(os.path.commonpath([p.parent for p in paths]))
+    return [p.relative_to(top).as_posix() for p in paths]
 
 
 def _subtitle(summary: RunSummary) -> str:
