@@ -1,8 +1,11 @@
 """Every machine file loads, every number has a source, and a wrong mask is caught."""
 
+from pathlib import Path
+
 import pytest
 
-from windlass.clusters import cluster_names, device_by_driver_name, devices, load_cluster, load_device
+import windlass.clusters
+from windlass.clusters import cluster_names, device_by_driver_name, devices, find_device, load_cluster, load_device
 from windlass.clusters.describe import facts, source_of, unsourced_numbers
 from windlass.clusters.lint import cores_of_list, cores_of_mask, lint_masks
 from windlass.errors import ConfigError
@@ -124,11 +127,50 @@ def test_an_unknown_machine_or_device_offers_its_neighbours(own):
 
 @pytest.mark.parametrize(
     ("reported", "name"),
-    [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100-80"), ("NVIDIA A100-SXM4-80GB", "a100-80"), ("NVIDIA A100-SXM-64GB", "a100-64"), ("AMD Instinct MI250X", "mi250x-gcd"), ("NVIDIA GH200 480GB", "gh200")],
+    [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100-80"), ("NVIDIA A100-SXM4-80GB", "a100-80"), ("NVIDIA A100-SXM-64GB", "a100-64"), ("AMD Instinct MI250X", "mi250x-gcd"), ("NVIDIA GH200 480GB", "gh200"),
+     ("NVIDIA H20", "h20"), ("NVIDIA A10G", "a10"), ("NVIDIA L4", "l4"), ("NVIDIA H100 PCIe", "h100-pcie")],
 )  # fmt: skip
 def test_devices_are_known_by_the_name_the_driver_reports(reported, name):
     assert device_by_driver_name(reported).name == name
 
 
-def test_an_unknown_device_gives_none_rather_than_a_guess():
-    assert device_by_driver_name("NVIDIA GeForce GTX 1080") is None
+@pytest.mark.parametrize("reported", ["NVIDIA GeForce GTX 1080", "NVIDIA A100-XYZ", "NVIDIA H2000", "A100"])
+def test_an_unknown_device_gives_none_rather_than_a_guess(reported):
+    assert device_by_driver_name(reported) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [("H100-80GB", "h100-80"), ("8xA100 (SXM4, 40G)", "a100-40"), ("A100", "a100-80"), ("H100 SXM5 80 GiB", "h100-80"), ("H100-96GB-500W", "h100-96"),
+     ("MI250-GCD-64GB", "mi250x-gcd"), ("GB200-184GB", "gb200"), ("V100-16GB", "v100-16"), ("RTX4090", "rtx4090"), ("NVIDIA H100 NVL", "h100-nvl"),
+     ("NVIDIA A100-SXM-64GB", "a100-64")],
+)  # fmt: skip
+def test_devices_by_the_words_of_tables(words, name):
+    assert find_device(words).name == name
+
+
+@pytest.mark.parametrize("words", ["", "TPU v4", "abacus", "A1000", "h10"])
+def test_words_that_mean_no_device(words):
+    assert find_device(words) is None
+
+
+def test_mfu_is_a_share_of_the_quoted_peak_and_time_follows_the_silicon():
+    """TOP500: 1,824,768 cores of Leonardo are 3,456 nodes of 32 cores and four parts of 124 multiprocessors; peak 306.31 PFLOP/s (FP64)."""
+    part, ordinary = load_device("a100-64"), load_device("a100-80")
+    assert 3456 * (32 + 4 * 124) == 1_824_768
+    assert part.bf16_tflops == ordinary.bf16_tflops == ordinary.peak_tflops == 312
+    assert part.peak_tflops == pytest.approx(16 * 306.31e3 / (3456 * 4), rel=0.005)
+
+
+def test_bandwidth_of_marenostrums_part_is_bus_times_clock():
+    assert load_device("h100-64").bandwidth_gbs == pytest.approx(2 * 1593e6 * 4096 / 8 / 1e9, rel=0.001)
+
+
+@pytest.mark.parametrize(("arch", "name"), [("sm_90", "hopper"), ("SM90a", "hopper"), ("hopper", "hopper"), ("gfx90a", "cdna2"), ("new", "new")])  # fmt: skip
+def test_generations(arch, name):
+    assert load_device("h200").model_copy(update={"arch": arch}).generation == name
+
+
+def test_one_table_of_devices_is_shipped():
+    root = Path(windlass.clusters.__file__).parents[1]
+    assert [p.relative_to(root).as_posix() for p in root.rglob("devices.toml")] == ["clusters/data/devices.toml"]

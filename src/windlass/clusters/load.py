@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -81,8 +82,38 @@ def load_device(name: str) -> Device:
 def device_by_driver_name(reported: str) -> Device | None:
     """The device whose pattern matches what the driver says ("NVIDIA H200"), or None: no guess, hence no wrong MFU."""
     low = reported.lower()
-    matches = [(len(p), d) for d in devices().values() for p in d.name_patterns if p in low]
+    # Not followed by a digit: "nvidia a10" is not the beginning of "NVIDIA A100".
+    matches = [
+        (len(p), d) for d in devices().values() for p in d.name_patterns if re.search(re.escape(p) + r"(?!\d)", low)
+    ]
     return max(matches, key=lambda m: m[0])[1] if matches else None
+
+
+def find_device(text: str) -> Device | None:
+    """The device that a table of runs means: "H100-80GB", "8x A100 (SXM4, 40G)" or a driver's name; the longest alias decides.
+
+    Unlike `device_by_driver_name` this takes a bare "A100" for its commonest part: the reader of a table has no driver to ask."""
+    words = _words(text)
+    matches = [
+        (len(alias), -order, device)
+        for order, device in enumerate(devices().values())
+        for alias in device.aliases
+        if all(_occurs(word, words) for word in alias.split())
+    ]
+    return max(matches, key=lambda m: m[:2])[2] if matches else device_by_driver_name(text)
+
+
+def _words(text: str) -> str:
+    """Lower case, words by single spaces, memory as "80gb", without a count in front ("8xA100")."""
+    low = re.sub(r"[^a-z0-9.]+", " ", text.lower())
+    low = re.sub(r"\b\d+\s*x\s*(?=[a-z])", "", low)
+    return re.sub(r"\b(\d+)\s*g(?:b|ib)?\b", r"\1gb", low)
+
+
+def _occurs(word: str, text: str) -> bool:
+    """As a word's beginning, not followed by another digit: "a10" is in "a10g", not in "a100"; "b200" is not in "gb200"."""
+    before = r"(?<!\d)" if word[0].isdigit() else r"(?<![a-z0-9])"
+    return re.search(before + re.escape(word) + r"(?!\d)", text) is not None
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -32,7 +32,10 @@ class Device(Table):
     """As sold, for example "94 GB"; `usable_memory` is what the driver gives a program."""
     usable_memory: Bytes | None = None
     bf16_tflops: PositiveFloat | None
-    """Dense peak."""
+    """Dense peak as quoted: the denominator of every MFU."""
+    silicon_tflops: PositiveFloat | None = None
+    """Dense bf16 peak of this very part where it is not the catalogue's (Leonardo's A100 has 124 multiprocessors, not 108): time is
+    computed from it. None: the quoted one."""
     fp8_tflops: PositiveFloat | None = None
     """Dense peak; None where the device has no fp8 units."""
     fp32_tflops: PositiveFloat | None = None
@@ -46,7 +49,37 @@ class Device(Table):
     """Addressable devices that share one module (and its power counter): 2 on MI250X."""
     name_patterns: list[str] = Field(default_factory=list)
     """Lower-case parts of the name that the driver reports."""
+    aliases: list[str] = Field(default_factory=list)
+    """What tables of published runs call it: all words of one entry occur in the name."""
     sources: dict[str, Source] = Field(default_factory=dict)
+
+    @property
+    def peak_tflops(self) -> float | None:
+        """The dense bf16 peak that bounds its speed."""
+        return self.silicon_tflops or self.bf16_tflops
+
+    @property
+    def generation(self) -> str:
+        """Its architecture by the vendor's name ("sm_90" and "hopper" are the same); the arch itself where we know no name."""
+        low = self.arch.lower().replace("_", "").replace("-", "")
+        return GENERATIONS.get(low, low)
+
+
+GENERATIONS = {
+    "sm70": "volta",
+    "sm75": "turing",
+    "sm80": "ampere",
+    "sm86": "ampere",
+    "sm89": "ada",
+    "sm90": "hopper",
+    "sm90a": "hopper",
+    "sm100": "blackwell",
+    "sm103": "blackwell",
+    "sm120": "blackwell",
+    "gfx90a": "cdna2",
+    "gfx942": "cdna3",
+    "gfx950": "cdna4",
+}
 
 
 class NumaDomain(Table):

@@ -177,12 +177,13 @@ AMD_BURST = 0.6
 def sustained_tflops(device: Device, precision: str = "bf16", constants: Constants | None = None) -> float:
     """Matrix rate that a device holds for hours inside a model: a share of the dense peak, within the power limit."""
     c = constants or DEFAULTS
-    if device.bf16_tflops is None:
+    peak = device.peak_tflops
+    if peak is None or device.bf16_tflops is None:
         raise PlanError(f"the matrix rate of {device.name} is unknown", hint="give bf16_tflops in devices.toml")
     if precision == "fp32":
-        return (device.fp32_tflops or device.bf16_tflops / 16) * c.matmul
-    rate = min(c.matmul * device.bf16_tflops, _power_limited(device, c))
-    burst = device.matmul_tflops or (AMD_BURST * device.bf16_tflops if device.vendor == "amd" else None)
+        return (device.fp32_tflops or peak / 16) * c.matmul
+    rate = min(c.matmul * peak, _power_limited(device, c))
+    burst = device.matmul_tflops or (AMD_BURST * peak if device.vendor == "amd" else None)
     if burst is not None and c.tflops_per_watt != math.inf:
         rate = min(rate, 0.9 * burst)  # a model holds less than the best burst that was measured
     if precision in ("fp8", "mxfp8", "nvfp4") and device.fp8_tflops:
@@ -195,15 +196,9 @@ def sustained_tflops(device: Device, precision: str = "bf16", constants: Constan
 
 def _power_limited(device: Device, c: Constants) -> float:
     """Dense rate at which a Hopper part meets its power limit; older and other parts have not shown one."""
-    if device.tdp_watts is None or device.bf16_tflops is None or "hopper" not in _generation(device):
+    if device.tdp_watts is None or device.generation != "hopper":
         return float("inf")
     return c.tflops_per_watt * device.tdp_watts
-
-
-def _generation(device: Device) -> str:
-    """The device's architecture by the names that vendors use: "hopper", "sm_90" and "sm90" are the same."""
-    low = device.arch.lower().replace("_", "").replace("-", "")
-    return {"sm90": "hopper", "sm90a": "hopper", "sm80": "ampere", "sm100": "blackwell", "sm70": "volta"}.get(low, low)
 
 
 def _rates(device: Device, links: Links, per_node: int, work: Work, c: Constants, layout: Degrees) -> _Rates:
@@ -230,8 +225,8 @@ def _rates(device: Device, links: Links, per_node: int, work: Work, c: Constants
 
 
 def _attention_rate(device: Device, work: Work, c: Constants) -> float:
-    peak = (device.bf16_tflops or 0.0) * 1e12
-    generation = _generation(device)
+    peak = (device.peak_tflops or 0.0) * 1e12
+    generation = device.generation
     if not work.flash:
         return sustained_tflops(device, "bf16", c) * 1e12
     if work.kernel in ("te", "cudnn", "flash3") or (work.kernel == "auto" and generation in ("hopper", "blackwell")):

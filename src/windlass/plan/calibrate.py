@@ -167,7 +167,7 @@ def _maybe_median(errors: list[float | None]) -> float | None:
 def _start(runs: Sequence[Measured]) -> Constants:
     """Where the fit begins: the shipped constants, with the matrix rate that they mean on this device."""
     device = runs[0].device
-    share = sustained_tflops(device) / device.bf16_tflops if device.bf16_tflops else DEFAULTS.matmul
+    share = sustained_tflops(device) / device.peak_tflops if device.peak_tflops else DEFAULTS.matmul
     return with_efficiency(DEFAULTS, Efficiency(matmul=min(1.0, share)))
 
 

@@ -8,17 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
+from windlass.clusters import find_device
 from windlass.clusters.model import Device, Links
-from windlass.config.load import read_toml, validate
 from windlass.cost.params import count
 from windlass.cost.shapes import Shape, make_shape, pad
 from windlass.cost.work import Degrees, Work
 
-DEVICES = Path(__file__).parent / "data" / "devices.toml"
 SHARDS = {
     "fsdp": "full",
     "fsdp2": "full",
@@ -245,25 +242,6 @@ def _group(shape: Shape, layout: Degrees, device: Device, per_node: int) -> int:
     return min(size, layout.data)
 
 
-@cache
-def devices() -> dict[str, Device]:
-    raw = read_toml(DEVICES)[0]
-    return {name: validate(Device, {"name": name, **value}, f"{DEVICES.name}: {name}") for name, value in raw.items()}
-
-
-@cache
-def find_device(text: str) -> Device | None:
-    """The device whose longest pattern is part of the name: "H100-80GB" and "NVIDIA H100 80GB HBM3" are the same."""
-    low = text.lower()
-    best: tuple[int, Device] | None = None
-    for device in devices().values():
-        for pattern in device.name_patterns:
-            parts = pattern.split()
-            if all(p in low for p in parts) and (best is None or len(pattern) > best[0]):
-                best = (len(pattern), device)
-    return best[1] if best else None
-
-
 NODE_GBS = {
     "volta": 25.0,
     "ampere": 200.0,
@@ -293,8 +271,8 @@ INTRA_GBS = {
 def links_of(device: Device, text: str, per_node: int) -> Links:
     node = _node_gbs(text, per_node)
     if node is None:
-        node = NODE_GBS.get(device.arch, 200.0) * per_node / 8
-    intra = INTRA_GBS.get(device.arch, 200.0)
+        node = NODE_GBS.get(device.generation, 200.0) * per_node / 8
+    intra = INTRA_GBS.get(device.generation, 200.0)
     if "800" in device.name:  # A800 and H800: NVLink cut to 400 GB/s
         intra = min(intra, 160.0)
     return Links(intra_gbs=intra, inter_gbs_per_node=node)
