@@ -14,8 +14,9 @@ from windlass.cli.sweep import sweep as command
 from windlass.config import load_recipe
 from windlass.config.sweep import load_sweep
 from windlass.errors import ConfigError, RunError
+from windlass.figures import sweep as charts
+from windlass.figures.sweep_page import best_first
 from windlass.launch.executor import State
-from windlass.launch.sweep import charts
 from windlass.launch.sweep.dvc import read_dvc, write_dvc
 from windlass.launch.sweep.expect import expect_all, oom_chance
 from windlass.launch.sweep.folder import open_sweep_folder
@@ -25,7 +26,7 @@ from windlass.launch.sweep.pack import make_packs
 from windlass.launch.sweep.page import page_sections, write_page
 from windlass.launch.sweep.pick import write_pick
 from windlass.launch.sweep.points import make_points
-from windlass.launch.sweep.results import best_first, collect_rows, read_results, write_tables
+from windlass.launch.sweep.results import collect_rows, read_results, write_tables
 from windlass.launch.sweep.toml import to_toml
 from windlass.runs.files import write_json
 from windlass.runs.folder import Run
@@ -199,7 +200,12 @@ def test_a_memory_limit_makes_a_real_out_of_memory_error(tmp_path):
 def test_results_become_tables_a_page_and_a_ranking(tmp_path):
     path = command_sweep(tmp_path, "[metrics]\nf1 = 'inner.f1'\n[matrix]\nkind = ['fine', 'oom']\nsize = [1, 5]\n")
     work = work_of(path, tmp_path / "run")
-    run_all(work)
+    first, rest = choose(work, None)[:1], choose(work, None)[1:]
+    run_points(work, first, lambda p, w: None)
+    live = json.loads(work.folder.table("json").read_text())["rows"]
+    assert [r["outcome"] for r in live] == ["ok", None, None, None]
+    assert json.loads(work.folder.record.read_text())["grid"] == [p.name for p in work.points]
+    run_points(work, rest, lambda p, w: None)
     rows = collect_rows(work)
     assert [r["point"] for r in best_first(rows, "score")] == ["kind-fine.size-5", "kind-fine.size-1"]
     assert best_first(rows, "score", "min")[0]["f1"] == 0.1

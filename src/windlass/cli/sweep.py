@@ -237,9 +237,10 @@ def _submit(
 
 def _finish(work: Work, rank_by: str | None, pick: Path | None, as_json: bool) -> None:
     from windlass.cli.output import console, print_json
+    from windlass.figures.sweep_page import best_first, counts
     from windlass.launch.sweep.page import write_page
     from windlass.launch.sweep.pick import write_pick
-    from windlass.launch.sweep.results import best_first, collect_rows, write_tables
+    from windlass.launch.sweep.results import collect_rows, write_tables
 
     rows = collect_rows(work)
     key = rank_by or work.sweep.rank_by
@@ -250,7 +251,7 @@ def _finish(work: Work, rank_by: str | None, pick: Path | None, as_json: bool) -
         write_pick(work, ranked, key, pick)
     if as_json:
         print_json({"sweep": work.sweep.name, "folder": work.folder.path, "rank_by": key, "best": ranked[0]["point"] if ranked else None,
-                    "counts": _counts(rows), "rows": rows, "page": page, "tables": paths, "pick": pick})  # fmt: skip
+                    "counts": counts(rows), "rows": rows, "page": page, "tables": paths, "pick": pick})  # fmt: skip
         return
     _print_rows(console(), work, rows, ranked, key)
     console().print(f"page: {page}   table: {paths[0]}")
@@ -258,23 +259,15 @@ def _finish(work: Work, rank_by: str | None, pick: Path | None, as_json: bool) -
         console().print(f"the winner, {ranked[0]['point']}, is written to {pick}")
 
 
-def _counts(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for row in rows:
-        word = row.get("outcome") or "not run"
-        found[word] = found.get(word, 0) + 1
-    return found
-
-
 def _print_rows(
     out: Any, work: Work, rows: Sequence[dict[str, Any]], ranked: Sequence[dict[str, Any]], key: str
 ) -> None:
     from windlass.cli.output import table
-    from windlass.launch.sweep.page import cells, shown_columns
+    from windlass.figures.sweep_page import cells, counts, shown_columns
 
     rest = [r for r in rows if r not in ranked]
-    columns = shown_columns(work, rows, key)
+    columns = shown_columns(work.sweep, rows, key)
     body = [cells(row, columns) for row in (*ranked, *rest)]
-    counts = ", ".join(f"{n} {word}" for word, n in _counts(rows).items())
+    listed = ", ".join(f"{n} {word}" for word, n in counts(rows).items())
     right = [i for i, c in enumerate(columns) if c.right]
-    out.print(table(f"{work.sweep.title or work.sweep.name}: {counts}", [c.title for c in columns], body, right=right))
+    out.print(table(f"{work.sweep.title or work.sweep.name}: {listed}", [c.title for c in columns], body, right=right))

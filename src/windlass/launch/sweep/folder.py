@@ -105,7 +105,7 @@ def open_sweep_folder(path: Path, loaded: LoadedSweep, points: Sequence[Point]) 
             folder.record,
             {
                 "hash": loaded.hash, "name": loaded.sweep.name, "file": str(loaded.path.absolute()), "points": len(points),
-                "names": [p.name for p in points], "created_at": time.time(),
+                "names": [p.name for p in points], "grid": [p.name for p in points if p.in_grid], "created_at": time.time(),
             },
         )  # fmt: skip
     for point in points:

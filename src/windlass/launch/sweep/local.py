@@ -21,7 +21,7 @@ from windlass.launch.sweep.expect import Expectation
 from windlass.launch.sweep.folder import SweepFolder
 from windlass.launch.sweep.outcome import Outcome, classify
 from windlass.launch.sweep.points import Point
-from windlass.launch.sweep.results import read_results
+from windlass.launch.sweep.results import collect_rows, read_results, write_tables
 from windlass.runs.lock import locked
 
 END_SECONDS = 15.0
@@ -90,6 +90,8 @@ def run_points(
             say(point, "runs")
             outcome = run_point(work, point, everything=everything, step=step)
             found[point.name] = outcome.outcome
+            with contextlib.suppress(OSError):  # the dashboard follows; the tables are written again at the end
+                write_tables(work, collect_rows(work))
             say(point, outcome.outcome + (f": {outcome.detail}" if outcome.outcome != "ok" else ""))
     return found
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from windlass.config.sweep import SweepConfig
-from windlass.figures import Chart, Heat, Item, Note, bars, line, points
+from windlass.figures.model import Chart, Heat, Item, Note, bars, line, points
 
 Row = dict[str, Any]
 MARKS = {"oom": "OOM", "skipped": "OOM?", "error": "failed", "timeout": "timeout", "node-failure": "node", "pre-empted": "stopped"}  # fmt: skip
