@@ -30,6 +30,9 @@ class Expectation:
     oom_chance: float | None = None
     skip: bool = False
     memory_bytes: float | None = None
+    """With the reserve that the allocator needs: compare this with the limit."""
+    peak_bytes: float | None = None
+    """What a run will show as its peak: the allocator's on a GPU, the whole process on a CPU."""
     memory_limit_bytes: float | None = None
     step_seconds: float | None = None
     tokens_per_second: float | None = None
@@ -136,7 +139,8 @@ def _of(sweep: SweepConfig, task: Task, plan: Any, reason: str) -> Expectation:
     joules = None if plan.energy.kwh is None else plan.energy.kwh * 3.6e6
     return Expectation(
         verdict="fits" if fits else "oom", reason=f"{share}, {chance:.0%} sure to be too much" if chance > 0.05 else (reason or share),
-        oom_chance=chance, skip=chance >= sweep.skip_oom, memory_bytes=plan.memory.needed, memory_limit_bytes=plan.limit, step_seconds=plan.step.seconds,
+        oom_chance=chance, skip=chance >= sweep.skip_oom, memory_bytes=plan.memory.needed,
+        peak_bytes=plan.memory.needed if task.device.vendor == "cpu" else plan.memory.allocated, memory_limit_bytes=plan.limit, step_seconds=plan.step.seconds,
         tokens_per_second=plan.batch_tokens / plan.step.seconds, tokens_per_second_per_device=plan.step.tokens_per_second_per_device,
         mfu=plan.step.mfu, nodes=task.nodes, devices=task.devices, steps=steps, seconds=seconds, node_hours=hours,
         units=None if billing is None else billing * hours, kwh=plan.energy.kwh, joules_per_token=None if joules is None else joules / plan.tokens,
