@@ -17,9 +17,9 @@ from windlass.train import loop
 TOLERANCE = 3e-6
 
 
-def recipe(steps: int, micro: int, **layout: Any) -> Recipe:
+def recipe(steps: int, micro: int, tied: bool = False, **layout: Any) -> Recipe:
     return Recipe.model_validate({
-        "name": "resume", "model": {"layers": 4, "width": 64, "ffn": 96, "heads": 4, "kv_heads": 2, "vocab": 250},
+        "name": "resume", "model": {"layers": 4, "width": 64, "ffn": 96, "heads": 4, "kv_heads": 2, "vocab": 250, "tied": tied},
         "data": {"seq_len": 32, "batch_tokens": 512, "tokens": 512 * 10}, "optim": {"lr": 1e-2, "warmup": 512, "schedule": "constant"},
         "train": {"steps": steps, "precision": "fp32", **layout.pop("train", {})}, "layout": {"micro_batch": micro, **layout},
         "save": {"every": 1000}, "energy": {"enabled": False},
@@ -78,6 +78,19 @@ def test_another_layout_goes_on(whole: Any, spawn: Any, tmp_path: Path, first: A
         "started",
         "resumed",
     ]
+
+
+@pytest.mark.multi
+def test_tied_weights_go_on_from_a_pipeline(spawn: Any, tmp_path: Path) -> None:
+    """The checkpoint holds the shared matrix once; a pipeline's last stage has it again after a restart."""
+    assert run_here(str(tmp_path / "whole"), recipe(9, 4, tied=True)) == 0
+    split = {"shard": "none", "pipeline": 2, "tied": True}
+    for steps, layout in ((3, split), (6, split), (9, {"tied": True})):
+        world = layout.get("pipeline", 1)
+        value = recipe(steps, 4, **layout)
+        codes = spawn(run_here, 2, str(tmp_path / "b"), value) if world > 1 else [run_here(str(tmp_path / "b"), value)]
+        assert codes == [0] * world
+    same(curve(tmp_path / "b"), curve(tmp_path / "whole"))
 
 
 def test_same_layout_goes_on_bit_for_bit(whole: Any, tmp_path: Path) -> None:

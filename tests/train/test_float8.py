@@ -1,14 +1,42 @@
-"""Is an FP8 product close to the exact one, forward and backward? And where it is refused."""
+"""Is an FP8 product close to the exact one, forward and backward? Whose product is chosen, and where it is refused."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from windlass.config import ModelConfig
+from windlass.config import ModelConfig, TrainConfig
 from windlass.errors import ConfigError
 from windlass.models import build
-from windlass.train.float8 import apply_float8, cast, float8_product
+from windlass.train import float8
+from windlass.train.float8 import apply_float8, cast, choose_backend, float8_product
+
+CUDA = torch.device("cuda", 0)
+
+
+def tiny() -> Any:
+    model = build(ModelConfig(layers=1, width=32, ffn=48, heads=2, vocab=100), seq_len=8)
+    model.init_weights(0)
+    return model
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A GPU of a name, and torchao there or not: what the choice looks at."""
+
+    def pretend(
+        name: str, *, capability: tuple[int, int] = (9, 0), gfx: str | None = None, torchao: bool = False
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=gfx))
+        monkeypatch.setattr(torch.version, "hip", "7.0" if gfx else None)
+        monkeypatch.setattr(float8, "torchao_there", lambda: torchao)
+
+    return pretend
 
 
 @pytest.mark.parametrize("rows", [False, True])
@@ -34,7 +62,58 @@ def test_row_scales_survive_an_outlier() -> None:
     assert float((rows[0].float() * rows[1])[1, 0]) == pytest.approx(1.0, rel=0.05)
 
 
-def test_refused_without_the_units() -> None:
-    model = build(ModelConfig(layers=1, width=32, ffn=48, heads=2, vocab=100), seq_len=8)
-    with pytest.raises(ConfigError, match="has no FP8 matrix units"):
-        apply_float8(model, torch.device("cpu"))
+def test_refused_without_the_units(device: Any) -> None:
+    with pytest.raises(ConfigError, match="a CPU has no FP8 matrix units"):
+        apply_float8(tiny(), torch.device("cpu"), TrainConfig(precision="fp8"))
+    device("AMD Instinct MI250X", gfx="gfx90a:sramecc+:xnack-", torchao=True)
+    with pytest.raises(ConfigError, match="MI250X has no FP8 matrix units"):
+        choose_backend("auto", CUDA)
+    device("NVIDIA A100-SXM4-40GB", capability=(8, 0), torchao=True)
+    with pytest.raises(ConfigError, match="A100.* has no FP8 matrix units"):
+        choose_backend("torchao", CUDA)
+
+
+def test_torch_is_first_on_hopper(device: Any) -> None:
+    device("NVIDIA H100", torchao=True)
+    assert choose_backend("auto", CUDA) == ("torch", "torch's scaled product")
+    assert choose_backend("torchao", CUDA) == ("torchao", "train.fp8_backend")
+    device("NVIDIA H100", torchao=False)
+    with pytest.raises(ConfigError, match="needs the package torchao"):
+        choose_backend("torchao", CUDA)
+
+
+def test_torchao_where_torch_has_no_product(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    device("AMD Instinct MI300X", gfx="gfx942", torchao=True)
+    assert choose_backend("auto", CUDA)[0] == "torchao"
+    with pytest.raises(ConfigError, match='fp8_backend = "torch"'):
+        choose_backend("torch", CUDA)
+    device("AMD Instinct MI300X", gfx="gfx942", torchao=False)
+    with pytest.raises(ConfigError, match="needs the package torchao"):
+        choose_backend("auto", CUDA)
+    device("NVIDIA H100", torchao=True)
+    monkeypatch.delattr(torch, "_scaled_mm")  # an old torch
+    assert choose_backend("auto", CUDA)[0] == "torchao"
+
+
+@pytest.mark.parametrize("backend", ["torch", "torchao"])
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_a_model_computes_about_the_same(monkeypatch: pytest.MonkeyPatch, backend: str, scaling: Any) -> None:
+    """On a CPU both only imitate FP8; the numbers are those of the format."""
+    if backend == "torchao":
+        pytest.importorskip("torchao")
+    monkeypatch.setattr(float8, "choose_backend", lambda wish, device: (backend, "the test"))
+    plain, narrow = tiny().bfloat16(), tiny().bfloat16()
+    said = apply_float8(narrow, torch.device("cpu"), TrainConfig(precision="fp8", fp8_scaling=scaling))
+    assert said == f"fp8: 7 products of a rank by {backend}, one scale per {scaling} (the test)"
+    assert [n for n, _ in narrow.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    tokens = torch.arange(16).view(2, 8) % 100
+    losses = []
+    for model in (plain, narrow):
+        out = model(tokens, tokens)
+        out[0].backward()
+        losses.append(float(out[1]))
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+    for (name, a), (_, b) in zip(plain.named_parameters(), narrow.named_parameters(), strict=True):
+        assert float((a.grad - b.grad).float().norm() / a.grad.float().norm()) < 0.2, name
+        if ".w" in name:
+            assert not torch.equal(a.grad, b.grad), f"{name} was not computed in FP8"

@@ -15,6 +15,8 @@ class TrainConfig(Table):
     """bf16: bf16 compute, fp32 master weights and reduction. bf16_pure: bf16 weights with stochastic rounding."""
     fp8_scaling: Literal["tensor", "row"] = "tensor"
     """precision = "fp8": one scale per tensor, or one per row (finer, for the same speed of the products)."""
+    fp8_backend: Literal["auto", "torch", "torchao"] = "auto"
+    """Whose FP8 products: torch's own scaled matmul, or torchao's conversion where torch has none for the device."""
     steps: PositiveInt | None = None
     """Optimizer steps, instead of data.tokens, for short runs."""
     recompute: Literal["none", "selective", "full", "budget"] = "none"

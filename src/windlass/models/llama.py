@@ -106,7 +106,7 @@ class Llama(Model):
         return cos[self.position_start :], sin[self.position_start :]
 
     def body(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
-        if self.embed is not None and x.shape[1] > self.table[0].shape[0]:
+        if self.embeds and x.shape[1] > self.table[0].shape[0]:
             self.table = rope_table(self.position_start + x.shape[1], self.head_dim, self.theta, x.device)
         return super().body(x, documents)
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windlass.models.attention import document_mask
@@ -29,6 +30,15 @@ class Norm(nn.Module):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return wide.to(x.dtype) * self.weight
+
+
+class Embedding(nn.Embedding):
+    """Tokens to vectors. `lookup` finds them where a rank holds only some rows; set by `train.parallelize`."""
+
+    lookup: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight) if self.lookup is None else self.lookup(tokens, self.weight)
 
 
 class Head(nn.Module):
@@ -66,6 +76,8 @@ class Model(nn.Module):
 
     stackable = True
     """Blocks are alike and may be divided over pipeline stages."""
+    embeds = True
+    """Tokens come in. Not so in a later pipeline stage, even where it holds the embedding's weights for a tied head."""
 
     def __init__(
         self,
@@ -81,7 +93,7 @@ class Model(nn.Module):
     ) -> None:
         super().__init__()
         self.seq_len, self.std, self.vocab, self.tied, self.width = seq_len, std, vocab, tied, width
-        self.embed: nn.Embedding | None = nn.Embedding(rows, width)
+        self.embed: Embedding | None = Embedding(rows, width)
         self.layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
         self.norm: Norm | None = Norm(width, eps)
         self.head: Head | None = Head(width, rows, vocab, tied)
@@ -94,10 +106,11 @@ class Model(nn.Module):
         """Constants of positions that all blocks share (rotary angles, decay); made by `prepare`."""
 
     def keep(self, layers: range, *, first: bool, last: bool) -> None:
-        """Drop what belongs to other pipeline stages."""
+        """Drop what belongs to other pipeline stages. A tied head takes the embedding's weights with it."""
         for key in [k for k in self.layers if int(k) not in layers]:
             del self.layers[key]
-        if not first:
+        self.embeds = first
+        if not first and not (last and self.tied):
             self.embed = None
         if not last:
             self.norm = self.head = None
@@ -131,7 +144,7 @@ class Model(nn.Module):
         """Tokens (or the previous stage's hidden states) -> hidden states."""
         if documents is not None and self.whole_mask:
             documents = document_mask(documents, documents)  # once for all blocks
-        if self.embed is not None:
+        if self.embeds:
             x = self.embed(x)
         for block in self.layers.values():
             x = block(x, self.table, documents)

@@ -248,7 +248,7 @@ def resume(job: Job) -> Any:
 def go_back(job: Job, found: Any) -> dict[str, Any]:
     state = job.state()
     extra = restore(found, state, seed=job.recipe.seed)
-    after_restore(job.optimizer)
+    after_restore(job.optimizer, job.parts.tie)
     job.step, job.tokens, job.sequences = extra["step"], extra["tokens"], extra["sequences"]
     job.energy_carried, job.rolled_back = extra.get("energy_joules"), extra.get("rolled_back", False)
     job.best = list(extra.get("best", []))

@@ -22,6 +22,7 @@ from windlass.models.parts import Model
 from windlass.models.recompute import Recomputed
 from windlass.train.attention import apply_attention
 from windlass.train.mesh import World
+from windlass.train.tie import Tie, find_tie
 
 
 @dataclass
@@ -35,10 +36,14 @@ class Parts:
     """What was chosen automatically, with its reason."""
     shadow: bool = False
     """Single process in bf16: parameters are bf16 and the optimizer holds the fp32 master copy."""
+    tie: Tie | None = None
+    """Embedding and head share weights and stand in different stages."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each parameter once: what is a copy of another rank's (or stage's) is not trained here."""
+        copy = None if self.tie is None else self.tie.copy
         for module in self.modules:
-            yield from module.named_parameters()
+            yield from ((name, parameter) for name, parameter in module.named_parameters() if parameter is not copy)
 
 
 def parallelize(model: Model, recipe: Recipe, world: World) -> Parts:
@@ -49,12 +54,12 @@ def parallelize(model: Model, recipe: Recipe, world: World) -> Parts:
         apply_attention(module, train.attention)
         if world.axes.context > 1:
             _context(module, world)
-        if train.precision == "fp8":
-            _float8(module, recipe, world)
         _fuse(module, recipe, world)
         _loss(module, recipe, world, parts.notes)
         if world.axes.tensor > 1:
             _tensor(module, recipe, world)
+        if train.precision == "fp8":
+            _float8(module, recipe, world, parts.notes)
         _recompute(module, train.recompute)
         _compile(module, recipe, world, parts.notes)
         # Shard last, so that FSDP's hooks stay outside the compiled blocks and cause no graph breaks.
@@ -71,6 +76,7 @@ def parallelize(model: Model, recipe: Recipe, world: World) -> Parts:
         if train.precision == "bf16_pure" and world.size > 1:
             module.to(torch.bfloat16)
         module.to_empty(device="cpu" if layout.offload == "parameters" else world.device)
+    parts.tie = find_tie(parts.modules, parts.stages, parts.num_stages, layout.schedule, world)
     parts.notes[:] = list(dict.fromkeys(parts.notes))
     return parts
 
@@ -102,11 +108,6 @@ def split_stages(model: Model, world: World, *, schedule: str, chunks: int) -> P
     total = ranks * len(numbers)
     if ranks == 1:
         return Parts([model], [0], 1)
-    if model.tied:
-        raise ConfigError(
-            "model.tied needs embedding and head on one device, so it cannot be cut into pipeline stages",
-            hint="set model.tied = false or layout.pipeline = 1",
-        )
     if not model.stackable:
         raise ConfigError("this model family cannot be cut into pipeline stages", hint="set layout.pipeline = 1")
     if model.num_layers < total:
@@ -131,14 +132,10 @@ def _context(module: Model, world: World) -> None:
     apply_context(module, world)
 
 
-def _float8(module: Model, recipe: Recipe, world: World) -> None:
+def _float8(module: Model, recipe: Recipe, world: World, notes: list[str]) -> None:
     from windlass.train.float8 import apply_float8
 
-    if world.axes.tensor > 1:
-        raise ConfigError(
-            'train.precision = "fp8" is not supported with layout.tensor > 1', hint="shard instead, or use bf16"
-        )
-    apply_float8(module, world.device, recipe.train.fp8_scaling)
+    notes.append(apply_float8(module, world.device, recipe.train))
 
 
 def _fuse(module: Model, recipe: Recipe, world: World) -> None:

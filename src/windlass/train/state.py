@@ -6,6 +6,7 @@ from typing import Any
 
 from windlass.train.guard import Guard
 from windlass.train.optimizers import Optimizer
+from windlass.train.tie import Tie
 
 
 def training_state(optimizer: Optimizer, guard: Guard | None = None) -> dict[str, Any]:
@@ -25,6 +26,8 @@ def training_state(optimizer: Optimizer, guard: Guard | None = None) -> dict[str
     return state
 
 
-def after_restore(optimizer: Optimizer) -> None:
+def after_restore(optimizer: Optimizer, tie: Tie | None = None) -> None:
     """What follows from the restored tensors and was not itself restored."""
     optimizer.refresh()
+    if tie is not None:
+        tie.spread()

@@ -61,6 +61,8 @@ class Stepper:
         reason = self.guard.judge(values[0], norm)
         self.optimizer.step(lr, scale, reason == 0)
         self.optimizer.zero_grad()
+        if self.parts.tie is not None:
+            self.parts.tie.spread()
         return StepResult(torch.stack((values[0], norm, reason.to(values.dtype), values[2])), lr, forward)
 
     def gradients(self, tokens: Tensor, documents: Tensor | None) -> Any:
@@ -86,6 +88,8 @@ class Stepper:
     def _pipeline(self, inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> Any:
         self.schedule.step(*self._first(inputs), **self._extra(targets, numbers), **self._no_outputs)
         self._forget_trial()
+        if self.parts.tie is not None:
+            self.parts.tie.collect()
         return None
 
     def _forget_trial(self) -> None:

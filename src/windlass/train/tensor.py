@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -30,17 +31,13 @@ def apply_tensor(module: Model, recipe: Recipe, world: World) -> None:
             f"layout.tensor ({size}) does not divide the {time} positions a rank holds",
             hint="sequence parallelism divides the sequence: choose a seq_len that is a multiple",
         )
-    if module.tied:
-        raise ConfigError("model.tied is not supported with layout.tensor > 1", hint="set model.tied = false")
     if not hasattr(module, "tensor_plan"):
         raise ConfigError("this model family has no tensor-parallel plan", hint="set layout.tensor = 1")
-    top: dict[str, object] = {}
     if module.embed is not None:
-        top["embed"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        module.embed.weight = by_rows(module.embed.weight, mesh)
+        module.embed.lookup = partial(parallel_lookup, mesh=mesh)
     if module.norm is not None:
-        top["norm"] = SequenceParallel()
-    if top:
-        parallelize_module(module, mesh, top)
+        parallelize_module(module, mesh, {"norm": SequenceParallel()})
     for block in module.layers.values():
         parallelize_module(block, mesh, block_plan(module.tensor_plan))
     if hasattr(module, "divide_heads"):
@@ -63,8 +60,27 @@ def block_plan(plan: dict[str, str]) -> dict[str, object]:
     return {name: roles[role]() for name, role in plan.items()}
 
 
+def by_rows(weight: Tensor, mesh: DeviceMesh) -> nn.Parameter:
+    """Each rank holds some rows of the vocabulary."""
+    return nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)]))
+
+
+def parallel_lookup(tokens: Tensor, weight: Tensor, *, mesh: DeviceMesh) -> Tensor:
+    """This rank's stretch of the sequence, looked up by whichever rank holds the row.
+
+    torch's own row-wise embedding has no rule for its backward pass that keeps rows divided: the gradient was as large as the
+    whole table on every rank. Here it is made from the local rows and stays as small as they are.
+    """
+    part = weight.to_local()
+    index = tokens - mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
+    elsewhere = (index < 0) | (index >= part.shape[0])
+    found = F.embedding(index.masked_fill(elsewhere, 0), part).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+    return DTensor.from_local(found, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(1)]).to_local()
+
+
 def _head(module: Model, recipe: Recipe, mesh: DeviceMesh) -> None:
     head = module.head
-    head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
+    if head.weight is not None:  # else it is the embedding's, which is divided already
+        head.weight = by_rows(head.weight, mesh)
     head.loss = partial(parallel_loss, mesh=mesh, chunk=recipe.train.loss_chunk, z_loss=recipe.train.z_loss)
     head.logits = partial(parallel_logits, mesh=mesh)

@@ -348,7 +348,7 @@ def _device_kernels() -> Iterator[None]:
     changes: list[tuple[Any, str, Any]] = [
         (loss, "_terms", lambda device: _loss_kernel), (loss, "add_outer", _add_outer), (losses, "add_outer", _add_outer),
         (llama, "causal_attention", fused_attention), (attention, "causal_attention", fused_attention),
-        (float8, "refuse", lambda device: None), (float8, "scaled_product", _scaled_product),
+        (float8, "choose_backend", lambda wish, device: ("torch", "traced")), (float8, "scaled_product", _scaled_product),
     ]  # fmt: skip
     with contextlib.ExitStack() as stack:
         for where, name, new in changes:
@@ -558,7 +558,7 @@ def _compiled_blocks(recipe: Recipe) -> Iterator[None]:
     import windlass.train.float8 as float8
 
     changes: list[tuple[Any, str, Any]] = [
-        (float8, "float8_product", _narrow_product), (parts.Norm, "forward", _fused_norm), (llama.FeedForward, "forward", _fused_feed_forward), (llama, "rotate", _fused_rotation),
+        (float8, "local_product", _narrow_product), (parts.Norm, "forward", _fused_norm), (llama.FeedForward, "forward", _fused_feed_forward), (llama, "rotate", _fused_rotation),
         (retnet, "rotate_every_two", _fused_rotation), (retnet.Retention, "_norm", _fused_head_norm), (recompute, "selective", partial(_fused_selective, _products(recipe))),
         (retnet, "retain_parallel", _fused_parallel), (retnet, "retain_chunkwise", _fused_chunkwise), (retnet, "F", _Silent),
     ]  # fmt: skip
