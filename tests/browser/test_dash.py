@@ -7,8 +7,10 @@ import time
 
 import pytest
 from tests.report.sample_run import BEGIN, metric
+from tests.report.sample_sweep import end_point, make_sweep
 from tests.report.test_report import HOSTILE
 
+from windlass.launch.sweep.results import collect_rows, write_tables
 from windlass.runs.folder import Run
 
 pytestmark = pytest.mark.browser
@@ -128,6 +130,27 @@ def test_sweep_data_and_profile_pages(server, open_page):
     page.click("#rows a:text('first')")
     page.click("a:text('profile')")
     page.wait_for_selector("h1:text('Profile')")
+
+
+def test_a_sweep_is_drawn_followed_and_leads_to_its_runs(server, folder, open_page):
+    work = make_sweep(folder / "grid", unfinished=1)
+    server.folder._listed_at = -1e9
+    page = open_page()
+    page.goto(server.url)
+    page.click("nav a[data-page=sweep]")
+    for name in ("heat", "scaling", "pareto"):
+        page.wait_for_selector(f"#{name} .main-svg")
+    assert "OOM" in page.inner_text("#heat") and "8 of 9 points" in page.inner_text(".sub")
+    end_point(work, work.points[-1])
+    write_tables(work, collect_rows(work))
+    until(page, "document.querySelector('.sub').textContent.includes('9 of 9 points')")
+    assert page.inner_text("#points tbody tr td") == "beside"
+    page.select_option("#which", "runs")
+    page.wait_for_selector("h1:text('All runs against each other')")
+    page.go_back()
+    page.click("#points a:text('beside')")
+    page.wait_for_selector(".plot[data-key=loss] .main-svg")
+    assert page.inner_text("h1").startswith("grid.beside")
 
 
 def test_hostile_names_stay_text(server, folder, open_page):

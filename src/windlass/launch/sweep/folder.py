@@ -99,13 +99,15 @@ def open_sweep_folder(path: Path, loaded: LoadedSweep, points: Sequence[Point]) 
             hint="choose another folder with --run, or give the changed sweep a new `name`",
         )
     path.mkdir(parents=True, exist_ok=True)
-    if old is None:
+    shown = loaded.sweep.model_dump(mode="json")
+    if old is None or old.get("sweep") != shown:  # how it is shown and packed may change between two calls
         write_whole(folder.file, loaded.text)
         write_json(
             folder.record,
             {
                 "hash": loaded.hash, "name": loaded.sweep.name, "file": str(loaded.path.absolute()), "points": len(points),
-                "names": [p.name for p in points], "grid": [p.name for p in points if p.in_grid], "created_at": time.time(),
+                "names": [p.name for p in points], "grid": [p.name for p in points if p.in_grid],
+                "created_at": old["created_at"] if old else time.time(), "sweep": shown,
             },
         )  # fmt: skip
     for point in points:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from windlass.errors import WindlassError
@@ -154,13 +155,34 @@ def _profiled(view: RunView, read: Callable[..., list[Section]]) -> list[Section
 
 
 def _sweep(folder: Folder, query: Query) -> dict[str, Any]:
-    from windlass.report.dash.sweep import sweep_sections
+    """One sweep with its own numbers, the newest unless another is asked for; `runs` compares whatever lies in the folder."""
+    from windlass.report.dash.sweep import compared
+    from windlass.report.sweeps import find_sweeps
 
+    found = find_sweeps(folder.root)
+    wanted = _one(query, "id", found[0].id if found else "runs")
+    chosen = next((s for s in found if s.id == wanted), None)
+    if chosen is None and wanted != "runs":
+        raise NotFound("sweep")
+    parts = compared([v.summary() for v in folder.views()], folder.root) if chosen is None else chosen.sections()
     return {
-        "sections": redact(
-            [section_json(s) for s in sweep_sections([v.summary() for v in folder.views()], folder.root)]
-        )
-    }
+        "id": wanted, "sweeps": [{"id": s.id, "name": s.name, "title": s.title, "progress": s.progress} for s in found],
+        "sections": redact([_linked(section_json(s), _points(folder, chosen.path)) if chosen else section_json(s) for s in parts]),
+    }  # fmt: skip
+
+
+def _points(folder: Folder, sweep: Path) -> dict[str, str]:
+    """Point -> id of its run, where it has one: a command's points have none."""
+    inside = (sweep / "points").resolve()
+    return {v.run.name: v.id for v in folder.views() if v.run.path.resolve().parent == inside}
+
+
+def _linked(section: dict[str, Any], runs: Mapping[str, str]) -> dict[str, Any]:
+    """The names of points lead to their runs."""
+    for item in section["items"]:
+        if item["kind"] == "table" and item["columns"][:1] == ["point"]:
+            item["links"] = [runs.get(row[0]) for row in item["rows"]]
+    return section
 
 
 def _plan(folder: Folder, query: Query) -> dict[str, Any]:

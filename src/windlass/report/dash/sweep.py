@@ -1,4 +1,4 @@
-"""What do many runs show together? Heat map over the two keys that vary most, scaling over devices, speed against energy."""
+"""What do runs show together that no sweep asked for? Heat map over the two keys that vary most, scaling over devices, speed against energy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ QUIET = ("name", "notes", "seed", "launch", "trackers", "profile", "save", "ener
 """Tables that do not change how fast a step is."""
 
 
-def sweep_sections(runs: Sequence[RunSummary], root: Path) -> list[Section]:
+def compared(runs: Sequence[RunSummary], root: Path) -> list[Section]:
     done = [r for r in runs if r.tokens_per_second is not None]
     if len(done) < 2:
         return [Section("", (Note(f"{len(done)} run with a measured speed in {root.name}: a comparison needs two."),))]

@@ -210,6 +210,34 @@ async function sectionsPage(title, sub, path, query, mine) {
   every(load, mine);
 }
 
+async function sweepPage(id, mine) {
+  let before = "";
+  const title = el("h1", null, "Sweep");
+  const about = el("p", { class: "sub" });
+  const choice = el("select", { id: "which", "aria-label": "which sweep", on: { change: () => { location.hash = `#/sweep/${choice.value}`; } } });
+  const bar = el("div", { class: "bar" }, el("label", null, "show ", choice));
+  const body = el("div", null, el("p", { class: "faint" }, "reading ..."));
+  page.replaceChildren(title, about, bar, body);
+  const load = async () => {
+    const reply = await ask("sweep", id ? { id } : {});
+    const now = JSON.stringify(reply);
+    if (!mine() || now === before) return;
+    before = now;
+    if (reply.error) return body.replaceChildren(el("p", { class: "warning" }, `${reply.error}: it may have been moved.`));
+    const options = [...reply.sweeps.map((s) => [s.id, s.name]), ["runs", "all runs of this folder against each other"]];
+    choice.replaceChildren(...options.map(([value, text]) => el("option", { value, selected: value === reply.id }, text)));
+    bar.hidden = !reply.sweeps.length;
+    const shown = reply.sweeps.find((s) => s.id === reply.id);
+    title.textContent = shown ? shown.title : "All runs against each other";
+    about.textContent = shown ? `sweep ${shown.name}, ${shown.progress}; the same rows as its results.csv and report.html` : "every run of this folder with a measured speed; no sweep asked for them together";
+    const scroll = window.scrollY;
+    body.replaceChildren(...sections(reply.sections));
+    window.scrollTo(0, scroll);
+  };
+  await load();
+  every(load, mine);
+}
+
 async function show() {
   const mine = ((me) => () => me === turn)(++turn);
   clearTimeout(timer);
@@ -218,7 +246,7 @@ async function show() {
   said("");
   try {
     if (name === "run") await runPage(id, mine);
-    else if (name === "sweep") await sectionsPage("Sweep", "All runs of this folder against each other.", "sweep", {}, mine);
+    else if (name === "sweep") await sweepPage(id, mine);
     else if (name === "planner") await plannerPage(page, ask, mine);
     else if (name === "data") await sectionsPage("Data ledger", "Where the text comes from and on what terms, by run.", "data", {}, mine);
     else if (name === "profile") await sectionsPage("Profile", "Traces of this run.", "profile", { id }, mine);

@@ -83,7 +83,8 @@ function table(item) {
   const right = new Set(item.right), strong = new Set(item.strong);
   const cell = (tag, text, i) => el(tag, { class: right.has(i) ? "n" : String(text).length > 60 ? "wrap" : null }, text);
   const head = el("thead", null, el("tr", null, item.columns.map((c, i) => cell("th", c, i))));
-  const body = el("tbody", null, item.rows.map((row, r) => el("tr", { class: strong.has(r) ? "strong" : null }, row.map((c, i) => cell("td", c, i)))));
+  const named = (c, r) => (item.links && item.links[r] ? el("td", { class: "wrap" }, el("a", { href: `#/run/${item.links[r]}` }, c)) : cell("td", c, 0));
+  const body = el("tbody", null, item.rows.map((row, r) => el("tr", { class: strong.has(r) ? "strong" : null }, row.map((c, i) => (i ? cell("td", c, i) : named(c, r))))));
   return el("div", null, el("div", { class: "wide" }, el("table", null, head, body)), item.caption ? el("p", { class: "caption" }, item.caption) : null);
 }
 
