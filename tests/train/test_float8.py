@@ -69,7 +69,7 @@ def test_refused_without_the_units(device: Any) -> None:
     with pytest.raises(ConfigError, match="MI250X has no FP8 matrix units"):
         choose_backend("auto", CUDA)
     device("NVIDIA A100-SXM4-40GB", capability=(8, 0), torchao=True)
-    with pytest.raises(ConfigError, match="A100.* has no FP8 matrix units"):
+    with pytest.raises(ConfigError, match=r"A100.* has no FP8 matrix units"):
         choose_backend("torchao", CUDA)
 
 
