@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from tests.report.sample_run import BATCH, make_run
+from tests.report.sample_run import BATCH, BEGIN, make_run
 
 from windlass.errors import RunError
 from windlass.report.collect import collect, find_runs
@@ -52,13 +52,32 @@ def test_every_view_has_the_same_words(run):
 
 
 def test_plan_against_measured(run):
-    plan = {"tokens_per_second": 100_000.0, "mfu": 0.4, "step_seconds": 1.3, "memory_gib": 60.0, "mwh": 0.0005}
+    plan = {
+        "tokens_per_second": 100_000.0,
+        "mfu": 0.4,
+        "step_seconds": 1.3,
+        "memory_gib": 60.0,
+        "memory_allocated_gib": 55.0,
+        "mwh": 0.0005,
+    }
     run.plan_file.write_text(json.dumps({"version": 1, "plan": plan}))
     s = collect(run)
     rows = {what: (planned, measured) for what, planned, measured in s.plan_rows}
     assert rows["tokens/s"][0] == 100_000.0
-    assert rows["memory per device, bytes"] == (60 * 2**30, s.memory_bytes)
+    assert rows["peak memory allocated on a device, bytes"] == (55 * 2**30, s.memory_bytes)
     assert s.energy.forecast_kwh == 0.5
+
+
+def test_on_a_cpu_the_whole_process_is_compared(run):
+    run.plan_file.write_text(json.dumps({"device": "cpu", "plan": {"memory_gib": 60.0, "memory_allocated_gib": 55.0}}))
+    s = collect(run)
+    assert s.plan_rows == [("memory of a process, bytes", 60 * 2**30, s.memory_bytes)]
+
+
+def test_memory_is_the_highest_of_the_run_not_the_last(run):
+    before = collect(run).memory_bytes
+    run.metric({"step": 301, "loss": 2.0, "memory_bytes": 5, "time": BEGIN + 9000})
+    assert collect(run).memory_bytes == before
 
 
 @pytest.mark.parametrize("gone", ["metrics.jsonl", "events.jsonl", "energy.jsonl", "manifest.json"])

@@ -84,6 +84,7 @@ def test_a_source_without_kind_is_not_guessed(run):
     assert "The kind of 1 of 2 sources is not stated: listed under 2.6" in text
     assert "| 2.2.1 Private datasets licensed by rightsholders | stated |" in text
     assert "| 2.1 Publicly available datasets | none in the ledger |" in text
+    assert "| 2.6 Other sources of data | none in the ledger |" not in text
 
 
 def test_every_kind_has_its_place_in_the_template(run):
@@ -107,7 +108,7 @@ def test_a_published_report_names_no_path_of_the_machine(run):
     text, page = markdown_report([run]), html_report([run])
     for form in (text, page):
         assert "p123" not in form and "secret-project" not in form and str(run.path) not in form
-    assert "| data | sample, sequences of" in text
+    assert "| data | token store sample, sequences of" in text
     assert "OSError: .../x.bin is gone" in text
 
 

@@ -201,6 +201,8 @@ def source_list(sources: list[dict[str, Any]]) -> list[Item]:
     for source in sources:
         row = (_tokens(source.get("tokens")), field(source, "licence", "license"), field(source, "origin", "url"))
         groups.setdefault(heading(source), []).append((field(source, "name"), *row))
+    if any(title.startswith(f"{KINDS['other']} (") for title in groups) and not groups[KINDS["other"]]:
+        del groups[KINDS["other"]]
     nothing = ("none in the ledger" if sources else "no ledger", "", "", "")
     listed = [(title, *row) for title in sorted(groups) for row in groups[title] or [nothing]]
     table = Table(("2. List of data sources", "name", "tokens", "licence", "origin"), listed, right=(2,))

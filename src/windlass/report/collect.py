@@ -15,7 +15,7 @@ from windlass.config import Recipe
 from windlass.energy.carbon import Carbon, carbon
 from windlass.energy.ledger import Ledger, read_ledger
 from windlass.errors import RunError, WindlassError
-from windlass.report.columns import Columns, last_known, middle
+from windlass.report.columns import Columns, highest, last_known, middle
 from windlass.runs.files import read_json, read_lines
 from windlass.runs.folder import Run, open_run
 from windlass.runs.life import life
@@ -129,7 +129,7 @@ def collect(where: Run | Path | str, *, columns: Columns | None = None) -> RunSu
         loss=middle(columns.get("loss"), last=10, skip=0), val_loss=_val_loss(events, columns), tokens_per_second=rate,
         tokens_per_second_per_device=middle(columns.get("tokens_per_second_per_device")),
         mfu=middle(columns.get("mfu")), hfu=middle(columns.get("hfu")), step_seconds=middle(columns.get("step_seconds")),
-        memory_bytes=last_known(columns.get("memory_bytes")), utilization=middle(columns.get("utilization")),
+        memory_bytes=highest(columns.get("memory_bytes")), utilization=middle(columns.get("utilization")),
         watts=last_known(columns.get("watts")), spread_seconds=middle(columns.get("spread_seconds")),
         slowest_rank=None if rank is None else int(rank),
         started_at=_first_time(events, run), updated_at=_latest(events, last_known(times)), eta_seconds=eta,
@@ -296,11 +296,19 @@ def _with_plan(summary: RunSummary) -> RunSummary:
         ("tokens/s", _planned(summary.plan, "tokens_per_second"), summary.tokens_per_second),
         ("MFU", _planned(summary.plan, "mfu"), summary.mfu),
         ("step, s", _planned(summary.plan, "step_seconds"), summary.step_seconds),
-        ("memory per device, bytes", _planned(summary.plan, "memory_gib", 2**30), summary.memory_bytes),
-        ("memory allocated, bytes", _planned(summary.plan, "memory_allocated_gib", 2**30), summary.memory_bytes),
+        (_memory_word(summary.plan), _planned(summary.plan, _memory_key(summary.plan), 2**30), summary.memory_bytes),
         ("energy of the whole run, kWh", summary.energy.forecast_kwh, _full_kwh(summary)),
     ]
     return replace(summary, plan_rows=[row for row in rows if row[1] is not None])
+
+
+def _memory_key(plan: Mapping[str, Any]) -> str:
+    """A run shows the allocator's peak on a GPU and the whole process on a CPU: like is compared with like."""
+    return "memory_gib" if plan.get("device") == "cpu" else "memory_allocated_gib"
+
+
+def _memory_word(plan: Mapping[str, Any]) -> str:
+    return "memory of a process, bytes" if plan.get("device") == "cpu" else "peak memory allocated on a device, bytes"
 
 
 def _full_kwh(summary: RunSummary) -> float | None:

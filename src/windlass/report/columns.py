@@ -212,6 +212,12 @@ def last_known(values: Numbers) -> float | None:
     return float(found[-1]) if len(found) else None
 
 
+def highest(values: Numbers) -> float | None:
+    """The peak over the whole run: after a restart the counter of the devices begins anew."""
+    found = values[~np.isnan(values)]
+    return float(found.max()) if len(found) else None
+
+
 def step_of(event: Mapping[str, Any], columns: Columns) -> float | None:
     """The event's own step, else the last step written before it: a fault does not know where the others were."""
     step = event.get("step")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ def what(s: RunSummary) -> Section:
         ("parameters", "unknown" if s.parameters is None else f"{s.parameters:,}"),
         (
             "data",
-            f"{store_name(str(data['store'])) if data.get('store') else 'synthetic tokens'}, sequences of {data.get('seq_len', '?')}, batch {print_tokens(data.get('batch_tokens'))} tokens",
+            f"{'token store ' + store_name(str(data['store'])) if data.get('store') else 'synthetic tokens'}, sequences of {data.get('seq_len', '?')}, batch {print_tokens(data.get('batch_tokens'))} tokens",
         ),
         (
             "cluster",
@@ -375,7 +375,8 @@ def environment(s: RunSummary) -> Section:
         for k, v in s.manifest.items()
         if k not in ("earlier", "data", "packages") and not isinstance(v, (dict, list))
     }
-    rows = [(k, redact_text(when(v) if k == "started_at" else str(v))) for k, v in redact(plain).items()]
+    written: dict[str, Callable[[Any], str]] = {"started_at": when, "memory_bytes": print_bytes}
+    rows = [(k, redact_text(written.get(k, str)(v))) for k, v in redact(plain).items()]
     packages = s.manifest.get("packages")
     if isinstance(packages, dict):
         rows.append(("packages", ", ".join(f"{k} {v}" for k, v in packages.items())))

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 BARS = "▁▂▃▄▅▆▇█"
 STALE_SECONDS = 120.0
+QUIET = ("removed", "interval")
+"""Events that say nothing to somebody who watches."""
 COLOURS = {"finished": "green", "running": "cyan", "stopped": "yellow", "failed": "red", "unknown": "yellow"}
 
 
@@ -61,7 +63,7 @@ def facts(s: RunSummary, columns: Columns, now: float) -> list[tuple[str, str]]:
     progress = f"{print_tokens(s.tokens)}" + (f" of {print_tokens(s.target_tokens)}" if s.target_tokens else "")
     end = print_seconds(s.eta_seconds) if s.status == "running" else s.status
     return [
-        ("loss", number(s.loss)), ("tokens", progress),
+        ("recent loss", number(s.loss)), ("tokens", progress),
         ("val loss", number(s.val_loss, unknown="none yet")), ("time left", end),
         ("tokens/s", rate(s.tokens_per_second).removesuffix(" tokens/s")), ("step", "none yet" if s.step is None else f"{s.step:,} ({print_seconds(s.step_seconds)})"),
         ("MFU", percent(s.mfu)), ("goodput", percent(goodput(s), "not known")),
@@ -84,8 +86,13 @@ def picture(s: RunSummary, columns: Columns, width: int, now: float) -> Renderab
     )
     parts: list[RenderableType] = [head, *_warnings(s, now), _bar(s, width), _table(facts(s, columns, now), width)]
     parts += [_curve("loss", columns.get("loss"), width), _curve("tokens/s", columns.get("tokens_per_second"), width)]
-    parts += [Text(f"  {_ago(e['time'], now)}  {event_text(e)}"[:width], style="dim") for e in s.events[-5:]]
+    told = [e for e in s.events if e["event"] not in QUIET][-5:]
+    parts += [Text(_cut(f"  {_ago(e['time'], now)}  {event_text(e)}", width), style="dim") for e in told]
     return Group(*parts)
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def _warnings(s: RunSummary, now: float) -> list[RenderableType]:

@@ -175,7 +175,7 @@ def _share(part: float, whole: float) -> float | None:
 _WORDS = {
     "started": "started on {world_size} devices",
     "resumed": "resumed at step {step} on {world_size} devices, {lost_steps} steps to do again",
-    "compiled": "first step done {seconds} after the start",
+    "compiled": "first step done, {seconds} after the processes began",
     "saved": "saved step {step} ({bytes}, training waited {stall_seconds}, written in {write_seconds})",
     "save_failed": "saving step {step} failed: {error}",
     "removed": "removed step {step}: {reason}",
