@@ -1,0 +1,142 @@
+"""What do the stories' pages ask to be typed? Reads their "on this machine" blocks, runs them, and keeps what they gave.
+
+python scripts/stories.py              # run every story in a new folder; write benchmarks/results/stories.json and docs/pictures/story-*
+python scripts/stories.py --show       # only print the commands
+
+A page's block counts when its fence says so: ```console title="on this machine". tests/story runs the same lines, so page and test cannot differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+TOP = Path(__file__).resolve().parents[1]
+GUIDES = TOP / "docs" / "guides"
+PICTURES = TOP / "docs" / "pictures"
+RESULTS = TOP / "benchmarks" / "results" / "stories.json"
+STORIES = ("italia", "gptnl", "lumi", "hackathon", "ultrascale")
+HERE = 'title="on this machine"'
+FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```", re.M | re.S)
+
+
+def commands(page: Path) -> list[str]:
+    """The lines of a page that run on the reader's own machine, in order."""
+    blocks = [body for kind, info, body in FENCE.findall(page.read_text()) if kind == "console" and HERE in info]
+    return [line[2:] for body in blocks for line in body.splitlines() if line.startswith("$ ")]
+
+
+def page_of(story: str) -> Path:
+    return GUIDES / (f"story-{story}.md" if story != "start" else "stories.md")
+
+
+def prepare(folder: Path) -> dict[str, str]:
+    """Make `folder` look like a checkout in which windlass is on the path; the environment for its commands."""
+    for name in ("recipes", "tests", "benchmarks"):
+        (folder / name).symlink_to(TOP / name)
+    binaries = folder / "bin"
+    binaries.mkdir()
+    for name, words in (("windlass", "-m windlass"), ("python", "")):
+        (binaries / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+        (binaries / name).chmod(0o755)
+    # One thread per process: the stories' models are too small for more, and two workers share a laptop.
+    return {**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}", "COLUMNS": "140", "OMP_NUM_THREADS": "1"}
+
+
+def run(command: str, folder: Path, env: dict[str, str], timeout: float = 600) -> str:
+    """What the command printed; an error of the command is an error here, with all it said."""
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=timeout
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"$ {command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}\nended with {done.returncode}")
+    return done.stdout
+
+
+# -- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def events(run_folder: Path, name: str) -> list[dict[str, Any]]:
+    return [e for e in lines(run_folder / "events.jsonl") if e["event"] == name]
+
+
+def italia(folder: Path) -> dict[str, Any]:
+    first, second = folder / "runs" / "italia-small", folder / "runs" / "italia-small-cpt"
+    saved = sorted(int(p.name.removeprefix("step-")) for p in (first / "checkpoints").glob("step-*"))
+    return {
+        "resumed_at": events(first, "resumed")[0]["step"],
+        "steps": lines(first / "metrics.jsonl")[-1]["step"],
+        "kept": saved,
+        "validation": [(e["step"], e["val_loss"]) for e in events(first, "evaluated")],
+        "interval": events(second, "interval")[0]["reason"],
+        "continued": [(m["step"], m["loss"], m["lr"]) for m in lines(second / "metrics.jsonl")][:: 39 or 1],
+    }
+
+
+def gptnl(folder: Path) -> dict[str, Any]:
+    rows = json.loads((folder / "runs" / "grid-small" / "results.json").read_text())
+    keep = ("point", "outcome", "tokens_per_second", "memory_bytes", "step_seconds", "loss")
+    rows = rows["rows"] if isinstance(rows, dict) else rows
+    return {"grid": [{k: row.get(k) for k in keep} for row in rows]}
+
+
+def lumi(folder: Path) -> dict[str, Any]:
+    found = [e for e in lines(folder / "runs" / "viking-small" / "eval.jsonl") if e["group"].startswith("language ")]
+    by = {(e["group"].removeprefix("language "), e["metric"]): e for e in found}
+    return {"languages": {k[0]: [e["value"], e["low"], e["high"], e["count"]] for k, e in by.items() if k[1] == "bits_per_byte"}}
+
+
+def hackathon(folder: Path) -> dict[str, Any]:
+    rows = json.loads((folder / "runs" / "finetune-small" / "results.json").read_text())
+    rows = rows["rows"] if isinstance(rows, dict) else rows
+    keep = ("point", "outcome", "devices", "tokens_per_second", "macro_f1", "accuracy")
+    losses = [m["loss"] for m in lines(folder / "runs" / "retnet-small" / "metrics.jsonl")]
+    return {"matrix": [{k: row.get(k) for k in keep} for row in rows], "retnet_loss": [losses[0], losses[-1]]}
+
+
+COLLECT = {"italia": italia, "gptnl": gptnl, "lumi": lumi, "hackathon": hackathon}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--show", action="store_true")
+    parser.add_argument("--folder", type=Path, help="work here (must be empty) and keep it")
+    given = parser.parse_args()
+    if given.show:
+        print("\n".join(c for story in ("start", *STORIES) for c in commands(page_of(story))))
+        return 0
+    folder = given.folder or Path(tempfile.mkdtemp(prefix="stories-"))
+    folder.mkdir(exist_ok=True)
+    env, kept = prepare(folder), {}
+    for story in ("start", *STORIES):
+        for command in commands(page_of(story)):
+            began = time.process_time(), time.monotonic()
+            print(f"$ {command}", flush=True)
+            run(command, folder, env)
+            print(f"  {time.monotonic() - began[1]:.1f} s", flush=True)
+        if story in COLLECT:
+            kept[story] = COLLECT[story](folder)
+    about = {"command": "python scripts/stories.py", "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}", "python": platform.python_version()}  # fmt: skip
+    RESULTS.write_text(json.dumps({"about": about, **kept}, indent=1) + "\n")
+    print(f"wrote {RESULTS.relative_to(TOP)}")
+    if given.folder is None:
+        shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
