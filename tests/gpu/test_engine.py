@@ -83,3 +83,19 @@ def test_retnet_forms_agree_in_bf16() -> None:
     model = {"family": "retnet", "heads": 4, "kv_heads": None, "chunk": 128}
     forms = [curve(model={**model, "retention": form}) for form in ("parallel", "chunkwise")]
     assert forms[0] == pytest.approx(forms[1], abs=2e-2)
+
+
+def test_the_attention_kernel_changes_although_the_compile_cache_is_warm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's cache key does not name the kernel that attention chose; ours must."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    names = []
+    for kernel in ("cudnn", "flash"):
+        torch.compiler.reset()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            curve(steps=2, train={"attention": kernel})
+        names.append({event.key for event in profile.key_averages()})
+    assert any("cudnn" in name for name in names[0])
+    assert any("flash" in name for name in names[1] - names[0])
+    assert not any("cudnn" in name and "sdpa" in name for name in names[1])

@@ -183,7 +183,11 @@ def _compile(module: Model, recipe: Recipe, world: World, notes: list[str]) -> N
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "windlass" / "compile"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     import torch._functorch.config as functorch
+    import torch.compiler.config as compiler
 
+    # The cached graph holds the attention kernel that was chosen when it was made; torch's own key does not name it, so a
+    # warm cache would go on with cuDNN after train.attention = "flash" (seen on the H200).
+    compiler.cache_key_tag = f"attention={train.attention}"
     functorch.activation_memory_budget = train.recompute_budget if train.recompute == "budget" else 1.0
     for block in module.layers.values():
         # Dynamic shapes would cost speed and are not needed: every block sees one shape in training and one in evaluation.
