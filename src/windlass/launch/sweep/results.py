@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 COLUMNS = (
     "point", "outcome", "evidence", "detail", "engine", "layout", "shard", "micro_batch", "tensor", "pipeline", "context", "offload", "recompute",
     "attention", "precision", "compile", "nodes", "devices", "seq_len", "batch_tokens", "steps", "tokens_per_second", "tokens_per_second_per_device",
-    "predicted_tokens_per_second_per_device", "mfu", "predicted_mfu", "memory_bytes", "predicted_memory_bytes", "memory_limit_bytes", "oom_chance",
+    "predicted_tokens_per_second_per_device", "mfu", "predicted_mfu", "memory_bytes", "predicted_memory_bytes", "needed_memory_bytes", "memory_limit_bytes", "oom_chance",
     "step_seconds", "predicted_step_seconds", "step_spread", "joules_per_token", "kwh_per_step", "energy_joules", "loss", "seconds",
 )  # fmt: skip
-"""Of a sweep over recipes, after the sweep's own axes. `step_spread` is (90th - 10th percentile) / median of the step times."""
+"""Of a sweep over recipes, after the sweep's own axes. `step_spread` is (90th - 10th percentile) / median of the step times;
+predicted memory is what the run would show as its peak, needed memory what must fit below the limit."""
 COMMAND_COLUMNS = ("point", "outcome", "evidence", "detail", "devices", "seconds")
 SKIP_LINES = 2
 """First metric lines that are left out: compilation and caches settle there."""
@@ -75,7 +76,7 @@ def layout_words(layout: Mapping[str, Any]) -> str:
 def _predicted(expected: Expectation) -> Row:
     return {
         "predicted_tokens_per_second_per_device": expected.tokens_per_second_per_device, "predicted_mfu": expected.mfu,
-        "predicted_memory_bytes": expected.memory_bytes, "memory_limit_bytes": expected.memory_limit_bytes, "oom_chance": expected.oom_chance,
+        "predicted_memory_bytes": expected.peak_bytes, "needed_memory_bytes": expected.memory_bytes, "memory_limit_bytes": expected.memory_limit_bytes, "oom_chance": expected.oom_chance,
         "predicted_step_seconds": expected.step_seconds,
     }  # fmt: skip
 
@@ -229,9 +230,3 @@ def _one_type(values: Sequence[Any]) -> list[Any]:
         whole = all(isinstance(v, int) for v in known)
         return [v if v is None or whole else float(v) for v in values]
     return [None if v is None else str(v) for v in values]
-
-
-def best_first(rows: Sequence[Row], rank_by: str, goal: str = "max") -> list[Row]:
-    """The points that ended well, best first."""
-    known = [r for r in rows if r.get("outcome") == "ok" and _is_number(r.get(rank_by))]
-    return sorted(known, key=lambda r: -r[rank_by] if goal == "max" else r[rank_by])
