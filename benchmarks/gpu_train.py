@@ -628,7 +628,8 @@ def cells(row: dict[str, Any]) -> list[str]:
     if row.get("error"):
         return [row["row"], row["error"], *[""] * (len(COLUMNS) - 2)]
     show = lambda key, digits=1, factor=1.0: "" if row.get(key) is None else f"{row[key] * factor:,.{digits}f}"  # noqa: E731
-    note = row.get("note") or (f"loss {row['loss']:.4f}" if row.get("kind") == "loss" else "")
+    loss = f"loss {row['loss']:.4f}" if row.get("kind") == "loss" else ""
+    note = ", ".join(filter(None, [loss, row.get("note")]))
     return [
         row["row"],
         show("tokens_per_second", 0),
@@ -673,6 +674,47 @@ def write(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
     (args.out / f"{stem(args)}.md").write_text(text)
 
 
+COMPARED = (
+    ("1.1B against the floor of its own work", "windlass-1.1b", "floor-1.1b"),
+    ("1.1B against torchtitan", "windlass-1.1b", "titan-1.1b"),
+    ("1.1B against the Hugging Face loop", "windlass-1.1b", "hf-1.1b"),
+    ("`windlass train` against the bare step, 1.1B", "startup-1.1b", "windlass-1.1b"),
+    ("8B at half depth against the floor", "windlass-8b-half", "floor-8b-half"),
+    ("8B at half depth against torchtitan", "windlass-8b-half", "titan-8b-half"),
+    ("8B at half depth against the Hugging Face loop with recompute", "windlass-8b-half", "hf-8b-half"),
+    ("FP8 against bf16, 1.1B", "windlass-1.1b-fp8", "windlass-1.1b"),
+    ("FP8 against bf16, 8B at half depth", "windlass-8b-half-fp8", "windlass-8b-half"),
+    ("RetNet at 2,048 tokens, chunkwise against parallel", "windlass-retnet-2048-chunkwise", "windlass-retnet-2048-parallel"),
+    ("RetNet at 8,192 tokens, chunkwise against parallel", "windlass-retnet-8192-chunkwise", "windlass-retnet-8192-parallel"),
+)  # fmt: skip
+
+
+def join(files: list[Path], args: argparse.Namespace) -> None:
+    """Several result files into the one that is kept: the first holds what is compared."""
+    runs = [json.loads(file.read_text()) for file in files]
+    by_name = {row["row"]: row for run in runs for row in run["rows"]}
+    (args.out / f"{stem(args)}.json").write_text(json.dumps({"runs": runs}, indent=2) + "\n")
+    head = "| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS) + "\n"
+    parts = [f"# Training on one {runs[0]['about']['device']}\n\nMFU: {runs[0]['about']['mfu']}.\n"]
+    ratios = [
+        f"| {words} | {by_name[a]['tokens_per_second'] / by_name[b]['tokens_per_second']:.3f} |"
+        for words, a, b in COMPARED
+        if by_name.get(a, {}).get("tokens_per_second") and by_name.get(b, {}).get("tokens_per_second")
+    ]
+    parts.append("\n| compared, by tokens/s | ratio |\n|---|---|\n" + "\n".join(ratios) + "\n")
+    for run in runs:
+        about = run["about"]
+        parts.append(
+            f"\n`{about['command']}`, {about['time']}, commit {about['commit']}, torch {about['torch']}, Python {about['python']}."
+        )
+        parts.append(
+            f"{' ' + about['note'] if about.get('note') else ''}\n\n{head}"
+            + "\n".join(map(line_of, run["rows"]))
+            + "\n"
+        )
+    (args.out / f"{stem(args)}.md").write_text("".join(parts))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", help="comma-separated names or prefixes; default rows when left out")
@@ -687,10 +729,14 @@ def main() -> None:
     parser.add_argument("--text", help="a text file for the loss rows")
     parser.add_argument("--row-timeout", type=float, default=300)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "benchmarks" / "results")))
+    parser.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="only join these result files")
     parser.add_argument("--name", help="stem of the result files")
     args = parser.parse_args()
     if args.one:
         print(json.dumps(one(args.one, args.tiny, args.warm, args.timed)))
+        return
+    if args.join:
+        join(args.join, args)
         return
     every = [r.name for r in rows() + extra_rows()]
     if args.list:

@@ -1,21 +1,25 @@
-"""RetNet beside a Llama of equal size, on the same tokens: loss, throughput, memory, and decoding at 1k to 64k tokens of context.
+"""RetNet beside a Llama of equal size, on the same tokens: loss, throughput, memory, decoding at 1k to 64k tokens of context.
 
-    python benchmarks/retnet_vs_llama.py                          # on a GPU; under three minutes; writes benchmarks/results/
-    python benchmarks/retnet_vs_llama.py --text some.txt          # train on this text instead of Python's own library
+    python benchmarks/retnet_vs_llama.py --store STORE            # on a GPU; about two and a half minutes
+    python benchmarks/retnet_vs_llama.py                          # the same on Python's own library, tokenized first
     python benchmarks/retnet_vs_llama.py --tiny                   # small shapes, also on a CPU: does it run at all?
+    python benchmarks/retnet_vs_llama.py --render                 # table and figures again, from the JSON that is there
 
-Both models train by the same short loop (bf16 compute, fp32 weights, AdamW, torch.compile per block on a GPU) on the same batches.
-Decoding: a prompt of N tokens is taken, then tokens are made one at a time; the time is the median per token, the memory the
-state that the decoder carries and the allocator's peak. The context is made of training tokens: what is measured is cost, not quality.
+The RetNet is that of recipes/retnet_300m_lumi.toml; the Llama has its width, depth, vocabulary and, within half a percent, its
+number of parameters. Both train by `windlass train`'s own loop on the same sequences in the same order. Then `windlass eval`'s code
+scores the held-out part, beside the forward pass of the training code, and `windlass generate`'s code takes a prompt of N tokens
+and makes one token at a time. The prompt is made of training text: what is measured there is cost, not quality. Results are
+written after every stage.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,189 +30,271 @@ ROOT = Path(__file__).resolve().parents[1]
 # In place of this folder, whose files have names of the standard library.
 sys.path[0] = str(ROOT / "src")
 
-VOCAB = 32_000
-MODELS = {
-    # The published "medium" shape with an untied vocabulary; the Llama has the same width and depth and as many parameters.
-    "retnet": {
-        "family": "retnet",
-        "layers": 16,
-        "width": 1024,
-        "ffn": 1728,
-        "value_width": 1728,
-        "heads": 4,
-        "chunk": 256,
-    },
-    "llama": {"family": "llama", "layers": 16, "width": 1024, "ffn": 2776, "heads": 16, "kv_heads": 16},
-}
+RECIPE = ROOT / "recipes" / "retnet_300m_lumi.toml"
+# 4 x 1024^2 of attention and 3 x 1024 x 3392 of feed-forward: 14.6 M parameters a layer, where the RetNet has 14.7 M.
+LLAMA = {"family": "llama", "layers": 16, "width": 1024, "ffn": 3392, "heads": 16, "kv_heads": 16}
 TINY = {
-    "retnet": {"family": "retnet", "layers": 2, "width": 64, "ffn": 104, "value_width": 104, "heads": 2, "chunk": 16},
-    "llama": {"family": "llama", "layers": 2, "width": 64, "ffn": 168, "heads": 4, "kv_heads": 4},
+    "retnet": {"family": "retnet", "layers": 2, "width": 64, "ffn": 128, "value_width": 128, "heads": 2},
+    "llama": {"family": "llama", "layers": 2, "width": 64, "ffn": 208, "heads": 4, "kv_heads": 4},
 }
+BEGAN = time.perf_counter()
 
 
 def main() -> None:
     asked = arguments()
+    if asked.render:
+        found = json.loads((asked.out / f"{asked.name}.json").read_text(encoding="utf-8"))
+        render(found, asked)
+        return
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokens, vocab = corpus(asked)
-    found: dict[str, Any] = {
-        "about": about(device, asked),
-        "tokens": len(tokens),
-        "vocab": vocab,
-        "train": {},
-        "decode": {},
-    }
-    for name, shape in (TINY if asked.tiny else MODELS).items():
-        print(f"{name}: training {asked.steps} steps of {asked.batch} x {asked.seq}", flush=True)
-        model, found["train"][name] = train(shape, vocab, tokens, asked, device)
-        print(f"{name}: decoding at {', '.join(map(str, asked.contexts))} tokens of context", flush=True)
-        found["decode"][name] = [decode(model, tokens, context, asked.answers, device) for context in asked.contexts]
-        del model
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    write(found, asked.out)
+    with tempfile.TemporaryDirectory(prefix="windlass-retnet-") as folder:
+        store = asked.store or prepare(asked, Path(folder))
+        found: dict[str, Any] = {"about": about(device, asked), "train": {}, "evaluate": {}, "decode": {}}
+        for name, shape in shapes(asked).items():
+            one(name, shape, store, Path(folder) / name, found, asked, device)
+    render(found, asked)
+
+
+def one(
+    name: str, shape: dict[str, Any], store: Path, folder: Path, found: dict[str, Any], asked: argparse.Namespace, device: Any
+) -> None:  # fmt: skip
+    """Train, evaluate and decode one model; `found` is written after each."""
+    import torch
+
+    job, found["train"][name] = train(name, shape, store, folder, asked)
+    keep(found, asked, f"{name}: trained {asked.steps} steps", found["train"][name])
+    opened, found["evaluate"][name] = evaluate(job, store, device)
+    keep(found, asked, f"{name}: evaluated", found["evaluate"][name])
+    del job
+    gc.collect()
+    found["decode"][name] = []
+    for context in asked.contexts:
+        found["decode"][name].append(decode(opened.model, store, context, asked.answers, device))
+        keep(found, asked, f"{name}: decoded", found["decode"][name][-1])
+    del opened
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def keep(found: dict[str, Any], asked: argparse.Namespace, what: str, row: dict[str, Any]) -> None:
+    from windlass.runs.files import write_json
+
+    write_json(asked.out / f"{asked.name}.json", found)
+    plain = {key: value for key, value in row.items() if not isinstance(value, (list, dict))}
+    print(f"{time.perf_counter() - BEGAN:6.1f} s  {what}: {json.dumps(plain)}", flush=True)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="small shapes and few steps")
-    parser.add_argument("--text", type=Path, help="a text file to train on")
+    parser.add_argument("--store", type=Path, help="a token store with a validation split")
     parser.add_argument("--steps", type=int, help="training steps (150; 6 with --tiny)")
+    parser.add_argument("--render", action="store_true", help="only write table and figures, from the results")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     asked = parser.parse_args()
+    asked.name = "retnet_vs_llama-tiny" if asked.tiny else "retnet_vs_llama"
     asked.steps = asked.steps or (6 if asked.tiny else 150)
     asked.seq, asked.batch = (64, 4) if asked.tiny else (2048, 16)
     asked.contexts = (64, 128, 256) if asked.tiny else (1024, 4096, 16_384, 65_536)
-    asked.answers = 5 if asked.tiny else 40
-    asked.vocab = 512 if asked.tiny else VOCAB
+    asked.answers = 5 if asked.tiny else 64
     return asked
 
 
-def corpus(asked: argparse.Namespace) -> tuple[Any, int]:
-    """Token ids of the text, by a tokenizer trained on it."""
-    import numpy as np
+def shapes(asked: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    from windlass.config import load_recipe
 
-    from windlass.data.corpus import gather
+    if asked.tiny:
+        return TINY
+    model = load_recipe(RECIPE).recipe.model.model_dump(exclude={"vocab", "assumed"}, exclude_unset=True)
+    return {"retnet": model, "llama": LLAMA}
+
+
+def prepare(asked: argparse.Namespace, folder: Path) -> Path:
+    """A token store of Python's own library, by a tokenizer trained on it."""
+    from windlass.data.corpus import data_file, gather
+    from windlass.data.tokenize import tokenize
     from windlass.data.tokenizer import train_bpe
 
-    with tempfile.TemporaryDirectory() as folder:
-        if asked.text is not None:
-            texts = asked.text.read_text(encoding="utf-8", errors="replace").split("\n\n")
-        else:
-            files = gather(Path(folder) / "raw", 300_000 if asked.tiny else 16_000_000).values()
-            texts = [
-                json.loads(line)["text"]
-                for file in files
-                for line in file.file.read_text(encoding="utf-8").splitlines()
-            ]
-        words = train_bpe(texts[:400] if asked.tiny else texts[::4], asked.vocab, Path(folder) / "tokenizer")
-        ids = [token for text in texts for token in (*words.encode(text), words.eos)]
-    return np.array(ids, dtype=np.int64), words.vocab_size
+    files = gather(folder / "raw", 300_000 if asked.tiny else 24_000_000)
+    texts = [json.loads(line)["text"] for file in files.values() for line in file.file.read_text("utf-8").splitlines()]
+    words = train_bpe(texts[::4], 512 if asked.tiny else 32_000, folder / "tokenizer")
+    tokenize(data_file(files, tokenizer=words.path, output=folder / "store", validation=0.06))
+    return folder / "store"
+
+
+# -- stages ---------------------------------------------------------------------------------------------------------------
+
+
+def recipe_of(name: str, shape: dict[str, Any], store: Path, asked: argparse.Namespace) -> Any:
+    from windlass.config import Recipe
+    from windlass.data.store import open_store
+
+    tokens = asked.seq * asked.batch
+    return Recipe.model_validate({
+        "name": name, "model": {**shape, "vocab": open_store(store).vocab_size},
+        "data": {"store": str(store), "seq_len": asked.seq, "batch_tokens": tokens},
+        "optim": {"lr": 6e-4, "warmup": 20 * tokens},
+        "train": {"steps": asked.steps, "eval_every": max(2, asked.steps // 3), "eval_tokens": 8 * tokens},
+        "layout": {"micro_batch": asked.batch}, "save": {"at_end": False, "every": 10**9, "keep_best": 0, "asynchronous": False},
+    })  # fmt: skip
 
 
 def train(
-    shape: dict[str, Any], vocab: int, tokens: Any, asked: argparse.Namespace, device: Any
+    name: str, shape: dict[str, Any], store: Path, folder: Path, asked: argparse.Namespace
 ) -> tuple[Any, dict[str, Any]]:
-    """Both models see the same batches in the same order."""
-    import numpy as np
+    """By the loop of `windlass train`; what it wrote into its run folder is what is reported."""
     import torch
 
-    from windlass.config import ModelConfig
-    from windlass.models import build
+    from windlass.clusters.scheduler import Place
+    from windlass.runs.folder import Run
+    from windlass.train import loop
+    from windlass.train.attention import attention_backend
 
-    model = build(ModelConfig(vocab=vocab, **shape), seq_len=asked.seq).to(device)
-    model.init_weights(0)
-    if device.type == "cuda":
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        for block in model.layers.values():
-            block.compile()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda"
-    )
-    random, losses, seconds = np.random.default_rng(0), [], []
-    for step in range(asked.steps):
-        began = time.perf_counter()
-        rate = 6e-4 * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * np.cos(np.pi * step / asked.steps))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        starts = random.integers(0, len(tokens) - asked.seq - 1, asked.batch)
-        batch = torch.from_numpy(np.stack([tokens[s : s + asked.seq + 1] for s in starts])).to(device)
-        losses.append(one_step(model, optimizer, batch, device))
-        seconds.append(time.perf_counter() - began)
-    steady = seconds[len(seconds) // 4 :]
-    return model, {
-        "parameters": sum(p.numel() for p in model.parameters()), "losses": losses, "final_loss": statistics.mean(losses[-max(1, len(losses) // 20) :]),
-        "tokens_per_second": asked.batch * asked.seq / statistics.median(steady), "first_step_seconds": seconds[0],
-        "memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+    run = Run(folder)
+    run.checkpoints.mkdir(parents=True)
+    alone = Place(0, 1, 0, 1, 0, 1, None, None, "single")
+    job = loop.build(recipe_of(name, shape, store, asked), run, alone, [], print)
+    with attention_backend(job.recipe.train.attention, job.world.device):
+        loop.train(job)
+    lines = list(run.metrics())
+    return job, {
+        "parameters": sum(p.numel() for p in job.parts.modules[0].parameters()), "losses": [line["loss"] for line in lines],
+        "final_loss": statistics.mean(line["loss"] for line in lines[-max(1, len(lines) // 20) :]),
+        "validation": [{"step": e["step"], "loss": e["val_loss"]} for e in run.events() if e["event"] == "evaluated"],
+        "validation_loss": job.val_loss, **steady(lines),
+        "memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
     }  # fmt: skip
 
 
-def one_step(model: Any, optimizer: Any, batch: Any, device: Any) -> float:
+def steady(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians after the first quarter, whose steps compile and warm up."""
+    late = lines[len(lines) // 4 :]
+
+    def middle(key: str) -> float | None:
+        known = [line[key] for line in late if line.get(key) is not None]
+        return statistics.median(known) if known else None
+
+    begin, end = late[0], late[-1]
+    joules = None
+    if begin.get("energy_joules") is not None and end.get("energy_joules") is not None and len(late) > 1:
+        joules = (end["energy_joules"] - begin["energy_joules"]) / (end["tokens"] - begin["tokens"])
+    return {
+        "tokens_per_second": middle("tokens_per_second"), "step_seconds": middle("step_seconds"), "joules_per_token": joules,
+        "first_step_seconds": lines[0].get("step_seconds"),
+    }  # fmt: skip
+
+
+def evaluate(job: Any, store: Path, device: Any) -> tuple[Any, dict[str, Any]]:
+    """`windlass eval` on the held-out part, and the rate of the training code's forward pass beside it."""
     import torch
 
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        sums = model(batch[:, :-1], batch[:, 1:])
-    count = batch.shape[0] * (batch.shape[1] - 1)
-    (sums[0] / count).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(sums[1].detach()) / count
+    from windlass.data.store import open_store
+    from windlass.data.tokenizer import load_tokenizer
+    from windlass.evaluate import perplexity
+    from windlass.evaluate.opened import Opened
+    from windlass.models import build
 
-
-def decode(model: Any, tokens: Any, context: int, answers: int, device: Any) -> dict[str, Any]:
-    """Take `context` tokens, then make `answers` one at a time, in bf16 on a GPU."""
-    import torch
-
-    from windlass.evaluate.decode import decoder
-
+    forward = forward_rate(job)
+    held = open_store(store)
+    words = load_tokenizer(held.tokenizer_file, eos=held.eos)
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = model.to(kind)
-    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    with torch.device("meta"):
+        model = build(job.recipe.model, seq_len=job.recipe.data.seq_len)
+    model = model.to(kind).to_empty(device=device)
+    model.load_state_dict({k: v.detach().to(kind) for k, v in job.parts.modules[0].state_dict().items()})
+    model.prepare(device)
+    opened = Opened(model.eval().requires_grad_(False), job.recipe, store, job.step, job.tokens, job.run, device, kind)
+    passes = [
+        perplexity.evaluate(opened, held, words, batch=job.geometry.micro_batch, compiles=device.type == "cuda")
+        for _ in range(4)
+    ]
+    rate = max(done.tokens_per_second or 0.0 for done in passes)
+    scores = {f"{s.group}: {s.metric}": [s.value, s.low, s.high] for s in passes[0].scores}
+    return opened, {
+        "eval_tokens_per_second": rate,
+        "forward_tokens_per_second": forward,
+        "share": rate / forward,
+        "tokens": passes[0].tokens,
+        "scores": scores,
+    }
+
+
+def forward_rate(job: Any, passes: int = 8) -> float:
+    """Tokens per second of the compiled training model without gradients, as validation in the loop runs it; the best of some passes."""
+    import torch
+
+    from windlass.train.attention import attention_backend
+
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
+    tokens, seconds = job.geometry.micro_batch * job.recipe.data.seq_len, []
+    with torch.no_grad(), attention_backend(job.recipe.train.attention, job.world.device):
+        for _ in range(2 + passes):
+            wait()
+            began = time.perf_counter()
+            job.validator._batch(0)
+            wait()
+            seconds.append(time.perf_counter() - began)
+    return float(tokens / min(seconds[2:]))
+
+
+def decode(model: Any, store: Path, context: int, answers: int, device: Any) -> dict[str, Any]:
+    """Take `context` tokens, then make `answers` one at a time, as `windlass generate` does."""
+    import torch
+
+    from windlass.data.store import open_store
+    from windlass.evaluate.generate import Sampling, generate
+
+    opened = open_store(store)
+    tokens = opened.tokens(next(iter(opened.sources)), "train")
+    prompt = [int(token) for token in tokens[:context]]
+    prompt = (prompt * (context // len(prompt) + 1))[:context]
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if device.type == "cuda" else None
-    prompt = torch.from_numpy(tokens[torch.arange(context).numpy() % len(tokens)])[None].to(device)
-    state = decoder(model, limit=context + answers)
-    began = time.perf_counter()
-    logits = state.feed(prompt)
-    wait()
-    taken, times = time.perf_counter() - began, []
-    for _ in range(answers):
-        token = logits.argmax(-1, keepdim=True)
-        begin = time.perf_counter()
-        logits = state.feed(token)
-        wait()
-        times.append(time.perf_counter() - begin)
+    made = [
+        generate(model, prompt, Sampling(tokens=answers, temperature=0.0, go_on=True), eos=opened.eos)
+        for _ in range(2)  # the first one meets kernels that were never run
+    ][-1]
     return {
-        "context": context, "prompt_seconds": taken, "token_seconds": statistics.median(times), "tokens_per_second": 1 / statistics.median(times),
-        "state_bytes": state.state_bytes(), "peak_bytes": torch.cuda.max_memory_allocated() - before if before is not None else None,
+        "context": context, "prompt_seconds": made.prompt_seconds, "token_seconds": made.seconds / (len(made.ids) - 1),
+        "tokens_per_second": made.tokens_per_second, "state_bytes": made.state_bytes,
+        "peak_bytes": torch.cuda.max_memory_allocated() - before if before is not None else None,
     }  # fmt: skip
 
 
 def about(device: Any, asked: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
+    from windlass.runs.manifest import commit
+
+    words = [word for word in sys.argv[1:] if not word.startswith("/")]
     return {
-        "command": f"python benchmarks/retnet_vs_llama.py{' --tiny' if asked.tiny else ''}", "commit": commit or None, "torch": torch.__version__,
+        "command": " ".join(["python benchmarks/retnet_vs_llama.py", *words]), "torch": torch.__version__, "python": platform.python_version(),
+        "commit": os.environ.get("WINDLASS_COMMIT") or commit(),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
         "sequence": asked.seq, "batch": asked.batch, "steps": asked.steps, "tiny": asked.tiny,
+        "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     }  # fmt: skip
 
 
-def write(found: dict[str, Any], out: Path) -> None:
-    from windlass.runs.files import write_json, write_whole
+# -- tables and figures ---------------------------------------------------------------------------------------------------
 
-    name = "retnet_vs_llama-tiny" if found["about"]["tiny"] else "retnet_vs_llama"
-    write_json(out / f"{name}.json", found)
-    write_whole(out / f"{name}.md", markdown(found))
-    write_whole(out / f"{name}.html", picture(found))
-    print(markdown(found))
+
+def render(found: dict[str, Any], asked: argparse.Namespace) -> None:
+    from windlass.runs.files import write_whole
+
+    print(markdown(found), flush=True)
+    write_whole(asked.out / f"{asked.name}.md", markdown(found))
+    if asked.render:  # figures need packages that a GPU node may lack
+        write_whole(asked.out / f"{asked.name}.html", picture(found))
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -217,26 +303,55 @@ def markdown(found: dict[str, Any]) -> str:
         "# RetNet beside a Llama of equal size", "",
         f"`{about['command']}` on {about['device']}, torch {about['torch']}, commit {about['commit'] or 'unknown'}; "
         f"{about['steps']} steps of {about['batch']} x {about['sequence']} tokens, the same for both.", "",
-        "| model | parameters | final loss | tokens/s | memory |", "|---|---:|---:|---:|---:|",
+        *trained(found), "", *evaluated(found), "", *decoded(found),
     ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def trained(found: dict[str, Any]) -> list[str]:
+    lines = [
+        "| model | parameters | training loss | validation loss | tokens/s | mJ/token | memory |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
     for name, row in found["train"].items():
+        joules = row["joules_per_token"]
+        energy = "not measured" if joules is None else f"{1000 * joules:.2f}"
+        held = "not measured" if row["validation_loss"] is None else f"{row['validation_loss']:.3f}"
         lines.append(
-            f"| {name} | {row['parameters'] / 1e6:.1f} M | {row['final_loss']:.3f} | {row['tokens_per_second']:,.0f} | {size(row['memory_bytes'])} |"
+            f"| {name} | {row['parameters'] / 1e6:.1f} M | {row['final_loss']:.3f} | {held} | {row['tokens_per_second']:,.0f} "
+            f"| {energy} | {size(row['memory_bytes'])} |"
         )
-    lines += [
-        "",
+    return lines
+
+
+def evaluated(found: dict[str, Any]) -> list[str]:
+    """Bits per byte by group, and the speed of evaluation."""
+    groups = [key for row in found["evaluate"].values() for key in row["scores"] if key.endswith("bits_per_byte")]
+    groups = list(dict.fromkeys(key for key in groups if not key.startswith("length")))
+    lines = [
+        f"| model | {' | '.join(key.removesuffix(': bits_per_byte') for key in groups)} | eval tokens/s | of the forward pass |",
+        f"|---|{'---:|' * (len(groups) + 2)}",
+    ]
+    for name, row in found["evaluate"].items():
+        bits = [f"{row['scores'][key][0]:.3f}" if key in row["scores"] else "" for key in groups]
+        lines.append(f"| {name} | {' | '.join(bits)} | {row['eval_tokens_per_second']:,.0f} | {row['share']:.0%} |")
+    return ["Held-out text, bits per byte:", "", *lines]
+
+
+def decoded(found: dict[str, Any]) -> list[str]:
+    lines = [
         "Decoding, one sequence:",
         "",
         "| model | context | tokens/s | ms per token | state | peak beside the weights | prompt |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for name, rows in found["decode"].items():
-        for row in rows:
-            lines.append(
-                f"| {name} | {row['context']:,} | {row['tokens_per_second']:,.1f} | {1000 * row['token_seconds']:.2f} | {size(row['state_bytes'])} "
-                f"| {size(row['peak_bytes'])} | {row['prompt_seconds']:.2f} s |"
-            )
-    return "\n".join(lines) + "\n"
+    lines += [
+        f"| {name} | {row['context']:,} | {row['tokens_per_second']:,.1f} | {1000 * row['token_seconds']:.2f} | {size(row['state_bytes'])} "
+        f"| {size(row['peak_bytes'])} | {row['prompt_seconds']:.2f} s |"
+        for name, rows in found["decode"].items()
+        for row in rows
+    ]
+    return lines
 
 
 def size(count: int | None) -> str:
