@@ -22,6 +22,9 @@ NCCL_BYTES_PER_GROUP = 0.7e9
 """Buffers of one communicator (data, tensor, pipeline, context), outside the allocator."""
 SLACK = 0.12
 """Reserved beyond allocated: blocks that the caching allocator holds but cannot hand out, as long as there is room."""
+SHARDED_SLACK = 0.20
+"""The same under full sharding, whose gathers and reductions run on streams of their own: the allocator keeps a pool for each stream, and
+one cannot use what another has free."""
 TIGHT = 0.10
 """What remains of that slack when memory is short and the allocator gives cached blocks back; also covers the error of the estimate."""
 WORKSPACE_BYTES = 72e6
@@ -112,7 +115,7 @@ def _stage_memory(shape: Shape, work: Work, layout: Degrees, stage: _Stage, per_
     name = max(moments, key=lambda n: sum(moments[n].values()))
     terms = {k: v for k, v in moments[name].items() if v > 0}
     allocated = sum(terms.values())
-    reserved = allocated * (1 + SLACK)
+    reserved = allocated * (1 + (SHARDED_SLACK if layout.shards(per_node) > 1 else SLACK))
     groups = sum(d > 1 for d in (layout.data, layout.tensor, layout.pipeline, layout.context))
     outside = CONTEXT_BYTES + NCCL_BYTES_PER_GROUP * groups
     return MemoryEstimate(
@@ -421,8 +424,8 @@ def _selective(s: Shape, work: Work, layout: Degrees) -> float:
         return _native_selective(s, work, layout)
     if work.engine != "torch":  # Megatron's: only the square of scores is worked out again
         return layer_activations(s, work, layout) - (0.0 if work.flash else 2.0 * d * s.heads * work.seq_len / t)
-    # Per-op policy: attention's output and every other matrix product are kept.
-    return d * (2.0 * s.width / spread + (2.0 * s.attention_width + s.kv_width + s.ffn) / t) + 4.0 * s.heads / t
+    # Per-op policy: the block's input, attention's output and every second product (queries, values, gate); of the last nobody reads the output.
+    return d * (s.width / spread + (2.0 * s.attention_width + s.kv_width + s.ffn) / t) + 4.0 * s.heads / t
 
 
 def _native_selective(s: Shape, work: Work, layout: Degrees) -> float:
@@ -445,7 +448,8 @@ def _logits(s: Shape, work: Work, layout: Degrees, tokens: float) -> float:
     vocab = s.padded_vocab / layout.tensor
     if work.loss in ("chunked", "fused") or (work.native and layout.tensor > 1):
         return _chunked(s, work, layout, tokens, vocab)
-    # Our own plain loss is not compiled: its backward pass holds five fp32 values per logit.
+    # Our own plain loss is not compiled: its backward pass holds five fp32 values per logit. Elsewhere a plain loss holds 8 bytes (logits,
+    # softmax and two gradients in 16 bits) or 12 (softmax and two gradients in fp32); which one is not said, so 10 are taken.
     per_value = {"plain": 20.0 if work.native else 10.0, "compiled": 8.0, "inplace": 4.0}.get(work.loss, 10.0)
     if work.engine != "torch":
         # Softmax overwrites the fp32 logits and is kept for the gradient; engines of before 2022 held logits, softmax and gradient apart.

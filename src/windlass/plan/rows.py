@@ -199,8 +199,9 @@ def _work(row: Mapping[str, str], seq_len: int, micro: int, accumulation: int, a
 
 
 def _loss(compiled: bool, flash_text: str, sharded: bool) -> str:
-    """The flash-attn package brings a cross-entropy that overwrites the logits; PyTorch engines that name it use both."""
-    if sharded and not compiled and flash_text in ("y", "yes", "fa1", "fa2", "flash-attn 2"):
+    """The flash-attn package brings a cross-entropy that overwrites the logits; tables that say "flash: yes" are of engines with both. The
+    name of a kernel ("fa2", "sdpa") says nothing about the loss."""
+    if sharded and not compiled and flash_text in ("y", "yes"):
         return "inplace"
     return "compiled" if compiled else "plain"
 
@@ -255,26 +256,29 @@ NODE_GBS = {
 }
 """GB/s of a node of eight into the fabric where a row does not say: one 200 or 400 Gb/s card per device, as vendors build them."""
 INTRA_GBS = {
-    "volta": 120.0,
-    "ampere": 240.0,
-    "hopper": 370.0,
-    "blackwell": 700.0,
-    "cdna2": 80.0,
-    "cdna3": 300.0,
-    "cdna4": 300.0,
-    "ada": 20.0,
-    "turing": 10.0,
+    "volta": 150.0,
+    "ampere": 300.0,
+    "hopper": 450.0,
+    "blackwell": 900.0,
+    "cdna2": 100.0,
+    "cdna3": 448.0,
+    "cdna4": 538.0,
+    "ada": 25.0,
+    "turing": 12.5,
 }
-"""GB/s that one device reaches in collectives of its node."""
+"""GB/s from one device to the others of its node, one direction, as data sheets give NVLink, Infinity Fabric and PCIe (and as the
+cluster files do); what collectives reach of it is the constant `network`."""
+CARDS = {"sm_86": 25.0, "sm_120": 50.0}
+"""The same for parts that are sold as cards for a PCIe slot."""
 
 
 def links_of(device: Device, text: str, per_node: int) -> Links:
     node = _node_gbs(text, per_node)
     if node is None:
         node = NODE_GBS.get(device.generation, 200.0) * per_node / 8
-    intra = INTRA_GBS.get(device.generation, 200.0)
-    if "800" in device.name:  # A800 and H800: NVLink cut to 400 GB/s
-        intra = min(intra, 160.0)
+    intra = 50.0 if "pcie" in device.name else CARDS.get(device.arch, INTRA_GBS.get(device.generation, 100.0))
+    if "800" in device.name:  # A800 and H800: NVLink cut to 200 GB/s per direction
+        intra = min(intra, 200.0)
     return Links(intra_gbs=intra, inter_gbs_per_node=node)
 
 
