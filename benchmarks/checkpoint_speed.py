@@ -296,7 +296,7 @@ def about(given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     from windlass.runs.manifest import commit
 
     return {
-        "command": " ".join(["python -m benchmarks.checkpoint_speed", *sys.argv[1:]]), "commit": commit(), "torch": torch.__version__,
+        "command": " ".join(["python -m benchmarks.checkpoint_speed", *sys.argv[1:]]), "commit": os.environ.get("WINDLASS_COMMIT") or commit(), "torch": torch.__version__,
         "python": platform.python_version(), "cores": len(os.sched_getaffinity(0)),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu",
         "given_step_seconds": given.step_seconds,

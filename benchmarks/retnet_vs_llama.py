@@ -63,6 +63,7 @@ def one(
     """Train, evaluate and decode one model; `found` is written after each."""
     import torch
 
+    torch._dynamo.reset()  # the blocks of all models share one function, and its number of compiled forms is limited
     job, found["train"][name] = train(name, shape, store, folder, asked)
     keep(found, asked, f"{name}: trained {asked.steps} steps", found["train"][name])
     opened, found["evaluate"][name] = evaluate(job, store, device)
@@ -201,6 +202,7 @@ def evaluate(job: Any, store: Path, device: Any) -> tuple[Any, dict[str, Any]]:
     from windlass.models import build
 
     forward = forward_rate(job)
+    torch._dynamo.reset()
     held = open_store(store)
     words = load_tokenizer(held.tokenizer_file, eos=held.eos)
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32

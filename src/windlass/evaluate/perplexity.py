@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +22,11 @@ import torch.nn.functional as F
 from windlass.data.store import Store
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import DataError
-from windlass.evaluate.losses import token_losses
+from windlass.evaluate.losses import Costs, costs, token_losses
 from windlass.evaluate.opened import Opened
 from windlass.evaluate.record import Score, ratio_interval
+from windlass.models.recompute import Recomputed
+from windlass.train.attention import attention_backend
 
 TASK = "perplexity"
 LENGTHS = ((2 * 1024, "under 2 KiB"), (8 * 1024, "2 to 8 KiB"), (32 * 1024, "8 to 32 KiB"), (math.inf, "over 32 KiB"))
@@ -69,16 +72,12 @@ def evaluate(
     chosen = choose(store, split, max_tokens)
     total = sum(stop - start for _, spans in chosen for start, stop in spans)
     scorer = Scorer(opened, batch, total, tell, compiles)
-    documents: list[Document] = []
-    for name, spans in chosen:
-        array = store.tokens(name, split)
-        texts = [array[start:stop] for start, stop in spans]
-        nats = scorer.nats(texts, store.eos)
-        language = store.sources[name].language
-        documents += [
-            Document(name, language, len(ids), byte_count(ids, tokenizer, store.eos), cost)
-            for ids, cost in zip(texts, nats, strict=True)
-        ]
+    texts = [(name, store.tokens(name, split)[start:stop]) for name, spans in chosen for start, stop in spans]
+    nats = scorer.nats([ids for _, ids in texts], store.eos)
+    documents = [
+        Document(name, store.sources[name].language, len(ids), byte_count(ids, tokenizer, store.eos), cost)
+        for (name, ids), cost in zip(texts, nats, strict=True)
+    ]
     return Evaluation(summarize(documents), documents, scorer.seconds, total)
 
 
@@ -127,9 +126,7 @@ class Scorer:
         self.done, self.seconds = 0, 0.0
         # Compiling takes about a minute and pays on a GPU from some millions of tokens on; it wants one shape only.
         self.compiled = compiles if compiles is not None else opened.device.type == "cuda" and total >= COMPILE_FROM
-        if self.compiled and opened.model.head is not None:
-            for block in opened.model.layers.values():
-                block.compile()
+        self.costs = compiled(opened.model) if self.compiled else costs
 
     def nats(self, texts: list[npt.NDArray[Any]], eos: int | None) -> list[float]:
         """Summed cost of each document."""
@@ -139,10 +136,13 @@ class Scorer:
         first = np.array([texts[0][0] if eos is None else eos], dtype=texts[0].dtype)
         flat = torch.from_numpy(np.concatenate([first, *texts]).astype(np.int64))
         numbers = torch.from_numpy(np.repeat(np.arange(len(texts)), [len(t) for t in texts]))
-        costs = torch.cat(list(self._windows(flat, numbers)))
+        began = time.perf_counter()
+        with attention_backend(self.opened.recipe.train.attention, self.opened.device):
+            found = torch.cat(list(_fetched(self._windows(flat, numbers))))
+        self.seconds += time.perf_counter() - began
         if eos is None:
-            costs[0] = 0.0
-        return torch.zeros(len(texts), dtype=torch.float64).index_add_(0, numbers, costs.double()).tolist()
+            found[0] = 0.0
+        return torch.zeros(len(texts), dtype=torch.float64).index_add_(0, numbers, found.double()).tolist()
 
     def _windows(self, flat: torch.Tensor, numbers: torch.Tensor) -> Iterator[torch.Tensor]:
         count = len(flat) - 1
@@ -161,20 +161,40 @@ class Scorer:
     def _ask(
         self, flat: torch.Tensor, numbers: torch.Tensor, start: int, stop: int, length: int, fill: int = 0
     ) -> torch.Tensor:
-        device, began = self.opened.device, time.perf_counter()
+        """Costs of the targets from start to stop, still on the device."""
 
         def rows(values: torch.Tensor) -> torch.Tensor:
-            return F.pad(values, (0, fill)).view(-1, length).to(device)
+            return F.pad(values, (0, fill)).view(-1, length).to(self.opened.device)
 
         # An input belongs to the document of its own token; the first one ends the document before.
         masked = self.opened.recipe.data.mask_documents
         ids = rows(torch.cat((numbers[:1] - 1, numbers))[start:stop]) if masked else None
-        costs = token_losses(self.opened.model, rows(flat[start:stop]), rows(flat[start + 1 : stop + 1]), ids)
-        costs = costs.flatten()[: stop - start].cpu()
-        self.seconds += time.perf_counter() - began
+        found = token_losses(
+            self.opened.model, rows(flat[start:stop]), rows(flat[start + 1 : stop + 1]), ids, self.costs
+        )
         self.done += stop - start
         self.tell(self.done, self.total)
+        return found.flatten()[: stop - start]
+
+
+def _fetched(parts: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Results in host memory, two batches behind: the device never waits for the next one to be asked."""
+    waiting: deque[torch.Tensor] = deque()
+    for part in parts:
+        waiting.append(part)
+        if len(waiting) > 2:
+            yield waiting.popleft().cpu()
+    yield from (part.cpu() for part in waiting)
+
+
+def compiled(model: Any) -> Costs:
+    """Compile as training does, for one shape; what computes the costs comes back."""
+    if model.head is None:
         return costs
+    for block in model.layers.values():
+        block.compile(dynamic=False)
+        block.carries = isinstance(block, Recomputed)
+    return torch.compile(costs, dynamic=False)
 
 
 def summarize(documents: list[Document]) -> list[Score]:
