@@ -304,6 +304,16 @@ def test_pareto_front_scaling_and_efficiency():
     assert charts.scaling(rows[:1], "strong") == []
 
 
+def test_a_point_beside_the_matrix_that_lacks_an_axis_is_no_bar():
+    rows = [
+        row("a", strategy="full", tokens_per_second_per_device=4.0, mfu=0.3),
+        row("beside", tokens_per_second_per_device=9.0, mfu=0.5),
+    ]
+    speed, _, energy = charts.best_bars(rows, "strategy")
+    assert speed.series[0].x == ("full",) and speed.series[0].y == (4.0,)
+    assert "not measured" in energy.text
+
+
 def test_heat_map_marks_what_ran_out_of_memory(tmp_path):
     loaded, _ = points_of(SWEEPS / "cpu_grid.toml")
     rows = [row("a", strategy="none", **{"layout.micro_batch": 4, "speed": 7.0})]

@@ -78,7 +78,8 @@ def _factor(override: float | None, cluster: Cluster | None, key: str, name: str
         return Factor(value=override, source=f"recipe ({name})")
     value = getattr(cluster.grid, key) if cluster is not None else None
     if value is None or cluster is None:
-        return Factor(value=None, source="unknown" if cluster is None else f"not in the file of {cluster.name}")
+        where = "unknown" if cluster is None else f"not in the file of {cluster.name}"
+        return Factor(value=None, source=f"{where}; {name} in the recipe sets it")
     return Factor(value=value, source=_cited(cluster, key))
 
 

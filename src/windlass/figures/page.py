@@ -104,11 +104,12 @@ def _card(value: str, label: str, note: str) -> str:
 
 
 def _table(table: Table) -> str:
-    head = f"<thead><tr>{_cells('th', table.columns, table)}</tr></thead>"
+    named = any(table.columns)
+    head = f"<thead><tr>{_cells('th', table.columns, table)}</tr></thead>" if named else ""
     rows = "".join(
         f"<tr{_class('strong', i in table.strong)}>{_cells('td', row, table)}</tr>" for i, row in enumerate(table.rows)
     )
-    return f'<div class="wide"><table>{head}<tbody>{rows}</tbody></table></div>{_caption(table.caption)}'
+    return f'<div class="wide"><table{_class("pairs", not named)}>{head}<tbody>{rows}</tbody></table></div>{_caption(table.caption)}'
 
 
 def _cells(tag: str, row: Sequence[object], table: Table) -> str:

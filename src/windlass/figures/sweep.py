@@ -108,7 +108,7 @@ def best_bars(rows: Sequence[Row], axis: str | None) -> list[Item]:
         for engine in groups:
             mine = [r for r in rows if engine is None or r.get("engine") == engine]
             names = axis_order(mine, axis)
-            best = [_best_of([r for r in mine if r[axis] == n], key, better) for n in names]
+            best = [_best_of([r for r in mine if r.get(axis) == n], key, better) for n in names]
             series.append(bars(str(engine or title_of(key)), [str(n) for n in names], [None if b is None else float(b[key]) for b in best], hover=[_hover(b, key) for b in best]))  # fmt: skip
         charts.append(
             Chart(title=f"Best run: {title_of(key)}", x_title=_short(axis), y_title=title_of(key), series=tuple(series), from_zero=True, height=340)

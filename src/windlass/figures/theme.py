@@ -72,6 +72,8 @@ footer {{ margin-top: 56px; padding-top: 14px; border-top: 1px solid var(--edge)
 .card i {{ display: block; color: var(--soft); font-size: 13px; font-style: normal; }}
 .wide {{ overflow-x: auto; margin: 12px 0; }}
 table {{ border-collapse: collapse; width: 100%; font-size: 15px; font-variant-numeric: tabular-nums; }}
+table.pairs {{ width: auto; min-width: min(100%, 620px); }}
+table.pairs td:first-child {{ color: var(--soft); padding-right: 34px; }}
 th {{ text-align: left; border-bottom: 2px solid var(--edge); padding: 6px 10px; vertical-align: bottom; }}
 td {{ border-bottom: 1px solid var(--edge); padding: 6px 10px; vertical-align: top; }}
 th.n, td.n {{ text-align: right; }}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -129,11 +130,18 @@ def _series(folder: Folder, query: Query) -> dict[str, Any]:
 
 
 def _data(folder: Folder, query: Query) -> dict[str, Any]:
-    parts = []
+    """Each ledger once, with the runs that share it: the points of a sweep read one store."""
+    shared: dict[str, tuple[dict[str, Any], list[RunView]]] = {}
     for view in folder.views():
-        section = data_section(view.summary())
-        parts.append({**section_json(section), "title": view.summary().name, "run": view.id})
+        section = section_json(data_section(view.summary()))
+        shared.setdefault(json.dumps(section), (section, []))[1].append(view)
+    parts = [{**section, "title": _names(views), "run": views[0].id} for section, views in shared.values()]
     return {"sections": redact(parts)}
+
+
+def _names(views: Sequence[RunView]) -> str:
+    names = [v.summary().name for v in views]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more runs" if len(names) > 3 else "")
 
 
 def _profile(folder: Folder, query: Query) -> dict[str, Any]:

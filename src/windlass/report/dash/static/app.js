@@ -61,7 +61,7 @@ async function runsPage(mine) {
   const log = el("input", { type: "checkbox", id: "log", on: { change: () => { compare.log = log.checked; draw(true); } } });
   for (const key of Object.keys(data.metrics)) if (!["step", "time", "tokens"].includes(key)) keys.append(el("option", { value: key, selected: key === compare.key, title: data.metrics[key] }, key));
   const about = el("p", { class: "caption" });
-  const panel = el("section", { id: "comparison", hidden: true }, el("h2", null, "Compare"), el("div", { class: "bar" }, el("label", null, "show ", keys), el("label", null, "over ", axes), el("label", null, log, "logarithmic"), el("button", { id: "none", on: { click: () => { picked.clear(); fill(); draw(true); } } }, "none")), el("div", { class: "panel" }, box), about);
+  const panel = el("section", { id: "comparison", hidden: true }, el("h2", null, "Compare"), el("div", { class: "bar" }, el("label", null, "show ", keys), el("label", null, "over ", axes), el("label", null, log, "logarithmic"), el("button", { id: "none", on: { click: () => { picked.clear(); fill(); draw(true); } } }, "untick all")), el("div", { class: "panel" }, box), about);
   page.replaceChildren(el("h1", null, "Runs"), el("p", { class: "sub" }, data.root), el("div", { class: "bar" }, filter, count), el("div", { class: "wide" }, el("table", { id: "runs" }, el("thead", null, head), body)), el("p", { class: "caption" }, "Tick several runs to see their curves on one axis."), panel);
 
   function fill() {
@@ -89,7 +89,7 @@ async function runsPage(mine) {
     const tick = el("input", { type: "checkbox", "aria-label": `compare ${r.name}`, "data-id": r.id, checked: picked.has(r.id), on: { change: () => { tick.checked ? picked.add(r.id) : picked.delete(r.id); draw(true); } } });
     const num = (text) => el("td", { class: "n" }, text);
     const part = r.target_tokens ? `${short(r.tokens)} of ${short(r.target_tokens)}` : short(r.tokens);
-    return el("tr", null, el("td", null, tick), el("td", { class: "wrap" }, el("a", { href: `#/run/${r.id}` }, r.name), twice || r.path !== r.name ? el("div", { class: "faint" }, r.path) : null), el("td", null, el("span", { class: `state ${r.status}` }, r.status), r.problem ? el("div", { class: "faint" }, r.problem) : null),
+    return el("tr", null, el("td", null, tick), el("td", { class: "wrap name" }, el("a", { href: `#/run/${r.id}` }, breakable(r.name)), twice || !r.name.endsWith(r.path.split("/").pop()) ? el("div", { class: "faint" }, breakable(r.path)) : null), el("td", null, el("span", { class: `state ${r.status}` }, r.status), r.problem ? el("div", { class: "faint" }, r.problem) : null),
       num(r.loss === null ? "" : r.loss.toFixed(3)), el("td", null, spark(r.spark)), num(part), num(short(r.tokens_per_second)), num(percent(r.mfu)), num(percent(r.goodput)), num(r.energy + (r.basis === "modelled" ? " (modelled)" : "")), num(r.devices === null ? "" : r.devices), num(ago(r.updated_at)));
   }
   let have = "";
@@ -120,7 +120,7 @@ async function runsPage(mine) {
 /* -- one run --------------------------------------------------------------------------------------------------------- */
 
 const CURVES = [["loss", "Loss", "nats per token"], ["tokens_per_second", "Throughput", "tokens/s"], ["mfu", "Model FLOP utilisation", "share of peak"], ["watts", "Power", "W"], ["memory_bytes", "Memory, highest device", "GiB"], ["grad_norm", "Gradient norm", ""]];
-const MARKS = { fault: "#c9405a", hang: "#c9405a", gave_up: "#c9405a", resumed: "#1f9e6e", started: "#1f9e6e", restarted: "#1f9e6e", stopped: "#b9761a", signal: "#b9761a", rollback: "#b9761a", saved: "var(--grid)", finished: "#1f9e6e" };
+const MARKS = { fault: "#c9405a", hang: "#c9405a", gave_up: "#c9405a", resumed: "#1f9e6e", started: "#1f9e6e", restarted: "#1f9e6e", stopped: "#b9761a", signal: "#b9761a", rollback: "#b9761a", saved: "var(--soft)", finished: "#1f9e6e" };
 let runAxis = "step";
 
 async function runPage(id, mine) {
@@ -152,7 +152,7 @@ async function runPage(id, mine) {
     for (const e of [...data.events].sort((a, b) => bad(a) - bad(b))) {
       const at = runAxis === "step" ? e.step : runAxis === "time" && data.first_time !== null && e.time !== null ? (e.time - data.first_time) / 3600 : null;
       if (at === null || at === undefined) continue;
-      shape.shapes.push({ type: "line", x0: at, x1: at, y0: 0, y1: 1, yref: "paper", layer: "below", line: { color: MARKS[e.event] || "var(--soft)", width: e.event === "saved" ? 1 : 1.6, dash: e.event === "saved" ? "solid" : "dot" } });
+      shape.shapes.push({ type: "line", x0: at, x1: at, y0: 0, y1: 1, yref: "paper", layer: "below", opacity: e.event === "saved" ? 0.5 : 1, line: { color: MARKS[e.event] || "var(--soft)", width: e.event === "saved" ? 1 : 1.6, dash: e.event === "saved" ? "solid" : "dot" } });
     }
   }
   let have = "";

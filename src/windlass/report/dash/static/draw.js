@@ -82,14 +82,15 @@ function spark(values) {
 function table(item) {
   const right = new Set(item.right), strong = new Set(item.strong);
   const cell = (tag, text, i) => el(tag, { class: right.has(i) ? "n" : String(text).length > 60 ? "wrap" : null }, text);
-  const head = el("thead", null, el("tr", null, item.columns.map((c, i) => cell("th", c, i))));
+  const titled = item.columns.some((c) => c);
+  const head = titled ? el("thead", null, el("tr", null, item.columns.map((c, i) => cell("th", c, i)))) : null;
   const named = (c, r) => (item.links && item.links[r] ? el("td", { class: "wrap" }, el("a", { href: `#/run/${item.links[r]}` }, c)) : cell("td", c, 0));
   const body = el("tbody", null, item.rows.map((row, r) => el("tr", { class: strong.has(r) ? "strong" : null }, row.map((c, i) => (i ? cell("td", c, i) : named(c, r))))));
-  return el("div", null, el("div", { class: "wide" }, el("table", null, head, body)), item.caption ? el("p", { class: "caption" }, item.caption) : null);
+  return el("div", null, el("div", { class: "wide" }, el("table", { class: titled ? null : "pairs" }, head, body)), item.caption ? el("p", { class: "caption" }, item.caption) : null);
 }
 
 function cards(item) {
-  return el("div", { class: "cards" }, item.cards.map((c) => el("div", { class: "card" }, el("b", null, c.value), el("span", null, c.label), c.note ? el("i", null, c.note) : null)));
+  return el("div", { class: "cards" }, item.cards.map((c) => el("div", { class: c.value.length > 16 ? "card long" : "card" }, el("b", null, c.value), el("span", null, c.label), c.note ? el("i", null, c.note) : null)));
 }
 
 function block(item) {
@@ -103,6 +104,11 @@ function block(item) {
 
 function sections(parts) {
   return parts.map((part) => el("section", { id: part.id || null }, part.title ? el("h2", null, part.title) : null, part.items.map(block)));
+}
+
+/* A long name may break after its dots, slashes and underscores rather than in the middle of a word. */
+function breakable(text) {
+  return String(text).split(/(?<=[./_])/).flatMap((part) => [part, el("wbr")]);
 }
 
 const SCALES = [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]];
