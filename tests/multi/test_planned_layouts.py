@@ -1,0 +1,138 @@
+"""Does every layout that the planner lists as legal really run? Its own list for small machines, one step of each class."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from windlass.clusters import load_cluster
+from windlass.clusters.scheduler import Place
+from windlass.config import Recipe
+from windlass.plan import layouts
+from windlass.plan.layouts import Choice
+from windlass.plan.task import make_task
+from windlass.runs.folder import Run
+from windlass.train import loop
+
+SEQUENCES = 8
+
+
+def make_recipe(family: str = "llama", **model: Any) -> Recipe:
+    own = {"kv_heads": 2} if family == "llama" else {"value_width": 48, "chunk": 8}
+    return Recipe.model_validate({
+        "name": "planned", "model": {"family": family, "layers": 4, "width": 32, "ffn": 48, "heads": 4, "vocab": 250, **own, **model},
+        "data": {"seq_len": 16, "batch_tokens": SEQUENCES * 16}, "optim": {"lr": 1e-2},
+        "train": {"steps": 2, "precision": "bf16", "loss_chunk": 48}, "energy": {"enabled": False}, "save": {"at_end": False, "every": 10**6},
+    })  # fmt: skip
+
+
+def listed(recipe: Recipe, nodes: int, per_node: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Choice]:
+    """What the planner enumerates and finds no fault with, on `nodes` x `per_node` devices; short sequences count as long here."""
+    monkeypatch.setattr(layouts, "LONG", 8)
+    machine = load_cluster("workstation")
+    node = machine.node.model_copy(update={"devices": per_node})
+    task = make_task(recipe, machine.model_copy(update={"nodes": nodes, "node": node}), nodes)
+    for offload in ("none", "optimizer", "parameters"):
+        for choice in layouts.enumerate_choices(task, offload):
+            if not layouts.problems(task, choice):
+                yield choice
+
+
+def features(c: Choice) -> dict[str, Any]:
+    return {
+        "shard": c.shard, "tensor": c.tensor > 1, "pipeline": c.pipeline > 1 and c.schedule, "context": c.context > 1,
+        "offload": c.offload, "recompute": c.recompute, "accumulates": c.accumulation > 1,
+    }  # fmt: skip
+
+
+def classes(choices: Iterator[Choice]) -> list[Choice]:
+    """One choice for each way of dividing: degrees above two and the exact micro-batch make no class of their own."""
+    found: dict[Any, list[Choice]] = {}
+    for c in choices:
+        found.setdefault(tuple(v for k, v in features(c).items() if k != "recompute"), []).append(c)
+    return [members[(7 * number) % len(members)] for number, members in enumerate(found.values())]
+
+
+def pairs(choices: Iterator[Choice]) -> list[Choice]:
+    """Few choices in which any two features that occur together in the list occur together: always the one with most new pairs."""
+    waiting = {c: set(itertools.combinations(features(c).items(), 2)) for c in choices}
+    chosen: list[Choice] = []
+    while waiting:
+        best = max(waiting, key=lambda c: (len(waiting[c]), -c.accumulation))
+        new = waiting.pop(best)
+        if not new:
+            break
+        chosen.append(best)
+        for left in waiting.values():
+            left -= new
+    return chosen
+
+
+def run_all(recipe: Recipe, choices: list[Choice], per_node: int) -> list[tuple[str, float | str, float]]:
+    """Two steps of each on this rank: (layout, loss of the second, seconds), or what it said instead."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    where = Place(rank, world, rank % per_node, per_node, rank // per_node, world // per_node, None, None, "test")
+    return [(c.words(), *_two_steps(recipe, c, where)) for c in choices]
+
+
+def _two_steps(recipe: Recipe, choice: Choice, where: Place) -> tuple[float | str, float]:
+    train = recipe.train.model_copy(update={"recompute": choice.recompute})
+    chosen = recipe.model_copy(update={"layout": choice.config(), "train": train})
+    begin = time.monotonic()
+    try:
+        job = loop.build(chosen, Run(Path("/nonexistent")), where, [], lambda text: None, announced=False)
+        batches = loop.open_batches(job)
+        for _ in range(2):
+            loss = float(job.stepper.step(*next(batches), 1e-2).values[0])
+        batches.close()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begin
+    return loss, time.monotonic() - begin
+
+
+CASES: list[Any] = [
+    ("llama", 1, 2, lambda c: True),
+    ("llama", 2, 2, lambda c: True),
+    # Four processes have shown the plain ones.
+    ("llama", 2, 4, lambda c: (c.tensor > 1) + (c.pipeline > 1) + (c.context > 1) + (c.shard == "hybrid") > 1),
+    ("retnet", 1, 2, lambda c: c.offload == "none"),
+]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("family", "nodes", "per_node", "wanted"), CASES, ids=["2", "4", "8", "retnet"])
+def test_what_the_planner_lists_runs(
+    spawn: Any, monkeypatch: pytest.MonkeyPatch, family: str, nodes: int, per_node: int, wanted: Any
+) -> None:
+    recipe = make_recipe(family)
+    check(spawn, recipe, pairs(filter(wanted, listed(recipe, nodes, per_node, monkeypatch))), nodes, per_node)
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_class_that_the_planner_lists_runs(
+    spawn: Any, monkeypatch: pytest.MonkeyPatch, nodes: int, per_node: int, tied: bool
+) -> None:
+    recipe = make_recipe(tied=tied)
+    check(spawn, recipe, classes(listed(recipe, nodes, per_node, monkeypatch)), nodes, per_node)
+
+
+def check(spawn: Any, recipe: Recipe, chosen: list[Choice], nodes: int, per_node: int) -> None:
+    assert len(chosen) >= 4
+    torch.set_num_threads(1)
+    seen = spawn(run_all, nodes * per_node, recipe, chosen, per_node, timeout=900.0)[0]
+    print(*(f"{seconds:5.1f} s  {words}: {loss}" for words, loss, seconds in seen), sep="\n")
+    failed = [f"{words}: {loss}" for words, loss, _ in seen if isinstance(loss, str)]
+    assert not failed, "\n".join(failed)
+    # The second loss follows from the gradients of the first step, so it is the same for all layouts up to bf16.
+    losses = {words: loss for words, loss, _ in seen}
+    assert max(losses.values()) - min(losses.values()) < 0.02, losses
