@@ -116,3 +116,11 @@ def test_page_is_written_whole(tmp_path):
     path = save_page(tmp_path / "deep" / "page.html", "<p>")
     assert path.read_text() == "<p>"
     assert [p.name for p in path.parent.iterdir()] == ["page.html"]
+
+
+def test_few_whole_numbers_are_the_ticks_themselves():
+    devices = Chart(title="scaling", series=(line("a", [1, 2, 4, 64], [1.0, 2.0, 3.0, 9.0]),))
+    assert spec(devices)["layout"]["xaxis"]["tickvals"] == [4, 64]  # 1 and 2 would lie on 4
+    assert spec(Chart(title="t", series=(line("a", [1, 2], [1.0, 2.0]),)))["layout"]["xaxis"]["tickvals"] == [1, 2]
+    assert "tickvals" not in spec(Chart(title="t", series=(line("a", [1.0, 2.5], [1.0, 2.0]),)))["layout"]["xaxis"]
+    assert "tickvals" not in spec(Chart(title="t", series=(line("a", list(range(50)), [0.0] * 50),)))["layout"]["xaxis"]

@@ -6,7 +6,7 @@ import math
 from html import escape
 from typing import Any
 
-from windlass.figures.model import Chart, Heat, Series
+from windlass.figures.model import Chart, Heat, Series, whole_ticks
 from windlass.figures.theme import FONT, HEAT, colour
 
 # Replaced by the page's script with the colours of the reader's light or dark setting.
@@ -53,6 +53,8 @@ def _axes(chart: Chart, layout: dict[str, Any]) -> None:
     value = layout["xaxis" if chart.horizontal else "yaxis"]
     if chart.log_x:
         layout["xaxis"] |= {"type": "log", **_few_ticks(chart)}
+    elif ticks := whole_ticks(chart):
+        layout["xaxis"] |= {"tickmode": "array", "tickvals": ticks, "ticktext": [f"{v:,}" for v in ticks]}
     if chart.log_y:
         value |= {"type": "log", "dtick": "D2"}
     if chart.from_zero and not chart.log_y:

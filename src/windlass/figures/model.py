@@ -127,6 +127,19 @@ class Section:
     id: str = ""
 
 
+def whole_ticks(chart: Chart) -> list[int]:
+    """1, 2, 4 devices rather than 1.2 and 1.4: the values themselves, where they are few whole numbers; those too close to label are left out."""
+    values = {x for s in chart.series for x in s.x if s.kind != "bar"}
+    if not 1 < len(values) <= 12 or not all(isinstance(x, int) for x in values):
+        return []
+    found = sorted(int(x) for x in values)
+    kept = found[-1:]
+    for value in reversed(found[:-1]):
+        if kept[-1] - value >= 0.05 * (found[-1] - found[0]):
+            kept.append(value)
+    return kept[::-1]
+
+
 def line(
     name: str,
     x: Sequence[X],

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import WindlassError
-from windlass.figures.model import Chart, Heat, Series
+from windlass.figures.model import Chart, Heat, Series, whole_ticks
 from windlass.figures.theme import HEAT, LIGHT, colour
 
 _STYLE = {
@@ -132,11 +132,22 @@ def _axes(chart: Chart, axes: Any, categories: list[str]) -> None:
         axes.set_xticks(range(len(categories)), categories, **turned)
     if chart.log_x and not categories:
         axes.set_xscale("log")
+        _ticks(chart, axes)
+    elif not categories and (ticks := whole_ticks(chart)):
+        axes.set_xticks(ticks, [f"{v:,}" for v in ticks])
     if chart.log_y:
         (axes.set_xscale if chart.horizontal else axes.set_yscale)("log")
         (axes.xaxis if chart.horizontal else axes.yaxis).set_major_formatter(lambda value, _: _short(value))
     elif chart.from_zero:
         (axes.set_xlim if chart.horizontal else axes.set_ylim)(0)
+
+
+def _ticks(chart: Chart, axes: Any) -> None:
+    """A few numbers of devices, say, are better labels than powers of ten."""
+    values = sorted({float(x) for series in chart.series for x in series.x})
+    if len(values) <= 12:
+        axes.set_xticks(values, [f"{v:,g}" for v in values])
+        axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
 
 
 def _short(value: float) -> str:

@@ -89,7 +89,7 @@ def _cell(rows: Sequence[Row], key: str, goal: str) -> tuple[float | None, str]:
     if good:
         best = max(good) if goal == "max" else min(good)
         return best, number(best)
-    words = [MARKS.get(str(r.get("outcome")), "") for r in rows if r.get("outcome")]
+    words = [MARKS.get(str(r["outcome"]), "") if r.get("outcome") else "not run" for r in rows]
     return None, words[0] if words else ""
 
 

@@ -17,6 +17,7 @@ from windlass.profile.view import run_sections
 from windlass.report.card import content_summary, data_section, model_card, store_name
 from windlass.report.collect import RunSummary
 from windlass.report.columns import Columns, axis, step_of, thin
+from windlass.report.evaluations import evaluation
 from windlass.report.redact import redact, redact_text
 from windlass.report.words import (
     CHECKPOINT_COLUMNS,
@@ -343,24 +344,6 @@ def _energy_chart(s: RunSummary) -> Chart:
 def plan_sections(s: RunSummary) -> list[Section]:
     rows = plan_rows(s.plan_rows)
     return [Section("Plan against measured", (Table(PLAN_COLUMNS, rows, right=(1, 2, 3)),), id="plan")] if rows else []
-
-
-def evaluation(s: RunSummary) -> Section:
-    items: list[Item] = []
-    if s.val_loss is not None:
-        items.append(Note(f"Validation loss {number(s.val_loss)} nats per token."))
-    if s.evaluations:
-        keys = list(dict.fromkeys(k for e in s.evaluations for k, v in e.items() if not isinstance(v, (dict, list))))[
-            :8
-        ]
-        items.append(Table(keys, [tuple(_cell(e.get(k)) for k in keys) for e in s.evaluations[-50:]]))
-    return Section(
-        "Evaluation", tuple(items) or (Note("None recorded; `windlass eval RUN` writes eval.jsonl."),), id="evaluation"
-    )
-
-
-def _cell(value: object) -> str:
-    return "" if value is None else number(value) if isinstance(value, float) else redact_text(str(value))
 
 
 def saves(s: RunSummary) -> Section:

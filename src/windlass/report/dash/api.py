@@ -140,8 +140,8 @@ def _data(folder: Folder, query: Query) -> dict[str, Any]:
 
 
 def _names(views: Sequence[RunView]) -> str:
-    names = [v.summary().name for v in views]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more runs" if len(names) > 3 else "")
+    more = len(views) - 1
+    return views[0].summary().name + (f" and {more} more run{'s' * (more > 1)} with the same ledger" if more else "")
 
 
 def _profile(folder: Folder, query: Query) -> dict[str, Any]:
@@ -156,8 +156,9 @@ def _profile(folder: Folder, query: Query) -> dict[str, Any]:
 
 
 def _profiled(view: RunView, read: Callable[..., list[Section]]) -> list[Section]:
+    none = Note('This run has no trace: `[profile] steps = "20:23"` in the recipe captures steps 20, 21 and 22.')
     try:
-        return read(view.run)
+        return read(view.run) or [Section("", (none,))]
     except WindlassError as error:
         return [Section("", (Note(f"{error.message}. {error.hint or ''}"),))]
 
