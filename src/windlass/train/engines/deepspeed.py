@@ -5,12 +5,14 @@ Checkpoints hold whole fp32 tensors under the model's own names, so that both en
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import logging
 import math
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,9 +94,10 @@ def assemble(model: Model, recipe: Recipe, world: World, geometry: Geometry) -> 
     if recipe.layout.shard == "full":
         model.prepare(world.device)
     deepspeed = _load(world)
-    engine, _, _, _ = deepspeed.initialize(
-        model=model, optimizer=_optimizer(model, recipe.optim), config=config_of(recipe, geometry), dist_init_required=False
-    )  # fmt: skip
+    with _no_compiler():
+        engine, _, _, _ = deepspeed.initialize(
+            model=model, optimizer=_optimizer(model, recipe.optim), config=config_of(recipe, geometry), dist_init_required=False
+        )  # fmt: skip
     parts = Parts([engine.module], [0], 1, notes=[*notes, f"engine: deepspeed {deepspeed.__version__}, ZeRO stage {STAGES[recipe.layout.shard]}"])  # fmt: skip
     adapter = Adapter(engine, recipe.optim, world.device)
     return parts, adapter, DeepSpeedStepper(engine, adapter, recipe, world, geometry)
@@ -120,7 +123,8 @@ def _load(world: World) -> Any:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if not dist.is_initialized():
         dist.init_process_group("gloo" if world.device.type == "cpu" else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)  # fmt: skip
-    import deepspeed
+    with _without("mlflow"):  # its autotuner, which nobody asks for, would import it: seconds of every start
+        import deepspeed
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
@@ -129,6 +133,29 @@ def _load(world: World) -> Any:
         importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
     return deepspeed
+
+
+@contextlib.contextmanager
+def _without(name: str) -> Iterator[None]:
+    """As if the package were not installed; what was imported before stays."""
+    there = name in sys.modules
+    if not there:
+        sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if not there:
+            del sys.modules[name]
+
+
+@contextlib.contextmanager
+def _no_compiler() -> Iterator[None]:
+    """DeepSpeed looks whether we gave it Muon and for that compiles parts of Muon, which loads torch's compiler; we give it AdamW."""
+    ours, torch.compile = torch.compile, lambda model=None, **_: model or (lambda given: given)
+    try:
+        yield
+    finally:
+        torch.compile = ours
 
 
 def _optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
