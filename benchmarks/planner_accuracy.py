@@ -53,9 +53,9 @@ class Fit:
         self.items: list[tuple[str, Case, float]] = []
         for row in rows:
             case, shown = understand(row), predict_row(row)
-            if isinstance(case, Refusal) or not shown.measured_tps or (row.get("quality") or "") == "flagged":
+            if isinstance(case, Refusal) or not shown.tokens_per_second_per_device or not shown.measured_tps:
                 continue
-            if (row.get("precision") or "") in ("bf16", "fp16", "bf16_pure"):
+            if case.work.precision in ("bf16", "fp16", "bf16_pure") and (row.get("quality") or "") != "flagged":
                 self.items.append((shown.source, case, shown.measured_tps))
 
     def errors(self, constants: Constants, without: str | None = None) -> tuple[np.ndarray, list[str]]:

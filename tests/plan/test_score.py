@@ -4,11 +4,13 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 
 import windlass.plan
 from windlass.clusters import find_device, load_cluster, load_device
+from windlass.cost.params import count
 from windlass.errors import ConfigError
 from windlass.plan.rows import Refusal, links_of, number, understand
 from windlass.plan.score import predict_row, quantile, read_rows, score_file, score_rows, write_rows
@@ -43,7 +45,7 @@ def test_answers_and_names_are_never_read(rows, column):
 
 @pytest.mark.parametrize(
     ("column", "value", "reason"),
-    [("gpu", "TPUv4", "unknown device 'TPUv4'"), ("layers", "", "layers or hidden"), ("seq_len", "", "gpus or seq_len"), ("gpus", "many", "gpus or seq_len")],
+    [("layers", "", "layers or hidden"), ("seq_len", "", "gpus or seq_len"), ("gpus", "many", "gpus or seq_len")],
 )  # fmt: skip
 def test_a_refusal_has_a_reason_and_counts_against_coverage(rows, column, value, reason):
     changed = [{**rows[0], column: value}, rows[1]]
@@ -51,9 +53,17 @@ def test_a_refusal_has_a_reason_and_counts_against_coverage(rows, column, value,
     assert reason in (shown.predictions[0].refused or "")
     summary = shown.as_dict()["throughput"]
     assert summary["covered"] == 1
-    if value and column == "gpu":
-        assert summary["rows"] == 1  # another device class is outside the set
     assert isinstance(understand(changed[0]), Refusal)
+
+
+def test_memory_is_told_of_a_device_that_nobody_knows(rows):
+    row = {**rows[0], "gpu": "Abacus-96GB"}
+    known, shown = predict_row(rows[0]), predict_row(row)
+    assert shown.refused == "time: unknown device 'Abacus-96GB'" and shown.tokens_per_second_per_device is None
+    assert shown.memory_gib == known.memory_gib and shown.fits is True
+    assert predict_row({**row, "gpu": "Abacus-24GB"}).fits is False
+    assert predict_row({**row, "gpu": "Abacus"}).fits is None
+    assert score_rows([row]).as_dict()["memory"]["covered"] == 1
 
 
 BLANKS = ["ffn", "heads", "kv_heads", "vocab", "params_b", "micro_batch", "grad_accum", "shard", "tp", "pp", "cp", "vp", "activation_ckpt",
@@ -118,7 +128,104 @@ def test_devices_and_links_by_the_words_of_tables():
 )  # fmt: skip
 def test_score_and_plan_read_the_same_device(rows, gpu, cluster):
     case = understand({**rows[0], "gpu": gpu})
-    assert not isinstance(case, Refusal) and case.device is load_device(load_cluster(cluster).device)
+    assert not isinstance(case, Refusal) and case.device == load_device(load_cluster(cluster).device)
+
+
+@pytest.mark.parametrize(
+    ("words", "per_node", "gbs"),
+    [("NVLink 600 GB/s; 4x 200 Gb/s InfiniBand", 8, 100), ("8 x 400 Gbps RoCE", 8, 400), ("25 GB/s per GPU", 4, 100), ("4x HDR", 4, 100), ("100 GbE", 8, 12.5),
+     ("Slingshot-11", 8, 100), ("2x dual-port HDR (400 Gb/s) per node", 4, 50), ("NVLink + InfiniBand (DGX Cloud)", 8, 200), ("Omni-Path", 4, 50), ("0 Gb/s", 8, 200)],
+)  # fmt: skip
+def test_networks_by_the_words_of_tables(words, per_node, gbs):
+    assert links_of(find_device("A100-80GB"), words, per_node).inter_gbs_per_node == gbs
+
+
+@pytest.mark.parametrize(
+    ("column", "words", "meant"),
+    [("shard", ("fsdp", "FSDP2", "ZeRO-3", "zero stage 3", "full_shard"), "full"), ("shard", ("hsdp", "Hybrid"), "hybrid"), ("shard", ("zero2", "SHARD_GRAD_OP"), "zero2"),
+     ("shard", ("zero-1", "distributed optimizer", "ZeRO 1"), "zero1"), ("shard", ("", "none", "ddp"), "none")],
+)  # fmt: skip
+def test_sharding_by_the_words_of_tables(rows, column, words, meant):
+    for text in words:
+        assert understand({**rows[0], column: text}).layout.shard == meant
+
+
+@pytest.mark.parametrize(
+    ("column", "plain", "others"),
+    [("precision", "bf16", ("BF16", "bfloat16", "bf16-mixed", "mixed bf16")), ("precision", "fp8", ("FP8", "float8", "fp8 (bf16 elsewhere)")),
+     ("precision", "fp16", ("float16", "half")), ("precision", "bf16_pure", ("bf16-pure", "pure bf16")), ("activation_ckpt", "full", ("yes", "true", "Full (every layer)")),
+     ("activation_ckpt", "none", ("no", "false", "0")), ("activation_ckpt", "selective", ("selective (op)", "sel")), ("seq_len", "8192", ("8k", "8,192", "8192 tokens")),
+     ("tied", "1", ("yes", "True")), ("compile", "y", ("yes", "true")), ("flash", "n", ("no", "eager"))],
+)  # fmt: skip
+def test_other_spellings_mean_the_same(rows, column, plain, others):
+    for row in rows[:4]:
+        said = understand({**row, column: plain})
+        assert all(understand({**row, column: text}) == said for text in others)
+
+
+def test_what_a_row_leaves_out_is_read_from_its_size(rows):
+    row = {
+        **rows[0],
+        "layers": "80",
+        "hidden": "8192",
+        "ffn": "28672",
+        "heads": "64",
+        "kv_heads": "8",
+        "vocab": "128256",
+        "params_b": "70.55",
+    }
+    full = understand(row).shape
+    assert understand({**row, "kv_heads": ""}).shape == full
+    assert understand({**row, "ffn": "", "glu": "1"}).shape.ffn != 4 * 8192
+    stored = [count(understand(r).shape).total for r in (row, {**row, "ffn": ""})]
+    assert stored[1] == pytest.approx(stored[0], rel=0.005)
+
+
+def test_outcomes_by_their_words(rows):
+    said = [
+        predict_row({**rows[0], "outcome": text}).outcome for text in ("", "OK", "OOM", "CUDA out of memory", "failed")
+    ]
+    assert said == ["ok", "ok", "oom", "oom", "failed"]
+
+
+def test_tables_of_other_programs_are_read(tmp_path, rows):
+    path = tmp_path / "rows.csv"
+    names = list(rows[0])
+    lines = [";".join(n.upper() for n in names), *(";".join(f'"{r[n]}"' for n in names) for r in rows), ""]
+    path.write_text("\n".join(lines), encoding="utf-8-sig")
+    assert read_rows(path) == rows
+
+
+def test_no_row_is_too_odd(rows):
+    """Junk in any column ends in a prediction or a refusal, never in an exception or a number that is not one."""
+    random = Random(7)
+    junk = [
+        "",
+        "n/a",
+        "?",
+        "-1",
+        "0",
+        "1e9",
+        "nan",
+        "inf",
+        "1,024",
+        "8k",
+        "2x4",
+        "~8",
+        "True",
+        "3.7",
+        "9" * 14,
+        "1/2",
+        "<8",
+    ]
+    for _ in range(400):
+        row = dict(random.choice(rows))
+        for column in random.sample(list(row), random.randint(1, 8)):
+            row[column] = random.choice(junk) if random.random() < 0.7 else random.choice(rows)[column]
+        shown = predict_row({k: v for k, v in row.items() if random.random() < 0.95})
+        for value in (shown.memory_gib, shown.tokens_per_second_per_device):
+            assert value is None or (math.isfinite(value) and value > 0)
+        assert shown.refused or (shown.memory_gib and shown.tokens_per_second_per_device)
 
 
 def test_numbers_of_tables():

@@ -319,8 +319,9 @@ def _of_table(path: Path) -> tuple[list[Measured], list[str]]:
     for row in read_rows(path):
         name, tps = row.get("id") or path.stem, number(row, "tokens_per_s_per_gpu")
         case = understand(row)
-        if isinstance(case, Refusal) or not tps:
-            skipped.append(f"{name}: {case.reason if isinstance(case, Refusal) else 'no tokens/s'}")
+        if isinstance(case, Refusal) or not tps or case.device is None:
+            why = case.reason if isinstance(case, Refusal) else "unknown device" if tps else "no tokens/s"
+            skipped.append(f"{name}: {why}")
             continue
         tokens = case.work.micro_batch * case.work.seq_len * case.work.accumulation * case.layout.data
         held = number(row, "peak_mem_gib")

@@ -8,31 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
 
-from windlass.clusters import find_device
+from windlass.clusters import cluster_names, find_device, load_cluster
 from windlass.clusters.model import Device, Links
 from windlass.cost.params import count
 from windlass.cost.shapes import Shape, make_shape, pad
 from windlass.cost.work import Degrees, Work
 
-SHARDS = {
-    "fsdp": "full",
-    "fsdp2": "full",
-    "full": "full",
-    "zero3": "full",
-    "zero-3": "full",
-    "hsdp": "hybrid",
-    "hybrid": "hybrid",
-    "zero1": "zero1",
-    "zero-1": "zero1",
-    "zero2": "zero2",
-    "zero-2": "zero2",
-    "none": "none",
-    "ddp": "none",
-    "dp": "none",
-    "": "none",
-}
+YES, NO = ("y", "yes", "true", "1", "1.0", "on"), ("n", "no", "none", "false", "0", "0.0", "off", "-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +26,10 @@ class Case:
     shape: Shape
     work: Work
     layout: Degrees
-    device: Device
+    device: Device | None
+    """None: not in devices.toml, so that memory can be told and time cannot."""
+    capacity: float | None
+    """Bytes that a program gets of it; of an unknown device by its name ("XPU-96GB")."""
     links: Links
     devices_per_node: int
     assumed: tuple[str, ...]
@@ -66,15 +53,29 @@ def whole(row: Mapping[str, str], key: str) -> int | None:
     return None if value is None else round(value)
 
 
+def positive(row: Mapping[str, str], key: str) -> int | None:
+    """A count: None when blank, not a number, or less than one."""
+    value = whole(row, key)
+    return value if value is not None and value >= 1 else None
+
+
+def word(row: Mapping[str, str], key: str) -> str:
+    return (row.get(key) or "").strip().lower()
+
+
+def flag(row: Mapping[str, str], key: str) -> bool | None:
+    """Yes or no in the ways that tables write it; None: blank or something else."""
+    text = word(row, key)
+    return True if text in YES else False if text in NO else None
+
+
 def understand(row: Mapping[str, str]) -> Case | Refusal:
     assumed: list[str] = []
-    device = find_device(row.get("gpu") or "")
-    if device is None:
-        return Refusal(f"unknown device {row.get('gpu')!r}")
+    device = _known(row.get("gpu") or "")
     shape = _shape(row, assumed)
     if isinstance(shape, Refusal):
         return shape
-    gpus, seq_len = whole(row, "gpus"), whole(row, "seq_len")
+    gpus, seq_len = positive(row, "gpus"), _length(row)
     if not gpus or not seq_len:
         return Refusal("gpus or seq_len not stated")
     degrees = {k: _default(row, k, 1, assumed) for k in ("tp", "pp", "cp")}
@@ -82,74 +83,109 @@ def understand(row: Mapping[str, str]) -> Case | Refusal:
     data = gpus // per_replica if gpus >= per_replica else 1
     micro, accumulation = _batch(row, data, seq_len, assumed)
     work = _work(row, seq_len, micro, accumulation, assumed)
-    per_node = whole(row, "gpus_per_node") or 8
+    per_node = positive(row, "gpus_per_node") or _per_node(device.name if device else "")
     layout = _layout(row, work, data, degrees)
+    capacity = _capacity(device, row.get("gpu") or "")
     if layout.shard == "hybrid":
-        layout = replace(layout, shard_size=_group(shape, layout, device, per_node))
-    return Case(
-        shape, work, layout, device, links_of(device, row.get("interconnect") or "", per_node), per_node, tuple(assumed)
-    )
+        layout = replace(layout, shard_size=_group(shape, layout, capacity or 80 * 2**30, per_node))
+    links = links_of(device, row.get("interconnect") or "", per_node)
+    return Case(shape, work, layout, device, capacity, links, per_node, tuple(assumed))
+
+
+@cache
+def _known(text: str) -> Device | None:
+    return find_device(text)
+
+
+@cache
+def _per_node(device: str) -> int:
+    """Devices of a node where a row does not say: those of the machine that we know the part from, else eight."""
+    known = (load_cluster(name) for name in cluster_names())
+    return next((c.node.devices for c in known if c.device == device), 8)
+
+
+def _capacity(device: Device | None, name: str) -> float | None:
+    if device is not None:
+        return device.usable_memory or device.memory * 0.985
+    found = re.search(r"(\d+)\s*g(?:b|ib)?\b", name.lower())
+    return float(found.group(1)) * 2**30 * 0.985 if found else None
+
+
+def _length(row: Mapping[str, str]) -> int | None:
+    """Tokens of a sequence; "8k" is 8,192."""
+    value = positive(row, "seq_len")
+    return value * 1024 if value and re.match(r"\d+\s*k", word(row, "seq_len")) else value
 
 
 def _default(row: Mapping[str, str], key: str, value: int, assumed: list[str]) -> int:
-    given = whole(row, key)
-    if given is None or given < 1:
+    given = positive(row, key)
+    if given is None:
         assumed.append(f"{key}={value}")
         return value
     return given
 
 
 def _shape(row: Mapping[str, str], assumed: list[str]) -> Shape | Refusal:
-    layers, width = whole(row, "layers"), whole(row, "hidden")
+    layers, width = positive(row, "layers"), positive(row, "hidden")
     if not layers or not width:
         return Refusal("layers or hidden not stated")
-    arch = (row.get("arch") or "").strip().lower()
-    glu, tied = (row.get("glu") or "").strip(), (row.get("tied") or "").strip()
+    arch, glu = word(row, "arch"), flag(row, "glu")
     if arch not in ("llama", "gpt", "mpt", "bloom"):
-        arch = "llama" if glu == "1" else "gpt"
+        arch = "llama" if glu else "gpt"
         assumed.append(f"arch={arch}")
-    heads = whole(row, "heads")
-    if not heads:
-        heads = max(1, width // 128)
-        assumed.append(f"heads={heads}")
-    vocab = whole(row, "vocab")
-    if not vocab:
-        vocab = 50_304
-        assumed.append(f"vocab={vocab}")
-    ffn = whole(row, "ffn")
-    gated = arch == "llama" if glu == "" else glu == "1"
-    if not ffn:
-        ffn = 4 * width
-        gated = False
-        assumed.append(f"ffn={ffn}")
+    heads = _default(row, "heads", max(1, width // 128), assumed)
+    vocab = _default(row, "vocab", 50_304, assumed)
+    blank = positive(row, "ffn") is None
+    ffn = _default(row, "ffn", 4 * width, assumed)
     shape = make_shape(
         arch=arch,
         layers=layers,
         width=width,
         ffn=ffn,
         heads=heads,
-        kv_heads=whole(row, "kv_heads") or heads,
+        kv_heads=min(heads, positive(row, "kv_heads") or heads),
         head_dim=max(1, width // heads),
         vocab=vocab,
         padded_vocab=pad(vocab),
-        tied=None if tied == "" else tied == "1",
-        glu=gated,
+        tied=flag(row, "tied"),
+        # Four times the width without a second branch has as many weights as the gated block that a row leaves out.
+        glu=False if blank else arch == "llama" if glu is None else glu,
     )
-    return _with_stated_size(shape, number(row, "params_b"))
+    billions = number(row, "params_b")
+    shape = _with_stated_size(shape, billions, positive(row, "kv_heads") is None)
+    return _with_stated_ffn(shape, billions) if blank else shape
 
 
-def _with_stated_size(shape: Shape, billions: float | None) -> Shape:
-    """Heads wider than width / heads (Qwen 3) show in the stated size: take 128 when that explains it."""
-    if not billions or shape.head_dim == 128:
+def _with_stated_size(shape: Shape, billions: float | None, shared: bool) -> Shape:
+    """What a row leaves out shows in its stated size: heads wider than width / heads (Qwen 3), or keys shared by queries (GQA). Taken
+    when it explains the size and the plain reading does not."""
+    if not billions or billions <= 0:
         return shape
-    wide = replace(shape, head_dim=128)
-    plain_error, wide_error = (abs(count(s).total / 1e9 / billions - 1) for s in (shape, wide))
-    return wide if wide_error < 0.02 and plain_error > 0.03 else shape
+    others = [replace(shape, head_dim=128)] if shape.head_dim != 128 else []
+    if shared:
+        others += [replace(shape, kv_heads=k) for k in (8, 4, 2, 1) if k < shape.heads and shape.heads % k == 0]
+
+    def off(s: Shape) -> float:
+        return abs(count(s).total / 1e9 / billions - 1)
+
+    best = min(others, key=off, default=shape)
+    return best if off(best) < 0.02 and off(shape) > 0.03 else shape
+
+
+def _with_stated_ffn(shape: Shape, billions: float | None) -> Shape:
+    """The feed-forward width that a stated size leaves room for, where it is a usual one (two to eight times the width)."""
+    if not billions:
+        return shape
+    rest = count(replace(shape, ffn=0)).total
+    each = count(replace(shape, ffn=1)).total - rest
+    ffn = 256 * round((billions * 1e9 - rest) / each / 256)
+    return replace(shape, ffn=ffn) if 2 * shape.width <= ffn <= 8 * shape.width else shape
 
 
 def _batch(row: Mapping[str, str], data: int, seq_len: int, assumed: list[str]) -> tuple[int, int]:
-    micro, accumulation, total = whole(row, "micro_batch"), whole(row, "grad_accum"), number(row, "global_batch_tokens")
-    per_replica = max(1, round(total / seq_len / data)) if total else None
+    micro, accumulation = positive(row, "micro_batch"), positive(row, "grad_accum")
+    total = number(row, "global_batch_tokens")
+    per_replica = max(1, round(total / seq_len / data)) if total and total > 0 else None
     if not micro:
         micro = max(1, per_replica // (accumulation or 1)) if per_replica and accumulation else 1
         assumed.append(f"micro_batch={micro}")
@@ -160,21 +196,19 @@ def _batch(row: Mapping[str, str], data: int, seq_len: int, assumed: list[str]) 
 
 
 def _work(row: Mapping[str, str], seq_len: int, micro: int, accumulation: int, assumed: list[str]) -> Work:
-    precision = (row.get("precision") or "bf16").strip().lower()
-    precision = "fp32" if "32" in precision and "fp8" not in precision else precision
-    compile_text, flash_text = (row.get("compile") or "").strip().lower(), (row.get("flash") or "").strip().lower()
-    recompute = (row.get("activation_ckpt") or "").strip().lower()
-    if recompute not in ("none", "selective", "full"):
+    precision, flash_text, compile_given = precision_of(row), word(row, "flash"), flag(row, "compile") is True
+    recompute = _recompute(word(row, "activation_ckpt"))
+    if recompute is None:
         recompute = "selective"  # the default of torchtitan and of Megatron's recipes
         assumed.append("activation_ckpt=selective")
-    optimizer = (row.get("optimizer") or "adamw").lower()
-    sharded = SHARDS.get((row.get("shard") or "").strip().lower(), "none") in ("full", "hybrid")
+    optimizer = word(row, "optimizer") or "adamw"
+    sharded = shard_of(row) in ("full", "hybrid")
     kernel = _kernel(flash_text)
-    compiled = compile_text == "y" or kernel == "te"
+    compiled = compile_given or kernel == "te"
     # TransformerEngine recipes (NeMo, Megatron-Bridge) reduce and keep gradients in bf16.
     gradients = "fp32" if "fp32 grad" in optimizer else "bf16" if kernel == "te" and not sharded else None
     # torch.compile and PyTorch's own attention mark loops written in plain PyTorch (DDP where nothing is sharded).
-    native = kernel != "te" and (compile_text == "y" or "sdpa" in flash_text)
+    native = kernel != "te" and (compile_given or "sdpa" in flash_text)
     # Megatron accumulates bf16 gradients in fp32 and is what tensor and pipeline parallelism usually mean; DeepSpeed keeps 16 bits.
     model_parallel = (number(row, "tp") or 1) * (number(row, "pp") or 1) > 1
     megatron = (
@@ -192,38 +226,81 @@ def _work(row: Mapping[str, str], seq_len: int, micro: int, accumulation: int, a
         kernel=kernel,
         loss=_loss(compiled, flash_text, sharded),
         optimizer="sgd" if "sgd" in optimizer else "adamw",
-        moments="int8" if "8-bit" in optimizer else "fp32",
+        moments="int8" if "8-bit" in optimizer or "8bit" in optimizer else "fp32",
         gradients=gradients,
         engine="torch" if sharded or native else "megatron" if megatron else "deepspeed",
     )
 
 
+def precision_of(row: Mapping[str, str]) -> str:
+    """The precision by the names that `Work` knows; bf16 when blank. Mixed precision is named by its narrow side."""
+    text = re.sub(r"[\s-]+", "_", word(row, "precision"))
+    for name, marks in PRECISIONS.items():
+        if any(mark in text for mark in marks):
+            return name
+    return "bf16"
+
+
+PRECISIONS = {
+    "nvfp4": ("nvfp4", "fp4"),
+    "mxfp8": ("mxfp8",),
+    "fp8": ("fp8", "float8", "e4m3"),
+    "bf16_pure": ("pure",),
+    "bf16": ("bf16", "bfloat16"),
+    "fp16": ("fp16", "float16", "half"),
+    "fp32": ("32",),
+}
+"""Marks are tried in this order: "fp8 (bf16 elsewhere)" is fp8, "bf16_pure" is not bf16, "tf32/fp32" is fp32."""
+
+
+def shard_of(row: Mapping[str, str]) -> str:
+    """none, zero1, zero2, full or hybrid, by the words of the engines."""
+    text = re.sub(r"[\s_-]+", "", word(row, "shard"))
+    if "hsdp" in text or "hybrid" in text:
+        return "hybrid"
+    if "shardgradop" in text or re.search(r"zero(stage)?2", text):
+        return "zero2"
+    if re.search(r"zero(stage)?1", text) or "distributedoptimizer" in text:
+        return "zero1"
+    if "fsdp" in text or "full" in text or re.search(r"zero(stage)?3|^3$", text):
+        return "full"
+    return {"1": "zero1", "2": "zero2"}.get(text, "none")
+
+
+def _recompute(text: str) -> str | None:
+    """none, selective or full; None: not stated, or in words that we do not know."""
+    if text.startswith("sel") or "selective" in text:
+        return "selective"
+    if text.startswith("full") or text in YES:
+        return "full"
+    return "none" if text in NO else None
+
+
 def _loss(compiled: bool, flash_text: str, sharded: bool) -> str:
     """The flash-attn package brings a cross-entropy that overwrites the logits; tables that say "flash: yes" are of engines with both. The
     name of a kernel ("fa2", "sdpa") says nothing about the loss."""
-    if sharded and not compiled and flash_text in ("y", "yes"):
+    if sharded and not compiled and flash_text in YES:
         return "inplace"
     return "compiled" if compiled else "plain"
 
 
 def _kernel(text: str) -> str:
-    if text in ("n", "no", "none", "math", "eager"):
+    if text in NO or text in ("math", "eager"):
         return "math"
     if text == "te" or "transformer" in text or "cudnn" in text:
         return "te"
     if "3" in text:
         return "flash3"
-    if "1" in text or text in ("y", "yes"):
+    if "1" in text or text in YES:
         return "flash1"  # "flash: yes" without a version is how tables of before 2024 speak
     return "flash"
 
 
 def _layout(row: Mapping[str, str], work: Work, data: int, degrees: dict[str, int]) -> Degrees:
-    chunks = whole(row, "vp") or 1
-    shard = SHARDS.get((row.get("shard") or "").strip().lower(), "none")
+    chunks = positive(row, "vp") or 1
     return Degrees(
         data=data,
-        shard=shard,
+        shard=shard_of(row),
         tensor=degrees["tp"],
         pipeline=degrees["pp"],
         context=degrees["cp"],
@@ -234,11 +311,11 @@ def _layout(row: Mapping[str, str], work: Work, data: int, degrees: dict[str, in
     )
 
 
-def _group(shape: Shape, layout: Degrees, device: Device, per_node: int) -> int:
+def _group(shape: Shape, layout: Degrees, capacity: float, per_node: int) -> int:
     """Devices that share one copy, where a row says only "hybrid": a node's, or the next doubling that leaves half the memory free."""
     states = 16.0 * count(shape).stored / (layout.tensor * layout.pipeline)
     size = max(1, per_node // layout.tensor)
-    while size < layout.data and states / size > 0.5 * device.memory:
+    while size < layout.data and states / size > 0.5 * capacity:
         size *= 2
     return min(size, layout.data)
 
@@ -272,36 +349,48 @@ CARDS = {"sm_86": 25.0, "sm_120": 50.0}
 """The same for parts that are sold as cards for a PCIe slot."""
 
 
-def links_of(device: Device, text: str, per_node: int) -> Links:
+def links_of(device: Device | None, text: str, per_node: int) -> Links:
     node = _node_gbs(text, per_node)
+    generation = device.generation if device else ""
     if node is None:
-        node = NODE_GBS.get(device.generation, 200.0) * per_node / 8
-    intra = 50.0 if "pcie" in device.name else CARDS.get(device.arch, INTRA_GBS.get(device.generation, 100.0))
+        node = NODE_GBS.get(generation, 200.0) * per_node / 8
+    if device is None:
+        return Links(inter_gbs_per_node=node)
+    intra = 50.0 if "pcie" in device.name else CARDS.get(device.arch, INTRA_GBS.get(generation, 100.0))
     if "800" in device.name:  # A800 and H800: NVLink cut to 200 GB/s per direction
         intra = min(intra, 200.0)
     return Links(intra_gbs=intra, inter_gbs_per_node=node)
 
 
+INSIDE = re.compile(r"nvlink|nvswitch|xgmi|infinity fabric|pcie", re.I)
+RATE = re.compile(r"(?:(\d+)\s*[x\u00d7]\s*)?(\d+(?:\.\d+)?)\s*(T|G)\s*(b/s|bps|bit/s|bits/s|B/s|bE\b)", re.I)
+INFINIBAND = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
+
+
 def _node_gbs(text: str, per_node: int) -> float | None:
-    """GB/s of a node from words like "800 Gb/s InfiniBand per node", "4x NDR200", "400 Gb/s RDMA per GPU", "4 Omni-Path links"."""
+    """GB/s of a node from words like "800 Gb/s InfiniBand per node", "4x NDR200", "400 Gb/s RDMA per GPU", "4 Omni-Path links"; what is
+    said of links inside the node is passed over."""
+    for clause in re.split(r"[;,+]|\band\b", text):
+        if not INSIDE.search(clause) and (found := _clause_gbs(clause, per_node)) is not None:
+            return found
     low = text.lower()
-    found = re.search(r"(\d+(?:\.\d+)?)\s*(tb|gb)/s", low)
-    if found:
-        gbits = float(found.group(1)) * (1000 if found.group(2) == "tb" else 1)
-        many = per_node if "per gpu" in low or "per device" in low else 1
-        return gbits * many / 8
-    found = re.search(r"(\d+)\s*x\s*(?:ndr|hdr)\s*(\d+)", low)
-    if found:
-        return int(found.group(1)) * int(found.group(2)) / 8
-    found = re.search(r"(\d+)\s*omni-path", low)
-    if found:
-        return int(found.group(1)) * 12.5
     if "omni-path" in low:
-        return 12.5 * max(1, per_node)
-    if "efa" in low:
-        return 400.0
-    return None
+        count = re.search(r"(\d+)\s*omni-path", low)
+        return 12.5 * (int(count.group(1)) if count else max(1, per_node))
+    if "slingshot" in low:
+        return 25.0 * max(1, per_node // 2)  # one card of 200 Gb/s per module of two
+    return 400.0 if "efa" in low.split() else None
 
 
-def as_dict(row: Mapping[str, Any]) -> dict[str, str]:
-    return {k: (v or "") for k, v in row.items() if isinstance(k, str)}
+def _clause_gbs(clause: str, per_node: int) -> float | None:
+    many = per_node if re.search(r"per (?:gpu|device)", clause, re.I) else 1
+    if found := RATE.search(clause):
+        number, rate, scale, unit = found.groups()
+        gbits = float(rate) * (1000 if scale.upper() == "T" else 1) * (8 if unit[:2] == "B/" else 1)
+        value = gbits * int(number or 1) * many / 8
+    elif found := re.search(r"(\d+)\s*[x\u00d7]\s*(edr|hdr|ndr|xdr)\s*-?(\d+)?", clause, re.I):
+        number, name, rate = found.groups()
+        value = int(number) * int(rate or INFINIBAND[name.lower()]) / 8
+    else:
+        return None
+    return value or None

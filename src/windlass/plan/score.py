@@ -12,13 +12,14 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from windlass.cost.memory import GIB, MemoryEstimate, memory
 from windlass.cost.step import Constants, estimate
 from windlass.errors import ConfigError, PlanError
-from windlass.plan.rows import Case, Refusal, number, understand
+from windlass.plan.rows import YES, Case, Refusal, number, precision_of, understand, word
 
 REQUIRED = (
     "layers",
@@ -45,6 +46,7 @@ class Prediction:
     id: str
     source: str
     refused: str | None
+    """Why the row, or only its time, is not predicted."""
     memory_gib: float | None
     """In the kind of the measurement: allocated, reserved, or with context."""
     measured_gib: float | None
@@ -75,9 +77,11 @@ def read_rows(path: Path | str) -> list[dict[str, str]]:
     """The rows of a table of runs; says which needed columns are missing."""
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            names = [n for n in reader.fieldnames or [] if n]
-            rows = [{k: (v or "") for k, v in row.items() if isinstance(k, str)} for row in reader]
+            header = file.readline()
+            file.seek(0)
+            reader = csv.reader(file, delimiter=max(",;\t", key=header.count))
+            names = [n.strip().lower() for n in next(reader, [])]
+            rows = [dict(zip_longest(names, row[: len(names)], fillvalue="")) for row in reader if any(row)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(
             f"cannot read {path}: {error}", hint="give a CSV file with one measured run per line"
@@ -85,7 +89,7 @@ def read_rows(path: Path | str) -> list[dict[str, str]]:
     missing = [c for c in NEEDED_COLUMNS if c not in names]
     if missing:
         raise ConfigError(
-            f"{path} has no column {', '.join(missing)} (it has: {', '.join(names[:12]) or 'none'})",
+            f"{path} has no column {', '.join(missing)} (it has: {', '.join(n for n in names[:12] if n) or 'none'})",
             hint="the columns are explained in docs/concepts/predictions.md",
         )
     return rows
@@ -100,7 +104,7 @@ def predict_row(row: Mapping[str, str], constants: Constants | None = None) -> P
         "source": row.get("source_group") or row.get("source") or "",
         "measured_gib": _positive(row, "peak_mem_gib"),
         "measured_tps": _positive(row, "tokens_per_s_per_gpu"),
-        "outcome": (row.get("outcome") or "ok").strip().lower(),
+        "outcome": _outcome(row),
         "stated": stated,
         "in_memory": stated and kind in ("allocated", "reserved") and _positive(row, "peak_mem_gib") is not None,
         "in_throughput": stated and _in_class(row) and _positive(row, "tokens_per_s_per_gpu") is not None,
@@ -109,19 +113,38 @@ def predict_row(row: Mapping[str, str], constants: Constants | None = None) -> P
         return _refused(case.reason, shared)
     try:
         held = memory(case.shape, case.work, case.layout, case.devices_per_node)
-        step = estimate(
-            case.shape, case.work, case.layout, case.device, case.links, case.devices_per_node, constants=constants
-        )
     except (PlanError, ZeroDivisionError, OverflowError) as error:
         return _refused(str(error), shared)
+    rate, why = _rate(case, row, constants)
     return Prediction(
-        refused=None,
+        refused=why,
         memory_gib=_in_kind(held, kind) / GIB,
-        tokens_per_second_per_device=step.tokens_per_second_per_device,
+        tokens_per_second_per_device=rate,
         fits=fits(held, case),
         assumed=case.assumed,
         **shared,
     )
+
+
+def _rate(case: Case, row: Mapping[str, str], constants: Constants | None) -> tuple[float | None, str | None]:
+    """Tokens/s of one device, or why they cannot be told: memory needs no device, time does."""
+    if case.device is None:
+        return None, f"time: unknown device {row.get('gpu')!r}"
+    try:
+        step = estimate(
+            case.shape, case.work, case.layout, case.device, case.links, case.devices_per_node, constants=constants
+        )
+    except (PlanError, ZeroDivisionError, OverflowError) as error:
+        return None, f"time: {error}"
+    return step.tokens_per_second_per_device, None
+
+
+def _outcome(row: Mapping[str, str]) -> str:
+    """ok, oom, or what the row says instead ("CUDA out of memory" is oom, blank is ok)."""
+    text = word(row, "outcome")
+    if "oom" in text or "out of memory" in text or "out-of-memory" in text:
+        return "oom"
+    return "ok" if text in ("", *YES, "ok", "works", "worked", "success", "pass") else text
 
 
 def _refused(reason: str, shared: dict[str, Any]) -> Prediction:
@@ -130,9 +153,12 @@ def _refused(reason: str, shared: dict[str, Any]) -> Prediction:
     )
 
 
-def fits(held: MemoryEstimate, case: Case) -> bool:
-    """Does the layout run? Where the row does not say how it recomputes, it does if any recompute policy makes it run."""
-    usable = case.device.usable_memory or case.device.memory * 0.985
+def fits(held: MemoryEstimate, case: Case) -> bool | None:
+    """Does the layout run? Where the row does not say how it recomputes, it does if any recompute policy makes it run. None: nobody
+    knows how much memory the device has."""
+    usable = case.capacity
+    if usable is None:
+        return None
     if held.needed > usable and any(a.startswith("activation_ckpt") for a in case.assumed):
         held = memory(case.shape, replace(case.work, recompute="full"), case.layout, case.devices_per_node)
     return held.needed <= usable
@@ -155,13 +181,12 @@ def _positive(row: Mapping[str, str], key: str) -> float | None:
 
 def is_stated(row: Mapping[str, str]) -> bool:
     """Layout fully stated and not flagged."""
-    quality = (row.get("quality") or "ok").strip().lower()
+    quality = word(row, "quality")
     return quality not in ("flagged", "incomplete") and all((row.get(c) or "").strip() for c in REQUIRED)
 
 
 def _in_class(row: Mapping[str, str]) -> bool:
-    precision, gpu = (row.get("precision") or "").strip().lower(), (row.get("gpu") or "").lower()
-    return precision in ("bf16", "fp16", "bf16_pure") and any(c in gpu for c in CLASSES)
+    return precision_of(row) in ("bf16", "fp16", "bf16_pure") and any(c in word(row, "gpu") for c in CLASSES)
 
 
 @dataclass(frozen=True, slots=True)
