@@ -239,7 +239,7 @@ def forward_rate(job: Any, passes: int = 8) -> float:
         for _ in range(2 + passes):
             wait()
             began = time.perf_counter()
-            job.validator._batch(0)
+            job.validator._batch(job.validator.held[0].indexes[: job.validator._width()])
             wait()
             seconds.append(time.perf_counter() - began)
     return float(tokens / min(seconds[2:]))

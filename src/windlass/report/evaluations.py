@@ -49,8 +49,8 @@ def _curves(passes: Sequence[Mapping[str, Any]]) -> Chart:
     names = dict.fromkeys(name for e in passes for name in e["sources"])
     series = []
     for name in names:
-        with_it = [e for e in passes if name in e["sources"]]
-        series.append(line(name, [e.get("step") for e in with_it], [e["sources"][name]["loss"] for e in with_it]))
+        found = [(int(e["step"]), e["sources"][name]["loss"]) for e in passes if name in e["sources"]]
+        series.append(line(name, [step for step, _ in found], [loss for _, loss in found]))
     return Chart(title="Validation loss by source", series=tuple(series), x_title="step", y_title="nats per token")
 
 

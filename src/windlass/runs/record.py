@@ -25,7 +25,8 @@ METRICS: dict[str, str] = {
     "data_seconds": "time the step waited for data",
     "spread_seconds": "slowest rank's compute time minus the fastest's",
     "slowest_rank": "that rank",
-    "val_loss": "mean cross-entropy on the validation split, on lines that follow a validation pass",
+    "val_loss": "mean cross-entropy on the validation split, on lines that follow a validation pass; `val_loss/NAME` is that of a source",
+    "val_bits_per_byte": "the same per byte of text, in bits: comparable between tokenizers; `val_bits_per_byte/NAME` is that of a source",
     "skipped": "1 when the step changed no weights (non-finite or spike)",
     "z_loss": "auxiliary loss",
 }
@@ -38,7 +39,7 @@ EVENTS: dict[str, str] = {
     "save_failed": "a save failed and will be retried: step, error",
     "removed": "a superseded checkpoint was deleted: step, reason",
     "damaged": "a checkpoint was set aside: checkpoint, reason",
-    "evaluated": "a validation pass: step, val_loss, seconds",
+    "evaluated": "a validation pass: step, val_loss, bits_per_byte, seconds, and loss and bits_per_byte by sources and languages",
     "skipped": "a step changed no weights: step, reason, value",
     "rollback": "went back to an earlier checkpoint: step, to_step, skipped_tokens",
     "signal": "a signal or the wall-time limit asked the run to stop: signal, step",

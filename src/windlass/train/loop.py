@@ -41,7 +41,7 @@ from windlass.train.state import after_restore, training_state
 from windlass.train.step import Stepper
 from windlass.train.supervise import record_error
 from windlass.train.trial import trial_step
-from windlass.train.validate import Validator, open_validator
+from windlass.train.validate import Validation, Validator, open_validator
 from windlass.train.watchdog import Heartbeat
 
 Say = Callable[[str], None]
@@ -74,8 +74,9 @@ class Job:
     """The stream's position: global sequences consumed, skipped ranges included."""
     energy_carried: float | None = None
     data_seconds: float = 0.0
+    validation: Validation | None = None
+    """The newest validation pass, done after `val_step` steps."""
     val_loss: float | None = None
-    """Of the newest validation pass, done after `val_step` steps."""
     val_step: int | None = None
     best: list[float] = field(default_factory=list)
     """The lowest validation losses that were saved, at most save.keep_best."""
@@ -410,12 +411,12 @@ def _last_validation(job: Job) -> None:
 
 def validate_now(job: Job) -> None:
     begin = time.monotonic()
-    loss = job.validator.loss(job.stop.agreed_to_stop)
-    if loss is None:  # asked to stop on the way: the save comes first
+    found = job.validator.judge(job.stop.agreed_to_stop)
+    if found is None:  # asked to stop on the way: the save comes first
         return
-    job.val_loss, job.val_step = loss, job.step
+    job.validation, job.val_loss, job.val_step = found, found.whole.loss, job.step
     if job.world.is_main:
-        job.run.event("evaluated", step=job.step, val_loss=job.val_loss, seconds=time.monotonic() - begin)
+        job.run.event("evaluated", step=job.step, **found.event(), seconds=time.monotonic() - begin)
     each(job.hooks, "on_eval", job, job.val_loss)
 
 

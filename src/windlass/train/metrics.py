@@ -51,7 +51,7 @@ class Recorder(Hook):
         self.skipped_in_a_row = 0
         self.last_loss: float | None = None
         self.too_many: str | None = None
-        self.val_loss: float | None = None
+        self.validation: dict[str, float | None] = {}
         self._group: Any = None
         self._forward: float | None = None
         """Seconds of this rank's forward passes in the newest step whose times are known."""
@@ -79,7 +79,7 @@ class Recorder(Hook):
         self.drain(job, LAG if job.world.device.type == "cuda" else 0)
 
     def on_eval(self, job: Job, val_loss: float) -> None:
-        self.val_loss = val_loss
+        self.validation = job.validation.line() if job.validation is not None else {"val_loss": val_loss}
 
     def on_stop(self, job: Job, reason: str | None) -> None:
         if reason != "error":
@@ -169,8 +169,8 @@ class Recorder(Hook):
         line |= self._shares(job, speed / job.world.size) | _spread(ranks["forward"])
         if job.recipe.train.z_loss:
             line["z_loss"] = extra
-        if self.val_loss is not None:
-            line["val_loss"], self.val_loss = self.val_loss, None
+        line |= self.validation
+        self.validation = {}
         return line
 
     def _ranks(self, item: Pending) -> dict[str, list[float | None]]:

@@ -56,7 +56,10 @@ class Progress(Hook):
             self.say(f"step {line['step']}/{job.geometry.steps}  {_words(line)}")
 
     def on_eval(self, job: Job, val_loss: float) -> None:
-        self.say(f"step {job.step}: validation loss {val_loss:.4f}")
+        found = job.validation
+        parts = found.sources if found is not None and len(found.sources) > 1 else {}
+        by = ", ".join(f"{name} {part.loss:.4f}" for name, part in parts.items())
+        self.say(f"step {job.step}: validation loss {val_loss:.4f}" + (f" ({by})" if by else ""))
 
     def on_stop(self, job: Job, reason: str | None) -> None:
         if self._bar is not None:

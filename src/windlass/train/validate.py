@@ -1,12 +1,15 @@
-"""How good is the model on text it has not seen? The mean loss on the validation split, over the same sequences every time."""
+"""How good is the model on text it has not seen? The mean loss on the validation split, by source, over the same sequences every time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from windlass.config import Recipe
@@ -16,30 +19,83 @@ from windlass.train.mesh import World
 from windlass.train.parallelize import Parts
 from windlass.train.step import Stepper, cut
 
+Ints = npt.NDArray[np.int64]
+MOST_SEQUENCES = 200_000
+"""Of the held-out ones, that many are looked at to find some of each source: what is rarer than that is left out."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """The held-out part of one source: which sequences of the stream are asked, and how much it counts."""
+
+    name: str
+    language: str | None
+    bytes_per_token: float | None
+    """Of text, by the store's ledger; None where the store does not say it."""
+    indexes: Ints
+    share: float
+    """Of all held-out tokens."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one pass says of a source, of a language, or of everything held out."""
+
+    loss: float
+    """Nats per token."""
+    bits_per_byte: float | None
+    """Comparable between tokenizers. By the source's bytes per token, so `windlass eval` may differ in the third digit."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    whole: Found
+    sources: dict[str, Found]
+    languages: dict[str, Found]
+
+    def line(self) -> dict[str, float | None]:
+        """The same as flat keys of a metrics line; with one source there is nothing to tell apart."""
+        made: dict[str, float | None] = {"val_loss": self.whole.loss, "val_bits_per_byte": self.whole.bits_per_byte}
+        for name, found in self.sources.items() if len(self.sources) > 1 else ():
+            made |= {f"val_loss/{name}": found.loss, f"val_bits_per_byte/{name}": found.bits_per_byte}
+        return {key: value for key, value in made.items() if value is not None}
+
+    def event(self) -> dict[str, Any]:
+        return {
+            "val_loss": self.whole.loss,
+            "bits_per_byte": self.whole.bits_per_byte,
+            "sources": {name: asdict(found) for name, found in self.sources.items()},
+            "languages": {name: asdict(found) for name, found in self.languages.items()},
+        }
+
 
 class Validator:
     def __init__(
         self, stream: Any, sequences: int, recipe: Recipe, world: World, parts: Parts, stepper: Stepper
     ) -> None:
-        self.stream, self.sequences, self.recipe, self.world, self.parts, self.stepper = (
-            stream,
-            sequences,
-            recipe,
-            world,
-            parts,
-            stepper,
-        )
+        self.stream, self.recipe, self.world, self.parts, self.stepper = stream, recipe, world, parts, stepper
+        self.held = hold(stream, sequences, self._width())
+
+    def loss(self, stopping: Callable[[], object] = lambda: None) -> float | None:
+        """Mean cross-entropy of everything held out, the same on every rank."""
+        found = self.judge(stopping)
+        return None if found is None else found.whole.loss
 
     @torch.no_grad()
-    def loss(self, stopping: Callable[[], object] = lambda: None) -> float | None:
-        """Mean cross-entropy over `sequences` sequences, the same on every rank; None when all ranks agreed to stop on the way."""
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for start in range(0, self.sequences, self._width()):
-            total += self._batch(start)
-            if stopping():
-                return None
-        self.world.sum_(total)
-        return float(total) / (self.sequences * self.recipe.data.seq_len)
+    def judge(self, stopping: Callable[[], object] = lambda: None) -> Validation | None:
+        """One pass over all sources; None when all ranks agreed to stop on the way."""
+        totals = torch.zeros(len(self.held), dtype=torch.float64, device=self.world.device)
+        for place, part in enumerate(self.held):
+            for start in range(0, len(part.indexes), self._width()):
+                totals[place] += self._batch(part.indexes[start : start + self._width()])
+                if stopping():
+                    return None
+        self.world.sum_(totals)
+        means = [
+            total / (len(part.indexes) * self.recipe.data.seq_len)
+            for total, part in zip(totals.tolist(), self.held, strict=True)
+        ]
+        return validation(self.held, means)
 
     def _width(self) -> int:
         """Sequences of one pass over all ranks; a pipeline always takes as many micro-batches as in training."""
@@ -47,9 +103,9 @@ class Validator:
         each = geometry.per_rank if self.stepper.schedule is not None else geometry.micro_batch
         return each * self.world.axes.data
 
-    def _batch(self, start: int) -> torch.Tensor:
+    def _batch(self, indexes: Ints) -> torch.Tensor:
         each = self._width() // self.world.axes.data
-        numbers = start + self.world.data_rank * each + np.arange(each, dtype=np.int64)
+        numbers = indexes[self.world.data_rank * each :][:each]
         tokens = torch.from_numpy(self.stream.sequences(numbers)).to(self.world.device).long()
         documents = (
             torch.from_numpy(self.stream.document_ids(numbers)).to(self.world.device).long()
@@ -66,6 +122,70 @@ class Validator:
         return self.stepper.pipeline_sums(inputs, targets, documents)[1].double()
 
 
+def hold(stream: Any, sequences: int, width: int) -> list[Held]:
+    """About `sequences` sequences, of every source in proportion and at least one batch of each.
+
+    A batch is of one source, so that its loss is known without a loss per token; a source that is smaller than a batch is repeated
+    in it.
+    """
+    sizes = getattr(getattr(stream, "mixture", None), "windows", None)
+    weights = np.ones(len(stream.sources)) if sizes is None else np.asarray(sizes, dtype=np.float64)
+    shares = weights / weights.sum()
+    # More than is held out would only be the same text again.
+    sequences = sequences if sizes is None else min(sequences, int(weights.sum()))
+    counts = [max(1, round(share * sequences / width)) * width if share else 0 for share in shares]
+    first = _first_of_each(stream, counts, limit=max(sequences, int(weights.sum())))
+    return [
+        Held(name, *_about(stream.store, name), indexes=np.resize(mine, count), share=float(share))
+        for name, mine, count, share in zip(stream.sources, first, counts, shares, strict=True)
+        if len(mine)
+    ]
+
+
+def _first_of_each(stream: Any, counts: list[int], limit: int) -> list[Ints]:
+    """Numbers of the first sequences of each source, as many as asked for or as one pass over the held-out text has."""
+    found: list[list[Ints]] = [[] for _ in counts]
+    have = np.zeros(len(counts), dtype=np.int64)
+    for start in range(0, min(limit, MOST_SEQUENCES), 1024):
+        numbers = np.arange(start, min(start + 1024, limit), dtype=np.int64)
+        source, _ = stream.identity(numbers)
+        for place, parts in enumerate(found):
+            parts.append(numbers[source == place])
+        have += np.bincount(source, minlength=len(counts))
+        if (have >= counts).all():
+            break
+    return [np.concatenate(parts)[:count] for parts, count in zip(found, counts, strict=True)]
+
+
+def _about(store: Any, name: str) -> tuple[str | None, float | None]:
+    """Language, and bytes of text per token."""
+    if store is None:
+        return None, None
+    info = store.sources[name]
+    return info.language, info.bytes / info.tokens if info.bytes and info.tokens else None
+
+
+def validation(held: list[Held], means: list[float]) -> Validation:
+    """Means by source, put together by how much of the held-out text each source is."""
+    pairs = list(zip(held, means, strict=True))
+    languages = dict.fromkeys(part.language for part in held if part.language is not None)
+    return Validation(
+        whole=together(pairs),
+        sources={part.name: together([(part, mean)]) for part, mean in pairs},
+        languages={name: together([pair for pair in pairs if pair[0].language == name]) for name in languages},
+    )
+
+
+def together(pairs: Iterable[tuple[Held, float]]) -> Found:
+    pairs = list(pairs)
+    share = sum(part.share for part, _ in pairs)
+    loss = sum(part.share * mean for part, mean in pairs) / share
+    if any(part.bytes_per_token is None for part, _ in pairs):
+        return Found(loss, None)
+    size = sum(part.share * (part.bytes_per_token or 0.0) for part, _ in pairs) / share
+    return Found(loss, loss / math.log(2) / size)
+
+
 def open_validator(recipe: Recipe, world: World, parts: Parts, stepper: Stepper, vocab: int) -> Validator | None:
     """None when there is nothing held out."""
     data = recipe.data
@@ -75,7 +195,4 @@ def open_validator(recipe: Recipe, world: World, parts: Parts, stepper: Stepper,
     if data.validation is None and split not in open_store(Path(data.store)).splits:
         return None
     stream = open_stream(data, seed=recipe.seed, split=split, vocab=vocab)
-    made = Validator(stream, 1, recipe, world, parts, stepper)
-    width = made._width()
-    made.sequences = max(1, recipe.train.eval_tokens // data.seq_len // width) * width
-    return made
+    return Validator(stream, max(1, recipe.train.eval_tokens // data.seq_len), recipe, world, parts, stepper)

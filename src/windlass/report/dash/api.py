@@ -13,10 +13,11 @@ from windlass.figures import Note, Section
 from windlass.report.card import data_section
 from windlass.report.collect import RunSummary
 from windlass.report.columns import AXES, Columns, step_of
-from windlass.report.content import cards, conventions, energy, environment, evaluation, life, saves, validations, what
+from windlass.report.content import cards, conventions, energy, environment, life, saves, validations, what
 from windlass.report.content import plan_sections as plan_of
 from windlass.report.dash.blocks import section_json
 from windlass.report.dash.store import MOST_POINTS, Folder, RunView, known_axis
+from windlass.report.evaluations import evaluation
 from windlass.report.redact import redact
 from windlass.report.words import energy_card, event_text
 from windlass.runs.record import METRICS
