@@ -10,29 +10,65 @@ from typing import Any, get_args, get_origin
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "reference"
 
 
+UNITS = (
+    "Token counts, sizes, durations and energies may be written with units: `450B`, `4Mi`, `94 GiB`, `30m`, `14.2 MWh`."
+)
+
+
 def recipe_page() -> str:
     from windlass.config import Recipe
 
-    lines = [
-        "# Recipe keys",
-        "",
-        "A recipe is one TOML file. Every key, its type, its default and what it means; made from the code.",
-        "",
-    ]
-    lines += [
-        "Token counts, sizes, durations and energies may be written with units: `450B`, `4Mi`, `94 GiB`, `30m`, `14.2 MWh`.",
-        "",
-    ]
+    what = "A recipe is one TOML file. Every key, its type, its default and what it means; made from the code."
+    tables = {name: _table(field.annotation) for name, field in Recipe.model_fields.items() if _table(field.annotation)}
+    notes = {"layout": "Leave the table out and the planner fills it, printing its reason."}
+    return keys_page("Recipe keys", what, Recipe, tables, notes)
+
+
+def data_file_page() -> str:
+    from windlass.config.sources import DataFile, Source
+
+    what = "The file that `windlass tokenize` reads: [how to use it](../guides/data.md). Every key; made from the code."
+    return keys_page("Data file keys", what, DataFile, {"sources.NAME": Source}, {}, hidden=("sources",))
+
+
+def sweep_file_page() -> str:
+    from windlass.config.sweep import SweepConfig
+
+    what = "The file that `windlass sweep` reads: [how to use it](../guides/sweep.md). Every key; made from the code."
+    return keys_page("Sweep file keys", what, SweepConfig, {}, {})
+
+
+def cluster_file_page() -> str:
+    from windlass.clusters.model import Cluster, Device, Source
+
+    what = (
+        "The file that describes a machine, yours in `~/.config/windlass/clusters/NAME.toml`. Every key; made from the code. The numbers of each machine are "
+        "on [its own page](../clusters/index.md)."
+    )
     tables = {
-        "": Recipe,
-        **{name: _table(field.annotation) for name, field in Recipe.model_fields.items() if _table(field.annotation)},
+        name: _table(field.annotation) for name, field in Cluster.model_fields.items() if _table(field.annotation)
     }
-    for name, table in tables.items():
+    tables.pop("sources", None)
+    inner = _table(tables["slurm"].model_fields["partitions"].annotation)
+    more = {"slurm.partitions": inner, "sources.KEY": Source, "devices.toml: NAME": Device}
+    notes = {
+        "sources.KEY": "KEY is a dotted key, or a table for all of its keys: where its value was read.",
+        "devices.toml: NAME": "An accelerator that no file knows goes to `~/.config/windlass/clusters/devices.toml`.",
+        "slurm.partitions": "One `[[slurm.partitions]]` per queue.",
+    }
+    return keys_page("Cluster file keys", what, Cluster, {**tables, **more}, notes, hidden=("name", "sources"))
+
+
+def keys_page(
+    title: str, what: str, top: Any, tables: dict[str, Any], notes: dict[str, str], hidden: tuple[str, ...] = ()
+) -> str:
+    lines = [f"# {title}", "", what, "", UNITS, ""]
+    for name, table in {"": top, **tables}.items():
         lines += [f"## `[{name}]`" if name else "## Top level", ""]
-        if name == "layout":
-            lines += ["Leave the table out and the planner fills it, printing its reason.", ""]
+        lines += [notes[name], ""] if name in notes else []
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-        lines += [row for row in _rows(table) if not any(row.startswith(f"| `{t}` ") for t in tables if t and not name)]
+        below = {*tables, *hidden} if not name else set()
+        lines += [row for row in _rows(table) if not any(row.startswith(f"| `{t}` ") for t in below)]
         lines.append("")
     return "\n".join(lines)
 
@@ -52,6 +88,7 @@ def _default(field: Any) -> str:
 
 
 def _table(annotation: Any) -> Any:
+    """The table inside an annotation such as `Slurm | None` or `list[Partition]`."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and hasattr(candidate, "model_fields"):
             return candidate
@@ -118,6 +155,9 @@ def pages() -> dict[str, str]:
 
     return {
         "recipe.md": recipe_page(),
+        "data-file.md": data_file_page(),
+        "sweep-file.md": sweep_file_page(),
+        "cluster-file.md": cluster_file_page(),
         "cli.md": cli_page(),
         "metrics.md": vocabulary_page(
             "metrics.jsonl", "One line per logged step. A key that is unknown is null, never 0.", METRICS

@@ -127,9 +127,15 @@ def validate(model: type[T], raw: Mapping[str, Any], where: str) -> T:
         return model.model_validate(raw)
     except ValidationError as error:
         problems = [_problem(model, item) for item in error.errors()]
-        raise ConfigError(
-            _listing(where, problems), hint="`windlass show --schema` lists every key; see docs/reference/recipe.md"
-        ) from None
+        raise ConfigError(_listing(where, problems), hint=_every_key(model)) from None
+
+
+def _every_key(model: type[BaseModel]) -> str:
+    """Where the reader of an error finds the keys of this kind of file."""
+    pages = {"DataFile": "data-file", "SweepConfig": "sweep-file", "Cluster": "cluster-file", "Device": "cluster-file"}
+    if model.__name__ in pages:
+        return f"every key with its meaning: docs/reference/{pages[model.__name__]}.md"
+    return "`windlass show --schema` lists every key; see docs/reference/recipe.md"
 
 
 def _listing(where: str, problems: Sequence[str]) -> str:
