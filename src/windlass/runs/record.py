@@ -41,7 +41,7 @@ EVENTS: dict[str, str] = {
     "damaged": "a checkpoint was set aside: checkpoint, reason",
     "evaluated": "a validation pass: step, val_loss, bits_per_byte, seconds, and loss and bits_per_byte by sources and languages",
     "skipped": "a step changed no weights: step, reason, value",
-    "rollback": "went back to an earlier checkpoint: step, to_step, skipped_tokens",
+    "rollback": "went back to an earlier checkpoint: step, to_step, skipped_tokens, sequences (from and to: the data range that is left out), reason",
     "signal": "a signal or the wall-time limit asked the run to stop: signal, step",
     "stopped": "the run ended early after a save and can be resumed: step, tokens, reason",
     "fault": "a rank failed: rank, kind, error, host",

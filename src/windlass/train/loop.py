@@ -29,7 +29,7 @@ from windlass.train import failure
 from windlass.train.attention import attention_backend
 from windlass.train.geometry import Geometry, geometry_of
 from windlass.train.hooks import Hook, each
-from windlass.train.interval import Interval, process_seconds
+from windlass.train.interval import Choice, Interval, process_seconds
 from windlass.train.mesh import World, open_world
 from windlass.train.metrics import Recorder
 from windlass.train.optimizers import Optimizer, build_optimizer
@@ -84,6 +84,10 @@ class Job:
     began: float = field(default_factory=time.monotonic)
     first_step: int = 0
     """Where this process began."""
+    first_done: float = 0.0
+    """When its first step was done."""
+    told: Choice | None = None
+    """The saving interval that was last announced."""
 
     def state(self) -> dict[str, Any]:
         return training_state(self.optimizer, self.stepper.guard)
@@ -359,6 +363,7 @@ def _steps(job: Job) -> str | None:
             _validate(job)
             agreed = job.stop.agree(save=job.interval.due_by_clock(job.step) or job.saver.retry_due)
             _save(job, _is_best(job) or agreed.save or job.interval.due_by_count(job.step, job.tokens))
+            _tell_interval(job)
             if agreed.stop is not None:
                 return agreed.stop
     finally:
@@ -425,18 +430,24 @@ def _save(job: Job, due: bool) -> None:
     done = job.saver.poll()
     if done is not None and done.ok:
         job.stop.measured(save_seconds=job.saver.seconds_needed())
-        _choose_interval(job, stall_seconds=done.stall_seconds, write_seconds=done.write_seconds)
+        job.interval.measured(stall_seconds=done.stall_seconds, write_seconds=done.write_seconds)
     if due:
         job.saver.save(job.step, job.state(), job.extra(), metric=_save_metric(job))
         job.interval.saved(job.step, job.tokens)
         each(job.hooks, "on_save", job)
 
 
-def _choose_interval(job: Job, **measured: float | None) -> None:
-    choice = job.interval.measured(**measured)
-    if choice is not None and job.world.is_main:
-        job.run.event("interval", seconds=choice.seconds, reason=choice.reason)
-        job.say(choice.reason)
+def _tell_interval(job: Job) -> None:
+    """What save.every = "auto" has chosen, once a few steps say how many of them it is."""
+    choice, steps = job.interval.choice, job.step - job.first_step - 1
+    if choice is None or choice is job.told or steps < 2:
+        return
+    job.told = choice
+    each_seconds = (time.monotonic() - job.first_done) / steps
+    count = max(1, round(choice.seconds / each_seconds))
+    if job.world.is_main:
+        job.run.event("interval", seconds=choice.seconds, steps=count, reason=choice.reason)
+        job.say(f"{choice.reason} (about {count:,} steps)")
 
 
 def _save_metric(job: Job) -> float | None:
@@ -463,7 +474,8 @@ def _first_step(job: Job) -> None:
     seconds = process_seconds()
     if job.world.is_main:
         job.run.event("compiled", seconds=seconds)
-    _choose_interval(job, startup_seconds=seconds)
+    job.interval.measured(startup_seconds=seconds)
+    job.first_done = time.monotonic()
 
 
 def _final_save(job: Job, reason: str | None) -> None:
@@ -498,13 +510,16 @@ def _rollback(job: Job, batches: Any) -> Any:
     batches.close()
     from_step, position = job.step, job.sequences
     go_back(job, found)
+    left_out = [job.sequences, position]
     skipped = (position - job.sequences) * job.geometry.seq_len
     job.sequences, job.rolled_back = position, True
     if job.world.is_main:  # a crash from here on must not go on from what we turned away from
         discard_after(job.run, job.step, f"rolled back to step {job.step}: {why}")
     job.recorder.forget()
     if job.world.is_main:
-        job.run.event("rollback", step=from_step, to_step=job.step, skipped_tokens=skipped)
+        job.run.event(
+            "rollback", step=from_step, to_step=job.step, skipped_tokens=skipped, sequences=left_out, reason=why
+        )
     job.say(f"went back from step {from_step} to {job.step} and skip {skipped:,} tokens: {why}")
     return open_batches(job)
 

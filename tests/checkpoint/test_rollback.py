@@ -1,0 +1,99 @@
+"""Does a stretch of bad data cost a run only that stretch? Spike, skipped steps, an earlier checkpoint, the range left out, the record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from windlass.checkpoint import files
+from windlass.clusters.scheduler import Place
+from windlass.config import Recipe
+from windlass.runs.folder import Run
+from windlass.train import loop
+from windlass.train.failure import DivergedError
+from windlass.train.hooks import Hook
+
+ALONE = Place(0, 1, 0, 1, 0, 1, None, None, "single")
+BAD = range(45 * 4, 60 * 4)
+"""Sequences of steps 46 to 60, four a step."""
+
+
+class BadStretch(Hook):
+    """Text that counts upwards, which is learned at once, and random tokens in the bad stretch. It keeps the numbers it served."""
+
+    def __init__(self) -> None:
+        self.served: list[int] = []
+
+    def on_start(self, job: Any) -> None:
+        seq, random = job.stream.seq_len, np.random.default_rng(0)
+
+        def sequences(indexes: Any) -> np.ndarray:
+            numbers = np.asarray(indexes, dtype=np.int64)
+            self.served += numbers.tolist()
+            rows = (numbers[:, None] + np.arange(seq + 1)) % 50
+            bad = np.isin(numbers, BAD)
+            rows[bad] = random.integers(50, 100, (int(bad.sum()), seq + 1))
+            return rows.astype(np.int32)
+
+        job.stream.sequences = sequences
+
+
+def recipe(**train: Any) -> Recipe:
+    return Recipe.model_validate({
+        "name": "t", "model": {"layers": 1, "width": 32, "ffn": 48, "heads": 2, "vocab": 100}, "data": {"seq_len": 16, "batch_tokens": 64},
+        "train": {"steps": 70, "precision": "fp32", "skip_spike_sigma": 8.0, "max_skipped": 3, **train}, "optim": {"lr": 3e-3},
+        "layout": {"micro_batch": 4}, "save": {"every": 10, "asynchronous": False}, "energy": {"enabled": False},
+    })  # fmt: skip
+
+
+def run_at(path: Path) -> Run:
+    run = Run(path)
+    for folder in (run.path, run.ranks, run.checkpoints, run.logs):
+        folder.mkdir(parents=True, exist_ok=True)
+    return run
+
+
+def test_a_spike_leads_back_to_an_earlier_checkpoint_and_past_the_data(tmp_path: Path) -> None:
+    run, bad = run_at(tmp_path), BadStretch()
+    # Fifteen bad steps in a row are all skipped; the fifteenth is one too many and leads back to the checkpoint before the first.
+    assert loop.run(recipe(rollback=True, max_skipped=15), run, where=ALONE, hooks=[bad]) == 0
+    events = list(run.events())
+    skipped = [e for e in events if e["event"] == "skipped"]
+    back = next(e for e in events if e["event"] == "rollback")
+    assert {e["reason"] for e in skipped} <= {"loss spike", "gradient norm spike"} and len(skipped) == 15
+    assert (back["step"], back["to_step"]) == (60, 40)
+    assert (
+        back["sequences"] == [160, 240] and back["skipped_tokens"] == 80 * 16 and "15 steps in a row" in back["reason"]
+    )
+    lines = list(run.metrics())
+    after = lines[next(i for i, line in enumerate(lines) if line["step"] == 60) + 1 :]
+    assert [line["step"] for line in after] == list(range(41, 71)) and not any(line["skipped"] for line in after)
+    assert after[-1]["loss"] < lines[44]["loss"] < lines[0]["loss"]
+    # What was written while it went wrong is no checkpoint any more; step 70 ended after 240 + 30 x 4 sequences.
+    assert [step for step, _ in files.steps_on_disk(run)] == [50, 60, 70]
+    assert any(path.name.startswith("damaged-step-000000050") for path in run.checkpoints.iterdir())
+    assert max(bad.served) >= 240 + 30 * 4 - 1
+
+
+def test_the_same_spike_twice_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(DivergedError, match="3 steps in a row") as caught:
+        loop.run(recipe(rollback=True), run_at(tmp_path), where=ALONE, hooks=[BadStretch()])
+    assert "learning rate" in caught.value.hint
+    assert sum(e["event"] == "rollback" for e in Run(tmp_path).events()) == 1
+
+
+def test_without_rollback_a_spike_is_skipped_and_then_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(DivergedError, match=r"loss spike|norm spike") as caught:
+        loop.run(recipe(), run_at(tmp_path), where=ALONE, hooks=[BadStretch()])
+    assert "train.rollback" in caught.value.hint
+
+
+def test_the_automatic_interval_says_its_steps(tmp_path: Path) -> None:
+    value = recipe(steps=6).model_copy(update={"save": recipe().save.model_copy(update={"every": "auto"})})
+    run = run_at(tmp_path)
+    assert loop.run(value, run, where=ALONE, hooks=[]) == 0
+    told = next(e for e in run.events() if e["event"] == "interval")
+    assert told["steps"] >= 1 and told["seconds"] > 0 and "start-up took" in told["reason"]
