@@ -516,6 +516,7 @@ def _rollback(job: Job, batches: Any) -> Any:
     if job.world.is_main:  # a crash from here on must not go on from what we turned away from
         discard_after(job.run, job.step, f"rolled back to step {job.step}: {why}")
     job.recorder.forget()
+    job.interval.began(job.step, job.tokens)  # else the saves up to where it went wrong would be left out
     if job.world.is_main:
         job.run.event(
             "rollback", step=from_step, to_step=job.step, skipped_tokens=skipped, sequences=left_out, reason=why
