@@ -159,27 +159,79 @@ def pareto(rows: Sequence[Row]) -> Item:
 
 
 def scaling(rows: Sequence[Row], kind: str) -> list[Item]:
-    """Tokens/s over devices with the perfect line, and the efficiency, for the best point at each count."""
+    """Tokens/s over devices with the perfect line, and the efficiency; a curve per engine, by the best point at each count."""
+    if kind == "none":
+        return []
+    usable = [r for r in rows if known(r, "tokens_per_second") and isinstance(r.get("devices"), int)]
+    alike, about = _comparable(usable, kind)
+    engines = list(dict.fromkeys(r.get("engine") for r in alike))
+    curves = {str(e or "measured"): _best_by_count([r for r in alike if r.get("engine") == e]) for e in engines}
+    curves = {"measured" if len(curves) == 1 else e: best for e, best in curves.items() if len(best) > 1}
+    if not curves:
+        return []
+    speed = tuple(line(name, list(best), _speeds(best), hover=[f"{r['point']}: {number(r['tokens_per_second'])} tokens/s" for r in best.values()]) for name, best in curves.items())  # fmt: skip
+    share = tuple(line(name, list(best), efficiency(best)) for name, best in curves.items())
+    word = "Strong" if kind == "strong" else "Weak"
+    return [
+        Chart(title=f"{word} scaling", x_title="devices", y_title="tokens/s", from_zero=True, series=(*speed, _perfect(curves)),
+              caption=f"The best point at each number of devices; {about}. Perfect: the fastest of the fewest devices, times the devices."),
+        Chart(title="Parallel efficiency", x_title="devices", y_title="share of perfect", from_zero=True,
+              series=(*share, line("perfect", _ends(curves), [1.0, 1.0], dashed=True)), caption=_efficiency_words(curves)),
+    ]  # fmt: skip
+
+
+def _comparable(rows: Sequence[Row], kind: str) -> tuple[list[Row], str]:
+    """Points of one batch (strong) or of one batch per device (weak): the one that most numbers of devices have, and its words."""
+
+    def of(row: Row) -> float | None:
+        batch = row.get("batch_tokens")
+        return batch if batch is None or kind == "strong" else batch / row["devices"]
+
+    def counts(size: float | None) -> int:
+        return len({r["devices"] for r in rows if of(r) == size})
+
+    sizes = sorted({size for r in rows if (size := of(r)) is not None})
+    plain = "the same batch for all" if kind == "strong" else "the batch grows with the devices"
+    if not sizes:
+        return list(rows), plain
+    size = max(sizes, key=lambda v: (counts(v), v))
+    return [r for r in rows if of(r) == size], f"{plain}, {size:,.0f} tokens" + (" a device" if kind == "weak" else "")
+
+
+def _best_by_count(rows: Sequence[Row]) -> dict[int, Row]:
     best: dict[int, Row] = {}
     for row in rows:
-        count = row.get("devices")
-        if isinstance(count, int) and known(row, "tokens_per_second") and _better(row, best.get(count)):
-            best[count] = row
-    if kind == "none" or len(best) < 2:
-        return []
-    counts = sorted(best)
-    speed = [float(best[n]["tokens_per_second"]) for n in counts]
-    perfect = [speed[0] / counts[0] * n for n in counts]
-    efficiency = [s / p for s, p in zip(speed, perfect, strict=True)]
-    hover = [f"{best[n]['point']}: {number(s)} tokens/s" for n, s in zip(counts, speed, strict=True)]
-    word = "Strong" if kind == "strong" else "Weak"
-    about = "the same batch for all" if kind == "strong" else "the batch grows with the devices"
-    return [
-        Chart(title=f"{word} scaling", x_title="devices", y_title="tokens/s", from_zero=True, caption=f"The best point at each number of devices; {about}.",
-              series=(line("measured", counts, speed, hover=hover), line("perfect scaling", counts, perfect, dashed=True))),
-        Chart(title="Parallel efficiency", x_title="devices", y_title="share of perfect", from_zero=True, series=(line("efficiency", counts, efficiency),),
-              caption=", ".join(f"{n} device{'s' * (n > 1)}: {e:.0%}" for n, e in zip(counts, efficiency, strict=True))),
-    ]  # fmt: skip
+        if _better(row, best.get(row["devices"])):
+            best[row["devices"]] = row
+    return dict(sorted(best.items()))
+
+
+def _speeds(best: dict[int, Row]) -> list[float]:
+    return [float(row["tokens_per_second"]) for row in best.values()]
+
+
+def efficiency(best: dict[int, Row]) -> list[float]:
+    """Share of the speed per device that the fewest devices have."""
+    per_device = [s / n for n, s in zip(best, _speeds(best), strict=True)]
+    return [p / per_device[0] for p in per_device]
+
+
+def _ends(curves: dict[str, dict[int, Row]]) -> list[int]:
+    counts = [n for best in curves.values() for n in best]
+    return [min(counts), max(counts)]
+
+
+def _perfect(curves: dict[str, dict[int, Row]]) -> Any:
+    ends = _ends(curves)
+    each = max(_speeds(best)[0] / n for best in curves.values() if (n := next(iter(best))) == ends[0])
+    return line("perfect scaling", ends, [each * n for n in ends], dashed=True)
+
+
+def _efficiency_words(curves: dict[str, dict[int, Row]]) -> str:
+    def words(best: dict[int, Row]) -> str:
+        return ", ".join(f"{n} device{'s' * (n > 1)}: {e:.0%}" for n, e in zip(best, efficiency(best), strict=True))
+
+    return "; ".join(words(best) if len(curves) == 1 else f"{name}: {words(best)}" for name, best in curves.items())
 
 
 def _better(row: Row, other: Row | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
@@ -55,12 +56,21 @@ def _settings(recipe: Recipe, run: Run, expected: Expectation) -> Row:
     layout = dict(expected.layout or (recipe.layout.model_dump(mode="json") if recipe.layout else {}))
     train = recipe.train
     begun = next((e for e in run.events() if e.get("event") == "started"), {})
+    devices = begun.get("world_size") or expected.devices
     return {
         "engine": train.engine, "layout": layout_words(layout), **{k: layout.get(k) for k in ("shard", "micro_batch", "tensor", "pipeline", "context", "offload")},
         "recompute": train.recompute, "attention": train.attention, "precision": train.precision, "compile": train.compile,
-        "nodes": begun.get("nodes") or expected.nodes, "devices": begun.get("world_size") or expected.devices, "seq_len": recipe.data.seq_len,
-        "batch_tokens": recipe.data.batch_tokens, "steps": train.steps,
+        "nodes": begun.get("nodes") or expected.nodes, "devices": devices, "seq_len": recipe.data.seq_len,
+        "batch_tokens": recipe.data.batch_tokens or _least_batch(recipe, layout, devices), "steps": train.steps,
     }  # fmt: skip
+
+
+def _least_batch(recipe: Recipe, layout: Mapping[str, Any], devices: int | None) -> int | None:
+    """Without `batch_tokens` a step is one micro-batch on every replica."""
+    inside = math.prod(int(layout.get(axis) or 1) for axis in ("tensor", "pipeline", "context"))
+    if devices is None or not layout.get("micro_batch"):
+        return None
+    return int(layout["micro_batch"]) * recipe.data.seq_len * max(1, devices // inside)
 
 
 def layout_words(layout: Mapping[str, Any]) -> str:
