@@ -277,9 +277,8 @@ def about(device: Any, asked: argparse.Namespace) -> dict[str, Any]:
 
     from windlass.runs.manifest import commit
 
-    words = [word for word in sys.argv[1:] if not word.startswith("/")]
     return {
-        "command": " ".join(["python benchmarks/retnet_vs_llama.py", *words]), "torch": torch.__version__, "python": platform.python_version(),
+        "store": None if asked.store is None else asked.store.name, "torch": torch.__version__, "python": platform.python_version(),
         "commit": os.environ.get("WINDLASS_COMMIT") or commit(),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
         "sequence": asked.seq, "batch": asked.batch, "steps": asked.steps, "tiny": asked.tiny,
@@ -290,20 +289,35 @@ def about(device: Any, asked: argparse.Namespace) -> dict[str, Any]:
 # -- tables and figures ---------------------------------------------------------------------------------------------------
 
 
+PAGE = ROOT / "docs" / "guides" / "retnet-vs-llama.md"
+MARKS = ("<!-- measured: begin -->", "<!-- measured: end -->")
+
+
 def render(found: dict[str, Any], asked: argparse.Namespace) -> None:
     from windlass.runs.files import write_whole
 
     print(markdown(found), flush=True)
     write_whole(asked.out / f"{asked.name}.md", markdown(found))
-    if asked.render:  # figures need packages that a GPU node may lack
-        write_whole(asked.out / f"{asked.name}.html", picture(found))
+    if asked.render and not asked.tiny:  # figures need packages that a GPU node may lack
+        from windlass.figures import save_picture
+
+        for name, chart in charts(found).items():
+            save_picture(chart, ROOT / "docs" / "pictures" / f"retnet-{name}.svg")
+        write_whole(PAGE, page_with(PAGE.read_text(encoding="utf-8"), found))
+
+
+def page_with(text: str, found: dict[str, Any]) -> str:
+    """The guide with its tables made anew; the words around them are written by hand."""
+    before, _, rest = text.partition(MARKS[0])
+    tables = markdown(found).split("\n", 2)[2].strip()
+    return f"{before}{MARKS[0]}\n{tables}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
 
 
 def markdown(found: dict[str, Any]) -> str:
     about = found["about"]
     lines = [
         "# RetNet beside a Llama of equal size", "",
-        f"`{about['command']}` on {about['device']}, torch {about['torch']}, commit {about['commit'] or 'unknown'}; "
+        f"`python benchmarks/retnet_vs_llama.py{' --tiny' if about['tiny'] else ''}` on {about['device']}, torch {about['torch']}, commit {about['commit'] or 'unknown'}; "
         f"{about['steps']} steps of {about['batch']} x {about['sequence']} tokens, the same for both.", "",
         *trained(found), "", *evaluated(found), "", *decoded(found),
     ]  # fmt: skip
@@ -362,23 +376,24 @@ def size(count: int | None) -> str:
     return "not measured" if count is None else print_bytes(count)
 
 
-def picture(found: dict[str, Any]) -> str:
-    from windlass.figures import Chart, Section, Series
-    from windlass.figures.page import page
+def charts(found: dict[str, Any]) -> dict[str, Any]:
+    from windlass.figures import Chart, line
 
-    def chart(title: str, y_title: str, rows: dict[str, Any], x: Any, y: Any, **more: Any) -> Chart:
-        series = tuple(Series(name=name, x=tuple(x(row)), y=tuple(y(row))) for name, row in rows.items())
-        return Chart(title=title, series=series, y_title=y_title, **more)
+    def over_context(title: str, unit: str, value: Any) -> Chart:
+        series = [
+            line(name, [row["context"] for row in rows], [value(row) for row in rows])
+            for name, rows in found["decode"].items()
+        ]
+        return Chart(
+            title=title, series=tuple(series), x_title="tokens of context", y_title=unit, log_x=True, from_zero=True
+        )
 
-    def contexts(rows: list[dict[str, Any]]) -> list[int]:
-        return [row["context"] for row in rows]
-
-    charts = (
-        chart("Training loss", "nats per token", found["train"], lambda r: range(1, len(r["losses"]) + 1), lambda r: r["losses"], x_title="step"),
-        chart("Time per decoded token", "ms", found["decode"], contexts, lambda r: [1000 * v["token_seconds"] for v in r], x_title="context", log_x=True, from_zero=True),
-        chart("State carried from token to token", "MiB", found["decode"], contexts, lambda r: [v["state_bytes"] / 2**20 for v in r], x_title="context", log_x=True, from_zero=True),
-    )  # fmt: skip
-    return page("RetNet beside Llama", [Section("", charts)], subtitle=str(found["about"]["device"]))
+    losses = [line(name, list(range(1, len(row["losses"]) + 1)), row["losses"]) for name, row in found["train"].items()]
+    return {
+        "loss": Chart(title="Training loss", series=tuple(losses), x_title="step", y_title="nats per token"),
+        "time": over_context("Time per decoded token", "ms", lambda row: 1000 * row["token_seconds"]),
+        "memory": over_context("Carried from token to token", "MiB", lambda row: row["state_bytes"] / 2**20),
+    }
 
 
 if __name__ == "__main__":

@@ -115,10 +115,11 @@ class RetNetDecoder:
 
     def _retain(self, retention: Any, x: Tensor, number: int, turn: tuple[Tensor, Tensor]) -> Tensor:
         batch, time = x.shape[:2]
-        q, k = (w(x).view(batch, time, -1, retention.key_dim).transpose(1, 2) for w in (retention.wq, retention.wk))
-        v = retention.wv(x).view(batch, time, -1, retention.value_dim).transpose(1, 2)
-        q, k = rotate_every_two(q, *turn), rotate_every_two(k, *turn) * retention.key_dim**-0.5
-        out, self.state[number] = retain_from(q.float(), k.float(), v.float(), self.gamma, self.state[number])
+        both = torch.stack((retention.wq(x), retention.wk(x))).view(2, batch, time, -1, retention.key_dim)
+        q, k = rotate_every_two(both.transpose(2, 3), *turn).float()
+        v = retention.wv(x).view(batch, time, -1, retention.value_dim).transpose(1, 2).float()
+        retain = retain_one if time == 1 else retain_from
+        out = retain(q, k * retention.key_dim**-0.5, v, self.gamma, self.state[number])
         out = retention._norm(out).to(x.dtype).transpose(1, 2).reshape(batch, time, -1)
         return retention.wo(F.silu(retention.wg(x)) * out)
 
@@ -126,15 +127,21 @@ class RetNetDecoder:
         return self.state.numel() * self.state.element_size()
 
 
-def retain_from(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Retention of some tokens after a state, and the state after them: the recurrence, all tokens at once."""
+def retain_from(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor) -> Tensor:
+    """Retention of some tokens after a state, which becomes the state after them: the recurrence, all tokens at once."""
     time = q.shape[-2]
     place = torch.arange(time, device=q.device)
     grown = (gamma[:, None] ** (place + 1))[:, :, None]
     left = (gamma[:, None] ** (time - 1 - place))[:, :, None]
-    inner = ((q @ k.transpose(-1, -2)) * decay_matrix(time, gamma, q.dtype)) @ v
-    after = gamma[:, None, None] ** time * state + (k * left).transpose(-1, -2) @ v
-    return inner + (q * grown) @ state, after
+    out = ((q @ k.transpose(-1, -2)) * decay_matrix(time, gamma, q.dtype)) @ v + (q * grown) @ state
+    state.mul_(gamma[:, None, None] ** time).add_((k * left).transpose(-1, -2) @ v)
+    return out
+
+
+def retain_one(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor) -> Tensor:
+    """The same for a single token, in three kernels: at that size the time goes into starting them."""
+    state.mul_(gamma[:, None, None]).addcmul_(k.transpose(-1, -2), v)
+    return q @ state
 
 
 def angles_at(start: int, count: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
