@@ -197,7 +197,15 @@ def _run(
             if not quiet:
                 bar.console.print(f"{point.name}: {word}", markup=False, highlight=False, soft_wrap=True)
 
-        run_points(work, chosen, say, everything=everything, step=step, lock=lock)
+        try:
+            run_points(work, chosen, say, everything=everything, step=step, lock=lock)
+        except KeyboardInterrupt:
+            bar.console.print(
+                f"stopped: {len(work.folder.outcomes())} of {len(work.points)} points have an outcome; the same command goes on with the rest",
+                markup=False,
+                soft_wrap=True,
+            )
+            raise typer.Exit(130) from None
 
 
 def _errors() -> Any:

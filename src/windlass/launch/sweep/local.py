@@ -26,6 +26,8 @@ from windlass.runs.lock import locked
 
 END_SECONDS = 15.0
 """A point that is asked to end gets this long before it is killed."""
+MARK = "WINDLASS_POINT"
+"""In the environment of everything a point starts: its folder."""
 Say = Callable[[Point, str], None]
 
 
@@ -88,6 +90,7 @@ def run_points(
     with locked(lock or work.folder.lock_file, job_id()):
         for point in points:
             say(point, "runs")
+            end_leftovers(work.folder.point(point.name).path)
             outcome = run_point(work, point, everything=everything, step=step)
             found[point.name] = outcome.outcome
             with contextlib.suppress(OSError):  # the dashboard follows; the tables are written again at the end
@@ -142,7 +145,7 @@ def command_of(work: Work, point: Point, step: Sequence[str] = ()) -> list[str]:
 
 def _execute(command: Sequence[str], log: Path, point: Point) -> tuple[int, float | None]:
     """Exit code, and the limit where that ended it."""
-    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", MARK: str(log.parents[1].absolute())}
     with log.open("ab") as output:
         output.write(f"$ {' '.join(command)}\n".encode())
         output.flush()
@@ -181,6 +184,17 @@ def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
     except BaseException:
         end(process)
         raise
+
+
+def end_leftovers(folder: Path) -> int:
+    """A sweep that was killed outright could not end its point: whatever of it still runs would write into the new try's folder."""
+    mark, count = f"{MARK}={folder.absolute()}".encode(), 0
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # gone meanwhile, or of another user
+            if mark in entry.read_bytes().split(b"\0"):
+                os.kill(int(entry.parent.name), signal.SIGKILL)
+                count += 1
+    return count
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
