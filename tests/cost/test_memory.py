@@ -136,6 +136,20 @@ def test_offload_moves_states_to_the_host(llama_8b):
     assert "optimizer states" not in off.terms and on.allocated > off.allocated > gone.allocated
 
 
+def test_slack_is_larger_where_streams_have_pools_of_their_own(llama_8b):
+    none, full = (memory(llama_8b, Work(seq_len=1024), Degrees(data=8, shard=kind), 8) for kind in ("none", "full"))
+    assert none.reserved / none.allocated == pytest.approx(1.12) and full.reserved / full.allocated == pytest.approx(
+        1.25
+    )
+    assert full.needed < full.total, "short of memory, the allocator gives cached blocks back"
+
+
+def test_selective_recompute_by_hand(llama_8b):
+    """Other engines' per-op policy, 16 bit: the block's input, queries, attention's output, values and the gate; statistics of the softmax."""
+    work = Work(seq_len=4096, recompute="selective")
+    assert kept_activations(llama_8b, work, Degrees()) == 2 * (4096 + 2 * 4096 + 1024 + 14336) + 4 * 32
+
+
 def test_italia_9b_needs_more_than_one_a100():
     """Slide: 36 GB of fp32 parameters; gradients and two moments are three times that."""
     shape = make_shape(layers=34, width=4096, ffn=14336, heads=32, kv_heads=32, vocab=50000, tied=True)

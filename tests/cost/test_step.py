@@ -4,6 +4,7 @@ import time
 import pytest
 
 from windlass.clusters.model import Efficiency, Links
+from windlass.cost.params import count
 from windlass.cost.shapes import make_shape
 from windlass.cost.step import DEFAULTS, bubble_share, estimate, sustained_tflops
 from windlass.cost.work import Degrees, Work
@@ -83,6 +84,17 @@ def test_mn5_publishes_that_collapse():
             shape, device, links, Degrees(data=devices, shard="full"), 4, compile=False, loss="plain", kernel="flash"
         )
         assert found.tokens_per_second_per_device == pytest.approx(measured, rel=0.2)
+
+
+def test_offload_takes_time_by_hand(llama_8b, h100, links):
+    """8.03B over eight devices: 40 bytes of each parameter pass between device, host memory and cores at 20 GB/s."""
+    layouts = [Degrees(data=8, shard="full", offload=kind) for kind in ("none", "optimizer", "parameters")]
+    none, optimizer, parameters = (run(llama_8b, h100, links, layout) for layout in layouts)
+    assert "host memory" not in none.terms
+    assert optimizer.terms["host memory"] == pytest.approx(40 * count(llama_8b).stored / 8 / 20e9)
+    assert parameters.terms["host memory"] == pytest.approx(48 * count(llama_8b).stored / 8 / 20e9)
+    assert none.seconds < optimizer.seconds < parameters.seconds
+    assert optimizer.terms["optimizer"] < none.terms["optimizer"]
 
 
 def test_more_recompute_takes_longer(llama_8b, h100, links):

@@ -165,7 +165,7 @@ def _footnotes(found: Plans) -> list[str]:
     achievable = (
         ""
         if best.mfu_of_achievable is None
-        else f"; the best is {best.mfu_of_achievable:.0%} of the best matrix rate measured on such a device"
+        else f"; the best is {best.mfu_of_achievable:.0%} of the best matrix rate {_rate_words(task)}"
     )
     lines.append(
         f"MFU counts {best.step.mfu_convention} of {mfu_words(task)}{achievable}. GiB: of {task.limit / GIB:.1f} usable per device."
@@ -184,6 +184,12 @@ def _footnotes(found: Plans) -> list[str]:
     forbidden = list(dict.fromkeys(r.reason for r in found.rejected if not r.given and r.memory_gib is None))
     lines += [f"ruled out: {reason}" for reason in forbidden[:4]]
     return [*lines, *(f"note: {text}" for text in (*task.warnings, *_here(task)))]
+
+
+def _rate_words(task: Task) -> str:
+    source = task.device.sources.get("matmul_tflops") or task.device.sources.get("*")
+    own = source is None or source.status in ("documented", "measured")
+    return "measured on such a device" if own else "measured on a device of its kind"
 
 
 def _here(task: Task) -> list[str]:

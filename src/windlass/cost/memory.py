@@ -22,7 +22,7 @@ NCCL_BYTES_PER_GROUP = 0.7e9
 """Buffers of one communicator (data, tensor, pipeline, context), outside the allocator."""
 SLACK = 0.12
 """Reserved beyond allocated: blocks that the caching allocator holds but cannot hand out, as long as there is room."""
-SHARDED_SLACK = 0.20
+SHARDED_SLACK = 0.25
 """The same under full sharding, whose gathers and reductions run on streams of their own: the allocator keeps a pool for each stream, and
 one cannot use what another has free."""
 TIGHT = 0.10

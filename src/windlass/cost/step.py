@@ -55,6 +55,9 @@ class Constants:
     """Host time to launch one kernel."""
     fixed_ms: float = 5.0
     """Per step outside the model: data, logging, clipping, synchronisation."""
+    host_gbs: float = 20.0
+    """GB/s of one device to and from host memory, and of the cores that update its share there: PCIe 4 reaches about 25, and the devices
+    of a socket share its memory. Textbook, not fitted: no published row offloads."""
     straggle: float = 0.005
     """Relative slowdown per doubling of nodes: the slowest of many decides."""
     fp8: float = 0.75
@@ -118,6 +121,7 @@ def estimate(
     compute = sum(terms.values())
     traffic, size = _data_traffic(shape, work, layout, rates, devices_per_node)
     terms["data-parallel traffic"] = _exposed(traffic, size, compute, work, layout, rates, c)
+    terms["host memory"] = _host_seconds(shape, work, layout, c, devices_per_node)
     terms["fixed"] = c.fixed_ms / 1000.0
     nodes = layout.devices / devices_per_node
     if nodes > 1:
@@ -457,11 +461,25 @@ def _pipeline_traffic(s: Shape, work: Work, layout: Degrees, tokens: float, r: _
 def _optimizer(s: Shape, work: Work, layout: Degrees, r: _Rates, per_node: int) -> float:
     """Reads and writes of weights, gradients and moments of this device's share (fused: once; list by list: about three times), and the norm."""
     mine = count(s).stored / (layout.tensor * layout.pipeline)
-    if work.native:
+    if layout.offload != "none":
+        update, norm = 0.0, 4.0  # the states lie on the host: _host_seconds
+    elif work.native:
         update, norm = _update_bytes(work, layout)
     else:
         update, norm = 34.0 if work.compile or work.engine != "torch" else 90.0, 4.0
     return (mine / layout.state_shards(per_node) * update + mine / layout.shards(per_node) * norm) / r.memory
+
+
+def _host_seconds(s: Shape, work: Work, layout: Degrees, c: Constants, per_node: int) -> float:
+    """Offload: gradients go down and 16-bit weights come back once a step, and the cores read and write the states; parameters on the host
+    are also read in every forward and backward pass. Nothing of it is taken to hide behind compute."""
+    if layout.offload == "none":
+        return 0.0
+    mine = count(s).stored / (layout.tensor * layout.pipeline) / layout.state_shards(per_node)
+    moved = (4.0 + 2.0 + 34.0) * mine
+    if layout.offload == "parameters":
+        moved += 2.0 * 4.0 * mine * (work.accumulation if layout.pipeline == 1 else 1)
+    return moved / (c.host_gbs * 1e9)
 
 
 def _update_bytes(work: Work, layout: Degrees) -> tuple[float, float]:

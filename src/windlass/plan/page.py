@@ -274,7 +274,7 @@ def _energy(plans: Plans) -> list[Item]:
 def _facts(task: Task) -> Table:
     d, links = task.device, task.cluster.links
     rows = [
-        ("dense bf16 peak", number(d.bf16_tflops, 0, " TFLOP/s")), ("best measured matrix rate", number(d.matmul_tflops, 0, " TFLOP/s")),
+        ("dense bf16 peak", number(d.bf16_tflops, 0, " TFLOP/s") + (f" quoted, {d.silicon_tflops:g} of this part" if d.silicon_tflops else "")), ("best measured matrix rate", number(d.matmul_tflops, 0, " TFLOP/s")),
         ("memory bandwidth", number(d.bandwidth_gbs, 0, " GB/s")), ("usable memory", f"{task.limit / GIB:.1f} GiB"),
         ("inside a node", number(links.intra_gbs, 0, " GB/s per device")), ("into the network", number(links.inter_gbs_per_node, 0, " GB/s per node")),
         ("efficiency constants", task.cluster.efficiency.fitted_from or "the planner's own, fitted to published runs"),

@@ -14,8 +14,11 @@ from windlass.runs.folder import Run
 
 def mfu_words(task: Task) -> str:
     """What every MFU here is a share of."""
-    peak = task.device.bf16_tflops
-    return "the device's peak is unknown" if peak is None else f"{peak:g} TFLOP/s dense bf16 peak of {task.device.name}"
+    peak, own = task.device.bf16_tflops, task.device.silicon_tflops
+    if peak is None:
+        return "the device's peak is unknown"
+    words = f"{peak:g} TFLOP/s dense bf16 peak of {task.device.name}"
+    return words + (f" as quoted (time is computed from the part's own {own:g})" if own else "")
 
 
 def plan_json(p: Plan, task: Task) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Plan:
     @property
     def memory_terms(self) -> dict[str, float]:
         """Bytes by what holds them; sums to `memory.needed`."""
-        outside = max(0.0, self.memory.needed - self.memory.reserved)
+        outside = self.memory.total - self.memory.reserved
         slack = self.memory.needed - self.memory.allocated - outside
         extra = {"allocator slack and margin": slack, "context and communication": outside}
         return {**self.memory.terms, **{k: v for k, v in extra.items() if v > 0}}
@@ -226,7 +226,7 @@ def _with_reason(p: Plan, best: Plan, rank: int, fitting: int) -> Plan:
     room = f"fits in {p.memory.needed / GIB:.0f} of {p.limit / GIB:.0f} GiB"
     tight = ", tight: measure first" if p.share > TIGHT else ""
     if p.choice.offload != "none":
-        tight += "; nothing fits without offload, and its copies to host memory are not in the time"
+        tight += "; nothing fits without offload, whose copies are timed by a textbook rate (20 GB/s to host memory)"
     mine = "the recipe's layout; " if p.given else ""
     if p is best:
         return replace(p, reason=f"{mine}fastest of {fitting:,} that fit: {_spending(p)}; {room}{tight}")
