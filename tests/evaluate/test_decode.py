@@ -32,6 +32,22 @@ def test_decoding_is_the_forward_pass(which: str, parts: tuple[int, ...], reques
         assert torch.allclose(logits, whole(model, tokens[:, :done]), atol=2e-4), done
 
 
+@pytest.mark.parametrize("which", ["llama_run", "retnet_run"])
+def test_a_token_with_its_place_as_a_tensor_is_the_same_token(which: str, request: Any) -> None:
+    """What a GPU records and replays, computed here without a recording."""
+    model = open_model(request.getfixturevalue(which).path).model
+    tokens = torch.randint(0, model.vocab, (2, 30), generator=torch.Generator().manual_seed(1))
+    plain, other = (decoder(model, batch=2, limit=40) for _ in range(2))
+    plain.feed(tokens[:, :20])
+    other.feed(tokens[:, :20])
+    for place in range(20, 30):
+        kept = other.keep()
+        other.one(tokens[:, place - 1 : place], torch.tensor([place]))  # another token: `put_back` must undo it
+        other.put_back(kept)
+        token = tokens[:, place : place + 1]
+        assert torch.allclose(other.one(token, torch.tensor([place])), plain.feed(token), atol=1e-4), place
+
+
 def test_a_long_prompt_goes_through_in_chunks(retnet_run: Any) -> None:
     model = open_model(retnet_run.path).model
     model.seq_len = 200

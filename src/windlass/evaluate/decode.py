@@ -5,6 +5,7 @@ A decoder takes tokens and gives the logits of the last one; `state_bytes` says 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -30,11 +31,50 @@ class Decoder(Protocol):
         ...
 
 
-def decoder(model: Any, *, batch: int = 1, limit: int) -> Decoder:
-    """The decoder of a model's family, for at most `limit` tokens (prompt and answer together)."""
-    if isinstance(model, RetNet):
-        return RetNetDecoder(model, batch)
-    return HFDecoder(model) if isinstance(model, HFModel) else LlamaDecoder(model, batch, limit)
+def decoder(model: Any, *, batch: int = 1, limit: int, replays: bool = False) -> Decoder:
+    """The decoder of a model's family, for at most `limit` tokens (prompt and answer together).
+
+    With `replays` a GPU gets the kernels of a token all at once, as a recorded graph: starting them one by one takes most of the
+    time of a small model. On a CPU it changes nothing.
+    """
+    if isinstance(model, HFModel):
+        return HFDecoder(model)
+    made: RetNetDecoder | LlamaDecoder
+    made = RetNetDecoder(model, batch) if isinstance(model, RetNet) else LlamaDecoder(model, batch, limit)
+    if replays and next(model.parameters()).is_cuda:
+        made.replay = Replay(made, batch)
+    return made
+
+
+class Replay:
+    """The kernels of one token, recorded at the first and started again for every other."""
+
+    def __init__(self, of: RetNetDecoder | LlamaDecoder, batch: int) -> None:
+        device = next(of.model.parameters()).device
+        self.of, self.graph = of, None
+        self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)
+        self.place = torch.zeros(1, dtype=torch.long, device=device)
+
+    def __call__(self, token: Tensor) -> Tensor:
+        self.token.copy_(token)
+        self.place.fill_(self.of.position)
+        if self.graph is None:
+            self.graph, self.logits = self._record()
+        self.graph.replay()
+        return self.logits.clone()
+
+    def _record(self) -> tuple[Any, Tensor]:
+        """Libraries set themselves up in a first pass, which must leave no trace; what is recorded is not computed yet."""
+        kept, aside = self.of.keep(), torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            self.of.one(self.token, self.place)
+        torch.cuda.current_stream().wait_stream(aside)
+        self.of.put_back(kept)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self.of.one(self.token, self.place)
+        return graph, logits
 
 
 def last_logits(model: Any, hidden: Tensor) -> Tensor:
@@ -44,22 +84,54 @@ def last_logits(model: Any, hidden: Tensor) -> Tensor:
 class LlamaDecoder:
     """Keys and values of the past in memory that is taken once."""
 
+    replay: Replay | None = None
+
     def __init__(self, model: Llama, batch: int, limit: int) -> None:
         self.model, self.position, self.limit = model, 0, limit
         weight = next(model.parameters())
         heads = next(iter(model.layers.values())).attention.wk.weight.shape[0] // model.head_dim
         shape = (model.num_layers, 2, batch, heads, limit, model.head_dim)
-        self.cache = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+        # Zeros, not what memory happens to hold: what lies behind the last token is multiplied by a weight of 0.
+        self.cache = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         self.cos, self.sin = rope_table(limit, model.head_dim, model.theta, weight.device)
 
     @torch.inference_mode()
     def feed(self, tokens: Tensor) -> Tensor:
+        if self.replay is not None and tokens.shape[1] == 1:
+            logits = self.replay(tokens)
+        else:
+            logits = self._through(tokens, self._attend)
+        self.position += tokens.shape[1]
+        return logits
+
+    def _through(self, tokens: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         x = self.model.embed(tokens)
         for block, cache in zip(self.model.layers.values(), self.cache, strict=True):
-            x = x + self._attend(block.attention, block.attention_norm(x), cache)
+            x = x + attend(block.attention, block.attention_norm(x), cache)
             x = x + block.feed_forward(block.ffn_norm(x))
-        self.position += tokens.shape[1]
         return last_logits(self.model, x)
+
+    @torch.inference_mode()
+    def one(self, token: Tensor, place: Tensor) -> Tensor:
+        """Logits after one token, with its place as a tensor: the same kernels whatever the place is."""
+        seen = torch.arange(self.limit, device=place.device) <= place
+        cos, sin = self.cos.index_select(0, place), self.sin.index_select(0, place)
+
+        def attend(attention: Any, x: Tensor, cache: Tensor) -> Tensor:
+            q, k, v = (part.view(len(x), 1, -1, attention.head_dim).transpose(1, 2) for part in attention.project(x))
+            cache[0].index_copy_(2, place, rotate(k, cos, sin))
+            cache[1].index_copy_(2, place, v)
+            q = rotate(q, cos, sin).reshape(len(x), cache.shape[2], -1, attention.head_dim)
+            scores = (q @ cache[0].transpose(-1, -2)).float() * attention.head_dim**-0.5
+            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).to(x.dtype)
+            return attention.wo((weights @ cache[1]).reshape(len(x), 1, -1))
+
+        return self._through(token, attend)
+
+    def keep(self) -> None:
+        """Nothing: the same token at the same place writes the same keys and values."""
+
+    def put_back(self, kept: None) -> None: ...
 
     def _attend(self, attention: Any, x: Tensor, cache: Tensor) -> Tensor:
         batch, time = x.shape[:2]
@@ -88,6 +160,8 @@ def _past(begin: int, time: int, device: torch.device) -> Tensor:
 class RetNetDecoder:
     """One state per layer and head; a long prompt goes through in chunks, so that memory does not grow with it."""
 
+    replay: Replay | None = None
+
     def __init__(self, model: RetNet, batch: int, chunk: int = 512) -> None:
         self.model, self.position, self.chunk = model, 0, chunk
         weight = next(model.parameters())
@@ -100,18 +174,31 @@ class RetNetDecoder:
 
     @torch.inference_mode()
     def feed(self, tokens: Tensor) -> Tensor:
+        if self.replay is not None and tokens.shape[1] == 1:
+            logits = self.replay(tokens)
+            self.position += 1
+            return logits
         for part in tokens.split(self.chunk, dim=1):
-            x = self._body(part)
-        return last_logits(self.model, x)
+            places = torch.arange(self.position, self.position + part.shape[1], device=self.device)
+            logits = self.one(part, places)
+            self.position += part.shape[1]
+        return logits
 
-    def _body(self, tokens: Tensor) -> Tensor:
+    @torch.inference_mode()
+    def one(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """Logits after some tokens, with their places as a tensor: the same kernels wherever they stand."""
         x = self.model.embed(tokens)
-        turn = angles_at(self.position, tokens.shape[1], self.model.key_dim, self.device)
+        turn = angles_at(places, self.model.key_dim)
         for number, block in enumerate(self.model.layers.values()):
             x = x + self._retain(block.retention, block.retention_norm(x), number, turn)
             x = x + block.feed_forward(block.ffn_norm(x))
-        self.position += tokens.shape[1]
-        return x
+        return last_logits(self.model, x)
+
+    def keep(self) -> Tensor:
+        return self.state.clone()
+
+    def put_back(self, kept: Tensor) -> None:
+        self.state.copy_(kept)
 
     def _retain(self, retention: Any, x: Tensor, number: int, turn: tuple[Tensor, Tensor]) -> Tensor:
         batch, time = x.shape[:2]
@@ -144,10 +231,10 @@ def retain_one(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor) ->
     return q @ state
 
 
-def angles_at(start: int, count: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The rows of `retnet.angle_table` from `start` on, without the table before them."""
-    frequency = 10000.0 ** -torch.linspace(0, 1, head_dim // 2, device=device).repeat_interleave(2)
-    angle = torch.outer(torch.arange(start, start + count, dtype=torch.float32, device=device), frequency)
+def angles_at(places: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """The rows of `retnet.angle_table` at these places, without the table around them."""
+    frequency = 10000.0 ** -torch.linspace(0, 1, head_dim // 2, device=places.device).repeat_interleave(2)
+    angle = torch.outer(places.float(), frequency)
     return angle.cos(), angle.sin()
 
 

@@ -61,12 +61,13 @@ def generate(
     *,
     eos: int | None = None,
     stop: Callable[[list[int]], bool] = lambda ids: False,
+    replays: bool = False,
 ) -> Generated:
     """Continue a prompt; `stop` sees what has come so far and may end it."""
     if not prompt:
         raise ConfigError("the prompt has no tokens", hint="give at least one character with --prompt")
     device = next(model.parameters()).device
-    state = decoder(model, limit=len(prompt) + how.tokens)
+    state = decoder(model, limit=len(prompt) + how.tokens, replays=replays)
     began = time.perf_counter()
     logits = state.feed(torch.tensor([list(prompt)], device=device))
     _wait(device)
