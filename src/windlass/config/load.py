@@ -9,13 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from windlass.config.base import Table
-from windlass.config.recipe import Recipe
 from windlass.errors import ConfigError
+
+if TYPE_CHECKING:
+    from windlass.config.recipe import Recipe
 
 T = TypeVar("T", bound=Table)
 
@@ -107,6 +109,8 @@ def flatten(raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Loaded:
     """Read, override, check. Raises one ConfigError that lists every problem with its dotted path."""
+    from windlass.config.recipe import Recipe  # all tables: only where a recipe is read
+
     path = Path(path)
     raw, text = read_toml(path)
     origins = {key: "recipe" for key, _ in flatten(raw)}

@@ -48,9 +48,7 @@ class Schedule:
         long = self.held.get(worker)
         if long is not None and (found := self._advance(long)) is not None:
             return found
-        if long is not None:
-            long.readers -= 1
-            del self.held[worker]
+        self.release(worker)
         for fresh in self.longs:
             if fresh.readers == 0 and not fresh.ended and (found := self._join(worker, fresh)) is not None:
                 return found
@@ -60,6 +58,17 @@ class Schedule:
             if busy.worth_joining() and (found := self._join(worker, busy)) is not None:
                 return found
         return None
+
+    def release(self, worker: int) -> None:
+        """The worker reads its long file no further."""
+        long = self.held.pop(worker, None)
+        if long is not None:
+            long.readers -= 1
+
+    def left(self) -> int:
+        """Chunks that are probably still to be handed out."""
+        lanes = (max(0, (long.guess - long.cursor) // long.step) for long in self.longs if not long.ended)
+        return len(self.waiting) + sum(lanes)
 
     def finished(self, item: Item, last: bool) -> None:
         """A chunk is done; `last`: its file ended in it."""

@@ -40,6 +40,11 @@ from windlass.runs.lock import holder, locked
 _HOPELESS = 1000
 """Rejects after which a run in which most documents are rejected stops at once: the field name or format is probably wrong."""
 
+_WARM = 4
+"""Chunks per worker from which on the first is done before workers are forked: they all wait for it, but learn from it."""
+_SELF = -1
+"""Number of this process among its workers."""
+
 
 class StoppedError(WindlassError):
     """A signal ended the job; nothing is lost and the same command goes on."""
@@ -366,37 +371,70 @@ def _work(
 ) -> None:
     """Fork workers, hand out chunks, collect journal lines. Ends with an error as soon as one worker reports one."""
     by_id = {item.id: item for item in items}
+    workers = progress.workers = job.file.workers or cores()
+
+    def hear(kind: str, *rest: Any) -> None:
+        if kind == "progress":
+            progress.text_bytes, progress.tokens = progress.text_bytes + rest[0], progress.tokens + rest[1]
+            progress.documents, progress.rejects = progress.documents + rest[2], progress.rejects + rest[3]
+            _stop_hopeless(job.file, progress)
+        elif kind == "done":
+            line = rest[0]
+            item = by_id[line["item"]]
+            journal[(line["item"], line["chunk"])] = line
+            schedule.finished(item, bool(line["last"]))
+            progress.done_bytes += _chunk_weight(item, job.file.chunk)
+        else:
+            raise _failure(*rest)
+        show(progress)
+
+    if job.engine.before_fork and workers > 1 and schedule.left() >= _WARM * workers:
+        _first_chunk(job, schedule, hear, task)
     gc.collect()
     gc.freeze()  # what is loaded now is shared with the workers; the collector would copy it page by page
-    team = _Team(job, by_id, job.file.workers or cores(), task)
-    progress.workers = len(team.members)
+    team = _Team(job, by_id, workers, task)
     try:
         for number, message in team.messages():
-            kind, *rest = message
-            if kind == "ready":
+            if message[0] == "ready":
                 found = schedule.next(number)
                 team.send(number, None if found is None else (found[0].id, found[1]))
-            elif kind == "progress":
-                progress.text_bytes, progress.tokens = progress.text_bytes + rest[0], progress.tokens + rest[1]
-                progress.documents, progress.rejects = progress.documents + rest[2], progress.rejects + rest[3]
-                _stop_hopeless(job.file, progress)
-                show(progress)
-            elif kind == "done":
-                line = rest[0]
-                item = by_id[line["item"]]
-                journal[(line["item"], line["chunk"])] = line
-                schedule.finished(item, bool(line["last"]))
-                progress.done_bytes += _chunk_weight(item, job.file.chunk)
-                show(progress)
             else:
-                raise _failure(rest)
+                hear(*message)
     finally:
         team.close()
         gc.unfreeze()
 
 
-def _failure(rest: list[Any]) -> WindlassError:
-    kind, text, hint = rest
+def _first_chunk(job: Job, schedule: Schedule, hear: Callable[..., None], task: tuple[int, int] | None) -> None:
+    """Do one chunk here, before workers are forked: the words that the engine learns in it are then known to all of them."""
+    found = schedule.next(_SELF)
+    if found is None:
+        return
+    worker = Worker(job, _journal(job, task, "first"), lambda *numbers: hear("progress", *numbers))
+    try:
+        hear("done", worker.do(*found))
+    except OSError as error:
+        hear("error", *_trouble(error, job))
+    finally:
+        worker.close()
+        schedule.release(_SELF)
+
+
+def _journal(job: Job, task: tuple[int, int] | None, name: str) -> Path:
+    return job.folder / "journal" / f"{'main' if task is None else f'task-{task[0]:05d}'}-{name}.jsonl"
+
+
+def _trouble(error: Exception, job: Job) -> tuple[str, str, str | None]:
+    """(kind, text, hint): an error in a form that passes through a pipe."""
+    if isinstance(error, OSError):
+        return "disk", f"{error.strerror} ({error.filename or job.folder})", None
+    if isinstance(error, WindlassError):
+        return "data", error.message, error.hint
+    hint = "this is a fault in windlass; please report it with the traceback above"
+    return "fault", f"{type(error).__name__}: {error}", hint
+
+
+def _failure(kind: str, text: str, hint: str | None) -> WindlassError:
     if kind == "disk":
         return DataError(
             f"the disk refused: {text}",
@@ -421,10 +459,9 @@ class _Team:
         self.members: list[tuple[Any, Connection]] = []
         for number in range(count):
             ours, theirs = context.Pipe()
-            name = f"{'main' if task is None else f'task-{task[0]:05d}'}-{number:03d}"
-            process = context.Process(
-                target=_member, args=(job, items, theirs, [c for _, c in self.members] + [ours], name), daemon=True
-            )
+            foreign = [c for _, c in self.members] + [ours]
+            book = _journal(job, task, f"{number:03d}")
+            process = context.Process(target=_member, args=(job, items, theirs, foreign, book), daemon=True)
             process.start()
             theirs.close()
             self.members.append((process, ours))
@@ -469,14 +506,12 @@ def _died(code: int | None) -> str:
     return f"a worker ended with exit code {code}"
 
 
-def _member(job: Job, items: dict[str, Item], connection: Connection, foreign: list[Connection], name: str) -> None:
+def _member(job: Job, items: dict[str, Item], connection: Connection, foreign: list[Connection], book: Path) -> None:
     """A worker's life: ask, do, report, until told to stop or the parent is gone."""
     _stay_with_parent(job.folder)
     for other in foreign:  # a pipe that this process holds open would hide the parent's death from another worker
         other.close()
-    worker = Worker(
-        job, job.folder / "journal" / f"{name}.jsonl", lambda *numbers: connection.send(("progress", *numbers))
-    )
+    worker = Worker(job, book, lambda *numbers: connection.send(("progress", *numbers)))
     try:
         while True:
             connection.send(("ready",))
@@ -486,22 +521,12 @@ def _member(job: Job, items: dict[str, Item], connection: Connection, foreign: l
             connection.send(("done", worker.do(items[told[0]], told[1])))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(1)
-    except OSError as error:
-        connection.send(("error", "disk", f"{error.strerror} ({error.filename or job.folder})", None))
-    except WindlassError as error:
-        connection.send(("error", "data", error.message, error.hint))
     except Exception as error:
-        import traceback
+        if not isinstance(error, (OSError, WindlassError)):
+            import traceback
 
-        traceback.print_exc(file=sys.stderr)
-        connection.send(
-            (
-                "error",
-                "fault",
-                f"{type(error).__name__}: {error}",
-                "this is a fault in windlass; please report it with the traceback above",
-            )
-        )
+            traceback.print_exc(file=sys.stderr)
+        connection.send(("error", *_trouble(error, job)))
 
 
 def _stay_with_parent(folder: Path) -> None:

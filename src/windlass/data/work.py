@@ -26,8 +26,6 @@ from windlass.data.inputs import InputFile, Item
 from windlass.data.read import Lines, Record, Reject
 from windlass.runs.files import append_line
 
-BATCH_CHARS = 1 << 22
-"""Characters encoded in one call: below this each call costs more than it saves in memory."""
 SAMPLE_EVERY = 64
 """Words are counted in each so-many-th document: enough for tokens per word, and nearly free."""
 SPLITS = ("train", "validation")
@@ -89,7 +87,7 @@ class Piece:
         self._chars += len(text)
         if digest is not None:
             self._hashes.append(digest)
-        return self.flush() if self._chars >= BATCH_CHARS else 0
+        return self.flush() if self._chars >= self.job.engine.batch else 0
 
     def flush(self) -> int:
         if not self._texts:
@@ -200,7 +198,7 @@ class Worker:
         if lines.damage is not None:
             account.damage = lines.damage
         if not alone or ended:
-            self._forget()
+            self.close()
         return ended
 
     def _opened(self, item: Item, file: InputFile, start: int) -> Lines:
@@ -210,13 +208,14 @@ class Worker:
             or len(item.files) > 1
             or self._lines[1].position > start + self.job.file.max_document
         ):
-            self._forget()
+            self.close()
         if self._lines is None:
             self._lines = (item.id, Lines(file, self.job.file.max_document))
         self._lines[1].go_to(start)
         return self._lines[1]
 
-    def _forget(self) -> None:
+    def close(self) -> None:
+        """Let go of the open file, if there is one."""
         if self._lines is not None:
             self._lines[1].close()
             self._lines = None
