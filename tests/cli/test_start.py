@@ -89,3 +89,32 @@ def test_summary_is_empty_where_there_is_nothing():
     assert set(summary(Here()).values()) == {""}
     run = RunHere(path="runs/a", state="running", step=1, seen_at=0, launched=True, reported=False, evaluated=False)
     assert summary(Here(runs=[run]))["launch"] == "1 run launched"
+
+
+def complete(words, count, folder):
+    import os
+    import subprocess
+    import sys
+
+    env = {**os.environ, "_WINDLASS_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
+    code = "import sys; sys.argv = ['windlass']; from windlass.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True)
+    return done.stdout.split()
+
+
+def test_the_shell_completes_commands_machines_and_runs(folder):
+    add_run(folder, "poro-34b", [(1, "started")])
+    assert complete("windlass clusters lu", 2, folder) == ["lumi-g"]
+    assert set(complete("windlass plan r.toml --cluster sn", 4, folder)) == {"snellius-a100", "snellius-h100"}
+    assert complete("windlass watch po", 2, folder) == ["poro-34b"]
+    assert complete("windlass pla", 1, folder) == ["plan"]
+
+
+def test_runs_are_offered_by_name_only(tmp_path):
+    from windlass.cli.complete import runs
+
+    assert runs("", tmp_path / "absent") == []
+    (tmp_path / "a").mkdir()
+    assert runs("", tmp_path) == [], "a folder without a run in it"
+    (tmp_path / "a" / "config.json").write_text("{}")
+    assert runs("", tmp_path) == ["a"] and runs("b", tmp_path) == [] and runs("./", tmp_path) == []

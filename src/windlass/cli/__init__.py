@@ -65,6 +65,10 @@ def build(word: str | None = None) -> typer.Typer:
 def main() -> None:
     """Entry point of the `windlass` command: errors become one message, a hint and an exit code."""
     debug = _take_debug_flag()
+    if sys.argv[1:2] == ["help"]:  # what many tools answer to
+        sys.argv[1:] = [*sys.argv[2:3], "--help"]
+    if "_WINDLASS_COMPLETE" in os.environ:
+        _complete()
     try:
         code = build(sys.argv[1] if len(sys.argv) > 1 else None)(standalone_mode=False)
         if isinstance(code, int) and code:  # outside standalone mode typer.Exit(75) comes back as a value
@@ -97,6 +101,17 @@ def main() -> None:
         sys.exit(1)
     except Exception as error:
         _finish(error, debug)
+
+
+def _complete() -> None:
+    """The shell asks for words: the whole command tree, with names of machines and runs."""
+    import typer.main
+
+    from windlass.cli.complete import offer
+
+    root = typer.main.get_command(build())
+    offer(root)
+    root(prog_name="windlass")
 
 
 def _finish(error: Exception, debug: bool) -> None:

@@ -298,6 +298,7 @@ def _result(
 
 
 def _print(result: dict[str, Any]) -> None:
+    from windlass.cli import with_pages
     from windlass.cli.output import console, table
     from windlass.units import print_tokens
 
@@ -325,4 +326,4 @@ def _print(result: dict[str, Any]) -> None:
     )
     out.print("next:")
     for step in result["next"]:
-        out.print(f"  {step}")
+        out.print(f"  {with_pages(step)}", soft_wrap=True)
