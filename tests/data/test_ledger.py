@@ -7,12 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from windlass.config import validate
 from windlass.config.sources import DataFile, Source
+from windlass.data import finish
 from windlass.data.inspect import by_language, compare_tokenizers, fertility, samples
 from windlass.data.ledger import summary
 from windlass.data.store import open_store
 from windlass.data.tokenize import tokenize
 from windlass.data.tokenizer import Tokenizer
+from windlass.errors import ConfigError
 
 
 def make(
@@ -35,10 +40,50 @@ def test_the_hash_follows_the_terms(
     assert one.ledger()["sources"]["news"]["tokens"] == one.sources["news"].tokens
 
 
+def test_terms_can_be_said_better_later(
+    data_file: Callable[..., DataFile], write_jsonl: Any, tmp_path: Path, text: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Licence, origin, kind and the like change no token: a finished store takes them up without being made again."""
+    source = Source(paths=[str(write_jsonl(tmp_path / "a.jsonl", [text(i) for i in range(30)]))])
+    file = data_file({"news": source})
+    tokenize(file)
+    before, store = (tmp_path / "store" / "news-train-00000.bin").stat(), open_store(file.output)
+    assert store.ledger()["sources"]["news"]["kind"] is None
+    better = data_file({"news": source.model_copy(update={"kind": "licensed", "licence": "by contract"})})
+    with monkeypatch.context() as patch:  # the process dies after the ledger was written, before the manifest
+        patch.setattr(finish, "hash_path", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            tokenize(better)
+    again = tokenize(better)
+    assert (again.restated, again.chunks_done, again.tokens) == (True, 0, store.sources["news"].tokens)
+    said = open_store(file.output)
+    assert (said.sources["news"].kind, said.ledger()["sources"]["news"]["licence"]) == ("licensed", "by contract")
+    assert said.ledger_hash != store.ledger_hash
+    assert said.verify() == []
+    assert (tmp_path / "store" / "news-train-00000.bin").stat().st_mtime_ns == before.st_mtime_ns
+    assert not tokenize(better).restated
+
+
+def test_the_kinds_are_those_of_the_report() -> None:
+    from windlass.report.card import KINDS
+
+    with pytest.raises(ConfigError, match=r"sources\.a\.kind"):
+        validate(
+            DataFile,
+            {"output": "o", "tokenizer": "t", "sources": {"a": {"paths": ["a"], "kind": "found"}}},
+            "data.toml",
+        )
+    for kind in KINDS:
+        assert Source(paths=["a"], kind=kind).kind == kind
+
+
 def test_summary(data_file: Callable[..., DataFile], write_jsonl: Any, tmp_path: Path, text: Any) -> None:
     store = open_store(make(data_file, write_jsonl, tmp_path, text))
     page = summary(store)
-    assert f"| news | nl | CC0-1.0 | a \\| b | opt-in | 130 | {store.sources['news'].tokens:,} | 50.0% |" in page
+    assert (
+        f"| news | nl | CC0-1.0 | a \\| b | opt-in | not stated | 130 | {store.sources['news'].tokens:,} | 50.0% |"
+        in page
+    )
     assert "| other | not stated | **missing** | **missing** | not stated |" in page
     assert "documents read: 260; rejected as unreadable: 0; filtered out: 0" in page
     assert "- news: of the publisher" in page

@@ -159,7 +159,7 @@ def _result_json(result: Result) -> dict[str, Any]:
     return {
         "store": str(result.store), "complete": result.complete, "tokens": result.tokens, "documents": result.documents, "rejects": result.rejects,
         "chunks_done": result.chunks_done, "chunks_kept": result.chunks_kept, "engine": result.engine or None, "seconds": result.seconds,
-        "ledger_hash": result.manifest.get("ledger_hash"),
+        "restated": result.restated, "ledger_hash": result.manifest.get("ledger_hash"),
     }  # fmt: skip
 
 
@@ -177,7 +177,8 @@ def _print_result(result: Result) -> None:
             f"this task's share is done: {result.tokens:,} tokens in {print_seconds(result.seconds)}; `windlass tokenize` without --array-task joins the shares"
         )
         return
-    what = "written" if result.chunks_done or result.engine else "complete, nothing to do"
+    idle = "complete, its ledger brought up to the data file" if result.restated else "complete, nothing to do"
+    what = "written" if result.chunks_done or result.engine else idle
     out.print(
         f"{result.store}: {what}, {result.tokens:,} tokens in {result.documents:,} documents, {print_seconds(result.seconds)}"
     )
@@ -358,6 +359,7 @@ def _ledger(store: Store, out: Path | None, as_json: bool) -> None:
             i.licence or "missing",
             i.origin or "missing",
             i.consent or "not stated",
+            i.kind or "not stated",
             f"{i.tokens:,}",
         )
         for i in store.sources.values()
@@ -365,9 +367,9 @@ def _ledger(store: Store, out: Path | None, as_json: bool) -> None:
     console().print(
         table(
             f"ledger {store.ledger_hash or '(none)'}",
-            ("source", "language", "licence", "origin", "consent", "tokens"),
+            ("source", "language", "licence", "origin", "consent", "kind", "tokens"),
             rows,
-            right=(5,),
+            right=(6,),
         )
     )
     console().print(f"summary of training content: {target}")

@@ -30,6 +30,9 @@ class Source(Table):
     """Where it came from: publisher, address, date."""
     consent: str | None = None
     """On what basis it may be used: licence, contract, opt-in, public domain, ..."""
+    kind: Literal["public-dataset", "licensed", "private", "web", "user", "synthetic", "other"] | None = None
+    """Which part of the EU's public summary of training content it belongs to: publicly available dataset, licensed by its
+    rightsholders, private from another third party, crawled from the web, data of users, synthetic, or other. Left out: not stated."""
     notes: str | None = None
     min_chars: NonNegativeInt | None = None
     """Overrides the file's `min_chars` for this source; likewise the next two."""

@@ -114,7 +114,12 @@ def data_file(
     """The data file that tokenizes a gathered corpus."""
     sources = {
         name: Source(
-            paths=[str(one.file)], language=one.language, licence=one.licence, origin=one.origin, consent="licence"
+            paths=[str(one.file)],
+            language=one.language,
+            licence=one.licence,
+            origin=one.origin,
+            consent="licence",
+            kind="other",  # neither a published dataset nor a crawl: the library that lies on this disk
         )
         for name, one in gathered.items()
     }

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from windlass.config.sources import DataFile
 from windlass.data import megatron
 from windlass.data.inputs import Item
 from windlass.data.schedule import Key, last_chunk
@@ -27,6 +28,8 @@ from windlass.data.work import SPLITS, Job, write_all
 from windlass.errors import DataError
 from windlass.runs.files import append_line, read_json, read_lines, write_json, write_whole
 
+TERMS = ("language", "licence", "origin", "consent", "kind", "notes")
+"""What a data file says of a source that changes no token: it may be said better later."""
 _PARTITION = 8_000_000
 """Hashes compared at a time: 200 MB."""
 
@@ -396,7 +399,7 @@ def _source_entry(
         "sample_words": sum(f["sample_words"] for f in facts), "sample_tokens": sum(f["sample_tokens"] for f in facts),
         "max_token": max((f["max_token"] for f in facts), default=-1), "files": len(accounts), "documents_in": sum(a["documents"] for a in accounts),
         "rejected": dict(sorted(rejected.items())), "filtered": dict(sorted(filtered.items())), "damaged_files": sum(a["damage"] is not None for a in accounts),
-        **{key: getattr(source, key) for key in ("language", "licence", "origin", "consent", "notes", "paths")},
+        **{key: getattr(source, key) for key in (*TERMS, "paths")},
         "items": hash_json(sorted(item_ids(job, name))), "shards": listed,
     }  # fmt: skip
 
@@ -416,11 +419,11 @@ def _write_lines(job: Job, path: Path, lines: Iterator[dict[str, Any]], *, keep:
 
 def ledger_of(sources: Mapping[str, Any], tokenizer_hash: str) -> dict[str, Any]:
     """What was used, from where, on what terms, and how much of it became tokens."""
-    keys = ("language", "licence", "origin", "consent", "notes", "paths", "files", "documents", "tokens", "bytes")
+    keys = (*TERMS, "paths", "files", "documents", "tokens", "bytes")
     return {
         "version": 1,
         "tokenizer": tokenizer_hash,
-        "sources": {name: {key: entry[key] for key in keys} for name, entry in sources.items()},
+        "sources": {name: {key: entry.get(key) for key in keys} for name, entry in sources.items()},
     }
 
 
@@ -447,6 +450,25 @@ def _write_manifest(
     for extra in (name, LEDGER, FILES, REJECTS):
         checksums[extra] = [[(target / extra).stat().st_size, hash_path(target / extra)]]
     write_json(target / CHECKSUMS, {"files": checksums})
+    write_json(target / MANIFEST, manifest)
+    return manifest
+
+
+def restate(target: Path, kept: Mapping[str, Any], file: DataFile) -> dict[str, Any] | None:
+    """Bring the terms of a finished store's sources up to what the data file says now; None when they are the same.
+
+    The manifest is written last: until then the old one stands, and a second run does this again.
+    """
+    said = {n: {key: getattr(s, key) for key in TERMS} for n, s in file.sources.items() if n in kept["sources"]}
+    if all(kept["sources"][name].get(key) == value for name, terms in said.items() for key, value in terms.items()):
+        return None
+    sources = {name: {**entry, **said.get(name, {})} for name, entry in kept["sources"].items()}
+    ledger = ledger_of(sources, kept["tokenizer"]["hash"])
+    write_json(target / LEDGER, ledger)
+    checksums = read_json(target / CHECKSUMS) or {"files": {}}
+    checksums["files"][LEDGER] = [[(target / LEDGER).stat().st_size, hash_path(target / LEDGER)]]
+    write_json(target / CHECKSUMS, checksums)
+    manifest = {**kept, "ledger_hash": hash_json(ledger), "sources": sources}
     write_json(target / MANIFEST, manifest)
     return manifest
 

@@ -41,7 +41,7 @@ def summary(store: Store) -> str:
     lines = [
         "# Summary of training content", "",
         f"Token store `{store.path.resolve().name}`: {total:,} tokens from {len(sources)} sources. Ledger sha256 `{store.ledger_hash or 'none'}`, tokenizer sha256 `{store.tokenizer_hash or 'unknown'}`.", "",
-        "## Sources", "", "| source | language | licence | origin | basis of use | documents | tokens | share |", "|---|---|---|---|---|---:|---:|---:|",
+        "## Sources", "", "| source | language | licence | origin | basis of use | kind | documents | tokens | share |", "|---|---|---|---|---|---|---:|---:|---:|",
         *(_source_line(source, total) for source in sources), "",
         "## Languages", "", "| language | tokens | share |", "|---|---:|---:|",
         *(f"| {name} | {tokens:,} | {tokens / total:.1%} |" for name, tokens in sorted(languages.items(), key=lambda pair: -pair[1])), "",
@@ -58,6 +58,7 @@ def _source_line(source: SourceInfo, total: int) -> str:
         source.licence or "**missing**",
         source.origin or "**missing**",
         source.consent or "not stated",
+        source.kind or "not stated",
     ]
     documents = "unknown" if source.documents is None else f"{source.documents:,}"
     cells = [

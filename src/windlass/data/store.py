@@ -54,6 +54,8 @@ class SourceInfo:
     licence: str | None = None
     origin: str | None = None
     consent: str | None = None
+    kind: str | None = None
+    """Part of the EU's summary of training content: public-dataset, licensed, private, web, user, synthetic or other."""
     notes: str | None = None
     splits: Mapping[str, int] = field(default_factory=dict)
     """Split -> tokens."""
@@ -265,7 +267,7 @@ def _shard(path: Path, entry: Mapping[str, Any], dtype: np.dtype[Any]) -> Shard:
 
 def _info(name: str, value: Mapping[str, Any]) -> SourceInfo:
     splits = {split: sum(entry["tokens"] for entry in entries) for split, entries in value["shards"].items()}
-    facts = ("bytes", "words", "language", "licence", "origin", "consent", "notes")
+    facts = ("bytes", "words", "language", "licence", "origin", "consent", "kind", "notes")
     return SourceInfo(
         name=name,
         tokens=value["tokens"],

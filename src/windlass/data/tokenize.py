@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 from windlass.config.sources import DataFile
 from windlass.data import megatron
 from windlass.data.engines import Choice, choose
-from windlass.data.finish import finish, reject_lines
+from windlass.data.finish import finish, reject_lines, restate
 from windlass.data.inputs import InputFile, Item, find_files, plan_items
 from windlass.data.ledger import refuse_unlawful
 from windlass.data.read import peek
@@ -82,6 +82,8 @@ class Result:
     rejects: int
     seconds: float
     manifest: dict[str, Any] = field(default_factory=dict)
+    restated: bool = False
+    """The store was complete; only what the ledger says of its sources was brought up to the data file."""
 
 
 def tokenize(
@@ -117,9 +119,13 @@ def _run(
     items = plan_items(file, files, hash_json(settings))
     kept = read_json(target / MANIFEST)
     items, fresh = _what_is_new(items, kept, settings, target, file)
+    if kept is not None and task is None and (said := restate(target, kept, file)) is not None:
+        kept, restated = said, True
+    else:
+        restated = False
     if kept is not None and not items:
         shutil.rmtree(work, ignore_errors=True)
-        return _result(target, kept, began, 0, 0, "", 0)
+        return replace(_result(target, kept, began, 0, 0, "", 0), restated=restated)
     _make_folders(work / "pieces", work / "journal", work / "tokenizer")
     _write_plan(work, settings, items)
     journal = read_journal(work, items)
