@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import subprocess
+import threading
+import time
 
 import pytest
 
-from windlass.errors import LaunchError
-from windlass.report.sync import parts, sync_once, sync_watch
+from windlass.errors import LaunchError, RunError
+from windlass.report.sync import ask_for_part, is_live, parts, sync_once, sync_watch
 from windlass.runs.folder import Run
+from windlass.runs.lock import locked
 
 
 def add_part(run: Run, stamp: str, content: str = "x") -> None:
@@ -45,7 +48,8 @@ def test_oldest_first_and_each_once(two):
     assert wandb.sent == ["offline-run-20261114_235959-id1", "offline-run-20261115_040000-id1"]
     assert [p["state"] for p in sync_once(two, send=wandb)] == ["sent before", "sent before"]
     add_part(two, "20261115_040000", "more than before")
-    assert [p["state"] for p in sync_once(two, send=wandb)] == ["sent before", "sent"]
+    first, second = (p["state"] for p in sync_once(two, send=wandb))
+    assert first == "sent before" and second.startswith("sent again, because it has grown")
 
 
 @pytest.mark.parametrize(("help_text", "told"), [("  --append  Append run", True), ("  --id TEXT", False)])
@@ -79,6 +83,62 @@ def test_missing_program_is_explained(two):
 
     with pytest.raises(LaunchError, match="wandb command is not installed"):
         sync_once(two, send=absent)
+
+
+def alive(run: Run, seconds_ago: float = 1.0) -> None:
+    run.event("started", world_size=1)
+    run.metric({"step": 1, "time": time.time() - seconds_ago})
+
+
+def test_a_part_that_may_still_grow_stays_until_the_job_ends(two):
+    alive(two)
+    wandb = Wandb()
+    assert [p["state"] for p in sync_once(two, send=wandb)] == ["sent", "still being written"]
+    two.event("stopped", step=1)
+    assert [p["state"] for p in sync_once(two, send=wandb)] == ["sent before", "sent"]
+
+
+def test_a_job_that_was_killed_long_ago_is_not_alive(two):
+    alive(two, seconds_ago=3600)
+    assert not is_live(two)
+    assert [p["state"] for p in sync_once(two, send=Wandb())] == ["sent", "sent"]
+
+
+def test_the_job_is_asked_for_a_part_and_a_new_one_is_the_answer(two):
+    assert not ask_for_part(two, wait=0.0)  # nobody is there to answer
+    assert not (two.requests / "part").exists()
+    alive(two)
+    assert not ask_for_part(two, wait=0.3)  # alive, but silent
+    assert (two.requests / "part").exists()
+
+    def answer() -> None:
+        time.sleep(0.3)
+        add_part(two, "20261115_060000")
+        (two.requests / "part").unlink()
+
+    threading.Thread(target=answer).start()
+    assert ask_for_part(two, wait=20.0)
+    assert [p["state"] for p in sync_once(two, dry_run=True)] == [
+        "would be sent",
+        "would be sent",
+        "still being written",
+    ]
+
+
+def test_two_that_send_at_once_are_kept_apart(two):
+    with locked(two.trackers / "sync.lock"), pytest.raises(RunError, match="another process"):
+        sync_once(two, send=Wandb())
+    assert len(sync_once(two, send=Wandb())) == 2
+
+
+def test_a_failure_while_watching_is_said_and_tried_again(two):
+    wandb, said = Wandb(1, "no route to host"), []
+    two.event("finished", step=1)
+    sync_watch(two, 0.0, say=said.append, rounds=2, send=wandb)
+    assert len(said) == 2 and "no route to host; tried again at the next look" in said[0]
+    wandb._code = 0
+    sync_watch(two, 0.0, say=said.append, send=wandb)
+    assert said[2:] == ["offline-run-20261114_235959-id1: sent", "offline-run-20261115_040000-id1: sent"]
 
 
 def test_watch_waits_for_the_trigger_and_ends_with_the_run(two):

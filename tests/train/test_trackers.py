@@ -70,6 +70,27 @@ def test_a_trigger_for_sync_is_left(job):
     assert (job.run.requests / "sync").exists()
 
 
+def test_a_part_is_closed_and_another_begun_when_somebody_asks(job, monkeypatch):
+    monkeypatch.setattr("windlass.train.trackers.LOOK_SECONDS", 0.0)
+    job.run.requests.mkdir(exist_ok=True)
+    (job.run.requests / "part").write_text("now")
+    made: list[Sink] = []
+
+    def opener(run, recipe, first):
+        made.append(Sink())
+        return made[-1]
+
+    hook = Trackers({"wandb": opener})
+    hook.on_start(job)
+    for step in range(1, 4):
+        hook.on_log(job, {"step": step})
+    hook.on_stop(job, None)
+    first, second = made
+    assert [line["step"] for line in first.lines] == [1] and [line["step"] for line in second.lines] == [2, 3]
+    assert first.closed and second.counts[0] == first.counts[0] + 1
+    assert not (job.run.requests / "part").exists() and (job.run.requests / "sync").exists()
+
+
 def test_a_failing_tracker_is_closed_and_said_and_training_goes_on(job):
     sink = Sink(fails=99)
     feed(job, sink)

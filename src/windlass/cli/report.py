@@ -80,15 +80,18 @@ def sync(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be sent.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Send what the offline trackers wrote (W&B), oldest part first; parts that were sent are not sent again."""
+    """Send what the offline trackers wrote (W&B), oldest part first and each once; a running job is asked to close its part before."""
     from windlass.cli.output import console, print_json
-    from windlass.report.sync import sync_once, sync_watch
+    from windlass.report.sync import ask_for_part, is_live, parts, sync_once
     from windlass.runs.folder import open_run
 
     folder = open_run(run)
     if watch:
-        sync_watch(folder, every, say=lambda text: console().print(text, markup=False))
+        _watch(folder, every)
         return
+    if not dry_run and parts(folder) and is_live(folder):
+        typer.echo("the job is asked to close its part (at its next line, a minute at most) ...", err=True)
+        ask_for_part(folder)
     done = sync_once(folder, dry_run=dry_run)
     if as_json:
         print_json({"run": str(folder.path), "dry_run": dry_run, "parts": done})
@@ -99,3 +102,13 @@ def sync(
         console().print(
             "nothing to send: the run has no offline W&B parts (trackers.wandb = true writes them)", markup=False
         )
+
+
+def _watch(run: Run, every: float) -> None:
+    from windlass.cli.output import console
+    from windlass.report.sync import sync_watch
+
+    try:
+        sync_watch(run, every, say=lambda text: console().print(text, markup=False))
+    except KeyboardInterrupt:
+        typer.echo("ended; what was sent is remembered", err=True)

@@ -27,7 +27,8 @@ MOST_WAITING = 10_000
 MOST_FAILURES = 3
 """Failures in a row after which a tracker is closed."""
 CLOSE_SECONDS = 30.0
-SYNC_EVERY_SECONDS = 60.0
+LOOK_SECONDS = 5.0
+"""How often the exporter looks whether somebody asks for a closed part."""
 
 
 class Sink(Protocol):
@@ -84,10 +85,14 @@ class Exporter:
         self._thread = threading.Thread(target=self._work, name="windlass-trackers", daemon=True)
         self._sinks: dict[str, Sink] = {}
         self._failures: dict[str, int] = {}
-        self._asked_at = time.monotonic()
+        self._looked_at = self._opened_at = time.monotonic()
+        self._count = 0
         self.dropped = 0
 
     def start(self) -> None:
+        self._count = written_lines(
+            self._run
+        )  # before the first new line: those that wait while W&B opens are counted once
         self._thread.start()
 
     def put(self, line: Line) -> None:
@@ -114,16 +119,19 @@ class Exporter:
                 self._sinks[name] = opener(self._run, self._recipe, self._first)
             except Exception as error:  # a tracker is never worth a training run
                 self._say(f"tracker {name} is off: {_short(error)}; metrics.jsonl has every line")
-        count = written_lines(self._run)
+        self._opened_at = time.monotonic()
+        count = self._count
         while (line := self._queue.get()) is not None:
             count += 1
             for name in list(self._sinks):
                 self._log(name, line, count)
-            self._ask_for_sync()
+            self._part_if_asked()
+        offline = self._writes_parts()
         for name in list(self._sinks):
             with contextlib.suppress(Exception):
                 self._sinks[name].close()
-        self._ask_for_sync(now=True)
+        if offline:
+            self._ask_for_sync()
 
     def _log(self, name: str, line: Line, count: int) -> None:
         try:
@@ -137,14 +145,36 @@ class Exporter:
                 with contextlib.suppress(Exception):
                     sink.close()
 
-    def _ask_for_sync(self, *, now: bool = False) -> None:
-        """Leave the trigger that `windlass sync --watch` looks for."""
-        if "wandb" not in self._sinks or self._recipe.trackers.online:
+    def _writes_parts(self) -> bool:
+        return "wandb" in self._sinks and not self._recipe.trackers.online
+
+    def _part_if_asked(self) -> None:
+        """`windlass sync` asks for the part to be closed: it sends whole parts only, because W&B appends whatever it is sent, also twice."""
+        if not self._writes_parts() or time.monotonic() - self._looked_at < LOOK_SECONDS:
             return
-        if now or time.monotonic() - self._asked_at >= SYNC_EVERY_SECONDS:
-            self._asked_at = time.monotonic()
+        self._looked_at = time.monotonic()
+        request = self._run.requests / "part"
+        if request.exists():
+            self._begin_part()
             with contextlib.suppress(OSError):
-                write_whole(self._run.requests / "sync", f"{time.time()}\n", sync=False)
+                request.unlink()
+            self._ask_for_sync()
+
+    def _begin_part(self) -> None:
+        sink = self._sinks.pop("wandb")
+        try:
+            sink.close()
+            # A part is named by the second it began in: a second one of that name would write over the first.
+            time.sleep(max(0.0, 1.1 - (time.monotonic() - self._opened_at)))
+            self._opened_at = time.monotonic()
+            self._sinks["wandb"] = self._openers["wandb"](self._run, self._recipe, self._first)
+        except Exception as error:
+            self._say(f"tracker wandb is off: {_short(error)}; metrics.jsonl has every line")
+
+    def _ask_for_sync(self) -> None:
+        """Leave the trigger that `windlass sync --watch` looks for."""
+        with contextlib.suppress(OSError):
+            write_whole(self._run.requests / "sync", f"{time.time()}\n", sync=False)
 
 
 def _short(error: Exception) -> str:
@@ -202,7 +232,7 @@ class WandbSink:
         self._run.log(numbers(line), step=count)
 
     def close(self) -> None:
-        self._run.finish(quiet=True)
+        self._run.finish()  # quiet by its settings; the keyword is gone from new releases
 
 
 class TensorboardSink:
