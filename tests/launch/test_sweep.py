@@ -12,7 +12,7 @@ import pytest
 
 from windlass.cli.sweep import sweep as command
 from windlass.config import load_recipe
-from windlass.config.sweep import load_sweep
+from windlass.config.sweep import load_sweep, with_goal
 from windlass.errors import ConfigError, RunError
 from windlass.figures import sweep as charts
 from windlass.figures.sweep_page import best_first
@@ -395,3 +395,54 @@ def test_an_unfinished_sweep_still_has_a_page(tmp_path):
     work = work_of(command_sweep(tmp_path, "[matrix]\nkind = ['fine']\nsize = [1]\n"), tmp_path / "run")
     sections = page_sections(work, collect_rows(work), "score")
     assert sections[0].id == "winner" and "No point" in sections[0].items[1].text
+
+
+def test_a_rank_that_only_lost_another_is_not_believed_before_log_and_supervisor(tmp_path):
+    run = Run(tmp_path)
+    write_json(run.error_file(1), {"rank": 1, "kind": "lost", "error": "connection reset", "time": 1.0})
+    assert classify(run, 1).detail == "connection reset"
+    run.event("fault", rank=0, kind="killed", error="the process was ended by SIGABRT", host="n1", exit_code=134)
+    found = classify(run, 134)
+    assert (found.outcome, found.evidence, found.rank, found.detail) == ("error", "supervisor", 0, "rank 0: the process was ended by SIGABRT")  # fmt: skip
+    log = write(tmp_path / "x.log", "terminate called after throwing an instance of 'std::bad_alloc'\n")
+    assert (found := classify(run, 134, log=log)).outcome == "oom" and found.evidence == "log"
+
+
+def test_dvcs_own_key_names_the_point_as_dvc_does(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = """stages:
+  eval:
+    matrix:
+      model: [small, large]
+      conf:
+      - {layers: 2}
+      - {layers: 3}
+    cmd: echo '{"f1":${item.conf.layers}}' > ${key}.json
+    metrics:
+    - ${key}.json
+"""
+    loaded = read_dvc(write(tmp_path / "dvc.yaml", text))
+    points = make_points(loaded)
+    work = Work(loaded=loaded, folder=open_sweep_folder(tmp_path / "run", loaded, points), points=points, expected=expect_all(loaded.sweep, points)[0])  # fmt: skip
+    assert set(run_all(work).values()) == {"ok"}
+    assert sorted(p.name for p in tmp_path.glob("*.json")) == ["large-conf0.json", "large-conf1.json", "small-conf0.json", "small-conf1.json"]  # fmt: skip
+    assert [r["f1"] for r in collect_rows(work)] == [2, 3, 2, 3]
+
+
+@pytest.mark.parametrize(("rank_by", "stated", "goal"), [("joules_per_token", "", "min"), ("tokens_per_second", "", "max"), ("f1", "", "max"), ("error_rate", 'goal = "min"', "min")])  # fmt: skip
+def test_less_is_better_where_that_is_the_columns_meaning(tmp_path, rank_by, stated, goal):
+    path = write(tmp_path / "s.toml", f'name = "s"\nrank_by = "{rank_by}"\n{stated}\ncommand = "true {{a}}"\n[matrix]\na = [1]\n')  # fmt: skip
+    assert load_sweep(path).sweep.goal == goal
+    assert with_goal(load_sweep(path).sweep, "loss").goal == "min"
+
+
+def test_what_cannot_be_picked_or_ranked_is_said(tmp_path, capsys):
+    path = command_sweep(tmp_path, "[matrix]\nkind = ['fine']\nsize = [4]\n")
+    with pytest.raises(ConfigError, match="this sweep runs a command"):
+        command(path, run=tmp_path / "run", pick=tmp_path / "won.toml")
+    assert not (tmp_path / "run" / "outcomes.jsonl").exists(), "refused before a point has run"
+    with pytest.raises(ConfigError, match="--rank-by spede") as caught:
+        command(path, run=tmp_path / "run", rank_by="spede")
+    assert "inner.f1, score" in caught.value.hint
+    command(path, dry_run=True)
+    assert "program.py fine 4 FOLDER/out.json" in capsys.readouterr().out.replace("\n", "")

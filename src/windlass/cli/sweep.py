@@ -54,6 +54,10 @@ def sweep(
 
     folder = open_sweep_folder(run or Path("runs") / loaded.sweep.name, loaded, points)
     work = Work(loaded=loaded, folder=folder, points=points, expected=expected)
+    if pick is not None:
+        from windlass.launch.sweep.pick import check_pick
+
+        check_pick(work, pick)
     if slurm:
         _submit(work, cluster, only, point, everything, as_json)
         return
@@ -103,6 +107,13 @@ def _show_dry(
         )
         return
     out = console()
+    if loaded.sweep.command is not None:
+        rows1 = [(p.name, p.shown_command()) for p in points]
+        out.print(
+            table(f"{loaded.sweep.title or loaded.sweep.name}: {len(points)} points", ("point", "command"), rows1)
+        )
+        out.print("what they take is unknown: the planner knows recipes only")
+        return
     columns = ("point", "expected", "GiB", "oom", "tokens/s/device", "MFU", "time", "node-h", "kWh")
     rows2 = [(p.name, *_expected_cells(e)) for p, e in zip(points, expected, strict=True)]
     title = loaded.sweep.title or loaded.sweep.name
@@ -243,6 +254,22 @@ def _submit(
     console().print(f"when they are done: windlass sweep {work.loaded.path} --run {work.folder.path} --report")
 
 
+def _ranked_by(work: Work, rows: Sequence[dict[str, Any]], key: str | None) -> Work:
+    """The same work, ranked by the column that was asked for, if there is such a column."""
+    if key is None:
+        return work
+    from dataclasses import replace
+
+    from windlass.config.sweep import with_goal
+    from windlass.errors import ConfigError
+
+    good = [row for row in rows if row.get("outcome") == "ok"]
+    numbers = sorted({k for row in good for k, v in row.items() if isinstance(v, (int, float)) and not isinstance(v, bool)})  # fmt: skip
+    if good and key not in numbers:
+        raise ConfigError(f"--rank-by {key}: no point has such a number", hint=f"columns with numbers: {', '.join(numbers)}")  # fmt: skip
+    return replace(work, loaded=replace(work.loaded, sweep=with_goal(work.sweep, key)))
+
+
 def _finish(work: Work, rank_by: str | None, pick: Path | None, as_json: bool) -> None:
     from windlass.cli.output import console, print_json
     from windlass.figures.sweep_page import best_first, counts
@@ -251,7 +278,7 @@ def _finish(work: Work, rank_by: str | None, pick: Path | None, as_json: bool) -
     from windlass.launch.sweep.results import collect_rows, write_tables
 
     rows = collect_rows(work)
-    key = rank_by or work.sweep.rank_by
+    work, key = _ranked_by(work, rows, rank_by), rank_by or work.sweep.rank_by
     paths = write_tables(work, rows)
     page = write_page(work, rows, key)
     ranked = best_first(rows, key, work.sweep.goal)

@@ -63,6 +63,7 @@ class SweepConfig(Table):
     rank_by: str = "tokens_per_second_per_device"
     """Column by which points are ranked."""
     goal: Literal["max", "min"] = "max"
+    """Is more better, or less? When left out: less for time, memory, energy and loss, else more."""
     heat: list[str] = Field(default_factory=list, max_length=2)
     """The two axes of the heat map, down and across; the two with most values when left out."""
     scaling: Literal["strong", "weak", "none"] = "none"
@@ -98,10 +99,19 @@ def load_sweep(path: Path | str) -> LoadedSweep:
     if problems:
         lines = "\n".join(f"  {p}" for p in problems)
         raise ConfigError(f"{path}: {len(problems)} problem{'s' * (len(problems) > 1)}\n{lines}", hint=HINT)
-    return LoadedSweep(sweep, text, path, _base(sweep, path))
+    return LoadedSweep(with_goal(sweep), text, path, _base(sweep, path))
 
 
-HINT = "docs/guides/sweep.md shows a whole sweep file; recipes/sweeps/ has three"
+def with_goal(sweep: SweepConfig, rank_by: str | None = None) -> SweepConfig:
+    """Ranked by another column, and with that column's own goal unless the file states one for its column."""
+    key = rank_by or sweep.rank_by
+    stated = "goal" in sweep.model_fields_set and key == sweep.rank_by
+    goal = sweep.goal if stated else "min" if key.removeprefix("predicted_") in LESS_IS_BETTER else "max"
+    return sweep.model_copy(update={"rank_by": key, "goal": goal})
+
+
+LESS_IS_BETTER = ("step_seconds", "step_spread", "memory_bytes", "joules_per_token", "kwh_per_step", "energy_joules", "loss", "seconds")  # fmt: skip
+HINT = "docs/guides/sweep.md shows a whole sweep file; recipes/sweeps/ has more"
 
 
 def _problems(sweep: SweepConfig) -> Iterator[str]:

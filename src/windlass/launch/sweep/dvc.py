@@ -56,15 +56,16 @@ def read_dvc(path: Path, stage: str | None = None) -> LoadedSweep:
 
 def _sweep(name: str, stage: Mapping[str, Any], path: Path) -> SweepConfig:
     words = stage["cmd"] if isinstance(stage["cmd"], str) else " && ".join(stage["cmd"])
-    results = _results(stage)
-    for text in (words, results or ""):
+    results = _results(stage) or ""
+    for text in (words, results):
         other = _OTHER.search(text)
         if other:
             raise ConfigError(f"{path}: {other.group()} in stage {name} is not of its matrix", hint="only ${item.AXIS} is understood; put the value itself there")  # fmt: skip
+    words, results = (text.replace("${key}", _key(stage["matrix"])) for text in (words, results))
     matrix = {key: [_value(key, v, i) for i, v in enumerate(values)] for key, values in stage["matrix"].items()}
     raw = {
         "name": re.sub(r"[^A-Za-z0-9._-]", "-", name), "command": shlex.join(["bash", "-c", _braces(words)]), "matrix": matrix,
-        "results": None if results is None else "./" + _braces(results),
+        "results": "./" + _braces(results) if results else None,
     }  # fmt: skip
     return validate(SweepConfig, raw, f"{path}: stage {name}")
 
@@ -74,7 +75,13 @@ def _value(key: str, value: Any, index: int) -> Any:
     if not isinstance(value, Mapping):
         return value
     label = str(value.get("name") or f"{key}{index}")
-    return {"name": label, **{f"{key}_{part}": v for part, v in value.items()}}
+    return {"name": label, f"{key}_key": f"{key}{index}", **{f"{key}_{part}": v for part, v in value.items()}}
+
+
+def _key(matrix: Mapping[str, Any]) -> str:
+    """DVC's own name of a point, `small-1-conf0`: the values in order, a mapping by its axis and number."""
+    parts = [f"{axis}.key" if any(isinstance(v, Mapping) for v in values) else axis for axis, values in matrix.items()]
+    return "-".join(f"${{item.{part}}}" for part in parts)
 
 
 def _results(stage: Mapping[str, Any]) -> str | None:

@@ -95,7 +95,7 @@ def open_sweep_folder(path: Path, loaded: LoadedSweep, points: Sequence[Point]) 
         )
     if old is not None and old.get("hash") != loaded.hash:
         raise RunError(
-            f"{path} belongs to another sweep: its file was {old.get('file')} with {old.get('points')} points ({_difference(old, points)})",
+            f"{path} belongs to another sweep: its file was {old.get('file')}, {old.get('points')} point{'s' * (old.get('points') != 1)} ({_difference(old, points)})",
             hint="choose another folder with --run, or give the changed sweep a new `name`",
         )
     path.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""How did a point end, and how do we know? Scheduler state first, then the ranks' error records, then the log, then the exit code."""
+"""How did a point end, and how do we know? Scheduler state first, then the ranks' error records, the log, the supervisor, the exit code."""
 
 from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class Outcome:
 
     outcome: str
     evidence: str
-    """scheduler, record, log, exit, limit or plan."""
+    """scheduler, record, log, supervisor, exit, limit, results or plan."""
     detail: str = ""
     """The words of the evidence: the scheduler's state, or the first error line."""
     rank: int | None = None
@@ -60,7 +60,7 @@ def classify(
     timed_out: float | None = None,
     since: float = 0.0,
 ) -> Outcome:
-    """The first of these that knows: our own time limit, the scheduler, the ranks' records, the log, the exit code."""
+    """The first of these that knows: our own time limit, the scheduler, the ranks' records, the log, the supervisor, the exit code."""
     seen = list(_evidence(run, exit_code, log, state, timed_out, since))
     first = seen[0]
     if first.outcome == "ok" and exit_code == 0:
@@ -86,26 +86,48 @@ def _evidence(
     if state is not None and state.state in _BY_STATE:
         words = f"{state.state}" + (f" ({state.reason})" if state.reason else "")
         yield Outcome(outcome=_BY_STATE[state.state], evidence="scheduler", detail=words, exit_code=code)
-    yield from _records(run, code, since)
+    causes, lost = _records(run, code, since)
+    yield from causes
     yield from _log(log, code)
+    yield from _fault(run, code, since)
+    yield from lost
+    yield from _error_line(log, code)
     yield _by_code(code)
 
 
-def _records(run: Run, code: int | None, since: float) -> Iterator[Outcome]:
-    """Error records of ranks; the one that failed first speaks, not those that lost it."""
-    records = [r for r in run.errors() if float(r.get("time") or 0) >= since - 1]
-    causes = [r for r in records if r.get("kind") not in _LOST] or records
-    for record in sorted(causes, key=lambda r: float(r.get("time") or 0))[:1]:
-        rank = record.get("rank")
-        yield Outcome(
-            outcome="oom" if record.get("kind") == "oom" else "error",
-            evidence="record",
-            detail=str(record.get("error")),
-            rank=rank if isinstance(rank, int) else None,
-            host=record.get("host"),
-            file=str(run.error_file(int(rank or 0)).relative_to(run.path)),
-            exit_code=code,
-        )
+def _records(run: Run, code: int | None, since: float) -> tuple[list[Outcome], list[Outcome]]:
+    """Error records of ranks, first come first: those that say what happened, and those that only lost another rank."""
+    records = sorted((r for r in run.errors() if _time(r) >= since - 1), key=_time)
+    causes = [_of_record(run, r, code) for r in records if r.get("kind") not in _LOST]
+    return causes[:1], [_of_record(run, r, code) for r in records if r.get("kind") in _LOST][:1]
+
+
+def _time(record: Mapping[str, Any]) -> float:
+    return float(record.get("time") or 0)
+
+
+def _of_record(run: Run, record: Mapping[str, Any], code: int | None) -> Outcome:
+    rank = record.get("rank")
+    return Outcome(
+        outcome="oom" if record.get("kind") == "oom" else "error",
+        evidence="record",
+        detail=str(record.get("error")),
+        rank=rank if isinstance(rank, int) else None,
+        host=record.get("host"),
+        file=str(run.error_file(int(rank or 0)).relative_to(run.path)),
+        exit_code=code,
+    )
+
+
+def _fault(run: Run, code: int | None, since: float) -> Iterator[Outcome]:
+    """A rank that was killed leaves no record; the supervisor has seen its end."""
+    for event in run.events():
+        if event.get("event") == "fault" and event.get("kind") not in _LOST and _time(event) >= since - 1:
+            yield Outcome(
+                outcome="oom" if event.get("kind") == "oom" else "error", evidence="supervisor", detail=f"rank {event.get('rank')}: {event.get('error')}",
+                rank=event.get("rank"), host=event.get("host"), exit_code=code,
+            )  # fmt: skip
+            return
 
 
 def _log(log: Path | None, code: int | None) -> Iterator[Outcome]:
@@ -114,6 +136,10 @@ def _log(log: Path | None, code: int | None) -> Iterator[Outcome]:
         hit = next((line for line in lines if pattern.search(line)), None)
         if hit is not None:
             yield Outcome(outcome=outcome, evidence="log", detail=hit.strip()[:300], file=str(log), exit_code=code)
+
+
+def _error_line(log: Path | None, code: int | None) -> Iterator[Outcome]:
+    lines = tail(log) if log is not None else []
     hit = next((line for line in lines if _ERROR_LINE.search(line)), None)
     if hit is not None:
         yield Outcome(outcome="error", evidence="log", detail=hit.strip()[:300], file=str(log), exit_code=code)

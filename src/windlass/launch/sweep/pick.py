@@ -17,21 +17,26 @@ if TYPE_CHECKING:
     from windlass.launch.sweep.local import Work
 
 
-def write_pick(work: Work, ranked: Sequence[dict[str, Any]], rank_by: str, path: Path) -> None:
-    """The best point's recipe; refuses to overwrite, and a sweep without a winner."""
+def check_pick(work: Work, path: Path) -> None:
+    """What can be refused before hours of points have run."""
     if work.loaded.base is None:
         raise ConfigError("--pick writes a recipe, and this sweep runs a command", hint="results.csv has the ranking")
+    if path.exists():
+        raise RunError(f"{path} exists already", hint="choose another file name for --pick")
+
+
+def write_pick(work: Work, ranked: Sequence[dict[str, Any]], rank_by: str, path: Path) -> None:
+    """The best point's recipe; refuses to overwrite, and a sweep without a winner."""
+    check_pick(work, path)
     if not ranked:
         raise RunError(
             f"no point ended well with a number for {rank_by}", hint="look at results.csv, or --only oom,fail"
         )
-    if path.exists():
-        raise RunError(f"{path} exists already", hint="choose another file name for --pick")
     best = ranked[0]
     point = next(p for p in work.points if p.name == best["point"])
     assert point.raw is not None
     raw = copy.deepcopy(point.raw)
-    raw["name"] = work.loaded.base.get("name", work.sweep.name)
+    raw["name"] = (work.loaded.base or {}).get("name", work.sweep.name)
     validate(Recipe, raw, str(path))
     write_whole(path, to_toml(raw, _comment(work, ranked, rank_by)))
 

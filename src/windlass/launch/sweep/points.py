@@ -46,6 +46,10 @@ class Point:
         """The command's words for this point; values never split into several words."""
         return [word.format_map(self._known(folder)) for word in self.words]
 
+    def shown_command(self) -> str:
+        """As a person would type it, with a word for the folder that is not there yet."""
+        return shlex.join(self.command(Path("FOLDER")))
+
     def results_file(self, folder: Path, results: str) -> Path:
         """Inside the point's folder; a path that begins with ./ or / is meant from where the sweep runs."""
         text = results.format_map(self._known(folder))
