@@ -29,6 +29,10 @@ Record = str | Reject | None
 """A text, a rejected document, or nothing (a blank line)."""
 
 
+Line = memoryview | None
+"""The bytes of a line, without its end; None: it was too long to be kept."""
+
+
 class DamagedError(Exception):
     """The file ends too early or its compression is broken; what came before it is good."""
 
@@ -147,8 +151,11 @@ class Lines:
             self._held = self._held + block if self._held else block
         return True
 
-    def until(self, stop: int | None) -> Iterator[list[bytes | None]]:
-        """Lists of the lines that begin before `stop`; None stands for a line longer than max_document, which is not kept."""
+    def until(self, stop: int | None) -> Iterator[list[Line]]:
+        """Lists of the lines that begin before `stop`; None stands for a line longer than max_document, which is not kept.
+
+        Lines are views of the block they came in: a copy of every line costs as much as decompressing it.
+        """
         while stop is None or self.position < stop:
             cut = self._held.rfind(b"\n") + 1
             if cut == 0:
@@ -162,20 +169,19 @@ class Lines:
             if stop is not None and self.position + cut > stop:
                 # The last line that begins before `stop` is the one that holds the byte before it.
                 cut = self._held.index(b"\n", stop - self.position - 1) + 1
-            whole, self._held = self._held[:cut], self._held[cut:]
+            whole, self._held = self._held, self._held[cut:]
             self.position += cut
-            lines: list[bytes | None] = list(whole.split(b"\n"))
-            lines.pop()
+            lines = _views(whole, cut)
             if cut > self.max_document:
                 lines = [line if line is not None and len(line) <= self.max_document else None for line in lines]
             yield lines
 
-    def _last(self) -> Iterator[list[bytes | None]]:
+    def _last(self) -> Iterator[list[Line]]:
         """What stands after the last line end. In a damaged file that is a torn line, which the caller rejects."""
         rest, self._held = self._held, b""
         self.position += len(rest)
         if rest and self.damage is None:
-            yield [rest]
+            yield [memoryview(rest)]
 
     @property
     def at_end(self) -> bool:
@@ -185,41 +191,51 @@ class Lines:
         return self.ended and (not self._held or self.damage is not None)
 
 
+def _views(block: bytes, stop: int) -> list[Line]:
+    """The lines of block[:stop], which ends in a line end."""
+    view, lines, start = memoryview(block), list[Line](), 0
+    while start < stop:
+        end = block.index(b"\n", start)
+        lines.append(view[start:end])
+        start = end + 1
+    return lines
+
+
 # -- texts ---------------------------------------------------------------------------------------------------------
 
 
-def line_parser(source: Source, format: str, utf8: str, max_document: int) -> Callable[[bytes | None], Record]:
+def line_parser(source: Source, format: str, utf8: str, max_document: int) -> Callable[[Line], Record]:
     """A function from one line to its text. Nothing is stripped from a text."""
     too_long = Reject(f"longer than max_document ({max_document:,} bytes)")
     if format == "text":
-        return lambda line: too_long if line is None else _decode(line.removesuffix(b"\r"), utf8)
+        return lambda line: too_long if line is None else _decode(bytes(line).removesuffix(b"\r"), utf8)
     loads, failures = _json_reader()
     path = source.field.split(".")
 
-    def parse(line: bytes | None) -> Record:
+    def parse(line: Line) -> Record:
         if line is None:
             return too_long
         try:
             value = loads(line)
             text = value[path[0]] if len(path) == 1 else _reach(value, path)
         except (KeyError, TypeError, IndexError):
-            return _no_text(value, source.field, line)
+            return _no_text(value, source.field, bytes(line))
         except failures:
-            return _repair(line, utf8, path, source.field)
+            return _repair(bytes(line), utf8, path, source.field)
         if type(text) is not str:
-            return Reject(f"{source.field!r} is {_kind(text)}, not a text", line[:KEPT])
+            return Reject(f"{source.field!r} is {_kind(text)}, not a text", bytes(line[:KEPT]))
         return text
 
     return parse
 
 
-def _json_reader() -> tuple[Callable[[bytes], Any], tuple[type[Exception], ...]]:
+def _json_reader() -> tuple[Callable[[memoryview], Any], tuple[type[Exception], ...]]:
     try:
         import orjson
 
         return orjson.loads, (orjson.JSONDecodeError,)
     except ImportError:  # ten times slower, same answers
-        return json.loads, (ValueError,)
+        return lambda line: json.loads(bytes(line)), (ValueError,)
 
 
 def _reach(value: Any, path: list[str]) -> Any:

@@ -28,6 +28,8 @@ from windlass.runs.files import append_line
 
 SAMPLE_EVERY = 64
 """Words are counted in each so-many-th document: enough for tokens per word, and nearly free."""
+SAY_EVERY = 1 << 22
+"""Characters of text between two reports."""
 SPLITS = ("train", "validation")
 Report = Callable[[int, int, int, int], None]
 """Called with (bytes of text, tokens, documents, rejects) since the last call."""
@@ -229,6 +231,7 @@ class Chunk:
         self.pieces = {split: Piece(job.piece(item.id, chunk, split), job) for split in SPLITS}
         self.accounts: list[Account] = []
         self.rejects: list[dict[str, Any]] = []
+        self._unsaid = [0, 0, 0, 0]
         file = job.file
         self.min_chars = source.min_chars if source.min_chars is not None else file.min_chars
         self.max_chars = source.max_chars or file.max_chars
@@ -258,7 +261,14 @@ class Chunk:
                 continue
             account.documents += 1
         account.lines += len(records)
-        self.report(size, tokens, taken, refused)
+        self._say(size, tokens, taken, refused)
+
+    def _say(self, *numbers: int, now: bool = False) -> None:
+        """Report now and then: a message per block would cost the one who hears them all more than it tells."""
+        self._unsaid = [a + b for a, b in zip(self._unsaid, numbers, strict=True)]
+        if now or self._unsaid[0] >= SAY_EVERY or self._unsaid[3]:
+            self.report(*self._unsaid)
+            self._unsaid = [0, 0, 0, 0]
 
     def _wanted(self, account: Account, text: str) -> bool:
         if len(text) < self.min_chars:
@@ -280,7 +290,7 @@ class Chunk:
 
     def close(self, last: bool) -> dict[str, Any]:
         """Write what was still collected, make the pieces whole; the line that goes into the journal."""
-        self.report(0, sum(piece.flush() for piece in self.pieces.values()), 0, 0)
+        self._say(0, sum(piece.flush() for piece in self.pieces.values()), 0, 0, now=True)
         pieces = {split: made for split, piece in self.pieces.items() if (made := piece.close()) is not None}
         if self.rejects:
             path = self.job.piece(self.item.id, self.chunk, "rejects")
