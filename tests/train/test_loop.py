@@ -75,6 +75,7 @@ def test_the_record_of_a_run(tmp_path: Path) -> None:
     assert events[0] == "started" and events[-1] == "finished" and events.count("saved") == 2
     manifest = json.loads(run.manifest_file.read_text())
     assert manifest["world_size"] == 1 and manifest["tokens_per_step"] == 128
+    assert manifest["mfu_denominator"] == "no peak is known for this CPU"
 
 
 def test_it_learns(tmp_path: Path) -> None:
@@ -152,6 +153,75 @@ def test_a_step_without_a_finite_loss_changes_nothing(tmp_path: Path) -> None:
     assert lines[2]["loss"] is None
     assert next(e for e in run.events() if e["event"] == "skipped")["step"] == 3
     assert np.isfinite(lines[-1]["loss"])
+
+
+class Spike(Hook):
+    """A head ten times as steep at some steps: finite, but far from what was seen; put back after the step."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps, self.weights = steps, {}
+
+    def on_step_begin(self, job: Any) -> None:
+        if job.step + 1 in self.steps and not job.rolled_back:
+            job.parts.modules[0].head.weight.data.mul_(10.0)
+
+    def on_step_end(self, job: Any, result: Any) -> None:
+        if job.step in self.steps and not job.rolled_back:
+            job.parts.modules[0].head.weight.data.div_(10.0)
+        self.weights[job.step] = job.parts.modules[0].layers["0"].attention.wq.weight.detach().clone()
+
+
+SPIKY = {"steps": 40, "skip_spike_sigma": 8.0, "max_skipped": 2}
+
+
+def test_a_spiking_step_changes_nothing_and_is_recorded(tmp_path: Path) -> None:
+    hook = Spike(36)
+    code, run = train(tmp_path, recipe(train=SPIKY, optim={"lr": 1e-3}, save={"every": 1000}), hook)
+    assert code == EXIT_DONE
+    lines = {line["step"]: line for line in run.metrics()}
+    assert [step for step, line in lines.items() if line["skipped"]] == [36]
+    assert np.isfinite(lines[36]["loss"]) and lines[36]["loss"] > lines[35]["loss"] + 0.05
+    event = next(e for e in run.events() if e["event"] == "skipped")
+    assert event["step"] == 36 and "spike" in event["reason"]
+    assert event["value"] == {"loss": lines[36]["loss"], "grad_norm": lines[36]["grad_norm"]}
+    assert torch.equal(hook.weights[36], hook.weights[35]) and not torch.equal(hook.weights[37], hook.weights[36])
+
+
+def test_without_the_switch_a_spike_is_a_step_like_any_other(tmp_path: Path) -> None:
+    _, run = train(tmp_path, recipe(train={**SPIKY, "skip_spike_sigma": 0.0}, optim={"lr": 1e-3}), Spike(36))
+    assert not any(line["skipped"] for line in run.metrics())
+
+
+def test_a_spike_among_the_first_steps_is_not_judged(tmp_path: Path) -> None:
+    """The spread is not known yet; the first loss of a run is always the highest."""
+    _, run = train(tmp_path, recipe(train=SPIKY, optim={"lr": 1e-3}), Spike(10))
+    assert not any(line["skipped"] for line in run.metrics())
+
+
+def test_spikes_in_a_row_end_the_run(tmp_path: Path) -> None:
+    with pytest.raises(
+        DivergedError, match=r"2 steps in a row up to step 37 were skipped \((loss|gradient norm) spike"
+    ) as caught:
+        train(tmp_path, recipe(train=SPIKY, optim={"lr": 1e-3}), Spike(36, 37))
+    assert caught.value.exit_code == 14
+    assert json.loads(Run(tmp_path).error_file(0).read_text())["exit_code"] == 14
+
+
+def test_spikes_in_a_row_go_back_when_asked(tmp_path: Path) -> None:
+    tables = {"train": {**SPIKY, "rollback": True}, "optim": {"lr": 1e-3}, "save": {"every": 10, "asynchronous": False}}
+    code, run = train(tmp_path, recipe(**tables), Spike(36, 37))
+    assert code == EXIT_DONE
+    event = next(e for e in run.events() if e["event"] == "rollback")
+    assert (event["step"], event["to_step"], event["skipped_tokens"]) == (37, 30, 7 * 128)
+    assert [line["step"] for line in run.metrics()][-10:] == list(range(31, 41))
+
+
+def test_the_guards_memory_is_part_of_a_checkpoint(tmp_path: Path) -> None:
+    """After a restart a spike is known at once, not only after the next thirty steps."""
+    tables = {"train": SPIKY, "optim": {"lr": 1e-3}, "save": {"every": 1000}}
+    train(tmp_path, recipe(**tables), StopAfter(35))
+    _, run = train(tmp_path, recipe(**tables), Spike(36))
+    assert [line["step"] for line in run.metrics() if line["skipped"]] == [36]
 
 
 def test_too_many_of_them_end_the_run(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from windlass.train.geometry import Geometry, geometry_of
 from windlass.train.hooks import Hook, each
 from windlass.train.interval import Choice, Interval, process_seconds
 from windlass.train.mesh import World, open_world
-from windlass.train.metrics import Recorder
+from windlass.train.metrics import Recorder, peak_of
 from windlass.train.optimizers import Optimizer, build_optimizer
 from windlass.train.parallelize import Parts, parallelize
 from windlass.train.profiler import marked
@@ -284,6 +284,7 @@ def announce(job: Job, restored: Any) -> None:
         job.meter.start(job.energy_carried if world.place.node_rank == 0 else None)
     if not world.is_main:
         return
+    peak, denominator = peak_of(world.device, recipe.train.precision)
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else (manifest.cpu_name() or "cpu")
     common = {
         "world_size": world.size,
@@ -301,6 +302,7 @@ def announce(job: Job, restored: Any) -> None:
             data=trained_on(job),
             steps=job.geometry.steps,
             tokens_per_step=job.geometry.tokens_per_step,
+            mfu_denominator=denominator,
         ),
     )
     if restored is None:
@@ -314,7 +316,12 @@ def announce(job: Job, restored: Any) -> None:
         job.say(
             f"resumed at step {job.step} from {restored.path.name}" + (f"; {lost} steps are done again" if lost else "")
         )
-    for note in [passes_line(job.stream.epochs(job.geometry.total_tokens)), *job.parts.notes, job.stepper.sync.note]:
+    for note in [
+        passes_line(job.stream.epochs(job.geometry.total_tokens)),
+        *job.parts.notes,
+        job.stepper.sync.note,
+        f"MFU: of {denominator}" if peak else f"MFU: unknown, {denominator}",
+    ]:
         if note:
             job.say(note)
 

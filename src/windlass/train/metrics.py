@@ -203,7 +203,7 @@ class Recorder(Hook):
             return {"mfu": None}
         shape, length, recompute = shape_of(job.recipe.model), job.geometry.seq_len, job.recipe.train.recompute
         shares: dict[str, float | None] = {"mfu": mfu(shape, length, speed, self.peak).value}
-        if recompute in ("full", "selective"):
+        if recompute != "budget":  # the compiler decides what it computes again, and does not say
             shares["hfu"] = hfu(shape, length, speed, self.peak, recompute=recompute).value
         return shares
 
