@@ -115,3 +115,11 @@ def test_what_is_shown_may_change_after_the_first_call(work):
     open_sweep_folder(work.folder.path, load_sweep(work.loaded.path), work.points)
     assert read_sweep(work.folder.path).title.startswith("Sharding, again")
     assert json.loads(work.folder.record.read_text())["created_at"] == created
+
+
+def test_a_sweep_joins_into_one_report_with_its_own_table_first(work):
+    text = CliRunner().invoke(build(), ["report", str(work.folder.path), "--markdown"]).output
+    assert text.startswith("# Sharding on one and two devices")
+    row = table_of(shown(work))["rows"][0]
+    assert "| " + " | ".join(row).strip() in text
+    assert text.index("## grid: All points") < text.index("## 7 runs") < text.index("## beside: What was trained")

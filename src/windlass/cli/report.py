@@ -35,9 +35,11 @@ def report(
     """Write what was trained, on what, how long, with which energy, and what happened on the way."""
     from windlass.cli.output import console, print_json
     from windlass.figures import save_page
+    from windlass.report.sweeps import read_sweep
     from windlass.report.write import html_report, json_report, markdown_report, write_figures
 
     folders = _folders(runs)
+    sweeps = [read_sweep(path) for path in runs if (path / "sweep.json").is_file()]
     if figures is not None:
         made = write_figures(folders, figures, picture)
         typer.echo(f"wrote {len(made)} figures to {figures}", err=True)
@@ -45,11 +47,11 @@ def report(
         print_json(json_report(folders))
         return
     if markdown and out is None:
-        typer.echo(markdown_report(folders))
+        typer.echo(markdown_report(folders, sweeps))
         return
     target = out or (folders[0].report_file if len(folders) == 1 else Path("report.html"))
     as_markdown = markdown or target.suffix.lower() in (".md", ".markdown")
-    save_page(target, markdown_report(folders) if as_markdown else html_report(folders))
+    save_page(target, markdown_report(folders, sweeps) if as_markdown else html_report(folders, sweeps))
     console().print(
         f"wrote {target} ({target.stat().st_size / 1e6:.1f} MB, opens from disk without a network)", markup=False
     )

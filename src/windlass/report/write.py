@@ -14,6 +14,7 @@ from windlass.report.collect import RunSummary, collect
 from windlass.report.columns import Columns
 from windlass.report.content import joined, sections
 from windlass.report.redact import publishable, redact
+from windlass.report.sweeps import SweepView
 from windlass.report.text import markdown
 from windlass.report.words import when
 from windlass.runs.folder import Run
@@ -25,14 +26,15 @@ def gather(run: Run) -> tuple[RunSummary, Columns]:
     return collect(run, columns=columns), columns
 
 
-def report_sections(runs: Sequence[Run]) -> tuple[str, str, list[Section]]:
-    """(title, subtitle, sections); several runs get a common table first."""
+def report_sections(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> tuple[str, str, list[Section]]:
+    """(title, subtitle, sections); several runs get a common table first, and a sweep its own rows and charts before that."""
     found = [gather(run) for run in runs]
-    if len(found) == 1:
+    if len(found) == 1 and not sweeps:
         summary, columns = found[0]
         return summary.name, _subtitle(summary), publishable(sections(summary, columns))
     labels = folder_labels(runs)
-    parts = joined([s for s, _ in found], labels)
+    parts = [part for sweep in sweeps for part in _swept(sweep)]
+    parts += joined([s for s, _ in found], labels)
     for index, ((summary, columns), label) in enumerate(zip(found, labels, strict=True)):
         own = sections(summary, columns)
         parts += [
@@ -40,7 +42,15 @@ def report_sections(runs: Sequence[Run]) -> tuple[str, str, list[Section]]:
             for s in own
             if s.id != "conventions"
         ]
-    return f"{len(found)} runs", "a joint report", publishable(parts)
+    title = ", ".join(s.title for s in sweeps) or f"{len(found)} runs"
+    return title, f"a joint report of {len(found)} runs", publishable(parts)
+
+
+def _swept(sweep: SweepView) -> list[Section]:
+    return [
+        Section(f"{sweep.name}: {s.title or sweep.progress}", s.items, id=f"sweep-{sweep.id}-{s.id}")
+        for s in sweep.sections()
+    ]
 
 
 def folder_labels(runs: Sequence[Run]) -> list[str]:
@@ -54,15 +64,15 @@ def _subtitle(summary: RunSummary) -> str:
     return f"{summary.model}, on {summary.cluster}; {when(summary.started_at)} to {when(summary.updated_at)}"
 
 
-def html_report(runs: Sequence[Run]) -> str:
-    title, subtitle, parts = report_sections(runs)
+def html_report(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> str:
+    title, subtitle, parts = report_sections(runs, sweeps)
     return page(
         title, parts, subtitle=subtitle, footer=f"Written by windlass {windlass.__version__} from the run folder alone."
     )
 
 
-def markdown_report(runs: Sequence[Run]) -> str:
-    title, subtitle, parts = report_sections(runs)
+def markdown_report(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> str:
+    title, subtitle, parts = report_sections(runs, sweeps)
     return markdown(title, parts, subtitle=subtitle)
 
 
