@@ -2,8 +2,9 @@
 
     python benchmarks/energy_check.py --out benchmarks/results/energy_check.json
 
-1. Windows of several lengths and loads, against NVML's counter read directly (by ctypes, not through our code) around the same span, and beside
-   them the area under NVML's power, which shows that the counter itself tells the truth.
+1. Windows of several lengths and loads, against NVML's counter read directly (by ctypes, not through our code) just before and just after each of
+   ours. The counter moves in jumps (about every 100 ms): where one falls between two readings, the direct ones give a least and a most, and a window
+   is off by what it lies outside of them. Beside them the area under NVML's power, which shows that the counter itself tells the truth.
 2. Processor time of the thread that a training run samples with, once a second, by the thread's own clock, as a share of one core.
 3. Step time with and without that sampler, in turns (off, on, on, off, ...): the mean step of each turn, so that a step which waited counts.
 
@@ -201,20 +202,24 @@ def one_window(bench: Bench, kind: str, seconds: float) -> dict[str, Any]:
     step = bench.loads()[kind]
     run_for(step, 0.5)  # the power of the span before must not count as this load's
     window = Window(sensors=[bench.sensor()])
+    read = bench.reference.joules
     with Area(bench.reference) as area:
-        before = bench.reference.joules()
+        outer_begin = read()
         window.begin()
+        inner_begin = read()
         run_for(step, seconds)
+        inner_end = read()
         found = window.end()
-        after = bench.reference.joules()
-    ours, direct = found.joules, after - before
-    if ours is None or direct <= 0:
-        raise SystemExit(f"a window of {seconds} s was not measured: ours {ours}, direct {direct} J")
+        outer_end = read()
+    ours, least, most = found.joules, inner_end - inner_begin, outer_end - outer_begin
+    if ours is None or least <= 0:
+        raise SystemExit(f"a window of {seconds} s was not measured: ours {ours}, direct {least} to {most} J")
+    direct = min(max(ours, least), most)
     say(
-        f"{kind:8} {found.seconds:5.2f} s  window {ours:9.2f} J  direct {direct:9.2f} J  {100 * (ours / direct - 1):+.3f} %"
+        f"{kind:8} {found.seconds:5.2f} s  window {ours:9.2f} J  direct {least:9.2f} to {most:9.2f} J  {100 * (ours / direct - 1):+.3f} %"
     )
     return {
-        "load": kind, "seconds": found.seconds, "window_joules": ours, "direct_joules": direct, "off_percent": 100 * (ours / direct - 1),
+        "load": kind, "seconds": found.seconds, "window_joules": ours, "direct_joules": [least, most], "off_percent": 100 * (ours / direct - 1),
         "watts": ours / found.seconds, "area_under_power_joules": area.joules, "area_off_percent": 100 * (area.joules / direct - 1),
     }  # fmt: skip
 
@@ -281,6 +286,26 @@ def one_turn(bench: Bench, step: Step, steps: int, sampled: bool) -> dict[str, A
         "sampled": sampled, "steps": steps, "seconds": wall, "mean_ms": 1e3 * wall / steps, "median_ms": 1e3 * statistics.median(times),
         "slowest_ms": 1e3 * max(times), "sampler_percent_of_a_core": None if cpu is None else 100 * cpu / wall,
     }  # fmt: skip
+
+
+def call_costs(bench: Bench, calls: int = 40) -> dict[str, float]:
+    """Processor milliseconds of one call to the driver, by name: what a sample is made of."""
+    if bench.index is None:
+        return {}
+    import pynvml
+
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(bench.index)
+    found = {}
+    for name in ("TotalEnergyConsumption", "PowerUsage", "UtilizationRates"):
+        call, began = getattr(pynvml, f"nvmlDeviceGet{name}"), time.thread_time()
+        for _ in range(calls):
+            call(handle)
+            time.sleep(0.01)  # as in a sampler: the driver's caches are cold again
+        found[name] = 1e3 * (time.thread_time() - began) / calls
+    pynvml.nvmlShutdown()
+    say(f"processor ms a call: {json.dumps(found)}")
+    return found
 
 
 def step_times(bench: Bench, scale: float, limit: float) -> dict[str, Any]:
@@ -364,6 +389,7 @@ def main() -> None:
     result["windows"] = windows(bench, words.scale)
     write(words.out, result)
     result["sampler"] = sampler_cost(bench, words.cost_seconds)
+    result["sampler"]["call_milliseconds"] = call_costs(bench)
     write(words.out, result)
     found = step_times(bench, words.scale, words.limit_seconds)
     result["step_time"] = {**judged_steps(found["turns"]), **found}

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from windlass.energy.sensors.base import Sample, SensorMissing
+
+GAUGE_SECONDS = 5.0
+"""Power beside a counter, and utilisation, are only shown: reading them this often is enough, and each call costs a millisecond of a core."""
 
 
 class NvmlSensor:
@@ -15,8 +19,16 @@ class NvmlSensor:
     note = ""
 
     def __init__(
-        self, devices: Sequence[int] | None = None, *, library: Any = None, env: Mapping[str, str] | None = None
+        self,
+        devices: Sequence[int] | None = None,
+        *,
+        library: Any = None,
+        env: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
+        self._watts: dict[str, tuple[float, float | None]] = {}
+        self._used: tuple[float, float | None] = (-1e9, None)
         self._nvml = library if library is not None else _library()
         try:
             self._nvml.nvmlInit()
@@ -75,7 +87,7 @@ class NvmlSensor:
         samples = []
         for part, handle in self._handles:
             joules = self._try(self._nvml.nvmlDeviceGetTotalEnergyConsumption, handle) if self._counters[part] else None
-            watts = self._try(self._nvml.nvmlDeviceGetPowerUsage, handle)
+            watts = self._power(part, handle, joules is not None)
             if joules is not None or watts is not None:
                 samples.append(
                     Sample(
@@ -83,6 +95,16 @@ class NvmlSensor:
                     )
                 )
         return samples
+
+    def _power(self, part: str, handle: Any, counted: bool) -> float | None:
+        """Each time where it is what we sum; now and then where a counter has the energy."""
+        now = self._clock()
+        at, known = self._watts.get(part, (-1e9, None))
+        if counted and now - at < GAUGE_SECONDS:
+            return known
+        found = self._try(self._nvml.nvmlDeviceGetPowerUsage, handle)
+        self._watts[part] = (now, found)
+        return found
 
     def _try(self, call: Any, handle: Any) -> float | None:
         try:
@@ -92,6 +114,12 @@ class NvmlSensor:
 
     def utilization(self) -> float | None:
         """Mean over the job's devices, 0 to 1, as the driver reports it."""
+        now = self._clock()
+        if now - self._used[0] >= GAUGE_SECONDS:
+            self._used = (now, self._utilization())
+        return self._used[1]
+
+    def _utilization(self) -> float | None:
         found = []
         for _, handle in self._handles:
             with contextlib.suppress(self._nvml.NVMLError):
