@@ -94,8 +94,11 @@ def test_range_shades_only_where_both_ends_are_known():
 
 
 def test_heat_map_keeps_empty_cells_and_labels():
-    found = spec(Heat(title="t", x=("1", "2"), y=("a",), values=((1.0, None),), labels=(("ok", "OOM"),)))["data"][0]
-    assert found["z"] == [[1.0, None]] and found["text"] == [["ok", "OOM"]]
+    heat = Heat(title="t", x=("1", "2", "3"), y=("a",), values=((1.0, None, None),), labels=(("ok", "OOM", ""),))
+    marked, found = spec(heat)["data"]
+    assert found["z"] == [[1.0, None, None]] and found["text"] == [["ok", "OOM", ""]]
+    assert marked["z"] == [[None, 1, None]], "a cell with a word is filled, one that was not asked for is not"
+    assert len(spec(Heat(title="t", x=("1",), y=("a",), values=((None,),)))["data"]) == 1
 
 
 def test_cards_points_and_numbers_columns_show():

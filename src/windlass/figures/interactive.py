@@ -6,8 +6,8 @@ import math
 from html import escape
 from typing import Any
 
-from windlass.figures.model import Chart, Heat, Series, whole_ticks
-from windlass.figures.theme import FONT, HEAT, colour
+from windlass.figures.model import Chart, Heat, Series, marked_cells, whole_ticks
+from windlass.figures.theme import FONT, HEAT, NO_VALUE, colour
 
 # Replaced by the page's script with the colours of the reader's light or dark setting.
 INK, SOFT, GRID, CLEAR = "var(--ink)", "var(--soft)", "var(--grid)", "rgba(0,0,0,0)"
@@ -143,11 +143,16 @@ def _heat(heat: Heat) -> dict[str, Any]:
     }  # fmt: skip
     if heat.labels is not None:
         trace |= {"text": [list(row) for row in heat.labels], "texttemplate": "%{text}"}
+    marked = {
+        "type": "heatmap", "x": list(heat.x), "y": list(heat.y), "z": [[1 if said else None for said in row] for row in marked_cells(heat)],
+        "colorscale": [[0, NO_VALUE], [1, NO_VALUE]], "showscale": False, "hoverinfo": "skip", "xgap": 2, "ygap": 2,
+    }  # fmt: skip
     layout = _layout(heat.title, heat.x_title, heat.y_title, heat.height)
+    layout["yaxis"]["title"]["standoff"] = 14
     layout["xaxis"]["type"] = layout["yaxis"]["type"] = "category"
     layout["yaxis"] |= {"autorange": "reversed", "automargin": True}  # the first row on top, as in a table
     layout["xaxis"]["showgrid"] = layout["yaxis"]["showgrid"] = False
-    return {"data": [trace], "layout": layout}
+    return {"data": [marked, trace] if any(map(any, marked_cells(heat))) else [trace], "layout": layout}
 
 
 def _layout(title: str, x_title: str, y_title: str, height: int) -> dict[str, Any]:

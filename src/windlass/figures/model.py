@@ -86,6 +86,8 @@ class Table:
     caption: str = ""
     strong: Sequence[int] = ()
     """Rows that stand out."""
+    whole: Sequence[int] = ()
+    """Columns whose cells stay on one line: names that one reads at a glance."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,14 @@ class Section:
     title: str
     items: Sequence[Item]
     id: str = ""
+
+
+def marked_cells(heat: Heat) -> list[list[bool]]:
+    """Cells that say a word instead of a number ("OOM"): they are filled, so that nobody takes them for not asked."""
+    labels = heat.labels or tuple(("",) * len(row) for row in heat.values)
+    return [
+        [v is None and bool(t) for v, t in zip(*rows, strict=True)] for rows in zip(heat.values, labels, strict=True)
+    ]
 
 
 def whole_ticks(chart: Chart) -> list[int]:

@@ -114,7 +114,8 @@ def _table(table: Table) -> str:
 
 def _cells(tag: str, row: Sequence[object], table: Table) -> str:
     texts = (escape("" if cell is None else str(cell)) for cell in row)
-    return "".join(f"<{tag}{_class('n', i in table.right)}>{text}</{tag}>" for i, text in enumerate(texts))
+    kinds = ("n" if i in table.right else "whole" if i in table.whole else "" for i in range(len(row)))
+    return "".join(f"<{tag}{_class(kind, bool(kind))}>{text}</{tag}>" for kind, text in zip(kinds, texts, strict=True))
 
 
 def _class(name: str, wanted: bool) -> str:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import WindlassError
-from windlass.figures.model import Chart, Heat, Series, whole_ticks
-from windlass.figures.theme import HEAT, LIGHT, colour
+from windlass.figures.model import Chart, Heat, Series, marked_cells, whole_ticks
+from windlass.figures.theme import HEAT, LIGHT, NO_VALUE, colour
 
 _STYLE = {
     "font.size": 12, "axes.titlesize": 14, "axes.titlelocation": "left", "axes.edgecolor": LIGHT["soft"], "axes.labelcolor": LIGHT["ink"],
@@ -187,6 +187,7 @@ def _mark(axis: str, at: float, label: str, horizontal: bool, axes: Any) -> None
 
 def _heat(heat: Heat, figure: Any, axes: Any) -> None:
     from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.patches import Rectangle
 
     scale = LinearSegmentedColormap.from_list("windlass", list(HEAT))
     values = [[float("nan") if v is None else float(v) for v in row] for row in heat.values]
@@ -196,6 +197,8 @@ def _heat(heat: Heat, figure: Any, axes: Any) -> None:
     axes.set_yticks(range(len(heat.y)), heat.y)
     axes.set_xlabel(heat.x_title), axes.set_ylabel(heat.y_title)
     figure.colorbar(image, ax=axes, label=heat.unit)
+    for row, column in ((r, c) for r, cells in enumerate(marked_cells(heat)) for c, said in enumerate(cells) if said):
+        axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=NO_VALUE, edgecolor="none"))
     for row, texts in enumerate(heat.labels or ()):
         for column, text in enumerate(texts):
             share = image.norm(values[row][column])

@@ -94,13 +94,16 @@ def _cell(rows: Sequence[Row], key: str, goal: str) -> tuple[float | None, str]:
 
 
 def best_bars(rows: Sequence[Row], axis: str | None) -> list[Item]:
-    """The best run of each strategy: throughput, MFU and energy per step, as in the GPT-NL slides."""
+    """The best run of each strategy: throughput, MFU and energy, as in the GPT-NL slides."""
     if axis is None:
         return []
     by_engine = len({r.get("engine") for r in rows if r.get("engine")}) > 1
     groups = axis_order(rows, "engine") if by_engine else [None]
     charts: list[Item] = []
-    for key, better in (("tokens_per_second_per_device", max), ("mfu", max), ("kwh_per_step", min)):
+    # Per step as on the slides; per token where steps are of different size, or the larger batch would look wasteful.
+    sizes = {r.get("batch_tokens") for r in rows if known(r, "kwh_per_step")}
+    energy = "kwh_per_step" if len(sizes) <= 1 else "joules_per_token"
+    for key, better in (("tokens_per_second_per_device", max), ("mfu", max), (energy, min)):
         if not any(known(r, key) for r in rows):
             charts.append(Note(f"{title_of(key)}: not measured on any point."))
             continue

@@ -26,6 +26,12 @@ def _percent(value: float) -> str:
     return f"{value:.1%}"
 
 
+def _brief(text: Any, most: int = 70) -> str:
+    """The first words of a reason; the whole of it stands in results.csv."""
+    words = str(text)
+    return words if len(words) <= most else words[:most].rsplit(" ", 1)[0] + " ..."
+
+
 COLUMNS = (
     Column("devices", "devices"),
     Column("tokens_per_second", "tokens/s", lambda v: f"{v:,.0f}"),
@@ -43,24 +49,36 @@ COLUMNS = (
 def shown_columns(sweep: SweepConfig, rows: Sequence[Row], rank_by: str) -> list[Column]:
     """Point, outcome, the numbers that anybody has, and the ranking's own key."""
     found = [Column("point", "point", right=False), Column("outcome", "outcome", right=False)]
-    found += [c for c in COLUMNS if any(r.get(c.key) is not None for r in rows)]
+    # On one device everywhere, tokens/s per device says nothing new.
+    alone = {"devices", "tokens_per_second_per_device"} if all(r.get("devices") == 1 for r in rows) else set()
+    if (
+        len({r.get("batch_tokens") for r in rows}) > 1
+    ):  # steps of different size: their energy says nothing side by side
+        alone = alone | {"kwh_per_step"}
+    found += [c for c in COLUMNS if c.key not in alone and any(r.get(c.key) is not None for r in rows)]
     extra = [rank_by, *sweep.metrics]
-    have = {c.key for c in found}
+    have = {c.key for c in found} | alone
     found += [
         Column(key, key, lambda v: charts.number(v) if isinstance(v, (int, float)) else str(v))
         for key in dict.fromkeys(extra)
         if key not in have and any(r.get(key) is not None for r in rows)
     ]
-    return [*found, Column("detail", "why", right=False)]
+    why = any(_reason(r) for r in rows)
+    return [*found, *([Column("detail", "why", _brief, right=False)] if why else [])]
+
+
+def _reason(row: Row) -> str | None:
+    """A good outcome needs none, and "oom" is not explained by the words "out of memory"."""
+    detail, outcome = row.get("detail"), row.get("outcome")
+    said = outcome == "ok" or (outcome == "oom" and "out of memory" in str(detail).lower())
+    return None if said or not detail else str(detail)
 
 
 def cells(row: Row, columns: Sequence[Column]) -> list[str]:
-    """One row of the table; what is unknown is empty, and a good outcome needs no reason."""
+    """One row of the table; what is unknown is empty."""
     texts = []
     for column in columns:
-        value = row.get(column.key)
-        if column.key == "detail" and row.get("outcome") == "ok":
-            value = None
+        value = _reason(row) if column.key == "detail" else row.get(column.key)
         texts.append("" if value is None else column.show(value))
     return [t or ("not run" if c.key == "outcome" else "") for t, c in zip(texts, columns, strict=True)]
 
@@ -134,5 +152,6 @@ def _table(sweep: SweepConfig, rows: Sequence[Row], ranked: Sequence[Row], rank_
         [cells(row, columns) for row in order],
         right=[i for i, c in enumerate(columns) if c.right],
         strong=[0] if ranked else [],
+        whole=[0],
         caption="Best first, then what did not end well. Spread: 90th minus 10th percentile of the step times, over their median.",
     )

@@ -18,6 +18,8 @@ PALETTE = (
     "#a5573b",
 )
 HEAT = ((0.0, "#2b3a67"), (0.25, "#2f6fde"), (0.5, "#2aa5a0"), (0.75, "#9fc131"), (1.0, "#fde725"))
+NO_VALUE = "#c9b1ac"
+"""A cell of a heat map that has a word instead of a number: it ran out of memory, it failed. Readable on light and dark."""
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 LIGHT = {
@@ -77,7 +79,7 @@ table.pairs td:first-child {{ color: var(--soft); padding-right: 34px; }}
 th {{ text-align: left; border-bottom: 2px solid var(--edge); padding: 6px 10px; vertical-align: bottom; }}
 td {{ border-bottom: 1px solid var(--edge); padding: 6px 10px; vertical-align: top; }}
 th.n, td.n {{ text-align: right; }}
-td.n {{ white-space: nowrap; }}
+td.n, td.whole {{ white-space: nowrap; }}
 td:last-child:not(.n):not(:first-child) {{ min-width: 260px; }}
 tr.strong td {{ font-weight: 650; background: var(--panel); }}
 .chart {{ margin: 16px 0 4px; }}
