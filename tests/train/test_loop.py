@@ -272,6 +272,27 @@ def flat_store(folder: Path, tokens: int) -> Path:
     return folder
 
 
+def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    """A flat array does not say its largest token, so it is found where it is read."""
+    store = flat_store(tmp_path / "store", 16 * 60 + 1)
+    tables = {"data": {"store": str(store), "max_epochs": 9.0}, "model": {"vocab": 50}}
+    with pytest.raises(DataError, match=r"a batch holds token \d+, but model.vocab is 50") as caught:
+        train(tmp_path / "run", recipe(**tables))
+    assert json.loads(Run(tmp_path / "run").error_file(0).read_text())["exit_code"] == caught.value.exit_code
+
+
+def test_bf16_is_refused_where_the_device_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-16GB")
+    world = SimpleNamespace(device=torch.device("cuda", 0))
+    for precision in ("bf16", "bf16_pure", "fp8"):
+        with pytest.raises(ConfigError, match=f"'{precision}', but Tesla V100-SXM2-16GB has no bf16"):
+            loop.check_device(recipe(train={"precision": precision}), world)
+    loop.check_device(recipe(train={"precision": "fp32"}), world)
+
+
 def test_a_run_by_steps_that_repeats_a_source_too_often_is_refused(tmp_path: Path) -> None:
     store = flat_store(tmp_path / "store", 16 * 20 + 1)  # 20 sequences; 6 steps of 8 are 2.4 passes
     with pytest.raises(DataError, match=r"2\.40 passes over 321 tokens, at most 2 allowed"):

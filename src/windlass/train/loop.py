@@ -22,7 +22,7 @@ from windlass.data.loader import Loader
 from windlass.data.mix import passes_line
 from windlass.data.stream import open_stream
 from windlass.energy.meter import Meter
-from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, CheckpointError, ConfigError, WindlassError
+from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, CheckpointError, ConfigError, DataError, WindlassError
 from windlass.runs import manifest
 from windlass.runs.folder import Run
 from windlass.train import failure
@@ -390,6 +390,8 @@ def open_batches(job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]
     """Batches from the stream's position on, already on the device, read ahead by a thread."""
     geometry, world, documents = job.geometry, job.world, job.recipe.data.mask_documents
     start, cuda = job.sequences, world.device.type == "cuda"
+    # Our own stores know their largest token, and it was compared before; of a foreign one each batch is looked at.
+    unknown_tokens = job.stream.store is not None and job.stream.store.max_token is None
     loader = Loader(
         job.stream,
         lambda n: geometry.indexes(start + n * geometry.batch, world.data_rank),
@@ -399,10 +401,22 @@ def open_batches(job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]
     try:
         for item in marked(loader):
             tokens, numbers = item if documents else (item, None)
+            if unknown_tokens:
+                check_tokens(tokens, job.parts.modules[0].vocab)
             job.data_seconds = loader.last_wait_seconds
             yield to_device(tokens, world.device), None if numbers is None else to_device(numbers, world.device)
     finally:
         loader.close()
+
+
+def check_tokens(tokens: Any, vocab: int) -> None:
+    """Refuse a token that the model does not know: on a GPU the look-up would end the process without a word."""
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab:
+        raise DataError(
+            f"a batch holds token {low if low < 0 else high:,}, but model.vocab is {vocab:,}",
+            hint=f"set model.vocab to at least {high + 1:,}, or tokenize with the model's tokenizer",
+        )
 
 
 def to_device(array: Any, device: torch.device) -> torch.Tensor:
