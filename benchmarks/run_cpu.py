@@ -21,6 +21,7 @@ COMMANDS = {
     "step": ["benchmarks/cpu_step.py", "--out", "{results}/cpu_step"],
     "dash": ["benchmarks/dash_load.py", "--lines", "1000000", "--viewers", "50", "--seconds", "30", "--out", "{results}/dash_load.json"],
     "faults": ["-m", "benchmarks.faults"],
+    "grid": ["benchmarks/cpu_grid.py"],
 }  # fmt: skip
 
 

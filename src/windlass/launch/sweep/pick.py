@@ -49,4 +49,7 @@ def _comment(work: Work, ranked: Sequence[dict[str, Any]], rank_by: str) -> str:
     ]
     if len(ranked) > 1:
         lines.append(f"Next: {ranked[1]['point']} ({ranked[1][rank_by]:.6g}).")
+    point = next(p for p in work.points if p.name == best["point"])
+    if point.devices is not None:
+        lines.append(f"It ran with `windlass train FILE --devices {point.devices}`.")
     return "\n".join(lines)

@@ -1,0 +1,29 @@
+"""The GPT-NL grid in the size of a laptop, whole: every strategy in both engines on two and four processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_every_strategy_in_both_engines_ends_as_expected(tmp_path):
+    done = subprocess.run([sys.executable, "benchmarks/cpu_grid.py", "--out", str(tmp_path / "grid")], cwd=ROOT, capture_output=True, text=True, timeout=1500)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = json.loads((tmp_path / "grid.json").read_text())
+    assert said["counts"] == {"ok": 30, "oom": 1, "error": 1} and not said["problems"]
+    points = {row["point"]: row for row in said["points"]}
+    assert points["out-of-memory"]["evidence"] == "record" and "out of memory" in points["out-of-memory"]["detail"]
+    assert "no/such/store" in points["failing"]["detail"]
+    assert {(r["engine"], r["devices"]) for r in said["points"] if r["outcome"] == "ok"} == {(e, n) for e in ("native", "deepspeed") for n in (2, 4)}  # fmt: skip
+    # Wall time is the machine's: six minutes of two cores, in CPU time of all processes together.
+    assert said["cpu_seconds"] < 2 * said["goal_seconds"]
