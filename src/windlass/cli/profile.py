@@ -224,6 +224,8 @@ def _print_profile(job: JobProfile, top: int) -> None:
 
     _print(f"Execution summary of {job.label}", view.summary_table(job))
     _print("Communication and device", view.device_table(job))
+    if job.collectives:
+        _print("Collectives", view.collectives_table(job))
     if len(job.ranks) > 1:
         _print("Ranks", view.ranks_table(job))
     first = job.ranks[0]

@@ -11,10 +11,11 @@ from typing import Any
 
 from windlass.errors import ProfileError
 from windlass.profile.advice import Advice, advise
+from windlass.profile.collectives import CollectiveRow, over_ranks
 from windlass.profile.find import rank_of_name
 from windlass.profile.read import read_trace
 from windlass.profile.roles import CATEGORIES, Mode
-from windlass.profile.summary import Communication, RankProfile, communication_json, summarise
+from windlass.profile.summary import Communication, RankProfile, collective_json, communication_json, summarise
 
 Report = Callable[[Path, int], None]
 """Called while reading: which file, and how many of its bytes."""
@@ -72,6 +73,10 @@ class JobProfile:
         return Communication(**{key: _mean([p[key] for p in parts]) for key in parts[0]})
 
     @property
+    def collectives(self) -> list[CollectiveRow]:
+        return over_ranks([r.collectives for r in self.ranks])
+
+    @property
     def gpu_utilization(self) -> float | None:
         return mean_known([r.gpu_utilization for r in self.ranks])
 
@@ -97,6 +102,7 @@ class JobProfile:
             "categories_pct": self.categories_pct,
             "running_us": self.running_us,
             "communication": communication_json(self.communication),
+            "collectives": [collective_json(c) for c in self.collectives],
             "gpu_utilization": self.gpu_utilization,
             "sm_efficiency": self.sm_efficiency,
             "occupancy_pct": self.occupancy_pct,

@@ -52,9 +52,14 @@ def is_communication_kernel(name: str) -> bool:
     return _COMMUNICATION_KERNEL.search(name) is not None
 
 
+def is_collective_range(name: str) -> bool:
+    """`gloo:all_reduce`: the range that the library itself marks."""
+    return _COLLECTIVE_RANGE.match(name) is not None
+
+
 def is_communication_operator(name: str) -> bool:
     """Host-side ranges and operators of collectives; on a CPU-only trace they are all there is."""
-    return _COLLECTIVE_RANGE.match(name) is not None or _COLLECTIVE_OPERATOR.match(name) is not None
+    return is_collective_range(name) or _COLLECTIVE_OPERATOR.match(name) is not None
 
 
 def is_data_loading(name: str) -> bool:

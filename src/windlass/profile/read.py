@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from windlass.errors import ProfileError
 from windlass.profile.stream import EventStream, Progress
-from windlass.profile.trace import MISSING, Kind, Trace
+from windlass.profile.trace import MISSING, Collective, Kind, Trace
 
 KINDS: dict[str, Kind] = {
     "cpu_op": Kind.OPERATOR, "operator": Kind.OPERATOR, "python": Kind.PYTHON,
@@ -67,6 +68,7 @@ class _Columns:
         self.open: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
         self.categories: Counter[str] = Counter()
         self.peaks: dict[int, float] = {}
+        self.collectives: dict[int, Collective] = {}
         self.base = 0
         """The first stamp, when stamps are nanoseconds since 1970."""
         self.events = self.incomplete = self.python_functions = 0
@@ -146,6 +148,8 @@ class _Columns:
         external = args.get("external id")
         self.external.append(self.id_of(args.get("External id") if external is None else external))
         self.correlation.append(self.id_of(args.get("correlation")))
+        if "Collective name" in args:
+            self.collectives[len(self.kind) - 1] = _collective(args)
         on_device = kind in _DEVICE_KINDS
         self.device.append(_small(args.get("device")) if on_device else MISSING)
         self.stream.append(_small(args.get("stream")) if on_device else MISSING)
@@ -209,12 +213,21 @@ class _Columns:
             blocks=np.frombuffer(self.blocks, dtype=np.float64)[order],
             occupancy=np.frombuffer(self.occupancy, dtype=np.float64)[order],
             shape=shape,
+            collectives=self.placed(order),
             meta=stream.meta,
             peak_bytes=self.peaks,
             events_read=self.events,
             incomplete=self.incomplete,
             python_functions=self.python_functions,
         )
+
+    def placed(self, order: NDArray[np.intp]) -> dict[int, Collective]:
+        """By the row's place in the sorted trace."""
+        if not self.collectives:
+            return {}
+        place = np.empty(len(order), dtype=np.int64)
+        place[order] = np.arange(len(order))
+        return {int(place[row]): said for row, said in self.collectives.items()}
 
     def nothing(self, path: Path) -> ProfileError:
         if not self.events:
@@ -224,6 +237,24 @@ class _Columns:
             f"none of the {self.events:,} events in {path} is an operator, a kernel or a copy (categories found: {found})",
             hint="a trace of another tool? windlass reads what torch.profiler writes",
         )
+
+
+_DTYPE_BYTES = {
+    "byte": 1, "char": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "half": 2, "bfloat16": 2, "short": 2, "float": 4, "int": 4,
+    "double": 8, "long": 8,
+}  # fmt: skip
+
+
+def _collective(args: dict[str, Any]) -> Collective:
+    """The larger side counts: an all-gather puts out what all put in, a reduce-scatter takes in what all take out."""
+    elements = [n for key in ("In msg nelems", "Out msg nelems") if (n := _number(args.get(key))) is not None]
+    width = _DTYPE_BYTES.get(str(args.get("dtype")).lower())
+    group = _small(args.get("Group size"))
+    return Collective(
+        name=str(args["Collective name"]),
+        message_bytes=max(elements) * width if elements and width else None,
+        group=group if group > 0 else None,
+    )
 
 
 def _number(value: Any) -> float | None:

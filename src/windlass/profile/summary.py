@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from windlass.profile.collectives import CollectiveRow, collective_rows
 from windlass.profile.device import DeviceUse, Idle, device_use, idle_time
 from windlass.profile.intervals import Spans, intersect, union
 from windlass.profile.operators import (
@@ -76,6 +77,7 @@ class RankProfile:
     operators: list[OperatorRow]
     kernels: list[KernelRow]
     notes: list[str]
+    collectives: list[CollectiveRow]
 
     @property
     def categories_pct(self) -> dict[str, float]:
@@ -99,6 +101,7 @@ class RankProfile:
             "categories_pct": self.categories_pct,
             "running_us": self.running_us,
             "communication": communication_json(self.communication),
+            "collectives": [collective_json(c) for c in self.collectives],
             "gpu_utilization": self.gpu_utilization,
             "sm_efficiency": self.sm_efficiency,
             "occupancy_pct": self.occupancy_pct,
@@ -121,6 +124,10 @@ class RankProfile:
 
 def communication_json(value: Communication) -> dict[str, float | None]:
     return {**asdict(value), "overlap_pct": value.overlap_pct}
+
+
+def collective_json(row: CollectiveRow) -> dict[str, Any]:
+    return {**asdict(row), "mean_us": row.mean_us}
 
 
 def summarise(trace: Trace, mode: Mode = Mode.FIXED, *, rank: int | None = None, by_shape: bool = False) -> RankProfile:
@@ -160,6 +167,7 @@ def summarise(trace: Trace, mode: Mode = Mode.FIXED, *, rank: int | None = None,
         operators=operator_table(trace, launches, tree, mode, by_shape=by_shape),
         kernels=kernel_table(trace, mode),
         notes=_notes(trace, steps, mode),
+        collectives=collective_rows(trace, steps, roles),
     )
 
 

@@ -35,6 +35,15 @@ class Kind(IntEnum):
     DRIVER = 11
 
 
+@dataclass(frozen=True)
+class Collective:
+    """What newer profilers write beside a collective's kernel or operator."""
+
+    name: str
+    message_bytes: float | None
+    group: int | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trace:
     """One file: one rank's window. Times are microseconds; rows stand in order of time."""
@@ -59,6 +68,8 @@ class Trace:
     occupancy: Floats
     shape: NDArray[np.int32]
 
+    collectives: dict[int, Collective] = field(default_factory=dict)
+    """Row -> what the trace says of its collective."""
     meta: dict[str, Any] = field(default_factory=dict)
     peak_bytes: dict[int, float] = field(default_factory=dict)
     """Highest allocated memory by device id, where the trace records memory."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 from windlass.figures import Chart, Item, Note, Section, Table, bars, line
 from windlass.profile.compare import Change, KernelChange, OperatorChange, ScalingRow
@@ -35,6 +36,7 @@ _SHARES = (
 )
 
 Measure = Callable[[JobProfile], float]
+T = TypeVar("T")
 
 
 def us(value: float | None) -> str:
@@ -87,6 +89,31 @@ def device_table(job: JobProfile) -> Table:
     for name, key in _IDLE_ROWS if idle else ():
         rows.append((name, us(sum(getattr(i, key) for i in idle) / len(idle))))
     return Table(("measure", "us per step or share"), rows, right=(1,))
+
+
+def collectives_table(job: JobProfile) -> Table:
+    """Empty where nobody talked."""
+    rows = [
+        (c.name, f"{c.calls:,.4g}", us(c.total_us), f"{c.mean_us:,.1f}", us(c.exposed_us), _known(c.message_bytes, print_bytes), _known(c.group, str),
+         _known(c.bus_gb_per_second, lambda v: f"{v:,.3g}"))
+        for c in job.collectives
+    ]  # fmt: skip
+    caption = (
+        "per step, mean of the ranks; a call on a device also waits there for the slowest rank, so the bus bandwidth (what each link must carry, as NCCL's tests "
+        "count it) is a lower bound"
+        if rows
+        else "no collectives in the trace"
+    )
+    return Table(
+        ("collective", "calls", "us", "mean us", "exposed us", "message", "ranks", "bus GB/s"),
+        rows,
+        right=(1, 2, 3, 4, 5, 6, 7),
+        caption=caption,
+    )
+
+
+def _known(value: T | None, show: Callable[[T], str]) -> str:
+    return "not in the trace" if value is None else show(value)
 
 
 def ranks_table(job: JobProfile) -> Table:
@@ -191,6 +218,8 @@ def sections(job: JobProfile, *, top: int = 20) -> list[Section]:
         Section(f"Execution summary of {job.label}", tuple(items)),
         Section("Communication and device", (device_table(job),)),
     ]
+    if job.collectives:
+        made.append(Section("Collectives", (collectives_table(job),)))
     if len(job.ranks) > 1:
         made.append(Section("Ranks", (ranks_table(job),)))
     made.append(Section(f"Operators (rank {first.rank})", (operators_table(first.operators, top),)))
