@@ -66,13 +66,20 @@ def eval_(
     step: AtStep = None,
     device: Device = None,
     dtype: Dtype = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Also write a page with a chart of bits per byte.")
-    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page with charts by group.")] = None,
     save: Annotated[bool, typer.Option("--save/--no-save", help="Append the results to the run's eval.jsonl.")] = True,
+    recorded: Annotated[
+        bool, typer.Option("--recorded", help="Compute nothing: show by language what eval.jsonl says.")
+    ] = False,
+    beside: Annotated[
+        list[Path] | None, typer.Option("--beside", help="With --recorded: another run in the same table; repeatable.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Perplexity and bits per byte on held-out documents, by source, language and length; or tasks from files and the harness."""
+    if recorded or beside:
+        _recorded([run, *(beside or [])], html, as_json)
+        return
     from windlass.cli.output import console, print_json
     from windlass.evaluate.opened import find_store, open_model
     from windlass.evaluate.record import append
@@ -100,8 +107,44 @@ def eval_(
         _eval_tables(console(), opened, made)
         scores = found
     _score_table(console(), scores)
+    if task or harness:
+        _language_table(opened, scores)
     if save and opened.run is not None:
         console().print(f"written to {opened.run.eval_file}", markup=False, soft_wrap=True)
+
+
+def _recorded(runs: list[Path], html: Path | None, as_json: bool) -> None:
+    """Models beside each other, language by language."""
+    from windlass.cli.output import print_json
+    from windlass.evaluate.by_language import page_of
+    from windlass.evaluate.by_language import recorded as read
+    from windlass.runs.files import write_whole
+
+    rows = read(runs)
+    if html is not None:
+        write_whole(html, page_of(rows))
+    if as_json:
+        print_json({"rows": [row.plain() for row in rows]})
+        return
+    _by_language(rows)
+
+
+def _language_table(opened: Opened, scores: list[Any]) -> None:
+    """Only where there is more than one language to set beside another."""
+    from windlass.evaluate.by_language import languages, of_scores
+
+    rows = of_scores(opened.recipe.name, opened.step, scores)
+    if len(languages(rows)) > 1:
+        _by_language(rows)
+
+
+def _by_language(rows: list[Any]) -> None:
+    from windlass.cli.output import console, table
+    from windlass.evaluate.by_language import table_of
+
+    columns, cells = table_of(rows)
+    title = "By language (± half of the 95 % interval)"
+    console().print(table(title, columns, cells, right=tuple(range(3, len(columns)))))
 
 
 def _held_out(

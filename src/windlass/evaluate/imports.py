@@ -57,6 +57,12 @@ def import_model(
     if target.exists():
         raise RunError(f"{target} exists", hint="choose another folder with --run: an import never overwrites")
     foreign = is_hf_folder(folder)
+    if not foreign and not (folder / "checkpoints").is_dir():
+        there = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing" if folder.is_dir() else None
+        raise CheckpointError(
+            f"{folder} {'does not exist' if there is None else f'holds {there}'}: no model to import",
+            hint="name a Hugging Face folder (config.json with a model_type, *.safetensors), or a run whose vocabulary is to grow",
+        )
     _, recipe, source = (
         (None, recipe_of(folder, name=target.name, seq_len=seq_len), folder) if foreign else source_of(folder, None)
     )

@@ -113,6 +113,10 @@ def own_store(opened: Opened) -> Store:
 
 def _reach(run: Run | None, recipe: Recipe) -> Store:
     named = recipe.data.store
+    if named is None and run is None:
+        raise DataError(
+            "a model folder brings no held-out text", hint="name a token store of its tokenizer with --store"
+        )
     if named is None:
         raise DataError(
             "this model was trained on synthetic tokens: it has no token store", hint="name a store with --store"

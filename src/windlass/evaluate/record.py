@@ -66,4 +66,5 @@ def wilson_interval(right: int, count: int) -> tuple[float | None, float | None]
     z, share = 1.959964, right / count
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * (share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5
-    return max(0.0, middle - half), min(1.0, middle + half)
+    # Exactly 0 and 1 at the ends, where rounding leaves a trace.
+    return (max(0.0, middle - half) if right else 0.0), (min(1.0, middle + half) if right < count else 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from windlass.config import Recipe
 from windlass.data.store import open_store
 from windlass.data.stream import open_stream
+from windlass.errors import WindlassError
 from windlass.train.mesh import World
 from windlass.train.parallelize import Parts
 from windlass.train.step import Stepper, cut
@@ -31,7 +32,7 @@ class Held:
     name: str
     language: str | None
     bytes_per_token: float | None
-    """Of text, by the store's ledger; None where the store does not say it."""
+    """Of the text that is asked, where the tokenizer can say it; else of the whole source, by the store's ledger; None: unknown."""
     indexes: Ints
     share: float
     """Of all held-out tokens."""
@@ -44,7 +45,7 @@ class Found:
     loss: float
     """Nats per token."""
     bits_per_byte: float | None
-    """Comparable between tokenizers. By the source's bytes per token, so `windlass eval` may differ in the third digit."""
+    """Comparable between tokenizers. Of windows, where `windlass eval` takes whole documents."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class Validator:
     ) -> None:
         self.stream, self.recipe, self.world, self.parts, self.stepper = stream, recipe, world, parts, stepper
         self.held = hold(stream, sequences, self._width())
+        if world.is_main:  # the only rank that writes it down
+            self.held = counted(stream, self.held)
 
     def loss(self, stopping: Callable[[], object] = lambda: None) -> float | None:
         """Mean cross-entropy of everything held out, the same on every rank."""
@@ -163,6 +166,29 @@ def _about(store: Any, name: str) -> tuple[str | None, float | None]:
         return None, None
     info = store.sources[name]
     return info.language, info.bytes / info.tokens if info.bytes and info.tokens else None
+
+
+def counted(stream: Any, held: list[Held]) -> list[Held]:
+    """With the bytes of the very text that is asked: held-out documents can be unlike the rest of their source."""
+    store = stream.store
+    if store is None or store.tokenizer_file is None:
+        return held
+    try:
+        from windlass.data.tokenizer import load_tokenizer
+
+        words = load_tokenizer(store.tokenizer_file, eos=store.eos)
+    except (ImportError, WindlassError):  # a compute node without the package: the ledger's mean is near enough
+        return held
+    return [replace(part, bytes_per_token=_bytes_per_token(stream, part, words, store.eos)) for part in held]
+
+
+def _bytes_per_token(stream: Any, part: Held, words: Any, eos: int | None) -> float:
+    size = tokens = 0
+    for start in range(0, len(part.indexes), 64):
+        targets = stream.sequences(part.indexes[start : start + 64])[:, 1:]
+        tokens += targets.size
+        size += sum(len(words.decode(row[row != eos].tolist()).encode()) for row in targets)
+    return size / tokens
 
 
 def validation(held: list[Held], means: list[float]) -> Validation:
