@@ -34,11 +34,14 @@ def make_recipe(
     if layout.pop("tied", False):
         shape["tied"] = True
     data = {"mask_documents": True} if layout.pop("documents", False) else {}
-    lr = {"adamw": 1e-2, "sgd": 0.3}[optimizer]
+    optim = {"adamw": {"lr": 1e-2}, "sgd": {"lr": 0.3}}[optimizer]
+    if (optimizer, family) == ("adamw", "retnet"):
+        # At AdamW's own eps it is chaotic: one process in other micro-batches leaves its own curve within five steps.
+        optim = {"lr": 1e-3, "eps": 1e-2}
     return Recipe.model_validate({
         "name": "parity", "model": {"family": family, **shape},
         "data": {"seq_len": 32, "batch_tokens": 16 * 32, **data},
-        "optim": {"name": optimizer, "lr": lr, "warmup": 512, "clip": 1.0},
+        "optim": {"name": optimizer, **optim, "warmup": 512, "clip": 1.0},
         "train": {"steps": STEPS, "precision": "fp32", "loss_chunk": 48, **layout.pop("train", {})},
         "layout": {"micro_batch": micro_batch, **layout}, "energy": {"enabled": False}, "save": {"at_end": False, "every": 10**6},
     })  # fmt: skip
@@ -59,7 +62,7 @@ def train_here(recipe: Recipe, validate: bool = False) -> list[tuple[float, floa
         if validate and step in (3, 4):
             out.append((validator.loss(), 1.0))
         tokens, documents = next(batches)
-        result = job.stepper.step(tokens, documents, 1e-2 if recipe.optim.name == "adamw" else 0.3)
+        result = job.stepper.step(tokens, documents, recipe.optim.lr)
         loop.advance(job)
         loss, norm, reason, _ = result.values.tolist()
         assert reason == 0
@@ -82,13 +85,16 @@ def alone() -> Any:
     return get
 
 
-def compare(seen: list[list[tuple[float, float]]], expected: list[tuple[float, float]], what: str = "") -> None:
+def compare(
+    seen: list[list[tuple[float, float]]],
+    expected: list[tuple[float, float]],
+    what: str = "",
+    norms: float = 10 * TOLERANCE,
+) -> None:
     for rank, values in enumerate(seen):
         for step, ((loss, norm), (loss0, norm0)) in enumerate(zip(values, expected, strict=True)):
             assert loss == pytest.approx(loss0, rel=TOLERANCE), f"loss of step {step} on rank {rank} {what}"
-            assert norm == pytest.approx(norm0, rel=10 * TOLERANCE), (
-                f"gradient norm of step {step} on rank {rank} {what}"
-            )
+            assert norm == pytest.approx(norm0, rel=norms), f"gradient norm of step {step} on rank {rank} {what}"
 
 
 Case = tuple[str, int, int, dict[str, Any]]
@@ -156,7 +162,9 @@ def test_whole_grid_matches_one_process(alone: Any, spawn: Any, world: int, case
     recipes = [make_recipe(optimizer, family, micro_batch=micro, **layout) for optimizer, _, micro, layout in cases]
     seen = spawn(train_all, world, recipes, timeout=1200.0)
     for number, case in enumerate(cases):
-        compare([values[number] for values in seen], alone(case[0], family), str(case))
+        # The norm of each head's output makes RetNet's gradient steep: one process alone differs by 1e-4 in other micro-batches.
+        norms = 1e-3 if (case[0], family) == ("adamw", "retnet") else 10 * TOLERANCE
+        compare([values[number] for values in seen], alone(case[0], family), str(case), norms)
 
 
 MORE = [

@@ -310,8 +310,14 @@ def test_a_run_by_steps_that_repeats_a_source_too_often_is_refused(tmp_path: Pat
 
 
 def test_out_of_memory_is_said_in_our_words() -> None:
-    known = explain(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
+    first = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of")
+    known = explain(first)
     assert isinstance(known, OutOfMemoryError) and known.exit_code == 12 and "micro_batch" in known.hint
+    assert "2.50 GiB more were asked for; the process has held up to " in str(known) and known.__cause__ is first
+    second = explain(
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes.")
+    )
+    assert "1 GiB more were asked for" in str(second)
     other = ValueError("x")
     assert explain(other) is other
 

@@ -83,12 +83,17 @@ def exit_code_of(error: BaseException) -> int:
     return {"oom": errors.EXIT_OUT_OF_MEMORY, "interrupted": 130}.get(kind_of(error), 1)
 
 
+def _summary(error: BaseException) -> str:
+    """The first line; the second too where the first only announces it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
+
+
 def record_error(run: Run, rank: int, error: BaseException) -> dict[str, Any]:
     """Write `ranks/error-00001.json`; the record. A disk that takes nothing more does not hide the error itself."""
-    lines = str(error).strip().splitlines()
     record = {
         "rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "kind": kind_of(error), "exception": type(error).__name__,
-        "error": lines[0] if lines else type(error).__name__, "hint": getattr(error, "hint", None), "exit_code": exit_code_of(error),
+        "error": _summary(error), "hint": getattr(error, "hint", None), "exit_code": exit_code_of(error),
         "traceback": [line.rstrip() for line in traceback.format_exception(error)], "time": time.time(),
     }  # fmt: skip
     with contextlib.suppress(OSError):
