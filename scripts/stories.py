@@ -13,11 +13,11 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,9 @@ def prepare(folder: Path) -> dict[str, str]:
     return {**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}", "COLUMNS": "140", "OMP_NUM_THREADS": "1"}
 
 
-def run(command: str, folder: Path, env: dict[str, str], timeout: float = 600) -> str:
+def run(command: str, folder: Path, env: dict[str, str], timeout: float = 1500) -> str:
     """What the command printed; an error of the command is an error here, with all it said."""
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=timeout
-    )
+    done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=timeout)
     if done.returncode != 0:
         raise RuntimeError(f"$ {command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}\nended with {done.returncode}")
     return done.stdout
@@ -83,54 +81,74 @@ def italia(folder: Path) -> dict[str, Any]:
         "kept": saved,
         "validation": [(e["step"], e["val_loss"]) for e in events(first, "evaluated")],
         "interval": events(second, "interval")[0]["reason"],
-        "continued": [(m["step"], m["loss"], m["lr"]) for m in lines(second / "metrics.jsonl")][:: 39 or 1],
+        "continued": [(m["step"], m["loss"], m["lr"]) for m in lines(second / "metrics.jsonl")][:6],
     }
 
 
 def gptnl(folder: Path) -> dict[str, Any]:
-    rows = json.loads((folder / "runs" / "grid-small" / "results.json").read_text())
     keep = ("point", "outcome", "tokens_per_second", "memory_bytes", "step_seconds", "loss")
-    rows = rows["rows"] if isinstance(rows, dict) else rows
-    return {"grid": [{k: row.get(k) for k in keep} for row in rows]}
+    return {"grid": [{k: row.get(k) for k in keep} for row in sweep_rows(folder / "runs" / "grid-small")]}
+
+
+def sweep_rows(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "results.json").read_text())["rows"]
 
 
 def lumi(folder: Path) -> dict[str, Any]:
     found = [e for e in lines(folder / "runs" / "viking-small" / "eval.jsonl") if e["group"].startswith("language ")]
     by = {(e["group"].removeprefix("language "), e["metric"]): e for e in found}
-    return {"languages": {k[0]: [e["value"], e["low"], e["high"], e["count"]] for k, e in by.items() if k[1] == "bits_per_byte"}}
+    return {
+        "languages": {
+            k[0]: [e["value"], e["low"], e["high"], e["count"]] for k, e in by.items() if k[1] == "bits_per_byte"
+        }
+    }
 
 
 def hackathon(folder: Path) -> dict[str, Any]:
-    rows = json.loads((folder / "runs" / "finetune-small" / "results.json").read_text())
-    rows = rows["rows"] if isinstance(rows, dict) else rows
     keep = ("point", "outcome", "devices", "tokens_per_second", "macro_f1", "accuracy")
     losses = [m["loss"] for m in lines(folder / "runs" / "retnet-small" / "metrics.jsonl")]
+    rows = sweep_rows(folder / "runs" / "finetune-small")
     return {"matrix": [{k: row.get(k) for k in keep} for row in rows], "retnet_loss": [losses[0], losses[-1]]}
 
 
+PICKED = {
+    "pictures/run0-training-loss.svg": "story-italia-loss.svg",
+    "runs/grid-small/pictures/best.png": "story-gptnl-best.png",
+}
+"""Pictures that the commands leave, and their names in the documentation."""
 COLLECT = {"italia": italia, "gptnl": gptnl, "lumi": lumi, "hackathon": hackathon}
+
+
+def cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--show", action="store_true")
-    parser.add_argument("--folder", type=Path, help="work here (must be empty) and keep it")
+    parser.add_argument(
+        "--folder", type=Path, help="work here and keep it; stories that ran here before are only collected"
+    )
     given = parser.parse_args()
     if given.show:
         print("\n".join(c for story in ("start", *STORIES) for c in commands(page_of(story))))
         return 0
     folder = given.folder or Path(tempfile.mkdtemp(prefix="stories-"))
     folder.mkdir(exist_ok=True)
-    env, kept = prepare(folder), {}
+    before = (folder / "runs").is_dir()
+    env, kept = {} if before else prepare(folder), {}
     for story in ("start", *STORIES):
-        for command in commands(page_of(story)):
-            began = time.process_time(), time.monotonic()
+        for command in [] if before else commands(page_of(story)):
+            began = cpu_seconds()
             print(f"$ {command}", flush=True)
             run(command, folder, env)
-            print(f"  {time.monotonic() - began[1]:.1f} s", flush=True)
+            print(f"  {cpu_seconds() - began:.1f} s of CPU", flush=True)
         if story in COLLECT:
             kept[story] = COLLECT[story](folder)
     about = {"command": "python scripts/stories.py", "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}", "python": platform.python_version()}  # fmt: skip
+    for source, name in PICKED.items():
+        shutil.copy(folder / source, PICTURES / name)
     RESULTS.write_text(json.dumps({"about": about, **kept}, indent=1) + "\n")
     print(f"wrote {RESULTS.relative_to(TOP)}")
     if given.folder is None:

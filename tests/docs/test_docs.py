@@ -18,6 +18,8 @@ DOCS = TOP / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 ALL = [*PAGES, TOP / "README.md", TOP / "ARCHITECTURE.md", TOP / "CONTRIBUTING.md"]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.M | re.S)
+ELSEWHERE = 'title="on this machine"'
+"""Blocks that train: run by tests/story, in order and in one folder."""
 CHEAP = {"clusters", "plan", "budget", "show", "init", "profile", "compare"}
 """Commands that are executed when a page shows them in a console block; launch only as a dry run."""
 COMMANDS = typer.main.get_command(build()).commands
@@ -57,6 +59,29 @@ def test_the_reference_has_every_command_and_key():
     made = script("make_reference").pages()
     assert all(f"`windlass {name}`" in made["cli.md"] for name in COMMANDS)
     assert "`batch_tokens`" in made["recipe.md"] and "`energy_joules`" in made["metrics.md"]
+
+
+def test_tables_of_figures_are_up_to_date():
+    """Of the planner's a tenth is allowed; what comes from a benchmark's file is compared to the letter."""
+    made = script("make_tables")
+    pages = made.pages()
+    assert {DOCS / "concepts" / "techniques.md", DOCS / "guides" / "story-gptnl.md"} <= set(pages)
+    stale = {p.name: names for p in pages if (names := made.stale(p))}
+    assert not stale, f"run scripts/make_tables.py: {stale}"
+
+
+def test_a_table_that_moved_is_out_of_date():
+    same = script("make_tables")._same
+    assert same("| a | 10.0 |", "| a | 10.4 |", True)
+    assert not same("| a | 10 |", "| a | 20 |", True)
+    assert not same("| a | 10 |\n| b | 1 |", "| a | 10 |", True)
+    assert not same("| a | 10.0 |", "| a | 10.4 |", False)
+
+
+def test_pictures_that_pages_show_exist_and_are_shown():
+    shown = {t for p in ALL for t in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", p.read_text())}
+    drawn = {p.name for p in (DOCS / "pictures").iterdir()}
+    assert drawn <= {Path(t).name for t in shown}, "a picture that no page shows"
 
 
 # -- links and names ---------------------------------------------------------------------------------------------------
@@ -111,7 +136,8 @@ def test_pages_that_the_program_names_exist():
 
 
 def console_lines(page):
-    blocks = [body for kind, body in FENCE.findall(page.read_text()) if kind == "console"]
+    found = FENCE.finditer(page.read_text())
+    blocks = [m[2] for m in found if m[1] == "console" and ELSEWHERE not in m[0].splitlines()[0]]
     return [line[2:] for body in blocks for line in body.splitlines() if line.startswith("$ windlass ")]
 
 

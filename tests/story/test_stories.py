@@ -1,4 +1,4 @@
-"""Do the stories still tell what the program says? Their commands run in tests/docs; here their figures and claims are compared with it."""
+"""Do the stories still tell what the program says? Their commands run in tests/docs and test_on_this_machine; here their figures and claims are compared with it."""
 
 import json
 import re

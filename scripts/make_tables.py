@@ -1,0 +1,449 @@
+"""Fills the tables of the documentation whose figures come from a program: planner, benchmarks, recorded traces. No figure there is typed.
+
+python scripts/make_tables.py            # write them
+python scripts/make_tables.py --check    # say which are out of date
+
+A page holds a table between two comments: <!-- table: NAME (made by scripts/make_tables.py) --> and <!-- end -->.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+TOP = Path(__file__).resolve().parents[1]
+DOCS = TOP / "docs"
+RESULTS = TOP / "benchmarks" / "results"
+PLACE = re.compile(r"(<!-- table: ([\w-]+) \(made by scripts/make_tables\.py\) -->\n)(.*?)(<!-- end -->)", re.S)
+NOT_YET = "*Not measured yet.*"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(str(c) for c in row) + " |" for row in rows)])
+
+
+def number(value: float | None, digits: int = 0, unit: str = "") -> str:
+    return "" if value is None else f"{value:,.{digits}f}{unit}"
+
+
+@cache
+def ask(*words: str) -> Any:
+    """What a command of windlass says as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-m", "windlass", *words, "--json"], cwd=TOP, capture_output=True, text=True, timeout=120
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"windlass {' '.join(words)}\n{done.stderr}")
+    return json.loads(done.stdout)
+
+
+def best(recipe: str, *words: str) -> Any:
+    return ask("plan", f"recipes/{recipe}.toml", *words)["plans"][0]
+
+
+def layout_words(plan: Any) -> str:
+    layout = plan["layout"]
+    words = [
+        layout["shard"],
+        *(f"{axis} {layout[axis]}" for axis in ("tensor", "pipeline", "context") if layout[axis] > 1),
+    ]
+    return ", ".join([*words, *([f"recompute {plan['recompute']}"] if plan["recompute"] != "none" else [])])
+
+
+def results(name: str) -> Any:
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+# -- Italia --------------------------------------------------------------------------------------------------------------
+
+
+def italia() -> str:
+    why = ask("plan", "recipes/italia_9b_leonardo.toml", "--why", "shard=none,micro_batch=1")["why"]
+    terms = why["plan"]["memory_terms_gib"]
+    gb = {k: v * 2**30 / 1e9 for k, v in terms.items()}
+    given = next(p for p in ask("plan", "recipes/italia_9b_leonardo.toml")["plans"] if p["given"])
+    dry = ask("launch", "recipes/italia_9b_leonardo.toml", "--dry-run", "launch.account=EUHPC_A01", "--chain", "4")
+    rows = [
+        ["fp32 parameters of 9B", "36 GB", f"{gb['weights']:.0f} GB, and {gb['16-bit copy']:.0f} GB of 16-bit copy (9.1B)"],
+        ["gradients and two moments", "3 x 36 GB", f"{gb['gradients'] + gb['optimizer states']:.0f} GB"],
+        ["strategy", "FSDP hybrid: full inside a node, copies across", f"the same, marked (recipe): {given['memory_gib']:.0f} GiB, MFU {given['mfu']:.0%}, {given['days']:.0f} days"],
+        ["job limit", "the same job again, as a dependency", f"a chain: about {dry['cost']['expected_links']:.0f} links of {dry['seconds'] / 3600:.0f} h"],
+    ]  # fmt: skip
+    small = (results("stories") or {}).get("italia")
+    if small:
+        step, loss = min(small["validation"], key=lambda pair: pair[1])
+        rows += [
+            ["when to save", "every 3 to 5 times the init phase", f"small run: {small['interval']}"],
+            ["fewer checkpoints, by a metric", "metric-based checkpoints", f"small run: kept steps {', '.join(map(str, small['kept']))}; step {step} has the lowest validation loss ({loss:.2f})"],
+            ["after a failure", "restart from the last checkpoint", f"small run: killed, resumed at step {small['resumed_at']}, finished {small['steps']}"],
+        ]  # fmt: skip
+    return table(["", "their slide", "windlass"], rows)
+
+
+# -- GPT-NL --------------------------------------------------------------------------------------------------------------
+
+
+def gptnl() -> str:
+    given = ask("budget", "--cluster", "snellius-h100", "--nodes", "22", "--days", "34", "--mfu", "0.32", "--sizes", "30B", "--tokens", "450B")  # fmt: skip
+    pair = next(p for p in given["pairs"] if p["tokens"] == 450e9)
+    own = best("gptnl_30b_snellius")
+    rows = [
+        ["days for 450B tokens", 34, number(pair["days"], 1), f"about {own['days']:.0f}"],
+        ["tonnes of CO2", 14, f"{pair['tco2e']:.0f} (location-based)", f"about {own['tco2e']:.0f}"],
+        ["MFU", "0.32 (derived)", "0.32 (given)", number(own["mfu"], 2)],
+    ]
+    return table(["", "published", "windlass at MFU 0.32", "windlass, its own plan"], rows)
+
+
+def gptnl_grid() -> str:
+    found = (results("stories") or {}).get("gptnl")
+    if not found:
+        return NOT_YET
+    rows = [
+        [
+            r["point"],
+            r["outcome"],
+            number(r["tokens_per_second"]),
+            number(_mib(r["memory_bytes"])),
+            number(r["loss"], 4),
+        ]
+        for r in found["grid"]
+    ]
+    return table(["point", "outcome", "tokens/s", "MiB of a process", "loss after 6 steps"], rows)
+
+
+def _mib(value: float | None) -> float | None:
+    return None if value is None else value / 2**20
+
+
+# -- LUMI ----------------------------------------------------------------------------------------------------------------
+
+CARBON = [
+    ("Gopher-280B", "TPU v3", 1066, 1.08, 0.330, 380), ("BLOOM-176B", "A100-80GB", 433, 1.2, 0.057, 30), ("OPT-175B", "A100-80GB", 324, 1.1, 0.231, 82),
+    ("T5-11B", "TPU v3", 77, 1.12, 0.545, 47), ("LLaMA-7B", "A100-80GB", 33, 1.1, 0.385, 14), ("LLaMA2-7B", "A100-80GB", 74, 1.1, 0.385, 31),
+    ("OLMo-7B", "MI250X", 135, 1.1, 0.0, 0),
+]  # fmt: skip
+"""Groeneveld et al., OLMo (arXiv 2402.00838), the table on the slide: MWh of GPUs, PUE, kg/kWh, tonnes."""
+
+
+def lumi_carbon() -> str:
+    rows = [[name, device, f"{mwh:,}", pue, f"{kg:.3f}", tonnes, f"{mwh * pue * kg:,.0f}"] for name, device, mwh, pue, kg, tonnes in CARBON]  # fmt: skip
+    own = best("olmo_7b_lumi")
+    words = ["**OLMo-7B by `windlass plan`**", "MI250X", f"{own['mwh_at_nodes']:.0f} (nodes)"]
+    factor = own["tco2e"] / own["mwh"]
+    rows.append([*words, number(own["mwh"] / own["mwh_at_nodes"], 2), f"{factor:.3f} (grid), 0 (contract)", "", f"{own['tco2e']:.0f} (grid), {own['tco2e_market']:.0f} (contract)"])  # fmt: skip
+    return table(["model", "device", "MWh", "PUE", "kg CO2e/kWh", "t published", "t = MWh x PUE x kg/kWh"], rows)
+
+
+def lumi_scaling() -> str:
+    rows = []
+    for name, title in (("viking_33b_lumi", "Viking 33B"), ("study_140b_lumi", "140B")):
+        base = None
+        for nodes in (32, 64, 128, 256):
+            plan = best(name, "--nodes", str(nodes))
+            rate = plan["tokens_per_second"]
+            base = base or rate / nodes
+            rows.append(
+                [
+                    title,
+                    f"{nodes * 8:,}",
+                    layout_words(plan),
+                    f"{rate:,.0f}",
+                    f"{rate / nodes / base:.0%}",
+                    f"{plan['mfu']:.0%}",
+                ]
+            )
+    return table(["model", "GCDs", "best layout", "tokens/s", "efficiency", "MFU"], rows)
+
+
+LANGUAGES = {"en": "English", "it": "Italian", "nl": "Dutch", "fi": "Finnish", "sv": "Swedish", "pl": "Polish"}
+
+
+def lumi_languages() -> str:
+    found = (results("stories") or {}).get("lumi")
+    if not found:
+        return NOT_YET
+    ranked = sorted(found["languages"].items(), key=lambda item: item[1][0])
+    rows = [
+        [
+            LANGUAGES[code],
+            "yes" if code in ("fi", "sv", "en") else "no",
+            f"{value:.2f}",
+            f"{low:.2f} to {high:.2f}",
+            count,
+        ]
+        for code, (value, low, high, count) in ranked
+    ]
+    return table(["language", "in the mix", "bits per byte", "95 %", "held-out documents"], rows)
+
+
+# -- the hackathon -------------------------------------------------------------------------------------------------------
+
+SLIDES = {
+    "AMD, 1 node, 1 GPU": (502_881, 448_876, 0, 45_121, 8_884), "AMD, 1 node, 4 GPUs": (564_770, 468_972, 1_046, 85_340, 9_412),
+    "AMD, 2 nodes, 16 GPUs": (696_563, 452_455, 978, 56_189, 186_940), "NVIDIA A40, 1 node, 1 GPU": (747_560, 723_056, 0, 10_749, 13_136),
+    "NVIDIA A40, 1 node, 4 GPUs": (759_516, 733_888, 365, 11_786, 12_840),
+}  # fmt: skip
+"""The slides' "Execution Summary": average step, kernel, communication, CPU exec, other, in us. Runtime and data loader are 0 everywhere."""
+TRACES = ("llama-eager", "llama-compiled", "retnet-parallel", "retnet-chunkwise")
+PARTS = ("Kernel", "Communication", "CPU Exec", "Other")
+
+
+def hackathon() -> str:
+    rows, first = [], {}
+    for label, (step, *parts) in SLIDES.items():
+        base = first.setdefault(label.split(",")[0], (step, parts))
+        lost = {name: own - before for name, own, before in zip(PARTS, parts, base[1], strict=True)}
+        worst = max(lost, key=lambda name: lost[name])
+        rows.append(
+            [
+                label,
+                "slide",
+                f"{step / 1e3:,.1f}",
+                *(f"{p / step:.1%}" for p in parts),
+                f"{base[0] / step:.0%}",
+                worst if step != base[0] else "",
+            ]
+        )
+    for name in TRACES:
+        found = ask("profile", f"tests/profile/data/{name}.json.gz")
+        parts = [found["categories_us"][p] for p in PARTS]
+        rows.append(
+            [
+                f"H200, {name}",
+                "recorded",
+                f"{found['step_us'] / 1e3:,.1f}",
+                *(f"{p / found['step_us']:.1%}" for p in parts),
+                "",
+                "",
+            ]
+        )
+    return table(
+        [
+            "run",
+            "from",
+            "step, ms",
+            *(p.lower() if p != "CPU Exec" else "CPU" for p in PARTS),
+            "efficiency",
+            "lost most to",
+        ],
+        rows,
+    )
+
+
+def hackathon_matrix() -> str:
+    found = (results("stories") or {}).get("hackathon")
+    if not found:
+        return NOT_YET
+    rows = [
+        [
+            1,
+            r["devices"],
+            r["outcome"],
+            number(r["tokens_per_second"]),
+            number(r["accuracy"], 3),
+            number(r["macro_f1"], 3),
+        ]
+        for r in found["matrix"]
+    ]
+    return table(["nodes", "processes", "outcome", "texts/s", "accuracy", "macro F1"], rows)
+
+
+# -- techniques ----------------------------------------------------------------------------------------------------------
+
+
+def techniques_cpu() -> str:
+    found = results("techniques")
+    if not found:
+        return NOT_YET
+    rows = [
+        [r["technique"] + ("" if not r.get("link") else f", link of {r['link'] / 1e9:g} Gb/s"), r["variant"], number(r["step_ms"]), r.get("reductions") or "",
+         number(r.get("sent_mib"), 1), number(r.get("peak_mib")), number(r.get("states_mib"), 1)]
+        for r in found["rows"]
+    ]  # fmt: skip
+    about = found["about"]
+    words = f"`{about['command']}` on {about['hardware']}, torch {about['torch']}, commit {about['commit']}, {about['time']}. Empty: not measured in that row."
+    return (
+        table(["technique", "variant", "step, ms", "reductions", "MiB reduced", "peak MiB", "states MiB"], rows)
+        + f"\n\n{words}"
+    )
+
+
+CHANGES = {
+    "no-compile": "not compiled", "flash2": "flash attention 2 instead of the automatic choice", "plain-loss": "whole logits instead of chunks",
+    "fuse": "fused projections", "no-fuse": "separate projections", "recompute-full": "full recompute", "recompute-selective": "selective recompute",
+    "bf16-moments": "moments in bf16", "pure": "everything in bf16, stochastic rounding", "no-overlap": "no overlap",
+}  # fmt: skip
+
+
+def gpu_rows() -> list[dict[str, Any]]:
+    """Every row of the H200's record with its run's commit; of rows measured several times the newest."""
+    found = results("gpu_train") or {"runs": []}
+    newest: dict[str, dict[str, Any]] = {}
+    for run in found.get("runs", [found]):
+        for row in run["rows"]:
+            if row.get("tokens_per_second") or row.get("error"):
+                newest[row["row"]] = {**row, "about": run.get("about", {})}
+    return list(newest.values())
+
+
+def techniques_gpu() -> str:
+    rows, out = gpu_rows(), []
+    by_name = {r["row"]: r for r in rows}
+    for shape in ("1.1b", "8b-half", "8b"):
+        base = by_name.get(f"windlass-{shape}")
+        tests = [
+            r
+            for r in rows
+            if r["row"].startswith(f"ablation-{shape}-")
+            or r["row"] in (f"windlass-{shape}-fp8", f"windlass-{shape}-fused")
+        ]
+        if base is None or not tests:
+            continue
+        out.append([f"**{shape}**, as it is", *_gpu_cells(base, None)])
+        out += [[_change_words(r["row"], shape), *_gpu_cells(r, base)] for r in tests]
+    if not out:
+        return NOT_YET
+    return table(["shape and change", "tokens/s", "speed", "GiB", "memory", "mJ/token"], out)
+
+
+def _change_words(row: str, shape: str) -> str:
+    name = row.removeprefix(f"ablation-{shape}-").removeprefix(f"windlass-{shape}-")
+    if name.startswith("chunk-"):
+        return f"loss in chunks of {int(name.removeprefix('chunk-')):,} tokens"
+    return CHANGES.get(name, {"fp8": "FP8", "fused": "fused projections"}.get(name, name.replace("-", " ")))
+
+
+def _gpu_cells(row: dict[str, Any], base: dict[str, Any] | None) -> list[str]:
+    rate, memory = row.get("tokens_per_second"), row.get("peak_gib")
+    if rate is None:
+        return [str(row.get("error", "failed"))[:60], "", "", "", ""]
+    ratio = "" if base is None else f"{rate / base['tokens_per_second'] - 1:+.1%}"
+    more = "" if base is None or memory is None else f"{memory - base['peak_gib']:+.1f}"
+    return [number(rate), ratio, number(memory, 1), more, number(row.get("mj_per_token"), 2)]
+
+
+PEERS = {
+    "windlass": "windlass",
+    "titan": "torchtitan, compiled",
+    "hf": "Hugging Face, compiled loop",
+    "floor": "floor: its products, attention and optimizer traffic alone",
+}
+
+
+def gpu_peers() -> str:
+    """Who is how fast on the same shape, in the same run."""
+    by_name = {r["row"]: r for r in gpu_rows()}
+    rows = []
+    for shape in ("1.1b", "8b-half"):
+        found = [(words, by_name.get(f"{kind}-{shape}")) for kind, words in PEERS.items()]
+        rows += [[shape, f"{words}{_noted(r)}", number(r["tokens_per_second"]), number(r["mfu"] and 100 * r["mfu"], 1, " %"), number(r["peak_gib"], 1), number(r["mj_per_token"], 2)]
+                 for words, r in found if r and r.get("tokens_per_second")]  # fmt: skip
+    return table(["shape", "", "tokens/s", "MFU", "GiB", "mJ/token"], rows) if rows else NOT_YET
+
+
+def _noted(row: dict[str, Any]) -> str:
+    return f" ({row['note']})" if row.get("note") else ""
+
+
+def techniques_pairs() -> str:
+    """Two forms of the same thing, which are no change of one baseline: RetNet's parallel and chunkwise form."""
+    by_name = {r["row"]: r for r in gpu_rows()}
+    rows = []
+    for length in (2048, 8192):
+        pair = [by_name.get(f"windlass-retnet-{length}-{form}") for form in ("parallel", "chunkwise")]
+        if all(pair):
+            slow, fast = pair
+            rows.append([f"RetNet 300M, {length:,} tokens: chunkwise instead of parallel", number(slow["tokens_per_second"]), number(fast["tokens_per_second"]),
+                         f"{fast['tokens_per_second'] / slow['tokens_per_second']:.2f} x", f"{fast['peak_gib'] - slow['peak_gib']:+.1f}"])  # fmt: skip
+    return table(["", "off: tokens/s", "on: tokens/s", "speed", "GiB"], rows) if rows else NOT_YET
+
+
+def fits() -> str:
+    """The fewest nodes of each machine on which some layout fits."""
+    from windlass.clusters import load_cluster
+    from windlass.config import load_recipe
+    from windlass.errors import WindlassError
+    from windlass.plan import plan
+
+    machines = ("leonardo-booster", "snellius-h100", "lumi-g", "marenostrum5-acc", "jupiter-booster")
+    models = {
+        "gptnl_1b_snellius": "1.1B",
+        "gptnl_8b_snellius": "8B",
+        "gptnl_30b_snellius": "30B",
+        "llama_70b_jupiter": "70B",
+        "study_140b_lumi": "140B",
+    }
+
+    def fewest(recipe: str, machine: str) -> str:
+        for nodes in (1, 2, 4, 8, 16, 32):
+            words = [f"nodes={nodes}", "data.batch_tokens=4Mi", f"cluster={machine}"]
+            loaded = load_recipe(TOP / "recipes" / f"{recipe}.toml", words).recipe.model_copy(update={"layout": None})
+            try:
+                found = plan(loaded, load_cluster(machine))
+            except WindlassError:
+                continue
+            if found.plans and found.best.fits:
+                return str(nodes)
+        return "more than 32"
+
+    rows = [[title, *(fewest(recipe, machine) for machine in machines)] for recipe, title in models.items()]
+    return table(["fewest nodes for", *machines], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "italia": italia, "gptnl": gptnl, "gptnl-grid": gptnl_grid, "lumi-carbon": lumi_carbon, "lumi-scaling": lumi_scaling, "lumi-languages": lumi_languages,
+    "hackathon": hackathon, "hackathon-matrix": hackathon_matrix, "techniques-cpu": techniques_cpu, "techniques-gpu": techniques_gpu,
+    "techniques-pairs": techniques_pairs, "gpu-peers": gpu_peers, "fits": fits,
+}  # fmt: skip
+FROM_PLANNER = {"italia", "gptnl", "lumi-carbon", "lumi-scaling", "fits"}
+"""Their figures move a little with every change of the planner: a table within a tenth of them is not out of date."""
+
+
+def filled(text: str) -> str:
+    """The page with its tables as the programs say them now."""
+    return PLACE.sub(lambda m: f"{m[1]}{TABLES[m[2]]()}\n{m[4]}", text)
+
+
+def pages() -> list[Path]:
+    return sorted(p for p in DOCS.rglob("*.md") if PLACE.search(p.read_text()))
+
+
+def stale(page: Path) -> list[str]:
+    return [
+        m[2] for m in PLACE.finditer(page.read_text()) if not _same(m[3].strip(), TABLES[m[2]](), m[2] in FROM_PLANNER)
+    ]
+
+
+def _same(old: str, new: str, about: bool) -> bool:
+    if old == new or not about:
+        return old == new
+    figure = re.compile(r"\d[\d,]*(?:\.\d+)?")
+    pairs = zip(figure.findall(old), figure.findall(new), strict=False)
+    values = [(float(a.replace(",", "")), float(b.replace(",", ""))) for a, b in pairs]
+    close = all(abs(a - b) <= max(0.1 * abs(b), 1.0) for a, b in values)
+    # Layouts within the planner's tie may change places; the shape of the table and its figures may not.
+    return close and len(figure.findall(old)) == len(figure.findall(new)) and old.count("\n") == new.count("\n")
+
+
+def main() -> int:
+    if "--check" in sys.argv:
+        found = {p.relative_to(TOP).as_posix(): s for p in pages() if (s := stale(p))}
+        print("\n".join(f"{page}: {', '.join(names)}" for page, names in found.items()) or "all tables are up to date")
+        return int(bool(found))
+    for page in pages():
+        page.write_text(filled(page.read_text()))
+        print(f"filled {page.relative_to(TOP)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
