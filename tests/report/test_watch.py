@@ -28,6 +28,15 @@ def test_a_look_costs_only_what_was_appended_and_sees_it(tmp_path):
     assert watch.columns._offset > offset
 
 
+def test_the_first_look_at_a_long_file_is_at_a_sample_and_the_next_at_all_of_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("windlass.report.watch.LONG_FILE", 1000)
+    run = Run(make_run(tmp_path / "going", finished=False, steps=220))
+    watch = Watch(run, hasty=True)
+    assert watch.look().step == 220 and watch.columns.sampled
+    exact = watch.look()
+    assert not watch.columns.sampled and exact.lines == Watch(run).look().lines
+
+
 def text_of(renderable, width: int) -> str:
     import io
 

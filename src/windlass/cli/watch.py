@@ -35,12 +35,13 @@ def watch(
     from windlass.report.watch import Watch
     from windlass.runs.folder import open_run
 
-    view = Watch(open_run(run))
+    live = not (once or as_json) and sys.stdout.isatty()
+    view = Watch(open_run(run), hasty=live)
     if as_json:
         print_json(redact(view.look().as_dict()))
         return
     console = Console(highlight=False)
-    if once or not sys.stdout.isatty():
+    if not live:
         console.print(view.picture(console.width))
         return
     _live(view, console, every)

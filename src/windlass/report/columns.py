@@ -39,6 +39,8 @@ class Columns:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.sampled = False
+        """True: lines from all over the file, not the whole of it."""
         self._lock = threading.Lock()
         self._parse = _loads()
         self._forget()
@@ -138,6 +140,7 @@ def _is_number(value: object) -> bool:
 def quick(path: Path, lines: int = QUICK_LINES) -> Columns:
     """A first look at a long file: lines evenly spread by position, found without reading what lies between."""
     made = Columns(path)
+    made.sampled = True
     size = path.stat().st_size
     found: list[bytes] = []
     with path.open("rb") as file:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from windlass.report.collect import RunSummary, collect
-from windlass.report.columns import Columns, Numbers
+from windlass.report.columns import LONG_FILE, Columns, Numbers, quick
 from windlass.report.words import energy_card, event_text, goodput, number, percent, rate, watts
 from windlass.runs.folder import Run
 from windlass.units import print_bytes, print_seconds, print_tokens
@@ -25,12 +25,19 @@ COLOURS = {"finished": "green", "running": "cyan", "stopped": "yellow", "failed"
 
 
 class Watch:
-    """Keeps the columns between looks, so that a look costs what was appended."""
+    """Keeps the columns between looks, so that a look costs what was appended. `hasty`: the first look at a long file is at a sample of it."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, hasty: bool = False) -> None:
         self.run, self.columns = run, Columns(run.metrics_file)
+        self._hasty = hasty and run.metrics_file.exists() and run.metrics_file.stat().st_size > LONG_FILE
 
     def look(self) -> RunSummary:
+        if self._hasty:
+            self._hasty = False
+            self.columns = quick(self.run.metrics_file)
+            return collect(self.run, columns=self.columns)
+        if self.columns.sampled:
+            self.columns = Columns(self.run.metrics_file)
         self.columns.refresh()
         return collect(self.run, columns=self.columns)
 
