@@ -88,11 +88,6 @@ def test_nothing_to_shard_over(small, cluster_of):
     assert "has one replica and nothing to divide over; nearest legal: none" in found(task, shard="full", tensor=4)
 
 
-def test_tied_model_cannot_be_cut(small, cluster_of):
-    task = make_task(small(model={"tied": True}), cluster_of("snellius-h100"))
-    assert "model.tied keeps embedding and head on one device; nearest legal: 1" in found(task, pipeline=2)
-
-
 def test_engine_limits(small, cluster_of):
     task = make_task(small(train={"engine": "deepspeed"}), cluster_of("snellius-h100"))
     assert "deepspeed engine divides data and states only" in found(task, tensor=2)

@@ -177,13 +177,11 @@ def _native_moments(shape: Shape, work: Work, layout: Degrees, stage: _Stage, pe
     always = {**states.always, "inputs": _inputs(shape, work, layout, tokens), "workspaces": WORKSPACE_BYTES}
     square = 4.0 * shape.heads / layout.tensor * work.seq_len**2 if shape.arch == "retnet" and not shape.chunk else 0.0
     early, late = _native_unsharded(shape, work, layout, stage)
-    summed = _summed_whole(work, layout) and work.precision in ("bf16", "fp8")
-    undivided = 4.0 * (shape.padded_vocab * shape.width - stage.embedding) if summed and stage.embedding else 0.0
     backward = {**always, "unsharded weights": late, "reduction buffers": reduce_buffers}
     return {
         "loss": {
             **always,
-            "gradients": states.early_gradients + undivided,
+            "gradients": states.early_gradients,
             "last reduction": _lingering(work, layout, stage),
             "unsharded weights": early,
             "activations": activations,
@@ -192,7 +190,7 @@ def _native_moments(shape: Shape, work: Work, layout: Degrees, stage: _Stage, pe
         },
         "backward, last layer": {
             **backward,
-            "gradients": max(states.early_gradients + undivided, head),
+            "gradients": max(states.early_gradients, head),
             "activations": activations,
             "one layer's backward": one_layer,
         },
@@ -202,7 +200,7 @@ def _native_moments(shape: Shape, work: Work, layout: Degrees, stage: _Stage, pe
             "activations": activations / max(1.0, stage.layers * stage.in_flight) * max(1.0, stage.in_flight - 1.0),
             "one layer's backward": one_layer,
         },
-        **_table_moment(shape, work, layout, stage, {**always, "gradients": states.gradients}, activations),
+        **_table_moment(work, layout, stage, {**always, "gradients": states.gradients}, activations),
         "optimizer": {**always, "gradients": states.gradients, "optimizer temporaries": states.step},
     }
 
@@ -212,14 +210,12 @@ def _summed_whole(work: Work, layout: Degrees) -> bool:
     return work.accumulation > 1 and layout.devices > 1 and (layout.sync != "every" or layout.pipeline > 1)
 
 
-def _table_moment(
-    s: Shape, work: Work, layout: Degrees, stage: _Stage, base: dict[str, float], activations: float
-) -> Moments:
-    """Gradients that are summed whole over micro-batches: the embedding's comes last, is whole also where tensor parallelism divides the
-    table, and lies there as old sum, new one, and both in 16 bits: 12 bytes a value."""
+def _table_moment(work: Work, layout: Degrees, stage: _Stage, base: dict[str, float], activations: float) -> Moments:
+    """Gradients that are summed whole over micro-batches: the embedding's comes last and lies there as old sum, new one, and both in 16
+    bits: 12 bytes a value of this rank's rows."""
     if not _summed_whole(work, layout) or not stage.embedding or work.precision in ("fp32", "bf16_pure"):
         return {}
-    whole = 12.0 * s.padded_vocab * s.width
+    whole = 12.0 * stage.embedding
     gradients = max(0.0, base["gradients"] - 4.0 * stage.embedding)
     others = activations * (1.0 - 1.0 / (layout.chunks * max(1.0, stage.in_flight)))
     return {
@@ -376,8 +372,8 @@ def _native_layer(s: Shape, work: Work, layout: Degrees) -> float:
     d, t = float(work.bytes_per_value), layout.tensor
     stream = d * s.width / (t if layout.sequence_parallel else 1)
     eight = work.precision == "fp8" and work.compile
-    # Divided, what the products read is the norms' output gathered from all ranks: whole on each.
-    outputs = 0.0 if eight else 2.0 * d * s.width if t > 1 else 2.0 * stream
+    # Divided, what the products read is the norms' output gathered from all ranks: whole on each, in FP8 as it was cast.
+    outputs = (2.0 if eight else 2.0 * d) * s.width if t > 1 else 0.0 if eight else 2.0 * stream
     norms = outputs + (2.0 if work.compile else 4.0 if work.precision == "fp32" else 6.0) * stream
     hidden = d * s.ffn / t * ((4.0 if not work.compile else 2.0 if eight else 3.0) if s.glu else 2.0)
     return norms + (_retention if s.arch == "retnet" else _attention)(s, work, d) / t + hidden
@@ -448,9 +444,9 @@ def _logits(s: Shape, work: Work, layout: Degrees, tokens: float) -> float:
     vocab = s.padded_vocab / layout.tensor
     if work.loss in ("chunked", "fused") or (work.native and layout.tensor > 1):
         return _chunked(s, work, layout, tokens, vocab)
-    # Our own plain loss is not compiled: its backward pass holds five fp32 values per logit. Elsewhere a plain loss holds 8 bytes (logits,
+    # Our own plain loss is not compiled: softmax and two gradients in fp32, the last also in 16 bits. Elsewhere a plain loss holds 8 bytes (logits,
     # softmax and two gradients in 16 bits) or 12 (softmax and two gradients in fp32); which one is not said, so 10 are taken.
-    per_value = {"plain": 20.0 if work.native else 10.0, "compiled": 8.0, "inplace": 4.0}.get(work.loss, 10.0)
+    per_value = {"plain": 14.0 if work.native else 10.0, "compiled": 8.0, "inplace": 4.0}.get(work.loss, 10.0)
     if work.engine != "torch":
         # Softmax overwrites the fp32 logits and is kept for the gradient; engines of before 2022 held logits, softmax and gradient apart.
         per_value = 8.0 if work.flash else 14.0

@@ -222,12 +222,6 @@ def _host_problems(task: Task, c: Choice) -> Iterator[str]:
 
 def _engine_problems(task: Task, c: Choice) -> Iterator[str]:
     family, engine = task.recipe.model.family, task.recipe.train.engine
-    if c.pipeline > 1 and task.shape.tied:
-        yield f"layout.pipeline ({c.pipeline}): model.tied keeps embedding and head on one device; nearest legal: 1, or model.tied = false"
-    if c.tensor > 1 and task.shape.tied:
-        yield f"layout.tensor ({c.tensor}): model.tied keeps embedding and head whole; nearest legal: 1, or model.tied = false"
-    if c.tensor > 1 and task.recipe.train.precision == "fp8":
-        yield f"layout.tensor ({c.tensor}): products in FP8 are not divided; nearest legal: 1, or train.precision bf16"
     for name, value in (("tensor", c.tensor), ("pipeline", c.pipeline), ("context", c.context)):
         if value > 1 and engine == "deepspeed":
             yield f"layout.{name} ({value}): the deepspeed engine divides data and states only; nearest legal: 1, or train.engine native"
@@ -289,9 +283,8 @@ def enumerate_choices(task: Task, offload: str = "none") -> Iterator[Choice]:
 
 def _groups(task: Task) -> Iterator[tuple[int, int, int]]:
     s, plain = task.shape, task.recipe.model.family != "llama" or task.recipe.train.engine == "deepspeed"
-    whole = plain or s.tied or task.recipe.train.precision == "fp8"
-    tensors = [1] if whole else [t for t in divisors(task.per_node) if not (s.heads % t or s.kv_heads % t or s.ffn % t)]
-    pipelines = [1] if plain or s.tied else [p for p in divisors(s.layers) if p <= min(MAX_PIPELINE, task.nodes)]
+    tensors = [1] if plain else [t for t in divisors(task.per_node) if not (s.heads % t or s.kv_heads % t or s.ffn % t)]
+    pipelines = [1] if plain else [p for p in divisors(s.layers) if p <= min(MAX_PIPELINE, task.nodes)]
     contexts = [1] if plain else [c for c in (1, 2, 4, 8, 16) if task.seq_len // c >= LONG or c == 1]
     for tensor in tensors:
         for pipeline in pipelines:
