@@ -97,3 +97,18 @@ def test_the_automatic_interval_says_its_steps(tmp_path: Path) -> None:
     assert loop.run(value, run, where=ALONE, hooks=[]) == 0
     told = next(e for e in run.events() if e["event"] == "interval")
     assert told["steps"] >= 1 and told["seconds"] > 0 and "start-up took" in told["reason"]
+
+
+def test_a_resume_names_the_damaged_checkpoint(tmp_path: Path) -> None:
+    run, said = run_at(tmp_path), []
+    assert loop.run(recipe(steps=20), run, where=ALONE) == 0
+    shard = run.checkpoint(20) / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert loop.run(recipe(steps=22), run, where=ALONE, say=said.append) == 0
+    assert any(
+        line.startswith("damaged: step-000000020: __0_0.distcp differs") and "now damaged-step-000000020" in line
+        for line in said
+    ), said
+    assert any("resumed at step 10" in line for line in said)

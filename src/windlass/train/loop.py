@@ -313,6 +313,8 @@ def announce(job: Job, restored: Any) -> None:
         job.run.event(
             "resumed", step=job.step, tokens=job.tokens, checkpoint=restored.path.name, lost_steps=lost, **common
         )
+        for sentence in restored.set_aside:
+            job.say(f"damaged: {sentence}")
         job.say(
             f"resumed at step {job.step} from {restored.path.name}" + (f"; {lost} steps are done again" if lost else "")
         )
