@@ -52,7 +52,7 @@ def open_page(playwright, tmp_path) -> Iterator[Any]:
         )  # fmt: skip
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(60_000)
         page.on("pageerror", lambda error: problems.append(f"script error: {error}"))
         page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
         page.on(

@@ -16,7 +16,7 @@ from windlass.runs.folder import Run
 pytestmark = pytest.mark.browser
 
 
-def until(page, expression: str, seconds: float = 20.0) -> None:
+def until(page, expression: str, seconds: float = 60.0) -> None:
     """Ask from outside until it is true: the page's own policy forbids evaluating text inside it."""
     end = time.monotonic() + seconds
     while not page.evaluate(expression):
