@@ -444,9 +444,9 @@ def _logits(s: Shape, work: Work, layout: Degrees, tokens: float) -> float:
     vocab = s.padded_vocab / layout.tensor
     if work.loss in ("chunked", "fused") or (work.native and layout.tensor > 1):
         return _chunked(s, work, layout, tokens, vocab)
-    # Our own plain loss is not compiled: softmax and two gradients in fp32, the last also in 16 bits. Elsewhere a plain loss holds 8 bytes (logits,
+    # Our own plain loss is not compiled: softmax and two gradients in fp32. Elsewhere a plain loss holds 8 bytes (logits,
     # softmax and two gradients in 16 bits) or 12 (softmax and two gradients in fp32); which one is not said, so 10 are taken.
-    per_value = {"plain": 14.0 if work.native else 10.0, "compiled": 8.0, "inplace": 4.0}.get(work.loss, 10.0)
+    per_value = {"plain": 12.0 if work.native else 10.0, "compiled": 8.0, "inplace": 4.0}.get(work.loss, 10.0)
     if work.engine != "torch":
         # Softmax overwrites the fp32 logits and is kept for the gradient; engines of before 2022 held logits, softmax and gradient apart.
         per_value = 8.0 if work.flash else 14.0

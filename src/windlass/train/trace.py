@@ -259,6 +259,8 @@ def _steps(recipe: Recipe, parts: Parts, world: World, geometry: Geometry) -> Tr
             tracker.watch("master weights", slot.master)
             tracker.watch("optimizer states", *slot.moments.values())
             tracker.watch("gradients", slot.main_grad)
+        if parts.tie is not None:  # the last stage's copy of a tied matrix is no optimizer's
+            tracker.watch("weights", parts.tie.copy)
         tracker.watch("inputs", tokens, documents)
         _tell_phases(parts, tracker)
         with tracker:
