@@ -61,6 +61,7 @@ def test_the_reference_has_every_command_and_key():
     assert "`batch_tokens`" in made["recipe.md"] and "`energy_joules`" in made["metrics.md"]
 
 
+@pytest.mark.timeout(900)
 def test_tables_of_figures_are_up_to_date():
     """Of the planner's a tenth is allowed; what comes from a benchmark's file is compared to the letter."""
     made = script("make_tables")
