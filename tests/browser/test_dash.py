@@ -150,6 +150,7 @@ def test_a_sweep_is_drawn_followed_and_leads_to_its_runs(server, folder, open_pa
     page.go_back()
     page.click("#points a:text('beside')")
     page.wait_for_selector(".plot[data-key=loss] .main-svg")
+    assert page.evaluate("window.scrollY") == 0
     assert page.inner_text("h1").startswith("grid.beside")
 
 
