@@ -295,7 +295,7 @@ def about(given: argparse.Namespace) -> dict[str, Any]:
         "command": f"python benchmarks/techniques.py --processes {given.processes} --link {given.link}{' --quick' if given.quick else ''}{' --only ' + ','.join(given.only) if given.only else ''}",
         "commit": commit.stdout.strip(), "torch": torch.__version__, "python": platform.python_version(),
         "hardware": f"{len(os.sched_getaffinity(0))} cores of {model}, one thread per process",
-        "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "processes": given.processes, "link_bits": link_bits(given.link),
+        "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "load": round(os.getloadavg()[0], 1), "cores": len(os.sched_getaffinity(0)), "processes": given.processes, "link_bits": link_bits(given.link),
     }  # fmt: skip
 
 

@@ -273,10 +273,17 @@ def techniques_cpu() -> str:
         for r in found["rows"]
     ]  # fmt: skip
     about = found["about"]
+    busy = (
+        ""
+        if (about.get("load") or 1e9) <= about.get("cores", 0)
+        else (
+            " **The machine was busy with other work**, so take counts and bytes, which are exact, and not the times."
+        )
+    )
     words = f"`{about['command']}` on {about['hardware']}, torch {about['torch']}, commit {about['commit']}, {about['time']}. Empty: not measured in that row."
     return (
         table(["technique", "variant", "step, ms", "reductions", "MiB reduced", "peak MiB", "states MiB"], rows)
-        + f"\n\n{words}"
+        + f"\n\n{words}{busy}"
     )
 
 

@@ -112,8 +112,8 @@ def test_ultrascale_techniques_off_and_on(place):
     )
     assert len(naive) == len(overlap) == len(buckets) == 2
     assert naive[0]["reductions"] == overlap[0]["reductions"] > buckets[0]["reductions"]
-    slow = [next(r["step_ms"] for r in group if r["link"]) for group in (naive, overlap)]
-    assert slow[1] < slow[0], "over a slow link, overlap hides"
+    # Times are the benchmark's business: on a busy machine they say more about the neighbours. Counts and bytes are exact.
+    assert naive[0]["sent_mib"] == buckets[0]["sent_mib"] > 0
     every, last = (r for r in rows if r["technique"] == "accumulation")
     assert every["reductions"] == 4 * last["reductions"] and every["sent_mib"] == pytest.approx(4 * last["sent_mib"])
     assert every["loss"] == pytest.approx(last["loss"], rel=1e-5), "the same gradients"
