@@ -324,6 +324,7 @@ def run_megatron_fast(shards: list[Path], args: argparse.Namespace, out: Path) -
         "--tokenizer-model",
         str(Path(args.tokenizer_json).parent),
     ]
+    command += args.megatron_options
     facts = measure(command, {"PYTHONPATH": str(args.megatron)})
     binary = next(out.glob("m*.bin"))
     index = binary.with_suffix(".idx")
@@ -390,37 +391,130 @@ def run(args: argparse.Namespace) -> None:
     report(rows, args)
 
 
+# -- results: a section per measurement, each with its own command, day, commit and machine ----------------------------
+
+GOALS = {"megatron-fast": 1 / 1.8, "datatrove": 1 / 18, "floor-fastokens": 1.0, "floor-gigatoken": 1.0}
+"""windlass's CPU time as a share of the other's, at most."""
+
+
 def report(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     facts = json.loads((Path(args.corpus) / "facts.json").read_text())
     if args.append:  # what is measured anew takes the place of its old rows
-        old = json.loads((RESULTS / "tokenize.json").read_text())
+        old = stored().get(args.section, {"corpus": facts, "rows": []})
         if old["corpus"] != facts:
             raise SystemExit("--append: the earlier results are of another corpus")
         anew = {(n["tool"], n["shards"]) for n in rows}
         rows = [r for r in old["rows"] if (r["tool"], r["shards"]) not in anew] + rows
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
-    ).stdout.strip()
-    text = [
-        "# Tokenizing: CPU time beside other tools", "",
-        f"`python benchmarks/tokenize.py run --shards {' '.join(map(str, args.shards))} --repeat {args.repeat} --peers {','.join(args.peers)}`, commit {commit}, {time.strftime('%Y-%m-%d')}.", "",
-        f"Machine: {os.cpu_count()} cores, {cpu_name()}, Python {platform.python_version()}, shared with other work (load {min(r['load'] for r in rows):.0f} to {max(r['load'] for r in rows):.0f}): compare CPU time, not wall time.",
-        f"Corpus: {facts['documents']:,} documents, {facts['text_bytes'] / 1e6:.0f} MB of text from Debian and Python packages, 16 shards of .jsonl.zst. Tokenizer: {Path(args.tokenizer).name}. 2 workers each.", "",
-        "| tool | shards | M tokens | CPU s (median) | min - max | Mtok/CPU-s | wall s | peak MB, tree | peak MB, one process | bytes/token | documents |", "|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|",
-    ]  # fmt: skip
-    keys = sorted({(r["shards"], r["tool"]) for r in rows})
-    for shards, tool in keys:
-        here = sorted((r for r in rows if (r["shards"], r["tool"]) == (shards, tool)), key=lambda r: r["cpu_seconds"])
-        mid = here[len(here) // 2]
-        text.append(
-            f"| {tool} | {shards} | {mid['tokens'] / 1e6:.2f} | {mid['cpu_seconds']:.1f} | {here[0]['cpu_seconds']:.1f} - {here[-1]['cpu_seconds']:.1f} | {mid['tokens'] / 1e6 / mid['cpu_seconds']:.2f} | {mid['wall_seconds']:.1f} | {mid['peak_bytes'] / 1e6:.0f} | {mid['peak_process_bytes'] / 1e6:.0f} | {mid['bytes'] / mid['tokens']:.4f} | {mid['documents']:,} |"
-        )
+    keep(args.section, rows, corpus=facts, tokenizer=Path(args.tokenizer).name)
+
+
+def stored() -> dict[str, Any]:
+    path = RESULTS / "tokenize.json"
+    return json.loads(path.read_text()).get("sections", {}) if path.is_file() else {}
+
+
+def keep(name: str, rows: list[dict[str, Any]], **facts: Any) -> None:
+    """Replace one section; the others stay as they were, and the page is written from all of them."""
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False, cwd=Path(__file__).parent).stdout.strip()
+    about = {
+        "command": "python benchmarks/tokenize.py " + " ".join(_unplaced(sys.argv[1:])), "date": time.strftime("%Y-%m-%d"), "commit": commit,
+        "machine": f"{os.cpu_count()} cores, {cpu_name()}, Python {platform.python_version()}", "versions": versions(),
+    }  # fmt: skip
+    sections = {**stored(), name: {**about, **facts, "rows": rows}}
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "tokenize.md").write_text("\n".join(text) + "\n")
-    (RESULTS / "tokenize.json").write_text(
-        json.dumps({"commit": commit, "corpus": facts, "rows": rows}, indent=1) + "\n"
+    (RESULTS / "tokenize.json").write_text(json.dumps({"sections": sections}, indent=1) + "\n")
+    (RESULTS / "tokenize.md").write_text(page(sections))
+    print(page({name: sections[name]}))
+
+
+def _unplaced(words: list[str]) -> list[str]:
+    """Paths of this machine say nothing to a reader: only their last part stays."""
+    return [Path(word).name if "/" in word else word for word in words]
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for package in ("fastokens", "gigatoken", "tiktoken", "tokenizers", "orjson", "zstandard", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def page(sections: dict[str, Any]) -> str:
+    """The whole page from the stored sections: nothing in it is written by hand, so nothing is lost by measuring again."""
+    text = ["# Tokenizing: CPU time beside other tools", "", "Written by `benchmarks/tokenize.py` from `tokenize.json`; a section is replaced when it is measured again.", ""]  # fmt: skip
+    for name, section in sections.items():
+        drawn = {"skew": skew_text, "read": read_text}.get(name.partition("-")[0], run_text)
+        text += [
+            f"## {section.get('title') or TITLES.get(name, name)}",
+            "",
+            _measured(section),
+            "",
+            *drawn(section),
+            "",
+        ]
+    return "\n".join(text).rstrip() + "\n"
+
+
+TITLES = {
+    "run": "Beside other tools", "run-big": "Beside other tools, three times the corpus", "skew": "One file 100 times larger than the others",
+    "read": "Reading a store",
+}  # fmt: skip
+
+
+def _measured(section: dict[str, Any]) -> str:
+    loads = [row["load"] for row in section["rows"] if "load" in row]
+    busy = f" Load {min(loads):.0f} to {max(loads):.0f} on these cores, shared with other work." if loads else ""
+    packages = ", ".join(f"{name} {number}" for name, number in section.get("versions", {}).items())
+    return f"`{section['command']}`, commit {section['commit']}, {section['date']}. {section['machine']}.{busy}" + (
+        f" {packages}." if packages else ""
     )
-    print("\n".join(text))
+
+
+def middle(rows: list[dict[str, Any]], shards: int, tool: str) -> dict[str, Any] | None:
+    here = sorted((r for r in rows if (r["shards"], r["tool"]) == (shards, tool)), key=lambda r: r["cpu_seconds"])
+    return {**here[(len(here) - 1) // 2], "all": [r["cpu_seconds"] for r in here]} if here else None
+
+
+def run_text(section: dict[str, Any]) -> list[str]:
+    rows, facts = section["rows"], section["corpus"]
+    text = [
+        f"Corpus: {facts['documents']:,} documents, {facts['text_bytes'] / 1e6:.0f} MB of text from Debian and Python packages, 16 shards of .jsonl.zst. Tokenizer: {section['tokenizer']}. 2 workers each; medians (of two runs the lower).", "",
+        "| tool | shards | runs | M tokens | CPU s (median) | min - max | Mtok/CPU-s | wall s | peak MB, tree | peak MB, one process | bytes/token | documents |", "|---|---:|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|",
+    ]  # fmt: skip
+    for shards, tool in sorted({(r["shards"], r["tool"]) for r in rows}):
+        if (mid := middle(rows, shards, tool)) is not None:
+            text.append(
+                f"| {tool} | {shards} | {len(mid['all'])} | {mid['tokens'] / 1e6:.2f} | {mid['cpu_seconds']:.1f} | {mid['all'][0]:.1f} - {mid['all'][-1]:.1f} | {mid['tokens'] / 1e6 / mid['cpu_seconds']:.2f} | {mid['wall_seconds']:.1f} | {mid['peak_bytes'] / 1e6:.0f} | {mid['peak_process_bytes'] / 1e6:.0f} | {mid['bytes'] / mid['tokens']:.4f} | {mid['documents']:,} |"
+            )
+    return [*text, "", *goals(rows, max(r["shards"] for r in rows))]
+
+
+def goals(rows: list[dict[str, Any]], shards: int) -> Iterator[str]:
+    """What the table says about the goals, by its own numbers."""
+    ours = middle(rows, shards, "windlass")
+    if ours is None:
+        return
+    for tool, limit in GOALS.items():
+        if (peer := middle(rows, shards, tool)) is None:
+            yield f"- {tool}: not measured in this section."
+            continue
+        share = ours["cpu_seconds"] / peer["cpu_seconds"]
+        yield f"- {tool}: windlass takes {share:.2f} of its CPU time on {shards} shards (goal at most {limit:.2f}): {'met' if share <= limit else '**not met**'}."
+    first = middle(rows, min(r["shards"] for r in rows), "windlass") or ours
+    yield f"- First token within 3 CPU-seconds: a whole run on {first['shards']} shard{'s' if first['shards'] > 1 else ''} takes {first['cpu_seconds']:.1f}."
+    yield f"- At most 350 MB per process: {ours['peak_process_bytes'] / 1e6:.0f} MB."
+    extra = (ours["bytes"] - 4 * ours["tokens"]) / ours["documents"]
+    size, length = ours["bytes"] / ours["tokens"], ours["tokens"] / ours["documents"]
+    yield (
+        f"- At most 4.01 bytes per token: {size:.4f}, {'met' if size <= 4.01 else '**not met** on this corpus'}. The tokens take 4 bytes each, Megatron's .idx {extra:.1f} bytes a document "
+        f"(of {length:,.0f} tokens here); its readers need them all, so the goal holds for documents of 2,000 tokens and more on average."
+    )
 
 
 def cpu_name() -> str:
@@ -446,13 +540,27 @@ def read(args: argparse.Namespace) -> None:
     stream = open_stream(DataConfig(store=str(args.store), seq_len=2048, max_epochs=1e6), seed=0)
     opened = time.process_time() - began
     stream.sequences(np.arange(2048))
-    results = []
+    results: list[float] = []
     for repeat in range(5):
         began, count = time.process_time(), 0
         for step in range(200):
             count += stream.sequences(np.arange(64) + 64 * (step + 1000 * repeat)).size
         results.append(count / 1e6 / (time.process_time() - began))
-    print(json.dumps({"open_cpu_seconds": opened, "mtok_per_cpu_second": sorted(results)}))
+    tokens = sum(source.tokens for source in stream.store.sources.values()) if stream.store else 0
+    row = {
+        "load": os.getloadavg()[0],
+        "tokens": tokens,
+        "open_cpu_seconds": opened,
+        "mtok_per_cpu_second": sorted(results),
+    }
+    keep("read", [row])
+
+
+def read_text(section: dict[str, Any]) -> list[str]:
+    return [
+        f"Sequences of 2,048 tokens in shuffled order from {row['tokens'] / 1e6:.1f} M tokens, one process, page cache warm: {row['mtok_per_cpu_second'][0]:.0f} to {row['mtok_per_cpu_second'][-1]:.0f} Mtok per CPU-second over {len(row['mtok_per_cpu_second'])} rounds (goal at least 200), opened in {1e3 * row['open_cpu_seconds']:.1f} ms of CPU time."
+        for row in section["rows"]
+    ]
 
 
 # -- one big file --------------------------------------------------------------------------------------------------
@@ -462,6 +570,7 @@ def skew(args: argparse.Namespace) -> None:
     """The corpus as one file beside small ones of a hundredth of it: which share of the wall time goes to the last tenth of the tokens?"""
     import zstandard
 
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         whole = (args.corpus / "all.jsonl").read_bytes()
         for packing in ("", ".zst"):
@@ -473,7 +582,20 @@ def skew(args: argparse.Namespace) -> None:
                 (folder / f"small-{number:02d}.jsonl{packing}").write_bytes(pack(_stretch(whole, number)))
             for repeat in range(args.repeat):
                 row = _tail(folder, Path(scratch) / f"store{packing}-{repeat}", args)
-                print(json.dumps({"packing": packing or "plain", "load": os.getloadavg()[0], **row}), flush=True)
+                rows.append({"packing": packing or "plain", "repeat": repeat, "load": os.getloadavg()[0], **row})
+                print(json.dumps(rows[-1]), flush=True)
+    keep("skew", rows, small_files=args.small_files, big_bytes=len(whole))
+
+
+def skew_text(section: dict[str, Any]) -> list[str]:
+    rows = section["rows"]
+    within = "met" if all(row["last_tenth_of_work"] <= 0.15 for row in rows) else "**not met** in every run"
+    return [
+        f"The corpus as one file of {section['big_bytes'] / 1e6:.0f} MB beside {section['small_files']} files of a hundredth of it, {rows[0]['tokens'] / 1e6:.1f} M tokens, {rows[0]['workers']} workers. "
+        f"Share of the wall time that the last tenth of the tokens takes, goal at most 15 %: {within}.", "",
+        "| files | run | of the tokenizing | of the whole command, start and join included |", "|---|---:|---:|---:|",
+        *(f"| {'.jsonl' + row['packing'] if row['packing'] != 'plain' else 'plain .jsonl'} | {row['repeat'] + 1} | {row['last_tenth_of_work']:.1%} | {row['last_tenth_of_command']:.1%} |" for row in rows),
+    ]  # fmt: skip
 
 
 def _stretch(whole: bytes, number: int) -> bytes:
@@ -526,7 +648,11 @@ def main() -> None:
     bench.add_argument("--scratch", default=None)
     bench.add_argument("--append", action="store_true", help="add to the results of an earlier run")
     bench.add_argument("--datatrove-python", default=sys.executable)
-    bench.add_argument("--megatron", default=None)
+    bench.add_argument(
+        "--megatron", default=None, help="checkout of Megatron-LM; its tools/preprocess_data_fast.py is run"
+    )
+    bench.add_argument("--megatron-options", type=str.split, default=[], help="further words for that script")
+    bench.add_argument("--section", default="run", help="section of the results: run, or run-big for a larger corpus")
     bench.add_argument("--megatron-python", default=None)
     bench.set_defaults(do=run)
     reading = commands.add_parser("read")
