@@ -92,9 +92,9 @@ class Trace:
         lines += [f"  {name:<24} {size / GIB:8.2f} GiB" for name, size in self.terms.items()]
         if self.predicted is not None:
             lines.append(f"the planner's arithmetic: {self.predicted / GIB:.2f} GiB ({self.difference:+.1f} %)")
-        code = "compiled" if self.compiled else "uncompiled"
+        code = "stand-ins for compiled blocks" if self.compiled else "uncompiled blocks"
         lines.append(
-            f"{code} blocks on fake tensors, {self.seconds:.0f} s of CPU; without allocator slack, context and communication buffers"
+            f"{code} on fake tensors, {self.seconds:.0f} s of CPU; without allocator slack, context and communication buffers"
         )
         return "\n".join(lines)
 
@@ -130,17 +130,24 @@ def _check(recipe: Recipe) -> None:
         raise PlanError("a trace needs a layout", hint="give [layout], or call windlass.plan.fill_recipe first")
     if recipe.train.engine != "native":
         raise PlanError(
-            f"--trace runs windlass's own step, not train.engine = {recipe.train.engine!r}", hint="use engine native"
+            f"--trace runs windlass's own step, not train.engine = {recipe.train.engine!r}",
+            hint="trace with train.engine=native; the plan without --trace counts DeepSpeed's buffers",
         )
     if recipe.model.family == "hf":
-        raise PlanError("--trace does not know the blocks of a Hugging Face model", hint="use family llama or retnet")
+        raise PlanError(
+            "--trace does not know the blocks of a Hugging Face model",
+            hint="describe it as family llama or retnet; the plan without --trace reads its config.json",
+        )
     if recipe.layout.offload != "none":
         raise PlanError(
             f"--trace counts one device's memory and cannot tell it from the host's (layout.offload = {recipe.layout.offload!r})",
-            hint='trace with layout.offload = "none" and take the offloaded states off',
+            hint='trace with layout.offload=none and take its "optimizer states" off (parameters: also its "weights")',
         )
     if recipe.train.recompute == "budget":
-        raise PlanError('--trace cannot follow recompute = "budget"', hint="the compiler decides it on the device")
+        raise PlanError(
+            '--trace cannot follow train.recompute = "budget": torch\'s compiler decides what to keep, and it does not run here',
+            hint="trace train.recompute=none and train.recompute=full: a budget lies between them, and the plan's arithmetic says where",
+        )
     if dist.is_available() and dist.is_initialized():
         raise PlanError("--trace makes a process group of its own, and one is there already", hint="run it apart")
 
