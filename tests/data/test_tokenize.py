@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from windlass.config.sources import DataFile, Source
+from windlass.data import work
 from windlass.data.store import Store, open_store
 from windlass.data.tokenize import tokenize
 from windlass.data.tokenizer import Tokenizer
@@ -166,11 +167,12 @@ tokenize(load_data_file(sys.argv[1]))
 def test_killed_at_any_moment_any_number_of_times_it_ends_in_the_same_bytes(
     tmp_path: Path, tokenizer: Tokenizer, text: Any
 ) -> None:
+    """Two engines at that: the one of the killed runs does its first chunk before it forks, and its ids are the same."""
     corpus(tmp_path / "in", text)
-    settings = f'tokenizer = "{tokenizer.path}"\nengine = "tokenizers"\nworkers = 2\nchunk = "8KiB"\nvalidation = 0.1\ndedup = "exact"\nshard_tokens = 20_000\n'
-    for name in ("whole", "killed"):
+    settings = f'tokenizer = "{tokenizer.path}"\nworkers = 2\nchunk = "8KiB"\nvalidation = 0.1\ndedup = "exact"\nshard_tokens = 20_000\n'
+    for name, engine in (("whole", "tokenizers"), ("killed", "gigatoken")):
         (tmp_path / f"{name}.toml").write_text(
-            f'output = "{tmp_path / name}"\n{settings}[sources.s]\npaths = ["{tmp_path / "in"}"]\n'
+            f'output = "{tmp_path / name}"\nengine = "{engine}"\n{settings}[sources.s]\npaths = ["{tmp_path / "in"}"]\n'
         )
     subprocess.run([sys.executable, "-c", RUN, str(tmp_path / "whole.toml"), "0"], check=True)
     dice, kills = random.Random(7), 0
@@ -227,11 +229,33 @@ def test_an_end_in_the_middle_of_joining_is_no_harm(
     assert digest(tmp_path / "cut") == digest(tmp_path / "whole")
 
 
+def test_trouble_in_the_chunk_before_the_fork(
+    data_file: Make, tmp_path: Path, text: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is done in this process, and says what a worker would say; nothing half-done stays, and the next run goes on."""
+    files, here = corpus(tmp_path / "in", text), []
+    file = data_file({"s": files}, chunk=8192, workers=2, engine="gigatoken")
+
+    def full(*args: Any) -> None:
+        here.append(os.getpid())
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(work.Piece, "_write", full)
+        with pytest.raises(DataError, match="the disk refused: No space left on device"):
+            tokenize(file)
+    assert here == [os.getpid()]
+    assert list((tmp_path / "store" / "work" / "pieces").iterdir()) == []
+    done = tokenize(file)
+    assert done.complete and done.engine.startswith("gigatoken")
+
+
 @pytest.mark.multi
 def test_workers_and_arrays_end_in_the_same_bytes(data_file: Make, tmp_path: Path, text: Any) -> None:
     files = corpus(tmp_path / "in", text)
     tokenize(data_file({"s": files}, output=str(tmp_path / "one"), chunk=8192))
-    tokenize(data_file({"s": files}, output=str(tmp_path / "three"), chunk=8192, workers=3))
+    three = data_file({"s": files}, output=str(tmp_path / "three"), chunk=8192, workers=3, engine="gigatoken")
+    tokenize(three)
     array = data_file({"s": files}, output=str(tmp_path / "array"), chunk=8192)
     parts = [tokenize(array, task=(index, 4)) for index in (2, 0, 3, 1)]
     assert all(not part.complete and part.chunks_done > 0 for part in parts)
@@ -353,6 +377,20 @@ def test_shards_are_cut_at_their_size(
     assert len(sizes) > 3
     assert max(sizes) <= 4000
     assert texts_of(store, "s", tokenizer) == texts
+
+
+@pytest.mark.parametrize("shard_tokens", [500, 3000, 10**9])
+@pytest.mark.parametrize("words", [1, 60])
+def test_what_a_token_and_a_document_cost_on_disk(
+    data_file: Make, write_jsonl: Any, tmp_path: Path, text: Any, shard_tokens: int, words: int
+) -> None:
+    """Two bytes a token below 65,536 ids, 20 a document, 42 a shard: what Megatron's format needs, and nothing else."""
+    path = write_jsonl(tmp_path / "a.jsonl", [text(i, words) for i in range(200)])
+    made = tokenize(data_file({"s": [path]}, chunk=4096, shard_tokens=shard_tokens))
+    files = [p for p in (tmp_path / "store").iterdir() if p.suffix in (".bin", ".idx")]
+    shards = len(files) // 2
+    assert (shards == 1) == (shard_tokens > made.tokens)
+    assert sum(p.stat().st_size for p in files) == 2 * made.tokens + 20 * made.documents + 42 * shards
 
 
 def test_sources_can_be_added_to_a_finished_store(
