@@ -35,8 +35,8 @@ def make_recipe(
         shape["tied"] = True
     data = {"mask_documents": True} if layout.pop("documents", False) else {}
     optim = {"adamw": {"lr": 1e-2}, "sgd": {"lr": 0.3}}[optimizer]
-    if (optimizer, family) == ("adamw", "retnet"):
-        # At AdamW's own eps it is chaotic: one process in other micro-batches leaves its own curve within five steps.
+    if optimizer == "adamw" and (family == "retnet" or "tied" in shape):
+        # At AdamW's own eps these are chaotic: one process in other micro-batches leaves its own curve within ten steps.
         optim = {"lr": 1e-3, "eps": 1e-2}
     return Recipe.model_validate({
         "name": "parity", "model": {"family": family, **shape},
@@ -263,7 +263,6 @@ def test_tied_weights_match_one_process(
 ) -> None:
     """A tied head under tensor parallelism shares the divided rows; under a pipeline first and last stage share one gradient."""
     seen = spawn(train_here, world, make_recipe(optimizer, micro_batch=micro, tied=True, **layout))
-    # In the same micro-batches: with tied weights AdamW magnifies the rounding of another order of sums to 5e-4 within ten steps.
     compare(seen, train_here(make_recipe(optimizer, micro_batch=4, tied=True)))
 
 

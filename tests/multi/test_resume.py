@@ -20,7 +20,7 @@ TOLERANCE = 3e-6
 def recipe(steps: int, micro: int, tied: bool = False, **layout: Any) -> Recipe:
     return Recipe.model_validate({
         "name": "resume", "model": {"layers": 4, "width": 64, "ffn": 96, "heads": 4, "kv_heads": 2, "vocab": 250, "tied": tied},
-        "data": {"seq_len": 32, "batch_tokens": 512, "tokens": 512 * 10}, "optim": {"lr": 1e-2, "warmup": 512, "schedule": "constant"},
+        "data": {"seq_len": 32, "batch_tokens": 512, "tokens": 512 * 10}, "optim": {"lr": 1e-2, "warmup": 512, "schedule": "constant", "eps": 1e-2 if tied else 1e-8},
         "train": {"steps": steps, "precision": "fp32", **layout.pop("train", {})}, "layout": {"micro_batch": micro, **layout},
         "save": {"every": 1000}, "energy": {"enabled": False},
     })  # fmt: skip
