@@ -1,6 +1,7 @@
 import json
 import math
 import tomllib
+from dataclasses import replace
 
 import pytest
 
@@ -131,12 +132,23 @@ def test_a_table_of_runs_needs_a_cluster(tmp_path):
         "a,22,2048,5632,32,4,32000,4096,H200-141GB,1,1,8,1,fsdp,1,1,1,none,bf16,y,sdpa,llama,1,0,65825,58.5,allocated\n"
         "b,16,4096,14336,32,8,128256,8192,H200-141GB,1,1,2,1,fsdp,1,1,1,none,bf16,y,sdpa,llama,1,0,19266,101.4,allocated\n"
         "c,16,4096,14336,32,8,128256,8192,H200-141GB,1,1,2,1,fsdp,1,1,1,none,bf16,y,sdpa,llama,1,0,,,\n"
+        "d,16,4096,14336,32,8,128256,8192,A100-80GB,1,1,2,1,fsdp,1,1,1,none,bf16,y,sdpa,llama,1,0,6000,,\n"
     )
+    mine = user_folder() / "attic.toml"
+    mine.parent.mkdir(parents=True)
+    mine.write_text('title = "Attic"\ndevice = "h200"\n[node]\ndevices = 1\ncores = 16\n')
     with pytest.raises(PlanError, match="does not say which cluster"):
         calibrate([table])
-    found = calibrate([table], cluster="workstation", store=False)
-    assert len(found.runs) == 2 and found.skipped == ["c: no tokens/s"]
+    found = calibrate([table], cluster="attic", store=False)
+    assert len(found.runs) == 2 and found.skipped == ["c: no tokens/s", "d: measured on a100-80, not on h200"]
     assert found.after_pct < found.before_pct and found.memory_pct < 8
+
+
+def test_a_fit_that_is_worse_is_not_kept(measured_run, monkeypatch):
+    monkeypatch.setattr("windlass.plan.calibrate.fit", lambda runs, start, free: replace(start, matmul=0.1))
+    found = calibrate([measured_run("odd")])
+    assert found.file is None and found.after_pct > found.before_pct
+    assert "not stored (the planner's own constants are as good)" in found.text()
 
 
 def test_keeping_leaves_the_rest_of_the_users_file(tmp_path):

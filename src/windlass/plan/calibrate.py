@@ -107,7 +107,8 @@ class Calibration:
             for r in self.runs
         ]
         lines += [f"left out: {reason}" for reason in self.skipped]
-        return "\n".join([*lines, f"kept in {self.file}" if self.file else "not stored"])
+        worse = " (the planner's own constants are as good)" if self.after_pct > self.before_pct else ""
+        return "\n".join([*lines, f"kept in {self.file}" if self.file else f"not stored{worse}"])
 
 
 def calibrate(paths: Sequence[Path | str], cluster: str | None = None, *, store: bool = True) -> Calibration:
@@ -128,16 +129,18 @@ def calibrate(paths: Sequence[Path | str], cluster: str | None = None, *, store:
             "fitted_from": f"{len(runs)} runs: {', '.join(r.name for r in runs[:4])}{' ...' if len(runs) > 4 else ''}",
         }
     )
+    before, after = (_median_pct([r.error(c) for r in runs]) for c in (DEFAULTS, best))
     return Calibration(
         cluster=named,
         efficiency=efficiency,
         runs=[_line(r, best) for r in runs],
-        before_pct=_median_pct([r.error(DEFAULTS) for r in runs]),
-        after_pct=_median_pct([r.error(best) for r in runs]),
+        before_pct=before,
+        after_pct=after,
         left_out_pct=_left_out(runs, start, free),
         memory_pct=_maybe_median([r.memory_error() for r in runs]),
         skipped=skipped,
-        file=keep(named, efficiency) if store else None,
+        # A fit that is no better than the planner's own constants would only make the next plan worse.
+        file=keep(named, efficiency) if store and after <= before else None,
     )
 
 
@@ -236,7 +239,7 @@ def gather(paths: Sequence[Path], cluster: str | None) -> tuple[list[Measured], 
     named = cluster
     for path in paths:
         if path.suffix.lower() == ".csv":
-            found, reasons = _of_table(path)
+            found, reasons = _of_table(path, None if cluster is None else load_cluster(cluster).device)
             runs, skipped = runs + found, skipped + reasons
             continue
         for folder in _run_folders(path):
@@ -312,8 +315,8 @@ def _steps(run: Run) -> tuple[float, float | None]:
     return median(float(m["step_seconds"]) for m in kept), max(held) if held else None
 
 
-def _of_table(path: Path) -> tuple[list[Measured], list[str]]:
-    """Rows of a table in the format of `--score`: tokens/s become step times."""
+def _of_table(path: Path, device: str | None) -> tuple[list[Measured], list[str]]:
+    """Rows of a table in the format of `--score`, those of the cluster's device: tokens/s become step times."""
     runs: list[Measured] = []
     skipped: list[str] = []
     for row in read_rows(path):
@@ -322,6 +325,9 @@ def _of_table(path: Path) -> tuple[list[Measured], list[str]]:
         if isinstance(case, Refusal) or not tps or case.device is None:
             why = case.reason if isinstance(case, Refusal) else "unknown device" if tps else "no tokens/s"
             skipped.append(f"{name}: {why}")
+            continue
+        if device is not None and case.device.name != device:
+            skipped.append(f"{name}: measured on {case.device.name}, not on {device}")
             continue
         tokens = case.work.micro_batch * case.work.seq_len * case.work.accumulation * case.layout.data
         held = number(row, "peak_mem_gib")
