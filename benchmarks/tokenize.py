@@ -405,7 +405,10 @@ def report(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
             raise SystemExit("--append: the earlier results are of another corpus")
         anew = {(n["tool"], n["shards"]) for n in rows}
         rows = [r for r in old["rows"] if (r["tool"], r["shards"]) not in anew] + rows
-    keep(args.section, rows, corpus=facts, tokenizer=Path(args.tokenizer).name)
+        args.note = args.note or old.get("note")
+        args.earlier = old.get("command")
+    facts = {"corpus": facts, "tokenizer": Path(args.tokenizer).name, "note": args.note}
+    keep(args.section, rows, earlier=getattr(args, "earlier", None), **facts)
 
 
 def stored() -> dict[str, Any]:
@@ -413,12 +416,12 @@ def stored() -> dict[str, Any]:
     return json.loads(path.read_text()).get("sections", {}) if path.is_file() else {}
 
 
-def keep(name: str, rows: list[dict[str, Any]], **facts: Any) -> None:
+def keep(name: str, rows: list[dict[str, Any]], *, earlier: str | None = None, **facts: Any) -> None:
     """Replace one section; the others stay as they were, and the page is written from all of them."""
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False, cwd=Path(__file__).parent).stdout.strip()
     about = {
-        "command": "python benchmarks/tokenize.py " + " ".join(_unplaced(sys.argv[1:])), "date": time.strftime("%Y-%m-%d"), "commit": commit,
+        "command": (f"{earlier}; " if earlier else "") + "python benchmarks/tokenize.py " + " ".join(_unplaced(sys.argv[1:])), "date": time.strftime("%Y-%m-%d"), "commit": commit,
         "machine": f"{os.cpu_count()} cores, {cpu_name()}, Python {platform.python_version()}", "versions": versions(),
     }  # fmt: skip
     sections = {**stored(), name: {**about, **facts, "rows": rows}}
@@ -492,7 +495,8 @@ def run_text(section: dict[str, Any]) -> list[str]:
             text.append(
                 f"| {tool} | {shards} | {len(mid['all'])} | {mid['tokens'] / 1e6:.2f} | {mid['cpu_seconds']:.1f} | {mid['all'][0]:.1f} - {mid['all'][-1]:.1f} | {mid['tokens'] / 1e6 / mid['cpu_seconds']:.2f} | {mid['wall_seconds']:.1f} | {mid['peak_bytes'] / 1e6:.0f} | {mid['peak_process_bytes'] / 1e6:.0f} | {mid['bytes'] / mid['tokens']:.4f} | {mid['documents']:,} |"
             )
-    return [*text, "", *goals(rows, max(r["shards"] for r in rows))]
+    note = [f"- {section['note']}"] if section.get("note") else []
+    return [*text, "", *note, *goals(rows, max(r["shards"] for r in rows))]
 
 
 def goals(rows: list[dict[str, Any]], shards: int) -> Iterator[str]:
@@ -652,6 +656,7 @@ def main() -> None:
         "--megatron", default=None, help="checkout of Megatron-LM; its tools/preprocess_data_fast.py is run"
     )
     bench.add_argument("--megatron-options", type=str.split, default=[], help="further words for that script")
+    bench.add_argument("--note", default=None, help="a sentence about these results that stands above them")
     bench.add_argument("--section", default="run", help="section of the results: run, or run-big for a larger corpus")
     bench.add_argument("--megatron-python", default=None)
     bench.set_defaults(do=run)
