@@ -29,7 +29,7 @@ def main(folder: Path) -> None:
         found = rows(name == "test")
         with (folder / f"{name}.tsv").open("w", newline="") as file:
             csv.writer(file, delimiter="\t").writerows([("text", "label"), *found])
-        print(f"{folder / name}.tsv: {len(found)} texts")
+        print(f"{folder / name}.tsv: {len(found)} texts")  # noqa: T201 - a script
 
 
 if __name__ == "__main__":
