@@ -79,3 +79,11 @@ def test_gptnl_30b_in_34_days_means_an_mfu_of_a_third():
 
 def test_training_flops_is_tokens_times_one(llama_8b):
     assert training_flops(llama_8b, 4096, 1e9, "6N") == 1e9 * per_token(llama_8b, 4096, "6N")
+
+
+def test_selective_recompute_counts_the_products_it_does_again() -> None:
+    """Keys, attention's output and the up-projection of a Llama: 2048 x (256 + 2048 + 5632) weights of a layer's."""
+    shape = make_shape(layers=22, width=2048, heads=32, kv_heads=4, ffn=5632, vocab=32_000)
+    again = 22 * 2 * 2048 * (256 + 2048 + 5632)
+    found = hardware_per_token(shape, 4096, "selective") - per_token(shape, 4096)
+    assert found == pytest.approx(again, rel=1e-3)

@@ -383,7 +383,7 @@ def _card(run: Path) -> str | None:
     from windlass.errors import WindlassError
     from windlass.report.card import content_summary, data_section, model_card
     from windlass.report.collect import collect
-    from windlass.report.content import evaluation
+    from windlass.report.evaluations import evaluation
     from windlass.report.text import markdown
     from windlass.runs import open_run
 

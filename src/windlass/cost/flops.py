@@ -48,14 +48,26 @@ def _causal_share(shape: Shape) -> float:
 
 
 def hardware_per_token(shape: Shape, seq_len: int, recompute: str = "none", convention: Convention = DEFAULT) -> float:
-    """FLOPs that the device really does: full recompute runs the layers' forward again (8N instead of 6N), selective only attention's."""
+    """FLOPs that the device really does: full recompute runs the layers' forward again (8N instead of 6N), selective (our engine's)
+    some of its products. What a budget chose is not known beforehand; its share is not counted."""
     model = per_token(shape, seq_len, convention)
     attention = model - per_token(shape, seq_len, "6N")
     if recompute == "full":
         return model + 2.0 * count(shape).body + attention / 3.0
     if recompute == "selective":
-        return model + attention / 3.0
+        again = 2.0 * count(shape).body * selective_products(shape)
+        return model + again + (attention / 3.0 if shape.arch == "retnet" else 0.0)
     return model
+
+
+def selective_products(s: Shape) -> float:
+    """Share of a layer's matrix products that our selective recompute does again: every second one (keys, attention's output, the
+    up-projection), not the last, whose result nobody reads."""
+    mixed = s.value_width if s.arch == "retnet" else s.attention_width
+    first = 2.0 * (s.width + s.value_width) if s.arch == "retnet" else s.attention_width + 2.0 * s.kv_width
+    whole = first + mixed + (3.0 if s.glu else 2.0) * s.ffn
+    skipped = (s.kv_width if s.arch != "retnet" else first / 2.0) + mixed + (s.ffn if s.glu else 0.0)
+    return skipped / whole
 
 
 @dataclass(frozen=True, slots=True)

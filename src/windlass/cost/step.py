@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from windlass.clusters.model import Device, Efficiency, Links
-from windlass.cost.flops import DEFAULT, Convention, hardware_per_token, per_token
+from windlass.cost.flops import DEFAULT, Convention, hardware_per_token, per_token, selective_products
 from windlass.cost.params import count
 from windlass.cost.shapes import Shape
 from windlass.cost.work import Degrees, Work
@@ -322,9 +322,8 @@ def _again(s: Shape, work: Work) -> _Again:
     whole = first + mixed + (3.0 if s.glu else 2.0) * s.ffn
     if work.recompute == "full":
         return _Again(1.0 - s.ffn / whole, 1.0, 0.5)
-    skipped = (s.kv_width if s.arch != "retnet" else first / 2.0) + mixed + (s.ffn if s.glu else 0.0)
     # Retention is made of batched products, which the policy does not keep.
-    return _Again(skipped / whole, 1.0 if s.arch == "retnet" else 0.0, 0.0)
+    return _Again(selective_products(s), 1.0 if s.arch == "retnet" else 0.0, 0.0)
 
 
 def _cast_bytes(s: Shape, work: Work, tokens: float, t: int) -> float:
