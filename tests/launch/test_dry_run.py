@@ -58,6 +58,20 @@ def test_the_command_itself(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_shows_the_tokenizing_jobs_before_the_training(tmp_path):
+    recipe = next(p for p in RECIPES if p.stem == "italia_9b_leonardo")
+    words = [sys.executable, "-m", "windlass", "launch", str(recipe), "--dry-run", "--pretokenize", "data.toml", "--array", "12",
+             "launch.account=EUHPC_A01"]  # fmt: skip
+    text = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert text.returncode == 0, text.stderr
+    assert "#SBATCH --array=0-11" in text.stdout and "--array-task auto" in text.stdout
+    assert text.stdout.index("--array-task") < text.stdout.index("after it, training")
+    scripts = json.loads(subprocess.run([*words, "--json"], cwd=tmp_path, capture_output=True, text=True).stdout)
+    for script in scripts["pretokenize"].values():
+        assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_layout_that_does_not_fit_is_refused_with_the_planners_words(tmp_path):
     recipe = next(p for p in RECIPES if p.stem == "italia_9b_leonardo")
     loaded = load_recipe(recipe, ["launch.account=x", "layout.shard=none"])

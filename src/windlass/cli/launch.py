@@ -69,7 +69,7 @@ def launch(
         dry_run=dry_run,
     )
     if dry_run:
-        _show_dry(prepared, as_json)
+        _show_dry(prepared, as_json, _tokenizing(prepared, pretokenize, array))
         return
     if pretokenize is not None:
         from windlass.launch.array import tokenize_array
@@ -137,15 +137,30 @@ def _prepared_json(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _show_dry(prepared: Prepared, as_json: bool) -> None:
+def _tokenizing(prepared: Prepared, data: Path | None, tasks: int) -> dict[str, str] | None:
+    """The scripts that would run before the training, where data are tokenised first."""
+    if data is None:
+        return None
+    from windlass.launch.array import tokenize_scripts
+
+    job = prepared.job
+    return tokenize_scripts(data, tasks, cluster=prepared.cluster, account=job.account, env=job.env)
+
+
+def _show_dry(prepared: Prepared, as_json: bool, before: dict[str, str] | None) -> None:
     from windlass.cli.output import console, print_json, table
     from windlass.launch.checks import refusals
     from windlass.units import print_bytes, print_seconds
 
     if as_json:
-        print_json(_prepared_json(prepared))
+        print_json({**_prepared_json(prepared), **({} if before is None else {"pretokenize": before})})
         return
     out = console()
+    for kind, text in (before or {}).items():
+        out.print(f"[bold]{'first, tokenising' if kind == 'array' else 'then, its end'}[/bold]")
+        print(text)
+    if before:
+        out.print("[bold]after it, training[/bold]")
     print(prepared.text)
     plan, cost, job = prepared.plan, prepared.cost, prepared.job
     rows = [

@@ -68,6 +68,18 @@ def tokenize_array(data: Path, count: int, **more: Any) -> Submitted:
     return submit_array([*words, "--array-task", "auto"], count=count, then=words, **more)
 
 
+def tokenize_scripts(
+    data: Path, count: int, *, cluster: Cluster | str | None = None, account: str | None = None, env: Mapping[str, str] | None = None
+) -> dict[str, str]:  # fmt: skip
+    """What `tokenize_array` would submit: the array's script and that of the merge after it."""
+    machine = _machine(cluster)
+    _check(machine, count)
+    words = ("windlass", "tokenize", str(data.absolute()))
+    make = _maker(machine, (Path("runs") / _name(words)).absolute(), account, {}, env or {}, None)
+    jobs = {"array": make("array", (*words, "--array-task", "auto"), array=count), "merge": make("merge", words)}
+    return {kind: render(job, machine) for kind, job in jobs.items()}
+
+
 def _name(command: Sequence[str]) -> str:
     """tokenize-DATA for `windlass tokenize path/DATA.toml`."""
     words = [Path(w).stem for w in command[:3] if not w.startswith("-")]
