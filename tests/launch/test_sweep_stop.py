@@ -25,7 +25,15 @@ n = [1, 2, 3]
 
 def start(folder: Path) -> subprocess.Popen:
     words = [sys.executable, "-m", "windlass", "sweep", "naps.toml", "--run", "sweep"]
-    return subprocess.Popen(words, cwd=folder / "here", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)  # fmt: skip
+    return subprocess.Popen(
+        words, cwd=folder / "here", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        preexec_fn=heed_ctrl_c,
+    )  # fmt: skip
+
+
+def heed_ctrl_c() -> None:
+    """As in a terminal: a shell starts what runs in its background with Ctrl-C ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for(path: Path, seconds: float = 60.0) -> None:
