@@ -273,9 +273,10 @@ def techniques_cpu() -> str:
         for r in found["rows"]
     ]  # fmt: skip
     about = found["about"]
+    # The load is read at the end, so it counts our own processes.
     busy = (
         ""
-        if (about.get("load") or 1e9) <= about.get("cores", 0)
+        if (about.get("load") or 1e9) <= about.get("cores", 0) + about.get("processes", 0)
         else (
             " **The machine was busy with other work**, so take counts and bytes, which are exact, and not the times."
         )
