@@ -164,6 +164,15 @@ def _stacks(sheet: Sheet, holding: dict[str, list[str]], x: float, y: float) -> 
             sheet.box(x + number * (STACK + GAP), y + slice_ * CELL, STACK, CELL - 2, kind, 1)
 
 
+def _all_read(sheet: Sheet, all_ranks: list[Rank], axes: Axes, top: float, words: str) -> None:
+    """The last row of a picture: which sequences of the batch each rank reads."""
+    nodes(sheet, top, 40)
+    sheet.text(8, top + 20, "reads", "ink small")
+    for rank in all_ranks:
+        _reads(sheet, rank, axes, top + 6)
+    sheet.text(column(0) + 6, top + 34, words, "dim small")
+
+
 def _reads(sheet: Sheet, rank: Rank, axes: Axes, y: float) -> None:
     each = 16 // axes.data
     first = rank.data * each
@@ -199,11 +208,7 @@ def tensor() -> None:
             _quarter(sheet, column(rank.number) + 20, top + 8, kind, rank.tensor, axes.tensor)
         sheet.text(column(0) + 6, top + 84, what, "dim small")
         top += 104
-    nodes(sheet, top, 40)
-    sheet.text(8, top + 20, "reads", "ink small")
-    for rank in all_ranks:
-        _reads(sheet, rank, axes, top + 6)
-    sheet.text(column(0) + 6, top + 34, "the ranks of a tensor group read the same sequences; gradients are all-reduced between the nodes", "dim small")  # fmt: skip
+    _all_read(sheet, all_ranks, axes, top, "the ranks of a tensor group read the same sequences; gradients are all-reduced between the nodes")  # fmt: skip
     sheet.save("layout-tensor")
 
 
@@ -240,11 +245,7 @@ def context() -> None:
                 sheet.box(column(rank.number) + 14 + k * step, top + 8 + q * step, step - 2, step - 2, here, 1)
     sheet.text(column(0) + 6, top + 92, "each rank holds a quarter of the positions; the last one of a group looks back at most", "dim small")  # fmt: skip
     top += 112
-    nodes(sheet, top, 40)
-    sheet.text(8, top + 20, "reads", "ink small")
-    for rank in all_ranks:
-        _reads(sheet, rank, axes, top + 6)
-    sheet.text(column(0) + 6, top + 34, "ranks of a context group take stretches of the same sequences; weights, gradients and moments are divided as shard says, over all 8", "dim small")  # fmt: skip
+    _all_read(sheet, all_ranks, axes, top, "ranks of a context group take stretches of the same sequences; weights, gradients and moments are divided as shard says, over all 8")  # fmt: skip
     sheet.save("layout-context")
 
 

@@ -60,13 +60,19 @@ def hardware_per_token(shape: Shape, seq_len: int, recompute: str = "none", conv
     return model
 
 
+def product_widths(s: Shape) -> tuple[float, float, float]:
+    """Columns of a layer's matrix products: those of its input (queries, keys, values), what they mix to, and all together."""
+    retnet = s.arch == "retnet"
+    mixed = s.value_width if retnet else s.attention_width
+    first = 2.0 * (s.width + s.value_width) if retnet else s.attention_width + 2.0 * s.kv_width
+    return first, mixed, first + mixed + (3.0 if s.glu else 2.0) * s.ffn
+
+
 def selective_products(s: Shape) -> float:
     """Share of a layer's matrix products that our selective recompute does again: every second one (keys, attention's output, the
     up-projection), not the last, whose result nobody reads."""
-    mixed = s.value_width if s.arch == "retnet" else s.attention_width
-    first = 2.0 * (s.width + s.value_width) if s.arch == "retnet" else s.attention_width + 2.0 * s.kv_width
-    whole = first + mixed + (3.0 if s.glu else 2.0) * s.ffn
-    skipped = (s.kv_width if s.arch != "retnet" else first / 2.0) + mixed + (s.ffn if s.glu else 0.0)
+    first, mixed, whole = product_widths(s)
+    skipped = (first / 2.0 if s.arch == "retnet" else s.kv_width) + mixed + (s.ffn if s.glu else 0.0)
     return skipped / whole
 
 

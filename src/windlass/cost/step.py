@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from windlass.clusters.model import Device, Efficiency, Links
-from windlass.cost.flops import DEFAULT, Convention, hardware_per_token, per_token, selective_products
+from windlass.cost.flops import DEFAULT, Convention, hardware_per_token, per_token, product_widths, selective_products
 from windlass.cost.params import count
 from windlass.cost.shapes import Shape
 from windlass.cost.work import Degrees, Work
@@ -317,11 +317,8 @@ def _again(s: Shape, work: Work) -> _Again:
     if not work.native:
         share = 0.35 if work.engine == "torch" else 0.0
         return _Again(share, 0.0, share) if work.recompute == "selective" else _Again(1.0, 1.0, 1.0)
-    mixed = s.value_width if s.arch == "retnet" else s.attention_width
-    first = 2.0 * (s.width + s.value_width) if s.arch == "retnet" else s.attention_width + 2.0 * s.kv_width
-    whole = first + mixed + (3.0 if s.glu else 2.0) * s.ffn
     if work.recompute == "full":
-        return _Again(1.0 - s.ffn / whole, 1.0, 0.5)
+        return _Again(1.0 - s.ffn / product_widths(s)[2], 1.0, 0.5)
     # Retention is made of batched products, which the policy does not keep.
     return _Again(selective_products(s), 1.0 if s.arch == "retnet" else 0.0, 0.0)
 

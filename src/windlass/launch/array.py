@@ -49,35 +49,42 @@ def submit_array(
     A task that fails leaves the last job cancelled, not waiting for ever; submitting again does only what is missing.
     """
     machine = _machine(cluster)
-    _check(machine, count)
     executor = executor or Slurm()
-    folder = (folder or Path("runs") / f"{_name(command)}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    make = _maker(machine, folder, account, options or {}, env or {}, seconds)
+    folder = folder or Path("runs") / f"{_name(command)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    array, merge = _pair(command, then, count, machine, folder, account, options, env, seconds)
     if after is not None:
         check_known(executor, after)
-    first = _submit(
-        make("array", tuple(command), array=count), machine, executor, f"afterok:{after}" if after else None
-    )
-    second = _submit(make("merge", tuple(then)), machine, executor, f"afterok:{first}")
-    return Submitted(folder, first, second)
+    first = _submit(array, machine, executor, f"afterok:{after}" if after else None)
+    return Submitted(Path(array.run_dir), first, _submit(merge, machine, executor, f"afterok:{first}"))
+
+
+def _pair(
+    command: Sequence[str], then: Sequence[str], count: int, machine: Cluster, folder: Path, account: str | None = None,
+    options: Mapping[str, str | int | bool] | None = None, env: Mapping[str, str] | None = None, seconds: float | None = None,
+) -> tuple[Job, Job]:  # fmt: skip
+    """The array, and the one job after it."""
+    _check(machine, count)
+    make = _maker(machine, folder.absolute(), account, options or {}, env or {}, seconds)
+    return make("array", tuple(command), array=count), make("merge", tuple(then))
 
 
 def tokenize_array(data: Path, count: int, **more: Any) -> Submitted:
     """`windlass tokenize DATA.toml` as an array; train after `merge_job`."""
-    words = ["windlass", "tokenize", str(data.absolute())]
+    words = _tokenize(data)
     return submit_array([*words, "--array-task", "auto"], count=count, then=words, **more)
 
 
 def tokenize_scripts(
-    data: Path, count: int, *, cluster: Cluster | str | None = None, account: str | None = None, env: Mapping[str, str] | None = None
-) -> dict[str, str]:  # fmt: skip
+    data: Path, count: int, *, cluster: Cluster, account: str | None, env: Mapping[str, str]
+) -> dict[str, str]:
     """What `tokenize_array` would submit: the array's script and that of the merge after it."""
-    machine = _machine(cluster)
-    _check(machine, count)
-    words = ("windlass", "tokenize", str(data.absolute()))
-    make = _maker(machine, (Path("runs") / _name(words)).absolute(), account, {}, env or {}, None)
-    jobs = {"array": make("array", (*words, "--array-task", "auto"), array=count), "merge": make("merge", words)}
-    return {kind: render(job, machine) for kind, job in jobs.items()}
+    words = _tokenize(data)
+    jobs = _pair([*words, "--array-task", "auto"], words, count, cluster, Path("runs") / _name(words), account, env=env)
+    return {job.kind: render(job, cluster) for job in jobs}
+
+
+def _tokenize(data: Path) -> list[str]:
+    return ["windlass", "tokenize", str(data.absolute())]
 
 
 def _name(command: Sequence[str]) -> str:
