@@ -445,4 +445,7 @@ def test_what_cannot_be_picked_or_ranked_is_said(tmp_path, capsys):
         command(path, run=tmp_path / "run", rank_by="spede")
     assert "inner.f1, score" in caught.value.hint
     command(path, dry_run=True)
-    assert "program.py fine 4 FOLDER/out.json" in capsys.readouterr().out.replace("\n", "")
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "cmd: 1 points"
+    assert shown[1].startswith("kind-fine.size-4  ")
+    assert shown[1].endswith("program.py fine 4 FOLDER/out.json"), "one line, however long its paths are"

@@ -108,10 +108,10 @@ def _show_dry(
         return
     out = console()
     if loaded.sweep.command is not None:
-        rows1 = [(p.name, p.shown_command()) for p in points]
-        out.print(
-            table(f"{loaded.sweep.title or loaded.sweep.name}: {len(points)} points", ("point", "command"), rows1)
-        )
+        out.print(f"{loaded.sweep.title or loaded.sweep.name}: {len(points)} points", style="bold", markup=False)
+        widest = max(len(p.name) for p in points)
+        for point in points:  # no table: a folded command cannot be copied
+            out.print(f"{point.name:{widest}}  {point.shown_command()}", markup=False, soft_wrap=True)
         out.print("what they take is unknown: the planner knows recipes only")
         return
     columns = ("point", "expected", "GiB", "oom", "tokens/s/device", "MFU", "time", "node-h", "kWh")
