@@ -61,13 +61,13 @@ def choose_backend(wish: str, device: torch.device) -> tuple[str, str]:
     if wish == "torch":
         raise ConfigError(
             f'train.fp8_backend = "torch", but torch {torch.__version__} has no scaled product for this device',
-            hint='pip install torchao and use train.fp8_backend = "auto", or train.precision = "bf16"',
+            hint='pip install \'windlass[fp8]\' and use train.fp8_backend = "auto", or train.precision = "bf16"',
         )
     if torchao_there():
         return "torchao", "train.fp8_backend" if wish == "torchao" else "torch has no scaled product for this device"
     raise ConfigError(
         'train.precision = "fp8" needs the package torchao here, which is not installed',
-        hint='pip install torchao, or use train.precision = "bf16"',
+        hint="pip install 'windlass[fp8]', or use train.precision = \"bf16\"",
     )
 
 
