@@ -64,6 +64,7 @@ class Script:
     name: str = "nvml"
     note: str = ""
     used: float | None = None
+    update_seconds: float | None = None
     at: int = field(default=0)
 
     def read(self) -> list[Any]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -107,16 +108,91 @@ class TestCounters:
         assert "GPU is lost" in made.missing["nvml"]
 
 
-def test_window_of_counters_reads_twice_and_needs_no_thread(script):
+def test_a_short_window_of_counters_reads_twice(script):
     sensor = script([[device(100.0)], [device(350.0)]])
     window = Window(sensors=[sensor])
     window.begin()
-    assert window._ticker is None
     assert window.end().joules == 250.0
     assert sensor.at == 2
+
+
+def test_a_long_window_sees_every_turn_of_a_counter_that_wraps(script, monkeypatch):
+    """A RAPL counter of 262 kJ turns over every quarter of an hour at 300 W: read at both ends only, whole turns would be lost."""
+    monkeypatch.setattr("windlass.energy.window.VISIT_SECONDS", 0.02)
+    turns = script(
+        [[Sample("package-0", "cpu", value, wraps_at=1000.0)] for value in (900.0, 600.0, 300.0, 0.0, 700.0)]
+    )
+    with Window(sensors=[turns]) as window:
+        while turns.at < 5:
+            time.sleep(0.01)
+    assert window.result.joules == 4 * 700.0
+
+
+class TestResolution:
+    def test_a_window_says_what_one_update_of_its_counter_is_worth(self, script, clock):
+        sampler = Sampler([script([[device(0.0)], [device(1060.0)]], update_seconds=0.1)], clock=clock)
+        sampler.read()
+        sampler.read()  # 2 s later: 530 W
+        assert sampler.measurement().resolution_joules == pytest.approx(53.0)
+
+    def test_it_is_unknown_for_summed_power_and_where_nobody_said(self, script, clock):
+        for sensor in (script([[device(watts=100.0)]], update_seconds=0.1), script([[device(0.0)], [device(5.0)]])):
+            sampler = Sampler([sensor], clock=clock)
+            sampler.read()
+            sampler.read()
+            assert sampler.measurement().resolution_joules is None
+
+    def test_of_two_sources_it_adds_and_one_unknown_makes_it_unknown(self):
+        def part(name, scope, resolution):
+            return replace(source(name, scope, 100), resolution_joules=resolution)
+
+        assert measurement([part("nvml", "device", 5.0), part("rapl", "cpu", 0.1)], 10).resolution_joules == 5.1
+        assert measurement([part("nvml", "device", 5.0), part("rapl", "cpu", None)], 10).resolution_joules is None
+
+
+class TestSourcesThatStop:
+    def test_a_node_counter_below_its_own_devices_was_cut_short(self):
+        found = [source("ear", "node", 500), source("nvml", "device", 700), source("rapl", "cpu", 150)]
+        assert measurement(found, 10).counted == ("nvml device", "rapl cpu")
+
+    def test_of_one_scope_the_one_that_was_read_to_the_end(self):
+        frozen = replace(source("cray", "device", 400), seconds=5.0)
+        assert [s.source for s in reconcile([frozen, source("amdsmi", "device", 800)])] == ["amdsmi"]
+
+    def test_counters_that_stand_still_no_longer_grow_in_time(self, script, clock):
+        stopping = script([[device(0.0)], [device(100.0)], []], name="cray")
+        sampler = Sampler([stopping, script([[device(0.0)]], name="amdsmi")], clock=clock)
+        for _ in range(6):
+            sampler.read()
+        seconds = {s.source: s.seconds for s in sampler.measurement().sources}
+        assert seconds["cray"] < seconds["amdsmi"] / 2
+
+
+class TestDoubt:
+    """AMD SMI before ROCm 6.3 counts ten times too little on some boards."""
+
+    def test_a_counter_ten_times_off_its_power_gives_way_to_power(self, script, clock):
+        readings = [device(50.0 * 2 * i, watts=500.0) for i in range(30)]  # 2 s apart: counts 50 W where power is 500 W
+        found = tally(script, clock, readings)
+        assert (found.joules, found.method) == (pytest.approx(29 * 2 * 500.0), "power")
+        assert found.note == "its counter says 2,900 J where its power says 29,000 J: power is summed instead"
+
+    def test_an_honest_counter_stays(self, script, clock):
+        found = tally(script, clock, [device(480.0 * 2 * i, watts=500.0) for i in range(30)])
+        assert (found.joules, found.method, found.note) == (29 * 2 * 480.0, "counter", "")
+
+
+def test_devices_with_and_without_a_counter_are_added(script, clock):
+    """One source, one scope: a node with mixed devices must not lose those that only report power."""
+    first, second = ([Sample("gpu0", "device", 100.0 * i), Sample("gpu1", "device", watts=50.0)] for i in range(2))
+    sampler = Sampler([script([first, second])], clock=clock)
+    sampler.read()
+    sampler.read()
+    made = sampler.measurement()
+    assert (made.joules, made.sources[0].method) == (100.0 + 2 * 50.0, "power")
 
 
 def test_window_of_power_samples_in_between(script):
     with Window(sensors=[script([[device(watts=200.0)]])], interval_seconds=0.01) as window:
         time.sleep(0.2)
-    assert window.result.watts == pytest.approx(200.0, rel=0.01)
+    assert window.result.sources[0].watts == pytest.approx(200.0)

@@ -67,8 +67,33 @@ class TestEar:
         with pytest.raises(RunError, match="cannot be read"):
             read_ear(tmp_path / "absent.csv")
 
-    def test_blank_power_is_unknown_not_zero(self):
-        assert parse("NODENAME;JOBID;STEPID;TIME_SEC;DC_NODE_POWER_W\nn;1;0;10;\n", "f")[0].joules is None
+    @pytest.mark.parametrize("cells", ["10;", "10;0.000000", "0;0", "0;300"])
+    def test_blank_or_zero_is_unknown_not_zero(self, cells):
+        assert parse(f"NODENAME;JOBID;STEPID;TIME_SEC;DC_NODE_POWER_W\nn;1;0;{cells}\n", "f")[0].joules is None
+
+    def test_a_program_without_ears_library_has_the_node_managers_figures(self):
+        """EAR 5.2 and later write 0 into the library's columns for such a program (EARL_ENABLED 0): Python under srun is one."""
+        head = "JOBID;STEPID;EARL_ENABLED;NODENAME;TIME_SEC;DC_NODE_POWER_W;DRAM_POWER_W;PCK_POWER_W;NODEMGR_DC_NODE_POWER_W;NODEMGR_DRAM_POWER_W;NODEMGR_PCK_POWER_W;NODEMGR_TIME_SEC"
+        row = parse(f"{head}\n77;0;0;gcn5;0.000000;0.000000;0.000000;0.000000;2700.0;40.0;310.0;1001\n", "f")[0]
+        assert (row.joules, row.seconds) == (2700.0 * 1001, 1001.0)
+        assert (row.cpu_joules, row.memory_joules) == (310.0 * 1001, 40.0 * 1001)
+
+    def test_programs_side_by_side_on_a_node_count_its_power_once(self):
+        """Four ranks are four programs to EAR, each with the whole node's power; one that ran before them is added."""
+        head = "NODENAME;JOBID;STEPID;APPID;START_TIME;END_TIME;TIME_SEC;DC_NODE_POWER_W"
+        ranks = [f"n;9;0;{100 + i};2000;3000;{1000 - i};2000" for i in range(4)]
+        rows = without_overlap(parse("\n".join([head, "n;9;0;99;1000;1900;900;500", *ranks]), "f"))
+        assert [(r.app, r.joules) for r in rows] == [("99", 450_000.0), ("100", 2_000_000.0)]
+        assert len({r.name for r in rows}) == 2
+
+    def test_a_real_job_of_batch_short_and_long_step(self):
+        """As eacct writes it (a CPU node, v5 header): 0.031 kWh; the absent GPUs' zeros are no measurement."""
+        head = "NODENAME;JOBID;STEPID;APPID;POLICY;START_TIME;END_TIME;TIME_SEC;DC_NODE_POWER_W;DRAM_POWER_W;PCK_POWER_W;GPU0_POWER_W;GPU1_POWER_W"
+        rows = without_overlap(parse(
+            f"{head}\nn2;253;{BATCH_STEP};0; ;1754636620;1754636947;327.0;337.767578;0.0;106.9;0.0;0.0\n"
+            "n2;253;1;3574071;monitoring;1754636623;1754636946;322.834564;340.891113;0.0;308.5;0.0;0.0\n"
+            "n2;253;0;0; ;1754636622;1754636623;1.0;50.0;0.0;41.4;0.0;0.0\n", "f"))  # fmt: skip
+        assert sum(r.joules for r in rows) / 3.6e6 == pytest.approx((322.834564 * 340.891113 + 50) / 3.6e6)
 
 
 class TestSacct:
@@ -80,6 +105,34 @@ class TestSacct:
     def test_only_a_batch_step(self):
         job = read_sacct("9|900|60|1|COMPLETED\n9.batch|900|60|1|COMPLETED\n")[0]
         assert job.joules == 900.0 and "first node only" in job.note
+
+    def test_a_pretty_figure_with_a_suffix_is_read_and_called_rounded(self):
+        text = "JobID|JobName|ConsumedEnergy|NNodes|State\n9||0|2|COMPLETED\n9.0|train|51.96M|2|COMPLETED\n"
+        job = read_sacct(text)[0]
+        assert (job.joules, job.nodes) == (51.96e6, 2)
+        assert job.note == "sum of the srun steps; rounded by sacct (ConsumedEnergyRaw is exact)"
+
+    def test_columns_are_found_by_their_names(self):
+        text = "State|NNodes|ConsumedEnergyRaw|JobIDRaw|ElapsedRaw|\nCOMPLETED|4|8000|12.0|60|\n"
+        assert [(j.job, j.joules, j.seconds, j.nodes) for j in read_sacct(text)] == [("12", 8000.0, 60.0, 4)]
+
+    def test_a_batch_only_record_covers_one_node_of_four(self):
+        text = "9|900|60|4|COMPLETED\n9.batch|900|60|1|COMPLETED\n9.0|0|60|4|COMPLETED\n"
+        assert (read_sacct(text)[0].joules, read_sacct(text)[0].nodes) == (900.0, 1)
+
+    def test_a_job_that_still_runs_has_no_figure_yet(self):
+        job = read_sacct("9||60|2|RUNNING\n9.0|5000|50|2|COMPLETED\n9.1|0|10|2|RUNNING\n")[0]
+        assert (job.joules, job.note) == (None, "still running: its record is not complete")
+
+    def test_a_requeued_job_is_the_sum_of_its_lives(self):
+        """`sacct --duplicates` lists both; steps side by side do not stretch the job's time."""
+        text = "9|0|100|2|NODE_FAIL\n9.0|3000|100|2|NODE_FAIL\n9|0|200|2|COMPLETED\n9.0|7000|200|2|COMPLETED\n9.1|10|200|1|COMPLETED\n"
+        assert (read_sacct(text)[0].joules, read_sacct(text)[0].seconds) == (10_010.0, 300.0)
+
+    def test_a_table_for_people_is_refused_with_the_command(self):
+        with pytest.raises(RunError, match="no line of sacct's parsable output") as error:
+            read_sacct("JobID        ConsumedEnergy\n------------ --------------\n9.0  51.96M\n")
+        assert "--parsable2" in error.value.hint
 
     @pytest.mark.parametrize("raw", ["", "0", "18446744073709551614"])
     def test_a_site_without_energy_is_unknown(self, raw):
@@ -127,9 +180,52 @@ class TestLedger:
         lines = [
             line("a", "nvml", "device", 700),
             line("b", "nvml", "device", 650),
-            line("*", "slurm", "node", 2100, session="slurm:9"),
+            line("*", "slurm", "node", 2100, session="slurm:9", nodes=2),
         ]
         assert build(lines).joules == 2100
+
+    def test_a_batch_steps_figure_is_of_one_node_and_does_not_hide_the_others(self):
+        """Its record covers the first node only: four nodes of devices say more than one whole node."""
+        lines = [line(f"n{i}", "nvml", "device", 700) for i in range(4)]
+        assert build([*lines, line("*", "slurm", "node", 1000, session="slurm:9", nodes=1)]).joules == 2800
+
+    def test_a_record_of_more_nodes_than_the_meters_saw_counts(self):
+        lines = [line("a", "cray", "node", 1000), line("*", "slurm", "node", 2100, session="slurm:9", nodes=2)]
+        assert build(lines).joules == 2100
+
+    def test_a_record_that_was_cut_short_does_not_hide_what_the_devices_used(self):
+        lines = [line("a", "nvml", "device", 1000), line("*", "slurm", "node", 300, session="slurm:9", nodes=1)]
+        assert build(lines).joules == 1000
+
+    def test_mean_power_of_a_chain_on_other_nodes_is_that_of_one_job(self):
+        """Two jobs of two nodes, 100 s each, 100 W a node: 200 W, though four nodes are named."""
+        lines = [line(n, "cray", "node", 1e4, job=j) for j, names in (("1", "ab"), ("2", "cd")) for n in names]
+        ledger = build(lines)
+        assert (ledger.joules / ledger.wall_seconds, ledger.nodes_measured) == (200.0, 2)
+
+    def test_mean_power_of_a_whole_jobs_record_is_of_all_its_nodes(self):
+        ledger = build([line("*", "slurm", "node", 4e4, session="slurm:9", seconds=400.0, nodes=4)])
+        assert (ledger.joules / ledger.wall_seconds, ledger.nodes_measured) == (400.0, 4)
+
+    def test_a_sites_record_fills_the_gap_of_its_own_attempt_only(self):
+        """Two jobs, no sensor on any node; EAR has the first. That says nothing of the second."""
+        events = [{"time": 1000.0, "event": "started", "nodes": 1}, {"time": 9000.0, "event": "resumed", "nodes": 1}]
+        model = {"source": "model", "scope": "node", "joules": 5, "method": "modelled"}
+        meters = [line("a", session=f"{t}000-1", job=j, **model) for t, j in ((1000, "1"), (9000, "2"))]
+        ear = {"source": "ear", "scope": "node", "method": "power"}
+        first = line("a", joules=10, session="ear:1.0", job="1", **ear)
+        assert build([*meters, first], events).coverage == "whole nodes; not measured on 1 of 1 nodes (attempt 2)"
+        second = line("*", "slurm", "node", 10, session="slurm:2", job="2", nodes=1)
+        assert build([*meters, first, second], events).coverage == "whole nodes"
+
+    def test_whole_nodes_in_one_job_say_nothing_of_the_devices_in_another(self):
+        found = build([line("a", "cray", "node", 10, job="1"), line("a", "nvml", "device", 10, job="2")])
+        assert found.coverage == "in part whole nodes, in part devices only, not the rest of the node"
+
+    def test_resolutions_of_all_counters_add_and_one_unknown_makes_it_unknown(self):
+        lines = [line(n, "nvml", "device", 700, resolution_joules=7.0) for n in "ab"]
+        assert build(lines).resolution_joules == 14.0
+        assert build([*lines, line("c", "nvml", "device", 700)]).resolution_joules is None
 
     def test_node_counters_of_all_nodes_win_over_slurm(self):
         lines = [line("a", "cray", "node", 1000), line("*", "slurm", "node", 990, session="slurm:9")]
@@ -174,6 +270,34 @@ class TestLedger:
         events = [{"time": 100.0, "event": "started", "nodes": 1}, {"time": 130.0, "event": "compiled", "seconds": 30}]
         lines = [{**line("a", "nvml", "device", j), "time": t} for t, j in ((100.0, 0), (129.0, 900), (160.0, 2000))]
         assert build(lines, events).startup_joules == 900
+
+
+class TestWhoseRecordIsIt:
+    """`eacct` and `sacct` list all jobs of a user: another run's energy must not become ours."""
+
+    @pytest.fixture
+    def run(self, tmp_path) -> Run:
+        (tmp_path / "jobs.jsonl").write_text('{"record": "submitted", "job": "77"}\n')
+        return Run(tmp_path)
+
+    def test_rows_of_other_jobs_are_left_out(self, run):
+        other = V52.splitlines()[1].replace("77;", "78;", 1)
+        assert record_ear(run, parse(V52 + other + "\n", "f")[:2]) == 2
+        assert record_slurm(run, read_sacct("77.0|7000|50|2|COMPLETED\n78.0|9000|50|2|COMPLETED\n")) == 1
+        assert "78" not in {json.loads(text)["job"] for text in run.energy_file.read_text().splitlines()}
+
+    def test_a_file_without_any_of_our_jobs_is_refused(self, run):
+        with pytest.raises(RunError, match=r"file.csv has jobs 1001, and none of them is of this run \(77\)"):
+            record_ear(run, parse(LEGACY, "f"), "file.csv")
+
+    def test_beside_meters_outside_any_job_nothing_is_added_twice(self, tmp_path):
+        run = Run(tmp_path)
+        run.energy_file.write_text(
+            json.dumps(line("gcn1", "nvml", "device", 300_000.0, job=None, seconds=259.0)) + "\n"
+        )
+        record_ear(run, parse(V4, "f"))
+        ledger = build([json.loads(text) for text in run.energy_file.read_text().splitlines()])
+        assert ledger.joules == pytest.approx(259.0 * 1937.9)
 
 
 def test_records_are_taken_once_however_often_they_are_given(tmp_path):

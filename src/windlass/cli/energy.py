@@ -48,8 +48,14 @@ def _take_records(run: Run, ear: list[Path], sacct: Path | None, slurm: bool) ->
     from windlass.errors import RunError
     from windlass.runs.files import read_lines
 
-    notes = [f"{record_ear(run, read_ear(path))} rows of {path} taken into {run.energy_file}" for path in ear]
-    texts = [sacct.read_text()] if sacct is not None else []
+    notes = []
+    for path in ear:
+        rows = read_ear(path)
+        taken = record_ear(run, rows, str(path))
+        notes.append(
+            f"{_count(taken, 'row')} of {path} taken into {run.energy_file}{_left_out(len(rows) - taken, 'row')}"
+        )
+    texts = [(str(sacct), _text(sacct))] if sacct is not None else []
     if slurm:
         jobs = [
             str(line.get("job_id") or line.get("job"))
@@ -58,13 +64,33 @@ def _take_records(run: Run, ear: list[Path], sacct: Path | None, slurm: bool) ->
         ]
         if not jobs:
             raise RunError(f"{run.jobs_file} names no job", hint="pass sacct's output with --sacct FILE")
-        texts.append(ask(list(dict.fromkeys(jobs))))
-    for text in texts:
-        found = read_sacct(text)
-        taken = record_slurm(run, found)
-        without = [j.job for j in found if j.joules is None]
-        notes.append(f"{taken} jobs of sacct taken" + (f"; no energy for {', '.join(without)}" if without else ""))
+        texts.append(("sacct's answer", ask(list(dict.fromkeys(jobs)))))
+    for where, text in texts:
+        found = read_sacct(text, where)
+        taken = record_slurm(run, found, where)
+        without = [f"{j.job}: {j.note}" for j in found if j.joules is None]
+        others = _left_out(len(found) - len(without) - taken, "job")
+        notes.append("; ".join([f"{_count(taken, 'job')} of {where} taken{others}", *without]))
     return notes
+
+
+def _left_out(count: int, what: str) -> str:
+    return f" ({_count(count, what)} left out: of other jobs, or without a figure)" if count else ""
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" + ("" if number == 1 else "s")
+
+
+def _text(path: Path) -> str:
+    from windlass.errors import RunError
+
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise RunError(
+            f"{path} cannot be read: {error.strerror}", hint="name the file that sacct's output was written to"
+        ) from None
 
 
 def _print_json(summary: RunSummary, notes: list[str]) -> None:
@@ -77,7 +103,7 @@ def _print_json(summary: RunSummary, notes: list[str]) -> None:
         "run": summary.name, "path": summary.path, "basis": e.basis, "joules": e.joules, "measured_joules": e.ledger.joules,
         "modelled_joules": e.ledger.modelled_joules, "joules_per_token": e.joules_per_token, "joules_per_step": e.joules_per_step,
         "kwh_per_billion_tokens": e.kwh_per_billion_tokens, "mean_watts": e.mean_watts, "forecast_kwh": e.forecast_kwh,
-        "startup_joules": e.ledger.startup_joules, "coverage": e.ledger.coverage, "nodes_expected": e.ledger.nodes_expected,
+        "resolution_joules": e.ledger.resolution_joules, "startup_joules": e.ledger.startup_joules, "coverage": e.ledger.coverage, "nodes_expected": e.ledger.nodes_expected,
         "nodes_measured": e.ledger.nodes_measured, "missing": e.ledger.missing, "sources": [asdict(s) for s in e.ledger.sources],
         "carbon": None if e.carbon is None else asdict(e.carbon), "tokens": summary.tokens, "step": summary.step, "notes": notes,
     })  # fmt: skip

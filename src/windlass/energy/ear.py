@@ -22,7 +22,9 @@ NAMES: dict[str, tuple[str, ...]] = {
     "node": ("NODENAME", "NODE_ID", "NODEID", "NODE"),
     "job": ("JOBID", "JOB_ID", "JOB"),
     "step": ("STEPID", "STEP_ID", "STEP"),
-    "app": ("APPID", "APP_ID"),
+    "app": ("APPID",),
+    "start": ("START_TIME", "JOB_START_TIME"),
+    "end": ("END_TIME", "JOB_END_TIME"),
     "seconds": ("TIME_SEC", "TIME", "ELAPSED_SEC", "TIME(S)", "TIME-SEC"),
     "watts": (
         "DC_NODE_POWER_W",
@@ -35,6 +37,11 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "cpu_watts": ("PCK_POWER_W", "PCK-POWER", "PCK-NODE-POWER", "PCK_POWER"),
     "memory_watts": ("DRAM_POWER_W", "DRAM-POWER", "DRAM_POWER"),
+    # EAR 5.2 and later: the node manager's own figures, for programs that ran without EAR's library (theirs are 0).
+    "manager_seconds": ("NODEMGR_TIME_SEC",),
+    "manager_watts": ("NODEMGR_DC_NODE_POWER_W",),
+    "manager_cpu_watts": ("NODEMGR_PCK_POWER_W",),
+    "manager_memory_watts": ("NODEMGR_DRAM_POWER_W",),
     "joules": ("ENERGY(J)", "ENERGY_J", "ENERGY_JOULES", "DC_ENERGY_J"),
     "kwh": ("ENERGY(KWH)", "ENERGY_KWH"),
 }
@@ -42,7 +49,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class EarRow:
-    """One (job, step, node)."""
+    """One (job, step, program, node)."""
 
     job: str
     step: str
@@ -52,6 +59,14 @@ class EarRow:
     cpu_joules: float | None = None
     memory_joules: float | None = None
     gpu_joules: dict[str, float] = field(default_factory=dict)
+    app: str = ""
+    start: float | None = None
+    end: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Of this program of this step: `77.0`, or `77.0.4242` where EAR tells programs apart."""
+        return ".".join(filter(None, (self.job, self.step, self.app)))
 
 
 def read_ear(path: Path) -> list[EarRow]:
@@ -71,8 +86,8 @@ def parse(text: str, where: str) -> list[EarRow]:
     where_is = {
         key: columns[_plain(n)] for key, names in NAMES.items() for n in reversed(names) if _plain(n) in columns
     }
-    lacking = [key for key in ("node", "job", "seconds") if key not in where_is]
-    if lacking or not {"watts", "joules", "kwh"} & set(where_is):
+    lacking = [key for key in ("node", "job", "seconds") if not {key, f"manager_{key}"} & set(where_is)]
+    if lacking or not {"watts", "manager_watts", "joules", "kwh"} & set(where_is):
         found = ", ".join(list(reader.fieldnames or ())[:6]) or "nothing"
         raise RunError(
             f"{where} is no EAR application CSV: no column for {', '.join(lacking) or 'node power'} (it begins with {found})",
@@ -92,11 +107,14 @@ def _row(record: Mapping[str, str | None], where_is: Mapping[str, str]) -> EarRo
     def text(key: str) -> str:
         return (record.get(where_is[key]) or "").strip() if key in where_is else ""
 
-    seconds = number("seconds") or 0.0
-    joules = _times(number("watts"), seconds)
+    # 0 is EAR's way to say that it has no figure: no node runs on 0 W, and no program for 0 s.
+    own = bool(number("seconds") and number("watts"))
+    by = "" if own or not number("manager_watts") else "manager_"
+    seconds = number(f"{by}seconds") or number("seconds") or 0.0
+    joules = _times(number(f"{by}watts"), seconds) or None
     if joules is None:
         kwh = number("kwh")
-        joules = number("joules") if kwh is None else kwh * 3.6e6
+        joules = (number("joules") if kwh is None else kwh * 3.6e6) or None
     gpus = {
         _plain(name).removesuffix("POWERW").removesuffix("POWER").lower(): watts * seconds
         for name, raw in record.items()
@@ -111,9 +129,12 @@ def _row(record: Mapping[str, str | None], where_is: Mapping[str, str]) -> EarRo
         text("node"),
         seconds,
         joules,
-        _times(number("cpu_watts"), seconds),
-        _times(number("memory_watts"), seconds),
+        _times(number(f"{by}cpu_watts"), seconds),
+        _times(number(f"{by}memory_watts"), seconds),
         gpus,
+        text("app") if number("start") and number("end") else "",
+        number("start"),
+        number("end"),
     )
 
 
@@ -130,8 +151,26 @@ def _float(raw: str | None) -> float | None:
 
 
 def without_overlap(rows: list[EarRow]) -> list[EarRow]:
-    """srun steps where a job has them, else its batch step: the batch step spans the same time on the first node."""
+    """srun steps where a job has them, else its batch step: the batch step spans the same time on the first node.
+
+    A row's power is the whole node's. Steps or programs that ran side by side on a node (one a rank, say) would count it
+    several times, so of those the longest stands for all.
+    """
     with_steps = {row.job for row in rows if row.step not in OTHER_STEPS and row.step != BATCH_STEP}
-    return [
+    steps = [
         row for row in rows if row.step not in OTHER_STEPS and (row.step != BATCH_STEP or row.job not in with_steps)
     ]
+    kept: list[EarRow] = []
+    for row in sorted(steps, key=lambda r: -r.seconds):
+        if not any(_side_by_side(row, other) for other in kept):
+            kept.append(row)
+    return [row for row in steps if row in kept]
+
+
+def _side_by_side(row: EarRow, other: EarRow) -> bool:
+    if (row.job, row.node) != (other.job, other.node):
+        return False
+    if row.start is None or row.end is None or other.start is None or other.end is None:
+        return False
+    both = min(row.end, other.end) - max(row.start, other.start)
+    return both > 0 and both > (row.end - row.start) / 2

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from windlass.energy.ear import EarRow
-from windlass.energy.measure import INSIDE, SourceEnergy, reconcile
+from windlass.energy.measure import INSIDE, SHORT, Scope, SourceEnergy, reconcile, total_resolution
 from windlass.energy.slurm import JobEnergy
+from windlass.errors import RunError
 from windlass.runs.files import append_line, read_lines
 from windlass.runs.folder import Run
 
@@ -48,14 +49,23 @@ class Ledger:
     nodes_measured: int
     node_seconds: float
     """Time x nodes that `joules` covers."""
+    wall_seconds: float
+    """The same without the nodes: the time of each job, one job after the other."""
     coverage: str
     missing: dict[str, str] = field(default_factory=dict)
     startup_joules: float | None = None
     """Of it before each first step: imports, compilation, loading."""
+    resolution_joules: float | None = None
+    """What one update of each counter is worth, over all nodes and restarts; None where a source does not say."""
 
     @property
     def basis(self) -> str:
         return "measured" if self.joules is not None else "modelled" if self.modelled_joules is not None else "none"
+
+
+Place = tuple[str | None, str]
+"""(job, node)."""
+Chosen = dict[Place, list[SourceEnergy]]
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,7 @@ class _Key:
     session: str
     source: str
     scope: str
-    method: str
+    modelled: bool
 
 
 def read_ledger(run: Run) -> Ledger:
@@ -81,12 +91,12 @@ def recorded_joules(run: Run) -> float | None:
 def build(lines: Iterable[dict[str, Any]], events: Iterable[dict[str, Any]] = ()) -> Ledger:
     attempts, first_steps = _attempts(events)
     last, missing, early = _collect(lines, first_steps)
-    groups: dict[tuple[str | None, str], list[SourceEnergy]] = defaultdict(list)
+    groups: Chosen = defaultdict(list)
     for key, source in last.items():
         groups[key.job, key.node].append(source)
     merged = {place: _merge(sources) for place, sources in groups.items()}
     chosen = _choose(merged)
-    measured_nodes, worst = _nodes(last, chosen, attempts)
+    measured_nodes, worst = _most_nodes(chosen), _worst_gap(last, chosen, attempts)
     expected = max((n for _, n in attempts if n), default=None)
     total = [s for sources in chosen.values() for s in sources]
     return Ledger(
@@ -96,10 +106,29 @@ def build(lines: Iterable[dict[str, Any]], events: Iterable[dict[str, Any]] = ()
         nodes_expected=expected,
         nodes_measured=measured_nodes,
         node_seconds=sum(max((s.seconds for s in sources), default=0.0) for sources in chosen.values()),
-        coverage=coverage(total, expected, measured_nodes, worst, bool(merged)),
+        wall_seconds=_wall_seconds(chosen),
+        coverage=coverage(chosen, expected, measured_nodes, worst, bool(merged)),
         missing=missing,
         startup_joules=_startup(early, last, chosen),
+        resolution_joules=total_resolution(total),
     )
+
+
+def _wall_seconds(chosen: Chosen) -> float:
+    """A job lasts as long as its longest node; the nodes of a chain's jobs may differ, and are not there at once."""
+    by_job: dict[str | None, float] = defaultdict(float)
+    for (job, _), sources in chosen.items():
+        longest = max((s.seconds / s.nodes for s in sources), default=0.0)
+        by_job[job] = max(by_job[job], longest)
+    return sum(by_job.values())
+
+
+def _most_nodes(chosen: Chosen) -> int:
+    """Nodes measured at once, in the job with most of them."""
+    by_job: dict[str | None, int] = defaultdict(int)
+    for (job, _), sources in chosen.items():
+        by_job[job] += max((s.nodes for s in sources), default=0)
+    return max(by_job.values(), default=0)
 
 
 def _attempts(events: Iterable[dict[str, Any]]) -> tuple[list[tuple[float, int | None]], list[float]]:
@@ -139,7 +168,7 @@ def _collect(
             str(line.get("session")),
             source.source,
             source.scope,
-            source.method,
+            source.method == "modelled",
         )
         last[key] = source
         at = line.get("time")
@@ -166,45 +195,50 @@ def _source(line: dict[str, Any]) -> SourceEnergy | None:
         or method not in ("counter", "power", "modelled")
     ):
         return None
-    seconds, resets = line.get("seconds"), line.get("resets")
+    seconds, resets, nodes, step = (line.get(k) for k in ("seconds", "resets", "nodes", "resolution_joules"))
     return SourceEnergy(
         source=str(line.get("source")), scope=scope, method=method, joules=float(joules),
         seconds=float(seconds) if isinstance(seconds, (int, float)) else 0.0,
         resets=resets if isinstance(resets, int) else 0, note=str(line.get("note") or ""),
+        nodes=nodes if isinstance(nodes, int) and nodes > 0 else 1, resolution_joules=float(step) if isinstance(step, (int, float)) else None,
     )  # fmt: skip
 
 
 def _merge(sources: Sequence[SourceEnergy]) -> list[SourceEnergy]:
     """Sessions of one source on one node in one job, added: a restart goes on counting."""
-    groups: dict[tuple[str, str, str], list[SourceEnergy]] = defaultdict(list)
+    groups: dict[tuple[str, str, bool], list[SourceEnergy]] = defaultdict(list)
     for s in sources:
-        groups[s.source, s.scope, s.method].append(s)
+        groups[s.source, s.scope, s.method == "modelled"].append(s)
     return [
         SourceEnergy(
-            source=found[0].source, scope=found[0].scope, method=found[0].method, joules=sum(s.joules for s in found),
+            source=found[0].source, scope=found[0].scope, method=found[-1].method, joules=sum(s.joules for s in found),
             seconds=sum(s.seconds for s in found), resets=sum(s.resets for s in found), note=next((s.note for s in found if s.note), ""),
+            nodes=max(s.nodes for s in found), resolution_joules=total_resolution(found),
         )
         for found in groups.values()
     ]  # fmt: skip
 
 
-def _choose(
-    merged: dict[tuple[str | None, str], list[SourceEnergy]],
-) -> dict[tuple[str | None, str], list[SourceEnergy]]:
-    """Per job: nodes that have a node-level source each, else the whole-job record, else what the nodes have."""
-    chosen: dict[tuple[str | None, str], list[SourceEnergy]] = {}
+def _choose(merged: Chosen) -> Chosen:
+    """Per job: what its nodes have, unless the record of the whole job says more."""
+    chosen: Chosen = {}
     for job in {job for job, _ in merged}:
         nodes = {place: reconcile(s) for place, s in merged.items() if place[0] == job and place[1] != WHOLE_JOB}
         nodes = {place: found for place, found in nodes.items() if found}
         whole = reconcile(merged.get((job, WHOLE_JOB), []))
-        complete = bool(nodes) and all(any(s.scope == "node" for s in found) for found in nodes.values())
-        chosen.update({(job, WHOLE_JOB): whole} if whole and not complete else nodes)
+        chosen.update({(job, WHOLE_JOB): whole} if whole and _says_more(whole[0], nodes) else nodes)
     return chosen
 
 
-def _modelled(
-    merged: dict[tuple[str | None, str], list[SourceEnergy]], chosen: dict[tuple[str | None, str], list[SourceEnergy]]
-) -> float | None:
+def _says_more(whole: SourceEnergy, nodes: Chosen) -> bool:
+    """It covers all nodes that were measured and more of each (or more of them), and is not cut short."""
+    complete = all(any(s.scope == "node" for s in found) for found in nodes.values())
+    if not nodes or whole.nodes < len(nodes) or (complete and whole.nodes <= len(nodes)):
+        return not nodes
+    return whole.joules >= SHORT * sum(s.joules for found in nodes.values() for s in found)
+
+
+def _modelled(merged: Chosen, chosen: Chosen) -> float | None:
     jobs_whole = {job for job, node in chosen if node == WHOLE_JOB}
     found = [
         s.joules
@@ -216,9 +250,7 @@ def _modelled(
     return sum(found) if found else None
 
 
-def _totals(
-    merged: dict[tuple[str | None, str], list[SourceEnergy]], chosen: dict[tuple[str | None, str], list[SourceEnergy]]
-) -> tuple[SourceTotal, ...]:
+def _totals(merged: Chosen, chosen: Chosen) -> tuple[SourceTotal, ...]:
     counted = {(place, s.source, s.scope) for place, sources in chosen.items() for s in sources}
     groups: dict[tuple[str, str, str, bool], list[tuple[str, SourceEnergy]]] = defaultdict(list)
     for place, sources in merged.items():
@@ -227,63 +259,75 @@ def _totals(
     return tuple(
         SourceTotal(
             source=source, scope=scope, method=method, counted=is_counted, joules=sum(s.joules for _, s in found),
-            nodes=len({node for node, _ in found}), resets=sum(s.resets for _, s in found), note=next((s.note for _, s in found if s.note), ""),
+            nodes=sum({node: s.nodes for node, s in found}.values()), resets=sum(s.resets for _, s in found), note=next((s.note for _, s in found if s.note), ""),
         )
         for (source, scope, method, is_counted), found in sorted(groups.items(), key=lambda item: (not item[0][3], item[0]))
     )  # fmt: skip
 
 
-def _nodes(
-    last: dict[_Key, SourceEnergy],
-    chosen: dict[tuple[str | None, str], list[SourceEnergy]],
-    attempts: Sequence[tuple[float, int | None]],
-) -> tuple[int, tuple[int, int, int] | None]:
-    """Nodes measured at least once, and (attempt, not measured, nodes) of the attempt with the most gaps."""
-    places = {place for place in chosen if place[1] != WHOLE_JOB}
-    sessions = {(key.session, key.node) for key in last if (key.job, key.node) in places and key.method != "modelled"}
+def _worst_gap(
+    last: dict[_Key, SourceEnergy], chosen: Chosen, attempts: Sequence[tuple[float, int | None]]
+) -> tuple[int, int, int] | None:
+    """(attempt, not measured, nodes) of the attempt with the most gaps."""
     worst: tuple[int, int, int] | None = None
     for index, (start, nodes) in enumerate(attempts):
         end = attempts[index + 1][0] if index + 1 < len(attempts) else float("inf")
-        # A meter starts a moment before the event is written; two minutes are more than any start-up skew between nodes.
-        seen = {node for session, node in sessions if start - 120 <= _session_time(session, start) < end - 120}
-        if nodes is not None and (worst is None or nodes - len(seen) > worst[1]):
-            worst = (index + 1, max(0, nodes - len(seen)), nodes)
-    return len({node for _, node in places}), worst
+        if nodes is not None:
+            gap = max(0, nodes - _seen(last, chosen, start, end))
+            worst = (index + 1, gap, nodes) if worst is None or gap > worst[1] else worst
+    return worst
 
 
-def _session_time(session: str, default: float) -> float:
+def _seen(last: dict[_Key, SourceEnergy], chosen: Chosen, start: float, end: float) -> int:
+    """Nodes with a measured figure in one attempt: by meters of that time, and by the site's records of the same job."""
+    # A meter starts a moment before the event is written; two minutes are more than any start-up skew between nodes.
+    here = [k for k in last if (at := _session_time(k.session)) is not None and start - 120 <= at < end - 120]
+    jobs = {k.job for k in here}
+    metered = {k.job for k in last if _session_time(k.session) is not None}
+    nodes = {k.node for k in here if not k.modelled and (k.job, k.node) in chosen}
+    whole = 0
+    for key, source in last.items():
+        # A job that no meter saw may have been any attempt; of one that a meter saw we know which.
+        mine = _session_time(key.session) is None and (key.job in jobs or (not jobs and key.job not in metered))
+        if mine and (key.job, key.node) in chosen:
+            nodes |= {key.node} - {WHOLE_JOB}
+            whole = max(whole, source.nodes if key.node == WHOLE_JOB else 0)
+    return max(len(nodes), whole)
+
+
+def _session_time(session: str) -> float | None:
+    """When a meter started; None for the records of a site."""
     head = session.partition("-")[0]
-    return int(head) / 1e3 if head.isdigit() else default
+    return int(head) / 1e3 if head.isdigit() else None
 
 
 def coverage(
-    total: Sequence[SourceEnergy],
+    chosen: Chosen,
     expected: int | None,
     measured: int,
     worst: tuple[int, int, int] | None,
     any_line: bool,
 ) -> str:
     """One sentence on what is and what is not in the figure."""
-    if not total:
+    if not any(chosen.values()):
         return "not measured: no energy record" if not any_line else "not measured on any node; the figure is modelled"
-    scopes = {s.scope for s in total}
-    if "node" in scopes:
-        what = "whole nodes"
-    elif "module" in scopes:
-        what = "GPU and CPU modules, without memory, network and fans"
-    else:
-        names = [
-            name for scope, name in (("device", "devices"), ("cpu", "CPUs"), ("memory", "memory")) if scope in scopes
-        ]
-        what = f"{' and '.join(names)} only, not the rest of the node"
+    kinds = sorted({_covered({s.scope for s in sources}) for sources in chosen.values() if sources}, key=len)
+    what = kinds[0] if len(kinds) == 1 else "in part " + ", in part ".join(kinds)
     if worst is not None and worst[1] > 0 and measured:
         return f"{what}; not measured on {worst[1]} of {worst[2]} nodes (attempt {worst[0]})"
     return f"{what}, on all {expected} nodes" if expected and expected > 1 else what
 
 
-def _startup(
-    early: dict[_Key, float], last: dict[_Key, SourceEnergy], chosen: dict[tuple[str | None, str], list[SourceEnergy]]
-) -> float | None:
+def _covered(scopes: set[Scope]) -> str:
+    if "node" in scopes:
+        return "whole nodes"
+    if "module" in scopes:
+        return "GPU and CPU modules, without memory, network and fans"
+    names = [name for scope, name in (("device", "devices"), ("cpu", "CPUs"), ("memory", "memory")) if scope in scopes]
+    return f"{' and '.join(names)} only, not the rest of the node"
+
+
+def _startup(early: dict[_Key, float], last: dict[_Key, SourceEnergy], chosen: Chosen) -> float | None:
     counted = {(place, s.source, s.scope) for place, sources in chosen.items() for s in sources}
     found = [
         joules
@@ -296,40 +340,69 @@ def _startup(
 # -- records of the site, written into the same file ------------------------------------------------------------------
 
 
-def record_ear(run: Run, rows: Sequence[EarRow]) -> int:
-    """Take EAR's rows into the run's record; taking them twice changes nothing. Returns how many nodes and steps were taken."""
-    taken = 0
-    for row in rows:
-        if row.joules is None:
-            continue
-        taken += 1
+def _jobs(run: Run) -> tuple[set[str], bool]:
+    """The run's jobs (submitted for it, or its meters ran in them), and whether a meter ran outside any job."""
+    submitted = {str(line.get("job") or line.get("job_id") or "") for line in read_lines(run.jobs_file)}
+    meters = [line for line in read_lines(run.energy_file) if _session_time(str(line.get("session"))) is not None]
+    inside = {str(line["job"]) for line in meters if line.get("job")}
+    return (submitted | inside) - {""}, any(not line.get("job") for line in meters)
+
+
+def _own(run: Run, jobs: Iterable[str], where: str) -> dict[str, str | None]:
+    """Job of the record -> job of the run; others are left out. A run that knows no job takes what it is given."""
+    found, (known, outside) = set(jobs), _jobs(run)
+    if not known:  # beside meters outside any job, or what both saw would be counted twice
+        return {job: None if outside else job for job in found}
+    mine: dict[str, str | None] = {job: job for job in found if job in known}
+    if not mine and found:
+        raise RunError(
+            f"{where} has jobs {_some(found)}, and none of them is of this run ({_some(known)})",
+            hint="EAR names an array's tasks by their own numbers: write the run's job id into the JOBID column",
+        )
+    return mine
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
+
+
+def record_ear(run: Run, rows: Sequence[EarRow], where: str = "the CSV") -> int:
+    """Take the rows of this run's jobs into its record; taking them twice changes nothing. Returns how many were taken."""
+    known = [row for row in rows if row.joules is not None]
+    jobs = _own(run, (row.job for row in known), where)
+    mine = [row for row in known if row.job in jobs]
+    for row in mine:
         fields = {
             "time": time.time(),
             "node": row.node,
-            "job": row.job,
-            "session": f"ear:{row.job}.{row.step}",
+            "job": jobs[row.job],
+            "session": f"ear:{row.name}",
             "source": "ear",
             "seconds": row.seconds,
         }
-        append_line(run.energy_file, {**fields, "scope": "node", "method": "power", "joules": row.joules})
         inside = {
-            "device": sum(row.gpu_joules.values()) if row.gpu_joules else None,
+            "node": row.joules,
+            "device": sum(row.gpu_joules.values()),
             "cpu": row.cpu_joules,
             "memory": row.memory_joules,
         }
         for scope, joules in inside.items():
             if joules:
                 append_line(run.energy_file, {**fields, "scope": scope, "method": "power", "joules": joules})
-    return taken
+    return len(mine)
 
 
-def record_slurm(run: Run, jobs: Sequence[JobEnergy]) -> int:
-    """Take sacct's figures into the run's record; taking them twice changes nothing."""
+def record_slurm(run: Run, jobs: Sequence[JobEnergy], where: str = "sacct's answer") -> int:
+    """Take sacct's figures of this run's jobs into its record; taking them twice changes nothing."""
     known = [job for job in jobs if job.joules is not None]
-    for job in known:
+    names = _own(run, (job.job for job in known), where)
+    mine = [job for job in known if job.job in names]
+    for job in mine:
+        nodes = max(1, job.nodes)
         append_line(
             run.energy_file,
-            {"time": time.time(), "node": WHOLE_JOB, "job": job.job, "session": f"slurm:{job.job}", "source": "slurm", "scope": "node",
-             "method": "counter", "joules": job.joules, "seconds": job.seconds * max(1, job.nodes), "note": job.note},
+            {"time": time.time(), "node": WHOLE_JOB, "job": names[job.job], "session": f"slurm:{job.job}", "source": "slurm", "scope": "node",
+             "method": "counter", "joules": job.joules, "seconds": job.seconds * nodes, "nodes": nodes, "note": job.note},
         )  # fmt: skip
-    return len(known)
+    return len(mine)

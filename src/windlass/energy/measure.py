@@ -36,6 +36,10 @@ class SourceEnergy:
     resets: int = 0
     """How often a counter started again from 0 or went backwards; up to one sampling interval is lost each time."""
     note: str = ""
+    resolution_joules: float | None = None
+    """What a counter gathers between two updates: a span may be off by so much. None: not known (summed power, records of a site)."""
+    nodes: int = 1
+    """Nodes that the figure covers; more than one only in a record of a whole job."""
 
     @property
     def watts(self) -> float | None:
@@ -58,6 +62,8 @@ class Measurement:
     sources: tuple[SourceEnergy, ...]
     missing: dict[str, str] = field(default_factory=dict)
     """Source -> why it gave nothing."""
+    resolution_joules: float | None = None
+    """Of `joules`: short spans are off by up to so much, because counters move in steps. None: not known."""
 
     @property
     def watts(self) -> float | None:
@@ -69,6 +75,10 @@ class Measurement:
         return {**asdict(self), "watts": self.watts}
 
 
+SHORT = 0.9
+"""A source that saw less than this share of what the others saw stopped on the way: another then counts."""
+
+
 def reconcile(sources: Iterable[SourceEnergy]) -> list[SourceEnergy]:
     """The sources that may be added: for each scope the preferred one, and none that lies inside another."""
     measured = [s for s in sources if s.method != "modelled"]
@@ -76,15 +86,32 @@ def reconcile(sources: Iterable[SourceEnergy]) -> list[SourceEnergy]:
     for scope in SCOPES:
         if any(scope in INSIDE[c.scope] for c in chosen):
             continue
-        here = [s for s in measured if s.scope == scope]
-        if here:
-            chosen.append(min(here, key=_rank))
+        here = _ranked([s for s in measured if s.scope == scope])
+        if scope == "node":
+            here = [s for s in here if s.joules >= SHORT * _inner(measured)]
+        chosen += here[:1]
     return chosen
 
 
-def _rank(source: SourceEnergy) -> tuple[int, float]:
-    order = PREFERRED.index(source.source) if source.source in PREFERRED else len(PREFERRED)
-    return order, -source.seconds
+def _inner(measured: Sequence[SourceEnergy]) -> float:
+    """What the parts of a node used. A node's own figure below it is a record that was cut short, and the parts count instead."""
+    return sum(s.joules for s in reconcile(s for s in measured if s.scope != "node"))
+
+
+def _ranked(here: Sequence[SourceEnergy]) -> list[SourceEnergy]:
+    longest = max((s.seconds for s in here), default=0.0)
+    return sorted(here, key=lambda s: (s.seconds < SHORT * longest, _preference(s), -s.seconds))
+
+
+def _preference(source: SourceEnergy) -> int:
+    return PREFERRED.index(source.source) if source.source in PREFERRED else len(PREFERRED)
+
+
+def total_resolution(sources: Iterable[SourceEnergy]) -> float | None:
+    """Of several counters together, at worst; None when one of them is not known."""
+    found = [s.resolution_joules for s in sources]
+    known = [r for r in found if r is not None]
+    return sum(known) if known and len(known) == len(found) else None
 
 
 def measurement(sources: Sequence[SourceEnergy], seconds: float, missing: dict[str, str] | None = None) -> Measurement:
@@ -98,6 +125,7 @@ def measurement(sources: Sequence[SourceEnergy], seconds: float, missing: dict[s
         counted=tuple(s.label for s in chosen),
         sources=tuple(sources),
         missing=dict(missing or {}),
+        resolution_joules=total_resolution(chosen),
     )
 
 

@@ -45,7 +45,8 @@ class Meter:
         self._session = f"{int(time.time() * 1e3)}-{os.getpid()}"
         self._job = job_id()
         self._sampler = Sampler(*_open(cluster, config, devices, sensors))
-        self._ticker = Ticker(self._tick, config.interval_seconds, "windlass-energy")
+        # A counter that wraps must be visited, however seldom the recipe wants power sampled.
+        self._ticker = Ticker(self._tick, min(config.interval_seconds, LONGEST_GAP_SECONDS), "windlass-energy")
         self._carried: float | None = None
         self._wrote_at = 0.0
         self._started_at = 0.0
@@ -150,4 +151,5 @@ def _line(source: SourceEnergy) -> dict[str, Any]:
     return {
         "source": source.source, "scope": source.scope, "method": source.method, "joules": source.joules,
         "seconds": source.seconds, "parts": source.parts, "resets": source.resets, "note": source.note,
+        "resolution_joules": source.resolution_joules,
     }  # fmt: skip

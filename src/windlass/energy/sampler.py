@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from windlass.energy.measure import Measurement, Method, Scope, SourceEnergy, measurement
@@ -20,6 +20,10 @@ PLAUSIBLE_WATTS: dict[str, float] = {
 }
 GLITCH = 0.9
 """A counter that falls, but stays above this share of its last value, has jittered; below, it was reset."""
+DOUBT = 4.0
+"""A counter this many times off the power beside it is wrong: AMD SMI before ROCm 6.3 has such on some boards."""
+DOUBT_SECONDS, DOUBT_GAP = 30.0, 10.0
+"""How long both must have been seen, and how far apart two readings may be for the area under power to mean something."""
 
 
 @dataclass
@@ -31,19 +35,43 @@ class Tally:
     joules: float = 0.0
     resets: int = 0
     watts: float | None = None
+    began: float | None = None
+    power_joules: float = 0.0
+    """The area under power where a counter and power are read together, over `both_seconds`."""
+    counted_joules: float = 0.0
+    both_seconds: float = 0.0
     _last: Sample | None = None
     _at: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """How long it was read: a sensor that dies or stands still stops here."""
+        return 0.0 if self.began is None else self._at - self.began
+
+    @property
+    def doubtful(self) -> bool:
+        """The counter contradicts the power that the same sensor reports."""
+        if self.method != "counter" or self.both_seconds < DOUBT_SECONDS or self.power_joules <= 0:
+            return False
+        return not 1 / DOUBT <= self.counted_joules / self.power_joules <= DOUBT
 
     def add(self, sample: Sample, at: float) -> None:
         if self._last is not None and at > self._at:
             gained = self._gain(self._last, sample, at - self._at)
             if gained is None:  # hold the old mark, so that a jitter is neither counted nor lost
                 return
+            self._compare(self._last, sample, at - self._at, gained)
             self.joules += gained
             self.watts = sample.watts if sample.watts is not None else gained / (at - self._at)
         elif self._last is None:
-            self.watts = sample.watts
+            self.watts, self.began = sample.watts, at
         self._last, self._at = sample, at
+
+    def _compare(self, old: Sample, new: Sample, seconds: float, gained: float) -> None:
+        if old.watts is not None and new.watts is not None and seconds <= DOUBT_GAP:
+            self.power_joules += _trapezoid(old, new, seconds)
+            self.counted_joules += gained
+            self.both_seconds += seconds
 
     def _gain(self, old: Sample, new: Sample, seconds: float) -> float | None:
         if old.joules is None or new.joules is None:
@@ -127,20 +155,14 @@ class Sampler:
     def measurement(self) -> Measurement:
         with self._lock:
             seconds = self._read_at - self._began if self._began is not None else 0.0
-            return measurement(self._sources(seconds), seconds, self.missing)
+            return measurement(self._sources(), seconds, self.missing)
 
-    def _sources(self, seconds: float) -> list[SourceEnergy]:
-        notes = {s.name: s.note for s in self.sensors}
-        groups: dict[tuple[str, Scope, Method], dict[str, Tally]] = {}
+    def _sources(self) -> list[SourceEnergy]:
+        groups: dict[tuple[str, Scope], dict[str, Tally]] = {}
         for (source, part), tally in self._tallies.items():
-            groups.setdefault((source, tally.scope, tally.method), {})[part] = tally
-        return [
-            SourceEnergy(
-                source=source, scope=scope, method=method, joules=sum(t.joules for t in parts.values()), seconds=seconds,
-                parts={part: t.joules for part, t in parts.items()}, resets=sum(t.resets for t in parts.values()), note=notes.get(source, ""),
-            )
-            for (source, scope, method), parts in groups.items()
-        ]  # fmt: skip
+            groups.setdefault((source, tally.scope), {})[part] = tally
+        sensors = {s.name: s for s in self.sensors}
+        return [_energy(sensors[source], scope, parts) for (source, scope), parts in groups.items()]
 
     def watts(self) -> dict[tuple[str, str], float | None]:
         """(source, scope) -> power at the last reading."""
@@ -162,3 +184,31 @@ class Sampler:
     def close(self) -> None:
         for sensor in self.sensors:
             sensor.close()
+
+
+def _energy(sensor: Sensor, scope: Scope, tallies: Mapping[str, Tally]) -> SourceEnergy:
+    """One source and scope; where its counters are doubtful, the area under power stands in for them and the note says so."""
+    method = _weakest("power" if t.doubtful else t.method for t in tallies.values())
+    parts = {part: t.power_joules if t.doubtful else t.joules for part, t in tallies.items()}
+    seconds = max(t.seconds for t in tallies.values())
+    joules = sum(parts.values())
+    update = getattr(sensor, "update_seconds", None) if method == "counter" else None
+    return SourceEnergy(
+        source=sensor.name, scope=scope, method=method, joules=joules, seconds=seconds, parts=parts, resets=sum(t.resets for t in tallies.values()),
+        note="; ".join(filter(None, (sensor.note, _doubt(tallies.values())))),
+        resolution_joules=joules / seconds * update if update is not None and seconds > 0 else None,
+    )  # fmt: skip
+
+
+def _weakest(methods: Iterable[Method]) -> Method:
+    """Of a node where some devices have a counter and others only power."""
+    found = set(methods)
+    return "modelled" if "modelled" in found else "power" if "power" in found else "counter"
+
+
+def _doubt(tallies: Iterable[Tally]) -> str:
+    found = [t for t in tallies if t.doubtful]
+    if not found:
+        return ""
+    counted, power = sum(t.counted_joules for t in found), sum(t.power_joules for t in found)
+    return f"its counter says {counted:,.0f} J where its power says {power:,.0f} J: power is summed instead"

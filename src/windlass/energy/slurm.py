@@ -7,14 +7,25 @@ Numbers are of whole nodes, neighbours included where a node is shared.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from windlass.errors import LaunchError
+from windlass.errors import LaunchError, RunError
 
 FORMAT = "JobID,ConsumedEnergyRaw,ElapsedRaw,NNodes,State"
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "job": ("jobid", "jobidraw"),
+    "joules": ("consumedenergyraw", "consumedenergy"),
+    "seconds": ("elapsedraw",),
+    "nodes": ("nnodes", "allocnodes"),
+    "state": ("state",),
+}
 UNKNOWN = {"", "0", "18446744073709551614", "18446744073709551615", "4294967294"}
 """Blank or 0 where the site gathers no energy; the large ones are SLURM's "no value"."""
+SUFFIXES = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+GOING = ("RUNNING", "PENDING", "SUSPENDED", "REQUEUED", "COMPLETING")
+
+Cells = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -24,12 +35,13 @@ class JobEnergy:
     """None: the site does not gather energy, or the record is not complete."""
     seconds: float
     nodes: int
+    """That the figure covers."""
     note: str
 
 
 def sacct(jobs: Sequence[str]) -> str:
-    """Ask the accounting; `--parsable2` keeps raw numbers without K and M suffixes."""
-    command = ["sacct", "--parsable2", "--noheader", f"--format={FORMAT}", "--jobs", ",".join(jobs)]
+    """Ask the accounting; `--parsable2` keeps raw numbers without K and M suffixes, `--duplicates` what a job did before a requeue."""
+    command = ["sacct", "--parsable2", "--duplicates", f"--format={FORMAT}", "--jobs", ",".join(jobs)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except FileNotFoundError:
@@ -45,19 +57,32 @@ def sacct(jobs: Sequence[str]) -> str:
     return done.stdout
 
 
-def read_sacct(text: str) -> list[JobEnergy]:
-    """Energy per job from lines `JobID|ConsumedEnergyRaw|ElapsedRaw|NNodes|State`; a header line is passed over."""
-    steps: dict[str, list[tuple[str, list[str]]]] = {}
+def read_sacct(text: str, where: str = "sacct") -> list[JobEnergy]:
+    """Energy per job from lines of `sacct --parsable2`: by the names in its header, else in the order of FORMAT."""
+    names = [name.lower() for name in FORMAT.split(",")]
+    steps: dict[str, list[tuple[str, Cells]]] = {}
     for line in text.splitlines():
-        cells = [c.strip() for c in line.strip().rstrip("|").split("|")]
-        if len(cells) < 2 or cells[0] in ("", "JobID"):
+        words = [c.strip() for c in line.strip().rstrip("|").split("|")]
+        if words[0].lower() in COLUMNS["job"] or "consumedenergy" in line.lower():
+            names = [w.lower() for w in words]
             continue
-        job, _, step = cells[0].partition(".")
-        steps.setdefault(job, []).append((step, cells))
+        cells = dict(zip(names, words, strict=False))
+        job, _, step = _cell(cells, "job").partition(".")
+        if len(words) > 1 and job:
+            steps.setdefault(job, []).append((step, cells))
+    if not steps and text.strip():
+        raise RunError(
+            f"{where} holds no line of sacct's parsable output (it begins with {text.strip().splitlines()[0][:60]!r})",
+            hint=f"write it with: sacct --parsable2 --duplicates --format={FORMAT} --jobs JOBS",
+        )
     return [_job(job, rows) for job, rows in steps.items()]
 
 
-def _job(job: str, rows: Iterable[tuple[str, list[str]]]) -> JobEnergy:
+def _cell(cells: Cells, meaning: str) -> str:
+    return next((cells[name] for name in COLUMNS[meaning] if name in cells), "")
+
+
+def _job(job: str, rows: Iterable[tuple[str, Cells]]) -> JobEnergy:
     rows = list(rows)
     numbered = [cells for step, cells in rows if step.split("+")[0].isdigit()]
     batch = [cells for step, cells in rows if step == "batch"]
@@ -67,17 +92,35 @@ def _job(job: str, rows: Iterable[tuple[str, list[str]]]) -> JobEnergy:
         else (batch, "batch step: first node only")
     )
     found = [j for c in used if (j := _joules(c)) is not None]
-    whole = next((cells for step, cells in rows if step == ""), rows[0][1])
+    whole = [cells for step, cells in rows if step == ""] or [rows[0][1]]
+    elapsed = sum(_number(c, "seconds") for c in whole)
+    if any(_cell(c, "state").startswith(GOING) for c in (*whole, *used)):
+        return JobEnergy(job, None, elapsed, _nodes(whole), "still running: its record is not complete")
     if not found:
-        return JobEnergy(job, None, _number(whole, 2), int(_number(whole, 3)), "SLURM gathered no energy for it")
+        return JobEnergy(job, None, elapsed, _nodes(whole), "SLURM gathered no energy for it")
     if len(found) < len(used):
         note += f"; {len(used) - len(found)} of {len(used)} steps without energy"
-    return JobEnergy(job, sum(found), sum(_number(c, 2) for c in used), int(max(_number(c, 3) for c in used)), note)
+    if any(_cell(c, "joules")[-1:] in SUFFIXES for c in used):
+        note += "; rounded by sacct (ConsumedEnergyRaw is exact)"
+    # Steps may run side by side, and then their times add up to more than the job's.
+    seconds = sum(_number(c, "seconds") for c in used)
+    return JobEnergy(job, sum(found), min(seconds, elapsed) if elapsed else seconds, _nodes(used), note)
 
 
-def _joules(cells: list[str]) -> float | None:
-    return None if len(cells) < 2 or cells[1] in UNKNOWN or not cells[1].isdigit() else float(cells[1])
+def _joules(cells: Cells) -> float | None:
+    text = _cell(cells, "joules")
+    scale = SUFFIXES.get(text[-1:], 1.0)
+    try:
+        found = None if text in UNKNOWN else float(text[:-1] if scale > 1 else text) * scale
+    except ValueError:
+        return None
+    return found if found is not None and 0 < found < 1e18 else None
 
 
-def _number(cells: list[str], index: int) -> float:
-    return float(cells[index]) if len(cells) > index and cells[index].isdigit() else 0.0
+def _nodes(rows: Iterable[Cells]) -> int:
+    return max((int(_number(c, "nodes")) for c in rows), default=0)
+
+
+def _number(cells: Cells, meaning: str) -> float:
+    text = _cell(cells, meaning)
+    return float(text) if text.isdigit() else 0.0

@@ -1,4 +1,4 @@
-"""How much energy did this span take? begin, end -> Measurement. Counters are read twice; power is sampled in between."""
+"""How much energy did this span take? begin, end -> Measurement. Counters are read at both ends; power is sampled in between."""
 
 from __future__ import annotations
 
@@ -36,11 +36,15 @@ class Ticker:
             self._thread.join(timeout=max(5.0, 2 * self._seconds))
 
 
+VISIT_SECONDS = 30.0
+"""Counters wrap (RAPL's within minutes under load) and restart: a long span looks in between, so that this is seen."""
+
+
 class Window:
     """A measured span on this node.
 
     >>> with Window(cluster) as window: ...
-    >>> window.result.joules
+    >>> window.result.joules, window.result.resolution_joules
     """
 
     def __init__(
@@ -59,9 +63,9 @@ class Window:
 
     def begin(self) -> None:
         self._sampler.read()
-        if self._sampler.power_only():
-            self._ticker = Ticker(self._sampler.read, self._interval, "windlass-energy-window")
-            self._ticker.start()
+        often = self._interval if self._sampler.power_only() else VISIT_SECONDS
+        self._ticker = Ticker(self._sampler.read, often, "windlass-energy-window")
+        self._ticker.start()
 
     def end(self) -> Measurement:
         if self._ticker is not None:

@@ -256,8 +256,8 @@ def _energy(
     with_carbon = None if joules is None else carbon(joules, cluster, recipe.energy if recipe else None)
     kwh = None if with_carbon is None else with_carbon.kwh if with_carbon.kwh is not None else with_carbon.it_kwh
     watts = None
-    if ledger.joules is not None and ledger.node_seconds > 0:
-        watts = ledger.joules / ledger.node_seconds * max(1, ledger.nodes_measured)
+    if ledger.joules is not None and ledger.wall_seconds > 0:
+        watts = ledger.joules / ledger.wall_seconds
     return Energy(
         basis=ledger.basis, joules=joules, ledger=ledger, carbon=with_carbon,
         joules_per_token=joules / tokens if joules is not None and tokens else None,

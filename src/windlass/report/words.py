@@ -67,7 +67,7 @@ def energy_rows(summary: RunSummary) -> list[Row]:
         return [("energy", "not measured", e.ledger.coverage)]
     c = e.carbon
     rows: list[Row] = [
-        (f"IT energy{tag}", kwh(c.it_kwh), e.ledger.coverage),
+        (f"IT energy{tag}", kwh(c.it_kwh), "; ".join(filter(None, (e.ledger.coverage, resolution(e))))),
         ("PUE", number(c.pue.value, 3, "unknown"), c.pue.source),
         (f"with PUE{tag}", kwh(c.kwh), "IT energy x PUE" if c.kwh is not None else "PUE unknown"),
         (f"CO2, location-based{tag}", print_carbon(c.location_kg), _factor(c.grid.value, c.grid.source)),
@@ -86,7 +86,11 @@ def energy_rows(summary: RunSummary) -> list[Row]:
         ),
     ]
     if e.mean_watts is not None:
-        rows.append(("mean power", watts(e.mean_watts), f"{e.ledger.nodes_measured} nodes"))
+        count = e.ledger.nodes_measured
+        where = f"{count} node" + ("" if count == 1 else "s")
+        rows.append(
+            ("mean power", watts(e.mean_watts), f"{where}, over {print_seconds(e.ledger.wall_seconds)} measured")
+        )
     if e.ledger.startup_joules is not None:
         rows.append(
             ("of it before the first steps", print_joules(e.ledger.startup_joules), "imports, compilation, loading")
@@ -100,6 +104,18 @@ def energy_rows(summary: RunSummary) -> list[Row]:
     )
     rows.append(("in other words", "", c.equivalent))
     return rows
+
+
+SURE = 0.001
+"""Below this share of the figure nobody need be told how far the counters' steps may put it off."""
+
+
+def resolution(energy: Energy) -> str:
+    """`± 3.3 % (a counter's step)`: what the steps of the counters may make of a short run; nothing where it does not matter."""
+    step, joules = energy.ledger.resolution_joules, energy.ledger.joules
+    if step is None or not joules or step < SURE * joules:
+        return ""
+    return f"± {print_joules(step)} ({100 * step / joules:.2g} %): counters move in steps"
 
 
 def _factor(value: float | None, source: str) -> str:

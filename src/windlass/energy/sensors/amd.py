@@ -19,6 +19,7 @@ from windlass.energy.sensors.nvml import visible_devices
 class AmdSensor:
     name = "amdsmi"
     note = ""
+    update_seconds: float | None = None
 
     def __init__(
         self,

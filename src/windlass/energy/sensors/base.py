@@ -33,6 +33,8 @@ class Sensor(Protocol):
 
     name: str
     note: str
+    update_seconds: float | None
+    """How often its counters move; None where nobody has said or measured it."""
 
     def read(self) -> list[Sample]: ...
 
@@ -45,6 +47,7 @@ class FileSensor:
     """Shared by sensors that read files: nothing to close, no utilisation."""
 
     note = ""
+    update_seconds: float | None = None
 
     def utilization(self) -> float | None:
         return None

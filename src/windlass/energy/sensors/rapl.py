@@ -10,6 +10,7 @@ from windlass.energy.sensors.base import FileSensor, Sample, SensorMissing
 
 class RaplSensor(FileSensor):
     name = "rapl"
+    update_seconds: float | None = 0.001  # about a millisecond, by Intel's manual
 
     def __init__(self, root: Path = Path("/sys/class/powercap")) -> None:
         zones = [z for z in sorted(root.glob("intel-rapl:*")) if _scope(z) is not None]
