@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,9 +24,12 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     recipe: Annotated[
-        str | None, typer.Argument(help="Recipe file; with --calibrate a run or sweep folder.", metavar="[RECIPE]")
+        str | None, typer.Argument(help="Recipe file; with --calibrate a run or sweep folder.", metavar="RECIPE")
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...", metavar="[KEY=VALUE]...")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Keys of the recipe to change: layout.micro_batch=4.", metavar="KEY=VALUE"),
+    ] = None,
     cluster: Annotated[str | None, typer.Option(help="Plan for this machine instead of the recipe's.")] = None,
     nodes: Annotated[int | None, typer.Option(help="Nodes instead of the recipe's.")] = None,
     top: Annotated[
@@ -243,13 +248,25 @@ def _score(path: Path, rows_out: Path | None, as_json: bool) -> None:
     from windlass.cli.output import print_json
     from windlass.plan import score
 
-    result = score.score_file(path)
+    result = score.score_rows(_counted(score.iterate_rows(path)))
     if rows_out is not None:
         score.write_rows(result, rows_out)
     if as_json:
         print_json(result.as_dict())
     else:
         _print_score(result.as_dict(), path)
+
+
+def _counted(rows: Iterable[dict[str, str]]) -> Iterator[dict[str, str]]:
+    """The rows, with their number on the terminal while they pass: a million take minutes."""
+    import sys
+
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} rows predicted"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        yield from bar.track(rows, total=None)
 
 
 def _print_score(found: dict[str, Any], path: Path) -> None:
@@ -299,6 +316,25 @@ def _print_score(found: dict[str, Any], path: Path) -> None:
             "By source", ("source", "memory rows", "median", "throughput rows", "median"), sources, right=(1, 2, 3, 4)
         )
     )
+    for line in _score_notes(found):
+        out.print(line, markup=False)
+
+
+def _score_notes(found: dict[str, Any], most: int = 8) -> list[str]:
+    """What was not predicted and why, and what was taken where a cell is blank: the commonest first."""
+    refused, assumed = found["refused"], found["assumed"]
+    lines = []
+    if refused:
+        lines.append(f"not predicted, or without a time ({sum(refused.values()):,} rows):")
+        lines += [f"  {count:,} x {reason}" for reason, count in list(refused.items())[:most]]
+        lines += [f"  and {len(refused) - most} other reasons (--rows-out FILE)"] if len(refused) > most else []
+    if assumed:
+        filled = Counter[str]()
+        for what, count in assumed.items():
+            filled[what if " (not " in what else what.partition("=")[0]] += count
+        words = [f"{what} {count:,}" for what, count in filled.most_common()]
+        lines.append(f"blank cells filled with a usual value (rows; --rows-out FILE tells which): {', '.join(words)}")
+    return lines
 
 
 def _calibrate(folders: list[str], cluster: str | None, as_json: bool) -> None:

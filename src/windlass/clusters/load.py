@@ -93,6 +93,8 @@ def find_device(text: str) -> Device | None:
     """The device that a table of runs means: "H100-80GB", "8x A100 (SXM4, 40G)" or a driver's name; the longest alias decides.
 
     Unlike `device_by_driver_name` this takes a bare "A100" for its commonest part: the reader of a table has no driver to ask."""
+    if (exact := text.strip().lower()) in devices():
+        return devices()[exact]
     words = _words(text)
     matches = [
         (len(alias), -order, device)
@@ -105,7 +107,8 @@ def find_device(text: str) -> Device | None:
 
 def _words(text: str) -> str:
     """Lower case, words by single spaces, memory as "80gb", without a count in front ("8xA100")."""
-    low = re.sub(r"[^a-z0-9.]+", " ", text.lower())
+    low = re.sub(r"(?<=[a-z0-9])[-_](16|24|32|40|48|64|80|94|96)\b(?![-_.]?\s*g)", r" \1gb", text.lower())  # "A100-40"
+    low = re.sub(r"[^a-z0-9.]+", " ", low)
     low = re.sub(r"\b\d+\s*x\s*(?=[a-z])", "", low)
     return re.sub(r"\b(\d+)\s*g(?:b|ib)?\b", r"\1gb", low)
 

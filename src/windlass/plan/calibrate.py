@@ -19,7 +19,8 @@ from windlass.cost.shapes import Shape
 from windlass.cost.step import DEFAULTS, Constants, estimate, sustained_tflops, with_efficiency
 from windlass.cost.work import Degrees, Work
 from windlass.errors import PlanError, RunError, WindlassError
-from windlass.plan.rows import Refusal, number, understand
+from windlass.plan.cells import number
+from windlass.plan.rows import Refusal, understand
 from windlass.plan.score import read_rows
 from windlass.runs.files import write_whole
 from windlass.runs.folder import Run, open_run

@@ -6,7 +6,6 @@ Only columns that a planner's user could state are read: never tokens/s, MFU, TF
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -15,8 +14,7 @@ from windlass.clusters.model import Device, Links
 from windlass.cost.params import count
 from windlass.cost.shapes import Shape, make_shape, pad
 from windlass.cost.work import Degrees, Work
-
-YES, NO = ("y", "yes", "true", "1", "1.0", "on"), ("n", "no", "none", "false", "0", "0.0", "off", "-")
+from windlass.plan.cells import NO, YES, Row, flag, number, positive, product, text_of, word
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +32,8 @@ class Case:
     devices_per_node: int
     assumed: tuple[str, ...]
     """Blank columns and what was taken for them."""
+    parts: int = 1
+    """Addressable devices that the row counts as one: 2 where it means a whole module of MI250X."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,55 +41,62 @@ class Refusal:
     reason: str
 
 
-def number(row: Mapping[str, str], key: str) -> float | None:
-    """The value of a column, None when blank or not a number ("1 (5)" counts as 1)."""
-    text = (row.get(key) or "").strip().replace(",", "")
-    found = re.match(r"[-+]?\d+(\.\d+)?([eE][-+]?\d+)?", text)
-    return float(found.group()) if found else None
+class _UnreadableError(Exception):
+    """A cell is filled and cannot be read: a guess in its place would be a wrong number."""
 
 
-def whole(row: Mapping[str, str], key: str) -> int | None:
-    value = number(row, key)
-    return None if value is None else round(value)
+def understand(row: Row) -> Case | Refusal:
+    try:
+        return _understand(row)
+    except _UnreadableError as problem:
+        return Refusal(str(problem))
 
 
-def positive(row: Mapping[str, str], key: str) -> int | None:
-    """A count: None when blank, not a number, or less than one."""
-    value = whole(row, key)
-    return value if value is not None and value >= 1 else None
-
-
-def word(row: Mapping[str, str], key: str) -> str:
-    return (row.get(key) or "").strip().lower()
-
-
-def flag(row: Mapping[str, str], key: str) -> bool | None:
-    """Yes or no in the ways that tables write it; None: blank or something else."""
-    text = word(row, key)
-    return True if text in YES else False if text in NO else None
-
-
-def understand(row: Mapping[str, str]) -> Case | Refusal:
+def _understand(row: Row) -> Case:
     assumed: list[str] = []
-    device = _known(row.get("gpu") or "")
+    name = text_of(row, "gpu")
+    device = _known(name)
+    parts = _parts(device, name)
     shape = _shape(row, assumed)
-    if isinstance(shape, Refusal):
-        return shape
-    gpus, seq_len = positive(row, "gpus"), _length(row)
-    if not gpus or not seq_len:
-        return Refusal("gpus or seq_len not stated")
+    gpus, seq_len = _needed(row, "gpus"), _needed(row, "seq_len")
     degrees = {k: _default(row, k, 1, assumed) for k in ("tp", "pp", "cp")}
-    per_replica = degrees["tp"] * degrees["pp"] * degrees["cp"]
-    data = gpus // per_replica if gpus >= per_replica else 1
+    data = _replicas(gpus * parts, degrees)
     micro, accumulation = _batch(row, data, seq_len, assumed)
     work = _work(row, seq_len, micro, accumulation, assumed)
-    per_node = positive(row, "gpus_per_node") or _per_node(device.name if device else "")
-    layout = _layout(row, work, data, degrees)
-    capacity = _capacity(device, row.get("gpu") or "")
+    per_node = (positive(row, "gpus_per_node") or 0) * parts or _per_node(device.name if device else "")
+    layout = _layout(row, work, data, degrees, assumed)
+    capacity = _capacity(device, name)
     if layout.shard == "hybrid":
         layout = replace(layout, shard_size=_group(shape, layout, capacity or 80 * 2**30, per_node))
-    links = links_of(device, row.get("interconnect") or "", per_node)
-    return Case(shape, work, layout, device, capacity, links, per_node, tuple(assumed))
+    links = links_of(device, text_of(row, "interconnect"), per_node)
+    return Case(shape, work, layout, device, capacity, links, per_node, tuple(assumed), parts)
+
+
+def _needed(row: Row, key: str) -> int:
+    value = product(row, key) if key == "gpus" else positive(row, key, kilo=1024 if key == "seq_len" else 1000)
+    if value is None:
+        text = text_of(row, key)
+        raise _UnreadableError(f"{key} {text!r} is not a count" if text else f"{key} not stated")
+    return value
+
+
+def _default(row: Row, key: str, value: int, assumed: list[str]) -> int:
+    given = positive(row, key)
+    if given is not None:
+        return given
+    text = word(row, key)
+    if text and text not in NO and number(row, key) != 0:
+        raise _UnreadableError(f"{key} {text!r} is not a count")
+    assumed.append(f"{key}={value}")
+    return value
+
+
+def _replicas(devices: int, degrees: dict[str, int]) -> int:
+    group = degrees["tp"] * degrees["pp"] * degrees["cp"]
+    if devices % group:
+        words = " x ".join(f"{k} {v}" for k, v in degrees.items() if v > 1)
+        raise _UnreadableError(f"{words} = {group} does not divide {devices} devices")
+    return devices // group
 
 
 @cache
@@ -104,39 +111,46 @@ def _per_node(device: str) -> int:
     return next((c.node.devices for c in known if c.device == device), 8)
 
 
+STATED = re.compile(r"(?<![\d.])(\d+)\s*g(?:b|ib)?\b")
+
+
 def _capacity(device: Device | None, name: str) -> float | None:
-    if device is not None:
-        return device.usable_memory or device.memory * 0.985
-    found = re.search(r"(\d+)\s*g(?:b|ib)?\b", name.lower())
-    return float(found.group(1)) * 2**30 * 0.985 if found else None
+    """Bytes that a program gets; a size in the name decides where the part is sold with another one than ours. (The larger figure in the
+    names of Grace superchips is that of the CPU's memory.)"""
+    found = STATED.search(name.lower())
+    stated = float(found.group(1)) * 2**30 if found else None
+    if device is None:
+        return None if stated is None else 0.985 * stated
+    usual = device.usable_memory or device.memory * 0.985
+    whole = device.memory * _parts(device, name)
+    other = stated is not None and abs(stated / whole - 1) > 0.12 and "gh200" not in device.name
+    return 0.985 * stated if other and stated is not None else usual
 
 
-def _length(row: Mapping[str, str]) -> int | None:
-    """Tokens of a sequence; "8k" is 8,192."""
-    value = positive(row, "seq_len")
-    return value * 1024 if value and re.match(r"\d+\s*k", word(row, "seq_len")) else value
+def _parts(device: Device | None, name: str) -> int:
+    """How many addressable devices a row counts as one: "MI250X (1 GCD)" one, "MI250X-128GB" or "MI250X module" two."""
+    if device is None or device.per_module == 1 or "gcd" in name.lower():
+        return 1
+    found = STATED.search(name.lower())
+    module = re.search(r"module|oam|\bcard|mcm", name.lower()) or (
+        found and float(found.group(1)) >= 1.5 * device.memory / 2**30
+    )
+    return device.per_module if module else 1
 
 
-def _default(row: Mapping[str, str], key: str, value: int, assumed: list[str]) -> int:
-    given = positive(row, key)
-    if given is None:
-        assumed.append(f"{key}={value}")
-        return value
-    return given
-
-
-def _shape(row: Mapping[str, str], assumed: list[str]) -> Shape | Refusal:
-    layers, width = positive(row, "layers"), positive(row, "hidden")
-    if not layers or not width:
-        return Refusal("layers or hidden not stated")
+def _shape(row: Row, assumed: list[str]) -> Shape:
+    layers, width = _needed(row, "layers"), _needed(row, "hidden")
     arch, glu = word(row, "arch"), flag(row, "glu")
     if arch not in ("llama", "gpt", "mpt", "bloom"):
         arch = "llama" if glu else "gpt"
         assumed.append(f"arch={arch}")
     heads = _default(row, "heads", max(1, width // 128), assumed)
     vocab = _default(row, "vocab", 50_304, assumed)
-    blank = positive(row, "ffn") is None
-    ffn = _default(row, "ffn", 4 * width, assumed)
+    stated = number(row, "ffn")  # two thirds of four times the width need not be whole
+    blank = stated is None or stated < 1
+    ffn = _default(row, "ffn", 4 * width, assumed) if stated is None or stated < 1 else round(stated)
+    if width % heads:
+        assumed.append(f"head_dim={width // heads}")
     shape = make_shape(
         arch=arch,
         layers=layers,
@@ -151,9 +165,15 @@ def _shape(row: Mapping[str, str], assumed: list[str]) -> Shape | Refusal:
         # Four times the width without a second branch has as many weights as the gated block that a row leaves out.
         glu=False if blank else arch == "llama" if glu is None else glu,
     )
-    billions = number(row, "params_b")
+    billions = _billions(row)
     shape = _with_stated_size(shape, billions, positive(row, "kv_heads") is None)
     return _with_stated_ffn(shape, billions) if blank else shape
+
+
+def _billions(row: Row) -> float | None:
+    """Stated size in billions; "7B" and "560M" carry their own unit."""
+    value = number(row, "params_b")
+    return value / 1e9 if value and value > 1e5 else value
 
 
 def _with_stated_size(shape: Shape, billions: float | None, shared: bool) -> Shape:
@@ -182,7 +202,7 @@ def _with_stated_ffn(shape: Shape, billions: float | None) -> Shape:
     return replace(shape, ffn=ffn) if 2 * shape.width <= ffn <= 8 * shape.width else shape
 
 
-def _batch(row: Mapping[str, str], data: int, seq_len: int, assumed: list[str]) -> tuple[int, int]:
+def _batch(row: Row, data: int, seq_len: int, assumed: list[str]) -> tuple[int, int]:
     micro, accumulation = positive(row, "micro_batch"), positive(row, "grad_accum")
     total = number(row, "global_batch_tokens")
     per_replica = max(1, round(total / seq_len / data)) if total and total > 0 else None
@@ -195,12 +215,14 @@ def _batch(row: Mapping[str, str], data: int, seq_len: int, assumed: list[str]) 
     return micro, max(1, accumulation)
 
 
-def _work(row: Mapping[str, str], seq_len: int, micro: int, accumulation: int, assumed: list[str]) -> Work:
+def _work(row: Row, seq_len: int, micro: int, accumulation: int, assumed: list[str]) -> Work:
     precision, flash_text, compile_given = precision_of(row), word(row, "flash"), flag(row, "compile") is True
     recompute = _recompute(word(row, "activation_ckpt"))
     if recompute is None:
         recompute = "selective"  # the default of torchtitan and of Megatron's recipes
-        assumed.append("activation_ckpt=selective")
+        assumed.append("activation_ckpt=selective" + _instead(row, "activation_ckpt"))
+    if not _marked(row):
+        assumed.append("precision=bf16" + _instead(row, "precision"))
     optimizer = word(row, "optimizer") or "adamw"
     sharded = shard_of(row) in ("full", "hybrid")
     kernel = _kernel(flash_text)
@@ -232,13 +254,19 @@ def _work(row: Mapping[str, str], seq_len: int, micro: int, accumulation: int, a
     )
 
 
-def precision_of(row: Mapping[str, str]) -> str:
+def _instead(row: Row, key: str) -> str:
+    """What a cell says that we do not understand, for the list of assumptions."""
+    return f" (not {text_of(row, key)!r})" if text_of(row, key) else ""
+
+
+def precision_of(row: Row) -> str:
     """The precision by the names that `Work` knows; bf16 when blank. Mixed precision is named by its narrow side."""
+    return _marked(row) or "bf16"
+
+
+def _marked(row: Row) -> str | None:
     text = re.sub(r"[\s-]+", "_", word(row, "precision"))
-    for name, marks in PRECISIONS.items():
-        if any(mark in text for mark in marks):
-            return name
-    return "bf16"
+    return next((name for name, marks in PRECISIONS.items() if any(mark in text for mark in marks)), None)
 
 
 PRECISIONS = {
@@ -253,27 +281,35 @@ PRECISIONS = {
 """Marks are tried in this order: "fp8 (bf16 elsewhere)" is fp8, "bf16_pure" is not bf16, "tf32/fp32" is fp32."""
 
 
-def shard_of(row: Mapping[str, str]) -> str:
-    """none, zero1, zero2, full or hybrid, by the words of the engines."""
-    text = re.sub(r"[\s_-]+", "", word(row, "shard"))
-    if "hsdp" in text or "hybrid" in text:
-        return "hybrid"
-    if "shardgradop" in text or re.search(r"zero(stage)?2", text):
-        return "zero2"
-    if re.search(r"zero(stage)?1", text) or "distributedoptimizer" in text:
-        return "zero1"
-    if "fsdp" in text or "full" in text or re.search(r"zero(stage)?3|^3$", text):
-        return "full"
-    return {"1": "zero1", "2": "zero2"}.get(text, "none")
+def shard_of(row: Row) -> str:
+    """none, zero1, zero2, full or hybrid, by the words of the engines; what is unknown is none."""
+    return _shard(word(row, "shard")) or "none"
+
+
+@cache
+def _shard(words: str) -> str | None:
+    text = re.sub(r"[\s_-]+", "", words)
+    return next((name for name, marks in SHARDS if re.search(marks, text)), None)
+
+
+SHARDS = (
+    ("none", r"noshard|unshard"),
+    ("hybrid", r"hsdp|hybrid|mics"),
+    ("zero2", r"shardgradop|(zero|stage|zerostage)2|^2$"),
+    ("zero1", r"(zero|stage|zerostage)1|^1$|dist(ributed)?opt(im)?"),
+    ("full", r"fsdp|full|(zero|stage|zerostage)(3|\+\+)|^3$"),
+    ("none", r"^(|0|-|no|none|off|ddp|dp|false|n|zero0|replicated?|dataparallel)$"),
+)
+"""Marks are tried in this order, in a word without spaces and dashes: "FSDP (SHARD_GRAD_OP)" is zero2."""
 
 
 def _recompute(text: str) -> str | None:
     """none, selective or full; None: not stated, or in words that we do not know."""
-    if text.startswith("sel") or "selective" in text:
+    if text.startswith(("sel", "sac")) or "selective" in text:
         return "selective"
-    if text.startswith("full") or text in YES:
-        return "full"
-    return "none" if text in NO else None
+    if text.startswith(("full", "all", "every", "uniform", "block")) or text in YES:
+        return "full"  # "uniform" and "block" are Megatron's two ways to recompute whole layers
+    return "none" if text in (*NO, "disabled", "without") else None
 
 
 def _loss(compiled: bool, flash_text: str, sharded: bool) -> str:
@@ -285,19 +321,24 @@ def _loss(compiled: bool, flash_text: str, sharded: bool) -> str:
 
 
 def _kernel(text: str) -> str:
-    if text in NO or text in ("math", "eager"):
+    """The attention kernel; of a version ("flash-attn 2.3") the first figure counts."""
+    if text in NO or text in ("math", "eager", "naive", "vanilla", "unfused"):
         return "math"
-    if text == "te" or "transformer" in text or "cudnn" in text:
+    if re.match(r"te\b", text) or "transformer" in text or "cudnn" in text:
         return "te"
-    if "3" in text:
+    version = re.search(r"\d", text)
+    if version and version.group() == "3":
         return "flash3"
-    if "1" in text or text in YES:
+    if text in YES or "triton" in text or (version and version.group() == "1"):
         return "flash1"  # "flash: yes" without a version is how tables of before 2024 speak
     return "flash"
 
 
-def _layout(row: Mapping[str, str], work: Work, data: int, degrees: dict[str, int]) -> Degrees:
+def _layout(row: Row, work: Work, data: int, degrees: dict[str, int], assumed: list[str]) -> Degrees:
     chunks = positive(row, "vp") or 1
+    shard = word(row, "shard")
+    if not shard or _shard(shard) is None:
+        assumed.append("shard=none" + _instead(row, "shard"))
     return Degrees(
         data=data,
         shard=shard_of(row),
@@ -308,6 +349,7 @@ def _layout(row: Mapping[str, str], work: Work, data: int, degrees: dict[str, in
         schedule="interleaved" if chunks > 1 else "1f1b",
         # Sequence parallelism came to Megatron together with the kernels that made attention's square vanish (2022).
         sequence_parallel=work.kernel != "math",
+        offload=("parameters" if "param" in shard else "optimizer") if "offload" in shard else "none",
     )
 
 
@@ -356,7 +398,8 @@ def links_of(device: Device | None, text: str, per_node: int) -> Links:
         node = NODE_GBS.get(generation, 200.0) * per_node / 8
     if device is None:
         return Links(inter_gbs_per_node=node)
-    intra = 50.0 if "pcie" in device.name else CARDS.get(device.arch, INTRA_GBS.get(generation, 100.0))
+    slot = 25.0 if generation == "ampere" else 50.0  # PCIe 4 and 5
+    intra = slot if "pcie" in device.name else CARDS.get(device.arch, INTRA_GBS.get(generation, 100.0))
     if "800" in device.name:  # A800 and H800: NVLink cut to 200 GB/s per direction
         intra = min(intra, 200.0)
     return Links(intra_gbs=intra, inter_gbs_per_node=node)

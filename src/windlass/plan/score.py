@@ -10,7 +10,9 @@ Definitions (those of the published comparison):
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -19,7 +21,8 @@ from typing import Any
 from windlass.cost.memory import GIB, MemoryEstimate, memory
 from windlass.cost.step import Constants, estimate
 from windlass.errors import ConfigError, PlanError
-from windlass.plan.rows import YES, Case, Refusal, number, precision_of, understand, word
+from windlass.plan.cells import YES, Row, gibibytes, number, text_of, word
+from windlass.plan.rows import Case, Refusal, precision_of, understand
 
 REQUIRED = (
     "layers",
@@ -75,39 +78,60 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
 
 def read_rows(path: Path | str) -> list[dict[str, str]]:
     """The rows of a table of runs; says which needed columns are missing."""
+    return list(iterate_rows(path))
+
+
+def iterate_rows(path: Path | str) -> Iterator[dict[str, str]]:
+    """The same one by one: a table may be larger than memory."""
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             header = file.readline()
             file.seek(0)
-            reader = csv.reader(file, delimiter=max(",;\t", key=header.count))
+            delimiter = max(",;\t", key=header.count)
+            reader = csv.reader(file, delimiter=delimiter)
             names = [n.strip().lower() for n in next(reader, [])]
-            rows = [dict(zip_longest(names, row[: len(names)], fillvalue="")) for row in reader if any(row)]
+            _check_columns(path, names)
+            for row in reader:
+                if any(cell.strip() for cell in row):
+                    cells = row if delimiter == "," else [_with_point(cell) for cell in row]
+                    yield dict(zip_longest(names, cells[: len(names)], fillvalue=""))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(
-            f"cannot read {path}: {error}", hint="give a CSV file with one measured run per line"
+            f"cannot read {path}: {error}", hint="give a CSV file with one measured run per line, in UTF-8"
         ) from error
-    missing = [c for c in NEEDED_COLUMNS if c not in names]
-    if missing:
+
+
+def _with_point(cell: str) -> str:
+    """Where commas do not divide columns they divide decimals: "52,125" is no fifty thousand."""
+    return cell.replace(",", ".") if re.fullmatch(r"\s*-?\d+,\d+\s*", cell) else cell
+
+
+def _check_columns(path: Path | str, names: list[str]) -> None:
+    if missing := [c for c in NEEDED_COLUMNS if c not in names]:
         raise ConfigError(
             f"{path} has no column {', '.join(missing)} (it has: {', '.join(n for n in names[:12] if n) or 'none'})",
             hint="the columns are explained in docs/concepts/predictions.md",
         )
-    return rows
+    if twice := sorted({n for n in names if n and names.count(n) > 1}):
+        raise ConfigError(
+            f"{path} has more than one column {', '.join(twice)}",
+            hint="which one counts cannot be told: remove or rename the others",
+        )
 
 
-def predict_row(row: Mapping[str, str], constants: Constants | None = None) -> Prediction:
+def predict_row(row: Row, constants: Constants | None = None) -> Prediction:
     case = understand(row)
-    kind = (row.get("mem_kind") or "").strip().lower()
-    stated = is_stated(row)
+    kind = word(row, "mem_kind")
+    stated, held_gib, rate_measured = is_stated(row), gibibytes(row, "peak_mem_gib"), _rate_measured(row)
     shared: dict[str, Any] = {
         "id": row.get("id") or "",
         "source": row.get("source_group") or row.get("source") or "",
-        "measured_gib": _positive(row, "peak_mem_gib"),
-        "measured_tps": _positive(row, "tokens_per_s_per_gpu"),
+        "measured_gib": held_gib,
+        "measured_tps": rate_measured,
         "outcome": _outcome(row),
         "stated": stated,
-        "in_memory": stated and kind in ("allocated", "reserved") and _positive(row, "peak_mem_gib") is not None,
-        "in_throughput": stated and _in_class(row) and _positive(row, "tokens_per_s_per_gpu") is not None,
+        "in_memory": stated and kind in ("allocated", "reserved") and held_gib is not None,
+        "in_throughput": stated and _in_class(row) and rate_measured is not None,
     }
     if isinstance(case, Refusal):
         return _refused(case.reason, shared)
@@ -126,7 +150,7 @@ def predict_row(row: Mapping[str, str], constants: Constants | None = None) -> P
     )
 
 
-def _rate(case: Case, row: Mapping[str, str], constants: Constants | None) -> tuple[float | None, str | None]:
+def _rate(case: Case, row: Row, constants: Constants | None) -> tuple[float | None, str | None]:
     """Tokens/s of one device, or why they cannot be told: memory needs no device, time does."""
     if case.device is None:
         return None, f"time: unknown device {row.get('gpu')!r}"
@@ -136,15 +160,26 @@ def _rate(case: Case, row: Mapping[str, str], constants: Constants | None) -> tu
         )
     except (PlanError, ZeroDivisionError, OverflowError) as error:
         return None, f"time: {error}"
-    return step.tokens_per_second_per_device, None
+    return step.tokens_per_second_per_device * case.parts, None
 
 
-def _outcome(row: Mapping[str, str]) -> str:
-    """ok, oom, or what the row says instead ("CUDA out of memory" is oom, blank is ok)."""
+OOM = re.compile(
+    r"oom|out[\s_-]*of[\s_-]*(?:\w+[\s_-]*)?memory|(?:does not|doesn't|did not|didn't) fit|memory (?:error|exceeded)"
+)
+NO_OOM = re.compile(r"\b(?:no|not|without|never)\W+(?:an?\W+)?(?:oom|out)")
+WORKS = (*YES, "ok", "okay", "works", "worked", "success", "pass", "passed", "fits", "completed")
+
+
+def _outcome(row: Row) -> str:
+    """ok, oom, or what the row says instead. Blank: "OOM" in place of a measured value tells, else a measured value; with neither nobody
+    knows whether the row ran."""
     text = word(row, "outcome")
-    if "oom" in text or "out of memory" in text or "out-of-memory" in text:
-        return "oom"
-    return "ok" if text in ("", *YES, "ok", "works", "worked", "success", "pass") else text
+    if not text:
+        cells = [word(row, "tokens_per_s_per_gpu"), word(row, "peak_mem_gib")]
+        text = next((c for c in cells if OOM.search(c)), "ok" if any(cells) else "unknown")
+    if OOM.search(text):
+        return "ok" if NO_OOM.search(text) else "oom"
+    return "ok" if text in WORKS else text
 
 
 def _refused(reason: str, shared: dict[str, Any]) -> Prediction:
@@ -174,18 +209,18 @@ def _in_kind(held: MemoryEstimate, kind: str) -> float:
     return held.reserved * scale
 
 
-def _positive(row: Mapping[str, str], key: str) -> float | None:
-    value = number(row, key)
+def _rate_measured(row: Row) -> float | None:
+    value = number(row, "tokens_per_s_per_gpu")
     return value if value is not None and value > 0 else None
 
 
-def is_stated(row: Mapping[str, str]) -> bool:
+def is_stated(row: Row) -> bool:
     """Layout fully stated and not flagged."""
     quality = word(row, "quality")
-    return quality not in ("flagged", "incomplete") and all((row.get(c) or "").strip() for c in REQUIRED)
+    return quality not in ("flagged", "incomplete") and all(text_of(row, c) for c in REQUIRED)
 
 
-def _in_class(row: Mapping[str, str]) -> bool:
+def _in_class(row: Row) -> bool:
     return precision_of(row) in ("bf16", "fp16", "bf16_pure") and any(c in word(row, "gpu") for c in CLASSES)
 
 
@@ -195,10 +230,14 @@ class Score:
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON contract of `windlass plan --score FILE.csv --json`."""
-        sources = sorted({p.source for p in self.predictions})
+        sources: dict[str, list[Prediction]] = {}
+        for p in self.predictions:
+            sources.setdefault(p.source, []).append(p)
         return {
             **_tables(self.predictions),
-            "by_source": {s: _tables([p for p in self.predictions if p.source == s]) for s in sources},
+            "by_source": {name: _tables(sources[name]) for name in sorted(sources)},
+            "refused": _tally(p.refused for p in self.predictions if p.refused),
+            "assumed": _tally(a for p in self.predictions for a in p.assumed),
         }
 
     def rows(self) -> list[dict[str, Any]]:
@@ -206,12 +245,12 @@ class Score:
         return [_line(p) for p in self.predictions]
 
 
-def score_rows(rows: Iterable[Mapping[str, str]], constants: Constants | None = None) -> Score:
+def score_rows(rows: Iterable[Row], constants: Constants | None = None) -> Score:
     return Score([predict_row(row, constants) for row in rows])
 
 
 def score_file(path: Path | str, constants: Constants | None = None) -> Score:
-    return score_rows(read_rows(path), constants)
+    return score_rows(iterate_rows(path), constants)
 
 
 def write_rows(score: Score, path: Path | str) -> None:
@@ -220,6 +259,10 @@ def write_rows(score: Score, path: Path | str) -> None:
         writer = csv.DictWriter(file, fieldnames=list(lines[0]) if lines else ["id"])
         writer.writeheader()
         writer.writerows(lines)
+
+
+def _tally(words: Iterable[str]) -> dict[str, int]:
+    return dict(Counter(words).most_common())
 
 
 def _tables(predictions: list[Prediction]) -> dict[str, Any]:
