@@ -790,7 +790,7 @@ def unreadable_version(lab: Lab, world: int = 2, steps: int = 24) -> Row:
     workers.wait()
     newest = files.steps_on_disk(run)[-1][1] / files.MANIFEST
     manifest = json.loads(newest.read_text())
-    newest.write_text(json.dumps({**manifest, "format": 99}))
+    newest.write_text(json.dumps(files.sealed({**manifest, "format": 99})))
     moment, codes = time.time(), lab.finish(made, run, world)
     errors = [e["error"] for e in run.errors()]
     if codes != [CheckpointError.exit_code] * world or not all("format 99" in e for e in errors) or not newest.exists():

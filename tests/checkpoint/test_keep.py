@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from windlass.checkpoint.files import Saved
+from windlass.checkpoint.files import MANIFEST, Saved, describe, sealed
 from windlass.checkpoint.keep import check_quota, forecast, judge, superseded, tidy
 from windlass.config.save import SaveConfig
 from windlass.errors import ConfigError
+from windlass.runs.files import write_json
 
 
 def saved(step: int, metric: float | None = None, tokens: int | None = None) -> Saved:
@@ -50,9 +51,53 @@ def test_each_says_why_it_stays() -> None:
     assert [k.reasons for k in kept] == [("number 1 by val_loss (1.0000)",), (), ("one of the last 1",)]
 
 
-def test_a_time_is_no_rule_for_ever() -> None:
-    with pytest.raises(ConfigError, match="is a time"):
-        gone([saved(1), saved(2)], keep_every="30m")
+def test_one_judged_by_another_metric_takes_no_part() -> None:
+    by_loss = Saved(Path("step-1"), {**saved(10, 0.1).manifest, "metric_name": "loss"})
+    by_val = Saved(Path("step-2"), {**saved(20, 2.0).manifest, "metric_name": "val_loss"})
+    assert gone([by_loss, by_val, saved(30)], keep_last=1, keep_best=1) == [10]
+
+
+@pytest.mark.parametrize("keep_last", [1, 2, 3])
+@pytest.mark.parametrize("keep_best", [0, 1, 4])
+@pytest.mark.parametrize("keep_every", [None, 1, 7, "300 tokens"])
+def test_rules_that_combine_keep_what_each_alone_would(keep_last, keep_best, keep_every) -> None:
+    """Also applied after every save, as a run does it: nothing that a rule wants at the end was deleted on the way."""
+    every = [saved(s, metric=(s * 7) % 11 if s % 2 else None, tokens=s * 50) for s in range(1, 30)]
+    rules = SaveConfig(keep_last=keep_last, keep_best=keep_best, keep_every=keep_every)
+    there: list[Saved] = []
+    for one in every:
+        there.append(one)
+        doomed = superseded(there, rules)
+        assert one not in doomed and [s.step for s in doomed] == sorted(s.step for s in doomed)
+        there = [s for s in there if s not in doomed]
+    steps = {s.step for s in there}
+    assert set(range(30 - keep_last, 30)) <= steps
+    metrics = sorted(s.metric for s in every if s.metric is not None)[:keep_best]
+    assert metrics == sorted(s.metric for s in there if s.metric is not None)[:keep_best]
+    if keep_every == 7:
+        assert {7, 14, 21, 28} <= steps
+    if keep_every == "300 tokens":
+        assert {6, 12, 18, 24} <= steps
+
+
+def put(run, step: int, *, lose: bool = False) -> None:
+    run.checkpoint(step).mkdir()
+    (run.checkpoint(step) / "a").write_bytes(b"12345")
+    manifest = {"format": 1, "step": step, "files": describe(run.checkpoint(step), ["a"])}
+    write_json(run.checkpoint(step) / MANIFEST, sealed(manifest))
+    if lose:
+        (run.checkpoint(step) / "a").write_bytes(b"123")
+
+
+def test_a_newest_one_that_has_lost_a_file_does_not_push_out_the_last_good_one(run) -> None:
+    put(run, 1)
+    put(run, 2, lose=True)
+    put(run, 3, lose=True)
+    assert tidy(run, SaveConfig(keep_last=1)) == [] and run.checkpoint(1).is_dir()
+    put(run, 4)
+    assert (
+        tidy(run, SaveConfig(keep_last=1)) == [1] and run.checkpoint(2).is_dir()
+    )  # damaged: for the next start to name
 
 
 def test_tidy_leaves_incomplete_folders_alone(run) -> None:
@@ -66,6 +111,12 @@ def test_forecast_by_hand() -> None:
     found = forecast(1000, config, steps=1000, batch_tokens=50)
     assert (found.kept, found.peak_bytes, found.fits) == (15, 16_000, True)
     assert forecast(1000, SaveConfig(keep_every="5k tokens"), steps=1000, batch_tokens=50).kept == 3 + 10
+
+
+def test_a_run_of_few_saves_needs_no_room_for_more() -> None:
+    # 10 steps, one every 5: two, and the last step is one of them at most once more: 3; keep_last = 9 changes nothing.
+    found = forecast(1000, SaveConfig(every=5, keep_last=9, quota=3000), steps=10, batch_tokens=1)
+    assert (found.kept, found.peak_bytes, found.fits) == (3, 3000, True)
 
 
 def test_a_forecast_over_quota_says_how_many_would_fit() -> None:

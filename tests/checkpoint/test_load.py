@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from windlass.checkpoint import files
-from windlass.checkpoint.load import find_latest, load_model_weights, read_weights, restore, weights_source
+from windlass.checkpoint.load import find_latest, load_model_weights, restore, weights_source
 from windlass.checkpoint.save import Saver
 from windlass.config.save import SaveConfig
 from windlass.errors import CheckpointError
@@ -84,12 +84,89 @@ def test_a_damaged_one_is_named_and_set_aside_and_the_one_before_is_used(run, ne
     assert (run.checkpoints / "damaged-step-000000002").is_dir() and not run.checkpoint(2).exists()
 
 
-def test_all_damaged_is_none_and_says_so_for_each(run, net) -> None:
+def test_all_damaged_does_not_begin_again_from_nothing(run, net) -> None:
     for step in (1, 2, 3):
         put(run, step, net())
         flip(shard(run, step))
-    assert find_latest(run) is None
+    for _ in range(2):  # the second start, which finds only what the first set aside, comes to the same end
+        with pytest.raises(
+            CheckpointError, match=r"no whole checkpoint is left in .*; 3 were set aside: .*differs"
+        ) as told:
+            find_latest(run)
+        assert "delete the damaged-... folders" in told.value.hint
     assert len([e for e in run.events() if e["event"] == "damaged"]) == 3
+    for folder in files.damaged(run):
+        shutil.rmtree(folder)
+    assert find_latest(run) is None
+
+
+@pytest.mark.parametrize("seal", [True, False], ids=["sealed", "written before seals"])
+def test_any_flipped_bit_of_a_manifest_is_found_or_changes_nothing(run, net, seal) -> None:
+    """Every byte in turn, another bit of it each time: the checkpoint is refused as damaged, or reads as it was."""
+    put(run, 7, net())
+    path = run.checkpoint(7) / files.MANIFEST
+    manifest = json.loads(path.read_text())
+    if not seal:
+        del manifest[files.SEAL]
+        path.write_text(json.dumps(manifest))
+    whole, judged = path.read_bytes(), {"step", "files", "world_size", "tokens", "metric"}
+    for at in range(len(whole)):
+        flipped = bytearray(whole)
+        flipped[at] ^= 1 << at % 7
+        path.write_bytes(flipped)
+        try:
+            found = files.complete(run.checkpoint(7)).manifest
+        except CheckpointError:
+            continue
+        if seal:
+            assert {k: found.get(k) for k in judged} == {k: manifest[k] for k in judged}, flipped[at - 20 : at + 20]
+
+
+def test_a_folder_under_another_steps_name_is_set_aside(run, net) -> None:
+    put(run, 1, net())
+    shutil.copytree(run.checkpoint(1), run.checkpoint(900))
+    found = find_latest(run)
+    assert found.step == 1 and "its manifest is of step 1" in found.set_aside[0]
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", files.EXTRA, files.MANIFEST])
+@pytest.mark.parametrize("harm", ["empty", "cut", "flipped", "missing", "a folder"])
+def test_every_kind_of_file_in_every_kind_of_damage(run, net, name, harm) -> None:
+    put(run, 1, net(seed=1))
+    put(run, 2, net(seed=2))
+    path = run.checkpoint(2) / name
+    data = path.read_bytes()
+    path.unlink()
+    if harm == "a folder":
+        path.mkdir()
+    elif harm != "missing":
+        middle = len(data) // 2
+        cut = data[:middle]
+        path.write_bytes(
+            {"empty": b"", "cut": cut, "flipped": cut + bytes([data[middle] ^ 4]) + data[middle + 1 :]}[harm]
+        )
+    found = find_latest(run)
+    assert found.step == 1 and name in found.set_aside[0]
+    extra = restore(found, state := {"model": dict(net(seed=5).state_dict())})
+    assert extra["tokens"] == 10 and torch.equal(state["model"]["first.weight"], net(seed=1).first.weight)
+
+
+def test_files_that_may_not_be_read_are_not_called_damaged(run, net, monkeypatch) -> None:
+    put(run, 1, net())
+    put(run, 2, net())
+    monkeypatch.setattr("windlass.checkpoint.load.os.access", lambda path, mode: "distcp" not in str(path))
+    with pytest.raises(CheckpointError, match=r"1 of 3 files of .* may not be read \(__0_0.distcp\)"):
+        find_latest(run)
+    assert run.checkpoint(2).is_dir() and files.damaged(run) == []
+
+
+def test_a_temporary_folder_of_another_version_is_not_deleted(run, net) -> None:
+    put(run, 1, net())
+    later = files.temporary(run, 2)
+    shutil.copytree(run.checkpoint(1), later)
+    manifest = json.loads((later / files.MANIFEST).read_text())
+    (later / files.MANIFEST).write_text(json.dumps(files.sealed({**manifest, "format": 99})))
+    assert find_latest(run).step == 1 and later.is_dir()
 
 
 def test_without_verify_only_names_and_sizes_are_looked_at(run, net) -> None:
@@ -125,7 +202,8 @@ def test_an_unreadable_version_stops_the_run_and_is_left_alone(run, net) -> None
     put(run, 1, net())
     put(run, 2, net())
     manifest = json.loads((run.checkpoint(2) / files.MANIFEST).read_text())
-    (run.checkpoint(2) / files.MANIFEST).write_text(json.dumps({**manifest, "format": 99, "windlass": "9.0"}))
+    later = files.sealed({**manifest, "format": 99, "windlass": "9.0"})
+    (run.checkpoint(2) / files.MANIFEST).write_text(json.dumps(later))
     with pytest.raises(CheckpointError, match=r"format 99 \(written by windlass 9.0\); this one reads 1") as caught:
         find_latest(run)
     assert "resume with the windlass that wrote it" in caught.value.hint
@@ -163,7 +241,30 @@ def test_weights_from_a_checkpoint_a_run_and_a_hugging_face_folder(run, net, tmp
         assert all(
             torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True)
         )
-        assert all(torch.equal(v, model.state_dict()[k]) for k, v in read_weights(source).items())
+
+
+def test_weights_are_checked_before_a_warm_start_or_an_evaluation(run, net, tmp_path) -> None:
+    put(run, 1, net(seed=1))
+    put(run, 2, net(seed=2))
+    (run.checkpoint(2) / ".metadata").unlink()
+    assert weights_source(run.path) == run.checkpoint(1)  # the newest that has all its files
+    flip(shard(run, 1))
+    with pytest.raises(CheckpointError, match=r"step-000000001 is damaged: __0_0.distcp differs"):
+        load_model_weights(run.path, net())
+    assert run.checkpoint(1).is_dir()  # another run's folder: nothing is renamed in it
+    load_model_weights(run.path, net(), verify=False)
+
+
+def test_a_cut_off_safetensors_file_is_named(net, tmp_path) -> None:
+    from safetensors.torch import save_file
+
+    (tmp_path / "config.json").write_text("{}")
+    path = tmp_path / "model.safetensors"
+    save_file(dict(net().state_dict()), path)
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read") as told:
+        load_model_weights(tmp_path, net())
+    assert "cut off or damaged" in told.value.hint
 
 
 def test_weights_that_are_not_there(run, tmp_path) -> None:
@@ -256,8 +357,12 @@ def test_a_damaged_shard_of_one_rank_is_found_by_all(run, net, spread) -> None:
     flip(run.checkpoint(3) / "__2_0.distcp")
 
     def body(rank, world, run):
-        return find_latest(run)
+        try:
+            return find_latest(run)
+        except CheckpointError as error:
+            return error.message
 
-    assert spread(2, body, run) == [None, None]
+    first, second = spread(2, body, run)
+    assert first == second and "__2_0.distcp differs" in first
     [event] = [e for e in run.events() if e["event"] == "damaged"]
     assert "__2_0.distcp differs" in event["reason"]

@@ -7,6 +7,7 @@ happened on the way.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -18,13 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import CheckpointError
-from windlass.runs.files import read_json, write_json
+from windlass.runs.files import clean, read_json, write_json
 from windlass.runs.folder import Run
 
 FORMAT = 1
 """Raised when a reader of today could not read tomorrow's checkpoints."""
 MANIFEST = "manifest.json"
 EXTRA = "extra.json"
+REASON = "damaged.json"
+"""In a folder that was set aside: why."""
 CHUNK_BYTES = 64 * 2**20
 # CRC-32 is in the standard library, uses the CPU's own instruction (3.9 GiB/s a core measured) and finds every flipped bit;
 # a cryptographic hash would be 2 to 5 times slower and protects against nothing that happens here.
@@ -57,6 +60,16 @@ class Saved:
         return self.manifest.get("metric")
 
     @property
+    def save_seconds(self) -> float | None:
+        """The copy and the writing together, as measured."""
+        write = self.manifest.get("write_seconds")
+        return None if write is None else float(write) + float(self.manifest.get("stall_seconds") or 0.0)
+
+    @property
+    def metric_name(self) -> str | None:
+        return self.manifest.get("metric_name")
+
+    @property
     def world_size(self) -> int | None:
         return self.manifest.get("world_size")
 
@@ -75,6 +88,11 @@ def temporaries(run: Run) -> list[tuple[int, Path]]:
     return sorted((int(m[1]), p) for p in _children(run.checkpoints) if (m := _TEMPORARY.match(p.name)))
 
 
+def damaged(run: Run) -> list[Path]:
+    """Checkpoints that were set aside, oldest first."""
+    return sorted((p for p in _children(run.checkpoints) if p.name.startswith("damaged-")), key=lambda p: p.name)
+
+
 def _children(folder: Path) -> list[Path]:
     try:
         return [p for p in folder.iterdir() if p.is_dir()]
@@ -84,8 +102,15 @@ def _children(folder: Path) -> list[Path]:
 
 def list_saved(run: Run) -> list[Saved]:
     """Finished checkpoints of a run, oldest first; those without a readable manifest are left out."""
-    found = ((path, read_json(path / MANIFEST)) for _, path in steps_on_disk(run))
+    found = ((path, _manifest(path)) for _, path in steps_on_disk(run))
     return [Saved(path, manifest) for path, manifest in found if manifest is not None and _shape_is_ours(manifest)]
+
+
+def _manifest(folder: Path) -> dict[str, Any] | None:
+    try:
+        return read_json(folder / MANIFEST)
+    except OSError:
+        return None
 
 
 def newest_step(run: Run) -> int | None:
@@ -94,13 +119,29 @@ def newest_step(run: Run) -> int | None:
     return saved[-1].step if saved else None
 
 
+def whole_by_size(run: Run) -> list[Saved]:
+    """Those of `list_saved` whose files are all there at their full size; reads no content."""
+    return [saved for saved in list_saved(run) if next(size_problems(saved.path, saved.manifest), None) is None]
+
+
 def _shape_is_ours(manifest: dict[str, Any]) -> bool:
     files = manifest.get("files")
     return (
         isinstance(manifest.get("step"), int)
         and isinstance(files, dict)
-        and all(isinstance(f, dict) and "bytes" in f for f in files.values())
+        and all(_entry_is_ours(f) for f in files.values())
     )
+
+
+def _entry_is_ours(entry: Any) -> bool:
+    """A size, and a checksum for every chunk of it: with fewer, part of the file would go unchecked."""
+    if (
+        not isinstance(entry, dict)
+        or not isinstance(entry.get("bytes"), int)
+        or not isinstance(entry.get("crc32"), list)
+    ):
+        return False
+    return len(entry["crc32"]) == max(1, -(-entry["bytes"] // CHUNK_BYTES))
 
 
 # -- checksums ------------------------------------------------------------------------------------------------------------
@@ -138,13 +179,29 @@ def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
 # -- is it whole? ---------------------------------------------------------------------------------------------------------
 
 
+SEAL = "seal"
+"""The manifest's own checksum, over all its other keys; computed the same way in every format."""
+
+
+def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest with its seal: a flipped bit in it is found as well as one in the files it lists."""
+    plain = clean({key: value for key, value in manifest.items() if key != SEAL})
+    return {**plain, SEAL: f"{zlib.crc32(json.dumps(plain, sort_keys=True, default=str).encode()):08x}"}
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest, or an error that says why the folder is no complete checkpoint of a version we read."""
-    manifest = read_json(folder / MANIFEST)
+    hint = "use an earlier checkpoint of the run"
+    try:
+        manifest = read_json(folder / MANIFEST)
+    except PermissionError:  # not damaged: whoever asks must not set it aside
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{folder / MANIFEST} cannot be read: {error.strerror}", hint=hint) from None
     if manifest is None:
-        raise CheckpointError(
-            f"{folder} has no readable {MANIFEST}: the save did not finish", hint="use an earlier checkpoint of the run"
-        )
+        raise CheckpointError(f"{folder} has no readable {MANIFEST}: the save did not finish", hint=hint)
+    if SEAL in manifest and manifest != sealed(manifest):
+        raise CheckpointError(f"{folder / MANIFEST} differs from what was written", hint=hint)
     if manifest.get("format") != FORMAT:
         raise UnknownFormatError(
             f"{folder} has checkpoint format {manifest.get('format')!r} (written by windlass {manifest.get('windlass', 'unknown')}); this one reads {FORMAT}",
@@ -152,7 +209,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     if not _shape_is_ours(manifest):
         raise CheckpointError(
-            f"{folder / MANIFEST} lists no files: it is damaged", hint="use an earlier checkpoint of the run"
+            f"{folder / MANIFEST} does not list every file with its checksums: it is damaged", hint=hint
         )
     return manifest
 
@@ -216,7 +273,7 @@ def sync_folder(folder: Path) -> None:
 
 def publish(temporary_folder: Path, manifest: dict[str, Any], target: Path) -> None:
     """The last two steps of a save: the manifest, then the name."""
-    write_json(temporary_folder / MANIFEST, manifest)
+    write_json(temporary_folder / MANIFEST, sealed(manifest))
     sync_folder(temporary_folder)
     adopt(temporary_folder, target)
 
@@ -237,7 +294,7 @@ def set_aside(folder: Path, reason: str) -> Path:
         target = folder.with_name(f"damaged-{folder.name.strip('.')}-{number}")
     folder.rename(target)
     try:
-        write_json(target / "damaged.json", {"reason": reason})
+        write_json(target / REASON, {"reason": reason})
     except OSError:  # a full or read-only disk: the event says it too
         pass
     return target

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from windlass.checkpoint.files import Saved, list_saved, remove, sweep_removed
+from windlass.checkpoint.files import Saved, remove, sweep_removed, whole_by_size
 from windlass.config.save import SaveConfig, interval
 from windlass.errors import ConfigError
 from windlass.runs.folder import Run
@@ -26,7 +26,7 @@ def judge(saved: Sequence[Saved], config: SaveConfig) -> list[Kept]:
     """For every checkpoint, oldest first, the rules that keep it."""
     ordered = sorted(saved, key=lambda s: s.step)
     last = {s.step for s in ordered[-max(1, config.keep_last) :]}
-    best = best_steps(ordered, config.keep_best)
+    best = best_steps(ordered, config.keep_best, config.metric)
     ever = every_steps(ordered, config.keep_every)
     return [Kept(s.step, tuple(_reasons(s, config, last, best, ever))) for s in ordered]
 
@@ -40,9 +40,9 @@ def _reasons(saved: Saved, config: SaveConfig, last: set[int], best: Sequence[in
         yield f"one every {config.keep_every}"
 
 
-def best_steps(saved: Sequence[Saved], count: int) -> list[int]:
-    """Steps with the lowest metric, best first; of equals the later one. Without a metric a checkpoint takes no part."""
-    known = [s for s in saved if s.metric is not None]
+def best_steps(saved: Sequence[Saved], count: int, metric: str) -> list[int]:
+    """Steps with the lowest metric, best first; of equals the later one. One that was judged by nothing, or by another metric, takes no part."""
+    known = [s for s in saved if s.metric is not None and s.metric_name in (metric, None)]
     return [s.step for s in sorted(known, key=lambda s: (s.metric, -s.step))[:count]]
 
 
@@ -51,8 +51,6 @@ def every_steps(saved: Sequence[Saved], rule: str | int | None) -> set[int]:
     if rule is None:
         return set()
     kind, size = interval(rule)
-    if kind == "seconds":
-        raise ConfigError(f"save.keep_every = {rule!r} is a time", hint='write steps (1000) or tokens ("50B tokens")')
     chosen: dict[int, int] = {}
     for s in sorted(saved, key=lambda s: s.step):
         position = s.step if kind == "steps" else s.tokens
@@ -69,9 +67,12 @@ def superseded(saved: Sequence[Saved], config: SaveConfig) -> list[Saved]:
 
 
 def tidy(run: Run, config: SaveConfig) -> list[int]:
-    """Delete what is superseded and say so in events.jsonl; the steps that were removed."""
+    """Delete what is superseded and say so in events.jsonl; the steps that were removed.
+
+    One that has lost a file counts for nothing and is left for the next start to name: it must not push out a good one.
+    """
     sweep_removed(run)
-    doomed = superseded(list_saved(run), config)
+    doomed = superseded(whole_by_size(run), config)
     for saved in doomed:
         remove(saved.path)
         run.event("removed", step=saved.step, bytes=saved.bytes, reason=f"superseded: not among {rules(config)}")
@@ -113,8 +114,10 @@ def forecast(
     checkpoint_bytes: int, config: SaveConfig, *, steps: int, batch_tokens: int, free_bytes: int | None = None
 ) -> Forecast:
     """How much space the rules will need; measured against save.quota, else against the free space of the disk."""
-    kept = config.keep_last + config.keep_best + _for_ever(config.keep_every, steps, batch_tokens)
-    peak = (kept + 1) * checkpoint_bytes
+    wanted = config.keep_last + config.keep_best + _for_ever(config.keep_every, steps, batch_tokens)
+    saves = _saves(config, steps, batch_tokens)
+    kept = wanted if saves is None else min(wanted, saves)
+    peak = (kept + 1 if saves is None else min(kept + 1, saves)) * checkpoint_bytes
     limit, name = (config.quota, "save.quota") if config.quota is not None else (free_bytes, "free space")
     text = f"checkpoints: {kept} x {print_bytes(checkpoint_bytes)} kept ({rules(config)}), {print_bytes(peak)} at most while saving"
     text += f"; {name} {print_bytes(limit)}" if limit is not None else "; quota unknown"
@@ -127,6 +130,14 @@ def _for_ever(rule: str | int | None, steps: int, batch_tokens: int) -> int:
         return 0
     kind, size = interval(rule)
     return int((steps if kind == "steps" else steps * batch_tokens) // size)
+
+
+def _saves(config: SaveConfig, steps: int, batch_tokens: int) -> int | None:
+    """How many checkpoints a run writes at most, its last one and the best ones included; None when only a clock can tell."""
+    kind, size = ("seconds", 0.0) if config.every == "auto" else interval(config.every)
+    if kind == "seconds":
+        return None
+    return int((steps if kind == "steps" else steps * batch_tokens) // size) + 1 + config.keep_best
 
 
 def check_quota(found: Forecast) -> None:

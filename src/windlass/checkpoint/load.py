@@ -7,6 +7,7 @@ from a checkpoint, a run or a Hugging Face folder, without a process group.
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -38,24 +39,34 @@ class Found:
     world_size: int | None
     """Of the job that wrote it."""
     bytes: int
+    save_seconds: float | None = None
+    """How long training would have waited for it, had it been written without a copy; None: not known."""
     set_aside: tuple[str, ...] = ()
     """Sentences about newer ones that could not be used."""
 
 
 def find_latest(run: Run, verify: bool = True, before: int | None = None) -> Found | None:
-    """The newest complete checkpoint (below step `before`), or None. Call it on all ranks; they share the reading."""
+    """The newest complete checkpoint (below step `before`), or None. Call it on all ranks; they share the reading.
+
+    A run whose checkpoints are all damaged is refused: to begin again from nothing, unasked, could throw months away.
+    """
+    wanted_before = before
     if _rank() == 0:
         _tidy_temporaries(run, verify)
     notes: list[str] = []
     while True:
         step, folder = _together(_newest, run, before) or (None, None)
         if folder is None:
+            if wanted_before is None:
+                _together(_refuse_to_begin_again, run)
             return None
         manifest, problem = _together(_opened, folder)
         problem = problem or (_content_problem(folder, manifest) if verify else None)
         if problem is None:
             saved = files.Saved(folder, manifest)
-            return Found(folder, saved.step, saved.tokens, saved.world_size, saved.bytes, tuple(notes))
+            return Found(
+                folder, saved.step, saved.tokens, saved.world_size, saved.bytes, saved.save_seconds, tuple(notes)
+            )
         notes.append(_together(_refuse, run, folder, problem))
         before = step
 
@@ -72,7 +83,33 @@ def _opened(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
         raise
     except CheckpointError as error:
         return None, error.message
-    return manifest, "; ".join(list(files.size_problems(folder, manifest))[:4]) or None
+    if folder.name != f"step-{manifest['step']:09d}":
+        return None, f"its manifest is of step {manifest['step']}"
+    problems = list(files.size_problems(folder, manifest))
+    if not problems:
+        _refuse_forbidden(folder, manifest)
+    return manifest, "; ".join(problems[:4]) or None
+
+
+def _refuse_forbidden(folder: Path, manifest: dict[str, Any]) -> None:
+    """A file that we may not read is not damaged: say so, and set nothing aside."""
+    closed = [name for name in manifest["files"] if not os.access(folder / name, os.R_OK)]
+    if closed:
+        raise CheckpointError(
+            f"{len(closed)} of {len(manifest['files'])} files of {folder} may not be read ({', '.join(sorted(closed)[:3])}): permission denied",
+            hint=f"whose are they? `ls -l {folder}`; chmod, or copy the run as its owner",
+        )
+
+
+def _refuse_to_begin_again(run: Run) -> None:
+    aside = files.damaged(run)
+    if not aside:
+        return
+    reasons = [(read_json(path / files.REASON) or {}).get("reason") or path.name for path in aside]
+    raise CheckpointError(
+        f"no whole checkpoint is left in {run.checkpoints}; {len(aside)} were set aside: {'; '.join(map(str, reasons[-3:]))}",
+        hint="to begin again from step 0, delete the damaged-... folders; to go on from one of them unchecked, give it its name back and resume with save.verify=false",
+    )
 
 
 def _content_problem(folder: Path, manifest: dict[str, Any]) -> str | None:
@@ -112,6 +149,8 @@ def _tidy_temporaries(run: Run, verify: bool) -> None:
         with contextlib.suppress(OSError):
             try:
                 files.complete(folder, verify=verify)
+            except files.UnknownFormatError:  # never ours to delete
+                continue
             except CheckpointError as error:
                 files.remove(folder)
                 run.event(
@@ -201,7 +240,7 @@ def weights_source(path: Path | str) -> Path:
     if (given / "config.json").is_file() and list(given.glob("*.safetensors")):
         return given
     if (given / "checkpoints").is_dir():
-        saved = files.list_saved(Run(given))
+        saved = files.whole_by_size(Run(given))
         if saved:
             return saved[-1].path
         raise CheckpointError(
@@ -215,47 +254,63 @@ def weights_source(path: Path | str) -> Path:
     )
 
 
-def load_model_weights(path: Path | str, model: torch.nn.Module) -> Path:
+def load_model_weights(path: Path | str, model: torch.nn.Module, *, verify: bool = True) -> Path:
     """Fill `model` from a checkpoint, run or Hugging Face folder; the folder that was read. Works with and without a process group."""
     source = weights_source(path)
     if (source / files.MANIFEST).is_file():
-        files.complete(source, verify=False)
+        _check_whole(source, verify)
         state = {"model": dict(model.state_dict())}
         _read(source, state)
         _assign(model, state["model"], source)
     else:
         weights, own = read_safetensors(source), model.state_dict()
-        _assign(model, weights if set(own) <= set(weights) else names.from_hf(weights, own), source)
+        _assign(
+            model,
+            weights if set(own) <= set(weights) else names.from_hf(weights, own, getattr(model, "twins", None)),
+            source,
+        )
     return source
 
 
-def read_weights(path: Path | str) -> dict[str, torch.Tensor]:
-    """All weights of a checkpoint, run or Hugging Face folder as plain tensors in host memory; no model and no process group needed."""
-    source = weights_source(path)
-    if not (source / files.MANIFEST).is_file():
-        return read_safetensors(source)
-    metadata = dcp.FileSystemReader(source).read_metadata()
-    state = {"model": {}}
-    for name, entry in metadata.state_dict_metadata.items():
-        if name.startswith("model.") and hasattr(entry, "size"):
-            state["model"][name.removeprefix("model.")] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    if not state["model"]:
-        raise CheckpointError(f"{source} holds no model weights", hint="was it written by another program?")
-    dcp.load(state, storage_reader=ParallelReader(source), no_dist=True)
-    return state["model"]
+def _check_whole(source: Path, verify: bool) -> None:
+    """The same check as before a resume, the files dealt out over the ranks; but nothing is set aside in a folder that is not ours."""
+    manifest = _together(files.complete, source, verify=False).manifest
+    problem = _content_problem(source, manifest) if verify else None
+    if problem is not None:
+        raise CheckpointError(f"{source} is damaged: {problem}", hint="name an earlier checkpoint of the run")
 
 
 def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a Hugging Face folder's *.safetensors files."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    parts = sorted(folder.glob("*.safetensors"))
+    found: dict[str, torch.Tensor] = {}
+    for part in safetensors_files(folder):
+        try:
+            found |= load_file(part)
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{part} cannot be read: {error}", hint="the copy was cut off or damaged: compare it with the original"
+            ) from None
+    return found
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The files with the weights: those that the index names, which may stand beside a second form of the same weights."""
+    index = (read_json(folder / "model.safetensors.index.json") or {}).get("weight_map") or {}
+    parts = [folder / name for name in sorted(set(index.values()))] or sorted(folder.glob("*.safetensors"))
     if not parts:
         raise CheckpointError(
             f"{folder} has no *.safetensors files",
             hint="convert older .bin weights with transformers' save_pretrained first",
         )
-    return {name: tensor for part in parts for name, tensor in load_file(part).items()}
+    if absent := [part.name for part in parts if not part.is_file()]:
+        raise CheckpointError(
+            f"{folder} lacks {len(absent)} of its {len(parts)} weight files ({', '.join(absent[:3])})",
+            hint="the copy was cut off: copy what is missing",
+        )
+    return parts
 
 
 def _assign(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], source: Path) -> None:
@@ -295,17 +350,21 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _together(ask: Callable[..., Any], *args: Any) -> Any:
-    """Rank 0 asks and tells the others; an error of rank 0 is raised on all."""
-    if _world_size() == 1:
-        return ask(*args)
+def _together(ask: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Rank 0 asks and tells the others; an error of rank 0 is raised on all, for they would wait for its answer."""
     box: list[Any] = [None, None]
     if _rank() == 0:
         try:
-            box[0] = ask(*args)
+            box[0] = ask(*args, **options)
         except CheckpointError as error:
             box[1] = error
-    dist.broadcast_object_list(box, src=0)
+        except OSError as error:
+            box[1] = CheckpointError(
+                f"{error.filename or 'a checkpoint file'} cannot be read: {error.strerror or error}",
+                hint="is the disk mounted and well?",
+            )
+    if _world_size() > 1:
+        dist.broadcast_object_list(box, src=0)
     if box[1] is not None:
         raise box[1]
     return box[0]

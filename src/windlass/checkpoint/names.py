@@ -21,6 +21,8 @@ BLOCK = {
     "feed_forward.w3.weight": "mlp.up_proj.weight",
     "feed_forward.w2.weight": "mlp.down_proj.weight",
 }
+OLDER = {"lm_head.weight": "embed_out.weight"}
+"""What transformers called a weight in files that are still around (GPT-NeoX, Pythia)."""
 _LAYER = re.compile(r"^layers\.(\d+)\.(.+)$")
 
 
@@ -32,13 +34,16 @@ def to_hf(name: str) -> str | None:
     return TOP.get(name)
 
 
-def from_hf(weights: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A Hugging Face Llama's weights under the names of `own` (a state of ours, or of a transformers model we wrap).
+def from_hf(
+    weights: Mapping[str, Any], own: Mapping[str, Any], twins: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """A Hugging Face folder's weights under the names of `own` (a state of our Llama, or of a transformers model we wrap).
 
-    Our vocabulary may be padded: the rows that are added are zero. A tied head is taken from the embedding.
+    Our vocabulary may be padded: the rows that are added are zero. A tied head is taken from the embedding; `twins` says which
+    names of a wrapped model stand for the same weight.
     """
     if any(name.startswith("net.") for name in own):
-        return {f"net.{name}": tensor for name, tensor in weights.items()}
+        return _wrapped(weights, own, twins or {})
     found = {}
     for name, target in own.items():
         source = to_hf(name)
@@ -49,6 +54,17 @@ def from_hf(weights: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
                 _padded(weights[source], target) if name in ("embed.weight", "head.weight") else weights[source]
             )
     return found
+
+
+def _wrapped(weights: Mapping[str, Any], own: Mapping[str, Any], twins: Mapping[str, str]) -> dict[str, Any]:
+    """Under a transformers model's own names, or what older folders call them: GPT-2's and Bloom's hold the body alone."""
+    found = {}
+    for name in own:
+        whole = name.removeprefix("net.")
+        there = next((n for n in (whole, whole.partition(".")[2], OLDER.get(whole)) if n and n in weights), None)
+        if there is not None:
+            found[name] = weights[there]
+    return found | {name: found[twin] for name, twin in twins.items() if name not in found and twin in found}
 
 
 def _padded(tensor: Any, like: Any) -> Any:

@@ -47,6 +47,7 @@ class Outcome:
     """How long training waited."""
     path: Path | None = None
     """None: it failed."""
+    metric: float | None = None
     bytes: int | None = None
     write_seconds: float | None = None
     error: str | None = None
@@ -119,13 +120,15 @@ class Saver:
         return found
 
     def save(
-        self, step: int, state: dict[str, Any], extra: dict[str, Any], metric: float | None = None, block: bool = False
-    ) -> Outcome | None:
+        self, step: int, state: dict[str, Any], extra: dict[str, Any], metric: float | None = None, block: bool = False,
+        began: float | None = None,
+    ) -> Outcome | None:  # fmt: skip
         """Begin a save of `state` (tensors, any sharding) and `extra` (JSON). With `block`, wait and return how it went.
 
-        A save that is still under way is waited for first: there are never two half-written ones.
+        A save that is still under way is waited for first: there are never two half-written ones. `began`: when training
+        began to wait (`time.perf_counter`), where gathering `extra` took time too.
         """
-        begin = time.perf_counter()
+        begin = time.perf_counter() if began is None else began
         self.finish()
         if not block and self.config.asynchronous and self._blocking_reason is None:
             job = _Job(step, self._stager.stage(state), extra, metric, time.perf_counter() - begin, rng.capture())
@@ -179,7 +182,7 @@ class Saver:
 
     def _write(self, job: _Job) -> Outcome:
         begin = time.perf_counter()
-        outcome = Outcome(job.step, job.stall_seconds or 0.0)
+        outcome = Outcome(job.step, job.stall_seconds or 0.0, metric=job.metric)
         try:
             self._write_files(job)
             outcome.path, outcome.bytes = self._publish(job, outcome, begin)

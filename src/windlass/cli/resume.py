@@ -18,7 +18,10 @@ def register(app: typer.Typer) -> None:
 
 def resume(
     run: Annotated[Path, typer.Argument(help="Run folder, or its name under runs/.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...", metavar="[KEY=VALUE]...")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Keys of the recipe to change: layout.micro_batch=4.", metavar="KEY=VALUE"),
+    ] = None,
     devices: Annotated[
         int | None, typer.Option("--devices", min=1, help="Processes here, one per device; as last time when left out.")
     ] = None,
@@ -60,7 +63,9 @@ def _loaded(run: Run, overrides: list[str]) -> Loaded:
 def _keep(run: Run, loaded: Loaded) -> None:
     """The new values are the run's from now on; another model or data is another run."""
     from windlass.runs import create_run
+    from windlass.runs.lock import refuse_held
 
+    refuse_held(run.lock_file)
     create_run(run.path, loaded)
 
 

@@ -21,7 +21,10 @@ def register(app: typer.Typer) -> None:
 
 def train(
     recipe: Annotated[Path, typer.Argument(help="Recipe file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...", metavar="[KEY=VALUE]...")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Keys of the recipe to change: layout.micro_batch=4.", metavar="KEY=VALUE"),
+    ] = None,
     run: Annotated[Path | None, typer.Option("--run", help="Run folder; runs/<name> when left out.")] = None,
     devices: Annotated[
         int | None, typer.Option("--devices", min=1, help="Processes on this machine, one per device.")
@@ -34,13 +37,16 @@ def train(
     """Train a recipe: on this machine, or as one rank of a job. A second start of the same run goes on where it stopped."""
     from windlass.clusters.scheduler import place
     from windlass.config import load_recipe
-    from windlass.runs import create_run
+    from windlass.runs import Run, create_run
+    from windlass.runs.lock import refuse_held
 
     loaded = load_recipe(recipe, overrides or ())
     where = place()
     loaded, reason = _with_layout(loaded, where, devices)
     folder = run or Path("runs") / loaded.recipe.name
     if where.rank == 0:
+        if "WINDLASS_LOCKED" not in os.environ:  # else our supervisor holds it
+            refuse_held(Run(folder).lock_file)
         made = create_run(folder, loaded)
         _keep_plan(made, loaded, where, devices)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
@@ -37,4 +37,10 @@ def _schema(example: str, what: str) -> WithJsonSchema:
 Tokens = Annotated[int, _with_unit(parse_tokens), Field(ge=0), _schema('"450B" or "4Mi"', "A token count")]
 Bytes = Annotated[int, _with_unit(parse_bytes), Field(ge=0), _schema('"94 GiB"', "A size")]
 Seconds = Annotated[float, _with_unit(parse_seconds), Field(ge=0), _schema('"30m"', "A duration")]
+# One validator for both, so that a wrong value is one problem and not one per member of a union.
+SecondsOrAuto = Annotated[
+    float | Literal["auto"],
+    _with_unit(lambda value: value if value == "auto" else parse_seconds(value)),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}, {"const": "auto", "type": "string"}]}),
+]
 Joules = Annotated[float, _with_unit(parse_joules), Field(ge=0), _schema('"14.2 MWh"', "An energy")]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
 
-from windlass.config.base import Bytes, Seconds, Table
+from windlass.config.base import Bytes, SecondsOrAuto, Table
 from windlass.errors import WindlassError
 from windlass.units import parse_seconds, parse_tokens
 
@@ -15,14 +15,17 @@ class SaveConfig(Table):
     every: int | str = "auto"
     """"auto" (from measured start-up and save time), a number of steps, tokens ("2B tokens") or time ("30m")."""
     keep_last: PositiveInt = 3
+    """The newest so many are kept."""
     keep_best: NonNegativeInt = 0
     """Also keep this many with the best `metric`."""
     metric: str = "val_loss"
+    """What "best" means, the lowest first: val_loss, val_loss/NAME of a source, or loss (of the training step)."""
     keep_every: str | int | None = None
     """Also keep one every so many steps (1000) or tokens ("50B tokens") for ever."""
     asynchronous: bool = True
     """Training goes on while the checkpoint is written."""
     at_end: bool = True
+    """Also save when the run is finished."""
     quota: Bytes | None = None
     """Disk space the run may use; the forecast is checked against it before the run starts."""
     verify: bool = True
@@ -31,23 +34,44 @@ class SaveConfig(Table):
     """Warm start: a checkpoint, run or Hugging Face folder whose weights (only) the run begins from."""
     failures_per_day: float = Field(default=0.5, ge=0)
     """Expected interruptions a day of the whole job, for the optimum of every = "auto"."""
-    lead: Seconds | Literal["auto"] = "auto"
+    lead: SecondsOrAuto = "auto"
     """How long before the wall-time limit to stop and save; auto: from the measured save time."""
 
-    @field_validator("every", "keep_every")
+    @field_validator("every", "keep_every", mode="before")
     @classmethod
-    def _readable(cls, value: int | str | None) -> int | str | None:
-        if value is None or value == "auto":
+    def _readable(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None or (value == "auto" and info.field_name == "every"):
             return value
-        if isinstance(value, int):
-            if value < 1:
-                raise ValueError(f"{value} steps is not an interval; write a number of at least 1")
-            return value
-        try:
-            interval(value)
-        except WindlassError as error:
-            raise ValueError(f"{error.message} ({error.hint})" if error.hint else error.message) from None
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise ValueError(f"{value!r} is not an interval; {_EXAMPLES[info.field_name or 'every']}")
+        _check_interval(value, info.field_name or "every")
         return value
+
+    @field_validator("metric")
+    @classmethod
+    def _known_metric(cls, value: str) -> str:
+        if value not in ("val_loss", "loss") and not value.startswith("val_loss/"):
+            raise ValueError(
+                f"{value!r} cannot judge a checkpoint; write val_loss, val_loss/NAME of a source, or loss (of training)"
+            )
+        return value
+
+
+_EXAMPLES = {
+    "every": 'write steps (500), tokens ("2B tokens"), a time ("30m") or "auto"',
+    "keep_every": 'write steps (1000) or tokens ("50B tokens")',
+}
+
+
+def _check_interval(value: int | str, key: str) -> None:
+    try:
+        kind, size = interval(value)
+    except WindlassError as error:
+        raise ValueError(f"{error.message}; {_EXAMPLES[key]}") from None
+    if size <= 0:
+        raise ValueError(f"{value!r} is not an interval: it must be more than 0; {_EXAMPLES[key]}")
+    if kind == "seconds" and key == "keep_every":
+        raise ValueError(f"{value!r} is a time; {_EXAMPLES[key]}")
 
 
 def interval(text: int | str) -> tuple[Literal["steps", "tokens", "seconds"], float]:

@@ -30,12 +30,12 @@ def write_whole(path: Path, content: str | bytes, *, sync: bool = True) -> None:
 
 
 def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
-    write_whole(path, json.dumps(_clean(value), indent=2, default=str, allow_nan=False) + "\n", sync=sync)
+    write_whole(path, json.dumps(clean(value), indent=2, default=str, allow_nan=False) + "\n", sync=sync)
 
 
 def append_line(path: Path, value: Any) -> None:
     """One JSON line in one write call. After a torn line (a crash, a full disk) the next one starts on a line of its own."""
-    line = (json.dumps(_clean(value), default=str, allow_nan=False) + "\n").encode()
+    line = (json.dumps(clean(value), default=str, allow_nan=False) + "\n").encode()
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         with contextlib.suppress(OSError):  # where a file system has no flock, O_APPEND alone keeps lines apart
@@ -110,12 +110,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _clean(value: Any) -> Any:
+def clean(value: Any) -> Any:
     """Not-a-number and infinity are not JSON; they are written as null, which means unknown."""
     if isinstance(value, float):
         return value if value == value and value not in (float("inf"), float("-inf")) else None
     if isinstance(value, dict):
-        return {str(k): _clean(v) for k, v in value.items()}
+        return {str(k): clean(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_clean(v) for v in value]
+        return [clean(v) for v in value]
     return value

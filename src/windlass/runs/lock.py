@@ -52,6 +52,12 @@ def locked(path: Path, job: str | None = None) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_UN)
 
 
+def refuse_held(path: Path) -> None:
+    """Raise when somebody holds the lock: before anything in the folder is changed."""
+    if holder(path) is not None:
+        raise _busy(path)
+
+
 def touch(path: Path) -> None:
     """Tell other hosts that the holder lives; called with the heartbeat."""
     with contextlib.suppress(OSError):

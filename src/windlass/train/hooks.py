@@ -25,6 +25,9 @@ class Hook:
     def on_log(self, job: Job, line: dict[str, Any]) -> None:
         """A metrics line is complete (rank 0 only) and was written."""
 
+    def on_wait(self, job: Job, what: str) -> None:
+        """Training is about to wait for `what` (a save, the next batch of a validation): life without a step."""
+
     def on_save(self, job: Job) -> None:
         """A save was begun."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from windlass import models
 from windlass.checkpoint.load import discard_after, find_latest, load_model_weights, restore
-from windlass.checkpoint.save import Saver
+from windlass.checkpoint.save import Outcome, Saver
 from windlass.clusters.load import load_cluster
 from windlass.clusters.scheduler import Place, place
 from windlass.config import LayoutConfig, Recipe, recipe_hash
@@ -79,7 +80,7 @@ class Job:
     val_loss: float | None = None
     val_step: int | None = None
     best: list[float] = field(default_factory=list)
-    """The lowest validation losses that were saved, at most save.keep_best."""
+    """The lowest values of save.metric that were saved, at most save.keep_best."""
     rolled_back: bool = False
     began: float = field(default_factory=time.monotonic)
     first_step: int = 0
@@ -177,6 +178,7 @@ def build(recipe: Recipe, run_folder: Run, where: Place, hooks: list[Hook], say:
         interval=Interval(recipe.save), meter=open_meter(recipe, run_folder, world),
     )  # fmt: skip
     job.validator = open_validator(recipe, world, parts, stepper, model.vocab)
+    check_metric(recipe, job.validator)
     # restore
     restored = resume(job)
     # hooks
@@ -224,6 +226,26 @@ def check_device(recipe: Recipe, world: World) -> None:
         )
 
 
+def check_metric(recipe: Recipe, validator: Validator | None) -> None:
+    """Refuse to judge checkpoints by a source that is not held out."""
+    name = recipe.save.metric.removeprefix("val_loss/")
+    sources = [part.name for part in validator.held] if validator is not None else []
+    if name != recipe.save.metric and name not in sources:
+        raise ConfigError(
+            f"save.metric = {recipe.save.metric!r}, but nothing of {name!r} is held out",
+            hint=f"held out are: {', '.join(sources)}" if sources else "the store has no validation split",
+        )
+
+
+def best_note(job: Job) -> str:
+    """What save.keep_best can judge by, where that is less than it seems."""
+    save, every = job.recipe.save, job.recipe.train.eval_every
+    if not save.keep_best or save.metric == "loss" or (job.validator is not None and every):
+        return ""
+    why = "nothing is held out" if job.validator is None else "train.eval_every = 0, so only the last step is validated"
+    return f"save.keep_best = {save.keep_best} keeps no checkpoint by {save.metric}: {why}"
+
+
 def open_meter(recipe: Recipe, run_folder: Run, world: World) -> Meter | None:
     """One per node."""
     if world.place.local_rank != 0 or not recipe.energy.enabled:
@@ -247,7 +269,16 @@ def resume(job: Job) -> Any:
             job.optimizer.adopt()
         return None
     go_back(job, found)
+    job.energy_carried = _energy_so_far(job)
+    job.stop.measured(save_seconds=found.save_seconds)
     return found
+
+
+def _energy_so_far(job: Job) -> float | None:
+    """What the run has used: the steps since the checkpoint are lost, their energy is spent. Each total contains the ones before it."""
+    last = (job.run.last_metric() or {}).get("energy_joules")
+    known = [value for value in (job.energy_carried, last) if isinstance(value, (int, float))]
+    return max(known, default=None)
 
 
 def go_back(job: Job, found: Any) -> dict[str, Any]:
@@ -256,7 +287,7 @@ def go_back(job: Job, found: Any) -> dict[str, Any]:
     after_restore(job.optimizer, job.parts.tie)
     job.step, job.tokens, job.sequences = extra["step"], extra["tokens"], extra["sequences"]
     job.energy_carried, job.rolled_back = extra.get("energy_joules"), extra.get("rolled_back", False)
-    job.best = list(extra.get("best", []))
+    job.best = [loss for loss in extra.get("best", []) if loss is not None]
     return extra
 
 
@@ -320,6 +351,7 @@ def announce(job: Job, restored: Any) -> None:
         )
     for note in [
         passes_line(job.stream.epochs(job.geometry.total_tokens)),
+        best_note(job),
         *job.parts.notes,
         job.stepper.sync.note,
         f"MFU: of {denominator}" if peak else f"MFU: unknown, {denominator}",
@@ -373,6 +405,7 @@ def _steps(job: Job) -> str | None:
             agreed = job.stop.agree(save=job.interval.due_by_clock(job.step) or job.saver.retry_due)
             _save(job, _is_best(job) or agreed.save or job.interval.due_by_count(job.step, job.tokens))
             _tell_interval(job)
+            job.stop.measured(step_seconds=_seconds_each(job))
             if agreed.stop is not None:
                 return agreed.stop
     finally:
@@ -439,13 +472,19 @@ def _last_validation(job: Job) -> None:
 
 def validate_now(job: Job) -> None:
     begin = time.monotonic()
-    found = job.validator.judge(job.stop.agreed_to_stop)
+    found = job.validator.judge(lambda: _between_batches(job))
     if found is None:  # asked to stop on the way: the save comes first
         return
     job.validation, job.val_loss, job.val_step = found, found.whole.loss, job.step
     if job.world.is_main:
         job.run.event("evaluated", step=job.step, **found.event(), seconds=time.monotonic() - begin)
     each(job.hooks, "on_eval", job, job.val_loss)
+
+
+def _between_batches(job: Job) -> str | None:
+    """A long pass shows signs of life, and hears who wants to stop."""
+    each(job.hooks, "on_wait", job, "validation")
+    return job.stop.agreed_to_stop()
 
 
 def _save(job: Job, due: bool) -> None:
@@ -455,9 +494,21 @@ def _save(job: Job, due: bool) -> None:
         job.stop.measured(save_seconds=job.saver.seconds_needed())
         job.interval.measured(stall_seconds=done.stall_seconds, write_seconds=done.write_seconds)
     if due:
-        job.saver.save(job.step, job.state(), job.extra(), metric=_save_metric(job))
+        begin_save(job)
         job.interval.saved(job.step, job.tokens)
         each(job.hooks, "on_save", job)
+
+
+def begin_save(job: Job, *, block: bool = False) -> Outcome | None:
+    """Everything that belongs to a step is on its way to the disk before its checkpoint is: a kill in between must lose no line."""
+    began = time.perf_counter()
+    each(job.hooks, "on_wait", job, "save")
+    job.recorder.drain(job, 0)
+    job.saver.finish()
+    before = job.saver.last
+    if before is not None and not before.ok and before.step != job.step:
+        job.best = [loss for loss in job.best if loss != before.metric]  # it is not on the disk
+    return job.saver.save(job.step, job.state(), job.extra(), metric=_save_metric(job), block=block, began=began)
 
 
 def _tell_interval(job: Job) -> None:
@@ -466,23 +517,33 @@ def _tell_interval(job: Job) -> None:
     if choice is None or choice is job.told or steps < 2:
         return
     job.told = choice
-    each_seconds = (time.monotonic() - job.first_done) / steps
-    count = max(1, round(choice.seconds / each_seconds))
+    count = max(1, round(choice.seconds / (_seconds_each(job) or choice.seconds)))
     if job.world.is_main:
         job.run.event("interval", seconds=choice.seconds, steps=count, reason=choice.reason)
         job.say(f"{choice.reason} (about {count:,} steps)")
 
 
+def _seconds_each(job: Job) -> float | None:
+    """A step of this process, with its share of saves and validation; the first one compiles and does not count."""
+    steps = job.step - job.first_step - 1
+    return (time.monotonic() - job.first_done) / steps if steps > 0 else None
+
+
 def _save_metric(job: Job) -> float | None:
     """A checkpoint is judged by its own weights: a validation loss of other steps does not count."""
-    if job.recipe.save.metric != "val_loss":
+    name = job.recipe.save.metric
+    if name == "loss":
         return job.recorder.last_loss
-    return job.val_loss if job.val_step == job.step else None
+    if job.validation is None or job.val_step != job.step:
+        return None
+    source = name.removeprefix("val_loss/")
+    found = job.validation.whole if name == "val_loss" else job.validation.sources[source]
+    return found.loss if math.isfinite(found.loss) else None
 
 
 def _is_best(job: Job) -> bool:
     """The weights that were just validated belong to the best: save them now, whatever the interval says."""
-    loss = _save_metric(job) if job.recipe.save.metric == "val_loss" else None
+    loss = _save_metric(job) if job.recipe.save.metric != "loss" else None
     count = job.recipe.save.keep_best
     if loss is None or not count or (len(job.best) >= count and loss >= max(job.best)):
         return False
@@ -508,7 +569,7 @@ def _final_save(job: Job, reason: str | None) -> None:
     if saved or job.step == 0 or (reason is None and not job.recipe.save.at_end):
         return
     for _ in range(2):
-        outcome = job.saver.save(job.step, job.state(), job.extra(), metric=_save_metric(job), block=True)
+        outcome = begin_save(job, block=True)
         if outcome is None or outcome.ok:
             return
     last = job.saver.good.step if job.saver.good else "none"

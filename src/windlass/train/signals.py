@@ -19,15 +19,16 @@ from windlass.clusters import scheduler
 from windlass.config.save import SaveConfig
 from windlass.runs.folder import Run
 
-NONE, SIGTERM, SIGUSR1, SIGINT, WALL_TIME, REQUEST = range(6)
+NONE, SIGTERM, SIGUSR1, SIGINT, WALL_TIME, REQUEST, SIGHUP = range(7)
 REASONS = {
     SIGTERM: "SIGTERM",
     SIGUSR1: "SIGUSR1",
     SIGINT: "Ctrl-C",
     WALL_TIME: "the wall-time limit is near",
     REQUEST: "a request in the run folder",
+    SIGHUP: "SIGHUP (the terminal was closed)",
 }
-_CODES = {signal.SIGTERM: SIGTERM, signal.SIGUSR1: SIGUSR1, signal.SIGINT: SIGINT}
+_CODES = {signal.SIGTERM: SIGTERM, signal.SIGUSR1: SIGUSR1, signal.SIGINT: SIGINT, signal.SIGHUP: SIGHUP}
 _ASK_AGAIN_SECONDS = 300.0
 _LOOK_SECONDS = 2.0
 
@@ -46,7 +47,8 @@ def listening() -> Iterator[None]:
         yield  # an outer block listens already
         return
     _Ears.code = NONE
-    _Ears.before = {number: signal.signal(number, _heard) for number in _CODES}
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # under nohup
+    _Ears.before = {number: signal.signal(number, _heard) for number in _CODES if number not in ignored}
     try:
         yield
     finally:

@@ -27,6 +27,7 @@ from windlass.checkpoint.files import newest_step
 from windlass.runs.files import read_json, write_json
 from windlass.runs.folder import Run
 
+LONGEST_PAUSE_SECONDS = 60.0
 GRACE_SECONDS = 5.0
 """After the first failure the others get this long to write their own records before they are ended."""
 _POLL_SECONDS = 0.05
@@ -142,7 +143,9 @@ class _Signals:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+        numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup the run outlives its terminal
+            numbers.append(signal.SIGHUP)
         before = {n: signal.signal(n, self._heard) for n in numbers}
         try:
             yield
@@ -182,9 +185,24 @@ def run_workers(
             if why is not None:
                 run.event("gave_up", reason=why, attempts=attempt + 1)
                 return fault.exit_code
-            time.sleep(pause_seconds * 2**attempt)
+            if not _pause(pause_seconds * 2 ** _in_a_row(history), heard):
+                return 130 if heard.interrupts > 1 else errors.EXIT_RESUMABLE
             run.event("restarted", attempt=attempt + 1, reason=f"rank {fault.rank}: {fault.kind}: {fault.error}")
     return 1
+
+
+def _in_a_row(history: Sequence[tuple[str, int | None]]) -> int:
+    """How many failures before the last one came at the same checkpoint: a run that gets on is restarted without delay."""
+    steps = [step for _, step in reversed(history)]
+    return next((count for count, step in enumerate(steps) if step != steps[0]), len(steps)) - 1
+
+
+def _pause(seconds: float, heard: _Signals) -> bool:
+    """Wait before the next attempt; False as soon as somebody wants to stop."""
+    end = time.monotonic() + min(seconds, LONGEST_PAUSE_SECONDS)
+    while not heard.stopping and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS)
+    return not heard.stopping
 
 
 def _hopeless(

@@ -86,8 +86,11 @@ class Heartbeat(Hook):
     def on_step_end(self, job: Any, result: Any) -> None:
         self.beat(job.step, "data")
 
+    def on_wait(self, job: Any, what: str) -> None:
+        self.beat(job.step, what)
+
     def on_save(self, job: Any) -> None:
-        self.beat(job.step, "save")
+        self.beat(job.step, "data")
 
     def on_eval(self, job: Any, val_loss: float) -> None:
         self.beat(job.step, "data")
