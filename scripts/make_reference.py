@@ -10,9 +10,7 @@ from typing import Any, get_args, get_origin
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "reference"
 
 
-UNITS = (
-    "Token counts, sizes, durations and energies may be written with units: `450B`, `4Mi`, `94 GiB`, `30m`, `14.2 MWh`."
-)
+UNITS = "Tokens, sizes and durations may be written with units: `450B`, `4Mi`, `94 GiB`, `30m`."
 
 
 def recipe_page() -> str:
@@ -75,16 +73,35 @@ def keys_page(
 
 def _rows(table: Any) -> Iterator[str]:
     for key, field in table.model_fields.items():
-        default = "required" if field.is_required() else f"`{_default(field)}`"
+        default = "required" if field.is_required() else _default(field)
         meaning = " ".join((field.description or "").split()).replace("|", "\\|")
-        yield f"| `{key}` | {_type(field.annotation)} | {default} | {meaning} |"
+        yield f"| `{key}` | {_unit(field) or _type(field.annotation)} | {default} | {meaning} |"
+
+
+def _unit(field: Any) -> str | None:
+    """What a number with a unit counts, by the note that its type carries for editors."""
+    notes = f"{field.annotation} {field.metadata}"
+    kinds = {"A token count": "tokens", "A size": "size", "A duration": "duration"}
+    return next((kind for note, kind in kinds.items() if note in notes), None)
 
 
 def _default(field: Any) -> str:
     value = field.get_default(call_default_factory=True)
     if value is None or value in ("", [], {}):
         return "not set" if value is None else "empty"
-    return str(value).replace("|", "\\|")
+    from windlass.units import print_bytes
+
+    shown = f'"{print_bytes(value)}"' if _unit(field) == "size" else _as_toml(value)
+    return f"`{shown}`".replace("|", "\\|")
+
+
+def _as_toml(value: Any) -> str:
+    """As the reader would write it in the file."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _table(annotation: Any) -> Any:
@@ -104,8 +121,12 @@ def _type(annotation: Any) -> str:
     if inner and get_origin(annotation) not in (list, dict):
         return " or ".join(dict.fromkeys(_type(a) for a in inner if not _is_constraint(a)))
     if get_origin(annotation) in (list, dict):
-        return f"{get_origin(annotation).__name__} of {', '.join(_type(a) for a in inner)}"
-    return getattr(annotation, "__name__", str(annotation))
+        kind = {"dict": "table"}.get(get_origin(annotation).__name__, get_origin(annotation).__name__)
+        return f"{kind} of {', '.join(_type(a) for a in inner)}"
+    name = getattr(annotation, "__name__", str(annotation))
+    return {"str": "text", "int": "integer", "float": "number", "bool": "true or false", "dict": "table"}.get(
+        name, name
+    )
 
 
 def _is_constraint(value: Any) -> bool:
@@ -146,8 +167,9 @@ def _parameter(p: Any) -> str:
     is_option = p.param_type_name == "option"
     name = ", ".join([*p.opts, *p.secondary_opts]) if is_option else (p.metavar or p.name.upper())
     value = p.default() if callable(p.default) else p.default
-    shown = "" if value in (None, False, (), []) else f"`{value}`"
-    return f"| `{name}` | {' '.join((getattr(p, 'help', '') or '').split()).replace('|', chr(92) + '|')} | {shown} |"
+    shown = "" if value in (None, False, (), []) else f"`{p.opts[0] if value is True else value}`"
+    cells = (f"`{name}`", " ".join((getattr(p, "help", "") or "").split()), shown)
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def pages() -> dict[str, str]:

@@ -50,6 +50,28 @@ def test_help_takes_under_0_3_seconds_of_cpu(words):
     assert min(cpu() for _ in range(4)) < 0.3
 
 
+def parts(root, path=()):
+    yield " ".join(path), root
+    for name, inner in getattr(root, "commands", {}).items():
+        yield from parts(inner, (*path, name))
+
+
+def test_every_help_writes_arguments_alike_and_flags_without_a_value():
+    from windlass.cli import command
+
+    root = command()
+    names = list(root.commands)
+    assert names.index("tokenizer") == names.index("tokenize") + 1
+    for name, part in parts(root):
+        context = part.make_context(name or "windlass", ["--json"] if not name else [], resilient_parsing=True)
+        for param in part.get_params(context):
+            if param.param_type_name == "argument":
+                assert param.metavar and not set(param.metavar) & set("[]{} "), f"{name}: {param.metavar}"
+                assert getattr(param, "help", None), f"{name} {param.name}: no word of help"
+            elif getattr(param, "is_flag", False):
+                assert param.metavar == "", f"{name} {param.opts}: looks as if it took a value"
+
+
 def test_alone_it_shows_the_seven_steps():
     done = windlass()
     assert done.returncode == 0

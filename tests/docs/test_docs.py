@@ -61,6 +61,17 @@ def test_the_reference_has_every_command_and_key():
     assert "`batch_tokens`" in made["recipe.md"] and "`energy_joules`" in made["metrics.md"]
 
 
+def test_every_key_has_a_meaning_and_is_written_as_in_the_file():
+    made = script("make_reference").pages()
+    for name in ("recipe.md", "data-file.md", "sweep-file.md", "cluster-file.md"):
+        rows = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \| (.*) \|$", made[name], re.M)
+        assert len(rows) > 10, name
+        assert not [key for key, _, _, meaning in rows if not meaning.strip()], name
+        assert not [key for key, _, default, _ in rows if default in ("`True`", "`False`", "`None`")], name
+    cells = {line.replace("\\|", "").count("|") for line in made["cli.md"].splitlines() if line.startswith("| `")}
+    assert cells == {4}, "a bar in a cell makes a column of its own"
+
+
 @pytest.mark.timeout(900)
 def test_tables_of_figures_are_up_to_date():
     """Of the planner's a tenth is allowed; what comes from a benchmark's file is compared to the letter."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
+from typing import Any
 
 import typer
 
@@ -54,12 +55,46 @@ def build(word: str | None = None) -> typer.Typer:
         rich_markup_mode="rich",
         context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
+        epilog="Any command takes --debug: the whole traceback of an error instead of one message.",
     )
     app.callback(invoke_without_command=True)(start)
     only = home(word)
     for name in COMMANDS if only is None else (only,):
         import_module(f"windlass.cli.{name}").register(app)
     return app
+
+
+def command(word: str | None = None) -> Any:
+    """The application as it is run: one way to write arguments, and flags that do not look as if they took a value."""
+    import typer.main
+
+    root: Any = typer.main.get_command(build(word))
+    # typer lists groups last; the story has tokenizers beside tokens.
+    order = list(root.commands)
+    if {"tokenize", "tokenizer"} <= set(order):
+        order.insert(order.index("tokenize") + 1, order.pop(order.index("tokenizer")))
+    root.commands = {name: root.commands[name] for name in order}
+    _plain_words(root)
+    return root
+
+
+def _plain_words(part: Any) -> None:
+    made = part.get_help_option
+
+    def help_option(context: Any) -> Any:
+        option = made(context)
+        if option is not None:
+            option.metavar = ""
+        return option
+
+    part.get_help_option = help_option
+    for param in part.params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""  # newer releases of typer print <bool> there
+        elif param.param_type_name == "argument":
+            param.metavar = (param.metavar or param.name.upper()).removesuffix("...").strip("[]")
+    for inner in getattr(part, "commands", {}).values():
+        _plain_words(inner)
 
 
 def main() -> None:
@@ -70,7 +105,7 @@ def main() -> None:
     if "_WINDLASS_COMPLETE" in os.environ:
         _complete()
     try:
-        code = build(sys.argv[1] if len(sys.argv) > 1 else None)(standalone_mode=False)
+        code = command(sys.argv[1] if len(sys.argv) > 1 else None)(standalone_mode=False)
         if isinstance(code, int) and code:  # outside standalone mode typer.Exit(75) comes back as a value
             sys.exit(code)
     except WindlassError as error:
@@ -105,11 +140,9 @@ def main() -> None:
 
 def _complete() -> None:
     """The shell asks for words: the whole command tree, with names of machines and runs."""
-    import typer.main
-
     from windlass.cli.complete import offer
 
-    root = typer.main.get_command(build())
+    root = command()
     offer(root)
     root(prog_name="windlass")
 

@@ -31,7 +31,9 @@ def register(app: typer.Typer) -> None:
 
 def tokenize(
     file: Annotated[Path, typer.Argument(help="Data file: sources, tokenizer, output.", metavar="DATA.toml")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...", metavar="[KEY=VALUE]...")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Keys of the data file to change: workers=8.", metavar="KEY=VALUE")
+    ] = None,
     array: Annotated[
         int | None, typer.Option("--array", min=1, help="Submit N tasks under SLURM and a job that joins their work.")
     ] = None,

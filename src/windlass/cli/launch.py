@@ -27,7 +27,10 @@ def register(app: typer.Typer) -> None:
 
 def launch(
     recipe: Annotated[Path, typer.Argument(help="Recipe file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...", metavar="[KEY=VALUE]...")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Keys of the recipe to change: layout.micro_batch=4.", metavar="KEY=VALUE"),
+    ] = None,
     nodes: Annotated[int | None, typer.Option("--nodes", help="Nodes of the job, instead of the recipe's.")] = None,
     chain: Annotated[
         str | None,
@@ -371,7 +374,7 @@ def cancel(
 
 def submit_any(
     command: Annotated[
-        list[str], typer.Argument(help="A windlass command and its words: eval RUN --json", metavar="COMMAND...")
+        list[str], typer.Argument(help="A windlass command and its words: eval RUN --json", metavar="COMMAND")
     ],
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="Cluster file; the one this host belongs to when left out.")

@@ -31,7 +31,7 @@ def profile(
     targets: Annotated[
         list[Path],
         typer.Argument(
-            help="A run folder, or trace files of one job (.json or .json.gz, one per rank).", metavar="RUN|TRACE..."
+            help="A run folder, or trace files of one job (.json or .json.gz, one per rank).", metavar="RUN|TRACE"
         ),
     ],
     mode: Annotated[str, typer.Option(help=MODE_HELP)] = "fixed",
@@ -74,7 +74,7 @@ def profile(
 def compare(
     targets: Annotated[
         list[Path],
-        typer.Argument(help="Two or more run folders or traces; the first is the baseline.", metavar="A B [...]"),
+        typer.Argument(help="Two or more run folders or traces; the first is the baseline.", metavar="RUN|TRACE"),
     ],
     mode: Annotated[str, typer.Option(help=MODE_HELP)] = "fixed",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -32,6 +32,7 @@ class DataConfig(Table):
     tokens: Tokens | None = None
     """How many tokens to train on."""
     seq_len: PositiveInt = 2048
+    """Tokens of one sequence."""
     batch_tokens: Tokens | None = None
     """Tokens of one optimizer step over all devices."""
     mask_documents: bool = False

@@ -24,6 +24,7 @@ class LayoutConfig(Table):
     pipeline: PositiveInt = 1
     """Pipeline-parallel degree."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zbv"] = "1f1b"
+    """Order of micro-batches in a pipeline; zbv and interleaved put several stages on a rank."""
     pipeline_chunks: PositiveInt = 2
     """interleaved: model chunks per pipeline rank."""
     context: PositiveInt = 1

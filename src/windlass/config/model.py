@@ -13,11 +13,13 @@ class ModelConfig(Table):
     family: Literal["llama", "retnet", "hf"] = "llama"
     """llama and retnet are ours; hf builds any causal language model from a local Hugging Face config."""
     layers: PositiveInt | None = None
+    """Transformer blocks."""
     width: PositiveInt | None = None
     """Hidden size of the residual stream."""
     ffn: PositiveInt | None = None
     """Inner size of the feed-forward block (for SwiGLU: of each of the two branches)."""
     heads: PositiveInt | None = None
+    """Attention heads (RetNet: retention heads)."""
     kv_heads: PositiveInt | None = None
     """Key/value heads of grouped-query attention; as many as `heads` when left out."""
     head_dim: PositiveInt | None = None
@@ -27,9 +29,13 @@ class ModelConfig(Table):
     tied: bool = False
     """Input embedding and output head share their weights."""
     activation: Literal["swiglu", "gelu"] = "swiglu"
+    """Of the feed-forward block."""
     rope_theta: PositiveFloat = 500_000.0
+    """Base of the rotary positions."""
     norm_eps: PositiveFloat = 1e-5
+    """Added inside the norms."""
     init_std: PositiveFloat = 0.02
+    """Standard deviation of the first weights."""
     value_width: PositiveInt | None = None
     """RetNet: width of values and gate (dv); the feed-forward's when left out."""
     retention: Literal["parallel", "chunkwise"] = "chunkwise"

@@ -11,6 +11,7 @@ from windlass.config.base import Table
 
 class EnergyConfig(Table):
     enabled: bool = True
+    """Read the node's sensors and keep energy.jsonl."""
     interval_seconds: PositiveFloat = 1.0
     """How often the node's sampler reads power where only power, not energy, can be read."""
     pue: float | None = Field(default=None, ge=1.0)
@@ -39,7 +40,9 @@ class ProfileConfig(Table):
     ranks: list[int] = Field(default_factory=lambda: [0])
     """Which ranks write a trace; an empty list means all."""
     shapes: bool = False
+    """Also record the shapes of inputs."""
     stacks: bool = False
+    """Also record Python stacks."""
     memory: bool = False
     """Also write a memory snapshot."""
 
@@ -53,9 +56,13 @@ class ProfileConfig(Table):
 
 class TrackersConfig(Table):
     wandb: bool = False
+    """Export to Weights & Biases."""
     tensorboard: bool = False
+    """Export event files for TensorBoard."""
     mlflow: bool = False
+    """Export to an MLflow store in the run folder."""
     project: str = "windlass"
+    """Name of the project in W&B, and of the experiment in MLflow."""
     online: bool = False
     """W&B writes offline unless this is set; `windlass sync RUN` sends later."""
     every: PositiveInt = 1

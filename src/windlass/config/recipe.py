@@ -19,9 +19,13 @@ class Recipe(Table):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=120)
     """Letters, digits, dot, dash and underscore: it becomes the run folder's name."""
     cluster: str = "workstation"
+    """The machine it runs on; `windlass clusters` lists them."""
     nodes: PositiveInt = 1
+    """Nodes of one job; the devices follow from the machine."""
     seed: NonNegativeInt = 0
+    """Decides first weights and the order of sequences, on any number of devices."""
     notes: str = ""
+    """Anything a reader should know: what was published, what is assumed."""
     model: ModelConfig
     data: DataConfig = Field(default_factory=DataConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)

@@ -24,6 +24,7 @@ class Source(Table):
     document: Literal["file", "line"] = "file"
     """text files: what one document is."""
     language: str | None = None
+    """Code of the language ("nl"); tables by language use it."""
     licence: str | None = None
     """SPDX identifier where there is one ("CC-BY-4.0"), else the terms in words."""
     origin: str | None = None
@@ -34,10 +35,13 @@ class Source(Table):
     """Which part of the EU's public summary of training content it belongs to: publicly available dataset, licensed by its
     rightsholders, private from another third party, crawled from the web, data of users, synthetic, or other. Left out: not stated."""
     notes: str | None = None
+    """For the ledger."""
     min_chars: NonNegativeInt | None = None
     """Overrides the file's `min_chars` for this source; likewise the next two."""
     max_chars: PositiveInt | None = None
+    """Overrides the file's `max_chars` for this source."""
     validation: float | None = Field(default=None, ge=0, lt=1)
+    """Overrides the file's `validation` for this source."""
 
 
 class DataFile(Table):
@@ -48,6 +52,7 @@ class DataFile(Table):
     eos: str | int | None = None
     """Token that ends a document; the tokenizer's own when left out."""
     add_eos: bool = True
+    """End every document with the end token."""
     special_tokens: Literal["text", "parse"] = "text"
     """text: a text that looks like a special token stays text. parse: it becomes the special token."""
     engine: Literal["auto", "fastokens", "gigatoken", "tiktoken", "tokenizers", "sentencepiece"] = "auto"

@@ -11,6 +11,7 @@ from windlass.config.base import Table, Tokens
 
 class TrainConfig(Table):
     engine: Literal["native", "deepspeed"] = "native"
+    """PyTorch alone, or DeepSpeed's ZeRO under the same loop."""
     precision: Literal["bf16", "fp32", "fp8", "bf16_pure"] = "bf16"
     """bf16: bf16 compute, fp32 master weights and reduction. bf16_pure: bf16 weights with stochastic rounding."""
     fp8_scaling: Literal["tensor", "row"] = "tensor"
@@ -20,6 +21,7 @@ class TrainConfig(Table):
     steps: PositiveInt | None = None
     """Optimizer steps, instead of data.tokens, for short runs."""
     recompute: Literal["none", "selective", "full", "budget"] = "none"
+    """What the backward pass computes again to save memory: nothing, attention and cheap parts, whole blocks, or by `recompute_budget`."""
     recompute_budget: float = Field(default=0.5, ge=0, le=1)
     """recompute = "budget": share of activation memory that is kept."""
     compile: bool | None = None
@@ -27,15 +29,19 @@ class TrainConfig(Table):
     fuse: bool | None = None
     """Compute queries, keys and values in one product, and gate and up in one; None: only in FP8, where it pays."""
     attention: Literal["auto", "cudnn", "flash", "flash3", "efficient", "math"] = "auto"
+    """Which kernel; auto takes the fastest that the device and the shape allow."""
     loss: Literal["auto", "plain", "chunked", "fused"] = "auto"
     """How head and cross-entropy are computed; chunked and fused never hold the whole logits."""
     loss_chunk: PositiveInt = 4096
     """Tokens per chunk of the chunked loss."""
     z_loss: NonNegativeFloat = 0.0
+    """Weight of the squared log-normaliser added to the loss; 0: off."""
     log_every: PositiveInt = 1
+    """Steps between lines of metrics.jsonl."""
     eval_every: NonNegativeInt = 0
     """Steps between validation passes; 0: only at the end when a validation split exists."""
     eval_tokens: Tokens = 262_144
+    """Tokens of one validation pass."""
     skip_nonfinite: bool = True
     """A step whose loss or gradient norm is not finite on any rank changes no weights."""
     skip_spike_sigma: NonNegativeFloat = 0.0
@@ -47,5 +53,6 @@ class TrainConfig(Table):
     gc_every: PositiveInt = 100
     """Steps between runs of Python's garbage collector, which is off otherwise."""
     deterministic: bool = False
+    """Only kernels that give the same bits each time; slower."""
     watchdog_seconds: NonNegativeFloat = 600.0
     """A rank that makes no progress for this long ends the job and is named; 0: off."""
