@@ -17,7 +17,6 @@ from windlass.errors import ConfigError, RunError
 from windlass.figures import sweep as charts
 from windlass.figures.sweep_page import best_first
 from windlass.launch.executor import State
-from windlass.launch.sweep.dvc import read_dvc, write_dvc
 from windlass.launch.sweep.expect import expect_all, oom_chance
 from windlass.launch.sweep.folder import open_sweep_folder
 from windlass.launch.sweep.local import Work, choose, run_points
@@ -323,7 +322,7 @@ def test_heat_map_marks_what_ran_out_of_memory(tmp_path):
     assert heat.values == ((7.0, None), (None, None)) and heat.labels == (("7", "OOM"), ("", "OOM?"))
 
 
-# -- pick, packs, DVC -------------------------------------------------------------------------------------------------
+# -- pick and packs ----------------------------------------------------------------------------------------------------
 
 
 def test_pick_writes_a_recipe_that_loads_to_the_same_values(tmp_path):
@@ -357,30 +356,6 @@ def test_short_points_share_allocations(tmp_path):
     assert all(p.seconds <= 240.0 for p in packs) and sorted(n for p in packs for n in p.points) == sorted(p.name for p in points)  # fmt: skip
 
 
-def test_a_dvc_stage_is_read_as_a_sweep_and_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "dvc.yaml", "stages:\n  eval:\n    matrix:\n      n: [1, 2]\n    cmd: echo '{\"f1\":${item.n}}' > m${item.n}.json\n    metrics:\n    - m${item.n}.json\n")  # fmt: skip
-    loaded = read_dvc(tmp_path / "dvc.yaml")
-    points = make_points(loaded)
-    expected, _ = expect_all(loaded.sweep, points)
-    work = Work(loaded=loaded, folder=open_sweep_folder(tmp_path / "run", loaded, points), points=points, expected=expected)  # fmt: skip
-    assert run_all(work) == {"n-1": "ok", "n-2": "ok"}
-    assert [r["f1"] for r in collect_rows(work)] == [1, 2]
-    with pytest.raises(ConfigError, match="no matrix stage train"):
-        read_dvc(tmp_path / "dvc.yaml", "train")
-
-
-def test_to_dvc_writes_a_matrix_over_the_points(tmp_path):
-    yaml = pytest.importorskip("yaml")
-    loaded, points = points_of(command_sweep(tmp_path, "[matrix]\nkind = ['fine']\nsize = [1, 2]\n"))
-    write_dvc(loaded, points, tmp_path / "dvc.yaml")
-    stage = yaml.safe_load((tmp_path / "dvc.yaml").read_text())["stages"]["cmd"]
-    assert stage["matrix"]["point"] == ["kind-fine.size-1", "kind-fine.size-2"]
-    assert stage["cmd"].endswith("--point ${item.point}")
-    with pytest.raises(RunError, match="exists already"):
-        write_dvc(loaded, points, tmp_path / "dvc.yaml")
-
-
 def test_the_command_prints_one_json_document(tmp_path, capsys):
     path = command_sweep(tmp_path, "[matrix]\nkind = ['fine', 'bad']\nsize = [4]\n")
     command(path, run=tmp_path / "run", as_json=True)
@@ -406,27 +381,6 @@ def test_a_rank_that_only_lost_another_is_not_believed_before_log_and_supervisor
     assert (found.outcome, found.evidence, found.rank, found.detail) == ("error", "supervisor", 0, "rank 0: the process was ended by SIGABRT")  # fmt: skip
     log = write(tmp_path / "x.log", "terminate called after throwing an instance of 'std::bad_alloc'\n")
     assert (found := classify(run, 134, log=log)).outcome == "oom" and found.evidence == "log"
-
-
-def test_dvcs_own_key_names_the_point_as_dvc_does(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    text = """stages:
-  eval:
-    matrix:
-      model: [small, large]
-      conf:
-      - {layers: 2}
-      - {layers: 3}
-    cmd: echo '{"f1":${item.conf.layers}}' > ${key}.json
-    metrics:
-    - ${key}.json
-"""
-    loaded = read_dvc(write(tmp_path / "dvc.yaml", text))
-    points = make_points(loaded)
-    work = Work(loaded=loaded, folder=open_sweep_folder(tmp_path / "run", loaded, points), points=points, expected=expect_all(loaded.sweep, points)[0])  # fmt: skip
-    assert set(run_all(work).values()) == {"ok"}
-    assert sorted(p.name for p in tmp_path.glob("*.json")) == ["large-conf0.json", "large-conf1.json", "small-conf0.json", "small-conf1.json"]  # fmt: skip
-    assert [r["f1"] for r in collect_rows(work)] == [2, 3, 2, 3]
 
 
 @pytest.mark.parametrize(("rank_by", "stated", "goal"), [("joules_per_token", "", "min"), ("tokens_per_second", "", "max"), ("f1", "", "max"), ("error_rate", 'goal = "min"', "min")])  # fmt: skip

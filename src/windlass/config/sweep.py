@@ -21,11 +21,20 @@ POINT_KEYS = ("devices", "memory_limit", "time_limit")
 """Axes that are about how a point is run, not about its recipe."""
 
 
+RESERVED = (
+    "point", "outcome", "evidence", "detail", "name", "folder", "seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "memory_bytes",
+    "step_seconds", "step_spread", "joules_per_token", "kwh_per_step", "energy_joules", "loss",
+)  # fmt: skip
+"""Columns of the results that say what came out: an axis of such a name would hide it."""
+
+
 class SweepConfig(Table):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)
     """Names the sweep's folder: runs/<name>."""
     title: str = ""
+    """Heading of the report."""
     notes: str = ""
+    """Printed in the report."""
     recipe: str | dict[str, Any] | None = None
     """Base recipe: a file, relative to this one, or a whole recipe as a table."""
     command: str | None = None
@@ -95,8 +104,7 @@ def load_sweep(path: Path | str) -> LoadedSweep:
     path = Path(path)
     raw, text = read_toml(path)
     sweep = validate(SweepConfig, raw, str(path))
-    problems = list(_problems(sweep))
-    if problems:
+    if problems := problems_of(sweep):
         lines = "\n".join(f"  {p}" for p in problems)
         raise ConfigError(f"{path}: {len(problems)} problem{'s' * (len(problems) > 1)}\n{lines}", hint=HINT)
     return LoadedSweep(with_goal(sweep), text, path, _base(sweep, path))
@@ -114,7 +122,12 @@ LESS_IS_BETTER = ("step_seconds", "step_spread", "memory_bytes", "joules_per_tok
 HINT = "docs/guides/sweep.md shows a whole sweep file; recipes/sweeps/ has more"
 
 
-def _problems(sweep: SweepConfig) -> Iterator[str]:
+def problems_of(sweep: SweepConfig, *, same_points: bool = True) -> list[str]:
+    """What is wrong with the file itself. `same_points`: an axis that the command does not use is a mistake too."""
+    return list(_problems(sweep, same_points))
+
+
+def _problems(sweep: SweepConfig, same_points: bool) -> Iterator[str]:
     if (sweep.recipe is None) == (sweep.command is None):
         yield "give either `recipe` or `command`" + (", not both" if sweep.recipe is not None else "")
     if not (sweep.matrix or sweep.zip or sweep.include):
@@ -129,8 +142,11 @@ def _problems(sweep: SweepConfig) -> Iterator[str]:
             yield f"zip.{index}: no values"
         elif len(set(lengths.values())) > 1:
             yield f"zip.{index}: lists of different length: " + ", ".join(f"{k} has {n}" for k, n in lengths.items())
+    for axis in axes_of(sweep):
+        if axis in RESERVED:
+            yield f"{axis}: an axis cannot have the name of a column of the results; call it {axis}_kind, say"
     if sweep.command is not None:
-        yield from _command_problems(sweep)
+        yield from _command_problems(sweep, same_points)
     known = set(axes_of(sweep))
     for kind, tables in (("exclude", sweep.exclude), ("heat", [dict.fromkeys(sweep.heat)])):
         for table in tables:
@@ -148,7 +164,7 @@ def _bundle_problems(name: str, values: list[Any]) -> Iterator[str]:
             yield f"matrix.{name}.{index}: a table needs a `name`"
 
 
-def _command_problems(sweep: SweepConfig) -> Iterator[str]:
+def _command_problems(sweep: SweepConfig, same_points: bool) -> Iterator[str]:
     known = {*axes_of(sweep), *POINT_KEYS, "folder", "name", "nodes"}
     known |= {key for table in sweep.include for key in table} | set(sweep.set)
     known |= {
@@ -165,12 +181,12 @@ def _command_problems(sweep: SweepConfig) -> Iterator[str]:
         yield f"command: {error}; write {{{{ and }}}} for plain braces"
         return
     for name in fields:
-        if name in known and not name.isidentifier():
+        if name in known and set(name) & set(".[]"):
             yield f"command: {{{name}}}: an axis of a command is a plain word, without dots"
         elif name not in known:
             yield f"command: {{{name}}} is not an axis; known: {', '.join(sorted(known))}"
     unused = [axis for axis in axes_of(sweep) if axis not in fields and not _is_bundle(sweep, axis)]
-    for axis in unused:
+    for axis in unused if same_points else ():
         if axis not in (*POINT_KEYS, "nodes"):  # these say where a point runs
             yield f"command: the axis {axis} does not appear in it, so its points would be the same"
 

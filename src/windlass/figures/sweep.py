@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,13 @@ NAMES = {
 
 def known(row: Row, key: str) -> bool:
     value = row.get(key)
-    return row.get("outcome") == "ok" and isinstance(value, (int, float)) and not isinstance(value, bool)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return row.get("outcome") == "ok" and number
+
+
+def word_of(value: Any) -> str:
+    """A value of an axis as the sweep file has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def title_of(key: str) -> str:
@@ -59,7 +66,7 @@ def heat_maps(sweep: SweepConfig, rows: Sequence[Row], axes: Sequence[str], key:
         return [_heat(sweep, in_map, pair, key, "")]
     first = third[0]
     return [
-        _heat(sweep, [r for r in in_map if r.get(first) == value], pair, key, f", {first} = {value}")
+        _heat(sweep, [r for r in in_map if r.get(first) == value], pair, key, f", {first} = {word_of(value)}")
         for value in axis_order(in_map, first)
     ]
 
@@ -73,7 +80,7 @@ def _heat(sweep: SweepConfig, rows: Sequence[Row], pair: Sequence[str], key: str
         values.append(tuple(v for v, _ in cells))
         labels.append(tuple(text for _, text in cells))
     return Heat(
-        title=f"{title_of(key)} by {_short(down)} and {_short(across)}{extra}", x=tuple(f"{_short(across)} {x}" for x in xs), y=tuple(str(y) for y in ys),
+        title=f"{title_of(key)} by {_short(down)} and {_short(across)}{extra}", x=tuple(f"{_short(across)} {word_of(x)}" for x in xs), y=tuple(word_of(y) for y in ys),
         values=tuple(values), labels=tuple(labels), x_title=_short(across), y_title=_short(down),
         caption="The best point of each cell. OOM: it ran out of memory; OOM?: not run, because the planner was sure that it would; an empty cell was not asked for.",
         height=120 + 62 * max(2, len(ys)),
@@ -112,7 +119,7 @@ def best_bars(rows: Sequence[Row], axis: str | None) -> list[Item]:
             mine = [r for r in rows if engine is None or r.get("engine") == engine]
             names = axis_order(mine, axis)
             best = [_best_of([r for r in mine if r.get(axis) == n], key, better) for n in names]
-            series.append(bars(str(engine or title_of(key)), [str(n) for n in names], [None if b is None else float(b[key]) for b in best], hover=[_hover(b, key) for b in best]))  # fmt: skip
+            series.append(bars(str(engine or title_of(key)), [word_of(n) for n in names], [None if b is None else float(b[key]) for b in best], hover=[_hover(b, key) for b in best]))  # fmt: skip
         charts.append(
             Chart(title=f"Best run: {title_of(key)}", x_title=_short(axis), y_title=title_of(key), series=tuple(series), from_zero=True, height=340)
         )  # fmt: skip

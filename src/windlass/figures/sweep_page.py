@@ -102,7 +102,7 @@ def sweep_sections(
     sweep: SweepConfig, rows: Sequence[Row], rank_by: str, grid: Collection[str] | None = None
 ) -> list[Section]:
     """`grid`: the points of the matrix; those beside it (None: there are none) stay out of the maps."""
-    axes = axes_of(sweep)
+    sweep, axes = _axes_as_columns(sweep, rows)
     asked = [r for r in rows if grid is None or r["point"] in grid]
     ranked = best_first(rows, rank_by, sweep.goal)
     pair = charts.heat_axes(sweep, rows, axes)
@@ -119,6 +119,20 @@ def sweep_sections(
     return [Section(title, tuple(items), id=key) for title, key, items in parts if items]
 
 
+def _axes_as_columns(sweep: SweepConfig, rows: Sequence[Row]) -> tuple[SweepConfig, list[str]]:
+    """The axis `devices` has the column `devices_per_node`, beside that of all devices; tables of earlier versions do not have it."""
+
+    def column(axis: str) -> str:
+        return (
+            "devices_per_node"
+            if axis == "devices" and any(r.get("devices_per_node") is not None for r in rows)
+            else axis
+        )
+
+    heat = [column(axis) for axis in sweep.heat]
+    return sweep.model_copy(update={"heat": heat}), [column(axis) for axis in axes_of(sweep)]
+
+
 def _head(sweep: SweepConfig, rows: Sequence[Row], ranked: Sequence[Row], rank_by: str) -> list[Item]:
     found = counts(rows)
     listed = ", ".join(f"{n} {word}" for word, n in found.items())
@@ -132,8 +146,8 @@ def _head(sweep: SweepConfig, rows: Sequence[Row], ranked: Sequence[Row], rank_b
             cards.append(Card(_percent(best["mfu"]), "its MFU"))
         if best.get("memory_bytes") is not None:
             cards.append(Card(print_bytes(best["memory_bytes"]), "its peak memory"))
-        if len(ranked) > 1 and sweep.goal == "max":
-            cards.append(Card(f"{best[rank_by] / ranked[-1][rank_by]:.1f} x", "from the slowest to the fastest", ranked[-1]["point"]))  # fmt: skip
+        if len(ranked) > 1 and sweep.goal == "max" and ranked[-1][rank_by] > 0:
+            cards.append(Card(f"{best[rank_by] / ranked[-1][rank_by]:.1f} x", "from the last to the best", ranked[-1]["point"]))  # fmt: skip
     return [Cards(cards)] if ranked else [Cards(cards), Note("No point has ended well yet.", "warning")]
 
 

@@ -60,7 +60,10 @@ class SweepFolder:
     # -- outcomes ---------------------------------------------------------------------------------------------------
 
     def add_outcome(self, line: dict[str, Any]) -> None:
-        append_line(self.outcomes_file, {"time": time.time(), **line})
+        """One more line of the sweep's own record, and the same beside what the point left."""
+        told = {"time": time.time(), **line}
+        append_line(self.outcomes_file, told)
+        write_json(self.point(line["point"]).path / "outcome.json", told, sync=False)
 
     def outcomes(self) -> dict[str, dict[str, Any]]:
         """Point -> its newest outcome."""
@@ -89,7 +92,7 @@ def open_sweep_folder(path: Path, loaded: LoadedSweep, points: Sequence[Point]) 
     """A new folder for this sweep, or its own existing one; a folder of another sweep file is refused, untouched."""
     folder = SweepFolder(path)
     old = read_json(folder.record)
-    if old is None and path.is_dir() and any(path.iterdir()):
+    if old is None and path.is_dir() and any(not _unfinished(entry) for entry in path.iterdir()):
         raise RunError(
             f"{path} holds other files and is no sweep folder", hint="choose an empty or new folder with --run"
         )
@@ -101,8 +104,7 @@ def open_sweep_folder(path: Path, loaded: LoadedSweep, points: Sequence[Point]) 
     path.mkdir(parents=True, exist_ok=True)
     shown = loaded.sweep.model_dump(mode="json")
     if old is None or old.get("sweep") != shown:  # how it is shown and packed may change between two calls
-        write_whole(folder.file, loaded.text)
-        write_json(
+        write_json(  # first of all: what follows may be stopped at any time, and the folder is known as ours
             folder.record,
             {
                 "hash": loaded.hash, "name": loaded.sweep.name, "file": str(loaded.path.absolute()), "points": len(points),
@@ -110,6 +112,7 @@ def open_sweep_folder(path: Path, loaded: LoadedSweep, points: Sequence[Point]) 
                 "created_at": old["created_at"] if old else time.time(), "sweep": shown,
             },
         )  # fmt: skip
+        write_whole(folder.file, loaded.text)
     for point in points:
         if point.raw is not None:
             write_whole(
@@ -118,6 +121,11 @@ def open_sweep_folder(path: Path, loaded: LoadedSweep, points: Sequence[Point]) 
                 sync=False,
             )
     return folder
+
+
+def _unfinished(entry: Path) -> bool:
+    """What a sweep that was killed while it wrote its first file leaves."""
+    return entry.name.startswith(".sweep.json.") and entry.name.endswith(".tmp")
 
 
 def _difference(old: dict[str, Any], points: Sequence[Point]) -> str:

@@ -6,12 +6,14 @@ import contextlib
 import ctypes
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from windlass.clusters.scheduler import job_id
@@ -19,6 +21,7 @@ from windlass.config.sweep import LoadedSweep, SweepConfig
 from windlass.errors import ConfigError
 from windlass.launch.sweep.expect import Expectation
 from windlass.launch.sweep.folder import SweepFolder
+from windlass.launch.sweep.kernel import oom_kills
 from windlass.launch.sweep.outcome import Outcome, classify
 from windlass.launch.sweep.points import Point
 from windlass.launch.sweep.results import collect_rows, read_results, write_tables
@@ -26,6 +29,8 @@ from windlass.runs.lock import locked
 
 END_SECONDS = 15.0
 """A point that is asked to end gets this long before it is killed."""
+TABLE_SHARE = 0.05
+"""Of the time that the points take, at most, for tables while they run."""
 MARK = "WINDLASS_POINT"
 """In the environment of everything a point starts: its folder."""
 Say = Callable[[Point, str], None]
@@ -44,8 +49,12 @@ class Work:
     def sweep(self) -> SweepConfig:
         return self.loaded.sweep
 
+    @cached_property
+    def _expected(self) -> dict[str, Expectation]:
+        return {point.name: expected for point, expected in zip(self.points, self.expected, strict=True)}
+
     def expectation(self, point: Point) -> Expectation:
-        return self.expected[[p.name for p in self.points].index(point.name)]
+        return self._expected[point.name]
 
 
 def choose(work: Work, only: set[str] | None, names: Sequence[str] | None = None, *, everything: bool = False) -> list[Point]:  # fmt: skip
@@ -87,16 +96,31 @@ def run_points(
 ) -> dict[str, str]:
     """Run them in order; point -> outcome. `step` comes before each command (srun inside an allocation)."""
     found: dict[str, str] = {}
+    tables = LiveTables(work)
     with locked(lock or work.folder.lock_file, job_id()):
         for point in points:
             say(point, "runs")
             end_leftovers(work.folder.point(point.name).path)
             outcome = run_point(work, point, everything=everything, step=step)
             found[point.name] = outcome.outcome
-            with contextlib.suppress(OSError):  # the dashboard follows; the tables are written again at the end
-                write_tables(work, collect_rows(work))
+            tables.write(last=point is points[-1])
             say(point, outcome.outcome + (f": {outcome.detail}" if outcome.outcome != "ok" else ""))
     return found
+
+
+class LiveTables:
+    """The tables that the dashboard follows. Hundreds of short points would spend their time on them: they get a share of it."""
+
+    def __init__(self, work: Work) -> None:
+        self.work, self._next = work, 0.0
+
+    def write(self, *, last: bool) -> None:
+        began = time.monotonic()
+        if began < self._next and not last:
+            return
+        with contextlib.suppress(OSError):  # they are written again at the end
+            write_tables(self.work, collect_rows(self.work))
+        self._next = time.monotonic() + (time.monotonic() - began) / TABLE_SHARE
 
 
 def run_point(work: Work, point: Point, *, everything: bool = False, step: Sequence[str] = ()) -> Outcome:
@@ -109,22 +133,49 @@ def run_point(work: Work, point: Point, *, everything: bool = False, step: Seque
     run = work.folder.point(point.name)
     log = work.folder.log(point.name)
     log.parent.mkdir(parents=True, exist_ok=True)
-    began = time.time()
+    began, killed, results = time.time(), oom_kills() or 0, Results.of(work, point)
     code, timed_out = _execute(command_of(work, point, step), log, point)
-    outcome = classify(run, code, log=log, timed_out=timed_out, since=began)
-    return _keep(work, point, _with_results(work, point, outcome), time.time() - began)
+    killed = (oom_kills() or 0) - killed
+    outcome = classify(run, code, log=log, timed_out=timed_out, since=began, oom_kills=killed)
+    return _keep(work, point, results.check(outcome), time.time() - began)
 
 
-def _with_results(work: Work, point: Point, outcome: Outcome) -> Outcome:
-    """A command that ended well but left no valid results did not end well."""
-    if outcome.outcome != "ok" or work.sweep.results is None:
+@dataclass(frozen=True)
+class Results:
+    """The file in which a command leaves its numbers, as it was before the command ran: numbers of an earlier run are not its own."""
+
+    path: Path | None
+    before: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, work: Work, point: Point) -> Results:
+        if point.recipe is not None or work.sweep.results is None:
+            return cls(None, None)
+        path = point.results_file(work.folder.point(point.name).path, work.sweep.results)
+        return cls(path, _stamp(path))
+
+    def check(self, outcome: Outcome) -> Outcome:
+        """A command that ended well but left no valid results did not end well."""
+        if outcome.outcome != "ok" or self.path is None:
+            return outcome
+        try:
+            read_results(self.path)
+        except ConfigError as error:
+            return self._invalid(error.message)
+        if self.before is not None and _stamp(self.path) == self.before:
+            return self._invalid(f"the results file {self.path} was there before, and the command did not write it")
         return outcome
-    path = point.results_file(work.folder.point(point.name).path, work.sweep.results)
+
+    def _invalid(self, why: str) -> Outcome:
+        return Outcome(outcome="error", evidence="results", detail=why, file=str(self.path), exit_code=0)
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
     try:
-        read_results(path)
-    except ConfigError as error:
-        return Outcome(outcome="error", evidence="results", detail=error.message, file=str(path), exit_code=0)
-    return outcome
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _keep(work: Work, point: Point, outcome: Outcome, seconds: float | None) -> Outcome:
@@ -147,7 +198,7 @@ def _execute(command: Sequence[str], log: Path, point: Point) -> tuple[int, floa
     """Exit code, and the limit where that ended it."""
     env = {**os.environ, "PYTHONUNBUFFERED": "1", MARK: str(log.parents[1].absolute())}
     with log.open("ab") as output:
-        output.write(f"$ {' '.join(command)}\n".encode())
+        output.write(f"$ {shlex.join(command)}\n".encode())
         output.flush()
         try:
             process = subprocess.Popen(

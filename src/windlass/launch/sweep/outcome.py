@@ -1,10 +1,10 @@
-"""How did a point end, and how do we know? Scheduler state first, then the ranks' error records, the log, the supervisor, the exit code."""
+"""How did a point end, and how do we know? Scheduler first, then the ranks' error records, the kernel, the log, the supervisor, the exit code."""
 
 from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class Outcome:
 
     outcome: str
     evidence: str
-    """scheduler, record, log, supervisor, exit, limit, results or plan."""
+    """scheduler, record, kernel, log, supervisor, exit, limit, results or plan."""
     detail: str = ""
     """The words of the evidence: the scheduler's state, or the first error line."""
     rank: int | None = None
@@ -59,9 +59,10 @@ def classify(
     state: State | None = None,
     timed_out: float | None = None,
     since: float = 0.0,
+    oom_kills: int = 0,
 ) -> Outcome:
-    """The first of these that knows: our own time limit, the scheduler, the ranks' records, the log, the supervisor, the exit code."""
-    seen = list(_evidence(run, exit_code, log, state, timed_out, since))
+    """The first of these that knows: our own time limit, the scheduler, the ranks' records, the kernel, the log, the supervisor, the exit code."""
+    seen = list(_evidence(run, exit_code, log, state, timed_out, since, oom_kills))
     first = seen[0]
     if first.outcome == "ok" and exit_code == 0:
         return first
@@ -73,8 +74,8 @@ def _words(o: Outcome) -> str:
 
 
 def _evidence(
-    run: Run, code: int | None, log: Path | None, state: State | None, timed_out: float | None, since: float
-) -> Iterator[Outcome]:
+    run: Run, code: int | None, log: Path | None, state: State | None, timed_out: float | None, since: float, oom_kills: int
+) -> Iterator[Outcome]:  # fmt: skip
     # A cancelled job says exit code 0 too: the scheduler's state comes first.
     if code == errors.EXIT_DONE and timed_out is None and (state is None or state.state not in _BY_STATE):
         yield Outcome(outcome="ok", evidence="exit", detail="exit code 0", exit_code=0)
@@ -88,6 +89,9 @@ def _evidence(
         yield Outcome(outcome=_BY_STATE[state.state], evidence="scheduler", detail=words, exit_code=code)
     causes, lost = _records(run, code, since)
     yield from causes
+    if oom_kills:
+        words = f"the kernel killed {oom_kills} process{'es' * (oom_kills > 1)} because the job's memory was used up"
+        yield Outcome(outcome="oom", evidence="kernel", detail=words, exit_code=code)
     yield from _log(log, code)
     yield from _fault(run, code, since)
     yield from lost
@@ -171,7 +175,6 @@ def _by_code(code: int | None) -> Outcome:
             name = signal.Signals(number).name
         except ValueError:
             name = f"signal {number}"
-        # The kernel's own out-of-memory killer sends SIGKILL and leaves no other word in the process's log.
         return Outcome(outcome="error", evidence="exit", detail=f"ended by {name}", exit_code=code)
     return Outcome(outcome="error", evidence="exit", detail=f"exit code {code}", exit_code=code)
 
@@ -189,9 +192,3 @@ def read_only(words: str) -> set[str]:
                 f"--only {word}: there is no such outcome", hint=f"known: {', '.join((*OUTCOMES, 'fail'))}"
             )
     return found
-
-
-def worst(outcomes: Sequence[str]) -> str:
-    """The most serious of several outcomes, for one cell that holds several points."""
-    order = ["ok", "skipped", "oom", "timeout", "pre-empted", "node-failure", "error"]
-    return max(outcomes, key=order.index) if outcomes else "ok"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
+import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+import string
+import unicodedata
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ from windlass.errors import ConfigError
 from windlass.units import parse_bytes, parse_seconds
 
 MOST_POINTS = 100_000
+LONGEST_NAME = 180
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +49,7 @@ class Point:
 
     def command(self, folder: Path) -> list[str]:
         """The command's words for this point; values never split into several words."""
-        return [word.format_map(self._known(folder)) for word in self.words]
+        return [FILL.vformat(word, (), self._known(folder)) for word in self.words]
 
     def shown_command(self) -> str:
         """As a person would type it, with a word for the folder that is not there yet."""
@@ -52,11 +57,29 @@ class Point:
 
     def results_file(self, folder: Path, results: str) -> Path:
         """Inside the point's folder; a path that begins with ./ or / is meant from where the sweep runs."""
-        text = results.format_map(self._known(folder))
+        text = FILL.vformat(results, (), self._known(folder))
         return Path(text) if text.startswith(("./", "/")) else folder / text
 
     def _known(self, folder: Path) -> dict[str, Any]:
-        return {"name": self.name, "folder": str(folder), "devices": self.devices, "nodes": 1, **self.settings}
+        known = {"name": self.name, "folder": str(folder), "devices": self.devices, "nodes": 1, **self.settings}
+        return {key: as_written(value) for key, value in known.items()}
+
+
+class Fill(string.Formatter):
+    """`{axis}`, and `{axis!q}` quoted for a shell: inside `bash -c '...'` a value with spaces is several words otherwise."""
+
+    def convert_field(self, value: Any, conversion: str | None) -> Any:
+        return shlex.quote(str(value)) if conversion == "q" else super().convert_field(value, conversion)
+
+
+FILL = Fill()
+
+
+def as_written(value: Any) -> Any:
+    """A value as the sweep file has it, not as Python prints it: `true`, `["a", "b"]`. Numbers stay numbers, for `{n:03d}`."""
+    if isinstance(value, (bool, list, tuple)):
+        return json.dumps(value, ensure_ascii=False)
+    return value
 
 
 def make_points(loaded: LoadedSweep) -> list[Point]:
@@ -69,8 +92,8 @@ def make_points(loaded: LoadedSweep) -> list[Point]:
             f"{loaded.path}: the matrix is empty after exclude: there is no point to run",
             hint="an exclude table leaves out every point that matches all its axes",
         )
-    shorts = _short_names(sweep)
-    points = [_point(loaded, cell, shorts) for cell in cells]
+    names = _names(cells, _short_names(sweep))
+    points = [_point(loaded, cell, name) for cell, name in zip(cells, names, strict=True)]
     axes = {*axes_of(sweep), "memory_limit", "time_limit", "name"}
     points = [replace(p, in_grid=set(p.values) <= axes) for p in points]
     _check_names(loaded, points)
@@ -101,6 +124,12 @@ def _label(value: Any) -> Any:
     return value["name"] if isinstance(value, Mapping) else value
 
 
+def _shown(value: Any) -> Any:
+    """One cell of a table: a list as the text it has in the file."""
+    label = _label(value)
+    return as_written(label) if isinstance(label, (list, tuple)) else label
+
+
 def _excluded(sweep: SweepConfig, cell: Cell) -> bool:
     values = {key: _label(value) for key, value in cell}
     return any(
@@ -129,10 +158,28 @@ def _short_names(sweep: SweepConfig) -> dict[str, str]:
     return {key: (tail if last.count(tail := key.rsplit(".", 1)[-1]) == 1 else key) for key in keys}
 
 
-def _name(cell: Cell, shorts: Mapping[str, str]) -> str:
-    given = next((str(v) for k, v in cell if k == "name"), None)
-    parts = [_word(shorts[key], value) for key, value in cell if key in shorts]
-    return given or ".".join(parts)
+def _names(cells: Sequence[Cell], shorts: Mapping[str, str]) -> list[str]:
+    """One name per point: as given, else its axes' words. Different values that make one word (0.1 and -0.1) are told apart by a number."""
+    words: dict[str, dict[str, str]] = {}
+    for cell in cells:
+        for key, value in cell:
+            mine = words.setdefault(key, {})
+            mine.setdefault(_identity(value), _unlike(_word(shorts.get(key, key), value), mine.values()))
+
+    def name(cell: Cell) -> str:
+        given = next((_plain(str(v), keep=".") for k, v in cell if k == "name"), None)
+        return _short(given or ".".join(words[key][_identity(value)] for key, value in cell if key in shorts))
+
+    return [name(cell) for cell in cells]
+
+
+def _identity(value: Any) -> str:
+    """A table is its name: two of one name are a mistake, which the check for equal names finds."""
+    return json.dumps(_label(value), default=str)
+
+
+def _unlike(word: str, others: Collection[str]) -> str:
+    return next(w for n in itertools.count(1) if (w := word if n == 1 else f"{word}-{n}") not in others)
 
 
 def _word(key: str, value: Any) -> str:
@@ -140,14 +187,24 @@ def _word(key: str, value: Any) -> str:
         return _plain(str(value["name"]))
     if isinstance(value, bool):
         return key if value else f"no-{key}"
+    if isinstance(value, (int, float)) and value < 0:
+        return f"{key}-minus-{_plain(str(value))}"
     return f"{key}-{_plain(str(value))}"
 
 
-def _plain(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_+-]+", "-", text).strip("-+") or "x"
+def _plain(text: str, keep: str = "") -> str:
+    """Fit for the name of a folder; an accent is left away rather than its letter."""
+    letters = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+    return re.sub(rf"[^A-Za-z0-9_+{keep}-]+", "-", letters).strip("-+.") or "x"
 
 
-def _point(loaded: LoadedSweep, cell: Cell, shorts: Mapping[str, str]) -> Point:
+def _short(name: str) -> str:
+    """A folder's name has at most 255 bytes: the end of a very long one is replaced by a number made from the whole."""
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 9]}-{digest}"
+
+
+def _point(loaded: LoadedSweep, cell: Cell, name: str) -> Point:
     sweep = loaded.sweep
     settings: dict[str, Any] = {}
     for key, value in cell:
@@ -155,10 +212,9 @@ def _point(loaded: LoadedSweep, cell: Cell, shorts: Mapping[str, str]) -> Point:
             settings |= {k: v for k, v in value.items() if k != "name"}
         elif key != "name":
             settings[key] = value
-    name = _name(cell, shorts)
     run = {key: settings.get(key, sweep.set.get(key, getattr(sweep, key))) for key in POINT_KEYS}
     limits = _limits(run, f"{loaded.path}: point {name}")
-    values = {key: _label(value) for key, value in cell if key != "name"}
+    values = {key: _shown(value) for key, value in cell if key != "name"}
     if sweep.command is not None:
         words = tuple(shlex.split(sweep.command))
         return Point(name=name, values=values, settings={**sweep.set, **settings}, words=words, **limits)

@@ -42,14 +42,27 @@ def collect_rows(work: Work) -> list[Row]:
 
 
 def _row(work: Work, point: Point, expected: Expectation, outcome: Mapping[str, Any]) -> Row:
+    """What was asked for and how it ended wins over a number of the same name that a command left."""
     run = work.folder.point(point.name)
-    row: Row = {"point": point.name, **{key: outcome.get(key) for key in ("outcome", "evidence", "detail")}, **point.values}  # fmt: skip
-    ok = outcome.get("outcome") == "ok"
+    told: Row = {"point": point.name, **{key: outcome.get(key) for key in ("outcome", "evidence", "detail")}}
+    asked = {column_of(key): value for key, value in point.values.items()}
+    ok, seconds = outcome.get("outcome") == "ok", {"seconds": outcome.get("seconds")}
     if point.recipe is None:
-        row |= {"devices": point.devices or point.settings.get("devices"), "seconds": outcome.get("seconds")}
-        return row | (_command_numbers(work, point, run) if ok else {})
-    row |= _settings(point.recipe, run, expected) | _predicted(expected) | {"seconds": outcome.get("seconds")}
-    return row | (measured(run) if ok else {})
+        found = _command_numbers(work, point, run) if ok else {}
+        return {**told, **found, **asked, **_command_place(point), **seconds}
+    settings, predicted = _settings(point.recipe, run, expected), _predicted(expected)
+    return {**told, **settings, **predicted, **asked, **(measured(run) if ok else {}), **seconds}
+
+
+def column_of(axis: str) -> str:
+    """The axis `devices` counts those of a node; the column `devices` all that took part."""
+    return "devices_per_node" if axis == "devices" else axis
+
+
+def _command_place(point: Point) -> Row:
+    each, nodes = point.devices, point.settings.get("nodes")
+    place = {} if nodes is None else {"nodes": nodes}
+    return {**place, "devices": each * nodes if each is not None and isinstance(nodes, int) else each}
 
 
 def _settings(recipe: Recipe, run: Run, expected: Expectation) -> Row:
@@ -107,7 +120,7 @@ def measured(run: Run) -> Row:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _numbers(lines: Sequence[Mapping[str, Any]], key: str) -> list[float]:
@@ -163,7 +176,7 @@ def read_results(path: Path) -> Row:
         rows = list(csv.DictReader(io.StringIO(text)))
         if not rows or None in rows[-1] or any(v is None for v in rows[-1].values()):
             return _invalid(path, "it has no whole row below its header")
-        return {key: _number(value) for key, value in rows[-1].items()}
+        return {key: _cell(_number(value)) for key, value in rows[-1].items()}
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -178,8 +191,15 @@ def _invalid(path: Path, why: str) -> Row:
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Row:
     row: Row = {}
     for key, item in value.items():
-        row |= _flat(item, f"{prefix}{key}.") if isinstance(item, Mapping) else {f"{prefix}{key}": item}
+        row |= _flat(item, f"{prefix}{key}.") if isinstance(item, Mapping) else {f"{prefix}{key}": _cell(item)}
     return row
+
+
+def _cell(value: Any) -> Any:
+    """What CSV, JSON and Parquet can all hold: a list as text, and no number where there is none (NaN, infinity)."""
+    if isinstance(value, (list, tuple)):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _number(text: str) -> Any:
@@ -194,7 +214,7 @@ def _number(text: str) -> Any:
 
 def columns_of(work: Work, rows: Sequence[Row]) -> list[str]:
     """The sweep's axes first, then the common columns, then whatever the results files add."""
-    axes = list(dict.fromkeys(key for point in work.points for key in point.values))
+    axes = list(dict.fromkeys(column_of(key) for point in work.points for key in point.values))
     common = COLUMNS if work.sweep.command is None else COMMAND_COLUMNS
     head = [*common[:4], *axes, *common[4:]]
     return list(dict.fromkeys([*head, *(key for row in rows for key in row)]))
