@@ -169,7 +169,8 @@ def _parameter(p: Any) -> str:
     value = p.default() if callable(p.default) else p.default
     shown = "" if value in (None, False, (), []) else f"`{p.opts[0] if value is True else value}`"
     cells = (f"`{name}`", " ".join((getattr(p, "help", "") or "").split()), shown)
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    # a bar or a line's end in a cell would make a column or a row of its own
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), chr(92) + 'n') for cell in cells)} |"
 
 
 def pages() -> dict[str, str]:
