@@ -157,3 +157,15 @@ def print_slurm_time(seconds: float) -> str:
     days, rest = divmod(minutes, 1440)
     hours, mins = divmod(rest, 60)
     return f"{days}-{hours:02d}:{mins:02d}:00"
+
+
+_LINES = dict.fromkeys((9, 10, 13), " ")
+# Control characters, and those that turn the direction of what follows: a terminal obeys the first, a reader is misled by the second.
+_UNSEEN = dict.fromkeys(
+    (*range(32), *range(127, 160), 0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)), "\ufffd"
+)
+
+
+def print_text(text: str, *, lines: bool = False) -> str:
+    """What came from a file, fit to be shown: no control character gets through, and only with `lines` a new line."""
+    return text.translate({**_UNSEEN, **({9: "\t", 10: "\n", 13: " "} if lines else _LINES)})

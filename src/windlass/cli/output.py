@@ -52,16 +52,26 @@ def _plain(value: Any) -> Any:
 def table(
     title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[int] = ()
 ) -> Table:
-    """A plain table; `right` lists the columns with numbers. Cell texts are shown as they are, never as markup."""
+    """A plain table; `right` lists the columns with numbers. Texts are shown as they are, never as markup or control codes."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
+    from windlass.units import print_text
+
+    def shown(text: object) -> Text:
+        return Text("" if text is None else print_text(str(text), lines=True))
+
     made = Table(
-        title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", header_style="bold", pad_edge=False
+        title=None if title is None else shown(title),
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        pad_edge=False,
     )
     for index, name in enumerate(columns):
-        made.add_column(name, justify="right" if index in right else "left", overflow="fold")
+        made.add_column(shown(name), justify="right" if index in right else "left", overflow="fold")
     for row in rows:
-        made.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
+        made.add_row(*map(shown, row))
     return made

@@ -18,6 +18,7 @@ from windlass.energy.slurm import JobEnergy
 from windlass.errors import RunError
 from windlass.runs.files import append_line, read_lines
 from windlass.runs.folder import Run
+from windlass.units import print_text
 
 WHOLE_JOB = "*"
 """The node of a record that covers all nodes of a job at once (SLURM's)."""
@@ -156,7 +157,7 @@ def _collect(
     begun: dict[_Key, float] = {}
     for line in lines:
         if isinstance(line.get("missing"), dict):
-            missing.update({str(k): str(v) for k, v in line["missing"].items()})
+            missing.update({print_text(str(k)): print_text(str(v)) for k, v in line["missing"].items()})
             continue
         source = _source(line)
         if source is None:
@@ -197,9 +198,9 @@ def _source(line: dict[str, Any]) -> SourceEnergy | None:
         return None
     seconds, resets, nodes, step = (line.get(k) for k in ("seconds", "resets", "nodes", "resolution_joules"))
     return SourceEnergy(
-        source=str(line.get("source")), scope=scope, method=method, joules=float(joules),
+        source=print_text(str(line.get("source"))), scope=scope, method=method, joules=float(joules),
         seconds=float(seconds) if isinstance(seconds, (int, float)) else 0.0,
-        resets=resets if isinstance(resets, int) else 0, note=str(line.get("note") or ""),
+        resets=resets if isinstance(resets, int) else 0, note=print_text(str(line.get("note") or "")),
         nodes=nodes if isinstance(nodes, int) and nodes > 0 else 1, resolution_joules=float(step) if isinstance(step, (int, float)) else None,
     )  # fmt: skip
 

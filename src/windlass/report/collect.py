@@ -19,6 +19,7 @@ from windlass.report.columns import Columns, highest, last_known, middle
 from windlass.runs.files import read_json, read_lines
 from windlass.runs.folder import Run, open_run
 from windlass.runs.life import life
+from windlass.units import print_text
 
 FAULTS = ("fault", "hang", "save_failed", "damaged", "rollback", "skipped", "gave_up")
 BREAKS = ("signal", "stopped", "fault", "hang", "restarted", "resumed", "rollback")
@@ -106,6 +107,7 @@ def collect(where: Run | Path | str, *, columns: Columns | None = None) -> RunSu
         columns = Columns(run.metrics_file)
         columns.refresh()
     recipe, problem = _recipe(run)
+    manifest: dict[str, Any] = plain(run.manifest())
     cluster = _cluster(recipe)
     events = [_event(e) for e in run.events()]
     begin = _last(events, ("started", "resumed")) or {}
@@ -120,11 +122,11 @@ def collect(where: Run | Path | str, *, columns: Columns | None = None) -> RunSu
     rank = last_known(columns.get("slowest_rank"))
     times = columns.get("time")
     summary = RunSummary(
-        name=recipe.name if recipe else run.name, path=str(run.path), status=status, problem=problem,
-        recipe=recipe.model_dump(mode="json") if recipe else {}, cluster=recipe.cluster if recipe else "unknown",
-        model=_model_text(recipe), parameters=parameters, active_parameters=active, layout=_layout(begin, recipe),
+        name=print_text(recipe.name if recipe else run.name), path=str(run.path), status=status, problem=None if problem is None else print_text(problem),
+        recipe=plain(recipe.model_dump(mode="json")) if recipe else {}, cluster=print_text(recipe.cluster) if recipe else "unknown",
+        model=print_text(_model_text(recipe)), parameters=parameters, active_parameters=active, layout=_layout(begin, recipe),
         nodes=_int(begin.get("nodes")) or (recipe.nodes if recipe else None), world_size=_int(begin.get("world_size")),
-        device=_text(begin.get("device")) or _text(run.manifest().get("device")),
+        device=_text(begin.get("device")) or _text(manifest.get("device")),
         step=None if step is None else int(step), tokens=tokens, target_tokens=target,
         loss=middle(columns.get("loss"), last=10, skip=0), val_loss=_val_loss(events, columns), tokens_per_second=rate,
         tokens_per_second_per_device=middle(columns.get("tokens_per_second_per_device")),
@@ -135,7 +137,7 @@ def collect(where: Run | Path | str, *, columns: Columns | None = None) -> RunSu
         started_at=_first_time(events, run), updated_at=_latest(events, last_known(times)), eta_seconds=eta,
         energy=energy, life=_life(events, columns), events=events, breaks=[e for e in events if e["event"] in BREAKS],
         faults=[*(e for e in events if e["event"] in FAULTS)], checkpoints=checkpoints(run, events),
-        evaluations=list(read_lines(run.eval_file)), data=_data(run, recipe), manifest=run.manifest(), plan=plan, lines=len(columns),
+        evaluations=plain(list(read_lines(run.eval_file))), data=plain(_data(run, recipe)), manifest=manifest, plan=plan, lines=len(columns),
     )  # fmt: skip
     return _with_plan(summary)
 
@@ -170,8 +172,18 @@ def _cluster(recipe: Recipe | None) -> Cluster | None:
         return None
 
 
+def plain(value: Any, *, lines: bool = True) -> Any:
+    """The same value with every text fit to be shown: a run's files may have been written by anybody."""
+    if isinstance(value, str):
+        return print_text(value, lines=lines)
+    if isinstance(value, dict):
+        return {print_text(str(k)): plain(v, lines=lines) for k, v in value.items()}
+    return [plain(v, lines=lines) for v in value] if isinstance(value, list) else value
+
+
 def _event(raw: dict[str, Any]) -> dict[str, Any]:
-    return {**raw, "event": str(raw.get("event", "unknown")), "time": _number(raw.get("time"))}
+    shown: dict[str, Any] = plain(raw, lines=False)
+    return {**shown, "event": str(shown.get("event", "unknown")), "time": _number(raw.get("time"))}
 
 
 def _status(events: Sequence[Mapping[str, Any]], lines: int) -> str:

@@ -199,7 +199,9 @@ def moment(event: Event) -> Moment:
     """One event in words; unknown kinds are shown by name."""
     kind = str(event.get("event", "unknown"))
     values = {key: _word(key, value) for key, value in event.items()}
-    return Moment(float(event.get("time") or 0), kind, _WORDS.get(kind, kind).format_map(_Unknown(values)))
+    # An unknown kind comes from a file: it is text, never a pattern to fill in.
+    text = _WORDS[kind].format_map(_Unknown(values)) if kind in _WORDS else kind
+    return Moment(float(event.get("time") or 0), kind, text)
 
 
 class _Unknown(dict[str, str]):
