@@ -18,6 +18,7 @@ from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError, DataError
 from windlass.runs.folder import Run
 from windlass.runs.record import METRICS
 from windlass.train import loop
+from windlass.train.check import check
 from windlass.train.failure import DivergedError, OutOfMemoryError, explain
 from windlass.train.hooks import Hook
 
@@ -289,8 +290,8 @@ def test_bf16_is_refused_where_the_device_has_none(monkeypatch: pytest.MonkeyPat
     world = SimpleNamespace(device=torch.device("cuda", 0))
     for precision in ("bf16", "bf16_pure", "fp8"):
         with pytest.raises(ConfigError, match=f"'{precision}', but Tesla V100-SXM2-16GB has no bf16"):
-            loop.check_device(recipe(train={"precision": precision}), world)
-    loop.check_device(recipe(train={"precision": "fp32"}), world)
+            check(recipe(train={"precision": precision}), world)
+    check(recipe(train={"precision": "fp32"}), world)
 
 
 def test_a_run_by_steps_that_repeats_a_source_too_often_is_refused(tmp_path: Path) -> None:

@@ -35,4 +35,4 @@ class OptimConfig(Table):
     clip: NonNegativeFloat = 1.0
     """Global gradient norm; 0 switches clipping off."""
     moments: Literal["fp32", "bf16"] = "fp32"
-    """Precision of AdamW's two moments."""
+    """Precision of AdamW's two moments, or of SGD's momentum; bf16 is rounded at random, so that small changes survive."""

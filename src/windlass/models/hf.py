@@ -7,17 +7,18 @@ pipeline stages; those degrees are refused with a message.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windlass.errors import ConfigError
-from windlass.models.init import fill_normal
+from windlass.models.init import fill_normal, fill_parameter
+from windlass.models.loss import entropy_sums
 from windlass.models.parts import Model
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class HFModel(Model):
     """The skeleton's interface around a foreign network: `net` holds all parameters, `layers` its blocks for sharding."""
 
     stackable = False
+    has_dropout = True
 
     def __init__(self, net: nn.Module, seq_len: int) -> None:
         nn.Module.__init__(self)
@@ -36,10 +38,24 @@ class HFModel(Model):
         self.seq_len, self.vocab, self.width = seq_len, config.vocab_size, config.hidden_size
         self.std = getattr(config, "initializer_range", 0.02)
         self.tied = bool(getattr(config, "tie_word_embeddings", False))
+        self.twins = twins_of(net)
         self.embed = self.norm = self.head = None
         self.position_start, self.table = 0, None
         self.blocks = find_blocks(net)
         self.num_layers = len(self.blocks)
+        self.z_loss = 0.0
+        """Set by `train.parallelize`: there is no head of ours that would know it."""
+        modules = dict(self.named_modules())
+        self.undecayed = frozenset(f"{name}.weight" for name, part in modules.items() if isinstance(part, nn.Embedding))
+        blocks = set(map(id, self.blocks))
+        inside = tuple(f"{name}." for name, part in modules.items() if id(part) in blocks)
+        self._patterns = {
+            name: copy.deepcopy(part).to("meta")
+            for name, part in modules.items()
+            if id(part) in blocks or (owns_parameters(part) and not name.startswith(inside))
+        }
+        """Blocks, and what owns parameters beside them, without memory: the network's own rule fills one at a time."""
+        self._begun: tuple[Any, nn.Module] | None = None
         self._constants = {name: value.clone() for name, value in net.named_buffers() if not value.is_meta}
 
     @property
@@ -62,12 +78,36 @@ class HFModel(Model):
         if any(getattr(block, "recompute", "none") != "none" for block in self.blocks):
             self.net.gradient_checkpointing_enable({"use_reentrant": False})
 
-    def filler(self, name: str) -> Callable[[Tensor, torch.Generator], None]:
-        if name.endswith("bias"):
-            return lambda tensor, generator: tensor.zero_()
-        if "norm" in name.lower() or ".ln_" in name:
-            return lambda tensor, generator: tensor.fill_(1.0)
-        return partial(fill_normal, std=self.std)
+    def init_weights(self, seed: int) -> None:
+        super().init_weights(seed)
+        self._begun = None
+
+    def fill(self, name: str, tensor: Tensor, seed: int) -> None:
+        """As transformers itself begins it: Gemma's norms at zero, GPT-2's last products smaller. Its rules see whole modules."""
+        unit = max((u for u in self._patterns if name.startswith(f"{u}.")), key=len)
+        fill_parameter(tensor, f"{seed}/{unit}", partial(self._fill_as_theirs, name, unit))
+
+    @torch.no_grad()
+    def _fill_as_theirs(self, name: str, unit: str, tensor: Tensor, generator: torch.Generator) -> None:
+        begun = self._begin(unit, tensor.device, generator.initial_seed()).get_parameter(name.removeprefix(f"{unit}."))
+        if begun.isnan().any():
+            _fill_by_name(name, tensor, generator, self.std)
+        else:
+            tensor.copy_(begun)
+
+    def _begin(self, unit: str, device: torch.device, seed: int) -> nn.Module:
+        """One unit with its first numbers; kept until the next one is asked for, because its parameters come one after another."""
+        key = unit, device, seed
+        if self._begun is None or self._begun[0] != key:
+            self._begun = None
+            made = copy.deepcopy(self._patterns[unit]).to_empty(device=device)
+            for parameter in made.parameters():
+                parameter.fill_(float("nan"))  # what the network's rule leaves alone is then seen
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                torch.manual_seed(seed)
+                made.apply(self.net._init_weights)
+            self._begun = key, made
+        return self._begun[1]
 
     def forward(self, x: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         if documents is not None:
@@ -77,13 +117,33 @@ class HFModel(Model):
         logits = self.net(input_ids=x, use_cache=False).logits
         if targets is None:
             return logits
-        entropy = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        return torch.stack((entropy, entropy.detach()))
+        return entropy_sums(logits.flatten(0, 1).float(), targets.flatten(), self.z_loss)
+
+
+def _fill_by_name(name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
+    """Where a network has no rule of its own for a parameter."""
+    if name.endswith("bias"):
+        tensor.zero_()
+    elif "norm" in name.lower() or ".ln_" in name:
+        tensor.fill_(1.0)
+    else:
+        fill_normal(tensor, generator, std)
+
+
+def twins_of(net: nn.Module) -> dict[str, str]:
+    """Names under which a weight stands a second time (a tied head) -> its first name, both as in our state."""
+    first: dict[int, str] = {}
+    named = [(f"net.{name}", id(weight)) for name, weight in net.named_parameters(remove_duplicate=False)]
+    return {name: first[key] for name, key in named if first.setdefault(key, name) != name}
 
 
 class _Blocks(dict[str, nn.Module]):
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__({str(i): block for i, block in enumerate(blocks)})
+
+
+def owns_parameters(part: nn.Module) -> bool:
+    return next(part.parameters(recurse=False), None) is not None
 
 
 def find_blocks(net: nn.Module) -> list[nn.Module]:
@@ -131,6 +191,16 @@ def build_hf(config: ModelConfig, seq_len: int) -> HFModel:
         )
     meta = torch.empty(0).is_meta
     with parameters_on_meta() if meta else contextlib.nullcontext():
-        net = AutoModelForCausalLM.from_config(read, attn_implementation="sdpa", dtype=torch.float32)
+        net = _with_attention(AutoModelForCausalLM, read)
     net.tie_weights()
     return HFModel(net, seq_len)
+
+
+def _with_attention(builder: Any, config: Any) -> Any:
+    """Fused attention, or the plain one for families that transformers has no fused one for (Bloom, MPT, Gemma 2)."""
+    try:
+        return builder.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        return builder.from_config(config, attn_implementation="eager", dtype=torch.float32)

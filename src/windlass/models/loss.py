@@ -15,9 +15,13 @@ ChunkTerms = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 def next_token_loss(hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab: int, z_loss: float = 0.0) -> Tensor:
     """(loss to descend, cross-entropy), both summed over tokens, from whole logits in fp32."""
-    logits = F.linear(hidden, weight)[..., :vocab].float().flatten(0, -2)
+    return entropy_sums(F.linear(hidden, weight)[..., :vocab].float().flatten(0, -2), targets.flatten(), z_loss)
+
+
+def entropy_sums(logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
+    """(loss to descend, cross-entropy) of whole fp32 logits (tokens, vocabulary)."""
     # torch's own cross-entropy: one pass forward and one back, where logsumexp and its backward take four.
-    entropy = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+    entropy = F.cross_entropy(logits, targets, reduction="sum")
     total = entropy + z_loss * torch.logsumexp(logits, -1).pow(2).sum() if z_loss else entropy
     return torch.stack((total, entropy.detach()))
 

@@ -78,6 +78,10 @@ class Model(nn.Module):
     """Blocks are alike and may be divided over pipeline stages."""
     embeds = True
     """Tokens come in. Not so in a later pipeline stage, even where it holds the embedding's weights for a tied head."""
+    has_dropout = False
+    """Parts may be dropped at random in training: they must know when they are only asked."""
+    undecayed = frozenset({"embed.weight"})
+    """Matrices without weight decay."""
 
     def __init__(
         self,

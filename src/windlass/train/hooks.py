@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from windlass.train.loop import Job
+    from windlass.train.job import Job
     from windlass.train.step import StepResult
 
 

@@ -20,7 +20,7 @@ from windlass.train.guard import OK, REASONS
 from windlass.train.hooks import Hook, each
 
 if TYPE_CHECKING:
-    from windlass.train.loop import Job
+    from windlass.train.job import Job
     from windlass.train.step import StepResult
 
 LAG = 2

@@ -7,8 +7,9 @@ are read once and the host never waits for the device.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config import OptimConfig
+from windlass.models.init import generator_of
+from windlass.models.parts import Model
 
 Named = tuple[str, nn.Parameter]
 
@@ -25,9 +28,9 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def decays(name: str, parameter: Tensor) -> bool:
-    """Weight decay acts on matrices, not on norms, biases or the embedding."""
-    return parameter.ndim >= 2 and not name.endswith("embed.weight")
+def decays(name: str, parameter: Tensor, undecayed: Collection[str] = Model.undecayed) -> bool:
+    """Weight decay acts on matrices, not on norms, biases or embeddings (whose names the model knows)."""
+    return parameter.ndim >= 2 and name not in undecayed
 
 
 @dataclass
@@ -57,13 +60,21 @@ class Optimizer:
     moment_names: tuple[str, ...] = ()
 
     def __init__(
-        self, named: Iterable[Named], config: OptimConfig, *, master: bool = False, offload: bool = False
+        self,
+        named: Iterable[Named],
+        config: OptimConfig,
+        *,
+        master: bool = False,
+        offload: bool = False,
+        undecayed: Collection[str] = Model.undecayed,
     ) -> None:
-        self.config, self.offload = config, offload
+        self.config, self.offload, self.undecayed = config, offload, undecayed
         self.slots = [self._slot(name, parameter, master) for name, parameter in named]
         device = torch.device("cpu") if offload or not self.slots else local(self.slots[0].parameter).device
         self.count = torch.zeros((), dtype=torch.float32, device=device)
         """Steps that changed weights; on the device, because only it knows whether a step was skipped."""
+        self.calls = 0
+        """Steps that were asked for: what the host knows without waiting."""
 
     def _slot(self, name: str, parameter: nn.Parameter, master: bool) -> Slot:
         where = "cpu" if self.offload else None
@@ -74,7 +85,8 @@ class Optimizer:
         made = {
             n: torch.zeros_like(parameter, dtype=dtype, device=where, requires_grad=False) for n in self.moment_names
         }
-        return Slot(name, parameter, copy, made, self.config.weight_decay if decays(name, parameter) else 0.0)
+        decay = self.config.weight_decay if decays(name, parameter, self.undecayed) else 0.0
+        return Slot(name, parameter, copy, made, decay)
 
     def accumulate_in_fp32(self) -> None:
         """Move each micro-batch's bf16 gradient into an fp32 sum as soon as it is complete."""
@@ -98,6 +110,7 @@ class Optimizer:
             for slot in self.slots:
                 if slot.master is not None:
                     local(slot.parameter).copy_(local(slot.master))
+        self.calls = int(self.count)
 
     def adopt(self) -> None:
         """The master copy from the weights, after these were initialised or loaded."""
@@ -118,7 +131,22 @@ class Optimizer:
             return
         good = torch.ones((), dtype=torch.bool, device=self.count.device) if good is None else good
         self.count += good
-        self._step_device(live, lr, torch.as_tensor(scale, dtype=torch.float32, device=self.count.device), good)
+        self.calls += 1
+        with self._same_noise():
+            self._step_device(live, lr, torch.as_tensor(scale, dtype=torch.float32, device=self.count.device), good)
+
+    @contextlib.contextmanager
+    def _same_noise(self) -> Iterator[None]:
+        """Ranks that hold copies must round them alike, but their generators differ after a restart on another number of ranks: for
+        the time of an update the noise follows from the step. Host only; nothing waits."""
+        device = self.count.device
+        kinds = {local(slot.weights).dtype for slot in self.slots}
+        if self.config.moments != "bf16" and torch.bfloat16 not in kinds:
+            yield
+            return
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            (torch.cuda if device.type == "cuda" else torch).manual_seed(self.calls)
+            yield
 
     def _step_host(self, live: list[Slot], lr: float, scale: float) -> None:
         raise NotImplementedError
@@ -133,13 +161,23 @@ class Optimizer:
             gradients = torch._foreach_mul(gradients, scale)
         return [w.to(device="cpu", dtype=torch.float32) for w in weights], gradients
 
+    def _rounded(self, slot: Slot, what: str, value: Tensor) -> Tensor:
+        """At random, by step and name alone: ranks that hold copies round them alike, whatever else they hold, and a resumed run
+        goes on bit for bit."""
+        return round_stochastically(value, generator_of(f"{int(self.count)}/{slot.name}/{what}", value.device))
+
+    def _store_moment(self, slot: Slot, name: str, new: Tensor) -> None:
+        moment = local(slot.moments[name])
+        if moment.dtype == torch.bfloat16:
+            moment.copy_(self._rounded(slot, name, new))
+
     def _write_back(self, live: list[Slot], weights: list[Tensor]) -> None:
         """New fp32 weights into master and parameter; bf16 weights without a master are rounded at random, so that small
         updates survive on average."""
         for slot, new in zip(live, weights, strict=True):
             target = local(slot.weights)
             if target.dtype == torch.bfloat16:
-                target.copy_(round_stochastically(new))
+                target.copy_(self._rounded(slot, "weights", new))
             elif target.data_ptr() != new.data_ptr():
                 target.copy_(new)
             if slot.master is not None:
@@ -161,10 +199,9 @@ class AdamW(Optimizer):
         torch._foreach_div_(below, math.sqrt(1.0 - c.beta2**count))
         torch._foreach_add_(below, c.eps)
         torch._foreach_addcdiv_(weights, first, below, -lr / (1.0 - c.beta1**count))
-        if c.moments == "bf16":
-            for slot, m, v in zip(live, first, second, strict=True):
-                local(slot.moments["exp_avg"]).copy_(round_stochastically(m))
-                local(slot.moments["exp_avg_sq"]).copy_(round_stochastically(v))
+        for slot, m, v in zip(live, first, second, strict=True):
+            self._store_moment(slot, "exp_avg", m)
+            self._store_moment(slot, "exp_avg_sq", v)
         self._write_back(live, weights)
 
     def _step_device(self, live: list[Slot], lr: float, scale: Tensor, good: Tensor) -> None:
@@ -188,10 +225,12 @@ class SGD(Optimizer):
         weights, gradients = self._host_lists(live, scale)
         if any(s.decay for s in live):
             torch._foreach_add_(gradients, torch._foreach_mul(weights, [s.decay for s in live]))
-        velocity = [local(s.moments["momentum"]) for s in live]
+        velocity = [local(s.moments["momentum"]).to(torch.float32) for s in live]
         torch._foreach_mul_(velocity, self.config.momentum)
         torch._foreach_add_(velocity, gradients)
         torch._foreach_add_(weights, velocity, alpha=-lr)
+        for slot, speed in zip(live, velocity, strict=True):
+            self._store_moment(slot, "momentum", speed)
         self._write_back(live, weights)
 
     def _step_device(self, live: list[Slot], lr: float, scale: Tensor, good: Tensor) -> None:
@@ -244,9 +283,9 @@ def _store(target: Tensor, value: Tensor) -> None:
     target.copy_(round_stochastically(value) if target.dtype == torch.bfloat16 else value)
 
 
-def round_stochastically(value: Tensor) -> Tensor:
+def round_stochastically(value: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """fp32 -> bf16, up or down with the probability that keeps the mean: add 16 random bits below bf16's last one, cut."""
-    noise = torch.randint(0, 1 << 16, value.shape, dtype=torch.int32, device=value.device)
+    noise = torch.randint(0, 1 << 16, value.shape, dtype=torch.int32, device=value.device, generator=generator)
     bits = (value.view(torch.int32) + noise) & -65536
     return torch.where(torch.isfinite(value), bits.view(torch.float32), value).to(torch.bfloat16)
 
@@ -260,11 +299,10 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return _cache[function]
 
 
-def build_optimizer(
-    named: Iterable[Named], config: OptimConfig, *, master: bool = False, offload: bool = False
-) -> Optimizer:
+def build_optimizer(named: Iterable[Named], config: OptimConfig, **options: Any) -> Optimizer:
+    """`options` as `Optimizer` takes them."""
     kind = AdamW if config.name == "adamw" else SGD
-    return kind(named, config, master=master, offload=offload)
+    return kind(named, config, **options)
 
 
 def _move_gradient(slot: Slot) -> Callable[[Tensor], None]:

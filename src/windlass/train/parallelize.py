@@ -60,7 +60,7 @@ def parallelize(model: Model, recipe: Recipe, world: World) -> Parts:
             _tensor(module, recipe, world)
         if train.precision == "fp8":
             _float8(module, recipe, world, parts.notes)
-        _recompute(module, train.recompute)
+        _recompute(module, train.recompute, parts.notes)
         _compile(module, recipe, world, parts.notes)
         # Shard last, so that FSDP's hooks stay outside the compiled blocks and cause no graph breaks.
         if world.size > 1:
@@ -68,11 +68,6 @@ def parallelize(model: Model, recipe: Recipe, world: World) -> Parts:
         elif train.precision != "fp32":
             parts.shadow = train.precision != "bf16_pure"
             module.to(torch.bfloat16)
-        elif layout.offload == "parameters":
-            raise ConfigError(
-                'layout.offload = "parameters" needs several processes',
-                hint='use layout.offload = "optimizer" on one device',
-            )
         if train.precision == "bf16_pure" and world.size > 1:
             module.to(torch.bfloat16)
         module.to_empty(device="cpu" if layout.offload == "parameters" else world.device)
@@ -149,6 +144,9 @@ def _fuse(module: Model, recipe: Recipe, world: World) -> None:
 
 
 def _loss(module: Model, recipe: Recipe, world: World, notes: list[str]) -> None:
+    if not module.stackable:  # a foreign network has its own head and hands out whole logits
+        module.z_loss = recipe.train.z_loss
+        notes.append("loss: plain (a network of transformers makes its logits whole)")
     if module.head is None:
         return
     from windlass.train.losses import choose_loss
@@ -165,7 +163,9 @@ def _tensor(module: Model, recipe: Recipe, world: World) -> None:
     apply_tensor(module, recipe, world)
 
 
-def _recompute(module: Model, kind: str) -> None:
+def _recompute(module: Model, kind: str, notes: list[str]) -> None:
+    if kind == "selective" and not isinstance(next(iter(module.layers.values()), None), Recomputed):
+        notes.append("recompute: full (selective is for our own blocks)")
     for block in module.layers.values():
         block.recompute = kind if kind in ("full", "selective") else "none"
 

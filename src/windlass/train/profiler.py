@@ -23,7 +23,7 @@ from windlass.runs import Run
 from windlass.train.hooks import Hook
 
 if TYPE_CHECKING:
-    from windlass.train.loop import Job
+    from windlass.train.job import Job
     from windlass.train.step import StepResult
 
 POLL_SECONDS = 1.0

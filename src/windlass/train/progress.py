@@ -10,7 +10,7 @@ from windlass.train.hooks import Hook
 from windlass.units import print_joules, print_seconds, print_tokens
 
 if TYPE_CHECKING:
-    from windlass.train.loop import Job
+    from windlass.train.job import Job
 
 
 class Progress(Hook):

@@ -18,7 +18,7 @@ from windlass.train.failure import OutOfMemoryError
 from windlass.units import print_bytes
 
 if TYPE_CHECKING:
-    from windlass.train.loop import Job
+    from windlass.train.job import Job
 
 
 def predicted_bytes(job: Job) -> float | None:

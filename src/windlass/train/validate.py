@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -84,9 +85,12 @@ class Validator:
         found = self.judge(stopping)
         return None if found is None else found.whole.loss
 
-    @torch.no_grad()
     def judge(self, stopping: Callable[[], object] = lambda: None) -> Validation | None:
         """One pass over all sources; None when all ranks agreed to stop on the way."""
+        with torch.no_grad(), asked_only(self.parts.modules):
+            return self._judge(stopping)
+
+    def _judge(self, stopping: Callable[[], object]) -> Validation | None:
         totals = torch.zeros(len(self.held), dtype=torch.float64, device=self.world.device)
         for place, part in enumerate(self.held):
             for start in range(0, len(part.indexes), self._width()):
@@ -123,6 +127,19 @@ class Validator:
         if self.stepper.schedule is None:
             return self.parts.modules[0](inputs, targets, documents)[1].double()
         return self.stepper.pipeline_sums(inputs, targets, documents)[1].double()
+
+
+@contextlib.contextmanager
+def asked_only(modules: Iterable[Any]) -> Iterator[None]:
+    """Without dropout, which would blur the loss and take random numbers from training. Our own families have none."""
+    changed = [module for module in modules if module.has_dropout]
+    for module in changed:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.train()
 
 
 def hold(stream: Any, sequences: int, width: int) -> list[Held]:

@@ -107,7 +107,7 @@ def _prepare(model: Model, recipe: Recipe, world: World) -> list[str]:
     notes: list[str] = []
     apply_attention(model, recipe.train.attention)
     native._loss(model, recipe, world, notes)
-    native._recompute(model, recipe.train.recompute)
+    native._recompute(model, recipe.train.recompute, notes)
     if recipe.train.recompute == "budget" or recipe.train.compile:
         raise ConfigError(
             'train.compile and train.recompute = "budget" are of the native engine: DeepSpeed\'s hooks break the graphs',
@@ -158,11 +158,11 @@ def _no_compiler() -> Iterator[None]:
         torch.compile = ours
 
 
-def _optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+def _optimizer(model: Model, config: OptimConfig) -> torch.optim.Optimizer:
     """PyTorch's AdamW; weight decay on matrices only, as in our own."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
-        groups[decays(name, parameter)].append(parameter)
+        groups[decays(name, parameter, model.undecayed)].append(parameter)
     listed = [{"params": p, "weight_decay": config.weight_decay if decay else 0.0} for decay, p in groups.items() if p]
     return torch.optim.AdamW(listed, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
