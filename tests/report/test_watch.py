@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from tests.report.sample_run import BEGIN, make_run, metric
 
 from windlass.report.watch import Watch, band, facts, picture, spark
+from windlass.report.words import state
 from windlass.runs.folder import Run
 
 
@@ -16,6 +18,7 @@ def test_spark_falls_with_the_loss():
 def test_band():
     assert band(np.array([0.91, 0.97, np.nan])) == "91–97 %"
     assert band(np.array([np.nan])) == "not measured"
+    assert band(np.array([0.971, 0.972])) == "97 %"
 
 
 def test_a_look_costs_only_what_was_appended_and_sees_it(tmp_path):
@@ -55,6 +58,30 @@ def test_a_silent_run_is_noticed_and_narrow_windows_work(tmp_path):
     assert "no new line for 10 min" in text
     assert max(map(len, text.splitlines())) <= 50
     assert dict(facts(summary, watch.columns, summary.updated_at))["time left"] == "1 min 46 s"
+    assert dict(facts(summary, watch.columns, summary.updated_at + 600))["time left"] == "silent"
+
+
+def test_a_run_with_a_line_every_ten_minutes_is_not_silent_in_between(tmp_path):
+    run = Run(make_run(tmp_path / "slow", finished=False, steps=151))
+    at = BEGIN + 10_000
+    for step in range(152, 202):
+        run.metric(metric(step, at := at + 600, None))
+    summary = Watch(run).look()
+    assert state(summary, at + 1500) == "running"
+    assert state(summary, at + 3001) == "silent"
+
+
+@pytest.mark.parametrize(("width", "height"), [(46, 12), (80, 12), (80, 16), (80, 24), (60, 40), (80, 4)])
+def test_a_low_window_keeps_the_first_facts_and_fits(tmp_path, width, height):
+    run = Run(make_run(tmp_path / "going", finished=False, steps=220))
+    watch = Watch(run)
+    summary = watch.look()
+    lines = (
+        text_of(picture(summary, watch.columns, width, summary.updated_at + 600, height), width).rstrip().splitlines()
+    )
+    assert len(lines) <= max(4, height - 1)
+    assert "silent" in lines[0] and "recent loss" in lines[3]
+    assert max(map(len, lines)) <= width
 
 
 def test_hostile_markup_is_text(run):

@@ -53,10 +53,10 @@ def _live(view: Watch, console: Console, every: float) -> None:
     from rich.live import Live
 
     try:
-        with Live(view.picture(console.width), console=console, screen=False, auto_refresh=False) as live:
+        with Live(console=console, screen=False, auto_refresh=False) as live:
             while True:
-                live.update(view.picture(console.width), refresh=True)
-                if view.look().status in ("finished",):
+                live.update(view.picture(console.width, height=console.height), refresh=True)
+                if view.look().status == "finished":
                     return
                 time.sleep(every)
     except KeyboardInterrupt:

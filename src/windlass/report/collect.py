@@ -15,7 +15,7 @@ from windlass.config import Recipe
 from windlass.energy.carbon import Carbon, carbon
 from windlass.energy.ledger import Ledger, read_ledger
 from windlass.errors import RunError, WindlassError
-from windlass.report.columns import Columns, highest, last_known, middle
+from windlass.report.columns import Columns, Numbers, highest, last_known, middle
 from windlass.runs.files import read_json, read_lines
 from windlass.runs.folder import Run, open_run
 from windlass.runs.life import life
@@ -77,6 +77,8 @@ class RunSummary:
     started_at: float | None
     updated_at: float | None
     eta_seconds: float | None
+    silent_after_seconds: float
+    """A running run that writes nothing for this long is silent: five times what it takes from line to line, two minutes at least."""
     energy: Energy
     life: dict[str, Any] | None
     """Goodput and the parts of the run's time, from runs.life."""
@@ -135,11 +137,22 @@ def collect(where: Run | Path | str, *, columns: Columns | None = None) -> RunSu
         watts=last_known(columns.get("watts")), spread_seconds=middle(columns.get("spread_seconds")),
         slowest_rank=None if rank is None else int(rank),
         started_at=_first_time(events, run), updated_at=_latest(events, last_known(times)), eta_seconds=eta,
+        silent_after_seconds=_silent_after(times),
         energy=energy, life=_life(events, columns), events=events, breaks=[e for e in events if e["event"] in BREAKS],
         faults=[*(e for e in events if e["event"] in FAULTS)], checkpoints=checkpoints(run, events),
         evaluations=plain(list(read_lines(run.eval_file))), data=plain(_data(run, recipe)), manifest=manifest, plan=plan, lines=len(columns),
     )  # fmt: skip
     return _with_plan(summary)
+
+
+SILENT_SECONDS = 120.0
+
+
+def _silent_after(times: Numbers) -> float:
+    """Large steps, or a line every hundred steps, are no silence."""
+    gaps = np.diff(times[~np.isnan(times)][-50:])
+    gaps = gaps[gaps > 0]
+    return max(SILENT_SECONDS, 5 * float(np.median(gaps))) if len(gaps) else SILENT_SECONDS
 
 
 def find_runs(folder: Path | str) -> list[Run]:

@@ -37,6 +37,7 @@ from windlass.report.words import (
     rate,
     segment_rows,
     source_rows,
+    state,
     watts,
     when,
 )  # fmt: skip
@@ -88,7 +89,7 @@ def cards(s: RunSummary) -> Cards:
     interruptions = sum(e["event"] == "resumed" for e in s.events)
     done = f"of {print_tokens(s.target_tokens)}" if s.target_tokens else ""
     return Cards((
-        Card(s.status, "state", when(s.updated_at)),
+        Card(state(s), "state", when(s.updated_at)),
         Card(print_tokens(s.tokens), "tokens", done),
         Card(number(s.loss), "training loss", "median of the last 10 lines"),
         Card(rate(s.tokens_per_second), "throughput", "median of the last 200 lines"),
@@ -389,7 +390,7 @@ def joined(summaries: Sequence[RunSummary], labels: Sequence[str]) -> list[Secti
     """Several runs (a chain, a sweep) beside each other, before their own reports; `labels` tell them apart."""
     columns = ("run", "state", "tokens", "loss", "tokens/s", "MFU", "memory", "energy", "CO2", "power")
     rows = [
-        (label, s.status, print_tokens(s.tokens), number(s.loss), rate(s.tokens_per_second), percent(s.mfu), print_bytes(s.memory_bytes),
+        (label, state(s), print_tokens(s.tokens), number(s.loss), rate(s.tokens_per_second), percent(s.mfu), print_bytes(s.memory_bytes),
          energy_card(s.energy)[0] + (" (modelled)" if s.energy.basis == "modelled" else ""),
          print_carbon(s.energy.carbon.location_kg if s.energy.carbon else None), watts(s.energy.mean_watts))
         for s, label in zip(summaries, labels, strict=True)

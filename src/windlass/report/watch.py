@@ -10,7 +10,7 @@ import numpy as np
 
 from windlass.report.collect import RunSummary, collect
 from windlass.report.columns import LONG_FILE, Columns, Numbers, quick
-from windlass.report.words import energy_card, event_text, goodput, number, percent, rate, watts
+from windlass.report.words import energy_card, event_text, goodput, number, percent, rate, silence, state, watts
 from windlass.runs.folder import Run
 from windlass.units import print_bytes, print_seconds, print_tokens
 
@@ -18,10 +18,16 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 BARS = "▁▂▃▄▅▆▇█"
-STALE_SECONDS = 120.0
 QUIET = ("removed", "interval")
 """Events that say nothing to somebody who watches."""
-COLOURS = {"finished": "green", "running": "cyan", "stopped": "yellow", "failed": "red", "unknown": "yellow"}
+COLOURS = {
+    "finished": "green",
+    "running": "cyan",
+    "stopped": "yellow",
+    "failed": "red",
+    "unknown": "yellow",
+    "silent": "yellow",
+}
 
 
 class Watch:
@@ -41,8 +47,8 @@ class Watch:
         self.columns.refresh()
         return collect(self.run, columns=self.columns)
 
-    def picture(self, width: int = 80, now: float | None = None) -> RenderableType:
-        return picture(self.look(), self.columns, width, time.time() if now is None else now)
+    def picture(self, width: int = 80, now: float | None = None, height: int | None = None) -> RenderableType:
+        return picture(self.look(), self.columns, width, time.time() if now is None else now, height)
 
 
 def spark(values: Numbers, width: int) -> str:
@@ -59,7 +65,10 @@ def spark(values: Numbers, width: int) -> str:
 def band(values: Numbers, last: int = 50) -> str:
     """Lowest to highest of the newest values, in percent."""
     known = values[~np.isnan(values)][-last:]
-    return "not measured" if not len(known) else f"{100 * known.min():.0f}–{100 * known.max():.0f} %"
+    if not len(known):
+        return "not measured"
+    low, high = (f"{100 * value:.0f}" for value in (known.min(), known.max()))
+    return f"{low} %" if low == high else f"{low}–{high} %"
 
 
 def facts(s: RunSummary, columns: Columns, now: float) -> list[tuple[str, str]]:
@@ -68,7 +77,7 @@ def facts(s: RunSummary, columns: Columns, now: float) -> list[tuple[str, str]]:
     used, how = energy_card(s.energy)
     lag = "" if s.slowest_rank is None else f"rank {s.slowest_rank}, +{print_seconds(s.spread_seconds)}"
     progress = f"{print_tokens(s.tokens)}" + (f" of {print_tokens(s.target_tokens)}" if s.target_tokens else "")
-    end = print_seconds(s.eta_seconds) if s.status == "running" else s.status
+    end = print_seconds(s.eta_seconds) if state(s, now) == "running" else state(s, now)
     return [
         ("recent loss", number(s.loss)), ("tokens", progress),
         ("val loss", number(s.val_loss, unknown="none yet")), ("time left", end),
@@ -80,7 +89,8 @@ def facts(s: RunSummary, columns: Columns, now: float) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def picture(s: RunSummary, columns: Columns, width: int, now: float) -> RenderableType:
+def picture(s: RunSummary, columns: Columns, width: int, now: float, height: int | None = None) -> RenderableType:
+    """Every part is lines of at most `width`; in a low window the last parts are left out, never the first."""
     from rich.console import Group
     from rich.text import Text
 
@@ -88,12 +98,18 @@ def picture(s: RunSummary, columns: Columns, width: int, now: float) -> Renderab
     head = Text.assemble(
         (s.name[: width - 30], "bold"),
         "  ",
-        (s.status, f"bold {COLOURS.get(s.status, 'white')}"),
+        (state(s, now), f"bold {COLOURS.get(state(s, now), 'white')}"),
         f"  {s.cluster}, {s.world_size or '?'} devices",
     )
-    parts: list[RenderableType] = [head, *_warnings(s, now), _bar(s, width), _table(facts(s, columns, now), width)]
-    parts += [_curve("loss", columns.get("loss"), width), _curve("tokens/s", columns.get("tokens_per_second"), width)]
+    rows = facts(s, columns, now)
+    warnings = _warnings(s, now, width)
+    lines = -(-len(rows) // _pairs(width))
+    left = 100 if height is None else height - 3 - len(warnings)
+    parts: list[RenderableType] = [head, *warnings, _bar(s, width), _table(rows[: max(1, left) * _pairs(width)], width)]
+    curves = [_curve("loss", columns.get("loss"), width), _curve("tokens/s", columns.get("tokens_per_second"), width)]
+    parts += curves[: max(0, left - lines)]
     told = [e for e in s.events if e["event"] not in QUIET][-5:]
+    told = told[len(told) - min(len(told), max(0, left - lines - 2)) :]
     parts += [Text(_cut(f"  {_ago(e['time'], now)}  {event_text(e)}", width), style="dim") for e in told]
     return Group(*parts)
 
@@ -102,21 +118,16 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def _warnings(s: RunSummary, now: float) -> list[RenderableType]:
+def _warnings(s: RunSummary, now: float, width: int) -> list[RenderableType]:
     from rich.text import Text
 
     found = []
-    quiet = now - s.updated_at if s.updated_at is not None else None
-    if s.status == "running" and quiet is not None and quiet > STALE_SECONDS:
-        found.append(
-            Text(
-                f"no new line for {print_seconds(quiet)}: is the job still in the queue's list? (windlass jobs)",
-                style="yellow",
-            )
-        )
+    quiet = silence(s, now)
+    if quiet is not None:
+        found.append(f"no new line for {print_seconds(quiet)}: is the job in the queue? (windlass jobs)")
     if s.problem:
-        found.append(Text(f"the folder is not whole: {s.problem}", style="yellow"))
-    return list(found)
+        found.append(f"the folder is not whole: {s.problem}")
+    return [Text(_cut(text, width), style="yellow") for text in found]
 
 
 def _bar(s: RunSummary, width: int) -> RenderableType:
@@ -137,13 +148,18 @@ def _table(rows: Sequence[tuple[str, str]], width: int) -> RenderableType:
     from rich.text import Text
 
     made = Table.grid(padding=(0, 2))
-    pairs = 2 if width >= 72 else 1
+    pairs = _pairs(width)
     for _ in range(pairs):
         made.add_column(style="dim", no_wrap=True)
         made.add_column(no_wrap=True, overflow="ellipsis", max_width=width // pairs - 16)
     for at in range(0, len(rows), pairs):
         made.add_row(*(Text(cell) for row in rows[at : at + pairs] for cell in row))
     return made
+
+
+def _pairs(width: int) -> int:
+    """Facts on a line."""
+    return 2 if width >= 72 else 1
 
 
 def _curve(name: str, values: Numbers, width: int) -> RenderableType:

@@ -19,6 +19,19 @@ def event_text(event: Mapping[str, Any]) -> str:
     return moment(event).text
 
 
+def silence(summary: RunSummary, now: float | None = None) -> float | None:
+    """Seconds without a line, when a run that should be going has written none for too long."""
+    if summary.status != "running" or summary.updated_at is None:
+        return None
+    quiet = (time.time() if now is None else now) - summary.updated_at
+    return quiet if quiet > summary.silent_after_seconds else None
+
+
+def state(summary: RunSummary, now: float | None = None) -> str:
+    """finished, running, stopped, failed, unknown; or silent: it should be running, and nobody has heard of it."""
+    return summary.status if silence(summary, now) is None else "silent"
+
+
 def number(value: float | None, digits: int = 4, unknown: str = "not measured") -> str:
     return unknown if value is None else f"{value:,.{digits}g}"
 

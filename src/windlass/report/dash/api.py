@@ -19,7 +19,7 @@ from windlass.report.dash.blocks import section_json
 from windlass.report.dash.store import MOST_POINTS, Folder, RunView, known_axis
 from windlass.report.evaluations import evaluation
 from windlass.report.redact import redact
-from windlass.report.words import energy_card, event_text
+from windlass.report.words import energy_card, event_text, state
 from windlass.runs.record import METRICS
 
 Query = Mapping[str, Sequence[str]]
@@ -48,7 +48,7 @@ def _row(view: RunView) -> dict[str, Any]:
     used, how = energy_card(s.energy)
     _, ys = view.series("loss", "step", SPARK_POINTS)
     return {
-        "id": view.id, "name": s.name, "path": view.name, "status": s.status, "model": s.model, "cluster": s.cluster, "devices": s.world_size,
+        "id": view.id, "name": s.name, "path": view.name, "status": state(s), "model": s.model, "cluster": s.cluster, "devices": s.world_size,
         "tokens": s.tokens, "target_tokens": s.target_tokens, "step": s.step, "loss": s.loss, "tokens_per_second": s.tokens_per_second, "mfu": s.mfu,
         "memory_bytes": s.memory_bytes, "energy": used, "energy_how": how, "joules": s.energy.joules, "basis": s.energy.basis,
         "goodput": (s.life or {}).get("goodput"), "updated_at": s.updated_at, "started_at": s.started_at, "problem": s.problem, "spark": ys,
@@ -66,9 +66,10 @@ def _run(folder: Folder, query: Query) -> dict[str, Any]:
     """All the words and tables of one run; its curves come from `series`."""
     view = _view(folder, query)
     s, columns = view.summary(), view.columns()
-    if view.page is None or view.page[0] is not s:  # fifty viewers of one run cost as much as one
-        view.page = (s, _run_page(view, s, columns))
-    return view.page[1]
+    kept = view.page
+    if kept is None or kept[0] is not s or kept[1]["status"] != state(s):  # fifty viewers cost as much as one
+        kept = view.page = (s, _run_page(view, s, columns))
+    return kept[1]
 
 
 def _run_page(view: RunView, s: RunSummary, columns: Columns) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def _run_page(view: RunView, s: RunSummary, columns: Columns) -> dict[str, Any]:
         {"time": e["time"], "event": e["event"], "step": step_of(e, columns), "text": event_text(e)} for e in marked
     ]
     return {
-        "id": view.id, "name": s.name, "path": view.name, "status": s.status, "updated_at": s.updated_at, "started_at": s.started_at,
+        "id": view.id, "name": s.name, "path": view.name, "status": state(s), "updated_at": s.updated_at, "started_at": s.started_at,
         "metrics": columns.names(), "events": redact(events), "sections": redact([section_json(p) for p in parts]), "lines": len(columns),
         "first_time": _first_time(view), "validations": validations(s, columns),
     }  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 from windlass.config.load import flatten
 from windlass.figures import Chart, Heat, Item, Note, Section, Table, line, points
 from windlass.report.collect import RunSummary
-from windlass.report.words import energy_card, percent, rate
+from windlass.report.words import energy_card, percent, rate, state
 from windlass.units import print_bytes
 
 QUIET = ("name", "notes", "seed", "launch", "trackers", "profile", "save", "energy")
@@ -120,7 +120,7 @@ def _table(runs: Sequence[RunSummary], keys: Sequence[str]) -> Table:
     rows: list[Sequence[Any]] = [
         (
             r.name,
-            r.status,
+            state(r),
             *(value_of(r, k) for k in shown),
             rate(r.tokens_per_second),
             percent(r.mfu),
