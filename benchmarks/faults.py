@@ -47,6 +47,7 @@ from windlass.runs.folder import Run, create_run
 from windlass.runs.lock import locked
 from windlass.train import hooks, loop
 from windlass.train import validate as validation
+from windlass.train.step import Stepper
 from windlass.train.supervise import exit_code_of, find_fault, free_port
 
 Harm = Callable[[int], None]
@@ -249,7 +250,7 @@ def bad_gradients(positions: range, ranks: tuple[int, ...]) -> Harm:
 
     def harm(rank: int) -> None:
         current: dict[str, Any] = {}
-        begin, gradients = loop.open_batches, loop.Stepper.gradients
+        begin, gradients = loop.open_batches, Stepper.gradients
 
         def batches(job: Any) -> Any:
             current["job"] = job
@@ -262,7 +263,7 @@ def bad_gradients(positions: range, ranks: tuple[int, ...]) -> Harm:
                     (slot.to_local() if hasattr(slot, "to_local") else slot).fill_(float("nan"))
             return result
 
-        loop.open_batches, loop.Stepper.gradients = batches, poisoned
+        loop.open_batches, Stepper.gradients = batches, poisoned
 
     return harm
 

@@ -165,6 +165,17 @@ class Saver:
         good = self.good
         return None if good is None or good.write_seconds is None else good.write_seconds + good.stall_seconds
 
+    @property
+    def trouble(self) -> str | None:
+        """What the person at the terminal should hear of failing saves: at the first failure, the second, the fourth, ..."""
+        if self.last is None or self.last.ok or self._failures & (self._failures - 1):
+            return None
+        good = (
+            f"the newest good one is step {self.good.step}" if self.good else "there is no good one of this start yet"
+        )
+        times = "" if self._failures == 1 else f", {self._failures} times in a row"
+        return f"step {self.last.step} could not be saved{times}: {self.last.error}; training goes on and tries again; {good}"
+
     def close(self) -> None:
         self.finish()
         self._thread.shutdown()

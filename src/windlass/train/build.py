@@ -108,16 +108,16 @@ def open_meter(recipe: Recipe, run_folder: Run, world: World) -> Meter | None:
 
 def resume(job: Job) -> Any:
     """Go on from the newest whole checkpoint; else begin, from given weights if the recipe names some."""
-    found = find_latest(job.run, verify=job.recipe.save.verify)
-    if found is None:
-        if job.recipe.save.load is not None:
-            for module in job.parts.modules:
-                load_model_weights(job.recipe.save.load, module)
-            job.optimizer.adopt()
-        return None
-    go_back(job, found)
+    save = job.recipe.save
+    found = find_latest(job.run, verify=save.verify)
+    if found is not None:
+        go_back(job, found)
+        job.stop.measured(save_seconds=found.save_seconds)
+    elif save.load is not None:
+        for module in job.parts.modules:
+            load_model_weights(save.load, module, verify=save.verify)
+        job.optimizer.adopt()
     job.energy_carried = _energy_so_far(job)
-    job.stop.measured(save_seconds=found.save_seconds)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,10 @@ class Progress(Hook):
         self._busy: list[float] = []
 
     def say(self, text: str) -> None:
+        """A full disk under the log, or a reader that went away, must not end what it reports on."""
         if not self.quiet and text:
-            self.console.print(text, markup=False)
+            with contextlib.suppress(OSError):
+                self.console.print(text, markup=False)
 
     def on_start(self, job: Job) -> None:
         if self.quiet or not sys.stderr.isatty():
@@ -50,7 +53,8 @@ class Progress(Hook):
         if line.get("utilization") is not None:
             self._busy.append(line["utilization"])
         if self._bar is not None:
-            self._bar.update(self._task, completed=line["step"], description=_words(line))
+            with contextlib.suppress(OSError):
+                self._bar.update(self._task, completed=line["step"], description=_words(line))
         elif time.monotonic() - self._shown > self.gap or line["step"] == job.geometry.steps:
             self._shown = time.monotonic()
             self.say(f"step {line['step']}/{job.geometry.steps}  {_words(line)}")
@@ -63,7 +67,8 @@ class Progress(Hook):
 
     def on_stop(self, job: Job, reason: str | None) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with contextlib.suppress(OSError):
+                self._bar.stop()
         if reason != "error":
             end = (
                 f"stopped: {reason}; the same command goes on from here"

@@ -18,14 +18,22 @@ from windlass.train.job import Job
 
 def save_if(job: Job, due: bool) -> None:
     """The one place where checkpoints begin."""
-    done = job.saver.poll()
-    if done is not None and done.ok:
-        job.stop.measured(save_seconds=job.saver.seconds_needed())
-        job.interval.measured(stall_seconds=done.stall_seconds, write_seconds=done.write_seconds)
+    _heed(job, job.saver.poll())
     if due:
         begin_save(job)
         job.interval.saved(job.step, job.tokens)
         each(job.hooks, "on_save", job)
+
+
+def _heed(job: Job, done: Outcome | None) -> None:
+    """A save in the background has ended: what it took decides when the next ones come; that it failed must not go unheard."""
+    if done is None:
+        return
+    if done.ok:
+        job.stop.measured(save_seconds=job.saver.seconds_needed())
+        job.interval.measured(stall_seconds=done.stall_seconds, write_seconds=done.write_seconds)
+    elif job.saver.trouble:
+        job.say(job.saver.trouble)
 
 
 def begin_save(job: Job, *, block: bool = False) -> Outcome | None:
@@ -33,7 +41,7 @@ def begin_save(job: Job, *, block: bool = False) -> Outcome | None:
     began = time.perf_counter()
     each(job.hooks, "on_wait", job, "save")
     job.recorder.drain(job, 0)
-    job.saver.finish()
+    _heed(job, job.saver.finish())
     before = job.saver.last
     if before is not None and not before.ok and before.step != job.step:
         job.best = [loss for loss in job.best if loss != before.metric]  # it is not on the disk
