@@ -14,6 +14,7 @@ import pytest
 from windlass.clusters import load_cluster
 from windlass.config import LayoutConfig, load_recipe
 from windlass.cost.memory import WORKSPACE_BYTES, memory
+from windlass.cost.step import estimate
 from windlass.plan.layouts import enumerate_choices, from_config, problems, work_of
 from windlass.plan.task import Task, make_task
 
@@ -77,3 +78,43 @@ def test_a_divided_embedding_has_a_divided_gradient() -> None:
 def test_gradients_are_reduced_when_the_engine_does(shard: str, sync: str) -> None:
     choice = from_config(LayoutConfig.model_validate({"shard": shard}), "none", task("gptnl_8b_snellius.toml"))
     assert choice.degrees().sync == sync
+
+
+@pytest.mark.parametrize(
+    ("attention", "step_ms", "allocated_gib"), [("auto", 81.9, 17.0), ("flash", 90.9, 17.0), ("math", 377.3, 69.0)]
+)
+def test_attention_kernels_of_the_sweep_on_an_h200(attention: str, step_ms: float, allocated_gib: float) -> None:
+    """0.4B, eight sequences of 2,048 on one device, from benchmarks/results/gpu_sweep.json: a stored square in fp32 costs 4.6 times."""
+    given = _one_gpu(f"train.attention={attention}")
+    choice = from_config(LayoutConfig.model_validate({"shard": "none", "micro_batch": 8}), "none", given)
+    work = work_of(given, choice)
+    step = estimate(given.shape, work, choice.degrees(), given.device, given.cluster.links, given.per_node)
+    assert step.seconds * 1e3 == pytest.approx(step_ms, rel=0.04)
+    held = memory(given.shape, work, choice.degrees(), given.per_node)
+    assert held.allocated / 2**30 == pytest.approx(allocated_gib, rel=0.015)
+
+
+def test_documents_apart_cost_a_mask_and_a_slower_kernel() -> None:
+    plain, masked = _one_gpu(), _one_gpu("data.mask_documents=true")
+    choice = from_config(LayoutConfig.model_validate({"shard": "none", "micro_batch": 8}), "none", plain)
+    steps = [
+        estimate(t.shape, work_of(t, choice), choice.degrees(), t.device, t.cluster.links, 1) for t in (plain, masked)
+    ]
+    assert steps[1].terms["attention"] > 2 * steps[0].terms["attention"]
+    held = memory(masked.shape, work_of(masked, choice), choice.degrees(), 1)
+    assert held.terms["document mask"] == 8 * 2048**2 * (1 + 2 * 24)
+    assert any("mask_documents" in text for text in masked.warnings) and not any("mask" in t for t in plain.warnings)
+
+
+def _one_gpu(*overrides: str) -> Task:
+    """The recipe of recipes/sweeps/one_gpu.toml on one H200."""
+    model = {"layers": 24, "width": 1024, "ffn": 2816, "heads": 16, "kv_heads": 8, "vocab": 32000, "tied": "false"}
+    words = [f"model.{k}={v}" for k, v in model.items()] + [
+        "data.seq_len=2048",
+        "train.steps=14",
+        "train.precision=bf16",
+    ]
+    recipe = load_recipe(ROOT / "recipes" / "tiny_cpu.toml", [*words, "train.compile=true", *overrides]).recipe
+    cluster = load_cluster("workstation")
+    node = cluster.node.model_copy(update={"devices": 1})
+    return make_task(recipe, cluster.model_copy(update={"device": "h200", "node": node}))

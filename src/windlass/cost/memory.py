@@ -27,6 +27,8 @@ SHARDED_SLACK = 0.25
 one cannot use what another has free."""
 TIGHT = 0.10
 """What remains of that slack when memory is short and the allocator gives cached blocks back; also covers the error of the estimate."""
+SQUARE_BYTES = 4.0
+"""One score of our own engine's attention without a fused kernel: torch computes it in fp32 whatever the model's precision."""
 WORKSPACE_BYTES = 72e6
 """Scratch of cuBLAS and cuDNN inside the allocator: the same on every H200 row of ours."""
 BUCKET_BYTES = 2.0e9
@@ -186,12 +188,14 @@ def _native_moments(shape: Shape, work: Work, layout: Degrees, stage: _Stage, pe
             "unsharded weights": early,
             "activations": activations,
             "decay matrix": square,
+            "document mask": _mask(work, layout, stage),
             "logits and loss": _logits(shape, work, layout, tokens) if stage.has_loss else 0.0,
         },
         "backward, last layer": {
             **backward,
             "gradients": max(states.early_gradients, head),
             "activations": activations,
+            "document mask": _mask(work, layout, stage),
             "one layer's backward": one_layer,
         },
         "backward, first layer": {
@@ -203,6 +207,14 @@ def _native_moments(shape: Shape, work: Work, layout: Degrees, stage: _Stage, pe
         **_table_moment(work, layout, stage, {**always, "gradients": states.gradients}, activations),
         "optimizer": {**always, "gradients": states.gradients, "optimizer temporaries": states.step},
     }
+
+
+def _mask(work: Work, layout: Degrees, stage: _Stage) -> float:
+    """Borders between documents: one byte for each pair of positions, and the values that each layer's kernel makes of it and keeps."""
+    if not work.masked:
+        return 0.0
+    pairs = work.micro_batch * float(work.seq_len) ** 2 / layout.context
+    return pairs * (1.0 + work.bytes_per_value * stage.layers * stage.in_flight)
 
 
 def _summed_whole(work: Work, layout: Degrees) -> bool:
@@ -258,10 +270,12 @@ def backward_transient(s: Shape, work: Work, layout: Degrees) -> float:
     d, t = float(work.bytes_per_value), layout.tensor
     stream = d * s.width / (t if layout.sequence_parallel else 1)
     inner = d * s.ffn / t
+    # Gradients of scores and of shares lie side by side.
+    square = 0.0 if work.flash or s.arch == "retnet" else 2.0 * SQUARE_BYTES * s.heads * work.seq_len / t
     if work.recompute == "none":
-        return stream + inner
+        return stream + max(inner, square)
     again = max(0.0, layer_activations(s, work, layout) - kept_activations(s, work, layout))
-    return again + stream * (2.0 if work.recompute == "full" else 1.0) + 2.0 * inner
+    return again + stream * (2.0 if work.recompute == "full" else 1.0) + max(2.0 * inner, square)
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,10 +394,12 @@ def _native_layer(s: Shape, work: Work, layout: Degrees) -> float:
 
 
 def _attention(s: Shape, work: Work, d: float) -> float:
-    """Turned queries and keys, values, the output and the logarithms of its sums; fused products hold the unturned ones too."""
-    kept = d * (2.0 * s.attention_width + 2.0 * s.kv_width) + 4.0 * s.heads
+    """Turned queries and keys, values, the output and the logarithms of its sums; fused products hold the unturned ones too. Without a
+    fused kernel torch works in fp32 and keeps the square of shares (69.0 GiB measured on an H200, where two of 16 bits would do)."""
+    keys = s.attention_width if work.every_head else s.kv_width
+    kept = d * (2.0 * s.attention_width + 2.0 * keys) + 4.0 * s.heads
     kept += d * (s.attention_width + s.kv_width) if work.fuse else 0.0
-    return kept + (0.0 if work.flash else 2.0 * d * s.heads * work.seq_len)
+    return kept + (0.0 if work.flash else SQUARE_BYTES * s.heads * work.seq_len)
 
 
 def _retention(s: Shape, work: Work, d: float) -> float:

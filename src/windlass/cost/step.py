@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from windlass.clusters.model import Device, Efficiency, Links
 from windlass.cost.flops import DEFAULT, Convention, hardware_per_token, per_token, product_widths, selective_products
+from windlass.cost.memory import SQUARE_BYTES
 from windlass.cost.params import count
 from windlass.cost.shapes import Shape
 from windlass.cost.work import Degrees, Work
@@ -176,8 +177,9 @@ class _Rates:
 
 
 AMD_BURST = 0.6
-"""Best measured matrix product relative to the peak, where a part of AMD has no measurement: 758 of 1,307 TFLOP/s on MI300X; OLMo's
-9,500 tokens/s of a 1.2B model on a GCD of MI250X (36 % MFU) agrees."""
+"""Best matrix product relative to the peak that training on a part of AMD shows, where none is stated: 758 of 1,307 TFLOP/s on MI300X;
+OLMo's 9,500 tokens/s of a 1.2B model on LUMI's MI250X (36 % MFU) and ORNL's 22B on Frontier (38 %) agree. A burst of 147 of 191.5 was
+measured on a GCD (ml-engineering, ROCm 6.2), and MosaicML's MPT-7B on MI250 needs about 130: there the estimate is a fifth too slow."""
 
 
 def sustained_tflops(device: Device, precision: str = "bf16", constants: Constants | None = None) -> float:
@@ -233,8 +235,12 @@ def _rates(device: Device, links: Links, per_node: int, work: Work, c: Constants
 def _attention_rate(device: Device, work: Work, c: Constants) -> float:
     peak = (device.peak_tflops or 0.0) * 1e12
     generation = device.generation
+    if work.precision == "fp32" or (work.native and not work.flash):
+        return sustained_tflops(device, "fp32", c) * 1e12  # without a fused kernel torch computes scores in fp32
     if not work.flash:
         return sustained_tflops(device, "bf16", c) * 1e12
+    if work.masked:  # the memory-efficient kernel: about half of flash attention's rate. Textbook, not measured.
+        return 0.5 * peak * (c.flash if generation == "ampere" else c.flash_hopper)
     if work.kernel in ("te", "cudnn", "flash3") or (work.kernel == "auto" and generation in ("hopper", "blackwell")):
         share = c.attention  # "auto" takes cuDNN where it is faster
     else:
@@ -270,7 +276,8 @@ def _micro_batch(
     again = _again(s, work)
     terms = {
         "matrix products": layers * forward * (3.0 + again.products),
-        "attention": layers * attention * (3.5 + again.attention),
+        # Fused kernels work the scores out again on their way back; a stored square needs no second pass.
+        "attention": layers * attention * ((3.0 if work.native and not work.flash else 3.5) + again.attention),
         "element-wise": layers * elementwise * (3.0 + again.elementwise),
         "casts to 8 bits": layers * _cast_bytes(s, work, tokens, t) / r.memory,
         "tensor-parallel traffic": layers
@@ -363,8 +370,10 @@ def _attention(s: Shape, work: Work, tokens: float, t: int, r: _Rates, c: Consta
         narrow = (
             (c.own_narrow if work.native else 1.25) if s.head_dim < 96 else 1.0
         )  # heads of 64 fill the units less well
-        return 0.5 * flops * narrow / r.attention
-    traffic = tokens * s.heads / t * work.seq_len * work.bytes_per_value * c.square
+        return (1.0 if work.masked else 0.5) * flops * narrow / r.attention  # behind a mask nothing is left out
+    # Our own: the square of scores passes through memory nine times in fp32, three of them forward.
+    moved = 3.0 * SQUARE_BYTES if work.native else work.bytes_per_value * c.square
+    traffic = tokens * s.heads / t * work.seq_len * moved
     slow = (
         6.0 if s.head_dim % 8 else 1.0
     )  # tensor cores need rows of 16 bytes; other head widths fall back to ordinary units

@@ -46,6 +46,10 @@ class Work:
     """Native: queries, keys and values by one product, and gate and up by one, from weights laid side by side."""
     fp8_rows: bool = False
     """Native, FP8: a scale per row instead of one per tensor."""
+    masked: bool = False
+    """Native: borders between documents are given to attention as a mask, which only the memory-efficient kernel takes."""
+    every_head: bool = False
+    """Native: that kernel (masks, fp32 on a GPU) wants as many heads of keys and values as of queries, so they are repeated."""
 
     @property
     def bytes_per_value(self) -> int:

@@ -113,7 +113,13 @@ def work_of(task: Task, choice: Choice) -> Work:
         native=train.engine == "native" and task.recipe.model.family != "hf",
         fuse=_fuses(task, choice),
         fp8_rows=train.fp8_scaling == "row",
+        masked=_masked(task),
+        every_head=gpu and task.shape.kv_heads < task.shape.heads and (_masked(task) or train.precision == "fp32"),
     )
+
+
+def _masked(task: Task) -> bool:
+    return task.recipe.data.mask_documents and task.shape.arch != "retnet"
 
 
 def _fuses(task: Task, c: Choice) -> bool:

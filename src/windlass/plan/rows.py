@@ -347,8 +347,9 @@ def _layout(row: Row, work: Work, data: int, degrees: dict[str, int], assumed: l
         context=degrees["cp"],
         chunks=chunks,
         schedule="interleaved" if chunks > 1 else "1f1b",
-        # Sequence parallelism came to Megatron together with the kernels that made attention's square vanish (2022).
-        sequence_parallel=work.kernel != "math",
+        # Sequence parallelism came to Megatron in 2022: with selective recompute (one paper), and before the kernels that made
+        # attention's square vanish. A table that has neither is older.
+        sequence_parallel=work.kernel != "math" or work.recompute == "selective",
         offload=("parameters" if "param" in shard else "optimizer") if "offload" in shard else "none",
     )
 

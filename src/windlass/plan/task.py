@@ -127,6 +127,8 @@ def outside_validated(task: Task) -> list[str]:
         found.append(f"device {task.device.name} (compared: {', '.join(VALIDATED_ARCHS.values())})")
     if task.recipe.train.precision not in VALIDATED_PRECISIONS:
         found.append(f"precision {task.recipe.train.precision} (compared: {', '.join(VALIDATED_PRECISIONS)})")
+    if task.recipe.data.mask_documents and task.shape.arch != "retnet":
+        found.append("data.mask_documents (the time of its attention kernel was not measured)")
     if task.shape.arch == "retnet":
         found.append("a RetNet (compared: attention models only)")
     return [f"outside the validated range: {'; '.join(found)}. Measure before relying on it."] if found else []
