@@ -89,6 +89,22 @@ def test_rules_over_several_keys(recipe_file):
     assert "layout.tensor (2) does not divide model.heads (5)" in error.message
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["model.heads=4", "model.width=60", "model.kv_heads=2"], "model.heads (4) of width 15 each"),
+        (["model.head_dim=9"], "of width 9 each"),
+        (["model.ffn=99", "layout.tensor=2"], "layout.tensor (2) does not divide model.ffn (99); nearest legal: 1 or 3"),
+        (["model.family=retnet", "model.value_width=50"], "does not divide model.value_width (50); the next larger one is 52"),
+        (["model.family=retnet", "model.ffn=90"], "(also the width of values when value_width is left out) (90)"),
+        (["model.family=retnet", "model.kv_heads=1"], "model.kv_heads (1): retention has no groups of heads"),
+        (["model.family=retnet", "model.head_dim=4"], "model.head_dim (4): retention's heads divide model.width"),
+    ],
+)  # fmt: skip
+def test_shapes_that_no_block_can_have(recipe_file, words, expected):
+    assert expected in problems(recipe_file(GOOD), *words).message
+
+
 def test_tokens_or_steps_are_needed(recipe_file):
     path = recipe_file(GOOD.replace('tokens = "1M"\n', ""))
     assert "data.tokens: missing" in problems(path).message
@@ -103,7 +119,7 @@ def test_tokens_or_steps_are_needed(recipe_file):
         ("nodes=many", "valid integer"),
         ("optim.lr=-1", "greater than or equal to 0"),
         ("save.every=30 parsecs", "unknown unit"),
-        ("save.every=0", "at least 1"),
+        ("save.every=0", "more than 0"),
         ("train.precision=fp7", "precision"),
         ("data.mix.a=-1", "weights must be at least 0"),
         ("layout.pipeline=9", "more than model.layers"),

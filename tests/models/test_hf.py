@@ -50,3 +50,41 @@ def test_refusals(folder: Path) -> None:
         build(ModelConfig(family="hf", config=str(folder / "absent")), seq_len=16)
     with pytest.raises(ConfigError, match=r"data.seq_len \(65\) is more than the model's 64 positions"):
         build(ModelConfig(family="hf", config=str(folder)), seq_len=65)
+
+
+COMMON = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 120,
+}
+KINDS = {
+    "Gemma2": {**COMMON, "num_key_value_heads": 2, "head_dim": 8},  # norms begin at zero: their weight is 1 + w
+    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 120},  # last products of a branch begin smaller
+    "Mamba": {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 120, "state_size": 4},  # decays are no normal numbers
+    "OPT": {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 120, "word_embed_proj_dim": 32},
+    "Mixtral": {**COMMON, "num_key_value_heads": 2, "num_local_experts": 4},  # experts in one tensor
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_begin_as_transformers_begins_them(tmp_path: Path, kind: str) -> None:
+    config = getattr(transformers, f"{kind}Config")(**KINDS[kind], bos_token_id=1, eos_token_id=1)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = build(ModelConfig(family="hf", config=str(tmp_path)), seq_len=16)
+    model.to_empty(device="cpu")
+    model.init_weights(0)
+    torch.manual_seed(0)
+    theirs = dict(transformers.AutoModelForCausalLM.from_config(config).named_parameters())
+    for name, mine in model.net.named_parameters():
+        seen, expected = mine.detach(), theirs[name].detach()
+        spread = float(expected.std())
+        assert float(seen.std()) == pytest.approx(spread, rel=0.35, abs=1e-6), name
+        assert float(seen.mean()) == pytest.approx(float(expected.mean()), abs=0.25 * spread + 1e-6), name
+    before = [p.detach().clone() for p in model.parameters()]
+    model.init_weights(0)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    model.init_weights(1)
+    assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

@@ -255,12 +255,15 @@ def test_rollback_goes_back_once_and_leaves_the_range_out(tmp_path: Path) -> Non
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a multiple of 112"):
         train(tmp_path / "a", recipe(layout={"micro_batch": 7}))
-    with pytest.raises(ConfigError, match="1 devices cannot hold"):
+    with pytest.raises(ConfigError, match="1 device cannot hold"):
         train(tmp_path / "b", recipe(layout={"tensor": 2}))
     with pytest.raises(ConfigError, match="FP8"):
         train(tmp_path / "c", recipe(train={"precision": "fp8"}))
     with pytest.raises(ConfigError, match="mask_documents is not possible"):
         train(tmp_path / "e", recipe(model={"family": "retnet"}, data={"mask_documents": True}))
+    for precision in ("fp32", "bf16"):
+        with pytest.raises(ConfigError, match=r'layout.offload = "parameters" needs several processes'):
+            train(tmp_path / "f", recipe(layout={"offload": "parameters"}, train={"precision": precision}))
     with pytest.raises(DataError):
         train(tmp_path / "d", recipe(data={"store": str(tmp_path / "none")}))
     assert Run(tmp_path / "a").error_file(0).is_file()
@@ -287,7 +290,7 @@ def test_bf16_is_refused_where_the_device_has_none(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-16GB")
-    world = SimpleNamespace(device=torch.device("cuda", 0))
+    world = SimpleNamespace(device=torch.device("cuda", 0), size=1)
     for precision in ("bf16", "bf16_pure", "fp8"):
         with pytest.raises(ConfigError, match=f"'{precision}', but Tesla V100-SXM2-16GB has no bf16"):
             check(recipe(train={"precision": precision}), world)
@@ -351,3 +354,55 @@ def test_spread_of_precisions_starts_alike(tmp_path: Path) -> None:
     assert losses(bf16) == pytest.approx(losses(fp32), abs=2e-2)
     assert losses(pure) == pytest.approx(losses(fp32), abs=5e-2)
     assert losses(bf16) != losses(fp32)
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> dict[str, Any]:
+    """GPT-2: dropout, tied embeddings, learned positions."""
+    transformers = pytest.importorskip("transformers")
+    transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=2, vocab_size=100, n_positions=32, resid_pdrop=0.3, embd_pdrop=0.3, bos_token_id=1, eos_token_id=1,
+    ).save_pretrained(tmp_path / "gpt2")  # fmt: skip
+    return {"model": {"family": "hf", "config": str(tmp_path / "gpt2")}}
+
+
+def test_a_foreign_network_is_refused_what_would_be_ignored(tmp_path: Path, foreign: dict[str, Any]) -> None:
+    wishes = {"loss": "chunked", "fuse": True, "precision": "fp8", "attention": "flash3"}
+    with pytest.raises(ConfigError, match=r'train.loss = "chunked", train.precision = "fp8", train.fuse = true, ') as caught:  # fmt: skip
+        train(tmp_path / "run", recipe(**foreign, train=wishes))
+    assert "our own families" in caught.value.message and "leave it out" in caught.value.hint
+
+
+def test_a_foreign_network_has_its_z_loss_decay_groups_and_recompute(tmp_path: Path, foreign: dict[str, Any]) -> None:
+    def build(**tables: Any) -> Any:
+        return loop.build(recipe(**foreign, **tables), new_run(tmp_path / "x"), ALONE, [], lambda text: None, announced=False)  # fmt: skip
+
+    job = build(train={"z_loss": 0.1, "recompute": "selective"})
+    undecayed = {
+        slot.name.removeprefix("net.") for slot in job.optimizer.slots if slot.parameter.ndim > 1 and not slot.decay
+    }
+    assert undecayed == {"transformer.wte.weight", "transformer.wpe.weight"}
+    assert "recompute: full (selective is for our own blocks)" in job.parts.notes
+    tokens = torch.arange(32).view(2, 16)
+    module = job.parts.modules[0].eval()
+    total, entropy = module(tokens, tokens).tolist()
+    logits = module(tokens).double()
+    assert total - entropy == pytest.approx(0.1 * float(logits.detach().logsumexp(-1).pow(2).sum()), rel=1e-4)
+
+
+def test_validation_of_a_foreign_network_drops_nothing_and_changes_nothing(tmp_path: Path, foreign: dict[str, Any]) -> None:  # fmt: skip
+    from windlass.train.validate import Validator
+
+    curves = []
+    for asked in (False, True):
+        job = loop.build(recipe(**foreign), new_run(tmp_path / "x"), ALONE, [], lambda text: None, announced=False)
+        validator = Validator(job.stream, 8, job.recipe, job.world, job.parts, job.stepper)
+        batches = loop.open_batches(job)
+        curve = []
+        for step in range(3):
+            if asked and step:
+                assert validator.loss() == validator.loss(), "dropout is off"
+            curve.append(float(job.stepper.step(*next(batches), 1e-2).values[0]))
+        batches.close()
+        curves.append(curve)
+    assert curves[0] == curves[1]

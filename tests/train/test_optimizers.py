@@ -140,3 +140,49 @@ def test_bf16_moments_follow_fp32_ones() -> None:
         one.step(1e-2)
         two.step(1e-2)
     assert torch.allclose(a.lin.weight, b.lin.weight, atol=5e-3)
+
+
+@pytest.mark.parametrize("device_path", [False, True])
+def test_momentum_in_bf16_is_rounded_at_random(device_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut or rounded to the nearest, a speed of 1 would never feel a gradient of 2^-10; at random it does on average."""
+    monkeypatch.setattr(optimizers, "_compiled", lambda function: function)
+    weight = nn.Parameter(torch.zeros(40_000))
+    mine = build_optimizer([("w", weight)], OptimConfig(name="sgd", moments="bf16", momentum=0.999, weight_decay=0))
+    mine.slots[0].moments["momentum"].fill_(1.0)
+    weight.grad = torch.full_like(weight, 2**-10 + 1e-3)
+    if device_path:
+        with torch.no_grad(), mine._same_noise():
+            mine._step_device(mine.slots, 0.0, torch.tensor(1.0), torch.tensor(True))
+    else:
+        mine.step(0.0)
+    speed = mine.slots[0].moments["momentum"]
+    assert speed.dtype == torch.bfloat16 and len(speed.unique()) == 2
+    assert float(speed.float().mean()) == pytest.approx(1.0 + 2**-10, abs=2e-4)
+
+
+@pytest.mark.parametrize("device_path", [False, True])
+def test_copies_round_alike_whatever_else_a_rank_holds(device_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor-parallel ranks hold unequal parts of the vocabulary and copies of each norm, and after a restart on another number of
+    ranks their generators differ: the copies must stay copies."""
+    monkeypatch.setattr(optimizers, "_compiled", lambda function: function)
+    seen = []
+    for rank, rows in enumerate((43, 43 if device_path else 42)):
+        torch.manual_seed(rank)
+        part, norm = nn.Parameter(torch.ones(rows, 8).bfloat16()), nn.Parameter(torch.ones(64).bfloat16())
+        mine = build_optimizer([("embed.weight", part), ("norm.weight", norm)], OptimConfig(moments="bf16"))
+        for step in range(3):
+            part.grad, norm.grad = torch.full_like(part, 0.1), torch.full_like(norm, 0.1 + step)
+            if device_path:
+                with torch.no_grad():
+                    mine.count += 1
+                    mine.calls += 1
+                    with mine._same_noise():
+                        mine._step_device(mine.slots, 1e-3, torch.tensor(1.0), torch.tensor(True))
+            else:
+                mine.step(1e-3)
+        seen.append((norm.detach().clone(), mine.slots[1].moments["exp_avg_sq"].clone()))
+        after = torch.rand(1)
+        torch.manual_seed(rank)
+        assert torch.equal(after, torch.rand(1)), "training's own random numbers are left alone"
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+    assert len(seen[0][0].unique()) > 1, "nothing was rounded at random"

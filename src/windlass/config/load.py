@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from windlass.config.base import Table
+from windlass.config.model import ModelConfig
 from windlass.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -206,6 +207,7 @@ def _cross_problems(recipe: Recipe) -> Iterator[str]:
             yield f"model.heads ({model.heads}) does not divide model.width ({model.width})"
         if model.heads and model.kv_heads and model.heads % model.kv_heads:
             yield f"model.kv_heads ({model.kv_heads}) does not divide model.heads ({model.heads})"
+        yield from _head_problems(model)
     if data.tokens is None and recipe.train.steps is None:
         yield "data.tokens: missing; say how many tokens (or train.steps) to train for"
     if data.batch_tokens is not None and (data.batch_tokens == 0 or data.batch_tokens % data.seq_len):
@@ -217,8 +219,30 @@ def _cross_problems(recipe: Recipe) -> Iterator[str]:
         yield f"layout.tensor ({layout.tensor}) does not divide model.heads ({model.heads}); nearest legal: {nearest(layout.tensor, divisors(model.heads))}"
     if layout and model.kv_heads and model.kv_heads % layout.tensor:
         yield f"layout.tensor ({layout.tensor}) does not divide model.kv_heads ({model.kv_heads}); nearest legal: {nearest(layout.tensor, divisors(model.kv_heads))}"
+    if layout and model.ffn and model.ffn % layout.tensor:
+        yield f"layout.tensor ({layout.tensor}) does not divide model.ffn ({model.ffn}); nearest legal: {nearest(layout.tensor, divisors(model.ffn))}"
     if layout and model.layers and layout.pipeline > model.layers:
         yield f"layout.pipeline ({layout.pipeline}) is more than model.layers ({model.layers})"
+
+
+def _head_problems(model: ModelConfig) -> Iterator[str]:
+    """What the width of a head must be, and what retention has not."""
+    if not model.heads or not model.width:
+        return
+    size = model.head_dim or model.width // model.heads
+    if size % 2:
+        yield f"model.heads ({model.heads}) of width {size} each: rotary positions turn numbers in pairs, so a head needs an even width"
+    if model.family != "retnet":
+        return
+    values = model.value_width or model.ffn
+    if values and values % model.heads:
+        key = "value_width" if model.value_width else "ffn (also the width of values when value_width is left out)"
+        up = -(-values // model.heads) * model.heads
+        yield f"model.heads ({model.heads}) does not divide model.{key} ({values}); the next larger one is {up}"
+    if model.kv_heads not in (None, model.heads):
+        yield f"model.kv_heads ({model.kv_heads}): retention has no groups of heads; leave it out, or say model.kv_heads = {model.heads}"
+    if model.head_dim is not None and model.head_dim * model.heads != model.width:
+        yield f"model.head_dim ({model.head_dim}): retention's heads divide model.width ({model.width}) by {model.heads}; leave it out"
 
 
 def divisors(value: int) -> list[int]:

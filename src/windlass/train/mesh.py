@@ -41,7 +41,7 @@ def axes_of(layout: LayoutConfig, world_size: int, devices_per_node: int) -> Axe
     fixed = layout.tensor * layout.pipeline * layout.context
     if world_size % fixed:
         raise ConfigError(
-            f"{world_size} devices cannot hold layout.tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} = {fixed}",
+            f"{world_size} device{'s' * (world_size > 1)} cannot hold layout.tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} = {fixed}",
             hint=f"use a multiple of {fixed} devices, or smaller degrees",
         )
     ranks = world_size // (layout.tensor * layout.pipeline)
