@@ -18,15 +18,14 @@ from windlass.errors import WindlassError
 # In the order of the story; `windlass --help` lists commands in this order.
 COMMANDS = (
     "demo", "init", "show", "clusters", "plan", "budget", "data", "train", "resume", "launch", "sweep", "watch", "dash",
-    "profile", "evaluate", "energy", "report", "doctor",
+    "profile", "evaluate", "generate", "export", "finetune", "energy", "report", "doctor",
 )  # fmt: skip
 
 
 # Commands that live in a file of another name.
 HOMES = {
     "tokenize": "data", "tokenizer": "data", "jobs": "launch", "logs": "launch", "cancel": "launch", "submit": "launch", "link": "launch",
-    "compare": "profile", "sync": "report", "eval": "evaluate", "generate": "evaluate", "export": "evaluate", "import": "evaluate",
-    "finetune": "evaluate",
+    "compare": "profile", "sync": "report", "eval": "evaluate", "import": "export",
 }  # fmt: skip
 
 
@@ -99,6 +98,8 @@ def _plain_words(part: Any) -> None:
 
 def main() -> None:
     """Entry point of the `windlass` command: errors become one message, a hint and an exit code."""
+    # Looking for plugins of pydantic reads what every installed package says of itself; no model of ours has use for one.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     debug = _take_debug_flag()
     if sys.argv[1:2] == ["help"]:  # what many tools answer to
         sys.argv[1:] = [*sys.argv[2:3], "--help"]

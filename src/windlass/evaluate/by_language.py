@@ -36,21 +36,29 @@ class Row:
         }  # fmt: skip
 
 
-def recorded(folders: Sequence[Any]) -> list[Row]:
-    """What `windlass eval` wrote into these runs: of each number the newest."""
+def recorded(folders: Sequence[Any], *, every: bool = False) -> list[Row]:
+    """What `windlass eval` wrote into these runs: of each number the newest, or with `every` that of each checkpoint."""
     rows: list[Row] = []
-    for folder in folders:
-        run = open_run(folder)
+    opened = [open_run(folder) for folder in folders]
+    names = [run.path.resolve().name for run in opened]
+    for run, name in zip(opened, names, strict=True):
         lines = list(read_lines(run.eval_file))
         if not lines:
             raise RunError(
                 f"{run.path} has no evaluation recorded", hint=f"`windlass eval {run.path}` writes {run.eval_file.name}"
             )
-        rows += rows_of(run.path.name, lines)
+        # Two runs of one name are told apart by where they are.
+        rows += rows_of(name if names.count(name) == 1 else str(run.path), lines, every=every)
     return sorted(rows, key=lambda row: _place(rows, row))
 
 
-def rows_of(model: str, lines: Iterable[Mapping[str, Any]]) -> list[Row]:
+def rows_of(model: str, lines: Iterable[Mapping[str, Any]], *, every: bool = False) -> list[Row]:
+    if every:
+        steps: dict[int | None, list[Mapping[str, Any]]] = {}
+        for line in lines:
+            steps.setdefault(line.get("step"), []).append(line)
+        known = sorted(steps, key=lambda step: -1 if step is None else step)
+        return [row for step in known for row in rows_of(_at(model, step), steps[step])]
     found: dict[tuple[str, str], Row] = {}
     for line in lines:
         group = str(line.get("group"))
@@ -65,6 +73,10 @@ def rows_of(model: str, lines: Iterable[Mapping[str, Any]]) -> list[Row]:
             count=int(line.get("count") or 0),
         )  # fmt: skip
     return list(found.values())
+
+
+def _at(model: str, step: int | None) -> str:
+    return model if step is None else f"{model}, step {step:,}"
 
 
 def of_scores(model: str, step: int | None, scores: Iterable[Score]) -> list[Row]:

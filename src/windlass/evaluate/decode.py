@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from windlass.errors import ConfigError
 from windlass.evaluate.losses import head_weight
 from windlass.models.hf import HFModel
 from windlass.models.llama import Llama, rope_table, rotate
@@ -38,12 +39,25 @@ def decoder(model: Any, *, batch: int = 1, limit: int, replays: bool = False) ->
     time of a small model. On a CPU it changes nothing.
     """
     if isinstance(model, HFModel):
+        refuse_positions(model, limit)
         return HFDecoder(model)
     made: RetNetDecoder | LlamaDecoder
     made = RetNetDecoder(model, batch) if isinstance(model, RetNet) else LlamaDecoder(model, batch, limit)
     if replays and next(model.parameters()).is_cuda:
         made.replay = Replay(made, batch)
     return made
+
+
+def refuse_positions(model: HFModel, limit: int) -> None:
+    """Learned positions end; rotary ones and slopes do not."""
+    positions = getattr(model.net.config, "max_position_embeddings", None)
+    words = model.net.get_input_embeddings()
+    learned = any(isinstance(m, torch.nn.Embedding) and m is not words for m in model.net.modules())
+    if learned and positions is not None and limit > positions:
+        raise ConfigError(
+            f"{limit:,} tokens of prompt and answer are more than the model's {positions:,} positions",
+            hint="give a shorter prompt, or ask for fewer tokens",
+        )
 
 
 class Replay:

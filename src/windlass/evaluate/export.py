@@ -7,6 +7,7 @@ hf      the folder of the family that the recipe's config names
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,13 +19,15 @@ import torch
 from torch import Tensor
 
 from windlass.checkpoint import files, names
-from windlass.checkpoint.load import read_extra
-from windlass.config import ModelConfig, Recipe
+from windlass.checkpoint.load import read_extra, weights_source
+from windlass.config import ModelConfig, Recipe, SaveConfig
 from windlass.errors import CheckpointError, ConfigError, DataError, RunError
+from windlass.evaluate.foreign import is_hf_folder, longest_of
 from windlass.evaluate.opened import DTYPES, source_of
 from windlass.evaluate.stream import Weights, open_weights
-from windlass.evaluate.words import write_tokenizer
-from windlass.runs.files import write_json, write_whole
+from windlass.evaluate.words import end_ids, write_tokenizer
+from windlass.models import build
+from windlass.runs.files import read_json, write_json, write_whole
 from windlass.runs.folder import Run
 
 SHARD_BYTES = 4 * 10**9
@@ -59,9 +62,9 @@ def export(
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     try:
-        sizes = write_weights(recipe.model, open_weights(source), beside, kind, shard_bytes, tell)
+        sizes, tensors = write_weights(recipe.model, open_weights(source), beside, kind, shard_bytes, tell)
         words = write_words(run, recipe, source, beside, tokenizer)
-        write_config(recipe, beside, kind, words)
+        write_config(recipe, source, beside, kind, words)
         write_whole(beside / "README.md", card or plain_card(recipe))
         check = _verified(recipe, source, beside, kind, words, text) if verify else None
         beside.rename(target)
@@ -69,15 +72,7 @@ def export(
         shutil.rmtree(beside, ignore_errors=True)
         raise
     said = "none: the run names no tokenizer" if words is None else f"{words.path.name} ({words.vocab_size:,} tokens)"
-    return Exported(
-        target,
-        kind,
-        len(sizes),
-        sum(sizes.values()),
-        len(exported_names(recipe.model, open_weights(source))),
-        said,
-        check,
-    )
+    return Exported(target, kind, len(sizes), sum(sizes.values()), tensors, said, check)
 
 
 def refuse_unknown(model: ModelConfig) -> None:
@@ -106,17 +101,20 @@ def exported_names(model: ModelConfig, weights: Weights) -> dict[str, str]:
     if model.family == "retnet":
         return {name: name for name in weights}
     if model.family == "hf":
-        bare = {name.removeprefix("net."): name for name in weights}
-        tied = model.tied or _tied_config(model)
-        return {new: old for new, old in bare.items() if not (tied and new == "lm_head.weight")}
+        with torch.device("meta"):  # only transformers knows which of its names stand for one weight
+            twins = build(model, seq_len=1).twins
+        older = names.OLDER if (_config_json(model).get("model_type") or "").startswith("gpt_neox") else {}
+        # As save_pretrained does: a weight with two names is written under its first.
+        bare = {name.removeprefix("net."): name for name in weights if name not in twins and f"net.{name}" not in twins}
+        return {older.get(new, new): old for new, old in bare.items()}
     found = {new: old for old in weights if (new := names.to_hf(old)) is not None}
     return found or {name: name for name in weights}  # already under Hugging Face's names
 
 
-def _tied_config(model: ModelConfig) -> bool:
-    folder = Path(model.config or "")
-    value = json.loads((folder / "config.json" if folder.is_dir() else folder).read_text())
-    return bool(value.get("tie_word_embeddings", False))
+def _config_json(model: ModelConfig) -> dict[str, Any]:
+    """The config.json that a family hf model is built from."""
+    path = Path(model.config or "")
+    return dict(json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8")))
 
 
 def exported_tensor(model: ModelConfig, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -128,8 +126,8 @@ def exported_tensor(model: ModelConfig, name: str, tensor: Tensor, dtype: torch.
 
 def write_weights(
     model: ModelConfig, weights: Weights, folder: Path, dtype: str, limit: int, tell: Tell
-) -> dict[str, int]:
-    """One shard in memory at a time; file -> bytes."""
+) -> tuple[dict[str, int], int]:
+    """One shard in memory at a time; file -> bytes, and the number of tensors."""
     from safetensors.torch import save_file
 
     plan = list(shards(model, weights, DTYPES[dtype], limit))
@@ -150,7 +148,7 @@ def write_weights(
             folder / "model.safetensors.index.json",
             {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index},
         )
-    return sizes
+    return sizes, len(index)
 
 
 def shards(model: ModelConfig, weights: Weights, dtype: torch.dtype, limit: int) -> Iterator[dict[str, str]]:
@@ -186,35 +184,45 @@ def write_words(run: Run | None, recipe: Recipe, source: Path, folder: Path, giv
     return made
 
 
-def write_config(recipe: Recipe, folder: Path, dtype: str, words: Any) -> None:
-    config = config_of(recipe, dtype)
-    ends = {"eos_token_id": words.eos, "bos_token_id": words.eos} if words is not None and words.eos is not None else {}
+def write_config(recipe: Recipe, source: Path, folder: Path, dtype: str, words: Any) -> None:
+    config, ends = config_of(recipe, dtype, positions_of(recipe, source)), end_ids(words) if words is not None else {}
     write_json(folder / "config.json", {**config, **ends})
     write_json(
         folder / "generation_config.json",
-        {"_from_model_config": True, "do_sample": True, "temperature": 0.8, "top_p": 0.95, **ends},
+        {"do_sample": True, "temperature": 0.8, "top_p": 0.95, **ends},
     )
 
 
-def config_of(recipe: Recipe, dtype: str) -> dict[str, Any]:
+def positions_of(recipe: Recipe, source: Path) -> int:
+    """The longest sequence the model is made for: what it was trained with, or what a model from elsewhere brought along."""
+    brought = (read_json(source / files.EXTRA) or {}).get("extra", {}).get("positions")
+    if brought is None and is_hf_folder(source):
+        brought = longest_of(read_json(source / "config.json") or {})
+    if brought is None and recipe.save.load is not None:
+        with contextlib.suppress(CheckpointError):  # what it went on from may be gone
+            start = weights_source(recipe.save.load)
+            brought = positions_of(recipe.model_copy(update={"save": SaveConfig()}), start)
+    return max(recipe.data.seq_len, brought or 0)
+
+
+def config_of(recipe: Recipe, dtype: str, positions: int) -> dict[str, Any]:
     """config.json, in words that transformers 4 and 5 both read."""
     model, kind = recipe.model, {"fp32": "float32", "bf16": "bfloat16"}[dtype]
     if model.family == "retnet":
         table = model.model_dump(mode="json", exclude_none=True)
         return {
             "model_type": "windlass_retnet", "architectures": ["WindlassRetNet"], "torch_dtype": kind, "dtype": kind, "vocab_size": model.vocab,
-            "max_position_embeddings": recipe.data.seq_len, "model": table,
+            "max_position_embeddings": positions, "model": table,
         }  # fmt: skip
     if model.family == "hf":
-        folder = Path(model.config or "")
-        return json.loads((folder / "config.json" if folder.is_dir() else folder).read_text(encoding="utf-8"))
+        return {**_config_json(model), "torch_dtype": kind, "dtype": kind}
     head_dim = model.head_dim or model.width // model.heads
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": model.vocab, "hidden_size": model.width,
         "intermediate_size": model.ffn, "num_hidden_layers": model.layers, "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads or model.heads, "head_dim": head_dim, "hidden_act": "silu", "rms_norm_eps": model.norm_eps,
         "rope_theta": model.rope_theta, "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
-        "max_position_embeddings": recipe.data.seq_len, "tie_word_embeddings": model.tied, "attention_bias": False, "mlp_bias": False,
+        "max_position_embeddings": positions, "tie_word_embeddings": model.tied, "attention_bias": False, "mlp_bias": False,
         "attention_dropout": 0.0, "initializer_range": model.init_std, "use_cache": True, "pretraining_tp": 1,
         "torch_dtype": kind, "dtype": kind,
     }  # fmt: skip

@@ -9,6 +9,9 @@ from windlass.config import DataConfig, ModelConfig, Recipe
 from windlass.errors import ConfigError
 from windlass.runs.files import read_json
 
+LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+"""What families call the longest sequence; Bloom has no word for it."""
+
 
 def is_hf_folder(path: Path) -> bool:
     """A config.json that names a model type, and weights beside it."""
@@ -21,10 +24,15 @@ def recipe_of(folder: Path, *, name: str | None = None, seq_len: int | None = No
     config = read_json(folder / "config.json")
     if config is None or "model_type" not in config:
         raise ConfigError(f"{folder} has no config.json of a model", hint="name a folder that transformers can load")
-    longest = int(config.get("max_position_embeddings") or 2048)
+    longest = longest_of(config) or 2048
     model = model_of(config, folder)
     plain = "".join(c if c.isalnum() or c in "._-" else "-" for c in (name or folder.resolve().name)).lstrip("._-")
     return Recipe(name=plain or "imported", model=model, data=DataConfig(seq_len=min(seq_len or 2048, longest)))
+
+
+def longest_of(config: dict[str, Any]) -> int | None:
+    """The longest sequence that the model was made for, where its config says so."""
+    return next((int(config[key]) for key in LONGEST if config.get(key)), None)
 
 
 def model_of(config: dict[str, Any], folder: Path) -> ModelConfig:

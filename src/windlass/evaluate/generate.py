@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,15 +23,18 @@ class Sampling:
     """0 takes the most probable token."""
     top_p: float = 0.95
     """Only the most probable tokens that together have this probability."""
+    top_k: int | None = None
+    """Only the so many most probable tokens; None: all."""
     seed: int = 0
     go_on: bool = False
     """Never pick the end token, so that the text has the whole length."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.tokens < 1:
+        few = self.top_k is not None and self.top_k < 1
+        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1 or self.tokens < 1 or few:
             raise ConfigError(
-                f"temperature {self.temperature}, top_p {self.top_p}, {self.tokens} tokens: not a way to sample",
-                hint="temperature is at least 0, top_p lies above 0 and at most at 1, and at least one token is asked for",
+                f"temperature {self.temperature}, top_p {self.top_p}, top_k {self.top_k}, {self.tokens} tokens: not a way to sample",
+                hint="temperature is at least 0, top_p above 0 and at most 1, top_k at least 1, and one token or more is asked for",
             )
 
 
@@ -84,6 +88,19 @@ def generate(
     return Generated(ids, len(prompt), first - began, time.perf_counter() - first, state.state_bytes(), ended)
 
 
+def stops_at(stops: Sequence[str], decode: Callable[[list[int]], str]) -> Callable[[list[int]], bool]:
+    """Ends a text once one of these has come; a token may hold more than that, see `up_to`."""
+    wanted = [stop for stop in stops if stop]
+    return lambda ids: any(stop in decode(ids) for stop in wanted)
+
+
+def up_to(text: str, stops: Sequence[str]) -> str:
+    """The text before the first of them."""
+    for stop in stops:
+        text = text.split(stop)[0] if stop else text
+    return text
+
+
 def _sample(state: Any, logits: Tensor, how: Sampling, device: torch.device, never: int | None) -> Iterator[int]:
     random = torch.Generator(device="cpu").manual_seed(how.seed)
     for number in range(how.tokens):
@@ -102,6 +119,8 @@ def pick(logits: Tensor, how: Sampling, random: torch.Generator) -> int:
     chances, order = torch.softmax(logits.double().cpu() / how.temperature, -1).sort(descending=True)
     # The token that crosses top_p still counts: at least one is always left.
     kept = chances * (chances.cumsum(-1) - chances < how.top_p)
+    if how.top_k is not None:
+        kept[how.top_k :] = 0
     return int(order[torch.multinomial(kept / kept.sum(), 1, generator=random)])
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import ConfigError, DataError
-from windlass.evaluate.generate import Sampling, generate
+from windlass.evaluate.generate import Sampling, generate, stops_at, up_to
 from windlass.evaluate.likelihood import likelihoods, pair
 from windlass.evaluate.opened import Opened
 from windlass.evaluate.record import Score
+from windlass.evaluate.tasks import prompt_room
 
 
 def _package() -> Any:
@@ -68,16 +69,12 @@ def until(opened: Opened, words: Tokenizer, context: str, how: dict[str, Any]) -
     stops = how.get("until") or []
     stops = [stops] if isinstance(stops, str) else list(stops)
     count = int(how.get("max_gen_toks") or how.get("max_new_tokens") or 256)
-    room = max(1, opened.recipe.data.seq_len - count)
     warm = float(how.get("temperature") or 0.0) if how.get("do_sample") else 0.0
     made = generate(
-        opened.model, words.encode(context)[-room:], Sampling(tokens=count, temperature=warm, top_p=float(how.get("top_p") or 1.0)), eos=words.eos,
-        stop=lambda ids: any(stop in words.decode(ids) for stop in stops),
+        opened.model, words.encode(context)[-prompt_room(opened, count) :], Sampling(tokens=count, temperature=warm, top_p=float(how.get("top_p") or 1.0)), eos=words.eos,
+        stop=stops_at(stops, words.decode),
     )  # fmt: skip
-    text = words.decode(made.ids)
-    for stop in stops:
-        text = text.split(stop)[0] if stop else text
-    return text
+    return up_to(words.decode(made.ids), stops)
 
 
 def run_harness(

@@ -21,6 +21,7 @@ from windlass.checkpoint.save import Saver
 from windlass.config import Loaded, Recipe, SaveConfig
 from windlass.data.tokenizer import Tokenizer, load_tokenizer
 from windlass.errors import CheckpointError, ConfigError, RunError
+from windlass.evaluate.export import positions_of
 from windlass.evaluate.foreign import is_hf_folder, recipe_of, unlike_llama
 from windlass.evaluate.opened import DTYPES, source_of, tokenizer_of
 from windlass.evaluate.stream import Weights, open_weights
@@ -79,7 +80,7 @@ def import_model(
         recipe, state, said = grow(recipe, state, words, new)
         notes.append(said)
         words = new
-    run = write_run(recipe, state, target, words, dtype, folder)
+    run = write_run(recipe, state, target, words, dtype, folder, positions_of(recipe, source))
     check = _check(run, folder, recipe, words) if verify and foreign and tokenizer is None else None
     count = sum(t.numel() for t in state.values())
     return Imported(run.path, recipe.model.family, count, dtype, recipe.model.vocab or 0, notes, check)
@@ -98,20 +99,30 @@ def dtype_of(weights: Weights) -> str:
 def under_our_names(recipe: Recipe, weights: Weights) -> dict[str, Tensor]:
     """Every parameter of our model, mapped from the folder."""
     with torch.device("meta"):
-        own = build(recipe.model, seq_len=min(recipe.data.seq_len, 128)).state_dict()
-    found: Mapping[str, Tensor] = weights if set(own) <= set(weights) else names.from_hf(weights, own)
-    tied = "net.lm_head.weight"
-    if tied in own and tied not in found and (twin := f"net.{names.TOP['embed.weight']}") in found:
-        found = {**found, tied: found[twin]}
+        made = build(recipe.model, seq_len=min(recipe.data.seq_len, 128))
+    own = made.state_dict()
+    ours = set(own) <= set(weights)
+    found: Mapping[str, Tensor] = weights if ours else names.from_hf(weights, own, getattr(made, "twins", None))
     missing = [name for name in own if name not in found]
+    if not ours and "head.weight" in own and names.TOP["head.weight"] not in weights:
+        missing.append("head.weight")  # the config says that it is not the embedding
     wrong = [name for name in own if name in found and found[name].shape != own[name].shape]
     if missing or wrong:
         raise CheckpointError(
-            f"the weights do not fit the folder's own config: {len(missing)} missing ({', '.join(missing[:3])}), {len(wrong)} of another shape",
+            f"the weights do not fit the folder's own config: {'; '.join(_unfit(missing, wrong, found, own))}",
             hint="is the folder whole, and is its config.json the one of these weights?",
         )
     keep = torch.bfloat16 if all(found[n].dtype == torch.bfloat16 for n in own) else torch.float32
     return {name: found[name].to(keep) for name in own}
+
+
+def _unfit(missing: list[str], wrong: list[str], found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
+    said = [f"{len(missing)} missing ({', '.join(missing[:3])})"] if missing else []
+    if wrong:
+        first = wrong[0]
+        shapes = f"{tuple(found[first].shape)} there, {tuple(own[first].shape)} by the config"
+        said.append(f"{len(wrong)} of another shape ({first}: {shapes})")
+    return said
 
 
 def notes_of(folder: Path, recipe: Recipe) -> list[str]:
@@ -131,7 +142,13 @@ def _tokenizer(folder: Path, recipe: Recipe, foreign: bool) -> Tokenizer | None:
 
 
 def write_run(
-    recipe: Recipe, state: dict[str, Tensor], target: Path, words: Tokenizer | None, dtype: str, origin: Path
+    recipe: Recipe,
+    state: dict[str, Tensor],
+    target: Path,
+    words: Tokenizer | None,
+    dtype: str,
+    origin: Path,
+    positions: int,
 ) -> Run:
     """The run folder with its one checkpoint, of step 0."""
     if words is not None:
@@ -148,9 +165,8 @@ def write_run(
         (target / "tokenizer").mkdir(exist_ok=True)
         write_tokenizer(words, target / "tokenizer", longest=recipe.data.seq_len)
     saver = Saver(run, SaveConfig(asynchronous=False))
-    outcome = saver.save(
-        STEP, {"model": state}, {"tokens": 0, "dtype": dtype, "imported_from": str(origin)}, block=True
-    )
+    extra = {"tokens": 0, "dtype": dtype, "imported_from": str(origin), "positions": positions}
+    outcome = saver.save(STEP, {"model": state}, extra, block=True)
     saver.close()
     if outcome is None or not outcome.ok:
         raise CheckpointError(

@@ -74,9 +74,11 @@ def evaluate(
     scorer = Scorer(opened, batch, total, tell, compiles)
     texts = [(name, store.tokens(name, split)[start:stop]) for name, spans in chosen for start, stop in spans]
     nats = scorer.nats([ids for _, ids in texts], store.eos)
+    # Without an end token nothing stands before the very first token, and it is not scored.
+    left_out = [int(store.eos is None and number == 0) for number in range(len(texts))]
     documents = [
-        Document(name, store.sources[name].language, len(ids), byte_count(ids, tokenizer, store.eos), cost)
-        for (name, ids), cost in zip(texts, nats, strict=True)
+        Document(name, store.sources[name].language, len(ids) - less, byte_count(ids, tokenizer, store.eos), cost)
+        for (name, ids), cost, less in zip(texts, nats, left_out, strict=True)
     ]
     return Evaluation(summarize(documents), documents, scorer.seconds, total)
 
@@ -226,7 +228,7 @@ def scores_of(group: str, documents: list[Document]) -> list[Score]:
     low, high = ratio_interval(nats, tokens)
     made = [
         Score(
-            task=TASK, group=group, metric="perplexity", value=_exp(nats.sum() / tokens.sum()), low=_exp(low), high=_exp(high),
+            task=TASK, group=group, metric="perplexity", value=_exp(nats.sum() / tokens.sum()) if tokens.sum() else None, low=_exp(low), high=_exp(high),
             count=len(documents), detail=detail,
         )
     ]  # fmt: skip

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from windlass.checkpoint.files import MANIFEST
+from windlass.checkpoint.load import safetensors_files
 from windlass.errors import CheckpointError
 
 
@@ -61,14 +62,8 @@ class Safetensors(Weights):
     def __init__(self, folder: Path) -> None:
         from safetensors import safe_open
 
-        parts = sorted(folder.glob("*.safetensors"))
-        if not parts:
-            raise CheckpointError(
-                f"{folder} has no *.safetensors files",
-                hint="convert older .bin weights with transformers' save_pretrained first",
-            )
         self.files = {}
-        for part in parts:
+        for part in safetensors_files(folder):
             try:
                 opened = safe_open(part, framework="pt")
             except Exception as error:

@@ -9,7 +9,7 @@ One object per line; the fields say the kind, `language` (or `group`) makes a ro
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,7 @@ def run_task(
     shots: int = 0,
     template: str = TEMPLATE,
     tokens: int = 64,
+    batch: int | None = None,
     tell: Tell = lambda done, total: None,
 ) -> list[Score]:
     """The task's scores, over all lines and by language or group. `shots` solved examples come before each question."""
@@ -114,7 +115,15 @@ def run_task(
         )
     if task.kind == "translation":
         return _translation(opened, words, task, shots, template, tokens, tell)
-    return (_choice if task.kind == "multiple choice" else _cloze)(opened, words, task, shots, tell)
+    return (_choice if task.kind == "multiple choice" else _cloze)(opened, words, task, shots, batch, tell)
+
+
+def solved_text(task: Task, item: Item) -> str:
+    """The words of an item as they would stand in a text that gives it away."""
+    if task.kind == "translation":
+        return str(item["source"]) + "\n" + str(item["reference"])
+    answer = item["choices"][item["answer"]] if task.kind == "multiple choice" else item["answer"]
+    return str(item["context"]) + str(answer)
 
 
 def examples(items: Sequence[Item], number: int, shots: int, show: Callable[[Item], str]) -> str:
@@ -122,13 +131,16 @@ def examples(items: Sequence[Item], number: int, shots: int, show: Callable[[Ite
     return "".join(show(items[(number + 1 + i) % len(items)]) + "\n\n" for i in range(shots))
 
 
-def _ask(opened: Opened, words: Tokenizer, asked: list[tuple[str, str]], tell: Tell) -> list[tuple[float, bool]]:
-    return likelihoods(
-        opened, [pair(words, context, following) for context, following in asked], first=words.eos, tell=tell
-    )
+def _ask(
+    opened: Opened, words: Tokenizer, asked: list[tuple[str, str]], batch: int | None, tell: Tell
+) -> tuple[list[tuple[float, bool]], int]:
+    """Answers, and how many of the questions were longer than the model's sequences."""
+    pairs = [pair(words, context, following) for context, following in asked]
+    cut = sum(len(context) + len(following) > opened.recipe.data.seq_len + 1 for context, following in pairs)
+    return likelihoods(opened, pairs, first=words.eos, batch=batch, tell=tell), cut
 
 
-def _choice(opened: Opened, words: Tokenizer, task: Task, shots: int, tell: Tell) -> list[Score]:
+def _choice(opened: Opened, words: Tokenizer, task: Task, shots: int, batch: int | None, tell: Tell) -> list[Score]:
     def solved(item: Item) -> str:
         return item["context"] + item["choices"][item["answer"]]
 
@@ -136,7 +148,7 @@ def _choice(opened: Opened, words: Tokenizer, task: Task, shots: int, tell: Tell
         (examples(task.items, number, shots, solved) + item["context"], choice)
         for number, item in enumerate(task.items) for choice in item["choices"]
     ]  # fmt: skip
-    found, place = _ask(opened, words, asked, tell), 0
+    (found, cut), place = _ask(opened, words, asked, batch, tell), 0
     plain, normed = [], []
     for item in task.items:
         nats = np.array([answer[0] for answer in found[place : place + len(item["choices"])]])
@@ -144,22 +156,23 @@ def _choice(opened: Opened, words: Tokenizer, task: Task, shots: int, tell: Tell
         plain.append(int(nats.argmax()) == item["answer"])
         normed.append(int((nats / sizes).argmax()) == item["answer"])
         place += len(item["choices"])
-    return _shares(task, {"accuracy": plain, "accuracy_per_byte": normed}, shots)
+    return _shares(task, {"accuracy": plain, "accuracy_per_byte": normed}, {"shots": shots, "cut": cut})
 
 
-def _cloze(opened: Opened, words: Tokenizer, task: Task, shots: int, tell: Tell) -> list[Score]:
+def _cloze(opened: Opened, words: Tokenizer, task: Task, shots: int, batch: int | None, tell: Tell) -> list[Score]:
     asked = [
         (examples(task.items, n, shots, lambda i: i["context"] + i["answer"]) + item["context"], item["answer"])
         for n, item in enumerate(task.items)
     ]
-    found = _ask(opened, words, asked, tell)
+    found, cut = _ask(opened, words, asked, batch, tell)
+    how = {"shots": shots, "cut": cut}
     bits = np.array([-nats / np.log(2) for nats, _ in found])
     size = np.array([len(item["answer"].encode()) for item in task.items], dtype=np.float64)
-    made = _shares(task, {"accuracy": [said for _, said in found]}, shots)
+    made = _shares(task, {"accuracy": [said for _, said in found]}, how)
     for group, inside in groups(task.items):
         low, high = ratio_interval(bits[inside], size[inside])
         value = float(bits[inside].sum() / size[inside].sum())
-        made.append(_score(task, group, "bits_per_byte", value, low, high, len(inside), shots))
+        made.append(_score(task, group, "bits_per_byte", value, low, high, len(inside), how))
     return made
 
 
@@ -174,7 +187,14 @@ def groups(items: Sequence[Item]) -> list[tuple[str, list[int]]]:
 
 
 def _score(
-    task: Task, group: str, metric: str, value: float, low: float | None, high: float | None, count: int, shots: int
+    task: Task,
+    group: str,
+    metric: str,
+    value: float,
+    low: float | None,
+    high: float | None,
+    count: int,
+    how: Mapping[str, int],
 ) -> Score:
     return Score(
         task=task.name,
@@ -184,19 +204,17 @@ def _score(
         low=low,
         high=high,
         count=count,
-        detail={"kind": task.kind, "shots": shots},
+        detail={"kind": task.kind, **how},
     )
 
 
-def _shares(task: Task, metrics: dict[str, list[bool]], shots: int) -> list[Score]:
+def _shares(task: Task, metrics: dict[str, list[bool]], how: Mapping[str, int]) -> list[Score]:
     made = []
     for group, inside in groups(task.items):
         for metric, right in metrics.items():
             count = sum(right[i] for i in inside)
             made.append(
-                _score(
-                    task, group, metric, count / len(inside), *wilson_interval(count, len(inside)), len(inside), shots
-                )
+                _score(task, group, metric, count / len(inside), *wilson_interval(count, len(inside)), len(inside), how)
             )
     return made
 
@@ -215,26 +233,32 @@ def _translation(
     def shown(item: Item) -> str:
         return template.replace("{source}", item["source"])
 
-    said = []
+    said, cut = [], 0
     for number, item in enumerate(task.items):
-        prompt = examples(task.items, number, shots, lambda i: shown(i) + i["reference"]) + shown(item)
+        prompt = words.encode(examples(task.items, number, shots, lambda i: shown(i) + i["reference"]) + shown(item))
         said.append(translate(opened, words, prompt, tokens))
+        cut += len(prompt) > prompt_room(opened, tokens)
         tell(number + 1, len(task.items))
-    return translation_scores(task, said, shots)
+    return translation_scores(task, said, {"shots": shots, "cut": cut})
 
 
-def translate(opened: Opened, words: Tokenizer, prompt: str, tokens: int) -> str:
+def prompt_room(opened: Opened, tokens: int) -> int:
+    """Tokens of a prompt that fit before an answer; at least half of the model's sequence, however long the answer may be."""
+    longest = opened.recipe.data.seq_len
+    return max(longest - tokens, longest // 2, 1)
+
+
+def translate(opened: Opened, words: Tokenizer, prompt: list[int], tokens: int) -> str:
     """The most probable continuation up to the end of the line."""
-    room = max(1, opened.recipe.data.seq_len - tokens)
     made = generate(
-        opened.model, words.encode(prompt)[-room:], Sampling(tokens=tokens, temperature=0), eos=words.eos,
+        opened.model, prompt[-prompt_room(opened, tokens) :], Sampling(tokens=tokens, temperature=0), eos=words.eos,
         stop=lambda ids: "\n" in words.decode(ids).lstrip(),
     )  # fmt: skip
     lines = words.decode(made.ids).lstrip().splitlines()
     return lines[0].strip() if lines else ""
 
 
-def translation_scores(task: Task, said: list[str], shots: int = 0) -> list[Score]:
+def translation_scores(task: Task, said: list[str], how: Mapping[str, int] | None = None) -> list[Score]:
     """BLEU and chrF of sacrebleu, with intervals over resampled sentences."""
     try:
         from sacrebleu.metrics import BLEU, CHRF
@@ -247,7 +271,7 @@ def translation_scores(task: Task, said: list[str], shots: int = 0) -> list[Scor
         for name, metric in (("bleu", BLEU(effective_order=False)), ("chrf", CHRF())):
             answers, right = [said[i] for i in inside], [task.items[i]["reference"] for i in inside]
             value = metric.corpus_score(answers, [right]).score
-            made.append(_score(task, group, name, value, *_resampled(metric, answers, right), len(inside), shots))
+            made.append(_score(task, group, name, value, *_resampled(metric, answers, right), len(inside), how or {}))
     return made
 
 

@@ -9,11 +9,17 @@ from typing import Any
 
 from windlass.data.tokenizer import JsonTokenizer, RanksTokenizer, Tokenizer, load_tokenizer
 from windlass.errors import DataError
-from windlass.runs.files import write_json, write_whole
+from windlass.runs.files import read_json, write_json, write_whole
+
+BESIDE = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+"""What else transformers keeps beside a tokenizer."""
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, longest: int) -> None:
-    """Write what `AutoTokenizer.from_pretrained(folder)` reads; the ids are the same as ours."""
+    """Write what `AutoTokenizer.from_pretrained(folder)` reads; the ids are the same as ours.
+
+    A tokenizer that came with transformers' settings keeps them (begin and end tokens, chat template).
+    """
     settings: dict[str, Any] = {
         "model_max_length": longest,
         "clean_up_tokenization_spaces": False,
@@ -26,13 +32,41 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, longest: int) -> None
         write_whole(folder / "tokenizer.json", json_of_ranks(tokenizer))
     else:
         shutil.copyfile(tokenizer.path, folder / "tokenizer.model")
-        write_json(folder / "tokenizer_config.json", {**settings, "tokenizer_class": "LlamaTokenizer", "legacy": False})
+        settings |= {"tokenizer_class": "LlamaTokenizer", "legacy": False}
+        write_json(folder / "tokenizer_config.json", settings_beside(tokenizer) or settings)
         return
     refuse_other_ids(tokenizer, folder / "tokenizer.json")
     end = end_token(tokenizer)
     ends = {} if end is None else {"eos_token": end, "bos_token": end, "pad_token": end}
-    write_json(folder / "tokenizer_config.json", {**settings, "tokenizer_class": "PreTrainedTokenizerFast", **ends})
-    write_json(folder / "special_tokens_map.json", ends)
+    theirs = settings_beside(tokenizer)
+    if theirs is None:
+        write_json(folder / "tokenizer_config.json", {**settings, "tokenizer_class": "PreTrainedTokenizerFast", **ends})
+        write_json(folder / "special_tokens_map.json", ends)
+        return
+    write_json(folder / "tokenizer_config.json", theirs | ({} if _end_of(theirs) == end else {"eos_token": end}))
+    for name in BESIDE:
+        if (tokenizer.path.parent / name).is_file():
+            shutil.copyfile(tokenizer.path.parent / name, folder / name)
+
+
+def settings_beside(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """tokenizer_config.json that stands beside the tokenizer's file; None when there is none."""
+    return read_json(tokenizer.path.with_name("tokenizer_config.json"))
+
+
+def _end_of(settings: dict[str, Any], which: str = "eos_token") -> str | None:
+    """A special token's text; it stands there plainly or as an object."""
+    value = settings.get(which)
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def end_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Ids for config.json: the end of a document also begins one, unless the tokenizer has a token of its own for that."""
+    if tokenizer.eos is None:
+        return {}
+    name = _end_of(settings_beside(tokenizer) or {}, "bos_token")
+    found = tokenizer.encode(name, specials=True) if name else []
+    return {"eos_token_id": tokenizer.eos, "bos_token_id": found[0] if len(found) == 1 else tokenizer.eos}
 
 
 def refuse_other_ids(tokenizer: Tokenizer, written: Path) -> None:
