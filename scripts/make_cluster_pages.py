@@ -20,6 +20,8 @@ from windlass.launch.job import train_job
 from windlass.launch.script import render
 from windlass.units import print_seconds
 
+WIDE = "---\nhide: [toc]\n---\n"
+"""Front matter: the tables get the width of the list of headings."""
 FOLDER = Path(__file__).parents[1] / "docs" / "clusters"
 CONTAINERS = {
     "singularity": "The Singularity command line was rendered and compared with a golden file; SingularityCE was never executed by our tests.",
@@ -33,7 +35,8 @@ def page(cluster: Cluster) -> str:
     sure, unsure = [], []
     given = set(written(cluster.name))
     for fact in facts(cluster):
-        row = f"| `{fact.key}` | {_cell(fact.shown)} | {fact.status} | {fact.on} | {_cell(fact.source)} |"
+        read = f" ({fact.on})" if fact.on else ""
+        row = f"| `{fact.key}` | {_cell(_toml_words(fact.shown))} | {fact.status} | {_cell(fact.source)}{read} |"
         if (
             fact.key not in given
             or fact.key.startswith(("env.", "container.env.", "notes", "name", "title", "site"))
@@ -41,9 +44,9 @@ def page(cluster: Cluster) -> str:
         ):
             continue
         (unsure if fact.status in ("unverified", "assumed", "derived") else sure).append(row)
-    head = "| key | value | status | read | source |\n|---|---|---|---|---|\n"
+    head = "| key | value | status | source (read) |\n|---|---|---|---|\n"
     parts = [
-        f"# {cluster.title}",
+        WIDE + f"# {cluster.title}",
         f"{cluster.site}. Made from `src/windlass/clusters/data/{cluster.name}.toml` by `scripts/make_cluster_pages.py`; edit the file, not this page.",
         _verified(cluster),
         "## Queues\n\n" + _queues(cluster)
@@ -98,6 +101,10 @@ def _environment(cluster: Cluster) -> str:
             *(f"| `{k}` | `{_cell(v.value)}` | {_cell(v.why)} | {_cell(v.source)} |" for k, v in cluster.env.items()),
         ]
     )
+
+
+def _toml_words(shown: str) -> str:
+    return {"True": "true", "False": "false"}.get(shown, shown)
 
 
 def _cell(text: str) -> str:

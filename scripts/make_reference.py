@@ -152,7 +152,31 @@ def cli_page() -> str:
     ]
     for name, command in sorted(root.commands.items()):
         lines += _command(f"windlass {name}", command)
+    lines += ["## Exit codes", "", "| code | meaning |", "|---:|---|", *exit_codes(), ""]
     return "\n".join(lines)
+
+
+def exit_codes() -> list[str]:
+    """What a script can rely on: each class of error has its own code, and so has each way in which training ends."""
+    from windlass import errors
+
+    kinds = {
+        0: "done",
+        1: "any other error: the system refused, a package is missing",
+        70: "a fault in windlass: please report it",
+        130: "Ctrl-C",
+    }
+    for value in vars(errors).values():
+        if isinstance(value, type) and issubclass(value, errors.WindlassError) and value is not errors.WindlassError:
+            kinds[value.exit_code] = str(value.__doc__)
+    kinds[2] = "The command line, a recipe, a sweep or a cluster file says something that cannot be"
+    kinds |= {
+        errors.EXIT_OUT_OF_MEMORY: "training: a device ran out of memory; the same layout would again",
+        errors.EXIT_HANG: "training: a rank made no progress; the error record names it",
+        errors.EXIT_DIVERGED: "training: too many non-finite or spiking steps in a row",
+        errors.EXIT_RESUMABLE: "training: stopped early after a good save; the same command goes on",
+    }
+    return [f"| {code} | {' '.join(kinds[code].split()).rstrip('.')} |" for code in sorted(kinds)]
 
 
 def _command(path: str, command: Any) -> list[str]:

@@ -25,8 +25,17 @@ NOT_YET = "*Not measured yet.*"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(str(c) for c in row) + " |" for row in rows)])
+    texts = [[str(c) for c in row] for row in rows]
+    lines = ["| " + " | ".join(head) + " |", rule([[row[i] for row in texts] for i in range(len(head))])]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in texts)])
+
+
+FIGURE = re.compile(r"[+-]?[\d,]+(?:\.\d+)?(?: ?[%x])?|")
+
+
+def rule(columns: Sequence[Sequence[str]]) -> str:
+    """The line below the head: columns of figures stand to the right."""
+    return "|" + "".join("---:|" if any(c) and all(map(FIGURE.fullmatch, c)) else "---|" for c in columns)
 
 
 def number(value: float | None, digits: int = 0, unit: str = "") -> str:
@@ -140,9 +149,11 @@ CARBON = [
 def lumi_carbon() -> str:
     rows = [[name, device, f"{mwh:,}", pue, f"{kg:.3f}", tonnes, f"{mwh * pue * kg:,.0f}"] for name, device, mwh, pue, kg, tonnes in CARBON]  # fmt: skip
     own = best("olmo_7b_lumi")
-    words = ["**OLMo-7B by `windlass plan`**", "MI250X", f"{own['mwh_at_nodes']:.0f} (nodes)"]
-    factor = own["tco2e"] / own["mwh"]
-    rows.append([*words, number(own["mwh"] / own["mwh_at_nodes"], 2), f"{factor:.3f} (grid), 0 (contract)", "", f"{own['tco2e']:.0f} (grid), {own['tco2e_market']:.0f} (contract)"])  # fmt: skip
+    energy = ["MI250X", f"{own['mwh_at_nodes']:.0f}", number(own["mwh"] / own["mwh_at_nodes"], 2)]
+    for kind, tonnes in (("grid", own["tco2e"]), ("contract", own["tco2e_market"])):
+        rows.append(
+            [f"**OLMo-7B by `windlass plan`**, {kind}", *energy, f"{tonnes / own['mwh']:.3f}", "", f"{tonnes:.0f}"]
+        )
     return table(["model", "device", "MWh", "PUE", "kg CO2e/kWh", "t published", "t = MWh x PUE x kg/kWh"], rows)
 
 
@@ -267,8 +278,9 @@ def techniques_cpu() -> str:
     found = results("techniques")
     if not found:
         return NOT_YET
+    named: list[str] = []
     rows = [
-        [r["technique"] + ("" if not r.get("link") else f", link of {r['link'] / 1e9:g} Gb/s"), r["variant"], number(r["step_ms"]), r.get("reductions") or "",
+        [_once(named, r["technique"] + ("" if not r.get("link") else f", link of {r['link'] / 1e9:g} Gb/s")), r["variant"], number(r["step_ms"]), r.get("reductions") or "",
          number(r.get("sent_mib"), 1), number(r.get("peak_mib")), number(r.get("states_mib"), 1)]
         for r in found["rows"]
     ]  # fmt: skip
@@ -286,6 +298,12 @@ def techniques_cpu() -> str:
         table(["technique", "variant", "step, ms", "reductions", "MiB reduced", "peak MiB", "states MiB"], rows)
         + f"\n\n{words}{busy}"
     )
+
+
+def _once(named: list[str], name: str) -> str:
+    """A name stands in the first of its rows only."""
+    named.append(name)
+    return "" if named[-2:-1] == [name] else name
 
 
 CHANGES = {

@@ -33,7 +33,12 @@ FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```", re.M | re.S)
 def commands(page: Path) -> list[str]:
     """The lines of a page that run on the reader's own machine, in order."""
     blocks = [body for kind, info, body in FENCE.findall(page.read_text()) if kind == "console" and HERE in info]
-    return [line[2:] for body in blocks for line in body.splitlines() if line.startswith("$ ")]
+    return [line[2:] for body in blocks for line in joined(body).splitlines() if line.startswith("$ ")]
+
+
+def joined(body: str) -> str:
+    """A block in which a command that goes on after a backslash is one line."""
+    return re.sub(r" *\\\n *", " ", body)
 
 
 def page_of(story: str) -> Path:

@@ -32,13 +32,16 @@ def script(name):
     return module
 
 
+joined = script("stories").joined
+
+
 def page_id(path):
     return path.relative_to(TOP).as_posix()
 
 
 def shown(text):
     """The command lines of a page: indented or fenced, without their comments."""
-    code = [body for _, body in FENCE.findall(text)]
+    code = [joined(body) for _, body in FENCE.findall(text)]
     code += re.findall(r"^    (windlass .*)$", text, re.M)
     for line in "\n".join(code).splitlines():
         line = re.sub(r"\s+#.*$", "", line.strip().removeprefix("$ "))
@@ -96,6 +99,17 @@ def test_pictures_that_pages_show_exist_and_are_shown():
     assert drawn <= {Path(t).name for t in shown}, "a picture that no page shows"
 
 
+WIDE = 95
+"""Characters of a code block that a page of the site shows without folding."""
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name not in ("clusters", "reference")], ids=page_id)
+def test_code_fits_the_page(page):
+    """A folded command is hard to read and a cut comment is lost; a command goes on after a backslash instead."""
+    lines = [line for _, body in FENCE.findall(page.read_text()) for line in body.splitlines()]
+    assert not [line for line in lines if len(line) > WIDE]
+
+
 # -- links and names ---------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +164,7 @@ def test_pages_that_the_program_names_exist():
 def console_lines(page):
     found = FENCE.finditer(page.read_text())
     blocks = [m[2] for m in found if m[1] == "console" and ELSEWHERE not in m[0].splitlines()[0]]
-    return [line[2:] for body in blocks for line in body.splitlines() if line.startswith("$ windlass ")]
+    return [line[2:] for body in map(joined, blocks) for line in body.splitlines() if line.startswith("$ windlass ")]
 
 
 @pytest.mark.parametrize("page", [p for p in ALL if console_lines(p)], ids=page_id)

@@ -113,15 +113,16 @@ def _kind(path: Path) -> str | None:
     """By the tables a file has; what cannot be read is none of ours."""
     import tomllib
 
+    from windlass.config.files import kind_of
+
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if "model" in raw and "name" in raw:
-        return "recipe"
-    if "sources" in raw and "output" in raw:
-        return "data"
-    return "sweep" if {"matrix", "zip", "include"} & raw.keys() else None
+    # A recipe or a data file of another project should not be offered as ours.
+    needed = {"recipe": "name", "data": "output"}
+    kind = kind_of(raw)
+    return kind if kind is None or needed.get(kind, "name") in raw else None
 
 
 def _stores(folder: Path) -> dict[str, int]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from windlass.config.base import Table
+from windlass.config.files import CALLED, TAKEN_BY, kind_of, missing_hint
 from windlass.config.model import ModelConfig
 from windlass.errors import ConfigError
 
@@ -39,13 +40,7 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = get_close_matches(path.name, [p.name for p in _siblings(path)], n=3, cutoff=0.4)
-        hint = (
-            f"did you mean {', '.join(str(path.parent / n) for n in near)}?"
-            if near
-            else "check the path; recipes live in recipes/"
-        )
-        raise ConfigError(f"there is no file {path}", hint=hint) from None
+        raise ConfigError(f"there is no file {path}", hint=missing_hint(path)) from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder, not a TOML file", hint="name the file itself") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -56,10 +51,6 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
         return tomllib.loads(text), text
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}", hint=_syntax_hint(text, str(error))) from None
-
-
-def _siblings(path: Path) -> Iterator[Path]:
-    return path.parent.glob("*.toml") if path.parent.is_dir() else iter(())
 
 
 def _syntax_hint(text: str, message: str) -> str:
@@ -126,11 +117,20 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Loaded:
     return Loaded(recipe, text, path, origins)
 
 
+KINDS = {"Recipe": "recipe", "DataFile": "data", "SweepConfig": "sweep"}
+"""The model of a file -> its kind."""
+
+
 def validate(model: type[T], raw: Mapping[str, Any], where: str) -> T:
     """A checked table, or one ConfigError naming every problem."""
     try:
         return model.model_validate(raw)
     except ValidationError as error:
+        wanted, kind = KINDS.get(model.__name__), kind_of(raw)
+        if wanted and kind and kind != wanted:  # a list of every key that is wrong would hide the one mistake
+            raise ConfigError(
+                f"{where} is {CALLED[kind]}, not {CALLED[wanted]}", hint=f"{TAKEN_BY[kind]}; {TAKEN_BY[wanted]}"
+            ) from None
         problems = [_problem(model, item) for item in error.errors()]
         raise ConfigError(_listing(where, problems), hint=_every_key(model)) from None
 
