@@ -17,7 +17,13 @@ from windlass.train.signals import Agreed, StopFlag, lead_seconds, listening
 
 
 @pytest.mark.parametrize(
-    ("number", "reason"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGUSR1, "SIGUSR1"), (signal.SIGINT, "Ctrl-C")]
+    ("number", "reason"),
+    [
+        (signal.SIGTERM, "SIGTERM"),
+        (signal.SIGUSR1, "SIGUSR1"),
+        (signal.SIGINT, "Ctrl-C"),
+        (signal.SIGHUP, "SIGHUP (the terminal was closed)"),
+    ],
 )
 def test_each_signal_is_a_reason_and_the_handlers_come_back(run, number, reason) -> None:
     before = signal.getsignal(number)
@@ -33,6 +39,17 @@ def test_a_signal_before_the_flag_exists_is_not_lost(run) -> None:
         os.kill(os.getpid(), signal.SIGTERM)  # while the model is still being built
         assert StopFlag(run, end_time=lambda: None).agree().stop == "SIGTERM"
     assert StopFlag(run, end_time=lambda: None).agree().stop is None
+
+
+def test_under_nohup_a_closed_terminal_is_not_heard(run) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopFlag(run, end_time=lambda: None).installed() as flag:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert flag.agree().stop is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_save_agreed_on_during_validation_is_done_after_it(run, monkeypatch) -> None:

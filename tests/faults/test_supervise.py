@@ -14,6 +14,7 @@ import pytest
 from windlass import errors
 from windlass.checkpoint import files
 from windlass.runs.files import write_json
+from windlass.train import supervise
 from windlass.train.supervise import exit_code_of, kind_of, record_error, run_workers
 
 HEAD = """
@@ -218,3 +219,55 @@ def test_kinds_of_errors(run) -> None:
     assert [(kind_of(e), exit_code_of(e)) for e, _, _ in cases] == [(k, c) for _, k, c in cases]
     record = record_error(run, 3, errors.ConfigError("first line\nsecond", hint="do this"))
     assert (record["error"], record["hint"], run.errors()[0]["rank"]) == ("first line", "do this", 3)
+
+
+def test_the_pause_grows_only_while_nothing_new_is_saved_and_never_beyond_a_minute() -> None:
+    assert supervise._in_a_row([("a", None)]) == 0
+    assert supervise._in_a_row([("a", 10), ("b", 10), ("c", 10)]) == 2
+    assert supervise._in_a_row([("a", 10), ("b", 10), ("c", 20)]) == 0  # it gets on: no longer wait than the first time
+    assert supervise.LONGEST_PAUSE_SECONDS == 60
+
+
+def test_many_restarts_of_a_run_that_gets_on_do_not_wait_ever_longer(run, monkeypatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(supervise, "_pause", lambda seconds, heard: pauses.append(seconds) or True)
+    body = """
+from windlass.runs.files import write_json
+folder = run.checkpoint(attempt // 2); folder.mkdir(parents=True, exist_ok=True)
+write_json(folder / "manifest.json", {"format": 1, "step": attempt // 2, "files": {}})
+if attempt < 4: record_error(run, rank, ValueError(f"bad thing {'ab'[attempt % 2]}")); sys.exit(1)
+"""
+    assert go(run, body, devices=1, max_restarts=20, pause_seconds=1.0) == 0
+    assert pauses == [1.0, 2.0, 1.0, 2.0]  # at steps 0, 0, 1, 1
+
+
+def test_a_signal_in_the_pause_ends_it_without_another_start(run) -> None:
+    body = """
+Path(sys.argv[1], f"start-{attempt}").touch()
+record_error(run, rank, ValueError("bad thing")); sys.exit(1)
+"""
+
+    def send() -> None:
+        while not events(run, "fault"):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send).start()
+    assert go(run, body, devices=1, pause_seconds=30) == errors.EXIT_RESUMABLE
+    assert [p.name for p in run.path.glob("start-*")] == ["start-0"]
+
+
+def test_under_nohup_a_closed_terminal_does_not_stop_it(run) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        body = "Path(sys.argv[1], 'ready').touch(); time.sleep(0.5)"
+
+        def send() -> None:
+            while not (run.path / "ready").exists():
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGHUP)
+
+        threading.Thread(target=send).start()
+        assert go(run, body, devices=1) == errors.EXIT_DONE
+    finally:
+        signal.signal(signal.SIGHUP, before)

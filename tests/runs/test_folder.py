@@ -109,3 +109,18 @@ def test_a_manifest_keeps_earlier_starts(tmp_path, loaded):
     assert [m["world_size"] for m in manifest["earlier"]] == [2]
     assert manifest["packages"]["pydantic"]
     assert manifest["recipe_hash"]
+
+
+def test_a_second_start_is_refused_before_it_changes_anything(tmp_path, loaded):
+    """`windlass train` and `windlass resume` with other values, into the folder of a run that is being written."""
+    from windlass.cli.resume import resume
+    from windlass.cli.train import train
+
+    run = create_run(tmp_path / "run", loaded("layout.shard=none"))
+    before = {path: path.read_bytes() for path in (run.config_file, run.recipe_file)}
+    with locked(run.lock_file):
+        with pytest.raises(RunError, match="is being written by another process"):
+            train(tmp_path / "tiny.toml", ["layout.shard=none", "optim.lr=0.5"], run.path)
+        with pytest.raises(RunError, match="is being written by another process"):
+            resume(run.path, ["optim.lr=0.5"])
+    assert {path: path.read_bytes() for path in before} == before and not run.plan_file.exists()
