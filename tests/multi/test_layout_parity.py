@@ -33,6 +33,8 @@ def make_recipe(
         shape |= {"value_width": 96, "chunk": 8}
     if layout.pop("tied", False):
         shape["tied"] = True
+    shape |= layout.pop("model", {})
+    seq_len, sequences = layout.pop("seq_len", 32), layout.pop("sequences", 16)
     data = {"mask_documents": True} if layout.pop("documents", False) else {}
     optim = {"adamw": {"lr": 1e-2}, "sgd": {"lr": 0.3}}[optimizer]
     if optimizer == "adamw" and (family == "retnet" or "tied" in shape):
@@ -40,7 +42,7 @@ def make_recipe(
         optim = {"lr": 1e-3, "eps": 1e-2}
     return Recipe.model_validate({
         "name": "parity", "model": {"family": family, **shape},
-        "data": {"seq_len": 32, "batch_tokens": 16 * 32, **data},
+        "data": {"seq_len": seq_len, "batch_tokens": sequences * seq_len, **data},
         "optim": {"name": optimizer, **optim, "warmup": 512, "clip": 1.0},
         "train": {"steps": STEPS, "precision": "fp32", "loss_chunk": 48, **layout.pop("train", {})},
         "layout": {"micro_batch": micro_batch, **layout}, "energy": {"enabled": False}, "save": {"at_end": False, "every": 10**6},
@@ -182,6 +184,8 @@ MORE = [
     ("retnet", 2, 4, {"shard": "full"}),
     ("retnet", 2, 4, {"shard": "none", "tensor": 2}),
     ("retnet", 4, 2, {"shard": "zero1", "pipeline": 2}),
+    ("retnet", 2, 8, {"shard": "full", "context": 2}),
+    ("retnet", 8, 4, {"shard": "none", "context": 2, "pipeline": 2, "tensor": 2}),
 ]
 
 
@@ -208,6 +212,28 @@ def test_a_model_of_transformers_matches_one_process(spawn: Any, tmp_path: Path,
         for m, s in ((16, "none"), (4, "full"))
     )
     compare(spawn(train_here, 2, two), train_here(one))
+
+
+ODD: dict[str, Any] = {
+    "model": {"layers": 5, "width": 48, "heads": 3, "kv_heads": 3, "ffn": 99, "vocab": 131}, "seq_len": 27, "sequences": 12,
+}  # fmt: skip
+THREE = [
+    (4, {"shard": "hybrid", "sync": "last"}),
+    (2, {"shard": "zero2"}),
+    (6, {"shard": "none", "tensor": 3}),
+    (4, {"shard": "none", "pipeline": 3}),
+    (6, {"shard": "full", "context": 3}),
+]
+
+
+@pytest.mark.multi
+def test_odd_shapes_on_three_processes_match_one(spawn: Any) -> None:
+    """Nothing here is a power of two, and neither rows, layers nor parameters divide evenly."""
+    recipes = [make_recipe("sgd", micro_batch=micro, **ODD, **layout) for micro, layout in THREE]
+    one = train_here(make_recipe("sgd", micro_batch=12, **ODD))
+    seen = spawn(train_all, 3, recipes)
+    for number, case in enumerate(THREE):
+        compare([values[number] for values in seen], one, str(case))
 
 
 def masked() -> dict[str, Any]:

@@ -77,11 +77,23 @@ def retain_chunkwise(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, chunk: int)
         return retain_chunkwise(F.pad(q, pad), F.pad(k, pad), F.pad(v, pad), gamma, chunk)[..., :time, :]
     q, k, v = (part.unflatten(-2, (-1, chunk)) for part in (q, k, v))
     inner = ((q @ k.transpose(-1, -2)) * decay_matrix(chunk, gamma, q.dtype)[:, None]) @ v
-    place = torch.arange(chunk, device=q.device)
-    to_end = (gamma[:, None] ** (chunk - 1 - place)).to(q.dtype)[:, None, :, None]
-    from_begin = (gamma[:, None] ** (place + 1)).to(q.dtype)[:, None, :, None]
-    left = (k * to_end).transpose(-1, -2) @ v
-    return (inner + (q * from_begin) @ _before(left, gamma**chunk)).flatten(-3, -2)
+    return (inner + retain_state(q, _before(state_left(k, v, gamma), gamma**chunk), gamma)).flatten(-3, -2)
+
+
+def state_left(k: Tensor, v: Tensor, gamma: Tensor) -> Tensor:
+    """What a stretch of positions leaves to those after it: (..., dim, value_dim), decayed to the stretch's end."""
+    time = k.shape[-2]
+    return (k * _decayed(gamma, time - 1 - torch.arange(time, device=k.device), k)).transpose(-1, -2) @ v
+
+
+def retain_state(q: Tensor, state: Tensor, gamma: Tensor) -> Tensor:
+    """What a stretch's queries find in the state that was there before its first position."""
+    return (q * _decayed(gamma, 1 + torch.arange(q.shape[-2], device=q.device), q)) @ state
+
+
+def _decayed(gamma: Tensor, power: Tensor, like: Tensor) -> Tensor:
+    """gamma^power for each head and position, to be multiplied with `like` (batch, heads, chunks if any, time, dim)."""
+    return (gamma[:, None] ** power).to(like.dtype).view(len(gamma), *(1,) * (like.ndim - 4), -1, 1)
 
 
 def _before(left: Tensor, gamma: Tensor) -> Tensor:
@@ -104,6 +116,8 @@ class Retention(nn.Module):
         self.wv, self.wg = Linear(width, value_width), Linear(width, value_width)
         self.wo = Linear(value_width, width)
         self.fused = False
+        self.carried: Callable[..., Tensor] | None = None
+        """What earlier positions on other ranks add; set by `train.parallelize` under context parallelism."""
 
     def forward(self, x: Tensor, table: Table, documents: Tensor | None = None) -> Tensor:
         batch, time = x.shape[:2]
@@ -117,6 +131,8 @@ class Retention(nn.Module):
         out = (
             retain_parallel(q, k, v, gamma) if self.form == "parallel" else retain_chunkwise(q, k, v, gamma, self.chunk)
         )
+        if self.carried is not None:
+            out = out + self.carried(q, k, v, gamma)
         out = self._norm(out).transpose(1, 2).reshape(batch, time, -1)
         return self.wo(F.silu(gate) * out)
 
@@ -151,7 +167,8 @@ class RetNet(Model):
         self.heads, self.key_dim = heads, key_dim
 
     def make_table(self, device: torch.device) -> Table:
-        return *angle_table(self.seq_len, self.key_dim, device), decays(self.heads, device)
+        cos, sin = angle_table(self.position_start + self.seq_len, self.key_dim, device)
+        return cos[self.position_start :], sin[self.position_start :], decays(self.heads, device)
 
     def divide_heads(self, rank: int, size: int) -> None:
         """Tensor parallelism gave this rank the heads from rank x heads / size on."""
