@@ -59,7 +59,7 @@ def sweep(
 
         check_pick(work, pick)
     if slurm:
-        _submit(work, cluster, only, point, everything, as_json)
+        _submit(work, cluster, stage, only, point, everything, as_json)
         return
     if report:
         _settle(work)
@@ -182,11 +182,12 @@ def _run(
 
     step: tuple[str, ...] = ()
     if inside is not None:
-        from windlass.launch.sweep.pack import pack_here, step_words
+        from windlass.launch.sweep.pack import pack_here
 
-        pack = pack_here(inside)
-        names, step = list(pack.points), step_words(pack)
-    chosen = choose(work, read_only(only) if only else None, names, everything=everything)
+        here = pack_here(work, inside)
+        chosen, step = here.points, here.step
+    else:
+        chosen = choose(work, read_only(only) if only else None, names, everything=everything)
     done = len(work.folder.outcomes())
     if not chosen:
         if not quiet:
@@ -235,15 +236,15 @@ def _settle(work: Work) -> None:
 
 
 def _submit(
-    work: Work, cluster: str | None, only: str | None, names: list[str] | None, everything: bool, as_json: bool
-) -> None:
+    work: Work, cluster: str | None, stage: str | None, only: str | None, names: list[str] | None, everything: bool, as_json: bool
+) -> None:  # fmt: skip
     from windlass.cli.output import console, print_json
     from windlass.launch.sweep.local import choose
     from windlass.launch.sweep.outcome import read_only
     from windlass.launch.sweep.pack import submit_packs
 
     chosen = choose(work, read_only(only) if only else None, names, everything=everything)
-    found = submit_packs(work, chosen, cluster=cluster, everything=everything)
+    found = submit_packs(work, chosen, cluster=cluster, everything=everything, stage=stage)
     if as_json:
         print_json(found)
         return

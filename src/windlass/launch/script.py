@@ -135,13 +135,13 @@ def _variables(job: Job, cluster: Cluster) -> Iterator[str]:
     if job.cpus_per_task and "OMP_NUM_THREADS" not in overridden:
         threads = 1 if job.torchrun else job.cpus_per_task
         yield _export("OMP_NUM_THREADS", str(threads), "ranks of a node must not fight for cores")
-    if job.kind in ("train", "doctor"):
+    if job.kind in ("train", "doctor", "sweep"):
         for name, var in cluster.env.items():
             if name not in overridden:
                 yield _export(name, var.value, var.why)
     if job.environment.kind == "container":
         yield from _container_variables(job.environment, cluster)
-    if job.kind == "train":
+    if job.kind in ("train", "sweep"):
         cache = "/tmp/${USER:-windlass}-windlass-$SLURM_JOB_ID"
         for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
             if name not in overridden:
@@ -230,6 +230,10 @@ def _body(job: Job, cluster: Cluster) -> Iterator[str]:
         yield from _start(job, cluster)
         yield "exit $code"
     else:
+        if job.kind == "sweep":
+            yield from _node_folders(job, cluster)
+        if job.kind == "sweep" and job.nodes > 1:
+            yield from _rendezvous(job, cluster)
         yield f"exec {inside(job, cluster, job.command)}"
 
 
@@ -263,7 +267,7 @@ def _start(job: Job, cluster: Cluster) -> Iterator[str]:
     command = job.command
     if job.torchrun:
         command = _torchrun(job)
-    yield " \\\n    ".join([*_srun(job, cluster), inside(job, cluster, command)])
+    yield " \\\n    ".join([*srun_words(job, cluster), inside(job, cluster, command)])
     yield "code=$?"
 
 
@@ -277,7 +281,8 @@ def _torchrun(job: Job) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _srun(job: Job, cluster: Cluster) -> list[str]:
+def srun_words(job: Job, cluster: Cluster) -> list[str]:
+    """How this machine's ranks are started: binding, and the site's own options."""
     words = ["srun", f"--wait={RANK_GRACE_SECONDS}"]
     extra = list(cluster.slurm.srun_extra) if cluster.slurm else []
     if job.torchrun:

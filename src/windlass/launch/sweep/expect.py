@@ -99,15 +99,13 @@ def expect(sweep: SweepConfig, point: Point, machine: Any) -> Expectation:
         return Expectation(verdict="unknown", reason="any command: the planner knows recipes only")
     if point.problem:
         return Expectation(verdict="illegal", reason=point.problem)
+    cluster = machine(recipe)  # an unknown machine is the whole sweep's mistake
     try:
-        cluster = machine(recipe)
         here = (
             on_devices(cluster, point.devices) if point.devices and point.devices != cluster.node.devices else cluster
         )
         return _judge(sweep, recipe, here)
-    except ConfigError:
-        raise
-    except PlanError as error:
+    except (ConfigError, PlanError) as error:
         return Expectation(verdict="illegal", reason=error.message)
     except WindlassError as error:
         return Expectation(verdict="unknown", reason=error.message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,17 @@ class SweepFolder:
             if isinstance(line.get("point"), str) and isinstance(line.get("outcome"), str):
                 found[line["point"]] = line
         return found
+
+    def tries(self) -> Counter[str]:
+        """Point -> how often it has got an outcome."""
+        return Counter(str(line.get("point")) for line in read_lines(self.outcomes_file))
+
+    def begin(self, name: str, job: str | None) -> None:
+        """Who runs the point: if its allocation dies, that is all there is to know it by."""
+        write_json(self.point(name).logs / "begun.json", {"job": job, "time": time.time()}, sync=False)
+
+    def begun(self, name: str) -> dict[str, Any]:
+        return read_json(self.point(name).logs / "begun.json") or {}
 
     def set_aside(self, name: str) -> Path | None:
         """An earlier try of a point makes room and is kept: results never overwrite each other."""

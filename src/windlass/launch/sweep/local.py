@@ -22,7 +22,7 @@ from windlass.errors import ConfigError
 from windlass.launch.sweep.expect import Expectation
 from windlass.launch.sweep.folder import SweepFolder
 from windlass.launch.sweep.kernel import oom_kills
-from windlass.launch.sweep.outcome import Outcome, classify
+from windlass.launch.sweep.outcome import COMMAND_MARK, Outcome, classify
 from windlass.launch.sweep.points import Point
 from windlass.launch.sweep.results import collect_rows, read_results, write_tables
 from windlass.runs.lock import locked
@@ -65,8 +65,7 @@ def choose(work: Work, only: set[str] | None, names: Sequence[str] | None = None
     for point in work.points:
         last = done.get(point.name, {}).get("outcome")
         wanted = last is None if only is None else last in only
-        # A point that was only skipped is run when somebody asks for it by name or for all.
-        wanted = wanted or (last == "skipped" and (everything or bool(names)))
+        wanted = wanted or (last == "skipped" and everything)
         if wanted and (not names or point.name in names):
             chosen.append(point)
     return chosen
@@ -133,6 +132,7 @@ def run_point(work: Work, point: Point, *, everything: bool = False, step: Seque
     run = work.folder.point(point.name)
     log = work.folder.log(point.name)
     log.parent.mkdir(parents=True, exist_ok=True)
+    work.folder.begin(point.name, job_id())
     began, killed, results = time.time(), oom_kills() or 0, Results.of(work, point)
     code, timed_out = _execute(command_of(work, point, step), log, point)
     killed = (oom_kills() or 0) - killed
@@ -188,7 +188,9 @@ def command_of(work: Work, point: Point, step: Sequence[str] = ()) -> list[str]:
     run = work.folder.point(point.name).path
     if point.recipe is None:
         return [*step, *point.command(run)]
-    words = [sys.executable, "-m", "windlass", "train", str(work.folder.recipe(point.name)), "--run", str(run)]
+    # A point is not resumed: it uses its allocation to the end. The lead for a last save (five minutes) would stop the last points of every pack.
+    lead = ["save.lead=0"] if job_id() is not None and point.recipe.save.lead == "auto" else []
+    words = [sys.executable, "-m", "windlass", "train", str(work.folder.recipe(point.name)), *lead, "--run", str(run)]
     if step:  # the scheduler starts one task per device
         return [*step, *words]
     return [*words, "--devices", str(point.devices or 1), "--restarts", str(work.sweep.restarts)]
@@ -198,7 +200,7 @@ def _execute(command: Sequence[str], log: Path, point: Point) -> tuple[int, floa
     """Exit code, and the limit where that ended it."""
     env = {**os.environ, "PYTHONUNBUFFERED": "1", MARK: str(log.parents[1].absolute())}
     with log.open("ab") as output:
-        output.write(f"$ {shlex.join(command)}\n".encode())
+        output.write(f"{COMMAND_MARK}{' '.join(shlex.join(command).splitlines())}\n".encode())
         output.flush()
         try:
             process = subprocess.Popen(

@@ -27,6 +27,8 @@ _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("pre-empted", re.compile(r"DUE TO PREEMPTION|preempted", re.I)),
 )  # fmt: skip
 _ERROR_LINE = re.compile(r"(?:^|\s)(?:[A-Za-z_.]*(?:Error|Exception)\b.*|error: .*|fatal: .*|gave up: .*)", re.I)
+COMMAND_MARK = "$ "
+"""Begins the line of a point's log that shows its command."""
 _LOST = ("lost",)
 """Kinds of error records that only say that another rank went away."""
 
@@ -135,7 +137,7 @@ def _fault(run: Run, code: int | None, since: float) -> Iterator[Outcome]:
 
 
 def _log(log: Path | None, code: int | None) -> Iterator[Outcome]:
-    lines = tail(log) if log is not None else []
+    lines = _said(log)
     for outcome, pattern in _PATTERNS:
         hit = next((line for line in lines if pattern.search(line)), None)
         if hit is not None:
@@ -143,10 +145,15 @@ def _log(log: Path | None, code: int | None) -> Iterator[Outcome]:
 
 
 def _error_line(log: Path | None, code: int | None) -> Iterator[Outcome]:
-    lines = tail(log) if log is not None else []
+    lines = _said(log)
     hit = next((line for line in lines if _ERROR_LINE.search(line)), None)
     if hit is not None:
         yield Outcome(outcome="error", evidence="log", detail=hit.strip()[:300], file=str(log), exit_code=code)
+
+
+def _said(log: Path | None) -> list[str]:
+    """What the command said: the line with the command itself, which we wrote, is no evidence whatever words it has."""
+    return [line for line in tail(log) if not line.startswith(COMMAND_MARK)] if log is not None else []
 
 
 def tail(log: Path, most: int = 256 * 1024) -> list[str]:
