@@ -1,6 +1,7 @@
 """`windlass init`: what it writes loads and plans at once, says why, and overwrites nothing."""
 
 import json
+import shlex
 
 import pytest
 from typer.testing import CliRunner
@@ -137,3 +138,36 @@ def test_a_hint_names_the_page_on_this_disk():
     shown = with_pages("see docs/guides/data.md, or docs/none.md").split()
     assert Path(shown[1].rstrip(",")).is_file() and Path(shown[1].rstrip(",")).is_absolute()
     assert shown[-1] == "docs/none.md"
+
+
+@pytest.mark.parametrize(
+    "file, name",
+    [("my recipe.toml", "my-recipe"), ("größe.toml", "groe"), ("[x].toml", "x"), ("数.toml", "llm-20m-workstation")],
+)
+def test_odd_file_names_become_plain_run_names(go, file, name):
+    done = go(file, "--cluster", "workstation", "--json")
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    assert load_recipe(file).recipe.name == said["name"] == name
+    assert shlex.split(said["next"][0]) == ["windlass", "plan", file]
+
+
+@pytest.mark.parametrize(
+    "words, part",
+    [
+        (("--tokens", "0"), "nothing to train on"),
+        (("--size", "8X"), "'8X' is not a number of parameters"),
+        (("--size", "-3B"), "'-3B' is not a number of parameters"),
+        (("--size", "5T"), "20M to 1T"),
+    ],
+)
+def test_odd_answers_are_refused_in_the_words_of_the_question(go, tmp_path, words, part):
+    done = go("a.toml", "--yes", *words)
+    assert isinstance(done.exception, WindlassError) and part in done.exception.message
+    assert "tiny_cpu" not in (done.exception.hint or "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_store_that_is_still_to_come_is_named_in_the_next_step(go):
+    steps = json.loads(go("a.toml", "--cluster", "workstation", "--data", "data/later", "--json").stdout)["next"]
+    assert any('output = "data/later"' in step for step in steps)

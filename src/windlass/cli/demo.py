@@ -44,13 +44,17 @@ class Tale:
 
     def chapter(self, what: str, why: str) -> None:
         self.number += 1
-        self.out.print(f"\n[bold cyan]\\[{self.number}/{self.total}] {what}[/bold cyan] [dim]{why}[/dim]")
+        self.out.print(f"\n[bold cyan]\\[{self.number}/{self.total}] {what}:[/bold cyan] [dim]{why}[/dim]")
 
     def run(self, *words: Any, threads: int | None = None) -> None:
+        import shlex
+
         from windlass.errors import RunError
         from windlass.launch.demo import command, run_command
 
-        self.out.print(f"$ windlass {' '.join(map(str, words))}", style="green", markup=False)
+        # As it could be typed: names with spaces in quotes, and on one line.
+        line = f"$ windlass {shlex.join(map(str, words))}"
+        self.out.print(line, style="green", markup=False, soft_wrap=True)
         code = run_command(command(*words), threads)
         if code:
             raise RunError(
@@ -65,10 +69,27 @@ class Tale:
 
         self.out.print(f"\n[bold green]Done in {print_seconds(seconds)}.[/bold green] Open the report in a browser:")
         self.out.print(f"  {(story.folder / 'report.html').resolve()}", markup=False, soft_wrap=True)
-        self.out.print(
-            f"Next: windlass watch {story.folder} · windlass dash · windlass train recipes/tiny_cpu.toml · windlass plan recipes/gptnl_8b_snellius.toml",
-            markup=False,
-        )
+        self.out.print("Next:")
+        for line in next_lines(story.folder):
+            self.out.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def next_lines(folder: Path) -> list[str]:
+    """Commands that work as they are printed: recipes where they lie on this disk, and first a way to the program."""
+    import shlex
+    import shutil
+    import sys
+
+    from windlass.config.files import shipped
+
+    program = Path(sys.argv[0]).resolve().parent
+    lines = [] if shutil.which("windlass") else [f"export PATH={shlex.quote(str(program))}:$PATH"]
+    lines += [f"windlass watch {shlex.quote(str(folder))}", "windlass dash"]
+    for command, name in (("train", "tiny_cpu"), ("plan", "gptnl_8b_snellius")):
+        here = Path("recipes") / f"{name}.toml"
+        path = here if here.is_file() else shipped(here)
+        lines += [] if path is None else [f"windlass {command} {shlex.quote(str(path))}"]
+    return lines
 
 
 def corpus(story: Story, tale: Tale) -> None:

@@ -106,16 +106,27 @@ def _size(given: str | None, cluster: Cluster, asks: bool) -> float:
 
 
 def _read_size(text: str) -> float:
+    from windlass.errors import ConfigError, WindlassError
+    from windlass.units import parse_tokens
+
+    try:
+        size = float(parse_tokens(text))
+    except WindlassError:
+        raise ConfigError(f"{text!r} is not a number of parameters", hint='write it like "300M" or "8B"') from None
+    if not SMALLEST <= size <= 1e12:
+        small = "recipes/tiny_cpu.toml is a smaller one to start from" if size < SMALLEST else 'write it like "8B"'
+        raise ConfigError(f"a model of {text} parameters is outside what init can shape (20M to 1T)", hint=small)
+    return size
+
+
+def _read_tokens(text: str) -> int:
     from windlass.errors import ConfigError
     from windlass.units import parse_tokens
 
-    size = float(parse_tokens(text))
-    if not SMALLEST <= size <= 1e12:
-        raise ConfigError(
-            f"a model of {text} parameters is outside what init can shape (20M to 1T)",
-            hint="recipes/tiny_cpu.toml is a smaller one to start from",
-        )
-    return size
+    tokens = parse_tokens(text)
+    if tokens <= 0:
+        raise ConfigError(f"{text} tokens are nothing to train on", hint="leave --tokens out for 20 per parameter")
+    return tokens
 
 
 def _data(given: str | None, asks: bool) -> str | None:
@@ -149,7 +160,7 @@ def _write(
     from windlass.config.starter import data_text, default_name, holds_texts, recipe_text
     from windlass.runs.files import write_whole
 
-    name = file.stem if file else default_name(size, cluster.name)
+    name = (_run_name(file.stem) if file else "") or default_name(size, cluster.name)
     target = file or Path(f"{name}.toml")
     texts = data if data and holds_texts(data) else None
     store_path = f"data/{name}" if texts else data
@@ -168,6 +179,15 @@ def _write(
     return _result(target, data_file, answers, found, reasons, store is not None)
 
 
+def _run_name(stem: str) -> str:
+    """A file's name as a run's: "mein größtes" -> "mein-grotes". A run folder's name travels through shells and job scripts."""
+    import re
+    import unicodedata
+
+    plain = unicodedata.normalize("NFKD", stem).encode("ascii", "ignore").decode()
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-._")[:120]
+
+
 def _settle(
     name: str, cluster: Cluster, account: str | None, size: float, store_path: str | None, store: Store | None, tokens: str | None,
     nodes: int | None, seq_len: int, vocab: int | None,
@@ -175,12 +195,11 @@ def _settle(
     """Every value and its reason; the nodes come last, because the plan decides them."""
     from windlass.config.starter import TOKENS_PER_PARAMETER, Answers
     from windlass.cost.params import count
-    from windlass.units import parse_tokens
 
     shape = _shape(size, vocab or (store.vocab_size if store else None))
     parameters = count(shape).total
     inside = sum(i.splits.get("train", i.tokens) for i in store.sources.values()) if store else None
-    wanted = parse_tokens(tokens) if tokens else inside or _two_digits(size * TOKENS_PER_PARAMETER)
+    wanted = _read_tokens(tokens) if tokens else inside or _two_digits(size * TOKENS_PER_PARAMETER)
     why = {
         "tokens": "given" if tokens else "what the store holds" if inside else f"{TOKENS_PER_PARAMETER} per parameter",
         "vocab": "given" if vocab else "the store's" if store and store.vocab_size else "usual at this size",
@@ -271,15 +290,19 @@ def _plan(answers: Answers, cluster: Cluster) -> Plans:
 def _result(
     target: Path, data_file: Path | None, a: Answers, found: Plans, reasons: dict[str, str], has_store: bool
 ) -> dict[str, Any]:
+    import shlex
+
     from windlass.plan import plan_json
 
-    steps = [f"windlass plan {target}"]
+    recipe, texts = shlex.quote(str(target)), shlex.quote(str(data_file))
+    steps = [f"windlass plan {recipe}"]
     if data_file:
-        steps.append(f"windlass tokenizer train {data_file} --vocab {a.model['vocab']} --out tokenizers/{a.name}")
-        steps.append(f"windlass tokenize {data_file}")
+        steps.append(f"windlass tokenizer train {texts} --vocab {a.model['vocab']} --out tokenizers/{a.name}")
+        steps.append(f"windlass tokenize {texts}")
     elif not has_store:
-        steps.append("windlass tokenize DATA.toml   # then set data.store; docs/guides/data.md")
-    steps.append(f"windlass launch {target} --dry-run" if found.task.cluster.slurm else f"windlass train {target}")
+        then = f'with output = "{a.store}"' if a.store else "then set data.store"
+        steps.append(f"windlass tokenize DATA.toml   # {then}; docs/guides/data.md")
+    steps.append(f"windlass launch {recipe} --dry-run" if found.task.cluster.slurm else f"windlass train {recipe}")
     return {
         "recipe": str(target),
         "data_file": None if data_file is None else str(data_file),

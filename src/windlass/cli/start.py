@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -198,22 +199,23 @@ def next_command(here: Here) -> tuple[str, str]:
     if not own:
         return "windlass init", "no recipe here yet: a few questions make one"
     if here.data_files and not here.stores:
-        return f"windlass tokenize {here.data_files[0]}", "there is a data file and no token store yet"
-    return f"windlass plan {own[0]}", "nothing has run here yet"
+        return f"windlass tokenize {quote(here.data_files[0])}", "there is a data file and no token store yet"
+    return f"windlass plan {quote(own[0])}", "nothing has run here yet"
 
 
 def _after(run: RunHere) -> tuple[str, str]:
+    path = quote(run.path)
     at = "" if run.step is None else f" at step {run.step:,}"
     if run.state == "running":
-        return f"windlass watch {run.path}", f"{run.path} is running{at}, or was cut off without a word"
+        return f"windlass watch {path}", f"{run.path} is running{at}, or was cut off without a word"
     if run.state == "stopped":
-        return f"windlass resume {run.path}", f"{run.path} stopped{at} after a save"
+        return f"windlass resume {path}", f"{run.path} stopped{at} after a save"
     if run.state == "failed":
-        return f"windlass watch {run.path} --once", f"{run.path} failed{at}: see why, then windlass resume {run.path}"
+        return f"windlass watch {path} --once", f"{run.path} failed{at}: see why, then windlass resume {path}"
     if run.state == "submitted":
-        return f"windlass jobs {run.path}", f"{run.path} has not started yet"
+        return f"windlass jobs {path}", f"{run.path} has not started yet"
     if not run.reported:
-        return f"windlass report {run.path}", f"{run.path} is finished and has no report yet"
+        return f"windlass report {path}", f"{run.path} is finished and has no report yet"
     if not run.evaluated:
-        return f"windlass eval {run.path}", f"{run.path} is finished and not evaluated"
-    return f"windlass export {run.path} --to DIR", f"{run.path} is finished, evaluated and reported"
+        return f"windlass eval {path}", f"{run.path} is finished and not evaluated"
+    return f"windlass export {path} --to DIR", f"{run.path} is finished, evaluated and reported"
