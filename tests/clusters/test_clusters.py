@@ -175,3 +175,19 @@ def test_generations(arch, name):
 def test_one_table_of_devices_is_shipped():
     root = Path(windlass.clusters.__file__).parents[1]
     assert [p.relative_to(root).as_posix() for p in root.rglob("devices.toml")] == ["clusters/data/devices.toml"]
+
+
+@pytest.mark.parametrize(
+    "said, meant",
+    [("LUMI-G", "lumi-g"), ("leonardo", "leonardo-booster"), ("Snellius", "snellius-h100"), ("mn5", "marenostrum5-acc"), ("juwles", "juwels-booster")],
+)  # fmt: skip
+def test_a_machine_as_people_say_it_is_recognised(said, meant):
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(said)
+    assert "did you mean" in caught.value.hint and meant in caught.value.hint and "workstation" not in caught.value.hint
+
+
+def test_a_name_like_none_gets_the_whole_list():
+    with pytest.raises(ConfigError) as caught:
+        load_cluster("qqqq")
+    assert all(name in caught.value.hint for name in cluster_names())

@@ -28,15 +28,20 @@ def cluster_names() -> list[str]:
     return sorted(found - {"devices"})
 
 
+def _meant(name: str) -> str:
+    """People say LUMI, leonardo or mn5; where no name is near, all of them."""
+    names = cluster_names()
+    low = name.lower().replace("mn5", "marenostrum5")
+    near = [n for n in names if low and (low in n or n in low)] or get_close_matches(low, names, n=3, cutoff=0.5)
+    known = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)};"
+    return f"{known} add your own as {user_folder()}/{name}.toml"
+
+
 def load_cluster(name: str) -> Cluster:
     """The shipped file with the user's file of the same name laid over it, checked."""
     shipped, mine = SHIPPED / f"{name}.toml", user_folder() / f"{name}.toml"
     if not shipped.is_file() and not mine.is_file():
-        near = get_close_matches(name, cluster_names(), n=3, cutoff=0.3)
-        known = " or ".join(near) if near else ", ".join(cluster_names())
-        raise ConfigError(
-            f"unknown cluster {name!r}", hint=f"known: {known}; add your own as {user_folder()}/{name}.toml"
-        )
+        raise ConfigError(f"unknown cluster {name!r}", hint=_meant(name))
     raw: dict[str, Any] = tomllib.loads(shipped.read_text()) if shipped.is_file() else {}
     if mine.is_file():
         raw = _overlay(raw, read_toml(mine)[0])

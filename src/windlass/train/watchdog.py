@@ -56,8 +56,9 @@ class Heartbeat(Hook):
         self._thread = threading.Thread(target=self._watch, name="windlass-heartbeat", daemon=True)
 
     def start(self) -> Heartbeat:
-        for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # its name before torch 2.8
-            os.environ.setdefault(name, "2000")  # torch's flight recorder; read when the process group is made
+        os.environ.setdefault(
+            "TORCH_FR_BUFFER_SIZE", "2000"
+        )  # torch's flight recorder; read when the process group is made
         for path in (self.run.heartbeat_file(self.rank), self.run.error_file(self.rank)):
             path.unlink(missing_ok=True)
         self._write()
