@@ -17,7 +17,7 @@ from windlass.errors import WindlassError
 
 # In the order of the story; `windlass --help` lists commands in this order.
 COMMANDS = (
-    "demo", "init", "show", "clusters", "plan", "budget", "data", "train", "resume", "launch", "sweep", "watch", "dash",
+    "demo", "init", "show", "clusters", "plan", "budget", "data", "train", "resume", "checkpoints", "launch", "sweep", "watch", "dash",
     "profile", "evaluate", "generate", "export", "finetune", "energy", "report", "doctor",
 )  # fmt: skip
 
