@@ -50,6 +50,24 @@ def test_a_clean_run_loses_nothing() -> None:
     assert found.goodput == pytest.approx(10 / 12)
 
 
+def test_a_clock_that_went_back_makes_times_unknown_and_keeps_the_counts() -> None:
+    day = 86_400.0
+    events = [
+        {"time": day, "event": "started"},
+        {"time": day + 5, "event": "saved", "step": 4, "stall_seconds": 0.5},
+        {"time": 20.0, "event": "resumed", "step": 4, "lost_steps": 2},  # the new node's clock is a day behind
+        {"time": 30.0, "event": "finished", "step": 10},
+    ]
+    metrics = [metric(s, day + s) for s in range(1, 7)] + [metric(s, 20.0 + s) for s in range(5, 11)]
+    found = life(events, metrics)
+    assert (found.goodput, found.wall_seconds, found.active_seconds, found.useful_seconds) == (None,) * 4
+    assert (found.lost_steps, found.lost_tokens, found.resumes, found.saves, found.stall_seconds) == (2, 200, 1, 1, 0.5)
+    assert [m.kind for m in found.timeline] == ["started", "saved", "clock", "resumed", "finished"]
+    # Two hosts whose clocks differ a little are no jump.
+    near = [{**e, "time": e["time"] + day - 40 if e["time"] < day else e["time"]} for e in events]
+    assert life(near, []).wall_seconds is not None
+
+
 def test_a_run_that_still_goes_and_logs_every_fifth_step() -> None:
     found = life([{"time": 0.0, "event": "started"}], [metric(5, 6.0), metric(10, 11.0)])
     assert found.segments[0].end == "running" and found.useful_seconds == 10.0 and found.wall_seconds == 11.0

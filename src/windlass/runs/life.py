@@ -10,6 +10,8 @@ from windlass.units import print_bytes, print_seconds, print_tokens
 
 Event = Mapping[str, Any]
 _BEGINS = ("started", "resumed")
+CLOCK_SECONDS = 60.0
+"""Clocks of two hosts, of which one goes on where the other stopped, differ by less."""
 _ENDS = ("stopped", "finished", "fault", "hang", "gave_up")
 
 
@@ -83,20 +85,53 @@ def life(events: Sequence[Event], metrics: Sequence[Mapping[str, Any]]) -> Life:
     begins = [i for i, e in enumerate(events) if e.get("event") in _BEGINS]
     if not begins:
         return Life(timeline=[moment(e) for e in events])
+    if _clock_went_back(events) is not None or _clock_went_back(metrics) is not None:
+        return _life_without_clock(events, metrics)
     segments = [_segment(events, metrics, begin, end) for begin, end in zip(begins, [*begins[1:], None], strict=True)]
-    stalls = sorted(
-        float(e["stall_seconds"]) for e in events if e.get("event") == "saved" and e.get("stall_seconds") is not None
-    )
+    stalls = _stalls(events)
     wall = segments[-1].ended_at - segments[0].began_at
     active = sum(s.ended_at - s.began_at for s in segments)
     useful = sum(s.train_seconds - s.lost_seconds for s in segments)
     return Life(
         segments=segments, timeline=[moment(e) for e in events], wall_seconds=wall, active_seconds=active, useful_seconds=useful,
         goodput=_share(useful, wall), goodput_active=_share(useful, active), lost_steps=sum(s.lost_steps for s in segments),
-        lost_tokens=_lost_tokens(segments, metrics), saves=_count(events, "saved"), failed_saves=_count(events, "save_failed"),
+        lost_tokens=_tokens_of(sum(s.lost_steps for s in segments), metrics), saves=_count(events, "saved"), failed_saves=_count(events, "save_failed"),
         faults=_count(events, "fault") + _unrecorded(segments), resumes=_count(events, "resumed"), stall_seconds=sum(stalls),
         median_stall_seconds=stalls[len(stalls) // 2] if stalls else None,
     )  # fmt: skip
+
+
+def _clock_went_back(lines: Sequence[Mapping[str, Any]]) -> int | None:
+    """The first line that is older than the one before it, by more than the clocks of two hosts differ."""
+    times = [float(line.get("time") or 0) for line in lines]
+    return next((i for i in range(1, len(times)) if times[i] < times[i - 1] - CLOCK_SECONDS), None)
+
+
+def _life_without_clock(events: Sequence[Event], metrics: Sequence[Mapping[str, Any]]) -> Life:
+    """Lines are told apart by their times: after a jump only what is counted remains, and every share of time is unknown."""
+    at = _clock_went_back(events)
+    said = Moment(
+        float(events[at if at is not None else -1].get("time") or 0),
+        "clock",
+        "the clock went back: times from here on cannot be compared with those before, so goodput is unknown",
+    )
+    timeline = [moment(e) for e in events]
+    timeline.insert(len(timeline) if at is None else at, said)
+    lost = sum(int(e.get("lost_steps") or 0) for e in events if e.get("event") == "resumed")
+    lost += sum(
+        max(0, int(e.get("step") or 0) - int(e.get("to_step") or 0)) for e in events if e.get("event") == "rollback"
+    )
+    stalls = _stalls(events)
+    return Life(
+        timeline=timeline, lost_steps=lost, lost_tokens=_tokens_of(lost, metrics), saves=_count(events, "saved"),
+        failed_saves=_count(events, "save_failed"), faults=_count(events, "fault"), resumes=_count(events, "resumed"),
+        stall_seconds=sum(stalls), median_stall_seconds=stalls[len(stalls) // 2] if stalls else None,
+    )  # fmt: skip
+
+
+def _stalls(events: Sequence[Event]) -> list[float]:
+    found = (e.get("stall_seconds") for e in events if e.get("event") == "saved")
+    return sorted(float(seconds) for seconds in found if seconds is not None)
 
 
 def _segment(events: Sequence[Event], metrics: Sequence[Mapping[str, Any]], begin: int, end: int | None) -> Segment:
@@ -145,8 +180,8 @@ def _train_seconds(lines: Iterable[Mapping[str, Any]], first: int) -> float:
     return total
 
 
-def _lost_tokens(segments: Sequence[Segment], metrics: Sequence[Mapping[str, Any]]) -> int | None:
-    if not any(s.lost_steps for s in segments):
+def _tokens_of(lost: int, metrics: Sequence[Mapping[str, Any]]) -> int | None:
+    if not lost:
         return 0
     at = {
         int(m["step"]): int(m["tokens"])
@@ -155,7 +190,7 @@ def _lost_tokens(segments: Sequence[Segment], metrics: Sequence[Mapping[str, Any
     }
     steps = sorted(at)
     per_step = at[steps[-1]] / steps[-1] if steps and steps[-1] else None
-    return None if per_step is None else round(sum(s.lost_steps for s in segments) * per_step)
+    return None if per_step is None else round(lost * per_step)
 
 
 def _unrecorded(segments: Sequence[Segment]) -> int:
