@@ -95,7 +95,7 @@ def test_bad_files(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "bad.tsv").write_text(content)
     with pytest.raises(DataError, match=message):
         read_tsv(tmp_path / "bad.tsv")
-    with pytest.raises(DataError, match="there is no file"):
+    with pytest.raises(DataError, match="there is no classification set"):
         read_tsv(tmp_path / "none.tsv")
 
 

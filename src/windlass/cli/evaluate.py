@@ -126,11 +126,17 @@ def _tell(opened: Opened, found: Found, html: Path | None, save: bool, as_json: 
     if html is not None:
         write_whole(html, page_of(opened.recipe.name, opened.step, found.scores))
     if as_json:
-        about = {"source": opened.source, "step": opened.step, "trained_tokens": opened.tokens, "device": opened.where}
+        about = {
+            "source": opened.source,
+            "step": opened.step,
+            "trained_tokens": opened.tokens,
+            "device": opened.where,
+            "note": opened.note,
+        }
         print_json({**about, **found.plain, "scores": [score.line() for score in found.scores]})
         return
     out = console()
-    for part in found.shown:
+    for part in [*([opened.note] if opened.note else []), *found.shown]:
         out.print(part, markup=False)
     if save and opened.run is not None:
         out.print(f"written to {opened.run.eval_file}", markup=False, soft_wrap=True)

@@ -36,9 +36,10 @@ def export(
     """Write a Hugging Face folder: weights, config, tokenizer and model card, checked by its logits."""
     from windlass.cli.output import bar, console, print_json
     from windlass.evaluate.export import export as write
+    from windlass.evaluate.record import read_utf8
     from windlass.units import parse_bytes, print_bytes
 
-    said = text.read_text(encoding="utf-8") if text is not None else None
+    said = read_utf8(text, "text to compare on") if text is not None else None
     with bar("exporting", quiet=as_json) as tell:
         made = write(
             run, to, step=step, dtype=dtype, tokenizer=tokenizer, card=_card(run), verify=verify, text=said, shard_bytes=parse_bytes(shard), tell=tell,
@@ -48,9 +49,11 @@ def export(
         return
     out = console()
     out.print(
-        f"{made.folder}: {made.tensors} tensors, {print_bytes(made.bytes)} of {made.dtype} in {made.files} file(s); tokenizer: {made.tokenizer}",
+        f"{made.folder}: {'' if made.step is None else f'step {made.step:,}, '}{made.tensors} tensors, {print_bytes(made.bytes)} of {made.dtype} in {made.files} file(s); tokenizer: {made.tokenizer}",
         markup=False,
     )
+    if made.note is not None:
+        out.print(made.note, markup=False, soft_wrap=True)
     out.print("not verified (--no-verify)" if made.check is None else _checked(made.check), markup=False)
 
 

@@ -72,6 +72,7 @@ def _tell(prompt: str, text: str, made: Any, opened: Any) -> None:
         f"{len(made.ids)} tokens{ended} at {speed} tokens/s after a prompt of {made.prompt_tokens}; "
         f"state {print_bytes(made.state_bytes)} ({opened.where})"
     ]
+    said += [opened.note] if opened.note else []
     longest, whole = positions_of(opened.recipe, opened.source), made.prompt_tokens + len(made.ids)
     if whole > longest:
         said.append(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import ConfigError, DataError
 from windlass.evaluate.opened import Opened
-from windlass.evaluate.record import Score, wilson_interval
+from windlass.evaluate.record import Score, read_utf8, wilson_interval
 
 Tell = Callable[[int, int], None]
 
@@ -66,12 +66,8 @@ class Tuned:
 def read_tsv(path: Path | str) -> Lines:
     """Two columns named `text` and `label` (or `target`), or the first two of a file without such names."""
     path = Path(path)
-    if not path.is_file():
-        raise DataError(
-            f"there is no file {path}", hint="a classification set is a TSV with the columns text and label"
-        )
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE) if row]
+    lines = read_utf8(path, "classification set").split("\n")
+    rows = [row for row in csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if row]
     if not rows:
         raise DataError(f"{path} is empty", hint="one text and its label per line, a tab between them")
     text, label, body = _columns(rows)

@@ -23,7 +23,7 @@ from windlass.checkpoint.load import read_extra, weights_source
 from windlass.config import ModelConfig, Recipe, SaveConfig
 from windlass.errors import CheckpointError, ConfigError, DataError, RunError
 from windlass.evaluate.foreign import is_hf_folder, longest_of
-from windlass.evaluate.opened import DTYPES, source_of
+from windlass.evaluate.opened import DTYPES, passed_over, source_of
 from windlass.evaluate.stream import Weights, open_weights
 from windlass.evaluate.words import end_ids, write_tokenizer
 from windlass.models import build
@@ -43,6 +43,10 @@ class Exported:
     tensors: int
     tokenizer: str
     """What was written for it, in words."""
+    step: int | None
+    """Of the checkpoint; None for a model that was a folder already."""
+    note: str | None
+    """What should be known about the choice of the checkpoint."""
     check: Any
     """`verify.Check`, or None where it was left out."""
 
@@ -57,6 +61,9 @@ def export(
         raise RunError(f"{target} exists", hint="choose another folder with --to: an export never overwrites")
     run, recipe, source = source_of(Path(path), step)
     refuse_unknown(recipe.model)
+    refuse_damaged(source)
+    if shard_bytes < 1:
+        raise ConfigError(f"files of at most {shard_bytes} bytes hold nothing", hint='write --shard "4 GB"')
     kind = export_dtype(recipe, source, dtype)
     beside = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(beside, ignore_errors=True)
@@ -72,7 +79,9 @@ def export(
         shutil.rmtree(beside, ignore_errors=True)
         raise
     said = "none: the run names no tokenizer" if words is None else f"{words.path.name} ({words.vocab_size:,} tokens)"
-    return Exported(target, kind, len(sizes), sum(sizes.values()), tensors, said, check)
+    taken = (read_json(source / files.MANIFEST) or {}).get("step")
+    note = passed_over(run, source) if step is None else None
+    return Exported(target, kind, len(sizes), sum(sizes.values()), tensors, said, taken, note, check)
 
 
 def refuse_unknown(model: ModelConfig) -> None:
@@ -81,6 +90,12 @@ def refuse_unknown(model: ModelConfig) -> None:
             f"a Llama with activation {model.activation!r} has no form in Hugging Face's Llama, whose feed-forward is SwiGLU",
             hint="evaluate and generate work on the run itself",
         )
+
+
+def refuse_damaged(source: Path) -> None:
+    """A flipped bit would go out to others with our name on it: every byte is compared with what was written."""
+    if (source / files.MANIFEST).is_file():
+        files.complete(source, verify=True)
 
 
 def export_dtype(recipe: Recipe, source: Path, asked: str | None) -> str:
@@ -207,7 +222,7 @@ def positions_of(recipe: Recipe, source: Path) -> int:
 
 def config_of(recipe: Recipe, dtype: str, positions: int) -> dict[str, Any]:
     """config.json, in words that transformers 4 and 5 both read."""
-    model, kind = recipe.model, {"fp32": "float32", "bf16": "bfloat16"}[dtype]
+    model, kind = recipe.model, str(DTYPES[dtype]).removeprefix("torch.")
     if model.family == "retnet":
         table = model.model_dump(mode="json", exclude_none=True)
         return {

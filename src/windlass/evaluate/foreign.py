@@ -13,6 +13,10 @@ LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"
 """What families call the longest sequence; Bloom has no word for it."""
 
 
+NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+"""Without these no Llama can be built; transformers would fill in those of a model of 7B."""
+
+
 def is_hf_folder(path: Path) -> bool:
     """A config.json that names a model type, and weights beside it."""
     config = read_json(path / "config.json") if path.is_dir() else None
@@ -39,9 +43,20 @@ def model_of(config: dict[str, Any], folder: Path) -> ModelConfig:
     """The `[model]` table; family hf for everything that our Llama or RetNet does not compute exactly."""
     if config["model_type"] == "windlass_retnet":
         return ModelConfig(**config["model"])
+    if quantized := (config.get("quantization_config") or {}).get("quant_method"):
+        raise ConfigError(
+            f"the weights in {folder} are quantized ({quantized}): they can neither be trained nor read exactly",
+            hint="take the model's folder of bf16 or fp16 weights",
+        )
     reasons = unlike_llama(config)
     if reasons:
         return ModelConfig(family="hf", config=str(folder), vocab=config.get("vocab_size"))
+    absent = [key for key in NEEDED if not config.get(key)]
+    if absent:
+        raise ConfigError(
+            f"{folder}/config.json does not say {', '.join(absent)}",
+            hint="take the config.json that came with the weights",
+        )
     width, heads = config["hidden_size"], config["num_attention_heads"]
     return ModelConfig(
         family="llama", layers=config["num_hidden_layers"], width=width, ffn=config["intermediate_size"], heads=heads,

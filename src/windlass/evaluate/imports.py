@@ -22,7 +22,7 @@ from windlass.config import Loaded, Recipe, SaveConfig
 from windlass.data.tokenizer import Tokenizer, load_tokenizer
 from windlass.errors import CheckpointError, ConfigError, RunError
 from windlass.evaluate.export import positions_of
-from windlass.evaluate.foreign import is_hf_folder, recipe_of, unlike_llama
+from windlass.evaluate.foreign import is_hf_folder, longest_of, recipe_of, unlike_llama
 from windlass.evaluate.opened import DTYPES, source_of, tokenizer_of
 from windlass.evaluate.stream import Weights, open_weights
 from windlass.evaluate.vocabulary import grow
@@ -59,6 +59,7 @@ def import_model(
         raise RunError(f"{target} exists", hint="choose another folder with --run: an import never overwrites")
     foreign = is_hf_folder(folder)
     if not foreign and not (folder / "checkpoints").is_dir():
+        refuse_config(folder)
         there = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing" if folder.is_dir() else None
         raise CheckpointError(
             f"{folder} {'does not exist' if there is None else f'holds {there}'}: no model to import",
@@ -71,7 +72,7 @@ def import_model(
     weights = open_weights(source)
     dtype = dtype_of(weights)
     state = under_our_names(recipe, weights)
-    notes = notes_of(folder, recipe) if foreign else []
+    notes = notes_of(folder, recipe, weights) if foreign else []
     words = _tokenizer(folder, recipe, foreign)
     if tokenizer is not None:
         new = load_tokenizer(tokenizer)
@@ -86,14 +87,24 @@ def import_model(
     return Imported(run.path, recipe.model.family, count, dtype, recipe.model.vocab or 0, notes, check)
 
 
+def refuse_config(folder: Path) -> None:
+    """Weights with a config.json that says nothing: the reader looks for the fault there and not in the folder."""
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        known = read_json(folder / "config.json") is not None
+        raise ConfigError(
+            f"{folder}/config.json {'names no model_type' if known else 'is not JSON: it was cut or changed'}",
+            hint="take the config.json that came with the weights",
+        )
+
+
 def _plain(name: str) -> str:
     return "".join(c if c.isalnum() or c in "._-" else "-" for c in name).lstrip("._-") or "imported"
 
 
 def dtype_of(weights: Weights) -> str:
-    """The one number format of the folder; fp16 becomes fp32, which holds it exactly."""
+    """The one number format of the folder; fp32 where there are several, which holds each of them exactly."""
     kinds = {weights.dtype(name) for name in weights}
-    return "bf16" if kinds == {torch.bfloat16} else "fp32"
+    return next((name for name, kind in DTYPES.items() if kinds == {kind}), "fp32")
 
 
 def under_our_names(recipe: Recipe, weights: Weights) -> dict[str, Tensor]:
@@ -125,11 +136,19 @@ def _unfit(missing: list[str], wrong: list[str], found: Mapping[str, Tensor], ow
     return said
 
 
-def notes_of(folder: Path, recipe: Recipe) -> list[str]:
-    reasons = unlike_llama(read_json(folder / "config.json") or {})
-    if recipe.model.family != "hf":
-        return []
-    return [f"family hf: {'; '.join(reasons)}. It trains sharded, without tensor or pipeline parallelism."]
+def notes_of(folder: Path, recipe: Recipe, weights: Weights) -> list[str]:
+    config = read_json(folder / "config.json") or {}
+    said, kinds = [], sorted({str(weights.dtype(name)).removeprefix("torch.") for name in weights})
+    if recipe.model.family == "hf":
+        reasons = "; ".join(unlike_llama(config))
+        said.append(f"family hf: {reasons}. It trains sharded, without tensor or pipeline parallelism.")
+    if len(kinds) > 1:
+        said.append(f"weights of {' and '.join(kinds)} become fp32, which holds both")
+    if (longest := longest_of(config) or 0) > recipe.data.seq_len:
+        said.append(
+            f"the model takes {longest:,} tokens; data.seq_len = {recipe.data.seq_len:,} is noted (--seq-len), and an export keeps {longest:,}"
+        )
+    return said
 
 
 def _tokenizer(folder: Path, recipe: Recipe, foreign: bool) -> Tokenizer | None:

@@ -20,7 +20,7 @@ from windlass.runs.folder import Run, open_run
 if TYPE_CHECKING:
     from windlass.models.parts import Model
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Opened:
     run: Run | None
     device: torch.device
     dtype: torch.dtype
+    note: str | None = None
+    """What should be known about the choice of the checkpoint."""
 
     @property
     def where(self) -> str:
@@ -49,11 +51,12 @@ def open_model(
 ) -> Opened:
     """The newest checkpoint of a run (or the one of `step`), or a Hugging Face folder, with weights on the device."""
     run, recipe, source = source_of(Path(path), step)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = choose_device(device)
     kind = choose_dtype(recipe, where, dtype)
     made = load(recipe, source, where, kind)
     manifest = (read_json(source / "manifest.json") or {}) if run is not None else {}
-    return Opened(made, recipe, source, manifest.get("step"), manifest.get("tokens"), run, where, kind)
+    note = passed_over(run, source) if step is None else None
+    return Opened(made, recipe, source, manifest.get("step"), manifest.get("tokens"), run, where, kind, note)
 
 
 def source_of(path: Path, step: int | None) -> tuple[Run | None, Recipe, Path]:
@@ -78,6 +81,30 @@ def checkpoint_of(run: Run, step: int | None) -> Path:
     return folder
 
 
+def choose_device(asked: str | None) -> torch.device:
+    """What was asked, if this machine has it; else a GPU where there is one."""
+    try:
+        where = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ConfigError(f"{asked!r} is no device", hint="write cpu, cuda or cuda:1") from None
+    count = torch.cuda.device_count() if where.type == "cuda" else None
+    if count is not None and (where.index or 0) >= count:
+        raise ConfigError(
+            f"device {asked} was asked for, and torch sees {count} GPUs here",
+            hint="use --device cpu, or a node with one",
+        )
+    return where
+
+
+def passed_over(run: Run | None, source: Path) -> str | None:
+    """A sentence about newer checkpoints of the run that are not whole; None when the newest was taken."""
+    from windlass.checkpoint.files import steps_on_disk
+
+    saved = {path: step for step, path in steps_on_disk(run)} if run is not None else {}
+    newer = [f"{step:,}" for path, step in saved.items() if source in saved and step > saved[source]]
+    return f"step {saved[source]:,} is used: {', '.join(newer)} is damaged or not finished" if newer else None
+
+
 def choose_dtype(recipe: Recipe, device: torch.device, asked: str | None) -> torch.dtype:
     """What was asked; else bf16 on a GPU where the run computed in it, and fp32 on a CPU."""
     if asked is not None and asked not in DTYPES:
@@ -87,12 +114,12 @@ def choose_dtype(recipe: Recipe, device: torch.device, asked: str | None) -> tor
     return torch.bfloat16 if device.type != "cpu" and recipe.train.precision != "fp32" else torch.float32
 
 
-def load(recipe: Recipe, source: Path, device: torch.device, dtype: torch.dtype) -> Model:
+def load(recipe: Recipe, source: Path, device: torch.device, dtype: torch.dtype, *, verify: bool = True) -> Model:
     """Build without memory, give it memory once, on its device and in its number format, then read."""
     with torch.device("meta"):
         model = build(recipe.model, seq_len=recipe.data.seq_len)
     model = model.to(dtype).to_empty(device=device)
-    load_model_weights(source, model)
+    load_model_weights(source, model, verify=verify)
     model.prepare(device)
     return model.eval().requires_grad_(False)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from windlass.errors import DataError
 from windlass.runs.files import append_line
 from windlass.runs.folder import Run
 
@@ -37,6 +39,19 @@ class Score:
     def line(self, **where: Any) -> dict[str, Any]:
         plain = {key: getattr(self, key) for key in ("task", "group", "metric", "value", "low", "high", "count")}
         return {**plain, **where, "detail": self.detail}
+
+
+def read_utf8(path: Path, what: str) -> str:
+    """The text of a file that somebody made; one that is no text is named."""
+    if not path.exists() or path.is_dir():
+        raise DataError(f"there is no {what} {path}", hint="check the name; it is looked for from this folder")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"the {what} {path} is not UTF-8 text: byte {error.object[error.start]:#04x} at place {error.start:,}",
+            hint="convert it, for example with iconv -f LATIN1 -t UTF-8",
+        ) from None
 
 
 def append(run: Run, scores: Iterable[Score], *, step: int | None, tokens: int | None, **more: Any) -> None:

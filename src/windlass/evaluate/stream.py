@@ -82,7 +82,13 @@ class Safetensors(Weights):
         return len(self.files)
 
     def dtype(self, name: str) -> torch.dtype:
-        return _DTYPES[self.files[name].get_slice(name).get_dtype()]
+        kind = self.files[name].get_slice(name).get_dtype()
+        if kind not in _DTYPES:
+            raise CheckpointError(
+                f"the weight {name} is stored as {kind}, which is not a format to train from",
+                hint="take the model's folder of bf16 or fp16 weights",
+            )
+        return _DTYPES[kind]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.files[name].get_slice(name).get_shape())

@@ -21,7 +21,7 @@ from windlass.errors import ConfigError, DataError
 from windlass.evaluate.generate import Sampling, generate
 from windlass.evaluate.likelihood import likelihoods, pair
 from windlass.evaluate.opened import Opened
-from windlass.evaluate.record import RESAMPLES, Score, ratio_interval, wilson_interval
+from windlass.evaluate.record import RESAMPLES, Score, ratio_interval, read_utf8, wilson_interval
 
 KINDS: dict[str, tuple[str, ...]] = {
     "multiple choice": ("context", "choices", "answer"),
@@ -43,10 +43,8 @@ class Task:
 def read_task(path: Path | str) -> Task:
     """The task of a file; every line that lacks something is named."""
     path = Path(path)
-    if not path.is_file():
-        raise DataError(f"there is no task file {path}", hint="a task is a JSONL file, one question per line")
     items, problems = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_utf8(path, "task file").split("\n"), start=1):
         if line.strip():
             item, problem = _read(line)
             items.append(item)

@@ -182,7 +182,13 @@ def build_hf(config: ModelConfig, seq_len: int) -> HFModel:
         raise ConfigError(
             f"model.config: there is no {path}", hint="name a folder or file with a Hugging Face config.json"
         )
-    read = AutoConfig.from_pretrained(path if path.is_dir() else path.parent, local_files_only=True)
+    try:
+        read = AutoConfig.from_pretrained(path, local_files_only=True)
+    except (ValueError, KeyError) as error:  # a family that this transformers does not know
+        raise ConfigError(
+            f"transformers cannot read {path}: {str(error).splitlines()[0]}",
+            hint="a newer transformers may know it; families that need code of their own (trust_remote_code) are not run",
+        ) from None
     limit = getattr(read, "max_position_embeddings", None)
     if limit is not None and seq_len > limit:
         raise ConfigError(
