@@ -55,6 +55,10 @@ PYTHON
 constraint=()
 [ "$torch" = no ] || constraint=(-c "$top/constraints.txt")
 "$python" -m pip download --quiet --dest "$folder" "${target[@]}" "${constraint[@]}" -r "$requirements"
+if [ "$torch" = no ]; then
+  # Some packages (accelerate, lm-eval, deepspeed) ask for torch, and pip fetches it with them: the site's own must stay.
+  find "$folder" -maxdepth 1 \( -name 'torch-*' -o -name 'triton-*' -o -name 'nvidia_*' -o -name 'cuda_*' \) ! -name 'nvidia_ml_py-*' -delete
+fi
 echo "$(ls "$folder" | grep -c '\.whl$') wheels in $folder ($(du -sh "$folder" | cut -f1)); on the cluster:"
 echo "  python3 -m venv --system-site-packages venv"
-echo "  venv/bin/pip install --no-index --find-links $(basename "$folder") 'windlass${extras:+[$extras]}'"
+echo "  venv/bin/pip install --no-index --find-links '$(basename "$folder")' 'windlass${extras:+[$extras]}'"

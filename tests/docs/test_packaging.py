@@ -58,6 +58,7 @@ def test_every_file_of_the_package_is_in_the_wheel(built):
     assert not missing
     assert "windlass/clusters/data/lumi-g.toml" in inside
     assert "windlass/docs/reference/recipe.md" in inside
+    assert {"windlass/recipes/tiny_cpu.toml", "windlass/recipes/sweeps/cpu_grid.toml"} <= inside
 
 
 @pytest.mark.slow
@@ -99,6 +100,26 @@ def test_a_command_that_needs_torch_says_how_to_get_it(clean, tmp_path):
     done = subprocess.run([clean / "windlass", "train", "a.toml"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     assert "needs torch" in done.stderr and "windlass[train]" in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+def test_a_recipe_of_the_readme_is_found_in_the_wheel_and_plans(clean, tmp_path):
+    asked = [clean / "windlass", "plan", "recipes/gptnl_8b_snellius.toml"]
+    done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True)
+    path = next(
+        w.rstrip(";")
+        for w in done.stderr.split()
+        if w.rstrip(";").endswith("gptnl_8b_snellius.toml") and w.startswith("/")
+    )
+    assert done.returncode == 2 and str(clean.parent) in path
+    assert json.loads(run(clean / "windlass", "plan", path, "--json", cwd=tmp_path))["plans"][0]["fits"]
+
+
+@pytest.mark.slow
+def test_the_demo_says_at_once_what_it_needs(clean, tmp_path):
+    done = subprocess.run([clean / "windlass", "demo"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "torch" in done.stderr and "windlass[train,data]" in done.stderr
+    assert not list(tmp_path.iterdir()), "nothing is begun that cannot be ended"
 
 
 @pytest.mark.slow

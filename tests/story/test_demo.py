@@ -74,3 +74,31 @@ def test_the_recipe_of_the_demo_loads(tmp_path):
     recipe = load_recipe(story.recipe_file).recipe
     assert recipe.train.steps == story.steps
     assert story.save_every < story.kill_after < story.steps
+
+
+def test_what_is_missing_is_said_before_the_first_chapter():
+    from windlass.cli.demo import refuse_without
+    from windlass.errors import WindlassError
+
+    refuse_without(("json",))
+    with pytest.raises(WindlassError, match="needs no_such_package") as caught:
+        refuse_without(("json", "no_such_package"))
+    assert "windlass[train,data]" in caught.value.hint
+
+
+def test_the_next_commands_can_be_typed_as_they_stand(tmp_path, monkeypatch):
+    import shlex
+    from pathlib import Path
+
+    from windlass.cli.demo import next_lines
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    lines = [shlex.split(line) for line in next_lines(Path("my runs/demo"))]
+    assert lines[0][0] == "export", "windlass is not on the path of this shell"
+    assert ["windlass", "watch", "my runs/demo"] in lines
+    files = [words[2] for words in lines if words[1:2] in (["train"], ["plan"])]
+    assert len(files) == 2 and all(Path(f).is_file() for f in files), "there are no recipes in this folder"
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "tiny_cpu.toml").touch()
+    assert "windlass train recipes/tiny_cpu.toml" in next_lines(Path("runs/demo"))

@@ -25,6 +25,7 @@ def demo(
     """The whole story on this machine's CPU in about two minutes: data, plan, training, a fault, resume, report."""
     from windlass.launch.demo import Story, clear
 
+    refuse_without(NEEDED)
     began = time.monotonic()
     story = Story(run, steps=steps)
     clear(story)
@@ -32,6 +33,24 @@ def demo(
     for chapter in (corpus, tokenizer, tokens, plan, training, evaluation, sample, energy, report):
         chapter(story, tale)
     tale.end(story, time.monotonic() - began)
+
+
+NEEDED = ("torch", "safetensors", "psutil", "tokenizers")
+"""What the base installation leaves out and the story uses."""
+
+
+def refuse_without(packages: tuple[str, ...]) -> None:
+    """Before the first chapter, and not in the middle of the second."""
+    from importlib.util import find_spec
+
+    from windlass.errors import WindlassError
+
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        raise WindlassError(
+            f"the demo trains a model and needs {', '.join(missing)}, which the base installation leaves out",
+            hint="pip install 'windlass[train,data]'; docs/install.md",
+        )
 
 
 class Tale:
