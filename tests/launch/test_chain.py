@@ -64,6 +64,16 @@ def test_progress_between_two_failures_forgives_them(run):
     assert chain.before(run, "3", 0, "node01").answer == "go"
 
 
+def test_checkpoints_after_a_rollback_or_a_damaged_one_are_progress_at_a_lower_step(run):
+    link(run, "1", saves=1600)
+    run.event("rollback", step=1610, to_step=1200)
+    link(run, "2", saves=1300)
+    link(run, "3", saves=1400)
+    assert chain.before(run, "4", 0, "node01").answer == "go"
+    link(run, "5")
+    assert chain.before(run, "6", 0, "node01").answer == "hopeless"  # 4 and 5 have written nothing
+
+
 @pytest.mark.parametrize("code", sorted(chain.HOPELESS))
 def test_a_failure_that_a_restart_does_not_cure_stops_at_once(run, code):
     verdict = link(run, "1", code=code)

@@ -2,7 +2,7 @@
 
 `jobs.jsonl` holds what launch and the links wrote, one record a line:
   submitted   job, link, kind, nodes, seconds, cluster, account, ...     by `windlass launch`
-  began       job, restart, step                                         by a link's first command
+  began       job, restart, step, saves (so far)                         by a link's first command
   ended       job, restart, step, code, by                               by its last one; missing when the link was cut off
   settled     job, state, elapsed_seconds, nodes, energy_joules          by `windlass jobs`, once the scheduler knows the end
   cancelled   job                                                        by `windlass cancel`
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from windlass import errors
@@ -40,6 +40,8 @@ class Link:
     restart: int
     began_at: float
     began_step: int | None
+    began_saves: int | None = None
+    """Checkpoints written before it; steps alone do not tell, for a rollback and a damaged checkpoint lower them."""
     ended_at: float | None = None
     code: int | None = None
     """None: cut off without a word (wall time, node failure, kill)."""
@@ -63,21 +65,20 @@ def links(lines: Iterable[Mapping[str, Any]]) -> list[Link]:
     for line in lines:
         if line.get("record") == "began":
             found.append(
-                Link(line.get("job"), int(line.get("restart") or 0), float(line.get("time") or 0), line.get("step"))
+                Link(
+                    line.get("job"),
+                    int(line.get("restart") or 0),
+                    float(line.get("time") or 0),
+                    line.get("step"),
+                    line.get("saves"),
+                )
             )
         elif line.get("record") == "ended":
             key = (line.get("job"), int(line.get("restart") or 0))
             for index in reversed(range(len(found))):
                 old = found[index]
                 if (old.job, old.restart) == key and old.ended_at is None:
-                    found[index] = Link(
-                        old.job,
-                        old.restart,
-                        old.began_at,
-                        old.began_step,
-                        float(line.get("time") or 0),
-                        line.get("code"),
-                    )
+                    found[index] = replace(old, ended_at=float(line.get("time") or 0), code=line.get("code"))
                     break
     return found
 
@@ -86,6 +87,10 @@ def newest_step(run: Run) -> int | None:
     """The step of the newest complete checkpoint, from the `saved` events; None before the first."""
     steps = [e["step"] for e in run.events() if e.get("event") == "saved" and isinstance(e.get("step"), int)]
     return max(steps, default=None)
+
+
+def count_saves(run: Run) -> int:
+    return sum(e.get("event") == "saved" for e in run.events())
 
 
 def finished(run: Run) -> bool:
@@ -137,9 +142,10 @@ def hopeless(run: Run, past: list[Link], step_now: int | None, *, since: float =
         return None
     last = past[-1]
     code = failure_code(run, last)
-    if code in HOPELESS and (step_now or 0) <= (last.began_step or 0):
+    saves_now = count_saves(run)
+    if code in HOPELESS and not _got_on(last, step_now, saves_now):
         return f"link {last.job or 'before'} ended with code {code}: {HOPELESS[code]}{_first_error(run, last)}"
-    idle = [link for link in past if (link.began_step or 0) >= (step_now or 0)]
+    idle = [link for link in past if not _got_on(link, step_now, saves_now)]
     if len(idle) >= PATIENCE and idle[-PATIENCE:] == past[-PATIENCE:]:
         ids = " and ".join(str(link.job) for link in idle[-PATIENCE:])
         codes = ", ".join(
@@ -149,6 +155,13 @@ def hopeless(run: Run, past: list[Link], step_now: int | None, *, since: float =
             f"links {ids} ended ({codes}) without a checkpoint newer than step {step_now or 0}{_first_error(run, last)}"
         )
     return None
+
+
+def _got_on(link: Link, step_now: int | None, saves_now: int) -> bool:
+    """Has there been a new checkpoint since the link began? Records of older versions tell it by the step."""
+    if link.began_saves is not None:
+        return saves_now > link.began_saves
+    return (step_now or 0) > (link.began_step or 0)
 
 
 def failure_code(run: Run, link: Link) -> int | None:
@@ -183,6 +196,7 @@ def before(run: Run, job: str | None, restart: int, host: str) -> Verdict:
                 "job": job,
                 "restart": restart,
                 "step": newest_step(run),
+                "saves": count_saves(run),
                 "host": host,
             },
         )
