@@ -230,3 +230,22 @@ def test_the_screenshot_is_not_blank(server, open_page, tmp_path):
     drawn = page.evaluate("document.querySelectorAll('.plot .scatterlayer .js-line').length")
     assert drawn >= 6
     assert len(page.screenshot(path=str(tmp_path / "run.png"))) > 30_000
+
+
+def test_in_a_narrow_window_legends_go_below_and_numbers_stay_whole(server, open_page):
+    """Beside a chart of long labels, ten legend entries would leave the bars an inch."""
+    page = open_page(width=800)
+    page.goto(server.url)
+    page.goto(f"{server.url.split('?')[0]}#/planner")
+    page.wait_for_selector("#memory .main-svg .legend")
+    until(page, "document.querySelector('#memory .main-svg .legend .traces') !== null")
+    plot, legend = (
+        page.locator(f"#memory .main-svg {part}").first.bounding_box()
+        for part in (".bglayer rect, .cartesianlayer .plot", ".legend")
+    )
+    assert legend["y"] > plot["y"] + plot["height"] - 1
+    assert plot["width"] > 200
+    heights = page.evaluate(
+        "[...document.querySelectorAll('.card:not(.long) b')].map((b) => b.getClientRects()[0].height)"
+    )
+    assert max(heights) < 40, "a value is broken over two lines"

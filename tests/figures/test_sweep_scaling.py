@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from windlass.figures.sweep import scaling
+from windlass.figures.model import Chart
+from windlass.figures.sweep import best_bars, scaling
 
 
 def row(devices: int, speed: float, batch: int | None, engine: str = "native", outcome: str = "ok") -> dict:
@@ -47,3 +48,13 @@ def test_a_command_without_batches_is_compared_as_it_is_and_one_count_has_no_cur
     assert curve(scaling([row(1, 10, None), row(2, 18, None)], "weak")[0], "measured") == [(1, 10), (2, 18)]
     assert scaling([row(2, 10, 64), row(2, 11, 64)], "strong") == []
     assert scaling([row(1, 10, 64), row(2, 18, 64)], "none") == []
+
+
+@pytest.mark.parametrize(
+    ("kwh", "title", "shown"), [(2e-4, "J per step", 720.0), (0.02, "Wh per step", 20.0), (3.0, "kWh per step", 3.0)]
+)
+def test_energy_of_a_step_is_drawn_in_a_unit_that_reads(kwh, title, shown):
+    """Not 200 millionths of a kilowatt-hour."""
+    rows = [{"point": "a", "outcome": "ok", "shard": "none", "kwh_per_step": kwh, "batch_tokens": 8}]
+    chart = next(c for c in best_bars(rows, "shard") if isinstance(c, Chart))
+    assert (chart.y_title, chart.series[0].y[0]) == (title, pytest.approx(shown))

@@ -9,8 +9,10 @@ from tests.report.sample_run import make_run
 from typer.testing import CliRunner
 
 from windlass.cli import build
+from windlass.figures import Chart
 from windlass.report.card import KINDS
 from windlass.report.collect import collect
+from windlass.report.content import energy
 from windlass.report.redact import HIDDEN, redact, redact_text, without_paths
 from windlass.report.write import html_report, json_report, markdown_report, write_report
 from windlass.runs.files import append_line
@@ -75,6 +77,28 @@ def with_sources(run: Run, sources) -> str:
     manifest["data"]["sources"] = sources
     run.manifest_file.write_text(json.dumps(manifest))
     return markdown_report([run])
+
+
+def test_the_templates_further_questions_are_asked_of_the_kinds_that_are_there(run):
+    web = {"name": "crawl", "kind": "web", "collected": "2024-01 to 2024-06", "notes": "boilerplate removed"}
+    text = with_sources(run, [web, {"name": "made", "kind": "synthetic"}])
+    assert "| 2.3 Period of collection | 2024-01 to 2024-06 |" in text
+    assert "| 2.3 Crawlers and who ran them | not stated in the ledger; to be written by the provider |" in text
+    assert "| 2.5 Models that made the data | not stated in the ledger; to be written by the provider |" in text
+    assert "| 3.3 Other processing | crawl: boilerplate removed |" in text
+    assert "2.4 Services" not in text
+
+
+def test_measured_inner_and_modelled_energy_have_their_own_colour_and_the_tables_unit(run):
+    append_line(run.energy_file, {
+        "time": 1.0, "node": "gcn1", "session": "1-1", "job": "4711", "source": "cray", "scope": "node", "method": "counter", "joules": 9e5, "seconds": 255.0,
+    })  # fmt: skip
+    chart = next(i for i in energy(collect(run)).items if isinstance(i, Chart))
+    assert [(s.name, s.x) for s in chart.series] == [
+        ("in the total", ("cray node", "nvml device")), ("inside another", ("nvml device",)), ("modelled, not in the total", ("model node",)),
+    ]  # fmt: skip
+    assert len({s.colour for s in chart.series}) == 3
+    assert (chart.y_title, chart.series[0].y[0]) == ("Wh", 250.0)  # the table says 250 Wh
 
 
 def test_a_source_without_kind_is_not_guessed(run):
@@ -264,7 +288,7 @@ def test_the_stores_own_ledger_stands_in_while_it_can_be_reached(run):
     )
     text = markdown_report([run])
     assert "| letters | not stated | CC0 | here | public domain | nl | 99 | 3 |" in text
-    assert "exact duplicates removed, 1 % of documents held out" in text
+    assert "exact duplicates removed; 1 % of documents held out for validation; letters: letters" in text
 
 
 def test_the_published_card_names_the_store_but_not_where_it_lies(run):

@@ -87,7 +87,7 @@ def _cited(cluster: Cluster, key: str) -> str:
     for where in (f"grid.{key}", "grid"):
         found: Source | None = cluster.sources.get(where)
         if found is not None:
-            extra = f", {found.on}" if found.on else ""
+            extra = f", {found.on}" if found.on and found.on not in found.source else ""
             return f"{found.source}{extra}" + ("" if found.status == "documented" else f" ({found.status})")
     return f"cluster file {cluster.name}"
 

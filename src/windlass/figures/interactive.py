@@ -148,7 +148,6 @@ def _heat(heat: Heat) -> dict[str, Any]:
         "colorscale": [[0, NO_VALUE], [1, NO_VALUE]], "showscale": False, "hoverinfo": "skip", "xgap": 2, "ygap": 2,
     }  # fmt: skip
     layout = _layout(heat.title, heat.x_title, heat.y_title, heat.height)
-    layout["yaxis"]["title"]["standoff"] = 14
     layout["xaxis"]["type"] = layout["yaxis"]["type"] = "category"
     layout["yaxis"] |= {"autorange": "reversed", "automargin": True}  # the first row on top, as in a table
     layout["xaxis"]["showgrid"] = layout["yaxis"]["showgrid"] = False
@@ -168,7 +167,7 @@ def _layout(title: str, x_title: str, y_title: str, height: int) -> dict[str, An
         "font": {"family": FONT, "size": 14, "color": INK}, "height": height, "margin": {"l": 70, "r": 24, "t": 64, "b": 56},
         "paper_bgcolor": CLEAR, "plot_bgcolor": CLEAR, "hovermode": "closest",
         "xaxis": {**axis, "title": {"text": x_title, "font": {"color": INK}}},
-        "yaxis": {**axis, "title": {"text": y_title, "font": {"color": INK}}},
+        "yaxis": {**axis, "title": {"text": y_title, "font": {"color": INK}, "standoff": 12}},
         "legend": {"orientation": "v", "font": {"color": INK, "size": 14}, "bgcolor": CLEAR, "traceorder": "normal"},
     }  # fmt: skip
 

@@ -28,10 +28,21 @@ _DRAW = """
     }
     return value;
   }
+  // In a narrow window a legend beside the chart would leave it no room: it goes below, and the chart grows by that much.
+  function narrow(box, layout, entries) {
+    if (!layout.showlegend || !layout.legend || box.clientWidth >= 860 || !box.clientWidth) return;
+    var across = layout.yaxis.type === "category" ? 1 : Math.max(1, Math.floor(box.clientWidth / 230)); // long labels leave room for one
+    var room = 10 + 22 * Math.ceil(entries / across);
+    Object.assign(layout.legend, { orientation: "h", x: 0, xref: "container", y: 0, yref: "container", yanchor: "bottom" });
+    layout.margin.b += room;
+    layout.height += room;
+    box.style.height = layout.height + "px";
+  }
   function draw() {
     var style = getComputedStyle(document.documentElement);
     document.querySelectorAll(".plot").forEach(function (box) {
       var figure = resolve(JSON.parse(box.nextElementSibling.textContent), style);
+      narrow(box, figure.layout, figure.data.length);
       Plotly.react(box, figure.data, figure.layout, { responsive: true, displaylogo: false, displayModeBar: false });
     });
   }

@@ -115,15 +115,28 @@ def best_bars(rows: Sequence[Row], axis: str | None) -> list[Item]:
             charts.append(Note(f"{title_of(key)}: not measured on any point."))
             continue
         series = []
+        scale, unit = _unit(rows, key)
         for engine in groups:
             mine = [r for r in rows if engine is None or r.get("engine") == engine]
             names = axis_order(mine, axis)
             best = [_best_of([r for r in mine if r.get(axis) == n], key, better) for n in names]
-            series.append(bars(str(engine or title_of(key)), [word_of(n) for n in names], [None if b is None else float(b[key]) for b in best], hover=[_hover(b, key) for b in best]))  # fmt: skip
+            series.append(bars(str(engine or title_of(key)), [word_of(n) for n in names], [None if b is None else scale * float(b[key]) for b in best], hover=[_hover(b, key) for b in best]))  # fmt: skip
         charts.append(
-            Chart(title=f"Best run: {title_of(key)}", x_title=_short(axis), y_title=title_of(key), series=tuple(series), from_zero=True, height=340)
+            Chart(title=f"Best run: {unit}", x_title=_short(axis), y_title=unit, series=tuple(series), from_zero=True, height=340)
         )  # fmt: skip
     return charts
+
+
+def _unit(rows: Sequence[Row], key: str) -> tuple[float, str]:
+    """A step of a small model takes joules, of a large one kilowatt-hours."""
+    if key != "kwh_per_step":
+        return 1.0, title_of(key)
+    most = max(float(r[key]) for r in rows if known(r, key))
+    return next(
+        (scale, f"{name} per step")
+        for least, scale, name in ((1.0, 1.0, "kWh"), (1e-3, 1e3, "Wh"), (0.0, 3.6e6, "J"))
+        if most >= least
+    )
 
 
 def _best_of(rows: Sequence[Row], key: str, better: Any) -> Row | None:
@@ -136,7 +149,10 @@ def _best_of(rows: Sequence[Row], key: str, better: Any) -> Row | None:
 
 
 def _hover(row: Row | None, key: str) -> str:
-    return "none ended well" if row is None else f"{row['point']}: {number(float(row[key]))} {title_of(key)}"
+    if row is None:
+        return "none ended well"
+    scale, unit = _unit([row], key)
+    return f"{row['point']}: {number(scale * float(row[key]))} {unit}"
 
 
 def pareto_front(rows: Sequence[Row]) -> list[Row]:

@@ -70,6 +70,7 @@ footer {{ margin-top: 56px; padding-top: 14px; border-top: 1px solid var(--edge)
 .cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(175px, 1fr)); gap: 14px; margin: 14px 0; }}
 .card {{ background: var(--panel); border: 1px solid var(--edge); border-radius: 10px; padding: 12px 16px; }}
 .card b {{ display: block; font-size: 26px; line-height: 1.25; font-variant-numeric: tabular-nums; }}
+@media (max-width: 1000px) {{ .card {{ padding: 10px 12px; }} .card b {{ font-size: 21px; }} }}
 .card span {{ color: var(--soft); font-size: 15px; }}
 .card i {{ display: block; color: var(--soft); font-size: 13px; font-style: normal; }}
 .wide {{ overflow-x: auto; margin: 12px 0; }}

@@ -30,6 +30,16 @@ KINDS = {
 }
 UNSTATED = "2.6 Other sources of data (kind not stated)"
 """Where a source without `kind` stands: the template has no other place for it, and a guess would be a statement."""
+# What the template asks of the sources under a heading, and where a ledger may say it.
+ASKED: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
+    "web": (
+        ("2.3 Crawlers and who ran them", ("crawler", "crawlers")),
+        ("2.3 Period of collection", ("collected", "retrieved", "date", "accessed")),
+        ("2.3 The most frequent domains", ("domains",)),
+    ),
+    "user": (("2.4 Services and products the data came from", ("service", "services")),),
+    "synthetic": (("2.5 Models that made the data", ("generator", "model")),),
+}
 SIZES = ((1e9, "less than 1 billion tokens"), (1e13, "1 billion to 10 trillion tokens"))
 
 
@@ -159,10 +169,11 @@ def content_summary(summary: RunSummary) -> Section:
         ),
     ]
     filters = [*_unique(field(x, "filters", "processing", "filtering") for x in sources), *_processing(summary.data)]
+    filters += [f"{field(x, 'name')}: {field(x, 'notes')}" for x in sources if x.get("notes")]
     processing = [
         ("3.1 Reservation of rights (text and data mining opt-outs)", _said(sources, ("opt_out", "tdm", "robots"))),
         ("3.2 Removal of illegal content", _said(sources, ("illegal_content", "moderation"))),
-        ("3.3 Other processing", ", ".join(filters) or "not stated in the ledger"),
+        ("3.3 Other processing", "; ".join(filters) or "not stated in the ledger"),
     ]
     return Section(
         "Summary of training content",
@@ -170,6 +181,7 @@ def content_summary(summary: RunSummary) -> Section:
             Note("In the parts of the European Commission's template for the public summary of training content (AI Act, Article 53(1)(d)), filled from the data ledger."),
             Table(("1. General information", ""), general),
             *source_list(sources),
+            *_asked(sources),
             Table(("3. Data processing", ""), processing),
         ),
         id="training-content",
@@ -211,6 +223,17 @@ def source_list(sources: list[dict[str, Any]]) -> list[Item]:
         return [table]
     said = f"The kind of {unstated} of {len(sources)} sources is not stated: listed under 2.6 until `kind` in the data file says more"
     return [table, Note(f"{said} ({', '.join(KINDS)}).", "warning")]
+
+
+def _asked(sources: list[dict[str, Any]]) -> list[Item]:
+    """The template's further questions, for the headings that have a source."""
+    rows = [
+        (question, _said([x for x in sources if x.get("kind") == kind], names))
+        for kind, questions in ASKED.items()
+        for question, names in questions
+        if any(x.get("kind") == kind for x in sources)
+    ]
+    return [Table(("What the template asks of these sources", ""), rows)] if rows else []
 
 
 def _depends(summary: RunSummary) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from windlass.energy.carbon import print_carbon
+from windlass.energy.ledger import SourceTotal
 from windlass.energy.measure import SCOPES
 from windlass.errors import WindlassError
 from windlass.figures import Card, Cards, Chart, Html, Item, Mark, Note, Section, Series, Table, bars, line, points
@@ -328,18 +329,33 @@ def energy(s: RunSummary) -> Section:
     return Section("Energy and carbon", tuple(items), id="energy")
 
 
+ENERGY_UNITS = ((3.6e9, "MWh"), (3.6e6, "kWh"), (3.6e3, "Wh"), (1.0, "J"))
+ENERGY_KINDS = (("in the total", 0), ("inside another", 7), ("modelled, not in the total", 1))
+
+
 def _energy_chart(s: RunSummary) -> Chart:
+    """A colour for what is added up, what lies inside it, and what is only a model."""
     found = sorted(s.energy.ledger.sources, key=lambda x: SCOPES.index(x.scope) if x.scope in SCOPES else 9)
-    labels = [
-        f"{x.source} {x.scope}"
-        + (" (modelled)" if x.method == "modelled" else "" if x.counted else " (inside another)")
+    largest = max(x.joules for x in found)
+    scale, unit = next((u for u in ENERGY_UNITS if largest >= u[0]), ENERGY_UNITS[-1])
+    kind = [
+        "modelled, not in the total" if x.method == "modelled" else "in the total" if x.counted else "inside another"
         for x in found
     ]
-    scale, unit = (3.6e6, "kWh") if max(x.joules for x in found) >= 3.6e5 else (3.6e3, "Wh")
+    series = [
+        bars(name, [_bar_label(x) for x, k in zip(found, kind, strict=True) if k == name],
+             [x.joules / scale for x, k in zip(found, kind, strict=True) if k == name], colour=colour)
+        for name, colour in ENERGY_KINDS if name in kind
+    ]  # fmt: skip
     return Chart(
-        title="Energy by source", horizontal=True, y_title=unit, height=120 + 44 * len(labels),
-        series=(bars(unit, labels, [x.joules / scale for x in found]),), caption="Sources that lie inside another one are shown, not added.",
+        title="Energy by source", horizontal=True, stacked=True, y_title=unit, height=130 + 44 * len(found), series=tuple(series),
+        caption="Sources that lie inside another one are shown, not added.",
     )  # fmt: skip
+
+
+def _bar_label(source: SourceTotal) -> str:
+    nodes = f", {counted(source.nodes, 'node')}" if source.nodes > 1 else ""
+    return f"{source.source} {source.scope}{nodes}"
 
 
 def plan_sections(s: RunSummary) -> list[Section]:
@@ -383,7 +399,7 @@ def conventions() -> Section:
         ("location-based", "energy with PUE x the country's mean grid intensity"),
         ("market-based", "energy with PUE x the intensity of the site's contract"),
         ("modelled", "from data-sheet power; never part of a measured figure"),
-    )),), id="conventions")  # fmt: skip
+    ), whole=(0,)),), id="conventions")  # fmt: skip
 
 
 def joined(summaries: Sequence[RunSummary], labels: Sequence[str]) -> list[Section]:

@@ -174,6 +174,7 @@ async function runPage(id, mine) {
         if (own.y.some((v) => v !== null)) traces.push({ ...curve("validation", own.x, own.y, 1), mode: "markers", marker: { size: 8, color: PALETTE[1] } });
       }
       shape.showlegend = traces.length > 1;
+      shape.legend = { ...shape.legend, x: 1, xanchor: "right", y: 1.01, yanchor: "bottom" }; /* beside the title: all plots of the page keep one size */
       plot(box, { data: traces, layout: shape });
     };
     for (const [key, name, unit] of shown) one(boxes.get(key), key, name, unit);

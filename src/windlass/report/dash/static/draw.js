@@ -30,9 +30,21 @@ function resolve(value, style) {
 
 const figures = new Map(); /* box -> figure, to draw again when light and dark change */
 
+/* In a narrow window a legend beside the chart would leave it no room: it goes below, and the chart grows by that much. */
+function narrow(box, layout, entries) {
+  if (!layout.showlegend || !layout.legend || layout.legend.orientation !== "v" || box.clientWidth >= 860 || !box.clientWidth) return;
+  const across = layout.yaxis.type === "category" ? 1 : Math.max(1, Math.floor(box.clientWidth / 230)); /* long labels leave room for one */
+  const room = 10 + 22 * Math.ceil(entries / across);
+  layout.legend = { ...layout.legend, orientation: "h", x: 0, xref: "container", y: 0, yref: "container", yanchor: "bottom" };
+  layout.margin = { ...layout.margin, b: layout.margin.b + room };
+  layout.height += room;
+  box.style.height = `${layout.height}px`;
+}
+
 function plot(box, figure) {
   figures.set(box, figure);
   const drawn = resolve(figure, getComputedStyle(document.documentElement));
+  narrow(box, drawn.layout, drawn.data.length);
   Plotly.react(box, drawn.data, drawn.layout, { responsive: true, displaylogo: false, displayModeBar: false });
 }
 
@@ -50,7 +62,7 @@ function layout(title, xTitle, yTitle, height) {
     font: { size: 14, color: "var(--ink)" }, height: height || 330, margin: { l: 66, r: 18, t: 46, b: 50 },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "closest", uirevision: "keep",
     xaxis: { ...axis, title: { text: safe(xTitle), font: { color: "var(--ink)" } } },
-    yaxis: { ...axis, title: { text: safe(yTitle), font: { color: "var(--ink)" } } },
+    yaxis: { ...axis, title: { text: safe(yTitle), font: { color: "var(--ink)" }, standoff: 12 } },
     legend: { font: { color: "var(--ink)", size: 14 }, bgcolor: "rgba(0,0,0,0)", orientation: "h", y: -0.24 },
     shapes: [], annotations: [],
   };
