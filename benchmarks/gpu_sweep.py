@@ -303,27 +303,21 @@ class Clock:
         self.marks: list[Any] = []
 
     def steps(self, step: Any, count: int) -> None:
-        self.marks = [self._mark()]
+        from windlass.train.clock import mark
+
+        self.marks = [mark(self.cuda)]
         for _ in range(count):
             step()
-            self.marks.append(self._mark())
+            self.marks.append(mark(self.cuda))
         if self.cuda:
             import torch
 
             torch.cuda.synchronize()
 
-    def _mark(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        import torch
-
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def seconds(self) -> list[float]:
-        pairs = itertools.pairwise(self.marks)
-        return [a.elapsed_time(b) / 1e3 for a, b in pairs] if self.cuda else [b - a for a, b in pairs]
+        from windlass.train.clock import seconds_between
+
+        return [seconds_between(a, b) for a, b in itertools.pairwise(self.marks)]
 
 
 def meter_of(cuda: bool) -> Any:

@@ -9,11 +9,22 @@ from torch import Tensor
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
     """q is (batch, heads, time, head_dim); k and v may have fewer heads. `documents` is what `document_mask` made, or None."""
-    if only_slow_kernel_groups(q.device.type, q.dtype, q.shape[1] != k.shape[1], documents is not None):
-        k, v = every_head(k, q.shape[1]), every_head(v, q.shape[1])
-    if documents is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=documents, enable_gqa=q.shape[1] != k.shape[1])
+    if documents is not None:
+        return masked_attention(q, k, v, documents)
+    k, v = _for_kernel(q, k, v, masked=False)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Where the mask is true; queries may be fewer than keys."""
+    k, v = _for_kernel(q, k, v, masked=True)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _for_kernel(q: Tensor, k: Tensor, v: Tensor, *, masked: bool) -> tuple[Tensor, Tensor]:
+    if not only_slow_kernel_groups(q.device.type, q.dtype, q.shape[1] != k.shape[1], masked):
+        return k, v
+    return every_head(k, q.shape[1]), every_head(v, q.shape[1])
 
 
 def only_slow_kernel_groups(device: str, dtype: torch.dtype, grouped: bool, masked: bool) -> bool:

@@ -17,7 +17,7 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 
 from windlass.errors import ConfigError
-from windlass.models.attention import causal_attention, document_mask
+from windlass.models.attention import document_mask, masked_attention
 from windlass.models.parts import Model
 from windlass.models.retnet import retain_state, state_left
 from windlass.train.mesh import World
@@ -50,7 +50,7 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None
     k, v = (collectives.all_gather_tensor_autograd(t.contiguous(), 2, group)[:, :, :end] for t in (k, v))
     numbers = documents if documents is not None else q.new_zeros((1, end), dtype=int)
     mask = document_mask(numbers[:, rank * width : end], numbers[:, :end], query_start=rank * width)
-    return causal_attention(q, k, v, mask)
+    return masked_attention(q, k, v, mask)
 
 
 def carried_retention(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, *, group: Any, rank: int) -> Tensor:

@@ -15,12 +15,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from windlass.config import TrainConfig
 from windlass.models.loss import chunked_loss, forward_in_chunks, kept_gradients, next_token_loss
 
+WHOLE_LOGITS = 64 * 2**20
+"""Bytes of a micro-batch's fp32 logits up to which they are made whole."""
+
 
 def choose_loss(config: TrainConfig, device: torch.device, rows: int, tokens: int) -> tuple[Any, str]:
     """The loss function of a recipe and the reason for it."""
     kind, why = config.loss, "as the recipe says"
     if kind == "auto":
-        small = tokens * rows * 4 <= 64 * 2**20
+        small = tokens * rows * 4 <= WHOLE_LOGITS
         kind = "plain" if small else "chunked"
         why = f"logits of a micro-batch would take {tokens * rows * 4 / 2**20:.0f} MiB"
     if kind == "plain":

@@ -6,7 +6,6 @@ Nothing here waits for the device: clipping, the decision to skip and the number
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from windlass.config import Recipe
+from windlass.train.clock import Mark, mark, seconds_between
 from windlass.train.geometry import Geometry
 from windlass.train.guard import Guard
 from windlass.train.mesh import World
@@ -166,25 +166,15 @@ class Stopwatch:
     """Time of the forward passes; on a GPU by events, which are read long after."""
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda, self.spans, self.host = device.type == "cuda", [], 0.0
-        self._begin: Any = None
+        self.cuda = device.type == "cuda"
+        self.spans: list[tuple[Mark, Mark]] = []
+        self._begin: Mark = None
 
     def start(self) -> None:
-        self._begin = self._mark()
+        self._begin = mark(self.cuda)
 
     def stop(self) -> None:
-        end = self._mark()
-        if self.cuda:
-            self.spans.append((self._begin, end))
-        else:
-            self.host += end - self._begin
-
-    def _mark(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self.spans.append((self._begin, mark(self.cuda)))
 
     def seconds(self) -> float:
-        return self.host + sum(begin.elapsed_time(end) for begin, end in self.spans) / 1e3
+        return sum(seconds_between(begin, end) for begin, end in self.spans)

@@ -128,7 +128,6 @@ class _Attempt:
 
     workers: list[subprocess.Popen[bytes]]
     logs: list[IO[bytes]] = field(default_factory=list)
-    began_at: float = field(default_factory=time.time)
     first_failure: tuple[int, int] | None = None
     """(rank, return code) of the worker that failed first."""
 
@@ -244,7 +243,7 @@ def _attempt(
         return errors.EXIT_RESUMABLE, None  # ended by the signal itself, before there was anything to save
     if current.first_failure is None:
         return (errors.EXIT_RESUMABLE if errors.EXIT_RESUMABLE in codes else errors.EXIT_DONE), None
-    return 0, find_fault(run, current.first_failure, codes, current.began_at)
+    return 0, find_fault(run, current.first_failure, codes)
 
 
 def _start(command: Sequence[str], devices: int, run: Run, attempt: int, env: Mapping[str, str] | None) -> _Attempt:
@@ -332,13 +331,12 @@ def _kill(current: _Attempt) -> None:
         log.close()
 
 
-def find_fault(run: Run, first: tuple[int, int], codes: Sequence[int | None], since: float) -> Fault:
-    """The failure that began it. A rank that was killed writes nothing, and those that lost it only say so."""
-    records = [
-        r
-        for rank in range(len(codes))
-        if (r := read_json(run.error_file(rank))) is not None and r.get("time", 0) >= since - 1
-    ]
+def find_fault(run: Run, first: tuple[int, int], codes: Sequence[int | None]) -> Fault:
+    """The failure that began it. A rank that was killed writes nothing, and those that lost it only say so.
+
+    Every record is of this start: those of the last one were removed before it, so that no clock has to tell them apart.
+    """
+    records = [r for rank in range(len(codes)) if (r := read_json(run.error_file(rank))) is not None]
     causes = sorted((r for r in records if r.get("kind") != "lost"), key=lambda r: r["time"])
     if causes:
         return _from_record(causes[0], codes)

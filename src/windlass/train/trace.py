@@ -13,22 +13,16 @@ import multiprocessing
 import os
 import time
 import warnings
-import weakref
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from windlass import models
 from windlass.clusters import Cluster, load_device
@@ -37,9 +31,12 @@ from windlass.config import LayoutConfig, Recipe
 from windlass.errors import PlanError
 from windlass.train.geometry import Geometry, geometry_of
 from windlass.train.mesh import World, axes_of, open_world
-from windlass.train.optimizers import build_optimizer, local
+from windlass.train.optimizers import build_optimizer
 from windlass.train.parallelize import Parts, parallelize
+from windlass.train.predict import allocated
 from windlass.train.step import Stepper
+from windlass.train.trace_kernels import carry, compiled_blocks, device_kernels
+from windlass.train.trace_tracker import Tracker
 
 GIB = 2**30
 MICRO_BATCHES = 3
@@ -224,8 +221,8 @@ def _run(recipe: Recipe, cluster: Cluster, size: int, stage: int) -> _Run:
     rank = stage * (size // axes.pipeline)
     with (
         _no_peers(rank, size),
-        _device_kernels(),
-        _compiled_blocks(recipe),
+        device_kernels(),
+        compiled_blocks(recipe),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
@@ -243,7 +240,7 @@ def _run(recipe: Recipe, cluster: Cluster, size: int, stage: int) -> _Run:
         changes = _static_stages(recipe, world)
         plain = recipe.model_copy(update={"train": recipe.train.model_copy(update={"compile": False})})
         parts = parallelize(model, plain, replace(world, device=torch.device("meta")))
-        _carry(parts, recipe)
+        carry(parts, recipe)
         with changes:
             tracker = _steps(recipe, parts, world, geometry)
     return _Run({name: terms for name, (_, terms) in tracker.phases.items()}, stage, time.process_time() - began)
@@ -342,365 +339,9 @@ def _static_stages(recipe: Recipe, world: World) -> contextlib.ExitStack:
     return stack
 
 
-# -- what kernels of a device leave behind, where a CPU's would leave more ---------------------------------------------------
-
-
-@contextlib.contextmanager
-def _device_kernels() -> Iterator[None]:
-    """Loss, attention and FP8 products as their GPU kernels hold memory: outputs only, no wide copies on the way."""
-    import windlass.models.attention as attention
-    import windlass.models.llama as llama
-    import windlass.models.loss as loss
-    import windlass.train.float8 as float8
-    import windlass.train.losses as losses
-
-    changes: list[tuple[Any, str, Any]] = [
-        (loss, "_terms", lambda device: _loss_kernel), (loss, "add_outer", _add_outer), (losses, "add_outer", _add_outer),
-        (llama, "causal_attention", fused_attention), (attention, "causal_attention", fused_attention),
-        (float8, "choose_backend", lambda wish, device: ("torch", "traced")), (float8, "scaled_product", _scaled_product),
-    ]  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        for where, name, new in changes:
-            if hasattr(where, name):  # a name that a module does not import needs no stand-in there
-                stack.enter_context(mock.patch.object(where, name, new))
-        yield
-
-
-def _loss_kernel(logits: Tensor, targets: Tensor, vocab: int, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
-    total = logits.new_zeros((), dtype=torch.float32)
-    return total, total, torch.empty_like(logits)
-
-
-def _add_outer(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """bf16: one product with an fp32 result, which is a new tensor also when it is added to a sum."""
-    return left.new_empty((left.shape[1], right.shape[1]), dtype=torch.float32)
-
-
-def _scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
-
-
-@torch.library.custom_op("windlass_trace::attention", mutates_args=())
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-
-
-@_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-
-
-def _attention_keeps(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Queries, keys, values, output and one number per row, as flash and cuDNN kernels do."""
-    ctx.save_for_backward(*inputs, *output)
-
-
-def _attention_back(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(t) for t in ctx.saved_tensors[:3])
-
-
-_attention.register_autograd(_attention_back, setup_context=_attention_keeps)
-
-
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-    out: Tensor = _attention(q, k, v)[0]
-    return out
-
-
-# -- compiled blocks ----------------------------------------------------------------------------------------------------------
-
-
-class Fused(torch.autograd.Function):
-    """An element-wise region as the compiler leaves it: its inputs are kept, its inner values are not. `like`: which input the output
-    resembles, or its last dimension and type."""
-
-    @staticmethod
-    def forward(ctx: Any, like: Tensor, *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*inputs)
-        return torch.empty_like(like)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors
-        return (
-            None,
-            *(torch.empty_like(t) if need else None for t, need in zip(kept, ctx.needs_input_grad[1:], strict=True)),
-        )
-
-
-class Turned(torch.autograd.Function):
-    """Rotation: linear, so nothing is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return torch.empty_like(grads[0])
-
-
-def _fused_norm(self: Any, x: Tensor) -> Tensor:
-    if isinstance(x, DTensor):
-        return DTensor.from_local(
-            _norm_kernel(x.to_local(), self.weight.to_local()), x.device_mesh, x.placements, run_check=False
-        )
-    return _norm_kernel(x, self.weight)
-
-
-def _norm_kernel(x: Tensor, weight: Tensor) -> Tensor:
-    out: Tensor = Fused.apply(x.detach(), x, weight)
-    return out
-
-
-def _fused_feed_forward(self: Any, x: Tensor) -> Tensor:
-    from windlass.models.linear import together
-
-    if self.w3 is None:
-        hidden = self.w1(x)
-        return self.w2(Fused.apply(hidden.detach(), hidden))
-    gate, up = together(x, (self.w1, self.w3)) if self.fused else (self.w1(x), self.w3(x))
-    return self.w2(Fused.apply(up.detach(), gate, up))
-
-
-class Narrow(torch.autograd.Function):
-    """An FP8 product in compiled code: its input is cast again in the backward pass from what others keep; of weights laid side by side
-    the cast ones stay, of a parameter nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        kept = (
-            weight if weight.grad_fn is None and weight.is_leaf else torch.empty_like(weight, dtype=torch.float8_e4m3fn)
-        )
-        ctx.save_for_backward(kept)
-        ctx.shapes = x.shape, weight.shape, x.dtype
-        return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, dtype = ctx.shapes
-        return grads[0].new_empty(x, dtype=dtype), grads[0].new_empty(weight, dtype=dtype)
-
-
-def _narrow_product(x: Tensor, weight: Tensor, *, rows: bool = False) -> Tensor:
-    out: Tensor = Narrow.apply(x, weight)
-    return out
-
-
-def _fused_rotation(x: Tensor, *_: Tensor) -> Tensor:
-    out: Tensor = Turned.apply(x)
-    return out
-
-
-def _fused_head_norm(self: Any, out: Tensor) -> Tensor:
-    """Worked out again from its input, which takes as much: one of the two stays."""
-    return out
-
-
-def _fused_parallel(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor) -> Tensor:
-    """The decay is worked out where it is used, and linear: only decayed scores stay."""
-    q, k, v = (part.contiguous() for part in (q, k, v))  # one copy in the layout that batched products read
-    scores: Tensor = Turned.apply(q @ k.transpose(-1, -2))
-    return scores @ v
-
-
-def _fused_chunkwise(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, chunk: int) -> Tensor:
-    """Decays are factors inside kernels: queries, keys, values, scores inside chunks and the states between them stay."""
-    time = q.shape[-2]
-    if time <= chunk:
-        return _fused_parallel(q, k, v, gamma)
-    if time % chunk:
-        q, k, v = (torch.nn.functional.pad(part, (0, 0, 0, chunk - time % chunk)) for part in (q, k, v))
-    q, k, v = (part.contiguous().unflatten(-2, (-1, chunk)) for part in (q, k, v))
-    states = Turned.apply(k.transpose(-1, -2) @ v)
-    return (_fused_parallel(q, k, v, gamma) + q @ states).flatten(-3, -2)[..., :time, :]
-
-
-class _Silent:
-    """torch.nn.functional for retention: the gate's activation is part of the product that follows."""
-
-    pad = staticmethod(torch.nn.functional.pad)
-
-    @staticmethod
-    def silu(gate: Tensor) -> Tensor:
-        return gate
-
-
-def _products(recipe: Recipe) -> int:
-    """Matrix products of a block: projections in, out, and the feed-forward part's."""
-    if recipe.train.fuse and recipe.layout.tensor == 1:
-        return 4
-    return (5 if recipe.model.family == "retnet" else 4) + (3 if recipe.model.activation == "swiglu" else 2)
-
-
-def _fused_selective(products: int) -> Any:
-    """The engine's policy, less the block's last product: compiled code drops what nobody reads."""
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-    from windlass.models.recompute import SAVED
-
-    aten, seen = torch.ops.aten, {True: 0, False: 0}
-
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        saved = op in SAVED or op is torch.ops.windlass_trace.attention.default
-        if op in (aten.mm.default, aten.addmm.default, aten._scaled_mm.default):
-            seen[context.is_recompute] += 1
-            count = seen[context.is_recompute]
-            saved = bool(count % 2) and count < products
-        elif op is torch.ops._c10d_functional.reduce_scatter_tensor.default:
-            saved = seen[context.is_recompute] < products
-        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
-@contextlib.contextmanager
-def _compiled_blocks(recipe: Recipe) -> Iterator[None]:
-    """The compiler does not run under fake tensors, so what it leaves alive is put in the blocks' place: element-wise regions fused."""
-    if not recipe.train.compile:
-        yield
-        return
-    import windlass.models.llama as llama
-    import windlass.models.parts as parts
-    import windlass.models.recompute as recompute
-    import windlass.models.retnet as retnet
-    import windlass.train.float8 as float8
-
-    changes: list[tuple[Any, str, Any]] = [
-        (float8, "local_product", _narrow_product), (parts.Norm, "forward", _fused_norm), (llama.FeedForward, "forward", _fused_feed_forward), (llama, "rotate", _fused_rotation),
-        (retnet, "rotate_every_two", _fused_rotation), (retnet.Retention, "_norm", _fused_head_norm), (recompute, "selective", partial(_fused_selective, _products(recipe))),
-        (retnet, "retain_parallel", _fused_parallel), (retnet, "retain_chunkwise", _fused_chunkwise), (retnet, "F", _Silent),
-    ]  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        for where, name, new in changes:
-            stack.enter_context(mock.patch.object(where, name, new))
-        yield
-
-
-def _carry(parts: Parts, recipe: Recipe) -> None:
-    """As `parallelize` sets it for compiled blocks."""
-    for module in parts.modules:
-        for block in module.layers.values():
-            block.carries = bool(recipe.train.compile) and recipe.train.recompute == "none"
-
-
-# -- the tracker ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Held:
-    size: int
-    label: str
-
-
-class Tracker(TorchDispatchMode):
-    """Adds up the storages that live, by label, and remembers the highest sum. A storage is counted once, when an operator first
-    returns it, until it is collected; FSDP frees and fills by resizing, which is followed too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now: dict[str, int] = {}
-        self.total = self.peak = 0
-        self.phase = "forward"
-        self.phases: dict[str, tuple[int, dict[str, int]]] = {}
-        """Highest sum of each phase, and its labels."""
-        self._held: weakref.WeakKeyDictionary[Any, _Held] = weakref.WeakKeyDictionary()
-
-    def enter_phase(self, phase: str) -> None:
-        self.phase = phase
-
-    def watch(self, label: str, *tensors: Tensor | None) -> None:
-        for tensor in tensors:
-            if tensor is not None:
-                self._take(tensor, label)
-
-    def relabel(self, label: str, *tensors: Tensor) -> None:
-        for tensor in tensors:
-            held = self._held.get(local(tensor).untyped_storage())
-            if held is not None:
-                self._add(held.label, -held.size)
-                held.label = label
-                self._add(label, held.size)
-
-    def _take(self, tensor: Tensor, label: str) -> None:
-        storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
-        if storage in self._held:
-            return
-        held = _Held(storage.nbytes(), label)
-        self._held[storage] = held
-        self._add(label, held.size)
-        weakref.finalize(storage, self._drop, held)
-
-    def _drop(self, held: _Held) -> None:
-        self._add(held.label, -held.size)
-        held.size = 0
-
-    def _add(self, label: str, size: int) -> None:
-        self.now[label] = self.now.get(label, 0) + size
-        self.total += size
-        self.peak = max(self.peak, self.total)
-        if self.total > self.phases.get(self.phase, (0,))[0]:
-            self.phases[self.phase] = self.total, dict(self.now)
-
-    def _resized(self, storage: Any, size: int) -> None:
-        held = self._held.get(storage)
-        if held is not None:
-            self._add(held.label, size - held.size)
-            held.size = size
-
-    def __enter__(self) -> Tracker:
-        self._mode = active_fake_mode()
-        original = torch.UntypedStorage.resize_
-
-        def resize(storage: Any, size: int) -> Any:
-            out = original(storage, size)
-            self._resized(storage, size)
-            return out
-
-        self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resize)
-        self._patch.start()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        self._patch.stop()
-        super().__exit__(*args)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(t is DTensor for t in types):
-            return NotImplemented  # DTensor first turns into operations on its local parts
-        if func is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0]
-        out = func(*args, **(kwargs or {}))
-        if active_fake_mode() is self._mode:  # not what DTensor tries out to find its placements
-            label = "activations" if self.phase == "forward" else "gradients on their way"
-            for tensor in tree_iter(out):
-                if isinstance(tensor, Tensor):
-                    self._take(tensor, label)
-        return out
-
-
-# -- the planner's side -----------------------------------------------------------------------------------------------------
-
-
-def _predicted(recipe: Recipe, cluster: Cluster, size: int) -> float | None:
-    from windlass.cost.memory import memory
-    from windlass.cost.shapes import shape_of
-    from windlass.cost.work import Degrees, Work
-
-    layout, train = recipe.layout, recipe.train
-    axes = axes_of(layout, size, min(size, cluster.node.devices))
+def _predicted(recipe: Recipe, cluster: Cluster, size: int) -> float:
+    """What the planner's arithmetic says of the same step."""
+    axes = axes_of(recipe.layout, size, min(size, cluster.node.devices))
+    fused = bool(recipe.train.fuse) and recipe.layout.tensor == 1
     geometry = geometry_of(recipe, axes.data)
-    logits = layout.micro_batch * recipe.data.seq_len / layout.context * models.padded_vocab(recipe.model.vocab) * 4
-    loss = train.loss if train.loss != "auto" else "plain" if logits <= 64 * 2**20 else "chunked"
-    work = Work(
-        seq_len=recipe.data.seq_len, micro_batch=layout.micro_batch, accumulation=geometry.micro_batches, recompute=train.recompute,
-        precision=train.precision, compile=bool(train.compile), flash=train.attention != "math", kernel=train.attention, loss=loss,
-        loss_chunk=train.loss_chunk, optimizer=recipe.optim.name, moments=recipe.optim.moments, native=True, fuse=bool(train.fuse) and layout.tensor == 1,
-    )  # fmt: skip
-    sync = layout.sync if layout.sync != "auto" else "last" if layout.shard in ("none", "zero1") else "every"
-    degrees = Degrees(
-        sync=sync, data=axes.data, shard=layout.shard, shard_size=axes.shard if layout.shard == "hybrid" else None, tensor=layout.tensor,
-        pipeline=layout.pipeline, context=layout.context, schedule=layout.schedule, chunks=_chunks(layout) if layout.schedule == "interleaved" else 1,
-    )  # fmt: skip
-    return memory(shape_of(recipe.model), work, degrees, cluster.node.devices).allocated
+    return allocated(recipe, axes, geometry, cluster.node.devices, compiled=bool(recipe.train.compile), fused=fused)

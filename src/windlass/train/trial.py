@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from windlass.cost.memory import memory
-from windlass.cost.shapes import shape_of
-from windlass.cost.work import Degrees, Work
 from windlass.errors import WindlassError
 from windlass.train.failure import OutOfMemoryError
+from windlass.train.predict import allocated
 from windlass.units import print_bytes
 
 if TYPE_CHECKING:
@@ -23,20 +21,13 @@ if TYPE_CHECKING:
 
 def predicted_bytes(job: Job) -> float | None:
     """Peak of the allocator on the fullest device, by the planner's arithmetic; None where it cannot say."""
-    recipe, layout, train = job.recipe, job.recipe.layout, job.recipe.train
-    work = Work(
-        seq_len=job.geometry.seq_len, micro_batch=layout.micro_batch, accumulation=job.geometry.micro_batches, recompute=train.recompute,
-        recompute_budget=train.recompute_budget, precision=train.precision, compile=job.world.device.type == "cuda" if train.compile is None else train.compile,
-        kernel=train.attention, loss="chunked" if train.loss == "auto" else train.loss, loss_chunk=train.loss_chunk, optimizer=recipe.optim.name, moments=recipe.optim.moments,
-        native=recipe.model.family != "hf", fuse=any(getattr(part, "fused", False) for module in job.parts.modules for part in module.modules()),
-    )  # fmt: skip
-    degrees = Degrees(
-        data=job.world.axes.data, shard=layout.shard, shard_size=job.world.axes.shard if layout.shard == "hybrid" else None, tensor=layout.tensor,
-        pipeline=layout.pipeline, context=layout.context, schedule=layout.schedule, chunks=layout.pipeline_chunks if layout.schedule == "interleaved" else 1,
-        offload=layout.offload, sync="every" if job.stepper.sync.every else "last",
-    )  # fmt: skip
+    train = job.recipe.train
+    compiled = job.world.device.type == "cuda" if train.compile is None else train.compile
+    fused = any(getattr(part, "fused", False) for module in job.parts.modules for part in module.modules())
     try:
-        return memory(shape_of(recipe.model), work, degrees, job.world.place.local_world_size).allocated
+        return allocated(
+            job.recipe, job.world.axes, job.geometry, job.world.place.local_world_size, compiled=compiled, fused=fused
+        )
     except (WindlassError, ValueError, KeyError):
         return None
 
