@@ -68,10 +68,10 @@ class Window:
         self._ticker.start()
 
     def end(self) -> Measurement:
+        self._sampler.read()  # first: waiting for the thread would be part of the span
+        self.result = self._sampler.measurement()
         if self._ticker is not None:
             self._ticker.stop()
-        self._sampler.read()
-        self.result = self._sampler.measurement()
         self._sampler.close()
         return self.result
 
