@@ -89,8 +89,12 @@ class Handler(BaseHTTPRequestHandler):
         self._respond(body=False)
 
     def _respond(self, *, body: bool) -> None:
-        parts = urlsplit(self.path)
-        query = parse_qs(parts.query, max_num_fields=100)
+        try:
+            parts = urlsplit(self.path)
+            query = parse_qs(parts.query, max_num_fields=100)
+        except ValueError:  # more than a hundred words, or brackets that never close
+            self._send(HTTPStatus.BAD_REQUEST, b"this address cannot be read\n", "text/plain", body=body)
+            return
         if not self._local_host():
             self._send(HTTPStatus.FORBIDDEN, b"this server answers to localhost only\n", "text/plain", body=body)
         elif not self._allowed(query):
