@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,79 @@ def test_trouble_in_the_chunk_before_the_fork(
     assert list((tmp_path / "store" / "work" / "pieces").iterdir()) == []
     done = tokenize(file)
     assert done.complete and done.engine.startswith("gigatoken")
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("deep", [False, True], ids=["a new worker", "the engine anew"])
+@pytest.mark.parametrize("engine", ["gigatoken", "fastokens"])
+def test_a_worker_with_too_much_memory_is_relieved_and_the_bytes_stay(
+    data_file: Make, tmp_path: Path, text: Any, monkeypatch: pytest.MonkeyPatch, engine: str, deep: bool
+) -> None:
+    """An engine remembers every word; in a long compressed file it is loaded anew, else another worker goes on."""
+    from windlass.data import engines
+    from windlass.data import tokenize as room
+
+    pytest.importorskip(engine)
+    raw = lines([text(i) for i in range(600)])
+    (tmp_path / "long.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(raw))
+    sources, keys = {"s": [tmp_path / "long.jsonl.zst"]}, {"chunk": 16_384, "workers": 2, "engine": engine}
+    tokenize(data_file(sources, output=str(tmp_path / "plain"), **keys))
+    relieved, renewed = [], tmp_path / "renewed"
+    start, load = room._Team._relieve, engines._LOADERS[engine]
+
+    def relieve(team: Any, number: int) -> Any:
+        relieved.append(number)
+        return start(team, number)
+
+    def loaded(*args: Any) -> engines.Engine:
+        made = load(*args)
+
+        def renew() -> None:
+            with renewed.open("a") as file:  # in a worker: a file is what this process sees of it
+                file.write("x")
+            assert made.renew is not None
+            made.renew()
+
+        return replace(made, renew=renew)
+
+    monkeypatch.setattr(room._Team, "_relieve", relieve)
+    monkeypatch.setitem(engines._LOADERS, engine, loaded)
+    monkeypatch.setattr(room, "_STOUT", 1)
+    monkeypatch.setattr(room, "_GROWTH", -(1 << 50))
+    monkeypatch.setattr(room, "_REREAD", 1 if deep else 1 << 50)
+    tokenize(data_file(sources, output=str(tmp_path / "stout"), **keys))
+    assert digest(tmp_path / "stout") == digest(tmp_path / "plain")
+    assert (renewed.is_file(), len(relieved) > 3) == (deep, not deep)
+
+
+def test_the_job_itself_loads_neither_the_reference_nor_the_models_of_machines(
+    data_file: Make, tmp_path: Path, write_jsonl: Any, text: Any
+) -> None:
+    """The reference is only needed for the check, in a process of its own; what is loaded here every worker carries along."""
+    pytest.importorskip("gigatoken")
+    file = data_file({"s": [write_jsonl(tmp_path / "a.jsonl", [text(i) for i in range(9)])]}, engine="gigatoken")
+    (tmp_path / "file.json").write_text(file.model_dump_json())
+    code = (
+        "import sys; from pathlib import Path; from windlass.config.sources import DataFile; from windlass.data.tokenize import tokenize; "
+        "done = tokenize(DataFile.model_validate_json(Path(sys.argv[1]).read_text())); assert done.engine.startswith('gigatoken'), done; "
+        "print(sorted({'tokenizers', 'windlass.clusters.model', 'torch', 'awkward', 'rich', 'typer'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "file.json")]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_a_file_that_only_the_reference_finds_wrong(
+    data_file: Make, tmp_path: Path, write_jsonl: Any, text: Any, tokenizer: Tokenizer
+) -> None:
+    pytest.importorskip("gigatoken")
+    value = json.loads(tokenizer.path.read_text())
+    value["pre_tokenizer"] = {"type": "Nonsense"}
+    (tmp_path / "odd.json").write_text(json.dumps(value))
+    source = {"s": [write_jsonl(tmp_path / "a.jsonl", [text(1)])]}
+    for engine in ("gigatoken", "auto"):
+        with pytest.raises(DataError, match=r"odd\.json"):
+            tokenize(data_file(source, tokenizer=str(tmp_path / "odd.json"), engine=engine))
+    assert not (tmp_path / "store" / "manifest.json").exists()
 
 
 @pytest.mark.multi

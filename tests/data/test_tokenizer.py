@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from windlass.data.tokenizer import Tokenizer, byte_names, load_tokenizer, ranks_to_json, train_bpe
+from windlass.data.tokenizer import JsonTokenizer, Tokenizer, byte_names, load_tokenizer, ranks_to_json, train_bpe
 from windlass.errors import DataError
 
 
@@ -142,3 +142,38 @@ def test_the_end_token_of_a_folder_is_the_one_its_config_names(tmp_path: Path, t
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<turn>"}}')
     found = load_tokenizer(tmp_path)
     assert (found.eos, found.vocab_size) == (600, 601)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "read"),
+    [
+        ([], True),
+        ([("<turn>", 600)], True),
+        ([("<a>", 600), ("<b>", 601)], True),
+        ([("<turn>", 640)], False),  # the library gives it 600, whatever the file says
+        ([("water", 600)], False),  # a word that the model knows under another id
+    ],
+)
+def test_a_glance_at_the_file_knows_what_the_library_knows(
+    tmp_path: Path, tokenizer: Tokenizer, tokens: list[tuple[str, int]], read: bool
+) -> None:
+    value = json.loads(tokenizer.path.read_text())
+    value["added_tokens"] += [{**value["added_tokens"][0], "id": i, "content": name} for name, i in tokens]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(value))
+    last = tokens[-1][0] if tokens else "<|end_of_text|>"
+    quick = load_tokenizer(tmp_path, eos=last, glance=True)
+    whole = load_tokenizer(tmp_path, eos=last)
+    assert ("_inner" not in quick.__dict__) == read
+    assert (quick.vocab_size, quick.eos, quick.hash) == (whole.vocab_size, whole.eos, whole.hash)
+    assert isinstance(whole, JsonTokenizer)
+    assert (whole.vocab_size, whole.eos) == (whole._inner.get_vocab_size(), whole._inner.token_to_id(last))
+    assert quick.encode("water en wind") == whole.encode("water en wind")
+    assert "parsed" not in whole.__dict__  # tens of megabytes that nobody needs any more
+
+
+def test_a_vocabulary_of_another_shape_is_left_to_the_library(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.Unigram([("a", -1.0), ("b", -2.0), ("</s>", 0.0)], unk_id=0)
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    found = load_tokenizer(tmp_path, glance=True)
+    assert (found.vocab_size, found.eos) == (3, 2)

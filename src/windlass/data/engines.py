@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from windlass.data.tokenizer import JsonTokenizer, RanksTokenizer, SentencePieceTokenizer, Tokenizer
+from windlass.data.tokenizer import JsonTokenizer, RanksTokenizer, SentencePieceTokenizer, Tokenizer, parse_json
 from windlass.errors import DataError
 from windlass.runs.files import write_whole
 
@@ -63,6 +63,8 @@ class Engine:
     """Characters to encode in one call. Most engines have a price per call, so the more the better."""
     before_fork: bool = False
     """It starts no threads, so that it may be used before workers are forked; what it has learned by then, all of them know."""
+    renew: Callable[[], None] | None = None
+    """Load it anew: it keeps every word that it ever met, which is what makes it fast, and its memory grows with the text."""
 
 
 @dataclass(frozen=True)
@@ -116,25 +118,32 @@ def _short(error: BaseException) -> str:
 
 
 def _differs(engine: Engine, tokenizer: Tokenizer, specials: bool, sample: Sequence[str]) -> str | None:
-    """Compare in a forked child: an engine that was used starts threads, and the workers are forked from this process."""
+    """Compare in a forked child: an engine that was used starts threads, and the workers are forked from this process.
+
+    The reference, too, is loaded in the child where it was not before: nobody needs it afterwards, and its memory goes at once.
+    """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_compare, args=(sender, engine, tokenizer, specials, list(sample)), daemon=True)
     child.start()
     sender.close()
     try:
-        answer: str | None = receiver.recv() if receiver.poll(300) else "it did not answer within 300 s"
+        answer: Any = receiver.recv() if receiver.poll(300) else "it did not answer within 300 s"
     except EOFError:
         answer = "it crashed on the sample"
     if child.is_alive() and answer is not None:
         child.kill()
     child.join()
-    return answer
+    if isinstance(answer, tuple):
+        raise DataError(answer[0], hint=answer[1])
+    return answer  # type: ignore[no-any-return]
 
 
 def _compare(sender: Any, engine: Engine, tokenizer: Tokenizer, specials: bool, sample: list[str]) -> None:
     try:
         sender.send(first_difference(engine, tokenizer, specials, sample))
+    except DataError as error:  # the reference cannot read its file: no engine will do
+        sender.send((error.message, error.hint))
     except Exception as error:
         sender.send(f"it failed on the sample: {_short(error)}")
 
@@ -181,42 +190,52 @@ def _fastokens(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engi
     os.environ.setdefault("RAYON_NUM_THREADS", "1")
     import fastokens
 
-    inner = fastokens.Tokenizer.from_file(_converted(tokenizer, specials, cache))
-    inner.no_truncation()
-    offset = np.uint32(tokenizer.offset)
+    def load() -> Any:
+        made = fastokens.Tokenizer.from_file(_converted(tokenizer, specials, cache))
+        made.no_truncation()
+        return made
+
+    inner, offset = load(), np.uint32(tokenizer.offset)
 
     def encode(texts: list[str], eos: int | None) -> Flat:
         raw, ends = inner.encode_batch_flat(texts, add_special_tokens=False, split_special_tokens=not specials)
         ids, offsets = np.frombuffer(raw, dtype="<u4"), np.frombuffer(ends, dtype="<u8").astype(np.int64)
         return _ended(ids + offset if offset else ids, offsets, eos)
 
-    return Engine("fastokens", _version("fastokens"), encode)
+    def renew() -> None:
+        nonlocal inner
+        inner = None
+        inner = load()
+
+    return Engine("fastokens", _version("fastokens"), encode, renew=renew)
 
 
 def _gigatoken(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engine:
     import gigatoken
 
-    if isinstance(tokenizer, SentencePieceTokenizer):
-        inner = gigatoken.Tokenizer.from_sentencepiece(tokenizer.path)
-    else:
-        inner = gigatoken.Tokenizer.from_json(_without_extras(Path(_converted(tokenizer, specials, cache)), specials))
-    offset = np.uint32(tokenizer.offset)
+    def load() -> Any:
+        if isinstance(tokenizer, SentencePieceTokenizer):
+            return gigatoken.Tokenizer.from_sentencepiece(tokenizer.path)
+        if isinstance(tokenizer, JsonTokenizer):
+            made = _without_extras(tokenizer.parsed, specials)
+            tokenizer.forget()
+        else:
+            made = _without_extras(parse_json(Path(_converted(tokenizer, specials, cache)).read_bytes()), specials)
+        return gigatoken.Tokenizer.from_json(made)
+
+    inner, offset = load(), np.uint32(tokenizer.offset)
 
     def encode(texts: list[str], eos: int | None) -> Flat:
         # One by one is as fast as gigatoken's encode_batch, which first imports a large package for its result, in every worker.
         return _joined(map(inner.encode, texts), offset, eos)
 
+    def renew() -> None:
+        nonlocal inner
+        inner = None
+        inner = load()
+
     # Calls cost nothing here, and ids that are still in the processor's cache are joined, hashed and written in half the time.
-    return Engine("gigatoken", _version("gigatoken"), encode, batch=1 << 19, before_fork=True)
-
-
-def _loads(raw: bytes) -> Any:
-    try:
-        import orjson
-
-        return orjson.loads(raw)
-    except ImportError:
-        return json.loads(raw)
+    return Engine("gigatoken", _version("gigatoken"), encode, batch=1 << 19, before_fork=True, renew=renew)
 
 
 def _dumps(value: Any) -> bytes:
@@ -228,15 +247,10 @@ def _dumps(value: Any) -> bytes:
         return json.dumps(value, ensure_ascii=False).encode()
 
 
-def _without_extras(path: Path, specials: bool) -> bytes:
+def _without_extras(value: Any, specials: bool) -> bytes:
     """gigatoken has no switch for these: what would cut, pad or turn text into special tokens is taken out of the file."""
-    raw = path.read_bytes()
-    value = _loads(raw)
-    extra = [key for key in ("truncation", "padding", "post_processor") if value.get(key)]
     added = [token for token in value.get("added_tokens") or [] if specials or not token.get("special")]
-    if not extra and len(added) == len(value.get("added_tokens") or []):
-        return raw
-    return _dumps({**value, **dict.fromkeys(extra), "added_tokens": added})
+    return _dumps({**value, "truncation": None, "padding": None, "post_processor": None, "added_tokens": added})
 
 
 def _joined(parts: Iterable[Any], offset: np.uint32, eos: int | None) -> Flat:

@@ -44,6 +44,12 @@ _WARM = 4
 """Chunks per worker from which on the first is done before workers are forked: they all wait for it, but learn from it."""
 _SELF = -1
 """Number of this process among its workers."""
+_STOUT = 300_000_000
+"""Bytes of memory from which on a worker is relieved by a new one: engines keep every word they met, and text never runs out of new ones."""
+_GROWTH = 100_000_000
+"""Bytes that a worker may grow in any case, also where tokenizer and engine alone are stout."""
+_REREAD = 300_000_000
+"""Bytes that a new worker would rather decompress again, to find its place in a file, than load the engine anew."""
 
 
 class StoppedError(WindlassError):
@@ -93,7 +99,7 @@ def tokenize(
     target, work = Path(file.output), Path(file.output) / "work"
     if file.policy == "lawful":
         refuse_unlawful([_provenance(name, file) for name in file.sources], "the data file")
-    tokenizer = load_tokenizer(file.tokenizer, eos=file.eos)
+    tokenizer = load_tokenizer(file.tokenizer, eos=file.eos, glance=True)
     if file.add_eos and tokenizer.eos is None:
         raise DataError(
             f"{tokenizer.path} names no token that ends a document",
@@ -101,7 +107,7 @@ def tokenize(
         )
     files = {name: find_files(name, source) for name, source in file.sources.items()}
     _make_folders(target)
-    with _lock(target, work, task):
+    with _lock(target, work, task), _uncollected():
         return _run(file, target, work, tokenizer, files, task, on_progress or (lambda progress: None))
 
 
@@ -293,6 +299,18 @@ def _chunk_weight(item: Item, chunk: int) -> int:
     return item.weight // item.chunks if item.chunks else min(chunk, item.weight)
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Python's collector off: it would look through a whole vocabulary again and again, and there are no cycles to find in it."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
 # -- locks and signals ---------------------------------------------------------------------------------------------
 
 
@@ -396,7 +414,6 @@ def _work(
 
     if job.engine.before_fork and workers > 1 and schedule.left() >= _WARM * workers:
         _first_chunk(job, schedule, hear, task)
-    gc.collect()
     gc.freeze()  # what is loaded now is shared with the workers; the collector would copy it page by page
     team = _Team(job, by_id, workers, task)
     try:
@@ -461,16 +478,28 @@ class _Team:
     """Forked workers and the pipes to them."""
 
     def __init__(self, job: Job, items: dict[str, Item], count: int, task: tuple[int, int] | None) -> None:
-        context = multiprocessing.get_context("fork")
-        self.members: list[tuple[Any, Connection]] = []
+        self.job, self.items, self.task = job, items, task
+        self.members: dict[int, tuple[Any, Connection]] = {}
         for number in range(count):
-            ours, theirs = context.Pipe()
-            foreign = [c for _, c in self.members] + [ours]
-            book = _journal(job, task, f"{number:03d}")
-            process = context.Process(target=_member, args=(job, items, theirs, foreign, book), daemon=True)
-            process.start()
-            theirs.close()
-            self.members.append((process, ours))
+            self._start(number)
+
+    def _start(self, number: int) -> None:
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        foreign = [c for _, c in self.members.values()] + [ours]
+        book = _journal(self.job, self.task, f"{number:03d}")
+        process = context.Process(target=_member, args=(self.job, self.items, theirs, foreign, book), daemon=True)
+        process.start()
+        theirs.close()
+        self.members[number] = (process, ours)
+
+    def _relieve(self, number: int) -> Connection:
+        """A new worker in the place of one that ends: it knows what this process knew when it was forked, and has little memory."""
+        process, connection = self.members.pop(number)
+        connection.close()
+        process.join()
+        self._start(number)
+        return self.members[number][1]
 
     def send(self, number: int, message: Any) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -478,7 +507,7 @@ class _Team:
 
     def messages(self) -> Iterator[tuple[int, Any]]:
         """Every message of every worker until all have ended; a worker that dies without a word is an error."""
-        open_ = {connection: number for number, (_, connection) in enumerate(self.members)}
+        open_ = {connection: number for number, (_, connection) in self.members.items()}
         while open_:
             for connection in wait(list(open_)):
                 number = open_[connection]  # type: ignore[index]
@@ -493,11 +522,14 @@ class _Team:
                     ) from None
                 if message[0] == "bye":
                     del open_[connection]  # type: ignore[arg-type]
+                elif message[0] == "stout":
+                    del open_[connection]  # type: ignore[arg-type]
+                    open_[self._relieve(number)] = number
                 else:
                     yield number, message
 
     def close(self) -> None:
-        for process, connection in self.members:
+        for process, connection in self.members.values():
             connection.close()
             if process.is_alive():
                 process.join(0.2)
@@ -518,6 +550,7 @@ def _member(job: Job, items: dict[str, Item], connection: Connection, foreign: l
     for other in foreign:  # a pipe that this process holds open would hide the parent's death from another worker
         other.close()
     worker = Worker(job, book, lambda *numbers: connection.send(("progress", *numbers)))
+    limit = max(_STOUT, resident() + _GROWTH)
     try:
         while True:
             connection.send(("ready",))
@@ -525,6 +558,12 @@ def _member(job: Job, items: dict[str, Item], connection: Connection, foreign: l
                 connection.send(("bye",))
                 return
             connection.send(("done", worker.do(items[told[0]], told[1])))
+            gc.collect()  # what was loaded before the fork is frozen, so little is looked at
+            if resident() > limit:
+                if not _slimmed(job, worker):
+                    connection.send(("stout",))
+                    return
+                limit = max(_STOUT, resident() + _GROWTH)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(1)
     except Exception as error:
@@ -533,6 +572,24 @@ def _member(job: Job, items: dict[str, Item], connection: Connection, foreign: l
 
             traceback.print_exc(file=sys.stderr)
         connection.send(("error", *_trouble(error, job)))
+
+
+def resident() -> int:
+    """Bytes of memory of this process; 0 where the system does not say (then no worker is relieved)."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _slimmed(job: Job, worker: Worker) -> bool:
+    """Load the engine anew where a new worker would have to decompress too much again; False: let a new worker take over."""
+    if worker.depth < _REREAD or job.engine.renew is None:
+        return False
+    job.engine.renew()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    return True
 
 
 def _stay_with_parent(folder: Path) -> None:

@@ -11,7 +11,7 @@ import binascii
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -74,6 +74,20 @@ class JsonTokenizer(Tokenizer):
     @cached_property
     def _inner(self) -> Any:
         return _read_json_tokenizer(self.path)
+
+    @cached_property
+    def parsed(self) -> Any:
+        """The file as JSON: tens of megabytes, so whoever needs it no longer calls `forget`."""
+        return parse_json(self.path.read_bytes())
+
+    def forget(self) -> None:
+        self.__dict__.pop("parsed", None)
+
+    def token_id(self, name: str) -> int | None:
+        if (plain := _plain_ids(self.parsed)) is None:
+            number: int | None = self._inner.token_to_id(name)
+            return number
+        return plain[1].get(name, plain[0].get(name))
 
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
         self._inner.encode_special_tokens = not specials
@@ -141,19 +155,25 @@ class SentencePieceTokenizer(Tokenizer):
         return text
 
 
-def load_tokenizer(path: Path | str, *, eos: str | int | None = None) -> Tokenizer:
-    """The tokenizer of a file or folder. `eos` overrides which token ends a document, by name or id."""
+def load_tokenizer(path: Path | str, *, eos: str | int | None = None, glance: bool = False) -> Tokenizer:
+    """The tokenizer of a file or folder. `eos` overrides which token ends a document, by name or id.
+
+    `glance`: read off a JSON only what must be known before the first token. The library that is the reference then reads the file
+    when a text is first encoded, wherever that happens, and complains there if it cannot.
+    """
     file = _find(Path(path))
-    made = _open(file)
+    made = _open(file, glance=glance)
     if eos is not None:
         object.__setattr__(made, "eos", _named_eos(made, eos))
+    if isinstance(made, JsonTokenizer) and not glance:
+        made.forget()
     return made
 
 
-def _open(file: Path) -> Tokenizer:
+def _open(file: Path, *, glance: bool) -> Tokenizer:
     head = _head(file)
     if file.suffix == ".json" or head.lstrip()[:1] == b"{":
-        return _open_tekken(file) if _is_tekken(file) else _open_json(file)
+        return _open_tekken(file) if _is_tekken(file) else _open_json(file, glance=glance)
     if _looks_like_ranks(head):
         return _open_ranks(file)
     return _open_sentencepiece(file)
@@ -220,23 +240,69 @@ def _read_json_tokenizer(file: Path) -> Any:
     return inner
 
 
-def _open_json(file: Path) -> Tokenizer:
-    inner = _read_json_tokenizer(file)
-    names = {token.content: number for number, token in inner.get_added_tokens_decoder().items()}
-    size = max([inner.get_vocab_size(with_added_tokens=True), *(number + 1 for number in names.values())])
-    made = JsonTokenizer(file, "json", size, _json_eos(file, inner, names))
-    made.__dict__["_inner"] = inner  # what cached_property would read again
+def parse_json(raw: bytes) -> Any:
+    try:
+        import orjson
+
+        return orjson.loads(raw)
+    except ImportError:  # ten times slower, same answers
+        return json.loads(raw)
+
+
+def _open_json(file: Path, *, glance: bool) -> Tokenizer:
+    made = _glance(file)
+    if made is None or not glance:  # the library says what is wrong with a file better than we could
+        inner = _read_json_tokenizer(file)
+        made = made or _ask(file, inner)
+        made.__dict__["_inner"] = inner  # what cached_property would read again
     return made
 
 
-def _json_eos(file: Path, inner: Any, names: dict[str, int]) -> int | None:
+def _ask(file: Path, inner: Any) -> JsonTokenizer:
+    names = {token.content: number for number, token in inner.get_added_tokens_decoder().items()}
+    size = max([inner.get_vocab_size(with_added_tokens=True), *(number + 1 for number in names.values())])
+    return JsonTokenizer(file, "json", size, _json_eos(file, lambda name: names.get(name, inner.token_to_id(name))))
+
+
+def _glance(file: Path) -> JsonTokenizer | None:
+    """Vocabulary size and end token read off the JSON; None where only the library can tell."""
+    try:
+        value = parse_json(file.read_bytes())
+        if (plain := _plain_ids(value)) is None:
+            return None
+        vocab, added = plain
+        size = 1 + max([*added.values(), max(vocab.values(), default=-1)])
+    except (ValueError, TypeError):
+        return None
+    made = JsonTokenizer(file, "json", size, _json_eos(file, lambda name: added.get(name, vocab.get(name))))
+    made.__dict__["parsed"] = value
+    return made
+
+
+def _plain_ids(value: Any) -> tuple[dict[str, int], dict[str, int]] | None:
+    """(ids of the model, ids of the added tokens), if the library gives the added tokens the ids that the file says.
+
+    It numbers those that the model does not know from the size of the vocabulary on, whatever the file says.
+    """
+    try:
+        vocab, added = value["model"]["vocab"], value.get("added_tokens") or []
+        names = {token["content"]: token["id"] for token in added}
+        known = isinstance(vocab, dict) and all(type(number) is int for number in names.values())
+    except (AttributeError, KeyError, TypeError):
+        return None
+    fresh = [number for name, number in names.items() if name not in vocab] if known else []
+    agreed = known and all(vocab.get(name, number) == number for name, number in names.items())
+    return (vocab, names) if agreed and fresh == list(range(len(vocab), len(vocab) + len(fresh))) else None
+
+
+def _json_eos(file: Path, find: Callable[[str], int | None]) -> int | None:
     beside = file.with_name("tokenizer_config.json")
     wanted = None
     if beside.is_file():
         wanted = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
         wanted = wanted.get("content") if isinstance(wanted, dict) else wanted
     for name in ([wanted] if wanted else []) + list(_EOS_NAMES):
-        if (number := names.get(name, inner.token_to_id(name))) is not None:
+        if (number := find(name)) is not None:
             return int(number)
     return None
 
@@ -251,7 +317,7 @@ def _named_eos(made: Tokenizer, eos: str | int) -> int:
         return eos
     number: int | None = None
     if isinstance(made, JsonTokenizer):
-        number = made._inner.token_to_id(eos)
+        number = made.token_id(eos)
     elif isinstance(made, RanksTokenizer):
         number = dict(made.specials).get(eos)
     elif isinstance(made, SentencePieceTokenizer):

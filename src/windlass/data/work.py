@@ -216,6 +216,11 @@ class Worker:
         self._lines[1].go_to(start)
         return self._lines[1]
 
+    @property
+    def depth(self) -> int:
+        """Bytes that were decompressed to reach the place in the open file; 0 when none is open that cannot simply be opened there."""
+        return self._lines[1].position if self._lines is not None and self._lines[1].file.packing else 0
+
     def close(self) -> None:
         """Let go of the open file, if there is one."""
         if self._lines is not None:
