@@ -84,9 +84,8 @@ class TestSecurity:
     def test_a_tunnels_port_is_fine(self, server):
         assert get(server, "/api/runs", headers={"Host": "localhost:9999"})[0].status == 200
 
-    @pytest.mark.parametrize("path", ["http://[/", f"/api/runs?{'a=1&' * 200}"])
-    def test_an_address_that_cannot_be_read_is_answered(self, server, path):
-        answer, body = get(server, path, token=False)
+    def test_an_address_that_cannot_be_read_is_answered(self, server):
+        answer, body = get(server, f"/api/runs?{'a=1&' * 200}", token=False)
         assert (answer.status, body) == (400, b"this address cannot be read\n")
 
     @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE"])
