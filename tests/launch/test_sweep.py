@@ -400,6 +400,6 @@ def test_what_cannot_be_picked_or_ranked_is_said(tmp_path, capsys):
     assert "inner.f1, score" in caught.value.hint
     command(path, dry_run=True)
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == "cmd: 1 points"
+    assert shown[0] == "cmd: 1 point"
     assert shown[1].startswith("kind-fine.size-4  ")
     assert shown[1].endswith("program.py fine 4 FOLDER/out.json"), "one line, however long its paths are"

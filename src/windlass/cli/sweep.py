@@ -10,7 +10,6 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from windlass.launch.sweep.expect import Expectation, Total
     from windlass.launch.sweep.local import Work
     from windlass.launch.sweep.points import Point
 
@@ -47,7 +46,9 @@ def sweep(
         return
     expected, total = expect_all(loaded.sweep, points, cluster)
     if dry_run:
-        _show_dry(loaded, points, expected, total, as_json)
+        from windlass.cli.sweep_text import show_dry
+
+        show_dry(loaded, points, expected, total, as_json)
         return
     from windlass.launch.sweep.folder import open_sweep_folder
     from windlass.launch.sweep.local import Work
@@ -85,90 +86,6 @@ def _write_dvc(loaded: Any, points: Sequence[Point], path: Path) -> None:
 
     write_dvc(loaded, points, path)
     console().print(f"wrote {path}: one matrix stage, {len(points)} points; `dvc repro` runs them")
-
-
-def _show_dry(
-    loaded: Any, points: Sequence[Point], expected: Sequence[Expectation], total: Total, as_json: bool
-) -> None:
-    from windlass.cli.output import console, print_json, table
-
-    if as_json:
-        rows = [
-            {"point": p.name, "values": dict(p.values), "devices": p.devices, "problem": p.problem, "expected": e.as_dict()}
-            for p, e in zip(points, expected, strict=True)
-        ]  # fmt: skip
-        print_json(
-            {
-                "sweep": loaded.sweep.name,
-                "points": rows,
-                "total": total.as_dict(),
-                "equivalence": loaded.sweep.equivalence,
-            }
-        )
-        return
-    out = console()
-    if loaded.sweep.command is not None:
-        out.print(f"{loaded.sweep.title or loaded.sweep.name}: {len(points)} points", style="bold", markup=False)
-        widest = max(len(p.name) for p in points)
-        for point in points:  # no table: a folded command cannot be copied
-            out.print(f"{point.name:{widest}}  {point.shown_command()}", markup=False, soft_wrap=True)
-        out.print("what they take is unknown: the planner knows recipes only")
-        return
-    columns = ("point", "expected", "GiB", "oom", "tokens/s/device", "MFU", "time", "node-h", "kWh")
-    rows2 = [(p.name, *_expected_cells(e)) for p, e in zip(points, expected, strict=True)]
-    title = loaded.sweep.title or loaded.sweep.name
-    out.print(table(f"{title}: {len(points)} points", columns, rows2, right=(2, 3, 4, 5, 6, 7, 8)))
-    _print_equivalence(out, loaded.sweep.equivalence)
-    for line in _total_lines(total, loaded.sweep.skip_oom):
-        out.print(line)
-
-
-def _expected_cells(e: Expectation) -> tuple[str, ...]:
-    from windlass.units import print_seconds
-
-    if e.verdict in ("illegal", "unknown"):
-        return (f"{e.verdict}: {e.reason}", "", "", "", "", "", "", "")
-    word = "skip: out of memory" if e.skip else "out of memory" if e.verdict == "oom" else "fits"
-    gib = "" if e.memory_bytes is None else f"{e.memory_bytes / 2**30:.1f}"
-    chance = "" if e.oom_chance is None else f"{e.oom_chance:.0%}"
-    if e.skip:
-        return (word, gib, chance, "", "", "", "", "")
-    return (
-        word, gib, chance, f"{e.tokens_per_second_per_device or 0:,.0f}", "unknown" if e.mfu is None else f"{e.mfu:.1%}", print_seconds(e.seconds),
-        "unknown" if e.node_hours is None else f"{e.node_hours:.2f}", "unknown" if e.kwh is None else f"{e.kwh:.3g}",
-    )  # fmt: skip
-
-
-def _total_lines(total: Total, limit: float) -> list[str]:
-    from windlass.units import print_seconds
-
-    def known(value: float | None) -> str:
-        return "unknown" if value is None else f"{value:,.3g}"
-
-    lines = [
-        f"{total.run} of {total.points} points would run, {total.skipped} are skipped as out of memory (at least {limit:.0%} sure), {total.illegal} cannot be"
-    ]
-    if total.node_hours is not None:
-        units = (
-            f", {total.units:,.0f} {total.unit}s" if total.units is not None and total.unit not in ("", "hour") else ""
-        )
-        lines.append(
-            f"together {total.node_hours:,.1f} node-hours{units}, {known(total.kwh)} kWh; one after another {print_seconds(total.seconds)}"
-        )
-    lines.append(
-        "oom: chance that the point runs out of memory, from how far the estimate was off on 129 published runs."
-    )
-    return lines
-
-
-def _print_equivalence(out: Any, found: dict[str, dict[str, str]]) -> None:
-    from windlass.cli.output import table
-
-    if not found:
-        return
-    engines = list(dict.fromkeys(e for row in found.values() for e in row))
-    rows = [(name, *(row.get(e, "") for e in engines)) for name, row in found.items()]
-    out.print(table("Which strategy exists in which engine", ("strategy", *engines), rows))
 
 
 def _run(
@@ -263,16 +180,17 @@ def _ranked_by(work: Work, rows: Sequence[dict[str, Any]], key: str | None) -> W
 
     from windlass.config.sweep import with_goal
     from windlass.errors import ConfigError
+    from windlass.figures.sweep_page import numbers
 
-    good = [row for row in rows if row.get("outcome") == "ok"]
-    numbers = sorted({k for row in good for k, v in row.items() if isinstance(v, (int, float)) and not isinstance(v, bool)})  # fmt: skip
-    if good and key not in numbers:
-        raise ConfigError(f"--rank-by {key}: no point has such a number", hint=f"columns with numbers: {', '.join(numbers)}")  # fmt: skip
+    there = numbers(rows)
+    if any(row.get("outcome") == "ok" for row in rows) and key not in there:
+        raise ConfigError(f"--rank-by {key}: no point has such a number", hint=f"columns with numbers: {', '.join(there) or 'none'}")  # fmt: skip
     return replace(work, loaded=replace(work.loaded, sweep=with_goal(work.sweep, key)))
 
 
 def _finish(work: Work, rank_by: str | None, pick: Path | None, as_json: bool) -> None:
     from windlass.cli.output import console, print_json
+    from windlass.cli.sweep_text import print_rows
     from windlass.figures.sweep_page import best_first, counts
     from windlass.launch.sweep.page import write_page
     from windlass.launch.sweep.pick import write_pick
@@ -289,21 +207,7 @@ def _finish(work: Work, rank_by: str | None, pick: Path | None, as_json: bool) -
         print_json({"sweep": work.sweep.name, "folder": work.folder.path, "rank_by": key, "best": ranked[0]["point"] if ranked else None,
                     "counts": counts(rows), "rows": rows, "page": page, "tables": paths, "pick": pick})  # fmt: skip
         return
-    _print_rows(console(), work, rows, ranked, key)
+    print_rows(console(), work, rows, ranked, key)
     console().print(f"page: {page}   table: {paths[0]}")
     if pick is not None:
         console().print(f"the winner, {ranked[0]['point']}, is written to {pick}")
-
-
-def _print_rows(
-    out: Any, work: Work, rows: Sequence[dict[str, Any]], ranked: Sequence[dict[str, Any]], key: str
-) -> None:
-    from windlass.cli.output import table
-    from windlass.figures.sweep_page import cells, counts, shown_columns
-
-    rest = [r for r in rows if r not in ranked]
-    columns = shown_columns(work.sweep, rows, key)
-    body = [cells(row, columns) for row in (*ranked, *rest)]
-    listed = ", ".join(f"{n} {word}" for word, n in counts(rows).items())
-    right = [i for i, c in enumerate(columns) if c.right]
-    out.print(table(f"{work.sweep.title or work.sweep.name}: {listed}", [c.title for c in columns], body, right=right))

@@ -148,7 +148,22 @@ def _head(sweep: SweepConfig, rows: Sequence[Row], ranked: Sequence[Row], rank_b
             cards.append(Card(print_bytes(best["memory_bytes"]), "its peak memory"))
         if len(ranked) > 1 and sweep.goal == "max" and ranked[-1][rank_by] > 0:
             cards.append(Card(f"{best[rank_by] / ranked[-1][rank_by]:.1f} x", "from the last to the best", ranked[-1]["point"]))  # fmt: skip
-    return [Cards(cards)] if ranked else [Cards(cards), Note("No point has ended well yet.", "warning")]
+    return [Cards(cards)] if ranked else [Cards(cards), Note(no_winner(rows, rank_by), "warning")]
+
+
+def no_winner(rows: Sequence[Row], rank_by: str) -> str:
+    """Nothing ended well, or what did has no such number: then, which numbers there are."""
+    if "ok" not in counts(rows):
+        return "No point has ended well yet."
+    there = ", ".join(numbers(rows)) or "none"
+    return (
+        f"No point that ended well has a number called {rank_by}, so there is no winner. Numbers to rank by: {there}."
+    )
+
+
+def numbers(rows: Sequence[Row]) -> list[str]:
+    """Columns by which points that ended well can be ranked."""
+    return sorted({key for row in rows for key in row if charts.known(row, key)})
 
 
 def _equivalence(found: dict[str, dict[str, str]]) -> list[Item]:
