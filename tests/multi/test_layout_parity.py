@@ -315,6 +315,19 @@ def embedding_gradient() -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]
     return str(weight.grad.placements), weight.grad.to_local(), weight.grad.full_tensor(), whole.grad
 
 
+def notes_here(recipe: Recipe) -> list[str]:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    where = Place(rank, world, rank, world, 0, 1, None, None, "test")
+    return loop.build(recipe, Run(Path("/nonexistent")), where, [], lambda text: None, announced=False).parts.notes
+
+
+@pytest.mark.multi
+def test_what_is_said_of_the_loss_is_what_runs(spawn: Any) -> None:
+    for seen in spawn(notes_here, 2, make_recipe(tensor=2, train={"loss": "plain"})):
+        assert "loss: in chunks of 48 tokens (the vocabulary is divided over 2 ranks)" in seen
+        assert not any("plain" in note for note in seen)
+
+
 @pytest.mark.multi
 def test_a_divided_embedding_has_a_divided_gradient(spawn: Any) -> None:
     for placements, part, seen, expected in spawn(embedding_gradient, 2):

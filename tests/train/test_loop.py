@@ -406,3 +406,32 @@ def test_validation_of_a_foreign_network_drops_nothing_and_changes_nothing(tmp_p
         batches.close()
         curves.append(curve)
     assert curves[0] == curves[1]
+
+
+def test_a_validation_pass_is_in_no_steps_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else tokens/s and MFU would dip after each pass. The clock is the test's: a step takes 1 s, a pass 50."""
+    from types import SimpleNamespace
+
+    from windlass.train import metrics
+
+    now = [1000.0]
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Slow(Hook):
+        def on_start(self, job: Any) -> None:
+            job.validator = SimpleNamespace(judge=self.judge)
+
+        def on_step_begin(self, job: Any) -> None:
+            now[0] += 1.0
+
+        def judge(self, stopping: Any) -> Any:
+            now[0] += 50.0
+            found = SimpleNamespace(loss=2.0)
+            return SimpleNamespace(whole=found, line=lambda: {"val_loss": 2.0}, event=lambda: {"val_loss": 2.0})
+
+    _, run = train(tmp_path, recipe(train={"eval_every": 2}), Slow())
+    assert [line["step_seconds"] for line in run.metrics()] == pytest.approx([1.0] * 6)
+    assert [line["tokens_per_second"] for line in run.metrics()] == pytest.approx([128.0] * 6)
+    assert [e["seconds"] for e in run.events() if e["event"] == "evaluated"] == [50.0] * 3
+    assert [line.get("val_loss") for line in run.metrics()] == [None, None, 2.0, None, 2.0, None]

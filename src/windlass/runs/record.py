@@ -8,7 +8,7 @@ METRICS: dict[str, str] = {
     "loss": "mean cross-entropy of the step over all ranks, nats per token",
     "grad_norm": "global gradient norm before clipping",
     "lr": "learning rate of the step",
-    "step_seconds": "wall time of the step, mean over the steps since the last line",
+    "step_seconds": "wall time of the step without validation passes, mean over the steps since the last line",
     "tokens_per_second": "of the whole job",
     "mfu": "model FLOP utilisation, 0 to 1; null when the device's peak is unknown",
     "memory_bytes": "highest allocator peak of any rank so far",

@@ -22,6 +22,9 @@ from windlass.models.parts import Model
 from windlass.models.retnet import retain_state, state_left
 from windlass.train.mesh import World
 
+# The name before torch 2.13, which still works there and warns on every rank.
+_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+
 
 def apply_context(module: Model, world: World) -> None:
     """Tell the model where its stretch begins, and its blocks how to reach the rest."""
@@ -47,7 +50,7 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None
     """Causal attention of this rank's queries over the keys and values of all ranks up to it."""
     width = q.shape[2]
     end = (rank + 1) * width
-    k, v = (collectives.all_gather_tensor_autograd(t.contiguous(), 2, group)[:, :, :end] for t in (k, v))
+    k, v = (_gather(t.contiguous(), 2, group)[:, :, :end] for t in (k, v))
     numbers = documents if documents is not None else q.new_zeros((1, end), dtype=int)
     mask = document_mask(numbers[:, rank * width : end], numbers[:, :end], query_start=rank * width)
     return masked_attention(q, k, v, mask)
@@ -55,7 +58,7 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None
 
 def carried_retention(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, *, group: Any, rank: int) -> Tensor:
     """What all earlier ranks' positions add to this rank's. The first rank adds zeros: its part in the exchange goes both ways."""
-    left = collectives.all_gather_tensor_autograd(state_left(k, v, gamma).unsqueeze(0).contiguous(), 0, group)
+    left = _gather(state_left(k, v, gamma).unsqueeze(0).contiguous(), 0, group)
     gap = rank - 1 - torch.arange(left.shape[0], device=q.device)
     decay = gamma[None] ** (gap.clamp(min=0)[:, None] * q.shape[-2])
     weight = torch.where(gap[:, None] >= 0, decay, 0.0).to(q.dtype)

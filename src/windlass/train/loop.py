@@ -134,13 +134,16 @@ def _last_validation(job: Job) -> None:
 
 
 def validate_now(job: Job) -> None:
+    job.recorder.drain(job, 0)  # waits for the device: from here on its time is the validation's
     begin = time.monotonic()
     found = job.validator.judge(lambda: _between_batches(job))
+    seconds = time.monotonic() - begin
+    job.recorder.leave_out(seconds)
     if found is None:  # asked to stop on the way: the save comes first
         return
     job.validation, job.val_loss, job.val_step = found, found.whole.loss, job.step
     if job.world.is_main:
-        job.run.event("evaluated", step=job.step, **found.event(), seconds=time.monotonic() - begin)
+        job.run.event("evaluated", step=job.step, **found.event(), seconds=seconds)
     each(job.hooks, "on_eval", job, job.val_loss)
 
 

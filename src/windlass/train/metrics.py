@@ -85,6 +85,11 @@ class Recorder(Hook):
         if reason != "error":
             self.drain(job, 0)
 
+    def leave_out(self, seconds: float) -> None:
+        """Time that was not training's, such as a validation pass, is in no step's: call after a `drain` to the last step."""
+        if self._before is not None:
+            self._before = (self._before[0] + seconds, *self._before[1:])
+
     def forget(self) -> None:
         """After a rollback: what was skipped before it no longer counts."""
         self.pending.clear()

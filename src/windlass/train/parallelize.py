@@ -154,6 +154,8 @@ def _loss(module: Model, recipe: Recipe, world: World, notes: list[str]) -> None
     rows = (module.embed if module.head.weight is None else module.head).weight.shape[0]
     tokens = recipe.layout.micro_batch * recipe.data.seq_len // world.axes.context
     module.head.loss, note = choose_loss(recipe.train, world.device, rows, tokens)
+    if world.axes.tensor > 1:  # `apply_tensor` gives the head another, whatever was chosen
+        note = f"loss: in chunks of {recipe.train.loss_chunk} tokens (the vocabulary is divided over {world.axes.tensor} ranks)"
     notes.append(note)
 
 
