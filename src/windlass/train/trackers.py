@@ -23,7 +23,7 @@ from windlass.train.hooks import Hook
 
 Line = dict[str, Any]
 MOST_WAITING = 10_000
-"""Lines that may wait for a slow tracker; beyond that the oldest are let go (they are in metrics.jsonl)."""
+"""Lines that may wait for a slow tracker; beyond that new ones are let go and counted (they are in metrics.jsonl)."""
 MOST_FAILURES = 3
 """Failures in a row after which a tracker is closed."""
 CLOSE_SECONDS = 30.0
@@ -106,6 +106,10 @@ class Exporter:
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=CLOSE_SECONDS)
         self._thread.join(CLOSE_SECONDS)
+        if self.dropped:
+            self._say(
+                f"trackers were too slow for {self.dropped:,} lines, which they lack; metrics.jsonl has every line"
+            )
         if self._thread.is_alive():
             self._say(
                 f"trackers did not close within {CLOSE_SECONDS:.0f} s and were left behind; metrics.jsonl has every line"
@@ -117,7 +121,7 @@ class Exporter:
         for name, opener in self._openers.items():
             try:
                 self._sinks[name] = opener(self._run, self._recipe, self._first)
-            except Exception as error:  # a tracker is never worth a training run
+            except (Exception, SystemExit) as error:  # a tracker is never worth a training run; some leave by exit()
                 self._say(f"tracker {name} is off: {_short(error)}; metrics.jsonl has every line")
         self._opened_at = time.monotonic()
         count = self._count
@@ -128,7 +132,7 @@ class Exporter:
             self._part_if_asked()
         offline = self._writes_parts()
         for name in list(self._sinks):
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception, SystemExit):
                 self._sinks[name].close()
         if offline:
             self._ask_for_sync()
@@ -137,12 +141,12 @@ class Exporter:
         try:
             self._sinks[name].log(line, count)
             self._failures[name] = 0
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._failures[name] = self._failures.get(name, 0) + 1
             if self._failures[name] >= MOST_FAILURES:
                 self._say(f"tracker {name} is off after {MOST_FAILURES} failures: {_short(error)}")
                 sink = self._sinks.pop(name)
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(Exception, SystemExit):
                     sink.close()
 
     def _writes_parts(self) -> bool:
@@ -168,7 +172,7 @@ class Exporter:
             time.sleep(max(0.0, 1.1 - (time.monotonic() - self._opened_at)))
             self._opened_at = time.monotonic()
             self._sinks["wandb"] = self._openers["wandb"](self._run, self._recipe, self._first)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._say(f"tracker wandb is off: {_short(error)}; metrics.jsonl has every line")
 
     def _ask_for_sync(self) -> None:
@@ -177,7 +181,7 @@ class Exporter:
             write_whole(self._run.requests / "sync", f"{time.time()}\n", sync=False)
 
 
-def _short(error: Exception) -> str:
+def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
@@ -291,11 +295,17 @@ class MlflowSink:
         values = numbers(line)
         step, at = int(values.get("step", count)), int(values.get("time", time.time()) * 1000)
         self._client.log_batch(
-            self._id, [Metric(k, v, at, step) for k, v in values.items() if k not in ("step", "time")]
+            self._id, [Metric(mlflow_name(k), v, at, step) for k, v in values.items() if k not in ("step", "time")]
         )
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
+
+
+def mlflow_name(key: str) -> str:
+    """MLflow refuses a whole line for one name outside its alphabet; a source of the validation split may be called anything."""
+    plain = re.sub(r"[^A-Za-z0-9_\-. :/]", "_", key)
+    return "/".join(part for part in plain.split("/") if part.strip(".")) or "_"
 
 
 def _flat(value: dict[str, Any]) -> list[tuple[str, Any]]:
