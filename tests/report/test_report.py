@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 
 import pytest
@@ -148,6 +149,13 @@ def test_several_runs_join(run, tmp_path):
     assert "## 2 runs" in text
     assert "Measured IT energy of 2 of 2 runs together: 0.6111 kWh" in text
     assert len(json_report([run, other])["runs"]) == 2
+
+
+def test_a_copy_of_a_run_is_shown_and_not_added_again(run, tmp_path):
+    shutil.copytree(run.path, tmp_path / "copy")
+    text = markdown_report([run, Run(tmp_path / "copy")])
+    assert "Measured IT energy of 1 of 1 runs together: 0.3056 kWh" in text
+    assert "Copies of a run are not added again: 1 folder." in text
 
 
 def test_two_runs_with_one_name_are_told_apart_by_folder(run, tmp_path):

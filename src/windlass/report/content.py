@@ -402,6 +402,17 @@ def conventions() -> Section:
     ), whole=(0,)),), id="conventions")  # fmt: skip
 
 
+def _without_copies(summaries: Sequence[RunSummary]) -> list[RunSummary]:
+    """A folder and its copy are one run, known by name and the moment it began: of two, the one that went on longer."""
+    found: dict[object, RunSummary] = {}
+    for index, s in enumerate(summaries):
+        key: object = index if s.started_at is None else (s.name, s.started_at)
+        other = found.get(key)
+        if other is None or (s.step or 0) > (other.step or 0):
+            found[key] = s
+    return list(found.values())
+
+
 def joined(summaries: Sequence[RunSummary], labels: Sequence[str]) -> list[Section]:
     """Several runs (a chain, a sweep) beside each other, before their own reports; `labels` tell them apart."""
     columns = ("run", "state", "tokens", "loss", "tokens/s", "MFU", "memory", "energy", "CO2", "power")
@@ -411,19 +422,22 @@ def joined(summaries: Sequence[RunSummary], labels: Sequence[str]) -> list[Secti
          print_carbon(s.energy.carbon.location_kg if s.energy.carbon else None), watts(s.energy.mean_watts))
         for s, label in zip(summaries, labels, strict=True)
     ]  # fmt: skip
-    measured = [s.energy.joules for s in summaries if s.energy.basis == "measured" and s.energy.joules is not None]
+    once = _without_copies(summaries)
+    measured = [s.energy.joules for s in once if s.energy.basis == "measured" and s.energy.joules is not None]
     total = (
-        f"Measured IT energy of {len(measured)} of {len(summaries)} runs together: {sum(measured) / 3.6e6:,.4g} kWh."
+        f"Measured IT energy of {len(measured)} of {len(once)} runs together: {sum(measured) / 3.6e6:,.4g} kWh."
         if measured
         else "No run has measured energy."
     )
-    trained = sum(s.tokens for s in summaries if s.tokens is not None)
+    trained = sum(s.tokens for s in once if s.tokens is not None)
+    copies = len(summaries) - len(once)
+    told = f" Copies of a run are not added again: {counted(copies, 'folder')}." if copies else ""
     return [
         Section(
             f"{len(summaries)} runs",
             (
                 Table(columns, rows, right=tuple(range(2, 10))),
-                Note(f"{total} Tokens together: {print_tokens(trained)}."),
+                Note(f"{total} Tokens together: {print_tokens(trained)}.{told}"),
             ),
             id="all",
         )
