@@ -52,12 +52,25 @@ for line in re.findall(r"^Requires-Dist: (.*)", text, re.M):
     plain = re.sub(r"\s*(and )?\(?extra == '[^']+'\)?", "", line).strip()
     print(plain.rstrip("; ").strip())
 PYTHON
-constraint=()
-[ "$torch" = no ] || constraint=(-c "$top/constraints.txt")
-"$python" -m pip download --quiet --dest "$folder" "${target[@]}" "${constraint[@]}" -r "$requirements"
-if [ "$torch" = no ]; then
-  # Some packages (accelerate, lm-eval, deepspeed) ask for torch, and pip fetches it with them: the site's own must stay.
-  find "$folder" -maxdepth 1 \( -name 'torch-*' -o -name 'triton-*' -o -name 'nvidia_*' -o -name 'cuda_*' \) ! -name 'nvidia_ml_py-*' -delete
+if [ "$torch" = yes ]; then
+  "$python" -m pip download --quiet --dest "$folder" "${target[@]}" -c "$top/constraints.txt" -r "$requirements"
+else
+  # Some packages (accelerate, lm-eval, torchao, deepspeed) ask for torch, and pip would fetch gigabytes with them: the whole list is
+  # settled first, from the packages' descriptions alone, and what belongs to torch is left out.
+  settled="$(mktemp -d)"
+  trap 'rm -rf "$settled"' EXIT
+  [ ${#target[@]} -eq 0 ] || target+=(--target "$settled/nothing")
+  "$python" -m pip install --quiet --dry-run --ignore-installed "${target[@]}" --report "$settled/report.json" -r "$requirements"
+  "$python" - "$settled/report.json" > "$settled/list.txt" <<'PYTHON'
+import json, re, sys
+found = json.load(open(sys.argv[1]))["install"]
+names = {re.sub(r"[-_.]+", "-", f["metadata"]["name"]).lower(): f["metadata"]["version"] for f in found}
+for name, version in sorted(names.items()):
+    if name not in ("torch", "triton", "pytorch-triton") and not re.match(r"(nvidia|cuda)-(?!ml-py)", name):
+        print(f"{name}=={version}")
+PYTHON
+  [ ${#target[@]} -eq 0 ] || target=("${target[@]:0:${#target[@]}-2}")
+  "$python" -m pip download --quiet --no-deps --dest "$folder" "${target[@]}" -r "$settled/list.txt"
 fi
 echo "$(ls "$folder" | grep -c '\.whl$') wheels in $folder ($(du -sh "$folder" | cut -f1)); on the cluster:"
 echo "  python3 -m venv --system-site-packages venv"
