@@ -173,3 +173,13 @@ def test_tables_while_points_run_take_a_share_of_the_time(tmp_path, monkeypatch)
     assert len(written) == 2
     tables.write(last=True)
     assert len(written) == 3
+
+
+def test_maps_to_be_compared_share_their_colours(tmp_path):
+    text = "name = 's'\ncommand = 'true {a} {b} {c}'\nheat = ['a', 'b']\n[matrix]\na = [1, 2]\nb = [1, 2]\nc = [true, false]\n"
+    work = work_of(write(tmp_path / "s.toml", text), tmp_path / "run")
+    rows = [{**r, "outcome": "ok", "speed": float(i)} for i, r in enumerate(collect_rows(work))]
+    rows[-1]["outcome"] = "node-failure"
+    one, two = charts.heat_maps(work.sweep, rows, ["a", "b", "c"], "speed")
+    assert one.scale == two.scale == (0.0, 6.0) and two.labels[1][1] == "node failed"
+    assert one.title.endswith("c = true")

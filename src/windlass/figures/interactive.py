@@ -141,6 +141,8 @@ def _heat(heat: Heat) -> dict[str, Any]:
         "colorscale": [list(stop) for stop in HEAT], "colorbar": {"title": {"text": heat.unit, "font": {"color": INK}}, "tickfont": {"color": INK}},
         "hoverongaps": False, "xgap": 2, "ygap": 2,
     }  # fmt: skip
+    if heat.scale is not None:
+        trace |= {"zmin": heat.scale[0], "zmax": heat.scale[1]}
     if heat.labels is not None:
         trace |= {"text": [list(row) for row in heat.labels], "texttemplate": "%{text}"}
     marked = {

@@ -75,6 +75,8 @@ class Heat:
     unit: str = ""
     caption: str = ""
     height: int = 420
+    scale: tuple[float, float] | None = None
+    """Lowest and highest value of the colours, where several maps are to be compared; its own when None."""
 
 
 @dataclass(frozen=True)

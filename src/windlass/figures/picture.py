@@ -191,7 +191,8 @@ def _heat(heat: Heat, figure: Any, axes: Any) -> None:
 
     scale = LinearSegmentedColormap.from_list("windlass", list(HEAT))
     values = [[float("nan") if v is None else float(v) for v in row] for row in heat.values]
-    image = axes.imshow(values, cmap=scale, aspect="auto")
+    low, high = heat.scale or (None, None)
+    image = axes.imshow(values, cmap=scale, aspect="auto", vmin=low, vmax=high)
     axes.grid(visible=False)
     axes.set_xticks(range(len(heat.x)), heat.x)
     axes.set_yticks(range(len(heat.y)), heat.y)

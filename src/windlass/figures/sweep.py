@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from windlass.config.sweep import SweepConfig
 from windlass.figures.model import Chart, Heat, Item, Note, bars, line, points
 
 Row = dict[str, Any]
-MARKS = {"oom": "OOM", "skipped": "OOM?", "error": "failed", "timeout": "timeout", "node-failure": "node", "pre-empted": "stopped"}  # fmt: skip
+MARKS = {"oom": "OOM", "skipped": "OOM?", "error": "failed", "timeout": "timeout", "node-failure": "node failed", "pre-empted": "pre-empted"}  # fmt: skip
 """What a cell without a number says."""
 NAMES = {
     "tokens_per_second": "tokens/s", "tokens_per_second_per_device": "tokens/s per device", "mfu": "MFU", "joules_per_token": "J per token",
@@ -65,10 +66,13 @@ def heat_maps(sweep: SweepConfig, rows: Sequence[Row], axes: Sequence[str], key:
     if not third:
         return [_heat(sweep, in_map, pair, key, "")]
     first = third[0]
-    return [
-        _heat(sweep, [r for r in in_map if r.get(first) == value], pair, key, f", {first} = {word_of(value)}")
+    maps = [
+        _heat(sweep, [r for r in in_map if r.get(first) == value], pair, key, f", {_short(first)} = {word_of(value)}")
         for value in axis_order(in_map, first)
     ]
+    seen = [v for heat in maps for row in heat.values for v in row if v is not None]
+    # One scale for all: the same colour is the same speed in both engines.
+    return [replace(heat, scale=(min(seen), max(seen)) if seen else None) for heat in maps]
 
 
 def _heat(sweep: SweepConfig, rows: Sequence[Row], pair: Sequence[str], key: str, extra: str) -> Heat:
