@@ -16,7 +16,7 @@ from windlass.train.guard import LOSS_SPIKE, NONFINITE, NORM_SPIKE, OK, Guard
 from windlass.train.mesh import axes_of
 from windlass.train.parallelize import choose_sync, stage_layers, stage_numbers
 from windlass.train.progress import band_advice
-from windlass.train.schedule import learning_rate
+from windlass.train.schedule import learning_rate, schedule_note
 
 
 def recipe(**tables: Any) -> Recipe:
@@ -42,6 +42,16 @@ def test_schedules_by_hand() -> None:
     linear = OptimConfig(lr=2.0, schedule="linear", min_lr_ratio=0.5)
     assert learning_rate(linear, 500, 1000) == pytest.approx(1.5)
     assert learning_rate(OptimConfig(lr=3.0, schedule="constant"), 10**9, 1000) == 3.0
+
+
+def test_a_run_shorter_than_its_schedule_is_told() -> None:
+    assert schedule_note(OptimConfig(warmup=100), 1000) == schedule_note(OptimConfig(warmup=1000), 1000) == ""
+    assert "so it ends at 25% of optim.lr" in schedule_note(OptimConfig(warmup=4000), 1000)
+    wsd = OptimConfig(warmup=400, schedule="wsd", decay=800, min_lr_ratio=0.1)
+    assert "warm-up (400) and decay (800 tokens) are more than the run's 1,000" in schedule_note(wsd, 1000)
+    assert schedule_note(wsd, 1000).endswith("goes on at 78% of optim.lr")
+    assert schedule_note(wsd.model_copy(update={"schedule": "cosine"}), 1000) == ""  # `decay` is for wsd
+    assert "at 0% of optim.lr" in schedule_note(OptimConfig(lr=0.0, warmup=4000), 1000)
 
 
 def test_geometry_by_hand() -> None:

@@ -31,7 +31,8 @@ class TrainConfig(Table):
     attention: Literal["auto", "cudnn", "flash", "flash3", "efficient", "math"] = "auto"
     """Which kernel; auto takes the fastest that the device and the shape allow."""
     loss: Literal["auto", "plain", "chunked", "fused"] = "auto"
-    """How head and cross-entropy are computed; chunked and fused never hold the whole logits."""
+    """How head and cross-entropy are computed. chunked: both as one function over chunks of tokens, so that logits never exist whole;
+    fused is another name for it. auto: chunked unless a micro-batch's logits are small."""
     loss_chunk: PositiveInt = 4096
     """Tokens per chunk of the chunked loss."""
     z_loss: NonNegativeFloat = 0.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -171,6 +172,8 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def build_hf(config: ModelConfig, seq_len: int) -> HFModel:
+    # transformers imports torchao where it is installed, which on a CPU says of each of its GPU libraries that it cannot be loaded.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:

@@ -10,6 +10,7 @@ from windlass.data.mix import passes_line
 from windlass.runs import manifest
 from windlass.train.job import Job
 from windlass.train.metrics import peak_of
+from windlass.train.schedule import schedule_note
 
 
 def announce(job: Job, restored: Any) -> None:
@@ -58,6 +59,7 @@ def announce(job: Job, restored: Any) -> None:
         best_note(job),
         *job.parts.notes,
         job.stepper.sync.note,
+        schedule_note(job.recipe.optim, job.geometry.total_tokens),
         f"MFU: of {denominator}" if peak else f"MFU: unknown, {denominator}",
     ]:
         if note:

@@ -30,3 +30,15 @@ def _after_warmup(optim: OptimConfig, tokens: int, total: int) -> float:
 
 def _share(position: int, start: int, end: int) -> float:
     return min(1.0, max(0.0, (position - start) / max(1, end - start)))
+
+
+def schedule_note(optim: OptimConfig, total: int) -> str:
+    """What the schedule does that its author may not expect: the run is shorter than its parts. Empty when all fits."""
+    if optim.warmup > total:
+        reached = learning_rate(optim, total, total) / optim.lr if optim.lr else 0.0
+        return f"learning rate: warm-up takes {optim.warmup:,} tokens and the run has {total:,}, so it ends at {reached:.0%} of optim.lr"
+    decay = optim.decay if optim.schedule == "wsd" and optim.decay is not None else 0
+    if optim.warmup + decay > total:
+        start = _after_warmup(optim, optim.warmup, total)
+        return f"learning rate: warm-up ({optim.warmup:,}) and decay ({decay:,} tokens) are more than the run's {total:,}, so after warm-up it goes on at {start:.0%} of optim.lr"
+    return ""
