@@ -94,3 +94,16 @@ def test_import_names_what_it_found_instead_of_a_model(tmp_path: Path) -> None:
     assert "safetensors" in caught.value.hint
     with pytest.raises(CheckpointError, match="does not exist"):
         import_model(tmp_path / "none", tmp_path / "run")
+
+
+def test_every_checkpoint_has_its_row_when_asked(runs: list[Path]) -> None:
+    rows = recorded(runs[:1], every=True)
+    assert [row.model for row in rows] == ["poro, step 100", "poro, step 200"]
+    assert [row.cells["fi"].value for row in rows] == [0.2, 0.5]
+
+
+def test_two_runs_of_one_name_are_told_apart(runs: list[Path], tmp_path: Path) -> None:
+    twin = tmp_path / "elsewhere" / "poro"
+    twin.parent.mkdir()
+    runs[1].rename(twin)
+    assert [row.model for row in recorded([runs[0], twin])] == [str(runs[0]), str(twin)]

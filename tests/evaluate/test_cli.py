@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from windlass.cli import build
@@ -72,6 +73,66 @@ def test_export_and_import(llama_run: Run, tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "runs/hf/checkpoints/step-000000000").is_dir()
     made = json.loads(call("export", "runs/hf", "--to", "again", "--no-verify", "--json"))
     assert made["check"] is None and made["dtype"] == "fp32"
+
+
+def test_a_newer_checkpoint_that_is_not_whole_is_told(make_run: Any, tmp_path: Path) -> None:
+    """Numbers of an older step must not pass for those of the newest."""
+    from windlass.checkpoint.save import Saver
+    from windlass.config import SaveConfig
+
+    run = make_run(tmp_path / "run")
+    saver = Saver(run, SaveConfig(asynchronous=False))
+    saver.save(9, {"model": {"embed.weight": torch.zeros(4, 4)}}, {"tokens": 900}, block=True)
+    saver.close()
+    data = next(run.checkpoint(9).glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:10])
+    said = "step 7 is used: 9 is damaged or not finished"
+    made = json.loads(call("export", run.path, "--to", tmp_path / "hf", "--json", "--no-verify"))
+    assert made["step"] == 7 and made["note"] == said
+    assert said in call("generate", run.path, "--prompt", "de", "--tokens", 2)
+    assert json.loads(call("eval", run.path, "--tokens", 500, "--json", "--no-save"))["note"] == said
+    assert json.loads(call("eval", run.path, "--tokens", 500, "--json", "--no-save", "--step", 7))["note"] is None
+
+
+def test_what_a_task_found_is_kept_when_the_next_one_is_stopped(
+    make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from windlass.evaluate import tasks
+
+    run, real = make_run(tmp_path / "run"), tasks.run_task
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"context": "de zware", "answer": " last"}) + "\n")
+
+    def stopped(opened: Any, words: Any, task: Any, **how: Any) -> Any:
+        if task.name == "second":
+            raise KeyboardInterrupt
+        return real(opened, words, task, **how)
+
+    monkeypatch.setattr(tasks, "run_task", stopped)
+    words = ["eval", run.path, "--task", tmp_path / "first.jsonl", "--task", tmp_path / "second.jsonl"]
+    assert CliRunner().invoke(build(), [str(w) for w in words]).exit_code != 0
+    assert {line["task"] for line in read_lines(run.eval_file)} == {"first"}
+
+
+def test_generate_ends_where_it_is_told(llama_run: Run) -> None:
+    words = (
+        "generate",
+        llama_run.path,
+        "--prompt",
+        "de zware",
+        "--tokens",
+        40,
+        "--go-on",
+        "--temperature",
+        0,
+        "--json",
+    )
+    whole = json.loads(call(*words))["text"]
+    mark = whole[3:5]
+    assert json.loads(call(*words, "--stop", mark, "--stop", "never"))["text"] == whole[: whole.index(mark)]
+    # The one most probable token is what temperature 0 takes.
+    assert json.loads(call(*words[:-2], 2.0, "--top-k", 1, "--json"))["text"] == whole
+    assert "the model was trained on sequences of 32" in call(*words[:-1])
 
 
 @pytest.mark.multi

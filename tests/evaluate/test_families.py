@@ -39,7 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def make(family: str, **more: Any) -> Path:
-        config = transformers.AutoConfig.for_model(family, vocab_size=120, **{**FAMILIES.get(family, {}), **more})
+        config = transformers.AutoConfig.for_model(family, **{"vocab_size": 120, **FAMILIES.get(family, {}), **more})
         torch.manual_seed(0)
         net = transformers.AutoModelForCausalLM.from_config(config)
         for weight in net.parameters():  # so large that a wrong one shows
@@ -217,3 +217,35 @@ def test_text_that_is_none(tmp_path: Path) -> None:
         read_task(tmp_path / "task.jsonl")
     (tmp_path / "task.jsonl").write_text('{"context": "\u2028a", "answer": "b"}\r\n', encoding="utf-8")
     assert read_task(tmp_path / "task.jsonl").items[0]["context"] == "\u2028a"  # a line separator inside a line
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+def test_a_trained_model_with_a_tied_head_is_opened_exported_and_gone_on_from(
+    family: str, folder_of: Any, store: Any, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Training saves a weight with two names once; whoever reads it asks for it once."""
+    from windlass.clusters.scheduler import Place
+    from windlass.config import Loaded, Recipe
+    from windlass.runs.folder import create_run
+    from windlass.train import loop
+
+    folder = folder_of(family, vocab_size=tokenizer.vocab_size)
+
+    def train(name: str, **save: Any) -> Path:
+        value = {
+            "name": name, "model": {"family": "hf", "config": str(folder), "vocab": tokenizer.vocab_size}, "layout": {"micro_batch": 2},
+            "train": {"steps": 2, "precision": "fp32"}, "energy": {"enabled": False}, "save": {"every": 1000, **save},
+            "data": {"store": str(store.path), "seq_len": 32, "batch_tokens": 64, "max_epochs": 100}, "optim": {"lr": 1e-3},
+        }  # fmt: skip
+        loaded = Loaded(recipe=Recipe.model_validate(value), text="", path=None, origins={})
+        run = create_run(tmp_path / name, loaded)
+        assert loop.run(run.recipe(), run, where=Place(0, 1, 0, 1, 0, 1, None, None, "single"), hooks=[]) == 0
+        return run.path
+
+    base = train("base")
+    assert export(base, tmp_path / "hf").check.ok
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    tokens = torch.arange(30)[None]
+    with torch.no_grad():
+        assert float((open_model(base).model(tokens) - theirs(input_ids=tokens).logits).abs().max()) < 1e-4
+    assert export(train("more", load=str(base)), tmp_path / "hf2").check.ok

@@ -16,7 +16,15 @@ from windlass.errors import ConfigError, DataError
 from windlass.evaluate.likelihood import likelihoods, pair
 from windlass.evaluate.opened import open_model
 from windlass.evaluate.overlap import find_overlap, hashes
-from windlass.evaluate.tasks import Task, examples, read_task, run_task, translation_scores
+from windlass.evaluate.tasks import (
+    Task,
+    examples,
+    prompt_room,
+    read_task,
+    run_task,
+    solved_text,
+    translation_scores,
+)
 from windlass.runs.folder import Run
 
 
@@ -235,3 +243,22 @@ def test_ngrams_across_stretches_are_seen(store: Store, monkeypatch: pytest.Monk
     item = store.tokens("english", "train")[40:60]
     assert find_overlap(store, [item]).shares == [1.0]
     assert len(hashes(item, 13)) == 8
+
+
+def test_prompts_that_lost_their_beginning_are_counted(llama_run: Run, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """A number from cut prompts is one of another question: it must say so."""
+    opened = open_model(llama_run.path)
+    items = [{"context": "de zee " * 60, "answer": " haven"}, {"context": "de", "answer": " zee"}]
+    task = read_task(write(tmp_path / "long.jsonl", items))
+    assert {s.detail["cut"] for s in run_task(opened, tokenizer, task)} == {1}
+    turned = [{"source": "de zee " * 60, "reference": "x"}, {"source": "de", "reference": "x"}]
+    made = run_task(opened, tokenizer, read_task(write(tmp_path / "turn.jsonl", turned)), tokens=64)
+    assert {s.detail["cut"] for s in made} == {1}
+    assert prompt_room(opened, 64) == 16  # half of 32: an answer longer than the sequence leaves the question in sight
+
+
+def test_the_text_that_gives_an_item_away() -> None:
+    choice = {"context": "de", "choices": [" zee", " haven"], "answer": 1, "language": "nl"}
+    assert solved_text(Task("t", "multiple choice", [choice]), choice) == "de haven"
+    assert solved_text(Task("t", "cloze", []), {"context": "de", "answer": " zee"}) == "de zee"
+    assert solved_text(Task("t", "translation", []), {"source": "a", "reference": "b"}) == "a\nb"

@@ -259,16 +259,15 @@ def load_model_weights(path: Path | str, model: torch.nn.Module, *, verify: bool
     source = weights_source(path)
     if (source / files.MANIFEST).is_file():
         _check_whole(source, verify)
-        state = {"model": dict(model.state_dict())}
-        _read(source, state)
-        _assign(model, state["model"], source)
+        # A trained checkpoint holds a weight with two names (a tied head) once.
+        twins: dict[str, str] = getattr(model, "twins", {})
+        found = {name: tensor for name, tensor in model.state_dict().items() if name not in twins}
+        _read(source, {"model": found})
+        _assign(model, found | {name: found[first] for name, first in twins.items()}, source)
     else:
         weights, own = read_safetensors(source), model.state_dict()
-        _assign(
-            model,
-            weights if set(own) <= set(weights) else names.from_hf(weights, own, getattr(model, "twins", None)),
-            source,
-        )
+        fits = set(own) <= set(weights)
+        _assign(model, weights if fits else names.from_hf(weights, own, getattr(model, "twins", None)), source)
     return source
 
 

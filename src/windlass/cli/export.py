@@ -20,7 +20,7 @@ def export(
     to: Annotated[Path, typer.Option("--to", help="New folder; an existing one is refused.")],
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", help="fp32 or bf16; bf16 unless the run computed in fp32, an import as it came."),
+        typer.Option("--dtype", help="fp32, bf16 or fp16; bf16 unless the run computed in fp32, an import as it came."),
     ] = None,
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Compare logits with transformers before it is done.")
@@ -48,13 +48,15 @@ def export(
         print_json(made)
         return
     out = console()
-    out.print(
-        f"{made.folder}: {'' if made.step is None else f'step {made.step:,}, '}{made.tensors} tensors, {print_bytes(made.bytes)} of {made.dtype} in {made.files} file(s); tokenizer: {made.tokenizer}",
-        markup=False,
-    )
-    if made.note is not None:
-        out.print(made.note, markup=False, soft_wrap=True)
-    out.print("not verified (--no-verify)" if made.check is None else _checked(made.check), markup=False)
+    step_taken = "" if made.step is None else f"step {made.step:,}, "
+    lines = [
+        f"{made.folder}: {step_taken}{made.tensors} tensors, {print_bytes(made.bytes)} of {made.dtype} in {made.files} file(s); "
+        f"tokenizer: {made.tokenizer}",
+        *([made.note] if made.note is not None else []),
+        "not verified (--no-verify)" if made.check is None else _checked(made.check),
+    ]
+    for line in lines:
+        out.print(line, markup=False, soft_wrap=True)
 
 
 def _checked(check: Any) -> str:

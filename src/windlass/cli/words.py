@@ -11,7 +11,7 @@ Which = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder (or a Hug
 AtStep = Annotated[int | None, typer.Option("--step", min=0, help="Checkpoint of this step; the newest when left out.")]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1; a GPU when there is one.")]
 Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="fp32 or bf16; as the run computed on a GPU, fp32 on a CPU.")
+    str | None, typer.Option("--dtype", help="fp32, bf16 or fp16; as the run computed on a GPU, fp32 on a CPU.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Save = Annotated[bool, typer.Option("--save/--no-save", help="Append the results to the run's eval.jsonl.")]

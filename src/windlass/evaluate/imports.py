@@ -124,7 +124,7 @@ def under_our_names(recipe: Recipe, weights: Weights) -> dict[str, Tensor]:
             hint="is the folder whole, and is its config.json the one of these weights?",
         )
     keep = torch.bfloat16 if all(found[n].dtype == torch.bfloat16 for n in own) else torch.float32
-    return {name: found[name].to(keep) for name in own}
+    return {name: found[name].to(keep) for name in own if name not in getattr(made, "twins", {})}
 
 
 def _unfit(missing: list[str], wrong: list[str], found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
