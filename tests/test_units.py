@@ -14,6 +14,7 @@ from windlass.units import (
     print_joules,
     print_seconds,
     print_slurm_time,
+    print_text,
     print_tokens,
 )
 
@@ -118,3 +119,9 @@ def test_whole_numbers_survive(value):
 def test_slurm_times_read_back_and_never_shorten(seconds):
     back = parse_seconds(print_slurm_time(seconds))
     assert seconds <= back < seconds + 60
+
+
+def test_texts_from_files_cannot_steer_a_terminal():
+    assert print_text("a\x1b[2Jb\x07\x9bc\u202ed\ne\tf") == "a\ufffd[2Jb\ufffd\ufffdc\ufffdd e f"
+    assert print_text("a\nb\x00", lines=True) == "a\nb\ufffd"
+    assert print_text("Käse 東京 👩‍🔬") == "Käse 東京 👩‍🔬"

@@ -51,6 +51,25 @@ def test_every_view_has_the_same_words(run):
     assert dict(life_rows(collect(run)))["trained and lost"] == "30 steps, 3.93M tokens"
 
 
+@pytest.mark.parametrize(
+    ("joules", "step", "words"),
+    [(1598.7, 53.0, "; ± 53 J (3.3 %): counters move in steps"), (1e6, 53.0, ""), (1598.7, None, "")],
+)
+def test_a_short_runs_energy_says_how_sure_it_is_and_a_long_ones_need_not(run, joules, step, words):
+    fields = {
+        "node": "gcn1",
+        "session": "1-1",
+        "source": "nvml",
+        "scope": "device",
+        "method": "counter",
+        "seconds": 3.0,
+    }
+    line = {"time": BEGIN, "job": "4711", "joules": joules, "resolution_joules": step, **fields}
+    run.energy_file.write_text(json.dumps(line) + "\n")
+    run.events_file.write_text("")
+    assert energy_rows(collect(run))[0][2] == f"devices only, not the rest of the node{words}"
+
+
 def test_plan_against_measured(run):
     plan = {
         "tokens_per_second": 100_000.0,
