@@ -34,6 +34,8 @@ from windlass.plan.rows import Case, Refusal, shard_of, understand
 from windlass.plan.score import Prediction, Score, predict_row, quantile, read_rows, score_rows
 
 RESULTS = Path(__file__).parent / "results"
+OUTSIDE = Path(__file__).parent / "outside_runs.csv"
+"""Runs of other publications, written down by hand with their sources; no constant was ever fitted to them."""
 FITTED = ("matmul", "tflops_per_watt", "misaligned", "memory", "eager", "network", "contention")
 """Constants that the rows decide; the others are held at measured or textbook values (see their docstrings). Of memory only the
 allocator's slack under full sharding is fitted (`refit_slack`): its terms are counted."""
@@ -268,6 +270,7 @@ def table_text(result: dict[str, Any]) -> str:
         )
         + ".",
         "",
+        *outside_lines(result["outside"], cell),
         "## By source (left out)",
         "",
         "| source | memory | throughput | out of memory caught | working kept |",
@@ -307,6 +310,16 @@ def table_text(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def outside_lines(found: dict[str, Any], cell: Callable[[dict[str, Any]], str]) -> list[str]:
+    by_source = "; ".join(f"{name} {cell(part['throughput'])}" for name, part in found["by_source"].items())
+    fit = found["fit"]
+    return [
+        f"Runs of other publications (`benchmarks/{OUTSIDE.name}`, written down by hand, never fitted to): throughput "
+        f"{cell(found['throughput'])}, called fitting {fit['working_kept']} of {fit['working_rows']}; {by_source}.",
+        "",
+    ]
+
+
 def _commit() -> str:
     done = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
@@ -344,6 +357,7 @@ def main() -> None:
             name: {k: v for k, v in _split(rows, arguments.rounds, group).as_dict().items() if k != "by_source"}
             for name, group in SPLITS.items()
         },
+        "outside": score_rows(read_rows(OUTSIDE)).as_dict(),
         "slack": {"shipped": SHARDED_SLACK, "left_out": slacks},
         "terms": term_shares(rows, score),
         "eight_bit": fp8_note(score.predictions, rows),

@@ -93,7 +93,20 @@ def test_engine_limits(small, cluster_of):
     assert "deepspeed engine divides data and states only" in found(task, tensor=2)
     assert "hybrid: not built for the deepspeed engine" in found(task, shard="hybrid")
     retnet = make_task(small(model={"family": "retnet"}), cluster_of("snellius-h100"))
-    assert "built for family llama, not retnet" in found(retnet, tensor=2)
+    assert "built for family llama, not retnet" in found(retnet, context=2)
+
+
+def test_what_the_engine_divides_of_a_retnet_is_listed(small, cluster_of):
+    task = make_task(small(model={"family": "retnet"}), cluster_of("snellius-h100"))
+    choices = list(enumerate_choices(task))
+    assert {c.tensor for c in choices} >= {1, 2, 4} and {c.context for c in choices} == {1}
+    assert not problems(task, next(c for c in choices if c.tensor == 2))
+
+
+def test_a_rank_holds_a_whole_share_of_the_sequence(small, cluster_of):
+    task = make_task(small(data={"seq_len": 2050, "batch_tokens": None}), cluster_of("snellius-h100"))
+    assert "layout.tensor (4) does not divide the 2,050 positions of a rank; nearest legal: 2" in found(task, tensor=4)
+    assert {c.tensor for c in enumerate_choices(task)} == {1, 2}
 
 
 @pytest.mark.parametrize("name", ["gptnl_8b_snellius", "study_140b_lumi", "llama_70b_jupiter", "tiny_cpu"])

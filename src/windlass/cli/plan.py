@@ -162,11 +162,14 @@ def _print(found: Plans) -> None:
 def _footnotes(found: Plans) -> list[str]:
     from windlass.plan.page import amount, carbon
     from windlass.plan.record import mfu_words
-    from windlass.plan.search import GIB
+    from windlass.plan.search import GIB, TIE
 
     task, best = found.task, found.best
     grid = task.grid
-    lines = ["batch: micro-batch x accumulation x replicas, in sequences. tokens/s and GiB: of one device."]
+    lines = [
+        "batch: micro-batch x accumulation x replicas, in sequences. tokens/s and GiB: of one device.",
+        f"Ranked by time in steps of {TIE:.0%} (the estimate is no finer), then more replicas, less accumulation, fewer mechanisms.",
+    ]
     achievable = (
         ""
         if best.mfu_of_achievable is None

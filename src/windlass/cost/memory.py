@@ -179,11 +179,13 @@ def _native_moments(shape: Shape, work: Work, layout: Degrees, stage: _Stage, pe
     always = {**states.always, "inputs": _inputs(shape, work, layout, tokens), "workspaces": WORKSPACE_BYTES}
     square = 4.0 * shape.heads / layout.tensor * work.seq_len**2 if shape.arch == "retnet" and not shape.chunk else 0.0
     early, late = _native_unsharded(shape, work, layout, stage)
+    # A pipeline whose micro-batches are all in flight at once has made no gradient yet when it is fullest.
+    summed = 0.0 if layout.pipeline > 1 and work.accumulation <= stage.in_flight else states.early_gradients
     backward = {**always, "unsharded weights": late, "reduction buffers": reduce_buffers}
     return {
         "loss": {
             **always,
-            "gradients": states.early_gradients,
+            "gradients": summed,
             "last reduction": _lingering(work, layout, stage),
             "unsharded weights": early,
             "activations": activations,
@@ -193,7 +195,7 @@ def _native_moments(shape: Shape, work: Work, layout: Degrees, stage: _Stage, pe
         },
         "backward, last layer": {
             **backward,
-            "gradients": max(states.early_gradients, head),
+            "gradients": max(summed, head),
             "activations": activations,
             "document mask": _mask(work, layout, stage),
             "one layer's backward": one_layer,

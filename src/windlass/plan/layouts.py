@@ -156,6 +156,9 @@ def _model_problems(task: Task, c: Choice) -> Iterator[str]:
         yield f"layout.pipeline ({c.pipeline}) does not divide model.layers ({s.layers}); nearest legal: {nearest(c.pipeline, legal)}"
     elif c.schedule == "interleaved" and (s.layers // c.pipeline) % c.chunks:
         yield f"layout.pipeline_chunks ({c.chunks}) does not divide the {s.layers // c.pipeline} layers of a stage; nearest legal: {nearest(c.chunks, divisors(s.layers // c.pipeline))}"
+    if task.seq_len // c.context % c.tensor:
+        legal = [t for t in divisors(task.seq_len // c.context) if task.per_node % t == 0]
+        yield f"layout.tensor ({c.tensor}) does not divide the {task.seq_len // c.context:,} positions of a rank; nearest legal: {nearest(c.tensor, legal)}"
     if task.seq_len % (2 * c.context) and c.context > 1:
         yield f"data.seq_len ({task.seq_len:,}) is not a multiple of 2 x layout.context ({2 * c.context}); the next larger one is {-(-task.seq_len // (2 * c.context)) * 2 * c.context:,}"
 
@@ -226,13 +229,28 @@ def _host_problems(task: Task, c: Choice) -> Iterator[str]:
         yield f"layout.offload ({c.offload}) puts {need / 2**30:,.0f} GiB into a node's {room / 2**30:,.0f} GiB of memory; at least {more:.0f} nodes are needed"
 
 
+DIVIDES: dict[str, tuple[str, ...]] = {
+    "llama": ("tensor", "pipeline", "context"),
+    "retnet": ("tensor", "pipeline"),  # a stretch of the sequence would need the state of the one before it
+    "hf": (),
+}
+"""How our own engine can divide a model of each family."""
+
+
+def _divides(task: Task, name: str) -> bool:
+    return task.recipe.train.engine != "deepspeed" and name in DIVIDES[task.recipe.model.family]
+
+
 def _engine_problems(task: Task, c: Choice) -> Iterator[str]:
     family, engine = task.recipe.model.family, task.recipe.train.engine
     for name, value in (("tensor", c.tensor), ("pipeline", c.pipeline), ("context", c.context)):
-        if value > 1 and engine == "deepspeed":
+        if value == 1 or _divides(task, name):
+            continue
+        if engine == "deepspeed":
             yield f"layout.{name} ({value}): the deepspeed engine divides data and states only; nearest legal: 1, or train.engine native"
-        elif value > 1 and family != "llama":
-            yield f"layout.{name} ({value}): built for family llama, not {family}; nearest legal: 1"
+        else:
+            can = " and ".join(f for f, names in DIVIDES.items() if name in names)
+            yield f"layout.{name} ({value}): built for family {can}, not {family}; nearest legal: 1"
     if engine == "deepspeed" and c.shard == "hybrid":
         yield "layout.shard hybrid: not built for the deepspeed engine; nearest legal: full, zero2 or train.engine native"
 
@@ -288,15 +306,16 @@ def enumerate_choices(task: Task, offload: str = "none") -> Iterator[Choice]:
 
 
 def _groups(task: Task) -> Iterator[tuple[int, int, int]]:
-    s, plain = task.shape, task.recipe.model.family != "llama" or task.recipe.train.engine == "deepspeed"
-    tensors = [1] if plain else [t for t in divisors(task.per_node) if not (s.heads % t or s.kv_heads % t or s.ffn % t)]
-    pipelines = [1] if plain else [p for p in divisors(s.layers) if p <= min(MAX_PIPELINE, task.nodes)]
-    contexts = [1] if plain else [c for c in (1, 2, 4, 8, 16) if task.seq_len // c >= LONG or c == 1]
-    for tensor in tensors:
-        for pipeline in pipelines:
-            for context in contexts:
+    s = task.shape
+    tensors = [t for t in divisors(task.per_node) if not (s.heads % t or s.kv_heads % t or s.ffn % t)]
+    pipelines = [p for p in divisors(s.layers) if p <= min(MAX_PIPELINE, task.nodes)]
+    contexts = [c for c in (1, 2, 4, 8, 16) if task.seq_len // c >= LONG or c == 1]
+    for tensor in tensors if _divides(task, "tensor") else [1]:
+        for pipeline in pipelines if _divides(task, "pipeline") else [1]:
+            for context in contexts if _divides(task, "context") else [1]:
                 group = tensor * pipeline * context
-                if task.devices % group == 0 and task.seq_len % (2 * context) * (context > 1) == 0:
+                whole = context == 1 or task.seq_len % (2 * context) == 0
+                if task.devices % group == 0 and whole and task.seq_len // context % tensor == 0:
                     yield tensor, pipeline, context
 
 

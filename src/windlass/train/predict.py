@@ -27,7 +27,7 @@ def work_of(recipe: Recipe, geometry: Geometry, *, compiled: bool, fused: bool) 
         seq_len=geometry.seq_len, micro_batch=layout.micro_batch, accumulation=geometry.micro_batches, recompute=train.recompute,
         recompute_budget=train.recompute_budget, precision=train.precision, compile=compiled, flash=train.attention != "math",
         kernel=train.attention, loss=_loss(recipe), loss_chunk=train.loss_chunk, optimizer=optim.name, moments=optim.moments,
-        native=recipe.model.family != "hf", fuse=fused,
+        native=recipe.model.family != "hf", fuse=fused, masked=recipe.data.mask_documents,
     )  # fmt: skip
 
 
