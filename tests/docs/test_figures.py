@@ -1,0 +1,120 @@
+"""Are the figures that people read those that were recorded? What README and pages say by hand is compared with benchmarks/results."""
+
+import re
+from pathlib import Path
+
+TOP = Path(__file__).resolve().parents[2]
+RESULTS = TOP / "benchmarks" / "results"
+
+
+def record(name):
+    return (RESULTS / name).read_text()
+
+
+def page(name):
+    """The page in one line, so that where it is folded does not matter."""
+    return " ".join((TOP / name).read_text().split())
+
+
+def cells(text, row):
+    """The figures of the first row of a Markdown table that begins so."""
+    line = re.search(rf"^\| {re.escape(row)} \|(.*)\|$", text, re.M)
+    assert line, f"no row {row}"
+    return [c.strip() for c in line.group(1).split("|")]
+
+
+def missing(name, *said):
+    text = page(name)
+    return [s for s in said if s not in text]
+
+
+def errors(row):
+    """Median and 90th percentile of the left-out errors of the planner."""
+    found = re.match(r"([\d.]+) / ([\d.]+)", cells(record("planner_accuracy.md"), row)[0])
+    return float(found.group(1)), float(found.group(2))
+
+
+def whole(value):
+    """Halves go up, as people round."""
+    return int(value + 0.5)
+
+
+def test_the_planners_errors():
+    memory, speed = errors("memory, allocator readings"), errors("throughput, stated bf16 and fp16")
+    caught, kept = (
+        cells(record("planner_accuracy.md"), r)[0] for r in ("out-of-memory rows caught", "working rows kept")
+    )
+    good, of = map(int, kept.split(" of "))
+    rows = re.search(r"(\d+) rows\.$", record("planner_accuracy.md"), re.M).group(1)
+    assert not missing(
+        "README.md",
+        f"{rows} published runs", f"memory {memory[0]} % median error", f"p90 {whole(memory[1])} %", f"tokens/s {speed[0]} % (p90 {whole(speed[1])} %)",
+        f"{caught} out-of-memory rows", f"{100 * good / of:.1f} % of working rows",
+    )  # fmt: skip
+    assert not missing(
+        "docs/concepts/predictions.md", f"**{memory[0]} % / {memory[1]} %**", f"**{speed[0]} % / {speed[1]} %**", f"**{caught}**", f"**{kept}**"
+    )  # fmt: skip
+
+
+def test_the_planners_weak_places():
+    text = record("planner_accuracy.md")
+    bits = re.search(r"8-bit rows .*: ([\d.]+) / ([\d.]+) over (\d+) rows", text)
+    median, worst, rows = float(bits.group(1)), float(bits.group(2)), bits.group(3)
+    assert not missing("docs/lab.md", f"{median} / {worst:.0f} %")
+    assert not missing("docs/concepts/predictions.md", f"{median} % / {worst:.0f} % on {rows} rows")
+    found = [float(cells(text, row)[2]) for row in ("pipeline traffic", "tensor-parallel traffic", "pipeline bubble")]
+    said = f"{min(found):.0f} to {max(found):.0f} %"
+    assert not missing("docs/lab.md", said) and not missing("docs/concepts/predictions.md", said)
+
+
+def test_tokenizing():
+    text = record("tokenize.md")
+    windlass, megatron, floor = (
+        float(re.search(rf"^\| {name} \| 16 \|(?:[^|]*\|){{4}} ([\d.]+)", text, re.M).group(1))
+        for name in ("windlass", "megatron-fast", "floor-gigatoken")
+    )
+    assert not missing(
+        "README.md", f"{windlass:.1f} M tokens per CPU-second", f"{windlass / megatron:.1f} times an early form", f"{100 * (1 - windlass / floor):.0f} % short"
+    )  # fmt: skip
+    section = text.split("\n## ", 2)[1]
+    assert not missing(
+        "docs/comparison.md", {1: "one goal is", 2: "two goals are"}[section.count("**not met**")] + " not met there"
+    )
+
+
+def rounded(value):
+    return f"{round(value / 100) * 100:,}"
+
+
+def test_speed_on_one_gpu():
+    text = record("gpu_train.md")
+    rate = {row: float(cells(text, row)[0].replace(",", "")) for row in ("windlass-1.1b", "titan-1.1b", "hf-1.1b", "windlass-8b-half", "titan-8b-half", "windlass-8b", "windlass-1.1b-fp8", "windlass-8b-half-fp8", "floor-1.1b")}  # fmt: skip
+    energy = [float(cells(text, row)[4]) for row in ("windlass-1.1b", "titan-1.1b")]
+    assert not missing(
+        "README.md",
+        f"1.1B {rounded(rate['windlass-1.1b'])} tok/s (torchtitan {rounded(rate['titan-1.1b'])}", f"Hugging Face loop {rounded(rate['hf-1.1b'])}",
+        f"{100 * rate['windlass-1.1b'] / rate['floor-1.1b']:.0f} % of the floor",
+        f"{rounded(rate['windlass-8b-half'])} (torchtitan {rounded(rate['titan-8b-half'])})", f"one card {rounded(rate['windlass-8b'])}",
+        f"FP8 {rate['windlass-1.1b-fp8'] / rate['windlass-1.1b']:.2f} and {rate['windlass-8b-half-fp8'] / rate['windlass-8b-half']:.2f} x",
+        f"{energy[0]:.1f} mJ per token where torchtitan used {energy[1]:.1f}",
+    )  # fmt: skip
+
+
+def test_the_grid_on_one_gpu():
+    text = record("gpu_sweep.md")
+    everything = text.split("All 27 points:", 1)[1]
+    time, memory = re.findall(r"median error ([\d.]+)%", everything)[:2]
+    lost = re.search(r"\((\d+) ran out of memory\)", everything).group(1)
+    assert not missing(
+        "README.md",
+        "27 points on one H200",
+        f"({lost} ran out of memory)",
+        f"within {time} % (median)",
+        f"within {memory} % (median",
+    )
+    assert not missing("docs/guides/sweep.md", "27 points")
+
+
+def test_kills():
+    kills = re.search(r"^- kills: (\d+)$", record("faults.md"), re.M).group(1)
+    assert not missing("README.md", f"{kills} kills")
