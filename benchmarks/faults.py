@@ -19,6 +19,7 @@ import platform
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -48,7 +49,7 @@ from windlass.runs.lock import locked
 from windlass.train import hooks, loop, watchdog
 from windlass.train import validate as validation
 from windlass.train.step import Stepper
-from windlass.train.supervise import exit_code_of, find_fault, free_port
+from windlass.train.supervise import LISTEN_HANDLE, exit_code_of, find_fault, listen
 
 Harm = Callable[[int], None]
 """Called in a worker (with its rank) before it trains: it arms the fault."""
@@ -165,19 +166,25 @@ class Workers:
 
 def start(recipe: Recipe, run: Run, world: int, harm: Harm | None = None, logs: Path | None = None) -> Workers:
     """Fork the workers of one start. With `logs` elsewhere the run's own folder is not locked and holds no open file."""
-    port, pids = free_port(), []
+    meeting, pids = listen(), []
     os.environ["FAULTS_BEGUN"] = str(time.time())
     for rank in range(world):
         pid = os.fork()
         if pid == 0:
-            _worker(recipe, run, world, rank, port, harm, logs)
+            _worker(recipe, run, world, rank, meeting, harm, logs)
         pids.append(pid)
+    meeting.close()
     return Workers(run, pids)
 
 
-def _worker(recipe: Recipe, run: Run, world: int, rank: int, port: int, harm: Harm | None, logs: Path | None) -> None:
+def _worker(
+    recipe: Recipe, run: Run, world: int, rank: int, meeting: socket.socket, harm: Harm | None, logs: Path | None
+) -> None:
     code = 70
     try:
+        port, handle = meeting.getsockname()[1], meeting.detach()
+        if rank:
+            os.close(handle)
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         log = os.open((logs or run.logs) / f"worker-{rank:05d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -185,7 +192,7 @@ def _worker(recipe: Recipe, run: Run, world: int, rank: int, port: int, harm: Ha
         os.dup2(log, 2)
         os.environ |= {
             "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), LISTEN_HANDLE: str(handle),
         }  # fmt: skip
         torch.set_num_threads(1)
         if harm is not None:

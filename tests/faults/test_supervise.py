@@ -53,6 +53,20 @@ def test_ranks_get_their_places(run) -> None:
     assert [(run.path / f"seen-{r}").read_text() for r in range(3)] == [f"3 {r} 3 127.0.0.1" for r in range(3)]
 
 
+def test_the_port_where_ranks_meet_is_held_from_the_start(run) -> None:
+    """Rank 0 inherits the bound socket, so that nobody can take its port while torch is imported."""
+    body = """
+import socket
+handle, port = int(os.environ["WINDLASS_LISTEN_HANDLE"]), int(os.environ["MASTER_PORT"])
+if rank == 0:
+    assert socket.socket(fileno=handle).getsockname() == ("127.0.0.1", port)
+    try: socket.socket().bind(("127.0.0.1", port))
+    except OSError: pass
+    else: sys.exit(1)
+"""
+    assert go(run, body) == errors.EXIT_DONE
+
+
 def test_a_crash_is_restarted_and_the_cause_is_named_not_its_victims(run) -> None:
     code = go(run, """
 if attempt == 0:
@@ -115,6 +129,13 @@ record_error(run, rank, ValueError("bad thing")); sys.exit(1)
     assert (
         len(events(run, "fault")) == 4 and "4 failures with 3 restarts allowed" in events(run, "gave_up")[0]["reason"]
     )
+
+
+def test_a_port_that_is_taken_is_no_lost_peer() -> None:
+    assert (
+        kind_of(RuntimeError("The server socket has failed to listen: EADDRINUSE, address already in use")) == "crash"
+    )
+    assert kind_of(RuntimeError("Connection reset by peer")) == "lost"
 
 
 @pytest.mark.parametrize(

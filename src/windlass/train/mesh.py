@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from windlass.clusters.scheduler import Place, place
 from windlass.config import LayoutConfig
 from windlass.errors import ConfigError
+from windlass.train.supervise import LISTEN_HANDLE
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,17 @@ def _join(where: Place, device: torch.device, timeout_seconds: float) -> None:
     # gloo beside nccl: checkpoints and small objects travel on the CPU without a device synchronisation.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
-        backend, rank=where.rank, world_size=where.world_size, timeout=timedelta(seconds=timeout_seconds),
+        backend, store=_supervised_store(where, timeout_seconds), rank=where.rank, world_size=where.world_size, timeout=timedelta(seconds=timeout_seconds),
         device_id=device if device.type == "cuda" else None,
+    )  # fmt: skip
+
+
+def _supervised_store(where: Place, timeout_seconds: float) -> dist.Store | None:
+    """The meeting place on the socket that the local supervisor has bound; None: torch makes its own from MASTER_PORT."""
+    handle = os.environ.get(LISTEN_HANDLE)
+    if handle is None or where.master_addr is None or where.master_port is None:
+        return None
+    return dist.TCPStore(
+        where.master_addr, where.master_port, where.world_size, is_master=where.rank == 0, timeout=timedelta(seconds=timeout_seconds),
+        master_listen_fd=int(handle) if where.rank == 0 else None,
     )  # fmt: skip

@@ -28,6 +28,8 @@ from windlass.runs.files import read_json, write_json
 from windlass.runs.folder import Run
 
 LONGEST_PAUSE_SECONDS = 60.0
+LISTEN_HANDLE = "WINDLASS_LISTEN_HANDLE"
+"""Rank 0's file descriptor of the socket on which the workers of one machine meet; the other ranks are told its port."""
 GRACE_SECONDS = 5.0
 """After the first failure the others get this long to write their own records before they are ended."""
 _POLL_SECONDS = 0.05
@@ -70,6 +72,8 @@ def kind_of(error: BaseException) -> str:
             return kind
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         return "disk"
+    if "EADDRINUSE" in str(error):  # its own port, not another rank: `lost` would blame nobody
+        return "crash"
     if type(error).__module__.startswith("torch.distributed") or (
         isinstance(error, (RuntimeError, ConnectionError)) and _LOST.search(str(error))
     ):
@@ -249,7 +253,8 @@ def _attempt(
 def _start(command: Sequence[str], devices: int, run: Run, attempt: int, env: Mapping[str, str] | None) -> _Attempt:
     run.logs.mkdir(parents=True, exist_ok=True)
     run.ranks.mkdir(parents=True, exist_ok=True)
-    base = dict(os.environ if env is None else env) | _shared(devices, attempt)
+    meeting = listen()
+    base = dict(os.environ if env is None else env) | _shared(devices, attempt, meeting)
     base.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // devices)))
     made = _Attempt([])
     end_with_us = _die_with_parent()
@@ -262,22 +267,26 @@ def _start(command: Sequence[str], devices: int, run: Run, attempt: int, env: Ma
             subprocess.Popen(
                 list(command), env=base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=output, stderr=output,
                 stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_us,
+                pass_fds=(meeting.fileno(),) if rank == 0 else (),
             )
         )  # fmt: skip
+    meeting.close()  # rank 0 has it
     return made
 
 
-def _shared(devices: int, attempt: int) -> dict[str, str]:
+def listen() -> socket.socket:
+    """Where the workers will meet. Rank 0 inherits it: a port that was only found free is taken by others while torch is imported."""
+    made = socket.socket()
+    made.bind(("127.0.0.1", 0))
+    made.listen(1024)
+    return made
+
+
+def _shared(devices: int, attempt: int, meeting: socket.socket) -> dict[str, str]:
     return {
         "WORLD_SIZE": str(devices), "LOCAL_WORLD_SIZE": str(devices), "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()), "WINDLASS_ATTEMPT": str(attempt),
+        "MASTER_PORT": str(meeting.getsockname()[1]), LISTEN_HANDLE: str(meeting.fileno()), "WINDLASS_ATTEMPT": str(attempt),
     }  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _die_with_parent() -> Any:
