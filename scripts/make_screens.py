@@ -1,6 +1,7 @@
 """Makes the browser pictures of README and guides from a folder of runs: docs/images/dash-*.png and report.png. Needs Chromium and playwright.
 
-python scripts/make_screens.py runs demo          # the folder, and the run whose own page and report are shown
+python scripts/make_screens.py runs demo                   # the folder, and the run whose own page and report are shown
+python scripts/make_screens.py runs demo dash-run report   # only these pictures
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ FLAGS = [
 
 
 def shoot(page: Any, address: str, name: str, height: int, wait_for: str) -> None:
+    if len(sys.argv) > 3 and name not in sys.argv[3:]:
+        return
     page.set_viewport_size({"width": WIDTH, "height": height})
     page.goto(address)
     page.wait_for_selector(wait_for)

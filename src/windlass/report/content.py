@@ -94,11 +94,20 @@ def cards(s: RunSummary) -> Cards:
         Card(print_tokens(s.tokens), "tokens", done),
         Card(number(s.loss), "training loss", "median of the last 10 lines"),
         Card(rate(s.tokens_per_second), "throughput", "median of the last 200 lines"),
-        Card(percent(s.mfu), "MFU", "of the dense bf16 peak"),
+        Card(percent(s.mfu), "MFU", "of the dense bf16 peak" if s.mfu is not None else "no peak is known for this device"),
         Card(used, "energy", how),
-        Card(print_carbon(kg), "location-based", "modelled" if s.energy.basis == "modelled" else ""),
+        Card(print_carbon(kg), "CO2e, location-based", _carbon_note(s)),
         Card(percent(goodput(s), "not known"), "goodput", f"{interruptions} resume" + ("" if interruptions == 1 else "s")),
     ))  # fmt: skip
+
+
+def _carbon_note(s: RunSummary) -> str:
+    c = s.energy.carbon
+    if c is None:
+        return "energy was not measured"
+    if c.grid.value is None:
+        return "the grid's intensity is not known"
+    return f"{s.energy.basis}; {c.grid.value:g} g/kWh"
 
 
 def _two_rows(item: Cards) -> tuple[Cards, Cards]:
