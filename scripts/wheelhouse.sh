@@ -8,6 +8,17 @@
 set -euo pipefail
 
 usage() { sed -n '2,7p' "$0" | sed 's/^# \{0,1\}//'; }
+# A machine with glibc 2.28 also takes wheels for every older one, but pip looks for the named tag alone.
+platform() {
+  local tag="$1" minor arch
+  if [[ "$tag" =~ ^manylinux_2_([0-9]+)_(.+)$ ]]; then
+    arch="${BASH_REMATCH[2]}"
+    for ((minor = BASH_REMATCH[1]; minor >= 17; minor--)); do target+=(--platform "manylinux_2_${minor}_$arch"); done
+    target+=(--platform "manylinux2014_$arch")
+  else
+    target+=(--platform "$tag")
+  fi
+}
 fail() { echo "wheelhouse: $*" >&2; exit 2; }
 
 folder="" extras="train,data" torch=no target=()
@@ -16,7 +27,7 @@ while [ $# -gt 0 ]; do
     --torch) torch=yes ;;
     --extras) [ $# -gt 1 ] || fail "--extras needs a list, for example train,data,eval"; extras="$2"; shift ;;
     --python) [ $# -gt 1 ] || fail "--python needs a version, for example 3.12"; target+=(--python-version "$2"); shift ;;
-    --platform) [ $# -gt 1 ] || fail "--platform needs a tag, for example manylinux_2_28_aarch64"; target+=(--platform "$2"); shift ;;
+    --platform) [ $# -gt 1 ] || fail "--platform needs a tag, for example manylinux_2_28_aarch64"; platform "$2"; shift ;;
     -h|--help) usage; exit 0 ;;
     -*) fail "unknown option $1 (scripts/wheelhouse.sh --help)" ;;
     *) [ -z "$folder" ] || fail "one folder, please: $folder or $1"; folder="$1" ;;
