@@ -262,9 +262,14 @@ class TestLedger:
                 {"joules": -5, "scope": "node", "method": "counter"},
                 {"missing": 3},
                 line("a", "x", "galaxy", 1),
+                line("a", "nvml", "device", float("nan")),
+                line("b", "nvml", "device", float("inf")),
+                line("c", "nvml", "device", 1e30),
+                line("d", "nvml", "device", True),
             ]
         )
         assert ledger.joules is None
+        assert build([line("a", "nvml", "device", 5.0, seconds=float("nan"))]).wall_seconds == 0.0
 
     def test_startup_energy_is_what_came_before_the_first_step(self):
         events = [{"time": 100.0, "event": "started", "nodes": 1}, {"time": 130.0, "event": "compiled", "seconds": 30}]

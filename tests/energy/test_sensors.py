@@ -116,6 +116,16 @@ class TestAmd:
         assert [s.part for s in sensor.read()] == ["module1"]
         assert "1 of 1 modules are used in part" in sensor.note
 
+    def test_the_die_that_answers_speaks_for_its_module(self):
+        smi = FakeAmd(4, module=True)
+        even, power = smi.amdsmi_get_energy_count, smi.amdsmi_get_power_info
+        smi.amdsmi_get_energy_count, smi.amdsmi_get_power_info = lambda h: even(h ^ 1), lambda h: power(h ^ 1)
+        found = AmdSensor(library=smi, per_module=2, env={}).read()
+        assert [(s.part, s.joules) for s in found] == [
+            ("module0", pytest.approx(15_300.0)),
+            ("module1", pytest.approx(45_900.0)),
+        ]
+
     def test_one_counter_per_device_elsewhere(self):
         assert [s.part for s in AmdSensor(library=FakeAmd(2, module=False), env={}).read()] == ["gpu0", "gpu1"]
 

@@ -187,22 +187,26 @@ def _short(node: object) -> str:
     return name if name.replace(".", "").isdigit() else name.split(".")[0]
 
 
+MOST_JOULES = 1e15
+"""0.3 TWh: no process of ours has used that; such a line is damaged."""
+
+
 def _source(line: dict[str, Any]) -> SourceEnergy | None:
-    joules, scope, method = line.get("joules"), line.get("scope"), line.get("method")
-    if (
-        not isinstance(joules, (int, float))
-        or joules < 0
-        or scope not in INSIDE
-        or method not in ("counter", "power", "modelled")
-    ):
+    joules, scope, method = _number(line.get("joules")), line.get("scope"), line.get("method")
+    if joules is None or joules > MOST_JOULES or scope not in INSIDE or method not in ("counter", "power", "modelled"):
         return None
-    seconds, resets, nodes, step = (line.get(k) for k in ("seconds", "resets", "nodes", "resolution_joules"))
+    resets, nodes = line.get("resets"), line.get("nodes")
     return SourceEnergy(
-        source=print_text(str(line.get("source"))), scope=scope, method=method, joules=float(joules),
-        seconds=float(seconds) if isinstance(seconds, (int, float)) else 0.0,
+        source=print_text(str(line.get("source"))), scope=scope, method=method, joules=joules, seconds=_number(line.get("seconds")) or 0.0,
         resets=resets if isinstance(resets, int) else 0, note=print_text(str(line.get("note") or "")),
-        nodes=nodes if isinstance(nodes, int) and nodes > 0 else 1, resolution_joules=float(step) if isinstance(step, (int, float)) else None,
+        nodes=nodes if isinstance(nodes, int) and nodes > 0 else 1, resolution_joules=_number(line.get("resolution_joules")),
     )  # fmt: skip
+
+
+def _number(value: object) -> float | None:
+    """A figure that can be one: JSON lets NaN and infinity through."""
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
+    return float(value) if known else None  # type: ignore[arg-type]
 
 
 def _merge(sources: Sequence[SourceEnergy]) -> list[SourceEnergy]:

@@ -37,7 +37,8 @@ class AmdSensor:
             raise SensorMissing(f"AMD SMI does not start: {error}") from None
         mine = _chosen(devices, len(handles), os.environ if env is None else env)
         modules = sorted({index // per_module for index in mine})
-        self._handles = [(m, handles[m * per_module]) for m in modules if m * per_module < len(handles)]
+        dies = {m: handles[m * per_module : (m + 1) * per_module] for m in modules}
+        self._handles = [(m, self._speaker(found)) for m, found in dies.items() if found]
         self._prefix = "module" if per_module > 1 else "gpu"
         partly = [m for m in modules if len([i for i in mine if i // per_module == m]) < per_module]
         if partly:
@@ -45,6 +46,12 @@ class AmdSensor:
         if not any(s.joules is not None or s.watts is not None for s in self.read()):
             self.close()
             raise SensorMissing(f"AMD SMI shows {len(handles)} devices but neither energy nor power of ours")
+
+    def _speaker(self, dies: Sequence[Any]) -> Any:
+        """The die that answers for its module: the first by AMD's numbering, another where a driver numbers otherwise."""
+        counting = (die for die in dies if self._joules(die) is not None)
+        powered = (die for die in dies if self._watts(die) is not None)
+        return next(counting, next(powered, dies[0]))
 
     def read(self) -> list[Sample]:
         samples = []
