@@ -59,7 +59,8 @@ def test_the_port_where_ranks_meet_is_held_from_the_start(run) -> None:
 import socket
 handle, port = int(os.environ["WINDLASS_LISTEN_HANDLE"]), int(os.environ["MASTER_PORT"])
 if rank == 0:
-    assert socket.socket(fileno=handle).getsockname() == ("127.0.0.1", port)
+    held = socket.socket(fileno=handle)
+    assert held.getsockname() == ("127.0.0.1", port)
     try: socket.socket().bind(("127.0.0.1", port))
     except OSError: pass
     else: sys.exit(1)
@@ -260,6 +261,22 @@ if attempt < 4: record_error(run, rank, ValueError(f"bad thing {'ab'[attempt % 2
 """
     assert go(run, body, devices=1, max_restarts=20, pause_seconds=1.0) == 0
     assert pauses == [1.0, 2.0, 1.0, 2.0]  # at steps 0, 0, 1, 1
+
+
+def test_a_worker_whose_supervisor_died_while_it_was_made_does_not_live_on() -> None:
+    """The kernel's promise to end it begins only with the worker's own call: whoever was orphaned before that leaves by itself."""
+    script = """
+import os, time
+from windlass.train.supervise import _die_with_parent
+hook, parent = _die_with_parent(), os.getpid()
+if os.fork() == 0:  # a worker
+    while os.getppid() == parent: time.sleep(0.01)
+    hook()
+    print("lives on", flush=True)
+os._exit(0)
+"""
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert said.stdout == b"" and said.stderr == b""
 
 
 def test_a_signal_in_the_pause_ends_it_without_another_start(run) -> None:

@@ -291,8 +291,14 @@ def _shared(devices: int, attempt: int, meeting: socket.socket) -> dict[str, str
 
 def _die_with_parent() -> Any:
     """A hook that has the kernel kill a worker when this process dies: two sets of workers must never write one run."""
-    libc, set_death_signal = ctypes.CDLL(None), 1
-    return lambda: libc.prctl(set_death_signal, int(signal.SIGKILL))
+    libc, set_death_signal, parent = ctypes.CDLL(None), 1, os.getpid()
+
+    def end_with_us() -> None:
+        libc.prctl(set_death_signal, int(signal.SIGKILL))
+        if os.getppid() != parent:  # it died before the kernel had promised: nobody would end us, or know of us
+            os._exit(1)
+
+    return end_with_us
 
 
 def _wait(current: _Attempt, heard: _Signals, grace: float) -> None:
