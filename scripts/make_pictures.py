@@ -17,28 +17,25 @@ from pathlib import Path
 
 TOP = Path(__file__).resolve().parents[1]
 PICTURES = TOP / "docs" / "pictures"
-WIDTH = 124
-
 COMMANDS = {
-    "plan": (["plan", "recipes/gptnl_8b_snellius.toml", "--top", "5"], 30),
-    "clusters": (["clusters"], 20),
-    "energy": (["energy", "runs/demo"], 40),
+    "plan": (["plan", "recipes/gptnl_8b_snellius.toml", "--top", "5"], 26, 160),
+    "clusters": (["clusters"], 20, 150),
 }
 
 
-def record(words: list[str], lines: int) -> str:
-    """The command's own output as a picture, cut after `lines`."""
+def record(words: list[str], lines: int, width: int) -> str:
+    """The command's own output as a picture of so many columns, cut after `lines`."""
     from rich.console import Console
     from rich.text import Text
 
-    env = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH), "TERM": "xterm-256color"}
+    env = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(width), "TERM": "xterm-256color"}
     done = subprocess.run(
         [sys.executable, "-m", "windlass", *words], capture_output=True, text=True, cwd=TOP, env=env, check=True
     )
     shown = [line.rstrip() for line in done.stdout.splitlines()]
     if len(shown) > lines:
         shown = [*shown[:lines], "..."]
-    console = Console(record=True, width=WIDTH, file=io.StringIO())
+    console = Console(record=True, width=width, file=io.StringIO())
     console.print(Text(f"$ windlass {' '.join(words)}", style="bold green"))
     console.print(Text.from_ansi("\n".join(shown)))
     svg = console.export_svg(title="windlass")
@@ -147,14 +144,12 @@ CHARTS: dict[str, Callable[[Path], None]] = {
 
 def main() -> int:
     PICTURES.mkdir(parents=True, exist_ok=True)
-    ready = [n for n in COMMANDS if n != "energy" or (TOP / "runs" / "demo").is_dir()]
-    for name in sys.argv[1:] or [*ready, *CHARTS]:
+    for name in sys.argv[1:] or [*COMMANDS, *CHARTS]:
         target = PICTURES / f"{name}.svg"
         if name in CHARTS:
             CHARTS[name](target)
         else:
-            words, lines = COMMANDS[name]
-            target.write_text(record(words, lines))
+            target.write_text(record(*COMMANDS[name]))
         print(f"wrote docs/pictures/{name}.svg")
     return 0
 
