@@ -291,6 +291,12 @@ class TestWhoseRecordIsIt:
         assert record_slurm(run, read_sacct("77.0|7000|50|2|COMPLETED\n78.0|9000|50|2|COMPLETED\n")) == 1
         assert "78" not in {json.loads(text)["job"] for text in run.energy_file.read_text().splitlines()}
 
+    def test_the_parts_of_a_job_of_several_parts_are_ours(self, run):
+        text = "77+0.0|7000|50|2|COMPLETED\n77+1.0|500|50|1|COMPLETED\n"
+        assert record_slurm(run, read_sacct(text)) == 2
+        ledger = build([json.loads(line) for line in run.energy_file.read_text().splitlines()])
+        assert (ledger.joules, {s.source for s in ledger.sources}) == (7500.0, {"slurm"})
+
     def test_a_file_without_any_of_our_jobs_is_refused(self, run):
         with pytest.raises(RunError, match=r"file.csv has jobs 1001, and none of them is of this run \(77\)"):
             record_ear(run, parse(LEGACY, "f"), "file.csv")

@@ -358,13 +358,18 @@ def _own(run: Run, jobs: Iterable[str], where: str) -> dict[str, str | None]:
     found, (known, outside) = set(jobs), _jobs(run)
     if not known:  # beside meters outside any job, or what both saw would be counted twice
         return {job: None if outside else job for job in found}
-    mine: dict[str, str | None] = {job: job for job in found if job in known}
+    mine: dict[str, str | None] = {job: own for job in found if (own := _known_as(job, known)) is not None}
     if not mine and found:
         raise RunError(
             f"{where} has jobs {_some(found)}, and none of them is of this run ({_some(known)})",
             hint="EAR names an array's tasks by their own numbers: write the run's job id into the JOBID column",
         )
     return mine
+
+
+def _known_as(job: str, known: set[str]) -> str | None:
+    """sacct writes `77+0` and `77_3` for the parts of a job that was submitted as 77."""
+    return next((name for name in (job, job.partition("+")[0], job.partition("_")[0]) if name in known), None)
 
 
 def _some(names: Iterable[str]) -> str:
