@@ -31,7 +31,7 @@ def test_the_shipped_sample_is_predicted_well():
     assert found["throughput"]["median_pct"] < 12 and found["throughput"]["p90_pct"] < 25
     assert found["fit"] == {"oom_rows": 1, "oom_caught": 1, "working_rows": 8, "working_kept": 8}
     assert set(found["by_source"]) == {"torchtitan", "bigscience", "llm-foundry", "modalities"}
-    assert set(found) == {"memory", "throughput", "fit", "by_source", "refused", "assumed"}
+    assert set(found) == {"memory", "throughput", "fit", "by_source", "all_readings", "refused", "assumed"}
     assert found["refused"] == {}
 
 
@@ -209,6 +209,16 @@ def test_a_row_without_an_outcome_says_it_with_its_measurements(rows):
 )  # fmt: skip
 def test_a_unit_in_a_cell_stands_above_that_of_its_column(rows, column, text, meant):
     assert predict_row({**rows[0], column: text}).measured_gib == pytest.approx(meant, rel=1e-3)
+
+
+def test_rows_with_blanks_are_outside_the_sets_and_among_all_readings(rows):
+    blank = score_rows([{**row, "activation_ckpt": ""} for row in rows]).as_dict()
+    full = score_rows(rows).as_dict()
+    assert blank["memory"]["rows"] == blank["throughput"]["rows"] == 0
+    for kind in ("memory", "throughput"):
+        assert (
+            blank["all_readings"][kind]["covered"] == full["all_readings"][kind]["covered"] >= full[kind]["covered"] > 0
+        )
 
 
 def test_what_was_not_understood_is_listed(rows):

@@ -236,3 +236,8 @@ def test_a_named_recompute_is_kept_when_the_plan_fills_the_layout(recipe_of, clu
     assert {p.choice.recompute for p in filling.plans} == {"full"}
     beside = plan(recipe_of("italia_9b_leonardo"), cluster_of("leonardo-booster"))
     assert len({p.choice.recompute for p in beside.plans}) > 1
+
+
+def test_no_tokens_are_nothing_to_plan(small, cluster_of):
+    with pytest.raises(ConfigError, match=r"data\.tokens is 0"):
+        plan(small(data={"tokens": 0}), cluster_of("snellius-h100"))

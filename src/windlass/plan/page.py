@@ -8,7 +8,7 @@ from windlass.cost.params import count
 from windlass.figures import Card, Cards, Chart, Item, Mark, Note, Section, Table, bars, line, page
 from windlass.plan.record import mfu_words
 from windlass.plan.scaling import Point
-from windlass.plan.search import GIB, Plan, Plans, Rejected
+from windlass.plan.search import GIB, TIE, Plan, Plans, Rejected
 from windlass.plan.task import Task
 from windlass.units import print_seconds, print_tokens
 
@@ -164,7 +164,7 @@ def _ranking(plans: Plans) -> list[Item]:
         "reason",
     )
     given = [i for i, p in enumerate(shown) if p.given] or [0]
-    caption = f"{plans.considered:,} layouts considered, {plans.fitting:,} fit; the best of each family is shown. MFU counts {plans.best.step.mfu_convention} of {mfu_words(plans.task)}."
+    caption = f"{plans.considered:,} layouts considered, {plans.fitting:,} fit; the best of each family is shown, ranked by time in steps of {TIE:.0%} (the estimate is no finer), then by replicas. MFU counts {plans.best.step.mfu_convention} of {mfu_words(plans.task)}."
     return [Table(columns, rows, right=(0, 2, 3, 4, 5, 6, 7, 8), caption=caption, strong=given)]
 
 

@@ -4,6 +4,7 @@ Definitions (those of the published comparison):
 - memory: rows with a torch-allocator peak (allocated or reserved), layout fully stated, not flagged.
 - throughput: bf16 or fp16 rows on A100, H100, H200, MI250 class devices with a fully stated layout, not flagged.
 - error = |predicted - measured| / measured; coverage = rows predicted / rows in the set: a refusal counts against coverage, never as a hit.
+- all readings: every row with a value, also those whose layout is not fully stated, of other devices, in 8 bits, or flagged.
 - fit: rows with outcome "oom" must be called "does not fit", working rows "fits".
 """
 
@@ -236,6 +237,10 @@ class Score:
         return {
             **_tables(self.predictions),
             "by_source": {name: _tables(sources[name]) for name in sorted(sources)},
+            "all_readings": {
+                "memory": _summary([p.memory_error for p in self.predictions if p.measured_gib is not None]),
+                "throughput": _summary([p.throughput_error for p in self.predictions if p.measured_tps is not None]),
+            },
             "refused": _tally(p.refused for p in self.predictions if p.refused),
             "assumed": _tally(a for p in self.predictions for a in p.assumed),
         }

@@ -67,6 +67,11 @@ def make_task(recipe: Recipe, cluster: Cluster, nodes: int | None = None, *, kee
     device = load_device(cluster.device)
     shape = shape_of(recipe.model)
     data = recipe.data
+    if recipe.train.steps is None and data.tokens == 0:
+        raise ConfigError(
+            "data.tokens is 0: a run over no tokens takes no time and no energy",
+            hint="give the tokens to train on (450B)",
+        )
     task = Task(
         recipe=recipe,
         cluster=cluster,
