@@ -76,6 +76,15 @@ class TestTheNumbers:
         assert row["energy"] == shown["with PUE"] == "363.61 Wh"
         assert re.search(r"energy\s+363\.61 Wh, measured", windlass("watch", str(run.path), "--once"))
 
+    def test_another_factor_is_for_one_table_and_says_so(self, run):
+        """As much as the run used, at a PUE of 2 and 100 g/kWh; every other view stays as it is."""
+        found = json.loads(windlass("energy", str(run.path), "--json", "--pue", "2", "--grid", "100"))
+        assert found["carbon"]["location_kg"] == pytest.approx(1.1e6 / 3.6e6 * 2 * 0.1)
+        assert found["kwh_per_billion_tokens"] == pytest.approx(1.1e6 / 3.6e6 * 2 / (300 * 131_072 / 1e9))
+        assert found["carbon"]["pue"]["source"] == "given on the command line, for this table only"
+        assert found["carbon"]["market"]["value"] == 0  # not given: the cluster file's
+        assert json.loads(windlass("watch", str(run.path), "--json"))["energy"]["carbon"]["pue"]["value"] == 1.19
+
     def test_a_part_that_is_not_measured_is_said_in_all_four(self, run):
         gap = "not measured on 1 of 2 nodes"
         assert gap in windlass("energy", str(run.path)) and gap in windlass("report", str(run.path), "--markdown")

@@ -28,6 +28,22 @@ def energy(
     slurm: Annotated[
         bool, typer.Option("--slurm", help="Ask sacct here for the run's jobs and take the answer into the record.")
     ] = False,
+    pue: Annotated[
+        float | None,
+        typer.Option(
+            "--pue", min=1.0, help="Another PUE, for this table only; energy.pue of the recipe is for all views."
+        ),
+    ] = None,
+    grid: Annotated[
+        float | None,
+        typer.Option("--grid", min=0.0, help="Another grid intensity, location-based, g per kWh, for this table only."),
+    ] = None,
+    market: Annotated[
+        float | None,
+        typer.Option(
+            "--market", min=0.0, help="Another contract intensity, market-based, g per kWh, for this table only."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print the run's energy table; EAR and SLURM records become part of the run's own record, so that every view shows them."""
@@ -36,7 +52,8 @@ def energy(
 
     folder = open_run(run)
     notes = _take_records(folder, ear or [], sacct, slurm)
-    summary = collect(folder)
+    given = {"pue": pue, "grid_g_per_kwh": grid, "market_g_per_kwh": market}
+    summary = collect(folder, factors={name: value for name, value in given.items() if value is not None})
     _print_json(summary, notes) if as_json else _print_table(summary, notes)
 
 

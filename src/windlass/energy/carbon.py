@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from windlass.clusters.model import Cluster, Source
@@ -54,12 +55,19 @@ class Carbon:
     equivalent: str
 
 
-def carbon(joules: float, cluster: Cluster | None, config: EnergyConfig | None = None) -> Carbon:
-    """The recipe's overrides win over the cluster file."""
-    config = config or EnergyConfig()
-    pue = _factor(config.pue, cluster, "pue", "energy.pue")
-    grid = _factor(config.grid_g_per_kwh, cluster, "g_per_kwh", "energy.grid_g_per_kwh")
-    market = _factor(config.market_g_per_kwh, cluster, "market_g_per_kwh", "energy.market_g_per_kwh")
+def carbon(
+    joules: float, cluster: Cluster | None, config: EnergyConfig | None = None, given: Mapping[str, float] | None = None
+) -> Carbon:
+    """What is given for this once (`pue`, `grid_g_per_kwh`, `market_g_per_kwh`) wins over the recipe, the recipe over the cluster file."""
+    config, given = config or EnergyConfig(), given or {}
+
+    def factor(name: str, key: str) -> Factor:
+        if name in given:
+            return Factor(value=given[name], source="given on the command line, for this table only")
+        return _factor(getattr(config, name), cluster, key, f"energy.{name}")
+
+    pue, grid = factor("pue", "pue"), factor("grid_g_per_kwh", "g_per_kwh")
+    market = factor("market_g_per_kwh", "market_g_per_kwh")
     it_kwh = joules / J_PER_KWH
     kwh = None if pue.value is None else it_kwh * pue.value
     used = it_kwh if kwh is None else kwh

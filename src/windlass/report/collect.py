@@ -102,8 +102,13 @@ class RunSummary:
         return value
 
 
-def collect(where: Run | Path | str, *, columns: Columns | None = None) -> RunSummary:
-    """One run. `columns` may be handed in by a caller that keeps them (the dashboard); else the metrics are read here."""
+def collect(
+    where: Run | Path | str, *, columns: Columns | None = None, factors: Mapping[str, float] | None = None
+) -> RunSummary:
+    """One run. `columns` may be handed in by a caller that keeps them (the dashboard); else the metrics are read here.
+
+    `factors`: PUE and intensities instead of those that the run knows; see `carbon`.
+    """
     run = where if isinstance(where, Run) else open_run(where)
     if columns is None:
         columns = Columns(run.metrics_file)
@@ -119,7 +124,7 @@ def collect(where: Run | Path | str, *, columns: Columns | None = None) -> RunSu
     rate = middle(columns.get("tokens_per_second"))
     status = _status(events, len(columns))
     plan = run.plan()
-    energy = _energy(_ledger(run), cluster, recipe, tokens, step, plan)
+    energy = _energy(_ledger(run), cluster, recipe, tokens, step, plan, factors)
     eta = (target - tokens) / rate if status == "running" and target and tokens is not None and rate else None
     rank = last_known(columns.get("slowest_rank"))
     times = columns.get("time")
@@ -276,9 +281,10 @@ def _energy(
     tokens: float | None,
     step: float | None,
     plan: dict[str, Any] | None,
+    factors: Mapping[str, float] | None = None,
 ) -> Energy:
     joules = ledger.joules if ledger.joules is not None else ledger.modelled_joules
-    with_carbon = None if joules is None else carbon(joules, cluster, recipe.energy if recipe else None)
+    with_carbon = None if joules is None else carbon(joules, cluster, recipe.energy if recipe else None, factors)
     kwh = None if with_carbon is None else with_carbon.kwh if with_carbon.kwh is not None else with_carbon.it_kwh
     watts = None
     if ledger.joules is not None and ledger.wall_seconds > 0:
