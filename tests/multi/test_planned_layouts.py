@@ -117,11 +117,12 @@ CASES: list[Any] = [
     ("llama", 2, 2, lambda c: True),
     ("llama", 2, 4, needs_eight),
     ("retnet", 1, 2, lambda c: c.offload == "none"),
+    ("retnet", 2, 2, lambda c: c.offload == "none" and c.pipeline > 1),
 ]
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(("family", "nodes", "per_node", "wanted"), CASES, ids=["2", "4", "8", "retnet"])
+@pytest.mark.parametrize(("family", "nodes", "per_node", "wanted"), CASES, ids=["2", "4", "8", "retnet-2", "retnet-4"])
 def test_what_the_planner_lists_runs(
     spawn: Any, monkeypatch: pytest.MonkeyPatch, family: str, nodes: int, per_node: int, wanted: Any
 ) -> None:
