@@ -15,7 +15,7 @@ from windlass.config import load_recipe
 from windlass.config.sweep import load_sweep, with_goal
 from windlass.errors import ConfigError, RunError
 from windlass.figures import sweep as charts
-from windlass.figures.sweep_page import best_first
+from windlass.figures.sweep_page import best_first, cells, shown_columns
 from windlass.launch.executor import State
 from windlass.launch.sweep.expect import expect_all, oom_chance
 from windlass.launch.sweep.folder import open_sweep_folder
@@ -165,6 +165,15 @@ def test_gptnl_grid_is_expected_whole_and_quickly():
     assert all(e.memory_bytes > e.memory_limit_bytes for e in skipped)
 
 
+def test_a_limit_on_the_process_is_foretold_but_never_skipped():
+    loaded, points = points_of(SWEEPS / "cpu_grid.toml")
+    expected, total = expect_all(loaded.sweep, points)
+    limited = [e for p, e in zip(points, expected, strict=True) if p.memory_limit]
+    assert [(e.verdict, e.skip) for e in limited] == [("oom", False)] * 2 and total.skipped == 0
+    assert all(e.oom_chance > 0.9 and e.memory_limit_bytes == 600 * 2**20 for e in limited)
+    assert all(e.verdict == "fits" for p, e in zip(points, expected, strict=True) if not p.memory_limit)
+
+
 @pytest.mark.parametrize("path", sorted(SWEEPS.glob("*.toml")), ids=lambda p: p.stem)
 def test_every_shipped_sweep_has_points(path):
     loaded, points = points_of(path)
@@ -311,6 +320,15 @@ def test_a_point_beside_the_matrix_that_lacks_an_axis_is_no_bar():
     speed, _, energy = charts.best_bars(rows, "strategy")
     assert speed.series[0].x == ("full",) and speed.series[0].y == (4.0,)
     assert "not measured" in energy.text
+
+
+def test_energy_that_was_not_measured_says_so_beside_energy_that_was():
+    rows = [row("a", joules_per_token=0.5, mfu=0.4), row("b", mfu=None), {"point": "c", "outcome": "oom"}]
+    loaded, _ = points_of(SWEEPS / "cpu_grid.toml")
+    columns = shown_columns(loaded.sweep, rows, "mfu")
+    at = [c.key for c in columns].index("joules_per_token")
+    assert [cells(r, columns)[at] for r in rows] == ["0.5", "not measured", ""]
+    assert cells(rows[1], columns)[at - 1] == "unknown"
 
 
 def test_heat_map_marks_what_ran_out_of_memory(tmp_path):

@@ -109,5 +109,7 @@ def print_rows(
     listed = ", ".join(f"{n} {word}" for word, n in counts(rows).items())
     right = [i for i, c in enumerate(columns) if c.right]
     out.print(table(f"{work.sweep.title or work.sweep.name}: {listed}", [c.title for c in columns], body, right=right))
+    if work.sweep.command is None and counts(rows).get("ok") and all(r.get("joules_per_token") is None for r in rows):
+        out.print("energy: not measured on any point")
     if not ranked and counts(rows).get("ok"):
         out.print(no_winner(rows, key), markup=False)

@@ -20,6 +20,8 @@ class Column:
     title: str
     show: Callable[[Any], str] = str
     right: bool = True
+    missing: str = ""
+    """What a point that ended well shows where others have a number."""
 
 
 def _percent(value: float) -> str:
@@ -36,11 +38,11 @@ COLUMNS = (
     Column("devices", "devices"),
     Column("tokens_per_second", "tokens/s", lambda v: f"{v:,.0f}"),
     Column("tokens_per_second_per_device", "per device", lambda v: f"{v:,.0f}"),
-    Column("mfu", "MFU", _percent),
+    Column("mfu", "MFU", _percent, missing="unknown"),
     Column("memory_bytes", "memory", print_bytes),
     Column("predicted_memory_bytes", "predicted", print_bytes),
-    Column("joules_per_token", "J/token", lambda v: f"{v:.3g}"),
-    Column("kwh_per_step", "per step", lambda v: print_joules(v * 3.6e6)),
+    Column("joules_per_token", "J/token", lambda v: f"{v:.3g}", missing="not measured"),
+    Column("kwh_per_step", "per step", lambda v: print_joules(v * 3.6e6), missing="not measured"),
     Column("step_seconds", "step", print_seconds),
     Column("step_spread", "spread", _percent),
 )
@@ -75,11 +77,12 @@ def _reason(row: Row) -> str | None:
 
 
 def cells(row: Row, columns: Sequence[Column]) -> list[str]:
-    """One row of the table; what is unknown is empty."""
+    """One row of the table; a point that did not end well has no numbers to miss."""
     texts = []
     for column in columns:
         value = _reason(row) if column.key == "detail" else row.get(column.key)
-        texts.append("" if value is None else column.show(value))
+        absent = column.missing if row.get("outcome") == "ok" else ""
+        texts.append(absent if value is None else column.show(value))
     return [t or ("not run" if c.key == "outcome" else "") for t, c in zip(texts, columns, strict=True)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from windlass.clusters import Cluster, load_cluster
@@ -104,7 +104,7 @@ def expect(sweep: SweepConfig, point: Point, machine: Any) -> Expectation:
         here = (
             on_devices(cluster, point.devices) if point.devices and point.devices != cluster.node.devices else cluster
         )
-        return _judge(sweep, recipe, here)
+        return _under_limit(_judge(sweep, recipe, here), point.memory_limit)
     except (ConfigError, PlanError) as error:
         return Expectation(verdict="illegal", reason=error.message)
     except WindlassError as error:
@@ -121,6 +121,17 @@ def _judge(sweep: SweepConfig, recipe: Recipe, cluster: Cluster) -> Expectation:
     if illegal:
         return Expectation(verdict="illegal", reason="; ".join(illegal), nodes=task.nodes, devices=task.devices)
     return _of(sweep, task, evaluate(task, choice), "")
+
+
+def _under_limit(found: Expectation, limit: int | None) -> Expectation:
+    """With the limit that the sweep puts on each process. Such a point is never skipped: whoever sets a limit wants to see it met."""
+    if limit is None or found.peak_bytes is None:
+        return found
+    chance = oom_chance(found.peak_bytes, limit)
+    if chance <= (found.oom_chance or 0.0):
+        return found
+    words = f"shows {found.peak_bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB that memory_limit allows"
+    return replace(found, verdict="oom" if chance > 0.5 else "fits", reason=words, oom_chance=chance, memory_limit_bytes=float(limit))  # fmt: skip
 
 
 def oom_chance(needed: float, limit: float) -> float:
