@@ -185,7 +185,7 @@ MORE = [
     ("retnet", 2, 4, {"shard": "none", "tensor": 2}),
     ("retnet", 4, 2, {"shard": "zero1", "pipeline": 2}),
     ("retnet", 2, 8, {"shard": "full", "context": 2}),
-    ("retnet", 8, 4, {"shard": "none", "context": 2, "pipeline": 2, "tensor": 2}),
+    ("retnet", 4, 8, {"shard": "none", "context": 2, "tensor": 2}),
 ]
 
 
