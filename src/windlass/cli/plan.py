@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from windlass.plan.task import Task
 
 
+NARROW = 100
+"""Columns of a terminal below which the table leaves out energy and CO2e."""
+
+
 def register(app: typer.Typer) -> None:
     app.command("plan")(plan)
 
@@ -147,6 +151,9 @@ def _print(found: Plans) -> None:
     ]  # fmt: skip
     columns = ("", "layout", "batch", "GiB", "tokens/s", "MFU", "time", "energy", "CO2e")
     out = console()
+    narrow = out.width < NARROW  # then words of a layout would be cut; energy and CO2e of the best stand below
+    if narrow:
+        columns, rows = columns[:7], [row[:7] for row in rows]
     for r in (r for r in found.rejected if r.given):
         out.print(
             f"the recipe's own layout ({r.choice.words()}) is rejected: {r.reason}", style="yellow", soft_wrap=True
@@ -155,6 +162,9 @@ def _print(found: Plans) -> None:
     for i, p in enumerate(found.plans, 1):
         out.print(f"{i:>2}. {p.reason}")
     out.print()
+    if narrow and best.energy.kwh is not None:
+        used = f"{print_joules(best.energy.kwh * 3.6e6, 1)}, {carbon(best.energy.tco2e)} CO2e"
+        out.print(f"The best uses {used} (of each layout: in a terminal of {NARROW} columns, or --json).")
     for line in _footnotes(found):
         out.print(line)
 
