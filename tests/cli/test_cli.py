@@ -39,15 +39,20 @@ def test_torch_is_not_loaded(words):
     assert done.returncode == 0, done.stderr
 
 
+def cpu_seconds(*words):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert subprocess.run([sys.executable, *words], capture_output=True, timeout=120).returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 @pytest.mark.parametrize("words", [("--help",), ("plan", "--help")], ids=" ".join)
 def test_help_takes_under_0_3_seconds_of_cpu(words):
-    def cpu():
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert windlass(*words).returncode == 0
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    assert min(cpu() for _ in range(4)) < 0.3
+    """On a slow or crowded machine: at most three times what its libraries alone take."""
+    bare = min(
+        cpu_seconds("-c", "import typer.main, rich.console, rich.table, rich.panel, rich.markdown") for _ in range(2)
+    )
+    assert min(cpu_seconds("-m", "windlass", *words) for _ in range(4)) < max(0.3, 3 * bare)
 
 
 def parts(root, path=()):

@@ -95,7 +95,7 @@ def test_a_table_that_moved_is_out_of_date():
 
 def test_pictures_that_pages_show_exist_and_are_shown():
     shown = {t for p in ALL for t in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", p.read_text())}
-    drawn = {p.name for p in (DOCS / "pictures").iterdir()}
+    drawn = {p.name for folder in ("pictures", "images") for p in (DOCS / folder).iterdir()}
     assert drawn <= {Path(t).name for t in shown}, "a picture that no page shows"
 
 
