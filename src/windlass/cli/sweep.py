@@ -94,19 +94,11 @@ def _run(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from windlass.cli.output import console
-    from windlass.launch.sweep.local import choose, run_points
-    from windlass.launch.sweep.outcome import read_only
+    from windlass.launch.sweep.local import run_points
 
-    step: tuple[str, ...] = ()
-    if inside is not None:
-        from windlass.launch.sweep.pack import pack_here
-
-        here = pack_here(work, inside)
-        chosen, step = here.points, here.step
-    else:
-        chosen = choose(work, read_only(only) if only else None, names, everything=everything)
-    done = len(work.folder.outcomes())
+    chosen, step = _chosen(work, only, names, everything, inside)
     if not chosen:
+        done = len(work.folder.outcomes())
         if not quiet:
             console().print(
                 f"nothing to run: {done} of {len(work.points)} points have an outcome (--only oom,fail repeats some)"
@@ -135,6 +127,21 @@ def _run(
                 soft_wrap=True,
             )
             raise typer.Exit(130) from None
+
+
+def _chosen(
+    work: Work, only: str | None, names: list[str] | None, everything: bool, inside: Path | None
+) -> tuple[list[Point], tuple[str, ...]]:
+    """The points to run, and what comes before each command: inside an allocation, its pack and srun."""
+    if inside is not None:
+        from windlass.launch.sweep.pack import pack_here
+
+        here = pack_here(work, inside)
+        return here.points, here.step
+    from windlass.launch.sweep.local import choose
+    from windlass.launch.sweep.outcome import read_only
+
+    return choose(work, read_only(only) if only else None, names, everything=everything), ()
 
 
 def _errors() -> Any:

@@ -146,10 +146,10 @@ def _loader() -> type:
         ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
         ("int", r"[-+]?(?:0b[01_]+|0o[0-7_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*)", "-+0123456789"),
         ("float", r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9_]+(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)", "-+0123456789."),
-        ("null", r"~|null|Null|NULL|", "~nN\0"),
+        ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
         ("merge", r"<<", "<"),
     ):  # fmt: skip
-        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^(?:{pattern})$"), [*first.replace("\0", ""), *([""] if "\0" in first else [])])  # fmt: skip
+        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^(?:{pattern})$"), list(first))
     Loader.add_constructor("tag:yaml.org,2002:int", number)
     return Loader
 
