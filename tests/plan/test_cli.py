@@ -171,3 +171,8 @@ def test_an_illegal_layout_of_the_recipe_is_named_before_the_ranking(windlass):
         "the recipe's own layout" in first
         and "layout.pipeline (5) does not divide model.layers (32); nearest legal: 4 or 8" in first
     )
+
+
+def test_an_empty_question_is_asked_back(windlass):
+    done = windlass("plan", EIGHT, "--why", "")
+    assert done.returncode != 0 and "--why asks about no layout" in done.stderr

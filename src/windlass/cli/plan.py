@@ -105,7 +105,7 @@ def _plan(
     from windlass.plan.search import nowhere
 
     found = make(recipe, cluster, nodes=nodes, top=top or (None if as_json else 8))
-    answer = explain(found, why) if why else None
+    answer = None if why is None else explain(found, why)
     if html is not None and found.plans:
         _page(found, recipe, cluster, html)
     if as_json:

@@ -148,7 +148,7 @@ def problems(task: Task, c: Choice) -> list[str]:
 def _model_problems(task: Task, c: Choice) -> Iterator[str]:
     s = task.shape
     for name, value in (("model.heads", s.heads), ("model.kv_heads", s.kv_heads), ("model.ffn", s.ffn)):
-        if value % c.tensor:
+        if value % c.tensor and not (name == "model.kv_heads" and s.kv_heads == s.heads):
             legal = [t for t in divisors(value) if task.per_node % t == 0]
             yield f"layout.tensor ({c.tensor}) does not divide {name} ({value:,}); nearest legal: {nearest(c.tensor, legal)}"
     if s.layers % c.pipeline:
