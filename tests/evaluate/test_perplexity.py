@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +177,12 @@ def test_a_checkpoint_of_another_family(llama_run: Run, retnet_run: Run) -> None
 def test_an_unknown_number_format(llama_run: Run) -> None:
     with pytest.raises(ConfigError, match="'fp4' is unknown"):
         open_model(llama_run.path, dtype="fp4")
+
+
+def test_a_token_that_nothing_stands_before_is_not_counted(llama_run: Run, store: Store, tokenizer: Tokenizer) -> None:
+    """Without an end token the very first token cannot be predicted: it costs nothing, and must not lower the mean either."""
+    opened, bare = open_model(llama_run.path), replace(store, eos=None)
+    with_end, without = (evaluate(opened, held, tokenizer, max_tokens=500) for held in (store, bare))
+    first, second = with_end.scores[0].detail, without.scores[0].detail
+    assert second["tokens"] == first["tokens"] - 1 and second["nats"] < first["nats"]
+    assert [d.tokens for d in without.documents][1:] == [d.tokens for d in with_end.documents][1:]
