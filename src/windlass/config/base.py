@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from windlass.errors import WindlassError
-from windlass.units import parse_bytes, parse_joules, parse_seconds, parse_tokens
+from windlass.units import parse_bytes, parse_seconds, parse_tokens
 
 
 class Table(BaseModel):
@@ -43,4 +43,3 @@ SecondsOrAuto = Annotated[
     _with_unit(lambda value: value if value == "auto" else parse_seconds(value)),
     WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}, {"const": "auto", "type": "string"}]}),
 ]
-Joules = Annotated[float, _with_unit(parse_joules), Field(ge=0), _schema('"14.2 MWh"', "An energy")]

@@ -75,11 +75,6 @@ class Life:
     median_stall_seconds: float | None = None
 
 
-def read_life(run: Any) -> Life:
-    """The life of a run folder."""
-    return life(list(run.events()), list(run.metrics()))
-
-
 def life(events: Sequence[Event], metrics: Sequence[Mapping[str, Any]]) -> Life:
     """Segments, timeline and goodput. Lines may be missing or repeated; what cannot be known is None."""
     begins = [i for i, e in enumerate(events) if e.get("event") in _BEGINS]

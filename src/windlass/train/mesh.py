@@ -101,14 +101,6 @@ class World:
         return (self.coordinate("rep") * self.axes.shard + self.coordinate("fsdp")) % self.axes.context
 
     @property
-    def first_stage(self) -> bool:
-        return self.coordinate("pp") == 0
-
-    @property
-    def last_stage(self) -> bool:
-        return self.coordinate("pp") == self.axes.pipeline - 1
-
-    @property
     def counts_loss(self) -> bool:
         """One rank of each tensor group adds its loss to the total."""
         return self.coordinate("tp") == 0
@@ -120,11 +112,6 @@ class World:
         """Sum over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
-        return tensor
-
-    def max_(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.size > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
 
     def barrier(self) -> None:
