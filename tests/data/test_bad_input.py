@@ -93,7 +93,7 @@ def test_a_cut_file_is_an_error_and_can_be_allowed(data_file: Make, tmp_path: Pa
     (tmp_path / "good.jsonl").write_text('{"text": "fine"}\n')
     file = data_file({"s": [path], "good": [tmp_path / "good.jsonl"]}, chunk=chunk)
     with pytest.raises(
-        DataError, match=rf"1 files are damaged:\n  .*a\.jsonl\.{kind}: the .* file was cut: its end is missing"
+        DataError, match=rf"1 file is damaged:\n  .*a\.jsonl\.{kind}: the .* file was cut: its end is missing"
     ):
         tokenize(file)
     result = tokenize(file.model_copy(update={"allow_damaged": True}))
@@ -114,7 +114,7 @@ def test_a_cut_file_is_an_error_and_can_be_allowed(data_file: Make, tmp_path: Pa
 )
 def test_broken_compression(data_file: Make, tmp_path: Path, name: str, raw: bytes) -> None:
     (tmp_path / name).write_bytes(raw)
-    with pytest.raises(DataError, match="1 files are damaged"):
+    with pytest.raises(DataError, match="1 file is damaged"):
         tokenize(data_file({"s": [tmp_path / name]}))
 
 
@@ -147,7 +147,7 @@ def test_null_rows_are_rejected_with_their_row(data_file: Make, tmp_path: Path) 
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"text": ["a", None, "c"]}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet, line 2: 'text' is null"):
+    with pytest.raises(DataError, match=r"a\.parquet, row 2: 'text' is null"):
         tokenize(data_file({"s": [tmp_path / "a.parquet"]}))
 
 

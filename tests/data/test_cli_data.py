@@ -56,6 +56,22 @@ def test_verify_fails_with_the_place(toml: Path, tmp_path: Path) -> None:
         call("data", tmp_path / "store", "--verify")
 
 
+def test_a_store_that_is_only_joined_says_so_and_counts_its_rejects(toml: Path, tmp_path: Path) -> None:
+    """Rejected in one run, allowed in the next: the second does no chunk, but it writes the store and knows what was left out."""
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write('"a string"\nno json\n')
+    with pytest.raises(DataError, match="2 documents were rejected") as caught:
+        call("tokenize", toml)
+    assert "not a JSON object but a text" in caught.value.message
+    assert "allow_damaged" not in (caught.value.hint or "")
+    said = call("tokenize", toml, "max_rejects=2")
+    assert "resumed: 1 chunk was already done" in said
+    assert "written" in said and "nothing to do" not in said
+    assert "rejected: 2, each with its reason in" in said
+    assert "nothing to do" in call("tokenize", toml, "max_rejects=2")
+    assert json.loads(call("tokenize", toml, "max_rejects=2", "--json"))["rejects"] == 2
+
+
 def test_array_tasks_then_join(toml: Path) -> None:
     assert "share is done" in call("tokenize", toml, "--array-task", "0/2")
     assert json.loads(call("tokenize", toml, "--array-task", "1/2", "--json"))["complete"] is False

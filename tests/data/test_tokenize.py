@@ -358,7 +358,7 @@ def test_a_changed_file_is_done_again_and_the_others_are_not(
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine"}\n{"text": "cut')
     file = data_file({"good": [good], "bad": [bad]}, chunk=8192)
-    with pytest.raises(DataError, match="1 documents were rejected, 0 are allowed"):
+    with pytest.raises(DataError, match="1 document was rejected, 0 are allowed"):
         tokenize(file)
     bad.write_text('{"text": "fine"}\n{"text": "cut no more"}\n')
     result = tokenize(file)

@@ -173,19 +173,22 @@ def _print_result(result: Result) -> None:
     if result.engine:
         out.print(f"engine: {result.engine}")
     if result.chunks_kept:
-        out.print(f"resumed: {result.chunks_kept} chunks were already done")
+        chunks = "1 chunk was" if result.chunks_kept == 1 else f"{result.chunks_kept:,} chunks were"
+        out.print(f"resumed: {chunks} already done")
     if not result.complete:
         out.print(
             f"this task's share is done: {result.tokens:,} tokens in {print_seconds(result.seconds)}; `windlass tokenize` without --array-task joins the shares"
         )
         return
     idle = "complete, its ledger brought up to the data file" if result.restated else "complete, nothing to do"
-    what = "written" if result.chunks_done or result.engine else idle
+    what = "written" if result.chunks_done or result.chunks_kept or result.engine else idle
     out.print(
         f"{result.store}: {what}, {result.tokens:,} tokens in {result.documents:,} documents, {print_seconds(result.seconds)}"
     )
-    from windlass.data.store import open_store
+    from windlass.data.store import REJECTS, open_store
 
+    if result.rejects:
+        out.print(f"rejected: {result.rejects:,}, each with its reason in {result.store / REJECTS}", soft_wrap=True)
     _print_sources(open_store(result.store))
 
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -195,20 +196,20 @@ class _beside:  # noqa: N801 - used as a function
 
 
 def _join_part(file: Any, part: Part, dtype: np.dtype[Any]) -> list[Any]:
-    """Append a piece's tokens; [bytes, sha256] of what was appended."""
+    """Append a piece's tokens; [bytes, checksum] of what was appended."""
     size = part.facts["tokens"] * dtype.itemsize
     if part.path.stat().st_size < size:
         raise DataError(f"{part.path} was cut", hint=f"remove {part.path.parent.parent} and run again")
     if len(part.dropped) == 0:
         with part.path.open("rb") as piece:
             _copy(piece.fileno(), file.fileno(), size)
-        return [size, part.facts["sha256"]]
+        return [size, part.facts.get("crc32") or part.facts["sha256"]]  # the latter: a piece of an earlier release
     lengths = part.lengths(dtype.itemsize)
     keep = np.ones(len(lengths), dtype=bool)
     keep[part.dropped] = False
     tokens = np.fromfile(part.path, dtype=dtype, count=part.facts["tokens"])[np.repeat(keep, lengths)]
     write_all(file, tokens)
-    return [tokens.nbytes, hashlib.sha256(tokens).hexdigest()]
+    return [tokens.nbytes, f"{zlib.crc32(tokens):08x}"]
 
 
 def _copy(source: int, target: int, size: int) -> None:

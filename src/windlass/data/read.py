@@ -252,6 +252,7 @@ def _kind(value: Any) -> str:
         float: "a number",
         list: "a list",
         dict: "an object",
+        str: "a text",
     }.get(type(value), type(value).__name__)
 
 

@@ -2,7 +2,7 @@
 
 manifest.json        counts per source and shard, tokenizer, ledger hash
 ledger.json          where each source comes from and on what terms
-checksums.json       sha256 of every stretch of every shard
+checksums.json       CRC-32 of every stretch of tokens (SHA-256 in stores of earlier releases), SHA-256 of every other file
 files.jsonl          documents in = out + rejected + filtered, for each input file
 rejects.jsonl        what was not taken: file, line, reason, the line itself
 tokenizer...         the tokenizer's own file
@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -306,7 +307,7 @@ def _size_problems(shard: Shard) -> Iterator[Problem]:
 
 
 def _stretch_problems(path: Path, stretches: list[list[Any]]) -> Iterator[Problem]:
-    """`stretches` is a list of [bytes, sha256], one after the other, that cover the whole file."""
+    """`stretches` is a list of [bytes, checksum], one after the other, that cover the whole file."""
     if not path.is_file():
         yield Problem(path.name, "is missing")
         return
@@ -317,17 +318,20 @@ def _stretch_problems(path: Path, stretches: list[list[Any]]) -> Iterator[Proble
     with path.open("rb") as file:
         offset = 0
         for length, digest in stretches:
-            if _hash_next(file, length) != digest:
+            if _sum_next(file, length, crc=len(digest) == 8) != digest:
                 yield Problem(path.name, f"bytes {offset:,} to {offset + length:,} are not what was written")
             offset += length
 
 
-def _hash_next(file: Any, length: int) -> str:
-    digest = hashlib.sha256()
+def _sum_next(file: Any, length: int, *, crc: bool) -> str:
+    digest, number = hashlib.sha256(), 0
     while length > 0 and (part := file.read(min(length, 1 << 20))):
-        digest.update(part)
+        if crc:  # finds every flipped bit at twice the speed (docs/decisions/007); nothing here is protected from an attacker
+            number = zlib.crc32(part, number)
+        else:
+            digest.update(part)
         length -= len(part)
-    return digest.hexdigest()
+    return f"{number:08x}" if crc else digest.hexdigest()
 
 
 def hash_path(path: Path) -> str | None:

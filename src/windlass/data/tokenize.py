@@ -26,7 +26,7 @@ from windlass.config.sources import DataFile
 from windlass.data import megatron
 from windlass.data.engines import Choice, choose
 from windlass.data.finish import finish, reject_lines, restate
-from windlass.data.inputs import InputFile, Item, find_files, plan_items
+from windlass.data.inputs import InputFile, Item, find_files, kind_of, plan_items
 from windlass.data.ledger import refuse_unlawful
 from windlass.data.read import peek
 from windlass.data.schedule import Key, Schedule, make_schedule, missing
@@ -84,6 +84,7 @@ class Result:
     """Found done by an earlier run."""
     engine: str
     tokens: int
+    """These three are of the whole store; of an array task, what it did in this run."""
     documents: int
     rejects: int
     seconds: float
@@ -131,7 +132,7 @@ def _run(
         restated = False
     if kept is not None and not items:
         shutil.rmtree(work, ignore_errors=True)
-        return replace(_result(target, kept, began, 0, 0, "", 0), restated=restated)
+        return replace(_result(target, kept, began, 0, 0, ""), restated=restated)
     _make_folders(work / "pieces", work / "journal", work / "tokenizer")
     _write_plan(work, settings, items)
     journal = read_journal(work, items)
@@ -176,23 +177,14 @@ def _run(
     _log(work, "finished", seconds=time.monotonic() - began)
     shutil.move(work / "history.jsonl", target / "history.jsonl")
     shutil.rmtree(work, ignore_errors=True)
-    return _result(target, manifest, began, len(journal) - kept_chunks, kept_chunks, engine, progress.rejects)
+    return _result(target, manifest, began, len(journal) - kept_chunks, kept_chunks, engine)
 
 
-def _result(
-    target: Path, manifest: dict[str, Any], began: float, done: int, kept: int, engine: str, rejects: int
-) -> Result:
+def _result(target: Path, manifest: dict[str, Any], began: float, done: int, kept: int, engine: str) -> Result:
+    rejects = sum(sum(source["rejected"].values()) for source in manifest["sources"].values())
+    seconds = time.monotonic() - began
     return Result(
-        target,
-        True,
-        done,
-        kept,
-        engine,
-        manifest["tokens"],
-        manifest["documents"],
-        rejects,
-        time.monotonic() - began,
-        manifest,
+        target, True, done, kept, engine, manifest["tokens"], manifest["documents"], rejects, seconds, manifest
     )
 
 
@@ -620,15 +612,22 @@ def _refuse_rejects(file: DataFile, job: Job, items: list[Item], journal: dict[K
     lines = list(reject_lines(job, items, journal))
     write_whole(listing, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     said = [f"{path}: {reason}" for path, reason in damaged[:10]]
-    said += [f"{line['file']}, line {line['line']}: {line['reason']}" for line in lines[:10]]
+    said += [f"{line['file']}, {_place(line['file'])} {line['line']}: {line['reason']}" for line in lines[:10]]
     more = f"\n  and more in {listing}" if len(lines) > 10 else ""
-    what = " and ".join(
-        ([f"{total:,} documents were rejected, {file.max_rejects:,} are allowed"] if total > file.max_rejects else [])
-        + ([f"{len(damaged)} files are damaged"] if damaged and not file.allow_damaged else [])
-    )
+    refused, broken = total > file.max_rejects, damaged and not file.allow_damaged
+    what = [f"{_many(total, 'document was', 'documents were')} rejected, {file.max_rejects:,} are allowed"] * refused
+    what += [f"{_many(len(damaged), 'file is', 'files are')} damaged"] * bool(broken)
+    keys = ["max_rejects"] * refused + ["allow_damaged = true"] * bool(broken)
     raise DataError(
-        f"{what}:\n  " + "\n  ".join(said) + more,
-        hint="all other documents are done and kept: repair the files, or set max_rejects"
-        + (" and allow_damaged = true" if damaged else "")
-        + ", and run again",
+        f"{' and '.join(what)}:\n  " + "\n  ".join(said) + more,
+        hint=f"all other documents are done and kept: repair the files, or set {' and '.join(keys)}, and run again",
     )
+
+
+def _many(count: int, one: str, more: str) -> str:
+    return f"{count:,} {one if count == 1 else more}"
+
+
+def _place(file: str) -> str:
+    """What a document is called in a file of this kind."""
+    return "row" if kind_of(file)[0] in ("parquet", "arrow") else "line"
