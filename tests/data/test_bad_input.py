@@ -34,7 +34,7 @@ BAD = [
     (b'{"text": 17}', "'text' is a number"),
     (b'{"text": ["a"]}', "'text' is a list"),
     (b'["text"]', "not a JSON object but a list"),
-    (b'"text"', "not a JSON object but str"),
+    (b'"text"', "not a JSON object but a text"),
     (b'{"text": "bad \xff\xfe bytes"}', "invalid UTF-8"),
     (b'{"text": "lone \\ud800 surrogate"}', "lone surrogate"),
 ]
