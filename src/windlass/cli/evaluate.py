@@ -171,7 +171,8 @@ def _held_out(opened: Opened, asked: Asked, keep: Keep) -> Found:
 def _text_overlap(opened: Opened, held: Store, split: str, asked: Asked) -> list[Score]:
     from windlass.evaluate.perplexity import choose
 
-    items, groups = [], {}
+    items: list[Any] = []
+    groups: dict[str, list[int]] = {}
     for source, spans in choose(held, split, asked.max_tokens):
         groups[f"source {source}"] = list(range(len(items), len(items) + len(spans)))
         items += [held.tokens(source, split)[start:stop] for start, stop in spans]
@@ -240,7 +241,7 @@ def _one_task(opened: Opened, words: Any, task: Task, asked: Asked) -> list[Scor
     from windlass.evaluate.tasks import groups, run_task, solved_text
 
     with bar(task.name, quiet=asked.quiet) as tell:
-        scores = run_task(
+        scores: list[Score] = run_task(
             opened, words, task, shots=asked.shots or 0, template=asked.template, batch=asked.batch, tell=tell
         )
     if asked.overlap:

@@ -152,13 +152,12 @@ def _print(found: Plans) -> None:
     columns = ("", "layout", "batch", "GiB", "tokens/s", "MFU", "time", "energy", "CO2e")
     out = console()
     narrow = out.width < NARROW  # then words of a layout would be cut; energy and CO2e of the best stand below
-    if narrow:
-        columns, rows = columns[:7], [row[:7] for row in rows]
+    shown = 7 if narrow else 9
     for r in (r for r in found.rejected if r.given):
         out.print(
             f"the recipe's own layout ({r.choice.words()}) is rejected: {r.reason}", style="yellow", soft_wrap=True
         )
-    out.print(table(title, columns, rows, right=(0, 2, 3, 4, 5, 6, 7, 8)))
+    out.print(table(title, columns[:shown], [row[:shown] for row in rows], right=(0, 2, 3, 4, 5, 6, 7, 8)))
     for i, p in enumerate(found.plans, 1):
         out.print(f"{i:>2}. {p.reason}")
     out.print()
