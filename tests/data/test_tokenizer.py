@@ -145,17 +145,18 @@ def test_the_end_token_of_a_folder_is_the_one_its_config_names(tmp_path: Path, t
 
 
 @pytest.mark.parametrize(
-    ("tokens", "read"),
+    "tokens",
     [
-        ([], True),
-        ([("<turn>", 600)], True),
-        ([("<a>", 600), ("<b>", 601)], True),
-        ([("<turn>", 640)], False),  # the library gives it 600, whatever the file says
-        ([("water", 600)], False),  # a word that the model knows under another id
+        [],
+        [("<turn>", 600)],
+        [("<b>", 601), ("<a>", 600)],  # numbered in the order of the file
+        [("<turn>", 640)],  # the library gives it 600, whatever the file says
+        [("water", 600), ("<a>", 601)],  # a word that the model knows under another id
+        [("<a>", 600), ("<a>", 600), ("<b>", 601)],
     ],
 )
 def test_a_glance_at_the_file_knows_what_the_library_knows(
-    tmp_path: Path, tokenizer: Tokenizer, tokens: list[tuple[str, int]], read: bool
+    tmp_path: Path, tokenizer: Tokenizer, tokens: list[tuple[str, int]]
 ) -> None:
     value = json.loads(tokenizer.path.read_text())
     value["added_tokens"] += [{**value["added_tokens"][0], "id": i, "content": name} for name, i in tokens]
@@ -163,12 +164,19 @@ def test_a_glance_at_the_file_knows_what_the_library_knows(
     last = tokens[-1][0] if tokens else "<|end_of_text|>"
     quick = load_tokenizer(tmp_path, eos=last, glance=True)
     whole = load_tokenizer(tmp_path, eos=last)
-    assert ("_inner" not in quick.__dict__) == read
+    assert "_inner" not in quick.__dict__
     assert (quick.vocab_size, quick.eos, quick.hash) == (whole.vocab_size, whole.eos, whole.hash)
     assert isinstance(whole, JsonTokenizer)
     assert (whole.vocab_size, whole.eos) == (whole._inner.get_vocab_size(), whole._inner.token_to_id(last))
     assert quick.encode("water en wind") == whole.encode("water en wind")
     assert "parsed" not in whole.__dict__  # tens of megabytes that nobody needs any more
+
+
+def test_the_library_has_the_last_word_on_added_tokens(tokenizer: Tokenizer) -> None:
+    quick = load_tokenizer(tokenizer.path, glance=True)
+    quick.__dict__["added"]["<|end_of_text|>"] = 7
+    with pytest.raises(DataError, match=r"'<\|end_of_text\|>' is 0 to the tokenizers library, 7 was expected"):
+        quick.encode("water")
 
 
 def test_a_vocabulary_of_another_shape_is_left_to_the_library(tmp_path: Path) -> None:

@@ -73,7 +73,14 @@ class Tokenizer:
 class JsonTokenizer(Tokenizer):
     @cached_property
     def _inner(self) -> Any:
-        return _read_json_tokenizer(self.path)
+        inner = _read_json_tokenizer(self.path)
+        for name, number in self.__dict__.get("added", {}).items():  # read off the file: the library has the last word
+            if inner.token_to_id(name) != number:
+                raise DataError(
+                    f"{self.path}: the token {name!r} is {inner.token_to_id(name)} to the tokenizers library, {number} was expected",
+                    hint="this is a fault in windlass; please report it with the version of tokenizers",
+                )
+        return inner
 
     @cached_property
     def parsed(self) -> Any:
@@ -275,24 +282,24 @@ def _glance(file: Path) -> JsonTokenizer | None:
     except (ValueError, TypeError):
         return None
     made = JsonTokenizer(file, "json", size, _json_eos(file, lambda name: added.get(name, vocab.get(name))))
-    made.__dict__["parsed"] = value
+    made.__dict__.update(parsed=value, added=added)
     return made
 
 
 def _plain_ids(value: Any) -> tuple[dict[str, int], dict[str, int]] | None:
-    """(ids of the model, ids of the added tokens), if the library gives the added tokens the ids that the file says.
+    """(ids of the model, ids of the added tokens) as the library numbers them; None where the vocabulary is no plain table.
 
-    It numbers those that the model does not know from the size of the vocabulary on, whatever the file says.
+    An added token that the model knows keeps its id; the others follow the vocabulary in the order of the file, whatever it says.
     """
     try:
-        vocab, added = value["model"]["vocab"], value.get("added_tokens") or []
-        names = {token["content"]: token["id"] for token in added}
-        known = isinstance(vocab, dict) and all(type(number) is int for number in names.values())
+        vocab, added = value["model"]["vocab"], [token["content"] for token in value.get("added_tokens") or []]
+        if not isinstance(vocab, dict) or not all(added):
+            return None
+        fresh = dict.fromkeys(name for name in added if name not in vocab)
     except (AttributeError, KeyError, TypeError):
         return None
-    fresh = [number for name, number in names.items() if name not in vocab] if known else []
-    agreed = known and all(vocab.get(name, number) == number for name, number in names.items())
-    return (vocab, names) if agreed and fresh == list(range(len(vocab), len(vocab) + len(fresh))) else None
+    numbers = {name: len(vocab) + place for place, name in enumerate(fresh)}
+    return vocab, {name: numbers.get(name, vocab.get(name, -1)) for name in added}
 
 
 def _json_eos(file: Path, find: Callable[[str], int | None]) -> int | None:

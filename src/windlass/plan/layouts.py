@@ -248,6 +248,8 @@ def _engine_problems(task: Task, c: Choice) -> Iterator[str]:
             continue
         if engine == "deepspeed":
             yield f"layout.{name} ({value}): the deepspeed engine divides data and states only; nearest legal: 1, or train.engine native"
+        elif (family, name) == ("retnet", "context"):
+            yield f"layout.{name} ({value}): the engine runs it for family retnet, but what it costs is not known here; nearest legal: 1"
         else:
             can = " and ".join(f for f, names in DIVIDES.items() if name in names)
             yield f"layout.{name} ({value}): built for family {can}, not {family}; nearest legal: 1"
