@@ -299,7 +299,7 @@ def _plain_ids(value: Any) -> tuple[dict[str, int], dict[str, int]] | None:
     except (AttributeError, KeyError, TypeError):
         return None
     numbers = {name: len(vocab) + place for place, name in enumerate(fresh)}
-    return vocab, {name: numbers.get(name, vocab.get(name, -1)) for name in added}
+    return vocab, {name: numbers[name] if name in numbers else vocab[name] for name in added}
 
 
 def _json_eos(file: Path, find: Callable[[str], int | None]) -> int | None:
