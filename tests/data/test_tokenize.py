@@ -282,11 +282,10 @@ def test_a_worker_with_too_much_memory_is_relieved_and_the_bytes_stay(
             assert made.renew is not None
             made.renew()
 
-        return replace(made, renew=renew)
+        return replace(made, renew=renew, stout=1)
 
     monkeypatch.setattr(room._Team, "_relieve", relieve)
     monkeypatch.setitem(engines._LOADERS, engine, loaded)
-    monkeypatch.setattr(room, "_STOUT", 1)
     monkeypatch.setattr(room, "_GROWTH", -(1 << 50))
     monkeypatch.setattr(room, "_REREAD", 1 if deep else 1 << 50)
     tokenize(data_file(sources, output=str(tmp_path / "stout"), **keys))

@@ -44,8 +44,6 @@ _WARM = 4
 """Chunks per worker from which on the first is done before workers are forked: they all wait for it, but learn from it."""
 _SELF = -1
 """Number of this process among its workers."""
-_STOUT = 300_000_000
-"""Bytes of memory from which on a worker is relieved by a new one: engines keep every word they met, and text never runs out of new ones."""
 _GROWTH = 100_000_000
 """Bytes that a worker may grow in any case, also where tokenizer and engine alone are stout."""
 _REREAD = 300_000_000
@@ -542,7 +540,7 @@ def _member(job: Job, items: dict[str, Item], connection: Connection, foreign: l
     for other in foreign:  # a pipe that this process holds open would hide the parent's death from another worker
         other.close()
     worker = Worker(job, book, lambda *numbers: connection.send(("progress", *numbers)))
-    limit = max(_STOUT, resident() + _GROWTH)
+    limit = max(job.engine.stout, resident() + _GROWTH)
     try:
         while True:
             connection.send(("ready",))
@@ -555,7 +553,7 @@ def _member(job: Job, items: dict[str, Item], connection: Connection, foreign: l
                 if not _slimmed(job, worker):
                     connection.send(("stout",))
                     return
-                limit = max(_STOUT, resident() + _GROWTH)
+                limit = max(job.engine.stout, resident() + _GROWTH)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(1)
     except Exception as error:
