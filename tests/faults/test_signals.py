@@ -16,6 +16,16 @@ from windlass.train import signals
 from windlass.train.signals import Agreed, StopFlag, lead_seconds, listening
 
 
+@pytest.fixture
+def terminal():
+    """Signals as a shell in the foreground leaves them, however the tests were started (nohup ignores SIGHUP, & ignores SIGINT)."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(
     ("number", "reason"),
     [
@@ -25,7 +35,7 @@ from windlass.train.signals import Agreed, StopFlag, lead_seconds, listening
         (signal.SIGHUP, "SIGHUP (the terminal was closed)"),
     ],
 )
-def test_each_signal_is_a_reason_and_the_handlers_come_back(run, number, reason) -> None:
+def test_each_signal_is_a_reason_and_the_handlers_come_back(run, terminal, number, reason) -> None:
     before = signal.getsignal(number)
     with StopFlag(run, end_time=lambda: None).installed() as flag:
         assert flag.agree() == Agreed(None, False)
