@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,6 +53,9 @@ def tokenize(
     """Turn sources into a token store with exact counts and a ledger. Run it again after any interruption: it does what is missing."""
     from windlass.cli.output import print_json
     from windlass.config.sources import load_data_file
+
+    # There is no linear algebra here: numpy's threads would only spin, and stand in the way of forking workers.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from windlass.data.tokenize import tokenize as run
 
     config = load_data_file(file, overrides or ())
