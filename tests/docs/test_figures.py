@@ -67,6 +67,17 @@ def test_the_planners_weak_places():
     assert not missing("docs/lab.md", said) and not missing("docs/concepts/predictions.md", said)
 
 
+def test_runs_that_no_fit_has_used():
+    from windlass.plan.score import score_file
+
+    found = score_file(TOP / "benchmarks" / "outside_runs.csv").as_dict()
+    speed, fit = found["throughput"], found["fit"]
+    assert fit["working_kept"] == fit["working_rows"] == speed["rows"]
+    median, worst = f"{speed['median_pct']:.1f} %", f"{speed['p90_pct']:.1f} %"
+    assert not missing("docs/concepts/predictions.md", f"holds {speed['rows']} runs", f"off by {median} / {worst}")
+    assert not missing("CHANGELOG.md", f"On {speed['rows']} published runs", f"{median} (median) and {worst}")
+
+
 def test_tokenizing():
     text = record("tokenize.md")
     windlass, megatron, floor = (

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.small_recipe import recipe_tables
 
 from windlass.cli.sweep import sweep as command
 from windlass.config import load_recipe
@@ -31,22 +32,7 @@ from windlass.runs.files import write_json
 from windlass.runs.folder import Run
 
 SWEEPS = Path(__file__).parents[2] / "recipes" / "sweeps"
-RECIPE = """
-[recipe]
-name = "base"
-[recipe.model]
-layers = 2
-width = 64
-ffn = 128
-heads = 4
-vocab = 256
-[recipe.data]
-seq_len = 64
-batch_tokens = 1024
-[recipe.train]
-steps = 4
-precision = "fp32"
-"""
+RECIPE = recipe_tables(train='precision = "fp32"')
 PROGRAM = """
 import json, sys, time
 kind, size, out = sys.argv[1], int(sys.argv[2]), sys.argv[3]

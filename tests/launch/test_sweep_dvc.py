@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.small_recipe import recipe_tables
 
 from windlass.config.sweep import load_sweep
 from windlass.errors import ConfigError, RunError
@@ -173,23 +174,7 @@ def test_a_dvc_file_in_another_folder_runs_the_sweep_from_here(here):
 
 def test_every_point_leaves_the_folder_that_dvc_expects(here):
     """Also one that cannot be: DVC stops at a stage whose output is missing."""
-    (here / "s.toml").write_text("""name = "s"
-[recipe]
-name = "base"
-[recipe.model]
-layers = 2
-width = 64
-ffn = 128
-heads = 4
-vocab = 256
-[recipe.data]
-seq_len = 64
-batch_tokens = 1024
-[recipe.train]
-steps = 4
-[matrix]
-"layout.tensor" = [3]
-""")
+    (here / "s.toml").write_text('name = "s"\n' + recipe_tables() + '[matrix]\n"layout.tensor" = [3]\n')
     loaded = load_sweep("s.toml")
     points = make_points(loaded)
     folder = open_sweep_folder(here / "run", loaded, points)

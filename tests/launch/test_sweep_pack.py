@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.small_recipe import recipe_tables
 
 from windlass.clusters.load import load_cluster
 from windlass.config.sweep import load_sweep
@@ -18,25 +19,11 @@ from windlass.launch.sweep.pack import pack_here, settle, submit_packs
 from windlass.launch.sweep.points import make_points
 
 COMMAND = "name = 'cmd'\ncommand = 'true {n}'\nallocation = '1h'\n[matrix]\nn = [1, 2, 3]\n"
-RECIPE = """name = "rec"
-time_limit = "10m"
-[recipe]
-name = "base"
-cluster = "CLUSTER"
-[recipe.model]
-layers = 2
-width = 64
-ffn = 128
-heads = 4
-vocab = 256
-[recipe.data]
-seq_len = 64
-batch_tokens = 65536
-[recipe.train]
-steps = 4
-[matrix]
-nodes = [1, 2]
-"""
+
+
+def two_points_on(cluster: str) -> str:
+    head = 'name = "rec"\ntime_limit = "10m"\n'
+    return head + recipe_tables(cluster=cluster, batch_tokens=65536) + "[matrix]\nnodes = [1, 2]\n"
 
 
 class Fake:
@@ -114,7 +101,7 @@ def test_the_job_sees_the_same_machine_and_stage_as_the_submission(tmp_path, fak
 
 
 def test_a_sweeps_job_has_what_a_training_job_of_its_shape_has(tmp_path, fake):
-    work = work_of(tmp_path, RECIPE.replace("CLUSTER", "lumi-g") + "[set]\n'launch.environment' = 'module'\n")
+    work = work_of(tmp_path, two_points_on("lumi-g") + "[set]\n'launch.environment' = 'module'\n")
     packs = submit_packs(work, work.points, cluster=None, executor=fake)["packs"]
     assert [p["nodes"] for p in packs] == [1, 2]
     one, two = fake.scripts
@@ -128,7 +115,7 @@ def test_a_sweeps_job_has_what_a_training_job_of_its_shape_has(tmp_path, fake):
 
 
 def test_points_over_several_nodes_cannot_start_from_inside_a_container(tmp_path, fake):
-    text = RECIPE.replace("CLUSTER", "snellius-h100") + "[set]\n'launch.environment' = 'container'\n'launch.container' = 'x.sif'\n"  # fmt: skip
+    text = two_points_on("snellius-h100") + "[set]\n'launch.environment' = 'container'\n'launch.container' = 'x.sif'\n"  # fmt: skip
     work = work_of(tmp_path, text)
     with pytest.raises(LaunchError, match="over 2 nodes"):
         submit_packs(work, work.points, cluster=None, executor=fake)
@@ -136,7 +123,7 @@ def test_points_over_several_nodes_cannot_start_from_inside_a_container(tmp_path
 
 
 def test_a_point_uses_its_allocation_to_the_end(tmp_path, monkeypatch):
-    work = work_of(tmp_path, RECIPE.replace("CLUSTER", "workstation"))
+    work = work_of(tmp_path, two_points_on("workstation"))
     assert "save.lead=0" not in command_of(work, work.points[0])
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert "save.lead=0" in command_of(work, work.points[0])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.small_recipe import recipe_tables
+
 from windlass.config import load_recipe
 from windlass.config.sweep import load_sweep
 from windlass.launch.sweep.expect import Expectation, expect_all
@@ -13,25 +15,14 @@ from windlass.launch.sweep.points import Point, make_points
 from windlass.launch.sweep.results import collect_rows, write_tables
 from windlass.runs.folder import create_run
 
-SWEEP = """name = "grid"
+SWEEP = (
+    """name = "grid"
 title = "Sharding on one and two devices"
 heat = ["layout.shard", "layout.micro_batch"]
 scaling = "strong"
-[recipe]
-name = "base"
-cluster = "snellius-h100"
-[recipe.model]
-layers = 2
-width = 64
-ffn = 128
-heads = 4
-vocab = 256
-[recipe.data]
-seq_len = 64
-batch_tokens = 2048
-[recipe.train]
-steps = 12
-[matrix]
+"""
+    + recipe_tables(cluster="snellius-h100", batch_tokens=2048, steps=12)
+    + """[matrix]
 "layout.shard" = ["none", "full"]
 "layout.micro_batch" = [2, 4]
 devices = [1, 2]
@@ -41,6 +32,7 @@ name = "beside"
 "layout.micro_batch" = 8
 devices = 1
 """
+)
 OUT_OF_MEMORY = {"layout.shard": "none", "layout.micro_batch": 4}
 BEGIN = 1_790_100_000.0
 

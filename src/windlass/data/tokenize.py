@@ -42,6 +42,8 @@ _HOPELESS = 1000
 
 _WARM = 4
 """Chunks per worker from which on the first is done before workers are forked: they all wait for it, but learn from it."""
+Journal = dict[Key, dict[str, Any]]
+"""What is done: (item, chunk) -> its line."""
 _SELF = -1
 """Number of this process among its workers."""
 _GROWTH = 100_000_000
@@ -124,49 +126,25 @@ def _run(
     items = plan_items(file, files, hash_json(settings))
     kept = read_json(target / MANIFEST)
     items, fresh = _what_is_new(items, kept, settings, target, file)
-    if kept is not None and task is None and (said := restate(target, kept, file)) is not None:
-        kept, restated = said, True
-    else:
-        restated = False
+    restated = restate(target, kept, file) if kept is not None and task is None else None
+    kept = restated or kept
     if kept is not None and not items:
         shutil.rmtree(work, ignore_errors=True)
-        return replace(_result(target, kept, began, 0, 0, ""), restated=restated)
+        return replace(_result(target, kept, began, 0, 0, ""), restated=restated is not None)
     _make_folders(work / "pieces", work / "journal", work / "tokenizer")
     _write_plan(work, settings, items)
     journal = read_journal(work, items)
-    progress = Progress(total_bytes=sum(item.weight for item in items))
-    progress.done_bytes = sum(
-        _chunk_weight(item, file.chunk) for item in items for (name, _) in journal if name == item.id
-    )
-    schedule = make_schedule(items, {key: bool(line["last"]) for key, line in journal.items()}, file.chunk, task)
-    kept_chunks, engine = len(journal), ""
+    kept_chunks = len(journal)
+    # Joining needs no engine; one is chosen if there are chunks to do.
     job = Job(file, None, tokenizer.eos if file.add_eos else None, megatron.dtype_for(tokenizer.vocab_size), work)  # type: ignore[arg-type]
-    if schedule.waiting or any(not long.ended for long in schedule.longs):
-        choice = _engine(file, tokenizer, items, work)
-        engine = progress.engine = choice.reason
-        show(progress)
-        job = Job(file, choice.engine, job.eos, job.dtype, work)
-        _log(work, "started", task=task, engine=choice.reason, chunks_kept=kept_chunks)
-        with _stoppable():
-            _work(job, schedule, items, journal, progress, show, task)
-    left = missing(items, {key: bool(line["last"]) for key, line in journal.items()})
+    progress = _do_chunks(job, tokenizer, items, journal, task, show)
+    done = len(journal) - kept_chunks
     if task is not None:
+        seconds = time.monotonic() - began
         return Result(
-            target,
-            False,
-            len(journal) - kept_chunks,
-            kept_chunks,
-            engine,
-            progress.tokens,
-            progress.documents,
-            progress.rejects,
-            time.monotonic() - began,
-        )
-    if left:
-        raise DataError(
-            f"{len(left)} files are not done, the first is {left[0]}",
-            hint="this is a fault in windlass; run the same command again",
-        )
+            target, False, done, kept_chunks, progress.engine, progress.tokens, progress.documents, progress.rejects, seconds
+        )  # fmt: skip
+    _refuse_missing(items, journal)
     _refuse_rejects(file, job, items, journal)
     progress.phase = "joining"
     show(progress)
@@ -175,7 +153,44 @@ def _run(
     _log(work, "finished", seconds=time.monotonic() - began)
     shutil.move(work / "history.jsonl", target / "history.jsonl")
     shutil.rmtree(work, ignore_errors=True)
-    return _result(target, manifest, began, len(journal) - kept_chunks, kept_chunks, engine)
+    return _result(target, manifest, began, done, kept_chunks, progress.engine)
+
+
+def _do_chunks(
+    job: Job,
+    tokenizer: Tokenizer,
+    items: list[Item],
+    journal: Journal,
+    task: tuple[int, int] | None,
+    show: Callable[[Progress], None],
+) -> Progress:
+    """What the journal does not hold yet; an engine is loaded only if there is something to do."""
+    progress = Progress(total_bytes=sum(item.weight for item in items))
+    progress.done_bytes = sum(
+        _chunk_weight(item, job.file.chunk) for item in items for (name, _) in journal if name == item.id
+    )
+    schedule = make_schedule(items, _ends(journal), job.file.chunk, task)
+    if schedule.waiting or any(not long.ended for long in schedule.longs):
+        choice = _engine(job.file, tokenizer, items, job.folder)
+        progress.engine = choice.reason
+        show(progress)
+        _log(job.folder, "started", task=task, engine=choice.reason, chunks_kept=len(journal))
+        with _stoppable():
+            _work(replace(job, engine=choice.engine), schedule, items, journal, progress, show, task)
+    return progress
+
+
+def _refuse_missing(items: list[Item], journal: Journal) -> None:
+    if left := missing(items, _ends(journal)):
+        raise DataError(
+            f"{len(left)} files are not done, the first is {left[0]}",
+            hint="this is a fault in windlass; run the same command again",
+        )
+
+
+def _ends(journal: Journal) -> dict[Key, bool]:
+    """(item, chunk) -> whether it was the item's last."""
+    return {key: bool(line["last"]) for key, line in journal.items()}
 
 
 def _result(target: Path, manifest: dict[str, Any], began: float, done: int, kept: int, engine: str) -> Result:
@@ -270,10 +285,10 @@ def _write_plan(work: Path, settings: dict[str, Any], items: list[Item]) -> None
 # -- journals ------------------------------------------------------------------------------------------------------
 
 
-def read_journal(work: Path, items: list[Item]) -> dict[Key, dict[str, Any]]:
+def read_journal(work: Path, items: list[Item]) -> Journal:
     """Every chunk that is done: its line stands in a journal. Lines of changed files or settings are passed over."""
     known = {item.id for item in items}
-    found: dict[Key, dict[str, Any]] = {}
+    found: Journal = {}
     for path in sorted((work / "journal").glob("*.jsonl")):
         for line in read_lines(path):
             if line.get("item") in known and "files" in line:
@@ -378,7 +393,7 @@ def _work(
     job: Job,
     schedule: Schedule,
     items: list[Item],
-    journal: dict[Key, dict[str, Any]],
+    journal: Journal,
     progress: Progress,
     show: Callable[[Progress], None],
     task: tuple[int, int] | None,
@@ -598,7 +613,7 @@ def _stay_with_parent(folder: Path) -> None:
 # -- rejects -------------------------------------------------------------------------------------------------------
 
 
-def _refuse_rejects(file: DataFile, job: Job, items: list[Item], journal: dict[Key, dict[str, Any]]) -> None:
+def _refuse_rejects(file: DataFile, job: Job, items: list[Item], journal: Journal) -> None:
     """More rejects than allowed, or a damaged file: say so, keep everything, and let the user decide."""
     total = sum(line["rejects"] for line in journal.values())
     damaged = sorted(
