@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing windlass into $(VENV) (a minute or two the first time)"
 	$(PIP) torch
-	$(PIP) -e '.[train,data,dash]'
+	$(PIP) -e '.[train,data,dash,eval]'
 	@touch $@
 
 $(STAMP): $(READY)
