@@ -80,6 +80,21 @@ def test_compiled_update_equals_the_host_s(name: str) -> None:
     assert torch.allclose(*results, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_bf16_moments_are_rounded_by_the_step_and_not_by_the_rank_s_generator(name: str) -> None:
+    seen = []
+    for rank in range(2):
+        torch.cuda.manual_seed(rank)
+        weight = torch.nn.Parameter(torch.ones(300, 70, device="cuda"))
+        optimizer = build_optimizer([("w", weight)], OptimConfig(name=name, moments="bf16"))
+        for step in range(3):
+            weight.grad = torch.full_like(weight, 0.1 + step)
+            optimizer.step(1e-2)
+        seen.append((weight.detach().clone(), *optimizer.slots[0].moments.values()))
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+    assert len(seen[0][-1].unique()) > 1, "nothing was rounded at random"
+
+
 def test_retnet_forms_agree_in_bf16() -> None:
     model = {"family": "retnet", "heads": 4, "kv_heads": None, "chunk": 128}
     forms = [curve(model={**model, "retention": form}) for form in ("parallel", "chunkwise")]

@@ -186,3 +186,25 @@ def test_copies_round_alike_whatever_else_a_rank_holds(device_path: bool, monkey
         assert torch.equal(after, torch.rand(1)), "training's own random numbers are left alone"
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
     assert len(seen[0][0].unique()) > 1, "nothing was rounded at random"
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_the_update_can_be_compiled_for_tensors_of_any_size(
+    name: str, moments: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU one compiled function serves every tensor: it must trace without a break when sizes are symbols."""
+    monkeypatch.setattr(
+        optimizers,
+        "_compiled",
+        lambda function: torch.compile(function, dynamic=True, fullgraph=True, backend="aot_eager"),
+    )
+    model = tiny()
+    before = model.lin.weight.detach().clone()
+    mine = build_optimizer(model.named_parameters(), OptimConfig(name=name, moments=moments))
+    gradients(model, 0)
+    with torch.no_grad(), mine._same_noise():
+        mine.count += 1
+        mine._step_device(mine.slots, 1e-2, torch.tensor(1.0), torch.tensor(True))
+    assert not torch.equal(model.lin.weight, before)
+    assert {m.dtype for m in mine.slots[1].moments.values()} == {getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[moments])}  # fmt: skip

@@ -285,7 +285,9 @@ def _store(target: Tensor, value: Tensor) -> None:
 
 def round_stochastically(value: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """fp32 -> bf16, up or down with the probability that keeps the mean: add 16 random bits below bf16's last one, cut."""
-    noise = torch.randint(0, 1 << 16, value.shape, dtype=torch.int32, device=value.device, generator=generator)
+    # A compiled update of any size cannot name a generator, not even None.
+    drawn = {} if generator is None else {"generator": generator}
+    noise = torch.randint(0, 1 << 16, value.shape, dtype=torch.int32, device=value.device, **drawn)
     bits = (value.view(torch.int32) + noise) & -65536
     return torch.where(torch.isfinite(value), bits.view(torch.float32), value).to(torch.bfloat16)
 
