@@ -33,7 +33,7 @@ def test_a_replayed_token_is_the_same_token(which: str, dtype: str, request: Any
 def test_greedy_text_is_the_same(retnet_run: Any) -> None:
     model = open_model(retnet_run.path, dtype="fp32").model
     how = Sampling(tokens=40, temperature=0.0)
-    assert generate(model, [5, 6, 7], how).ids == generate(model, [5, 6, 7], how, replays=True).ids
+    assert generate(model, [5, 6, 7], how, replays=False).ids == generate(model, [5, 6, 7], how).ids
 
 
 @pytest.mark.parametrize("which", ["llama_run", "retnet_run"])

@@ -65,9 +65,9 @@ def generate(
     *,
     eos: int | None = None,
     stop: Callable[[list[int]], bool] = lambda ids: False,
-    replays: bool = False,
+    replays: bool = True,
 ) -> Generated:
-    """Continue a prompt; `stop` sees what has come so far and may end it."""
+    """Continue a prompt; `stop` sees what has come so far and may end it. `replays`: see `decoder`."""
     if not prompt:
         raise ConfigError("the prompt has no tokens", hint="give at least one character with --prompt")
     device = next(model.parameters()).device
