@@ -128,6 +128,18 @@ def test_index_has_megatrons_bytes() -> None:
     assert raw == wanted
 
 
+def test_an_index_without_marks_names_beginning_and_end_and_loses_no_document(tmp_path: Path) -> None:
+    lengths = np.array([3, 2, 4], dtype=np.int32)
+    found = {}
+    for marks in (True, False):
+        (tmp_path / "a.idx").write_bytes(megatron.index_bytes(lengths, np.dtype("<u2"), marks=marks))
+        index = megatron.read_index(tmp_path / "a.idx")
+        found[marks] = (index.documents, index.tokens, index.ends.tolist())
+    assert found[True] == found[False] == (3, 9, [3, 5, 9])
+    assert index.marks.tolist() == [0, 3]
+    assert megatron.index_bytes(lengths[:0], np.dtype("<u2"), marks=False) == megatron.index_bytes(lengths[:0], np.dtype("<u2"))  # fmt: skip
+
+
 def test_large_vocabularies_take_four_bytes_and_megatrons_code_for_int32() -> None:
     assert megatron.dtype_for(65_536) == np.dtype("<u2")
     assert megatron.dtype_for(65_537) == np.dtype("<i4")

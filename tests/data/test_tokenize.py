@@ -452,18 +452,19 @@ def test_shards_are_cut_at_their_size(
     assert texts_of(store, "s", tokenizer) == texts
 
 
+@pytest.mark.parametrize(("marks", "document", "shard"), [(False, 12, 50), (True, 20, 42)])
 @pytest.mark.parametrize("shard_tokens", [500, 3000, 10**9])
 @pytest.mark.parametrize("words", [1, 60])
 def test_what_a_token_and_a_document_cost_on_disk(
-    data_file: Make, write_jsonl: Any, tmp_path: Path, text: Any, shard_tokens: int, words: int
-) -> None:
-    """Two bytes a token below 65,536 ids, 20 a document, 42 a shard: what Megatron's format needs, and nothing else."""
+    data_file: Make, write_jsonl: Any, tmp_path: Path, text: Any, shard_tokens: int, words: int, marks: bool, document: int, shard: int
+) -> None:  # fmt: skip
+    """Two bytes a token below 65,536 ids, 12 a document, 50 a shard: what readers of Megatron's format need, and nothing else."""
     path = write_jsonl(tmp_path / "a.jsonl", [text(i, words) for i in range(200)])
-    made = tokenize(data_file({"s": [path]}, chunk=4096, shard_tokens=shard_tokens))
+    made = tokenize(data_file({"s": [path]}, chunk=4096, shard_tokens=shard_tokens, document_marks=marks))
     files = [p for p in (tmp_path / "store").iterdir() if p.suffix in (".bin", ".idx")]
     shards = len(files) // 2
     assert (shards == 1) == (shard_tokens > made.tokens)
-    assert sum(p.stat().st_size for p in files) == 2 * made.tokens + 20 * made.documents + 42 * shards
+    assert sum(p.stat().st_size for p in files) == 2 * made.tokens + document * made.documents + shard * shards
 
 
 def test_sources_can_be_added_to_a_finished_store(

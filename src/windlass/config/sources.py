@@ -79,6 +79,8 @@ class DataFile(Table):
     """Bytes of (decompressed) input that are done or not done as one; a killed job repeats at most one chunk per worker."""
     shard_tokens: Tokens = Field(default=2**30, gt=0)
     """A shard of the store has at most about this many tokens."""
+    document_marks: bool = False
+    """Write Megatron's mark for the beginning of each document, 8 bytes a document, too. Only its data for BERT and T5 looks at them; for a language model every sequence is a document."""
     policy: Literal["any", "lawful"] = "any"
     """lawful refuses a source without licence and origin."""
     sources: dict[str, Source] = Field(min_length=1)

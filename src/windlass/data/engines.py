@@ -7,7 +7,6 @@ are forked, and used only after: their thread pools do not survive a fork.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +17,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from windlass.data.tokenizer import JsonTokenizer, RanksTokenizer, SentencePieceTokenizer, Tokenizer, parse_json
+from windlass.data.tokenizer import (
+    JsonTokenizer,
+    RanksTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    dump_json,
+    parse_json,
+)
 from windlass.errors import DataError
 from windlass.runs.files import write_whole
 
@@ -89,6 +95,16 @@ def choose(
 
     `size` is how many bytes of text there are, if known; `cache` is a folder where a converted tokenizer is kept, so that a restart and the tasks of an array need not convert again.
     """
+    try:
+        return _choose(tokenizer, wanted, specials, sample, cache, size)
+    finally:
+        if isinstance(tokenizer, JsonTokenizer):
+            tokenizer.forget()  # and what was cut to the sample: other texts need the whole
+
+
+def _choose(
+    tokenizer: Tokenizer, wanted: str, specials: bool, sample: Sequence[str], cache: Path | None, size: int | None
+) -> Choice:
     names = [wanted] if wanted != "auto" else list(ORDER)
     if wanted == "auto" and size is not None and size < SMALL:
         names.sort(key=lambda name: name != "gigatoken")
@@ -124,6 +140,8 @@ def _differs(engine: Engine, tokenizer: Tokenizer, specials: bool, sample: Seque
 
     The reference, too, is loaded in the child where it was not before: nobody needs it afterwards, and its memory goes at once.
     """
+    if isinstance(tokenizer, JsonTokenizer) and not specials:
+        tokenizer.cut_to(sample)  # here, not in the child, which would copy all the memory that it looks at
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_compare, args=(sender, engine, tokenizer, specials, list(sample)), daemon=True)
@@ -220,7 +238,6 @@ def _gigatoken(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engi
             return gigatoken.Tokenizer.from_sentencepiece(tokenizer.path)
         if isinstance(tokenizer, JsonTokenizer):
             made = _without_extras(tokenizer.parsed, specials)
-            tokenizer.forget()
         else:
             made = _without_extras(parse_json(Path(_converted(tokenizer, specials, cache)).read_bytes()), specials)
         return gigatoken.Tokenizer.from_json(made)
@@ -242,19 +259,10 @@ def _gigatoken(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engi
     return Engine("gigatoken", _version("gigatoken"), encode, renew=renew, **options)
 
 
-def _dumps(value: Any) -> bytes:
-    try:
-        import orjson
-
-        return orjson.dumps(value)
-    except ImportError:
-        return json.dumps(value, ensure_ascii=False).encode()
-
-
 def _without_extras(value: Any, specials: bool) -> bytes:
     """gigatoken has no switch for these: what would cut, pad or turn text into special tokens is taken out of the file."""
     added = [token for token in value.get("added_tokens") or [] if specials or not token.get("special")]
-    return _dumps({**value, "truncation": None, "padding": None, "post_processor": None, "added_tokens": added})
+    return dump_json({**value, "truncation": None, "padding": None, "post_processor": None, "added_tokens": added})
 
 
 def _joined(parts: Iterable[Any], offset: np.uint32, eos: int | None) -> Flat:

@@ -163,7 +163,7 @@ def _write_shard(job: Job, group: list[Part], path: Path) -> dict[str, Any]:
         stretches.extend(_join_part(file, part, job.dtype) for part in group)
     index = hashlib.sha256()
     with _beside(path.with_suffix(".idx")) as file:
-        for chunk in megatron.index_parts(lengths, job.dtype):
+        for chunk in megatron.index_parts(lengths, job.dtype, marks=job.file.document_marks):
             index.update(chunk)
             write_all(file, chunk)
     size = path.with_suffix(".idx").stat().st_size

@@ -3,6 +3,9 @@
 9 bytes  "MMIDIDX" and two zeros     8 bytes  version 1     1 byte  number type
 8 bytes  sequences                   8 bytes  document marks (documents + 1)
 int32 lengths, int64 byte positions, int64 document marks
+
+In a store of ours every document is one sequence. A mark for each would say the same again in 8 bytes; readers of text for language
+models go by sequences, so a shard has two marks, its beginning and its end, unless the data file asks for all.
 """
 
 from __future__ import annotations
@@ -47,14 +50,19 @@ class Index:
         return int(self.pointers[-1]) // self.dtype.itemsize + int(self.lengths[-1]) if len(self.lengths) else 0
 
     @property
+    def by_sequence(self) -> bool:
+        """Every sequence is a document: so they are marked, or not marked at all."""
+        return len(self.marks) in (2, len(self.lengths) + 1)
+
+    @property
     def documents(self) -> int:
-        return max(0, len(self.marks) - 1)
+        return len(self.lengths) if self.by_sequence else max(0, len(self.marks) - 1)
 
     @property
     def ends(self) -> npt.NDArray[np.int64]:
         """Token position after the last token of each document."""
         sequence_ends = self.pointers // self.dtype.itemsize + self.lengths
-        if len(self.marks) == len(self.lengths) + 1:
+        if self.by_sequence:
             return sequence_ends
         last = self.marks[1:] - 1
         return (
@@ -64,10 +72,13 @@ class Index:
         )
 
 
-def index_parts(lengths: npt.NDArray[np.int32], dtype: np.dtype[Any], step: int = 1 << 18) -> Iterator[bytes]:
-    """The bytes of an .idx in which every document is one sequence, in parts small enough to stream."""
+def index_parts(
+    lengths: npt.NDArray[np.int32], dtype: np.dtype[Any], *, marks: bool = True, step: int = 1 << 18
+) -> Iterator[bytes]:
+    """The bytes of an .idx in which every document is one sequence, in parts small enough to stream. `marks`: one for each of them."""
     count = len(lengths)
-    yield HEADER.pack(MAGIC, 1, CODES[dtype], count, count + 1)
+    marks = marks or count == 0
+    yield HEADER.pack(MAGIC, 1, CODES[dtype], count, count + 1 if marks else 2)
     yield lengths.astype("<i4", copy=False).tobytes()
     position = 0
     for begin in range(0, count, step):
@@ -75,6 +86,9 @@ def index_parts(lengths: npt.NDArray[np.int32], dtype: np.dtype[Any], step: int 
         ends = np.cumsum(part) + position
         yield ((ends - part) * dtype.itemsize).astype("<i8").tobytes()
         position = int(ends[-1])
+    if not marks:
+        yield np.array([0, count], dtype="<i8").tobytes()
+        return
     for begin in range(0, count + 1, step):
         yield np.arange(begin, min(begin + step, count + 1), dtype="<i8").tobytes()
 
@@ -115,8 +129,8 @@ def read_index(path: Path) -> Index:
     )
 
 
-def index_bytes(lengths: npt.NDArray[np.int32], dtype: np.dtype[Any]) -> bytes:
+def index_bytes(lengths: npt.NDArray[np.int32], dtype: np.dtype[Any], *, marks: bool = True) -> bytes:
     buffer = io.BytesIO()
-    for part in index_parts(lengths, dtype):
+    for part in index_parts(lengths, dtype, marks=marks):
         buffer.write(part)
     return buffer.getvalue()

@@ -68,7 +68,9 @@ def _zst(file: BinaryIO) -> Iterator[bytes]:
     context = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     inflate, inside, fed = context.decompressobj(), False, False
     try:
-        while block := file.read(BLOCK // 8):
+        while block := file.read(
+            BLOCK // 2
+        ):  # what the decompressor looks back into has left the cache by now: the more at once, the cheaper
             while block:
                 inside = fed = True
                 yield inflate.decompress(block)

@@ -73,14 +73,31 @@ class Tokenizer:
 class JsonTokenizer(Tokenizer):
     @cached_property
     def _inner(self) -> Any:
-        inner = _read_json_tokenizer(self.path)
-        for name, number in self.__dict__.get("added", {}).items():  # read off the file: the library has the last word
+        if (cut := self.__dict__.get("_cut")) is not None:
+            inner = _read_json_tokenizer(self.path, cut[0])
+            self._agree(inner, cut[1])
+        else:
+            inner = _read_json_tokenizer(self.path)
+            self._agree(inner, self.__dict__.get("added", {}))
+        return inner
+
+    def _agree(self, inner: Any, added: dict[str, int]) -> None:
+        """Ids of added tokens were read off the file: the library has the last word."""
+        for name, number in added.items():
             if inner.token_to_id(name) != number:
                 raise DataError(
                     f"{self.path}: the token {name!r} is {inner.token_to_id(name)} to the tokenizers library, {number} was expected",
                     hint="this is a fault in windlass; please report it with the version of tokenizers",
                 )
-        return inner
+
+    def cut_to(self, texts: Sequence[str]) -> None:
+        """Until `forget`, whoever reads the file first gets an answer for these texts only: what they cannot touch of a plain
+        byte-level BPE is left out. Added tokens then have other ids, by the same rule; that rule is compared with the library's."""
+        from windlass.data.reference import small_json
+
+        if "_inner" not in self.__dict__ and (small := small_json(self.parsed, texts)) is not None:
+            plain = _plain_ids(small)
+            self.__dict__["_cut"] = dump_json(small), plain[1] if plain else {}
 
     @cached_property
     def parsed(self) -> Any:
@@ -89,6 +106,7 @@ class JsonTokenizer(Tokenizer):
 
     def forget(self) -> None:
         self.__dict__.pop("parsed", None)
+        self.__dict__.pop("_cut", None)
 
     def token_id(self, name: str) -> int | None:
         if (plain := _plain_ids(self.parsed)) is None:
@@ -231,12 +249,12 @@ def _need(package: str) -> Any:
 # -- Hugging Face JSON ---------------------------------------------------------------------------------------------
 
 
-def _read_json_tokenizer(file: Path) -> Any:
+def _read_json_tokenizer(file: Path, raw: bytes | None = None) -> Any:
     # A tokenizer that was used before a fork must not have threads of its own.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tokenizers = _need("tokenizers")
     try:
-        inner = tokenizers.Tokenizer.from_file(str(file))
+        inner = tokenizers.Tokenizer.from_file(str(file)) if raw is None else tokenizers.Tokenizer.from_buffer(raw)
     except Exception as error:
         raise DataError(
             f"{file} is not a tokenizers JSON: {error}",
@@ -254,6 +272,15 @@ def parse_json(raw: bytes) -> Any:
         return orjson.loads(raw)
     except ImportError:  # ten times slower, same answers
         return json.loads(raw)
+
+
+def dump_json(value: Any) -> bytes:
+    try:
+        import orjson
+
+        return orjson.dumps(value)
+    except ImportError:
+        return json.dumps(value, ensure_ascii=False).encode()
 
 
 def _open_json(file: Path, *, glance: bool) -> Tokenizer:

@@ -92,6 +92,17 @@ class Piece:
             self._hashes.append(digest)
         return self.flush() if self._chars >= self.job.engine.batch else 0
 
+    def add_all(self, texts: list[str]) -> int:
+        """The same for many of which no hash is wanted: without a call for each, which for short documents is most of the time."""
+        tokens, batch, taken = 0, self.job.engine.batch, self._texts
+        for text in texts:
+            taken.append(text)
+            self._chars += len(text)
+            if self._chars >= batch:
+                tokens += self.flush()
+                taken = self._texts
+        return tokens
+
     def flush(self) -> int:
         if not self._texts:
             return 0
@@ -244,6 +255,7 @@ class Chunk:
         share = source.validation if source.validation is not None else file.validation
         self.held_out = int(share * 2**64)
         self.hashing = self.held_out > 0 or file.dedup == "exact"
+        self.plain = not self.hashing and self.max_chars is None
 
     def account(self, number: int, file: InputFile) -> Account:
         self.accounts.append(Account(file.path))
@@ -251,6 +263,9 @@ class Chunk:
 
     def take(self, account: Account, records: list[Record], number: int) -> None:
         """Send each record where it belongs; every one is counted exactly once."""
+        if self.plain and set(map(type, records)) == {str} and min(map(len, records)) >= self.min_chars:  # type: ignore[arg-type]
+            self._take_all(account, records)  # type: ignore[arg-type]
+            return
         before, tokens, taken, refused = account.lines, 0, 0, 0
         size = 0
         for place, record in enumerate(records):
@@ -268,6 +283,13 @@ class Chunk:
             account.documents += 1
         account.lines += len(records)
         self._say(size, tokens, taken, refused)
+
+    def _take_all(self, account: Account, texts: list[str]) -> None:
+        """The usual block: nothing to reject, to leave out or to hash."""
+        account.lines += len(texts)
+        account.documents += len(texts)
+        account.out["train"] += len(texts)
+        self._say(sum(map(len, texts)), self.pieces["train"].add_all(texts), len(texts), 0)
 
     def _say(self, *numbers: int, now: bool = False) -> None:
         """Report now and then: a message per block would cost the one who hears them all more than it tells."""
