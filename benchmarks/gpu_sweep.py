@@ -129,16 +129,10 @@ def measure(store: Store, args: argparse.Namespace) -> None:
     names = [p.name for p in points]
     if args.again:
         store.path.unlink(missing_ok=True)
-    store.write(
-        {
-            **store.read(),
-            "about": {
-                **store.read()["about"],
-                "command": " ".join(["python", *sys.argv]),
-                "commit": args.commit or commit(),
-            },
-        }
-    )
+    record, command = store.read(), " ".join(["python", *sys.argv])
+    earlier = record["about"].get("command") if record["points"] else None  # a second command measures what the first left
+    about = {"command": "; ".join(filter(None, [earlier, command])), "commit": args.commit or commit()}
+    store.write({**record, "about": {**record["about"], **about}})
     deadline = began + args.seconds
     while store.missing(names) and deadline - time.time() > MARGIN_SECONDS:
         code = run_worker(store, args, deadline)
