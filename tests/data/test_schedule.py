@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from windlass.data.inputs import InputFile, Item
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from windlass.config.sources import DataFile, Source
+from windlass.data.inputs import InputFile, Item, plan_items
 from windlass.data.schedule import Schedule, last_chunk, make_schedule, missing
 
 MB = 2**20
 
 
 def plain(name: str, chunks: int) -> Item:
-    return Item(name, "s", (InputFile(f"{name}.jsonl", "jsonl", "", chunks * MB, 0),), chunks)
+    return Item(name, "s", (InputFile(f"{name}.jsonl", "jsonl", "", chunks * MB, 0),), chunks, step=MB)
 
 
 def packed(name: str, chunks: int) -> Item:
-    return Item(name, "s", (InputFile(f"{name}.zst", "jsonl", "zst", chunks * MB // 4, 0),), None)
+    return Item(name, "s", (InputFile(f"{name}.zst", "jsonl", "zst", chunks * MB // 4, 0),), None, step=MB)
 
 
 def play(schedule: Schedule, workers: int, lengths: dict[str, int]) -> list[tuple[float, str, int]]:
@@ -42,7 +48,7 @@ def play(schedule: Schedule, workers: int, lengths: dict[str, int]) -> list[tupl
 
 def test_every_chunk_once() -> None:
     items = [plain("a", 7), packed("p", 5), plain("b", 1), packed("q", 3)]
-    done = play(make_schedule(items, {}, MB), 3, {"p": 5, "q": 3})
+    done = play(make_schedule(items, {}), 3, {"p": 5, "q": 3})
     real = [(i, c) for _, i, c in done if i in "ab" or c < {"p": 5, "q": 3}[i]]
     assert sorted(real) == sorted(
         [("a", n) for n in range(7)] + [("b", 0)] + [("p", n) for n in range(5)] + [("q", n) for n in range(3)]
@@ -53,21 +59,21 @@ def test_one_file_a_hundred_times_larger_does_not_drag_on() -> None:
     # The last tenth of the work takes at most 15 % of the time, plain and compressed, with 8 workers.
     for big in (plain("big", 1000), packed("big", 1000)):
         items = [plain(f"s{n}", 10) for n in range(20)] + [big]
-        ends = [end for end, _, _ in play(make_schedule(items, {}, MB), 8, {"big": 1000})]
+        ends = [end for end, _, _ in play(make_schedule(items, {}), 8, {"big": 1000})]
         assert (ends[-1] - ends[int(len(ends) * 0.9)]) / ends[-1] <= 0.15, big.files[0].path
 
 
 def test_only_what_is_missing_is_handed_out() -> None:
     items = [plain("a", 3), packed("p", 4)]
     done = {("a", 1): True, ("p", 0): False, ("p", 2): False}
-    assert [(i, c) for _, i, c in play(make_schedule(items, done, MB), 1, {"p": 4}) if i == "a" or c < 4] == [
+    assert [(i, c) for _, i, c in play(make_schedule(items, done), 1, {"p": 4}) if i == "a" or c < 4] == [
         ("p", 1),
         ("p", 3),
         ("a", 0),
         ("a", 2),
     ]
     whole = {("a", n): True for n in range(3)} | {("p", n): n == 3 for n in range(4)}
-    assert play(make_schedule(items, whole, MB), 2, {"p": 4}) == []
+    assert play(make_schedule(items, whole), 2, {"p": 4}) == []
     assert missing(items, whole) == []
     assert missing(items, done) == ["a.jsonl", "p.zst"]
 
@@ -83,11 +89,28 @@ def test_array_tasks_divide_the_work_evenly_and_without_overlap() -> None:
     loads = []
     for index in range(8):
         mine = [
-            (i, c)
-            for _, i, c in play(make_schedule(items, {}, MB, (index, 8)), 1, {"big": 100})
-            if i != "big" or c < 100
+            (i, c) for _, i, c in play(make_schedule(items, {}, (index, 8)), 1, {"big": 100}) if i != "big" or c < 100
         ]
         seen += mine
         loads.append(len(mine))
     assert len(seen) == len(set(seen)) == 190
     assert max(loads) <= 1.4 * 190 / 8
+
+
+@pytest.mark.parametrize(
+    ("size", "chunk", "step"),
+    [
+        (40 * MB, 32 * MB, 8 * MB),  # few chunks: smaller ones, down to 8 MB
+        (300 * MB, 32 * MB, 8 * MB),
+        (700 * MB, 32 * MB, 16 * MB),
+        (5000 * MB, 32 * MB, 32 * MB),
+        (40 * MB, 1 * MB, 1 * MB),  # whoever asks for smaller ones gets them
+    ],
+)
+def test_a_big_file_has_many_chunks(tmp_path: Path, size: int, chunk: int, step: int) -> None:
+    file = DataFile(output="o", tokenizer="t", chunk=chunk, sources={"s": Source(paths=["x"])})
+    one = InputFile("x.jsonl", "jsonl", "", size, 0)
+    (item,) = plan_items(file, {"s": [one]}, "settings")
+    assert (item.step, item.chunks) == (step, -(-size // step))
+    (packed_one,) = plan_items(file, {"s": [replace(one, packing="zst", size=size // 4)]}, "settings")
+    assert (packed_one.step, packed_one.chunks) == (step, None)

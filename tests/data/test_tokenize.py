@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from windlass.config.sources import DataFile, Source
-from windlass.data import work
+from windlass.data import finish, work
 from windlass.data.store import Store, open_store
 from windlass.data.tokenize import tokenize
 from windlass.data.tokenizer import Tokenizer
@@ -228,6 +228,55 @@ def test_an_end_in_the_middle_of_joining_is_no_harm(
             tokenize(data_file({"s": files}, output=str(tmp_path / "cut"), **keys))
     tokenize(data_file({"s": files}, output=str(tmp_path / "cut"), **keys))
     assert digest(tmp_path / "cut") == digest(tmp_path / "whole")
+
+
+@pytest.mark.multi
+def test_shards_are_joined_by_several_processes_into_the_same_bytes(
+    data_file: Make, tmp_path: Path, text: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, seen = corpus(tmp_path / "in", text), tmp_path / "seen"
+    keys: dict[str, Any] = {"chunk": 4096, "shard_tokens": 2000, "validation": 0.2}
+    tokenize(data_file({"s": files}, output=str(tmp_path / "one"), **keys))
+    seen.mkdir()
+    original = finish._write_shard
+
+    def noted(job: Any, group: Any, path: Path) -> Any:
+        (seen / f"{os.getpid()}").touch()
+        return original(job, group, path)
+
+    monkeypatch.setattr(finish, "_write_shard", noted)
+    tokenize(data_file({"s": files}, output=str(tmp_path / "many"), **{**keys, "workers": 3}))
+    assert digest(tmp_path / "many") == digest(tmp_path / "one")
+    assert len(list(seen.iterdir())) == 3 and not (seen / str(os.getpid())).exists()
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("trouble", ["disk", "death"])
+def test_trouble_while_joining_is_said_and_the_next_run_goes_on(
+    data_file: Make, tmp_path: Path, text: Any, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    files = corpus(tmp_path / "in", text)
+    keys: dict[str, Any] = {"chunk": 4096, "shard_tokens": 2000, "workers": 2}
+    tokenize(data_file({"s": files}, output=str(tmp_path / "whole"), **keys))
+    original = finish._join_part
+
+    def fail(file: Any, part: Any, dtype: Any) -> Any:
+        if "00002" in file.name:
+            if trouble == "death":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(28, "No space left on device", file.name)
+        return original(file, part, dtype)
+
+    said = {"disk": "the disk refused: No space left on device", "death": "a process that joined pieces died"}[trouble]
+    with monkeypatch.context() as patch:
+        patch.setattr(finish, "_join_part", fail)
+        with pytest.raises(DataError, match=said):
+            tokenize(data_file({"s": files}, output=str(tmp_path / "cut"), **keys))
+    torn = [p.name for p in (tmp_path / "cut").glob(".*.tmp")]
+    assert bool(torn) == (trouble == "death"), "a killed process leaves what it wrote"
+    tokenize(data_file({"s": files}, output=str(tmp_path / "cut"), **keys))
+    assert digest(tmp_path / "cut") == digest(tmp_path / "whole")
+    assert not list((tmp_path / "cut").glob(".*.tmp")), "nothing torn stays behind"
 
 
 def test_trouble_in_the_chunk_before_the_fork(

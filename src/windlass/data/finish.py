@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from windlass.data.inputs import Item
 from windlass.data.schedule import Key, last_chunk
 from windlass.data.store import CHECKSUMS, FILES, KIND, LEDGER, MANIFEST, REJECTS, hash_json, hash_path
 from windlass.data.tokenizer import Tokenizer
-from windlass.data.work import SPLITS, Job, write_all
+from windlass.data.work import SPLITS, Job, cores, stay_with_parent, write_all
 from windlass.errors import DataError
 from windlass.runs.files import append_line, read_json, read_lines, write_json, write_whole
 
@@ -125,23 +127,87 @@ _NONE: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 def write_shards(
     job: Job, source: str, parts: Mapping[str, list[Part]], target: Path
 ) -> dict[str, list[dict[str, Any]]]:
-    """Join a source's pieces into shards; returns the manifest's entries, with the checksums of their stretches."""
+    """Join a source's pieces into shards, several at a time; returns the manifest's entries, with the checksums of their stretches."""
     book = job.folder / "shards.jsonl"
     ready = {line["file"]: line for line in read_lines(book)}
+    groups = {
+        f"{source}-{split}-{number:05d}.bin": (split, group)
+        for split in SPLITS
+        for number, group in enumerate(_groups(parts.get(split, []), job.file.shard_tokens))
+    }
+    for name in groups:
+        for torn in target.glob(f".{name.removesuffix('.bin')}.*.tmp"):  # of a run that was killed here
+            torn.unlink()
+    for line in _joined(job, [(name, group) for name, (_, group) in groups.items() if name not in ready], target):
+        append_line(book, line)
+        ready[line["file"]] = line
+        _drop(groups[line["file"]][1])
     made: dict[str, list[dict[str, Any]]] = {}
-    for split in SPLITS:
-        entries = []
-        for number, group in enumerate(_groups(parts.get(split, []), job.file.shard_tokens)):
-            name = f"{source}-{split}-{number:05d}.bin"
-            if name not in ready:
-                ready[name] = _write_shard(job, group, target / name)
-                append_line(book, ready[name])
-            for part in group:
-                part.path.unlink(missing_ok=True)
-            entries.append(ready[name])
-        if entries:
-            made[split] = entries
+    for name, (split, group) in groups.items():
+        _drop(group)  # again: a run may have been killed between its line and this
+        made.setdefault(split, []).append(ready[name])
     return made
+
+
+def _drop(group: list[Part]) -> None:
+    for part in group:
+        part.path.unlink(missing_ok=True)
+
+
+Todo = list[tuple[str, list[Part]]]
+"""Names of shards and what goes into them."""
+
+
+def _joined(job: Job, todo: Todo, target: Path) -> Iterator[dict[str, Any]]:
+    """The line of each shard when it is whole. One process copies a gigabyte in a second or two: a store of terabytes wants all cores."""
+    count = min(len(todo), job.file.workers or cores())
+    if count <= 1:
+        yield from (_write_shard(job, group, target / name) for name, group in todo)
+        return
+    context = multiprocessing.get_context("fork")
+    team: dict[Connection, Any] = {}
+    try:
+        for number in range(count):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_stripe, args=(theirs, job, todo[number::count], target), daemon=True)
+            process.start()
+            theirs.close()
+            team[ours] = process
+        while team:
+            for connection in wait(list(team)):
+                yield from _heard(connection, team)  # type: ignore[arg-type]
+    finally:
+        for connection, process in team.items():
+            connection.close()
+            process.kill()
+            process.join()
+
+
+def _heard(connection: Connection, team: dict[Connection, Any]) -> Iterator[dict[str, Any]]:
+    try:
+        message = connection.recv()
+    except EOFError:
+        raise DataError(
+            "a process that joined pieces died", hint="run the same command again: nothing is lost"
+        ) from None
+    if isinstance(message, Exception):
+        raise message
+    if message is None:
+        team.pop(connection).join()
+        connection.close()
+    else:
+        yield message
+
+
+def _stripe(sender: Connection, job: Job, todo: Todo, target: Path) -> None:
+    """In a process of its own: its share of the shards, one after the other."""
+    stay_with_parent()
+    try:
+        for name, group in todo:
+            sender.send(_write_shard(job, group, target / name))
+        sender.send(None)
+    except (OSError, DataError) as error:
+        sender.send(error)
 
 
 def _groups(parts: list[Part], limit: int) -> Iterator[list[Part]]:

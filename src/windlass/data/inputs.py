@@ -31,6 +31,9 @@ _COMPRESSED = {".gz": "gz", ".zst": "zst"}
 _EXPANSION = 4
 """Text grows about this much when it is decompressed; only used to decide what is small and to balance work."""
 
+_MANY, _FINE = 32, 8 * 2**20
+"""A big file is cut into at least so many chunks, unless they would become smaller than so many bytes."""
+
 
 @dataclass(frozen=True)
 class InputFile:
@@ -60,6 +63,8 @@ class Item:
     """None: a big compressed file, whose end is not known yet."""
     rows: int = 0
     """Rows per chunk where a file consists of rows, not lines."""
+    step: int = 0
+    """Bytes per chunk where it consists of lines; 0 for a bundle, which is one chunk."""
 
     @property
     def weight(self) -> int:
@@ -176,12 +181,14 @@ def _source_items(file: DataFile, name: str, found: list[InputFile], settings: s
         yield _item(file, name, bundle, settings, 1)
 
 
-def _item(file: DataFile, name: str, files: list[InputFile], settings: str, chunks: int | None, rows: int = 0) -> Item:
+def _item(
+    file: DataFile, name: str, files: list[InputFile], settings: str, chunks: int | None, rows: int = 0, step: int = 0
+) -> Item:
     source = file.sources[name]
     shape = [source.field, source.document, source.min_chars, source.max_chars, source.validation]
-    value = [settings, name, shape, [[f.path, f.format, f.packing, f.size, f.modified] for f in files]]
+    value = [settings, name, shape, [[f.path, f.format, f.packing, f.size, f.modified] for f in files], step]
     digest = hashlib.sha256(json.dumps(value).encode()).hexdigest()[:20]
-    return Item(digest, name, tuple(files), chunks, rows)
+    return Item(digest, name, tuple(files), chunks, rows, step)
 
 
 def _big(file: DataFile, name: str, one: InputFile, settings: str) -> Item:
@@ -194,4 +201,12 @@ def _big(file: DataFile, name: str, one: InputFile, settings: str) -> Item:
         return _item(file, name, [one], settings, max(1, -(-rows // per_chunk)), per_chunk)
     if whole:
         return _item(file, name, [one], settings, 1)
-    return _item(file, name, [one], settings, None if one.packing else max(1, -(-one.size // file.chunk)))
+    step = _step(one.weight, file.chunk)
+    return _item(file, name, [one], settings, None if one.packing else max(1, -(-one.size // step)), step=step)
+
+
+def _step(weight: int, chunk: int) -> int:
+    """A chunk, or less where a file is only a few of them: at the end the others wait for whoever has the last."""
+    while chunk > _FINE and weight < _MANY * chunk:
+        chunk //= 2
+    return chunk

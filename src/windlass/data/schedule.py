@@ -92,17 +92,13 @@ class Schedule:
         return long.item, long.cursor - long.step
 
 
-def make_schedule(
-    items: Sequence[Item], done: dict[Key, bool], chunk: int, task: tuple[int, int] | None = None
-) -> Schedule:
+def make_schedule(items: Sequence[Item], done: dict[Key, bool], task: tuple[int, int] | None = None) -> Schedule:
     """Everything that is missing, or the share of it that array task (index, count) has. `done` maps a chunk to "was the last"."""
-    share = _share(items, task, chunk)
+    share = _share(items, task)
     waiting = deque((item, number) for item, number in share.fixed if (item.id, number) not in done)
     ended = {item for (item, _), last in done.items() if last}
     longs = [
-        Long(item, first, step, _guess(item, chunk))
-        for item, first, step in share.lanes
-        if not _complete(item, done, ended)
+        Long(item, first, step, _guess(item)) for item, first, step in share.lanes if not _complete(item, done, ended)
     ]
     for long in longs:
         long.ended = _lane_done(long, done)
@@ -110,8 +106,8 @@ def make_schedule(
     return Schedule(waiting, longs, done)
 
 
-def _guess(item: Item, chunk: int) -> int:
-    return max(1, -(-item.weight // chunk))
+def _guess(item: Item) -> int:
+    return max(1, -(-item.weight // item.step))
 
 
 def last_chunk(item: Item, done: dict[Key, bool]) -> int | None:
@@ -152,7 +148,7 @@ class Share:
     """(item, first chunk, step)."""
 
 
-def _share(items: Sequence[Item], task: tuple[int, int] | None, chunk: int) -> Share:
+def _share(items: Sequence[Item], task: tuple[int, int] | None) -> Share:
     """The part of one array task, balanced by bytes; every task computes the same division."""
     index, count = task or (0, 1)
     shares = [Share([], []) for _ in range(count)]

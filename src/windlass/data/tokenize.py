@@ -32,7 +32,7 @@ from windlass.data.read import peek
 from windlass.data.schedule import Key, Schedule, make_schedule, missing
 from windlass.data.store import MANIFEST, REJECTS, SourceInfo, hash_json
 from windlass.data.tokenizer import Tokenizer, load_tokenizer
-from windlass.data.work import Job, Worker
+from windlass.data.work import Job, Worker, cores, stay_with_parent
 from windlass.errors import EXIT_RESUMABLE, DataError, RunError, WindlassError
 from windlass.runs.files import append_line, read_json, read_lines, write_json, write_whole
 from windlass.runs.lock import holder, locked
@@ -149,7 +149,10 @@ def _run(
     progress.phase = "joining"
     show(progress)
     with _stoppable():
-        manifest = finish(job, items, journal, tokenizer, target, kept if fresh else None)
+        try:
+            manifest = finish(job, items, journal, tokenizer, target, kept if fresh else None)
+        except OSError as error:
+            raise _failure(*_trouble(error, job)) from None
     _log(work, "finished", seconds=time.monotonic() - began)
     shutil.move(work / "history.jsonl", target / "history.jsonl")
     shutil.rmtree(work, ignore_errors=True)
@@ -166,10 +169,8 @@ def _do_chunks(
 ) -> Progress:
     """What the journal does not hold yet; an engine is loaded only if there is something to do."""
     progress = Progress(total_bytes=sum(item.weight for item in items))
-    progress.done_bytes = sum(
-        _chunk_weight(item, job.file.chunk) for item in items for (name, _) in journal if name == item.id
-    )
-    schedule = make_schedule(items, _ends(journal), job.file.chunk, task)
+    progress.done_bytes = sum(_chunk_weight(item) for item in items for (name, _) in journal if name == item.id)
+    schedule = make_schedule(items, _ends(journal), task)
     if schedule.waiting or any(not long.ended for long in schedule.longs):
         choice = _engine(job.file, tokenizer, items, job.folder)
         progress.engine = choice.reason
@@ -300,8 +301,8 @@ def _log(work: Path, event: str, **facts: Any) -> None:
     append_line(work / "history.jsonl", {"time": time.time(), "event": event, "pid": os.getpid(), **facts})
 
 
-def _chunk_weight(item: Item, chunk: int) -> int:
-    return item.weight // item.chunks if item.chunks else min(chunk, item.weight)
+def _chunk_weight(item: Item) -> int:
+    return item.weight // item.chunks if item.chunks else min(item.step, item.weight)
 
 
 @contextlib.contextmanager
@@ -384,11 +385,6 @@ def _engine(file: DataFile, tokenizer: Tokenizer, items: list[Item], work: Path)
 # -- workers -------------------------------------------------------------------------------------------------------
 
 
-def cores() -> int:
-    """CPU cores that this process may use, which under a scheduler are fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _work(
     job: Job,
     schedule: Schedule,
@@ -412,7 +408,7 @@ def _work(
             item = by_id[line["item"]]
             journal[(line["item"], line["chunk"])] = line
             schedule.finished(item, bool(line["last"]))
-            progress.done_bytes += _chunk_weight(item, job.file.chunk)
+            progress.done_bytes += _chunk_weight(item)
         else:
             raise _failure(*rest)
         show(progress)
@@ -551,7 +547,7 @@ def _died(code: int | None) -> str:
 
 def _member(job: Job, items: dict[str, Item], connection: Connection, foreign: list[Connection], book: Path) -> None:
     """A worker's life: ask, do, report, until told to stop or the parent is gone."""
-    _stay_with_parent(job.folder)
+    stay_with_parent()
     for other in foreign:  # a pipe that this process holds open would hide the parent's death from another worker
         other.close()
     worker = Worker(job, book, lambda *numbers: connection.send(("progress", *numbers)))
@@ -595,19 +591,6 @@ def _slimmed(job: Job, worker: Worker) -> bool:
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     return True
-
-
-def _stay_with_parent(folder: Path) -> None:
-    """Die with the parent (Linux), leave Ctrl-C to it, and hold no copy of its lock."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    handles = Path("/proc/self/fd")
-    for handle in list(handles.iterdir()) if handles.is_dir() else []:
-        with contextlib.suppress(OSError):
-            if handle.readlink().name.endswith(".lock"):
-                os.close(int(handle.name))
 
 
 # -- rejects -------------------------------------------------------------------------------------------------------

@@ -7,9 +7,12 @@ A piece file holds tokens, then the length of each document in tokens (int32) an
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import json
 import os
+import signal
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -157,6 +160,24 @@ class Piece:
         self.beside.unlink(missing_ok=True)
 
 
+def cores() -> int:
+    """CPU cores that this process may use, which under a scheduler are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def stay_with_parent() -> None:
+    """In a forked process: die with the parent (Linux), leave Ctrl-C to it, and hold no copy of its lock."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    handles = Path("/proc/self/fd")
+    for handle in list(handles.iterdir()) if handles.is_dir() else []:
+        with contextlib.suppress(OSError):
+            if handle.readlink().name.endswith(".lock"):
+                os.close(int(handle.name))
+
+
 def write_all(file: Any, data: Any) -> None:
     """An unbuffered file may take less than it is given (a nearly full disk, more than 2 GiB): go on until all is written."""
     view = memoryview(data).cast("B")
@@ -203,7 +224,7 @@ class Worker:
     def _read_lines(
         self, out: Chunk, account: Account, item: Item, chunk: int, number: int, file: InputFile, source: Source
     ) -> bool:
-        size, alone = self.job.file.chunk, item.chunks != 1
+        size, alone = item.step, item.chunks != 1
         lines = self._opened(item, file, chunk * size if alone else 0)
         parse = read.line_parser(source, file.format, self.job.file.utf8, self.job.file.max_document)
         for part in lines.until((chunk + 1) * size if alone else None):
