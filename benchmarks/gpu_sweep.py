@@ -130,7 +130,9 @@ def measure(store: Store, args: argparse.Namespace) -> None:
     if args.again:
         store.path.unlink(missing_ok=True)
     record, command = store.read(), " ".join(["python", *sys.argv])
-    earlier = record["about"].get("command") if record["points"] else None  # a second command measures what the first left
+    earlier = (
+        record["about"].get("command") if record["points"] else None
+    )  # a second command measures what the first left
     about = {"command": "; ".join(filter(None, [earlier, command])), "commit": args.commit or commit()}
     store.write({**record, "about": {**record["about"], **about}})
     deadline = began + args.seconds

@@ -272,8 +272,8 @@ def test_trouble_while_joining_is_said_and_the_next_run_goes_on(
         patch.setattr(finish, "_join_part", fail)
         with pytest.raises(DataError, match=said):
             tokenize(data_file({"s": files}, output=str(tmp_path / "cut"), **keys))
-    torn = [p.name for p in (tmp_path / "cut").glob(".*.tmp")]
-    assert bool(torn) == (trouble == "death"), "a killed process leaves what it wrote"
+    if trouble == "death":
+        assert list((tmp_path / "cut").glob(".*.tmp")), "a killed process leaves what it wrote"
     tokenize(data_file({"s": files}, output=str(tmp_path / "cut"), **keys))
     assert digest(tmp_path / "cut") == digest(tmp_path / "whole")
     assert not list((tmp_path / "cut").glob(".*.tmp")), "nothing torn stays behind"

@@ -29,9 +29,8 @@ from windlass.errors import DataError
 from windlass.runs.files import write_whole
 
 Flat = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
-ORDER = ("fastokens", "gigatoken", "tiktoken", "tokenizers", "sentencepiece")
-SMALL = 1_000_000_000
-"""Bytes of text below which gigatoken goes first: it encodes as fast or a little slower than fastokens, depending on the text, but loads a second faster."""
+ORDER = ("gigatoken", "fastokens", "tiktoken", "tokenizers", "sentencepiece")
+"""By CPU time of whole runs (benchmarks/results/tokenize.md): fastokens encodes as fast as gigatoken, but takes half a second longer to load and more of the system's time."""
 SAMPLE = (
     "",
     " ",
@@ -89,25 +88,20 @@ def choose(
     specials: bool = False,
     sample: Sequence[str] = (),
     cache: Path | None = None,
-    size: int | None = None,
 ) -> Choice:
     """The first engine of ORDER that is installed, reads this tokenizer and agrees with the reference on every sample text.
 
-    `size` is how many bytes of text there are, if known; `cache` is a folder where a converted tokenizer is kept, so that a restart and the tasks of an array need not convert again.
+    `cache` is a folder where a converted tokenizer is kept, so that a restart and the tasks of an array need not convert again.
     """
     try:
-        return _choose(tokenizer, wanted, specials, sample, cache, size)
+        return _choose(tokenizer, wanted, specials, sample, cache)
     finally:
         if isinstance(tokenizer, JsonTokenizer):
             tokenizer.forget()  # and what was cut to the sample: other texts need the whole
 
 
-def _choose(
-    tokenizer: Tokenizer, wanted: str, specials: bool, sample: Sequence[str], cache: Path | None, size: int | None
-) -> Choice:
+def _choose(tokenizer: Tokenizer, wanted: str, specials: bool, sample: Sequence[str], cache: Path | None) -> Choice:
     names = [wanted] if wanted != "auto" else list(ORDER)
-    if wanted == "auto" and size is not None and size < SMALL:
-        names.sort(key=lambda name: name != "gigatoken")
     refused: list[str] = []
     for name in names:
         try:

@@ -378,8 +378,8 @@ def _engine(file: DataFile, tokenizer: Tokenizer, items: list[Item], work: Path)
     for name, source in file.sources.items():
         first = next((item for item in items if item.source == name), None)
         sample += peek(first, source, 4000)[:8] if first is not None else []
-    specials, size = file.special_tokens == "parse", sum(item.weight for item in items)
-    return choose(tokenizer, file.engine, specials=specials, sample=sample[:32], cache=work / "tokenizer", size=size)
+    specials = file.special_tokens == "parse"
+    return choose(tokenizer, file.engine, specials=specials, sample=sample[:32], cache=work / "tokenizer")
 
 
 # -- workers -------------------------------------------------------------------------------------------------------
