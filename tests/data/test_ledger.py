@@ -91,6 +91,25 @@ def test_summary(data_file: Callable[..., DataFile], write_jsonl: Any, tmp_path:
     assert store.ledger_hash in page
 
 
+def test_what_the_eu_asks_of_a_crawl_is_in_ledger_and_summary(
+    data_file: Callable[..., DataFile], write_jsonl: Any, tmp_path: Path, text: Any
+) -> None:
+    said = {
+        "collected": "2019-03 to 2024-06",
+        "crawler": "OurBot, obeys robots.txt",
+        "opt_out": "ai.txt, before crawling",
+    }
+    path = write_jsonl(tmp_path / "a.jsonl", [text(i) for i in range(30)])
+    file = data_file({"web": Source(paths=[str(path)], kind="web", **said), "other": Source(paths=[str(path)])})
+    tokenize(file)
+    store = open_store(file.output)
+    assert {key: store.ledger()["sources"]["web"][key] for key in said} == said
+    page = summary(store)
+    assert "## Period of collection\n\n- web: 2019-03 to 2024-06\n\n" in page
+    assert "## Crawlers\n\n- web: OurBot, obeys robots.txt\n\n" in page
+    assert "## Reservations of rights (opt-outs)\n\n- web: ai.txt, before crawling\n" in page
+
+
 def test_fertility_and_samples(
     data_file: Callable[..., DataFile], write_jsonl: Any, tmp_path: Path, text: Any, tokenizer: Tokenizer
 ) -> None:

@@ -34,6 +34,12 @@ class Source(Table):
     kind: Literal["public-dataset", "licensed", "private", "web", "user", "synthetic", "other"] | None = None
     """Which part of the EU's public summary of training content it belongs to: publicly available dataset, licensed by its
     rightsholders, private from another third party, crawled from the web, data of users, synthetic, or other. Left out: not stated."""
+    collected: str | None = None
+    """When it was collected or crawled ("2019-03 to 2024-06"): the summary asks for the period, and for the latest date of all."""
+    crawler: str | None = None
+    """Who crawled it with which crawler, and how the crawler treats robots.txt, captchas and paywalls."""
+    opt_out: str | None = None
+    """How reservations of rights (opt-outs from text and data mining) were respected: protocols, lists, when they were applied."""
     notes: str | None = None
     """For the ledger."""
     min_chars: NonNegativeInt | None = None

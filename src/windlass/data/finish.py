@@ -31,7 +31,7 @@ from windlass.data.work import SPLITS, Job, cores, stay_with_parent, write_all
 from windlass.errors import DataError
 from windlass.runs.files import append_line, read_json, read_lines, write_json, write_whole
 
-TERMS = ("language", "licence", "origin", "consent", "kind", "notes")
+TERMS = ("language", "licence", "origin", "consent", "kind", "collected", "crawler", "opt_out", "notes")
 """What a data file says of a source that changes no token: it may be said better later."""
 _PARTITION = 8_000_000
 """Hashes compared at a time: 200 MB."""

@@ -47,8 +47,21 @@ def summary(store: Store) -> str:
         *(f"| {name} | {tokens:,} | {tokens / total:.1%} |" for name, tokens in sorted(languages.items(), key=lambda pair: -pair[1])), "",
         "## Processing", "", *(f"- {line}" for line in _processing(store)), "",
     ]  # fmt: skip
-    notes = [f"- {source.name}: {source.notes}" for source in sources if source.notes]
-    return "\n".join([*lines, *(["## Notes", "", *notes, ""] if notes else [])])
+    return "\n".join([*lines, *(text for title, key in FURTHER.items() for text in _told(title, key, sources))])
+
+
+FURTHER = {
+    "Period of collection": "collected",
+    "Crawlers": "crawler",
+    "Reservations of rights (opt-outs)": "opt_out",
+    "Notes": "notes",
+}
+"""Heading of the summary -> key of a source; a heading appears when a source has something to say."""
+
+
+def _told(title: str, key: str, sources: Iterable[SourceInfo]) -> list[str]:
+    said = [f"- {source.name}: {text}" for source in sources if (text := getattr(source, key))]
+    return [f"## {title}", "", *said, ""] if said else []
 
 
 def _source_line(source: SourceInfo, total: int) -> str:

@@ -57,6 +57,9 @@ class SourceInfo:
     consent: str | None = None
     kind: str | None = None
     """Part of the EU's summary of training content: public-dataset, licensed, private, web, user, synthetic or other."""
+    collected: str | None = None
+    crawler: str | None = None
+    opt_out: str | None = None
     notes: str | None = None
     splits: Mapping[str, int] = field(default_factory=dict)
     """Split -> tokens."""
@@ -268,7 +271,7 @@ def _shard(path: Path, entry: Mapping[str, Any], dtype: np.dtype[Any]) -> Shard:
 
 def _info(name: str, value: Mapping[str, Any]) -> SourceInfo:
     splits = {split: sum(entry["tokens"] for entry in entries) for split, entries in value["shards"].items()}
-    facts = ("bytes", "words", "language", "licence", "origin", "consent", "kind", "notes")
+    facts = ("bytes", "words", "language", "licence", "origin", "consent", "kind", "collected", "crawler", "opt_out", "notes")  # fmt: skip
     return SourceInfo(
         name=name,
         tokens=value["tokens"],
