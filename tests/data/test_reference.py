@@ -92,6 +92,34 @@ def test_an_engine_is_compared_and_the_whole_reference_is_there_afterwards(token
     assert fresh.encode("another text altogether, 123") == tokenizer.encode("another text altogether, 123")
 
 
+def added(content: str, special: bool) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": 0, "content": content, "special": special, **flags}
+
+
+def test_added_words_that_the_vocabulary_knows_keep_their_ids(words: Any) -> None:
+    """A vocabulary may hold an added word as it is written, which no text has in the names of its bytes."""
+    vocab = {**words["model"]["vocab"], "   ": len(words["model"]["vocab"])}
+    value = changed(words, model={"vocab": vocab}, added_tokens=[added("   ", False), added("<|new|>", True)])
+    texts = ["three   spaces", "none"]
+    small = small_json(value, texts)
+    assert small is not None
+    assert encode(small, texts) == encode(value, texts)
+    assert vocab["   "] in encode(small, texts)[0]
+    assert [token["content"] for token in small["added_tokens"]] == ["<|new|>", "   "]
+
+
+def test_a_vocabulary_with_holes_leaves_the_ids_of_added_tokens_to_the_library(words: Any, tmp_path: Path) -> None:
+    import tokenizers
+
+    vocab = {name: number if number < 2000 else number + 5 for name, number in words["model"]["vocab"].items()}
+    value = changed(words, model={"vocab": vocab}, added_tokens=[added("<|new|>", True)])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(value))
+    fresh = load_tokenizer(tmp_path, eos="<|new|>", glance=True)
+    assert fresh.eos == tokenizers.Tokenizer.from_str(json.dumps(value)).token_to_id("<|new|>")
+    assert "added" not in fresh.__dict__
+
+
 def test_a_library_that_numbers_added_tokens_by_another_rule_is_noticed(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

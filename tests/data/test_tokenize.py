@@ -22,7 +22,7 @@ from windlass.config.sources import DataFile, Source
 from windlass.data import finish, work
 from windlass.data.store import Store, open_store
 from windlass.data.tokenize import tokenize
-from windlass.data.tokenizer import Tokenizer
+from windlass.data.tokenizer import Tokenizer, train_bpe
 from windlass.errors import DataError
 
 zstandard = pytest.importorskip("zstandard")
@@ -228,6 +228,35 @@ def test_an_end_in_the_middle_of_joining_is_no_harm(
             tokenize(data_file({"s": files}, output=str(tmp_path / "cut"), **keys))
     tokenize(data_file({"s": files}, output=str(tmp_path / "cut"), **keys))
     assert digest(tmp_path / "cut") == digest(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("change", ["a file", "the tokenizer", "the order"])
+def test_what_was_joined_before_a_change_is_made_anew(
+    data_file: Make, tmp_path: Path, write_jsonl: Any, text: Any, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards have the names of their places: one that a killed run left must not stand for other pieces."""
+    first = write_jsonl(tmp_path / "in" / "b.jsonl", [text(i) for i in range(300)])
+    second = write_jsonl(tmp_path / "second.jsonl", [text(i) for i in range(200, 260)])
+    keys: dict[str, Any] = {"chunk": 8192, "dedup": "exact", "shard_tokens": 4000, "workers": 1}
+    sources = {"s": [first.parent], "t": [second]}
+
+    def killed(path: Path, line: Any, real: Any = finish.append_line) -> None:
+        real(path, line)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finish, "append_line", killed)
+        with pytest.raises(KeyboardInterrupt):
+            tokenize(data_file(sources, **keys))
+    if change == "a file":
+        write_jsonl(tmp_path / "in" / "a.jsonl", [text(i) for i in range(250, 300)])
+    elif change == "the tokenizer":
+        keys["tokenizer"] = str(train_bpe([text(i) for i in range(50)], 400, tmp_path / "other").path)
+    else:
+        sources = dict(reversed(sources.items()))
+    tokenize(data_file(sources, **keys))
+    tokenize(data_file(sources, output=str(tmp_path / "whole"), **keys))
+    assert digest(tmp_path / "store") == digest(tmp_path / "whole")
 
 
 @pytest.mark.multi
@@ -530,11 +559,32 @@ def test_sources_can_be_added_to_a_finished_store(
     assert len((tmp_path / "store" / "files.jsonl").read_text().splitlines()) == 2
 
 
+def test_an_addition_that_fails_leaves_the_store_as_it_was(
+    data_file: Make, write_jsonl: Any, tmp_path: Path, text: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = write_jsonl(tmp_path / "a.jsonl", [text(1)]), write_jsonl(tmp_path / "b.jsonl", [text(2)])
+    for path in (a, b):
+        path.write_text(path.read_text() + "not JSON\n")
+    tokenize(data_file({"a": [a]}, max_rejects=1))
+    before = digest(tmp_path / "store")
+    with pytest.raises(DataError, match="1 document was rejected, 0 are allowed"):
+        tokenize(data_file({"a": [a], "b": [b]}))
+    assert open_store(tmp_path / "store").verify() == []
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finish, "_write_manifest", killed)
+        with pytest.raises(KeyboardInterrupt):
+            tokenize(data_file({"a": [a], "b": [b]}, max_rejects=1))
+    tokenize(data_file({"a": [a]}, max_rejects=1))  # not wanted any more
+    assert digest(tmp_path / "store") == before
+
+
 def test_another_tokenizer_does_not_mix_into_a_store(
     data_file: Make, write_jsonl: Any, tmp_path: Path, text: Any
 ) -> None:
-    from windlass.data.tokenizer import train_bpe
-
     a, b = write_jsonl(tmp_path / "a.jsonl", [text(1)]), write_jsonl(tmp_path / "b.jsonl", [text(2)])
     tokenize(data_file({"a": [a]}))
     before = digest(tmp_path / "store")

@@ -12,7 +12,7 @@ import os
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -35,6 +35,8 @@ TERMS = ("language", "licence", "origin", "consent", "kind", "collected", "crawl
 """What a data file says of a source that changes no token: it may be said better later."""
 _PARTITION = 8_000_000
 """Hashes compared at a time: 200 MB."""
+_BOOK = "shards.jsonl"
+"""In work/: a line for each shard that is whole, whose pieces may be gone."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def write_shards(
     job: Job, source: str, parts: Mapping[str, list[Part]], target: Path
 ) -> dict[str, list[dict[str, Any]]]:
     """Join a source's pieces into shards, several at a time; returns the manifest's entries, with the checksums of their stretches."""
-    book = job.folder / "shards.jsonl"
+    book = job.folder / _BOOK
     ready = {line["file"]: line for line in read_lines(book)}
     groups = {
         f"{source}-{split}-{number:05d}.bin": (split, group)
@@ -152,6 +154,26 @@ def write_shards(
 def _drop(group: list[Part]) -> None:
     for part in group:
         part.path.unlink(missing_ok=True)
+
+
+def joining(work: Path) -> bool:
+    """Whether a run was stopped while it joined: then a piece that is missing may be in a shard already."""
+    return (work / _BOOK).is_file()
+
+
+def forget_joined(work: Path, target: Path, kept: Mapping[str, Any] | None) -> None:
+    """Undo what a stopped run had joined out of other pieces than are wanted now; what the manifest `kept` lists stays."""
+    sources = kept["sources"] if kept else {}
+    listed = {shard["file"] for source in sources.values() for shards in source["shards"].values() for shard in shards}
+    made = [line["file"] for line in read_lines(work / _BOOK) if line["file"] not in listed]
+    for name in (_BOOK, "duplicates.npz", "removed.json"):
+        (work / name).unlink(missing_ok=True)
+    for name in made:
+        (target / name).unlink(missing_ok=True)
+        (target / name).with_suffix(".idx").unlink(missing_ok=True)
+    for name in (FILES, REJECTS) if kept else ():
+        if (target / name).is_file() and (before := _lines_of(target / name, sources)) != (target / name).read_bytes():
+            write_whole(target / name, before)
 
 
 Todo = list[tuple[str, list[Part]]]
@@ -406,9 +428,8 @@ def finish(
     parts = source_parts(job, items, journal, dropped)
     accounts = file_accounts(job, items, journal, dropped)
     removed = _removed_bytes(job, parts)
-    _write_lines(job, target / REJECTS, reject_lines(job, items, journal), keep=kept is not None)
-    _write_lines(job, target / FILES, iter(accounts), keep=kept is not None)
     sources = dict(kept["sources"]) if kept else {}
+    before = tuple(sources)
     checksums = (read_json(target / CHECKSUMS) or {}).get("files", {}) if kept else {}
     for name in job.file.sources:
         if name in parts:
@@ -419,6 +440,9 @@ def finish(
             for entry in (e for entries in shards.values() for e in entries):
                 checksums[entry["file"]] = entry["stretches"]
                 checksums[str(Path(entry["file"]).with_suffix(".idx"))] = entry["index"]
+    # Late, so that a store that is added to has its old lines for as long as it has its old manifest, but for a moment.
+    _write_lines(target / REJECTS, reject_lines(job, items, journal), before)
+    _write_lines(target / FILES, iter(accounts), before)
     return _write_manifest(job, tokenizer, target, sources, checksums, parts, kept)
 
 
@@ -475,13 +499,18 @@ def item_ids(job: Job, name: str) -> list[str]:
     return read_json(job.folder / "plan.json")["items"][name]  # type: ignore[index,no-any-return]
 
 
-def _write_lines(job: Job, path: Path, lines: Iterator[dict[str, Any]], *, keep: bool) -> None:
-    """Write the lines, behind the old ones when a store is added to. The old file is set aside first, so a second try does not add twice."""
-    old = job.folder / f"old-{path.name}"
-    if keep and path.is_file() and not old.is_file():
-        write_whole(old, path.read_bytes())
-    before = old.read_bytes() if old.is_file() else b""
-    write_whole(path, before + b"".join(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in lines))
+def _write_lines(path: Path, lines: Iterator[dict[str, Any]], before: Collection[str]) -> None:
+    """Write the lines behind those of the sources that the store had before; a second try gives the same."""
+    new = b"".join(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in lines)
+    write_whole(path, _lines_of(path, before) + new)
+
+
+def _lines_of(path: Path, sources: Collection[str]) -> bytes:
+    """Those lines of a file that belong to one of the sources, as they stand there."""
+    if not sources or not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        return b"".join(line for line in file if json.loads(line)["source"] in sources)
 
 
 def ledger_of(sources: Mapping[str, Any], tokenizer_hash: str) -> dict[str, Any]:

@@ -30,12 +30,17 @@ def small_json(value: Any, texts: Iterable[str]) -> dict[str, Any] | None:
             for name, number in vocab.items()
             if (name[:_LONG] in seen and name[-_LONG:] in seen) or len(name) == 1
         }
+        known = [token for token in value.get("added_tokens") or [] if token["content"] in vocab]
+        fresh = [token for token in value.get("added_tokens") or [] if token["content"] not in vocab]
+        kept.update((token["content"], vocab[token["content"]]) for token in known)  # the text has it by another name
         pairs = list(_pairs(merges, kept))
         for left, right in pairs:  # whatever is named must be known
             kept[left], kept[right] = vocab[left], vocab[right]
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
     model = {**value["model"], "vocab": kept, "merges": pairs}
+    # Fresh ones first: some versions (0.21) number them after the largest id met so far, which may lie far beyond what is kept.
+    value = {**value, "added_tokens": [*fresh, *known]}
     nothing = dict.fromkeys(("truncation", "padding", "post_processor", "decoder"))
     return {**value, **nothing, "model": model}
 

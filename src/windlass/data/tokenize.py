@@ -25,14 +25,14 @@ from typing import Any
 from windlass.config.sources import DataFile
 from windlass.data import megatron
 from windlass.data.engines import Choice, choose
-from windlass.data.finish import finish, reject_lines, restate
+from windlass.data.finish import finish, forget_joined, joining, reject_lines, restate
 from windlass.data.inputs import InputFile, Item, find_files, kind_of, plan_items
 from windlass.data.ledger import refuse_unlawful
 from windlass.data.read import peek
 from windlass.data.schedule import Key, Schedule, make_schedule, missing
 from windlass.data.store import MANIFEST, REJECTS, SourceInfo, hash_json
 from windlass.data.tokenizer import Tokenizer, load_tokenizer
-from windlass.data.work import Job, Worker, cores, stay_with_parent
+from windlass.data.work import Job, Worker, cores, piece_name, stay_with_parent
 from windlass.errors import EXIT_RESUMABLE, DataError, RunError, WindlassError
 from windlass.runs.files import append_line, read_json, read_lines, write_json, write_whole
 from windlass.runs.lock import holder, locked
@@ -129,10 +129,12 @@ def _run(
     restated = restate(target, kept, file) if kept is not None and task is None else None
     kept = restated or kept
     if kept is not None and not items:
-        shutil.rmtree(work, ignore_errors=True)
+        if work.is_dir():  # something was to be added, and is no longer wanted
+            forget_joined(work, target, kept)
+            shutil.rmtree(work, ignore_errors=True)
         return replace(_result(target, kept, began, 0, 0, ""), restated=restated is not None)
     _make_folders(work / "pieces", work / "journal", work / "tokenizer")
-    _write_plan(work, settings, items)
+    _write_plan(work, settings, items, target, kept)
     journal = read_journal(work, items)
     kept_chunks = len(journal)
     # Joining needs no engine; one is chosen if there are chunks to do.
@@ -145,7 +147,7 @@ def _run(
             target, False, done, kept_chunks, progress.engine, progress.tokens, progress.documents, progress.rejects, seconds
         )  # fmt: skip
     _refuse_missing(items, journal)
-    _refuse_rejects(file, job, items, journal)
+    _refuse_rejects(file, job, items, journal, (work if fresh else target) / REJECTS)
     progress.phase = "joining"
     show(progress)
     with _stoppable():
@@ -276,25 +278,36 @@ def _what_is_new(
     return fresh, bool(fresh)
 
 
-def _write_plan(work: Path, settings: dict[str, Any], items: list[Item]) -> None:
+def _write_plan(
+    work: Path, settings: dict[str, Any], items: list[Item], target: Path, kept: dict[str, Any] | None
+) -> None:
     by_source: dict[str, list[str]] = {}
     for item in items:
         by_source.setdefault(item.source, []).append(item.id)
-    write_json(work / "plan.json", {"settings": settings, "items": by_source})
+    plan, before = {"settings": settings, "items": by_source}, read_json(work / "plan.json")
+    if before is not None and (before != plan or list(before["items"]) != list(by_source)):
+        forget_joined(work, target, kept)
+    write_json(work / "plan.json", plan)
 
 
 # -- journals ------------------------------------------------------------------------------------------------------
 
 
 def read_journal(work: Path, items: list[Item]) -> Journal:
-    """Every chunk that is done: its line stands in a journal. Lines of changed files or settings are passed over."""
+    """Every chunk that is done: its line stands in a journal. Lines of changed files or settings are passed over, and so are
+    those whose pieces went into a shard that is no longer wanted."""
     known = {item.id for item in items}
+    there = None if joining(work) else {entry.name for entry in os.scandir(work / "pieces")}
     found: Journal = {}
     for path in sorted((work / "journal").glob("*.jsonl")):
         for line in read_lines(path):
-            if line.get("item") in known and "files" in line:
+            if line.get("item") in known and "files" in line and _has_pieces(line, there):
                 found.setdefault((line["item"], line["chunk"]), line)
     return found
+
+
+def _has_pieces(line: dict[str, Any], there: set[str] | None) -> bool:
+    return there is None or all(piece_name(line["item"], line["chunk"], split) in there for split in line["pieces"])
 
 
 def _log(work: Path, event: str, **facts: Any) -> None:
@@ -596,15 +609,14 @@ def _slimmed(job: Job, worker: Worker) -> bool:
 # -- rejects -------------------------------------------------------------------------------------------------------
 
 
-def _refuse_rejects(file: DataFile, job: Job, items: list[Item], journal: Journal) -> None:
-    """More rejects than allowed, or a damaged file: say so, keep everything, and let the user decide."""
+def _refuse_rejects(file: DataFile, job: Job, items: list[Item], journal: Journal, listing: Path) -> None:
+    """More rejects than allowed, or a damaged file: say so, list them, keep everything, and let the user decide."""
     total = sum(line["rejects"] for line in journal.values())
     damaged = sorted(
         {(part["file"], part["damage"]) for line in journal.values() for part in line["files"] if part["damage"]}
     )
     if total <= file.max_rejects and (not damaged or file.allow_damaged):
         return
-    listing = Path(file.output) / REJECTS
     lines = list(reject_lines(job, items, journal))
     write_whole(listing, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     said = [f"{path}: {reason}" for path, reason in damaged[:10]]

@@ -109,10 +109,10 @@ class JsonTokenizer(Tokenizer):
         self.__dict__.pop("_cut", None)
 
     def token_id(self, name: str) -> int | None:
-        if (plain := _plain_ids(self.parsed)) is None:
+        if (added := self.__dict__.get("added")) is None:
             number: int | None = self._inner.token_to_id(name)
             return number
-        return plain[1].get(name, plain[0].get(name))
+        return added.get(name, self.parsed["model"]["vocab"].get(name))  # type: ignore[no-any-return]
 
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
         self._inner.encode_special_tokens = not specials
@@ -305,7 +305,10 @@ def _glance(file: Path) -> JsonTokenizer | None:
         if (plain := _plain_ids(value)) is None:
             return None
         vocab, added = plain
-        size = 1 + max([*added.values(), max(vocab.values(), default=-1)])
+        largest = max(vocab.values(), default=-1)
+        if largest >= len(vocab) and not added.keys() <= vocab.keys():
+            return None  # ids with holes: whether an added token goes into one depends on the library's version
+        size = 1 + max([*added.values(), largest])
     except (ValueError, TypeError):
         return None
     made = JsonTokenizer(file, "json", size, _json_eos(file, lambda name: added.get(name, vocab.get(name))))

@@ -52,7 +52,11 @@ class Job:
 
     def piece(self, item: str, chunk: int, split: str) -> Path:
         """`split` may also be "rejects"."""
-        return self.folder / "pieces" / f"{item}-{chunk:06d}.{split}"
+        return self.folder / "pieces" / piece_name(item, chunk, split)
+
+
+def piece_name(item: str, chunk: int, split: str) -> str:
+    return f"{item}-{chunk:06d}.{split}"
 
 
 @dataclass
