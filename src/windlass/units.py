@@ -142,13 +142,28 @@ def print_seconds(seconds: float | None) -> str:
     return f"{_trim(seconds / 86400, 1)} days"
 
 
+WATT_HOURS_FROM = 360.0
+"""Joules from which energies are written in watt-hours, so that a run and its forecast stand in one unit."""
+
+
 def print_joules(joules: float | None, digits: int = 2) -> str:
-    """Small energies in joules, the rest in watt-hours: `250 J`, `14.2 MWh`; None is `not measured`, never 0."""
+    """Small energies in joules, the rest in watt-hours: `7.13 mJ`, `250 J`, `0.568 Wh`, `14.2 MWh`; None is `not measured`, never 0."""
     if joules is None:
         return "not measured"
-    if abs(joules) < 3600:
+    if 0 < abs(joules) < 0.9995:
+        return f"{joules * 1e3:.3g} mJ"
+    if abs(joules) < WATT_HOURS_FROM:
         return f"{_trim(joules, digits)} J"
+    if abs(joules) < 3600 * 0.9995:
+        return f"{joules / 3600:.3g} Wh"
     return _scaled(joules / 3600, [(1e9, "GWh"), (1e6, "MWh"), (1e3, "kWh"), (1, "Wh")], digits, " ")
+
+
+def print_figure(value: float, digits: int = 3) -> str:
+    """So many digits that count, and never an exponent where a person would write the number out: `0.0123`, `14.2`, `1,040`."""
+    if 10 ** (digits - 1) <= abs(value) < 1e9:
+        return f"{value:,.0f}"
+    return f"{value:,.{digits}g}"
 
 
 def print_slurm_time(seconds: float) -> str:
@@ -161,9 +176,11 @@ def print_slurm_time(seconds: float) -> str:
 
 _LINES = dict.fromkeys((9, 10, 13), " ")
 # Control characters, and those that turn the direction of what follows: a terminal obeys the first, a reader is misled by the second.
+# Last what stands for the bytes of a file name that is no UTF-8: no file can be written with it.
 _UNSEEN = dict.fromkeys(
-    (*range(32), *range(127, 160), 0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)), "\ufffd"
-)
+    (*range(32), *range(127, 160), 0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A),
+     *range(0xD800, 0xE000)), "\ufffd"
+)  # fmt: skip
 
 
 def print_text(text: str, *, lines: bool = False) -> str:

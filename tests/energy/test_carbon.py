@@ -51,7 +51,15 @@ def test_equivalents(kwh, words):
 
 @pytest.mark.parametrize(
     ("kg", "text"),
-    [(None, "unknown"), (14_000.0, "14 tCO2e"), (2.5, "2.5 kgCO2e"), (0.004, "4 gCO2e"), (0.0, "0 gCO2e")],
+    [
+        (None, "unknown"),
+        (14_000.0, "14 tCO2e"),
+        (2.5, "2.5 kgCO2e"),
+        (0.004, "4 gCO2e"),
+        (0.0, "0 gCO2e"),
+        (999.9, "1 tCO2e"),
+        (1_043_700.0, "1,044 tCO2e"),
+    ],
 )
 def test_print_carbon(kg, text):
     assert print_carbon(kg) == text

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import io
 import json
 import shutil
 
 import pytest
+from rich.console import Console
 from tests.report.sample_run import BATCH, BEGIN, make_run
 
 from windlass.errors import RunError
 from windlass.report.collect import collect, find_runs
+from windlass.report.watch import Watch
 from windlass.report.words import energy_rows, life_rows
+from windlass.report.write import html_report, markdown_report
 from windlass.runs.folder import Run
 
 
@@ -106,6 +110,30 @@ def test_a_half_copied_folder_is_still_shown(run, gone):
     assert s.name == "sample"
     if gone == "energy.jsonl":
         assert (s.energy.basis, s.energy.joules) == ("none", None)
+
+
+WRONG = ("x", [], {}, [1], {"a": [1]}, True, 1e308, float("nan"), float("inf"), 10**400, -1, None)
+
+
+@pytest.mark.parametrize("value", WRONG)
+def test_a_figure_that_is_none_costs_itself_and_not_the_report(run, value):
+    """Every field of an event, an evaluation and an energy line in turn; the numbers of the other lines stand."""
+    before = collect(run)
+    for path, seen in ((run.events_file, "event"), (run.eval_file, "task"), (run.energy_file, "source")):
+        lines = [json.loads(x) for x in path.read_text().splitlines() if x.endswith("}")] if path.exists() else []
+        keys = {k for x in lines for k in x} - {seen, "missing"}
+        wild = [
+            {**next(x for x in lines if k in x), "session": "0-0", seen: "evaluated", k: value} for k in sorted(keys)
+        ]
+        with path.open("a") as file:
+            file.writelines(json.dumps(x) + "\n" for x in wild)
+    run.manifest_file.write_text(
+        json.dumps({**run.manifest(), "started_at": value, "memory_bytes": value, "packages": value})
+    )
+    after = collect(run)
+    assert (after.step, after.tokens, after.loss) == (before.step, before.tokens, before.loss)
+    assert "# sample" in markdown_report([run]) and "<main>" in html_report([run])
+    Console(file=io.StringIO(), width=80).print(Watch(run).picture(80))
 
 
 def test_a_damaged_config_is_named(run):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -42,6 +43,19 @@ def test_unknown_is_nan_and_torn_or_foreign_lines_are_passed_over(file):
     assert made.get("loss")[0] == 3.5
     assert np.isnan(made.get("mfu")).all()
     assert "note" not in made.names()
+
+
+@pytest.mark.parametrize("without", [(), ("orjson",)])
+def test_figures_that_can_be_none_are_unknown(file, monkeypatch, without):
+    """NaN, infinity and numbers of 400 digits, with the fast parser and with Python's own."""
+    for name in without:
+        monkeypatch.setitem(sys.modules, name, None)
+    huge = "9" * 400
+    wild = [f'{{"step": {x}, "loss": 1.0}}\n' for x in ("NaN", "1e999", "-1e999", huge, "-7")]
+    write(file, [{"step": 1, "loss": 2.0}, *wild, f'{{"step": 2, "loss": {huge}}}\n', '{"step": 3, "loss": 1e999}\n'])
+    made = columns(file)
+    assert set(made.get("step").tolist()) <= {1.0, 2.0, 3.0}
+    assert [v for v in made.get("loss").tolist() if v == v] == [2.0]
 
 
 def test_only_what_was_appended_is_read_and_half_a_line_waits(file):

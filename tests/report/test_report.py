@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -147,14 +148,33 @@ def test_several_runs_join(run, tmp_path):
     other = Run(make_run(tmp_path / "runs" / "other", name="other"))
     text = markdown_report([run, other])
     assert "## 2 runs" in text
-    assert "Measured IT energy of 2 of 2 runs together: 0.6111 kWh" in text
-    assert len(json_report([run, other])["runs"]) == 2
+    assert (
+        "Measured IT energy of 2 of 2 runs together: 611.11 Wh, 727.22 Wh with PUE, 195 gCO2e location-based." in text
+    )
+    found = json_report([run, other])
+    sums = found["together"]
+    assert (len(found["runs"]), sums["tokens"]) == (2, 2 * 300 * 131_072)
+    assert sums["location_kg"] == pytest.approx(2 * 1.1 / 3.6 * 1.19 * 0.2676)
+    assert "together" not in json_report([run])
+
+
+@pytest.mark.parametrize("name", [b"esc\x1b[2J", b"latin\xe9\xff", "turned\u202e".encode(), b"a\\|b *c*"])
+def test_a_folder_of_any_name_is_text_in_a_joint_report(run, tmp_path, name):
+    other = tmp_path / "runs" / os.fsdecode(name)
+    shutil.copytree(run.path, other)
+    page, text = html_report([run, Run(other)]), markdown_report([run, Run(other)])
+    for form in (page, text):
+        form.encode()
+        assert not set(form.split("<main>")[-1]) & {"\x1b", "\u202e"}
+    rows = [x for x in text.splitlines() if "| finished |" in x][:2]
+    assert [len(re.findall(r"(?<!\\)(?:\\\\)*\|", x)) for x in rows] == [11, 11]
+    assert all("*c*" not in x.replace("\\*", "") for x in rows)
 
 
 def test_a_copy_of_a_run_is_shown_and_not_added_again(run, tmp_path):
     shutil.copytree(run.path, tmp_path / "copy")
     text = markdown_report([run, Run(tmp_path / "copy")])
-    assert "Measured IT energy of 1 of 1 runs together: 0.3056 kWh" in text
+    assert "Measured IT energy of 1 of 1 runs together: 305.56 Wh, 363.61 Wh with PUE" in text
     assert "Copies of a run are not added again: 1 folder." in text
 
 

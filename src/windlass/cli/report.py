@@ -37,6 +37,7 @@ def report(
     from windlass.figures import save_page
     from windlass.report.sweeps import read_sweep
     from windlass.report.write import html_report, json_report, markdown_report, write_figures
+    from windlass.units import print_text
 
     folders = _folders(runs)
     sweeps = [read_sweep(path) for path in runs if (path / "sweep.json").is_file()]
@@ -53,7 +54,8 @@ def report(
     as_markdown = markdown or target.suffix.lower() in (".md", ".markdown")
     save_page(target, markdown_report(folders, sweeps) if as_markdown else html_report(folders, sweeps))
     console().print(
-        f"wrote {target} ({target.stat().st_size / 1e6:.1f} MB, opens from disk without a network)", markup=False
+        f"wrote {print_text(str(target))} ({target.stat().st_size / 1e6:.1f} MB, opens from disk without a network)",
+        markup=False,
     )
 
 

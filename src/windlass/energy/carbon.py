@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from windlass.clusters.model import Cluster, Source
 from windlass.config.observe import EnergyConfig
+from windlass.units import print_figure
 
 J_PER_KWH = 3.6e6
 # (least kWh, kWh of one, singular and plural text); the figure stands in the text, so that nobody must look it up.
@@ -114,7 +115,7 @@ def print_carbon(kg: float | None) -> str:
     """`14.2 tCO2e`, `380 kgCO2e`, `1.2 gCO2e`; None is unknown."""
     if kg is None:
         return "unknown"
-    for least, scale, unit in ((1000.0, 1e3, "tCO2e"), (1.0, 1.0, "kgCO2e"), (0.0, 1e-3, "gCO2e")):
-        if abs(kg) >= least:
-            return f"{kg / scale:.3g} {unit}"
-    return f"{kg:.3g} kgCO2e"
+    for scale, unit in ((1e3, "tCO2e"), (1.0, "kgCO2e")):
+        if abs(kg) >= 0.9995 * scale:
+            return f"{print_figure(kg / scale)} {unit}"
+    return f"{print_figure(kg * 1e3)} gCO2e"

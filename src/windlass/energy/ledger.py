@@ -137,14 +137,14 @@ def _attempts(events: Iterable[dict[str, Any]]) -> tuple[list[tuple[float, int |
     starts: list[tuple[float, int | None]] = []
     first: list[float] = []
     for event in events:
-        at = event.get("time")
-        if not isinstance(at, (int, float)):
+        at = _number(event.get("time"))
+        if at is None:
             continue
         if event.get("event") in ("started", "resumed"):
             nodes = event.get("nodes")
-            starts.append((float(at), nodes if isinstance(nodes, int) and nodes > 0 else None))
+            starts.append((at, nodes if isinstance(nodes, int) and nodes > 0 else None))
         elif event.get("event") == "compiled":
-            first.append(float(at))
+            first.append(at)
     return starts, first
 
 
@@ -172,9 +172,9 @@ def _collect(
             source.method == "modelled",
         )
         last[key] = source
-        at = line.get("time")
-        if isinstance(at, (int, float)):
-            begun.setdefault(key, float(at))
+        at = _number(line.get("time"))
+        if at is not None:
+            begun.setdefault(key, at)
             border = next((t for t in first_steps if t >= begun[key]), None)
             if border is not None and at <= border:
                 early[key] = source.joules
@@ -193,7 +193,9 @@ MOST_JOULES = 1e15
 
 def _source(line: dict[str, Any]) -> SourceEnergy | None:
     joules, scope, method = _number(line.get("joules")), line.get("scope"), line.get("method")
-    if joules is None or joules > MOST_JOULES or scope not in INSIDE or method not in ("counter", "power", "modelled"):
+    if joules is None or joules > MOST_JOULES:
+        return None
+    if scope not in list(INSIDE) or method not in ("counter", "power", "modelled"):  # a damaged line may hold anything
         return None
     resets, nodes = line.get("resets"), line.get("nodes")
     return SourceEnergy(
@@ -204,8 +206,8 @@ def _source(line: dict[str, Any]) -> SourceEnergy | None:
 
 
 def _number(value: object) -> float | None:
-    """A figure that can be one: JSON lets NaN and infinity through."""
-    known = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
+    """A figure that can be one: JSON lets NaN, infinity and any number of digits through."""
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e300
     return float(value) if known else None  # type: ignore[arg-type]
 
 

@@ -111,6 +111,7 @@ def _no_ledger(summary: RunSummary) -> str:
 
 def model_card(summary: RunSummary) -> Section:
     s, m = summary, summary.manifest
+    packages: dict[str, Any] = m["packages"] if isinstance(m.get("packages"), dict) else {}
     trained, basis = energy_card(s.energy)
     rows = [
         ("name", s.name),
@@ -136,7 +137,7 @@ def model_card(summary: RunSummary) -> Section:
         ("energy", f"{trained} ({basis})"),
         (
             "software",
-            f"windlass {m.get('windlass', 'unknown')} at {m.get('commit') or 'unknown commit'}, torch {(m.get('packages') or {}).get('torch', 'unknown')}",
+            f"windlass {m.get('windlass', 'unknown')} at {m.get('commit') or 'unknown commit'}, torch {packages.get('torch', 'unknown')}",
         ),
         ("trained between", f"{when(s.started_at)} and {when(s.updated_at)}"),
         ("intended use, limits, risks", ASK),

@@ -199,9 +199,26 @@ def plain(value: Any, *, lines: bool = True) -> Any:
     return [plain(v, lines=lines) for v in value] if isinstance(value, list) else value
 
 
+COUNTS = ("step", "to_step", "lost_steps", "tokens", "skipped_tokens", "bytes", "world_size", "nodes")
+MEASURES = ("time", "seconds", "stall_seconds", "write_seconds", "val_loss", "bits_per_byte", "loss")
+MOST = 1e18
+"""Beyond every count, byte and second of a run; a larger figure comes from a damaged line."""
+
+
 def _event(raw: dict[str, Any]) -> dict[str, Any]:
+    """An event as the views may use it: what should be a figure and is none is unknown."""
     shown: dict[str, Any] = plain(raw, lines=False)
-    return {**shown, "event": str(shown.get("event", "unknown")), "time": _number(raw.get("time"))}
+    counts = {key: _int(shown[key]) for key in COUNTS if key in shown}
+    measures = {key: figure(shown[key]) for key in MEASURES if key in shown}
+    parts: dict[str, Any] = {key: _losses(shown[key]) for key in ("sources", "languages") if key in shown}
+    event = str(shown.get("event", "unknown"))
+    return {**shown, **counts, **measures, **parts, "event": event, "time": figure(raw.get("time"))}
+
+
+def _losses(value: object) -> dict[str, Any]:
+    """Name -> figures of a validation pass; names without a loss are left out."""
+    found = value.items() if isinstance(value, dict) else ()
+    return {k: v for k, v in found if isinstance(v, dict) and figure(v.get("loss")) is not None}
 
 
 def _status(events: Sequence[Mapping[str, Any]], lines: int) -> str:
@@ -314,7 +331,7 @@ def _ledger(run: Run) -> Ledger:
 def _planned(plan: dict[str, Any] | None, name: str, scale: float = 1.0) -> float | None:
     """A figure of the plan that the run was started with."""
     chosen = plan.get("plan") if plan is not None else None
-    value = _number(chosen.get(name)) if isinstance(chosen, dict) else None
+    value = figure(chosen.get(name)) if isinstance(chosen, dict) else None
     return None if value is None else value * scale
 
 
@@ -416,26 +433,28 @@ def _data(run: Run, recipe: Recipe | None) -> dict[str, Any]:
 
 def _val_loss(events: Sequence[Mapping[str, Any]], columns: Columns) -> float | None:
     """The newest validation: its event, because the last one of a run is followed by no metrics line."""
-    found = [v for e in events if e["event"] == "evaluated" and (v := _number(e.get("val_loss"))) is not None]
+    found = [v for e in events if e["event"] == "evaluated" and (v := figure(e.get("val_loss"))) is not None]
     return found[-1] if found else last_known(columns.get("val_loss"))
 
 
 def _first_time(events: Sequence[Mapping[str, Any]], run: Run) -> float | None:
-    times = [t for e in events if (t := _number(e.get("time"))) is not None]
-    return min(times) if times else _number(run.manifest().get("started_at"))
+    times = [t for e in events if (t := figure(e.get("time"))) is not None]
+    return min(times) if times else figure(run.manifest().get("started_at"))
 
 
 def _latest(events: Sequence[Mapping[str, Any]], metric: float | None) -> float | None:
-    times = [t for e in events if (t := _number(e.get("time"))) is not None] + ([metric] if metric is not None else [])
+    times = [t for e in events if (t := figure(e.get("time"))) is not None] + ([metric] if metric is not None else [])
     return max(times) if times else None
 
 
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+def figure(value: object) -> float | None:
+    """A figure that can be one: JSON lets NaN and infinity through."""
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MOST
+    return float(value) if known else None  # type: ignore[arg-type]
 
 
 def _int(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < MOST else None
 
 
 def _text(value: object) -> str | None:

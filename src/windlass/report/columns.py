@@ -82,7 +82,7 @@ class Columns:
         return left <= 0
 
     def _take(self, lines: Sequence[bytes]) -> None:
-        rows = [row for row in self._objects(lines) if isinstance(row, dict) and _is_number(row.get("step"))]
+        rows = [row for row in self._objects(lines) if isinstance(row, dict) and _is_step(row.get("step"))]
         if not rows:
             return
         names = {key for row in rows for key in row} | set(self._data)
@@ -106,8 +106,9 @@ class Columns:
     def _extend(self, key: str, values: list[Any]) -> None:
         try:
             made = np.array(values, dtype=np.float64)  # None becomes NaN
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             made = np.array([v if _is_number(v) else None for v in values], dtype=np.float64)
+        made[np.isinf(made)] = np.nan
         if key not in self._data:
             if np.isnan(made).all() or (key not in KEYS and len(self._data) >= len(KEYS) + MOST_EXTRA):
                 return
@@ -133,8 +134,17 @@ class Columns:
             return [key for key in KEYS if key in self._data] + sorted(key for key in self._data if key not in KEYS)
 
 
+MOST = 1e300
+"""A larger figure comes from a damaged line, and some have no place in a column."""
+
+
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MOST
+
+
+def _is_step(value: object) -> bool:
+    """JSON lets NaN and infinity through; no line without a step belongs to the curve."""
+    return _is_number(value) and -1 < value < 2**53  # type: ignore[operator]
 
 
 def quick(path: Path, lines: int = QUICK_LINES) -> Columns:
@@ -193,7 +203,7 @@ def axis(columns: Columns, name: str) -> Numbers:
     """The x axis by its name: step, tokens, time (hours since the first line) or kwh."""
     if name == "time":
         times = columns.get("time")
-        return (times - times[0]) / 3600 if len(times) else times
+        return (times - first_known(times)) / 3600
     if name == "kwh":
         return columns.get("energy_joules") / 3.6e6
     return columns.get(name if name in ("step", "tokens") else "step")
@@ -213,6 +223,12 @@ def middle(values: Numbers | Sequence[float], last: int = 200, skip: int = 2) ->
 def last_known(values: Numbers) -> float | None:
     found = values[~np.isnan(values)]
     return float(found[-1]) if len(found) else None
+
+
+def first_known(values: Numbers) -> float:
+    """NaN when there is none."""
+    found = values[~np.isnan(values)]
+    return float(found[0]) if len(found) else float("nan")
 
 
 def highest(values: Numbers) -> float | None:

@@ -16,7 +16,7 @@ from windlass.errors import WindlassError
 from windlass.figures import Card, Cards, Chart, Html, Item, Mark, Note, Section, Series, Table, bars, line, points
 from windlass.profile.view import run_sections
 from windlass.report.card import content_summary, data_section, model_card, store_name
-from windlass.report.collect import RunSummary
+from windlass.report.collect import RunSummary, figure
 from windlass.report.columns import Columns, axis, step_of, thin
 from windlass.report.evaluations import evaluation
 from windlass.report.redact import redact, redact_text
@@ -30,6 +30,7 @@ from windlass.report.words import (
     energy_rows,
     event_text,
     goodput,
+    kwh,
     life_rows,
     missing_rows,
     number,
@@ -43,7 +44,7 @@ from windlass.report.words import (
     when,
 )  # fmt: skip
 from windlass.runs.folder import Run
-from windlass.units import print_bytes, print_seconds, print_tokens
+from windlass.units import WATT_HOURS_FROM, print_bytes, print_seconds, print_tokens
 
 CURVES: tuple[tuple[str, str, str, bool], ...] = (
     ("loss", "Loss", "nats per token", False),
@@ -338,7 +339,8 @@ def energy(s: RunSummary) -> Section:
     return Section("Energy and carbon", tuple(items), id="energy")
 
 
-ENERGY_UNITS = ((3.6e9, "MWh"), (3.6e6, "kWh"), (3.6e3, "Wh"), (1.0, "J"))
+ENERGY_UNITS = ((3.6e9, 3.6e9, "MWh"), (3.6e6, 3.6e6, "kWh"), (WATT_HOURS_FROM, 3.6e3, "Wh"), (0.0, 1.0, "J"))
+"""(least joules, joules of one, unit), as the table beside the chart writes them."""
 ENERGY_KINDS = (("in the total", 0), ("inside another", 7), ("modelled, not in the total", 1))
 
 
@@ -346,7 +348,7 @@ def _energy_chart(s: RunSummary) -> Chart:
     """A colour for what is added up, what lies inside it, and what is only a model."""
     found = sorted(s.energy.ledger.sources, key=lambda x: SCOPES.index(x.scope) if x.scope in SCOPES else 9)
     largest = max(x.joules for x in found)
-    scale, unit = next((u for u in ENERGY_UNITS if largest >= u[0]), ENERGY_UNITS[-1])
+    _, scale, unit = next(u for u in ENERGY_UNITS if largest >= u[0])
     kind = [
         "modelled, not in the total" if x.method == "modelled" else "in the total" if x.counted else "inside another"
         for x in found
@@ -385,7 +387,7 @@ def environment(s: RunSummary) -> Section:
         if k not in ("earlier", "data", "packages") and not isinstance(v, (dict, list))
     }
     written: dict[str, Callable[[Any], str]] = {"started_at": when, "memory_bytes": print_bytes}
-    rows = [(k, redact_text(written.get(k, str)(v))) for k, v in redact(plain).items()]
+    rows = [(k, redact_text(str(v) if figure(v) is None else written.get(k, str)(v))) for k, v in redact(plain).items()]
     packages = s.manifest.get("packages")
     if isinstance(packages, dict):
         rows.append(("packages", ", ".join(f"{k} {v}" for k, v in packages.items())))
@@ -422,6 +424,35 @@ def _without_copies(summaries: Sequence[RunSummary]) -> list[RunSummary]:
     return list(found.values())
 
 
+def together(summaries: Sequence[RunSummary]) -> dict[str, float | int | None]:
+    """The sums of several runs, copies left out; a sum of which one part is unknown is unknown."""
+    once = _without_copies(summaries)
+    measured = [c for s in once if s.energy.basis == "measured" and (c := s.energy.carbon) is not None]
+
+    def total(values: Sequence[float | None]) -> float | None:
+        known = [v for v in values if v is not None]
+        return sum(known) if known and len(known) == len(values) else None
+
+    return {
+        "runs": len(once), "copies": len(summaries) - len(once), "tokens": sum(s.tokens for s in once if s.tokens is not None), "runs_measured": len(measured),
+        "it_kwh": total([c.it_kwh for c in measured]), "kwh": total([c.kwh for c in measured]), "location_kg": total([c.location_kg for c in measured]),
+    }  # fmt: skip
+
+
+def _together_text(sums: dict[str, float | int | None]) -> str:
+    said = [f"Tokens together: {print_tokens(sums['tokens'])}."]
+    if sums["runs_measured"]:
+        more = [f"{kwh(sums['kwh'])} with PUE"] if sums["kwh"] is not None else []
+        more += [f"{print_carbon(sums['location_kg'])} location-based"] if sums["location_kg"] is not None else []
+        energy_text = ", ".join([kwh(sums["it_kwh"]), *more])
+        said.insert(0, f"Measured IT energy of {sums['runs_measured']} of {sums['runs']} runs together: {energy_text}.")
+    else:
+        said.insert(0, "No run has measured energy.")
+    if sums["copies"]:
+        said.append(f"Copies of a run are not added again: {counted(int(sums['copies']), 'folder')}.")
+    return " ".join(said)
+
+
 def joined(summaries: Sequence[RunSummary], labels: Sequence[str]) -> list[Section]:
     """Several runs (a chain, a sweep) beside each other, before their own reports; `labels` tell them apart."""
     columns = ("run", "state", "tokens", "loss", "tokens/s", "MFU", "memory", "energy", "CO2", "power")
@@ -431,22 +462,12 @@ def joined(summaries: Sequence[RunSummary], labels: Sequence[str]) -> list[Secti
          print_carbon(s.energy.carbon.location_kg if s.energy.carbon else None), watts(s.energy.mean_watts))
         for s, label in zip(summaries, labels, strict=True)
     ]  # fmt: skip
-    once = _without_copies(summaries)
-    measured = [s.energy.joules for s in once if s.energy.basis == "measured" and s.energy.joules is not None]
-    total = (
-        f"Measured IT energy of {len(measured)} of {len(once)} runs together: {sum(measured) / 3.6e6:,.4g} kWh."
-        if measured
-        else "No run has measured energy."
-    )
-    trained = sum(s.tokens for s in once if s.tokens is not None)
-    copies = len(summaries) - len(once)
-    told = f" Copies of a run are not added again: {counted(copies, 'folder')}." if copies else ""
     return [
         Section(
             f"{len(summaries)} runs",
             (
                 Table(columns, rows, right=tuple(range(2, 10))),
-                Note(f"{total} Tokens together: {print_tokens(trained)}.{told}"),
+                Note(_together_text(together(summaries))),
             ),
             id="all",
         )

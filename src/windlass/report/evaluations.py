@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from windlass.figures import Chart, Item, Note, Section, Table, line
-from windlass.report.collect import RunSummary
+from windlass.report.collect import RunSummary, figure
 from windlass.report.redact import redact_text
 from windlass.report.words import number
 
@@ -28,14 +28,14 @@ def evaluation(s: RunSummary) -> Section:
 
 def in_loop(passes: Sequence[Mapping[str, Any]]) -> list[Item]:
     """Curves by source, and the last pass as a table; nothing where only one source is held out."""
-    passes = [e for e in passes if isinstance(e.get("sources"), dict)]
+    passes = [e for e in passes if e.get("sources") and e.get("step") is not None]
     if not passes or len(passes[-1]["sources"]) < 2:
         return []
     last = passes[-1]
     rows = [("all", last.get("val_loss"), last.get("bits_per_byte"))]
     for word in ("source", "language"):
         found = last.get(f"{word}s")
-        rows += [(f"{word} {k}", v.get("loss"), v.get("bits_per_byte")) for k, v in (found or {}).items()]
+        rows += [(f"{word} {k}", v["loss"], figure(v.get("bits_per_byte"))) for k, v in (found or {}).items()]
     table = Table(
         ("text", "loss", "bits per byte"),
         [(redact_text(name), number(loss), number(bits)) for name, loss, bits in rows],
@@ -49,21 +49,23 @@ def _curves(passes: Sequence[Mapping[str, Any]]) -> Chart:
     names = dict.fromkeys(name for e in passes for name in e["sources"])
     series = []
     for name in names:
-        found = [(int(e["step"]), e["sources"][name]["loss"]) for e in passes if name in e["sources"]]
+        found = [(e["step"], e["sources"][name]["loss"]) for e in passes if name in e["sources"]]
         series.append(line(name, [step for step, _ in found], [loss for _, loss in found]))
     return Chart(title="Validation loss by source", series=tuple(series), x_title="step", y_title="nats per token")
 
 
 def eval_rows(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """One row per task, group and metric: the newest, because a run is evaluated again as it goes on."""
-    newest = {(e.get("task"), e.get("group"), e.get("metric")): e for e in lines}
+    newest = {tuple(str(e.get(key)) for key in ("task", "group", "metric")): e for e in lines}
     return [
         (
             *(redact_text(str(e.get(key, ""))) for key in ("task", "group", "metric")),
-            number(e.get("value")),
-            "unknown" if e.get("low") is None else f"{number(e['low'])} to {number(e.get('high'))}",
-            number(e.get("count"), 12, unknown=""),
-            number(e.get("step"), 12, unknown=""),
+            number(figure(e.get("value"))),
+            "unknown"
+            if figure(e.get("low")) is None
+            else f"{number(figure(e['low']))} to {number(figure(e.get('high')))}",
+            number(figure(e.get("count")), 12, unknown=""),
+            number(figure(e.get("step")), 12, unknown=""),
         )
         for e in newest.values()
     ]

@@ -6,7 +6,20 @@ from collections.abc import Sequence
 
 from windlass.figures import Cards, Chart, Heat, Html, Item, Note, Section, Table
 
-_SPECIAL = str.maketrans({"|": "\\|", "<": "&lt;", ">": "&gt;", "\n": " ", "\r": " ", "`": "'", "[": "\\[", "]": "\\]"})
+_SPECIAL = str.maketrans(
+    {
+        "\\": "\\\\",
+        "*": "\\*",
+        "|": "\\|",
+        "<": "&lt;",
+        ">": "&gt;",
+        "\n": " ",
+        "\r": " ",
+        "`": "'",
+        "[": "\\[",
+        "]": "\\]",
+    }
+)
 
 
 def markdown(title: str, sections: Sequence[Section], *, subtitle: str = "") -> str:

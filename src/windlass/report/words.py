@@ -9,7 +9,7 @@ from typing import Any
 from windlass.energy.carbon import print_carbon
 from windlass.report.collect import Energy, RunSummary
 from windlass.runs.life import moment
-from windlass.units import print_bytes, print_joules, print_seconds, print_tokens
+from windlass.units import print_bytes, print_figure, print_joules, print_seconds, print_tokens
 
 Row = tuple[str, str, str]
 
@@ -33,7 +33,7 @@ def state(summary: RunSummary, now: float | None = None) -> str:
 
 
 def number(value: float | None, digits: int = 4, unknown: str = "not measured") -> str:
-    return unknown if value is None else f"{value:,.{digits}g}"
+    return unknown if value is None else print_figure(value, digits)
 
 
 def percent(value: float | None, unknown: str = "unknown") -> str:
@@ -53,11 +53,20 @@ def rate(value: float | None) -> str:
 def watts(value: float | None) -> str:
     if value is None:
         return "not measured"
-    return f"{value / 1e6:.3g} MW" if value >= 1e6 else f"{value / 1e3:.3g} kW" if value >= 1e3 else f"{value:.0f} W"
+    for scale, unit in ((1e6, "MW"), (1e3, "kW")):
+        if value >= 0.9995 * scale:
+            return f"{print_figure(value / scale)} {unit}"
+    return f"{value:.0f} W"
+
+
+LAST_YEAR = 253_402_300_800.0
+"""Of four digits, in seconds: a later time comes from a damaged line."""
 
 
 def when(seconds: float | None) -> str:
-    return "unknown" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+    if seconds is None or not 0 <= seconds < LAST_YEAR:
+        return "unknown"
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
 def kwh(value: float | None) -> str:
@@ -91,7 +100,7 @@ def energy_rows(summary: RunSummary) -> list[Row]:
         ),
         (f"CO2, market-based{tag}", print_carbon(c.market_kg), _factor(c.market.value, c.market.source)),
         (f"per billion tokens{tag}", kwh(e.kwh_per_billion_tokens), "with PUE" if c.kwh is not None else "IT only"),
-        (f"per token{tag}", "unknown" if e.joules_per_token is None else f"{e.joules_per_token:.3g} J", "IT energy"),
+        (f"per token{tag}", "unknown" if e.joules_per_token is None else print_joules(e.joules_per_token), "IT energy"),
         (
             f"per step{tag}",
             "unknown" if e.joules_per_step is None else print_joules(e.joules_per_step),

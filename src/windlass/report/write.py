@@ -12,12 +12,13 @@ import windlass
 from windlass.figures import Chart, Heat, Section, page, save_page, save_picture
 from windlass.report.collect import RunSummary, collect
 from windlass.report.columns import Columns
-from windlass.report.content import joined, sections
+from windlass.report.content import joined, sections, together
 from windlass.report.redact import publishable, redact
 from windlass.report.sweeps import SweepView
 from windlass.report.text import markdown
 from windlass.report.words import when
 from windlass.runs.folder import Run
+from windlass.units import print_text
 
 
 def gather(run: Run) -> tuple[RunSummary, Columns]:
@@ -57,7 +58,7 @@ def folder_labels(runs: Sequence[Run]) -> list[str]:
     """What tells the runs apart: their folders, below the one that holds them all."""
     paths = [run.path.resolve() for run in runs]
     top = Path(os.path.commonpath([p.parent for p in paths]))
-    return [p.relative_to(top).as_posix() for p in paths]
+    return [print_text(p.relative_to(top).as_posix()) for p in paths]
 
 
 def _subtitle(summary: RunSummary) -> str:
@@ -77,7 +78,10 @@ def markdown_report(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> st
 
 
 def json_report(runs: Sequence[Run]) -> dict[str, Any]:
-    return {"runs": [redact(collect(run).as_dict()) for run in runs]}
+    """Each run as it is; of several also the sums."""
+    found = [collect(run) for run in runs]
+    sums = {"together": together(found)} if len(found) > 1 else {}
+    return {"runs": [redact(s.as_dict()) for s in found], **sums}
 
 
 def write_figures(runs: Sequence[Run], folder: Path, kind: str = "svg") -> list[Path]:

@@ -12,7 +12,7 @@ from windlass.errors import WindlassError
 from windlass.figures import Note, Section
 from windlass.report.card import data_section
 from windlass.report.collect import RunSummary
-from windlass.report.columns import AXES, Columns, step_of
+from windlass.report.columns import AXES, Columns, first_known, step_of
 from windlass.report.content import cards, conventions, energy, environment, life, saves, validations, what
 from windlass.report.content import plan_sections as plan_of
 from windlass.report.dash.blocks import section_json
@@ -103,8 +103,8 @@ MARKED = (
 
 
 def _first_time(view: RunView) -> float | None:
-    times = view.columns().get("time")
-    return float(times[0]) if len(times) and times[0] == times[0] else None
+    first = first_known(view.columns().get("time"))
+    return first if first == first else None
 
 
 def _series(folder: Folder, query: Query) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from windlass.report.collect import RunSummary, collect, find_runs
 from windlass.report.columns import AXES, LONG_FILE, Columns, axis, quick, thin
 from windlass.runs.folder import Run
+from windlass.units import print_text
 
 FRESH_SECONDS = 0.5
 """Files are looked at again at most this often, however many viewers ask."""
@@ -129,7 +130,7 @@ class Folder:
         found = {}
         for run in find_runs(self.root):
             inner = run.path.resolve().relative_to(self.root.resolve())
-            view = RunView(run, str(inner) if str(inner) != "." else run.name)
+            view = RunView(run, print_text(str(inner) if str(inner) != "." else run.name))
             found[view.id] = self._views.get(view.id, view)
         self._views = found
 
