@@ -247,6 +247,18 @@ class TestLedger:
         ]
         assert build(lines, events).coverage == "whole nodes; not measured on 1 of 2 nodes (attempt 2)"
 
+    @pytest.mark.parametrize("seconds", [44, 20, 3])
+    def test_short_attempts_keep_their_own_meters(self, seconds):
+        """A meter starts before its attempt is written down: while torch is imported and a model built."""
+        events = [
+            {"time": 1000.0, "event": "started", "nodes": 1},
+            {"time": 1015.0 + seconds, "event": "resumed", "nodes": 1},
+        ]
+        meters = [line("a", "nvml", "device", 10, session=f"{at}000-1") for at in (985, 1000 + seconds)]
+        assert build(meters, events).coverage == "devices only, not the rest of the node"
+        assert build(meters[:1], events).coverage.endswith("not measured on 1 of 1 nodes (attempt 2)")
+        assert build(meters[1:], events).coverage.endswith("not measured on 1 of 1 nodes (attempt 1)")
+
     def test_modelled_nodes_stand_apart(self):
         ledger = build([line("a", "nvml", "device", 700), line("b", "model", "node", 900, method="modelled")])
         assert (ledger.joules, ledger.modelled_joules, ledger.basis) == (700, 900, "measured")

@@ -272,23 +272,33 @@ def _totals(merged: Chosen, chosen: Chosen) -> tuple[SourceTotal, ...]:
     )  # fmt: skip
 
 
+_SKEW_SECONDS = 2.0
+"""Between the clocks of two nodes and the moments when their processes start."""
+
+
 def _worst_gap(
     last: dict[_Key, SourceEnergy], chosen: Chosen, attempts: Sequence[tuple[float, int | None]]
 ) -> tuple[int, int, int] | None:
     """(attempt, not measured, nodes) of the attempt with the most gaps."""
     worst: tuple[int, int, int] | None = None
-    for index, (start, nodes) in enumerate(attempts):
-        end = attempts[index + 1][0] if index + 1 < len(attempts) else float("inf")
+    starts = [start for start, _ in attempts]
+    for index, (_, nodes) in enumerate(attempts):
         if nodes is not None:
-            gap = max(0, nodes - _seen(last, chosen, start, end))
+            here = [
+                k for k in last if (at := _session_time(k.session)) is not None and _attempt_of(at, starts) == index
+            ]
+            gap = max(0, nodes - _seen(last, chosen, here))
             worst = (index + 1, gap, nodes) if worst is None or gap > worst[1] else worst
     return worst
 
 
-def _seen(last: dict[_Key, SourceEnergy], chosen: Chosen, start: float, end: float) -> int:
-    """Nodes with a measured figure in one attempt: by meters of that time, and by the site's records of the same job."""
-    # A meter starts a moment before the event is written; two minutes are more than any start-up skew between nodes.
-    here = [k for k in last if (at := _session_time(k.session)) is not None and start - 120 <= at < end - 120]
+def _attempt_of(at: float, starts: Sequence[float]) -> int:
+    """The attempt whose meter started then. A meter starts before its attempt is written down, on another node perhaps just after."""
+    return next((number for number, start in enumerate(starts) if at <= start + _SKEW_SECONDS), len(starts) - 1)
+
+
+def _seen(last: dict[_Key, SourceEnergy], chosen: Chosen, here: Sequence[_Key]) -> int:
+    """Nodes with a measured figure in one attempt: by its meters (`here`), and by the site's records of the same job."""
     jobs = {k.job for k in here}
     metered = {k.job for k in last if _session_time(k.session) is not None}
     nodes = {k.node for k in here if not k.modelled and (k.job, k.node) in chosen}

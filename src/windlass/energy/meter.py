@@ -23,8 +23,8 @@ LONGEST_GAP_SECONDS = 60.0
 """A crash loses at most this much of the record (the first minutes are written more often)."""
 
 
-FRESH_SECONDS = 0.1
-"""A reading younger than this is used again: counters change no faster, and short steps must not wait for the driver."""
+FRESH_SECONDS = 0.25
+"""A reading younger than this is used again: one takes milliseconds of the driver (4 on an H200), and short steps must not wait for them."""
 
 
 class Meter:

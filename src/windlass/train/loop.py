@@ -135,10 +135,10 @@ def _last_validation(job: Job) -> None:
 
 def validate_now(job: Job) -> None:
     job.recorder.drain(job, 0)  # waits for the device: from here on its time is the validation's
-    begin = time.monotonic()
+    begin, before = time.monotonic(), job.energy()["joules"]
     found = job.validator.judge(lambda: _between_batches(job))
-    seconds = time.monotonic() - begin
-    job.recorder.leave_out(seconds)
+    seconds, after = time.monotonic() - begin, job.energy()["joules"]
+    job.recorder.leave_out(seconds, None if before is None or after is None else after - before)
     if found is None:  # asked to stop on the way: the save comes first
         return
     job.validation, job.val_loss, job.val_step = found, found.whole.loss, job.step

@@ -38,9 +38,39 @@ class Pending:
     data_seconds: float
     watch: Any
     logged: bool
+    steps: int = 1
+    """Steps since the last logged one, this one included."""
     memory_bytes: int | None = None
     energy: dict[str, float | None] | None = None
     gathered: Any = None
+
+
+class CostOfTokens:
+    """Joules per token over the last seconds of training: a counter moves ten times a second, so a short step seems to cost nothing or
+    double. Unknown, not 0, until enough of them have passed."""
+
+    LONG, SHORT = 10.0, 2.0
+    """Seconds of training to look back upon; at the beginning of a run, at least."""
+
+    def __init__(self) -> None:
+        self._clock, self._nodes = 0.0, 0
+        self._past: deque[tuple[float, int, float]] = deque()
+
+    def now(self, seconds: float, tokens: int, joules: float | None, nodes: int) -> float | None:
+        """After `seconds` more of training: tokens trained and joules used so far, as measured on `nodes` nodes."""
+        self._clock += seconds
+        if joules is None or nodes != self._nodes:  # sums over other nodes do not compare
+            self._past.clear()
+            self._nodes = nodes
+        if joules is None:
+            return None
+        while len(self._past) > 1 and self._clock - self._past[1][0] >= self.LONG:
+            self._past.popleft()
+        self._past.append((self._clock, tokens, joules))
+        at, before, used = self._past[0]
+        if self._clock - at < self.SHORT or tokens <= before or joules < used:
+            return None
+        return (joules - used) / (tokens - before)
 
 
 class Recorder(Hook):
@@ -55,14 +85,17 @@ class Recorder(Hook):
         self._group: Any = None
         self._forward: float | None = None
         """Seconds of this rank's forward passes in the newest step whose times are known."""
-        self._before: tuple[float, int, float | None, float] | None = None
+        self._before: tuple[float, int] | None = None
         self._steps_since, self._data_since = 0, 0.0
+        self._aside = 0.0
+        """Joules of this node that were not training's."""
+        self._cost = CostOfTokens()
 
     def on_start(self, job: Job) -> None:
         self.peak, self.peak_name = peak_of(job.world.device, job.recipe.train.precision)
         self._group = dist.new_group(backend="gloo") if job.world.size > 1 else None
-        self._before = (time.time(), job.tokens, None, 0.0)
-        self._steps_since = 0
+        self._before = (time.time(), job.tokens)
+        self._steps_since, self._data_since = 0, 0.0
 
     def on_step_end(self, job: Job, result: StepResult) -> None:
         host, ready = to_host(result.values)
@@ -73,7 +106,8 @@ class Recorder(Hook):
             job.step, job.tokens, result.lr, time.time(), host, ready, self._data_since, result.forward, logged
         )
         if logged:
-            item.data_seconds = self._data_since / self._steps_since
+            item.steps, item.data_seconds = self._steps_since, self._data_since / self._steps_since
+            self._steps_since, self._data_since = 0, 0.0
             self._measure(job, item)
         self.pending.append(item)
         self.drain(job, LAG if job.world.device.type == "cuda" else 0)
@@ -85,14 +119,16 @@ class Recorder(Hook):
         if reason != "error":
             self.drain(job, 0)
 
-    def leave_out(self, seconds: float) -> None:
-        """Time that was not training's, such as a validation pass, is in no step's: call after a `drain` to the last step."""
+    def leave_out(self, seconds: float, joules: float | None) -> None:
+        """What was not training's, such as a validation pass, is in no step's: call after a `drain` to the last step."""
         if self._before is not None:
-            self._before = (self._before[0] + seconds, *self._before[1:])
+            self._before = (self._before[0] + seconds, self._before[1])
+        self._aside += joules or 0.0
 
     def forget(self) -> None:
         """After a rollback: what was skipped before it no longer counts."""
         self.pending.clear()
+        self._cost = CostOfTokens()
         self.skipped_in_a_row, self.too_many = 0, None
 
     def drain(self, job: Job, keep: int) -> None:
@@ -121,12 +157,16 @@ class Recorder(Hook):
                     energy["joules"],
                     energy["watts"],
                     energy["utilization"],
+                    self._training_joules(energy),
                 )
             ],
             dtype=torch.float64,
         )
         everyone = [torch.empty_like(mine) for _ in range(job.world.size)]
         item.gathered = (dist.all_gather(everyone, mine, group=self._group, async_op=True), everyone)
+
+    def _training_joules(self, energy: dict[str, float | None]) -> float | None:
+        return None if energy["joules"] is None else energy["joules"] - self._aside
 
     def _read(self, job: Job, item: Pending) -> None:
         if item.ready is not None:
@@ -156,18 +196,15 @@ class Recorder(Hook):
     def _line(self, job: Job, item: Pending, loss: float, norm: float, reason: int, extra: float) -> dict[str, Any]:
         ranks = self._ranks(item)
         energy = _energy(ranks, job.world.place.nodes)
-        before_time, before_tokens, before_joules, _ = self._before
+        before_time, before_tokens = self._before
         seconds = max(1e-9, item.time - before_time)
-        steps, self._steps_since, self._data_since = max(1, self._steps_since), 0, 0.0
-        tokens = item.tokens - before_tokens
-        speed = tokens / seconds
-        self._before = (item.time, item.tokens, energy["joules"], seconds)
-        used = None if energy["joules"] is None or before_joules is None else energy["joules"] - before_joules
+        speed = (item.tokens - before_tokens) / seconds
+        self._before = (item.time, item.tokens)
         line = {
             "step": item.step, "tokens": item.tokens, "loss": loss, "grad_norm": norm, "lr": item.lr,
-            "step_seconds": seconds / steps, "tokens_per_second": speed, "mfu": None, "memory_bytes": _largest(ranks["memory"]),
+            "step_seconds": seconds / item.steps, "tokens_per_second": speed, "mfu": None, "memory_bytes": _largest(ranks["memory"]),
             "energy_joules": energy["joules"], "time": item.time, "tokens_per_second_per_device": speed / job.world.size,
-            "watts": energy["watts"], "joules_per_token": used / tokens if used is not None and tokens else None,
+            "watts": energy["watts"], "joules_per_token": self._cost.now(seconds, item.tokens, energy["training_joules"], energy["nodes"]),
             "energy_nodes": energy["nodes"], "nodes": job.world.place.nodes, "utilization": energy["utilization"],
             "data_seconds": item.data_seconds, "skipped": int(reason != OK),
         }  # fmt: skip
@@ -191,6 +228,7 @@ class Recorder(Hook):
                         e.get("joules"),
                         e.get("watts"),
                         e.get("utilization"),
+                        self._training_joules(e) if e else None,
                     )
                 ]
             ]
@@ -198,7 +236,7 @@ class Recorder(Hook):
             work, everyone = item.gathered
             work.wait()
             values = [v.tolist() for v in everyone]
-        names = ("memory", "forward", "data", "joules", "watts", "utilization")
+        names = ("memory", "forward", "data", "joules", "watts", "utilization", "training_joules")
         return {
             name: [None if row[i] != row[i] or row[i] < 0 else row[i] for row in values] for i, name in enumerate(names)
         }
@@ -229,6 +267,7 @@ def _energy(ranks: dict[str, list[float | None]], nodes: int) -> dict[str, Any]:
     busy = [v for v in ranks["utilization"] if v is not None]
     return {
         "joules": sum(joules) if joules else None,
+        "training_joules": sum(v for v in ranks["training_joules"] if v is not None) if joules else None,
         "watts": sum(watts) if watts else None,
         "nodes": len(joules),
         "utilization": sum(busy) / len(busy) if busy else None,

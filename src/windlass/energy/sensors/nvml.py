@@ -10,8 +10,8 @@ from typing import Any
 
 from windlass.energy.sensors.base import Sample, SensorMissing
 
-GAUGE_SECONDS = 5.0
-"""Power beside a counter, and utilisation, are only shown: reading them this often is enough, and each call costs a millisecond of a core."""
+GAUGE_SECONDS = 1.0
+"""Power beside a counter, and utilisation, are means over a second: reading them more often, for short steps, would tell nothing more."""
 
 
 class NvmlSensor:

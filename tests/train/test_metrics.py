@@ -1,0 +1,77 @@
+"""Do the numbers of a line belong to its steps, also when they are read later, and is what is not known yet left unknown?"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.train.test_loop import recipe, train
+
+from windlass.train import metrics
+from windlass.train.metrics import CostOfTokens, Recorder
+
+
+def test_a_cost_is_taken_over_seconds_not_over_a_step_in_which_the_counter_did_not_move() -> None:
+    """700 W, steps of 40 ms and 1,000 tokens, a counter that is read every quarter of a second."""
+    cost, seen = CostOfTokens(), []
+    for step in range(1, 800):
+        joules = 700 * 0.25 * (step * 0.04 // 0.25)
+        seen.append(cost.now(0.04, 1000 * step, joules, 1))
+    assert seen[:50] == [None] * 50, "two seconds tell too little"
+    assert min(seen[60:]) > 0
+    assert all(value == pytest.approx(0.028, rel=0.04) for value in seen[300:])
+
+
+def test_lines_that_are_far_apart_are_taken_one_by_one() -> None:
+    cost = CostOfTokens()
+    found = [cost.now(60.0, 1000 * n, joules, 1) for n, joules in enumerate([500.0, 1500.0, 3500.0], start=1)]
+    assert found == [None, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [(60.0, 3000, None, 0), (60.0, 3000, 2500.0, 2), (60.0, 3000, 900.0, 1), (60.0, 2000, 2500.0, 1)],
+    ids=["no sensor", "another node answers", "the counter fell", "no token"],
+)
+def test_what_does_not_compare_is_unknown(line: tuple[float, int, float | None, int]) -> None:
+    cost = CostOfTokens()
+    cost.now(60.0, 1000, 500.0, 1)
+    assert cost.now(60.0, 2000, 1500.0, 1) == 1.0
+    assert cost.now(*line) is None
+
+
+def test_step_times_are_right_although_lines_are_read_two_steps_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU; a save reads what is left, and the lines after it wait again."""
+    clock = itertools.count()
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(time=lambda: float(next(clock))))
+    drain = Recorder.drain
+    monkeypatch.setattr(
+        Recorder, "drain", lambda self, job, keep: drain(self, job, keep if self.asked else metrics.LAG)
+    )
+    monkeypatch.setattr(Recorder, "asked", False, raising=False)
+    inner = Recorder.on_step_end
+
+    def on_step_end(self: Recorder, job: Any, result: Any) -> None:
+        self.asked = False
+        inner(self, job, result)
+        self.asked = True  # whoever asks from outside gets what is left
+
+    monkeypatch.setattr(Recorder, "on_step_end", on_step_end)
+    _, run = train(tmp_path, recipe(train={"steps": 12}, save={"every": 4}))
+    lines = list(run.metrics())
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert {line["step_seconds"] for line in lines} == {1.0}
+    assert {line["tokens_per_second"] for line in lines} == {128.0}
+
+
+def test_energy_of_a_validation_pass_is_in_no_token(tmp_path: Path) -> None:
+    recorder = Recorder()
+    recorder.leave_out(5.0, 300.0)
+    recorder.leave_out(5.0, None)
+    assert recorder._training_joules({"joules": 1000.0, "watts": None, "utilization": None}) == 700.0
+    assert recorder._training_joules({"joules": None, "watts": None, "utilization": None}) is None
