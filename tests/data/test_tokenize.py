@@ -488,6 +488,22 @@ def test_exact_duplicates_go_and_are_counted_per_file(
     assert store.verify() == []
 
 
+def test_where_only_duplicates_were_there_is_no_shard(
+    data_file: Make, write_jsonl: Any, tmp_path: Path, tokenizer: Tokenizer, text: Any
+) -> None:
+    """Nobody can map a file of no bytes, Megatron neither."""
+    texts = [text(i, 400) for i in range(60)]
+    first = write_jsonl(tmp_path / "1.jsonl", texts)
+    second = write_jsonl(tmp_path / "2.jsonl", [*texts, "new"])
+    sources = {"a": [first], "b": [second], "c": [first]}
+    tokenize(data_file(sources, dedup="exact", chunk=8192, shard_tokens=5000))
+    store = open_store(tmp_path / "store")
+    assert [path.stat().st_size for path in (tmp_path / "store").glob("[bc]-*.bin")] == [2 * store.sources["b"].tokens]
+    assert texts_of(store, "b", tokenizer) == ["new"]
+    assert (store.sources["c"].documents, store.shards["c"]) == (0, {})
+    assert store.verify() == []
+
+
 def test_hashes_in_partitions_find_the_same_duplicates(
     data_file: Make, write_jsonl: Any, tmp_path: Path, text: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from windlass.data.engines import choose
 from windlass.data.tokenizer import JsonTokenizer, Tokenizer, byte_names, load_tokenizer, ranks_to_json, train_bpe
 from windlass.errors import DataError
 
@@ -70,6 +71,8 @@ def test_tekken(tmp_path: Path) -> None:
     assert tokenizer.encode("abc") == [257 + 20]
     assert tokenizer.encode(" ab") == [20 + 32, 20 + 256]  # rank 258 lies beyond the used vocabulary
     assert tokenizer.decode([20 + 257, 2]) == "abc</s>"
+    with pytest.raises(DataError, match="a tekken tokenizer never reads them from text"):
+        choose(tokenizer, specials=True, cache=tmp_path)
 
 
 def test_ranks_of_an_unknown_count_are_refused(tmp_path: Path) -> None:
@@ -107,6 +110,8 @@ def test_sentencepiece(tmp_path: Path) -> None:
     assert (tokenizer.kind, tokenizer.vocab_size) == ("sentencepiece", 17)
     assert tokenizer.eos == 2
     assert tokenizer.decode(tokenizer.encode("the sea")) == "the sea"
+    with pytest.raises(DataError, match="a sentencepiece tokenizer never reads them from text"):
+        choose(tokenizer, specials=True, cache=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,11 @@ def choose(
 
 
 def _choose(tokenizer: Tokenizer, wanted: str, specials: bool, sample: Sequence[str], cache: Path | None) -> Choice:
+    if specials and (tokenizer.kind == "tekken" or isinstance(tokenizer, SentencePieceTokenizer)):
+        raise DataError(
+            f'special_tokens = "parse" is not possible with {tokenizer.path}: a {tokenizer.kind} tokenizer never reads them from text',
+            hint="use the model's tokenizer.json, which does, or leave special_tokens out",
+        )
     names = [wanted] if wanted != "auto" else list(ORDER)
     refused: list[str] = []
     for name in names:

@@ -135,7 +135,7 @@ def write_shards(
     groups = {
         f"{source}-{split}-{number:05d}.bin": (split, group)
         for split in SPLITS
-        for number, group in enumerate(_groups(parts.get(split, []), job.file.shard_tokens))
+        for number, group in enumerate(_groups([p for p in parts.get(split, []) if p.documents], job.file.shard_tokens))
     }
     for name in groups:
         for torn in target.glob(f".{name.removesuffix('.bin')}.*.tmp"):  # of a run that was killed here
