@@ -182,6 +182,30 @@ def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "closed").chmod(0o755)
 
 
+def test_a_pattern_that_leads_through_a_closed_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_file: Make, write_jsonl: Any
+) -> None:
+    """glob passes over it without a word, which would lose its files."""
+    for name in ("closed", "open"):
+        write_jsonl(tmp_path / "in" / name / "deep" / "a.jsonl", ["x"])
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).rstrip("/").endswith("closed"))
+    for pattern in ("*/deep/*.jsonl", "**/*.jsonl", "closed/*/a.jsonl"):
+        with pytest.raises(DataError, match=r"in/closed/?: Permission denied"):
+            tokenize(data_file({"s": [tmp_path / "in" / pattern]}))
+    tokenize(data_file({"s": [tmp_path / "in" / "open" / "**" / "*.jsonl"]}))
+
+
+def test_a_file_behind_a_closed_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_file: Make) -> None:
+    def refuse(path: Path, real: Any = Path.is_dir) -> bool:
+        if path.name == "a.jsonl":
+            raise PermissionError(13, "Permission denied", str(path))
+        return bool(real(path))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    with pytest.raises(DataError, match=r"closed/a\.jsonl: Permission denied"):
+        tokenize(data_file({"s": [tmp_path / "closed" / "a.jsonl"]}))
+
+
 def test_a_line_longer_than_the_limit_is_rejected_in_any_chunking(data_file: Make, tmp_path: Path) -> None:
     texts = ["a", "b" * 50_000, "c"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
@@ -242,6 +266,29 @@ def test_a_full_disk_loses_nothing(data_file: Make, tmp_path: Path, text: Any) -
         assert open_store(disk / "store").verify() == []
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_the_second_worker_on_a_full_disk_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one's word has ended the job; nobody hears the others any more."""
+    from types import SimpleNamespace
+
+    from windlass.data import tokenize as module
+
+    class Deaf:
+        def send(self, message: Any) -> None:
+            if message[0] == "error":
+                raise BrokenPipeError
+
+        def recv(self) -> tuple[str, int]:
+            return "item", 0
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "stay_with_parent", lambda: None)
+    monkeypatch.setattr(module.Worker, "do", full)
+    job: Any = SimpleNamespace(engine=SimpleNamespace(stout=1), folder=tmp_path)
+    module._member(job, {"item": None}, Deaf(), [], tmp_path / "book")  # type: ignore[arg-type, dict-item]
 
 
 def test_the_data_file_itself(tmp_path: Path) -> None:

@@ -98,13 +98,32 @@ def find_files(name: str, source: Source) -> list[InputFile]:
 
 def _expand(given: str, problems: list[str]) -> Iterator[str]:
     if has_magic(given):
+        problems.extend(f"{folder}: Permission denied" for folder in _closed(given))
         matches = sorted(glob(given, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute patterns
         for match in matches:
             yield from _walk(match, problems) if Path(match).is_dir() else [match]
-    elif Path(given).is_dir():
+        return
+    try:
+        is_folder, exists = Path(given).is_dir(), Path(given).exists()
+    except OSError as error:
+        problems.append(f"{given}: {error.strerror}")
+        return
+    if is_folder:
         yield from _walk(given, problems)
-    elif Path(given).exists():
+    elif exists:
         yield given
+
+
+def _closed(pattern: str) -> list[str]:
+    """Folders on the way of a pattern that may not be looked into: glob passes over them, and all they hold, without a word."""
+    parts = Path(pattern).parts
+    found: dict[str, None] = {}
+    for depth in range(1, len(parts)):
+        way = str(Path(*parts[:depth]))
+        needed = os.X_OK | (os.R_OK if has_magic(parts[depth]) else 0)
+        folders = sorted(glob(f"{way}/", recursive=True)) if has_magic(way) else [way]  # noqa: PTH207 - as above
+        found.update(dict.fromkeys(f for f in folders if os.path.isdir(f) and not os.access(f, needed)))  # noqa: PTH112 - never raises
+    return list(found)
 
 
 def _walk(folder: str, problems: list[str]) -> Iterator[str]:

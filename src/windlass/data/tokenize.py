@@ -585,7 +585,8 @@ def _member(job: Job, items: dict[str, Item], connection: Connection, foreign: l
             import traceback
 
             traceback.print_exc(file=sys.stderr)
-        connection.send(("error", *_trouble(error, job)))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # another one's trouble was heard first
+            connection.send(("error", *_trouble(error, job)))
 
 
 def resident() -> int:
