@@ -36,6 +36,14 @@ def test_goodput_by_hand(run):
     assert life["lost_steps"] == 30
 
 
+def test_steps_lost_are_counted_exactly_in_a_run_of_many_lines(run, monkeypatch):
+    """The lines are thinned for goodput, but never the last one before a resume."""
+    monkeypatch.setattr("windlass.report.collect.MOST_LINES", 7)
+    life = collect(run).life
+    assert (life["lost_steps"], [s["last_step"] for s in life["segments"]]) == (30, [180, 300])
+    assert life["goodput"] == pytest.approx(375 / 553.5, rel=0.01)
+
+
 def test_energy_by_hand(run):
     """600 kJ of the first process and 500 kJ of the second, on one of two nodes; the model of the other stands apart."""
     e = collect(run).energy

@@ -385,7 +385,11 @@ def _light(columns: Columns) -> list[dict[str, Any]]:
     steps = columns.get("step")
     if not len(steps):
         return []
-    keep = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), MOST_LINES)).astype(np.int64))
+    even = np.linspace(0, len(steps) - 1, min(len(steps), MOST_LINES)).astype(np.int64)
+    back = np.nonzero(np.diff(steps) <= 0)[0][
+        :MOST_LINES
+    ]  # the last line before a resume says how many steps were lost
+    keep = np.unique(np.concatenate([even, back, back + 1]))
     taken = {key: columns.get(key)[keep].tolist() for key in ("step", "tokens", "step_seconds", "time")}
     rows = zip(*taken.values(), strict=True)
     return [
