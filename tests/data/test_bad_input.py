@@ -118,6 +118,18 @@ def test_broken_compression(data_file: Make, tmp_path: Path, name: str, raw: byt
         tokenize(data_file({"s": [tmp_path / name]}))
 
 
+def test_a_text_that_repeats_itself_comes_in_small_blocks(tmp_path: Path) -> None:
+    """Thousandfold compressed: a block of the file must not become a thousand blocks of memory."""
+    from windlass.data.read import _zst
+
+    raw = b'{"text": "the same again"}\n' * 8_000_000
+    (tmp_path / "a.zst").write_bytes(zstandard.compress(raw, 19))
+    with (tmp_path / "a.zst").open("rb") as file:
+        sizes = [len(block) for block in _zst(file)]
+    assert sum(sizes) == len(raw)
+    assert max(sizes) < 100 * 2**20
+
+
 def test_an_empty_file_is_an_empty_file(data_file: Make, write_jsonl: Any, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_bytes(b"")
     other = write_jsonl(tmp_path / "b.jsonl", ["x"])

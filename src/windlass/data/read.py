@@ -66,14 +66,16 @@ def _zst(file: BinaryIO) -> Iterator[bytes]:
     """Frames one after the other. zstandard's own reader takes a cut file for a complete one; the frame's end is checked here."""
     zstandard = _need("zstandard")
     context = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    inflate, inside, fed = context.decompressobj(), False, False
+    inflate, inside, fed, size = context.decompressobj(), False, False, BLOCK // 256
     try:
-        while block := file.read(
-            BLOCK // 2
-        ):  # what the decompressor looks back into has left the cache by now: the more at once, the cheaper
+        while block := file.read(size):
             while block:
                 inside = fed = True
-                yield inflate.decompress(block)
+                text = inflate.decompress(block)
+                yield text
+                # What the decompressor looks back into has left the cache by now: the more at once, the cheaper. But a text that
+                # repeats itself grows ten thousandfold, and memory is to stay flat.
+                size = min(2 * size, BLOCK // 2) if len(text) < 4 * BLOCK else max(size // 2, 256)
                 block = b""
                 if inflate.eof:
                     block, inflate, inside = inflate.unused_data, context.decompressobj(), False
