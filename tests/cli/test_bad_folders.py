@@ -73,6 +73,7 @@ def test_the_folder_of_another_recipe(recipe, tmp_path):
     (folder / "config.json").write_text(
         subprocess.run([sys.executable, "-c", f"from windlass.config import load_recipe; print(load_recipe({str(recipe)!r}, ['model.layers=7']).recipe.model_dump_json())"], capture_output=True, text=True, check=True).stdout
     )  # fmt: skip
+    (folder / "events.jsonl").write_text('{"time": 1.0, "event": "started"}\n')
     before = (folder / "config.json").read_bytes()
     one_message(train(recipe, folder), "belongs to another recipe (model.layers: 7 there, 1 here)")
     assert (folder / "config.json").read_bytes() == before

@@ -89,7 +89,8 @@ def test_tokenizing():
     )  # fmt: skip
     section = text.split("\n## ", 2)[1]
     assert not missing(
-        "docs/comparison.md", {0: "all goals met", 1: "one goal not met"}[section.count("**not met**")] + " on 86 million tokens"
+        "docs/comparison.md",
+        {0: "all goals met", 1: "one goal not met"}[section.count("**not met**")] + " on 86 million tokens",
     )
 
 

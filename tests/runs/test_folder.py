@@ -46,10 +46,35 @@ def test_the_same_recipe_may_come_back_with_another_layout(tmp_path, loaded):
 
 
 def test_another_recipe_is_refused_with_the_difference(tmp_path, loaded):
-    create_run(tmp_path / "r", loaded())
+    create_run(tmp_path / "r", loaded()).event("started")
     with pytest.raises(RunError, match=r"belongs to another recipe \(model.layers: 2 there, 3 here\)"):
         create_run(tmp_path / "r", loaded("model.layers=3"))
     assert open_run(tmp_path / "r").recipe().model.layers == 2
+
+
+def test_a_mended_recipe_takes_the_folder_of_a_start_that_was_refused(tmp_path, loaded):
+    run = create_run(tmp_path / "r", loaded())
+    run.plan_file.write_text("{}")
+    run.error_file(0).write_text("{}")
+    assert create_run(tmp_path / "r", loaded("model.layers=3")).recipe().model.layers == 3
+    assert run.plan() is None, "it was the plan of the other recipe"
+
+
+@pytest.mark.parametrize("trace", ["events.jsonl", "metrics.jsonl", "jobs.jsonl", "manifest.json", "checkpoints/step-000000001/x"])  # fmt: skip
+def test_a_folder_in_which_something_came_about_is_not_taken(tmp_path, loaded, trace):
+    file = create_run(tmp_path / "r", loaded()).path / trace
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("{}\n")
+    with pytest.raises(RunError, match="belongs to another recipe"):
+        create_run(tmp_path / "r", loaded("model.layers=3"))
+
+
+def test_a_folder_whose_process_is_about_to_begin_is_not_taken(tmp_path, loaded):
+    from windlass.runs.lock import locked
+
+    run = create_run(tmp_path / "r", loaded())
+    with locked(run.lock_file, None), pytest.raises(RunError, match="belongs to another recipe"):
+        create_run(tmp_path / "r", loaded("model.layers=3"))
 
 
 def test_a_folder_with_other_files_is_refused(tmp_path, loaded):

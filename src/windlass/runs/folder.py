@@ -13,6 +13,7 @@ from typing import Any
 from windlass.config import Loaded, Recipe, recipe_hash, validate
 from windlass.errors import RunError
 from windlass.runs.files import append_patiently, read_json, read_last, read_lines, write_json, write_whole
+from windlass.runs.lock import holder
 
 
 @dataclass(frozen=True)
@@ -155,10 +156,12 @@ def open_run(path: Path | str) -> Run:
 
 
 def create_run(path: Path | str, loaded: Loaded) -> Run:
-    """A new run folder, or the same run's existing one; a folder of another recipe is refused."""
+    """A new run folder, or the same run's existing one; a folder of another recipe is refused, unless nothing ever came of it."""
     run = Run(Path(path))
     old = read_json(run.config_file)
-    if old is not None:
+    if old is not None and _never_began(run):
+        run.plan_file.unlink(missing_ok=True)
+    elif old is not None:
         _refuse_other(run, validate(Recipe, old, str(run.config_file)), loaded.recipe)
     elif run.path.is_dir() and any(run.path.iterdir()) and not _only_ours(run):
         raise RunError(
@@ -175,6 +178,16 @@ def create_run(path: Path | str, loaded: Loaded) -> Run:
     write_whole(run.recipe_file, loaded.text)
     write_json(run.config_file, loaded.recipe.model_dump(mode="json"))
     return run
+
+
+def _never_began(run: Run) -> bool:
+    """Its start was refused, and whoever mends the recipe tries again; not so where a job waits, or a process is about to begin."""
+    traces = (run.events_file, run.metrics_file, run.jobs_file, run.manifest_file)
+    return (
+        not any(file.exists() for file in traces)
+        and not (run.checkpoints.is_dir() and any(run.checkpoints.iterdir()))
+        and holder(run.lock_file) is None
+    )
 
 
 def _only_ours(run: Run) -> bool:

@@ -70,13 +70,14 @@ class Progress(Hook):
             with contextlib.suppress(OSError):
                 self._bar.stop()
         if reason != "error":
+            lasted = print_seconds(time.monotonic() - job.began)
             end = (
-                f"stopped: {reason}; the same command goes on from here"
+                f"stopped after {lasted}: {reason}; the same command goes on from here"
                 if reason
-                else f"finished {print_tokens(job.tokens)} tokens"
+                else f"finished {print_tokens(job.tokens)} tokens after {lasted}"
             )
             self.say(band_advice(self._busy))
-            self.say(f"step {job.step}: {end} after {print_seconds(time.monotonic() - job.began)}")
+            self.say(f"step {job.step}: {end}")
 
 
 BAND = (0.70, 0.90)
