@@ -84,11 +84,36 @@ def with_sources(run: Run, sources) -> str:
 def test_the_templates_further_questions_are_asked_of_the_kinds_that_are_there(run):
     web = {"name": "crawl", "kind": "web", "collected": "2024-01 to 2024-06", "notes": "boilerplate removed"}
     text = with_sources(run, [web, {"name": "made", "kind": "synthetic"}])
-    assert "| 2.3 Period of collection | 2024-01 to 2024-06 |" in text
-    assert "| 2.3 Crawlers and who ran them | not stated in the ledger; to be written by the provider |" in text
+    assert "| 2.3 Period of collection | crawl: 2024-01 to 2024-06 |" in text
+    assert re.search(r"\| 2\.3 Crawlers: .* \| not stated in the ledger; to be written by the provider \|", text)
     assert "| 2.5 Models that made the data | not stated in the ledger; to be written by the provider |" in text
     assert "| 3.3 Other processing | crawl: boilerplate removed |" in text
     assert "2.4 Services" not in text
+
+
+def test_every_field_of_the_templates_first_and_third_part_is_there(run):
+    fields = re.findall(r"^\| ([13]\.\d) ", with_sources(run, []), flags=re.MULTILINE)
+    assert fields == ["1.1"] * 2 + ["1.2"] * 3 + ["1.3"] * 7 + ["3.1"] * 2 + ["3.2", "3.3"]
+
+
+def test_what_one_source_says_of_opt_outs_is_not_said_of_the_others(run):
+    text = with_sources(run, [{"name": "a", "kind": "web", "opt_out": "robots.txt"}, {"name": "b", "kind": "web"}])
+    assert "| 3.1 Reservation of rights (text and data mining opt-outs) | a: robots.txt; not stated for b |" in text
+
+
+@pytest.mark.parametrize(
+    ("said", "latest"),
+    [
+        (["2019-03 to 2024-06", "2023-11-30"], "2024-06"),
+        (["03/2019 to 06/2024", "2023"], "2024-06"),
+        (["dump of 20240601", "last summer"], "dump of 20240601; last summer"),
+        (["2022", None], "2022 (not stated for 1 of 2 sources)"),
+        ([None], "not stated in the ledger"),
+    ],
+)
+def test_the_latest_date_is_the_end_of_the_latest_period(run, said, latest):
+    text = with_sources(run, [{"name": f"s{i}", "collected": value} for i, value in enumerate(said)])
+    assert f"| 1.3 Latest date of acquisition | {latest} |" in text
 
 
 def test_measured_inner_and_modelled_energy_have_their_own_colour_and_the_tables_unit(run):

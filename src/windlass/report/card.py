@@ -7,6 +7,7 @@ cannot know (the provider, the date of release, opt-out handling) is left to be 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
@@ -30,12 +31,18 @@ KINDS = {
 }
 UNSTATED = "2.6 Other sources of data (kind not stated)"
 """Where a source without `kind` stands: the template has no other place for it, and a guess would be a statement."""
+COLLECTED = ("collected", "retrieved", "date", "accessed")
+CONTENT = ("content", "domain", "genre")
 # What the template asks of the sources under a heading, and where a ledger may say it.
 ASKED: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "web": (
-        ("2.3 Crawlers and who ran them", ("crawler", "crawlers")),
-        ("2.3 Period of collection", ("collected", "retrieved", "date", "accessed")),
-        ("2.3 The most frequent domains", ("domains",)),
+        (
+            "2.3 Crawlers: names, who ran them, for what, how they treat robots.txt, captchas, paywalls",
+            ("crawler", "crawlers"),
+        ),
+        ("2.3 Period of collection", COLLECTED),
+        ("2.3 Kinds of content and of online sources", CONTENT),
+        ("2.3 The most relevant domain names (top 10 % by size; small providers 5 % or 1,000)", ("domains",)),
     ),
     "user": (("2.4 Services and products the data came from", ("service", "services")),),
     "synthetic": (("2.5 Models that made the data", ("generator", "model")),),
@@ -153,25 +160,24 @@ def _unique(values: Iterable[str]) -> list[str]:
 def content_summary(summary: RunSummary) -> Section:
     """The template's three parts."""
     sources = data_sources(summary)
-    dates = sorted(d for x in sources if (d := field(x, "collected", "retrieved", "date", "accessed")) != "not stated")
     general = [
-        ("1.1 Provider", ASK),
-        ("1.2 Model", f"{summary.name}; date of placing on the market: {ASK}; " + _depends(summary)),
+        ("1.1 Provider: name and contact", ASK),
+        ("1.1 Authorised representative in the Union, where there is one", ASK),
+        ("1.2 Model and its version", summary.name),
+        ("1.2 Models it depends on", _depends(summary)),
+        ("1.2 Date of placing on the Union market", ASK),
         ("1.3 Modality", "text"),
         ("1.3 Size of the training data", _size(summary.tokens)),
-        (
-            "1.3 Types of content",
-            ", ".join(_unique(field(x, "content", "domain", "genre") for x in sources)) or "not stated in the ledger",
-        ),
-        ("1.3 Latest date of acquisition", dates[-1] if dates else "not stated in the ledger"),
-        (
-            "1.3 Languages",
-            ", ".join(_unique(field(x, "languages", "language") for x in sources)) or "not stated in the ledger",
-        ),
+        ("1.3 Types of content", _listed(sources, CONTENT)),
+        ("1.3 Latest date of acquisition", _latest(sources)),
+        ("1.3 Trained further on newer data after that date", ASK),
+        ("1.3 Languages", _listed(sources, ("languages", "language"))),
+        ("1.3 Other characteristics of the data", ASK),
     ]
     filters = [*_unique(field(x, "filters", "processing", "filtering") for x in sources), *_processing(summary.data)]
     filters += [f"{field(x, 'name')}: {field(x, 'notes')}" for x in sources if x.get("notes")]
     processing = [
+        ("3.1 Signatory of the Code of Practice for general-purpose AI", ASK),
         ("3.1 Reservation of rights (text and data mining opt-outs)", _said(sources, ("opt_out", "tdm", "robots"))),
         ("3.2 Removal of illegal content", _said(sources, ("illegal_content", "moderation"))),
         ("3.3 Other processing", "; ".join(filters) or "not stated in the ledger"),
@@ -249,6 +255,36 @@ def _size(tokens: float | None) -> str:
     return f"{name} ({print_tokens(tokens)} trained on)"
 
 
+def _listed(sources: list[dict[str, Any]], names: tuple[str, ...]) -> str:
+    return ", ".join(_unique(field(x, *names) for x in sources)) or "not stated in the ledger"
+
+
+# 2024-06-30, 2024-06, 2024, and 06/2024 as the template writes it.
+_DATE = re.compile(
+    r"(?<![\d-])((?:19|20)\d\d(?:-(?:0[1-9]|1[0-2])(?:-[0-3]\d)?)?|(?:0?[1-9]|1[0-2])/(?:19|20)\d\d)(?![\d/])"
+)
+
+
+def _latest(sources: list[dict[str, Any]]) -> str:
+    """The newest date in what the sources say of their collection, a period's end included; how many say nothing."""
+    said = [text for x in sources if (text := field(x, *COLLECTED)) != "not stated"]
+    dates = [_year_first(d) for text in said for d in _DATE.findall(text)]
+    if not dates:
+        return "; ".join(_unique(said)) or "not stated in the ledger"
+    silent = len(sources) - len(said)
+    return max(dates) + (f" (not stated for {silent} of {len(sources)} sources)" if silent else "")
+
+
+def _year_first(date: str) -> str:
+    month, _, year = date.rpartition("/") if "/" in date else ("", "", date)
+    return f"{year}-{int(month):02}" if month else date
+
+
 def _said(sources: list[dict[str, Any]], names: tuple[str, ...]) -> str:
-    found = _unique(field(x, *names) for x in sources)
-    return ", ".join(found) if found else f"not stated in the ledger; {ASK}"
+    """What each source says, by name: an answer for one of them is none for the others."""
+    told = [(field(x, "name"), field(x, *names)) for x in sources]
+    silent = [name for name, text in told if text == "not stated"]
+    if len(silent) == len(told):
+        return f"not stated in the ledger; {ASK}"
+    lines = [f"{name}: {text}" for name, text in told if text != "not stated"]
+    return "; ".join([*lines, *([f"not stated for {', '.join(silent)}"] if silent else [])])

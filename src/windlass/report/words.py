@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from windlass.energy.carbon import print_carbon
@@ -235,9 +235,15 @@ def plan_rows(rows: Sequence[tuple[str, float | None, float | None]]) -> list[tu
     made: list[tuple[str, ...]] = []
     for what, planned, measured in rows:
         off = "" if planned is None or measured is None or not planned else f"{100 * (measured / planned - 1):+.1f} %"
-        show = print_bytes if "bytes" in what else number
-        made.append((what.replace(", bytes", ""), show(planned), show(measured), off))
+        name, _, unit = what.partition(", ")
+        show = PLAN_UNITS.get(unit, number)
+        made.append((name, show(planned), show(measured), off))
     return made
 
 
+PLAN_UNITS: dict[str, Callable[[float | None], str]] = {
+    "bytes": print_bytes,
+    "kWh": lambda value: "not measured" if value is None else kwh(value),
+    "s": lambda value: "not measured" if value is None else print_seconds(value),
+}
 PLAN_COLUMNS = ("", "planned", "measured", "off by")
