@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,25 @@ def test_the_validation_split_is_read_whole_in_its_natural_mix(
     )
     source, _ = stream.identity(np.arange(int(stream.mixture.windows.sum())))  # type: ignore[union-attr]
     assert set(source.tolist()) == {0, 1}
+
+
+def test_the_system_is_told_of_every_sequence_before_the_first_is_read(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without that a cold disk fetches megabytes around each, one sequence after the other."""
+    told: list[tuple[int, int]] = []
+
+    class Mapped(mmap.mmap):
+        def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
+            assert option == mmap.MADV_WILLNEED
+            told.append((start, start + length))
+
+    monkeypatch.setattr("windlass.data.store.mmap.mmap", Mapped)
+    stream = open_stream(config(store), seed=11)
+    assert isinstance(stream, StoreStream)
+    for array in stream.arrays:
+        monkeypatch.setattr(array, "copy", lambda start, out, real=array.copy: (told.append((0, 0)), real(start, out)))
+    stream.sequences(np.arange(6))
+    _, window = stream.identity(np.arange(6))
+    ends = [int(place * 16 + 17) * 4 for place in window]
+    assert told == [((end - 17 * 4) // mmap.PAGESIZE * mmap.PAGESIZE, end) for end in ends] + [(0, 0)] * 6

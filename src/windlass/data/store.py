@@ -16,7 +16,7 @@ import json
 import mmap
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,11 @@ class Shard:
     """Bytes before the first token."""
 
 
+_SOON, _PAGE = getattr(mmap, "MADV_WILLNEED", 0), -mmap.PAGESIZE
+_Advice = tuple[Callable[..., None], int, int]
+"""How to tell the system about a shard, the bytes before its first token, and the bytes of a token."""
+
+
 class TokenArray:
     """The tokens of one source and split, shard after shard, as if they were one array. Shards are mapped on first touch."""
 
@@ -88,6 +93,7 @@ class TokenArray:
         self._begins: list[int] = self.starts.tolist()
         """The same numbers as plain integers, which are faster to look up one by one."""
         self._arrays: list[Array | None] = [None] * len(shards)
+        self._advice: list[_Advice | None] = [None] * len(shards)
         self._ends: list[Ints | None] = [None] * len(shards)
 
     def __len__(self) -> int:
@@ -98,6 +104,26 @@ class TokenArray:
         out = np.empty(max(0, stop - start), dtype=np.int32)
         self.copy(start, out)
         return out[::step]
+
+    def expect(self, start: int, count: int) -> None:
+        """Say that these tokens will be read soon, so that the system fetches them at once and no more than them.
+
+        Left to itself it takes a jump to a far place for the beginning of a long read, and fetches megabytes for kilobytes.
+        """
+        number = bisect_right(self._begins, start) - 1
+        advise, offset, size = self._advice[number] or self._ask(number)
+        begin = offset + (start - self._begins[number]) * size
+        page = begin & _PAGE
+        try:  # once a sequence: contextlib.suppress would cost as much as the advice
+            advise(_SOON, page, begin + count * size - page)
+        except OSError:  # only advice; and what lies in the next shard is left to the system
+            pass
+
+    def _ask(self, number: int) -> _Advice:
+        base, shard = self._array(number).base, self.shards[number]
+        mapped = base.obj if isinstance(base, memoryview) else base
+        made = self._advice[number] = (getattr(mapped, "madvise", lambda *_: None), shard.offset, shard.dtype.itemsize)
+        return made
 
     def copy(self, start: int, out: npt.NDArray[np.int32]) -> None:
         """Fill `out` with the tokens from `start` on."""

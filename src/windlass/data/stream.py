@@ -73,7 +73,10 @@ class StoreStream:
     def sequences(self, indexes: npt.ArrayLike) -> Tokens:
         source, window, _ = self.mixture.identity(indexes)
         out = np.empty((source.size, self.seq_len + 1), dtype=np.int32)
-        for row, (number, place) in enumerate(zip(source.tolist(), window.tolist(), strict=True)):
+        wanted = list(zip(source.tolist(), window.tolist(), strict=True))
+        for number, place in wanted:  # all of them, so that a slow disk has many requests at a time
+            self.arrays[number].expect(place * self.seq_len, self.seq_len + 1)
+        for row, (number, place) in enumerate(wanted):
             self.arrays[number].copy(place * self.seq_len, out[row])
         return out
 
