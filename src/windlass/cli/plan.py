@@ -83,10 +83,11 @@ def plan(
 
 def _load(recipe: str, overrides: list[str], cluster: str | None) -> tuple[Recipe, Cluster]:
     from windlass.clusters import load_cluster
+    from windlass.clusters.here import with_gpus
     from windlass.config import load_recipe
 
     loaded = load_recipe(Path(recipe), overrides).recipe
-    return loaded, load_cluster(cluster or loaded.cluster)
+    return loaded, with_gpus(load_cluster(cluster or loaded.cluster))[0]
 
 
 def _plan(
@@ -213,6 +214,11 @@ def _here(task: Task) -> list[str]:
     """Planning for "this machine": its file is a guess, so say what is really here."""
     import os
 
+    from windlass.clusters import load_cluster
+    from windlass.clusters.here import with_gpus
+
+    if task.cluster.name == "workstation" and (said := with_gpus(load_cluster("workstation"))[1]):
+        return [said]
     cores = os.cpu_count()
     if task.cluster.name != "workstation" or cores == task.cluster.node.cores:
         return []

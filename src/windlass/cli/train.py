@@ -71,10 +71,13 @@ def _with_layout(loaded: Loaded, where: Any, devices: int | None) -> tuple[Loade
 def _here(loaded: Loaded, where: Any, devices: int | None) -> Cluster:
     """The recipe's cluster with as many devices per node as this job really uses."""
     from windlass.clusters import load_cluster
+    from windlass.clusters.here import with_gpus
     from windlass.plan.search import on_devices
 
     used = devices if devices is not None and where.source == "single" else where.local_world_size
-    return on_devices(load_cluster(loaded.recipe.cluster), used)
+    file = load_cluster(loaded.recipe.cluster)
+    here, _ = with_gpus(file)
+    return on_devices(here if used <= here.node.devices else file, used)
 
 
 def _keep_plan(run: Run, loaded: Loaded, where: Any, devices: int | None) -> None:
