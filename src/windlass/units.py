@@ -182,7 +182,10 @@ _UNSEEN = dict.fromkeys(
      *range(0xD800, 0xE000)), "\ufffd"
 )  # fmt: skip
 
+_ONE_LINE = {**_UNSEEN, **_LINES}
+_MANY_LINES = {**_UNSEEN, 9: "\t", 10: "\n", 13: " "}
+
 
 def print_text(text: str, *, lines: bool = False) -> str:
     """What came from a file, fit to be shown: no control character gets through, and only with `lines` a new line."""
-    return text.translate({**_UNSEEN, **({9: "\t", 10: "\n", 13: " "} if lines else _LINES)})
+    return text.translate(_MANY_LINES if lines else _ONE_LINE)

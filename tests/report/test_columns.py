@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from windlass.report.columns import Columns, axis, middle, quick, thin
+from windlass.report.columns import Columns, Still, axis, middle, quick, thin
 
 
 def write(path, lines, mode="w"):
@@ -66,6 +66,32 @@ def test_only_what_was_appended_is_read_and_half_a_line_waits(file):
     made.refresh()
     assert made.get("loss").tolist() == [2.0, 1.5, 1.0]
     assert made.get("watts").tolist()[2] == 700 and np.isnan(made.get("watts")[0])
+
+
+def test_while_another_thread_reads_on_all_columns_keep_one_length(file):
+    write(file, [{"step": i, "loss": 2.0} for i in range(5)])
+    made = columns(file)
+    still = Still(made)
+    write(file, [{"step": 5, "loss": 1.0, "watts": 700}], "a")
+    made.refresh()
+    assert (len(made), len(still), still.names(), still.version) == (6, 5, ["step", "loss"], 1)
+    assert still.get("loss").tolist() == [2.0] * 5 and still.get("step").tolist() == [0, 1, 2, 3, 4]
+    assert len(still.get("watts")) == len(still.get("mfu")) == 5
+    write(file, [{"step": 9}])  # replaced by a shorter file
+    made.refresh()
+    assert len(made) == 1 and len(still.get("loss")) == len(still.get("step")) == 5
+
+
+def test_a_file_that_cannot_be_read_just_now_keeps_what_is_known(file, monkeypatch):
+    write(file, [{"step": 1}])
+    made = columns(file)
+    write(file, [{"step": 2}], "a")
+    with monkeypatch.context() as patch:  # a stale handle of a file server
+        patch.setattr(type(file), "open", lambda *a, **k: (_ for _ in ()).throw(OSError(116, "Stale file handle")))
+        assert made.refresh()
+    assert len(made) == 1
+    made.refresh()
+    assert made.get("step").tolist() == [1, 2]
 
 
 def test_a_replaced_or_shortened_file_is_read_again(file):

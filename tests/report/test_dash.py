@@ -6,12 +6,15 @@ import http.client
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.report.sample_run import BEGIN, make_run, metric
 from tests.report.test_report import HOSTILE, SECRETS
 
 from windlass.errors import LaunchError
+from windlass.report.collect import collect
+from windlass.report.columns import axis, thin
 from windlass.report.dash.server import Server, make_server, serve_in_background
 from windlass.report.dash.store import RunView
 from windlass.runs.folder import Run
@@ -201,6 +204,33 @@ class TestAnswers:
     def test_planner_refuses_with_words(self, server, query):
         status, found = ask(server, f"plan?{query}")
         assert status == 200 and found["error"]
+
+
+def test_of_many_viewers_one_makes_the_summary(run, monkeypatch):
+    made = []
+
+    def slowly(*words, **more):
+        made.append(1)
+        time.sleep(0.2)  # long enough for every other thread to find it out of date
+        return collect(*words, **more)
+
+    monkeypatch.setattr("windlass.report.dash.store.collect", slowly)
+    view = RunView(run, "a")
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: view.summary(), range(8)))
+    assert (len(made), len({id(s) for s in found})) == (1, 1)
+
+
+def test_a_run_that_grows_between_two_columns_is_drawn_as_it_was(run, monkeypatch):
+    """What fifty viewers of a live run do to each other: one reads a new line while another draws."""
+    view = RunView(run, "a")
+    columns = view.columns()
+    before = len(columns)
+    xs = axis(columns, "step")
+    run.metric(metric(301, BEGIN + 1e4, 1.0))
+    monkeypatch.setattr("windlass.report.dash.store.FRESH_SECONDS", 0.0)
+    assert len(view.columns()) == before + 1
+    assert len(thin(xs, columns.get("loss"))[0]) >= before
 
 
 def test_a_long_run_opens_from_a_sample_and_is_exact_in_the_end(tmp_path):

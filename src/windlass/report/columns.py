@@ -52,18 +52,21 @@ class Columns:
         self.version = 0
 
     def refresh(self, most_bytes: int | None = None) -> bool:
-        """Read what was appended (at most `most_bytes`); True when the end was reached. A replaced or shortened file is read again."""
+        """Read what was appended (at most `most_bytes`); True when the end was reached. A replaced or shortened file is read again.
+
+        A file that is not there, or that a file server lets nobody read just now, has nothing new; the next look tries again.
+        """
         with self._lock:
             try:
                 status = self.path.stat()
+                if status.st_ino != self._inode or status.st_size < self._offset:
+                    self._forget()
+                    self._inode = status.st_ino
+                with self.path.open("rb") as file:
+                    file.seek(self._offset)
+                    return self._read(file, status.st_size - self._offset, most_bytes)
             except OSError:
                 return True
-            if status.st_ino != self._inode or status.st_size < self._offset:
-                self._forget()
-                self._inode = status.st_ino
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                return self._read(file, status.st_size - self._offset, most_bytes)
 
     def _read(self, file: Any, left: int, most_bytes: int | None) -> bool:
         taken = 0
@@ -131,7 +134,30 @@ class Columns:
     def names(self) -> list[str]:
         """Columns that hold at least one number, our own vocabulary first."""
         with self._lock:
-            return [key for key in KEYS if key in self._data] + sorted(key for key in self._data if key not in KEYS)
+            return self._known()
+
+    def _known(self) -> list[str]:
+        return [key for key in KEYS if key in self._data] + sorted(key for key in self._data if key not in KEYS)
+
+
+class Still(Columns):
+    """The columns as they are at this moment: while another thread reads on, all of them keep one length."""
+
+    def __init__(self, of: Columns) -> None:
+        self.path, self.sampled, self._of = of.path, of.sampled, of
+        with of._lock:
+            self._rows, self.version, self._names = of._rows, of.version, of._known()
+
+    def refresh(self, most_bytes: int | None = None) -> bool:
+        return True
+
+    def get(self, key: str) -> Numbers:
+        found = self._of.get(key)[: self._rows]
+        # Shorter than it was: the file was replaced meanwhile, and the next look sees the new one.
+        return found if len(found) == self._rows else np.full(self._rows, np.nan)
+
+    def names(self) -> list[str]:
+        return self._names
 
 
 MOST = 1e300

@@ -65,11 +65,11 @@ def _view(folder: Folder, query: Query) -> RunView:
 def _run(folder: Folder, query: Query) -> dict[str, Any]:
     """All the words and tables of one run; its curves come from `series`."""
     view = _view(folder, query)
-    s, columns = view.summary(), view.columns()
-    kept = view.page
-    if kept is None or kept[0] is not s or kept[1]["status"] != state(s):  # fifty viewers cost as much as one
-        kept = view.page = (s, _run_page(view, s, columns))
-    return kept[1]
+    with view.making:  # fifty viewers cost as much as one
+        s, kept = view.summary(), view.page
+        if kept is None or kept[0] is not s or kept[1]["status"] != state(s):
+            kept = view.page = (s, _run_page(view, s, view.columns()))
+        return kept[1]
 
 
 def _run_page(view: RunView, s: RunSummary, columns: Columns) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.report.collect import RunSummary, collect, find_runs
-from windlass.report.columns import AXES, LONG_FILE, Columns, axis, quick, thin
+from windlass.report.columns import AXES, LONG_FILE, Columns, Still, axis, quick, thin
 from windlass.runs.folder import Run
 from windlass.units import print_text
 
@@ -33,6 +33,8 @@ class RunView:
         self._reading = False
         self._looked_at = -1e9
         self._summary: tuple[tuple[float, ...], RunSummary] | None = None
+        self.making = threading.RLock()
+        """Held while a summary or a page is made: of many viewers who find it out of date, one makes the next."""
         self.page: tuple[RunSummary, dict[str, Any]] | None = None
         """The run's page as it was last made, and from which summary."""
         self._series: dict[tuple[Any, ...], Series] = {}
@@ -49,7 +51,7 @@ class RunView:
                     threading.Thread(target=self._read_whole, name="windlass-dash-read", daemon=True).start()
                 else:
                     self._whole.refresh()
-            return self._sample if self._sample is not None else self._whole
+            return Still(self._sample if self._sample is not None else self._whole)
 
     def _is_long_and_new(self) -> bool:
         try:
@@ -66,16 +68,17 @@ class RunView:
 
     def version(self) -> str:
         columns = self.columns()
-        return f"{'s' if columns is self._sample else 'w'}{columns.version}"
+        return f"{'s' if columns.sampled else 'w'}{columns.version}"
 
     def summary(self) -> RunSummary:
-        columns = self.columns()
-        stamp = self._stamp()
-        known = self._summary
-        if known is None or known[0] != stamp:
-            known = (stamp, collect(self.run, columns=columns))
-            self._summary = known
-        return known[1]
+        with self.making:
+            columns = self.columns()
+            stamp = self._stamp()
+            known = self._summary
+            if known is None or known[0] != stamp:
+                known = (stamp, collect(self.run, columns=columns))
+                self._summary = known
+            return known[1]
 
     def _stamp(self) -> tuple[float, ...]:
         run = self.run
@@ -95,7 +98,7 @@ class RunView:
 
     def series(self, key: str, x: str, points: int) -> Series:
         columns = self.columns()
-        version = columns.version * 2 + (columns is self._sample)
+        version = columns.version * 2 + columns.sampled
         with self._lock:
             if version != self._series_version:
                 self._series, self._series_version = {}, version
