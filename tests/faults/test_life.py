@@ -32,6 +32,27 @@ def test_a_run_that_was_killed_once() -> None:
     assert (found.lost_steps, found.lost_tokens, found.faults, found.resumes, found.saves) == (2, 200, 1, 1, 1)
 
 
+def test_a_part_begins_with_its_processes_not_with_their_first_line() -> None:
+    """As on the H200: 27.7 s to the first step, of which 10 passed before anything was written."""
+    events = [
+        {"time": 100.0, "event": "started"},
+        {"time": 117.3, "event": "compiled", "seconds": 27.7},
+        {"time": 130.2, "event": "stopped", "step": 10},
+        {"time": 144.6, "event": "resumed", "step": 10},
+        {
+            "time": 151.1,
+            "event": "compiled",
+            "seconds": 30.0,
+        },  # longer than there was time since the stop: another clock
+        {"time": 167.0, "event": "finished", "step": 20},
+    ]
+    found = life(events, [metric(s, 117.3 + s) for s in range(1, 11)] + [metric(s, 141.1 + s) for s in range(11, 21)])
+    first, second = found.segments
+    assert (first.began_at, second.began_at) == (pytest.approx(89.6), 130.2)
+    assert first.ended_at - first.began_at >= first.startup_seconds + first.train_seconds
+    assert found.wall_seconds == pytest.approx(167.0 - 89.6)
+
+
 def test_a_rollback_loses_its_steps_too() -> None:
     events = [
         {"time": 0.0, "event": "started"},

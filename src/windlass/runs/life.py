@@ -140,16 +140,25 @@ def _segment(events: Sequence[Event], metrics: Sequence[Mapping[str, Any]], begi
     close = next((e for e in mine if e.get("event") in _ENDS), None)
     signs = [float(e["time"]) for e in mine if e.get("event") != "restarted"] + [float(m["time"]) for m in lines]
     ended = float(close["time"]) if close is not None else max(signs)
+    first_done = next((e for e in mine if e.get("event") == "compiled" and e.get("seconds") is not None), None)
     return Segment(
-        began_at=began, ended_at=max(ended, *(float(m["time"]) for m in lines)) if lines else ended,
+        began_at=_process_began(began, first_done, events[begin - 1] if begin else None), ended_at=max(ended, *(float(m["time"]) for m in lines)) if lines else ended,
         end=str(close["event"]) if close is not None else ("cut off" if end is not None else "running"),
         world_size=mine[0].get("world_size"), first_step=first, last_step=last, kept_step=min(kept, last),
-        startup_seconds=next((float(e["seconds"]) for e in mine if e.get("event") == "compiled" and e.get("seconds") is not None), None),
+        startup_seconds=None if first_done is None else float(first_done["seconds"]),
         stall_seconds=sum(float(e.get("stall_seconds") or 0) for e in mine if e.get("event") == "saved"),
         train_seconds=sum(_train_seconds(part, at) for part, at, _ in stretches),
         lost_seconds=sum(_train_seconds([m for m in part if m["step"] > to], max(at, to)) for part, at, to in stretches),
         lost_steps=sum(max([0, *(int(m["step"]) - max(at, to) for m in part)]) for part, at, to in stretches),
     )  # fmt: skip
+
+
+def _process_began(event: float, first_done: Event | None, before: Event | None) -> float:
+    """Processes live for a while before they write their first line: imports, waiting for each other, building the model."""
+    if first_done is None:
+        return event
+    lived = float(first_done["time"]) - float(first_done["seconds"])
+    return min(event, max(lived, float(before["time"]) if before is not None else lived))
 
 
 def _stretches(
