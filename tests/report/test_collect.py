@@ -153,6 +153,18 @@ def test_a_figure_that_is_none_costs_itself_and_not_the_report(run, value):
     Console(file=io.StringIO(), width=80).print(Watch(run).picture(80))
 
 
+def test_what_a_half_copied_folder_lacks_is_named(run):
+    assert collect(run).problem is None
+    run.manifest_file.write_text(run.manifest_file.read_text()[:200])
+    assert collect(run).problem == "manifest.json is damaged: environment and data ledger are unknown"
+    run.events_file.rename(run.path / "elsewhere")
+    assert "; events.jsonl is missing or empty: state, saves and interruptions are unknown" in collect(run).problem
+    (run.path / "elsewhere").rename(run.events_file)
+    run.metrics_file.unlink()
+    assert "metrics.jsonl is missing or empty: loss and speed are unknown" in collect(run).problem
+    assert "This folder is not whole" in markdown_report([run])
+
+
 def test_a_damaged_config_is_named(run):
     run.config_file.write_text("{")
     assert "missing or damaged" in collect(run).problem

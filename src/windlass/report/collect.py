@@ -129,7 +129,7 @@ def collect(
     rank = last_known(columns.get("slowest_rank"))
     times = columns.get("time")
     summary = RunSummary(
-        name=print_text(recipe.name if recipe else run.name), path=str(run.path), status=status, problem=None if problem is None else print_text(problem),
+        name=print_text(recipe.name if recipe else run.name), path=str(run.path), status=status, problem=_problem(run, problem, events, len(columns)),
         recipe=plain(recipe.model_dump(mode="json")) if recipe else {}, cluster=print_text(recipe.cluster) if recipe else "unknown",
         model=print_text(_model_text(recipe)), parameters=parameters, active_parameters=active, layout=_layout(begin, recipe),
         nodes=_int(begin.get("nodes")) or (recipe.nodes if recipe else None), world_size=_int(begin.get("world_size")),
@@ -181,6 +181,18 @@ def _recipe(run: Run) -> tuple[Recipe | None, str | None]:
         return run.recipe(), None
     except WindlassError as error:
         return None, error.message
+
+
+def _problem(run: Run, recipe: str | None, events: Sequence[Mapping[str, Any]], lines: int) -> str | None:
+    """What a folder that was copied in part, or torn, does not say: the views would else look like those of another run."""
+    found = [] if recipe is None else [recipe]
+    if run.manifest_file.exists() and read_json(run.manifest_file) is None:
+        found.append("manifest.json is damaged: environment and data ledger are unknown")
+    if lines and not events:
+        found.append("events.jsonl is missing or empty: state, saves and interruptions are unknown")
+    if not lines and any(e["event"] in ("saved", "stopped", "finished") for e in events):
+        found.append("metrics.jsonl is missing or empty: loss and speed are unknown")
+    return print_text("; ".join(found)) if found else None
 
 
 def _cluster(recipe: Recipe | None) -> Cluster | None:
