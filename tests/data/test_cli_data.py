@@ -52,7 +52,7 @@ def test_verify_fails_with_the_place(toml: Path, tmp_path: Path) -> None:
     call("tokenize", toml)
     binary = tmp_path / "store" / "news-train-00000.bin"
     binary.write_bytes(b"\xff" + binary.read_bytes()[1:])
-    with pytest.raises(DataError, match=r"damaged in 1 places:\n  news-train-00000\.bin bytes 0 to"):
+    with pytest.raises(DataError, match=r"damaged in 1 place:\n  news-train-00000\.bin bytes 0 to"):
         call("data", tmp_path / "store", "--verify")
 
 

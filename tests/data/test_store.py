@@ -88,6 +88,31 @@ def test_missing_files_are_found(store: Path, name: str, what: str) -> None:
     assert any(what in p.what for p in open_store(store).verify())
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "what"),
+    [
+        ("documents", 7, "in 7 documents of nl-train-00000.bin"),
+        ("tokens", 3, "says 3 tokens in"),
+        ("file", "nl-other-00000.bin", "which has no checksum"),
+    ],
+)
+def test_a_manifest_that_says_otherwise_than_the_files_is_found(store: Path, key: str, value: Any, what: str) -> None:
+    manifest = json.loads((store / "manifest.json").read_text())
+    manifest["sources"]["nl"]["shards"]["train"][0][key] = value
+    (store / "manifest.json").write_text(json.dumps(manifest))
+    problems = open_store(store).verify()
+    assert {p.file for p in problems} == {"manifest.json"}
+    assert any(what in p.what for p in problems)
+
+
+def test_a_manifest_whose_sums_are_wrong_is_found(store: Path) -> None:
+    manifest = json.loads((store / "manifest.json").read_text())
+    manifest["documents"] += 1
+    (store / "manifest.json").write_text(json.dumps(manifest))
+    (problem,) = open_store(store).verify()
+    assert "documents" in problem.what
+
+
 def test_a_forged_ledger_is_found(store: Path) -> None:
     ledger = json.loads((store / "ledger.json").read_text())
     ledger["sources"]["nl"]["licence"] = "MIT"

@@ -344,7 +344,7 @@ def _verify(store: Store, as_json: bool) -> None:
     if problems:
         lines = "\n  ".join(f"{p.file} {p.what}" for p in problems[:20])
         raise DataError(
-            f"{store.path} is damaged in {len(problems)} places:\n  {lines}",
+            f"{store.path} is damaged in {len(problems)} {'place' if len(problems) == 1 else 'places'}:\n  {lines}",
             hint="copy the store again from where it was made, or tokenize again",
         )
 

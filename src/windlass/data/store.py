@@ -319,8 +319,28 @@ def _verify(store: Store) -> Iterator[Problem]:
     if checksums is None:
         yield Problem(CHECKSUMS, "is missing or damaged: nothing can be checked")
         return
-    for name, stretches in checksums["files"].items():
-        yield from _stretch_problems(store.path / name, stretches)
+    found = [p for name, sums in checksums["files"].items() for p in _stretch_problems(store.path / name, sums)]
+    yield from found or _count_problems(store, checksums["files"])
+
+
+def _count_problems(store: Store, sums: Mapping[str, Any]) -> Iterator[Problem]:
+    """What the manifest says of files that are all as they were written."""
+    for shard in _all_shards(store):
+        if shard.file.name not in sums or shard.index is None or shard.index.name not in sums:
+            yield Problem(MANIFEST, f"names {shard.file.name}, which has no checksum")
+        elif (there := (shard.file.stat().st_size // shard.dtype.itemsize, megatron.read_header(shard.index)[1])) != (
+            shard.tokens,
+            shard.documents,
+        ):
+            said = f"{shard.tokens:,} tokens in {shard.documents:,} documents"
+            yield Problem(MANIFEST, f"says {said} of {shard.file.name}, which has {there[0]:,} in {there[1]:,}")
+    for what in ("tokens", "documents"):
+        whole, by_source = store.manifest[what], [source[what] for source in store.manifest["sources"].values()]
+        by_shard = sum(getattr(shard, what) for shard in _all_shards(store))
+        if not whole == sum(by_source) == by_shard:
+            yield Problem(
+                MANIFEST, f"says {whole:,} {what}, {sum(by_source):,} in its sources, {by_shard:,} in its shards"
+            )
 
 
 def _all_shards(store: Store) -> Iterator[Shard]:
