@@ -123,3 +123,25 @@ def test_a_sweep_joins_into_one_report_with_its_own_table_first(work):
     row = table_of(shown(work))["rows"][0]
     assert "| " + " | ".join(row).strip() in text
     assert text.index("## grid: All points") < text.index("## 7 runs") < text.index("## beside: What was trained")
+
+
+def test_a_sweep_of_commands_has_a_report_too(tmp_path):
+    """Its points are no runs: the sweep's own rows are the report, in every form."""
+    file, folder = tmp_path / "a.toml", tmp_path / "runs" / "a"
+    file.write_text('name = "a"\ncommand = "true {x}"\n[matrix]\nx = [1, 2]\n')
+    said = CliRunner().invoke(build(), ["sweep", str(file), "--run", str(folder)])
+    assert said.exit_code == 0, said.output
+    text = CliRunner().invoke(build(), ["report", str(folder), "--markdown"])
+    assert text.exit_code == 0 and "| x-1 | ok |" in text.stdout and "runs\n" not in text.stdout
+    found = json.loads(CliRunner().invoke(build(), ["report", str(folder), "--json"]).stdout)
+    assert found["runs"] == [] and [r["point"] for r in found["sweeps"][0]["rows"]] == ["x-1", "x-2"]
+
+
+def test_a_sweeps_figures_and_rows_are_in_the_joint_report(work, tmp_path):
+    found = json.loads(CliRunner().invoke(build(), ["report", str(work.folder.path), "--json"]).stdout)
+    assert len(found["sweeps"][0]["rows"]) == 9 and found["together"]["runs"] == len(found["runs"]) > 1
+    figures = tmp_path / "figures"
+    CliRunner().invoke(
+        build(), ["report", str(work.folder.path), "-o", str(tmp_path / "r.md"), "--figures", str(figures)]
+    )
+    assert any(path.name.startswith("sweep-") for path in figures.iterdir())

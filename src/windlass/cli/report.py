@@ -42,10 +42,10 @@ def report(
     folders = _folders(runs)
     sweeps = [read_sweep(path) for path in runs if (path / "sweep.json").is_file()]
     if figures is not None:
-        made = write_figures(folders, figures, picture)
+        made = write_figures(folders, figures, picture, sweeps)
         typer.echo(f"wrote {len(made)} figures to {figures}", err=True)
     if as_json:
-        print_json(json_report(folders))
+        print_json(json_report(folders, sweeps))
         return
     if markdown and out is None:
         typer.echo(markdown_report(folders, sweeps))
@@ -60,7 +60,7 @@ def report(
 
 
 def _folders(runs: list[Path]) -> list[Run]:
-    """Run folders as given, or all runs in a folder that is none itself."""
+    """Run folders as given, or all runs in a folder that is none itself; a sweep of commands has none."""
     from windlass.errors import RunError
     from windlass.report.collect import find_runs
     from windlass.runs.folder import open_run
@@ -68,11 +68,10 @@ def _folders(runs: list[Path]) -> list[Run]:
     found: list[Run] = []
     for path in runs:
         inside = find_runs(path) if path.is_dir() and not (path / "config.json").is_file() else []
-        found += inside or [open_run(path)]
-    unique = list({run.path.resolve(): run for run in found}.values())
-    if not unique:
+        found += inside or ([] if (path / "sweep.json").is_file() else [open_run(path)])
+    if not runs:
         raise RunError("no run folder was named", hint="windlass report runs/NAME")
-    return unique
+    return list({run.path.resolve(): run for run in found}.values())
 
 
 def sync(

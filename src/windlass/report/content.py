@@ -464,7 +464,7 @@ def joined(summaries: Sequence[RunSummary], labels: Sequence[str]) -> list[Secti
     ]  # fmt: skip
     return [
         Section(
-            f"{len(summaries)} runs",
+            counted(len(summaries), "run"),
             (
                 Table(columns, rows, right=tuple(range(2, 10))),
                 Note(_together_text(together(summaries))),

@@ -12,7 +12,7 @@ import windlass
 from windlass.figures import Chart, Heat, Section, page, save_page, save_picture
 from windlass.report.collect import RunSummary, collect
 from windlass.report.columns import Columns
-from windlass.report.content import joined, sections, together
+from windlass.report.content import counted, joined, sections, together
 from windlass.report.redact import publishable, redact
 from windlass.report.sweeps import SweepView
 from windlass.report.text import markdown
@@ -35,7 +35,7 @@ def report_sections(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> tu
         return summary.name, _subtitle(summary), publishable(sections(summary, columns))
     labels = folder_labels(runs)
     parts = [part for sweep in sweeps for part in _swept(sweep)]
-    parts += joined([s for s, _ in found], labels)
+    parts += joined([s for s, _ in found], labels) if found else []
     for index, ((summary, columns), label) in enumerate(zip(found, labels, strict=True)):
         own = sections(summary, columns)
         parts += [
@@ -44,7 +44,12 @@ def report_sections(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> tu
             if s.id != "conventions"
         ]
     title = ", ".join(s.title for s in sweeps) or f"{len(found)} runs"
-    return title, f"a joint report of {len(found)} runs", publishable(parts)
+    subtitle = (
+        f"a joint report of {counted(len(found), 'run')}"
+        if found
+        else "a sweep of commands: its points are no runs of windlass"
+    )
+    return title, subtitle, publishable(parts)
 
 
 def _swept(sweep: SweepView) -> list[Section]:
@@ -56,6 +61,8 @@ def _swept(sweep: SweepView) -> list[Section]:
 
 def folder_labels(runs: Sequence[Run]) -> list[str]:
     """What tells the runs apart: their folders, below the one that holds them all."""
+    if not runs:
+        return []
     paths = [run.path.resolve() for run in runs]
     top = Path(os.path.commonpath([p.parent for p in paths]))
     return [print_text(p.relative_to(top).as_posix()) for p in paths]
@@ -77,17 +84,21 @@ def markdown_report(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> st
     return markdown(title, parts, subtitle=subtitle)
 
 
-def json_report(runs: Sequence[Run]) -> dict[str, Any]:
-    """Each run as it is; of several also the sums."""
+def json_report(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> dict[str, Any]:
+    """Each run as it is; of several also the sums; of a sweep its rows."""
     found = [collect(run) for run in runs]
     sums = {"together": together(found)} if len(found) > 1 else {}
-    return {"runs": [redact(s.as_dict()) for s in found], **sums}
+    swept = [
+        {"name": s.name, "title": s.title, "rank_by": s.rank_by, "progress": s.progress, "rows": redact(s.rows)}
+        for s in sweeps
+    ]
+    return {"runs": [redact(s.as_dict()) for s in found], **sums, **({"sweeps": swept} if swept else {})}
 
 
-def write_figures(runs: Sequence[Run], folder: Path, kind: str = "svg") -> list[Path]:
+def write_figures(runs: Sequence[Run], folder: Path, kind: str = "svg", sweeps: Sequence[SweepView] = ()) -> list[Path]:
     """Every chart of the report as a picture of its own, named after its section and title."""
     made: list[Path] = []
-    for section in report_sections(runs)[2]:
+    for section in report_sections(runs, sweeps)[2]:
         for item in section.items:
             if isinstance(item, (Chart, Heat)):
                 words = re.sub(r"[^a-z0-9]+", "-", f"{section.id} {item.title}".lower()).strip("-")[:80]
