@@ -194,6 +194,18 @@ def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "closed").chmod(0o755)
 
 
+@pytest.mark.parametrize("given", [".", "./in", "in", "in/"])
+def test_links_in_a_circle_multiply_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_file: Make, write_jsonl: Any, given: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "in" / "a" / "x.jsonl", ["one", "two"])
+    write_jsonl(tmp_path / "in" / "b" / "y.jsonl", ["three"])
+    (tmp_path / "in" / "a" / "up").symlink_to("..")
+    (tmp_path / "in" / "a" / "z.jsonl").symlink_to("x.jsonl")
+    assert tokenize(data_file({"s": [given, "in/a"]})).documents == 3
+
+
 def test_a_pattern_that_leads_through_a_closed_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_file: Make, write_jsonl: Any
 ) -> None:

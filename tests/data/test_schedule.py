@@ -100,6 +100,7 @@ def test_array_tasks_divide_the_work_evenly_and_without_overlap() -> None:
 @pytest.mark.parametrize(
     ("size", "chunk", "step"),
     [
+        (100 * MB, 9 * MB, 9 * MB),  # half of it would be too small
         (40 * MB, 32 * MB, 8 * MB),  # few chunks: smaller ones, down to 8 MB
         (300 * MB, 32 * MB, 8 * MB),
         (700 * MB, 32 * MB, 16 * MB),

@@ -76,12 +76,14 @@ def find_files(name: str, source: Source) -> list[InputFile]:
     found: dict[str, InputFile] = {}
     problems: list[str] = []
     for given in source.paths:
-        before = len(found)
+        some = False
         for path in _expand(given, problems):
             file = _describe(path, source, problems)
             if file is not None:
-                found.setdefault(file.path, file)
-        if len(found) == before and not problems:
+                some = True
+                # By its real path: links lead to one file by many ways, and a loop of them by dozens.
+                found.setdefault(os.path.realpath(path), file)
+        if not some and not problems:
             problems.append(
                 f"{given}: no file there"
                 if not Path(given).is_dir()
@@ -130,8 +132,12 @@ def _walk(folder: str, problems: list[str]) -> Iterator[str]:
     def refuse(error: OSError) -> None:
         problems.append(f"{error.filename}: {error.strerror}")
 
+    above = {folder: {os.path.realpath(folder)}}
     for here, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        folders.sort()
+        real = {name: os.path.realpath(Path(here) / name) for name in sorted(folders)}
+        chain = above.pop(here)
+        folders[:] = [name for name in real if real[name] not in chain]  # a link to where we came from is not followed
+        above.update({os.path.join(here, name): chain | {real[name]} for name in folders})  # noqa: PTH118 - as os.walk joins
         yield from (
             str(Path(here) / name)
             for name in sorted(names)
@@ -226,6 +232,6 @@ def _big(file: DataFile, name: str, one: InputFile, settings: str) -> Item:
 
 def _step(weight: int, chunk: int) -> int:
     """A chunk, or less where a file is only a few of them: at the end the others wait for whoever has the last."""
-    while chunk > _FINE and weight < _MANY * chunk:
+    while chunk >= 2 * _FINE and weight < _MANY * chunk:
         chunk //= 2
     return chunk
