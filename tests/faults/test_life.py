@@ -100,6 +100,9 @@ def test_nothing_is_unknown_not_zero() -> None:
 
 
 def test_moments_in_words() -> None:
+    assert moment({"event": "started", "world_size": 1}).text == "started on 1 device"
+    one = {"event": "resumed", "step": 4, "world_size": 16, "lost_steps": 1}
+    assert moment(one).text == "resumed at step 4 on 16 devices, 1 step to do again"
     assert moment(
         {"time": 1.0, "event": "saved", "step": 4, "bytes": 2048, "stall_seconds": 0.5, "write_seconds": 2.0}
     ).text == ("saved step 4 (2 KiB, training waited 500 ms, written in 2 s)")

@@ -99,7 +99,7 @@ def picture(s: RunSummary, columns: Columns, width: int, now: float, height: int
         (s.name[: width - 30], "bold"),
         "  ",
         (state(s, now), f"bold {COLOURS.get(state(s, now), 'white')}"),
-        f"  {s.cluster}, {s.world_size or '?'} devices",
+        f"  {s.cluster}, {s.world_size or '?'} device{'' if s.world_size == 1 else 's'}",
     )
     rows = facts(s, columns, now)
     warnings = _warnings(s, now, width)

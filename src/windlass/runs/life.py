@@ -212,8 +212,8 @@ def _share(part: float, whole: float) -> float | None:
 # -- in words -------------------------------------------------------------------------------------------------------------
 
 _WORDS = {
-    "started": "started on {world_size} devices",
-    "resumed": "resumed at step {step} on {world_size} devices, {lost_steps} steps to do again",
+    "started": "started on {world_size}",
+    "resumed": "resumed at step {step} on {world_size}, {lost_steps} to do again",
     "compiled": "first step done, {seconds} after the processes began",
     "saved": "saved step {step} ({bytes}, training waited {stall_seconds}, written in {write_seconds})",
     "save_failed": "saving step {step} failed: {error}",
@@ -243,16 +243,21 @@ def moment(event: Event) -> Moment:
     return Moment(float(event.get("time") or 0), kind, text)
 
 
+_COUNTED = {"world_size": "device", "lost_steps": "step"}
+
+
 class _Unknown(dict[str, str]):
     def __missing__(self, key: str) -> str:
-        return "unknown"
+        return _word(key, None)
 
 
 def _word(key: str, value: Any) -> str:
     if value is None:
-        return "unknown"
+        return f"unknown {_COUNTED[key]}s" if key in _COUNTED else "unknown"
     if key.endswith("seconds") and isinstance(value, (int, float)):
         return print_seconds(value)
+    if key in _COUNTED and isinstance(value, int):
+        return f"{value:,} {_COUNTED[key]}{'' if value == 1 else 's'}"
     if key == "bytes":
         return print_bytes(value)
     if key.endswith("tokens") and isinstance(value, (int, float)):
