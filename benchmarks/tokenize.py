@@ -38,6 +38,7 @@ import random  # noqa: E402
 import re  # noqa: E402
 import resource  # noqa: E402
 import shutil  # noqa: E402
+import statistics  # noqa: E402
 import subprocess  # noqa: E402
 import tempfile  # noqa: E402
 import threading  # noqa: E402
@@ -489,6 +490,13 @@ def middle(rows: list[dict[str, Any]], shards: int, tool: str) -> dict[str, Any]
     return {**here[(len(here) - 1) // 2], "all": [r["cpu_seconds"] for r in here]} if here else None
 
 
+def by_round(rows: list[dict[str, Any]], shards: int, tool: str) -> list[float]:
+    """windlass's share of a tool's CPU time in each round, in order of size: the two run one after the other, so that a spell in which the
+    machine is slow hits both."""
+    spent = {(r["tool"], r["repeat"]): r["cpu_seconds"] for r in rows if r["shards"] == shards}
+    return sorted(spent["windlass", n] / cpu for (name, n), cpu in spent.items() if name == tool and ("windlass", n) in spent)  # fmt: skip
+
+
 def run_text(section: dict[str, Any]) -> list[str]:
     rows, facts = section["rows"], section["corpus"]
     text = [
@@ -513,8 +521,14 @@ def goals(rows: list[dict[str, Any]], shards: int) -> Iterator[str]:
         if (peer := middle(rows, shards, tool)) is None:
             yield f"- {tool}: not measured in this section."
             continue
-        share = ours["cpu_seconds"] / peer["cpu_seconds"]
-        yield f"- {tool}: windlass takes {share:.2f} of its CPU time on {shards} shards (goal at most {limit:.2f}): {'met' if share <= limit else '**not met**'}."
+        shares = by_round(rows, shards, tool)
+        share = statistics.median(shares)
+        rounds = f"the middle of {len(shares)} rounds, {shares[0]:.2f} to {shares[-1]:.2f}; " if len(shares) > 1 else ""
+        whole = ours["cpu_seconds"] / peer["cpu_seconds"]
+        yield (
+            f"- {tool}: windlass takes {share:.2f} of its CPU time on {shards} shards ({rounds}{whole:.2f} by the table's medians; goal at most {limit:.2f}): "
+            f"{'met' if share <= limit else '**not met**'}."
+        )
     first = middle(rows, min(r["shards"] for r in rows), "windlass") or ours
     yield f"- First token within 3 CPU-seconds: a whole run on {first['shards']} shard{'s' if first['shards'] > 1 else ''} takes {first['cpu_seconds']:.1f}."
     yield f"- At most 350 MB per process: {ours['peak_process_bytes'] / 1e6:.0f} MB."
