@@ -184,7 +184,7 @@ def _os_hint(error: OSError) -> str:
     return {
         errno.ENOSPC: "the disk is full: free some space or choose another folder with --run; what was complete is still there",
         errno.EDQUOT: "your quota is used up: free some space or choose another file system",
-        errno.EACCES: "you may not write there: choose another folder",
+        errno.EACCES: "you may not read or write there: ask whoever owns it, or choose another folder",
         errno.EROFS: "that file system is read-only: choose another folder",
     }.get(error.errno or 0, "check the path and its permissions; run with --debug for the traceback")
 
