@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from windlass.clusters.here import visible_devices
 from windlass.energy.sensors import SensorMissing
 from windlass.energy.sensors.amd import AmdSensor, AmdSysfsSensor
 from windlass.energy.sensors.cray import STALE_READS, CraySensor, value
 from windlass.energy.sensors.grace import GraceSensor
 from windlass.energy.sensors.model import ModelSensor
-from windlass.energy.sensors.nvml import NvmlSensor, visible_devices
+from windlass.energy.sensors.nvml import NvmlSensor
 from windlass.energy.sensors.probe import open_each
 from windlass.energy.sensors.rapl import RaplSensor
 

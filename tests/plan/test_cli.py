@@ -160,11 +160,12 @@ def test_trace_without_torch_says_what_to_install(windlass, monkeypatch):
 def test_planning_for_this_machine_takes_its_gpu(windlass, monkeypatch, tmp_path):
     monkeypatch.setattr("windlass.clusters.here.DRIVER", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (tmp_path / "0000:01:00.0").mkdir()
-    (tmp_path / "0000:01:00.0" / "information").write_text("Model: \t\t NVIDIA H200\n")
+    for number in (1, 2):
+        (tmp_path / f"0000:0{number}:00.0").mkdir()
+        (tmp_path / f"0000:0{number}:00.0" / "information").write_text("Model: \t\t NVIDIA H200\n")
     found = json.loads(windlass("plan", RECIPES / "tiny_cpu.toml", "--json").stdout)
-    assert (found["device"], found["devices"]) == ("h200", 1)
-    assert "planned for the 1 x NVIDIA H200" in " ".join(windlass("plan", RECIPES / "tiny_cpu.toml").stdout.split())
+    assert (found["device"], found["devices"]) == ("h200", 2)
+    assert "planned for the 2 x NVIDIA H200" in " ".join(windlass("plan", RECIPES / "tiny_cpu.toml").stdout.split())
 
 
 def test_planning_for_this_machine_says_what_is_here(windlass, monkeypatch, tmp_path):

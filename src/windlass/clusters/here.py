@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from windlass.clusters.load import device_by_driver_name
-from windlass.clusters.model import Cluster, Links
+from windlass.clusters.model import Cluster
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
-_PCIE_GBS = 20.0
-"""GB/s between two GPUs of a machine about which nothing is known: PCIe 4 with all its lanes, as it is reached."""
 
 
 def gpu_names() -> list[str]:
@@ -21,8 +20,21 @@ def gpu_names() -> list[str]:
     except OSError:
         return []
     names = [line.partition(":")[2].strip() for line in lines]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return names if visible is None else names[: len([word for word in visible.split(",") if word.strip()])]
+    return names[: len(visible_devices(os.environ, len(names)))]
+
+
+def visible_devices(env: Mapping[str, str], count: int, variable: str = "CUDA_VISIBLE_DEVICES") -> list[str]:
+    """What the variable lets the job see: numbers or UUIDs; as in CUDA, the list ends at the first invalid entry."""
+    if variable not in env:
+        return [str(i) for i in range(count)]
+    words: list[str] = []
+    for word in env[variable].split(","):
+        word = word.strip()
+        valid = (word.isdigit() and int(word) < count) or word.startswith(("GPU-", "MIG-"))
+        if not valid or word in words:
+            break
+        words.append(word)
+    return words
 
 
 def with_gpus(cluster: Cluster) -> tuple[Cluster, str | None]:
@@ -36,14 +48,9 @@ def with_gpus(cluster: Cluster) -> tuple[Cluster, str | None]:
             cluster,
             f"this machine has {', '.join(sorted(set(names)))}, of which the planner knows too little: this is a plan for its CPU",
         )
-    many = len(names) > 1
-    links = cluster.links.model_copy(
-        update={"intra_gbs": _PCIE_GBS, "intra_latency_us": Links().intra_latency_us, "fabric": "PCIe, assumed"}
-    )
     node = cluster.node.model_copy(update={"devices": len(names), "cores": os.cpu_count() or cluster.node.cores})
+    links = cluster.gpu_links or cluster.links
     said = f"planned for the {len(names)} x {names[0]} of this machine, of which its file says nothing" + (
-        f"; {_PCIE_GBS:.0f} GB/s between them are assumed" if many else ""
+        f"; {links.intra_gbs:.0f} GB/s between them are assumed" if len(names) > 1 and links.intra_gbs else ""
     )
-    return cluster.model_copy(
-        update={"device": device.name, "node": node, "links": links if many else cluster.links}
-    ), said
+    return cluster.model_copy(update={"device": device.name, "node": node, "links": links}), said

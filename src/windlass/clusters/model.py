@@ -330,6 +330,8 @@ class Cluster(Table):
     """Traps, in words."""
     node: Node
     links: Links = Field(default_factory=Links)
+    gpu_links: Links | None = None
+    """Of a machine that is described by its CPU: what to assume between GPUs that are found there."""
     slurm: Slurm | None = None
     binding: Binding = Field(default_factory=Binding)
     env: dict[str, EnvVar] = Field(default_factory=dict)

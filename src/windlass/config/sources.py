@@ -82,7 +82,7 @@ class DataFile(Table):
     workers: PositiveInt | None = None
     """Processes here; one per CPU core that this job may use when left out."""
     chunk: Bytes = Field(default=32 * 2**20, gt=0)
-    """Bytes of (decompressed) input that are done or not done as one; a killed job repeats at most one chunk per worker."""
+    """Bytes of (decompressed) input that are done or not done as one, at most: files of less than 32 of them are cut finer, down to 8 MiB. A killed job repeats at most one chunk per worker."""
     shard_tokens: Tokens = Field(default=2**30, gt=0)
     """A shard of the store has at most about this many tokens."""
     document_marks: bool = False

@@ -30,7 +30,7 @@ from windlass.runs.files import write_whole
 
 Flat = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
 ORDER = ("gigatoken", "fastokens", "tiktoken", "tokenizers", "sentencepiece")
-"""By CPU time of whole runs (benchmarks/results/tokenize.md): fastokens encodes as fast as gigatoken, but takes half a second longer to load and more of the system's time."""
+"""By CPU time of whole runs: the bare loops of benchmarks/results/tokenize.md."""
 SAMPLE = (
     "",
     " ",

@@ -18,7 +18,7 @@ METRICS: dict[str, str] = {
     "tokens_per_second_per_device": "tokens_per_second / devices",
     "hfu": "hardware FLOP utilisation: recomputation counted as work",
     "watts": "mean power of the job since the last line",
-    "joules_per_token": "energy of the steps since the last line per token",
+    "joules_per_token": "energy per token of the last ten seconds of training or more, without validation; unknown in the first two",
     "energy_nodes": "nodes whose energy is in energy_joules",
     "nodes": "nodes of the job",
     "utilization": "GPU utilisation that the driver reports, 0 to 1",

@@ -104,7 +104,7 @@ def _words(line: dict[str, Any]) -> str:
 
 
 def _energy(line: dict[str, Any]) -> str:
-    """Energy so far, power, and joules per token of the last steps; what no sensor read is not measured."""
+    """Energy so far, power, and joules per token of the last seconds; what no sensor read is not measured."""
     if line["energy_joules"] is None:
         return "energy not measured"
     parts = [print_joules(line["energy_joules"])]

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from windlass.clusters.here import visible_devices
 from windlass.energy.sensors.base import FileSensor, Sample, SensorMissing
-from windlass.energy.sensors.nvml import visible_devices
 
 
 class AmdSensor:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from windlass.clusters.here import visible_devices
 from windlass.energy.sensors.base import Sample, SensorMissing
 
 GAUGE_SECONDS = 1.0
@@ -130,20 +131,6 @@ class NvmlSensor:
     def close(self) -> None:
         with contextlib.suppress(self._nvml.NVMLError):
             self._nvml.nvmlShutdown()
-
-
-def visible_devices(env: Mapping[str, str], count: int, variable: str = "CUDA_VISIBLE_DEVICES") -> list[str]:
-    """What the variable lets the job see: numbers or UUIDs; as in CUDA, the list ends at the first invalid entry."""
-    if variable not in env:
-        return [str(i) for i in range(count)]
-    words: list[str] = []
-    for word in env[variable].split(","):
-        word = word.strip()
-        valid = (word.isdigit() and int(word) < count) or word.startswith(("GPU-", "MIG-"))
-        if not valid or word in words:
-            break
-        words.append(word)
-    return words
 
 
 def _library() -> Any:
