@@ -128,3 +128,16 @@ def test_an_array_is_submitted_with_a_job_that_joins(toml: Path, monkeypatch: py
     assert asked["command"] == ["windlass", "tokenize", str(toml), "validation=0.1", "--array-task", "auto"]
     assert asked["then"] == ["windlass", "tokenize", str(toml), "validation=0.1"]
     assert (asked["count"], asked["account"]) == (4, "p1")
+
+
+def test_files_of_a_folder_that_are_not_taken_are_told(toml: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mixed"
+    (folder / "deep").mkdir(parents=True)
+    for name in ("a.txt", "b.py", "deep/c.py", "deep/LICENSE", ".hidden"):
+        (folder / name).write_text("some text")
+    toml.write_text(toml.read_text().replace(str(tmp_path / "a.jsonl"), str(folder)))
+    made = json.loads(call("tokenize", toml, "--json"))
+    assert (made["documents"], made["passed_over"]) == (1, {"news": {".py": 2, "LICENSE": 1}})
+    assert "note: news: 3 files of other kinds" in call("tokenize", toml)
+    toml.write_text(toml.read_text().replace(f'"{folder}"', f'"{folder}/a.txt"'))
+    assert json.loads(call("tokenize", toml, f"output={tmp_path / 'other'}", "--json"))["passed_over"] == {}

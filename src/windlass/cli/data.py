@@ -56,6 +56,7 @@ def tokenize(
 
     # There is no linear algebra here: numpy's threads would only spin, and stand in the way of forking workers.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from windlass.data.inputs import passed_over
     from windlass.data.tokenize import tokenize as run
 
     config = load_data_file(file, overrides or ())
@@ -64,10 +65,12 @@ def tokenize(
         return
     with _bar(as_json) as show:
         result = run(config, task=_task(array_task), on_progress=show)
+    left = {name: found for name, source in config.sources.items() if (found := passed_over(source))}
     if as_json:
-        print_json(_result_json(result))
+        print_json({**_result_json(result), "passed_over": left})
     else:
         _print_result(result)
+        _print_passed_over(left)
 
 
 def _task(text: str | None) -> tuple[int, int] | None:
@@ -167,6 +170,19 @@ def _result_json(result: Result) -> dict[str, Any]:
         "chunks_done": result.chunks_done, "chunks_kept": result.chunks_kept, "engine": result.engine or None, "seconds": result.seconds,
         "restated": result.restated, "ledger_hash": result.manifest.get("ledger_hash"),
     }  # fmt: skip
+
+
+def _print_passed_over(left: dict[str, dict[str, int]]) -> None:
+    """A folder gives the files of known kinds: whoever meant others should hear of it."""
+    from windlass.cli.output import console
+
+    for name, endings in left.items():
+        shown = ", ".join(f"{count:,} {ending}" for ending, count in list(endings.items())[:5])
+        many = sum(endings.values())
+        console().print(
+            f"note: {name}: {many:,} file{'' if many == 1 else 's'} of other kinds below its folders not taken ({shown}); a pattern such as FOLDER/**/*.py takes them",
+            markup=False,
+        )
 
 
 def _print_result(result: Result) -> None:

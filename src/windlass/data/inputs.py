@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from glob import glob, has_magic
@@ -143,6 +144,13 @@ def _walk(folder: str, problems: list[str]) -> Iterator[str]:
             for name in sorted(names)
             if kind_of(name)[0] is not None and not name.startswith((".", "cache-"))
         )
+
+
+def passed_over(source: Source) -> dict[str, int]:
+    """Ending -> how many files below the source's folders are of no known kind, and so are not taken."""
+    names = (name for given in source.paths if Path(given).is_dir() for _, _, here in os.walk(given) for name in here)
+    found = Counter(Path(n).suffix or n for n in names if kind_of(n)[0] is None and not n.startswith((".", "cache-")))
+    return dict(sorted(found.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
 def kind_of(name: str) -> tuple[str | None, str]:
