@@ -33,7 +33,7 @@ from windlass.checkpoint.load import find_latest, restore
 from windlass.checkpoint.save import Saver, plain_write_speed
 from windlass.checkpoint.stage import state_bytes
 from windlass.config.save import SaveConfig
-from windlass.runs.files import write_json
+from windlass.files import write_json
 from windlass.runs.folder import Run
 from windlass.units import print_bytes, print_seconds
 

@@ -43,7 +43,7 @@ from windlass.config import Loaded, Recipe, validate
 from windlass.data import megatron
 from windlass.data.stream import open_stream
 from windlass.errors import EXIT_HANG, EXIT_RESUMABLE, CheckpointError, WindlassError
-from windlass.runs.files import append_patiently, read_lines
+from windlass.files import append_line_buffered, read_json_lines
 from windlass.runs.folder import Run, create_run
 from windlass.runs.lock import locked
 from windlass.train import hooks, loop, watchdog
@@ -110,7 +110,7 @@ class Witness(hooks.Hook):
 
         def step(tokens: torch.Tensor, *rest: Any) -> Any:
             sums = [zlib.crc32(row.numpy().astype(np.int32).tobytes()) for row in tokens]
-            append_patiently(path, {"step": job.step + 1, **mark, "samples": sums})
+            append_line_buffered(path, {"step": job.step + 1, **mark, "samples": sums})
             return inner(tokens, *rest)
 
         job.stepper.step = step
@@ -360,7 +360,7 @@ def samples(run: Run) -> dict[int, list[int]]:
     """Step -> the sequences it was given over all ranks; of a step that several starts have done the last start counts."""
     found: dict[int, dict[float, dict[int, list[int]]]] = {}
     for path in sorted(run.ranks.glob("samples-*.jsonl")):
-        for record in read_lines(path):  # ranks that share a sequence (tensor, pipeline) say the same
+        for record in read_json_lines(path):  # ranks that share a sequence (tensor, pipeline) say the same
             found.setdefault(record["step"], {}).setdefault(record["begun"], {})[record["data_rank"]] = record[
                 "samples"
             ]

@@ -169,8 +169,8 @@ def ask(c: dict[str, Any], device_name: str) -> tuple[Any, Any]:
     """The planner's question for one configuration on one such device: task and layout."""
     from windlass.clusters import device_by_driver_name
     from windlass.clusters.model import Cluster, Links, Node
-    from windlass.plan.layouts import from_config
-    from windlass.plan.task import make_task
+    from windlass.planner.layouts import from_config
+    from windlass.planner.task import make_task
 
     device = device_by_driver_name(device_name)
     assert device is not None, f"{device_name} is not in devices.toml"
@@ -183,7 +183,7 @@ def ask(c: dict[str, Any], device_name: str) -> tuple[Any, Any]:
 
 def predict(c: dict[str, Any], device_name: str) -> Any:
     """What `windlass plan` says of the same recipe on one such device."""
-    from windlass.plan.search import evaluate
+    from windlass.planner.search import evaluate
 
     return evaluate(*ask(c, device_name))
 
@@ -208,7 +208,7 @@ def fit(rows: list[dict[str, Any]], device: str) -> Any:
 
 def time_error(row: dict[str, Any], device: str, constants: Any) -> float:
     from windlass.cost.step import estimate
-    from windlass.plan.layouts import work_of
+    from windlass.planner.layouts import work_of
 
     task, choice = ask(row, device)
     found = estimate(

@@ -67,7 +67,7 @@ def recipe_of(name: str, tiny: bool) -> Any:
 def capture(name: str, folder: Path, tiny: bool) -> None:
     """One run in this process."""
     from windlass.clusters.scheduler import Place
-    from windlass.runs.files import write_json
+    from windlass.files import write_json
     from windlass.runs.folder import Run
     from windlass.train import loop
     from windlass.train.profiler import Profiler

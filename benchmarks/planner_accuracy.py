@@ -30,8 +30,8 @@ import numpy as np
 
 from windlass.cost.memory import SHARDED_SLACK
 from windlass.cost.step import DEFAULTS, Constants, estimate
-from windlass.plan.rows import Case, Refusal, shard_of, understand
-from windlass.plan.score import Prediction, Score, predict_row, quantile, read_rows, score_rows
+from windlass.planner.rows import Case, Refusal, shard_of, understand
+from windlass.planner.score import Prediction, Score, predict_row, quantile, read_rows, score_rows
 
 RESULTS = Path(__file__).parent / "results"
 OUTSIDE = Path(__file__).parent / "outside_runs.csv"

@@ -85,7 +85,7 @@ def one(
 
 
 def keep(found: dict[str, Any], asked: argparse.Namespace, what: str, row: dict[str, Any]) -> None:
-    from windlass.runs.files import write_json
+    from windlass.files import write_json
 
     write_json(asked.out / f"{asked.name}.json", found)
     plain = {key: value for key, value in row.items() if not isinstance(value, (list, dict))}
@@ -333,16 +333,16 @@ MARKS = ("<!-- measured: begin -->", "<!-- measured: end -->")
 
 
 def render(found: dict[str, Any], asked: argparse.Namespace) -> None:
-    from windlass.runs.files import write_whole
+    from windlass.files import write_atomic
 
     print(markdown(found), flush=True)
-    write_whole(asked.out / f"{asked.name}.md", markdown(found))
+    write_atomic(asked.out / f"{asked.name}.md", markdown(found))
     if asked.render and not asked.tiny:  # figures need packages that a GPU node may lack
         from windlass.figures import save_picture
 
         for name, chart in charts(found).items():
             save_picture(chart, ROOT / "docs" / "pictures" / f"retnet-{name}.svg")
-        write_whole(PAGE, page_with(PAGE.read_text(encoding="utf-8"), found))
+        write_atomic(PAGE, page_with(PAGE.read_text(encoding="utf-8"), found))
 
 
 def page_with(text: str, found: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ def recipe_row(path: Path) -> dict[str, Any]:
     from windlass.clusters import load_cluster
     from windlass.config import load_recipe
     from windlass.errors import WindlassError
-    from windlass.plan import fill_recipe
+    from windlass.planner import fill_recipe
     from windlass.train.trace import trace
 
     recipe = load_recipe(path, []).recipe

@@ -74,7 +74,7 @@ def strong_scaling(target: Path, title: str, recipes: dict[str, str], counts: li
     from windlass.config import load_recipe
     from windlass.figures import Chart, save_picture
     from windlass.figures.model import line
-    from windlass.plan.scaling import scaling
+    from windlass.planner.scaling import scaling
 
     series = []
     for index, (name, label) in enumerate(recipes.items()):
@@ -103,8 +103,8 @@ def oom_map(target: Path) -> None:
     from windlass.clusters import load_cluster
     from windlass.config import load_recipe
     from windlass.figures import Heat, save_picture
-    from windlass.plan import plan
-    from windlass.plan.explain import why
+    from windlass.planner import plan
+    from windlass.planner.explain import why
 
     words = ["nodes=4", "data.batch_tokens=4Mi", "data.seq_len=4096"]
     recipe = load_recipe(TOP / "recipes" / "gptnl_8b_snellius.toml", words).recipe.model_copy(update={"layout": None})

@@ -401,7 +401,7 @@ def fits() -> str:
     from windlass.clusters import load_cluster
     from windlass.config import load_recipe
     from windlass.errors import WindlassError
-    from windlass.plan import plan
+    from windlass.planner import plan
 
     machines = ("leonardo-booster", "snellius-h100", "lumi-g", "marenostrum5-acc", "jupiter-booster")
     models = {

@@ -1,30 +1,38 @@
-"""What can go wrong, in words a tired person can act on: every error carries a message, a hint and an exit code."""
+"""Errors with a stable code, a message, a hint and an exit code."""
 
 from __future__ import annotations
 
 
 class WindlassError(Exception):
-    """Says what happened, with the numbers; `hint` says what to do about it. `cli` prints both and exits with `exit_code`."""
+    """What went wrong, with the numbers; `hint` says what to do about it.
+
+    `code` is stable ("layout.batch-not-divisible"): tests and scripts match it instead of the message.
+    The CLI prints message and hint and exits with `exit_code`.
+    """
 
     exit_code = 1
 
-    def __init__(self, message: str, hint: str | None = None) -> None:
+    def __init__(self, code: str, message: str, hint: str | None = None) -> None:
         super().__init__(message)
+        self.code = code
         self.message = message
         self.hint = hint
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}\n  hint: {self.hint}"
 
+    def __reduce__(self) -> tuple[type[WindlassError], tuple[str, str, str | None]]:
+        return type(self), (self.code, self.message, self.hint)  # process pools pickle exceptions
+
 
 class ConfigError(WindlassError):
-    """A recipe, sweep or cluster file says something that cannot be."""
+    """A recipe, sweep, data or cluster file has invalid or contradictory values."""
 
     exit_code = 2
 
 
 class PlanError(WindlassError):
-    """No layout of this model on this machine is legal, or none fits."""
+    """No legal layout of this model exists on this machine, or none fits into its memory."""
 
     exit_code = 3
 
@@ -42,7 +50,7 @@ class DataError(WindlassError):
 
 
 class LaunchError(WindlassError):
-    """The scheduler refused, or cannot be reached."""
+    """The scheduler rejected a job or cannot be reached."""
 
     exit_code = 6
 
@@ -54,7 +62,7 @@ class CheckpointError(WindlassError):
 
 
 class TrainError(WindlassError):
-    """Training stopped for a reason that restarting alone does not cure."""
+    """Training stopped for a reason that a restart alone does not fix."""
 
     exit_code = 8
 
@@ -65,9 +73,9 @@ class ProfileError(WindlassError):
     exit_code = 9
 
 
-# What a training process tells the launcher and the chain by its exit code.
+# Exit codes of a training process, read by the supervisor, the job chain and sweeps.
 EXIT_DONE = 0
-"""The run is finished: no further link is needed."""
+"""The run is finished: no further job is needed."""
 EXIT_OUT_OF_MEMORY = 12
 """A device ran out of memory: restarting the same layout fails again."""
 EXIT_HANG = 13
@@ -75,4 +83,4 @@ EXIT_HANG = 13
 EXIT_DIVERGED = 14
 """Too many non-finite or spiking steps in a row."""
 EXIT_RESUMABLE = 75
-"""Stopped early on purpose (signal or wall time) after a good save: start the next link (EX_TEMPFAIL of sysexits)."""
+"""Stopped early on purpose (signal or wall time) after a good save: submit the next job (EX_TEMPFAIL of sysexits.h)."""

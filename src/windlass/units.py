@@ -30,24 +30,28 @@ _CLOCK = re.compile(r"^(?:(\d+)-)?(\d+):(\d\d)(?::(\d\d))?$")
 def _split(text: str, table: dict[str, float] | dict[str, int], kind: str, example: str) -> tuple[float, float]:
     match = _NUMBER.match(text)
     if match is None:
-        raise ConfigError(f"{text!r} is not {kind}", hint=f"write it like {example}")
+        raise ConfigError("units.failed", f"{text!r} is not {kind}", hint=f"write it like {example}")
     number, suffix = match.group(1).replace(",", "").replace("_", ""), match.group(2)
     if suffix not in table:
         near = get_close_matches(suffix, [k for k in table if k], n=3, cutoff=0.3)
         known = ", ".join(near or [k for k in table if k])
         raise ConfigError(
-            f"{text!r}: unknown unit {suffix!r} for {kind}", hint=f"units here: {known}; for example {example}"
+            "units.unknown-unit",
+            f"{text!r}: unknown unit {suffix!r} for {kind}",
+            hint=f"units here: {known}; for example {example}",
         )
     return float(number), float(table[suffix])
 
 
 def _whole(value: float, text: object, kind: str) -> int:
     if not math.isfinite(value):
-        raise ConfigError(f"{text!r} is not a finite {kind}")
+        raise ConfigError("units.finite", f"{text!r} is not a finite {kind}")
     if value < 0:
-        raise ConfigError(f"{text!r} is negative; {kind} cannot be", hint="write a number of at least 0")
+        raise ConfigError(
+            "units.negative-cannot", f"{text!r} is negative; {kind} cannot be", hint="write a number of at least 0"
+        )
     if abs(value - round(value)) > 1e-6 * max(1.0, abs(value)):
-        raise ConfigError(f"{text!r} is not a whole number of {kind}")
+        raise ConfigError("units.whole-number", f"{text!r} is not a whole number of {kind}")
     return round(value)
 
 
@@ -82,7 +86,11 @@ def parse_seconds(value: str | float) -> float:
         number, unit = _split(value, _SECONDS, "a duration", '"30m", "24h" or "2-00:00:00"')
         value = number * unit
     if not math.isfinite(value) or value < 0:
-        raise ConfigError(f"a duration of {value} s is not possible", hint="write a duration of at least 0")
+        raise ConfigError(
+            "units.duration-s-possible",
+            f"a duration of {value} s is not possible",
+            hint="write a duration of at least 0",
+        )
     return float(value)
 
 
@@ -92,7 +100,9 @@ def parse_joules(value: str | float) -> float:
         number, unit = _split(value, {"": 1.0, **_JOULES}, "an energy", '"14.2 MWh" or "250 J"')
         value = number * unit
     if not math.isfinite(value) or value < 0:
-        raise ConfigError(f"an energy of {value} J is not possible", hint="write an energy of at least 0")
+        raise ConfigError(
+            "units.energy-j-possible", f"an energy of {value} J is not possible", hint="write an energy of at least 0"
+        )
     return float(value)
 
 

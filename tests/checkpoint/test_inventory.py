@@ -11,8 +11,8 @@ from windlass.checkpoint import files
 from windlass.checkpoint.inventory import inventory, resumes_from
 from windlass.config import load_recipe
 from windlass.config.save import SaveConfig
+from windlass.files import write_json
 from windlass.runs import create_run
-from windlass.runs.files import write_json
 
 
 def put(run, step: int, metric: float | None = None, **more) -> None:

@@ -10,7 +10,7 @@ from windlass.checkpoint.files import MANIFEST, Saved, describe, sealed
 from windlass.checkpoint.keep import check_quota, forecast, judge, superseded, tidy
 from windlass.config.save import SaveConfig
 from windlass.errors import ConfigError
-from windlass.runs.files import write_json
+from windlass.files import write_json
 
 
 def saved(step: int, metric: float | None = None, tokens: int | None = None) -> Saved:

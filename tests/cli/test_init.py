@@ -12,7 +12,7 @@ from windlass.config import load_recipe
 from windlass.config.sources import load_data_file
 from windlass.config.starter import batch_tokens, default_name, holds_texts, warmup_tokens
 from windlass.errors import WindlassError
-from windlass.plan import plan
+from windlass.planner import plan
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def test_the_map_names_what_is_there():
 def test_the_cluster(tmp_path, monkeypatch):
     from windlass.clusters import load_cluster
     from windlass.config import load_recipe
-    from windlass.plan import plan
+    from windlass.planner import plan
 
     folder = tmp_path / "windlass" / "clusters"
     folder.mkdir(parents=True)

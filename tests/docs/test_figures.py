@@ -68,7 +68,7 @@ def test_the_planners_weak_places():
 
 
 def test_runs_that_no_fit_has_used():
-    from windlass.plan.score import score_file
+    from windlass.planner.score import score_file
 
     found = score_file(TOP / "benchmarks" / "outside_runs.csv").as_dict()
     speed, fit = found["throughput"], found["fit"]
@@ -138,7 +138,7 @@ def test_the_picture_of_a_plan_shows_todays_best_layout():
 
     from windlass.clusters import load_cluster
     from windlass.config import load_recipe
-    from windlass.plan import plan, plan_json
+    from windlass.planner import plan, plan_json
 
     shown = html.unescape((TOP / "docs" / "pictures" / "plan.svg").read_text()).replace("\xa0", " ")
     first = re.search(r">\s1\s+(\S.*?)\s{2,}\d+ x \d+ x \d+\s+([\d.]+)\s+([\d,]+)", shown)

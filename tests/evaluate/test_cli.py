@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from windlass.cli import build
 from windlass.data.store import Store
-from windlass.runs.files import read_lines
+from windlass.files import read_json_lines
 from windlass.runs.folder import Run
 
 
@@ -33,11 +33,11 @@ def test_eval(make_run: Any, tmp_path: Path) -> None:
         ("source english", "overlap_with_training"),
     } <= groups
     assert made["step"] == 7 and made["tokens_per_second"] > 0
-    assert len(list(read_lines(run.eval_file))) == len(made["scores"])
+    assert len(list(read_json_lines(run.eval_file))) == len(made["scores"])
     assert "bits per byte" in page.read_text()
     text = call("eval", run.path, "--no-save", "--tokens", "2k")
     assert "bits per byte (95 %)" in text and "source dutch" in text
-    assert len(list(read_lines(run.eval_file))) == len(made["scores"])
+    assert len(list(read_json_lines(run.eval_file))) == len(made["scores"])
 
 
 def test_eval_of_a_task(llama_run: Run, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_what_a_task_found_is_kept_when_the_next_one_is_stopped(
     monkeypatch.setattr(tasks, "run_task", stopped)
     words = ["eval", run.path, "--task", tmp_path / "first.jsonl", "--task", tmp_path / "second.jsonl"]
     assert CliRunner().invoke(build(), [str(w) for w in words]).exit_code != 0
-    assert {line["task"] for line in read_lines(run.eval_file)} == {"first"}
+    assert {line["task"] for line in read_json_lines(run.eval_file)} == {"first"}
 
 
 def test_generate_ends_where_it_is_told(llama_run: Run) -> None:

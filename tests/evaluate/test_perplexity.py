@@ -18,7 +18,7 @@ from windlass.evaluate.losses import token_losses
 from windlass.evaluate.opened import find_store, open_model
 from windlass.evaluate.perplexity import Document, byte_count, choose, evaluate, scores_of, summarize
 from windlass.evaluate.record import append, ratio_interval, wilson_interval
-from windlass.runs.files import read_lines
+from windlass.files import read_json_lines
 from windlass.runs.folder import Run
 
 
@@ -132,7 +132,7 @@ def test_results_land_in_the_run(llama_run: Run, store: Store, tokenizer: Tokeni
     opened = open_model(llama_run.path)
     made = evaluate(opened, store, tokenizer, max_tokens=500)
     append(llama_run, made.scores, step=opened.step, tokens=opened.tokens)
-    lines = list(read_lines(llama_run.eval_file))
+    lines = list(read_json_lines(llama_run.eval_file))
     assert [line["value"] for line in lines[-len(made.scores) :]] == [score.value for score in made.scores]
     assert {"task", "group", "metric", "low", "high", "count"} <= set(lines[-1]) and lines[-1]["step"] == 7
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from windlass.errors import EXIT_RESUMABLE
-from windlass.runs.files import read_json
+from windlass.files import read_json
 from windlass.runs.folder import Run
 
 RECIPE = """

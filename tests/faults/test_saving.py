@@ -18,7 +18,7 @@ from windlass.checkpoint.save import Saver
 from windlass.clusters.scheduler import Place
 from windlass.config import Recipe
 from windlass.errors import CheckpointError, ConfigError
-from windlass.runs.files import append_line
+from windlass.files import append_line
 from windlass.runs.folder import Run
 from windlass.train import loop, validate
 from windlass.train.hooks import Hook

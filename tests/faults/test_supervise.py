@@ -13,7 +13,7 @@ import pytest
 
 from windlass import errors
 from windlass.checkpoint import files
-from windlass.runs.files import write_json
+from windlass.files import write_json
 from windlass.train import supervise
 from windlass.train.supervise import exit_code_of, kind_of, record_error, run_workers
 
@@ -121,7 +121,7 @@ def test_two_identical_failures_without_a_new_checkpoint_end_it(run) -> None:
 
 def test_with_new_checkpoints_the_same_failure_may_come_until_the_limit(run) -> None:
     body = """
-from windlass.runs.files import write_json
+from windlass.files import write_json
 folder = run.checkpoint(attempt); folder.mkdir(parents=True)
 write_json(folder / "manifest.json", {"format": 1, "step": attempt, "files": {}})
 record_error(run, rank, ValueError("bad thing")); sys.exit(1)
@@ -142,9 +142,9 @@ def test_a_port_that_is_taken_is_no_lost_peer() -> None:
 @pytest.mark.parametrize(
     ("raised", "code", "words"),
     [
-        ("errors.ConfigError('bad recipe')", 2, "the recipe is at fault: bad recipe"),
+        ("errors.ConfigError('x.bad', 'bad recipe')", 2, "the recipe is at fault: bad recipe"),
         ("MemoryError('too much')", errors.EXIT_OUT_OF_MEMORY, "ran out of memory"),
-        ("errors.DataError('no store')", 5, "the data are at fault"),
+        ("errors.DataError('x.missing', 'no store')", 5, "the data are at fault"),
     ],
 )
 def test_what_a_restart_cannot_cure_is_not_tried_again(run, raised, code, words) -> None:
@@ -234,12 +234,12 @@ def test_kinds_of_errors(run) -> None:
         (OSError(28, "No space left on device"), "disk", 1),
         (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:3"), "lost", 1),
         (torch.distributed.DistBackendError("NCCL error"), "lost", 1),
-        (errors.CheckpointError("x"), "checkpoint", 7),
+        (errors.CheckpointError("x.y", "x"), "checkpoint", 7),
         (KeyboardInterrupt(), "interrupted", 130),
         (RuntimeError("shapes differ"), "crash", 1),
     ]
     assert [(kind_of(e), exit_code_of(e)) for e, _, _ in cases] == [(k, c) for _, k, c in cases]
-    record = record_error(run, 3, errors.ConfigError("first line\nsecond", hint="do this"))
+    record = record_error(run, 3, errors.ConfigError("x.y", "first line\nsecond", hint="do this"))
     assert (record["error"], record["hint"], run.errors()[0]["rank"]) == ("first line", "do this", 3)
 
 
@@ -254,7 +254,7 @@ def test_many_restarts_of_a_run_that_gets_on_do_not_wait_ever_longer(run, monkey
     pauses: list[float] = []
     monkeypatch.setattr(supervise, "_pause", lambda seconds, heard: pauses.append(seconds) or True)
     body = """
-from windlass.runs.files import write_json
+from windlass.files import write_json
 folder = run.checkpoint(attempt // 2); folder.mkdir(parents=True, exist_ok=True)
 write_json(folder / "manifest.json", {"format": 1, "step": attempt // 2, "files": {}})
 if attempt < 4: record_error(run, rank, ValueError(f"bad thing {'ab'[attempt % 2]}")); sys.exit(1)

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from windlass import errors
+from windlass.files import append_line, write_json
 from windlass.launch import chain
 from windlass.runs import Run
-from windlass.runs.files import append_line, write_json
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ import time
 
 import pytest
 
+from windlass.files import append_line, write_json
 from windlass.launch import ledger
 from windlass.launch.executor import State
 from windlass.launch.outlook import outlook
 from windlass.runs import Run
-from windlass.runs.files import append_line, write_json
 
 
 class Fake:
@@ -142,7 +142,7 @@ def test_a_controller_that_is_away_leaves_what_the_folder_knows(run):
 
     class Away(Fake):
         def states(self, jobs):
-            raise LaunchError("squeue said: Unable to contact slurm controller")
+            raise LaunchError("launch.squeue", "squeue said: Unable to contact slurm controller")
 
     submit(run, "1")
     append_line(run.jobs_file, {"record": "began", "time": time.time(), "job": "1", "restart": 0})

@@ -17,6 +17,7 @@ from windlass.config.sweep import load_sweep, with_goal
 from windlass.errors import ConfigError, RunError
 from windlass.figures import sweep as charts
 from windlass.figures.sweep_page import best_first, cells, shown_columns
+from windlass.files import write_json
 from windlass.launch.executor import State
 from windlass.launch.sweep.expect import expect_all, oom_chance
 from windlass.launch.sweep.folder import open_sweep_folder
@@ -28,7 +29,6 @@ from windlass.launch.sweep.pick import write_pick
 from windlass.launch.sweep.points import make_points
 from windlass.launch.sweep.results import collect_rows, read_results, write_tables
 from windlass.launch.sweep.toml import to_toml
-from windlass.runs.files import write_json
 from windlass.runs.folder import Run
 
 SWEEPS = Path(__file__).parents[2] / "recipes" / "sweeps"

@@ -15,9 +15,9 @@ import torch
 from windlass.clusters import load_cluster
 from windlass.clusters.scheduler import Place
 from windlass.config import Recipe
-from windlass.plan import layouts
-from windlass.plan.layouts import Choice
-from windlass.plan.task import make_task
+from windlass.planner import layouts
+from windlass.planner.layouts import Choice
+from windlass.planner.task import make_task
 from windlass.runs.folder import Run
 from windlass.train import loop
 

@@ -13,11 +13,11 @@ torch = pytest.importorskip("torch")
 
 from windlass.config.observe import ProfileConfig  # noqa: E402
 from windlass.errors import ProfileError  # noqa: E402
+from windlass.files import write_json  # noqa: E402
 from windlass.profile.find import find_target  # noqa: E402
 from windlass.profile.job import profile_traces  # noqa: E402
 from windlass.profile.request import answer_file, ask, read_request, request_file, wait_for_trace  # noqa: E402
 from windlass.runs import Run  # noqa: E402
-from windlass.runs.files import write_json  # noqa: E402
 from windlass.runs.lock import locked  # noqa: E402
 from windlass.train.profiler import Profiler  # noqa: E402
 

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from windlass.cli import build
 from windlass.errors import ConfigError, ProfileError
+from windlass.files import write_json
 from windlass.runs import Run
-from windlass.runs.files import write_json
 
 
 def call(*args):

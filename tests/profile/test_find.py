@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from windlass.errors import ProfileError
+from windlass.files import write_json
 from windlass.profile.find import find_target, need_traces, rank_of_name, windows
 from windlass.runs import Run
-from windlass.runs.files import write_json
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from windlass.files import write_json
 from windlass.profile.runs import compare_loss, compare_runs, differences, performance
 from windlass.runs import Run
-from windlass.runs.files import write_json
 
 
 def lines(count=200, *, shift=0.0, noise=0.02, seed=0, tokens=1000, **more):

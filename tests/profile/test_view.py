@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from windlass.figures import Chart, Note, page
+from windlass.files import write_json
 from windlass.profile.compare import Change, Point, scaling
 from windlass.profile.job import profile_traces
 from windlass.profile.view import percent, run_sections, scaling_table, sections, side_by_side, step_bars, summary_table
 from windlass.runs import Run
-from windlass.runs.files import write_json
 
 
 def test_bars_stand_on_each_other_and_add_up_to_the_step(tmp_path, overlapped):

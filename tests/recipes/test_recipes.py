@@ -8,7 +8,7 @@ from windlass.clusters import load_cluster
 from windlass.config import load_recipe
 from windlass.cost.params import count
 from windlass.cost.shapes import shape_of
-from windlass.plan import plan
+from windlass.planner import plan
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 FILES = sorted(FOLDER.glob("*.toml"))

@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from windlass.cli import build
 from windlass.figures import Chart
+from windlass.files import append_line
 from windlass.report.card import KINDS
 from windlass.report.collect import collect
 from windlass.report.content import energy
 from windlass.report.redact import HIDDEN, redact, redact_text, without_paths
 from windlass.report.write import html_report, json_report, markdown_report, write_report
-from windlass.runs.files import append_line
 from windlass.runs.folder import Run
 
 SECRETS = {

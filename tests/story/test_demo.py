@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from windlass.errors import RunError
+from windlass.files import read_json_lines
 from windlass.launch.demo import Story, clear, write_recipe
-from windlass.runs.files import read_lines
 
 
 @pytest.mark.multi
@@ -27,10 +27,10 @@ def test_the_whole_story(tmp_path):
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run = tmp_path / "runs" / "demo"
-    events = [e["event"] for e in read_lines(run / "events.jsonl")]
+    events = [e["event"] for e in read_json_lines(run / "events.jsonl")]
     assert {"started", "saved", "fault", "restarted", "resumed", "finished"} <= set(events)
     assert events.index("fault") < events.index("resumed") < events.index("finished")
-    metrics = list(read_lines(run / "metrics.jsonl"))
+    metrics = list(read_json_lines(run / "metrics.jsonl"))
     assert metrics[0]["loss"] > 8
     assert metrics[-1]["step"] == 60
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 1
@@ -42,7 +42,7 @@ def test_the_whole_story(tmp_path):
     assert "killed on purpose" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
     assert "fault in windlass" not in done.stderr
-    assert list(read_lines(run / "eval.jsonl"))
+    assert list(read_json_lines(run / "eval.jsonl"))
     # what it leaves is what recipes/tiny_cpu.toml trains on
     listing = subprocess.run(
         [sys.executable, "-m", "windlass", "data", str(run / "data"), "--json"],

@@ -6,13 +6,13 @@ import re
 import pytest
 
 from windlass.config import load_recipe
-from windlass.runs.files import read_lines
+from windlass.files import read_json_lines
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(1500), pytest.mark.xdist_group("stories")]
 
 
 def events(run, name=None):
-    found = list(read_lines(run / "events.jsonl"))
+    found = list(read_json_lines(run / "events.jsonl"))
     return found if name is None else [e for e in found if e["event"] == name]
 
 
@@ -44,8 +44,8 @@ def test_italia_is_killed_resumed_kept_and_continued(place):
     steps = load_recipe(folder / "recipes" / "small" / "italia.toml").recipe.train.steps
     resumed = events(run, "resumed")[0]
     assert 0 < resumed["step"] < steps
-    assert [m["step"] for m in read_lines(run / "metrics.jsonl")][-1] == steps
-    by_step = {m["step"]: m["loss"] for m in read_lines(run / "metrics.jsonl")}
+    assert [m["step"] for m in read_json_lines(run / "metrics.jsonl")][-1] == steps
+    by_step = {m["step"]: m["loss"] for m in read_json_lines(run / "metrics.jsonl")}
     assert set(by_step) == set(range(1, steps + 1)), "no step is missing after the kill"
     evaluated = {e["step"]: e["val_loss"] for e in events(run, "evaluated")}
     kept = {int(p.name[5:]) for p in (run / "checkpoints").glob("step-*")}
@@ -60,8 +60,8 @@ def test_italia_is_killed_resumed_kept_and_continued(place):
 def test_italia_goes_on_from_its_own_weights_with_a_warm_up(place):
     folder, walk = place
     walk("italia")
-    fresh = next(iter(read_lines(folder / "runs" / "italia-small" / "metrics.jsonl")))
-    lines = list(read_lines(folder / "runs" / "italia-small-cpt" / "metrics.jsonl"))
+    fresh = next(iter(read_json_lines(folder / "runs" / "italia-small" / "metrics.jsonl")))
+    lines = list(read_json_lines(folder / "runs" / "italia-small-cpt" / "metrics.jsonl"))
     assert lines[0]["loss"] < fresh["loss"] - 2, "weights of the first run"
     assert lines[0]["lr"] < lines[4]["lr"], "warmed up again"
     assert "start-up took" in events(folder / "runs" / "italia-small-cpt", "interval")[0]["reason"]
@@ -83,7 +83,9 @@ def test_gptnl_grid_in_two_engines_and_ears_record(place):
 def test_lumi_languages_of_the_mix_come_out_better(place):
     folder, walk = place
     walk("lumi")
-    found = [e for e in read_lines(folder / "runs" / "viking-small" / "eval.jsonl") if e["metric"] == "bits_per_byte"]
+    found = [
+        e for e in read_json_lines(folder / "runs" / "viking-small" / "eval.jsonl") if e["metric"] == "bits_per_byte"
+    ]
     bits = {e["group"].removeprefix("language "): e["value"] for e in found if e["group"].startswith("language ")}
     assert set(bits) == {"fi", "sv", "en", "it", "nl", "pl"}
     assert max(bits[c] for c in ("fi", "sv", "en")) < min(bits[c] for c in ("it", "nl", "pl"))
@@ -93,7 +95,7 @@ def test_lumi_languages_of_the_mix_come_out_better(place):
 def test_hackathon_matrix_and_retnet(place):
     folder, walk = place
     printed = walk("hackathon")
-    lines = list(read_lines(folder / "runs" / "retnet-small" / "metrics.jsonl"))
+    lines = list(read_json_lines(folder / "runs" / "retnet-small" / "metrics.jsonl"))
     assert lines[-1]["loss"] < lines[0]["loss"] - 1
     assert "prawo" in said(printed, "windlass generate")
     rows = json.loads((folder / "runs" / "finetune-small" / "results.json").read_text())["rows"]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import CheckpointError
-from windlass.runs.files import clean, read_json, write_json
+from windlass.files import json_safe, read_json, write_json
 from windlass.runs.folder import Run
 
 FORMAT = 1
@@ -185,7 +185,7 @@ SEAL = "seal"
 
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
     """The manifest with its seal: a flipped bit in it is found as well as one in the files it lists."""
-    plain = clean({key: value for key, value in manifest.items() if key != SEAL})
+    plain = json_safe({key: value for key, value in manifest.items() if key != SEAL})
     return {**plain, SEAL: f"{zlib.crc32(json.dumps(plain, sort_keys=True, default=str).encode()):08x}"}
 
 
@@ -197,11 +197,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except PermissionError:  # not damaged: whoever asks must not set it aside
         raise
     except OSError as error:
-        raise CheckpointError(f"{folder / MANIFEST} cannot be read: {error.strerror}", hint=hint) from None
+        raise CheckpointError(
+            "checkpoint.cannot-read", f"{folder / MANIFEST} cannot be read: {error.strerror}", hint=hint
+        ) from None
     if manifest is None:
-        raise CheckpointError(f"{folder} has no readable {MANIFEST}: the save did not finish", hint=hint)
+        raise CheckpointError(
+            "checkpoint.readable-save-did-finish",
+            f"{folder} has no readable {MANIFEST}: the save did not finish",
+            hint=hint,
+        )
     if SEAL in manifest and manifest != sealed(manifest):
-        raise CheckpointError(f"{folder / MANIFEST} differs from what was written", hint=hint)
+        raise CheckpointError(
+            "checkpoint.differs-what-written", f"{folder / MANIFEST} differs from what was written", hint=hint
+        )
     if manifest.get("format") != FORMAT:
         raise UnknownFormatError(
             f"{folder} has checkpoint format {manifest.get('format')!r} (written by windlass {manifest.get('windlass', 'unknown')}); this one reads {FORMAT}",
@@ -209,7 +217,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     if not _shape_is_ours(manifest):
         raise CheckpointError(
-            f"{folder / MANIFEST} does not list every file with its checksums: it is damaged", hint=hint
+            "checkpoint.does-list-every-file",
+            f"{folder / MANIFEST} does not list every file with its checksums: it is damaged",
+            hint=hint,
         )
     return manifest
 
@@ -249,7 +259,9 @@ def complete(folder: Path, *, verify: bool = True) -> Saved:
         problems = list(content_problems(folder, manifest, manifest["files"]))
     if problems:
         raise CheckpointError(
-            f"{folder} is damaged: {'; '.join(problems[:4])}", hint="use an earlier checkpoint of the run"
+            "checkpoint.damaged",
+            f"{folder} is damaged: {'; '.join(problems[:4])}",
+            hint="use an earlier checkpoint of the run",
         )
     return Saved(folder, manifest)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from windlass.checkpoint import files, keep
 from windlass.config.save import SaveConfig
 from windlass.errors import CheckpointError
-from windlass.runs.files import read_json
+from windlass.files import read_json
 from windlass.runs.folder import Run
 
 

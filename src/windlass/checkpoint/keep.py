@@ -146,6 +146,7 @@ def check_quota(found: Forecast) -> None:
         limit = found.limit_bytes or 0
         room = limit // found.checkpoint_bytes - 1 if found.checkpoint_bytes else 0
         raise ConfigError(
+            "checkpoint.checkpoints-need-kept-each",
             f"the checkpoints need {print_bytes(found.peak_bytes)} and {found.limit_name} is {print_bytes(limit)} ({found.kept} kept, {print_bytes(found.checkpoint_bytes)} each)",
             hint=f"keep at most {room} (save.keep_last, save.keep_best, save.keep_every)"
             if room > 0

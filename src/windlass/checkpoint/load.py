@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from windlass.checkpoint import files, names, rng
 from windlass.errors import CheckpointError
-from windlass.runs.files import read_json
+from windlass.files import read_json
 from windlass.runs.folder import Run
 
 # DCP warns at every load of a single process, which is no accident here.
@@ -96,6 +96,7 @@ def _refuse_forbidden(folder: Path, manifest: dict[str, Any]) -> None:
     closed = [name for name in manifest["files"] if not os.access(folder / name, os.R_OK)]
     if closed:
         raise CheckpointError(
+            "checkpoint.files-may-read-permission",
             f"{len(closed)} of {len(manifest['files'])} files of {folder} may not be read ({', '.join(sorted(closed)[:3])}): permission denied",
             hint=f"whose are they? `ls -l {folder}`; chmod, or copy the run as its owner",
         )
@@ -107,6 +108,7 @@ def _refuse_to_begin_again(run: Run) -> None:
         return
     reasons = [(read_json(path / files.REASON) or {}).get("reason") or path.name for path in aside]
     raise CheckpointError(
+        "checkpoint.whole-checkpoint-left-set",
         f"no whole checkpoint is left in {run.checkpoints}; {len(aside)} were set aside: {'; '.join(map(str, reasons[-3:]))}",
         hint="to begin again from step 0, delete the damaged-... folders; to go on from one of them unchecked, give it its name back and resume with save.verify=false",
     )
@@ -179,7 +181,9 @@ def read_extra(path: Path) -> dict[str, Any]:
     record = read_json(path / files.EXTRA)
     if record is None or "extra" not in record:
         raise CheckpointError(
-            f"{path / files.EXTRA} is missing or damaged", hint="use an earlier checkpoint of the run"
+            "checkpoint.missing-damaged",
+            f"{path / files.EXTRA} is missing or damaged",
+            hint="use an earlier checkpoint of the run",
         )
     return record
 
@@ -224,6 +228,7 @@ def _read(path: Path, state: dict[str, Any], *, partial: bool = False) -> None:
 def _unfit(path: Path, error: BaseException) -> CheckpointError:
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return CheckpointError(
+        "checkpoint.does-fit-model",
         f"{path} does not fit this model: {first}",
         hint="is the recipe's [model] table the one that the checkpoint was made with?",
     )
@@ -244,11 +249,14 @@ def weights_source(path: Path | str) -> Path:
         if saved:
             return saved[-1].path
         raise CheckpointError(
-            f"the run {given} has no finished checkpoint", hint="wait for its first save, or name another run"
+            "checkpoint.run-finished-checkpoint",
+            f"the run {given} has no finished checkpoint",
+            hint="wait for its first save, or name another run",
         )
     found = sorted(p.name for p in given.iterdir())[:6] if given.is_dir() else []
     what = f"holds {', '.join(found) or 'nothing'}" if given.is_dir() else "does not exist"
     raise CheckpointError(
+        "checkpoint.holds-weights",
         f"{given} holds no weights: it {what}",
         hint="name a checkpoint folder, a run folder or a Hugging Face folder with *.safetensors",
     )
@@ -276,7 +284,9 @@ def _check_whole(source: Path, verify: bool) -> None:
     manifest = _together(files.complete, source, verify=False).manifest
     problem = _content_problem(source, manifest) if verify else None
     if problem is not None:
-        raise CheckpointError(f"{source} is damaged: {problem}", hint="name an earlier checkpoint of the run")
+        raise CheckpointError(
+            "checkpoint.damaged", f"{source} is damaged: {problem}", hint="name an earlier checkpoint of the run"
+        )
 
 
 def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -290,7 +300,9 @@ def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
             found |= load_file(part)
         except SafetensorError as error:
             raise CheckpointError(
-                f"{part} cannot be read: {error}", hint="the copy was cut off or damaged: compare it with the original"
+                "checkpoint.cannot-read",
+                f"{part} cannot be read: {error}",
+                hint="the copy was cut off or damaged: compare it with the original",
             ) from None
     return found
 
@@ -301,11 +313,13 @@ def safetensors_files(folder: Path) -> list[Path]:
     parts = [folder / name for name in sorted(set(index.values()))] or sorted(folder.glob("*.safetensors"))
     if not parts:
         raise CheckpointError(
+            "checkpoint.safetensors-files",
             f"{folder} has no *.safetensors files",
             hint="convert older .bin weights with transformers' save_pretrained first",
         )
     if absent := [part.name for part in parts if not part.is_file()]:
         raise CheckpointError(
+            "checkpoint.lacks-weight-files",
             f"{folder} lacks {len(absent)} of its {len(parts)} weight files ({', '.join(absent[:3])})",
             hint="the copy was cut off: copy what is missing",
         )
@@ -329,6 +343,7 @@ def _assign(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], source:
         )
         parts += [f"{len(extra)} unknown ({', '.join(extra[:3])})"] if extra else []
         raise CheckpointError(
+            "checkpoint.weights-do-fit-model",
             f"the weights in {source} do not fit the model: {'; '.join(parts)}",
             hint="compare the recipe's [model] table with the model they come from",
         )
@@ -359,6 +374,7 @@ def _together(ask: Callable[..., Any], *args: Any, **options: Any) -> Any:
             box[1] = error
         except OSError as error:
             box[1] = CheckpointError(
+                "checkpoint.cannot-read",
                 f"{error.filename or 'a checkpoint file'} cannot be read: {error.strerror or error}",
                 hint="is the disk mounted and well?",
             )

@@ -27,7 +27,7 @@ from windlass.checkpoint import files, keep, rng
 from windlass.checkpoint.stage import Stager, available_bytes, state_bytes, state_extent
 from windlass.config.save import SaveConfig
 from windlass.errors import CheckpointError
-from windlass.runs.files import write_json
+from windlass.files import write_json
 from windlass.runs.folder import Run
 from windlass.units import print_bytes
 
@@ -231,7 +231,8 @@ class Saver:
         free = shutil.disk_usage(folder).free
         if need is not None and free < need:
             raise CheckpointError(
-                f"the disk of {self.run.checkpoints} has {print_bytes(free)} free and a checkpoint needs {print_bytes(need)}"
+                "checkpoint.disk-free-checkpoint-needs",
+                f"the disk of {self.run.checkpoints} has {print_bytes(free)} free and a checkpoint needs {print_bytes(need)}",
             )
 
     def _publish(self, job: _Job, outcome: Outcome, begin: float) -> tuple[Path, int]:
@@ -278,7 +279,7 @@ class Saver:
             dist.all_gather_object(heard, said, group=self._group)
         self._heard = heard
         if problems := [h["error"] for h in heard if "error" in h]:
-            raise CheckpointError("; ".join(dict.fromkeys(problems))[:1000]) from failure
+            raise CheckpointError("checkpoint.failed", "; ".join(dict.fromkeys(problems))[:1000]) from failure
 
     def _saved(self, job: _Job, outcome: Outcome) -> None:
         with contextlib.suppress(OSError):  # a full disk must not turn a good save into a failed one
@@ -314,7 +315,9 @@ def _quiet_dcp() -> Iterator[None]:
         yield
     except dcp.CheckpointException as error:
         rank, (inner, _) = next(iter(error.failures.items()))
-        raise CheckpointError(f"rank {rank} could not write: {_first_line(inner)}") from inner
+        raise CheckpointError(
+            "checkpoint.rank-could-write", f"rank {rank} could not write: {_first_line(inner)}"
+        ) from inner
 
 
 def _first_line(error: BaseException) -> str:

@@ -9,7 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from windlass.clusters import Cluster
-    from windlass.plan.budget import BudgetResult
+    from windlass.planner.budget import BudgetResult
 
 
 def register(app: typer.Typer) -> None:
@@ -43,9 +43,9 @@ def budget(
     """Tokens against days for each model size, what fits the budget, and an honest guess of the loss."""
     from windlass.cli.output import console, print_json
     from windlass.clusters import load_cluster
-    from windlass.plan.budget import TOKENS, Budget
-    from windlass.plan.budget import budget as answer
-    from windlass.plan.budget_page import budget_json
+    from windlass.planner.budget import TOKENS, Budget
+    from windlass.planner.budget import budget as answer
+    from windlass.planner.budget_page import budget_json
     from windlass.units import parse_tokens
 
     machine = load_cluster(cluster)
@@ -73,10 +73,13 @@ def _nodes(cluster: Cluster, nodes: int | None, devices: int | None) -> int:
     if devices is not None:
         if nodes is not None and nodes * per_node != devices:
             raise ConfigError(
-                f"{nodes} nodes have {nodes * per_node} devices, not {devices}", hint="give --nodes or --devices"
+                "cli.nodes-devices",
+                f"{nodes} nodes have {nodes * per_node} devices, not {devices}",
+                hint="give --nodes or --devices",
             )
         if devices < 1 or devices % per_node:
             raise ConfigError(
+                "cli.devices-whole-nodes",
                 f"{devices} devices are not whole nodes of {per_node}",
                 hint=f"nearest: {max(1, devices // per_node) * per_node} or {(max(0, devices) // per_node + 1) * per_node}",
             )
@@ -89,7 +92,7 @@ def _nodes(cluster: Cluster, nodes: int | None, devices: int | None) -> int:
 
 def _write(found: BudgetResult, target: float | None, png: Path | None, html: Path | None) -> list[Path]:
     from windlass.figures import save_page, save_picture
-    from windlass.plan.budget_page import budget_page, curves
+    from windlass.planner.budget_page import budget_page, curves
 
     written = []
     if png is not None:
@@ -101,9 +104,9 @@ def _write(found: BudgetResult, target: float | None, png: Path | None, html: Pa
 
 def _print(found: BudgetResult, target: float | None) -> None:
     from windlass.cli.output import console, table
-    from windlass.plan.budget import size_words
-    from windlass.plan.budget_page import COLUMNS, budget_words, table_rows
-    from windlass.plan.laws import CAVEATS, LAWS
+    from windlass.planner.budget import size_words
+    from windlass.planner.budget_page import COLUMNS, budget_words, table_rows
+    from windlass.planner.laws import CAVEATS, LAWS
     from windlass.units import print_tokens
 
     out, b = console(), found.budget
@@ -137,7 +140,7 @@ def _print(found: BudgetResult, target: float | None) -> None:
 
 
 def _need(parameters: float, days: float | None, kwh: float | None, fits: bool) -> str:
-    from windlass.plan.budget import size_words
+    from windlass.planner.budget import size_words
 
     if days is None:
         return f"{size_words(parameters)} fits nowhere"

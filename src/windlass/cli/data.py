@@ -84,6 +84,7 @@ def _task(text: str | None) -> tuple[int, int] | None:
         found = array_task()
         if found is None:
             raise ConfigError(
+                "cli.array-task-auto-but",
                 "--array-task auto, but this is no task of a job array",
                 hint="the scheduler's variables are missing; write --array-task 0/4",
             )
@@ -91,7 +92,9 @@ def _task(text: str | None) -> tuple[int, int] | None:
     index, slash, count = text.partition("/")
     if not slash or not index.isdigit() or not count.isdigit() or int(index) >= int(count):
         raise ConfigError(
-            f"--array-task {text!r} is not a task", hint="write I/N with I from 0 to N-1, for example 0/4"
+            "cli.array-task-task",
+            f"--array-task {text!r} is not a task",
+            hint="write I/N with I from 0 to N-1, for example 0/4",
         )
     return int(index), int(count)
 
@@ -360,6 +363,7 @@ def _verify(store: Store, as_json: bool) -> None:
     if problems:
         lines = "\n  ".join(f"{p.file} {p.what}" for p in problems[:20])
         raise DataError(
+            "cli.damaged",
             f"{store.path} is damaged in {len(problems)} {'place' if len(problems) == 1 else 'places'}:\n  {lines}",
             hint="copy the store again from where it was made, or tokenize again",
         )
@@ -368,12 +372,12 @@ def _verify(store: Store, as_json: bool) -> None:
 def _ledger(store: Store, out: Path | None, as_json: bool) -> None:
     from windlass.cli.output import console, print_json, table
     from windlass.data.ledger import summary
-    from windlass.runs.files import write_whole
+    from windlass.files import write_atomic
 
     text = summary(store)
     target = out or store.path / "training-content.md"
     if store.kind == "windlass" or out is not None:
-        write_whole(target, text)
+        write_atomic(target, text)
     if as_json:
         print_json({"ledger": store.ledger(), "ledger_hash": store.ledger_hash, "summary_file": str(target)})
         return

@@ -48,6 +48,7 @@ def refuse_without(packages: tuple[str, ...]) -> None:
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise WindlassError(
+            "cli.demo-trains-model-needs",
             f"the demo trains a model and needs {', '.join(missing)}, which the base installation leaves out",
             hint="pip install 'windlass[train,data]'; docs/install.md",
         )
@@ -77,7 +78,9 @@ class Tale:
         code = run_command(command(*words), threads)
         if code:
             raise RunError(
-                f"windlass {words[0]} ended with exit code {code}", hint="the lines above say why; the demo stops here"
+                "cli.windlass-ended-exit-code",
+                f"windlass {words[0]} ended with exit code {code}",
+                hint="the lines above say why; the demo stops here",
             )
 
     def say(self, text: str, style: str = "") -> None:

@@ -113,5 +113,9 @@ def _as_job(
     from windlass.launch.doctor_job import run_job
 
     if cluster is None:
-        raise ConfigError(f"on {nodes} nodes of which cluster?", hint="windlass doctor --cluster lumi-g --nodes 2")
+        raise ConfigError(
+            "cli.nodes-cluster",
+            f"on {nodes} nodes of which cluster?",
+            hint="windlass doctor --cluster lumi-g --nodes 2",
+        )
     return run_job(cluster, nodes, paths, full=full, account=account, partition=partition, wait_seconds=wait)

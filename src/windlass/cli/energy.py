@@ -63,7 +63,7 @@ def _take_records(run: Run, ear: list[Path], sacct: Path | None, slurm: bool) ->
     from windlass.energy.slurm import read_sacct
     from windlass.energy.slurm import sacct as ask
     from windlass.errors import RunError
-    from windlass.runs.files import read_lines
+    from windlass.files import read_json_lines
 
     notes = []
     for path in ear:
@@ -76,11 +76,13 @@ def _take_records(run: Run, ear: list[Path], sacct: Path | None, slurm: bool) ->
     if slurm:
         jobs = [
             str(line.get("job_id") or line.get("job"))
-            for line in read_lines(run.jobs_file)
+            for line in read_json_lines(run.jobs_file)
             if line.get("job_id") or line.get("job")
         ]
         if not jobs:
-            raise RunError(f"{run.jobs_file} names no job", hint="pass sacct's output with --sacct FILE")
+            raise RunError(
+                "cli.names-job", f"{run.jobs_file} names no job", hint="pass sacct's output with --sacct FILE"
+            )
         texts.append(("sacct's answer", ask(list(dict.fromkeys(jobs)))))
     for where, text in texts:
         found = read_sacct(text, where)
@@ -106,7 +108,9 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise RunError(
-            f"{path} cannot be read: {error.strerror}", hint="name the file that sacct's output was written to"
+            "cli.cannot-read",
+            f"{path} cannot be read: {error.strerror}",
+            hint="name the file that sacct's output was written to",
         ) from None
 
 

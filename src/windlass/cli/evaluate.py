@@ -121,10 +121,10 @@ def _keeper(opened: Opened, save: bool) -> Keep:
 def _tell(opened: Opened, found: Found, html: Path | None, save: bool, as_json: bool) -> None:
     from windlass.cli.output import console, print_json
     from windlass.evaluate.picture import page_of
-    from windlass.runs.files import write_whole
+    from windlass.files import write_atomic
 
     if html is not None:
-        write_whole(html, page_of(opened.recipe.name, opened.step, found.scores))
+        write_atomic(html, page_of(opened.recipe.name, opened.step, found.scores))
     if as_json:
         about = {
             "source": opened.source,
@@ -284,11 +284,11 @@ def _recorded(runs: list[Path], every: bool, html: Path | None, as_json: bool) -
     from windlass.cli.output import console, print_json
     from windlass.evaluate.by_language import page_of
     from windlass.evaluate.by_language import recorded as read
-    from windlass.runs.files import write_whole
+    from windlass.files import write_atomic
 
     rows = read(runs, every=every)
     if html is not None:
-        write_whole(html, page_of(rows))
+        write_atomic(html, page_of(rows))
     if as_json:
         print_json({"rows": [row.plain() for row in rows]})
         return

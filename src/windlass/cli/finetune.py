@@ -53,7 +53,7 @@ def finetune(
 def _tell_tuned(made: Any, output: Path | None, as_json: bool) -> None:
     from windlass.cli.evaluate import score_table
     from windlass.cli.output import console, print_json
-    from windlass.runs.files import write_json
+    from windlass.files import write_json
 
     rate = made.scores[0].detail["texts_per_second"]
     numbers = {score.metric: score.value for score in made.scores}  # flat, so that a sweep finds them

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from windlass.clusters import Cluster
     from windlass.config.starter import Answers
     from windlass.data.store import Store
-    from windlass.plan.search import Plans
+    from windlass.planner.search import Plans
 
 SMALLEST = 2e7
 T = TypeVar("T")
@@ -70,9 +70,15 @@ def _refuse(file: Path | None) -> None:
     from windlass.errors import ConfigError
 
     if file is not None and file.suffix != ".toml":
-        raise ConfigError(f"{file} is no recipe's name", hint=f"recipes are TOML files: windlass init {file}.toml")
+        raise ConfigError(
+            "cli.recipe-s-name",
+            f"{file} is no recipe's name",
+            hint=f"recipes are TOML files: windlass init {file}.toml",
+        )
     if file is not None and file.exists():
-        raise ConfigError(f"{file} is already there", hint="init overwrites nothing: give another name, or edit it")
+        raise ConfigError(
+            "cli.already", f"{file} is already there", hint="init overwrites nothing: give another name, or edit it"
+        )
 
 
 def _machine(name: str | None, asks: bool) -> tuple[Cluster, str]:
@@ -112,10 +118,16 @@ def _read_size(text: str) -> float:
     try:
         size = float(parse_tokens(text))
     except WindlassError:
-        raise ConfigError(f"{text!r} is not a number of parameters", hint='write it like "300M" or "8B"') from None
+        raise ConfigError(
+            "cli.number-parameters", f"{text!r} is not a number of parameters", hint='write it like "300M" or "8B"'
+        ) from None
     if not SMALLEST <= size <= 1e12:
         small = "recipes/tiny_cpu.toml is a smaller one to start from" if size < SMALLEST else 'write it like "8B"'
-        raise ConfigError(f"a model of {text} parameters is outside what init can shape (20M to 1T)", hint=small)
+        raise ConfigError(
+            "cli.model-parameters-outside-what",
+            f"a model of {text} parameters is outside what init can shape (20M to 1T)",
+            hint=small,
+        )
     return size
 
 
@@ -125,7 +137,11 @@ def _read_tokens(text: str) -> int:
 
     tokens = parse_tokens(text)
     if tokens <= 0:
-        raise ConfigError(f"{text} tokens are nothing to train on", hint="leave --tokens out for 20 per parameter")
+        raise ConfigError(
+            "cli.tokens-nothing-train",
+            f"{text} tokens are nothing to train on",
+            hint="leave --tokens out for 20 per parameter",
+        )
     return tokens
 
 
@@ -158,7 +174,7 @@ def _write(
     seq_len: int, vocab: int | None, how: str,
 ) -> dict[str, Any]:  # fmt: skip
     from windlass.config.starter import data_text, default_name, holds_texts, recipe_text
-    from windlass.runs.files import write_whole
+    from windlass.files import write_atomic
 
     name = (_run_name(file.stem) if file else "") or default_name(size, cluster.name)
     target = file or Path(f"{name}.toml")
@@ -172,9 +188,9 @@ def _write(
         name, cluster, account, size, store_path, store, tokens, nodes, seq_len, vocab or (32_768 if texts else None)
     )
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(target, recipe_text(answers))
+    write_atomic(target, recipe_text(answers))
     if texts and data_file:
-        write_whole(data_file, data_text(name, texts, f"tokenizers/{name}/tokenizer.json", store_path or ""))
+        write_atomic(data_file, data_text(name, texts, f"tokenizers/{name}/tokenizer.json", store_path or ""))
     reasons = {"cluster": how, **reasons}
     return _result(target, data_file, answers, found, reasons, store is not None)
 
@@ -226,7 +242,7 @@ def _two_digits(value: float) -> int:
 def _shape(size: float, vocab: int | None) -> Any:
     from dataclasses import replace
 
-    from windlass.plan.budget import shape_near
+    from windlass.planner.budget import shape_near
 
     # Eight key/value heads, so that tensor parallelism up to 8 divides them; models that need none may have fewer.
     shape = shape_near(size, heads_multiple=8 if size >= 1e9 else 1)
@@ -245,7 +261,7 @@ def _open(path: str | None) -> Store | None:
 def _on_nodes(on: Any, cluster: Cluster, nodes: int | None) -> tuple[Answers, Plans, str]:
     """The given nodes, or as few (doubling) as finish within a month."""
     from windlass.config.starter import PATIENCE_DAYS
-    from windlass.plan.search import nowhere
+    from windlass.planner.search import nowhere
 
     if nodes is not None:
         found = _plan(on(nodes), cluster)
@@ -277,7 +293,7 @@ def _plan(answers: Answers, cluster: Cluster) -> Plans:
 
     from windlass.config import Recipe, check, validate
     from windlass.config.starter import recipe_text
-    from windlass.plan import plan
+    from windlass.planner import plan
 
     recipe = validate(Recipe, tomllib.loads(recipe_text(answers)), f"{answers.name}.toml")
     check(recipe)
@@ -292,7 +308,7 @@ def _result(
 ) -> dict[str, Any]:
     import shlex
 
-    from windlass.plan import plan_json
+    from windlass.planner import plan_json
 
     recipe, texts = shlex.quote(str(target)), shlex.quote(str(data_file))
     steps = [f"windlass plan {recipe}"]

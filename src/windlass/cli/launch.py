@@ -101,7 +101,9 @@ def _sbatch_words(words: list[str]) -> list[str]:
         key, equals, value = word.lstrip("-").partition("=")
         if not key:
             raise ConfigError(
-                f"--sbatch {word!r} names no option", hint="write --sbatch exclude=nid001234 or --sbatch hold"
+                "cli.sbatch-names-option",
+                f"--sbatch {word!r} names no option",
+                hint="write --sbatch exclude=nid001234 or --sbatch hold",
             )
         made.append(f'launch.sbatch.{key}="{value}"' if equals else f"launch.sbatch.{key}=true")
     return made
@@ -231,6 +233,7 @@ def jobs(
         found = open_run(run)
         if not found.jobs_file.exists():
             raise RunError(
+                "cli.jobs-launched",
                 f"{found.path} has no jobs: it was not launched",
                 hint="`windlass launch RECIPE` submits one; `windlass watch` shows a run that trains here",
             )
@@ -430,4 +433,6 @@ def link(
     if action == "next":
         chain.follow(found, me, job)
         return
-    raise ConfigError(f"{action!r} is not before, after or next", hint="this command is for job scripts")
+    raise ConfigError(
+        "cli.before-after-next", f"{action!r} is not before, after or next", hint="this command is for job scripts"
+    )

@@ -13,9 +13,9 @@ import typer
 if TYPE_CHECKING:
     from windlass.clusters import Cluster
     from windlass.config import Recipe
-    from windlass.plan.explain import Why
-    from windlass.plan.search import Plans
-    from windlass.plan.task import Task
+    from windlass.planner.explain import Why
+    from windlass.planner.search import Plans
+    from windlass.planner.task import Task
 
 
 NARROW = 100
@@ -61,7 +61,9 @@ def plan(
 
     if rows_out is not None and score is None:
         raise ConfigError(
-            "--rows-out needs --score FILE.csv", hint="windlass plan --score FILE.csv --rows-out rows.csv"
+            "cli.rows-out-needs-score",
+            "--rows-out needs --score FILE.csv",
+            hint="windlass plan --score FILE.csv --rows-out rows.csv",
         )
     if score is not None:
         _score(score, rows_out, as_json)
@@ -71,6 +73,7 @@ def plan(
         return
     if recipe is None:
         raise ConfigError(
+            "cli.recipe",
             "which recipe?",
             hint="windlass plan recipes/gptnl_8b_snellius.toml, or --score FILE.csv, or --calibrate RUN",
         )
@@ -100,10 +103,10 @@ def _plan(
     as_json: bool,
 ) -> None:
     from windlass.cli.output import console, print_json
-    from windlass.plan import plan as make
-    from windlass.plan.explain import why as explain
-    from windlass.plan.record import plans_json, why_json
-    from windlass.plan.search import nowhere
+    from windlass.planner import plan as make
+    from windlass.planner.explain import why as explain
+    from windlass.planner.record import plans_json, why_json
+    from windlass.planner.search import nowhere
 
     found = make(recipe, cluster, nodes=nodes, top=top or (None if as_json else 8))
     answer = None if why is None else explain(found, why)
@@ -123,8 +126,8 @@ def _plan(
 
 def _page(found: Plans, recipe: Recipe, cluster: Cluster, path: Path) -> None:
     from windlass.figures import save_page
-    from windlass.plan.page import plan_page
-    from windlass.plan.scaling import node_counts, scaling
+    from windlass.planner.page import plan_page
+    from windlass.planner.scaling import node_counts, scaling
 
     counts = node_counts(found.task.nodes, cluster.nodes)
     save_page(path, plan_page(found, scaling(recipe, cluster, counts), scaling(recipe, cluster, counts, weak=True)))
@@ -133,8 +136,8 @@ def _page(found: Plans, recipe: Recipe, cluster: Cluster, path: Path) -> None:
 def _print(found: Plans) -> None:
     from windlass.cli.output import console, table
     from windlass.cost.params import count
-    from windlass.plan.page import carbon, days_words
-    from windlass.plan.search import GIB
+    from windlass.planner.page import carbon, days_words
+    from windlass.planner.search import GIB
     from windlass.units import print_joules, print_tokens
 
     task, best = found.task, found.best
@@ -170,9 +173,9 @@ def _print(found: Plans) -> None:
 
 
 def _footnotes(found: Plans) -> list[str]:
-    from windlass.plan.page import amount, carbon
-    from windlass.plan.record import mfu_words
-    from windlass.plan.search import GIB, TIE
+    from windlass.planner.page import amount, carbon
+    from windlass.planner.record import mfu_words
+    from windlass.planner.search import GIB, TIE
 
     task, best = found.task, found.best
     grid = task.grid
@@ -229,7 +232,7 @@ def _here(task: Task) -> list[str]:
 
 def _print_why(found: Plans, answer: Why) -> None:
     from windlass.cli.output import console, table
-    from windlass.plan.search import GIB
+    from windlass.planner.search import GIB
 
     out = console()
     out.print(f"{answer.asked} -> {answer.choice.words()}: {answer.verdict}")
@@ -264,7 +267,7 @@ def _cell(terms: dict[str, float], name: str, scale: float) -> str:
 
 def _score(path: Path, rows_out: Path | None, as_json: bool) -> None:
     from windlass.cli.output import print_json
-    from windlass.plan import score
+    from windlass.planner import score
 
     result = score.score_rows(_counted(score.iterate_rows(path)))
     if rows_out is not None:
@@ -370,9 +373,11 @@ def _calibrate(folders: list[str], cluster: str | None, as_json: bool) -> None:
 
     if not folders:
         raise ConfigError(
-            "--calibrate needs at least one run or sweep folder", hint="windlass plan --calibrate runs/my-sweep"
+            "cli.calibrate-needs-least-one",
+            "--calibrate needs at least one run or sweep folder",
+            hint="windlass plan --calibrate runs/my-sweep",
         )
-    from windlass.plan import calibrate
+    from windlass.planner import calibrate
 
     result: Any = calibrate.calibrate([Path(f) for f in folders], cluster=cluster)
     if as_json:
@@ -389,6 +394,7 @@ def _trace(recipe: Recipe, cluster: Cluster, nodes: int | None, as_json: bool) -
         import torch  # noqa: F401
     except ModuleNotFoundError:
         raise PlanError(
+            "cli.trace-runs-real-training",
             "--trace runs the real training step and needs PyTorch, which is not installed",
             hint="pip install 'windlass[train]'; the plan itself needs no torch",
         ) from None
@@ -396,10 +402,11 @@ def _trace(recipe: Recipe, cluster: Cluster, nodes: int | None, as_json: bool) -
         run: Any = import_module("windlass.train.trace").trace
     except ModuleNotFoundError:
         raise PlanError(
+            "cli.trace-part-installation-windlass",
             "--trace is not part of this installation (windlass.train.trace is missing)",
             hint="install windlass with its training engine",
         ) from None
-    from windlass.plan import fill_recipe
+    from windlass.planner import fill_recipe
 
     reason = None
     if recipe.layout is None:

@@ -118,7 +118,9 @@ def _mode(text: str) -> Any:
     try:
         return Mode(text)
     except ValueError:
-        raise ConfigError(f"--mode {text} is unknown", hint="choose fixed (the default) or tb") from None
+        raise ConfigError(
+            "cli.mode-unknown", f"--mode {text} is unknown", hint="choose fixed (the default) or tb"
+        ) from None
 
 
 def _one_target(targets: Sequence[Path], step: int | None) -> Target:
@@ -131,6 +133,7 @@ def _one_target(targets: Sequence[Path], step: int | None) -> Target:
         return need_traces(found[0])
     if any(t.run is not None for t in found):
         raise ProfileError(
+            "cli.profile-takes-one-run",
             "`profile` takes one run, or the trace files of one job",
             hint="windlass compare RUN RUN puts runs side by side",
         )
@@ -154,13 +157,14 @@ def _ask_now(
     from windlass.runs import open_run
 
     if len(targets) != 1:
-        raise ProfileError("--now asks one live run", hint="windlass profile RUN --now")
+        raise ProfileError("cli.now-asks-one-live", "--now asks one live run", hint="windlass profile RUN --now")
     run = open_run(targets[0])
     request = ask(run, steps=steps, ranks=_ranks(ranks), shapes=shapes, stacks=stacks, memory=memory)
     if not quiet:
         console().print(f"asked {run.name} for a trace of {steps} steps; waiting up to {wait:g} s")
     if not wait_for_trace(run, request, wait):
         raise ProfileError(
+            "cli.written-trace-within-s",
             f"{run.name} has written no trace within {wait:g} s",
             hint=f"the request stays in {run.requests}; steps may be long: look again later with `windlass profile {run.name}`",
         )
@@ -174,7 +178,9 @@ def _ranks(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--ranks {text} is no list of ranks", hint="write it like 0,8,16, or all") from None
+        raise ConfigError(
+            "cli.ranks-list-ranks", f"--ranks {text} is no list of ranks", hint="write it like 0,8,16, or all"
+        ) from None
 
 
 @contextmanager
@@ -267,9 +273,13 @@ def _comparison(
     from windlass.profile.runs import LOSS_TOLERANCE, compare_runs
 
     if len(targets) < 2:
-        raise ProfileError("compare needs at least two runs or traces", hint="windlass compare BASELINE EXPERIMENT")
+        raise ProfileError(
+            "cli.compare-needs-least-two",
+            "compare needs at least two runs or traces",
+            hint="windlass compare BASELINE EXPERIMENT",
+        )
     if sort not in SORTS:
-        raise ConfigError(f"--sort {sort} is unknown", hint=f"choose one of {', '.join(SORTS)}")
+        raise ConfigError("cli.sort-unknown", f"--sort {sort} is unknown", hint=f"choose one of {', '.join(SORTS)}")
     found = [find_target(t) for t in targets]
     runs = [t.run for t in found if t.run is not None]
     chosen = _mode(mode)
@@ -288,6 +298,7 @@ def _comparison(
     if not jobs and compared is None:
         bare = ", ".join(t.label for t in found if not t.traces)
         raise ProfileError(
+            "cli.without-traces-only-runs",
             f"without traces only runs can be compared with runs ({bare} has none)",
             hint="give run folders on both sides, or traces on both",
         )

@@ -70,7 +70,7 @@ def _folders(runs: list[Path]) -> list[Run]:
         inside = find_runs(path) if path.is_dir() and not (path / "config.json").is_file() else []
         found += inside or ([] if (path / "sweep.json").is_file() else [open_run(path)])
     if not runs:
-        raise RunError("no run folder was named", hint="windlass report runs/NAME")
+        raise RunError("cli.run-folder-named", "no run folder was named", hint="windlass report runs/NAME")
     return list({run.path.resolve(): run for run in found}.values())
 
 

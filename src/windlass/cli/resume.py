@@ -76,6 +76,7 @@ def _refuse_finished(run: Run) -> None:
     if finished(run):
         last = [e for e in run.events() if e["event"] == "finished"][-1]
         raise RunError(
+            "cli.finished-step-tokens",
             f"{run.path} is finished (step {last.get('step')}, {last.get('tokens'):,} tokens)",
             hint=f"to train further give it more: windlass resume {run.path} train.steps=... (or data.tokens=...)",
         )

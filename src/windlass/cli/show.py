@@ -35,7 +35,9 @@ def show(
         print_json(schema_of())
         return
     if recipe is None:
-        raise ConfigError("which recipe?", hint="windlass show recipes/tiny_cpu.toml, or windlass show --schema")
+        raise ConfigError(
+            "cli.recipe", "which recipe?", hint="windlass show recipes/tiny_cpu.toml, or windlass show --schema"
+        )
     loaded = load_recipe(recipe, overrides or ())
     rows = [v for v in values(loaded) if all_values or v.origin != "default"]
     if as_json:

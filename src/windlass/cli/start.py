@@ -127,7 +127,7 @@ def _kind(path: Path) -> str | None:
 
 
 def _stores(folder: Path) -> dict[str, int]:
-    from windlass.runs.files import read_json
+    from windlass.files import read_json
 
     found = {}
     for pattern in ("*/manifest.json", "data/*/manifest.json", "runs/*/data/manifest.json"):

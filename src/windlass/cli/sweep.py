@@ -191,7 +191,7 @@ def _ranked_by(work: Work, rows: Sequence[dict[str, Any]], key: str | None) -> W
 
     there = numbers(rows)
     if any(row.get("outcome") == "ok" for row in rows) and key not in there:
-        raise ConfigError(f"--rank-by {key}: no point has such a number", hint=f"columns with numbers: {', '.join(there) or 'none'}")  # fmt: skip
+        raise ConfigError("cli.rank-point-such-number", f"--rank-by {key}: no point has such a number", hint=f"columns with numbers: {', '.join(there) or 'none'}")  # fmt: skip
     return replace(work, loaded=replace(work.loaded, sweep=with_goal(work.sweep, key)))
 
 

@@ -62,7 +62,7 @@ def _with_layout(loaded: Loaded, where: Any, devices: int | None) -> tuple[Loade
         return loaded, ""
     from dataclasses import replace
 
-    from windlass.plan.search import fill_recipe
+    from windlass.planner.search import fill_recipe
 
     recipe, reason = fill_recipe(loaded.recipe, _here(loaded, where, devices), nodes=where.nodes)
     return replace(loaded, recipe=recipe), f"layout: {reason}"
@@ -72,7 +72,7 @@ def _here(loaded: Loaded, where: Any, devices: int | None) -> Cluster:
     """The recipe's cluster with as many devices per node as this job really uses."""
     from windlass.clusters import load_cluster
     from windlass.clusters.here import with_gpus
-    from windlass.plan.search import on_devices
+    from windlass.planner.search import on_devices
 
     used = devices if devices is not None and where.source == "single" else where.local_world_size
     file = load_cluster(loaded.recipe.cluster)
@@ -85,7 +85,7 @@ def _keep_plan(run: Run, loaded: Loaded, where: Any, devices: int | None) -> Non
     import contextlib
 
     from windlass.errors import WindlassError
-    from windlass.plan import plan, write_plan
+    from windlass.planner import plan, write_plan
 
     if "WINDLASS_LOCKED" in os.environ:  # a worker: its supervisor has done it
         return
@@ -161,6 +161,7 @@ def _in_our_words(error: Exception, run: Run) -> Exception:
         return error
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return WindlassError(
+        "cli.another-worker-went-away",
         f"another worker went away while this one waited for it ({first[:160]})",
         hint=f"what that worker knows of it is in {run.ranks}; the run goes on from its last checkpoint when it is started again",
     )
@@ -177,6 +178,7 @@ def _wait_for_run(folder: Path, seconds: float = 60.0) -> Run:
     while not (folder / "config.json").is_file():
         if time.monotonic() > end:
             raise RunError(
+                "cli.rank-made-run-folder",
                 f"rank 0 has made no run folder {folder} within {seconds:.0f} s",
                 hint="is the folder on a file system that all nodes share?",
             )

@@ -41,7 +41,7 @@ def load_cluster(name: str) -> Cluster:
     """The shipped file with the user's file of the same name laid over it, checked."""
     shipped, mine = SHIPPED / f"{name}.toml", user_folder() / f"{name}.toml"
     if not shipped.is_file() and not mine.is_file():
-        raise ConfigError(f"unknown cluster {name!r}", hint=_meant(name))
+        raise ConfigError("clusters.unknown-cluster", f"unknown cluster {name!r}", hint=_meant(name))
     raw: dict[str, Any] = tomllib.loads(shipped.read_text()) if shipped.is_file() else {}
     if mine.is_file():
         raw = _overlay(raw, read_toml(mine)[0])
@@ -52,6 +52,7 @@ def load_cluster(name: str) -> Cluster:
     problems = lint(cluster)
     if problems:
         raise ConfigError(
+            "clusters.cluster",
             f"cluster {name}: " + "; ".join(problems),
             hint="two ranks on one core run at half speed without a message: correct the file",
         )
@@ -79,7 +80,9 @@ def load_device(name: str) -> Device:
     if name not in known:
         near = get_close_matches(name, known, n=3, cutoff=0.3) or sorted(known)
         raise ConfigError(
-            f"unknown device {name!r}", hint=f"known: {', '.join(near)}; add yours to {user_folder()}/devices.toml"
+            "clusters.unknown-device",
+            f"unknown device {name!r}",
+            hint=f"known: {', '.join(near)}; add yours to {user_folder()}/devices.toml",
         )
     return known[name]
 

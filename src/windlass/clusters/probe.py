@@ -78,13 +78,18 @@ def probe(cluster: Cluster | None = None, ask: Ask | None = None) -> Probe:
     """Ask the scheduler of this machine. Without a cluster: the one whose host name patterns fit."""
     if ask is None and shutil.which("sinfo") is None:
         raise LaunchError(
+            "clusters.slurm-machine-sinfo-path",
             "there is no SLURM on this machine (sinfo is not on the PATH)",
             hint="run the probe on a login node of the cluster",
         )
     cluster = cluster or recognise()
     raw = {name: (ask or _ask)(words) for name, words in COMMANDS.items()}
     if raw["sinfo"] is None:
-        raise LaunchError("sinfo gave no answer", hint="the controller may be away: try again in some minutes")
+        raise LaunchError(
+            "clusters.sinfo-gave-answer",
+            "sinfo gave no answer",
+            hint="the controller may be away: try again in some minutes",
+        )
     tools = tuple(tool for tool in TOOLS if shutil.which(tool))
     return Probe(cluster.name, socket.gethostname(), tuple(compare(cluster, raw)), tools, raw)
 
@@ -97,6 +102,7 @@ def recognise() -> Cluster:
         if any(fnmatch(host, pattern) for pattern in known.hostname_patterns for host in names):
             return known
     raise LaunchError(
+        "clusters.cluster-file-knows-host",
         f"no cluster file knows the host {names[1]}",
         hint=f"name one: windlass clusters NAME --probe ({', '.join(cluster_names())})",
     )

@@ -40,17 +40,23 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"there is no file {path}", hint=missing_hint(path)) from None
+        raise ConfigError("config.file", f"there is no file {path}", hint=missing_hint(path)) from None
     except IsADirectoryError:
-        raise ConfigError(f"{path} is a folder, not a TOML file", hint="name the file itself") from None
+        raise ConfigError(
+            "config.folder-toml-file", f"{path} is a folder, not a TOML file", hint="name the file itself"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path} cannot be read: {error}", hint="a recipe is a UTF-8 text file that you may read"
+            "config.cannot-read",
+            f"{path} cannot be read: {error}",
+            hint="a recipe is a UTF-8 text file that you may read",
         ) from None
     try:
         return tomllib.loads(text), text
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}", hint=_syntax_hint(text, str(error))) from None
+        raise ConfigError(
+            "config.valid-toml", f"{path} is not valid TOML: {error}", hint=_syntax_hint(text, str(error))
+        ) from None
 
 
 def _syntax_hint(text: str, message: str) -> str:
@@ -68,7 +74,9 @@ def parse_override(word: str) -> tuple[tuple[str, ...], Any]:
     key, equals, value = word.partition("=")
     parts = tuple(part.strip() for part in key.split("."))
     if not equals or not all(parts):
-        raise ConfigError(f"{word!r} is not an override", hint="write key=value, for example layout.micro_batch=4")
+        raise ConfigError(
+            "config.override", f"{word!r} is not an override", hint="write key=value, for example layout.micro_batch=4"
+        )
     try:
         return parts, tomllib.loads(f"v = {value}")["v"]
     except tomllib.TOMLDecodeError:
@@ -81,7 +89,7 @@ def apply_override(raw: dict[str, Any], parts: Sequence[str], value: Any) -> Non
     for part in parts[:-1]:
         inner = table.setdefault(part, {})
         if not isinstance(inner, dict):
-            raise ConfigError(f"{'.'.join(parts)}: {part} is a value, not a table")
+            raise ConfigError("config.value-table", f"{'.'.join(parts)}: {part} is a value, not a table")
         table = inner
     if value == "none" and parts[-1] in ("layout",):
         table.pop(parts[-1], None)
@@ -129,10 +137,12 @@ def validate(model: type[T], raw: Mapping[str, Any], where: str) -> T:
         wanted, kind = KINDS.get(model.__name__), kind_of(raw)
         if wanted and kind and kind != wanted:  # a list of every key that is wrong would hide the one mistake
             raise ConfigError(
-                f"{where} is {CALLED[kind]}, not {CALLED[wanted]}", hint=f"{TAKEN_BY[kind]}; {TAKEN_BY[wanted]}"
+                "config.failed",
+                f"{where} is {CALLED[kind]}, not {CALLED[wanted]}",
+                hint=f"{TAKEN_BY[kind]}; {TAKEN_BY[wanted]}",
             ) from None
         problems = [_problem(model, item) for item in error.errors()]
-        raise ConfigError(_listing(where, problems), hint=_every_key(model)) from None
+        raise ConfigError("config.failed", _listing(where, problems), hint=_every_key(model)) from None
 
 
 def _every_key(model: type[BaseModel]) -> str:
@@ -189,7 +199,9 @@ def check(recipe: Recipe) -> None:
     """Rules that span several keys; changes nothing and lists every problem."""
     problems = list(_cross_problems(recipe))
     if problems:
-        raise ConfigError(_listing(recipe.name, problems), hint="each line names the keys that disagree")
+        raise ConfigError(
+            "config.failed", _listing(recipe.name, problems), hint="each line names the keys that disagree"
+        )
 
 
 def _cross_problems(recipe: Recipe) -> Iterator[str]:

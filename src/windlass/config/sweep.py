@@ -106,7 +106,9 @@ def load_sweep(path: Path | str) -> LoadedSweep:
     sweep = validate(SweepConfig, raw, str(path))
     if problems := problems_of(sweep):
         lines = "\n".join(f"  {p}" for p in problems)
-        raise ConfigError(f"{path}: {len(problems)} problem{'s' * (len(problems) > 1)}\n{lines}", hint=HINT)
+        raise ConfigError(
+            "config.problem", f"{path}: {len(problems)} problem{'s' * (len(problems) > 1)}\n{lines}", hint=HINT
+        )
     return LoadedSweep(with_goal(sweep), text, path, _base(sweep, path))
 
 

@@ -19,7 +19,11 @@ DEFAULT: Convention = "6N+attention"
 def per_token(shape: Shape, seq_len: int, convention: Convention = DEFAULT) -> float:
     """Model FLOPs of one token, forward and backward. N leaves out the input embedding (a look-up) and counts the head, tied or not."""
     if convention not in get_args(Convention):
-        raise ConfigError(f"unknown FLOPs convention {convention!r}", hint=f"one of: {', '.join(get_args(Convention))}")
+        raise ConfigError(
+            "cost.unknown-flops-convention",
+            f"unknown FLOPs convention {convention!r}",
+            hint=f"one of: {', '.join(get_args(Convention))}",
+        )
     base = 6.0 * count(shape).active
     if convention == "6N":
         return base

@@ -111,18 +111,21 @@ def shape_of(model: ModelConfig) -> Shape:
     missing = [key for key in ("layers", "width", "heads", "vocab") if getattr(model, key) is None]
     if missing:
         raise ConfigError(
+            "cost.model-given-model-size",
             f"model: {', '.join(missing)} not given, so the {model.family} model has no size",
             hint="give layers, width, heads and vocab (ffn, kv_heads and head_dim have defaults)",
         )
     assert model.layers and model.width and model.heads and model.vocab
     if model.head_dim is None and model.width % model.heads:
         raise ConfigError(
+            "cost.model-width-divisible-model",
             f"model.width ({model.width}) is not divisible by model.heads ({model.heads})",
             hint=f"the nearest width that is: {round(model.width / model.heads) * model.heads}",
         )
     kv_heads = model.kv_heads or model.heads
     if model.heads % kv_heads:
         raise ConfigError(
+            "cost.model-heads-multiple-model",
             f"model.heads ({model.heads}) is not a multiple of model.kv_heads ({kv_heads})",
             hint="each key/value head serves the same number of query heads",
         )
@@ -147,7 +150,9 @@ def shape_of(model: ModelConfig) -> Shape:
 def _shape_of_hf(model: ModelConfig) -> Shape:
     if model.config is None:
         raise ConfigError(
-            "model.config is not given", hint='family = "hf" needs the folder or file of a Hugging Face config.json'
+            "cost.model-config-given",
+            "model.config is not given",
+            hint='family = "hf" needs the folder or file of a Hugging Face config.json',
         )
     path = Path(model.config)
     path = path / "config.json" if path.is_dir() else path
@@ -155,7 +160,9 @@ def _shape_of_hf(model: ModelConfig) -> Shape:
         raw: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model.config: cannot read {path}: {error}", hint="give a folder with config.json, or the file"
+            "cost.model-config-cannot-read",
+            f"model.config: cannot read {path}: {error}",
+            hint="give a folder with config.json, or the file",
         ) from error
     return shape_of_hf_config(raw)
 
@@ -169,7 +176,9 @@ def shape_of_hf_config(raw: dict[str, Any]) -> Shape:
                 return int(raw[name])
         if default is None:
             raise ConfigError(
-                f"config.json has none of {', '.join(names)}", hint="the planner cannot count this model's parameters"
+                "cost.config-json-none",
+                f"config.json has none of {', '.join(names)}",
+                hint="the planner cannot count this model's parameters",
             )
         return default
 

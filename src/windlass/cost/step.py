@@ -187,7 +187,11 @@ def sustained_tflops(device: Device, precision: str = "bf16", constants: Constan
     c = constants or DEFAULTS
     peak = device.peak_tflops
     if peak is None or device.bf16_tflops is None:
-        raise PlanError(f"the matrix rate of {device.name} is unknown", hint="give bf16_tflops in devices.toml")
+        raise PlanError(
+            "cost.matrix-rate-unknown",
+            f"the matrix rate of {device.name} is unknown",
+            hint="give bf16_tflops in devices.toml",
+        )
     if precision == "fp32":
         return (device.fp32_tflops or peak / 16) * c.matmul
     rate = min(c.matmul * peak, _power_limited(device, c))
@@ -211,9 +215,14 @@ def _power_limited(device: Device, c: Constants) -> float:
 
 def _rates(device: Device, links: Links, per_node: int, work: Work, c: Constants, layout: Degrees) -> _Rates:
     if device.bandwidth_gbs is None:
-        raise PlanError(f"the memory bandwidth of {device.name} is unknown", hint="give bandwidth_gbs in devices.toml")
+        raise PlanError(
+            "cost.memory-bandwidth-unknown",
+            f"the memory bandwidth of {device.name} is unknown",
+            hint="give bandwidth_gbs in devices.toml",
+        )
     if layout.devices > per_node and links.inter_gbs_per_node is None:
         raise PlanError(
+            "cost.devices-need-nodes-but",
             f"{layout.devices} devices need {-(-layout.devices // per_node)} nodes, but the network of this cluster is unknown",
             hint="give links.inter_gbs_per_node in the cluster file",
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from windlass.config.sources import DataFile, Source
 from windlass.errors import DataError
-from windlass.runs.files import write_whole
+from windlass.files import write_atomic
 
 _SKIP = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 
@@ -34,7 +34,11 @@ def gather(out_dir: Path | str, max_bytes: int = 4_000_000) -> dict[str, Gathere
     out = Path(out_dir)
     library = Path(sysconfig.get_paths()["stdlib"])
     if max_bytes < 1:
-        raise DataError(f"a corpus of {max_bytes} bytes is empty", hint="1 MB is enough to see a loss fall")
+        raise DataError(
+            "data.corpus-bytes-empty",
+            f"a corpus of {max_bytes} bytes is empty",
+            hint="1 MB is enough to see a loss fall",
+        )
     version = ".".join(sysconfig.get_python_version().split(".")[:2])
     code = list(_limited(_sources(library), int(max_bytes * 0.6)))
     docs = list(_limited(_docstrings(library), max_bytes - sum(len(t.encode()) for _, t in code)))
@@ -51,7 +55,9 @@ def gather(out_dir: Path | str, max_bytes: int = 4_000_000) -> dict[str, Gathere
 def _files(library: Path) -> Iterator[Path]:
     if not library.is_dir():
         raise DataError(
-            f"Python's library is not at {library}", hint="the demo corpus needs a Python installed with its sources"
+            "data.python-s-library",
+            f"Python's library is not at {library}",
+            hint="the demo corpus needs a Python installed with its sources",
         )
     for path in sorted(library.rglob("*.py")):
         if not _SKIP & set(path.relative_to(library).parts):
@@ -104,7 +110,7 @@ def _limited(texts: Iterator[tuple[str, str]], limit: int) -> Iterator[tuple[str
 
 def _write(file: Path, name: str, texts: list[tuple[str, str]], language: str, origin: str) -> Gathered:
     lines = "".join(json.dumps({"id": key, "text": text}, ensure_ascii=False) + "\n" for key, text in texts)
-    write_whole(file, lines)
+    write_atomic(file, lines)
     return Gathered(name, file, len(texts), sum(len(text.encode()) for _, text in texts), language, "PSF-2.0", origin)
 
 

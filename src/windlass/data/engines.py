@@ -26,7 +26,7 @@ from windlass.data.tokenizer import (
     parse_json,
 )
 from windlass.errors import DataError
-from windlass.runs.files import write_whole
+from windlass.files import write_atomic
 
 Flat = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
 ORDER = ("gigatoken", "fastokens", "tiktoken", "tokenizers", "sentencepiece")
@@ -103,6 +103,7 @@ def choose(
 def _choose(tokenizer: Tokenizer, wanted: str, specials: bool, sample: Sequence[str], cache: Path | None) -> Choice:
     if specials and (tokenizer.kind == "tekken" or isinstance(tokenizer, SentencePieceTokenizer)):
         raise DataError(
+            "data.special-tokens-parse-possible",
             f'special_tokens = "parse" is not possible with {tokenizer.path}: a {tokenizer.kind} tokenizer never reads them from text',
             hint="use the model's tokenizer.json, which does, or leave special_tokens out",
         )
@@ -124,6 +125,7 @@ def _choose(tokenizer: Tokenizer, wanted: str, specials: bool, sample: Sequence[
         refused.append(f"{name}: {difference}")
     listed = "\n  ".join(refused or [f"{name} cannot read a {tokenizer.kind} tokenizer" for name in names])
     raise DataError(
+        "data.engine-can-used",
         f"no engine can be used for {tokenizer.path}:\n  {listed}",
         hint='pip install "windlass[data]", or choose engine = "auto" in the data file',
     )
@@ -154,7 +156,7 @@ def _differs(engine: Engine, tokenizer: Tokenizer, specials: bool, sample: Seque
         child.kill()
     child.join()
     if isinstance(answer, tuple):
-        raise DataError(answer[0], hint=answer[1])
+        raise DataError("data.failed", answer[0], hint=answer[1])
     return answer  # type: ignore[no-any-return]
 
 
@@ -192,15 +194,17 @@ def _converted(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> str:
     if isinstance(tokenizer, JsonTokenizer):
         return str(tokenizer.path)
     if specials:
-        raise DataError('special_tokens = "parse" needs a tokenizers JSON or the tiktoken engine')
+        raise DataError(
+            "data.special-tokens-parse-needs", 'special_tokens = "parse" needs a tokenizers JSON or the tiktoken engine'
+        )
     if cache is None:
-        raise DataError("needs a folder for the converted tokenizer")
+        raise DataError("data.needs-folder-converted-tokenizer", "needs a folder for the converted tokenizer")
     file = cache / f"tokenizer-{tokenizer.hash[:16]}.json"
     if not file.is_file():
         text = tokenizer.engine_json()
         if text is None:
             raise UnsuitedError(f"cannot read a {tokenizer.kind} tokenizer")
-        write_whole(file, text)
+        write_atomic(file, text)
     return str(file)
 
 

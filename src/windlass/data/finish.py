@@ -29,7 +29,7 @@ from windlass.data.store import CHECKSUMS, FILES, KIND, LEDGER, MANIFEST, REJECT
 from windlass.data.tokenizer import Tokenizer
 from windlass.data.work import SPLITS, Job, cores, stay_with_parent, write_all
 from windlass.errors import DataError
-from windlass.runs.files import append_line, read_json, read_lines, write_json, write_whole
+from windlass.files import append_line, read_json, read_json_lines, write_atomic, write_json
 
 TERMS = ("language", "licence", "origin", "consent", "kind", "collected", "crawler", "opt_out", "notes")
 """What a data file says of a source that changes no token: it may be said better later."""
@@ -131,7 +131,7 @@ def write_shards(
 ) -> dict[str, list[dict[str, Any]]]:
     """Join a source's pieces into shards, several at a time; returns the manifest's entries, with the checksums of their stretches."""
     book = job.folder / _BOOK
-    ready = {line["file"]: line for line in read_lines(book)}
+    ready = {line["file"]: line for line in read_json_lines(book)}
     groups = {
         f"{source}-{split}-{number:05d}.bin": (split, group)
         for split in SPLITS
@@ -165,7 +165,7 @@ def forget_joined(work: Path, target: Path, kept: Mapping[str, Any] | None) -> N
     """Undo what a stopped run had joined out of other pieces than are wanted now; what the manifest `kept` lists stays."""
     sources = kept["sources"] if kept else {}
     listed = {shard["file"] for source in sources.values() for shards in source["shards"].values() for shard in shards}
-    made = [line["file"] for line in read_lines(work / _BOOK) if line["file"] not in listed]
+    made = [line["file"] for line in read_json_lines(work / _BOOK) if line["file"] not in listed]
     for name in (_BOOK, "duplicates.npz", "removed.json"):
         (work / name).unlink(missing_ok=True)
     for name in made:
@@ -173,7 +173,7 @@ def forget_joined(work: Path, target: Path, kept: Mapping[str, Any] | None) -> N
         (target / name).with_suffix(".idx").unlink(missing_ok=True)
     for name in (FILES, REJECTS) if kept else ():
         if (target / name).is_file() and (before := _lines_of(target / name, sources)) != (target / name).read_bytes():
-            write_whole(target / name, before)
+            write_atomic(target / name, before)
 
 
 Todo = list[tuple[str, list[Part]]]
@@ -210,7 +210,9 @@ def _heard(connection: Connection, team: dict[Connection, Any]) -> Iterator[dict
         message = connection.recv()
     except EOFError:
         raise DataError(
-            "a process that joined pieces died", hint="run the same command again: nothing is lost"
+            "data.process-joined-pieces-died",
+            "a process that joined pieces died",
+            hint="run the same command again: nothing is lost",
         ) from None
     if isinstance(message, Exception):
         raise message
@@ -287,7 +289,7 @@ def _join_part(file: Any, part: Part, dtype: np.dtype[Any]) -> list[Any]:
     """Append a piece's tokens; [bytes, checksum] of what was appended."""
     size = part.facts["tokens"] * dtype.itemsize
     if part.path.stat().st_size < size:
-        raise DataError(f"{part.path} was cut", hint=f"remove {part.path.parent.parent} and run again")
+        raise DataError("data.cut", f"{part.path} was cut", hint=f"remove {part.path.parent.parent} and run again")
     if len(part.dropped) == 0:
         with part.path.open("rb") as piece:
             _copy(piece.fileno(), file.fileno(), size)
@@ -312,7 +314,11 @@ def _copy(source: int, target: int, size: int) -> None:
     while left and (block := os.read(source, min(left, 1 << 20))):
         left -= os.write(target, block)
     if left:
-        raise DataError(f"{left:,} bytes of a piece could not be read", hint="run the same command again")
+        raise DataError(
+            "data.bytes-piece-could-read",
+            f"{left:,} bytes of a piece could not be read",
+            hint="run the same command again",
+        )
 
 
 # -- accounts ------------------------------------------------------------------------------------------------------
@@ -373,6 +379,7 @@ def _balance(total: dict[str, Any]) -> None:
     spent = sum(total["out"].values()) + sum(total["rejected"].values()) + sum(total["filtered"].values())
     if spent != total["documents"]:
         raise DataError(
+            "data.documents-but-accounted",
             f"{total['file']}: {total['documents']:,} documents in, but {spent:,} accounted for",
             hint="this is a fault in windlass; please report it",
         )
@@ -399,7 +406,7 @@ def reject_lines(job: Job, items: list[Item], journal: Mapping[Key, dict[str, An
     before: Counter[tuple[str, str]] = Counter()
     for item, chunk, line in ordered(items, journal):
         if line["rejects"]:
-            for reject in read_lines(job.piece(item.id, chunk, "rejects")):
+            for reject in read_json_lines(job.piece(item.id, chunk, "rejects")):
                 path = line["files"][reject["file"]]["file"]
                 yield {
                     "source": item.source,
@@ -502,7 +509,7 @@ def item_ids(job: Job, name: str) -> list[str]:
 def _write_lines(path: Path, lines: Iterator[dict[str, Any]], before: Collection[str]) -> None:
     """Write the lines behind those of the sources that the store had before; a second try gives the same."""
     new = b"".join(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in lines)
-    write_whole(path, _lines_of(path, before) + new)
+    write_atomic(path, _lines_of(path, before) + new)
 
 
 def _lines_of(path: Path, sources: Collection[str]) -> bytes:

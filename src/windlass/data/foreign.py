@@ -20,6 +20,7 @@ def open_foreign(path: Path) -> Store:
             return _store(path, kind, found)
     what = "does not exist" if not path.exists() else "is no token store"
     raise DataError(
+        "data.failed",
         f"{path} {what}",
         hint="a store is a folder written by `windlass tokenize`, or holds Megatron .bin/.idx, OLMo .npy or datatrove .ds files",
     )
@@ -62,11 +63,14 @@ def _megatron_shard(file: Path) -> Shard:
     binary, index = file.with_suffix(".bin"), megatron.read_index(file)
     if not binary.is_file():
         raise DataError(
-            f"{file} has no .bin beside it", hint="copy both files; a killed Megatron job leaves one without the other"
+            "data.bin-beside",
+            f"{file} has no .bin beside it",
+            hint="copy both files; a killed Megatron job leaves one without the other",
         )
     size = index.tokens * index.dtype.itemsize
     if binary.stat().st_size != size:
         raise DataError(
+            "data.bytes-index-says",
             f"{binary} has {binary.stat().st_size:,} bytes, its index says {size:,}",
             hint="the two files do not belong together, or one was cut",
         )
@@ -100,7 +104,11 @@ def _datatrove_width(file: Path) -> int:
             return int(width)
     if index.is_file() and (ends := np.fromfile(index, dtype="<u8")).size:
         return _width(file, int(ends[-1]))
-    raise DataError(f"{file}: bytes per token are not known", hint="keep the .ds.metadata or .ds.index file beside it")
+    raise DataError(
+        "data.bytes-per-token-known",
+        f"{file}: bytes per token are not known",
+        hint="keep the .ds.metadata or .ds.index file beside it",
+    )
 
 
 def _width(file: Path, tokens: int) -> int:
@@ -108,6 +116,7 @@ def _width(file: Path, tokens: int) -> int:
         if tokens * width == file.stat().st_size:
             return width
     raise DataError(
+        "data.bytes-neither-nor-each",
         f"{file} has {file.stat().st_size:,} bytes, which is neither 2 nor 4 for each of its {tokens:,} tokens",
         hint="the file was cut, or its index belongs to another",
     )
@@ -128,6 +137,7 @@ def _olmo_shard(file: Path) -> Shard:
     listing = file.with_suffix(".csv.gz")
     if not listing.is_file():
         raise DataError(
+            "data.header-beside",
             f"{file} has no header and no {listing.name} beside it",
             hint="OLMo's metadata file says how wide its tokens are: copy it too",
         )
@@ -148,5 +158,7 @@ def _olmo_end(listing: Path) -> tuple[int, int]:
 def _numpy_shard(file: Path) -> Shard:
     array: Any = np.load(file, mmap_mode="r")
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise DataError(f"{file} holds {array.dtype} of shape {array.shape}, not one row of token ids")
+        raise DataError(
+            "data.holds-shape-one-row", f"{file} holds {array.dtype} of shape {array.shape}, not one row of token ids"
+        )
     return Shard(file, array.shape[0], array.dtype, None, offset=array.offset)

@@ -93,6 +93,7 @@ def find_files(name: str, source: Source) -> list[InputFile]:
     if problems:
         shown = "\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else "")
         raise DataError(
+            "data.source-cannot-read",
             f"source {name!r} cannot be read:\n  {shown}",
             hint="relative paths start in the current folder; known kinds: .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .txt, save_to_disk folders",
         )

@@ -56,6 +56,7 @@ def samples(store: Store, count: int, *, chars: int = 600) -> list[dict[str, Any
     """`count` documents of each source, spread over it, as text; the same ones each time."""
     if store.tokenizer_file is None:
         raise DataError(
+            "data.does-say-tokenizer-made",
             f"{store.path} does not say which tokenizer it was made with",
             hint="samples can be decoded only for stores written by `windlass tokenize`",
         )

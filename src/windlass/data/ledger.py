@@ -26,6 +26,7 @@ def refuse_unlawful(sources: Iterable[Provenance], where: str) -> None:
     lines = [f"{name}: {' and '.join(missing)} missing" for name, missing in gaps.items() if missing]
     if lines:
         raise DataError(
+            "data.policy-lawful-refuses-sources",
             f'{where}: policy = "lawful" refuses {len(lines)} of {len(gaps)} sources:\n  ' + "\n  ".join(lines),
             hint="write licence and origin into the source's table of the data file, or leave the source out",
         )

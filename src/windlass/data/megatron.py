@@ -99,12 +99,14 @@ def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
         raw = file.read(HEADER.size)
     if len(raw) < HEADER.size or raw[:9] != MAGIC:
         raise DataError(
+            "data.megatron-index",
             f"{path} is not a Megatron index",
             hint="it should begin with MMIDIDX; was the file cut or is it of another format?",
         )
     _, version, code, sequences, marks = HEADER.unpack(raw)
     if version != 1 or code not in TYPES:
         raise DataError(
+            "data.version-number-type-known",
             f"{path}: version {version} with number type {code} is not known",
             hint="windlass reads version 1 with integer tokens",
         )
@@ -119,6 +121,7 @@ def read_index(path: Path) -> Index:
     needed = HEADER.size + 12 * sequences + 8 * marks
     if path.stat().st_size < needed:
         raise DataError(
+            "data.bytes-fewer-sequences",
             f"{path} has {path.stat().st_size:,} bytes, fewer than the {needed:,} of {sequences:,} sequences",
             hint="the file was cut",
         )

@@ -89,7 +89,7 @@ class Mixture:
         """(source number, window, pass) of each sequence."""
         wanted = np.asarray(indexes, dtype=np.int64)
         if wanted.size and int(wanted.min()) < 0:
-            raise DataError(f"sequence number {int(wanted.min())} is below 0")
+            raise DataError("data.sequence-number-below", f"sequence number {int(wanted.min())} is below 0")
         source, window, passed = np.empty_like(wanted), np.empty_like(wanted), np.empty_like(wanted)
         starts = np.array([phase.start for phase in self.phases], dtype=np.int64)
         phase_of = np.searchsorted(starts, wanted, side="right") - 1
@@ -173,6 +173,7 @@ def plan_phases(
     problems = [p for start, mix in (base, *stages) for p in _problems(mix, names, windows, start * seq_len, seq_len)]
     if problems:
         raise DataError(
+            "data.mix-does-fit-store",
             "the mix does not fit the store:\n  " + "\n  ".join(problems),
             hint=f"sources of the store: {', '.join(names)}",
         )
@@ -238,6 +239,7 @@ def refuse_repeats(report: Sequence[Passes]) -> None:
             f"{p.source}: {p.epochs:.2f} passes over {p.tokens:,} tokens, at most {p.limit:g} allowed" for p in over
         )
         raise DataError(
+            "data.run-would-repeat-sources",
             f"the run would repeat sources beyond their limit:\n  {lines}",
             hint="train on fewer tokens, lower the source's weight in data.mix, or raise its limit in data.epochs",
         )

@@ -92,7 +92,9 @@ def _need(package: str) -> Any:
         return importlib.import_module(package)
     except ImportError:
         raise DataError(
-            f"this input needs the package {package!r}, which is not installed", hint="pip install 'windlass[data]'"
+            "data.input-needs-package-installed",
+            f"this input needs the package {package!r}, which is not installed",
+            hint="pip install 'windlass[data]'",
         ) from None
 
 
@@ -333,6 +335,7 @@ def count_rows(file: InputFile) -> tuple[int, int]:
         return sum(batch.num_rows for batch in _arrow_batches(file.path)), file.size
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
+            "data.file",
             f"{file.path} is not a {file.format} file: {str(error).splitlines()[0]}",
             hint="was it cut, or is it of another format?",
         ) from None
@@ -366,7 +369,9 @@ def rows(file: InputFile, source: Source, utf8: str, start: int, stop: int | Non
             if low < high:
                 yield _texts(column.slice(low, high - low), source.field, utf8)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{file.path} cannot be read: {str(error).splitlines()[0]}", hint="was the file cut?") from None
+        raise DataError(
+            "data.cannot-read", f"{file.path} cannot be read: {str(error).splitlines()[0]}", hint="was the file cut?"
+        ) from None
 
 
 def _parquet_batches(path: str, field: str, start: int) -> Iterator[tuple[int, Any]]:
@@ -395,6 +400,7 @@ def _check_column(schema: Any, path: str, field: str) -> None:
     pyarrow = _need("pyarrow")
     if field not in schema.names:
         raise DataError(
+            "data.column",
             f"{path} has no column {field!r}",
             hint=f"it has {', '.join(schema.names)}: set `field` in the source's table",
         )
@@ -409,7 +415,9 @@ def _check_column(schema: Any, path: str, field: str) -> None:
         )
     ) and not str(kind).startswith("string_view"):
         raise DataError(
-            f"{path}: column {field!r} is {kind}, not text", hint="set `field` to the column that holds the text"
+            "data.column-text",
+            f"{path}: column {field!r} is {kind}, not text",
+            hint="set `field` to the column that holds the text",
         )
 
 

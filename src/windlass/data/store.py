@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from windlass.data import megatron
 from windlass.errors import DataError
-from windlass.runs.files import read_json
+from windlass.files import read_json
 
 KIND = "windlass-store"
 MANIFEST, LEDGER, CHECKSUMS, FILES, REJECTS = (
@@ -168,7 +168,7 @@ class TokenArray:
                 base = int(self.starts[shard])
                 return base + (int(ends[number - 1]) if number else 0), base + int(ends[number])
             number -= len(ends)
-        raise DataError(f"there is no document {number} beyond the last one")
+        raise DataError("data.document-beyond-last-one", f"there is no document {number} beyond the last one")
 
     def _array(self, number: int) -> Array:
         array = self._arrays[number]
@@ -187,6 +187,7 @@ class TokenArray:
 def _read_ends(shard: Shard) -> Ints:
     if shard.index is None:
         raise DataError(
+            "data.index-documents",
             f"{shard.file} has no index of its documents",
             hint="data.mask_documents needs a store whose documents are indexed",
         )
@@ -204,10 +205,13 @@ def map_array(path: Path, dtype: np.dtype[Any], count: int, offset: int = 0) -> 
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         raise DataError(
-            f"{path} is missing", hint="the store is incomplete: run `windlass tokenize` again, or copy it again"
+            "data.missing",
+            f"{path} is missing",
+            hint="the store is incomplete: run `windlass tokenize` again, or copy it again",
         ) from None
     if len(mapped) < offset + count * dtype.itemsize:
         raise DataError(
+            "data.bytes-fewer-tokens",
             f"{path} has {len(mapped):,} bytes, fewer than the {offset + count * dtype.itemsize:,} of its {count:,} tokens",
             hint="the file was cut: copy the store again, or run `windlass tokenize` again",
         )
@@ -245,7 +249,9 @@ class Store:
 
     def tokens(self, source: str, split: str = "train") -> TokenArray:
         if source not in self.shards:
-            raise DataError(f"{self.path} has no source {source!r}", hint=f"it has {', '.join(self.shards)}")
+            raise DataError(
+                "data.source", f"{self.path} has no source {source!r}", hint=f"it has {', '.join(self.shards)}"
+            )
         return TokenArray(list(self.shards[source].get(split, [])))
 
     def ledger(self) -> dict[str, Any]:
@@ -263,7 +269,9 @@ def open_store(path: Path | str) -> Store:
         return _open_ours(path)
     if (path / "work").is_dir():
         raise DataError(
-            f"{path} is not finished", hint="run the same `windlass tokenize` again: it does only what is missing"
+            "data.finished",
+            f"{path} is not finished",
+            hint="run the same `windlass tokenize` again: it does only what is missing",
         )
     from windlass.data.foreign import open_foreign
 
@@ -274,6 +282,7 @@ def _open_ours(path: Path) -> Store:
     manifest = read_json(path / MANIFEST)
     if manifest is None or manifest.get("kind") != KIND:
         raise DataError(
+            "data.damaged-windlass-store",
             f"{path / MANIFEST} is damaged or not a windlass store",
             hint="copy the store again, or run `windlass tokenize` again",
         )

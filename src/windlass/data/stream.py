@@ -50,6 +50,7 @@ class StoreStream:
         names = [name for name in store.sources if split in store.shards[name]]
         if not names:
             raise DataError(
+                "data.split",
                 f"{store.path} has no {split!r} split",
                 hint=f"it has {', '.join(store.splits) or 'none'}; set `validation` in the data file and tokenize again",
             )
@@ -60,6 +61,7 @@ class StoreStream:
         windows = [max(0, (len(array) - 1) // config.seq_len) for array in self.arrays]
         if sum(windows) == 0:
             raise DataError(
+                "data.split-source-tokens",
                 f"the {split} split of {store.path} has no source with {config.seq_len + 1:,} tokens",
                 hint=f"a sequence needs data.seq_len + 1 = {config.seq_len + 1:,} tokens: choose a shorter data.seq_len or more data",
             )
@@ -138,7 +140,11 @@ def open_stream(
     """The stream of a recipe's `[data]` table; refuses what does not fit before any token is read."""
     if config.store is None:
         if vocab is None:
-            raise ConfigError("synthetic tokens need a vocabulary", hint="set data.store, or model.vocab")
+            raise ConfigError(
+                "data.synthetic-tokens-need-vocabulary",
+                "synthetic tokens need a vocabulary",
+                hint="set data.store, or model.vocab",
+            )
         return SyntheticStream(config, seed=seed, vocab=vocab)
     store = open_store(Path(config.store))
     if config.policy == "lawful":
@@ -154,6 +160,7 @@ def _refuse_vocabulary(store: Store, vocab: int | None) -> None:
     largest = store.max_token if store.max_token is not None else (store.vocab_size or 0) - 1
     if vocab is not None and largest >= vocab:
         raise DataError(
+            "data.holds-token-but-model",
             f"{store.path} holds token {largest:,}, but model.vocab is {vocab:,}",
             hint=f"set model.vocab to at least {max(largest + 1, store.vocab_size or 0):,}, or tokenize with the model's tokenizer",
         )

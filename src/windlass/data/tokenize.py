@@ -34,7 +34,7 @@ from windlass.data.store import MANIFEST, REJECTS, SourceInfo, hash_json
 from windlass.data.tokenizer import Tokenizer, load_tokenizer
 from windlass.data.work import Job, Worker, cores, piece_name, stay_with_parent
 from windlass.errors import EXIT_RESUMABLE, DataError, RunError, WindlassError
-from windlass.runs.files import append_line, read_json, read_lines, write_json, write_whole
+from windlass.files import append_line, read_json, read_json_lines, write_atomic, write_json
 from windlass.runs.lock import holder, locked
 
 _HOPELESS = 1000
@@ -103,6 +103,7 @@ def tokenize(
     tokenizer = load_tokenizer(file.tokenizer, eos=file.eos, glance=True)
     if file.add_eos and tokenizer.eos is None:
         raise DataError(
+            "data.names-token-ends-document",
             f"{tokenizer.path} names no token that ends a document",
             hint='set eos = "<name of the token>", or add_eos = false',
         )
@@ -186,6 +187,7 @@ def _do_chunks(
 def _refuse_missing(items: list[Item], journal: Journal) -> None:
     if left := missing(items, _ends(journal)):
         raise DataError(
+            "data.files-done-first",
             f"{len(left)} files are not done, the first is {left[0]}",
             hint="this is a fault in windlass; run the same command again",
         )
@@ -237,6 +239,7 @@ def _make_folders(*folders: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DataError(
+                "data.store-s-folder-cannot",
                 f"the store's folder {folder} cannot be made: {error.strerror}",
                 hint="choose another `output` in the data file",
             ) from None
@@ -255,6 +258,7 @@ def _what_is_new(
     if differ:
         shown = "; ".join(f"{key}: {kept['settings'].get(key)!r} there, {settings[key]!r} here" for key in differ)
         raise DataError(
+            "data.finished-store-made-other",
             f"{target} is a finished store made with other settings ({shown})",
             hint="choose another `output`: tokens of two tokenizers or settings do not mix",
         )
@@ -266,12 +270,14 @@ def _what_is_new(
     ]
     if changed:
         raise DataError(
+            "data.files-those-made",
             f"the files of {', '.join(changed)} are not those that {target} was made from",
             hint="put new files into a source of another name, or choose another `output`",
         )
     fresh = [item for item in items if item.source not in kept["sources"]]
     if fresh and file.dedup == "exact":
         raise DataError(
+            "data.sources-cannot-added-dedup",
             f'sources cannot be added to {target} with dedup = "exact"',
             hint="the hashes of its documents are gone: make a new store of all sources",
         )
@@ -300,7 +306,7 @@ def read_journal(work: Path, items: list[Item]) -> Journal:
     there = None if joining(work) else {entry.name for entry in os.scandir(work / "pieces")}
     found: Journal = {}
     for path in sorted((work / "journal").glob("*.jsonl")):
-        for line in read_lines(path):
+        for line in read_json_lines(path):
             if line.get("item") in known and "files" in line and _has_pieces(line, there):
                 found.setdefault((line["item"], line["chunk"]), line)
     return found
@@ -358,6 +364,7 @@ def _occupied(target: Path, who: dict[str, object]) -> DataError:
         f", job {who['job']}" if who.get("job") else ""
     )
     return DataError(
+        "data.being-written-another-tokenize",
         f"{target} is being written by another tokenize job ({name})",
         hint="wait for it, stop it, or choose another `output`",
     )
@@ -474,15 +481,17 @@ def _trouble(error: Exception, job: Job) -> tuple[str, str, str | None]:
 def _failure(kind: str, text: str, hint: str | None) -> WindlassError:
     if kind == "disk":
         return DataError(
+            "data.disk-refused",
             f"the disk refused: {text}",
             hint="free some space (or quota) and run the same command again: what is done stays done",
         )
-    return DataError(text, hint=hint)
+    return DataError("data.failed", text, hint=hint)
 
 
 def _stop_hopeless(file: DataFile, progress: Progress) -> None:
     if progress.rejects > max(_HOPELESS, file.max_rejects) and progress.rejects > progress.documents:
         raise DataError(
+            "data.first-documents-rejected-stopped",
             f"{progress.rejects:,} of the first {progress.rejects + progress.documents:,} documents were rejected: stopped early",
             hint="is `field` the name of the text field, and `format` right? The reasons stand in work/pieces/*.rejects",
         )
@@ -531,6 +540,7 @@ class _Team:
                     process = self.members[number][0]
                     process.join(5)
                     raise DataError(
+                        "data.failed",
                         _died(process.exitcode),
                         hint="run the same command again: at most the chunks under way are repeated",
                     ) from None
@@ -619,7 +629,7 @@ def _refuse_rejects(file: DataFile, job: Job, items: list[Item], journal: Journa
     if total <= file.max_rejects and (not damaged or file.allow_damaged):
         return
     lines = list(reject_lines(job, items, journal))
-    write_whole(listing, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    write_atomic(listing, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     said = [f"{path}: {reason}" for path, reason in damaged[:10]]
     said += [f"{line['file']}, {_place(line['file'])} {line['line']}: {line['reason']}" for line in lines[:10]]
     more = f"\n  and more in {listing}" if len(lines) > 10 else ""
@@ -628,6 +638,7 @@ def _refuse_rejects(file: DataFile, job: Job, items: list[Item], journal: Journa
     what += [f"{_many(len(damaged), 'file is', 'files are')} damaged"] * bool(broken)
     keys = ["max_rejects"] * refused + ["allow_damaged = true"] * bool(broken)
     raise DataError(
+        "data.failed",
         f"{' and '.join(what)}:\n  " + "\n  ".join(said) + more,
         hint=f"all other documents are done and kept: repair the files, or set {' and '.join(keys)}, and run again",
     )

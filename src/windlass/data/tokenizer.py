@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import DataError
-from windlass.runs.files import write_whole
+from windlass.files import write_atomic
 
 _EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -86,6 +86,7 @@ class JsonTokenizer(Tokenizer):
         for name, number in added.items():
             if inner.token_to_id(name) != number:
                 raise DataError(
+                    "data.token-tokenizers-library-expected",
                     f"{self.path}: the token {name!r} is {inner.token_to_id(name)} to the tokenizers library, {number} was expected",
                     hint="this is a fault in windlass; please report it with the version of tokenizers",
                 )
@@ -215,6 +216,7 @@ def _find(path: Path) -> Path:
             return found
     what = "holds no tokenizer file" if path.is_dir() else "does not exist"
     raise DataError(
+        "data.tokenizer",
         f"the tokenizer {path} {what}",
         hint="name a tokenizer.json, a tokenizer.model (tiktoken ranks or SentencePiece), a tekken.json, or their folder",
     )
@@ -226,7 +228,9 @@ def _head(file: Path) -> bytes:
             return opened.read(4096)
     except OSError as error:
         raise DataError(
-            f"the tokenizer {file} cannot be read: {error.strerror}", hint="check its permissions"
+            "data.tokenizer-cannot-read",
+            f"the tokenizer {file} cannot be read: {error.strerror}",
+            hint="check its permissions",
         ) from None
 
 
@@ -242,7 +246,9 @@ def _need(package: str) -> Any:
         return importlib.import_module(package)
     except ImportError:
         raise DataError(
-            f"this tokenizer needs the package {package!r}, which is not installed", hint="pip install 'windlass[data]'"
+            "data.tokenizer-needs-package-installed",
+            f"this tokenizer needs the package {package!r}, which is not installed",
+            hint="pip install 'windlass[data]'",
         ) from None
 
 
@@ -257,6 +263,7 @@ def _read_json_tokenizer(file: Path, raw: bytes | None = None) -> Any:
         inner = tokenizers.Tokenizer.from_file(str(file)) if raw is None else tokenizers.Tokenizer.from_buffer(raw)
     except Exception as error:
         raise DataError(
+            "data.tokenizers-json",
             f"{file} is not a tokenizers JSON: {error}",
             hint="is it the tokenizer.json of a model, whole and unchanged?",
         ) from None
@@ -348,6 +355,7 @@ def _named_eos(made: Tokenizer, eos: str | int) -> int:
     if isinstance(eos, int):
         if not 0 <= eos < made.vocab_size:
             raise DataError(
+                "data.eos-lies-outside-tokenizer",
                 f"eos = {eos} lies outside the tokenizer's {made.vocab_size:,} ids",
                 hint="name a token of the tokenizer",
             )
@@ -361,7 +369,9 @@ def _named_eos(made: Tokenizer, eos: str | int) -> int:
         number = made.inner.piece_to_id(eos) if made.inner.piece_to_id(eos) != made.inner.unk_id() else None
     if number is None:
         raise DataError(
-            f"the tokenizer {made.path} has no token {eos!r}", hint="name one of its special tokens, or an id"
+            "data.tokenizer-token",
+            f"the tokenizer {made.path} has no token {eos!r}",
+            hint="name one of its special tokens, or an id",
         )
     return number
 
@@ -379,7 +389,9 @@ def _read_ranks(file: Path) -> dict[bytes, int]:
             ranks[base64.b64decode(token)] = int(rank)
         except (ValueError, binascii.Error):
             raise DataError(
-                f"{file}, line {number}: not a base64 token and its rank", hint="the file was cut or is of another kind"
+                "data.line-base-token-rank",
+                f"{file}, line {number}: not a base64 token and its rank",
+                hint="the file was cut or is of another kind",
             ) from None
     return ranks
 
@@ -389,6 +401,7 @@ def _open_ranks(file: Path) -> Tokenizer:
     if len(ranks) not in _RANKS:
         known = ", ".join(f"{count:,} ({entry[0]})" for count, entry in _RANKS.items())
         raise DataError(
+            "data.ranks-tokenizer-known-here",
             f"{file} has {len(ranks):,} ranks, which no tokenizer known here has",
             hint=f"known counts: {known}; convert others to a tokenizer.json, which carries its split pattern",
         )
@@ -415,7 +428,9 @@ def _read_tekken(file: Path) -> tuple[dict[bytes, int], dict[str, Any]]:
         ranks = {base64.b64decode(entry["token_bytes"]): int(entry["rank"]) for entry in value["vocab"][:used]}
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{file} is not a tekken tokenizer: {error}", hint="it should have config, vocab and their fields"
+            "data.tekken-tokenizer",
+            f"{file} is not a tekken tokenizer: {error}",
+            hint="it should have config, vocab and their fields",
         ) from None
     config["special_tokens"] = value.get("special_tokens") or []
     return ranks, config
@@ -480,6 +495,7 @@ def _read_sentencepiece(file: Path) -> Any:
         return sentencepiece.SentencePieceProcessor(model_file=str(file))
     except Exception as error:
         raise DataError(
+            "data.tokenizer-windlass-knows",
             f"{file} is no tokenizer that windlass knows",
             hint=f"SentencePiece said: {str(error).strip() or type(error).__name__}",
         ) from None
@@ -508,6 +524,7 @@ def train_bpe(
     """Train a byte-level BPE of `vocab` ids (the end token included) and write it as a tokenizers JSON. The same texts give the same file."""
     if vocab < 257 + 1:
         raise DataError(
+            "data.byte-level-vocabulary-too",
             f"a byte-level vocabulary of {vocab} is too small",
             hint="256 bytes and the end token need 257 ids; 8,000 is a small real one",
         )
@@ -526,7 +543,7 @@ def train_bpe(
     inner.train_from_iterator(_texts(texts), trainer)
     target = Path(out)
     target = target / "tokenizer.json" if target.suffix != ".json" else target
-    write_whole(target, inner.to_str(pretty=False))
+    write_atomic(target, inner.to_str(pretty=False))
     return load_tokenizer(target)
 
 

@@ -28,7 +28,7 @@ from windlass.data import read
 from windlass.data.engines import Engine
 from windlass.data.inputs import InputFile, Item
 from windlass.data.read import Lines, Record, Reject
-from windlass.runs.files import append_line
+from windlass.files import append_line
 
 SAMPLE_EVERY = 64
 """Words are counted in each so-many-th document: enough for tokens per word, and nearly free."""

@@ -75,7 +75,9 @@ def read_ear(path: Path) -> list[EarRow]:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise RunError(
-            f"{path} cannot be read: {error.strerror}", hint="name the CSV that `eacct -c` or --ear-user-db wrote"
+            "energy.cannot-read",
+            f"{path} cannot be read: {error.strerror}",
+            hint="name the CSV that `eacct -c` or --ear-user-db wrote",
         ) from None
     return without_overlap(parse(text, str(path)))
 
@@ -90,6 +92,7 @@ def parse(text: str, where: str) -> list[EarRow]:
     if lacking or not {"watts", "manager_watts", "joules", "kwh"} & set(where_is):
         found = ", ".join(list(reader.fieldnames or ())[:6]) or "nothing"
         raise RunError(
+            "energy.ear-application-csv-column",
             f"{where} is no EAR application CSV: no column for {', '.join(lacking) or 'node power'} (it begins with {found})",
             hint="the separator is ';'; loop files (LOOPID) hold no totals, give the _apps file",
         )

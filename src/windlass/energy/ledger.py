@@ -16,7 +16,7 @@ from windlass.energy.ear import EarRow
 from windlass.energy.measure import INSIDE, SHORT, Scope, SourceEnergy, reconcile, total_resolution
 from windlass.energy.slurm import JobEnergy
 from windlass.errors import RunError
-from windlass.runs.files import append_line, read_lines
+from windlass.files import append_line, read_json_lines
 from windlass.runs.folder import Run
 from windlass.units import print_text
 
@@ -81,7 +81,7 @@ class _Key:
 
 def read_ledger(run: Run) -> Ledger:
     """The energy of a run from its folder alone."""
-    return build(read_lines(run.energy_file), run.events())
+    return build(read_json_lines(run.energy_file), run.events())
 
 
 def recorded_joules(run: Run) -> float | None:
@@ -359,8 +359,8 @@ def _startup(early: dict[_Key, float], last: dict[_Key, SourceEnergy], chosen: C
 
 def _jobs(run: Run) -> tuple[set[str], bool]:
     """The run's jobs (submitted for it, or its meters ran in them), and whether a meter ran outside any job."""
-    submitted = {str(line.get("job") or line.get("job_id") or "") for line in read_lines(run.jobs_file)}
-    meters = [line for line in read_lines(run.energy_file) if _session_time(str(line.get("session"))) is not None]
+    submitted = {str(line.get("job") or line.get("job_id") or "") for line in read_json_lines(run.jobs_file)}
+    meters = [line for line in read_json_lines(run.energy_file) if _session_time(str(line.get("session"))) is not None]
     inside = {str(line["job"]) for line in meters if line.get("job")}
     return (submitted | inside) - {""}, any(not line.get("job") for line in meters)
 
@@ -373,6 +373,7 @@ def _own(run: Run, jobs: Iterable[str], where: str) -> dict[str, str | None]:
     mine: dict[str, str | None] = {job: own for job in found if (own := _known_as(job, known)) is not None}
     if not mine and found:
         raise RunError(
+            "energy.jobs-none-them-run",
             f"{where} has jobs {_some(found)}, and none of them is of this run ({_some(known)})",
             hint="EAR names an array's tasks by their own numbers: write the run's job id into the JOBID column",
         )

@@ -16,7 +16,7 @@ from windlass.energy.measure import Measurement, SourceEnergy, reconcile
 from windlass.energy.sampler import Sampler
 from windlass.energy.sensors import Sensor, open_sensors
 from windlass.energy.window import Ticker
-from windlass.runs.files import append_line
+from windlass.files import append_line
 from windlass.runs.folder import Run
 
 LONGEST_GAP_SECONDS = 60.0

@@ -46,14 +46,22 @@ def sacct(jobs: Sequence[str]) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except FileNotFoundError:
         raise LaunchError(
-            "sacct is not on this machine", hint="run it on the cluster and pass the output with --sacct FILE"
+            "energy.sacct-machine",
+            "sacct is not on this machine",
+            hint="run it on the cluster and pass the output with --sacct FILE",
         ) from None
     except subprocess.TimeoutExpired:
         raise LaunchError(
-            "sacct gave no answer within 60 s", hint="the accounting may be busy; try again later"
+            "energy.sacct-gave-answer-within",
+            "sacct gave no answer within 60 s",
+            hint="the accounting may be busy; try again later",
         ) from None
     if done.returncode:
-        raise LaunchError(f"sacct failed: {done.stderr.strip()}", hint="check the job ids with `windlass jobs RUN`")
+        raise LaunchError(
+            "energy.sacct-failed",
+            f"sacct failed: {done.stderr.strip()}",
+            hint="check the job ids with `windlass jobs RUN`",
+        )
     return done.stdout
 
 
@@ -72,6 +80,7 @@ def read_sacct(text: str, where: str = "sacct") -> list[JobEnergy]:
             steps.setdefault(job, []).append((step, cells))
     if not steps and text.strip():
         raise RunError(
+            "energy.holds-line-sacct-s",
             f"{where} holds no line of sacct's parsable output (it begins with {text.strip().splitlines()[0][:60]!r})",
             hint=f"write it with: sacct --parsable2 --duplicates --format={FORMAT} --jobs JOBS",
         )

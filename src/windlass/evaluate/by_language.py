@@ -10,7 +10,7 @@ from windlass.errors import RunError
 from windlass.evaluate.record import Score
 from windlass.figures import Chart, Section, Series, Table
 from windlass.figures.page import page
-from windlass.runs.files import read_lines
+from windlass.files import read_json_lines
 from windlass.runs.folder import open_run
 
 LOWER_IS_BETTER = ("bits_per_byte", "perplexity", "overlap_with_training")
@@ -42,10 +42,12 @@ def recorded(folders: Sequence[Any], *, every: bool = False) -> list[Row]:
     opened = [open_run(folder) for folder in folders]
     names = [run.path.resolve().name for run in opened]
     for run, name in zip(opened, names, strict=True):
-        lines = list(read_lines(run.eval_file))
+        lines = list(read_json_lines(run.eval_file))
         if not lines:
             raise RunError(
-                f"{run.path} has no evaluation recorded", hint=f"`windlass eval {run.path}` writes {run.eval_file.name}"
+                "evaluate.evaluation-recorded",
+                f"{run.path} has no evaluation recorded",
+                hint=f"`windlass eval {run.path}` writes {run.eval_file.name}",
             )
         # Two runs of one name are told apart by where they are.
         rows += rows_of(name if names.count(name) == 1 else str(run.path), lines, every=every)

@@ -69,7 +69,9 @@ def read_tsv(path: Path | str) -> Lines:
     lines = read_utf8(path, "classification set").split("\n")
     rows = [row for row in csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if row]
     if not rows:
-        raise DataError(f"{path} is empty", hint="one text and its label per line, a tab between them")
+        raise DataError(
+            "evaluate.empty", f"{path} is empty", hint="one text and its label per line, a tab between them"
+        )
     text, label, body = _columns(rows)
     bad = [
         n
@@ -78,6 +80,7 @@ def read_tsv(path: Path | str) -> Lines:
     ]
     if bad:
         raise DataError(
+            "evaluate.line-lacks-text-label",
             f"{path}: line {', '.join(map(str, bad[:5]))} lacks a text or a label",
             hint="a tab stands between text and label",
         )
@@ -126,17 +129,20 @@ def classify(
 def refuse(train: Lines, test: Lines, labels: list[str], how: HowToTune) -> None:
     if len(labels) < 2:
         raise DataError(
+            "evaluate.all-training-texts-label",
             f"all {len(train.texts)} training texts have the label {labels[0]!r}",
             hint="there must be at least two labels",
         )
     unknown = sorted(set(test.labels) - set(labels))
     if unknown:
         raise DataError(
+            "evaluate.test-set-labels-training",
             f"the test set has labels that no training text has: {', '.join(unknown[:5])}",
             hint="are both files of the same task?",
         )
     if how.batch % _world():
         raise ConfigError(
+            "evaluate.batch-does-divide-over",
             f"a batch of {how.batch} does not divide over {_world()} processes",
             hint=f"choose --batch {math.ceil(how.batch / _world()) * _world()}",
         )
@@ -148,6 +154,7 @@ class Tuner:
     def __init__(self, opened: Opened, words: Tokenizer, labels: list[str], how: HowToTune, seed: int) -> None:
         if opened.model.head is None:
             raise ConfigError(
+                "evaluate.family-hf-model-cannot",
                 "a family hf model cannot be fine-tuned here",
                 hint="use a Llama or RetNet, or transformers' own trainer",
             )

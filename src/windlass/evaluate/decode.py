@@ -55,6 +55,7 @@ def refuse_positions(model: HFModel, limit: int) -> None:
     learned = any(isinstance(m, torch.nn.Embedding) and m is not words for m in model.net.modules())
     if learned and positions is not None and limit > positions:
         raise ConfigError(
+            "evaluate.tokens-prompt-answer-model",
             f"{limit:,} tokens of prompt and answer are more than the model's {positions:,} positions",
             hint="give a shorter prompt, or ask for fewer tokens",
         )

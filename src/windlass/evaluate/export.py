@@ -26,8 +26,8 @@ from windlass.evaluate.foreign import is_hf_folder, longest_of
 from windlass.evaluate.opened import DTYPES, passed_over, source_of
 from windlass.evaluate.stream import Weights, open_weights
 from windlass.evaluate.words import end_ids, write_tokenizer
+from windlass.files import read_json, write_atomic, write_json
 from windlass.models import build
-from windlass.runs.files import read_json, write_json, write_whole
 from windlass.runs.folder import Run
 
 SHARD_BYTES = 4 * 10**9
@@ -58,12 +58,18 @@ def export(
     """Write the folder beside its name, compare its logits with ours, then give it its name. An existing folder is refused."""
     target = Path(to)
     if target.exists():
-        raise RunError(f"{target} exists", hint="choose another folder with --to: an export never overwrites")
+        raise RunError(
+            "evaluate.exists", f"{target} exists", hint="choose another folder with --to: an export never overwrites"
+        )
     run, recipe, source = source_of(Path(path), step)
     refuse_unknown(recipe.model)
     refuse_damaged(source)
     if shard_bytes < 1:
-        raise ConfigError(f"files of at most {shard_bytes} bytes hold nothing", hint='write --shard "4 GB"')
+        raise ConfigError(
+            "evaluate.files-most-bytes-hold",
+            f"files of at most {shard_bytes} bytes hold nothing",
+            hint='write --shard "4 GB"',
+        )
     kind = export_dtype(recipe, source, dtype)
     beside = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(beside, ignore_errors=True)
@@ -72,7 +78,7 @@ def export(
         sizes, tensors = write_weights(recipe.model, open_weights(source), beside, kind, shard_bytes, tell)
         words = write_words(run, recipe, source, beside, tokenizer)
         write_config(recipe, source, beside, kind, words)
-        write_whole(beside / "README.md", card or plain_card(recipe))
+        write_atomic(beside / "README.md", card or plain_card(recipe))
         check = _verified(recipe, source, beside, kind, words, text) if verify else None
         beside.rename(target)
     except BaseException:
@@ -87,6 +93,7 @@ def export(
 def refuse_unknown(model: ModelConfig) -> None:
     if model.family == "llama" and model.activation != "swiglu":
         raise ConfigError(
+            "evaluate.llama-activation-form-hugging",
             f"a Llama with activation {model.activation!r} has no form in Hugging Face's Llama, whose feed-forward is SwiGLU",
             hint="evaluate and generate work on the run itself",
         )
@@ -101,7 +108,7 @@ def refuse_damaged(source: Path) -> None:
 def export_dtype(recipe: Recipe, source: Path, asked: str | None) -> str:
     """What was asked; an imported model as it came; else bf16 where the run computed in it: master weights are twice as large."""
     if asked is not None and asked not in DTYPES:
-        raise ConfigError(f"dtype {asked!r} is unknown", hint=f"choose {' or '.join(DTYPES)}")
+        raise ConfigError("evaluate.dtype-unknown", f"dtype {asked!r} is unknown", hint=f"choose {' or '.join(DTYPES)}")
     if asked is not None:
         return asked
     stored = (read_extra(source)["extra"] if (source / files.EXTRA).is_file() else {}).get("dtype")
@@ -253,6 +260,7 @@ def _verified(recipe: Recipe, source: Path, folder: Path, dtype: str, words: Any
     check = check_export(recipe, source, folder, dtype, words, text)
     if not check.ok:
         raise CheckpointError(
+            "evaluate.exported-model-does-compute",
             f"the exported model does not compute what ours does: largest difference of logits {check.difference:.3g}, "
             f"the same first choice at {check.agreement:.2%} of {check.positions:,} positions",
             hint="nothing was written; this is a fault in windlass: report the recipe's [model] table",

@@ -7,7 +7,7 @@ from typing import Any
 
 from windlass.config import DataConfig, ModelConfig, Recipe
 from windlass.errors import ConfigError
-from windlass.runs.files import read_json
+from windlass.files import read_json
 
 LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 """What families call the longest sequence; Bloom has no word for it."""
@@ -27,7 +27,11 @@ def recipe_of(folder: Path, *, name: str | None = None, seq_len: int | None = No
     """A recipe whose model is the one in the folder; a Llama becomes ours, any other family is built by transformers."""
     config = read_json(folder / "config.json")
     if config is None or "model_type" not in config:
-        raise ConfigError(f"{folder} has no config.json of a model", hint="name a folder that transformers can load")
+        raise ConfigError(
+            "evaluate.config-json-model",
+            f"{folder} has no config.json of a model",
+            hint="name a folder that transformers can load",
+        )
     longest = longest_of(config) or 2048
     model = model_of(config, folder)
     plain = "".join(c if c.isalnum() or c in "._-" else "-" for c in (name or folder.resolve().name)).lstrip("._-")
@@ -45,6 +49,7 @@ def model_of(config: dict[str, Any], folder: Path) -> ModelConfig:
         return ModelConfig(**config["model"])
     if quantized := (config.get("quantization_config") or {}).get("quant_method"):
         raise ConfigError(
+            "evaluate.weights-quantized-they-can",
             f"the weights in {folder} are quantized ({quantized}): they can neither be trained nor read exactly",
             hint="take the model's folder of bf16 or fp16 weights",
         )
@@ -54,6 +59,7 @@ def model_of(config: dict[str, Any], folder: Path) -> ModelConfig:
     absent = [key for key in NEEDED if not config.get(key)]
     if absent:
         raise ConfigError(
+            "evaluate.config-json-does-say",
             f"{folder}/config.json does not say {', '.join(absent)}",
             hint="take the config.json that came with the weights",
         )

@@ -33,6 +33,7 @@ class Sampling:
         few = self.top_k is not None and self.top_k < 1
         if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1 or self.tokens < 1 or few:
             raise ConfigError(
+                "evaluate.temperature-top-p-top",
                 f"temperature {self.temperature}, top_p {self.top_p}, top_k {self.top_k}, {self.tokens} tokens: not a way to sample",
                 hint="temperature is at least 0, top_p above 0 and at most 1, top_k at least 1, and one token or more is asked for",
             )
@@ -69,7 +70,9 @@ def generate(
 ) -> Generated:
     """Continue a prompt; `stop` sees what has come so far and may end it. `replays`: see `decoder`."""
     if not prompt:
-        raise ConfigError("the prompt has no tokens", hint="give at least one character with --prompt")
+        raise ConfigError(
+            "evaluate.prompt-tokens", "the prompt has no tokens", hint="give at least one character with --prompt"
+        )
     device = next(model.parameters()).device
     state = decoder(model, limit=len(prompt) + how.tokens, replays=replays)
     began = time.perf_counter()

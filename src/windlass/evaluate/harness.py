@@ -21,7 +21,11 @@ def _package() -> Any:
         import lm_eval.api.model
         import lm_eval.tasks
     except ImportError:
-        raise ConfigError("the harness needs the package lm-eval", hint="pip install 'windlass[eval]'") from None
+        raise ConfigError(
+            "evaluate.harness-needs-package-lm",
+            "the harness needs the package lm-eval",
+            hint="pip install 'windlass[eval]'",
+        ) from None
     return lm_eval
 
 
@@ -53,7 +57,9 @@ def rolling(opened: Opened, words: Tokenizer, text: str) -> float:
         return 0.0
     if words.eos is None:
         raise DataError(
-            "a text without context needs an end-of-document token to begin with", hint="the tokenizer names none"
+            "evaluate.text-without-context-needs",
+            "a text without context needs an end-of-document token to begin with",
+            hint="the tokenizer names none",
         )
     whole = [words.eos, *ids]
     # The last window reaches back for context, as the harness's own windows do.
@@ -84,12 +90,17 @@ def run_harness(
     """Scores of harness tasks; with `folder`, its YAML files are the tasks, and nothing else is looked at."""
     lm_eval = _package()
     if folder is not None and not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder} with harness tasks", hint="it holds one YAML file per task")
+        raise ConfigError(
+            "evaluate.folder-harness-tasks",
+            f"there is no folder {folder} with harness tasks",
+            hint="it holds one YAML file per task",
+        )
     manager = lm_eval.tasks.TaskManager(include_path=str(folder) if folder else None, include_defaults=folder is None)
     unknown = [name for name in tasks if name not in manager.all_tasks]
     if unknown:
         known = ", ".join(sorted(manager.all_tasks)[:8])
         raise ConfigError(
+            "evaluate.harness-knows-task",
             f"the harness knows no task {', '.join(unknown)}",
             hint=f"it knows {known}" if known else "the folder holds no task",
         )

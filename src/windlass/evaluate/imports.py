@@ -27,8 +27,8 @@ from windlass.evaluate.opened import DTYPES, source_of, tokenizer_of
 from windlass.evaluate.stream import Weights, open_weights
 from windlass.evaluate.vocabulary import grow
 from windlass.evaluate.words import write_tokenizer
+from windlass.files import read_json
 from windlass.models import build
-from windlass.runs.files import read_json
 from windlass.runs.folder import Run, create_run
 
 STEP = 0
@@ -56,12 +56,15 @@ def import_model(
     """Read `folder` into the new run folder `target`. Tensors are mapped and written one by one."""
     folder, target = Path(folder), Path(target)
     if target.exists():
-        raise RunError(f"{target} exists", hint="choose another folder with --run: an import never overwrites")
+        raise RunError(
+            "evaluate.exists", f"{target} exists", hint="choose another folder with --run: an import never overwrites"
+        )
     foreign = is_hf_folder(folder)
     if not foreign and not (folder / "checkpoints").is_dir():
         refuse_config(folder)
         there = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing" if folder.is_dir() else None
         raise CheckpointError(
+            "evaluate.model-import",
             f"{folder} {'does not exist' if there is None else f'holds {there}'}: no model to import",
             hint="name a Hugging Face folder (config.json with a model_type, *.safetensors), or a run whose vocabulary is to grow",
         )
@@ -77,7 +80,11 @@ def import_model(
     if tokenizer is not None:
         new = load_tokenizer(tokenizer)
         if words is None:
-            raise ConfigError(f"{folder} has no tokenizer to grow from", hint="put its tokenizer.json into the folder")
+            raise ConfigError(
+                "evaluate.tokenizer-grow",
+                f"{folder} has no tokenizer to grow from",
+                hint="put its tokenizer.json into the folder",
+            )
         recipe, state, said = grow(recipe, state, words, new)
         notes.append(said)
         words = new
@@ -92,6 +99,7 @@ def refuse_config(folder: Path) -> None:
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         known = read_json(folder / "config.json") is not None
         raise ConfigError(
+            "evaluate.config-json",
             f"{folder}/config.json {'names no model_type' if known else 'is not JSON: it was cut or changed'}",
             hint="take the config.json that came with the weights",
         )
@@ -120,6 +128,7 @@ def under_our_names(recipe: Recipe, weights: Weights) -> dict[str, Tensor]:
     wrong = [name for name in own if name in found and found[name].shape != own[name].shape]
     if missing or wrong:
         raise CheckpointError(
+            "evaluate.weights-do-fit-folder",
             f"the weights do not fit the folder's own config: {'; '.join(_unfit(missing, wrong, found, own))}",
             hint="is the folder whole, and is its config.json the one of these weights?",
         )
@@ -189,7 +198,9 @@ def write_run(
     saver.close()
     if outcome is None or not outcome.ok:
         raise CheckpointError(
-            f"the checkpoint could not be written: {outcome.error if outcome else 'unknown'}", hint="is the disk full?"
+            "evaluate.checkpoint-could-written",
+            f"the checkpoint could not be written: {outcome.error if outcome else 'unknown'}",
+            hint="is the disk full?",
         )
     run.event("imported", origin=str(origin), dtype=dtype)
     return run
@@ -217,6 +228,7 @@ def _check(run: Run, folder: Path, recipe: Recipe, words: Tokenizer | None) -> A
     check = check_export(recipe, source, folder, kind, words)
     if not check.ok:
         raise CheckpointError(
+            "evaluate.imported-model-does-compute",
             f"the imported model does not compute what transformers computes: largest difference of logits {check.difference:.3g}",
             hint="this is a fault in windlass: report the model's config.json; the run folder is kept for a look",
         )

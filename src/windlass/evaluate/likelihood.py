@@ -61,13 +61,16 @@ def _row(given: Pair, first: int | None, longest: int) -> Pair:
     context, following = given
     if not following:
         raise DataError(
+            "evaluate.nothing-score-text-after",
             "there is nothing to score: the text after the context has no tokens",
             hint="give every choice at least one character",
         )
     if not context:
         if first is None:
             raise DataError(
-                "a text without context needs an end-of-document token to begin with", hint="the tokenizer names none"
+                "evaluate.text-without-context-needs",
+                "a text without context needs an end-of-document token to begin with",
+                hint="the tokenizer names none",
             )
         context = [first]
     whole = [*context, *following][-(longest + 1) :]

@@ -13,8 +13,8 @@ from windlass.config import Recipe
 from windlass.data.store import Store, open_store
 from windlass.data.tokenizer import Tokenizer, load_tokenizer
 from windlass.errors import CheckpointError, ConfigError, DataError
+from windlass.files import read_json
 from windlass.models import build
-from windlass.runs.files import read_json
 from windlass.runs.folder import Run, open_run
 
 if TYPE_CHECKING:
@@ -77,7 +77,9 @@ def checkpoint_of(run: Run, step: int | None) -> Path:
         from windlass.checkpoint.files import list_saved
 
         there = ", ".join(f"{saved.step:,}" for saved in list_saved(run)) or "none"
-        raise CheckpointError(f"{run.path} has no checkpoint of step {step:,}", hint=f"it has {there}")
+        raise CheckpointError(
+            "evaluate.checkpoint-step", f"{run.path} has no checkpoint of step {step:,}", hint=f"it has {there}"
+        )
     return folder
 
 
@@ -86,10 +88,11 @@ def choose_device(asked: str | None) -> torch.device:
     try:
         where = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
-        raise ConfigError(f"{asked!r} is no device", hint="write cpu, cuda or cuda:1") from None
+        raise ConfigError("evaluate.device", f"{asked!r} is no device", hint="write cpu, cuda or cuda:1") from None
     count = torch.cuda.device_count() if where.type == "cuda" else None
     if count is not None and (where.index or 0) >= count:
         raise ConfigError(
+            "evaluate.device-asked-torch-sees",
             f"device {asked} was asked for, and torch sees {count} GPUs here",
             hint="use --device cpu, or a node with one",
         )
@@ -108,7 +111,7 @@ def passed_over(run: Run | None, source: Path) -> str | None:
 def choose_dtype(recipe: Recipe, device: torch.device, asked: str | None) -> torch.dtype:
     """What was asked; else bf16 on a GPU where the run computed in it, and fp32 on a CPU."""
     if asked is not None and asked not in DTYPES:
-        raise ConfigError(f"dtype {asked!r} is unknown", hint=f"choose {' or '.join(DTYPES)}")
+        raise ConfigError("evaluate.dtype-unknown", f"dtype {asked!r} is unknown", hint=f"choose {' or '.join(DTYPES)}")
     if asked is not None:
         return DTYPES[asked]
     return torch.bfloat16 if device.type != "cpu" and recipe.train.precision != "fp32" else torch.float32
@@ -142,29 +145,39 @@ def _reach(run: Run | None, recipe: Recipe) -> Store:
     named = recipe.data.store
     if named is None and run is None:
         raise DataError(
-            "a model folder brings no held-out text", hint="name a token store of its tokenizer with --store"
+            "evaluate.model-folder-brings-held",
+            "a model folder brings no held-out text",
+            hint="name a token store of its tokenizer with --store",
         )
     if named is None:
         raise DataError(
-            "this model was trained on synthetic tokens: it has no token store", hint="name a store with --store"
+            "evaluate.model-trained-synthetic-tokens",
+            "this model was trained on synthetic tokens: it has no token store",
+            hint="name a store with --store",
         )
     inside = run.path / "data" if run is not None else None
     for candidate in (Path(named), inside):
         if candidate is not None and candidate.is_dir():
             return open_store(candidate)
-    raise DataError(f"the run's token store {named} cannot be reached from here", hint="name its copy with --store")
+    raise DataError(
+        "evaluate.run-s-token-store",
+        f"the run's token store {named} cannot be reached from here",
+        hint="name its copy with --store",
+    )
 
 
 def _refuse_tokenizer(opened: Opened, store: Store) -> None:
     trained = trained_tokenizer(opened)
     if trained and store.tokenizer_hash and trained != store.tokenizer_hash:
         raise DataError(
+            "evaluate.tokenized-another-tokenizer-model",
             f"{store.path} was tokenized with another tokenizer ({store.tokenizer_hash[:12]}) than the model's ({trained[:12]})",
             hint="the same numbers mean other text: tokenize the held-out text with the model's tokenizer",
         )
     largest = store.max_token if store.max_token is not None else (store.vocab_size or 0) - 1
     if largest >= opened.model.vocab:
         raise DataError(
+            "evaluate.holds-token-but-model",
             f"{store.path} holds token {largest:,}, but the model knows {opened.model.vocab:,}",
             hint="tokenize the held-out text with the model's tokenizer",
         )
@@ -194,6 +207,7 @@ def tokenizer_of(run: Run | None, recipe: Recipe, source: Path, given: Path | st
     made = load_tokenizer(named) if named is not None else _of_store(_reach(run, recipe))
     if recipe.model.vocab is not None and made.vocab_size > recipe.model.vocab:
         raise DataError(
+            "evaluate.tokenizer-tokens-model",
             f"the tokenizer {made.path} has {made.vocab_size:,} tokens, the model {recipe.model.vocab:,}",
             hint="name the tokenizer that the model was trained with, with --tokenizer",
         )
@@ -202,7 +216,9 @@ def tokenizer_of(run: Run | None, recipe: Recipe, source: Path, given: Path | st
 
 def _of_store(store: Store) -> Tokenizer:
     if store.tokenizer_file is None:
-        raise DataError(f"{store.path} does not say its tokenizer", hint="name it with --tokenizer")
+        raise DataError(
+            "evaluate.does-say-tokenizer", f"{store.path} does not say its tokenizer", hint="name it with --tokenizer"
+        )
     return load_tokenizer(store.tokenizer_file, eos=store.eos)
 
 
@@ -223,6 +239,8 @@ def sample_text(
         what = "the given text"
     ids = words.encode(text[: 40 * rows * length])
     if not ids:
-        raise DataError("the text to compare on has no tokens", hint="give a longer one with --text")
+        raise DataError(
+            "evaluate.text-compare-tokens", "the text to compare on has no tokens", hint="give a longer one with --text"
+        )
     whole = (ids * (rows * length // len(ids) + 1))[: rows * length]
     return torch.tensor(whole).view(rows, length), what

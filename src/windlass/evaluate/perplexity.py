@@ -88,6 +88,7 @@ def choose(store: Store, split: str, max_tokens: int | None) -> list[tuple[str, 
     held = [name for name in store.sources if store.shards[name].get(split)]
     if not held:
         raise DataError(
+            "evaluate.split",
             f"{store.path} has no {split!r} split",
             hint=f"it has {', '.join(store.splits) or 'none'}; set `validation` in the data file",
         )

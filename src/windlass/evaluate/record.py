@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.errors import DataError
-from windlass.runs.files import append_line
+from windlass.files import append_line
 from windlass.runs.folder import Run
 
 Floats = npt.NDArray[np.float64]
@@ -44,11 +44,14 @@ class Score:
 def read_utf8(path: Path, what: str) -> str:
     """The text of a file that somebody made; one that is no text is named."""
     if not path.exists() or path.is_dir():
-        raise DataError(f"there is no {what} {path}", hint="check the name; it is looked for from this folder")
+        raise DataError(
+            "evaluate.failed", f"there is no {what} {path}", hint="check the name; it is looked for from this folder"
+        )
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
+            "evaluate.utf-text-byte-place",
             f"the {what} {path} is not UTF-8 text: byte {error.object[error.start]:#04x} at place {error.start:,}",
             hint="convert it, for example with iconv -f LATIN1 -t UTF-8",
         ) from None

@@ -35,7 +35,11 @@ class Checkpoint(Weights):
             n.removeprefix("model."): e for n, e in found.items() if n.startswith("model.") and hasattr(e, "size")
         }
         if not self.entries:
-            raise CheckpointError(f"{folder} holds no model weights", hint="was it written by another program?")
+            raise CheckpointError(
+                "evaluate.holds-model-weights",
+                f"{folder} holds no model weights",
+                hint="was it written by another program?",
+            )
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self.entries[name]
@@ -68,7 +72,9 @@ class Safetensors(Weights):
                 opened = safe_open(part, framework="pt")
             except Exception as error:
                 raise CheckpointError(
-                    f"{part} cannot be read: {error}", hint="it was cut or changed: copy it again"
+                    "evaluate.cannot-read",
+                    f"{part} cannot be read: {error}",
+                    hint="it was cut or changed: copy it again",
                 ) from None
             self.files.update(dict.fromkeys(opened.keys(), opened))
 
@@ -85,6 +91,7 @@ class Safetensors(Weights):
         kind = self.files[name].get_slice(name).get_dtype()
         if kind not in _DTYPES:
             raise CheckpointError(
+                "evaluate.weight-stored-format-train",
                 f"the weight {name} is stored as {kind}, which is not a format to train from",
                 hint="take the model's folder of bf16 or fp16 weights",
             )

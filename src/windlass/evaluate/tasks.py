@@ -50,7 +50,7 @@ def read_task(path: Path | str) -> Task:
             items.append(item)
             problems += [f"line {number}: {problem}"] if problem else []
     if not items:
-        raise DataError(f"the task file {path} is empty", hint="one JSON object per line")
+        raise DataError("evaluate.task-file-empty", f"the task file {path} is empty", hint="one JSON object per line")
     kind = "unknown" if problems else kind_of(items[0])
     problems += (
         [] if problems else [f"line {n}: {p}" for n, item in enumerate(items, start=1) if (p := problem_of(item, kind))]
@@ -58,6 +58,7 @@ def read_task(path: Path | str) -> Task:
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise DataError(
+            "evaluate.failed",
             f"{path}: {'; '.join(problems[:5])}{more}",
             hint=f"a task has the fields {' or '.join(', '.join(f) for f in KINDS.values())}",
         )
@@ -108,6 +109,7 @@ def run_task(
     """The task's scores, over all lines and by language or group. `shots` solved examples come before each question."""
     if shots >= len(task.items):
         raise ConfigError(
+            "evaluate.examples-before-each-question",
             f"{shots} examples before each question need more than the task's {len(task.items)} lines",
             hint="lower --shots",
         )
@@ -225,7 +227,9 @@ def _translation(
 ) -> list[Score]:
     if "{source}" not in template:
         raise ConfigError(
-            f"the template {template!r} has no {{source}}", hint='for example "Dutch: {source}\\nEnglish:"'
+            "evaluate.template-source",
+            f"the template {template!r} has no {{source}}",
+            hint='for example "Dutch: {source}\\nEnglish:"',
         )
 
     def shown(item: Item) -> str:
@@ -262,7 +266,9 @@ def translation_scores(task: Task, said: list[str], how: Mapping[str, int] | Non
         from sacrebleu.metrics import BLEU, CHRF
     except ImportError:
         raise ConfigError(
-            "translation scores need the package sacrebleu", hint="pip install 'windlass[eval]'"
+            "evaluate.translation-scores-need-package",
+            "translation scores need the package sacrebleu",
+            hint="pip install 'windlass[eval]'",
         ) from None
     made = []
     for group, inside in groups(task.items):

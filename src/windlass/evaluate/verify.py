@@ -101,6 +101,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError:
         raise ConfigError(
+            "evaluate.exported-model-cannot-checked",
             "the exported model cannot be checked: transformers is not installed",
             hint="pip install 'windlass[eval]', or export with --no-verify",
         ) from None

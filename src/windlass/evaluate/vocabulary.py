@@ -21,6 +21,7 @@ def grow(
     """Recipe and weights for the new tokenizer, and a sentence that says what was done."""
     if recipe.model.family == "hf":
         raise ConfigError(
+            "evaluate.vocabulary-family-hf-model",
             "the vocabulary of a family hf model cannot grow here",
             hint="a model of Llama's own form can; see `windlass import`",
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 from windlass.data.tokenizer import JsonTokenizer, RanksTokenizer, Tokenizer, load_tokenizer
 from windlass.errors import DataError
-from windlass.runs.files import read_json, write_json, write_whole
+from windlass.files import read_json, write_atomic, write_json
 
 BESIDE = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 """What else transformers keeps beside a tokenizer."""
@@ -27,9 +27,9 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, longest: int) -> None
         "add_eos_token": False,
     }
     if isinstance(tokenizer, JsonTokenizer):
-        write_whole(folder / "tokenizer.json", tokenizer.path.read_bytes())
+        write_atomic(folder / "tokenizer.json", tokenizer.path.read_bytes())
     elif isinstance(tokenizer, RanksTokenizer):
-        write_whole(folder / "tokenizer.json", json_of_ranks(tokenizer))
+        write_atomic(folder / "tokenizer.json", json_of_ranks(tokenizer))
     else:
         shutil.copyfile(tokenizer.path, folder / "tokenizer.model")
         settings |= {"tokenizer_class": "LlamaTokenizer", "legacy": False}
@@ -80,6 +80,7 @@ def refuse_other_ids(tokenizer: Tokenizer, written: Path) -> None:
             (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
         )
         raise DataError(
+            "evaluate.exported-tokenizer-gives-other",
             f"the exported tokenizer gives other ids than {tokenizer.path} from token {place} on",
             hint="convert the tokenizer to a tokenizer.json yourself and name it with --tokenizer",
         )

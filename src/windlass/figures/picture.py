@@ -23,6 +23,7 @@ def save_picture(item: Chart | Heat, path: Path, *, width: float = 10.0) -> Path
     kind = path.suffix.lower().removeprefix(".")
     if kind not in ("png", "svg", "pdf"):
         raise WindlassError(
+            "figures.pictures-written-png-svg",
             f"{path}: pictures are written as .png, .svg or .pdf, not {path.suffix or 'without an ending'!r}",
             hint=f"name it {path.stem}.png",
         )
@@ -44,6 +45,7 @@ def _render(item: Chart | Heat, kind: str, width: float) -> bytes:
         import matplotlib
     except ModuleNotFoundError:
         raise WindlassError(
+            "figures.pictures-need-matplotlib-installed",
             "pictures need matplotlib, which is not installed",
             hint="pip install 'windlass[png]'; --html and --json need nothing more",
         ) from None

@@ -18,12 +18,12 @@ from windlass.clusters.model import Node, Partition
 from windlass.clusters.model import Slurm as SlurmTable
 from windlass.clusters.probe import recognise
 from windlass.errors import LaunchError
+from windlass.files import append_line, write_atomic
 from windlass.launch.executor import Executor
 from windlass.launch.job import Environment, Job
 from windlass.launch.script import render
 from windlass.launch.slurm import Slurm
 from windlass.launch.submit import active_venv, check_known, submission_record
-from windlass.runs.files import append_line, write_whole
 
 CPU_SECONDS = 4 * 3600.0
 """Wall time of a CPU job when the partition has no shorter limit: tokenising restarts where it stopped, so short is fine."""
@@ -130,13 +130,17 @@ def submit_command(
 def _check(cluster: Cluster, tasks: int) -> None:
     if cluster.slurm is None:
         raise LaunchError(
+            "launch.slurm-queue-cpu-jobs",
             f"{cluster.name} has no SLURM, so there is no queue for CPU jobs",
             hint="run the command here, without --array",
         )
     if tasks < 1:
-        raise LaunchError(f"an array of {tasks} tasks is not possible", hint="the smallest number is 1")
+        raise LaunchError(
+            "launch.array-tasks-possible", f"an array of {tasks} tasks is not possible", hint="the smallest number is 1"
+        )
     if cluster.slurm.max_array is not None and tasks > cluster.slurm.max_array:
         raise LaunchError(
+            "launch.tasks-array-may",
             f"{tasks} tasks are more than the {cluster.slurm.max_array} an array may have on {cluster.name}",
             hint=f"use --array {cluster.slurm.max_array}",
         )
@@ -173,7 +177,7 @@ def _maker(
 def _submit(job: Job, cluster: Cluster, executor: Executor, after: str | None) -> str:
     folder, script = Path(job.run_dir), Path(job.job_file)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    write_whole(script, render(job, cluster))
+    write_atomic(script, render(job, cluster))
     job_id = executor.submit(script, run_dir=folder, after=after)
     append_line(
         folder / "jobs.jsonl",

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from windlass import errors
+from windlass.files import append_line, read_json, read_json_lines
 from windlass.runs import Run
-from windlass.runs.files import append_line, read_json, read_lines
 
 HOPELESS = {
     errors.ConfigError.exit_code: "the recipe is at fault",
@@ -56,7 +56,7 @@ class Verdict:
 
 
 def records(run: Run) -> list[dict[str, Any]]:
-    return list(read_lines(run.jobs_file))
+    return list(read_json_lines(run.jobs_file))
 
 
 def links(lines: Iterable[Mapping[str, Any]]) -> list[Link]:

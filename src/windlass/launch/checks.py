@@ -462,6 +462,7 @@ def refuse(findings: Sequence[Finding], *, force: bool) -> None:
         for f in bad
     ]
     raise LaunchError(
+        "launch.submitted-check-failed",
         f"not submitted, {len(bad)} check{'s' if len(bad) > 1 else ''} failed:\n  " + "\n  ".join(lines),
         hint="--force submits all the same; --dry-run shows the script",
     )

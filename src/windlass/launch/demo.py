@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from windlass.errors import RunError
-from windlass.runs.files import read_json, write_whole
+from windlass.files import read_json, write_atomic
 from windlass.runs.folder import Run
 from windlass.runs.lock import holder
 
@@ -110,26 +110,34 @@ def clear(story: Story) -> None:
         return
     config = read_json(run.config_file)
     if holder(run.lock_file) is not None:
-        raise RunError(f"a demo is running in {story.folder}", hint="wait for it, or choose another folder with --run")
+        raise RunError(
+            "launch.demo-running",
+            f"a demo is running in {story.folder}",
+            hint="wait for it, or choose another folder with --run",
+        )
     if config is not None and config.get("name") != "demo":
         raise RunError(
-            f"{story.folder} holds the run {config.get('name')!r}, not a demo", hint="choose another folder with --run"
+            "launch.holds-run-demo",
+            f"{story.folder} holds the run {config.get('name')!r}, not a demo",
+            hint="choose another folder with --run",
         )
     if config is None and any(p.name != "data" for p in story.folder.iterdir()):
-        raise RunError(f"{story.folder} holds other files", hint="choose another folder with --run")
+        raise RunError(
+            "launch.holds-other-files", f"{story.folder} holds other files", hint="choose another folder with --run"
+        )
     shutil.rmtree(story.folder)
 
 
 def write_data_file(story: Story, sources: list[dict[str, str]]) -> None:
     tables = "".join(SOURCE.format(**source) for source in sources)
-    write_whole(story.data_file, DATA.format(store=story.data, tokenizer=story.tokenizer, sources=tables))
+    write_atomic(story.data_file, DATA.format(store=story.data, tokenizer=story.tokenizer, sources=tables))
 
 
 def write_recipe(story: Story) -> None:
     text = RECIPE.format(
         store=story.data, vocab=story.vocab, steps=story.steps, save_every=story.save_every, eval_every=story.save_every
     )
-    write_whole(story.recipe_file, text)
+    write_atomic(story.recipe_file, text)
 
 
 def command(*words: str | Path) -> list[str]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from windlass.clusters import device_by_driver_name
 from windlass.errors import LaunchError, WindlassError
-from windlass.runs.files import read_json
+from windlass.files import read_json
 from windlass.units import print_bytes, print_seconds
 
 SLOW_SHARE = 0.85

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from windlass.clusters import Cluster, load_cluster
 from windlass.errors import LaunchError
+from windlass.files import append_line, write_atomic
 from windlass.launch.checks import check_request, refuse
 from windlass.launch.doctor import Check, examine, read_records
 from windlass.launch.job import Environment, Job, find_partition
 from windlass.launch.script import render
 from windlass.launch.slurm import Slurm, wait
 from windlass.launch.submit import active_venv, submission_record
-from windlass.runs.files import append_line, write_whole
 
 DOCTOR_SECONDS = 900.0
 
@@ -39,6 +39,7 @@ def doctor_job(
     slurm = cluster.slurm
     if slurm is None:
         raise LaunchError(
+            "launch.slurm-run-doctor-nodes",
             f"{cluster.name} has no SLURM to run the doctor on {nodes} nodes",
             hint="run `windlass doctor` without --cluster and --nodes",
         )
@@ -73,7 +74,7 @@ def run_job(
     refuse(check_request(job, cluster), force=False)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     script = Path(job.job_file)
-    write_whole(script, render(job, cluster))
+    write_atomic(script, render(job, cluster))
     job_id = slurm.submit(script, run_dir=folder)
     append_line(folder / "jobs.jsonl", submission_record(job, cluster, "slurm", job_id))
     state = wait(slurm, job_id, wait_seconds)
@@ -81,6 +82,7 @@ def run_job(
         word = state.state.lower() if state else "unknown to SLURM"
         slurm.cancel([job_id])
         raise LaunchError(
+            "launch.doctor-s-job-after",
             f"the doctor's job {job_id} is {word} after {wait_seconds:.0f} s and was cancelled",
             hint="wait longer with --wait, or use a partition for short jobs (--partition)",
         )

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import LaunchError
+from windlass.files import append_line, read_json
 from windlass.launch.chain import links, records
 from windlass.launch.executor import ENDED, UNKNOWN, Executor, State
 from windlass.launch.slurm import from_log
 from windlass.runs import Run
-from windlass.runs.files import append_line, read_json
 
 HEARTBEAT_SECONDS = 300.0
 """A heartbeat younger than this means that somebody trains, whatever the scheduler has forgotten."""

@@ -12,10 +12,10 @@ from pathlib import Path
 from windlass.clusters.model import Cluster
 from windlass.clusters.scheduler import LOCAL_JOB
 from windlass.errors import LaunchError
+from windlass.files import read_json, write_json
 from windlass.launch.executor import State
 from windlass.launch.job import Job
 from windlass.launch.script import LINK_AGAIN, LINK_STOP, _environment, _variables, header, inside
-from windlass.runs.files import read_json, write_json
 
 
 def render_local(job: Job, cluster: Cluster) -> str:
@@ -55,7 +55,9 @@ class Local:
     def submit(self, script: Path, *, run_dir: Path, after: str | None = None, options: Sequence[str] = ()) -> str:
         if after:
             raise LaunchError(
-                "there is no scheduler here to wait for another job", hint="run the commands one after the other"
+                "launch.scheduler-here-wait-another",
+                "there is no scheduler here to wait for another job",
+                hint="run the commands one after the other",
             )
         logs = run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,9 @@ def log_files(run: Run, job: str | None = None) -> list[Path]:
     if not mine:
         known = ", ".join(p.stem for p in found) or "none yet"
         raise RunError(
-            f"job {job} has no log in {run.logs}", hint=f"jobs with a log: {known}; a job that waits has none"
+            "launch.job-log",
+            f"job {job} has no log in {run.logs}",
+            hint=f"jobs with a log: {known}; a job that waits has none",
         )
     return mine
 
@@ -34,7 +36,9 @@ def last_lines(run: Run, *, job: str | None = None, lines: int = 40) -> str:
     files = log_files(run, job)
     if not files:
         raise RunError(
-            f"{run.path} has no logs yet", hint=f"`windlass jobs {run.name}` shows whether its jobs still wait"
+            "launch.logs-yet",
+            f"{run.path} has no logs yet",
+            hint=f"`windlass jobs {run.name}` shows whether its jobs still wait",
         )
     return _last(files[-1], lines)
 

@@ -11,7 +11,7 @@ from windlass.errors import PlanError, WindlassError
 from windlass.launch.checks import Finding
 
 if TYPE_CHECKING:
-    from windlass.plan.search import Plan, Plans
+    from windlass.planner.search import Plan, Plans
 
 CHECKPOINT_BYTES = {"fp32": 12, "bf16": 8}
 """Bytes per parameter on disk by the precision of AdamW's moments: fp32 master weights and two moments."""
@@ -42,7 +42,7 @@ class Planned:
 
 def planned(recipe: Recipe, cluster: Cluster) -> Planned:
     """Fill the layout, or judge the recipe's own. Never raises: what cannot be planned is a finding."""
-    from windlass.plan.search import plan
+    from windlass.planner.search import plan
 
     try:
         found = plan(recipe, cluster)
@@ -64,7 +64,7 @@ def planned(recipe: Recipe, cluster: Cluster) -> Planned:
 
 def _filled(recipe: Recipe, found: Plans) -> Planned:
     if not found.plans:
-        from windlass.plan.search import nowhere
+        from windlass.planner.search import nowhere
 
         error = nowhere(found)
         return _without(recipe, Finding("fit", "refuse", error.message, error.hint, "windlass plan"))

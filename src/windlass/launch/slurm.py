@@ -110,6 +110,7 @@ class Slurm:
         """Run one SLURM command; its own error text becomes ours, with a hint."""
         if shutil.which(words[0]) is None:
             raise LaunchError(
+                "launch.slurm-machine-path",
                 f"there is no SLURM on this machine ({words[0]} is not on the PATH)",
                 hint='log in to the cluster, or run here: --local, or cluster = "workstation" in the recipe',
             )
@@ -119,6 +120,7 @@ class Slurm:
             )
         except subprocess.TimeoutExpired:
             raise LaunchError(
+                "launch.did-answer-within-s",
                 f"{words[0]} did not answer within {self.timeout_seconds:.0f} s",
                 hint="the controller is busy or away: try again",
             ) from None
@@ -130,7 +132,7 @@ class Slurm:
 def refusal(command: str, said: str) -> LaunchError:
     """The scheduler's own words, with our hint where we know one."""
     hint = next((hint for part, hint in HINTS if part.lower() in said.lower()), None)
-    return LaunchError(f"{command} said: {said}", hint=hint)
+    return LaunchError("launch.said", f"{command} said: {said}", hint=hint)
 
 
 def read_job_id(text: str) -> str:
@@ -141,7 +143,9 @@ def read_job_id(text: str) -> str:
         if match := re.search(r"Submitted batch job (\d+)", line):
             return match.group(1)
     raise LaunchError(
-        f"sbatch answered without a job id: {text.strip()!r}", hint="`squeue --me` shows whether the job is there"
+        "launch.sbatch-answered-without-job",
+        f"sbatch answered without a job id: {text.strip()!r}",
+        hint="`squeue --me` shows whether the job is there",
     )
 
 

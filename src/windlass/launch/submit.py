@@ -16,6 +16,7 @@ from typing import Any
 from windlass.clusters import Cluster, load_cluster
 from windlass.config import Loaded, Recipe
 from windlass.errors import LaunchError
+from windlass.files import append_line, write_atomic
 from windlass.launch import checks
 from windlass.launch.checks import Finding
 from windlass.launch.executor import Executor
@@ -26,7 +27,6 @@ from windlass.launch.planned import Planned, planned
 from windlass.launch.script import render
 from windlass.launch.slurm import Slurm, available
 from windlass.runs import Run, create_run
-from windlass.runs.files import append_line, write_whole
 from windlass.runs.lock import holder
 
 
@@ -192,7 +192,7 @@ def submit(
         check_known(executor, after)
     run = create_run(prepared.run_dir, prepared.loaded)
     script = Path(prepared.job.job_file)
-    write_whole(script, prepared.text)
+    write_atomic(script, prepared.text)
     if isinstance(executor, Slurm) and not force:
         executor.test(script)
     return _links(prepared, run, script, executor, after)
@@ -211,7 +211,7 @@ def _links(prepared: Prepared, run: Run, script: Path, executor: Executor, after
             message = (
                 f"links 1 to {len(jobs)} are queued ({', '.join(jobs)}), link {number} was refused: {error.message}"
             )
-            raise LaunchError(message, hint=error.hint) from None
+            raise LaunchError("launch.failed", message, hint=error.hint) from None
         jobs.append(job)
         record(run, prepared, executor, job, number, condition)
     return jobs
@@ -246,6 +246,7 @@ def refuse_active(run: Run, executor: Executor) -> None:
     if live:
         words = ", ".join(f"{e.job} {e.state.state.lower()}" for e in live)
         raise LaunchError(
+            "launch.already-active",
             f"{run.path} is already active: {words}",
             hint=f"`windlass jobs {run.name}` shows them, `windlass cancel {run.name}` ends them",
         )
@@ -256,6 +257,7 @@ def _refuse_locked(run: Run) -> None:
     who = holder(run.lock_file)
     if who is not None:
         raise LaunchError(
+            "launch.being-written-another-process",
             f"{run.path} is being written by another process (host {who.get('host', 'unknown')}, pid {who.get('pid', 'unknown')})",
             hint="wait for it, or choose another folder with --run",
         )
@@ -265,6 +267,7 @@ def check_known(executor: Executor, job: str) -> None:
     """SLURM takes a condition on a job it does not know as met: the run would start before its data are there."""
     if job not in executor.states([job]):
         raise LaunchError(
+            "launch.job-unknown-scheduler-condition",
             f"job {job} is unknown to the scheduler, and a condition on it would count as met",
             hint="check the id with `squeue --me`; a job that has ended long ago needs no condition",
         )
@@ -275,11 +278,16 @@ def cancel(run: Run, by_name: Mapping[str, Executor], only: str | None = None) -
     found = entries(run, by_name, strict=True)
     if only is not None and only not in {e.job for e in found}:
         known = ", ".join(e.job for e in found) or "none"
-        raise LaunchError(f"job {only} is not one of this run ({known})", hint="`scancel` ends jobs of other runs")
+        raise LaunchError(
+            "launch.job-one-run",
+            f"job {only} is not one of this run ({known})",
+            hint="`scancel` ends jobs of other runs",
+        )
     todo = [e for e in reversed(found) if (e.state.waiting or e.state.live) and only in (None, e.job)]
     for entry in todo:
         if entry.executor not in by_name:
             raise LaunchError(
+                "launch.job-submitted-machine",
                 f"job {entry.job} was submitted to {entry.executor}, which is not on this machine",
                 hint="log in to the machine it was launched from",
             )

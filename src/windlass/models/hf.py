@@ -113,7 +113,9 @@ class HFModel(Model):
     def forward(self, x: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         if documents is not None:
             raise ConfigError(
-                "data.mask_documents is not supported with model.family = hf", hint="use family llama, or leave it off"
+                "models.data-mask-documents-supported",
+                "data.mask_documents is not supported with model.family = hf",
+                hint="use family llama, or leave it off",
             )
         logits = self.net(input_ids=x, use_cache=False).logits
         if targets is None:
@@ -178,23 +180,29 @@ def build_hf(config: ModelConfig, seq_len: int) -> HFModel:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise ConfigError(
-            'model.family = "hf" needs the transformers package', hint="pip install 'windlass[eval]'"
+            "models.model-family-hf-needs",
+            'model.family = "hf" needs the transformers package',
+            hint="pip install 'windlass[eval]'",
         ) from None
     path = Path(config.config or "")
     if not path.exists():
         raise ConfigError(
-            f"model.config: there is no {path}", hint="name a folder or file with a Hugging Face config.json"
+            "models.model-config",
+            f"model.config: there is no {path}",
+            hint="name a folder or file with a Hugging Face config.json",
         )
     try:
         read = AutoConfig.from_pretrained(path, local_files_only=True)
     except (ValueError, KeyError) as error:  # a family that this transformers does not know
         raise ConfigError(
+            "models.transformers-cannot-read",
             f"transformers cannot read {path}: {str(error).splitlines()[0]}",
             hint="a newer transformers may know it; families that need code of their own (trust_remote_code) are not run",
         ) from None
     limit = getattr(read, "max_position_embeddings", None)
     if limit is not None and seq_len > limit:
         raise ConfigError(
+            "models.data-seq-len-model",
             f"data.seq_len ({seq_len:,}) is more than the model's {limit:,} positions",
             hint="choose a shorter sequence or another config",
         )

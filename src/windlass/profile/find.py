@@ -36,11 +36,14 @@ def find_target(given: Path | str, *, step: int | None = None) -> Target:
         return Target(run.name, run, _run_traces(run, step))
     if not path.is_dir():
         raise ProfileError(
-            f"{path} does not exist", hint="give a run folder, a folder of traces, or trace files (.json or .json.gz)"
+            "profile.does-exist",
+            f"{path} does not exist",
+            hint="give a run folder, a folder of traces, or trace files (.json or .json.gz)",
         )
     traces = _folder_traces(path)
     if not traces:
         raise ProfileError(
+            "profile.holds-traces",
             f"{path} holds no traces",
             hint='traces end in .json or .json.gz; `profile.steps = "20:23"` in a recipe makes one',
         )
@@ -51,6 +54,7 @@ def need_traces(target: Target) -> Target:
     if target.traces:
         return target
     raise ProfileError(
+        "profile.run-holds-trace",
         f"the run {target.label} holds no trace",
         hint=f'`windlass profile {target.label} --now` asks a live run for one; `profile.steps = "20:23"` in the recipe captures steps 20 to 22',
     )
@@ -85,7 +89,9 @@ def _run_traces(run: Run, step: int | None) -> list[Path]:
             return traces
     known = ", ".join(str(first) for first, _ in found) or "none"
     raise ProfileError(
-        f"{run.name} has no window that begins at step {step}", hint=f"windows of this run begin at: {known}"
+        "profile.window-begins-step",
+        f"{run.name} has no window that begins at step {step}",
+        hint=f"windows of this run begin at: {known}",
     )
 
 

@@ -123,7 +123,11 @@ def profile_traces(
 ) -> JobProfile:
     """Read the files one after the other; only one is in memory at a time."""
     if not paths:
-        raise ProfileError("no trace files were given", hint="give a run folder, or trace files (.json or .json.gz)")
+        raise ProfileError(
+            "profile.trace-files-given",
+            "no trace files were given",
+            hint="give a run folder, or trace files (.json or .json.gz)",
+        )
     ranks = []
     for index, path in enumerate(Path(p) for p in paths):
         trace = read_trace(path, shapes=by_shape, progress=_told(report, path))

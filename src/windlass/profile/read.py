@@ -231,9 +231,14 @@ class _Columns:
 
     def nothing(self, path: Path) -> ProfileError:
         if not self.events:
-            return ProfileError(f"{path} holds no events", hint="was the profiler's window open during any step?")
+            return ProfileError(
+                "profile.holds-events",
+                f"{path} holds no events",
+                hint="was the profiler's window open during any step?",
+            )
         found = ", ".join(name for name, _ in self.categories.most_common(5)) or "none"
         return ProfileError(
+            "profile.none-events-operator-kernel",
             f"none of the {self.events:,} events in {path} is an operator, a kernel or a copy (categories found: {found})",
             hint="a trace of another tool? windlass reads what torch.profiler writes",
         )

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import ProfileError
+from windlass.files import read_json, write_json
 from windlass.runs import Run
-from windlass.runs.files import read_json, write_json
 from windlass.runs.lock import holder
 
 MAX_STEPS = 100
@@ -50,11 +50,16 @@ def ask(
 ) -> Request:
     """Put the request into the run folder. A run that nobody is training is refused: the request would lie there for ever."""
     if not 1 <= steps <= MAX_STEPS:
-        raise ProfileError(f"a window of {steps} steps", hint=f"choose 1 to {MAX_STEPS}; three are usually enough")
+        raise ProfileError(
+            "profile.window-steps",
+            f"a window of {steps} steps",
+            hint=f"choose 1 to {MAX_STEPS}; three are usually enough",
+        )
     if holder(run.lock_file) is None:
         last = (run.last_metric() or {}).get("step")
         where = f" (last step {last})" if last is not None else ""
         raise ProfileError(
+            "profile.nobody-training-now",
             f"nobody is training {run.name} now{where}",
             hint='start it, or set profile.steps = "20:23" in its recipe before it starts',
         )

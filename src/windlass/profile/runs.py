@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from windlass.config.load import flatten
+from windlass.files import read_json
 from windlass.profile.trace import Floats
 from windlass.runs import Run
-from windlass.runs.files import read_json
 
 LOSS_TOLERANCE = 0.05
 """Nats per token. Two seeds of one small model differ by about this much; a fault in a kernel or in the data differs by more."""

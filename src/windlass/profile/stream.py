@@ -96,6 +96,7 @@ class EventStream:
         data = self._read(raw, file).removeprefix(b"\xef\xbb\xbf")
         if not data.strip():
             raise ProfileError(
+                "profile.empty",
                 f"{self.path} is empty",
                 hint="the profiler writes the file when its window closes; was the run cut off?",
             )
@@ -103,7 +104,11 @@ class EventStream:
             self._bare_list = True
             return data.lstrip()[1:]
         if data.lstrip()[:1] != b"{":
-            raise ProfileError(f"{self.path} is no JSON: it begins with {data.lstrip()[:16]!r}", hint=_FOREIGN_HINT)
+            raise ProfileError(
+                "profile.json-begins",
+                f"{self.path} is no JSON: it begins with {data.lstrip()[:16]!r}",
+                hint=_FOREIGN_HINT,
+            )
         while (found := _ARRAY.search(data)) is None:
             if self._ended or len(data) > LARGEST_EVENT_BYTES:
                 raise self._foreign(data)
@@ -115,11 +120,16 @@ class EventStream:
         value = _loads(data)
         if isinstance(value, dict):
             keys = ", ".join(list(value)[:6]) or "none"
-            return ProfileError(f"{self.path} is JSON without traceEvents (its keys: {keys})", hint=_FOREIGN_HINT)
+            return ProfileError(
+                "profile.json-without-traceevents-keys",
+                f"{self.path} is JSON without traceEvents (its keys: {keys})",
+                hint=_FOREIGN_HINT,
+            )
         return self._torn("no traceEvents were found before its end")
 
     def _torn(self, why: str) -> ProfileError:
         return ProfileError(
+            "profile.torn-events-before-could",
             f"{self.path} is torn: {why}; {self._count:,} events before that could be read",
             hint="copy it again, or capture again; a trace is complete only when the profiler has closed its window",
         )
@@ -155,11 +165,11 @@ def _open(path: Path) -> IO[bytes]:
         return path.open("rb")
     except FileNotFoundError:
         raise ProfileError(
-            f"{path} does not exist", hint="give a run folder, or trace files (.json or .json.gz)"
+            "profile.does-exist", f"{path} does not exist", hint="give a run folder, or trace files (.json or .json.gz)"
         ) from None
     except OSError as error:
         raise ProfileError(
-            f"{path} cannot be read: {error.strerror}", hint="check the path and its permissions"
+            "profile.cannot-read", f"{path} cannot be read: {error.strerror}", hint="check the path and its permissions"
         ) from None
 
 
@@ -168,7 +178,11 @@ def _unpacked(raw: IO[bytes], path: Path) -> IO[bytes]:
     raw.seek(0)
     for mark, what in _OTHER_ARCHIVES.items():
         if magic.startswith(mark):
-            raise ProfileError(f"{path} is {what}", hint="unpack it first; plain .json and .json.gz are read directly")
+            raise ProfileError(
+                "profile.failed",
+                f"{path} is {what}",
+                hint="unpack it first; plain .json and .json.gz are read directly",
+            )
     return gzip.GzipFile(fileobj=raw) if magic[:2] == b"\x1f\x8b" else raw  # type: ignore[return-value]
 
 

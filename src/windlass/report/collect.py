@@ -15,8 +15,8 @@ from windlass.config import Recipe
 from windlass.energy.carbon import Carbon, carbon
 from windlass.energy.ledger import Ledger, read_ledger
 from windlass.errors import RunError, WindlassError
+from windlass.files import read_json, read_json_lines
 from windlass.report.columns import Columns, Numbers, highest, last_known, middle
-from windlass.runs.files import read_json, read_lines
 from windlass.runs.folder import Run, open_run
 from windlass.runs.life import life
 from windlass.units import print_text
@@ -145,7 +145,7 @@ def collect(
         silent_after_seconds=_silent_after(times),
         energy=energy, life=_life(events, columns), events=events, breaks=[e for e in events if e["event"] in BREAKS],
         faults=[*(e for e in events if e["event"] in FAULTS)], checkpoints=checkpoints(run, events),
-        evaluations=plain(list(read_lines(run.eval_file))), data=plain(_data(run, recipe)), manifest=manifest, plan=plan, lines=len(columns),
+        evaluations=plain(list(read_json_lines(run.eval_file))), data=plain(_data(run, recipe)), manifest=manifest, plan=plan, lines=len(columns),
     )  # fmt: skip
     return _with_plan(summary)
 
@@ -164,7 +164,9 @@ def find_runs(folder: Path | str) -> list[Run]:
     """Every run folder at or below a folder (three levels), by path. A link that leads out of the folder is not followed."""
     root = Path(folder)
     if not root.is_dir():
-        raise RunError(f"{root} is no folder", hint="name a run folder, or the folder that holds several (runs/)")
+        raise RunError(
+            "report.folder", f"{root} is no folder", hint="name a run folder, or the folder that holds several (runs/)"
+        )
     found = {p.parent for depth in ("", "*/", "*/*/", "*/*/*/") for p in root.glob(f"{depth}config.json")}
     return [Run(p) for p in sorted(found) if _is_run(p) and p.resolve().is_relative_to(root.resolve())]
 

@@ -12,7 +12,7 @@ from windlass.config.sweep import SweepConfig
 from windlass.errors import WindlassError
 from windlass.figures import Note, Section
 from windlass.figures.sweep_page import counts, sweep_sections
-from windlass.runs.files import read_json
+from windlass.files import read_json
 
 
 @dataclass(frozen=True)

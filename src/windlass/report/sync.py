@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import LaunchError, RunError
+from windlass.files import append_line, read_json_lines, read_last_json_line, write_atomic
 from windlass.report.redact import redact_text
-from windlass.runs.files import append_line, read_last, read_lines, write_whole
 from windlass.runs.folder import Run
 from windlass.runs.lock import locked
 
@@ -45,7 +45,7 @@ def sent(run: Run) -> dict[str, int]:
     """Part -> bytes that were sent of it."""
     return {
         str(line["part"]): int(line["bytes"])
-        for line in read_lines(_sent_file(run))
+        for line in read_json_lines(_sent_file(run))
         if "part" in line and isinstance(line.get("bytes"), int)
     }
 
@@ -86,7 +86,7 @@ def _in_turn(run: Run, dry_run: bool, send: Sender | None) -> list[dict[str, Any
 def is_live(run: Run, now: float | None = None) -> bool:
     """Is a job writing here? By files only: what the last start came to, and how old the last line is."""
     kind = next((e.get("event") for e in reversed(list(run.events())) if e.get("event") in STARTS | ENDS), None)
-    at = (read_last(run.metrics_file) or {}).get("time")
+    at = (read_last_json_line(run.metrics_file) or {}).get("time")
     fresh = isinstance(at, (int, float)) and (time.time() if now is None else now) - at < LIVE_SECONDS
     return kind not in ENDS and fresh
 
@@ -101,7 +101,7 @@ def ask_for_part(run: Run, wait: float = WAIT_SECONDS) -> bool:
     if not before or not is_live(run):
         return False
     request = run.requests / REQUEST
-    write_whole(request, f"{time.time()}\n", sync=False)
+    write_atomic(request, f"{time.time()}\n", sync=False)
     end = time.monotonic() + wait
     while time.monotonic() < end:
         if len(parts(run)) > before and not request.exists():
@@ -130,12 +130,14 @@ def _send(part: Path, send: Sender) -> None:
         answer = send(command(part, send([_wandb(), "sync", "--help"]).stdout))
     except FileNotFoundError:
         raise LaunchError(
+            "report.wandb-command-installed-here",
             "the wandb command is not installed here",
             hint="pip install 'windlass[trackers]', or copy the run folder to a machine that has it",
         ) from None
     if answer.returncode:
         said = redact_text((answer.stderr or answer.stdout).strip())[-400:]
         raise LaunchError(
+            "report.sent-exit-code",
             f"{part.name} was not sent (exit code {answer.returncode}): {said}",
             hint="run `wandb login` on this machine; parts sent before are remembered",
         )

@@ -12,7 +12,14 @@ from typing import Any
 
 from windlass.config import Loaded, Recipe, recipe_hash, validate
 from windlass.errors import RunError
-from windlass.runs.files import append_patiently, read_json, read_last, read_lines, write_json, write_whole
+from windlass.files import (
+    append_line_buffered,
+    read_json,
+    read_json_lines,
+    read_last_json_line,
+    write_atomic,
+    write_json,
+)
 from windlass.runs.lock import holder
 
 
@@ -108,17 +115,21 @@ class Run:
 
     def event(self, kind: str, /, **fields: Any) -> None:
         """One line of the run's life: `started`, `resumed`, `saved`, `fault`, ... with the time."""
-        append_patiently(self.events_file, {"time": time.time(), "event": kind, **fields})
+        append_line_buffered(self.events_file, {"time": time.time(), "event": kind, **fields})
 
     def metric(self, line: dict[str, Any]) -> None:
-        append_patiently(self.metrics_file, line)
+        append_line_buffered(self.metrics_file, line)
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def recipe(self) -> Recipe:
         value = read_json(self.config_file)
         if value is None:
-            raise RunError(f"{self.config_file} is missing or damaged", hint="is this a whole copy of a run folder?")
+            raise RunError(
+                "runs.missing-damaged",
+                f"{self.config_file} is missing or damaged",
+                hint="is this a whole copy of a run folder?",
+            )
         return validate(Recipe, value, str(self.config_file))
 
     def manifest(self) -> dict[str, Any]:
@@ -128,13 +139,13 @@ class Run:
         return read_json(self.plan_file)
 
     def events(self) -> Iterator[dict[str, Any]]:
-        return read_lines(self.events_file)
+        return read_json_lines(self.events_file)
 
     def metrics(self) -> Iterator[dict[str, Any]]:
-        return read_lines(self.metrics_file)
+        return read_json_lines(self.metrics_file)
 
     def last_metric(self) -> dict[str, Any] | None:
-        return read_last(self.metrics_file)
+        return read_last_json_line(self.metrics_file)
 
     def errors(self) -> list[dict[str, Any]]:
         """Error records of ranks, by rank."""
@@ -152,7 +163,7 @@ def open_run(path: Path | str) -> Run:
     near = get_close_matches(given.name, known, n=3, cutoff=0.3) or sorted(known)[:5]
     hint = f"runs here: {', '.join(near)}" if near else "`windlass train RECIPE` makes one, by default in runs/<name>"
     what = "is no run folder (it has no config.json)" if given.exists() else "does not exist"
-    raise RunError(f"{given} {what}", hint=hint)
+    raise RunError("runs.failed", f"{given} {what}", hint=hint)
 
 
 def create_run(path: Path | str, loaded: Loaded) -> Run:
@@ -165,17 +176,20 @@ def create_run(path: Path | str, loaded: Loaded) -> Run:
         _refuse_other(run, validate(Recipe, old, str(run.config_file)), loaded.recipe)
     elif run.path.is_dir() and any(run.path.iterdir()) and not _only_ours(run):
         raise RunError(
-            f"{run.path} holds other files and is no run folder", hint="choose an empty or new folder with --run"
+            "runs.holds-other-files-run",
+            f"{run.path} holds other files and is no run folder",
+            hint="choose an empty or new folder with --run",
         )
     try:
         for folder in (run.path, run.ranks, run.checkpoints, run.logs):
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(
+            "runs.run-folder-cannot-made",
             f"the run folder {run.path} cannot be made: {error.strerror}",
             hint="choose a folder you may write to with --run",
         ) from None
-    write_whole(run.recipe_file, loaded.text)
+    write_atomic(run.recipe_file, loaded.text)
     write_json(run.config_file, loaded.recipe.model_dump(mode="json"))
     return run
 
@@ -223,6 +237,7 @@ def _refuse_other(run: Run, old: Recipe, new: Recipe) -> None:
     ]
     shown = "; ".join(f"{k}: {left.get(k)!r} there, {right.get(k)!r} here" for k in differ[:4])
     raise RunError(
+        "runs.belongs-another-recipe",
         f"{run.path} belongs to another recipe ({shown})",
         hint="choose another folder with --run, or another name in the recipe",
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from windlass.errors import RunError
-from windlass.runs.files import read_json
+from windlass.files import read_json
 
 STALE_SECONDS = 3600.0
 """A lock of another host that nobody has touched for this long is taken over: its job is gone."""
@@ -95,6 +95,7 @@ def _busy(path: Path) -> RunError:
         f", job {record['job']}" if record.get("job") else ""
     )
     return RunError(
+        "runs.being-written-another-process",
         f"{path.parent} is being written by another process ({who})",
         hint="wait for it, stop it, or choose another folder with --run",
     )

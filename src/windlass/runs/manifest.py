@@ -14,7 +14,7 @@ from typing import Any
 
 import windlass
 from windlass.config import Recipe, recipe_hash
-from windlass.runs.files import read_json, write_json
+from windlass.files import read_json, write_json
 from windlass.runs.folder import Run
 
 PACKAGES = (

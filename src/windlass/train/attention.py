@@ -41,6 +41,7 @@ def apply_attention(module: Model, name: str) -> None:
         import flash_attn_interface  # noqa: F401
     except ImportError:
         raise ConfigError(
+            "train.train-attention-flash-but",
             'train.attention = "flash3", but the package flash_attn_interface is not installed',
             hint='use "auto": torch\'s cuDNN attention is about as fast on Hopper',
         ) from None

@@ -41,6 +41,7 @@ def check_tokens(tokens: Any, vocab: int) -> None:
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab:
         raise DataError(
+            "train.batch-holds-token-but",
             f"a batch holds token {low if low < 0 else high:,}, but model.vocab is {vocab:,}",
             hint=f"set model.vocab to at least {high + 1:,}, or tokenize with the model's tokenizer",
         )

@@ -22,6 +22,7 @@ def _family(recipe: Recipe) -> None:
     family, train = recipe.model.family, recipe.train
     if recipe.data.mask_documents and family != "llama":
         raise ConfigError(
+            "train.data-mask-documents-possible",
             f"data.mask_documents is not possible with model.family = {family!r}",
             hint="use family llama, or data.mask_documents = false",
         )
@@ -34,6 +35,7 @@ def _family(recipe: Recipe) -> None:
     ignored += ['train.attention = "flash3"'] if train.attention == "flash3" else []
     if ignored:
         raise ConfigError(
+            "train.only-our-own-families",
             f"{', '.join(ignored)}: only for our own families, not for model.family = 'hf'",
             hint="leave it out, or describe the network as family llama",
         )
@@ -43,6 +45,7 @@ def _precision(recipe: Recipe, world: World) -> None:
     wanted = recipe.train.precision
     if wanted in ("bf16", "bf16_pure", "fp8") and world.device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise ConfigError(
+            "train.train-precision-but-bf",
             f"train.precision = {wanted!r}, but {torch.cuda.get_device_name(world.device)} has no bf16",
             hint='use train.precision = "fp32", or a device of the Ampere or CDNA generation or later',
         )
@@ -52,6 +55,7 @@ def _offload(recipe: Recipe, world: World) -> None:
     native = recipe.train.engine == "native"
     if recipe.layout is not None and recipe.layout.offload == "parameters" and world.size == 1 and native:
         raise ConfigError(
+            "train.layout-offload-parameters-needs",
             'layout.offload = "parameters" needs several processes',
             hint='use layout.offload = "optimizer" on one device',
         )
@@ -63,6 +67,7 @@ def check_metric(recipe: Recipe, validator: Validator | None) -> None:
     sources = [part.name for part in validator.held] if validator is not None else []
     if name != recipe.save.metric and name not in sources:
         raise ConfigError(
+            "train.save-metric-but-nothing",
             f"save.metric = {recipe.save.metric!r}, but nothing of {name!r} is held out",
             hint=f"held out are: {', '.join(sources)}" if sources else "the store has no validation split",
         )

@@ -42,7 +42,9 @@ def _reach_out(block: nn.Module, group: Any, rank: int) -> None:
         block.retention.carried = partial(carried_retention, group=group, rank=rank)
     else:
         raise ConfigError(
-            "layout.context > 1 works with our own families, not with this one", hint="set layout.context = 1"
+            "train.layout-context-works-our",
+            "layout.context > 1 works with our own families, not with this one",
+            hint="set layout.context = 1",
         )
 
 

@@ -53,6 +53,7 @@ def choose_backend(wish: str, device: torch.device) -> tuple[str, str]:
     if not has_units(device):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
         raise ConfigError(
+            "train.train-precision-fp-but",
             f'train.precision = "fp8", but {name} has no FP8 matrix units',
             hint='use train.precision = "bf16"; FP8 needs Hopper, Ada, MI300 or later',
         )
@@ -60,12 +61,14 @@ def choose_backend(wish: str, device: torch.device) -> tuple[str, str]:
         return "torch", "torch's scaled product" if wish == "auto" else "train.fp8_backend"
     if wish == "torch":
         raise ConfigError(
+            "train.train-fp-backend-torch",
             f'train.fp8_backend = "torch", but torch {torch.__version__} has no scaled product for this device',
             hint='pip install \'windlass[fp8]\' and use train.fp8_backend = "auto", or train.precision = "bf16"',
         )
     if torchao_there():
         return "torchao", "train.fp8_backend" if wish == "torchao" else "torch has no scaled product for this device"
     raise ConfigError(
+        "train.train-precision-fp-needs",
         'train.precision = "fp8" needs the package torchao here, which is not installed',
         hint="pip install 'windlass[fp8]', or use train.precision = \"bf16\"",
     )
@@ -95,7 +98,9 @@ def _convert(module: Model, chosen: list[Linear], scaling: str, *, emulate: bool
     """torchao exchanges the modules; parameters keep their names."""
     if any(isinstance(part.weight, DTensor) for part in chosen):
         raise ConfigError(
-            "layout.tensor > 1 is not possible with FP8 by torchao", hint="set layout.tensor = 1, or use bf16"
+            "train.layout-tensor-possible-fp",
+            "layout.tensor > 1 is not possible with FP8 by torchao",
+            hint="set layout.tensor = 1, or use bf16",
         )
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

@@ -51,11 +51,13 @@ def geometry_of(recipe: Recipe, data_ranks: int) -> Geometry:
     if batch == 0 or batch % unit:
         step = unit * data.seq_len
         raise ConfigError(
+            "train.data-batch-tokens-multiple",
             f"data.batch_tokens ({batch * data.seq_len:,}) is not a multiple of {step:,} = micro_batch {layout.micro_batch} x seq_len {data.seq_len:,} x {data_ranks} data-parallel ranks",
             hint=f"the next larger batch that fits is {(batch // unit + 1) * step:,}; or choose a micro_batch that divides {batch / data_ranks:g} sequences per rank",
         )
     if data.seq_len % layout.context:
         raise ConfigError(
+            "train.layout-context-does-divide",
             f"layout.context ({layout.context}) does not divide data.seq_len ({data.seq_len})",
             hint="each context rank takes an equal part of the sequence",
         )
@@ -71,11 +73,13 @@ def _check_pipeline(recipe: Recipe, geometry: Geometry) -> None:
         return
     if recipe.layout.schedule == "interleaved" and count % ranks:
         raise ConfigError(
+            "train.interleaved-schedule-needs-number",
             f"the interleaved schedule needs a number of micro-batches ({count}) that layout.pipeline ({ranks}) divides",
             hint="change data.batch_tokens or layout.micro_batch",
         )
     if count < ranks:
         raise ConfigError(
+            "train.micro-batches-cannot-fill",
             f"{count} micro-batches cannot fill a pipeline of {ranks} stages",
             hint=f"at least {ranks} are needed: a larger data.batch_tokens or a smaller layout.micro_batch",
         )

@@ -42,6 +42,7 @@ def axes_of(layout: LayoutConfig, world_size: int, devices_per_node: int) -> Axe
     fixed = layout.tensor * layout.pipeline * layout.context
     if world_size % fixed:
         raise ConfigError(
+            "train.device-cannot-hold-layout",
             f"{world_size} device{'s' * (world_size > 1)} cannot hold layout.tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} = {fixed}",
             hint=f"use a multiple of {fixed} devices, or smaller degrees",
         )
@@ -59,6 +60,7 @@ def shard_ranks(layout: LayoutConfig, ranks: int, devices_per_node: int) -> int:
     size = layout.shard_size or max(1, min(ranks, devices_per_node // layout.tensor))
     if ranks % size:
         raise ConfigError(
+            "train.layout-shard-size-does",
             f"layout.shard_size ({size}) does not divide the {ranks} data-parallel ranks",
             hint=f"choose one of {', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}",
         )

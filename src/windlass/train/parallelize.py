@@ -104,9 +104,14 @@ def split_stages(model: Model, world: World, *, schedule: str, chunks: int) -> P
     if ranks == 1:
         return Parts([model], [0], 1)
     if not model.stackable:
-        raise ConfigError("this model family cannot be cut into pipeline stages", hint="set layout.pipeline = 1")
+        raise ConfigError(
+            "train.model-family-cannot-cut",
+            "this model family cannot be cut into pipeline stages",
+            hint="set layout.pipeline = 1",
+        )
     if model.num_layers < total:
         raise ConfigError(
+            "train.model-layers-fewer-pipeline",
             f"model.layers ({model.num_layers}) is fewer than the {total} pipeline stages",
             hint="use fewer stages or pipeline_chunks",
         )
@@ -177,7 +182,9 @@ def _compile(module: Model, recipe: Recipe, world: World, notes: list[str]) -> N
     wanted = train.compile if train.compile is not None else world.device.type == "cuda"
     if train.recompute == "budget" and not wanted:
         raise ConfigError(
-            'train.recompute = "budget" needs train.compile', hint='use "selective", or set train.compile = true'
+            "train.train-recompute-budget-needs",
+            'train.recompute = "budget" needs train.compile',
+            hint='use "selective", or set train.compile = true',
         )
     if not wanted:
         return

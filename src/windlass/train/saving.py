@@ -100,6 +100,7 @@ def final_save(job: Job, reason: str | None) -> None:
             return
     last = job.saver.good.step if job.saver.good else "none"
     raise CheckpointError(
+        "train.last-save-step-failed",
         f"the last save, at step {job.step}, failed twice: {outcome.error}",
         hint=f"the newest good checkpoint of this start is {last}; make room and `windlass resume {job.run.path}`",
     )

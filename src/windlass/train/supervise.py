@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from windlass import errors
 from windlass.checkpoint.files import newest_step
-from windlass.runs.files import read_json, write_json
+from windlass.files import read_json, write_json
 from windlass.runs.folder import Run
 
 LONGEST_PAUSE_SECONDS = 60.0

@@ -32,11 +32,16 @@ def apply_tensor(module: Model, recipe: Recipe, world: World) -> None:
     time = recipe.data.seq_len // world.axes.context
     if time % size:
         raise ConfigError(
+            "train.layout-tensor-does-divide",
             f"layout.tensor ({size}) does not divide the {time} positions a rank holds",
             hint="sequence parallelism divides the sequence: choose a seq_len that is a multiple",
         )
     if not hasattr(module, "tensor_plan"):
-        raise ConfigError("this model family has no tensor-parallel plan", hint="set layout.tensor = 1")
+        raise ConfigError(
+            "train.model-family-tensor-parallel",
+            "this model family has no tensor-parallel plan",
+            hint="set layout.tensor = 1",
+        )
     if module.embed is not None:
         module.embed.weight = by_rows(module.embed.weight, mesh)
         module.embed.lookup = partial(parallel_lookup, mesh=mesh)

@@ -124,29 +124,41 @@ def trace(
 
 def _check(recipe: Recipe) -> None:
     if recipe.layout is None:
-        raise PlanError("a trace needs a layout", hint="give [layout], or call windlass.plan.fill_recipe first")
+        raise PlanError(
+            "train.trace-needs-layout",
+            "a trace needs a layout",
+            hint="give [layout], or call windlass.planner.fill_recipe first",
+        )
     if recipe.train.engine != "native":
         raise PlanError(
+            "train.trace-runs-windlass-s",
             f"--trace runs windlass's own step, not train.engine = {recipe.train.engine!r}",
             hint="trace with train.engine=native; the plan without --trace counts DeepSpeed's buffers",
         )
     if recipe.model.family == "hf":
         raise PlanError(
+            "train.trace-does-know-blocks",
             "--trace does not know the blocks of a Hugging Face model",
             hint="describe it as family llama or retnet; the plan without --trace reads its config.json",
         )
     if recipe.layout.offload != "none":
         raise PlanError(
+            "train.trace-counts-one-device",
             f"--trace counts one device's memory and cannot tell it from the host's (layout.offload = {recipe.layout.offload!r})",
             hint='trace with layout.offload=none and take its "optimizer states" off (parameters: also its "weights")',
         )
     if recipe.train.recompute == "budget":
         raise PlanError(
+            "train.trace-cannot-follow-train",
             '--trace cannot follow train.recompute = "budget": torch\'s compiler decides what to keep, and it does not run here',
             hint="trace train.recompute=none and train.recompute=full: a budget lies between them, and the plan's arithmetic says where",
         )
     if dist.is_available() and dist.is_initialized():
-        raise PlanError("--trace makes a process group of its own, and one is there already", hint="run it apart")
+        raise PlanError(
+            "train.trace-makes-process-group",
+            "--trace makes a process group of its own, and one is there already",
+            hint="run it apart",
+        )
 
 
 def _as_on_device(recipe: Recipe, cluster: Cluster) -> Recipe:

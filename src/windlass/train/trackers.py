@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from windlass.config import Recipe
-from windlass.runs.files import write_whole
+from windlass.files import write_atomic
 from windlass.runs.folder import Run
 from windlass.train.hooks import Hook
 
@@ -178,7 +178,7 @@ class Exporter:
     def _ask_for_sync(self) -> None:
         """Leave the trigger that `windlass sync --watch` looks for."""
         with contextlib.suppress(OSError):
-            write_whole(self._run.requests / "sync", f"{time.time()}\n", sync=False)
+            write_atomic(self._run.requests / "sync", f"{time.time()}\n", sync=False)
 
 
 def _short(error: BaseException) -> str:
@@ -206,7 +206,7 @@ def run_id(run: Run) -> str:
         if known:
             return known
     made = f"{re.sub(r'[^A-Za-z0-9-]+', '-', run.name)[:40].strip('-')}-{uuid.uuid4().hex[:8]}"
-    write_whole(file, made + "\n")
+    write_atomic(file, made + "\n")
     return made
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.errors import EXIT_HANG
-from windlass.runs.files import read_json, write_json
+from windlass.files import read_json, write_json
 from windlass.runs.folder import Run
 from windlass.runs.lock import touch
 from windlass.train.hooks import Hook

@@ -12,6 +12,7 @@ from typing import Any
 from windlass.config import validate
 from windlass.config.sweep import LoadedSweep, SweepConfig, problems_of
 from windlass.errors import ConfigError, RunError
+from windlass.files import write_atomic
 from windlass.launch.sweep.dvc_values import (
     PLACE,
     as_text,
@@ -24,13 +25,14 @@ from windlass.launch.sweep.dvc_values import (
     yaml,
 )
 from windlass.launch.sweep.points import Point
-from windlass.runs.files import write_whole
 
 
 def write_dvc(loaded: LoadedSweep, points: Sequence[Point], path: Path) -> None:
     """One stage with a matrix over the points: excluded ones are not there, included ones are."""
     if path.exists():
-        raise RunError(f"{path} exists already", hint="name a new file; copy the stage over by hand")
+        raise RunError(
+            "launch.exists-already", f"{path} exists already", hint="name a new file; copy the stage over by hand"
+        )
     folder = f"runs/{loaded.sweep.name}"
     deps = [str(loaded.path)]
     if isinstance(loaded.sweep.recipe, str):
@@ -44,7 +46,7 @@ def write_dvc(loaded: LoadedSweep, points: Sequence[Point], path: Path) -> None:
         # DVC removes outputs before it runs a stage; the outcome is in the sweep's folder, which must stay.
         "outs": [{f"{folder}/points/${{item.point}}": {"persist": True, "cache": False}}],
     }
-    write_whole(path, yaml().safe_dump({"stages": {loaded.sweep.name: stage}}, sort_keys=False, width=200))
+    write_atomic(path, yaml().safe_dump({"stages": {loaded.sweep.name: stage}}, sort_keys=False, width=200))
 
 
 def read_dvc(path: Path, stage: str | None = None) -> LoadedSweep:
@@ -53,9 +55,11 @@ def read_dvc(path: Path, stage: str | None = None) -> LoadedSweep:
         text = path.read_text(encoding="utf-8")
         value = read_yaml(text)
     except FileNotFoundError:
-        raise ConfigError(f"there is no file {path}", hint="name a dvc.yaml or a sweep file") from None
+        raise ConfigError("launch.file", f"there is no file {path}", hint="name a dvc.yaml or a sweep file") from None
     except yaml().YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}", hint="`dvc stage list` shows what is wrong") from None
+        raise ConfigError(
+            "launch.valid-yaml", f"{path} is not valid YAML: {error}", hint="`dvc stage list` shows what is wrong"
+        ) from None
     tables = value if isinstance(value, Mapping) else {}
     name, found = _choose(tables.get("stages"), path, stage)
     known = known_values(tables.get("vars"), path.parent, default=True)
@@ -70,7 +74,9 @@ def _choose(stages: Any, path: Path, wanted: str | None) -> tuple[str, Mapping[s
     if name not in found:
         known = ", ".join(found) or "none"
         which = f"has no matrix stage {wanted}" if wanted else "has no matrix stage" if not found else f"has {len(found)} matrix stages"  # fmt: skip
-        raise ConfigError(f"{path} {which} (matrix stages: {known})", hint="--stage NAME chooses one")
+        raise ConfigError(
+            "launch.matrix-stages", f"{path} {which} (matrix stages: {known})", hint="--stage NAME chooses one"
+        )
     return name, found[name]
 
 
@@ -82,7 +88,7 @@ def _sweep(name: str, stage: Mapping[str, Any], known: Mapping[str, Any], path: 
     folder = Path(os.path.relpath(path.parent)) / inner
     matrix = whole["matrix"]
     if not isinstance(matrix, Mapping) or not all(isinstance(v, list) for v in matrix.values()):
-        raise ConfigError(f"{where}: its matrix is not axes with lists of values", hint="matrix: {model: [small, large]}")  # fmt: skip
+        raise ConfigError("launch.matrix-axes-lists-values", f"{where}: its matrix is not axes with lists of values", hint="matrix: {model: [small, large]}")  # fmt: skip
     axes = {str(key): _axis(str(key), values) for key, values in matrix.items()}
     place = Places(matrix, where)
     lines = whole["cmd"] if isinstance(whole["cmd"], list) else str(whole["cmd"]).splitlines()
@@ -94,7 +100,7 @@ def _sweep(name: str, stage: Mapping[str, Any], known: Mapping[str, Any], path: 
     }  # fmt: skip
     sweep = validate(SweepConfig, raw, where)
     if problems := problems_of(sweep, same_points=False):
-        raise ConfigError(f"{where}: {'; '.join(problems)}", hint="docs/guides/sweep.md says what is read of a dvc.yaml")  # fmt: skip
+        raise ConfigError("launch.failed", f"{where}: {'; '.join(problems)}", hint="docs/guides/sweep.md says what is read of a dvc.yaml")  # fmt: skip
     return sweep
 
 
@@ -171,7 +177,9 @@ class Places:
         if words == ["key"]:
             return "-".join(self._key(axis) for axis in self.matrix)
         if len(words) < 2 or not of_point(expression):
-            raise ConfigError(f"{self.where}: ${{{expression}}} is not a value", hint="${item.AXIS} is one, or ${key}")
+            raise ConfigError(
+                "launch.value", f"{self.where}: ${{{expression}}} is not a value", hint="${item.AXIS} is one, or ${key}"
+            )
         axis, rest = words[1], words[2:]
         for value in look_up(axis, self.matrix, self.where):
             look_up(".".join([axis, *rest]), {axis: value}, self.where)

@@ -43,11 +43,13 @@ def _read(path: Path) -> Mapping[str, Any]:
         text = path.read_text(encoding="utf-8")
         value = _READERS[path.suffix](text)
     except KeyError:
-        raise ConfigError(f"{path}: values are read from YAML, JSON and TOML only", hint="write them as one of these") from None  # fmt: skip
+        raise ConfigError("launch.values-read-yaml-json", f"{path}: values are read from YAML, JSON and TOML only", hint="write them as one of these") from None  # fmt: skip
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", hint="it is named in `vars` of the dvc.yaml") from None  # fmt: skip
+        raise ConfigError("launch.cannot-read", f"{path} cannot be read: {error.strerror}", hint="it is named in `vars` of the dvc.yaml") from None  # fmt: skip
     except (ValueError, yaml().YAMLError) as error:
-        raise ConfigError(f"{path} is not valid: {error}", hint="it is read for the values of a dvc.yaml") from None
+        raise ConfigError(
+            "launch.valid", f"{path} is not valid: {error}", hint="it is read for the values of a dvc.yaml"
+        ) from None
     return value if isinstance(value, Mapping) else {}
 
 
@@ -86,6 +88,7 @@ def look_up(expression: str, known: Any, where: str) -> Any:
             here = here[int(part)] if isinstance(here, list) else here[part]
         except (KeyError, IndexError, ValueError, TypeError):
             raise ConfigError(
+                "launch.value",
                 f"{where}: ${{{expression}}} has no value: there is no {part}",
                 hint=f"values come from {DEFAULT_FILE}, `vars` and the matrix (${{item.AXIS}}); \\${{...}} leaves it to the shell",
             ) from None
@@ -124,7 +127,9 @@ def yaml() -> Any:
     try:
         import yaml
     except ImportError:
-        raise ConfigError("reading and writing dvc.yaml needs PyYAML", hint="pip install pyyaml") from None
+        raise ConfigError(
+            "launch.reading-writing-dvc-yaml", "reading and writing dvc.yaml needs PyYAML", hint="pip install pyyaml"
+        ) from None
     return yaml
 
 

@@ -12,9 +12,9 @@ from windlass.config import Recipe
 from windlass.config.sweep import SweepConfig
 from windlass.errors import ConfigError, PlanError, WindlassError
 from windlass.launch.sweep.points import Point
-from windlass.plan.layouts import from_config, problems
-from windlass.plan.search import evaluate, on_devices, search
-from windlass.plan.task import Task, make_task
+from windlass.planner.layouts import from_config, problems
+from windlass.planner.search import evaluate, on_devices, search
+from windlass.planner.task import Task, make_task
 
 MEMORY_SPREAD = math.log(1.20) / 1.645
 """Standard deviation of ln(predicted / measured memory): 90 % of 129 published runs lie within 20 % (benchmarks/results/planner_accuracy.md)."""

@@ -11,9 +11,9 @@ from typing import Any
 
 from windlass.config.sweep import LoadedSweep
 from windlass.errors import RunError
+from windlass.files import append_line, read_json, read_json_lines, write_atomic, write_json
 from windlass.launch.sweep.points import Point
 from windlass.launch.sweep.toml import to_toml
-from windlass.runs.files import append_line, read_json, read_lines, write_json, write_whole
 from windlass.runs.folder import Run
 
 
@@ -69,14 +69,14 @@ class SweepFolder:
     def outcomes(self) -> dict[str, dict[str, Any]]:
         """Point -> its newest outcome."""
         found: dict[str, dict[str, Any]] = {}
-        for line in read_lines(self.outcomes_file):
+        for line in read_json_lines(self.outcomes_file):
             if isinstance(line.get("point"), str) and isinstance(line.get("outcome"), str):
                 found[line["point"]] = line
         return found
 
     def tries(self) -> Counter[str]:
         """Point -> how often it has got an outcome."""
-        return Counter(str(line.get("point")) for line in read_lines(self.outcomes_file))
+        return Counter(str(line.get("point")) for line in read_json_lines(self.outcomes_file))
 
     def begin(self, name: str, job: str | None) -> None:
         """Who runs the point: if its allocation dies, that is all there is to know it by."""
@@ -97,7 +97,9 @@ class SweepFolder:
                 aside.parent.mkdir(parents=True, exist_ok=True)
                 run.path.rename(aside)
                 return aside
-        raise RunError(f"{name} has been tried 10,000 times", hint=f"remove {self.path / 'earlier'}")
+        raise RunError(
+            "launch.been-tried-times", f"{name} has been tried 10,000 times", hint=f"remove {self.path / 'earlier'}"
+        )
 
 
 def open_sweep_folder(path: Path, loaded: LoadedSweep, points: Sequence[Point]) -> SweepFolder:
@@ -106,10 +108,13 @@ def open_sweep_folder(path: Path, loaded: LoadedSweep, points: Sequence[Point]) 
     old = read_json(folder.record)
     if old is None and path.is_dir() and any(not _unfinished(entry) for entry in path.iterdir()):
         raise RunError(
-            f"{path} holds other files and is no sweep folder", hint="choose an empty or new folder with --run"
+            "launch.holds-other-files-sweep",
+            f"{path} holds other files and is no sweep folder",
+            hint="choose an empty or new folder with --run",
         )
     if old is not None and old.get("hash") != loaded.hash:
         raise RunError(
+            "launch.belongs-another-sweep-file",
             f"{path} belongs to another sweep: its file was {old.get('file')}, {old.get('points')} point{'s' * (old.get('points') != 1)} ({_difference(old, points)})",
             hint="choose another folder with --run, or give the changed sweep a new `name`",
         )
@@ -124,10 +129,10 @@ def open_sweep_folder(path: Path, loaded: LoadedSweep, points: Sequence[Point]) 
                 "created_at": old["created_at"] if old else time.time(), "sweep": shown,
             },
         )  # fmt: skip
-        write_whole(folder.file, loaded.text)
+        write_atomic(folder.file, loaded.text)
     for point in points:
         if point.raw is not None:
-            write_whole(
+            write_atomic(
                 folder.recipe(point.name),
                 to_toml(point.raw, f"Point {point.name} of sweep {loaded.sweep.name}."),
                 sync=False,

@@ -79,6 +79,7 @@ def _check_known(work: Work, names: Sequence[str]) -> None:
 
         near = get_close_matches(missing[0], sorted(known), n=3, cutoff=0.3)
         raise ConfigError(
+            "launch.point-sweep",
             f"there is no point {', '.join(missing)} in this sweep",
             hint=f"did you mean {' or '.join(near)}?" if near else "--dry-run lists the points",
         )

@@ -196,6 +196,8 @@ def read_only(words: str) -> set[str]:
             found.add(word)
         else:
             raise errors.ConfigError(
-                f"--only {word}: there is no such outcome", hint=f"known: {', '.join((*OUTCOMES, 'fail'))}"
+                "launch.only-such-outcome",
+                f"--only {word}: there is no such outcome",
+                hint=f"known: {', '.join((*OUTCOMES, 'fail'))}",
             )
     return found

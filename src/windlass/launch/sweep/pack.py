@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.clusters import Cluster, load_cluster
 from windlass.clusters.scheduler import array_task, job_id
 from windlass.errors import ConfigError, LaunchError
+from windlass.files import append_line, read_json, read_json_lines, write_atomic, write_json
 from windlass.launch.executor import Executor, State
 from windlass.launch.job import Environment, Job, choose_queue, find_partition, train_job
 from windlass.launch.script import render, srun_words
@@ -19,7 +20,6 @@ from windlass.launch.slurm import Slurm
 from windlass.launch.submit import active_venv, submission_record
 from windlass.launch.sweep.outcome import classify
 from windlass.launch.sweep.points import Point
-from windlass.runs.files import append_line, read_json, read_lines, write_json, write_whole
 
 if TYPE_CHECKING:
     from windlass.launch.sweep.local import Work
@@ -87,7 +87,11 @@ def submit_packs(
     from windlass.launch.sweep.local import run_point
 
     if not points:
-        raise LaunchError("there is no point to submit", hint="--only oom,fail repeats some; --report writes the page")
+        raise LaunchError(
+            "launch.point-submit",
+            "there is no point to submit",
+            hint="--only oom,fail repeats some; --report writes the page",
+        )
     machine = _machine(points, cluster)
     runs = []
     for point in points:
@@ -120,11 +124,15 @@ class Request:
 def _machine(points: Sequence[Point], cluster: str | None) -> Cluster:
     name = cluster or next((p.recipe.cluster for p in points if p.recipe is not None), None)
     if name is None:
-        raise ConfigError("on which machine? A command does not say", hint="add --cluster NAME")
+        raise ConfigError(
+            "launch.machine-command-does-say", "on which machine? A command does not say", hint="add --cluster NAME"
+        )
     machine = load_cluster(name)
     if machine.slurm is None:
         raise LaunchError(
-            f"{machine.name} has no SLURM", hint="leave out --slurm: the points run here one after another"
+            "launch.slurm",
+            f"{machine.name} has no SLURM",
+            hint="leave out --slurm: the points run here one after another",
         )
     return machine
 
@@ -159,7 +167,7 @@ def _submit(work: Work, packs: Sequence[Pack], request: Request, executor: Execu
         step = srun_words(job, request.machine)
         write_json(folder / "packs.json", {"packs": [asdict(p) for p in group], "tries": listed, "step": step})
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        write_whole(Path(job.job_file), render(job, request.machine))
+        write_atomic(Path(job.job_file), render(job, request.machine))
         job_id = executor.submit(Path(job.job_file), run_dir=folder)
         append_line(work.folder.path / "jobs.jsonl", {**submission_record(job, request.machine, executor.name, job_id), "array": job.array})  # fmt: skip
         submitted += [{**asdict(p), "job": f"{job_id}_{i}"} for i, p in enumerate(group)]
@@ -174,6 +182,7 @@ def _job(work: Work, group: Sequence[Pack], request: Request, folder: Path) -> J
     job = train_job(recipe, machine, folder, workdir=Path.cwd(), active_venv=active_venv()) if recipe is not None else _command_job(folder, machine)  # fmt: skip
     if first.nodes > 1 and job.environment.kind == "container":
         raise LaunchError(
+            "launch.points-over-nodes-cannot",
             f"points over {first.nodes} nodes cannot run from inside a container: srun is not there",
             hint='launch.environment = "venv" or "module" for the sweep, or --point for those on one node',
         )
@@ -205,7 +214,7 @@ def settle(work: Work, executor: Executor) -> list[str]:
 
     Points of the same pack that had not begun stay without an outcome: submitting again takes them up."""
     settled = []
-    for line in read_lines(work.folder.path / "jobs.jsonl"):
+    for line in read_json_lines(work.folder.path / "jobs.jsonl"):
         value = read_json(Path(str(line.get("script"))).parent / "packs.json") or {}
         packs, tries = value.get("packs", []), value.get("tries", {})
         tasks = [f"{line.get('job')}_{i}" for i in range(len(packs))]
@@ -243,7 +252,7 @@ class Here:
 def pack_here(work: Work, file: Path) -> Here:
     value, task = read_json(file), (array_task() or (0, 1))[0]
     if value is None or task >= len(value.get("packs", ())):
-        raise ConfigError(f"{file} is missing or damaged", hint="submit the sweep again")
+        raise ConfigError("launch.missing-damaged", f"{file} is missing or damaged", hint="submit the sweep again")
     found, before, now = value["packs"][task], value.get("tries", {}), work.folder.tries()
     pack = Pack(tuple(found["points"]), found["nodes"], found["devices"], found["seconds"])
     open_points = [p for p in work.points if p.name in pack.points and now[p.name] == before.get(p.name, 0)]

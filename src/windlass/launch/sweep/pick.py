@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.config import Recipe, validate
 from windlass.errors import ConfigError, RunError
+from windlass.files import write_atomic
 from windlass.launch.sweep.toml import to_toml
-from windlass.runs.files import write_whole
 
 if TYPE_CHECKING:
     from windlass.launch.sweep.local import Work
@@ -20,9 +20,13 @@ if TYPE_CHECKING:
 def check_pick(work: Work, path: Path) -> None:
     """What can be refused before hours of points have run."""
     if work.loaded.base is None:
-        raise ConfigError("--pick writes a recipe, and this sweep runs a command", hint="results.csv has the ranking")
+        raise ConfigError(
+            "launch.pick-writes-recipe-sweep",
+            "--pick writes a recipe, and this sweep runs a command",
+            hint="results.csv has the ranking",
+        )
     if path.exists():
-        raise RunError(f"{path} exists already", hint="choose another file name for --pick")
+        raise RunError("launch.exists-already", f"{path} exists already", hint="choose another file name for --pick")
 
 
 def write_pick(work: Work, ranked: Sequence[dict[str, Any]], rank_by: str, path: Path) -> None:
@@ -30,7 +34,9 @@ def write_pick(work: Work, ranked: Sequence[dict[str, Any]], rank_by: str, path:
     check_pick(work, path)
     if not ranked:
         raise RunError(
-            f"no point ended well with a number for {rank_by}", hint="look at results.csv, or --only oom,fail"
+            "launch.point-ended-well-number",
+            f"no point ended well with a number for {rank_by}",
+            hint="look at results.csv, or --only oom,fail",
         )
     best = ranked[0]
     point = next(p for p in work.points if p.name == best["point"])
@@ -38,7 +44,7 @@ def write_pick(work: Work, ranked: Sequence[dict[str, Any]], rank_by: str, path:
     raw = copy.deepcopy(point.raw)
     raw["name"] = (work.loaded.base or {}).get("name", work.sweep.name)
     validate(Recipe, raw, str(path))
-    write_whole(path, to_toml(raw, _comment(work, ranked, rank_by)))
+    write_atomic(path, to_toml(raw, _comment(work, ranked, rank_by)))
 
 
 def _comment(work: Work, ranked: Sequence[dict[str, Any]], rank_by: str) -> str:

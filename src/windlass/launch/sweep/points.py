@@ -89,6 +89,7 @@ def make_points(loaded: LoadedSweep) -> list[Point]:
     cells += [_included(sweep, table) for table in sweep.include]
     if not cells:
         raise ConfigError(
+            "launch.matrix-empty-after-exclude",
             f"{loaded.path}: the matrix is empty after exclude: there is no point to run",
             hint="an exclude table leaves out every point that matches all its axes",
         )
@@ -114,7 +115,9 @@ def _product(sweep: SweepConfig) -> Iterator[Cell]:
         count *= len(axis)
     if count > MOST_POINTS:
         raise ConfigError(
-            f"the matrix has {count:,} points", hint=f"at most {MOST_POINTS:,} are possible; use exclude or zip"
+            "launch.matrix-points",
+            f"the matrix has {count:,} points",
+            hint=f"at most {MOST_POINTS:,} are possible; use exclude or zip",
         )
     for combination in itertools.product(*axes):
         yield [pair for part in combination for pair in part]
@@ -242,7 +245,9 @@ def _limits(run: Mapping[str, Any], where: str) -> dict[str, Any]:
         }
     except (ConfigError, ValueError) as error:
         raise ConfigError(
-            f"{where}: {error}", hint='for example devices = 2, memory_limit = "2 GiB", time_limit = "5m"'
+            "launch.failed",
+            f"{where}: {error}",
+            hint='for example devices = 2, memory_limit = "2 GiB", time_limit = "5m"',
         ) from None
 
 
@@ -253,6 +258,7 @@ def _check_names(loaded: LoadedSweep, points: Sequence[Point]) -> None:
         if other is not point:
             first, second = (", ".join(f"{k} = {v!r}" for k, v in p.values.items()) for p in (other, point))
             raise ConfigError(
+                "launch.two-points-called",
                 f"{loaded.path}: two points are called {point.name}: ({first}) and ({second})",
                 hint="take one out with exclude, or give an included point a `name` of its own",
             )

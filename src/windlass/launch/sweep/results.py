@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.config import Recipe
 from windlass.errors import ConfigError
+from windlass.files import read_json_lines, write_atomic, write_json
 from windlass.launch.sweep.expect import Expectation
 from windlass.launch.sweep.points import Point
-from windlass.runs.files import read_lines, write_json, write_whole
 from windlass.runs.folder import Run
 
 if TYPE_CHECKING:
@@ -167,9 +167,13 @@ def _command_numbers(work: Work, point: Point, run: Run) -> Row:
 def read_results(path: Path) -> Row:
     """The numbers a command left: a JSON object, JSON lines (the last counts) or a CSV (its last row). Nested keys are dotted."""
     if not path.is_file():
-        raise ConfigError(f"the results file {path} is missing", hint="`results` names the file relative to {folder}")
+        raise ConfigError(
+            "launch.results-file-missing",
+            f"the results file {path} is missing",
+            hint="`results` names the file relative to {folder}",
+        )
     if path.suffix == ".jsonl":
-        lines = list(read_lines(path))
+        lines = list(read_json_lines(path))
         return _flat(lines[-1]) if lines else _invalid(path, "it has no line that is a JSON object")
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix == ".csv":
@@ -185,7 +189,11 @@ def read_results(path: Path) -> Row:
 
 
 def _invalid(path: Path, why: str) -> Row:
-    raise ConfigError(f"the results file {path} is not valid: {why}", hint="JSON object, JSON lines or CSV")
+    raise ConfigError(
+        "launch.results-file-valid",
+        f"the results file {path} is not valid: {why}",
+        hint="JSON object, JSON lines or CSV",
+    )
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Row:
@@ -225,7 +233,7 @@ def write_tables(work: Work, rows: Sequence[Row]) -> list[Path]:
     names = columns_of(work, rows)
     whole = [{name: row.get(name) for name in names} for row in rows]
     paths = [work.folder.table("csv"), work.folder.table("json")]
-    write_whole(paths[0], _csv(names, whole))
+    write_atomic(paths[0], _csv(names, whole))
     write_json(paths[1], {"sweep": work.sweep.name, "rank_by": work.sweep.rank_by, "columns": names, "rows": whole})
     return paths + _parquet(work.folder.table("parquet"), names, whole)
 

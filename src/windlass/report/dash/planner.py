@@ -74,10 +74,14 @@ def question(query: Query) -> Question:
     """Read and bound what the page sent; a number that cannot be is an error with its name."""
     size = _text(query, "size", "8B")
     if size not in SIZES:
-        raise ConfigError(f"model size {size!r} is not offered", hint=f"one of {', '.join(SIZES)}")
+        raise ConfigError(
+            "report.model-size-offered", f"model size {size!r} is not offered", hint=f"one of {', '.join(SIZES)}"
+        )
     cluster = _text(query, "cluster", "snellius-h100")
     if cluster not in cluster_names():
-        raise ConfigError(f"unknown cluster {cluster!r}", hint=f"one of {', '.join(cluster_names())}")
+        raise ConfigError(
+            "report.unknown-cluster", f"unknown cluster {cluster!r}", hint=f"one of {', '.join(cluster_names())}"
+        )
     return Question(
         cluster=cluster, nodes=_count(query, "nodes", "20", 1, 20_000), size=size, tokens=_count(query, "tokens", "450B", 1_000_000, 10**15),
         seq_len=_count(query, "seq_len", "8192", 128, 1_048_576), batch_tokens=_count(query, "batch_tokens", "4Mi", 1024, 10**9),
@@ -93,7 +97,7 @@ def _text(query: Query, name: str, default: str) -> str:
 def _count(query: Query, name: str, default: str, low: int, high: int) -> int:
     value = parse_tokens(_text(query, name, default))
     if not low <= value <= high:
-        raise ConfigError(f"{name} = {value:,} is outside {low:,} to {high:,}")
+        raise ConfigError("report.outside", f"{name} = {value:,} is outside {low:,} to {high:,}")
     return value
 
 
@@ -102,7 +106,7 @@ def _days(query: Query) -> float | None:
     try:
         return float(text) if text else None
     except ValueError:
-        raise ConfigError(f"days = {text!r} is not a number") from None
+        raise ConfigError("report.days-number", f"days = {text!r} is not a number") from None
 
 
 def recipe_of(q: Question) -> Recipe:
@@ -146,9 +150,9 @@ def batch_near(q: Question) -> int:
 @lru_cache(maxsize=256)
 def ask(q: Question) -> dict[str, Any]:
     """The planner's ranked layouts, in the words of the page."""
-    from windlass.plan.record import plan_json
-    from windlass.plan.search import nowhere, search
-    from windlass.plan.task import make_task
+    from windlass.planner.record import plan_json
+    from windlass.planner.search import nowhere, search
+    from windlass.planner.task import make_task
 
     recipe = recipe_of(q)
     task = make_task(recipe, load_cluster(q.cluster))
@@ -172,7 +176,7 @@ def ask(q: Question) -> dict[str, Any]:
 
 
 def _cards(best: dict[str, Any], words: str, q: Question) -> Cards:
-    from windlass.plan.page import carbon, number
+    from windlass.planner.page import carbon, number
 
     left = ""
     if q.days is not None:
@@ -194,7 +198,7 @@ def _cards(best: dict[str, Any], words: str, q: Question) -> Cards:
 
 
 def _memory(rows: Sequence[dict[str, Any]], words: Sequence[str]) -> Item:
-    from windlass.plan.page import stacked
+    from windlass.planner.page import stacked
 
     limit = rows[0]["memory_limit_gib"]
     labels = [f"{i}. {w}" for i, w in enumerate(words, 1)]
@@ -208,7 +212,7 @@ def _memory(rows: Sequence[dict[str, Any]], words: Sequence[str]) -> Item:
 
 
 def _ranking(rows: Sequence[dict[str, Any]], words: Sequence[str]) -> Table:
-    from windlass.plan.page import carbon
+    from windlass.planner.page import carbon
 
     made = [
         (w, f"{r['days']:,.1f}", f"{r['tokens_per_second_per_device']:,.0f}", "unknown" if r["mfu"] is None else f"{100 * r['mfu']:.1f} %",

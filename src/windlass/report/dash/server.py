@@ -62,7 +62,9 @@ def make_server(root: Path, *, port: int = 0, token: str | None = None) -> Serve
         return Server(Folder(root), port, token or secrets.token_urlsafe(24))
     except OSError as error:
         raise LaunchError(
-            f"port {port} on localhost cannot be used: {error.strerror}", hint="leave --port out to take a free one"
+            "report.port-localhost-cannot-used",
+            f"port {port} on localhost cannot be used: {error.strerror}",
+            hint="leave --port out to take a free one",
         ) from None
 
 

@@ -57,11 +57,16 @@ def check(recipe: Recipe) -> None:
         )
     if wrong:
         raise ConfigError(
+            "train.train-engine-deepspeed-does",
             f'train.engine = "deepspeed" does not know {", ".join(wrong)}',
             hint='it has AdamW in fp32 or bf16, shard none, zero1, zero2 and full, offload beside sharding; train.engine = "native" has the rest',
         )
     if importlib.util.find_spec("deepspeed") is None:
-        raise ConfigError('train.engine = "deepspeed", but DeepSpeed is not installed', hint=INSTALL)
+        raise ConfigError(
+            "train.train-engine-deepspeed-but",
+            'train.engine = "deepspeed", but DeepSpeed is not installed',
+            hint=INSTALL,
+        )
 
 
 def config_of(recipe: Recipe, geometry: Geometry) -> dict[str, Any]:
@@ -110,6 +115,7 @@ def _prepare(model: Model, recipe: Recipe, world: World) -> list[str]:
     native._recompute(model, recipe.train.recompute, notes)
     if recipe.train.recompute == "budget" or recipe.train.compile:
         raise ConfigError(
+            "train.train-compile-train-recompute",
             'train.compile and train.recompute = "budget" are of the native engine: DeepSpeed\'s hooks break the graphs',
             hint='leave them out, or use train.engine = "native"',
         )
@@ -277,7 +283,11 @@ class Adapter:
         for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
             if hasattr(outer, name):
                 return list(getattr(outer, name))
-        raise ConfigError(f"DeepSpeed's {type(outer).__name__} is not known here", hint="pip install 'deepspeed>=0.16'")
+        raise ConfigError(
+            "train.deepspeed-s-known-here",
+            f"DeepSpeed's {type(outer).__name__} is not known here",
+            hint="pip install 'deepspeed>=0.16'",
+        )
 
     def _make_state(self) -> None:
         """Moments exist only after a first step, so a new process makes them before it can fill them."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from windlass.clusters import Cluster
 from windlass.config import Recipe
 from windlass.errors import WindlassError
-from windlass.plan.search import Plan, Plans, search
-from windlass.plan.task import make_task
+from windlass.planner.search import Plan, Plans, search
+from windlass.planner.task import make_task
 
 
 @dataclass(frozen=True, kw_only=True)

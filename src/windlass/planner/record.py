@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from windlass.cost.params import count
-from windlass.plan.explain import Why
-from windlass.plan.search import GIB, Plan, Plans, Rejected
-from windlass.plan.task import Task
-from windlass.runs.files import write_json
+from windlass.files import write_json
+from windlass.planner.explain import Why
+from windlass.planner.search import GIB, Plan, Plans, Rejected
+from windlass.planner.task import Task
 from windlass.runs.folder import Run
 
 

@@ -5,8 +5,8 @@ import pytest
 from windlass.clusters import load_cluster
 from windlass.cost.params import count
 from windlass.errors import ConfigError
-from windlass.plan.budget import Budget, budget, lasts, shape_near
-from windlass.plan.budget_page import budget_json, budget_page, curves, fit_map
+from windlass.planner.budget import Budget, budget, lasts, shape_near
+from windlass.planner.budget_page import budget_json, budget_page, curves, fit_map
 
 
 def ask(**changes):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from windlass.runs.files import append_line, read_json, read_last, read_lines, write_json, write_whole
+from windlass.files import append_line, read_json, read_json_lines, read_last_json_line, write_atomic, write_json
 
 
 def test_whole_files_replace_each_other_and_leave_nothing_beside(tmp_path):
@@ -21,10 +21,10 @@ def test_whole_files_replace_each_other_and_leave_nothing_beside(tmp_path):
 
 def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     target = tmp_path / "x.txt"
-    write_whole(target, "old")
+    write_atomic(target, "old")
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
-        write_whole(target, "new")
+        write_atomic(target, "new")
     assert target.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["x.txt"]
 
@@ -34,24 +34,24 @@ def test_a_torn_last_line_is_passed_over_and_the_next_line_is_whole(tmp_path):
     append_line(file, {"step": 1})
     with file.open("ab") as f:
         f.write(b'{"step": 2, "lo')
-    assert [v["step"] for v in read_lines(file)] == [1]
+    assert [v["step"] for v in read_json_lines(file)] == [1]
     append_line(file, {"step": 3})
-    assert [v["step"] for v in read_lines(file)] == [1, 3]
-    assert read_last(file) == {"step": 3}
+    assert [v["step"] for v in read_json_lines(file)] == [1, 3]
+    assert read_last_json_line(file) == {"step": 3}
 
 
 def test_reading_what_is_not_there(tmp_path):
-    assert list(read_lines(tmp_path / "no")) == []
-    assert read_last(tmp_path / "no") is None
+    assert list(read_json_lines(tmp_path / "no")) == []
+    assert read_last_json_line(tmp_path / "no") is None
     assert read_json(tmp_path / "no") is None
 
 
 def test_lines_of_several_processes_stay_whole(tmp_path):
     file = tmp_path / "m.jsonl"
-    code = "import sys; from pathlib import Path; from windlass.runs.files import append_line\nfor i in range(200): append_line(Path(sys.argv[1]), {'who': sys.argv[2], 'i': i, 'pad': 'x' * 500})"
+    code = "import sys; from pathlib import Path; from windlass.files import append_line\nfor i in range(200): append_line(Path(sys.argv[1]), {'who': sys.argv[2], 'i': i, 'pad': 'x' * 500})"
     workers = [subprocess.Popen([sys.executable, "-c", code, str(file), str(n)]) for n in range(3)]
     assert [w.wait() for w in workers] == [0, 0, 0]
-    assert sum(1 for _ in read_lines(file)) == 600 == len(file.read_text().splitlines())
+    assert sum(1 for _ in read_json_lines(file)) == 600 == len(file.read_text().splitlines())
 
 
 @pytest.mark.skipif(
@@ -72,7 +72,7 @@ def test_a_full_disk_damages_nothing(tmp_path):
         assert len(lines) > 50
         assert all(json.loads(line) for line in lines)
         with pytest.raises(OSError, match="No space"):
-            write_whole(target, "y" * 100_000)
+            write_atomic(target, "y" * 100_000)
         assert read_json(target) == {"kept": True}
     finally:
         subprocess.run(["umount", str(disk)], check=True)

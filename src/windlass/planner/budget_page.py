@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from windlass.figures import Card, Cards, Chart, Heat, Item, Mark, Note, Section, Table, line, page
-from windlass.plan.budget import Budget, BudgetResult, Row, curve, size_words
-from windlass.plan.laws import CAVEATS, LAWS
-from windlass.plan.page import carbon, number
+from windlass.planner.budget import Budget, BudgetResult, Row, curve, size_words
+from windlass.planner.laws import CAVEATS, LAWS
+from windlass.planner.page import carbon, number
 from windlass.units import print_tokens
 
 

@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 
 from windlass.errors import ConfigError, PlanError
-from windlass.plan import fill_layout, fill_recipe, plan
-from windlass.plan.search import TIGHT, _ranked, evaluate, nowhere, on_devices, search
-from windlass.plan.task import make_task
+from windlass.planner import fill_layout, fill_recipe, plan
+from windlass.planner.search import TIGHT, _ranked, evaluate, nowhere, on_devices, search
+from windlass.planner.task import make_task
 
 
 def test_best_first_within_the_estimates_fineness(recipe_of, cluster_of):

@@ -9,7 +9,7 @@ from windlass.config import LayoutConfig
 from windlass.config.load import divisors, nearest
 from windlass.cost.params import count
 from windlass.cost.work import Degrees, Work
-from windlass.plan.task import Task
+from windlass.planner.task import Task
 
 MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 MAX_PIPELINE = 32

@@ -8,14 +8,14 @@ from random import Random
 
 import pytest
 
-import windlass.plan
+import windlass.planner
 from windlass.clusters import find_device, load_cluster, load_device
 from windlass.cost.params import count
 from windlass.errors import ConfigError
-from windlass.plan.rows import Refusal, links_of, understand
-from windlass.plan.score import predict_row, quantile, read_rows, score_file, score_rows, write_rows
+from windlass.planner.rows import Refusal, links_of, understand
+from windlass.planner.score import predict_row, quantile, read_rows, score_file, score_rows, write_rows
 
-SAMPLE = Path(windlass.plan.__file__).parent / "data" / "sample_runs.csv"
+SAMPLE = Path(windlass.planner.__file__).parent / "data" / "sample_runs.csv"
 
 
 @pytest.fixture

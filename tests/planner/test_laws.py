@@ -2,7 +2,7 @@
 
 import pytest
 
-from windlass.plan.laws import BESIROGLU, HOFFMANN, effective_tokens, expected_loss
+from windlass.planner.laws import BESIROGLU, HOFFMANN, effective_tokens, expected_loss
 
 
 def test_chinchilla_itself():

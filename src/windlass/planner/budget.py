@@ -13,8 +13,8 @@ from windlass.cost.params import count
 from windlass.cost.power import EnergyEstimate, allocation_units, energy, node_power
 from windlass.cost.shapes import Shape, make_shape
 from windlass.errors import ConfigError, PlanError, WindlassError
-from windlass.plan.laws import Guess, expected_loss
-from windlass.plan.search import plan
+from windlass.planner.laws import Guess, expected_loss
+from windlass.planner.search import plan
 
 SIZES = (1e9, 2e9, 7e9, 13e9, 30e9, 70e9)
 TOKENS = (100e9, 200e9, 450e9, 900e9, 1.8e12, 3e12, 6e12, 15e12)
@@ -113,32 +113,47 @@ def budget(question: Budget, sizes: Sequence[float] = SIZES, tokens: Sequence[fl
 def _check(b: Budget, sizes: Sequence[float]) -> None:
     limits = {"days": b.days, "node_hours": b.node_hours, "kwh": b.kwh, "euros": b.euros}
     if all(value is None for value in limits.values()):
-        raise ConfigError("a budget needs a limit", hint="give --days, --node-hours, --kwh or --euros")
+        raise ConfigError(
+            "planner.budget-needs-limit", "a budget needs a limit", hint="give --days, --node-hours, --kwh or --euros"
+        )
     for name, value in limits.items():
         if value is not None and value <= 0:
             raise ConfigError(
-                f"a budget of {value:g} {name.replace('_', '-')} buys nothing", hint="give a number above 0"
+                "planner.budget-buys-nothing",
+                f"a budget of {value:g} {name.replace('_', '-')} buys nothing",
+                hint="give a number above 0",
             )
     if b.nodes < 1:
-        raise ConfigError(f"{b.nodes} nodes is not a machine to plan for", hint="the smallest number is 1")
+        raise ConfigError(
+            "planner.nodes-machine-plan",
+            f"{b.nodes} nodes is not a machine to plan for",
+            hint="the smallest number is 1",
+        )
     if b.cluster.nodes is not None and b.nodes > b.cluster.nodes:
         raise ConfigError(
+            "planner.nodes",
             f"{b.nodes:,} nodes are more than {b.cluster.name} has ({b.cluster.nodes:,})",
             hint=f"the largest number is {b.cluster.nodes:,}",
         )
     if b.mfu is not None and not 0 < b.mfu <= 1:
         raise ConfigError(
-            f"an MFU of {b.mfu:g} is not possible", hint="give a share between 0 and 1; 0.3 to 0.5 is usual"
+            "planner.mfu-possible",
+            f"an MFU of {b.mfu:g} is not possible",
+            hint="give a share between 0 and 1; 0.3 to 0.5 is usual",
         )
     if not sizes or min(sizes) <= 0:
-        raise ConfigError("--sizes names no model size", hint='for example --sizes "1B,7B,30B"')
+        raise ConfigError(
+            "planner.sizes-names-model-size", "--sizes names no model size", hint='for example --sizes "1B,7B,30B"'
+        )
     if b.euros is not None and b.euro_per_node_hour is None and _kwh_price(b) is None:
         raise ConfigError(
+            "planner.budget-euros-needs-price",
             "a budget in euros needs a price",
             hint="give --euro-per-node-hour or --euro-per-kwh (or grid.euro_per_kwh in the cluster file)",
         )
     if load_device(b.cluster.device).bf16_tflops is None:
         raise PlanError(
+            "planner.peak-unknown-time-cannot",
             f"the peak of {b.cluster.device} is unknown, so time cannot be planned",
             hint="give bf16_tflops in devices.toml",
         )

@@ -14,7 +14,7 @@ from windlass.clusters.model import Device, Links
 from windlass.cost.params import count
 from windlass.cost.shapes import Shape, make_shape, pad
 from windlass.cost.work import Degrees, Work
-from windlass.plan.cells import NO, YES, Row, flag, number, positive, product, text_of, word
+from windlass.planner.cells import NO, YES, Row, flag, number, positive, product, text_of, word
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from windlass.cost.memory import MemoryEstimate, memory
 from windlass.cost.power import EnergyEstimate, PowerEstimate, allocation_units, energy, node_power
 from windlass.cost.step import StepEstimate, estimate
 from windlass.errors import PlanError
-from windlass.plan.layouts import (
+from windlass.planner.layouts import (
     Choice,
     batch_problem,
     enumerate_choices,
@@ -23,7 +23,7 @@ from windlass.plan.layouts import (
     ruled_out,
     work_of,
 )
-from windlass.plan.task import Task, make_task
+from windlass.planner.task import Task, make_task
 
 GIB = 2**30
 TIGHT = 0.92
@@ -194,6 +194,7 @@ def _check_batch(task: Task) -> None:
     if next(iter(enumerate_choices(task)), None) is None:
         counts = [n for n in range(1, (task.cluster.nodes or 4096) + 1) if task.sequences % (n * task.per_node) == 0]
         raise PlanError(
+            "planner.failed",
             batch_problem(task, task.devices, 1),
             hint=f"set data.batch_tokens to one of these, or nodes to {nearest(task.nodes, counts)}",
         )
@@ -282,6 +283,7 @@ def nowhere(plans: Plans) -> PlanError:
     task = plans.task
     if not plans.rejected:
         return PlanError(
+            "planner.layout-nodes-legal",
             f"no layout of {task.recipe.name} on {task.nodes} nodes of {task.cluster.name} is legal",
             hint='see --why "shard=full" for the rules that stand in the way',
         )
@@ -291,6 +293,7 @@ def nowhere(plans: Plans) -> PlanError:
         default=plans.rejected[0],
     )
     return PlanError(
+        "planner.fits-nowhere-x-closest",
         f"{task.recipe.name} fits nowhere on {task.nodes} x {task.per_node} {task.device.name}: the closest layout ({close.choice.words()}) {close.reason}",
         hint=_where_it_fits(task),
     )
@@ -331,6 +334,7 @@ def fill_layout(recipe: Recipe, cluster: Cluster, *, nodes: int | None = None) -
         other = search(make_task(recipe, cluster, nodes))
         best = other.best  # raises, with the closest miss, when nothing fits under any policy
         raise PlanError(
+            "planner.layout-fits-train-recompute",
             f"no layout fits with train.recompute = {recipe.train.recompute!r}",
             hint=f"set train.recompute = {best.choice.recompute!r}: then {best.choice.words()} {best.reason}",
         )

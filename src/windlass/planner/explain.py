@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from windlass.config import LayoutConfig
 from windlass.config.load import parse_override
 from windlass.errors import ConfigError
-from windlass.plan.layouts import Choice, enumerate_choices, from_config, problems
-from windlass.plan.search import GIB, Plan, Plans, evaluate
-from windlass.plan.task import Task
+from windlass.planner.layouts import Choice, enumerate_choices, from_config, problems
+from windlass.planner.search import GIB, Plan, Plans, evaluate
+from windlass.planner.task import Task
 
 KEYS = (*LayoutConfig.model_fields, "recompute")
 
@@ -71,17 +71,24 @@ def parse_question(question: str) -> dict[str, object]:
         key = parts[-1]
         if key not in KEYS:
             raise ConfigError(
+                "planner.why-unknown-key",
                 f"--why: unknown key {key!r} in {word!r}",
                 hint=f'keys: {", ".join(KEYS)}; for example --why "shard=full,micro_batch=8"',
             )
         wanted[key] = value
     if not wanted:
-        raise ConfigError("--why asks about no layout", hint='for example --why "shard=full,micro_batch=8"')
+        raise ConfigError(
+            "planner.why-asks-about-layout",
+            "--why asks about no layout",
+            hint='for example --why "shard=full,micro_batch=8"',
+        )
     layout = {key: value for key, value in wanted.items() if key != "recompute"}
     checked = _checked(layout)
     if "recompute" in wanted and wanted["recompute"] not in ("none", "selective", "full", "budget"):
         raise ConfigError(
-            f"--why: recompute={wanted['recompute']!r} is not a policy", hint="one of: none, selective, full, budget"
+            "planner.why-recompute-policy",
+            f"--why: recompute={wanted['recompute']!r} is not a policy",
+            hint="one of: none, selective, full, budget",
         )
     return {
         **{key: getattr(checked, key) for key in layout},

@@ -15,8 +15,8 @@ from windlass.clusters import load_cluster
 from windlass.config import LayoutConfig, load_recipe
 from windlass.cost.memory import WORKSPACE_BYTES, memory
 from windlass.cost.step import estimate
-from windlass.plan.layouts import enumerate_choices, from_config, problems, work_of
-from windlass.plan.task import Task, make_task
+from windlass.planner.layouts import enumerate_choices, from_config, problems, work_of
+from windlass.planner.task import Task, make_task
 
 ROOT = Path(__file__).resolve().parents[2]
 

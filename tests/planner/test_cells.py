@@ -1,6 +1,6 @@
 import pytest
 
-from windlass.plan.cells import flag, gibibytes, number, positive, product, text_of, whole
+from windlass.planner.cells import flag, gibibytes, number, positive, product, text_of, whole
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import pytest
 
 from windlass.errors import ConfigError
-from windlass.plan import plan, why
-from windlass.plan.explain import parse_question
+from windlass.planner import plan, why
+from windlass.planner.explain import parse_question
 
 
 @pytest.fixture

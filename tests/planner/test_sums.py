@@ -10,10 +10,10 @@ from windlass.config import LayoutConfig
 from windlass.cost.params import count
 from windlass.cost.power import energy_of
 from windlass.cost.shapes import shape_of
-from windlass.plan.budget import Budget, budget
-from windlass.plan.layouts import from_config, problems
-from windlass.plan.search import GIB, evaluate
-from windlass.plan.task import make_task
+from windlass.planner.budget import Budget, budget
+from windlass.planner.layouts import from_config, problems
+from windlass.planner.search import GIB, evaluate
+from windlass.planner.task import make_task
 
 
 def test_italia_needs_more_than_one_a100(recipe_of, cluster_of):

@@ -2,8 +2,8 @@
 
 import json
 
-from windlass.plan import plan, plan_record, plans_json, why, write_plan
-from windlass.plan.record import why_json
+from windlass.planner import plan, plan_record, plans_json, why, write_plan
+from windlass.planner.record import why_json
 from windlass.runs.folder import Run
 
 CONTRACT = {

@@ -69,6 +69,7 @@ def make_task(recipe: Recipe, cluster: Cluster, nodes: int | None = None, *, kee
     data = recipe.data
     if recipe.train.steps is None and data.tokens == 0:
         raise ConfigError(
+            "planner.data-tokens-run-over",
             "data.tokens is 0: a run over no tokens takes no time and no energy",
             hint="give the tokens to train on (450B)",
         )
@@ -85,6 +86,7 @@ def make_task(recipe: Recipe, cluster: Cluster, nodes: int | None = None, *, kee
     )
     if task.devices > task.per_node and cluster.links.inter_gbs_per_node is None:
         raise ConfigError(
+            "planner.links-inter-gbs-per",
             f"{cluster.name}: links.inter_gbs_per_node is unknown, so {wanted} nodes cannot be planned",
             hint=f"plan 1 node ({task.per_node} devices), or give the figure in ~/.config/windlass/clusters/{cluster.name}.toml",
         )
@@ -99,9 +101,12 @@ def _recomputes(given: str, keep: bool) -> tuple[str, ...]:
 
 def _check_nodes(nodes: int, cluster: Cluster) -> None:
     if nodes < 1:
-        raise ConfigError(f"{nodes} nodes is not a machine to plan for", hint="the smallest number is 1")
+        raise ConfigError(
+            "planner.nodes-machine-plan", f"{nodes} nodes is not a machine to plan for", hint="the smallest number is 1"
+        )
     if cluster.nodes is not None and nodes > cluster.nodes:
         raise ConfigError(
+            "planner.nodes",
             f"{nodes:,} nodes are more than {cluster.name} has ({cluster.nodes:,})",
             hint=f"the largest number is {cluster.nodes:,}",
         )

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from windlass.cost.params import count
 from windlass.figures import Card, Cards, Chart, Item, Mark, Note, Section, Table, bars, line, page
-from windlass.plan.record import mfu_words
-from windlass.plan.scaling import Point
-from windlass.plan.search import GIB, TIE, Plan, Plans, Rejected
-from windlass.plan.task import Task
+from windlass.planner.record import mfu_words
+from windlass.planner.scaling import Point
+from windlass.planner.search import GIB, TIE, Plan, Plans, Rejected
+from windlass.planner.task import Task
 from windlass.units import print_seconds, print_tokens
 
 SHOWN = 8

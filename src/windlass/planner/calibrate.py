@@ -19,10 +19,10 @@ from windlass.cost.shapes import Shape
 from windlass.cost.step import DEFAULTS, Constants, estimate, sustained_tflops, with_efficiency
 from windlass.cost.work import Degrees, Work
 from windlass.errors import PlanError, RunError, WindlassError
-from windlass.plan.cells import number
-from windlass.plan.rows import Refusal, understand
-from windlass.plan.score import read_rows
-from windlass.runs.files import write_whole
+from windlass.files import write_atomic
+from windlass.planner.cells import number
+from windlass.planner.rows import Refusal, understand
+from windlass.planner.score import read_rows
 from windlass.runs.folder import Run, open_run
 
 LIMITS = {"matmul": (0.1, 1.0), "memory": (0.2, 1.0), "network": (0.1, 1.0), "overlap": (0.0, 1.0)}
@@ -117,6 +117,7 @@ def calibrate(paths: Sequence[Path | str], cluster: str | None = None, *, store:
     runs, skipped, named = gather([Path(p) for p in paths], cluster)
     if not runs:
         raise PlanError(
+            "planner.measured-run-calibrate",
             "no measured run to calibrate from" + (": " + "; ".join(skipped[:5]) if skipped else ""),
             hint=f"a run needs a layout in its config and at least {LEAST_LINES} lines with step_seconds in metrics.jsonl",
         )
@@ -251,7 +252,11 @@ def gather(paths: Sequence[Path], cluster: str | None) -> tuple[list[Measured], 
             except WindlassError as error:
                 skipped.append(f"{folder.name}: {error.message}")
     if runs and named is None:
-        raise PlanError("a table of runs does not say which cluster it is from", hint="add --cluster NAME")
+        raise PlanError(
+            "planner.table-runs-does-say",
+            "a table of runs does not say which cluster it is from",
+            hint="add --cluster NAME",
+        )
     return runs, skipped, named or ""
 
 
@@ -261,6 +266,7 @@ def _run_folders(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise RunError(
+            "planner.run-sweep-folder",
             f"{path} is not a run or sweep folder",
             hint="give a folder with metrics.jsonl, a sweep's folder, or a CSV table",
         )
@@ -269,14 +275,16 @@ def _run_folders(path: Path) -> list[Path]:
 
 def of_run(run: Run, cluster: Cluster) -> Measured:
     """One run folder: the layout it trained with, and the median of its steps after the warm-up."""
-    from windlass.plan.layouts import from_config, work_of
-    from windlass.plan.search import on_devices
-    from windlass.plan.task import make_task
+    from windlass.planner.layouts import from_config, work_of
+    from windlass.planner.search import on_devices
+    from windlass.planner.task import make_task
 
     recipe = run.recipe()
     if recipe.layout is None:
         raise RunError(
-            f"{run.name} has no layout in its config", hint="runs started by windlass keep the layout they chose"
+            "planner.layout-config",
+            f"{run.name} has no layout in its config",
+            hint="runs started by windlass keep the layout they chose",
         )
     begun = [e for e in run.events() if e.get("event") in ("started", "resumed")]
     last = begun[-1] if begun else {}
@@ -309,6 +317,7 @@ def _steps(run: Run) -> tuple[float, float | None]:
     kept = lines[max(1, int(len(lines) * WARM_UP)) :]
     if len(kept) < LEAST_LINES:
         raise RunError(
+            "planner.steps-after-warm-up",
             f"{run.name} has {len(kept)} steps after its warm-up, {LEAST_LINES} are needed",
             hint="let it run for a few more steps",
         )
@@ -367,7 +376,7 @@ def keep(cluster: str, efficiency: Efficiency) -> Path:
         line for line in rest.splitlines() if not line.startswith("# Fitted by `windlass plan --calibrate`")
     ).rstrip()
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, (rest + "\n\n" if rest else "") + "\n".join(lines) + "\n")
+    write_atomic(path, (rest + "\n\n" if rest else "") + "\n".join(lines) + "\n")
     return path
 
 

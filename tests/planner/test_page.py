@@ -2,9 +2,9 @@
 
 import pytest
 
-from windlass.plan import plan
-from windlass.plan.page import carbon, energy_parts, plan_page, stacked
-from windlass.plan.scaling import node_counts, scaling
+from windlass.planner import plan
+from windlass.planner.page import carbon, energy_parts, plan_page, stacked
+from windlass.planner.scaling import node_counts, scaling
 
 
 @pytest.fixture

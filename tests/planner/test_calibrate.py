@@ -10,7 +10,7 @@ from windlass.clusters.load import user_folder
 from windlass.clusters.model import Efficiency
 from windlass.cost.step import DEFAULTS, with_efficiency
 from windlass.errors import PlanError, RunError
-from windlass.plan.calibrate import calibrate, fit, gather, keep, of_run
+from windlass.planner.calibrate import calibrate, fit, gather, keep, of_run
 from windlass.runs.folder import open_run
 
 TRUE = Efficiency(matmul=0.52, memory=0.6, network=0.5)
@@ -145,7 +145,7 @@ def test_a_table_of_runs_needs_a_cluster(tmp_path):
 
 
 def test_a_fit_that_is_worse_is_not_kept(measured_run, monkeypatch):
-    monkeypatch.setattr("windlass.plan.calibrate.fit", lambda runs, start, free: replace(start, matmul=0.1))
+    monkeypatch.setattr("windlass.planner.calibrate.fit", lambda runs, start, free: replace(start, matmul=0.1))
     found = calibrate([measured_run("odd")])
     assert found.file is None and found.after_pct > found.before_pct
     assert "not stored (the planner's own constants are as good)" in found.text()

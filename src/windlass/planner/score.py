@@ -22,8 +22,8 @@ from typing import Any
 from windlass.cost.memory import GIB, MemoryEstimate, memory
 from windlass.cost.step import Constants, estimate
 from windlass.errors import ConfigError, PlanError
-from windlass.plan.cells import YES, Row, gibibytes, number, text_of, word
-from windlass.plan.rows import Case, Refusal, precision_of, understand
+from windlass.planner.cells import YES, Row, gibibytes, number, text_of, word
+from windlass.planner.rows import Case, Refusal, precision_of, understand
 
 REQUIRED = (
     "layers",
@@ -98,7 +98,9 @@ def iterate_rows(path: Path | str) -> Iterator[dict[str, str]]:
                     yield dict(zip_longest(names, cells[: len(names)], fillvalue=""))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(
-            f"cannot read {path}: {error}", hint="give a CSV file with one measured run per line, in UTF-8"
+            "planner.cannot-read",
+            f"cannot read {path}: {error}",
+            hint="give a CSV file with one measured run per line, in UTF-8",
         ) from error
 
 
@@ -110,11 +112,13 @@ def _with_point(cell: str) -> str:
 def _check_columns(path: Path | str, names: list[str]) -> None:
     if missing := [c for c in NEEDED_COLUMNS if c not in names]:
         raise ConfigError(
+            "planner.column",
             f"{path} has no column {', '.join(missing)} (it has: {', '.join(n for n in names[:12] if n) or 'none'})",
             hint="the columns are explained in docs/concepts/predictions.md",
         )
     if twice := sorted({n for n in names if n and names.count(n) > 1}):
         raise ConfigError(
+            "planner.one-column",
             f"{path} has more than one column {', '.join(twice)}",
             hint="which one counts cannot be told: remove or rename the others",
         )

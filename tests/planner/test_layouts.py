@@ -4,8 +4,8 @@ import pytest
 
 from windlass.config import LayoutConfig
 from windlass.config.load import divisors, nearest
-from windlass.plan.layouts import enumerate_choices, from_config, problems, work_of
-from windlass.plan.task import make_task
+from windlass.planner.layouts import enumerate_choices, from_config, problems, work_of
+from windlass.planner.task import make_task
 
 
 def found(task, recompute="none", **layout):
