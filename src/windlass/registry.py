@@ -33,7 +33,6 @@ class Registry:
         if target is None:
             close = get_close_matches(name, self.names(), n=3, cutoff=0.5)
             raise ConfigError(
-                "registry.registry-unknown",
                 f"registry.unknown-{self.kind.replace(' ', '-')}",
                 f"unknown {self.kind} {name!r}",
                 hint=f"did you mean {' or '.join(close)}?" if close else f"one of: {', '.join(self.names())}",
