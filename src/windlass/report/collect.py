@@ -258,10 +258,9 @@ def _parameters(recipe: Recipe | None) -> tuple[int | None, int | None]:
     if recipe is None:
         return None, None
     try:
-        from windlass.cost.params import count
-        from windlass.cost.shapes import shape_of
+        from windlass.models.presets import model_spec
 
-        found = count(shape_of(recipe.model))
+        found = model_spec(recipe.model).params
     except (
         WindlassError,
         OSError,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from windlass.clusters.load import device_by_driver_name
 from windlass.cost.flops import hfu, mfu
-from windlass.cost.shapes import shape_of
+from windlass.models.presets import model_spec
 from windlass.train.guard import OK, REASONS
 from windlass.train.hooks import Hook, each
 
@@ -244,7 +244,7 @@ class Recorder(Hook):
     def _shares(self, job: Job, speed: float) -> dict[str, float | None]:
         if self.peak is None or job.recipe.model.family == "hf":
             return {"mfu": None}
-        shape, length, recompute = shape_of(job.recipe.model), job.geometry.seq_len, job.recipe.train.recompute
+        shape, length, recompute = model_spec(job.recipe.model), job.geometry.seq_len, job.recipe.train.recompute
         shares: dict[str, float | None] = {"mfu": mfu(shape, length, speed, self.peak).value}
         if recompute != "budget":  # the compiler decides what it computes again, and does not say
             shares["hfu"] = hfu(shape, length, speed, self.peak, recompute=recompute).value
