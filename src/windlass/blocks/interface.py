@@ -41,6 +41,10 @@ class Mixing:
 class BlockSpec(Protocol):
     """Sizes of one block. All byte figures are per token unless stated otherwise."""
 
+    @property
+    def kind(self) -> str:
+        """The name of the block's folder."""
+
     def params(self) -> dict[str, int]:
         """Parameters by name of the part; sums to the block's total."""
 

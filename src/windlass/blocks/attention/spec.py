@@ -28,6 +28,8 @@ class AttentionSpec:
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
 
+    kind = "attention"
+
     def params(self) -> dict[str, int]:
         query = self.width * self.query_width
         terms = {"query": query, "key and value": 2 * self.width * self.kv_width, "attention output": query}

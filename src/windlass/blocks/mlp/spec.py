@@ -15,6 +15,8 @@ class MlpSpec:
     gated: bool = True
     bias: bool = False
 
+    kind = "mlp"
+
     def params(self) -> dict[str, int]:
         terms = {"feed-forward": (3 if self.gated else 2) * self.width * self.hidden}
         if self.bias:

@@ -20,6 +20,8 @@ class RetentionSpec:
         """Positions that are mixed as one square."""
         return self.chunk if self.chunk and self.chunk < seq_len else seq_len
 
+    kind = "retention"
+
     def params(self) -> dict[str, int]:
         square, wide = self.width * self.width, self.width * self.value_width
         return {"query": square, "key and value": square + wide, "gate": wide, "attention output": wide}

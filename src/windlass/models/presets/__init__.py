@@ -6,14 +6,7 @@ from windlass.config import ModelConfig
 from windlass.models.spec import ModelSpec
 from windlass.registry import Registry
 
-PRESETS = Registry(
-    "windlass.presets",
-    {
-        "llama": "windlass.models.presets.llama:spec",
-        "retnet": "windlass.models.presets.retnet:spec",
-        "hf": "windlass.models.presets.hf:spec",
-    },
-)
+PRESETS = Registry("windlass.presets", "windlass.models.presets", "spec")
 
 
 def model_spec(config: ModelConfig) -> ModelSpec:

@@ -1,25 +1,19 @@
-"""RetNet: retention instead of attention, with a decay per head. Three equal forms: parallel, recurrent and chunkwise."""
+"""RetNet's retention, with a decay per head. Three equal forms: parallel, recurrent and chunkwise."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from windlass.models import padded_vocab
-from windlass.models.linear import Linear, together
-from windlass.models.llama import FeedForward
-from windlass.models.parts import Model, Norm
-from windlass.models.recompute import Carried, Recomputed
+from windlass.blocks.context import BlockContext, Table
+from windlass.blocks.initial_values import Filler, fill_xavier
+from windlass.blocks.linear import Linear, project
+from windlass.blocks.retention.spec import RetentionSpec
 
-if TYPE_CHECKING:
-    from windlass.config import ModelConfig
-
-Table = tuple[Tensor, Tensor, Tensor]
 EPS = 1e-6
 
 
@@ -28,10 +22,10 @@ def decays(heads: int, device: torch.device | None = None, dtype: torch.dtype = 
     return 1 - 2.0 ** (-5 - torch.arange(heads, device=device, dtype=dtype))
 
 
-def angle_table(seq_len: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (seq_len, head_dim), each frequency for two neighbours."""
-    frequency = 10000.0 ** -torch.linspace(0, 1, head_dim // 2, device=device).repeat_interleave(2)
-    angle = torch.outer(torch.arange(seq_len, dtype=torch.float32, device=device), frequency)
+def angles_at(places: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine (places, head_dim), each frequency for two neighbours."""
+    frequency = 10000.0 ** -torch.linspace(0, 1, head_dim // 2, device=places.device).repeat_interleave(2)
+    angle = torch.outer(places.float(), frequency)
     return angle.cos(), angle.sin()
 
 
@@ -106,100 +100,87 @@ def _before(left: Tensor, gamma: Tensor) -> Tensor:
 
 
 class Retention(nn.Module):
-    def __init__(self, width: int, value_width: int, heads: int, form: str, chunk: int) -> None:
+    prefill_chunk: int | None = 512
+    """A long prompt is decoded in chunks, so that memory does not grow with it."""
+
+    def __init__(self, spec: RetentionSpec) -> None:
         super().__init__()
-        self.heads, self.form, self.chunk = heads, form, chunk
-        self.key_dim, self.value_dim = width // heads, value_width // heads
+        self.heads, self.chunk = spec.heads, spec.chunk
+        self.key_dim, self.value_dim = spec.width // spec.heads, spec.value_width // spec.heads
+        self.table_key = f"retention-{self.heads}-{self.key_dim}"
         self.first_head = 0
         """Under tensor parallelism a rank holds some heads only, and each head has its own decay."""
-        self.wq, self.wk = Linear(width, width), Linear(width, width)
-        self.wv, self.wg = Linear(width, value_width), Linear(width, value_width)
-        self.wo = Linear(value_width, width)
+        self.wq, self.wk = Linear(spec.width, spec.width), Linear(spec.width, spec.width)
+        self.wv, self.wg = Linear(spec.width, spec.value_width), Linear(spec.width, spec.value_width)
+        self.wo = Linear(spec.value_width, spec.width)
         self.fused = False
+        """One product for queries, keys, values and gate (`StepSpec.fused_projections`)."""
         self.carried: Callable[..., Tensor] | None = None
-        """What earlier positions on other ranks add; set by `train.parallelize` under context parallelism."""
+        """What earlier positions on other ranks add; `parallel.py` sets it under context parallelism."""
 
-    def forward(self, x: Tensor, table: Table, documents: Tensor | None = None) -> Tensor:
+    def make_table(self, start: int, end: int, device: torch.device) -> Table:
+        cos, sin = angles_at(torch.arange(end, device=device), self.key_dim)
+        return cos[start:], sin[start:], decays(self.heads, device)
+
+    def forward(self, x: Tensor, context: BlockContext) -> Tensor:
         batch, time = x.shape[:2]
-        parts = (self.wq, self.wk, self.wv, self.wg)
-        q, k, v, gate = together(x, parts) if self.fused else tuple(part(x) for part in parts)
-        q, k = (p.view(batch, time, -1, self.key_dim).transpose(1, 2) for p in (q, k))
+        q, k, v, gate = project(x, (self.wq, self.wk, self.wv, self.wg), self.fused)
+        q, k = (part.view(batch, time, -1, self.key_dim).transpose(1, 2) for part in (q, k))
         v = v.view(batch, time, -1, self.value_dim).transpose(1, 2)
+        table = context.tables[self.table_key]
         cos, sin = table[0][:time], table[1][:time]
         gamma = table[2][self.first_head : self.first_head + q.shape[1]]
         q, k = rotate_every_two(q, cos, sin), rotate_every_two(k, cos, sin) * self.key_dim**-0.5
-        out = (
-            retain_parallel(q, k, v, gamma) if self.form == "parallel" else retain_chunkwise(q, k, v, gamma, self.chunk)
-        )
+        out = retain_chunkwise(q, k, v, gamma, self.chunk) if self.chunk else retain_parallel(q, k, v, gamma)
         if self.carried is not None:
             out = out + self.carried(q, k, v, gamma)
-        out = self._norm(out).transpose(1, 2).reshape(batch, time, -1)
+        out = self.head_norm(out).transpose(1, 2).reshape(batch, time, -1)
         return self.wo(F.silu(gate) * out)
 
-    def _norm(self, out: Tensor) -> Tensor:
+    def head_norm(self, out: Tensor) -> Tensor:
         """Per head, without weights, in fp32."""
         wide = out.float() if out.dtype == torch.bfloat16 else out
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(out.dtype)
 
+    def filler(self, name: str, std: float, num_layers: int) -> Filler:
+        """As torchscale does: Xavier with gain 2^-2.5, 2^-1 for the output."""
+        return partial(fill_xavier, gain=0.5 if name == "wo.weight" else 2**-2.5)
 
-class RetNetBlock(Recomputed):
-    def __init__(self, width: int, retention: Retention, ffn: int, activation: str, eps: float) -> None:
-        super().__init__()
-        self.retention_norm = Norm(width, eps)
-        self.retention = retention
-        self.ffn_norm = Norm(width, eps)
-        self.feed_forward = FeedForward(width, ffn, activation)
+    def new_state(self, batch: int, limit: int) -> Tensor:
+        # In fp32 whatever the weights are: what is added at every token must not be rounded away.
+        shape = (batch, self.heads, self.key_dim, self.value_dim)
+        return torch.zeros(shape, dtype=torch.float32, device=self.wq.weight.device)
 
-    def branches(self, x: Tensor, table: Table, documents: Tensor | None = None) -> Carried:
-        x = x + self.retention(self.retention_norm(x), table, documents)
-        return x, self.feed_forward(self.ffn_norm(x))
+    def decode(self, x: Tensor, state: Tensor, places: Tensor, start: int | None, table: Table) -> Tensor:
+        """The state after the new tokens replaces the one before them; the kernels do not depend on the places."""
+        batch, time = x.shape[:2]
+        both = torch.stack((self.wq(x), self.wk(x))).view(2, batch, time, -1, self.key_dim)
+        q, k = rotate_every_two(both.transpose(2, 3), *angles_at(places, self.key_dim)).float()
+        v = self.wv(x).view(batch, time, -1, self.value_dim).transpose(1, 2).float()
+        retain = retain_one if time == 1 else retain_from
+        out = retain(q, k * self.key_dim**-0.5, v, table[2], state)
+        out = self.head_norm(out).to(x.dtype).transpose(1, 2).reshape(batch, time, -1)
+        return self.wo(F.silu(self.wg(x)) * out)
 
-
-class RetNet(Model):
-    tensor_plan = {
-        "retention_norm": "norm", "retention": "mixer", "retention.wq": "column", "retention.wk": "column",
-        "retention.wv": "column", "retention.wg": "column", "retention.wo": "row", "ffn_norm": "norm", "feed_forward": "ffn",
-        "feed_forward.w1": "column", "feed_forward.w2": "row", "feed_forward.w3": "column",
-    }  # fmt: skip
-
-    def __init__(self, *, heads: int, key_dim: int, **common: Any) -> None:
-        super().__init__(**common)
-        self.heads, self.key_dim = heads, key_dim
-
-    def make_table(self, device: torch.device) -> Table:
-        cos, sin = angle_table(self.position_start + self.seq_len, self.key_dim, device)
-        return cos[self.position_start :], sin[self.position_start :], decays(self.heads, device)
-
-    def divide_heads(self, rank: int, size: int) -> None:
-        """Tensor parallelism gave this rank the heads from rank x heads / size on."""
-        for block in self.layers.values():
-            block.retention.first_head = rank * (self.heads // size)
-
-    def filler(self, name: str) -> Callable[[Tensor, torch.Generator], None]:
-        """Retention as torchscale begins it: Xavier with gain 2^-2.5, 2^-1 for the output."""
-        if ".retention." not in name:
-            return super().filler(name)
-        return partial(_xavier, gain=0.5 if name.endswith("wo.weight") else 2**-2.5)
+    def state_bytes(self, state: Tensor, position: int) -> int:
+        return state.numel() * state.element_size()
 
 
-def _xavier(tensor: Tensor, generator: torch.Generator, gain: float) -> None:
-    bound = gain * (6.0 / sum(tensor.shape)) ** 0.5
-    tensor.uniform_(-bound, bound, generator=generator)
+def retain_from(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor) -> Tensor:
+    """Retention of some tokens after a state, which becomes the state after them: the recurrence, all tokens at once."""
+    time = q.shape[-2]
+    place = torch.arange(time, device=q.device)
+    grown = (gamma[:, None] ** (place + 1))[:, :, None]
+    left = (gamma[:, None] ** (time - 1 - place))[:, :, None]
+    out = ((q @ k.transpose(-1, -2)) * decay_matrix(time, gamma, q.dtype)) @ v + (q * grown) @ state
+    state.mul_(gamma[:, None, None] ** time).add_((k * left).transpose(-1, -2) @ v)
+    return out
 
 
-def build_retnet(config: ModelConfig, seq_len: int) -> RetNet:
-    values = config.value_width or config.ffn
-    blocks: list[nn.Module] = [
-        RetNetBlock(
-            config.width,
-            Retention(config.width, values, config.heads, config.retention, config.chunk),
-            config.ffn,
-            config.activation,
-            config.norm_eps,
-        )
-        for _ in range(config.layers)
-    ]
-    return RetNet(
-        heads=config.heads, key_dim=config.width // config.heads, width=config.width, rows=padded_vocab(config.vocab),
-        vocab=config.vocab, eps=config.norm_eps, seq_len=seq_len, std=config.init_std, blocks=blocks, tied=config.tied,
-    )  # fmt: skip
+def retain_one(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor) -> Tensor:
+    """The same for a single token, in three kernels: at that size the time goes into starting them."""
+    state.mul_(gamma[:, None, None]).addcmul_(k.transpose(-1, -2), v)
+    return q @ state
+
+
+BLOCK = Retention

@@ -1,4 +1,4 @@
-"""How is the loss computed when the vocabulary is divided over ranks? In chunks, with three small reductions each."""
+"""Head and loss with the vocabulary divided over tensor-parallel ranks: in chunks, with three small reductions each."""
 
 from __future__ import annotations
 
@@ -12,37 +12,28 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from windlass.config import TrainConfig
-from windlass.models.loss import chunked_loss, forward_in_chunks, kept_gradients, next_token_loss
-
-WHOLE_LOGITS = 64 * 2**20
-"""Bytes of a micro-batch's fp32 logits up to which they are made whole."""
+from windlass.blocks.divide import by_rows, first_row
+from windlass.blocks.head.loss import forward_in_chunks, kept_gradients
+from windlass.blocks.head.module import OutputHead
 
 
-def choose_loss(config: TrainConfig, device: torch.device, rows: int, tokens: int) -> tuple[Any, str]:
-    """The loss function of a recipe and the reason for it."""
-    kind, why = config.loss, "as the recipe says"
-    if kind == "auto":
-        small = tokens * rows * 4 <= WHOLE_LOGITS
-        kind = "plain" if small else "chunked"
-        why = f"logits of a micro-batch would take {tokens * rows * 4 / 2**20:.0f} MiB"
-    if kind == "plain":
-        return partial(next_token_loss, z_loss=config.z_loss), f"loss: plain ({why})"
-    return partial(
-        chunked_loss, chunk=config.loss_chunk, z_loss=config.z_loss
-    ), f"loss: in chunks of {config.loss_chunk} tokens ({why})"
+def parallelize(head: OutputHead, tensor_mesh: DeviceMesh, *, chunk: int, z_loss: float) -> None:
+    if head.weight is not None:  # else it is the embedding's, which is divided already
+        head.weight = by_rows(head.weight, tensor_mesh)
+    head.loss = partial(parallel_loss, mesh=tensor_mesh, chunk=chunk, z_loss=z_loss)
+    head.logits = partial(parallel_logits, mesh=tensor_mesh)
 
 
-def whole_sequence(hidden: Tensor) -> Tensor:
-    """Sequence-sharded hidden states made whole on each rank; their gradients are partial sums over vocabulary parts."""
+def full_sequence(hidden: Tensor) -> Tensor:
+    """Sequence-sharded hidden states gathered on each rank; their gradients are partial sums over vocabulary parts."""
     if not isinstance(hidden, DTensor):
         return hidden
     return hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 def parallel_logits(hidden: Tensor, weight: Tensor, *, mesh: DeviceMesh) -> Tensor:
-    """Whole logits on each rank, for evaluation."""
-    part = F.linear(whole_sequence(hidden), weight.to_local())
+    """Full logits on each rank, for evaluation."""
+    part = F.linear(full_sequence(hidden), weight.to_local())
     return DTensor.from_local(part, mesh, [Shard(part.ndim - 1)], run_check=False).full_tensor()
 
 
@@ -50,10 +41,10 @@ def parallel_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab: int, mesh: DeviceMesh, chunk: int, z_loss: float
 ) -> Tensor:
     """Like `chunked_loss`, where each rank holds some rows of the head."""
-    whole = whole_sequence(hidden).flatten(0, -2)
+    hidden = full_sequence(hidden).flatten(0, -2)
     part = weight.to_local()
-    start = mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
-    out: Tensor = ParallelLoss.apply(whole, part, targets.flatten(), (start, vocab), chunk, z_loss, mesh.get_group())
+    start = first_row(weight, mesh)
+    out: Tensor = ParallelLoss.apply(hidden, part, targets.flatten(), (start, vocab), chunk, z_loss, mesh.get_group())
     return out
 
 
@@ -62,8 +53,15 @@ class ParallelLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, span: tuple[int, int], chunk: int, z_loss: float, group: Any,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        span: tuple[int, int],
+        chunk: int,
+        z_loss: float,
+        group: Any,
+    ) -> Tensor:
         return forward_in_chunks(ctx, hidden, weight, targets, chunk, lambda x, y: _chunk(x, y, span, z_loss, group))
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What does a hidden state cost? Next-token cross-entropy: plain, and in chunks whose logits never exist together."""
+"""Next-token cross-entropy from hidden states: plain, and in chunks whose logits never exist together."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ChunkTerms = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def next_token_loss(hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab: int, z_loss: float = 0.0) -> Tensor:
-    """(loss to descend, cross-entropy), both summed over tokens, from whole logits in fp32."""
+    """(loss to descend, cross-entropy), both summed over tokens, from full logits in fp32."""
     return entropy_sums(F.linear(hidden, weight)[..., :vocab].float().flatten(0, -2), targets.flatten(), z_loss)
 
 
 def entropy_sums(logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
-    """(loss to descend, cross-entropy) of whole fp32 logits (tokens, vocabulary)."""
+    """(loss to descend, cross-entropy) of full fp32 logits (tokens, vocabulary)."""
     # torch's own cross-entropy: one pass forward and one back, where logsumexp and its backward take four.
     entropy = F.cross_entropy(logits, targets, reduction="sum")
     total = entropy + z_loss * torch.logsumexp(logits, -1).pow(2).sum() if z_loss else entropy

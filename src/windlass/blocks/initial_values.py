@@ -1,9 +1,10 @@
-"""Where do weights begin? Each parameter from a seed and its own name, so that every layout starts from the same numbers."""
+"""Initial weights: each parameter from a seed and its own name, so that every layout starts from the same numbers."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,15 +17,15 @@ def fill_normal(tensor: Tensor, generator: torch.Generator, std: float = 0.02) -
 
 
 def fill_parameter(parameter: Tensor, key: str, fill: Filler) -> None:
-    """Fill the whole tensor from `key`, then keep this rank's part of it. One parameter at a time is whole on a device."""
+    """Fill the full tensor from `key`, then keep this rank's part. Only one full parameter exists on a device at a time."""
     with torch.no_grad():
         if not hasattr(parameter, "device_mesh"):
             fill(parameter, generator_of(key, parameter.device))
             return
         local = parameter.to_local()
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=local.device)
-        fill(whole, generator_of(key, local.device))
-        local.copy_(local_part(whole, parameter))
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=local.device)
+        fill(full, generator_of(key, local.device))
+        local.copy_(local_part(full, parameter))
 
 
 def generator_of(key: str, device: torch.device) -> torch.Generator:
@@ -32,13 +33,13 @@ def generator_of(key: str, device: torch.device) -> torch.Generator:
     return torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def local_part(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, divided like the DTensor `like`.
+def local_part(full: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a full tensor, divided like the DTensor `like`.
 
     Tensor parallelism divides first and data parallelism divides its parts, although the mesh lists data axes first:
     that is what FSDP2's strided placement means.
     """
-    mesh, part = like.device_mesh, whole
+    mesh, part = like.device_mesh, full
     names = mesh.mesh_dim_names or ()
     order = sorted(range(mesh.ndim), key=lambda axis: (0 if names and names[axis] == "tp" else 1, axis))
     for axis in order:
@@ -49,3 +50,17 @@ def local_part(whole: Tensor, like: Tensor) -> Tensor:
         chunks = part.chunk(size, dim=dim)
         part = chunks[rank] if rank < len(chunks) else part.narrow(dim, 0, 0)
     return part
+
+
+def fill_ones(tensor: Tensor, generator: torch.Generator) -> None:
+    tensor.fill_(1.0)
+
+
+def fill_xavier(tensor: Tensor, generator: torch.Generator, gain: float) -> None:
+    bound = gain * (6.0 / sum(tensor.shape)) ** 0.5
+    tensor.uniform_(-bound, bound, generator=generator)
+
+
+def residual_filler(ends_branch: bool, std: float, num_layers: int) -> Filler:
+    """Normal; matrices that end a residual branch begin smaller, by the number of branches."""
+    return partial(fill_normal, std=std / (2 * num_layers) ** 0.5 if ends_branch else std)
