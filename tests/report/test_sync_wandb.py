@@ -43,8 +43,10 @@ def run(tmp_path) -> Run:
 JOB = """
 import sys, time
 from pathlib import Path
+from windlass.runs.events import Finished
 from windlass.runs.folder import Run
 from windlass.train import trackers
+from windlass.files import append_line
 
 trackers.LOOK_SECONDS, trackers.CLOSE_SECONDS = 0.0, 120.0
 run = Run(Path(sys.argv[1]))
@@ -54,7 +56,7 @@ exporter.start()
 def log(*steps):
     for step in steps:  # what the training loop does: the record first, then the trackers
         line = {"step": step, "tokens": step * 10, "loss": 5 - step / 10, "time": time.time()}
-        run.metric(line)
+        append_line(run.metrics_file, line)
         exporter.put(line)
 
 def until(path):
@@ -67,7 +69,7 @@ log(6, 7)
 until(run.path / "more")
 log(8, 9, 10)
 exporter.stop()
-run.event("finished", step=10, tokens=100, loss=4.0)
+run.record(Finished(step=10, tokens=100, loss=4.0))
 """
 
 

@@ -63,7 +63,7 @@ def test_step_times_are_right_although_lines_are_read_two_steps_later(
 
     monkeypatch.setattr(Recorder, "on_step_end", on_step_end)
     _, run = train(tmp_path, recipe(train={"steps": 12}, save={"every": 4}))
-    lines = list(run.metrics())
+    lines = [m.as_dict() for m in run.metrics_lines()]
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert {line["step_seconds"] for line in lines} == {1.0}
     assert {line["tokens_per_second"] for line in lines} == {128.0}

@@ -8,6 +8,7 @@ import torch
 
 from windlass.data.mix import passes_line
 from windlass.runs import manifest
+from windlass.runs.events import Resumed, Started
 from windlass.train.job import Job
 from windlass.train.metrics import peak_of
 from windlass.train.schedule import schedule_note
@@ -42,12 +43,11 @@ def announce(job: Job, restored: Any) -> None:
         ),
     )
     if restored is None:
-        job.run.event("started", **common)
+        job.run.record(Started(**common))
     else:
-        last = job.run.last_metric() or {}
-        lost = max(0, int(last.get("step") or job.step) - job.step)
-        job.run.event(
-            "resumed", step=job.step, tokens=job.tokens, checkpoint=restored.path.name, lost_steps=lost, **common
+        lost = max(0, (job.run.last_metrics().step or job.step) - job.step)
+        job.run.record(
+            Resumed(step=job.step, tokens=job.tokens, checkpoint=restored.path.name, lost_steps=lost, **common)
         )
         for sentence in restored.set_aside:
             job.say(f"damaged: {sentence}")

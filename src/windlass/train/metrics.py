@@ -16,6 +16,8 @@ import torch.distributed as dist
 from windlass.clusters.load import device_by_driver_name
 from windlass.cost.flops import hfu, mfu
 from windlass.models.presets import model_spec
+from windlass.runs.events import StepSkipped
+from windlass.runs.metrics import MetricsLine, MetricsWriter
 from windlass.train.guard import OK, REASONS
 from windlass.train.hooks import Hook, each
 
@@ -180,8 +182,8 @@ class Recorder(Hook):
         if item.logged:
             line = self._line(job, item, loss, norm, int(reason), extra)
             if job.world.is_main:
-                job.run.metric(line)
-                each(job.hooks, "on_log", job, line)
+                MetricsWriter(job.run.metrics_file).write(line)
+                each(job.hooks, "on_log", job, line.as_dict())
 
     def _judge(self, job: Job, item: Pending, reason: int, loss: float, norm: float) -> None:
         if reason == OK:
@@ -189,31 +191,42 @@ class Recorder(Hook):
             return
         self.skipped_in_a_row += 1
         if job.world.is_main:
-            job.run.event("skipped", step=item.step, reason=REASONS[reason], value={"loss": loss, "grad_norm": norm})
+            job.run.record(StepSkipped(step=item.step, reason=REASONS[reason], value={"loss": loss, "grad_norm": norm}))
         if self.skipped_in_a_row >= job.recipe.train.max_skipped:
             self.too_many = f"{self.skipped_in_a_row} steps in a row up to step {item.step} were skipped ({REASONS[reason]}; loss {loss:g}, gradient norm {norm:g})"
 
-    def _line(self, job: Job, item: Pending, loss: float, norm: float, reason: int, extra: float) -> dict[str, Any]:
+    def _line(self, job: Job, item: Pending, loss: float, norm: float, reason: int, extra: float) -> MetricsLine:
         ranks = self._ranks(item)
         energy = _energy(ranks, job.world.place.nodes)
         before_time, before_tokens = self._before
         seconds = max(1e-9, item.time - before_time)
         speed = (item.tokens - before_tokens) / seconds
         self._before = (item.time, item.tokens)
-        line = {
-            "step": item.step, "tokens": item.tokens, "loss": loss, "grad_norm": norm, "lr": item.lr,
-            "step_seconds": seconds / item.steps, "tokens_per_second": speed, "mfu": None, "memory_bytes": _largest(ranks["memory"]),
-            "energy_joules": energy["joules"], "time": item.time, "tokens_per_second_per_device": speed / job.world.size,
-            "watts": energy["watts"], "joules_per_token": self._cost.now(seconds, item.tokens, energy["training_joules"], energy["nodes"]),
-            "energy_nodes": energy["nodes"], "nodes": job.world.place.nodes, "utilization": energy["utilization"],
-            "data_seconds": item.data_seconds, "skipped": int(reason != OK),
-        }  # fmt: skip
-        line |= self._shares(job, speed / job.world.size) | _spread(ranks["forward"])
-        if job.recipe.train.z_loss:
-            line["z_loss"] = extra
-        line |= self.validation
-        self.validation = {}
-        return line
+        validation, self.validation = self.validation, {}
+        return MetricsLine(
+            step=item.step,
+            tokens=item.tokens,
+            loss=loss,
+            grad_norm=norm,
+            lr=item.lr,
+            step_seconds=seconds / item.steps,
+            tokens_per_second=speed,
+            memory_bytes=_largest(ranks["memory"]),
+            energy_joules=energy["joules"],
+            time=item.time,
+            tokens_per_second_per_device=speed / job.world.size,
+            watts=energy["watts"],
+            joules_per_token=self._cost.now(seconds, item.tokens, energy["training_joules"], energy["nodes"]),
+            energy_nodes=energy["nodes"],
+            nodes=job.world.place.nodes,
+            utilization=energy["utilization"],
+            data_seconds=item.data_seconds,
+            skipped=int(reason != OK),
+            z_loss=extra if job.recipe.train.z_loss else None,
+            **self._shares(job, speed / job.world.size),
+            **_spread(ranks["forward"]),
+            extra=validation,
+        )
 
     def _ranks(self, item: Pending) -> dict[str, list[float | None]]:
         if item.gathered is None:

@@ -20,6 +20,7 @@ import torch
 from windlass.config.observe import ProfileConfig, window_of
 from windlass.profile.request import Request, answer, answer_file, read_request, request_file
 from windlass.runs import Run
+from windlass.runs.events import Profiled
 from windlass.train.hooks import Hook
 
 if TYPE_CHECKING:
@@ -230,13 +231,10 @@ class Profiler(Hook):
         began = time.monotonic()
         files = [str(p.relative_to(job.run.path)) for p in capture.finish()]
         steps = f"{window.first}:{window.first + capture.steps}"
-        job.run.event(
-            "profiled",
-            steps=steps,
-            files=files,
-            rank=job.world.rank,
-            seconds=time.monotonic() - began,
-            request=window.request,
+        job.run.record(
+            Profiled(
+                steps=steps, files=files, rank=job.world.rank, seconds=time.monotonic() - began, request=window.request
+            )
         )
         if job.world.rank == 0:
             job.say(

@@ -20,6 +20,8 @@ from typing import Any
 
 from windlass.errors import EXIT_HANG
 from windlass.files import read_json, write_json
+from windlass.runs.events import Hang
+from windlass.runs.faults import FaultRecord, write_fault
 from windlass.runs.folder import Run
 from windlass.runs.lock import touch
 from windlass.train.hooks import Hook
@@ -143,16 +145,23 @@ class Heartbeat(Hook):
 
     def _say(self, verdict: Verdict, records: Mapping[int, Mapping[str, Any]], stack: list[str]) -> None:
         error = f"no progress for {self.idle_seconds:.0f} s in step {self._step}, {self._phase}: {verdict.text}"
-        write_json(
-            self.run.error_file(self.rank),
-            {"rank": self.rank, "host": socket.gethostname(), "kind": "hang", "exception": "hang", "error": error,
-             "culprit": verdict.rank, "traceback": stack, "time": time.time()},
-        )  # fmt: skip
+        record = FaultRecord(
+            rank=self.rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            kind="hang",
+            exception="hang",
+            error=error,
+            culprit=verdict.rank,
+            traceback=stack,
+            time=time.time(),
+        )
+        write_fault(self.run, record)
         speakers = [r for r, record in sorted(records.items()) if record.get("stuck") and r != verdict.rank] or [
             self.rank
         ]
         if self.rank == speakers[0]:
-            self.run.event("hang", rank=verdict.rank, seconds=self.idle_seconds, where=verdict.text, step=self._step)
+            self.run.record(Hang(rank=verdict.rank, seconds=self.idle_seconds, where=verdict.text, step=self._step))
 
 
 # -- reading together -----------------------------------------------------------------------------------------------------
