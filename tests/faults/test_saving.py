@@ -22,7 +22,7 @@ from windlass.files import append_line
 from windlass.runs.folder import Run
 from windlass.train import loop, validate
 from windlass.train.hooks import Hook
-from windlass.train.progress import Progress
+from windlass.train.progress import ProgressDisplay
 
 ALONE = Place(0, 1, 0, 1, 0, 1, None, None, "single")
 
@@ -45,12 +45,11 @@ def judged_as(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
     """Validation says these, pass after pass."""
     left = iter(losses)
 
-    def together(pairs: Any) -> validate.Found:
-        return validate.Found(loss=next(left), bits_per_byte=None)
+    def combine(held: Any, means: Any) -> validate.Validation:
+        overall = validate.HeldOutLoss(loss=next(left), bits_per_byte=None)
+        return validate.Validation(overall=overall, sources={}, languages={})
 
-    monkeypatch.setattr(
-        validate, "validation", lambda held, means: validate.Validation(whole=together(held), sources={}, languages={})
-    )
+    monkeypatch.setattr(validate, "combine", combine)
 
 
 def metrics_on_disk(run: Run) -> dict[int, float | None]:
@@ -195,7 +194,7 @@ class Full(io.StringIO):
 
 
 def test_a_log_that_takes_nothing_more_does_not_end_the_run(run, store) -> None:
-    progress = Progress()
+    progress = ProgressDisplay()
     progress.console.file = Full()
     assert loop.run(small(store, steps=2), run, where=ALONE, hooks=[progress], say=progress.say) == 0
     assert [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()] == [1, 2]

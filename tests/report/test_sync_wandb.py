@@ -43,20 +43,19 @@ def run(tmp_path) -> Run:
 JOB = """
 import sys, time
 from pathlib import Path
-from windlass.runs.events import Finished
 from windlass.runs.folder import Run
-from windlass.train import trackers
-from windlass.files import append_line
+from windlass.train import tracking
+from windlass.train.trackers.wandb import open_tracker
 
-trackers.LOOK_SECONDS, trackers.CLOSE_SECONDS = 0.0, 120.0
+tracking.REQUEST_POLL_SECONDS, tracking.CLOSE_SECONDS = 0.0, 120.0
 run = Run(Path(sys.argv[1]))
-exporter = trackers.Exporter(run, run.recipe(), {"wandb": trackers.WandbSink}, first_step=0, say=lambda text: print(text, flush=True))
+exporter = tracking.Exporter(run, run.recipe(), {"wandb": open_tracker}, first_step=0, say=lambda text: print(text, flush=True))
 exporter.start()
 
 def log(*steps):
     for step in steps:  # what the training loop does: the record first, then the trackers
         line = {"step": step, "tokens": step * 10, "loss": 5 - step / 10, "time": time.time()}
-        append_line(run.metrics_file, line)
+        run.metric(line)
         exporter.put(line)
 
 def until(path):
@@ -69,7 +68,7 @@ log(6, 7)
 until(run.path / "more")
 log(8, 9, 10)
 exporter.stop()
-run.record(Finished(step=10, tokens=100, loss=4.0))
+run.event("finished", step=10, tokens=100, loss=4.0)
 """
 
 

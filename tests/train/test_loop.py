@@ -401,7 +401,7 @@ def test_validation_of_a_foreign_network_drops_nothing_and_changes_nothing(tmp_p
         curve = []
         for step in range(3):
             if asked and step:
-                assert validator.loss() == validator.loss(), "dropout is off"
+                assert validator.run() == validator.run(), "dropout is off"
             curve.append(float(job.stepper.step(*next(batches), 1e-2).values[0]))
         batches.close()
         curves.append(curve)
@@ -420,15 +420,15 @@ def test_a_validation_pass_is_in_no_steps_time(tmp_path: Path, monkeypatch: pyte
 
     class Slow(Hook):
         def on_start(self, job: Any) -> None:
-            job.validator = SimpleNamespace(judge=self.judge)
+            job.validator = SimpleNamespace(run=self.run)
 
         def on_step_begin(self, job: Any) -> None:
             now[0] += 1.0
 
-        def judge(self, stopping: Any) -> Any:
+        def run(self, stopping: Any) -> Any:
             now[0] += 50.0
-            found = SimpleNamespace(loss=2.0)
-            return SimpleNamespace(whole=found, line=lambda: {"val_loss": 2.0}, event=lambda: {"val_loss": 2.0})
+            overall = SimpleNamespace(loss=2.0)
+            return SimpleNamespace(overall=overall, line=lambda: {"val_loss": 2.0}, event=lambda: {"val_loss": 2.0})
 
     _, run = train(tmp_path, recipe(train={"eval_every": 2}), Slow())
     assert [line.step_seconds for line in run.metrics_lines()] == pytest.approx([1.0] * 6)

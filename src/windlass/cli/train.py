@@ -129,16 +129,16 @@ def _work(loaded: Loaded, run: Run, where: Any, quiet: bool, reason: str = "") -
     from windlass.clusters.scheduler import job_id
     from windlass.errors import ConfigError
     from windlass.runs.lock import locked
-    from windlass.train.progress import Progress
+    from windlass.train.progress import ProgressDisplay
 
     mine = where.rank == 0 and "WINDLASS_LOCKED" not in os.environ
     with locked(run.lock_file, job_id()) if mine else contextlib.nullcontext():
         from windlass.train.loop import run as train_run
         from windlass.train.mesh import leave
         from windlass.train.profiler import Profiler
-        from windlass.train.trackers import Trackers
+        from windlass.train.tracking import Trackers
 
-        progress = Progress(quiet=quiet or where.rank != 0)
+        progress = ProgressDisplay(quiet=quiet or where.rank != 0)
         progress.say(reason)
         hooks = [Profiler(), progress, Trackers()]
         try:

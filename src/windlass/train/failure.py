@@ -25,6 +25,7 @@ def explain(error: BaseException) -> BaseException:
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     ):
         known = OutOfMemoryError(
+            "train.out-of-memory",
             f"a device ran out of memory: {_numbers(str(error))}",
             hint="a smaller layout.micro_batch, train.recompute = full, more sharding, or `windlass plan` for layouts that fit",
         )

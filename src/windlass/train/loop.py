@@ -22,7 +22,7 @@ from windlass.train.hooks import Hook, each
 from windlass.train.interval import process_seconds
 from windlass.train.job import Job, Say
 from windlass.train.saving import final_save, is_best, rollback, save_if, seconds_each, tell_interval
-from windlass.train.schedule import learning_rate
+from windlass.train.schedules import learning_rate
 from windlass.train.signals import listening
 from windlass.train.trial import trial_step
 from windlass.train.watchdog import Heartbeat
@@ -45,7 +45,9 @@ def run(
     ).start()
     try:
         with listening():  # from the start: a signal while the model is built is not lost
-            job = build(recipe, run_folder, where, [heart, *(hooks or [])], say or (lambda text: None))
+            job = build(
+                recipe, run_folder, where, [heart, *(hooks or [])], say or (lambda text: None), beat=heart.step_phase
+            )
             with attention_backend(recipe.train.attention, job.world.device), job.stop.installed():
                 return train(job)
     except BaseException as error:
@@ -71,7 +73,7 @@ def train(job: Job) -> int:
         )
         if job.world.device.type == "cuda" and job.recipe.train.engine == "native":
             job.say(trial_step(job))
-        job.interval.began(job.step, job.tokens)
+        job.interval.restart(job.step, job.tokens)
         job.first_step = job.step
         each(job.hooks, "on_start", job)
         reason = _steps(job)
@@ -137,12 +139,12 @@ def _last_validation(job: Job) -> None:
 def validate_now(job: Job) -> None:
     job.recorder.drain(job, 0)  # waits for the device: from here on its time is the validation's
     begin, before = time.monotonic(), job.energy()["joules"]
-    found = job.validator.judge(lambda: _between_batches(job))
+    found = job.validator.run(lambda: _between_batches(job))
     seconds, after = time.monotonic() - begin, job.energy()["joules"]
     job.recorder.leave_out(seconds, None if before is None or after is None else after - before)
     if found is None:  # asked to stop on the way: the save comes first
         return
-    job.validation, job.val_loss, job.val_step = found, found.whole.loss, job.step
+    job.validation, job.val_loss, job.val_step = found, found.overall.loss, job.step
     if job.world.is_main:
         job.run.record(Evaluated(step=job.step, **found.event(), seconds=seconds))
     each(job.hooks, "on_eval", job, job.val_loss)
