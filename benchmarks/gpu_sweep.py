@@ -322,9 +322,9 @@ def meter_of(cuda: bool) -> Any:
     """Begin to measure; the answer is a function that ends it. None where nothing can be read."""
     if not cuda:
         return lambda: None
-    from windlass.energy.window import Window
+    from windlass.energy.window import MeasurementWindow
 
-    window = Window(devices=[0])
+    window = MeasurementWindow(devices=[0])
     window.begin()
 
     def end() -> float | None:

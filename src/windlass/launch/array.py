@@ -15,7 +15,7 @@ from typing import Any
 
 from windlass.clusters import Cluster, load_cluster
 from windlass.clusters.model import Node, Partition
-from windlass.clusters.model import Slurm as SlurmTable
+from windlass.clusters.model import SlurmLimits
 from windlass.clusters.probe import recognise
 from windlass.errors import LaunchError
 from windlass.files import append_line, write_atomic
@@ -109,7 +109,7 @@ def _machine(cluster: Cluster | str | None) -> Cluster:
             title="this SLURM",
             device="cpu",
             node=Node(devices=1, cores=os.cpu_count() or 1),
-            slurm=SlurmTable(),
+            slurm=SlurmLimits(),
         )
 
 
