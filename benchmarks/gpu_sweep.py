@@ -397,8 +397,7 @@ def device_of(driver_name: str) -> str:
 def sweep_folder(path: Path, loaded: Any, points: Sequence[Any], record: dict[str, Any], device: str) -> Any:
     from windlass.clusters.model import Cluster, Links, Node
     from windlass.launch.sweep.expect import expect
-    from windlass.launch.sweep.folder import open_sweep_folder
-    from windlass.launch.sweep.local import Work
+    from windlass.launch.sweep.folder import SweepRun, open_sweep_folder
 
     machine = Cluster(name="one", title="one device", device=device, node=Node(devices=1, cores=16), links=Links(intra_gbs=100, inter_gbs_per_node=10))  # fmt: skip
     expected = [expect(loaded.sweep, point, lambda _: machine) for point in points]
@@ -408,7 +407,7 @@ def sweep_folder(path: Path, loaded: Any, points: Sequence[Any], record: dict[st
         if result is not None and "outcome" in result:
             folder.add_outcome({"point": point.name, "evidence": "benchmark", "detail": "", **{k: result.get(k) for k in ("outcome", "detail", "seconds")}})  # fmt: skip
             write_run(folder.point(point.name), point, result, device)
-    return Work(loaded=loaded, folder=folder, points=points, expected=expected)
+    return SweepRun(loaded=loaded, folder=folder, points=points, expected=expected)
 
 
 def write_run(run: Any, point: Any, result: dict[str, Any], device: str) -> None:
@@ -438,8 +437,7 @@ def mfu_of(recipe: Any, speed: float, device: str) -> float | None:
 
 
 def draw(work: Any, out: Path) -> list[dict[str, Any]]:
-    from windlass.launch.sweep.page import write_page
-    from windlass.launch.sweep.results import collect_rows, write_tables
+    from windlass.launch.sweep.results import collect_rows, write_page, write_tables
 
     rows = collect_rows(work)
     write_tables(work, rows)

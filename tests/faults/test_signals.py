@@ -101,7 +101,7 @@ def test_the_wall_time_limit_is_heard_in_time(run, monkeypatch) -> None:
 def test_the_lead_follows_the_measured_save() -> None:
     auto = SaveConfig()
     assert lead_seconds(auto, None, None) == 300
-    assert lead_seconds(auto, 40, 8) == 2 * 40 + 3 * 8 + 30
+    assert lead_seconds(auto, 40, 8) == 60 + 3 * 40 + 3 * 8
     assert lead_seconds(SaveConfig(lead="2m"), 40, 8) == 120
 
 

@@ -24,7 +24,7 @@ def run(tmp_path):
     return Run(tmp_path)
 
 
-def link(run: Run, job: str, *, saves: int | None = None, code: int | None = None) -> chain.Verdict:
+def link(run: Run, job: str, *, saves: int | None = None, code: int | None = None) -> chain.ChainVerdict:
     """One link: begins, perhaps saves, perhaps ends (None: cut off)."""
     verdict = chain.before(run, job, 0, "node01")
     if verdict.answer == "go":
@@ -117,5 +117,5 @@ def test_launching_again_by_hand_gives_a_new_chance(run):
 def test_a_requeued_job_counts_as_a_new_start(run):
     chain.before(run, "1", 0, "node01")
     chain.before(run, "1", 1, "node01")
-    assert [(item.job, item.restart) for item in chain.links(chain.records(run))] == [("1", 0), ("1", 1)]
+    assert [(item.job, item.restart) for item in chain.job_starts(chain.records(run))] == [("1", 0), ("1", 1)]
     assert chain.before(run, "1", 2, "node01").answer == "hopeless"

@@ -10,9 +10,8 @@ from windlass.config import load_recipe
 from windlass.config.sweep import load_sweep
 from windlass.files import append_line
 from windlass.launch.sweep.expect import Expectation, expect_all
-from windlass.launch.sweep.folder import open_sweep_folder
-from windlass.launch.sweep.local import Work
-from windlass.launch.sweep.points import Point, make_points
+from windlass.launch.sweep.folder import SweepRun, open_sweep_folder
+from windlass.launch.sweep.points import SweepPoint, make_points
 from windlass.launch.sweep.results import collect_rows, write_tables
 from windlass.runs.events import Finished, Started
 from windlass.runs.folder import create_run
@@ -39,7 +38,7 @@ OUT_OF_MEMORY = {"layout.shard": "none", "layout.micro_batch": 4}
 BEGIN = 1_790_100_000.0
 
 
-def make_sweep(path: Path, *, unfinished: int = 0) -> Work:
+def make_sweep(path: Path, *, unfinished: int = 0) -> SweepRun:
     """The last `unfinished` points have not run yet."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.parent / ".grid.toml"
@@ -47,7 +46,7 @@ def make_sweep(path: Path, *, unfinished: int = 0) -> Work:
     loaded = load_sweep(file)
     points = make_points(loaded)
     expected = _planned_once(file)
-    work = Work(loaded=loaded, folder=open_sweep_folder(path, loaded, points), points=points, expected=expected)
+    work = SweepRun(loaded=loaded, folder=open_sweep_folder(path, loaded, points), points=points, expected=expected)
     for point in points[: len(points) - unfinished]:
         end_point(work, point)
     write_tables(work, collect_rows(work))
@@ -65,7 +64,7 @@ def _planned_once(file: Path) -> list[Expectation]:
     return _PLANNED
 
 
-def end_point(work: Work, point: Point) -> None:
+def end_point(work: SweepRun, point: SweepPoint) -> None:
     if all(point.values.get(k) == v for k, v in OUT_OF_MEMORY.items()):
         work.folder.add_outcome({"point": point.name, "seconds": 4.0, "outcome": "oom", "evidence": "log", "detail": "CUDA out of memory"})  # fmt: skip
         return
@@ -73,7 +72,7 @@ def end_point(work: Work, point: Point) -> None:
     work.folder.add_outcome({"point": point.name, "seconds": 9.0, "outcome": "ok", "evidence": "exit", "detail": ""})
 
 
-def _train(work: Work, point: Point) -> None:
+def _train(work: SweepRun, point: SweepPoint) -> None:
     run = create_run(work.folder.point(point.name).path, load_recipe(work.folder.recipe(point.name)))
     devices, micro = int(point.values["devices"]), int(point.values["layout.micro_batch"])
     speed = 1000.0 * devices**0.9 * (1 + micro / 10) * (0.8 if point.values["layout.shard"] == "full" else 1.0)

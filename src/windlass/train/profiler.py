@@ -19,8 +19,8 @@ import torch
 
 from windlass.config.observe import parse_step_range
 from windlass.profile.request import Request, answer, answer_file, read_request, request_file
-from windlass.runs.events import Profiled
 from windlass.runs import Run
+from windlass.runs.events import Profiled
 from windlass.train.hooks import Hook
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from typing import Any
 from windlass.clusters import scheduler
 from windlass.config.save import SaveConfig
 from windlass.runs.folder import Run
+from windlass.runs.walltime import wall_time_lead_seconds
 
 NONE, SIGTERM, SIGUSR1, SIGINT, WALL_TIME, REQUEST, SIGHUP = range(7)
 REASONS = {
@@ -191,12 +192,8 @@ class StopFlag:
 
 
 def lead_seconds(config: SaveConfig, save_seconds: float | None, step_seconds: float | None) -> float:
-    """save.lead, or: twice the measured save, three steps and half a minute; five minutes before anything was measured."""
-    if config.lead != "auto":
-        return float(config.lead)
-    if save_seconds is None:
-        return 300.0
-    return 2 * save_seconds + 3 * (step_seconds or 0.0) + 30.0
+    """save.lead, or what the measured save and step need."""
+    return float(config.lead) if config.lead != "auto" else wall_time_lead_seconds(save_seconds, step_seconds)
 
 
 def _consume_request(run: Run, name: str) -> bool:

@@ -11,7 +11,7 @@ from windlass.clusters import Cluster, load_cluster
 from windlass.config import Recipe
 from windlass.config.sweep import SweepConfig
 from windlass.errors import ConfigError, PlanError, WindlassError
-from windlass.launch.sweep.points import Point
+from windlass.launch.sweep.points import SweepPoint
 from windlass.planner.candidates import candidate_of, problems
 from windlass.planner.search import estimate_plan, on_devices, search
 from windlass.planner.task import PlanTask, make_task
@@ -78,7 +78,7 @@ class Total:
 
 
 def expect_all(
-    sweep: SweepConfig, points: Sequence[Point], cluster: str | None = None
+    sweep: SweepConfig, points: Sequence[SweepPoint], cluster: str | None = None
 ) -> tuple[list[Expectation], Total]:
     """The planner's word on every point, and what all of them cost together."""
     machines: dict[str, Cluster] = {}
@@ -93,7 +93,7 @@ def expect_all(
     return found, _total(found, next(iter(machines.values()), None))
 
 
-def expect(sweep: SweepConfig, point: Point, machine: Any) -> Expectation:
+def expect(sweep: SweepConfig, point: SweepPoint, machine: Any) -> Expectation:
     recipe = point.recipe
     if recipe is None:
         return Expectation(verdict="unknown", reason="any command: the planner knows recipes only")
@@ -119,9 +119,7 @@ def _judge(sweep: SweepConfig, recipe: Recipe, cluster: Cluster) -> Expectation:
     candidate = candidate_of(recipe.layout, recipe.train.recompute, task)
     illegal = problems(task, candidate)
     if illegal:
-        return Expectation(
-            verdict="illegal", reason="; ".join(map(str, illegal)), nodes=task.nodes, devices=task.devices
-        )
+        return Expectation(verdict="illegal", reason="; ".join(map(str, illegal)), nodes=task.nodes, devices=task.devices)
     return _of(sweep, task, estimate_plan(task, candidate), "")
 
 
