@@ -80,7 +80,6 @@ def launch(
     prepared = prepare(
         loaded,
         run_dir=folder,
-        overrides=kept,
         local=local,
         devices=devices,
         expect_store=pretokenize is None,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from windlass.config import Loaded
     from windlass.runs.folder import Run
 
 
@@ -29,40 +28,39 @@ def resume(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress lines.")] = False,
 ) -> None:
     """Continue a stopped run from its newest complete checkpoint; the layout and the number of devices may change."""
-    from windlass.cli.train import _supervise, _work
+    from windlass.cli.train import run_start
     from windlass.clusters.scheduler import place
     from windlass.errors import RunError
     from windlass.launch.chain import finished
-    from windlass.runs import create_run, open_run
+    from windlass.launch.start import bind_start
+    from windlass.runs import open_run
     from windlass.runs.events import Finished, ProcessStart
     from windlass.runs.lock import refuse_held
 
-    folder = open_run(run)
-    loaded = _load(folder, overrides or [])
-    here = place()
-    if here.source == "single":
-        if overrides:  # the new values are the run's from now on; another model or data is another run
-            refuse_held(folder.lock_file)
-            create_run(folder.path, loaded)
-                if finished(folder):
-            last = list(folder.events(Finished))[-1]
-            raise RunError(
-                "runs.finished",
-                f"{folder.path} is finished (step {last.step}, {last.tokens or 0:,} tokens)",
-                hint=f"to train further: windlass resume {folder.path} train.steps=... (or data.tokens=...)",
-            )
-        # Devices at the last start; 1 when that is unknown or it ran on several nodes.
-        starts = [ProcessStart(), *folder.events(ProcessStart)]
-        last_count = (starts[-1].world_size or 1) if starts[-1].nodes in (None, 1) else 1
-        if (count := devices or last_count) > 1:
-            raise typer.Exit(_supervise(folder, count, restarts))
-    raise typer.Exit(_work(loaded, folder, here, quiet))
+    folder, here = open_run(run), place()
+    refuse_held(folder.lock_file)
+    if overrides:  # the new values are the run's from now on
+        _change_recipe(folder, overrides)
+    if finished(folder):
+        last = list(folder.events(Finished))[-1]
+        raise RunError(
+            "runs.finished",
+            f"{folder.path} is finished (step {last.step}, {last.tokens or 0:,} tokens)",
+            hint=f"to train further: windlass resume {folder.path} train.steps=... (or data.tokens=...)",
+        )
+    # Devices at the last start; 1 when that is unknown or it ran on several nodes.
+    starts = [ProcessStart(), *folder.events(ProcessStart)]
+    last_count = (starts[-1].world_size or 1) if starts[-1].nodes in (None, 1) else 1
+    count = devices or last_count
+    start = bind_start(folder, devices=count, devices_per_node=count)
+    raise typer.Exit(run_start(folder, start, here, restarts=restarts, quiet=quiet))
 
 
-def _load(run: Run, overrides: list[str]) -> Loaded:
-    """The resolved recipe of the run folder: overrides of the first start still apply."""
+def _change_recipe(run: Run, overrides: list[str]) -> None:
+    """Write the run's recipe with other values; changes that may not be made are refused with a diff."""
     from windlass.config import Loaded, Recipe, check, validate
     from windlass.config.load import apply_override, parse_override
+    from windlass.runs import create_run
 
     raw = run.recipe().model_dump(mode="json")
     for override in overrides:
@@ -70,4 +68,6 @@ def _load(run: Run, overrides: list[str]) -> Loaded:
     recipe = validate(Recipe, raw, str(run.config_file))
     check(recipe)
     text = run.recipe_file.read_text(encoding="utf-8") if run.recipe_file.is_file() else ""
-    return Loaded(recipe, text, run.recipe_file, {})
+    chosen_here = any(override.startswith("layout") for override in overrides)
+    layout_from = "recipe" if chosen_here else run.layout_from() or "recipe"
+    create_run(run.path, Loaded(recipe, text, run.recipe_file, {}), layout_from=layout_from)

@@ -27,6 +27,16 @@ class Place:
     source: str  # "torchrun", "slurm" or "single"
 
 
+def step_start(env: Mapping[str, str] | None = None) -> tuple[str, int]:
+    """(job, restart) that name the start of this srun step or torchrun call, the same on all of its ranks."""
+    env = os.environ if env is None else env
+    job = job_id(env)
+    if job is not None:
+        return f"{job}-{env.get('SLURM_STEP_ID', '0')}", restart_count(env)
+    name = f"torchrun-{env.get('TORCHELASTIC_RUN_ID', 'none')}-{env.get('MASTER_PORT', '0')}"
+    return name, int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def place(env: Mapping[str, str] = os.environ) -> Place:
     """Rank and world size from torchrun's variables, else from an srun step's, else of a single process."""
 

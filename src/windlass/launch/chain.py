@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from windlass.files import append_line, read_json, read_json_lines
+from windlass.launch.start import bind_start
 from windlass.runs import Run
 from windlass.runs.events import Finished, GaveUp, ProcessStart, Saved
 from windlass.runs.faults import INCURABLE, FaultRecord
@@ -153,9 +154,22 @@ def before(run: Run, job: str | None, restart: int, host: str) -> ChainVerdict:
         steps, place = newest_step(run), {"job": job, "restart": restart, "host": host}
         saves = len(saved_steps(run))
         append_line(run.jobs_file, {"record": "began", "time": time.time(), **place, "step": steps, "saves": saves})
+        _bind(run, job, restart)
     elif verdict.answer == "hopeless":
         _give_up(run, verdict.reason)
     return verdict
+
+
+def _bind(run: Run, job: str | None, restart: int) -> None:
+    """Write the start of the workers that this job's script is about to run, on the devices that the job asked for.
+
+    A job without a submission record (the local loop, a script of version 0.1) starts workers that bind their own.
+    """
+    submitted = [r for r in records(run) if r.get("record") == "submitted" and r.get("job") == job]
+    request = submitted[-1] if submitted else {}
+    per_node, nodes = request.get("devices_per_node"), request.get("nodes")
+    if request.get("executor") == "slurm" and isinstance(per_node, int) and isinstance(nodes, int):
+        bind_start(run, devices=nodes * per_node, devices_per_node=per_node, job=job, restart=restart)
 
 
 def after(run: Run, job: str | None, restart: int, code: int, by: str | None) -> ChainVerdict:

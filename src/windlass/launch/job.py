@@ -13,6 +13,8 @@ from windlass.runs.walltime import wall_time_lead_seconds
 
 DEFAULT_SECONDS = 24 * 3600.0
 """Wall time when neither the recipe nor the cluster file has one."""
+WORKER = ("python", "-m", "windlass.train.worker")
+"""What every rank of a training job starts; it reads the run folder and its start."""
 NODE_LOCAL = ("$TMPDIR", "/tmp", "$SLURM_TMPDIR", "$LOCALSCRATCH")
 """Paths that begin like this are on a node's own disk."""
 
@@ -89,13 +91,12 @@ def train_job(
     run_dir: Path | str,
     *,
     workdir: Path | str,
-    overrides: Sequence[str] = (),
     active_venv: str | None = None,
     save_seconds: float | None = None,
     step_seconds: float | None = None,
     about: Sequence[str] = (),
 ) -> BatchJob:
-    """The job of a training run (one job of its chain). `overrides`: recipe keys that the command line sets."""
+    """The job of a training run (one job of its chain)."""
     launch, slurm, node = recipe.launch, cluster.slurm, cluster.node
     partition, qos = choose_queue(recipe, cluster)
     queue = find_partition(cluster, partition, qos)
@@ -103,14 +104,12 @@ def train_job(
     lead_seconds, lead_reason = signal_lead(recipe, seconds, save_seconds, step_seconds)
     torchrun = launch.starter == "torchrun" or bool(slurm and slurm.tasks_mode == "node")
     staging = choose_staging(recipe, cluster)
-    arguments = [*overrides, *([f"data.store={staging.target}"] if staging else [])]
-    recipe_file = str(PurePosixPath(str(run_dir)) / "recipe.toml")
     cpus = cpus_per_device(cluster)
     return BatchJob(
         name=recipe.name,
         run_dir=str(run_dir),
         workdir=str(workdir),
-        command=("windlass", "train", recipe_file, *arguments, "--run", str(run_dir)),
+        command=(*WORKER, str(run_dir), *(("--store", staging.target) if staging else ())),
         nodes=recipe.nodes,
         tasks_per_node=1 if torchrun else node.devices,
         devices_per_node=node.devices,

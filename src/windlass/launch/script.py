@@ -99,7 +99,7 @@ def render_local(job: BatchJob, cluster: Cluster) -> str:
         rounds=job.links if job.chain != "self" else LOCAL_SELF_CHAIN_LIMIT,
         before=_link(job, cluster, "before"),
         limit=stop_after,
-        train=inside(job, cluster, (*job.command, "--devices", str(job.devices_per_node))),
+        train=inside(job, cluster, ("windlass", "resume", job.run_dir, "--devices", str(job.devices_per_node))),
         after=_link(job, cluster, "after", "--code", "$code"),
         stop=LINK_STOP,
         again=LINK_AGAIN,
@@ -259,8 +259,8 @@ def _start(job: BatchJob, cluster: Cluster) -> str:
             # torchrun's agent would die of the SIGUSR1 that SLURM sends to every process; its workers handle it.
             *("bash", "-c", "trap '' USR1; exec \"$@\"", "windlass"),
             *("torchrun", "--nnodes=$SLURM_NNODES", f"--nproc-per-node={job.devices_per_node}", "--rdzv-backend=c10d"),
-            *("--rdzv-id=$SLURM_JOB_ID", "--rdzv-endpoint=$MASTER_ADDR:$MASTER_PORT", "-m", "--", "windlass"),
-            *job.command[1:],  # torchrun starts the module, not the `windlass` script
+            *("--rdzv-id=$SLURM_JOB_ID", "--rdzv-endpoint=$MASTER_ADDR:$MASTER_PORT", "-m", "--"),
+            *job.command[2:],  # the module that `python -m` would start
         )
     return " \\\n    ".join([*srun_argv(job, cluster), inside(job, cluster, command)]) + "\ncode=$?"
 

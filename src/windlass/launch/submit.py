@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -26,6 +26,7 @@ from windlass.launch.local import LocalExecutor
 from windlass.launch.planned import Planned, planned
 from windlass.launch.script import render, render_local
 from windlass.launch.slurm import SlurmScheduler, slurm_available
+from windlass.launch.start import resolve_recipe
 from windlass.runs import Run, create_run
 from windlass.runs.events import Saved
 from windlass.runs.lock import holder
@@ -72,7 +73,6 @@ def prepare(
     loaded: Loaded,
     *,
     run_dir: Path,
-    overrides: Sequence[str] = (),
     local: bool = False,
     devices: int | None = None,
     expect_store: bool = True,
@@ -88,7 +88,6 @@ def prepare(
         cluster,
         run_dir.absolute(),
         workdir=Path.cwd(),
-        overrides=[*(word for word in overrides if not word.startswith("launch.")), *plan.words],
         active_venv=active_venv(),
         save_seconds=longest_save(run),
         step_seconds=run.last_metrics().step_seconds,
@@ -171,7 +170,10 @@ def submit(
     checks.refuse(prepared.findings, force=force)
     if after is not None:
         check_known(executor, after)
-    run, job = create_run(prepared.run_dir, prepared.loaded), prepared.job
+    loaded, layout_from, _ = resolve_recipe(
+        prepared.loaded, Run(prepared.run_dir), prepared.cluster, prepared.recipe.nodes
+    )
+    run, job = create_run(prepared.run_dir, loaded, layout_from=layout_from), prepared.job
     script = Path(job.job_file)
     write_atomic(script, prepared.script)
     if isinstance(executor, SlurmScheduler) and not force:

@@ -9,6 +9,7 @@ from windlass.blocks.head.spec import choose_loss
 from windlass.config import LayoutConfig, Recipe
 from windlass.layout.types import WHOLE_GRADIENTS, GradientSync, Layout, StepSpec
 from windlass.models.spec import ModelSpec
+from windlass.registry import OPTIMIZERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,4 +120,4 @@ def resolve_step(
 
 def moment_tensors(optimizer: str) -> int:
     """Optimizer states per parameter."""
-    return 2 if optimizer.startswith("adam") else 1
+    return len(OPTIMIZERS.load(optimizer).moments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from windlass.config import LayoutConfig
 
@@ -167,7 +167,3 @@ class StepSpec:
     def compiled_fp8(self) -> bool:
         """Our FP8 products, whose inputs the compiler recomputes from what is kept anyway."""
         return self.native and self.precision == "fp8" and self.compile
-
-
-def step_from_json(value: dict[str, Any]) -> StepSpec:
-    return StepSpec(**{**value, "sync": GradientSync(**value["sync"])})

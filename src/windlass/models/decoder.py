@@ -155,4 +155,3 @@ class DecoderModel(nn.Module):
         if self.head is None:
             return hidden
         return self.head(hidden, targets, self.embed.weight if self.tied else None)
-

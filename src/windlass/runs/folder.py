@@ -60,6 +60,7 @@ class Run:
     profile = _InFolder("profile")
     logs = _InFolder("logs")
     trackers = _InFolder("trackers")
+    starts = _InFolder("starts")
     requests = _InFolder("requests")
     """Small files by which another shell asks a live run for something (a profile, a save, a stop)."""
 
@@ -112,7 +113,13 @@ class Run:
                 f"{self.config_file} is missing or damaged",
                 hint="copy the complete run folder",
             )
+        value.pop("resolved", None)
         return validate(Recipe, value, str(self.config_file))
+
+    def layout_from(self) -> str | None:
+        """Who chose the layout in config.json: "recipe" or "planner"; None in run folders of version 0.1."""
+        resolved = (read_json(self.config_file) or {}).get("resolved")
+        return resolved.get("layout_from") if isinstance(resolved, dict) else None
 
     def manifest(self) -> dict[str, Any]:
         return read_json(self.manifest_file) or {}
@@ -156,11 +163,12 @@ _LEFTOVERS = {
 """What a launcher or a start that was cut off may have left before config.json is written; `data` is the demo's own."""
 
 
-def create_run(path: Path | str, loaded: Loaded) -> Run:
+def create_run(path: Path | str, loaded: Loaded, *, layout_from: str = "recipe") -> Run:
     """A new run folder, or the existing one of the same run.
 
     A run that never began takes any recipe. Later starts may change the keys in CHANGEABLE and LAYOUT_KEYS, and the
-    change is recorded as an event; any other change is refused.
+    change is recorded as an event; any other change is refused. `layout_from` says who chose the layout: the recipe or the
+    planner.
     """
     run = Run(Path(path))
     old = read_json(run.config_file)
@@ -168,7 +176,7 @@ def create_run(path: Path | str, loaded: Loaded) -> Run:
     if old is not None and _never_began(run):
         run.plan_file.unlink(missing_ok=True)
     elif old is not None:
-        changes = accepted_changes(run, validate(Recipe, old, str(run.config_file)), loaded.recipe)
+        changes = accepted_changes(run, run.recipe(), loaded.recipe)
     elif run.path.is_dir():
         other = [p.name for p in run.path.iterdir() if p.name not in _LEFTOVERS and not p.name.startswith(".")]
         if other:
@@ -187,7 +195,10 @@ def create_run(path: Path | str, loaded: Loaded) -> Run:
             hint="choose a folder you may write to with --run",
         ) from None
     write_atomic(run.recipe_file, loaded.text)
-    write_json(run.config_file, loaded.recipe.model_dump(mode="json"))
+    recipe = loaded.recipe
+    phase = {"name": "main", "steps": recipe.train.steps, "tokens": recipe.data.tokens}
+    resolved = {"layout_from": layout_from, "phases": [phase]}
+    write_json(run.config_file, {**recipe.model_dump(mode="json"), "resolved": resolved})
     for event in changes:
         run.record(event)
     return run

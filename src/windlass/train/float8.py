@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from windlass.blocks.linear import Linear
 from windlass.config import TrainConfig
 from windlass.errors import ConfigError
-from windlass.models.linear import Linear
-from windlass.models.parts import Model
+from windlass.models.decoder import DecoderModel
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
@@ -68,7 +68,7 @@ def choose_backend(setting: str, device: torch.device) -> tuple[str, str]:
     return "torchao", "train.fp8_backend" if setting == "torchao" else "torch has no scaled product for this device"
 
 
-def apply_float8(module: Model, device: torch.device, config: TrainConfig) -> str:
+def apply_float8(module: DecoderModel, device: torch.device, config: TrainConfig) -> str:
     """Compute every product inside the blocks in FP8, where its shape allows; returns the sentence for the log."""
     backend, reason = choose_backend(config.fp8_backend, device)
     linears = [part for block in module.layers.values() for part in block.modules() if _is_supported(part)]
@@ -88,7 +88,7 @@ def _is_supported(part: nn.Module) -> bool:
     return weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
 
 
-def _convert_by_torchao(module: Model, linears: list[Any], scaling: str, *, emulate: bool) -> None:
+def _convert_by_torchao(module: DecoderModel, linears: list[Any], scaling: str, *, emulate: bool) -> None:
     """torchao replaces the modules; parameters keep their names."""
     if any(isinstance(part.weight, DTensor) for part in linears):
         raise ConfigError(

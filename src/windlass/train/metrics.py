@@ -10,6 +10,7 @@ import math
 import resource
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +20,15 @@ from torch import Tensor
 
 from windlass.clusters.load import device_by_driver_name
 from windlass.cost.flops import hfu, mfu
-from windlass.cost.shapes import shape_of
 from windlass.runs.events import StepSkipped
 from windlass.runs.metrics import MetricsLine, MetricsWriter
 from windlass.train.guard import OK, REASONS
 from windlass.train.hooks import Hook, each
 
 if TYPE_CHECKING:
-    from windlass.train.job import Job
     from windlass.train.step import StepResult, Stopwatch
+    from windlass.train.training import Training
+    from windlass.train.validate import Validation
 
 LAG = 2
 """Steps after which a GPU's numbers are read; they have long arrived by then. A CPU's are read at once."""
@@ -96,7 +97,9 @@ class EnergyPerToken:
 class Recorder(Hook):
     """Turns step results into metrics lines, counts skipped steps, and reports when there were too many."""
 
-    def __init__(self) -> None:
+    def __init__(self, listeners: Sequence[Hook] = ()) -> None:
+        self.listeners = listeners
+        """Hooks that are told of each line."""
         self.pending: deque[PendingStep] = deque()
         self.skipped_in_a_row = 0
         self.last_loss: float | None = None
@@ -112,28 +115,30 @@ class Recorder(Hook):
         self._excluded_joules = 0.0
         self._energy_per_token = EnergyPerToken()
 
-    def on_start(self, job: Job) -> None:
-        self.peak, _ = peak_of(job.world.device, job.recipe.train.precision)
-        self._group = dist.new_group(backend="gloo") if job.world.size > 1 else None
-        self._last_time, self._last_tokens = time.time(), job.tokens
+    def on_start(self, training: Training) -> None:
+        self.peak, _ = peak_of(training.world.device, training.recipe.train.precision)
+        self._group = dist.new_group(backend="gloo") if training.world.size > 1 else None
+        self._last_time, self._last_tokens = time.time(), training.tokens
         self._steps, self._data_seconds = 0, 0.0
 
-    def on_step_end(self, job: Job, result: StepResult) -> None:
+    def on_step_end(self, training: Training, result: StepResult) -> None:
         values, ready = to_host(result.values)
         self._steps += 1
-        self._data_seconds += job.data_seconds
+        self._data_seconds += result.data_seconds
         now, line = time.time(), None
-        if job.step % job.recipe.train.log_every == 0 or job.step == job.geometry.steps:
-            line = self._start_line(job, result)
-        self.pending.append(PendingStep(job.step, job.tokens, result.lr, now, values, ready, result.forward, line))
-        self.drain(job, LAG if job.world.device.type == "cuda" else 0)
+        if training.step % training.recipe.train.log_every == 0 or training.step == training.plan.steps:
+            line = self._start_line(training, result)
+        self.pending.append(
+            PendingStep(training.step, training.tokens, result.lr, now, values, ready, result.forward, line)
+        )
+        self.drain(training, LAG if training.world.device.type == "cuda" else 0)
 
-    def on_eval(self, job: Job, val_loss: float) -> None:
-        self.validation = job.validation.line() if job.validation is not None else {"val_loss": val_loss}
+    def on_eval(self, training: Training, validation: Validation) -> None:
+        self.validation = validation.line()
 
-    def on_stop(self, job: Job, reason: str | None) -> None:
+    def on_stop(self, training: Training, reason: str | None) -> None:
         if reason != "error":
-            self.drain(job, 0)
+            self.drain(training, 0)
 
     def leave_out(self, seconds: float, joules: float | None) -> None:
         """Exclude time and energy that were not training's, such as a validation pass. Call after a complete `drain`."""
@@ -146,7 +151,7 @@ class Recorder(Hook):
         self._energy_per_token = EnergyPerToken()
         self.skipped_in_a_row, self.too_many = 0, None
 
-    def drain(self, job: Job, keep: int) -> None:
+    def drain(self, training: Training, keep: int) -> None:
         """Read the numbers of all but the newest `keep` steps, waiting for them where needed."""
         while len(self.pending) > keep:
             item = self.pending.popleft()
@@ -156,28 +161,28 @@ class Recorder(Hook):
                     self._forward_seconds = item.stopwatch.seconds()
             loss, norm, reason, auxiliary = item.values.tolist()
             self.last_loss = loss
-            self._count_skipped(job, item.step, int(reason), loss, norm)
+            self._count_skipped(training, item.step, int(reason), loss, norm)
             if item.logged is None:
                 continue
-            line = self._line(job, item, item.logged)
+            line = self._line(training, item, item.logged)
             line |= {"loss": loss, "grad_norm": norm, "skipped": int(reason != OK)}
-            line |= {"z_loss": auxiliary} if job.recipe.train.z_loss else {}
+            line |= {"z_loss": auxiliary} if training.recipe.train.z_loss else {}
             line |= self.validation
             self.validation = {}
-            if job.world.is_main:
-                MetricsWriter(job.run.metrics_file).write(MetricsLine.from_dict(line))
-                each(job.hooks, "on_log", job, line)
+            if training.world.is_main:
+                MetricsWriter(training.run.metrics_file).write(MetricsLine.from_dict(line))
+                each(self.listeners, "on_log", training, line)
 
     # -- one step ---------------------------------------------------------------------------------------------------------
 
-    def _start_line(self, job: Job, result: StepResult) -> PendingLine:
+    def _start_line(self, training: Training, result: StepResult) -> PendingLine:
         """Measure this rank and send its numbers on their way."""
-        device, steps, data_seconds = job.world.device, self._steps, self._data_seconds / self._steps
+        device, steps, data_seconds = training.world.device, self._steps, self._data_seconds / self._steps
         self._steps, self._data_seconds = 0, 0.0
         if result.forward is not None and device.type != "cuda":
             self._forward_seconds = result.forward.seconds()
         forward = None if self._forward_seconds is None else self._forward_seconds + data_seconds
-        energy = job.energy()
+        energy = training.energy()
         joules = energy["joules"]
         measured = {
             **energy,
@@ -188,27 +193,27 @@ class Recorder(Hook):
         values = [math.nan if (value := measured[name]) is None else float(value) for name in RANK_FIELDS]
         mine, gathered = torch.tensor(values, dtype=torch.float64), None
         if self._group is not None:
-            everyone = [torch.empty_like(mine) for _ in range(job.world.size)]
+            everyone = [torch.empty_like(mine) for _ in range(training.world.size)]
             work = dist.all_gather(everyone, mine, group=self._group, async_op=True)
             assert work is not None
             gathered = work, everyone
         return PendingLine(steps, data_seconds, mine, gathered)
 
-    def _count_skipped(self, job: Job, step: int, reason: int, loss: float, norm: float) -> None:
+    def _count_skipped(self, training: Training, step: int, reason: int, loss: float, norm: float) -> None:
         if reason == OK:
             self.skipped_in_a_row = 0
             return
         self.skipped_in_a_row += 1
-        if job.world.is_main:
+        if training.world.is_main:
             value = {"loss": loss, "grad_norm": norm}
-            job.run.record(StepSkipped(step=step, reason=REASONS[reason], value=value))
-        if self.skipped_in_a_row >= job.recipe.train.max_skipped:
+            training.run.record(StepSkipped(step=step, reason=REASONS[reason], value=value))
+        if self.skipped_in_a_row >= training.recipe.train.max_skipped:
             self.too_many = (
                 f"{self.skipped_in_a_row} steps in a row up to step {step} were skipped "
                 f"({REASONS[reason]}; loss {loss:g}, gradient norm {norm:g})"
             )
 
-    def _line(self, job: Job, item: PendingStep, line: PendingLine) -> dict[str, Any]:
+    def _line(self, training: Training, item: PendingStep, line: PendingLine) -> dict[str, Any]:
         """Everything but the step's own numbers. One rank per node reports energy; other values are "not measured"."""
         rows = [line.rank_values]
         if line.gathered is not None:
@@ -226,7 +231,7 @@ class Recorder(Hook):
         seconds = max(1e-9, item.time - self._last_time)
         tokens_per_second = (item.tokens - self._last_tokens) / seconds
         self._last_time, self._last_tokens = item.time, item.tokens
-        per_device, nodes = tokens_per_second / job.world.size, len(reported["joules"])
+        per_device, nodes = tokens_per_second / training.world.size, len(reported["joules"])
         busy, forward = reported["utilization"], ranks["forward"]
         record = {
             "step": item.step,
@@ -244,15 +249,15 @@ class Recorder(Hook):
             "watts": totals["watts"],
             "joules_per_token": self._energy_per_token.add(seconds, item.tokens, totals["training_joules"], nodes),
             "energy_nodes": nodes,
-            "nodes": job.world.place.nodes,
+            "nodes": training.world.place.nodes,
             "utilization": sum(busy) / len(busy) if busy else None,
             "data_seconds": line.data_seconds,
         }
-        if self.peak is not None and job.recipe.model.family != "hf":
-            shape, recompute = shape_of(job.recipe.model), job.recipe.train.recompute
-            record["mfu"] = mfu(shape, job.geometry.seq_len, per_device, self.peak).value
+        if self.peak is not None and training.recipe.model.family != "hf":
+            spec, recompute = training.spec, training.start.step.recompute
+            record["mfu"] = mfu(spec, training.plan.seq_len, per_device, self.peak).value
             if recompute != "budget":  # the compiler decides what it recomputes, and does not report it
-                record["hfu"] = hfu(shape, job.geometry.seq_len, per_device, self.peak, recompute=recompute).value
+                record["hfu"] = hfu(spec, training.plan.seq_len, per_device, self.peak, recompute=recompute).value
         if len(forward) > 1:
             slowest_rank = max(forward, key=lambda rank: (forward[rank], rank))
             record["spread_seconds"] = forward[slowest_rank] - min(forward.values())

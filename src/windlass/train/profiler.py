@@ -24,8 +24,8 @@ from windlass.runs.events import Profiled
 from windlass.train.hooks import Hook
 
 if TYPE_CHECKING:
-    from windlass.train.job import Job
     from windlass.train.step import StepResult
+    from windlass.train.training import Training
 
 POLL_SECONDS = 1.0
 MEMORY_EVENTS = 100_000
@@ -146,74 +146,74 @@ class Profiler(Hook):
         self._step_seconds: float | None = None
         self._step_began_at: float | None = None
 
-    def on_start(self, job: Job) -> None:
-        config = job.recipe.profile
+    def on_start(self, training: Training) -> None:
+        config = training.recipe.profile
         if config.steps is not None:
             first, end = parse_step_range(config.steps)
-            if job.step < first:
+            if training.step < first:
                 self._window = _window(config, first, end)
-        if job.world.rank == 0:  # left by an earlier start of this run
-            answer_file(job.run).unlink(missing_ok=True)
-        if job.world.device.type == "cuda":
-            watch_out_of_memory(job.run, job.world.rank)
+        if training.world.rank == 0:  # left by an earlier start of this run
+            answer_file(training.run).unlink(missing_ok=True)
+        if training.world.device.type == "cuda":
+            watch_out_of_memory(training.run, training.world.rank)
 
-    def on_step_begin(self, job: Job) -> None:
+    def on_step_begin(self, training: Training) -> None:
         if self._window is None:
-            self._poll_requests(job)
-        window, step = self._window, job.step + 1
+            self._poll_requests(training)
+        window, step = self._window, training.step + 1
         if window is None or step < window.first - 1:
             return
-        if not window.includes(job.world.rank):
+        if not window.includes(training.world.rank):
             if step >= window.end:  # forget it, so that this rank notices the next request
                 self._window = None
             return
-        with self._reported(job):
+        with self._reported(training):
             if self._capture is None:
-                folder = job.run.profile / f"step-{window.first:09d}"
-                self._capture = Capture(window, job.world.device, folder, job.world.rank)
+                folder = training.run.profile / f"step-{window.first:09d}"
+                self._capture = Capture(window, training.world.device, folder, training.world.rank)
             if step >= window.first:
                 self._capture.begin_step(step)
 
-    def on_step_end(self, job: Job, result: StepResult) -> None:
+    def on_step_end(self, training: Training, result: StepResult) -> None:
         capture, window = self._capture, self._window
         if capture is None or window is None:
             return
-        with self._reported(job):
+        with self._reported(training):
             if capture.recording:
                 capture.end_step()
-            if job.step >= window.end - 1:
-                self._finish(job, capture)
-            elif job.step + 1 >= window.first:
+            if training.step >= window.end - 1:
+                self._finish(training, capture)
+            elif training.step + 1 >= window.first:
                 # The next step begins here, not at its forward pass: waiting for data and saving are part of it.
-                capture.begin_step(job.step + 1)
+                capture.begin_step(training.step + 1)
 
-    def on_stop(self, job: Job, reason: str | None) -> None:
+    def on_stop(self, training: Training, reason: str | None) -> None:
         if self._capture is None:
             return
         if reason != "error" and self._capture.steps:
-            self._finish(job, self._capture)
+            self._finish(training, self._capture)
         else:
             with contextlib.suppress(Exception):
                 self._capture.abandon()
 
-    def _finish(self, job: Job, capture: Capture) -> None:
+    def _finish(self, training: Training, capture: Capture) -> None:
         window, self._capture, self._window = capture.window, None, None
         began_at = time.monotonic()
-        files = [str(path.relative_to(job.run.path)) for path in capture.finish()]
+        files = [str(path.relative_to(training.run.path)) for path in capture.finish()]
         steps = f"{window.first}:{window.first + capture.steps}"
         seconds = time.monotonic() - began_at
-        job.run.record(
-            Profiled(steps=steps, files=files, rank=job.world.rank, seconds=seconds, request=window.request)
+        training.run.record(
+            Profiled(steps=steps, files=files, rank=training.world.rank, seconds=seconds, request=window.request)
         )
-        if job.world.rank == 0:
-            job.say(
+        if training.world.rank == 0:
+            training.say(
                 f"profiled steps {steps}: {', '.join(files)}; "
-                f"`windlass profile {job.run.name}` shows where the time goes"
+                f"`windlass profile {training.run.name}` shows where the time goes"
             )
-            answer_file(job.run).unlink(missing_ok=True)
+            answer_file(training.run).unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def _reported(self, job: Job) -> Iterator[None]:
+    def _reported(self, training: Training) -> Iterator[None]:
         """Report an error of the block and give the window up."""
         try:
             yield
@@ -222,9 +222,11 @@ class Profiler(Hook):
                 with contextlib.suppress(Exception):
                     self._capture.abandon()
             self._capture = self._window = None
-            job.say(f"profiling failed on rank {job.world.rank} and was stopped: {type(error).__name__}: {error}")
+            training.say(
+                f"profiling failed on rank {training.world.rank} and was stopped: {type(error).__name__}: {error}"
+            )
 
-    def _poll_requests(self, job: Job) -> None:
+    def _poll_requests(self, training: Training) -> None:
         """Look for a request of another shell. Rank 0 answers it with the steps; the other ranks read the answer."""
         now = time.monotonic()
         if self._step_began_at is not None:
@@ -234,16 +236,16 @@ class Profiler(Hook):
             return
         self._polled_at = now
         with contextlib.suppress(OSError):
-            request = self._answer(job) if job.world.rank == 0 else read_request(answer_file(job.run))
+            request = self._answer(training) if training.world.rank == 0 else read_request(answer_file(training.run))
             if request is None or request.id in self._handled or request.first is None:
                 return
             self._handled.add(request.id)
             # One step is needed to prepare; a rank that reads the answer too late skips this window.
-            if job.step + 1 < request.first:
+            if training.step + 1 < request.first:
                 self._window = _window(request, request.first, request.first + request.steps, request.id)
 
-    def _answer(self, job: Job) -> Request | None:
-        path = request_file(job.run)
+    def _answer(self, training: Training) -> Request | None:
+        path = request_file(training.run)
         if not path.exists():
             return None
         request = read_request(path)
@@ -251,10 +253,10 @@ class Profiler(Hook):
             path.unlink(missing_ok=True)
             return None
         lead_steps = 1
-        if job.world.size > 1:  # the other ranks look once per poll, and a shared file system shows files late
+        if training.world.size > 1:  # the other ranks look once per poll, and a shared file system shows files late
             seconds = 3 * self._poll_seconds
             lead_steps = 2 + math.ceil(seconds / max(self._step_seconds or seconds, 1e-3))
-        return answer(job.run, request, job.step + 1 + lead_steps)
+        return answer(training.run, request, training.step + 1 + lead_steps)
 
 
 def _window(settings: Any, first: int, end: int, request: str | None = None) -> ProfileWindow:

@@ -11,7 +11,8 @@ from windlass.train.hooks import Hook
 from windlass.units import print_joules, print_seconds, print_tokens
 
 if TYPE_CHECKING:
-    from windlass.train.job import Job
+    from windlass.train.training import Training
+    from windlass.train.validate import Validation
 
 UTILIZATION_BAND = (0.70, 0.90)
 """The Italia team's target range of the driver's GPU utilization."""
@@ -34,17 +35,17 @@ class ProgressDisplay(Hook):
             with contextlib.suppress(OSError):
                 self.console.print(text, markup=False)
 
-    def on_start(self, job: Job) -> None:
+    def on_start(self, training: Training) -> None:
         if self.quiet or not sys.stderr.isatty():
             return
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         description, count = TextColumn("{task.description}"), TextColumn("{task.completed}/{task.total}")
         self._bar = Progress(description, BarColumn(), count, TimeRemainingColumn(), console=self.console)
-        self._task = self._bar.add_task("step", total=job.geometry.steps, completed=job.step)
+        self._task = self._bar.add_task("step", total=training.plan.steps, completed=training.step)
         self._bar.start()
 
-    def on_log(self, job: Job, line: dict[str, Any]) -> None:
+    def on_log(self, training: Training, line: dict[str, Any]) -> None:
         if self.quiet:
             return
         if line.get("utilization") is not None:
@@ -52,27 +53,29 @@ class ProgressDisplay(Hook):
         if self._bar is not None:
             with contextlib.suppress(OSError):
                 self._bar.update(self._task, completed=line["step"], description=describe_line(line))
-        elif time.monotonic() - self._shown_at > self.gap_seconds or line["step"] == job.geometry.steps:
+        elif time.monotonic() - self._shown_at > self.gap_seconds or line["step"] == training.plan.steps:
             self._shown_at = time.monotonic()
-            self.say(f"step {line['step']}/{job.geometry.steps}  {describe_line(line)}")
+            self.say(f"step {line['step']}/{training.plan.steps}  {describe_line(line)}")
 
-    def on_eval(self, job: Job, val_loss: float) -> None:
-        sources = job.validation.sources if job.validation is not None else {}
+    def on_eval(self, training: Training, validation: Validation) -> None:
+        sources = validation.sources
         losses = ", ".join(f"{name} {part.loss:.4f}" for name, part in sources.items()) if len(sources) > 1 else ""
-        self.say(f"step {job.step}: validation loss {val_loss:.4f}" + (f" ({losses})" if losses else ""))
+        self.say(
+            f"step {training.step}: validation loss {validation.overall.loss:.4f}" + (f" ({losses})" if losses else "")
+        )
 
-    def on_stop(self, job: Job, reason: str | None) -> None:
+    def on_stop(self, training: Training, reason: str | None) -> None:
         if self._bar is not None:
             with contextlib.suppress(OSError):
                 self._bar.stop()
         if reason == "error":
             return
         self.say(utilization_advice(self._utilization))
-        duration = print_seconds(time.monotonic() - job.began)
+        duration = print_seconds(time.monotonic() - training.started_at)
         if reason:
-            self.say(f"step {job.step}: stopped after {duration}: {reason}; run the same command to resume")
+            self.say(f"step {training.step}: stopped after {duration}: {reason}; run the same command to resume")
         else:
-            self.say(f"step {job.step}: finished {print_tokens(job.tokens)} tokens after {duration}")
+            self.say(f"step {training.step}: finished {print_tokens(training.tokens)} tokens after {duration}")
 
 
 def utilization_advice(utilization: list[float]) -> str:

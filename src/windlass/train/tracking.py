@@ -22,7 +22,7 @@ from windlass.runs.folder import Run
 from windlass.train.hooks import Hook
 
 if TYPE_CHECKING:
-    from windlass.train.job import Job
+    from windlass.train.training import Training
 
 MAX_QUEUED_LINES = 10_000
 """Lines that may wait for a slow tracker; further ones are dropped and counted (they are in metrics.jsonl)."""
@@ -56,21 +56,21 @@ class Trackers(Hook):
         self._every = 1
         self._lines = 0
 
-    def on_start(self, job: Job) -> None:
-        names = job.recipe.trackers.enabled
-        if not names or not job.world.is_main:
+    def on_start(self, training: Training) -> None:
+        names = training.recipe.trackers.enabled
+        if not names or not training.world.is_main:
             return
-        self._every = job.recipe.trackers.every
+        self._every = training.recipe.trackers.every
         openers = {name: self._openers[name] if self._openers else load_opener(name) for name in names}
-        self._exporter = Exporter(job.run, job.recipe, openers, first_step=job.step, say=job.say)
+        self._exporter = Exporter(training.run, training.recipe, openers, first_step=training.step, say=training.say)
         self._exporter.start()
 
-    def on_log(self, job: Job, line: dict[str, Any]) -> None:
+    def on_log(self, training: Training, line: dict[str, Any]) -> None:
         self._lines += 1
         if self._exporter is not None and (self._lines - 1) % self._every == 0:
             self._exporter.put(line)
 
-    def on_stop(self, job: Job, reason: str | None) -> None:
+    def on_stop(self, training: Training, reason: str | None) -> None:
         if self._exporter is not None:
             self._exporter.stop()
 

@@ -18,9 +18,10 @@ from windlass.config import Recipe
 from windlass.data.store import open_store
 from windlass.data.stream import open_stream
 from windlass.errors import WindlassError
+from windlass.train.batches import cut
 from windlass.train.mesh import World
-from windlass.train.parallelize import Parts
-from windlass.train.step import Stepper, cut
+from windlass.train.parallelize import ModelParts
+from windlass.train.step import Stepper
 
 Ints = npt.NDArray[np.int64]
 MAX_SCANNED_SEQUENCES = 200_000
@@ -77,13 +78,13 @@ class Validation:
 
 class Validator:
     def __init__(
-        self, stream: Any, sequences: int, recipe: Recipe, world: World, parts: Parts, stepper: Stepper
+        self, stream: Any, sequences: int, recipe: Recipe, world: World, parts: ModelParts, stepper: Stepper
     ) -> None:
         self.stream, self.recipe, self.world, self.parts, self.stepper = stream, recipe, world, parts, stepper
         # A pipeline always takes as many micro-batches as in training.
-        geometry = stepper.geometry
-        self._per_rank = geometry.per_rank if stepper.schedule is not None else geometry.micro_batch
-        self._batch_size = self._per_rank * world.axes.data
+        plan = stepper.plan
+        self._per_rank = plan.layout.micro_batch if stepper.schedule is None else plan.sequences_per_rank
+        self._batch_size = self._per_rank * world.layout.data
         self.held = hold_out(stream, sequences, self._batch_size)
         if world.is_main:  # the only rank that writes it down
             self.held = with_measured_bytes(stream, self.held)
@@ -204,7 +205,7 @@ def combine(held: Sequence[HeldOutSource], means: Sequence[float]) -> Validation
     )
 
 
-def open_validator(recipe: Recipe, world: World, parts: Parts, stepper: Stepper, vocab: int) -> Validator | None:
+def open_validator(recipe: Recipe, world: World, parts: ModelParts, stepper: Stepper, vocab: int) -> Validator | None:
     """None when nothing is held out."""
     data = recipe.data
     if data.store is None:

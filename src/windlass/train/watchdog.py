@@ -26,8 +26,9 @@ from windlass.runs.lock import touch
 from windlass.train.hooks import Hook
 
 if TYPE_CHECKING:
-    from windlass.train.job import Job
     from windlass.train.step import StepResult
+    from windlass.train.training import Training
+    from windlass.train.validate import Validation
 
 WRITE_SECONDS = 5.0
 PATIENT_PHASES = {"start": 3.0, "compile": 3.0, "restore": 3.0, "save": 3.0}
@@ -96,21 +97,21 @@ class Heartbeat(Hook):
 
     # -- as a hook of the loop; the phases inside a step come through `step_phase` ------------------------------------------
 
-    def on_start(self, job: Job) -> None:
-        self._first_step = job.step
-        self.beat(job.step, "data")
+    def on_start(self, training: Training) -> None:
+        self._first_step = training.step
+        self.beat(training.step, "data")
 
-    def on_step_end(self, job: Job, result: StepResult) -> None:
-        self.beat(job.step, "data")
+    def on_step_end(self, training: Training, result: StepResult) -> None:
+        self.beat(training.step, "data")
 
-    def on_wait(self, job: Job, phase: str) -> None:
-        self.beat(job.step, phase)
+    def on_wait(self, training: Training, phase: str) -> None:
+        self.beat(training.step, phase)
 
-    def on_save(self, job: Job) -> None:
-        self.beat(job.step, "data")
+    def on_save(self, training: Training) -> None:
+        self.beat(training.step, "data")
 
-    def on_eval(self, job: Job, val_loss: float) -> None:
-        self.beat(job.step, "data")
+    def on_eval(self, training: Training, validation: Validation) -> None:
+        self.beat(training.step, "data")
 
     # -- the thread ---------------------------------------------------------------------------------------------------------
 
@@ -170,9 +171,7 @@ class Heartbeat(Hook):
             write_json(self.run.error_file(self.rank), record)
             stuck = [rank for rank, beat in sorted(second.items()) if beat.get("stuck") and rank != cause.rank]
             if self.rank == (stuck or [self.rank])[0]:  # one event for all ranks
-                self.run.record(
-                    Hang(rank=cause.rank, seconds=self.idle_seconds, where=cause.text, step=self._step)
-                )
+                self.run.record(Hang(rank=cause.rank, seconds=self.idle_seconds, where=cause.text, step=self._step))
         self._leave(EXIT_HANG)
 
 

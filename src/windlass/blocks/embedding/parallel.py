@@ -32,4 +32,6 @@ def parallel_lookup(tokens: Tensor, weight: DTensor, *, mesh: DeviceMesh) -> Ten
     index = tokens - first_row(weight, mesh)
     elsewhere = (index < 0) | (index >= part.shape[0])
     vectors = F.embedding(index.masked_fill(elsewhere, 0), part).masked_fill(elsewhere.unsqueeze(-1), 0.0)
-    return DTensor.from_local(vectors, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(1)]).to_local()
+    return (
+        DTensor.from_local(vectors, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(1)]).to_local()
+    )

@@ -119,7 +119,9 @@ def _judge(sweep: SweepConfig, recipe: Recipe, cluster: Cluster) -> Expectation:
     candidate = candidate_of(recipe.layout, recipe.train.recompute, task)
     illegal = problems(task, candidate)
     if illegal:
-        return Expectation(verdict="illegal", reason="; ".join(map(str, illegal)), nodes=task.nodes, devices=task.devices)
+        return Expectation(
+            verdict="illegal", reason="; ".join(map(str, illegal)), nodes=task.nodes, devices=task.devices
+        )
     return _of(sweep, task, estimate_plan(task, candidate), "")
 
 

@@ -20,31 +20,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from windlass.config import LayoutConfig, OptimConfig, Recipe
+from windlass.blocks.attention.kernels import attention_core
+from windlass.config import OptimConfig, Recipe
 from windlass.errors import ConfigError
-from windlass.models.parts import Model
-from windlass.train import parallelize as native
-from windlass.train.attention import apply_attention
+from windlass.layout.types import Layout, StepSpec
+from windlass.models.decoder import DecoderModel
+from windlass.train.batches import BatchPlan, cut
 from windlass.train.failure import DivergedError
-from windlass.train.geometry import Geometry
 from windlass.train.guard import Guard
 from windlass.train.mesh import World
 from windlass.train.optimizers.base import decays
-from windlass.train.parallelize import Parts, Sync
-from windlass.train.step import StepResult, Stopwatch, cut
+from windlass.train.parallelize import ModelParts, set_loss, set_recompute
+from windlass.train.step import StepResult, Stopwatch
 
 STAGES = {"none": 0, "zero1": 1, "zero2": 2, "full": 3}
 
 
 def assemble(
-    model: Model, recipe: Recipe, world: World, geometry: Geometry, beat: Callable[[str], None]
-) -> tuple[Parts, DeepSpeedOptimizer, DeepSpeedStepper]:
+    model: DecoderModel, recipe: Recipe, step: StepSpec, world: World, plan: BatchPlan, beat: Callable[[str], None]
+) -> tuple[ModelParts, DeepSpeedOptimizer, DeepSpeedStepper]:
     """The model (on the meta device) under DeepSpeed, in the three parts that the loop uses."""
-    check_supported(recipe)
-    stage, notes = STAGES[_layout(recipe).shard], list[str]()
-    apply_attention(model, recipe.train.attention)
-    native._loss(model, recipe, world, notes)
-    native._recompute(model, recipe.train.recompute, notes)
+    check_supported(recipe, world.layout)
+    stage, notes = STAGES[world.layout.shard], list[str]()
+    for block in model.blocks():
+        if hasattr(block, "core"):
+            block.core = attention_core(step.attention)
+    set_loss(model, recipe, step, world, notes)
+    set_recompute(model, step, notes)
     model.to_empty(device="cpu" if stage == 3 else world.device)
     model.init_weights(recipe.seed)
     if stage == 3:
@@ -54,22 +56,18 @@ def assemble(
         engine, _, _, _ = deepspeed.initialize(
             model=model,
             optimizer=torch_optimizer(model, recipe.optim),
-            config=deepspeed_config(recipe, geometry),
+            config=deepspeed_config(recipe, world.layout),
             dist_init_required=False,
         )
     notes.append(f"engine: deepspeed {deepspeed.__version__}, ZeRO stage {stage}")
     optimizer = DeepSpeedOptimizer(engine, world.device)
-    stepper = DeepSpeedStepper(engine, optimizer, recipe, world, geometry, beat)
-    return Parts([engine.module], [0], 1, notes=notes), optimizer, stepper
+    stepper = DeepSpeedStepper(engine, optimizer, recipe, world, plan, beat)
+    return ModelParts([engine.module], [0], 1, notes=notes), optimizer, stepper
 
 
-def _layout(recipe: Recipe) -> LayoutConfig:
-    return recipe.layout or LayoutConfig()
-
-
-def check_supported(recipe: Recipe) -> None:
+def check_supported(recipe: Recipe, layout: Layout) -> None:
     """Refuse what this engine does not do, and name what does."""
-    layout, train, optim = _layout(recipe), recipe.train, recipe.optim
+    train, optim = recipe.train, recipe.optim
     unsupported = {
         **{
             f"layout.{axis} = {getattr(layout, axis)}": getattr(layout, axis) > 1
@@ -106,18 +104,17 @@ def check_supported(recipe: Recipe) -> None:
         )
 
 
-def deepspeed_config(recipe: Recipe, geometry: Geometry) -> dict[str, Any]:
+def deepspeed_config(recipe: Recipe, layout: Layout) -> dict[str, Any]:
     """DeepSpeed's own settings for this recipe."""
-    layout = _layout(recipe)
     zero: dict[str, Any] = {"stage": STAGES[layout.shard]}
     if layout.offload != "none":
         zero["offload_optimizer"] = {"device": "cpu"}
     if layout.offload == "parameters":
         zero["offload_param"] = {"device": "cpu"}
     config = {
-        "train_micro_batch_size_per_gpu": geometry.micro_batch,
-        "gradient_accumulation_steps": geometry.micro_batches,
-        "train_batch_size": geometry.batch,
+        "train_micro_batch_size_per_gpu": layout.micro_batch,
+        "gradient_accumulation_steps": layout.accumulation,
+        "train_batch_size": layout.sequences_per_step,
         "gradient_clipping": recipe.optim.clip or 0.0,
         "zero_optimization": zero,
         # Our AdamW is PyTorch's; DeepSpeed's own would be compiled at the first start, for minutes.
@@ -322,7 +319,6 @@ class DeepSpeedStepper:
     """One optimizer step by DeepSpeed, with the numbers that our own step returns."""
 
     schedule = None
-    sync = Sync(True, False, False, "")
 
     def __init__(
         self,
@@ -330,24 +326,25 @@ class DeepSpeedStepper:
         optimizer: DeepSpeedOptimizer,
         recipe: Recipe,
         world: World,
-        geometry: Geometry,
+        plan: BatchPlan,
         beat: Callable[[str], None],
     ) -> None:
-        self.engine, self.optimizer, self.recipe, self.world, self.geometry = engine, optimizer, recipe, world, geometry
+        self.engine, self.optimizer, self.recipe, self.world, self.plan = engine, optimizer, recipe, world, plan
         self.beat = beat
         self.guard = Guard(recipe.train, world.device)
-        self.scale = 1.0 / geometry.tokens_per_step
+        self.scale = 1.0 / plan.tokens_per_step
         # DeepSpeed averages over ranks and micro-batches; our losses are divided by the tokens of the whole batch already.
-        self.loss_scale = self.scale * world.size * geometry.micro_batches
+        self.loss_scale = self.scale * world.size * plan.layout.accumulation
 
     def step(self, tokens: Tensor, documents: Tensor | None, lr: float) -> StepResult:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         inputs, targets, numbers = cut(tokens, documents, self.world)
-        stopwatch, sums = Stopwatch(self.world.device), torch.zeros(2, device=self.world.device)
+        stopwatch, sums = Stopwatch(self.world.cuda), torch.zeros(2, device=self.world.device)
         norm: float | None = None
-        for index in range(self.geometry.micro_batches):
-            part = slice(index * self.geometry.micro_batch, (index + 1) * self.geometry.micro_batch)
+        layout = self.plan.layout
+        for index in range(layout.accumulation):
+            part = slice(index * layout.micro_batch, (index + 1) * layout.micro_batch)
             self.beat("forward")
             stopwatch.start()
             out = self.engine(inputs[part], targets[part], None if numbers is None else numbers[part])
@@ -355,7 +352,7 @@ class DeepSpeedStepper:
             sums += out.detach().float()
             self.beat("backward")
             self.engine.backward(out[0] * self.loss_scale)
-            if index == self.geometry.micro_batches - 1:
+            if index == layout.accumulation - 1:
                 # Loss over all ranks, before the update: a loss that is not finite must not reach the weights.
                 self.beat("reduce")
                 total = self.world.sum_(sums * self.scale)

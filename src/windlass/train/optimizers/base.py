@@ -16,9 +16,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from windlass.blocks.initial_values import generator_of
 from windlass.config import OptimConfig
-from windlass.models.init import generator_of
-from windlass.models.parts import Model
+from windlass.models.decoder import DecoderModel
 from windlass.registry import OPTIMIZERS, import_target
 from windlass.train.optimizers.spec import OptimizerSpec
 
@@ -32,7 +32,7 @@ def local(tensor: Tensor) -> Tensor:
     return cast(Any, tensor).to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def decays(name: str, parameter: Tensor, undecayed: Collection[str] = Model.undecayed) -> bool:
+def decays(name: str, parameter: Tensor, undecayed: Collection[str] = DecoderModel.undecayed) -> bool:
     """Weight decay acts on matrices, not on norms, biases or embeddings (`undecayed` lists their names)."""
     return parameter.ndim >= 2 and name not in undecayed
 
@@ -80,7 +80,7 @@ class Optimizer:
         *,
         master: bool = False,
         offload: bool = False,
-        undecayed: Collection[str] = Model.undecayed,
+        undecayed: Collection[str] = DecoderModel.undecayed,
     ) -> None:
         self.config, self.moment_names = config, spec.moments
         host = "cpu" if offload else None
