@@ -32,9 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
             return work(run, start, here, quiet=options.quiet, store=options.store)
     except WindlassError as error:
         if here.rank == 0 or not isinstance(error, ConfigError):  # every rank finds the same; rank 0 says it once
-            print(f"error: {error.message}", file=sys.stderr)
-            if error.hint:
-                print(f"hint:  {error.hint}", file=sys.stderr)
+            hint = f"\nhint:  {error.hint}" if error.hint else ""
+            sys.stderr.write(f"error: {error.message}{hint}\n")
         return exit_code_of(error)
 
 

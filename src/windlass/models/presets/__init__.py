@@ -1,12 +1,14 @@
-"""Published model families: recipe keys to `ModelSpec`, Hugging Face names and weight transforms. Torch-free."""
+"""Published model families: recipe keys to `ModelSpec`, Hugging Face names and weight transforms. Torch-free.
+
+`windlass.registry.PRESETS` finds them by module name, and those of other packages by the entry point group
+"windlass.presets", which names a function `spec(config) -> ModelSpec`.
+"""
 
 from __future__ import annotations
 
 from windlass.config import ModelConfig
 from windlass.models.spec import ModelSpec
-from windlass.registry import Registry
-
-PRESETS = Registry("windlass.presets", "windlass.models.presets", "spec")
+from windlass.registry import PRESETS
 
 
 def model_spec(config: ModelConfig) -> ModelSpec:

@@ -175,7 +175,7 @@ def _without_compiler() -> Iterator[None]:
         vars(torch)["compile"] = original
 
 
-def torch_optimizer(model: Model, config: OptimConfig) -> torch.optim.Optimizer:
+def torch_optimizer(model: DecoderModel, config: OptimConfig) -> torch.optim.Optimizer:
     """PyTorch's AdamW; weight decay on matrices only, as in our own."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
