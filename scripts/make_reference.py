@@ -198,7 +198,8 @@ def _parameter(p: Any) -> str:
 
 
 def pages() -> dict[str, str]:
-    from windlass.runs.record import EVENTS, METRICS
+    from windlass.runs.events import EVENTS
+    from windlass.runs.metrics import METRICS
 
     return {
         "recipe.md": recipe_page(),

@@ -6,10 +6,12 @@ import json
 
 import pytest
 
+from windlass.energy import ledger as ledgers
 from windlass.energy.ear import BATCH_STEP, parse, read_ear, without_overlap
-from windlass.energy.ledger import build, record_ear, record_slurm
+from windlass.energy.ledger import record_ear, record_slurm
 from windlass.energy.slurm import read_sacct
 from windlass.errors import RunError
+from windlass.runs.events import parse_event
 from windlass.runs.folder import Run
 
 LEGACY = "NODE_ID;JOB_ID;STEP_ID;USER_ID;TIME;DC-NODE-POWER;PCK-NODE-POWER;DRAM-POWER;GFLOPS\ntcn12;1001;0;u;100.0;300.0;180.0;20.0;5\n"
@@ -23,6 +25,10 @@ V52 = (
     "77;0;0;u;train;2024-01-01;1;gcn6;1000;1;50;2600.0;2500.0;1001\n"
     f"77;{BATCH_STEP};0;u;train;2024-01-01;1;gcn5;1010;1;50;2790.0;2700.0;1001\n"
 )
+
+
+def build(lines, events=()):
+    return ledgers.build(lines, [parse_event(event) for event in events])
 
 
 class TestEar:

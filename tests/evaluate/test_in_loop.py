@@ -80,23 +80,23 @@ def trained(store: Store, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPat
 
 
 def test_events_and_metrics_name_sources_and_languages(trained: Run) -> None:
-    passes = [event for event in trained.events() if event["event"] == "evaluated"]
-    assert [event["step"] for event in passes] == [3, 6]
-    assert set(passes[-1]["sources"]) == {"dutch", "english"} and set(passes[-1]["languages"]) == {"du", "en"}
-    assert passes[-1]["sources"]["dutch"] == passes[-1]["languages"]["du"]  # its only source
-    lines = [line for line in trained.metrics() if "val_loss" in line]
-    assert lines and lines[0]["val_loss/dutch"] == passes[0]["sources"]["dutch"]["loss"]
-    assert lines[0]["val_bits_per_byte"] == passes[0]["bits_per_byte"]
+    passes = [event for event in trained.events() if event.event == "evaluated"]
+    assert [event.step for event in passes] == [3, 6]
+    assert set(passes[-1].sources) == {"dutch", "english"} and set(passes[-1].languages) == {"du", "en"}
+    assert passes[-1].sources["dutch"] == passes[-1].languages["du"]  # its only source
+    lines = [m.as_dict() for m in trained.metrics_lines() if m.val_loss is not None]
+    assert lines and lines[0]["val_loss/dutch"] == passes[0].sources["dutch"]["loss"]
+    assert lines[0]["val_bits_per_byte"] == passes[0].bits_per_byte
 
 
 def test_the_loop_and_eval_agree(trained: Run, store: Store, tokenizer: Tokenizer) -> None:
     """The last pass saw the weights of the last checkpoint: the same text, but for the windows' ends."""
-    last = [event for event in trained.events() if event["event"] == "evaluated"][-1]
+    last = [event for event in trained.events() if event.event == "evaluated"][-1]
     scores = {
         (s.group, s.metric): s.value for s in evaluate(open_model(trained.path, dtype="fp32"), store, tokenizer).scores
     }
     for name in ("dutch", "english"):
-        found = last["sources"][name]
+        found = last.sources[name]
         assert math.exp(found["loss"]) == pytest.approx(scores[f"source {name}", "perplexity"], rel=0.03)
         assert found["bits_per_byte"] == pytest.approx(scores[f"source {name}", "bits_per_byte"], rel=0.03)
 

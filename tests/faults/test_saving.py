@@ -105,12 +105,12 @@ def test_lines_of_a_step_are_written_before_its_checkpoint_begins(run, store, mo
     seen, begin = {}, Saver.save
 
     def watched(self: Saver, step: int, *args: Any, **options: Any) -> Any:
-        seen[step] = (self.run.last_metric() or {}).get("step")
+        seen[step] = self.run.last_metrics().step or 0
         return begin(self, step, *args, **options)
 
     monkeypatch.setattr(Saver, "save", watched)
     assert train(run, small(store, steps=6, train={"eval_every": 0}, save={"every": 2, "keep_best": 0})) == 0
-    assert seen == {2: 2, 4: 4, 6: 6} and [m["step"] for m in run.metrics()] == [1, 2, 3, 4, 5, 6]
+    assert seen == {2: 2, 4: 4, 6: 6} and [m.step for m in run.metrics_lines()] == [1, 2, 3, 4, 5, 6]
 
 
 def lagging(steps: int) -> Any:

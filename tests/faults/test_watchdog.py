@@ -94,11 +94,11 @@ def test_a_hang_ends_the_job_and_leaves_records(run) -> None:
     ranks[0].beat(1, "reduce")  # rank 1 never gets there
     assert all(event.wait(20) for event in done)
     assert left == {0: EXIT_HANG, 1: EXIT_HANG} and time.monotonic() - begin < 20
-    errors = {e["rank"]: e for e in run.errors()}
-    assert errors[0]["kind"] == "hang" and errors[0]["culprit"] == errors[1]["culprit"] == 1
-    assert any("wait" in line for line in errors[0]["traceback"])  # where the main thread stood
-    [event] = [e for e in run.events() if e["event"] == "hang"]
-    assert event["rank"] == 1 and event["seconds"] >= 0.6
+    errors = {e.rank: e for e in run.faults()}
+    assert errors[0].kind == "hang" and errors[0].culprit == errors[1].culprit == 1
+    assert any("wait" in line for line in errors[0].traceback)  # where the main thread stood
+    [event] = [e for e in run.events() if e.event == "hang"]
+    assert event.rank == 1 and event.seconds >= 0.6
 
 
 def test_progress_and_patient_phases_do_not_count_as_hanging(run) -> None:

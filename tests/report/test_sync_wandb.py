@@ -44,6 +44,8 @@ JOB = """
 import sys, time
 from pathlib import Path
 from windlass.runs.folder import Run
+from windlass.files import append_line
+from windlass.runs.events import Finished
 from windlass.train import tracking
 from windlass.train.trackers.wandb import open_tracker
 
@@ -55,7 +57,7 @@ exporter.start()
 def log(*steps):
     for step in steps:  # what the training loop does: the record first, then the trackers
         line = {"step": step, "tokens": step * 10, "loss": 5 - step / 10, "time": time.time()}
-        run.metric(line)
+        append_line(run.metrics_file, line)
         exporter.put(line)
 
 def until(path):
@@ -68,7 +70,7 @@ log(6, 7)
 until(run.path / "more")
 log(8, 9, 10)
 exporter.stop()
-run.event("finished", step=10, tokens=100, loss=4.0)
+run.record(Finished(step=10, tokens=100, loss=4.0))
 """
 
 

@@ -195,6 +195,7 @@ import sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from windlass.runs.folder import Run
+from windlass.files import append_line
 from windlass.train.tracking import Trackers
 run = Run(Path(sys.argv[1])); first = int(sys.argv[2])
 recipe = run.recipe()
@@ -204,7 +205,7 @@ hook = Trackers()
 hook.on_start(job)
 for step in range(first + 1, first + 6):
     line = {"step": step, "tokens": step * 10, "loss": 5.0 / step, "time": 1.79e9 + step}
-    run.metric(line); hook.on_log(job, line)
+    append_line(run.metrics_file, line); hook.on_log(job, line)
 hook.on_stop(job, None)
 """
 

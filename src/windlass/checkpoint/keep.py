@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from windlass.checkpoint.files import Saved, remove, sweep_removed, whole_by_size
 from windlass.config.save import SaveConfig, parse_interval
 from windlass.errors import ConfigError
+from windlass.runs.events import CheckpointRemoved
 from windlass.runs.folder import Run
 from windlass.units import print_bytes
 
@@ -75,7 +76,9 @@ def tidy(run: Run, config: SaveConfig) -> list[int]:
     doomed = superseded(whole_by_size(run), config)
     for saved in doomed:
         remove(saved.path)
-        run.event("removed", step=saved.step, bytes=saved.bytes, reason=f"superseded: not among {rules(config)}")
+        run.record(
+            CheckpointRemoved(step=saved.step, bytes=saved.bytes, reason=f"superseded: not among {rules(config)}")
+        )
     return [saved.step for saved in doomed]
 
 

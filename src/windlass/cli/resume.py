@@ -72,19 +72,22 @@ def _keep(run: Run, loaded: Loaded) -> None:
 def _refuse_finished(run: Run) -> None:
     from windlass.errors import RunError
     from windlass.launch.chain import finished
+    from windlass.runs.events import Finished
 
     if finished(run):
-        last = [e for e in run.events() if e["event"] == "finished"][-1]
+        last = list(run.events(Finished))[-1]
         raise RunError(
             "cli.finished-step-tokens",
-            f"{run.path} is finished (step {last.get('step')}, {last.get('tokens'):,} tokens)",
+            f"{run.path} is finished (step {last.step}, {last.tokens or 0:,} tokens)",
             hint=f"to train further give it more: windlass resume {run.path} train.steps=... (or data.tokens=...)",
         )
 
 
 def _last_devices(run: Run) -> int:
     """Devices of this machine at the last start; 1 when that is unknown or it ran on several nodes."""
-    starts = [e for e in run.events() if e["event"] in ("started", "resumed")]
-    if not starts or starts[-1].get("nodes") not in (None, 1):
+    from windlass.runs.events import ProcessStart
+
+    starts = list(run.events(ProcessStart))
+    if not starts or starts[-1].nodes not in (None, 1):
         return 1
-    return int(starts[-1].get("world_size") or 1)
+    return starts[-1].world_size or 1

@@ -113,13 +113,14 @@ def _tell_end(run: Run, code: int) -> None:
     """Why the supervisor stopped trying, or how to go on."""
     from windlass.cli.output import console
     from windlass.errors import EXIT_DONE, EXIT_RESUMABLE
+    from windlass.runs.events import GaveUp
 
     if code == EXIT_RESUMABLE:
         console().print(f"to go on: windlass resume {run.path}", markup=False)
     elif code != EXIT_DONE:
-        last = next((e for e in reversed(list(run.events())) if e["event"] == "gave_up"), None)
+        last = next(reversed(list(run.events(GaveUp))), None)
         if last is not None:
-            console().print(f"gave up: {last['reason']}", markup=False, style="red")
+            console().print(f"gave up: {last.reason}", markup=False, style="red")
 
 
 def _work(loaded: Loaded, run: Run, where: Any, quiet: bool, reason: str = "") -> int:
@@ -155,7 +156,7 @@ def _work(loaded: Loaded, run: Run, where: Any, quiet: bool, reason: str = "") -
 def _in_our_words(error: Exception, run: Run) -> Exception:
     """A rank that loses its connection is not at fault: say that another one went away, and where that one's record is."""
     from windlass.errors import WindlassError
-    from windlass.train.supervise import kind_of
+    from windlass.runs.faults import kind_of
 
     if isinstance(error, WindlassError) or kind_of(error) != "lost":
         return error

@@ -17,6 +17,7 @@ from windlass.energy.measure import INSIDE, SHORT, Scope, SourceEnergy, reconcil
 from windlass.energy.slurm import JobEnergy
 from windlass.errors import RunError
 from windlass.files import append_line, read_json_lines
+from windlass.runs.events import Compiled, Event, ProcessStart
 from windlass.runs.folder import Run
 from windlass.units import print_text
 
@@ -89,7 +90,7 @@ def recorded_joules(run: Run) -> float | None:
     return read_ledger(run).joules
 
 
-def build(lines: Iterable[dict[str, Any]], events: Iterable[dict[str, Any]] = ()) -> Ledger:
+def build(lines: Iterable[dict[str, Any]], events: Iterable[Event] = ()) -> Ledger:
     attempts, first_steps = _attempts(events)
     last, missing, early = _collect(lines, first_steps)
     groups: Chosen = defaultdict(list)
@@ -132,19 +133,15 @@ def _most_nodes(chosen: Chosen) -> int:
     return max(by_job.values(), default=0)
 
 
-def _attempts(events: Iterable[dict[str, Any]]) -> tuple[list[tuple[float, int | None]], list[float]]:
+def _attempts(events: Iterable[Event]) -> tuple[list[tuple[float, int | None]], list[float]]:
     """When each process group began with how many nodes, and when it did its first step."""
     starts: list[tuple[float, int | None]] = []
     first: list[float] = []
     for event in events:
-        at = _number(event.get("time"))
-        if at is None:
-            continue
-        if event.get("event") in ("started", "resumed"):
-            nodes = event.get("nodes")
-            starts.append((at, nodes if isinstance(nodes, int) and nodes > 0 else None))
-        elif event.get("event") == "compiled":
-            first.append(at)
+        if event.time is not None and isinstance(event, ProcessStart):
+            starts.append((event.time, event.nodes if event.nodes and event.nodes > 0 else None))
+        elif event.time is not None and isinstance(event, Compiled):
+            first.append(event.time)
     return starts, first
 
 

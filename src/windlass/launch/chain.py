@@ -15,19 +15,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from windlass import errors
 from windlass.files import append_line, read_json, read_json_lines
 from windlass.runs import Run
+from windlass.runs.events import Finished, GaveUp, ProcessStart, Saved
+from windlass.runs.faults import INCURABLE
 
-HOPELESS = {
-    errors.ConfigError.exit_code: "the recipe is at fault",
-    errors.PlanError.exit_code: "the layout does not fit",
-    errors.DataError.exit_code: "the data are at fault",
-    errors.TrainError.exit_code: "training stopped for a reason that a restart does not cure",
-    errors.EXIT_OUT_OF_MEMORY: "a device ran out of memory, and the same layout will again",
-    errors.EXIT_DIVERGED: "training diverged",
-}
-"""Exit codes after which another link would only burn hours."""
 PATIENCE = 2
 """Links without a new checkpoint after which a chain stops."""
 
@@ -85,33 +77,32 @@ def links(lines: Iterable[Mapping[str, Any]]) -> list[Link]:
 
 def newest_step(run: Run) -> int | None:
     """The step of the newest complete checkpoint, from the `saved` events; None before the first."""
-    steps = [e["step"] for e in run.events() if e.get("event") == "saved" and isinstance(e.get("step"), int)]
-    return max(steps, default=None)
+    return max((e.step for e in run.events(Saved) if e.step is not None), default=None)
 
 
 def count_saves(run: Run) -> int:
-    return sum(e.get("event") == "saved" for e in run.events())
+    return sum(1 for _ in run.events(Saved))
 
 
 def finished(run: Run) -> bool:
     """The last step of the recipe as it now stands was done; a recipe that was given more tokens goes on."""
-    last: dict[str, Any] | None = None
+    last: Finished | None = None
     for event in run.events():
-        if event.get("event") in ("started", "resumed"):
+        if isinstance(event, ProcessStart):
             last = None
-        elif event.get("event") == "finished":
+        elif isinstance(event, Finished):
             last = event
     return last is not None and not _wants_more(run, last)
 
 
-def _wants_more(run: Run, event: Mapping[str, Any]) -> bool:
+def _wants_more(run: Run, event: Finished) -> bool:
     config = read_json(run.config_file) or {}
     steps, tokens = (config.get("train") or {}).get("steps"), (config.get("data") or {}).get("tokens")
-    if isinstance(steps, int) and isinstance(event.get("step"), int):
-        return bool(steps > event["step"])
+    if isinstance(steps, int) and event.step is not None:
+        return steps > event.step
     batch = (config.get("data") or {}).get("batch_tokens") or 0
-    if isinstance(tokens, int) and isinstance(event.get("tokens"), int):
-        return bool(tokens - event["tokens"] >= max(1, batch))
+    if isinstance(tokens, int) and event.tokens is not None:
+        return bool(tokens - event.tokens >= max(1, batch))
     return False
 
 
@@ -143,8 +134,8 @@ def hopeless(run: Run, past: list[Link], step_now: int | None, *, since: float =
     last = past[-1]
     code = failure_code(run, last)
     saves_now = count_saves(run)
-    if code in HOPELESS and not _got_on(last, step_now, saves_now):
-        return f"link {last.job or 'before'} ended with code {code}: {HOPELESS[code]}{_first_error(run, last)}"
+    if code in INCURABLE and not _got_on(last, step_now, saves_now):
+        return f"link {last.job or 'before'} ended with code {code}: {INCURABLE[code]}{_first_error(run, last)}"
     idle = [link for link in past if not _got_on(link, step_now, saves_now)]
     if len(idle) >= PATIENCE and idle[-PATIENCE:] == past[-PATIENCE:]:
         ids = " and ".join(str(link.job) for link in idle[-PATIENCE:])
@@ -166,19 +157,16 @@ def _got_on(link: Link, step_now: int | None, saves_now: int) -> bool:
 
 def failure_code(run: Run, link: Link) -> int | None:
     """The failing rank's own exit code where it left a record: srun reports the highest code, often only 137 or 143."""
-    for error in run.errors():
-        if float(error.get("time") or 0) >= link.began_at and isinstance(error.get("exit_code"), int):
-            return int(error["exit_code"])
+    for fault in run.faults():
+        if fault.time >= link.began_at and fault.exit_code is not None:
+            return fault.exit_code
     return link.code
 
 
 def _first_error(run: Run, link: Link) -> str:
-    fresh = [e for e in run.errors() if float(e.get("time") or 0) >= link.began_at]
-    if not fresh:
-        return ""
-    first = min(fresh, key=lambda e: float(e.get("time") or 0))
-    said = str(first.get("message") or first.get("error") or "").strip().splitlines()
-    return f" (rank {first.get('rank')}: {said[0]})" if said else ""
+    first = min((f for f in run.faults() if f.time >= link.began_at), key=lambda f: f.time, default=None)
+    lines = first.error.strip().splitlines() if first else []
+    return f" (rank {first.rank}: {lines[0]})" if first and lines else ""
 
 
 # -- what a link does -----------------------------------------------------------------------------------------------------
@@ -225,9 +213,9 @@ def after(run: Run, job: str | None, restart: int, code: int, by: str | None) ->
 
 def _give_up(run: Run, reason: str) -> None:
     """Once per reason: every remaining link of a pre-submitted chain comes to the same end."""
-    said = [e.get("reason") for e in run.events() if e.get("event") == "gave_up"]
-    if not said or said[-1] != reason:
-        run.event("gave_up", reason=reason)
+    reasons = [e.reason for e in run.events(GaveUp)]
+    if reasons[-1:] != [reason]:
+        run.record(GaveUp(reason=reason))
 
 
 def follow(run: Run, me: str | None, job: str | None) -> None:

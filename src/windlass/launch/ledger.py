@@ -173,9 +173,7 @@ def _energy_by_job(run: Run, lines: Sequence[Mapping[str, Any]]) -> dict[str, fl
     if not starts:
         return {}
     readings = [
-        (float(m["time"]), float(m["energy_joules"]))
-        for m in run.metrics()
-        if m.get("energy_joules") is not None and m.get("time")
+        (m.time, m.energy_joules) for m in run.metrics_lines() if m.energy_joules is not None and m.time is not None
     ]
     found: dict[str, float] = {}
     for index, link in enumerate(starts):

@@ -49,14 +49,14 @@ class Outlook:
 
 
 def outlook(run: Run, entries: Sequence[Entry]) -> Outlook:
-    last = run.last_metric() or {}
-    target, speed = tokens_target(run), last.get("tokens_per_second")
-    tokens = last.get("tokens") if isinstance(last.get("tokens"), int) else None
+    last = run.last_metrics()
+    target, speed = tokens_target(run), last.tokens_per_second
+    tokens = last.tokens
     remaining = None
     if finished(run):
         remaining = 0.0
     elif target is not None and tokens is not None and speed:
-        remaining = max(0.0, (target - tokens) / float(speed))
+        remaining = max(0.0, (target - tokens) / speed)
     verdict = judge(run)
     limit = next((e.limit_seconds for e in reversed(entries) if e.limit_seconds), None)
     return Outlook(

@@ -27,6 +27,7 @@ from windlass.launch.planned import Planned, planned
 from windlass.launch.script import render
 from windlass.launch.slurm import Slurm, available
 from windlass.runs import Run, create_run
+from windlass.runs.events import Saved
 from windlass.runs.lock import holder
 
 
@@ -138,7 +139,7 @@ def active_venv() -> str | None:
 
 def longest_save(run: Run) -> float | None:
     """Seconds the longest save of this run took, from its events; None before the first."""
-    times = [e.get("write_seconds") for e in run.events() if e.get("event") == "saved"]
+    times = [e.write_seconds for e in run.events(Saved)]
     known = [float(t) for t in times if isinstance(t, (int, float))]
     return max(known, default=None)
 

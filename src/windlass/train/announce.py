@@ -8,6 +8,7 @@ import torch
 
 from windlass.data.mix import passes_line
 from windlass.runs import manifest
+from windlass.runs.events import Resumed, Started
 from windlass.train.job import Job
 from windlass.train.metrics import peak_of
 from windlass.train.schedules import schedule_note
@@ -40,11 +41,10 @@ def announce(job: Job, restored: Any) -> None:
     )
     manifest.write(job.run, record)
     if restored is None:
-        job.run.event("started", **common)
+        job.run.record(Started(**common))
     else:
-        last_step = int((job.run.last_metric() or {}).get("step") or job.step)
-        lost_steps, name = max(0, last_step - job.step), restored.path.name
-        job.run.event("resumed", step=job.step, tokens=job.tokens, checkpoint=name, lost_steps=lost_steps, **common)
+        lost_steps, name = max(0, (job.run.last_metrics().step or job.step) - job.step), restored.path.name
+        job.run.record(Resumed(step=job.step, tokens=job.tokens, checkpoint=name, lost_steps=lost_steps, **common))
         for sentence in restored.set_aside:
             job.say(f"damaged: {sentence}")
         repeated = f"; {lost_steps} steps are repeated" if lost_steps else ""

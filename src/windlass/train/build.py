@@ -107,7 +107,7 @@ def resume(job: Job) -> Any:
 
 def _energy_so_far(job: Job) -> float | None:
     """What the run has used: the steps since the checkpoint are lost, their energy is spent. Each total contains the ones before it."""
-    last = (job.run.last_metric() or {}).get("energy_joules")
+    last = job.run.last_metrics().energy_joules
     known = [value for value in (job.energy_carried, last) if isinstance(value, (int, float))]
     return max(known, default=None)
 

@@ -1,4 +1,4 @@
-"""Which failures do we know better than torch's own words? Out of memory and divergence; `supervise.record_error` writes them down."""
+"""Which failures do we know better than torch's own words? Out of memory and divergence; `runs.faults.record_fault` writes them down."""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ import torch
 from windlass.clusters.scheduler import Place, place
 from windlass.config import Recipe
 from windlass.errors import EXIT_DONE, EXIT_RESUMABLE
+from windlass.runs.events import Compiled, Evaluated, Finished, SignalReceived, Stopped
+from windlass.runs.faults import record_fault
 from windlass.runs.folder import Run
 from windlass.train import failure
 from windlass.train.attention import attention_backend
@@ -22,7 +24,6 @@ from windlass.train.job import Job, Say
 from windlass.train.saving import final_save, is_best, rollback, save_if, seconds_each, tell_interval
 from windlass.train.schedules import learning_rate
 from windlass.train.signals import listening
-from windlass.train.supervise import record_error
 from windlass.train.trial import trial_step
 from windlass.train.watchdog import Heartbeat
 
@@ -51,7 +52,7 @@ def run(
                 return train(job)
     except BaseException as error:
         known = failure.explain(error)
-        record_error(run_folder, job.world.rank if job else rank, known)
+        record_fault(run_folder, job.world.rank if job else rank, known)
         if job is not None:
             with contextlib.suppress(Exception):
                 each(job.hooks, "on_stop", job, "error")
@@ -145,7 +146,7 @@ def validate_now(job: Job) -> None:
         return
     job.validation, job.val_loss, job.val_step = found, found.overall.loss, job.step
     if job.world.is_main:
-        job.run.event("evaluated", step=job.step, **found.event(), seconds=seconds)
+        job.run.record(Evaluated(step=job.step, **found.event(), seconds=seconds))
     each(job.hooks, "on_eval", job, job.val_loss)
 
 
@@ -161,7 +162,7 @@ def _first_step(job: Job) -> None:
         torch.cuda.synchronize()
     seconds = process_seconds()
     if job.world.is_main:
-        job.run.event("compiled", seconds=seconds)
+        job.run.record(Compiled(seconds=seconds))
     job.interval.measured(startup_seconds=seconds)
     job.first_done = time.monotonic()
 
@@ -169,9 +170,9 @@ def _first_step(job: Job) -> None:
 def _end(job: Job, reason: str | None) -> int:
     if job.world.is_main:
         if reason is None:
-            job.run.event("finished", step=job.step, tokens=job.tokens, loss=job.recorder.last_loss)
+            job.run.record(Finished(step=job.step, tokens=job.tokens, loss=job.recorder.last_loss))
         else:
-            job.run.event("signal", signal=reason, step=job.step)
-            job.run.event("stopped", step=job.step, tokens=job.tokens, reason=reason)
+            job.run.record(SignalReceived(signal=reason, step=job.step))
+            job.run.record(Stopped(step=job.step, tokens=job.tokens, reason=reason))
     job.world.barrier()
     return EXIT_DONE if reason is None else EXIT_RESUMABLE

@@ -11,7 +11,7 @@ import resource
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from torch import Tensor
 from windlass.clusters.load import device_by_driver_name
 from windlass.cost.flops import hfu, mfu
 from windlass.cost.shapes import shape_of
+from windlass.runs.events import StepSkipped
+from windlass.runs.metrics import MetricsLine, MetricsWriter
 from windlass.train.guard import OK, REASONS
 from windlass.train.hooks import Hook, each
 
@@ -158,13 +160,12 @@ class Recorder(Hook):
             if item.logged is None:
                 continue
             line = self._line(job, item, item.logged)
-            line |= {"loss": loss, "grad_norm": norm, "skipped": int(reason != OK)}
-            line |= {"z_loss": auxiliary} if job.recipe.train.z_loss else {}
-            line |= self.validation
-            self.validation = {}
+            line.loss, line.grad_norm, line.skipped = loss, norm, int(reason != OK)
+            line.z_loss = auxiliary if job.recipe.train.z_loss else None
+            line.extra, self.validation = self.validation, {}
             if job.world.is_main:
-                job.run.metric(line)
-                each(job.hooks, "on_log", job, line)
+                MetricsWriter(job.run.metrics_file).write(line)
+                each(job.hooks, "on_log", job, line.as_dict())
 
     # -- one step ---------------------------------------------------------------------------------------------------------
 
@@ -198,14 +199,14 @@ class Recorder(Hook):
             return
         self.skipped_in_a_row += 1
         if job.world.is_main:
-            job.run.event("skipped", step=step, reason=REASONS[reason], value={"loss": loss, "grad_norm": norm})
+            job.run.record(StepSkipped(step=step, reason=REASONS[reason], value={"loss": loss, "grad_norm": norm}))
         if self.skipped_in_a_row >= job.recipe.train.max_skipped:
             self.too_many = (
                 f"{self.skipped_in_a_row} steps in a row up to step {step} were skipped "
                 f"({REASONS[reason]}; loss {loss:g}, gradient norm {norm:g})"
             )
 
-    def _line(self, job: Job, item: PendingStep, line: PendingLine) -> dict[str, Any]:
+    def _line(self, job: Job, item: PendingStep, line: PendingLine) -> MetricsLine:
         """Everything but the step's own numbers. One rank per node reports energy; other values are "not measured"."""
         rows = [line.rank_values]
         if line.gathered is not None:
@@ -225,35 +226,31 @@ class Recorder(Hook):
         self._last_time, self._last_tokens = item.time, item.tokens
         per_device, nodes = tokens_per_second / job.world.size, len(reported["joules"])
         busy, forward = reported["utilization"], ranks["forward"]
-        record = {
-            "step": item.step,
-            "tokens": item.tokens,
-            "loss": None,
-            "grad_norm": None,
-            "lr": item.lr,
-            "step_seconds": seconds / line.steps,
-            "tokens_per_second": tokens_per_second,
-            "mfu": None,
-            "memory_bytes": int(max(reported["memory"])) if reported["memory"] else None,
-            "energy_joules": totals["joules"],
-            "time": item.time,
-            "tokens_per_second_per_device": per_device,
-            "watts": totals["watts"],
-            "joules_per_token": self._energy_per_token.add(seconds, item.tokens, totals["training_joules"], nodes),
-            "energy_nodes": nodes,
-            "nodes": job.world.place.nodes,
-            "utilization": sum(busy) / len(busy) if busy else None,
-            "data_seconds": line.data_seconds,
-        }
+        record = MetricsLine(
+            step=item.step,
+            tokens=item.tokens,
+            lr=item.lr,
+            step_seconds=seconds / line.steps,
+            tokens_per_second=tokens_per_second,
+            memory_bytes=int(max(reported["memory"])) if reported["memory"] else None,
+            energy_joules=totals["joules"],
+            time=item.time,
+            tokens_per_second_per_device=per_device,
+            watts=totals["watts"],
+            joules_per_token=self._energy_per_token.add(seconds, item.tokens, totals["training_joules"], nodes),
+            energy_nodes=nodes,
+            nodes=job.world.place.nodes,
+            utilization=sum(busy) / len(busy) if busy else None,
+            data_seconds=line.data_seconds,
+        )
         if self.peak is not None and job.recipe.model.family != "hf":
             shape, recompute = shape_of(job.recipe.model), job.recipe.train.recompute
-            record["mfu"] = mfu(shape, job.geometry.seq_len, per_device, self.peak).value
+            record.mfu = mfu(shape, job.geometry.seq_len, per_device, self.peak).value
             if recompute != "budget":  # the compiler decides what it recomputes, and does not report it
-                record["hfu"] = hfu(shape, job.geometry.seq_len, per_device, self.peak, recompute=recompute).value
+                record.hfu = hfu(shape, job.geometry.seq_len, per_device, self.peak, recompute=recompute).value
         if len(forward) > 1:
-            slowest_rank = max(forward, key=lambda rank: (forward[rank], rank))
-            record["spread_seconds"] = forward[slowest_rank] - min(forward.values())
-            record["slowest_rank"] = slowest_rank
+            record.slowest_rank = max(forward, key=lambda rank: (forward[rank], rank))
+            record.spread_seconds = max(forward.values()) - min(forward.values())
         return record
 
 

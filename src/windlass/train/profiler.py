@@ -20,6 +20,7 @@ import torch
 from windlass.config.observe import parse_step_range
 from windlass.profile.request import Request, answer, answer_file, read_request, request_file
 from windlass.runs import Run
+from windlass.runs.events import Profiled
 from windlass.train.hooks import Hook
 
 if TYPE_CHECKING:
@@ -201,9 +202,7 @@ class Profiler(Hook):
         files = [str(path.relative_to(job.run.path)) for path in capture.finish()]
         steps = f"{window.first}:{window.first + capture.steps}"
         seconds = time.monotonic() - began_at
-        job.run.event(
-            "profiled", steps=steps, files=files, rank=job.world.rank, seconds=seconds, request=window.request
-        )
+        job.run.record(Profiled(steps=steps, files=files, rank=job.world.rank, seconds=seconds, request=window.request))
         if job.world.rank == 0:
             job.say(
                 f"profiled steps {steps}: {', '.join(files)}; "

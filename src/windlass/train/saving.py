@@ -9,6 +9,7 @@ from typing import Any
 from windlass.checkpoint.load import discard_after, find_latest
 from windlass.checkpoint.save import Outcome
 from windlass.errors import CheckpointError
+from windlass.runs.events import RolledBack, SaveInterval
 from windlass.train import failure
 from windlass.train.batches import open_batches
 from windlass.train.build import go_back
@@ -56,7 +57,7 @@ def tell_interval(job: Job) -> None:
     job.told = choice
     count = max(1, round(choice.seconds / (seconds_each(job) or choice.seconds)))
     if job.world.is_main:
-        job.run.event("interval", seconds=choice.seconds, steps=count, reason=choice.reason)
+        job.run.record(SaveInterval(seconds=choice.seconds, steps=count, reason=choice.reason))
         job.say(f"{choice.reason} (about {count:,} steps)")
 
 
@@ -130,8 +131,8 @@ def rollback(job: Job, batches: Any) -> Any:
     job.recorder.forget()
     job.interval.restart(job.step, job.tokens)  # else the saves up to where it went wrong would be left out
     if job.world.is_main:
-        job.run.event(
-            "rollback", step=from_step, to_step=job.step, skipped_tokens=skipped, sequences=left_out, reason=why
+        job.run.record(
+            RolledBack(step=from_step, to_step=job.step, skipped_tokens=skipped, sequences=left_out, reason=why)
         )
     job.say(f"went back from step {from_step} to {job.step} and skip {skipped:,} tokens: {why}")
     return open_batches(job)

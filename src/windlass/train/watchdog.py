@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.errors import EXIT_HANG
 from windlass.files import read_json, write_json
+from windlass.runs.events import Hang
+from windlass.runs.faults import FaultRecord, write_fault
 from windlass.runs.folder import Run
 from windlass.runs.lock import touch
 from windlass.train.hooks import Hook
@@ -155,21 +157,22 @@ class Heartbeat(Hook):
         second = read_heartbeats(self.run)
         cause = find_hang(first, second, self.world_size)
         error = f"no progress for {self.idle_seconds:.0f} s in step {self._step}, {self._phase}: {cause.text}"
-        record = {
-            "rank": self.rank,
-            "host": socket.gethostname(),
-            "kind": "hang",
-            "exception": "hang",
-            "error": error,
-            "culprit": cause.rank,
-            "traceback": stack,
-            "time": time.time(),
-        }
+        record = FaultRecord(
+            rank=self.rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            kind="hang",
+            exception="hang",
+            error=error,
+            culprit=cause.rank,
+            traceback=stack,
+            time=time.time(),
+        )
         with contextlib.suppress(OSError):
-            write_json(self.run.error_file(self.rank), record)
+            write_fault(self.run, record)
             stuck = [rank for rank, beat in sorted(second.items()) if beat.get("stuck") and rank != cause.rank]
             if self.rank == (stuck or [self.rank])[0]:  # one event for all ranks
-                self.run.event("hang", rank=cause.rank, seconds=self.idle_seconds, where=cause.text, step=self._step)
+                self.run.record(Hang(rank=cause.rank, seconds=self.idle_seconds, where=cause.text, step=self._step))
         self._leave(EXIT_HANG)
 
 

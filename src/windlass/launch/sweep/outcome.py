@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from windlass import errors
 from windlass.launch.executor import State
+from windlass.runs.events import FaultEvent
+from windlass.runs.faults import FaultRecord
 from windlass.runs.folder import Run
 
 OUTCOMES = ("ok", "oom", "timeout", "node-failure", "pre-empted", "error", "skipped")
@@ -29,8 +31,6 @@ _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = (
 _ERROR_LINE = re.compile(r"(?:^|\s)(?:[A-Za-z_.]*(?:Error|Exception)\b.*|error: .*|fatal: .*|gave up: .*)", re.I)
 COMMAND_MARK = "$ "
 """Begins the line of a point's log that shows its command."""
-_LOST = ("lost",)
-"""Kinds of error records that only say that another rank went away."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,36 +103,35 @@ def _evidence(
 
 def _records(run: Run, code: int | None, since: float) -> tuple[list[Outcome], list[Outcome]]:
     """Error records of ranks, first come first: those that say what happened, and those that only lost another rank."""
-    records = sorted((r for r in run.errors() if _time(r) >= since - 1), key=_time)
-    causes = [_of_record(run, r, code) for r in records if r.get("kind") not in _LOST]
-    return causes[:1], [_of_record(run, r, code) for r in records if r.get("kind") in _LOST][:1]
+    records = sorted((r for r in run.faults() if r.time >= since - 1), key=lambda r: r.time)
+    causes = [_of_record(run, r, code) for r in records if r.is_cause]
+    return causes[:1], [_of_record(run, r, code) for r in records if not r.is_cause][:1]
 
 
-def _time(record: Mapping[str, Any]) -> float:
-    return float(record.get("time") or 0)
-
-
-def _of_record(run: Run, record: Mapping[str, Any], code: int | None) -> Outcome:
-    rank = record.get("rank")
+def _of_record(run: Run, record: FaultRecord, code: int | None) -> Outcome:
     return Outcome(
-        outcome="oom" if record.get("kind") == "oom" else "error",
+        outcome="oom" if record.kind == "oom" else "error",
         evidence="record",
-        detail=str(record.get("error")),
-        rank=rank if isinstance(rank, int) else None,
-        host=record.get("host"),
-        file=str(run.error_file(int(rank or 0)).relative_to(run.path)),
+        detail=record.error,
+        rank=record.rank,
+        host=record.host,
+        file=str(run.error_file(record.rank or 0).relative_to(run.path)),
         exit_code=code,
     )
 
 
 def _fault(run: Run, code: int | None, since: float) -> Iterator[Outcome]:
     """A rank that was killed leaves no record; the supervisor has seen its end."""
-    for event in run.events():
-        if event.get("event") == "fault" and event.get("kind") not in _LOST and _time(event) >= since - 1:
+    for event in run.events(FaultEvent):
+        if event.kind != "lost" and (event.time or 0.0) >= since - 1:
             yield Outcome(
-                outcome="oom" if event.get("kind") == "oom" else "error", evidence="supervisor", detail=f"rank {event.get('rank')}: {event.get('error')}",
-                rank=event.get("rank"), host=event.get("host"), exit_code=code,
-            )  # fmt: skip
+                outcome="oom" if event.kind == "oom" else "error",
+                evidence="supervisor",
+                detail=f"rank {event.rank}: {event.error}",
+                rank=event.rank,
+                host=event.host,
+                exit_code=code,
+            )
             return
 
 

@@ -16,6 +16,7 @@ from windlass.errors import ConfigError
 from windlass.files import read_json_lines, write_atomic, write_json
 from windlass.launch.sweep.expect import Expectation
 from windlass.launch.sweep.points import Point
+from windlass.runs.events import Started
 from windlass.runs.folder import Run
 
 if TYPE_CHECKING:
@@ -68,12 +69,12 @@ def _command_place(point: Point) -> Row:
 def _settings(recipe: Recipe, run: Run, expected: Expectation) -> Row:
     layout = dict(expected.layout or (recipe.layout.model_dump(mode="json") if recipe.layout else {}))
     train = recipe.train
-    begun = next((e for e in run.events() if e.get("event") == "started"), {})
-    devices = begun.get("world_size") or expected.devices
+    begun = next(run.events(Started), Started())
+    devices = begun.world_size or expected.devices
     return {
         "engine": train.engine, "layout": layout_words(layout), **{k: layout.get(k) for k in ("shard", "micro_batch", "tensor", "pipeline", "context", "offload")},
         "recompute": train.recompute, "attention": train.attention, "precision": train.precision, "compile": train.compile,
-        "nodes": begun.get("nodes") or expected.nodes, "devices": devices, "seq_len": recipe.data.seq_len,
+        "nodes": begun.nodes or expected.nodes, "devices": devices, "seq_len": recipe.data.seq_len,
         "batch_tokens": recipe.data.batch_tokens or _least_batch(recipe, layout, devices), "steps": train.steps,
     }  # fmt: skip
 
@@ -106,7 +107,7 @@ def _predicted(expected: Expectation) -> Row:
 
 def measured(run: Run) -> Row:
     """From the run folder: medians after the first steps."""
-    lines = list(run.metrics())
+    lines = [line.as_dict() for line in run.metrics_lines()]
     kept = lines[SKIP_LINES:] if len(lines) > SKIP_LINES + 2 else lines
     steps = _numbers(kept, "step_seconds")
     energy = _energy(kept)
