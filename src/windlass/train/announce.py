@@ -23,7 +23,7 @@ def announce(job: Job, restored: Any) -> None:
         return
     peak, denominator = peak_of(world.device, recipe.train.precision)
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else (manifest.cpu_name() or "cpu")
-    common = {
+    common: dict[str, Any] = {
         "world_size": world.size,
         "nodes": world.place.nodes,
         "layout": recipe.layout.model_dump() if recipe.layout is not None else {},

@@ -32,6 +32,7 @@ def _family(recipe: Recipe) -> None:
     ignored = [f'train.loss = "{train.loss}"'] if train.loss in ("chunked", "fused") else []
     ignored += ['train.precision = "fp8"'] if train.precision == "fp8" else []
     ignored += ["train.fuse = true"] if train.fuse else []
+    ignored += [f'train.objective = "{train.objective}"'] if train.objective != "next_token" else []
     ignored += ['train.attention = "flash3"'] if train.attention == "flash3" else []
     if ignored:
         raise ConfigError(

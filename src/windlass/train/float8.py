@@ -71,7 +71,7 @@ def choose_backend(setting: str, device: torch.device) -> tuple[str, str]:
 def apply_float8(module: Model, device: torch.device, config: TrainConfig) -> str:
     """Compute every product inside the blocks in FP8, where its shape allows; returns the sentence for the log."""
     backend, reason = choose_backend(config.fp8_backend, device)
-    linears = [part for block in module.layers.values() for part in block.modules() if _is_supported(part)]
+    linears: list[Any] = [part for block in module.layers.values() for part in block.modules() if _is_supported(part)]
     if backend == "torchao":
         _convert_by_torchao(module, linears, config.fp8_scaling, emulate=device.type == "cpu")
     else:
@@ -103,6 +103,7 @@ def _convert_by_torchao(module: Model, linears: list[Any], scaling: str, *, emul
     selected = set(map(id, linears))
     for block in module.layers.values():
         convert_to_float8_training(block, config=config, module_filter_fn=lambda part, _: id(part) in selected)
+        part: Any
         for part in block.modules():
             if hasattr(part, "fused"):  # torchao supports one weight per product
                 part.fused = False
@@ -123,7 +124,7 @@ def float8_product(x: Tensor, weight: Tensor, *, rows: bool = False) -> Tensor:
 
 def local_product(x: Tensor, weight: Tensor, *, rows: bool) -> Tensor:
     out: Tensor = Float8Product.apply(x.flatten(0, -2), weight, rows)  # type: ignore[no-untyped-call]
-    return out.unflatten(0, x.shape[:-1])
+    return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def cast(x: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:

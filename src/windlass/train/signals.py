@@ -93,7 +93,8 @@ class StopFlag:
         self.run, self.rank = run, rank
         self._config = config or SaveConfig()
         self._code, self._save_requested, self._save_postponed = NONE, False, False
-        self._ask_end_time, self._end_time = end_time, None
+        self._ask_end_time = end_time
+        self._end_time: float | None = None
         self._asked_at = self._polled_at = -1e18
         self._save_seconds: float | None = None
         self._step_seconds: float | None = None

@@ -140,7 +140,8 @@ def _import_deepspeed(world: World) -> Any:
     if cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if not dist.is_initialized():
-        dist.init_process_group("gloo" if cpu else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo" if cpu else "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     with _hidden_package("mlflow"):  # its unused autotuner would import it: seconds of every start
         import deepspeed
     from deepspeed.utils import logger

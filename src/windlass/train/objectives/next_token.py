@@ -58,9 +58,8 @@ def parallel_loss(
     """Like `chunked_loss`, where each rank holds some rows of the head."""
     first_row = mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
     rows = gather_sequence(hidden).flatten(0, -2)
-    sums: Tensor = ParallelLoss.apply(
-        rows, weight.to_local(), targets.flatten(), (first_row, vocab), chunk, z_loss, mesh.get_group()
-    )  # type: ignore[no-untyped-call]
+    part, ids, span, group = weight.to_local(), targets.flatten(), (first_row, vocab), mesh.get_group()
+    sums: Tensor = ParallelLoss.apply(rows, part, ids, span, chunk, z_loss, group)  # type: ignore[no-untyped-call]
     return sums
 
 
