@@ -48,7 +48,7 @@ def run(
             job = build(
                 recipe, run_folder, where, [heart, *(hooks or [])], say or (lambda text: None), beat=heart.step_phase
             )
-            with attention_backend(recipe.train.attention, job.world.device), job.stop.installed():
+            with attention_backend(recipe.train.attention, job.world.device), contextlib.closing(job.stop):
                 return train(job)
     except BaseException as error:
         known = failure.explain(error)

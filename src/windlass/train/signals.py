@@ -45,8 +45,8 @@ class SignalListener:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Handle the signals for a block. Only the main thread may do so; elsewhere they keep their meaning."""
-        if self._handlers or threading.current_thread() is not threading.main_thread():
-            yield  # an outer block listens already
+        if threading.current_thread() is not threading.main_thread():
+            yield
             return
         self.code = NONE
         ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # under nohup
@@ -106,10 +106,6 @@ class StopFlag:
 
             self._group = dist.new_group(backend="gloo")
 
-    def request(self, code: int = REQUEST) -> None:
-        """Ask for a stop from inside the process."""
-        self._code = self._code or code
-
     def measured(self, *, save_seconds: float | None = None, step_seconds: float | None = None) -> None:
         """Report how long a save and a step take: the lead before the wall-time limit follows."""
         self._save_seconds = save_seconds if save_seconds is not None else self._save_seconds
@@ -164,12 +160,12 @@ class StopFlag:
         import torch
         import torch.distributed as dist
 
-        before = self._result()
+        before = self._finish_vote()
         vote = torch.tensor((code, int(save)), dtype=torch.int32)
         self._vote = vote, dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return before
 
-    def _result(self) -> tuple[int, bool]:
+    def _finish_vote(self) -> tuple[int, bool]:
         if self._vote is None:
             return NONE, False
         (vote, work), self._vote = self._vote, None
@@ -180,15 +176,7 @@ class StopFlag:
     def close(self) -> None:
         """Finish the vote that is still under way."""
         with contextlib.suppress(RuntimeError):  # another rank is gone already
-            self._result()
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[StopFlag]:
-        with listening():
-            try:
-                yield self
-            finally:
-                self.close()
+            self._finish_vote()
 
 
 def lead_seconds(config: SaveConfig, save_seconds: float | None, step_seconds: float | None) -> float:
