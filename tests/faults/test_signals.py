@@ -18,7 +18,8 @@ from windlass.train.signals import Agreed, StopFlag, lead_seconds, listening
 
 @pytest.fixture
 def terminal():
-    """Signals as a shell in the foreground leaves them, however the tests were started (nohup ignores SIGHUP, & ignores SIGINT)."""
+    """Signals as a shell in the foreground leaves them, however the tests were started (nohup ignores SIGHUP, &
+    ignores SIGINT)."""
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
     before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield

@@ -1,4 +1,5 @@
-"""DeepSpeed under our loop: the native engine's losses at every ZeRO stage, checkpoints that both engines read, and clear refusals."""
+"""DeepSpeed under our loop: the native engine's losses at every ZeRO stage, checkpoints that both engines read, and
+clear refusals."""
 
 from __future__ import annotations
 
@@ -130,7 +131,8 @@ STRATEGIES = [
 
 
 def losses_here(tables: list[dict]) -> list[list[float]]:
-    """Four steps of each recipe on this rank, one recipe after the other: loss and gradient norm of each step in a row."""
+    """Four steps of each recipe on this rank, one recipe after the other: loss and gradient norm of each step in a
+    row."""
     from windlass.clusters.scheduler import Place
     from windlass.runs.folder import Run
     from windlass.train import loop

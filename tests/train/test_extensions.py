@@ -1,4 +1,5 @@
-"""Extension points: built-in names without torch, and a tracker, schedule, objective, optimizer and engine of another package."""
+"""Extension points: built-in names without torch, and a tracker, schedule, objective, optimizer and engine of another
+package."""
 
 from __future__ import annotations
 

@@ -220,7 +220,8 @@ hook.on_stop(job, None)
 
 @pytest.mark.slow
 def test_the_real_three_at_once_over_a_restart_without_network_or_keys(tmp_path):
-    """Two processes, as after a crash: one W&B id in two parts, one MLflow run, TensorBoard goes on; the key is nowhere."""
+    """Two processes, as after a crash: one W&B id in two parts, one MLflow run, TensorBoard goes on; the key is
+    nowhere."""
     for name in ("wandb", "tensorboard", "mlflow"):
         pytest.importorskip(name)
     path = make_run(tmp_path / "s")

@@ -63,7 +63,7 @@ def announce(job: Job, restored: Any) -> None:
 
 
 def data_record(job: Job) -> dict[str, Any] | None:
-    """The store's ledger without its file lists, kept with the run, because a report must work on a copy of the folder."""
+    """The store's ledger without its file lists: a report must work on a copy of the run folder."""
     store = job.stream.store
     if store is None:
         return None

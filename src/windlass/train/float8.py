@@ -1,8 +1,8 @@
 """Matrix products in FP8: torch's scaled product with dynamic scales, or torchao's conversion where torch has none.
 
-The largest magnitude of a tensor (or of each row) maps to FP8's largest number, so there is no history to tune or to save.
-Inputs, weights and gradients are e4m3; sums are in fp32 inside the product. The head, the embedding and the norms stay in bf16.
-Under tensor parallelism each rank casts its own part of a weight, with a scale of its own.
+The largest magnitude of a tensor (or of each row) maps to FP8's largest number, so there is no history to tune or to
+save. Inputs, weights and gradients are e4m3; sums are in fp32 inside the product. The head, the embedding and the
+norms stay in bf16. Under tensor parallelism each rank casts its own part of a weight, with a scale of its own.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def float8_product(x: Tensor, weight: Tensor, *, rows: bool = False) -> Tensor:
     if not isinstance(weight, DTensor):
         return local_product(x, weight, rows=rows)
     assert isinstance(x, DTensor)
-    # Columns: x is complete and its gradient a sum over ranks. Rows: x is divided like the weight and the product is the sum.
+    # Columns: x is complete, its gradient a sum over ranks. Rows: x is divided like the weight, the product is the sum.
     by_column = weight.placements[0].is_shard(0)
     part = x.to_local(grad_placements=[Partial()]) if by_column else x.to_local()
     out = local_product(part, weight.to_local(), rows=rows)

@@ -1,7 +1,7 @@
 """Metrics lines: a step's numbers are read back a little later, so that the device never waits for the log.
 
-Every rank reads the same reduced numbers of a step at the same later step, so that decisions made from them agree; rank 0
-writes the line.
+Every rank reads the same reduced numbers of a step at the same later step, so that decisions made from them agree;
+rank 0 writes the line.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class PendingLine:
 class EnergyPerToken:
     """Joules per token over the last seconds of training.
 
-    A counter moves ten times a second, so a single short step seems to cost nothing or double. None until enough seconds
-    have passed."""
+    A counter moves ten times a second, so a single short step seems to cost nothing or double. None until enough
+    seconds have passed."""
 
     WINDOW_SECONDS, MIN_SECONDS = 10.0, 2.0
 
@@ -136,7 +136,7 @@ class Recorder(Hook):
             self.drain(job, 0)
 
     def leave_out(self, seconds: float, joules: float | None) -> None:
-        """Exclude time and energy that were not training's, such as a validation pass. Call after a complete `drain`."""
+        """Exclude time and energy of something else, such as a validation pass. Call after a complete `drain`."""
         self._last_time += seconds
         self._excluded_joules += joules or 0.0
 
@@ -167,7 +167,7 @@ class Recorder(Hook):
                 MetricsWriter(job.run.metrics_file).write(line)
                 each(job.hooks, "on_log", job, line.as_dict())
 
-    # -- one step ---------------------------------------------------------------------------------------------------------
+    # -- one step ----------------------------------------------------------------------------------------------------
 
     def _start_line(self, job: Job, result: StepResult) -> PendingLine:
         """Measure this rank and send its numbers on their way."""
@@ -185,13 +185,13 @@ class Recorder(Hook):
             "training_joules": None if joules is None else joules - self._excluded_joules,
         }
         values = [math.nan if (value := measured[name]) is None else float(value) for name in RANK_FIELDS]
-        mine, gathered = torch.tensor(values, dtype=torch.float64), None
+        rank_values, gathered = torch.tensor(values, dtype=torch.float64), None
         if self._group is not None:
-            everyone = [torch.empty_like(mine) for _ in range(job.world.size)]
-            work = dist.all_gather(everyone, mine, group=self._group, async_op=True)
+            all_values = [torch.empty_like(rank_values) for _ in range(job.world.size)]
+            work = dist.all_gather(all_values, rank_values, group=self._group, async_op=True)
             assert work is not None
-            gathered = work, everyone
-        return PendingLine(steps, data_seconds, mine, gathered)
+            gathered = work, all_values
+        return PendingLine(steps, data_seconds, rank_values, gathered)
 
     def _count_skipped(self, job: Job, step: int, reason: int, loss: float, norm: float) -> None:
         if reason == OK:

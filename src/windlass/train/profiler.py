@@ -1,6 +1,7 @@
 """A run's profile of itself: a hook that records a few steps, set in the recipe or requested while the run is alive.
 
-Outside such a window it compares two numbers per step and looks for a request once a second; the profiler does not exist then.
+Outside such a window it compares two numbers per step and looks for a request once a second; the profiler does not
+exist then.
 """
 
 from __future__ import annotations
@@ -270,7 +271,7 @@ def marked(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def watch_out_of_memory(run: Run, rank: int) -> None:
-    """Write a memory snapshot when the allocator gives up, before the error frees what held the memory. Free until then."""
+    """Write a memory snapshot when the allocator gives up, before the error frees what held the memory."""
 
     def dump(device: int, requested: int, allocated: int, free: int) -> None:
         with contextlib.suppress(Exception):

@@ -1,7 +1,7 @@
 """Requests to stop or to save: signals, the wall-time limit and request files, agreed on by all ranks.
 
-The ranks agree by one tiny all-reduce per step on a CPU group of its own. It is started at one step and read at the next, so
-no step waits for it and the device is never synchronised.
+The ranks agree by one tiny all-reduce per step on a CPU group of its own. It is started at one step and read at the
+next, so no step waits for it and the device is never synchronised.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ POLL_SECONDS = 2.0
 
 
 class SignalListener:
-    """The first signal that asked this process to stop; used as one value, `listener`, because signals are per process."""
+    """The first signal that asked this process to stop. Signals are per process: `listener` is the only value."""
 
     def __init__(self) -> None:
         self.code = NONE
@@ -180,7 +180,7 @@ class StopFlag:
 
 
 def lead_seconds(config: SaveConfig, save_seconds: float | None, step_seconds: float | None) -> float:
-    """save.lead, or: twice the measured save, three steps and half a minute; five minutes before anything was measured."""
+    """save.lead, or: two measured saves, three steps and half a minute; five minutes before a measurement."""
     if config.lead != "auto":
         return float(config.lead)
     if save_seconds is None:

@@ -1,7 +1,8 @@
 """Exports metrics lines to trackers (W&B, TensorBoard, MLflow) in a thread of its own; no tracker can stop training.
 
-All exports of a run carry one id, kept in the run folder, and a counter that continues over restarts, because W&B drops lines
-whose number goes back. Keys and passwords are the tracker's own business and are never written by windlass.
+All exports of a run carry one id, kept in the run folder, and a counter that continues over restarts, because W&B
+drops lines whose number goes back. Keys and passwords are the tracker's own business and are never written by
+windlass.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Trackers(Hook):
                 f"trackers did not close within {CLOSE_SECONDS:.0f} s and were abandoned; metrics.jsonl has every line"
             )
 
-    # -- in the thread ----------------------------------------------------------------------------------------------------
+    # -- in the thread -----------------------------------------------------------------------------------------------
 
     def _export(self) -> None:
         for name in self._recipe.trackers.enabled:
@@ -134,7 +135,7 @@ class Trackers(Hook):
         return [name for name, tracker in self._trackers.items() if tracker.uploads_later]
 
     def _reopen_if_requested(self) -> None:
-        """`windlass sync` only uploads closed files, because W&B appends whatever it is sent, also twice: close and reopen."""
+        """`windlass sync` uploads closed files only, because W&B appends whatever it is sent, also twice."""
         names, now = self._offline_names(), time.monotonic()
         if not names or now - self._polled_at < REQUEST_POLL_SECONDS:
             return
@@ -161,7 +162,7 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
-# -- what trackers use ----------------------------------------------------------------------------------------------------
+# -- what trackers use -----------------------------------------------------------------------------------------------
 
 
 def count_lines(run: Run) -> int:

@@ -1,8 +1,10 @@
-"""Names the rank that hangs: every rank keeps a small file up to date, and when progress stops, the files are compared.
+"""Names the rank that hangs: every rank keeps a small file up to date, and when progress stops, the files are
+compared.
 
-A rank that waits for others looks as stuck as the one they wait for. What tells them apart is how far each one came: the ranks
-in a collective have beaten once more than the rank that never entered it. A process that no longer writes its file is frozen
-or gone. No clock of another host is trusted: a file is fresh when its counter changes between two reads.
+A rank that waits for others looks as stuck as the one they wait for. What tells them apart is how far each one came:
+the ranks in a collective have beaten once more than the rank that never entered it. A process that no longer writes
+its file is frozen or gone. No clock of another host is trusted: a file is fresh when its counter changes between two
+reads.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ class Heartbeat(Hook):
         self.beat(self._step, "ended")
         self._write()
 
-    # -- as a hook of the loop; the phases inside a step come through `step_phase` ------------------------------------------
+    # -- as a hook of the loop; the phases inside a step come through `step_phase` -----------------------------------
 
     def on_start(self, job: Job) -> None:
         self._first_step = job.step
@@ -113,7 +115,7 @@ class Heartbeat(Hook):
     def on_eval(self, job: Job, val_loss: float) -> None:
         self.beat(job.step, "data")
 
-    # -- the thread ---------------------------------------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         while not self._closed.wait(self._every):
@@ -176,7 +178,7 @@ class Heartbeat(Hook):
         self._leave(EXIT_HANG)
 
 
-# -- comparing the heartbeats of all ranks ----------------------------------------------------------------------------------
+# -- comparing the heartbeats of all ranks ---------------------------------------------------------------------------
 
 
 def read_heartbeats(run: Run) -> dict[int, dict[str, Any]]:
@@ -186,7 +188,7 @@ def read_heartbeats(run: Run) -> dict[int, dict[str, Any]]:
 
 
 def find_hang(first: Heartbeats, second: Heartbeats, world_size: int) -> HangCause:
-    """The rank that holds the others up, from two reads of the heartbeats a few writes apart. The surest sign comes first."""
+    """The rank that holds the others up, from two reads of the heartbeats; the surest sign comes first."""
     ranks = range(world_size)
     missing = [rank for rank in ranks if rank not in second]
     if missing:

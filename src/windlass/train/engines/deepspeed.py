@@ -85,7 +85,7 @@ def check_supported(recipe: Recipe) -> None:
         and layout.shard == "none",
         f'layout.offload = "parameters" with layout.shard = "{layout.shard}"': layout.offload == "parameters"
         and layout.shard != "full",
-        'train.precision = "bf16" with layout.shard = "none" (ZeRO stage 0 keeps no fp32 weights that could be saved)': (
+        'train.precision = "bf16" with layout.shard = "none" (stage 0 keeps no fp32 weights to save)': (
             layout.shard == "none" and train.precision == "bf16"
         ),
         "train.compile (DeepSpeed's hooks break the graphs)": bool(train.compile),
@@ -170,7 +170,7 @@ def _hidden_package(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_compiler() -> Iterator[None]:
-    """DeepSpeed checks for Muon and compiles parts of it for that, which loads torch's compiler; we never use Muon here."""
+    """DeepSpeed compiles parts of Muon to check for it, which loads torch's compiler; it is not used here."""
     original = torch.compile
     vars(torch)["compile"] = lambda model=None, **_: model or (lambda function: function)
     try:
@@ -200,8 +200,8 @@ class GatheredState:
 class DeepSpeedOptimizer:
     """DeepSpeed's optimizer with the interface of ours: `slots` with complete tensors for checkpoints.
 
-    Reading `slots` is a collective: every rank reads them in the same order. A restore fills their tensors, and `refresh`
-    writes them back."""
+    Reading `slots` is a collective: every rank reads them in the same order. A restore fills their tensors, and
+    `refresh` writes them back."""
 
     moment_names = ("exp_avg", "exp_avg_sq")
 
@@ -296,7 +296,7 @@ class DeepSpeedOptimizer:
         self._link_moments()
 
     def _link_moments(self) -> None:
-        """Let DeepSpeed find each parameter's moments again: it does so after the first group's step, when later groups have none."""
+        """Let DeepSpeed find all moments: it looks after the first group's step, when later groups have none."""
         outer = self.engine.optimizer
         if hasattr(outer, "_lazy_init_hp_params_optimizer_state"):
             outer._hp_optimizer_states_linked = False
@@ -338,7 +338,7 @@ class DeepSpeedStepper:
         self.beat = beat
         self.guard = Guard(recipe.train, world.device)
         self.scale = 1.0 / geometry.tokens_per_step
-        # DeepSpeed averages over ranks and micro-batches; our losses are divided by the tokens of the whole batch already.
+        # DeepSpeed averages over ranks and micro-batches; our losses are already divided by the batch's tokens.
         self.loss_scale = self.scale * world.size * geometry.micro_batches
 
     def step(self, tokens: Tensor, documents: Tensor | None, lr: float) -> StepResult:

@@ -40,7 +40,7 @@ OBJECTIVE = NextToken()
 
 
 def gather_sequence(hidden: Tensor) -> Tensor:
-    """All positions of sequence-sharded hidden states on each rank; their gradients are partial sums over the vocabulary."""
+    """All positions of sequence-sharded hidden states on each rank; gradients are partial sums over vocabularies."""
     if not isinstance(hidden, DTensor):
         return hidden
     return hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
@@ -89,7 +89,7 @@ class ParallelLoss(torch.autograd.Function):
 def parallel_terms(
     logits: Tensor, targets: Tensor, span: tuple[int, int], z_loss: float, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, cross-entropy and gradient of one chunk's logits, by two small reductions; `span`: (first row, vocabulary)."""
+    """Loss, cross-entropy and gradient of one chunk's logits by two reductions; `span`: (first row, vocabulary)."""
     first_row, vocab = span
     column = first_row + torch.arange(logits.shape[1], device=logits.device)
     wide = torch.where(column < vocab, logits.float(), float("-inf"))
