@@ -75,7 +75,15 @@ def _rows(table: Any) -> Iterator[str]:
     for key, field in table.model_fields.items():
         default = "required" if field.is_required() else _default(field)
         meaning = " ".join((field.description or "").split()).replace("|", "\\|")
-        yield f"| `{key}` | {_unit(field) or _type(field.annotation)} | {default} | {meaning} |"
+        yield f"| `{key}` | {_unit(field) or _names(field) or _type(field.annotation)} | {default} | {meaning} |"
+
+
+def _names(field: Any) -> str | None:
+    """The built-in names of a key that an extension can add to."""
+    from windlass.config.base import Registered
+
+    registries = [item.registry for item in field.metadata if isinstance(item, Registered)]
+    return " or ".join(f"`{name}`" for name in registries[0].builtin) if registries else None
 
 
 def _unit(field: Any) -> str | None:

@@ -18,7 +18,8 @@ from windlass.train.signals import Agreed, StopFlag, lead_seconds, listening
 
 @pytest.fixture
 def terminal():
-    """Signals as a shell in the foreground leaves them, however the tests were started (nohup ignores SIGHUP, & ignores SIGINT)."""
+    """Signals as a shell in the foreground leaves them, however the tests were started (nohup ignores SIGHUP, &
+    ignores SIGINT)."""
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
     before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
@@ -37,7 +38,8 @@ def terminal():
 )
 def test_each_signal_is_a_reason_and_the_handlers_come_back(run, terminal, number, code) -> None:
     before = signal.getsignal(number)
-    with StopFlag(run, end_time=lambda: None).installed() as flag:
+    with listening():
+        flag = StopFlag(run, end_time=lambda: None)
         assert flag.agree() == Agreed(None, False)
         os.kill(os.getpid(), number)
         assert flag.agree(save=True) == Agreed(signals.REASONS[code], True)
@@ -54,7 +56,8 @@ def test_a_signal_before_the_flag_exists_is_not_lost(run) -> None:
 def test_under_nohup_a_closed_terminal_is_not_heard(run) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with StopFlag(run, end_time=lambda: None).installed() as flag:
+        with listening():
+            flag = StopFlag(run, end_time=lambda: None)
             os.kill(os.getpid(), signal.SIGHUP)
             assert flag.agree().stop is None
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -131,12 +134,13 @@ def test_the_end_time_as_squeue_says_it(answer, expected) -> None:
 def _vote(rank, world, run):
     flag = StopFlag(run, rank=rank, world_size=world, end_time=lambda: None)
     answers = []
-    for step in range(6):
-        if step == 2 and rank == 1:
-            flag.request(signals.SIGUSR1)  # only one rank is signalled
-        answers.append(flag.agree(save=rank == 0 and step == 0))
-        if answers[-1].stop:
-            break
+    with listening():
+        for step in range(6):
+            if step == 2 and rank == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)  # only one rank is signalled
+            answers.append(flag.agree(save=rank == 0 and step == 0))
+            if answers[-1].stop:
+                break
     flag.close()
     return answers
 

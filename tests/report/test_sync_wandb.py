@@ -43,20 +43,26 @@ def run(tmp_path) -> Run:
 JOB = """
 import sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from windlass.runs.folder import Run
+from windlass.files import append_line
+from windlass.runs.events import Finished
 from windlass.train import tracking
-from windlass.train.trackers.wandb import open_tracker
 
 tracking.REQUEST_POLL_SECONDS, tracking.CLOSE_SECONDS = 0.0, 120.0
 run = Run(Path(sys.argv[1]))
-exporter = tracking.Exporter(run, run.recipe(), {"wandb": open_tracker}, first_step=0, say=lambda text: print(text, flush=True))
-exporter.start()
+recipe = run.recipe()
+recipe = recipe.model_copy(update={"trackers": recipe.trackers.model_copy(update={"wandb": True})})
+say = lambda text: print(text, flush=True)
+job = SimpleNamespace(run=run, recipe=recipe, step=0, world=SimpleNamespace(is_main=True), say=say)
+exporter = tracking.Trackers()
+exporter.on_start(job)
 
 def log(*steps):
     for step in steps:  # what the training loop does: the record first, then the trackers
         line = {"step": step, "tokens": step * 10, "loss": 5 - step / 10, "time": time.time()}
-        run.metric(line)
-        exporter.put(line)
+        append_line(run.metrics_file, line)
+        exporter.on_log(job, line)
 
 def until(path):
     while not path.exists():
@@ -67,8 +73,8 @@ until(run.requests / "part")
 log(6, 7)
 until(run.path / "more")
 log(8, 9, 10)
-exporter.stop()
-run.event("finished", step=10, tokens=100, loss=4.0)
+exporter.on_stop(job, None)
+run.record(Finished(step=10, tokens=100, loss=4.0))
 """
 
 

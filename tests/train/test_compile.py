@@ -1,4 +1,5 @@
-"""Do compiled blocks compute what eager ones do, and does a budget save memory? The compiler's front end only: no code is generated."""
+"""Do compiled blocks compute what eager ones do, and does a budget save memory? The compiler's front end only: no
+code is generated."""
 
 from __future__ import annotations
 

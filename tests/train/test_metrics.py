@@ -94,7 +94,7 @@ def test_energy_of_a_validation_pass_is_not_in_joules_per_token(
 
     _, run = train(tmp_path, recipe(train={"steps": 4}), Meter())
     assert totals == [1000.0, 2000.0, 3000.0, 4000.0]
-    lines = list(run.metrics())
+    lines = [line.as_dict() for line in run.metrics_lines()]
     assert [line["joules_per_token"] for line in lines] == [None, *[pytest.approx(1000 / 128)] * 3]
     assert [line["energy_joules"] for line in lines] == [1000.0, 2000.0, 5000.0, 6000.0]
     assert lines[-1]["utilization"] == 0.5 and lines[-1]["watts"] is None and lines[-1]["energy_nodes"] == 1

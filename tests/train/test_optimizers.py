@@ -147,7 +147,8 @@ def test_bf16_moments_follow_fp32_ones() -> None:
 
 @pytest.mark.parametrize("device_path", [False, True])
 def test_momentum_in_bf16_is_rounded_at_random(device_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut or rounded to the nearest, a speed of 1 would never feel a gradient of 2^-10; at random it does on average."""
+    """Cut or rounded to the nearest, a speed of 1 would never feel a gradient of 2^-10; at random it does on
+    average."""
     monkeypatch.setattr(base, "compiled_update", update_function)
     weight = nn.Parameter(torch.zeros(40_000))
     mine = build_optimizer([("w", weight)], OptimConfig(name="sgd", moments="bf16", momentum=0.999, weight_decay=0))
@@ -165,8 +166,8 @@ def test_momentum_in_bf16_is_rounded_at_random(device_path: bool, monkeypatch: p
 
 @pytest.mark.parametrize("device_path", [False, True])
 def test_copies_round_alike_whatever_else_a_rank_holds(device_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensor-parallel ranks hold unequal parts of the vocabulary and copies of each norm, and after a restart on another number of
-    ranks their generators differ: the copies must stay copies."""
+    """Tensor-parallel ranks hold unequal parts of the vocabulary and copies of each norm, and after a restart on
+    another number of ranks their generators differ: the copies must stay copies."""
     monkeypatch.setattr(base, "compiled_update", update_function)
     seen = []
     for rank, rows in enumerate((43, 43 if device_path else 42)):

@@ -35,8 +35,8 @@ class TrainConfig(Table):
     attention: Literal["auto", "cudnn", "flash", "flash3", "efficient", "math"] = "auto"
     """Attention kernel; auto uses the fastest that the device and the shape allow."""
     loss: Literal["auto", "plain", "chunked", "fused"] = "auto"
-    """How head and cross-entropy are computed. chunked: together, over chunks of tokens, so that all logits never exist at
-    once; fused is another name for it. auto: chunked unless a micro-batch's logits are small."""
+    """How head and cross-entropy are computed. chunked: together, over chunks of tokens, so that all logits never
+    exist at once; fused is another name for it. auto: chunked unless a micro-batch's logits are small."""
     loss_chunk: PositiveInt = 4096
     """Tokens per chunk of the chunked loss."""
     z_loss: NonNegativeFloat = 0.0

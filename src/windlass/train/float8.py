@@ -1,8 +1,8 @@
 """Matrix products in FP8: torch's scaled product with dynamic scales, or torchao's conversion where torch has none.
 
-The largest magnitude of a tensor (or of each row) maps to FP8's largest number, so there is no history to tune or to save.
-Inputs, weights and gradients are e4m3; sums are in fp32 inside the product. The head, the embedding and the norms stay in bf16.
-Under tensor parallelism each rank casts its own part of a weight, with a scale of its own.
+The largest magnitude of a tensor (or of each row) maps to FP8's largest number, so there is no history to tune or to
+save. Inputs, weights and gradients are e4m3; sums are in fp32 inside the product. The head, the embedding and the
+norms stay in bf16. Under tensor parallelism each rank casts its own part of a weight, with a scale of its own.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def choose_backend(setting: str, device: torch.device) -> tuple[str, str]:
 def apply_float8(module: DecoderModel, device: torch.device, config: TrainConfig) -> str:
     """Compute every product inside the blocks in FP8, where its shape allows; returns the sentence for the log."""
     backend, reason = choose_backend(config.fp8_backend, device)
-    linears = [part for block in module.layers.values() for part in block.modules() if _is_supported(part)]
+    linears: list[Any] = [part for block in module.layers.values() for part in block.modules() if _is_supported(part)]
     if backend == "torchao":
         _convert_by_torchao(module, linears, config.fp8_scaling, emulate=device.type == "cpu")
     else:
@@ -103,6 +103,7 @@ def _convert_by_torchao(module: DecoderModel, linears: list[Any], scaling: str, 
     selected = set(map(id, linears))
     for block in module.layers.values():
         convert_to_float8_training(block, config=config, module_filter_fn=lambda part, _: id(part) in selected)
+        part: Any
         for part in block.modules():
             if hasattr(part, "fused"):  # torchao supports one weight per product
                 part.fused = False
@@ -113,7 +114,7 @@ def float8_product(x: Tensor, weight: Tensor, *, rows: bool = False) -> Tensor:
     if not isinstance(weight, DTensor):
         return local_product(x, weight, rows=rows)
     assert isinstance(x, DTensor)
-    # Columns: x is complete and its gradient a sum over ranks. Rows: x is divided like the weight and the product is the sum.
+    # Columns: x is complete, its gradient a sum over ranks. Rows: x is divided like the weight, the product is the sum.
     by_column = weight.placements[0].is_shard(0)
     part = x.to_local(grad_placements=[Partial()]) if by_column else x.to_local()
     out = local_product(part, weight.to_local(), rows=rows)
@@ -123,7 +124,7 @@ def float8_product(x: Tensor, weight: Tensor, *, rows: bool = False) -> Tensor:
 
 def local_product(x: Tensor, weight: Tensor, *, rows: bool) -> Tensor:
     out: Tensor = Float8Product.apply(x.flatten(0, -2), weight, rows)  # type: ignore[no-untyped-call]
-    return out.unflatten(0, x.shape[:-1])
+    return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def cast(x: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:

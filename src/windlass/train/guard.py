@@ -1,4 +1,4 @@
-"""Decides on the device whether a step may change the weights. The same on every rank, because its inputs are reduced over all."""
+"""Decides on the device whether a step may change the weights; the same on every rank, as its inputs are reduced."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class IntervalChoice:
 def choose_interval(
     startup_seconds: float, stall_seconds: float | None, write_seconds: float | None, failures_per_day: float
 ) -> IntervalChoice:
-    """5 times the start-up, at most the optimum for the failure rate, and never so short that saving gets in the way."""
+    """5 times the start-up, at most the optimum for the failure rate, and not so short that saves delay training."""
     low, seconds = STARTUP_LOW * startup_seconds, STARTUP_HIGH * startup_seconds
     reasons = [
         f"start-up took {print_seconds(startup_seconds)}, so {print_seconds(low)} to {print_seconds(seconds)}",
@@ -48,9 +48,9 @@ def choose_interval(
     if seconds < max(by_stall, by_write):
         seconds = max(by_stall, by_write)
         reasons.append(
-            f"but no shorter than {print_seconds(by_stall)}, so that training waits at most {STALL_SHARE:.0%} of the time"
+            f"but at least {print_seconds(by_stall)}, so that training waits at most {STALL_SHARE:.0%} of the time"
             if by_stall >= by_write
-            else f"but no shorter than twice the {print_seconds(write_seconds)} that writing takes"
+            else f"but at least twice the {print_seconds(write_seconds)} that writing takes"
         )
     return IntervalChoice(seconds, f"save every {print_seconds(seconds)}: {'; '.join(reasons)}")
 

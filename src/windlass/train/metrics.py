@@ -1,7 +1,7 @@
 """Metrics lines: a step's numbers are read back a little later, so that the device never waits for the log.
 
-Every rank reads the same reduced numbers of a step at the same later step, so that decisions made from them agree; rank 0
-writes the line.
+Every rank reads the same reduced numbers of a step at the same later step, so that decisions made from them agree;
+rank 0 writes the line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -68,8 +68,8 @@ class PendingLine:
 class EnergyPerToken:
     """Joules per token over the last seconds of training.
 
-    A counter moves ten times a second, so a single short step seems to cost nothing or double. None until enough seconds
-    have passed."""
+    A counter moves ten times a second, so a single short step seems to cost nothing or double. None until enough
+    seconds have passed."""
 
     WINDOW_SECONDS, MIN_SECONDS = 10.0, 2.0
 
@@ -141,7 +141,7 @@ class Recorder(Hook):
             self.drain(training, 0)
 
     def leave_out(self, seconds: float, joules: float | None) -> None:
-        """Exclude time and energy that were not training's, such as a validation pass. Call after a complete `drain`."""
+        """Exclude time and energy of something else, such as a validation pass. Call after a complete `drain`."""
         self._last_time += seconds
         self._excluded_joules += joules or 0.0
 
@@ -165,15 +165,14 @@ class Recorder(Hook):
             if item.logged is None:
                 continue
             line = self._line(training, item, item.logged)
-            line |= {"loss": loss, "grad_norm": norm, "skipped": int(reason != OK)}
-            line |= {"z_loss": auxiliary} if training.recipe.train.z_loss else {}
-            line |= self.validation
-            self.validation = {}
+            line.loss, line.grad_norm, line.skipped = loss, norm, int(reason != OK)
+            line.z_loss = auxiliary if training.recipe.train.z_loss else None
+            line.extra, self.validation = self.validation, {}
             if training.world.is_main:
-                MetricsWriter(training.run.metrics_file).write(MetricsLine.from_dict(line))
-                each(self.listeners, "on_log", training, line)
+                MetricsWriter(training.run.metrics_file).write(line)
+                each(self.listeners, "on_log", training, line.as_dict())
 
-    # -- one step ---------------------------------------------------------------------------------------------------------
+    # -- one step ----------------------------------------------------------------------------------------------------
 
     def _start_line(self, training: Training, result: StepResult) -> PendingLine:
         """Measure this rank and send its numbers on their way."""
@@ -191,13 +190,13 @@ class Recorder(Hook):
             "training_joules": None if joules is None else joules - self._excluded_joules,
         }
         values = [math.nan if (value := measured[name]) is None else float(value) for name in RANK_FIELDS]
-        mine, gathered = torch.tensor(values, dtype=torch.float64), None
+        rank_values, gathered = torch.tensor(values, dtype=torch.float64), None
         if self._group is not None:
-            everyone = [torch.empty_like(mine) for _ in range(training.world.size)]
-            work = dist.all_gather(everyone, mine, group=self._group, async_op=True)
+            all_values = [torch.empty_like(rank_values) for _ in range(training.world.size)]
+            work = dist.all_gather(all_values, rank_values, group=self._group, async_op=True)
             assert work is not None
-            gathered = work, everyone
-        return PendingLine(steps, data_seconds, mine, gathered)
+            gathered = work, all_values
+        return PendingLine(steps, data_seconds, rank_values, gathered)
 
     def _count_skipped(self, training: Training, step: int, reason: int, loss: float, norm: float) -> None:
         if reason == OK:
@@ -205,15 +204,14 @@ class Recorder(Hook):
             return
         self.skipped_in_a_row += 1
         if training.world.is_main:
-            value = {"loss": loss, "grad_norm": norm}
-            training.run.record(StepSkipped(step=step, reason=REASONS[reason], value=value))
+            training.run.record(StepSkipped(step=step, reason=REASONS[reason], value={"loss": loss, "grad_norm": norm}))
         if self.skipped_in_a_row >= training.recipe.train.max_skipped:
             self.too_many = (
                 f"{self.skipped_in_a_row} steps in a row up to step {step} were skipped "
                 f"({REASONS[reason]}; loss {loss:g}, gradient norm {norm:g})"
             )
 
-    def _line(self, training: Training, item: PendingStep, line: PendingLine) -> dict[str, Any]:
+    def _line(self, training: Training, item: PendingStep, line: PendingLine) -> MetricsLine:
         """Everything but the step's own numbers. One rank per node reports energy; other values are "not measured"."""
         rows = [line.rank_values]
         if line.gathered is not None:
@@ -233,35 +231,31 @@ class Recorder(Hook):
         self._last_time, self._last_tokens = item.time, item.tokens
         per_device, nodes = tokens_per_second / training.world.size, len(reported["joules"])
         busy, forward = reported["utilization"], ranks["forward"]
-        record = {
-            "step": item.step,
-            "tokens": item.tokens,
-            "loss": None,
-            "grad_norm": None,
-            "lr": item.lr,
-            "step_seconds": seconds / line.steps,
-            "tokens_per_second": tokens_per_second,
-            "mfu": None,
-            "memory_bytes": int(max(reported["memory"])) if reported["memory"] else None,
-            "energy_joules": totals["joules"],
-            "time": item.time,
-            "tokens_per_second_per_device": per_device,
-            "watts": totals["watts"],
-            "joules_per_token": self._energy_per_token.add(seconds, item.tokens, totals["training_joules"], nodes),
-            "energy_nodes": nodes,
-            "nodes": training.world.place.nodes,
-            "utilization": sum(busy) / len(busy) if busy else None,
-            "data_seconds": line.data_seconds,
-        }
+        record = MetricsLine(
+            step=item.step,
+            tokens=item.tokens,
+            lr=item.lr,
+            step_seconds=seconds / line.steps,
+            tokens_per_second=tokens_per_second,
+            memory_bytes=int(max(reported["memory"])) if reported["memory"] else None,
+            energy_joules=totals["joules"],
+            time=item.time,
+            tokens_per_second_per_device=per_device,
+            watts=totals["watts"],
+            joules_per_token=self._energy_per_token.add(seconds, item.tokens, totals["training_joules"], nodes),
+            energy_nodes=nodes,
+            nodes=training.world.place.nodes,
+            utilization=sum(busy) / len(busy) if busy else None,
+            data_seconds=line.data_seconds,
+        )
         if self.peak is not None and training.recipe.model.family != "hf":
             spec, recompute = training.spec, training.start.step.recompute
-            record["mfu"] = mfu(spec, training.plan.seq_len, per_device, self.peak).value
+            record.mfu = mfu(spec, training.plan.seq_len, per_device, self.peak).value
             if recompute != "budget":  # the compiler decides what it recomputes, and does not report it
-                record["hfu"] = hfu(spec, training.plan.seq_len, per_device, self.peak, recompute=recompute).value
+                record.hfu = hfu(spec, training.plan.seq_len, per_device, self.peak, recompute=recompute).value
         if len(forward) > 1:
-            slowest_rank = max(forward, key=lambda rank: (forward[rank], rank))
-            record["spread_seconds"] = forward[slowest_rank] - min(forward.values())
-            record["slowest_rank"] = slowest_rank
+            record.slowest_rank = max(forward, key=lambda rank: (forward[rank], rank))
+            record.spread_seconds = max(forward.values()) - min(forward.values())
         return record
 
 

@@ -1,6 +1,7 @@
 """A run's profile of itself: a hook that records a few steps, set in the recipe or requested while the run is alive.
 
-Outside such a window it compares two numbers per step and looks for a request once a second; the profiler does not exist then.
+Outside such a window it compares two numbers per step and looks for a request once a second; the profiler does not
+exist then.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from windlass.config.observe import parse_step_range
+from windlass.config.observe import ProfileConfig, parse_step_range
 from windlass.profile.request import Request, answer, answer_file, read_request, request_file
 from windlass.runs import Run
 from windlass.runs.events import Profiled
@@ -32,22 +33,16 @@ MEMORY_EVENTS = 100_000
 """Allocations that a memory snapshot remembers."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ProfileWindow:
     """Steps first to end - 1, numbered as in the metrics, and what to record of them."""
 
     first: int
     end: int
-    ranks: tuple[int, ...]
-    """Empty: all."""
-    shapes: bool
-    stacks: bool
-    memory: bool
-    request: str | None = None
-    """The id of the request, if the window was requested."""
+    settings: ProfileConfig | Request
 
     def includes(self, rank: int) -> bool:
-        return not self.ranks or rank in self.ranks
+        return not self.settings.ranks or rank in self.settings.ranks
 
 
 class Capture:
@@ -70,9 +65,9 @@ class Capture:
         activities += [torch.profiler.ProfilerActivity.CUDA] if self.cuda else []
         self._profiler = torch.profiler.profile(
             activities=activities,
-            record_shapes=window.shapes,
-            with_stack=window.stacks,
-            profile_memory=window.memory,
+            record_shapes=window.settings.shapes,
+            with_stack=window.settings.stacks,
+            profile_memory=window.settings.memory,
         )
         # The first start loads the device's tracing library; one step ahead, so that this is not inside the window.
         self._profiler.prepare_trace()
@@ -86,7 +81,7 @@ class Capture:
             if self.cuda:
                 # Work launched before the window is not in the trace; without this it would look like idle time.
                 torch.cuda.synchronize(self.device)
-                if self.window.memory:
+                if self.window.settings.memory:
                     torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
             self._profiler.start_trace()
         self._step = step
@@ -115,7 +110,7 @@ class Capture:
                     mark, unfinished = f'"ProfilerStep#{self._step}"', f'"unfinished step {self._step}"'
                     text = gzip.decompress(temporary.read_bytes()).replace(mark.encode(), unfinished.encode())
                     temporary.write_bytes(gzip.compress(text, 6))
-        if self.window.memory and self.cuda:
+        if self.window.settings.memory and self.cuda:
             files.append(self.folder / f"memory-{self.rank:05d}.pickle")
             write_memory_snapshot(files[-1])
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -151,7 +146,7 @@ class Profiler(Hook):
         if config.steps is not None:
             first, end = parse_step_range(config.steps)
             if training.step < first:
-                self._window = _window(config, first, end)
+                self._window = ProfileWindow(first, end, config)
         if training.world.rank == 0:  # left by an earlier start of this run
             answer_file(training.run).unlink(missing_ok=True)
         if training.world.device.type == "cuda":
@@ -203,7 +198,13 @@ class Profiler(Hook):
         steps = f"{window.first}:{window.first + capture.steps}"
         seconds = time.monotonic() - began_at
         training.run.record(
-            Profiled(steps=steps, files=files, rank=training.world.rank, seconds=seconds, request=window.request)
+            Profiled(
+                steps=steps,
+                files=files,
+                rank=training.world.rank,
+                seconds=seconds,
+                request=getattr(window.settings, "id", None),
+            )
         )
         if training.world.rank == 0:
             training.say(
@@ -242,7 +243,7 @@ class Profiler(Hook):
             self._handled.add(request.id)
             # One step is needed to prepare; a rank that reads the answer too late skips this window.
             if training.step + 1 < request.first:
-                self._window = _window(request, request.first, request.first + request.steps, request.id)
+                self._window = ProfileWindow(request.first, request.first + request.steps, request)
 
     def _answer(self, training: Training) -> Request | None:
         path = request_file(training.run)
@@ -259,19 +260,6 @@ class Profiler(Hook):
         return answer(training.run, request, training.step + 1 + lead_steps)
 
 
-def _window(settings: Any, first: int, end: int, request: str | None = None) -> ProfileWindow:
-    """`settings`: the [profile] table or a request, which have the same keys."""
-    return ProfileWindow(
-        first=first,
-        end=end,
-        ranks=tuple(settings.ranks),
-        shapes=settings.shapes,
-        stacks=settings.stacks,
-        memory=settings.memory,
-        request=request,
-    )
-
-
 def marked(batches: Iterable[Any]) -> Iterator[Any]:
     """The same batches, with the wait for each marked as data loading in a trace; a few microseconds per step."""
     items = iter(batches)
@@ -285,7 +273,7 @@ def marked(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def watch_out_of_memory(run: Run, rank: int) -> None:
-    """Write a memory snapshot when the allocator gives up, before the error frees what held the memory. Free until then."""
+    """Write a memory snapshot when the allocator gives up, before the error frees what held the memory."""
 
     def dump(device: int, requested: int, allocated: int, free: int) -> None:
         with contextlib.suppress(Exception):

@@ -1,7 +1,7 @@
 """Requests to stop or to save: signals, the wall-time limit and request files, agreed on by all ranks.
 
-The ranks agree by one tiny all-reduce per step on a CPU group of its own. It is started at one step and read at the next, so
-no step waits for it and the device is never synchronised.
+The ranks agree by one tiny all-reduce per step on a CPU group of its own. It is started at one step and read at the
+next, so no step waits for it and the device is never synchronised.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ POLL_SECONDS = 2.0
 
 
 class SignalListener:
-    """The first signal that asked this process to stop; used as one value, `listener`, because signals are per process."""
+    """The first signal that asked this process to stop. Signals are per process: `listener` is the only value."""
 
     def __init__(self) -> None:
         self.code = NONE
@@ -46,8 +46,8 @@ class SignalListener:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Handle the signals for a block. Only the main thread may do so; elsewhere they keep their meaning."""
-        if self._handlers or threading.current_thread() is not threading.main_thread():
-            yield  # an outer block listens already
+        if threading.current_thread() is not threading.main_thread():
+            yield
             return
         self.code = NONE
         ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # under nohup
@@ -94,7 +94,8 @@ class StopFlag:
         self.run, self.rank = run, rank
         self._config = config or SaveConfig()
         self._code, self._save_requested, self._save_postponed = NONE, False, False
-        self._ask_end_time, self._end_time = end_time, None
+        self._ask_end_time = end_time
+        self._end_time: float | None = None
         self._asked_at = self._polled_at = -1e18
         self._save_seconds: float | None = None
         self._step_seconds: float | None = None
@@ -105,10 +106,6 @@ class StopFlag:
             import torch.distributed as dist
 
             self._group = dist.new_group(backend="gloo")
-
-    def request(self, code: int = REQUEST) -> None:
-        """Ask for a stop from inside the process."""
-        self._code = self._code or code
 
     def measured(self, *, save_seconds: float | None = None, step_seconds: float | None = None) -> None:
         """Report how long a save and a step take: the lead before the wall-time limit follows."""
@@ -164,12 +161,12 @@ class StopFlag:
         import torch
         import torch.distributed as dist
 
-        before = self._result()
+        before = self._finish_vote()
         vote = torch.tensor((code, int(save)), dtype=torch.int32)
         self._vote = vote, dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return before
 
-    def _result(self) -> tuple[int, bool]:
+    def _finish_vote(self) -> tuple[int, bool]:
         if self._vote is None:
             return NONE, False
         (vote, work), self._vote = self._vote, None
@@ -180,15 +177,7 @@ class StopFlag:
     def close(self) -> None:
         """Finish the vote that is still under way."""
         with contextlib.suppress(RuntimeError):  # another rank is gone already
-            self._result()
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[StopFlag]:
-        with listening():
-            try:
-                yield self
-            finally:
-                self.close()
+            self._finish_vote()
 
 
 def lead_seconds(config: SaveConfig, save_seconds: float | None, step_seconds: float | None) -> float:

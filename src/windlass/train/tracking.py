@@ -1,7 +1,8 @@
 """Exports metrics lines to trackers (W&B, TensorBoard, MLflow) in a thread of its own; no tracker can stop training.
 
-All exports of a run carry one id, kept in the run folder, and a counter that continues over restarts, because W&B drops lines
-whose number goes back. Keys and passwords are the tracker's own business and are never written by windlass.
+All exports of a run carry one id, kept in the run folder, and a counter that continues over restarts, because W&B
+drops lines whose number goes back. Keys and passwords are the tracker's own business and are never written by
+windlass.
 """
 
 from __future__ import annotations
@@ -48,86 +49,61 @@ OpenTracker = Callable[[Run, Recipe, int], Tracker]
 
 
 class Trackers(Hook):
-    """The hook; exports on the main rank only. `openers` replaces the registry, for tests."""
+    """The hook, on the main rank only. Lines go into a queue; one thread opens the trackers and feeds them.
+
+    So a slow disk or a hang does not delay training. `openers` replaces the registry, for tests."""
 
     def __init__(self, openers: Mapping[str, OpenTracker] | None = None) -> None:
         self._openers = openers
-        self._exporter: Exporter | None = None
-        self._every = 1
-        self._lines = 0
-
-    def on_start(self, training: Training) -> None:
-        names = training.recipe.trackers.enabled
-        if not names or not training.world.is_main:
-            return
-        self._every = training.recipe.trackers.every
-        openers = {name: self._openers[name] if self._openers else load_opener(name) for name in names}
-        self._exporter = Exporter(training.run, training.recipe, openers, first_step=training.step, say=training.say)
-        self._exporter.start()
-
-    def on_log(self, training: Training, line: dict[str, Any]) -> None:
-        self._lines += 1
-        if self._exporter is not None and (self._lines - 1) % self._every == 0:
-            self._exporter.put(line)
-
-    def on_stop(self, training: Training, reason: str | None) -> None:
-        if self._exporter is not None:
-            self._exporter.stop()
-
-
-def load_opener(name: str) -> OpenTracker:
-    """Opens the tracker `name`; its module is imported then, in the exporter's thread."""
-    return lambda run, recipe, first_step: TRACKERS.load(name)(run, recipe, first_step)
-
-
-class Exporter:
-    """Lines go into a queue; one thread opens the trackers and feeds them, so that a slow disk or a hang does not delay training."""
-
-    def __init__(
-        self,
-        run: Run,
-        recipe: Recipe,
-        openers: Mapping[str, OpenTracker],
-        *,
-        first_step: int,
-        say: Callable[[str], None],
-    ) -> None:
-        self._run, self._recipe, self._openers, self._first_step, self._say = run, recipe, openers, first_step, say
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_QUEUED_LINES)
-        self._thread = threading.Thread(target=self._export, name="windlass-trackers", daemon=True)
+        self._thread: threading.Thread | None = None
         self._trackers: dict[str, Tracker] = {}
         self._failures: dict[str, int] = {}
         self._opened_at: dict[str, float] = {}
         self._polled_at = time.monotonic()
-        self._count = 0
-        self.dropped = 0
+        self._lines = self._dropped = 0
 
-    def start(self) -> None:
-        self._count = count_lines(self._run)  # before the first new line, so that no line is counted twice
-        self._thread.start()
+    def on_start(self, training: Training) -> None:
+        self._run, self._recipe, self._first_step, self._say = (
+            training.run,
+            training.recipe,
+            training.step,
+            training.say,
+        )
+        if training.recipe.trackers.enabled and training.world.is_main:
+            self._count = count_lines(training.run)  # before the first new line, so that no line is counted twice
+            self._thread = threading.Thread(target=self._export, name="windlass-trackers", daemon=True)
+            self._thread.start()
 
-    def put(self, line: dict[str, Any]) -> None:
+    def on_log(self, training: Training, line: dict[str, Any]) -> None:
+        self._lines += 1
+        if self._thread is None or (self._lines - 1) % self._recipe.trackers.every:
+            return
         try:
             self._queue.put_nowait(dict(line))
         except queue.Full:
-            self.dropped += 1
+            self._dropped += 1
 
-    def stop(self) -> None:
+    def on_stop(self, training: Training, reason: str | None) -> None:
         """Wait a little for the queue to drain; a tracker that hangs is abandoned."""
+        if self._thread is None:
+            return
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=CLOSE_SECONDS)
         self._thread.join(CLOSE_SECONDS)
-        if self.dropped:
-            self._say(f"trackers were too slow: {self.dropped:,} lines were not exported; metrics.jsonl has every line")
+        if self._dropped:
+            training.say(
+                f"trackers were too slow: {self._dropped:,} lines were not exported; metrics.jsonl has every line"
+            )
         if self._thread.is_alive():
-            self._say(
+            training.say(
                 f"trackers did not close within {CLOSE_SECONDS:.0f} s and were abandoned; metrics.jsonl has every line"
             )
 
-    # -- in the thread ----------------------------------------------------------------------------------------------------
+    # -- in the thread -----------------------------------------------------------------------------------------------
 
     def _export(self) -> None:
-        for name in self._openers:
+        for name in self._recipe.trackers.enabled:
             self._open(name)
         while (line := self._queue.get()) is not None:
             self._count += 1
@@ -142,7 +118,8 @@ class Exporter:
 
     def _open(self, name: str) -> None:
         try:
-            self._trackers[name] = self._openers[name](self._run, self._recipe, self._first_step)
+            opener: OpenTracker = self._openers[name] if self._openers else TRACKERS.load(name)
+            self._trackers[name] = opener(self._run, self._recipe, self._first_step)
             self._opened_at[name] = time.monotonic()
         except (Exception, SystemExit) as error:  # a tracker must not end a training run; some leave by exit()
             self._say(f"tracker {name} is off: {_first_line(error)}; metrics.jsonl has every line")
@@ -165,7 +142,7 @@ class Exporter:
         return [name for name, tracker in self._trackers.items() if tracker.uploads_later]
 
     def _reopen_if_requested(self) -> None:
-        """`windlass sync` only uploads closed files, because W&B appends whatever it is sent, also twice: close and reopen."""
+        """`windlass sync` uploads closed files only, because W&B appends whatever it is sent, also twice."""
         names, now = self._offline_names(), time.monotonic()
         if not names or now - self._polled_at < REQUEST_POLL_SECONDS:
             return
@@ -192,7 +169,7 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
-# -- what trackers use ----------------------------------------------------------------------------------------------------
+# -- what trackers use -----------------------------------------------------------------------------------------------
 
 
 def count_lines(run: Run) -> int:

@@ -35,7 +35,7 @@ class HeldOutSource:
     name: str
     language: str | None
     bytes_per_token: float | None
-    """Of the text that is used, where the tokenizer is available; else of the source in the store's ledger; None: unknown."""
+    """Of the text that is used, or of the source by the store's ledger without a tokenizer; None: unknown."""
     indexes: Ints
     share: float
     """Of all held-out tokens."""
@@ -130,8 +130,8 @@ def without_dropout(modules: Iterable[Any]) -> Iterator[None]:
 def hold_out(stream: Any, sequences: int, batch_size: int) -> list[HeldOutSource]:
     """About `sequences` sequences, of every source in proportion and at least one batch of each.
 
-    A batch is of one source, so that its loss is known without a loss per token; a source that is smaller than a batch is
-    repeated in it.
+    A batch is of one source, so that its loss is known without a loss per token; a source that is smaller than a
+    batch is repeated in it.
     """
     sizes = getattr(getattr(stream, "mixture", None), "windows", None)
     weights = np.ones(len(stream.sources)) if sizes is None else np.asarray(sizes, dtype=np.float64)

@@ -1,8 +1,10 @@
-"""Names the rank that hangs: every rank keeps a small file up to date, and when progress stops, the files are compared.
+"""Names the rank that hangs: every rank keeps a small file up to date, and when progress stops, the files are
+compared.
 
-A rank that waits for others looks as stuck as the one they wait for. What tells them apart is how far each one came: the ranks
-in a collective have beaten once more than the rank that never entered it. A process that no longer writes its file is frozen
-or gone. No clock of another host is trusted: a file is fresh when its counter changes between two reads.
+A rank that waits for others looks as stuck as the one they wait for. What tells them apart is how far each one came:
+the ranks in a collective have beaten once more than the rank that never entered it. A process that no longer writes
+its file is frozen or gone. No clock of another host is trusted: a file is fresh when its counter changes between two
+reads.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.errors import EXIT_HANG
 from windlass.files import read_json, write_json
 from windlass.runs.events import Hang
+from windlass.runs.faults import FaultRecord, write_fault
 from windlass.runs.folder import Run
 from windlass.runs.lock import touch
 from windlass.train.hooks import Hook
@@ -95,7 +98,7 @@ class Heartbeat(Hook):
         self.beat(self._step, "ended")
         self._write()
 
-    # -- as a hook of the loop; the phases inside a step come through `step_phase` ------------------------------------------
+    # -- as a hook of the loop; the phases inside a step come through `step_phase` -----------------------------------
 
     def on_start(self, training: Training) -> None:
         self._first_step = training.step
@@ -113,7 +116,7 @@ class Heartbeat(Hook):
     def on_eval(self, training: Training, validation: Validation) -> None:
         self.beat(training.step, "data")
 
-    # -- the thread ---------------------------------------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         while not self._closed.wait(self._every):
@@ -157,25 +160,26 @@ class Heartbeat(Hook):
         second = read_heartbeats(self.run)
         cause = find_hang(first, second, self.world_size)
         error = f"no progress for {self.idle_seconds:.0f} s in step {self._step}, {self._phase}: {cause.text}"
-        record = {
-            "rank": self.rank,
-            "host": socket.gethostname(),
-            "kind": "hang",
-            "exception": "hang",
-            "error": error,
-            "culprit": cause.rank,
-            "traceback": stack,
-            "time": time.time(),
-        }
+        record = FaultRecord(
+            rank=self.rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            kind="hang",
+            exception="hang",
+            error=error,
+            culprit=cause.rank,
+            traceback=stack,
+            time=time.time(),
+        )
         with contextlib.suppress(OSError):
-            write_json(self.run.error_file(self.rank), record)
+            write_fault(self.run, record)
             stuck = [rank for rank, beat in sorted(second.items()) if beat.get("stuck") and rank != cause.rank]
             if self.rank == (stuck or [self.rank])[0]:  # one event for all ranks
                 self.run.record(Hang(rank=cause.rank, seconds=self.idle_seconds, where=cause.text, step=self._step))
         self._leave(EXIT_HANG)
 
 
-# -- comparing the heartbeats of all ranks ----------------------------------------------------------------------------------
+# -- comparing the heartbeats of all ranks ---------------------------------------------------------------------------
 
 
 def read_heartbeats(run: Run) -> dict[int, dict[str, Any]]:
@@ -185,7 +189,7 @@ def read_heartbeats(run: Run) -> dict[int, dict[str, Any]]:
 
 
 def find_hang(first: Heartbeats, second: Heartbeats, world_size: int) -> HangCause:
-    """The rank that holds the others up, from two reads of the heartbeats a few writes apart. The surest sign comes first."""
+    """The rank that holds the others up, from two reads of the heartbeats; the surest sign comes first."""
     ranks = range(world_size)
     missing = [rank for rank in ranks if rank not in second]
     if missing:

@@ -83,7 +83,7 @@ def check_supported(recipe: Recipe, layout: Layout) -> None:
         and layout.shard == "none",
         f'layout.offload = "parameters" with layout.shard = "{layout.shard}"': layout.offload == "parameters"
         and layout.shard != "full",
-        'train.precision = "bf16" with layout.shard = "none" (ZeRO stage 0 keeps no fp32 weights that could be saved)': (
+        'train.precision = "bf16" with layout.shard = "none" (stage 0 keeps no fp32 weights to save)': (
             layout.shard == "none" and train.precision == "bf16"
         ),
         "train.compile (DeepSpeed's hooks break the graphs)": bool(train.compile),
@@ -137,7 +137,8 @@ def _import_deepspeed(world: World) -> Any:
     if cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if not dist.is_initialized():
-        dist.init_process_group("gloo" if cpu else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo" if cpu else "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     with _hidden_package("mlflow"):  # its unused autotuner would import it: seconds of every start
         import deepspeed
     from deepspeed.utils import logger
@@ -166,7 +167,7 @@ def _hidden_package(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_compiler() -> Iterator[None]:
-    """DeepSpeed checks for Muon and compiles parts of it for that, which loads torch's compiler; we never use Muon here."""
+    """DeepSpeed compiles parts of Muon to check for it, which loads torch's compiler; it is not used here."""
     original = torch.compile
     vars(torch)["compile"] = lambda model=None, **_: model or (lambda function: function)
     try:
@@ -196,8 +197,8 @@ class GatheredState:
 class DeepSpeedOptimizer:
     """DeepSpeed's optimizer with the interface of ours: `slots` with complete tensors for checkpoints.
 
-    Reading `slots` is a collective: every rank reads them in the same order. A restore fills their tensors, and `refresh`
-    writes them back."""
+    Reading `slots` is a collective: every rank reads them in the same order. A restore fills their tensors, and
+    `refresh` writes them back."""
 
     moment_names = ("exp_avg", "exp_avg_sq")
 
@@ -292,7 +293,7 @@ class DeepSpeedOptimizer:
         self._link_moments()
 
     def _link_moments(self) -> None:
-        """Let DeepSpeed find each parameter's moments again: it does so after the first group's step, when later groups have none."""
+        """Let DeepSpeed find all moments: it looks after the first group's step, when later groups have none."""
         outer = self.engine.optimizer
         if hasattr(outer, "_lazy_init_hp_params_optimizer_state"):
             outer._hp_optimizer_states_linked = False
@@ -333,7 +334,7 @@ class DeepSpeedStepper:
         self.beat = beat
         self.guard = Guard(recipe.train, world.device)
         self.scale = 1.0 / plan.tokens_per_step
-        # DeepSpeed averages over ranks and micro-batches; our losses are divided by the tokens of the whole batch already.
+        # DeepSpeed averages over ranks and micro-batches; our losses are already divided by the batch's tokens.
         self.loss_scale = self.scale * world.size * plan.layout.accumulation
 
     def step(self, tokens: Tensor, documents: Tensor | None, lr: float) -> StepResult:

@@ -30,6 +30,6 @@ def assemble(
     if parts.master_copy:
         # The master copy starts from fp32 numbers, not from those that bf16 has rounded: the same as under sharding.
         for slot in optimizer.slots:
-            parts.modules[0].fill(slot.name, slot.master, recipe.seed)
+            parts.modules[0].fill(slot.name, slot.weights, recipe.seed)
         optimizer.refresh()
     return parts, optimizer, Stepper(parts, optimizer, recipe, step, world, plan, beat)

@@ -1,8 +1,9 @@
 """What all optimizers share: parameters with their state, master copies, stochastic rounding, skipped steps.
 
-An optimizer works on each rank's own part of every tensor, whatever the layout. One implementation serves fp32 weights
-(sharded or not), bf16 weights with an fp32 master copy, and bf16 moments or weights with stochastic rounding. Clipping and
-the decision to skip a step are factors inside the update, so gradients are read once and the host never waits for the device.
+An optimizer works on each rank's own part of every tensor, whatever the layout. One implementation serves fp32
+weights (sharded or not), bf16 weights with an fp32 master copy, and bf16 moments or weights with stochastic rounding.
+Clipping and the decision to skip a step are factors inside the update, so gradients are read once and the host never
+waits for the device.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Optimizer:
         self.calls = 0
         """Steps requested: what the host knows without waiting."""
 
-    # -- written by each optimizer ----------------------------------------------------------------------------------------
+    # -- written by each optimizer -----------------------------------------------------------------------------------
 
     def numbers(self, lr: float, scale: Tensor) -> Tensor:
         """Scalars of this step that `rule` reads, as one tensor; `scale` (the gradient factor) is the first."""
@@ -129,7 +130,7 @@ class Optimizer:
             for old, value in zip(state, new_state, strict=True):
                 old.copy_(value)
 
-    # -- used by the training step ----------------------------------------------------------------------------------------
+    # -- used by the training step -----------------------------------------------------------------------------------
 
     def accumulate_in_fp32(self) -> None:
         """Move each micro-batch's bf16 gradient into an fp32 sum as soon as it is complete."""
@@ -178,7 +179,7 @@ class Optimizer:
         with self.same_noise():
             self.step_device(slots, lr, torch.as_tensor(scale, dtype=torch.float32, device=device), good)
 
-    # -- the two ways to apply an update ----------------------------------------------------------------------------------
+    # -- the two ways to apply an update -----------------------------------------------------------------------------
 
     def step_host(self, slots: list[ParameterState], lr: float, scale: float) -> None:
         fp32: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
@@ -197,7 +198,7 @@ class Optimizer:
                 local(slot.parameter).copy_(weights[index])
 
     def _store(self, slot: ParameterState, kind: str, target: Tensor, value: Tensor) -> None:
-        """The rounding is seeded by step and name alone: ranks with copies round them alike, and a resumed run repeats it."""
+        """Rounding is seeded by step and name alone: copies on other ranks and resumed runs round alike."""
         if target.dtype == torch.bfloat16:
             generator = generator_of(f"{int(self.count)}/{slot.name}/{kind}", value.device)
             target.copy_(round_stochastically(value, generator))
@@ -222,7 +223,7 @@ class Optimizer:
     def same_noise(self) -> Iterator[None]:
         """Seed the device's random numbers by the step for the time of an update, where something is rounded.
 
-        Ranks that hold copies must round them alike, but their generators differ after a restart on another number of ranks.
+        Ranks must round copies alike, but their generators differ after a restart on another number of ranks.
         """
         dtypes = {local(slot.weights).dtype for slot in self.slots}
         if self.config.moments != "bf16" and torch.bfloat16 not in dtypes:
@@ -235,7 +236,7 @@ class Optimizer:
 
 
 def update_function(rule: Rule) -> Callable[..., None]:
-    """The in-place update of one tensor in device memory; compiled into a single kernel that reads and writes everything once."""
+    """The in-place update of one tensor; compiled into one kernel that reads and writes everything once."""
 
     def update(
         weights: Tensor,
@@ -269,7 +270,7 @@ def _store_rounded(target: Tensor, value: Tensor) -> None:
 
 
 def round_stochastically(value: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """fp32 -> bf16, up or down with the probability that keeps the mean: add 16 random bits below bf16's last bit, then cut."""
+    """fp32 -> bf16, up or down with the probability that keeps the mean: add 16 random low bits, then cut."""
     # A compiled update of any size cannot name a generator, not even None.
     source: dict[str, Any] = {} if generator is None else {"generator": generator}
     noise = torch.randint(0, 1 << 16, value.shape, dtype=torch.int32, device=value.device, **source)

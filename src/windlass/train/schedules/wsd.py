@@ -1,4 +1,4 @@
-"""Warm-up, stable, decay: constant until the last optim.decay tokens (a tenth of the run by default), then a straight line."""
+"""Warm-up, stable, decay: constant, then a straight line over the last optim.decay tokens."""
 
 from __future__ import annotations
 
