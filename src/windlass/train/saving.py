@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from windlass.checkpoint.load import discard_after, find_latest
-from windlass.checkpoint.save import Outcome
+from windlass.checkpoint.save import SaveResult
 from windlass.errors import CheckpointError
 from windlass.train import failure
 from windlass.train.batches import open_batches
@@ -25,7 +25,7 @@ def save_if(job: Job, due: bool) -> None:
         each(job.hooks, "on_save", job)
 
 
-def _heed(job: Job, done: Outcome | None) -> None:
+def _heed(job: Job, done: SaveResult | None) -> None:
     """A save in the background has ended: what it took decides when the next ones come; that it failed must not go unheard."""
     if done is None:
         return
@@ -36,7 +36,7 @@ def _heed(job: Job, done: Outcome | None) -> None:
         job.say(job.saver.trouble)
 
 
-def begin_save(job: Job, *, block: bool = False) -> Outcome | None:
+def begin_save(job: Job, *, block: bool = False) -> SaveResult | None:
     """Everything that belongs to a step is on its way to the disk before its checkpoint is: a kill in between must lose no line."""
     began = time.perf_counter()
     each(job.hooks, "on_wait", job, "save")
