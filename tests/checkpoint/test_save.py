@@ -89,14 +89,14 @@ def test_a_second_save_waits_for_the_first(run, net, monkeypatch) -> None:
 
 def test_the_stall_is_the_copy_and_not_the_writing(run, net, monkeypatch) -> None:
     real = dcp.save
-    monkeypatch.setattr(save.dcp, "save", lambda *a, **k: (time.sleep(0.5), real(*a, **k))[1])
+    monkeypatch.setattr(save.dcp, "save", lambda *a, **k: (time.sleep(0.2), real(*a, **k))[1])
     saver = Saver(run, SaveConfig())
     saver.save(1, state_of(net()), {})
     outcome = saver.finish()
-    assert outcome.stall_seconds < 0.5 <= outcome.write_seconds
+    assert outcome.stall_seconds < 0.2 <= outcome.write_seconds
     waited = Saver(run, SaveConfig(asynchronous=False)).save(2, state_of(net()), {})
-    assert waited.stall_seconds >= 0.5
-    assert [round(e["stall_seconds"], 1) >= 0.5 for e in events(run, "saved")] == [False, True]
+    assert waited.stall_seconds >= 0.2
+    assert [e["stall_seconds"] >= 0.2 for e in events(run, "saved")] == [False, True]
 
 
 def test_a_failed_save_is_recorded_leaves_nothing_and_is_tried_again(run, net, monkeypatch) -> None:

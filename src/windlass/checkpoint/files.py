@@ -184,11 +184,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except PermissionError:  # not damaged: the caller must not set it aside
         raise
     except OSError as error:
-        message = f"{path} cannot be read: {error.strerror}"
-        raise CheckpointError("checkpoint.unreadable", message, hint=EARLIER_HINT) from None
+        raise CheckpointError(
+            "checkpoint.unreadable", f"{path} cannot be read: {error.strerror}", hint=EARLIER_HINT
+        ) from None
     if manifest is None:
-        message = f"{folder} has no readable {MANIFEST}: the save did not finish"
-        raise CheckpointError("checkpoint.incomplete", message, hint=EARLIER_HINT)
+        raise CheckpointError(
+            "checkpoint.incomplete", f"{folder} has no readable {MANIFEST}: the save did not finish", hint=EARLIER_HINT
+        )
     if SEAL in manifest and manifest != sealed(manifest):
         raise CheckpointError("checkpoint.damaged", f"{path} differs from what was written", hint=EARLIER_HINT)
     if manifest.get("format") != FORMAT:
@@ -200,8 +202,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             hint="resume with the windlass that wrote it, or export its weights and start a new run with save.load",
         )
     if not _lists_every_file(manifest):
-        message = f"{path} is damaged: it does not list every file with its checksums"
-        raise CheckpointError("checkpoint.damaged", message, hint=EARLIER_HINT)
+        raise CheckpointError(
+            "checkpoint.damaged",
+            f"{path} is damaged: it does not list every file with its checksums",
+            hint=EARLIER_HINT,
+        )
     return manifest
 
 
@@ -236,8 +241,9 @@ def complete(folder: Path, *, verify: bool = True) -> SavedCheckpoint:
     if verify and not problems:
         problems = list(content_problems(folder, manifest, manifest["files"]))
     if problems:
-        message = f"{folder} is damaged: {'; '.join(problems[:4])}"
-        raise CheckpointError("checkpoint.damaged", message, hint=EARLIER_HINT)
+        raise CheckpointError(
+            "checkpoint.damaged", f"{folder} is damaged: {'; '.join(problems[:4])}", hint=EARLIER_HINT
+        )
     return SavedCheckpoint(folder, manifest)
 
 

@@ -154,12 +154,13 @@ def read_extra(path: Path) -> dict[str, Any]:
     """`extra` as it was saved, and the generators' states by rank."""
     record = read_json(path / files.EXTRA)
     if record is None or "extra" not in record:
-        message = f"{path / files.EXTRA} is missing or damaged"
-        raise CheckpointError("checkpoint.damaged", message, hint=files.EARLIER_HINT)
+        raise CheckpointError(
+            "checkpoint.damaged", f"{path / files.EXTRA} is missing or damaged", hint=files.EARLIER_HINT
+        )
     return record
 
 
-class ParallelReader(dcp.FileSystemReader):
+class ParallelReader(dcp.FileSystemReader):  # type: ignore[misc]
     """Reads with several threads: one alone does not saturate a fast disk, and the tensors are independent."""
 
     def read_data(self, plan: Any, planner: Any) -> Any:
@@ -200,12 +201,18 @@ def weights_source(path: Path | str) -> Path:
         saved = files.complete_by_size(Run(folder))
         if saved:
             return saved[-1].path
-        hint = "wait for its first save, or name another run"
-        raise CheckpointError("checkpoint.none-finished", f"the run {folder} has no finished checkpoint", hint=hint)
+        raise CheckpointError(
+            "checkpoint.none-finished",
+            f"the run {folder} has no finished checkpoint",
+            hint="wait for its first save, or name another run",
+        )
     content = sorted(p.name for p in folder.iterdir())[:6] if folder.is_dir() else []
     state = f"contains {', '.join(content) or 'nothing'}" if folder.is_dir() else "does not exist"
-    hint = "name a checkpoint folder, a run folder or a Hugging Face folder with *.safetensors"
-    raise CheckpointError("checkpoint.no-weights", f"{folder} has no weights: it {state}", hint=hint)
+    raise CheckpointError(
+        "checkpoint.no-weights",
+        f"{folder} has no weights: it {state}",
+        hint="name a checkpoint folder, a run folder or a Hugging Face folder with *.safetensors",
+    )
 
 
 def load_model_weights(path: Path | str, model: torch.nn.Module, *, verify: bool = True) -> Path:
@@ -238,8 +245,11 @@ def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
         try:
             tensors |= load_file(part)
         except SafetensorError as error:
-            hint = "the copy was cut off or damaged: compare it with the original"
-            raise CheckpointError("checkpoint.weights-damaged", f"{part} cannot be read: {error}", hint=hint) from None
+            raise CheckpointError(
+                "checkpoint.weights-damaged",
+                f"{part} cannot be read: {error}",
+                hint="the copy was cut off or damaged: compare it with the original",
+            ) from None
     return tensors
 
 
@@ -248,12 +258,16 @@ def safetensors_files(folder: Path) -> list[Path]:
     index = (read_json(folder / "model.safetensors.index.json") or {}).get("weight_map") or {}
     parts = [folder / name for name in sorted(set(index.values()))] or sorted(folder.glob("*.safetensors"))
     if not parts:
-        hint = "convert older .bin weights with transformers' save_pretrained first"
-        raise CheckpointError("checkpoint.no-safetensors", f"{folder} has no *.safetensors files", hint=hint)
-    if absent := [part.name for part in parts if not part.is_file()]:
-        message = f"{folder} lacks {len(absent)} of its {len(parts)} weight files ({', '.join(absent[:3])})"
         raise CheckpointError(
-            "checkpoint.weights-incomplete", message, hint="the copy was cut off: copy the missing files"
+            "checkpoint.no-safetensors",
+            f"{folder} has no *.safetensors files",
+            hint="convert older .bin weights with transformers' save_pretrained first",
+        )
+    if absent := [part.name for part in parts if not part.is_file()]:
+        raise CheckpointError(
+            "checkpoint.weights-incomplete",
+            f"{folder} lacks {len(absent)} of its {len(parts)} weight files ({', '.join(absent[:3])})",
+            hint="the copy was cut off: copy the missing files",
         )
     return parts
 

@@ -54,7 +54,7 @@ def from_hf(
         source = to_hf(name)
         if source == "lm_head.weight" and source not in weights:
             source = TOP["embed.weight"]
-        if source in weights:
+        if source is not None and source in weights:
             is_padded = name in ("embed.weight", "head.weight")
             renamed[name] = _padded(weights[source], target) if is_padded else weights[source]
     return renamed

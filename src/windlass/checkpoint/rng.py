@@ -13,10 +13,11 @@ import torch
 
 def capture() -> dict[str, Any]:
     """The states of Python's, NumPy's and torch's generators of this process."""
-    python, numpy = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    numpy: Any = np.random.get_state()  # a tuple or a dict, by its arguments
     value: dict[str, Any] = {
         "python": [python[0], list(python[1]), python[2]],
-        "numpy": [numpy[0], _pack(numpy[1].tobytes()), *map(float, numpy[2:])],  # type: ignore[union-attr]
+        "numpy": [numpy[0], _pack(numpy[1].tobytes()), *map(float, numpy[2:])],
         "torch": _pack(torch.get_rng_state().numpy().tobytes()),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -249,8 +249,9 @@ class Saver:
                 )
         except dcp.CheckpointException as error:  # it holds the failures of all ranks: name the first
             rank, (failure, _) = next(iter(error.failures.items()))
-            message = f"rank {rank} could not write: {_first_line(failure)}"
-            raise CheckpointError("checkpoint.write-failed", message) from failure
+            raise CheckpointError(
+                "checkpoint.write-failed", f"rank {rank} could not write: {_first_line(failure)}"
+            ) from failure
 
     def _describe_own_files(self, folder: Path) -> dict[str, dict[str, Any]]:
         names = sorted(path.name for path in folder.glob(f"__{self.rank}_*.distcp"))

@@ -63,13 +63,19 @@ class Probe:
 def probe(cluster: Cluster | None = None, ask: Ask | None = None) -> Probe:
     """Ask the scheduler of this machine. Without a cluster: the one whose host name patterns match."""
     if ask is None and shutil.which("sinfo") is None:
-        message = "there is no SLURM on this machine (sinfo is not on the PATH)"
-        raise LaunchError("clusters.no-slurm", message, hint="run the probe on a login node of the cluster")
+        raise LaunchError(
+            "clusters.no-slurm",
+            "there is no SLURM on this machine (sinfo is not on the PATH)",
+            hint="run the probe on a login node of the cluster",
+        )
     cluster = cluster or recognise()
     raw = {name: (ask or _ask)(command) for name, command in COMMANDS.items()}
     if raw["sinfo"] is None:
-        hint = "the controller may be unavailable: try again in a few minutes"
-        raise LaunchError("clusters.no-answer", "sinfo gave no answer", hint=hint)
+        raise LaunchError(
+            "clusters.no-answer",
+            "sinfo gave no answer",
+            hint="the controller may be unavailable: try again in a few minutes",
+        )
     tools = tuple(tool for tool in TOOLS if shutil.which(tool))
     return Probe(cluster.name, socket.gethostname(), tuple(compare(cluster, raw)), tools, raw)
 
@@ -81,8 +87,11 @@ def recognise() -> Cluster:
         cluster = load_cluster(name)
         if any(fnmatch(host, pattern) for pattern in cluster.hostname_patterns for host in hosts):
             return cluster
-    hint = f"name one: windlass clusters NAME --probe ({', '.join(cluster_names())})"
-    raise LaunchError("clusters.unknown-host", f"no cluster file matches the host {hosts[1]}", hint=hint)
+    raise LaunchError(
+        "clusters.unknown-host",
+        f"no cluster file matches the host {hosts[1]}",
+        hint=f"name one: windlass clusters NAME --probe ({', '.join(cluster_names())})",
+    )
 
 
 def _ask(command: tuple[str, ...]) -> str | None:

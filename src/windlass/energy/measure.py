@@ -77,7 +77,9 @@ def reconcile(sources: Iterable[SourceEnergy]) -> list[SourceEnergy]:
             continue
         candidates = [s for s in measured if s.scope == scope]
         longest_seconds = max((s.seconds for s in candidates), default=0.0)
-        if scope == "node" and candidates:  # a node's figure below the sum of its parts was cut short, and the parts count instead
+        if (
+            scope == "node" and candidates
+        ):  # a node's figure below the sum of its parts was cut short, and the parts count instead
             parts_joules = sum(s.joules for s in reconcile(s for s in measured if s.scope != "node"))
             candidates = [s for s in candidates if s.joules >= COMPLETE_SHARE * parts_joules]
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.clusters import Cluster, load_cluster
-from windlass.clusters.model import Node, Partition
-from windlass.clusters.model import SlurmLimits
+from windlass.clusters.model import Node, Partition, SlurmLimits
 from windlass.clusters.probe import recognise
 from windlass.errors import LaunchError
 from windlass.files import append_line, write_atomic
