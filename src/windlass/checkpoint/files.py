@@ -265,7 +265,7 @@ def publish(temporary_folder: Path, manifest: dict[str, Any], target: Path) -> N
 
 
 def adopt(temporary_folder: Path, target: Path) -> None:
-    """Give a complete temporary folder its final name; it replaces a checkpoint of the same step (before a rollback)."""
+    """Give a complete temporary folder its final name, replacing one of the same step (from before a rollback)."""
     if target.exists():
         remove(target)
     temporary_folder.rename(target)
@@ -285,7 +285,7 @@ def set_aside(folder: Path, reason: str) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint: first its name, then its files, so that a kill leaves no partial folder under a good name."""
+    """Delete a checkpoint: first its name, then its files, so that a kill leaves no partial one under a good name."""
     if not folder.name.startswith("."):
         folder = folder.rename(folder.with_name(f".removing-{folder.name}"))
     shutil.rmtree(folder, ignore_errors=True)

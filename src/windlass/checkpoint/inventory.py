@@ -19,7 +19,7 @@ class CheckpointEntry:
     """One folder under checkpoints/."""
 
     name: str
-    # complete (every file at its size), verified (every byte as written), damaged, set aside, unfinished, unknown format
+    # complete (sizes agree), verified (every byte agrees), damaged, set aside, unfinished or unknown format
     state: str
     step: int | None = None
     tokens: int | None = None
@@ -45,7 +45,7 @@ def inventory(
     verify: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[CheckpointEntry]:
-    """Finished ones, oldest first; then unfinished saves and those set aside. `progress`: folders checked, of how many."""
+    """Finished ones, oldest first; then unfinished ones and those set aside. `progress`: folders checked, total."""
     reasons = keep.keep_reasons(files.complete_by_size(run), config)
     finished, entries = files.steps_on_disk(run), []
     for step, folder in finished:
@@ -63,7 +63,7 @@ def inventory(
 
 
 def resumes_from(entries: Sequence[CheckpointEntry]) -> int | None:
-    """The step that a resume starts at; None when there is none, or when a newer one of an unknown format prevents it."""
+    """The step that a resume starts at; None without one, or when a newer one of an unknown format prevents it."""
     for entry in reversed([e for e in entries if e.name.startswith("step-")]):
         if entry.state == "unknown format" or entry.usable:
             return entry.step if entry.usable else None

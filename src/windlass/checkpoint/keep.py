@@ -97,7 +97,8 @@ def forecast(
         kept, peak = (min(count, periodic_saves + 1 + config.keep_best) for count in (kept, peak))
     peak_bytes = peak * checkpoint_bytes
     limit, name = (config.quota, "save.quota") if config.quota is not None else (free_bytes, "free space")
-    text = f"checkpoints: keeping {rules(config)} ({kept} x {print_bytes(checkpoint_bytes)}, peak {print_bytes(peak_bytes)})"
+    sizes = f"{kept} x {print_bytes(checkpoint_bytes)}, peak {print_bytes(peak_bytes)}"
+    text = f"checkpoints: keeping {rules(config)} ({sizes})"
     text += f"; {name} {print_bytes(limit)}" if limit is not None else "; quota unknown"
     text += ": later saves will fail" if limit is not None and peak_bytes > limit else ""
     return Forecast(checkpoint_bytes, kept, peak_bytes, limit, name, text)

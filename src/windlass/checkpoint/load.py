@@ -40,22 +40,17 @@ def find_latest(run: Run, verify: bool = True, before: int | None = None) -> Sav
     notes: list[str] = []
     limit = before
     while True:
-        step, folder = _on_rank_0(_newest, run, limit)
-        if folder is None:
+        candidates = [item for item in _on_rank_0(files.steps_on_disk, run) if limit is None or item[0] < limit]
+        if not candidates:
             if before is None:
                 _on_rank_0(_refuse_to_start_again, run)
             return None
+        limit, folder = candidates[-1]
         manifest, problem = _on_rank_0(_open, folder)
         problem = problem or (_content_problem(folder, manifest) if verify else None)
         if problem is None:
             return SavedCheckpoint(folder, manifest, set_aside=tuple(notes))
         notes.append(_on_rank_0(_set_aside, run, folder, problem))
-        limit = step
-
-
-def _newest(run: Run, limit: int | None) -> tuple[int | None, Path | None]:
-    candidates = [item for item in files.steps_on_disk(run) if limit is None or item[0] < limit]
-    return candidates[-1] if candidates else (None, None)
 
 
 def _open(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
@@ -216,7 +211,7 @@ def weights_source(path: Path | str) -> Path:
 
 
 def load_model_weights(path: Path | str, model: torch.nn.Module, *, verify: bool = True) -> Path:
-    """Fill `model` from a checkpoint, run or Hugging Face folder, with or without a process group. Returns the folder."""
+    """Fill `model` from a checkpoint, run or Hugging Face folder, on one rank or on all. Returns the folder."""
     source = weights_source(path)
     own, twins = model.state_dict(), getattr(model, "twins", None)
     if not (source / files.MANIFEST).is_file():

@@ -36,10 +36,10 @@ def to_hf(name: str) -> str | None:
 def from_hf(
     weights: Mapping[str, Any], own: Mapping[str, Any], twins: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """A Hugging Face folder's weights under the names of `own` (the state of our Llama, or of a wrapped transformers model).
+    """Weights of a Hugging Face folder under the names of `own`: the state of our Llama or of a wrapped model.
 
-    Rows that pad our vocabulary are zero. A tied head is taken from the embedding; `twins` maps names of a wrapped model
-    that stand for the same weight.
+    Rows that pad our vocabulary are zero. A tied head is taken from the embedding; `twins` maps names of a wrapped
+    model that stand for the same weight.
     """
     renamed: dict[str, Any] = {}
     if any(name.startswith("net.") for name in own):

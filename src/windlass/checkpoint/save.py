@@ -171,7 +171,8 @@ class Saver:
             return None
         good = f"the newest good one is step {self.good.step}" if self.good else "this start has no good one yet"
         times = "" if self._failures == 1 else f" ({self._failures} times in a row)"
-        return f"step {self.last.step} could not be saved{times}: {self.last.error}; training continues and retries; {good}"
+        problem = f"step {self.last.step} could not be saved{times}: {self.last.error}"
+        return f"{problem}; training continues and retries; {good}"
 
     def close(self) -> None:
         self.finish()
@@ -186,7 +187,7 @@ class Saver:
             self._failures += 1
             self._retry_at = time.monotonic() + RETRY_SECONDS * 2 ** min(self._failures - 1, 4)
 
-    # -- in the background thread ---------------------------------------------------------------------------------------
+    # The methods below run in the background thread.
 
     def _write(self, request: SaveRequest) -> SaveResult:
         started = time.perf_counter()

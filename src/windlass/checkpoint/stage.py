@@ -31,7 +31,7 @@ class Stager:
         self._warming: threading.Thread | None = None
 
     def prepare(self, state: Any) -> None:
-        """Allocate the memory and touch it in the background, so that the first save waits no longer than the others."""
+        """Allocate and touch the memory in the background, so that the first save waits no longer than the others."""
         size = state_bytes(state)
         if self._slab is not None and self._slab.numel() >= size:
             return

@@ -43,7 +43,7 @@ def energy(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print the run's energy table; EAR and SLURM figures become part of the run's record, so that every view has them."""
+    """Print the run's energy table. EAR and SLURM figures become part of the run's record, so every view has them."""
     from windlass.report.collect import collect
     from windlass.runs.folder import open_run
 

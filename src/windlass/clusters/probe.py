@@ -1,6 +1,6 @@
 """Compares a cluster file with the answers of sinfo, scontrol and sacctmgr on the live machine.
 
-Only `_ask` runs commands. The raw answers are kept, so a probe doubles as test data.
+The raw answers are kept, so a probe doubles as test data.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 from windlass.clusters.load import cluster_names, load_cluster
 from windlass.clusters.model import Cluster, Partition, SlurmLimits
+from windlass.clusters.scheduler import command_output
 from windlass.errors import LaunchError, WindlassError
 from windlass.units import parse_seconds, print_seconds
 
@@ -49,15 +48,7 @@ class Probe:
     host: str
     differences: tuple[ProbeDifference, ...]
     tools: tuple[str, ...]
-    raw: Mapping[str, str | None] = field(default_factory=dict)
-
-    @property
-    def title(self) -> str:
-        tools = ", ".join(self.tools) or "none"
-        return f"{self.cluster}: cluster file and live machine ({self.host}); installed tools: {tools}"
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    raw: Mapping[str, str | None]
 
 
 def probe(cluster: Cluster | None = None, ask: Ask | None = None) -> Probe:
@@ -69,7 +60,8 @@ def probe(cluster: Cluster | None = None, ask: Ask | None = None) -> Probe:
             hint="run the probe on a login node of the cluster",
         )
     cluster = cluster or recognise()
-    raw = {name: (ask or _ask)(command) for name, command in COMMANDS.items()}
+    ask = ask or (lambda command: command_output([os.path.expandvars(argument) for argument in command]))
+    raw = {name: ask(command) for name, command in COMMANDS.items()}
     if raw["sinfo"] is None:
         raise LaunchError(
             "clusters.no-answer",
@@ -92,15 +84,6 @@ def recognise() -> Cluster:
         f"no cluster file matches the host {hosts[1]}",
         hint=f"name one: windlass clusters NAME --probe ({', '.join(cluster_names())})",
     )
-
-
-def _ask(command: tuple[str, ...]) -> str | None:
-    argv = [os.path.expandvars(argument) for argument in command]
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
 
 
 @dataclass(frozen=True)
