@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from windlass.checkpoint.load import find_latest, restore
-from windlass.checkpoint.save import Saver, plain_write_speed
+from windlass.checkpoint.save import Saver
 from windlass.checkpoint.stage import state_bytes
 from windlass.config.save import SaveConfig
 from windlass.files import write_json
@@ -40,6 +40,20 @@ from windlass.units import print_bytes, print_seconds
 STEPS_PER_SAVE = 100
 ODD = bytes(value & 1 for value in range(256))
 """mincore says "present" in the lowest bit of a byte; translating is fast over millions of pages."""
+
+
+def plain_write_speed(folder: Path, size: int = 2**28) -> float:
+    """Bytes per second of a plain sequential write with sync, for comparison with a save."""
+    block, path = os.urandom(2**22), folder / ".speed"
+    started = time.perf_counter()
+    try:
+        with path.open("wb", buffering=0) as file:
+            for _ in range(size // len(block)):
+                file.write(block)
+            os.fsync(file.fileno())
+        return size / (time.perf_counter() - started)
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def shapes(params: float) -> list[tuple[int, ...]]:

@@ -27,14 +27,14 @@ def test_the_damaged_chunk_is_named(tmp_path, monkeypatch) -> None:
     (tmp_path / "x").write_bytes(b"aaaabbbbcccc")
     manifest = {"files": files.describe(tmp_path, ["x"])}
     (tmp_path / "x").write_bytes(b"aaaabbXbcccc")
-    assert list(files.content_problems(tmp_path, manifest, ["x"])) == [
-        "x differs from what was written (64 MiB chunk 2 of 3)"
-    ]
+    [problem] = files.content_problems(tmp_path, manifest, ["x"])
+    assert problem.startswith("x ") and "chunk 2 of 3" in problem
 
 
 def test_a_folder_without_manifest_is_no_checkpoint(tmp_path) -> None:
-    with pytest.raises(CheckpointError, match="the save did not finish"):
+    with pytest.raises(CheckpointError) as error:
         files.complete(tmp_path)
+    assert error.value.code == "checkpoint.incomplete"
 
 
 def test_names_beyond_nine_digits_are_read(run) -> None:

@@ -1,4 +1,4 @@
-"""Do the measured files keep what was promised of saving, loading and evaluating?"""
+"""The recorded measurements of saving, loading and evaluating meet their goals."""
 
 from __future__ import annotations
 

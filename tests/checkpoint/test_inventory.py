@@ -1,4 +1,4 @@
-"""`windlass checkpoints`: every folder in its state, and nothing changed by looking."""
+"""`windlass checkpoints`: the state of every folder; reading changes nothing."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ def full(run):
 def test_every_folder_in_its_state(full) -> None:
     before = sorted(p.name for p in full.checkpoints.iterdir())
     rules = SaveConfig(keep_last=1, keep_best=1)
-    found = inventory(full, rules)
-    assert [(e.step, e.state) for e in found] == [
-        (2, "whole"), (3, "whole"), (4, "whole"), (5, "whole"), (6, "unfinished"), (1, "set aside"),
+    entries = inventory(full, rules)
+    assert [(e.step, e.state) for e in entries] == [
+        (2, "complete"), (3, "complete"), (4, "complete"), (5, "complete"), (6, "unfinished"), (1, "set aside"),
     ]  # fmt: skip
-    assert [e.kept_by for e in found[:4]] == [("number 1 by val_loss (1.5000)",), (), (), ("one of the last 1",)]
-    assert found[5].problem == "step-000000001: rolled back" and resumes_from(found) == 5
-    seen = []
-    checked = inventory(full, rules, verify=True, told=lambda done, whole: seen.append((done, whole)))
-    assert [e.state for e in checked[:4]] == ["verified"] * 3 + ["damaged"] and seen[-1] == (4, 4)
-    assert checked[3].problem == "__0_0.distcp differs from what was written (64 MiB chunk 1 of 1)"
+    assert [e.kept_by for e in entries[:4]] == [("number 1 by val_loss (1.5000)",), (), (), ("one of the last 1",)]
+    assert entries[5].problem == "step-000000001: rolled back" and resumes_from(entries) == 5
+    calls = []
+    checked = inventory(full, rules, verify=True, progress=lambda done, total: calls.append((done, total)))
+    assert [e.state for e in checked[:4]] == ["verified"] * 3 + ["damaged"] and calls[-1] == (4, 4)
+    assert checked[3].problem.startswith("__0_0.distcp") and "chunk 1 of 1" in checked[3].problem
     assert resumes_from(checked) == 4
     assert sorted(p.name for p in full.checkpoints.iterdir()) == before
 
 
 def test_a_newer_format_stops_a_resume_and_says_so(full) -> None:
     put(full, 9, format=99)
-    found = inventory(full, SaveConfig())
-    assert next(e for e in found if e.step == 9).state == "unknown format" and resumes_from(found) is None
+    entries = inventory(full, SaveConfig())
+    assert next(e for e in entries if e.step == 9).state == "unknown format" and resumes_from(entries) is None
 
 
 def test_the_command(tmp_path, capsys) -> None:
@@ -82,4 +82,4 @@ def test_the_command(tmp_path, capsys) -> None:
         checkpoints(run.path, verify=True)
     assert left.value.exit_code == 7
     out = capsys.readouterr().out
-    assert "damaged" in out and "nothing here can be resumed from" in out
+    assert "damaged" in out and "No checkpoint can be resumed" in out

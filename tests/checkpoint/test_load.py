@@ -1,4 +1,4 @@
-"""Loading: the newest that is whole, the one before when it is not, at any world size and layout."""
+"""Loading: the newest complete checkpoint, the one before when it is damaged, at any world size and layout."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def test_the_newest_is_taken_and_comes_back_bit_for_bit(run, net) -> None:
     model = net(seed=1)
     put(run, 1, net(seed=0))
     put(run, 2, model, data={"position": 7})
-    found = find_latest(run)
-    assert (found.step, found.tokens, found.world_size, found.set_aside) == (2, 20, 1, ())
-    extra = restore(found, state := {"model": dict(net(seed=5).state_dict())})
+    latest = find_latest(run)
+    assert (latest.step, latest.tokens, latest.world_size, latest.set_aside) == (2, 20, 1, ())
+    extra = restore(latest, state := {"model": dict(net(seed=5).state_dict())})
     assert extra == {"tokens": 20, "data": {"position": 7}}
     assert all(torch.equal(state["model"][k], v) for k, v in model.state_dict().items())
 
@@ -75,12 +75,12 @@ def test_a_damaged_one_is_named_and_set_aside_and_the_one_before_is_used(run, ne
         "no manifest": (run.checkpoint(2) / files.MANIFEST).unlink,
         "broken manifest": lambda: (run.checkpoint(2) / files.MANIFEST).write_text("{"),
     }[harm]()
-    found = find_latest(run)
-    assert found.step == 1 and len(found.set_aside) == 1
-    words = {"flipped bit": "differs from what was written", "truncated": "bytes instead of", "missing shard": "is missing",
-             "missing metadata": ".metadata is missing", "no manifest": "did not finish", "broken manifest": "did not finish"}[harm]  # fmt: skip
+    latest = find_latest(run)
+    assert latest.step == 1 and len(latest.set_aside) == 1
+    expected = {"flipped bit": "chunk 1 of 1", "truncated": "bytes instead of", "missing shard": "is missing",
+             "missing metadata": ".metadata is missing", "no manifest": files.MANIFEST, "broken manifest": files.MANIFEST}[harm]  # fmt: skip
     [event] = [e for e in run.events() if e.event == "damaged"]
-    assert words in event.reason and event.checkpoint == "step-000000002"
+    assert expected in event.reason and event.checkpoint == "step-000000002"
     assert (run.checkpoints / "damaged-step-000000002").is_dir() and not run.checkpoint(2).exists()
 
 
@@ -89,11 +89,9 @@ def test_all_damaged_does_not_begin_again_from_nothing(run, net) -> None:
         put(run, step, net())
         flip(shard(run, step))
     for _ in range(2):  # the second start, which finds only what the first set aside, comes to the same end
-        with pytest.raises(
-            CheckpointError, match=r"no whole checkpoint is left in .*; 3 were set aside: .*differs"
-        ) as told:
+        with pytest.raises(CheckpointError) as error:
             find_latest(run)
-        assert "delete the damaged-... folders" in told.value.hint
+        assert error.value.code == "checkpoint.all-damaged" and "3 were set aside" in error.value.message
     assert len([e for e in run.events() if e.event == "damaged"]) == 3
     for folder in files.damaged(run):
         shutil.rmtree(folder)
@@ -115,18 +113,18 @@ def test_any_flipped_bit_of_a_manifest_is_found_or_changes_nothing(run, net, sea
         flipped[at] ^= 1 << at % 7
         path.write_bytes(flipped)
         try:
-            found = files.complete(run.checkpoint(7)).manifest
+            latest = files.complete(run.checkpoint(7), verify=False).manifest
         except CheckpointError:
             continue
         if seal:
-            assert {k: found.get(k) for k in judged} == {k: manifest[k] for k in judged}, flipped[at - 20 : at + 20]
+            assert {k: latest.get(k) for k in judged} == {k: manifest[k] for k in judged}, flipped[at - 20 : at + 20]
 
 
 def test_a_folder_under_another_steps_name_is_set_aside(run, net) -> None:
     put(run, 1, net())
     shutil.copytree(run.checkpoint(1), run.checkpoint(900))
-    found = find_latest(run)
-    assert found.step == 1 and "its manifest is of step 1" in found.set_aside[0]
+    latest = find_latest(run)
+    assert latest.step == 1 and "of step 1" in latest.set_aside[0]
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", files.EXTRA, files.MANIFEST])
@@ -145,9 +143,9 @@ def test_every_kind_of_file_in_every_kind_of_damage(run, net, name, harm) -> Non
         path.write_bytes(
             {"empty": b"", "cut": cut, "flipped": cut + bytes([data[middle] ^ 4]) + data[middle + 1 :]}[harm]
         )
-    found = find_latest(run)
-    assert found.step == 1 and name in found.set_aside[0]
-    extra = restore(found, state := {"model": dict(net(seed=5).state_dict())})
+    latest = find_latest(run)
+    assert latest.step == 1 and name in latest.set_aside[0]
+    extra = restore(latest, state := {"model": dict(net(seed=5).state_dict())})
     assert extra["tokens"] == 10 and torch.equal(state["model"]["first.weight"], net(seed=1).first.weight)
 
 
@@ -155,8 +153,10 @@ def test_files_that_may_not_be_read_are_not_called_damaged(run, net, monkeypatch
     put(run, 1, net())
     put(run, 2, net())
     monkeypatch.setattr("windlass.checkpoint.load.os.access", lambda path, mode: "distcp" not in str(path))
-    with pytest.raises(CheckpointError, match=r"1 of 3 files of .* may not be read \(__0_0.distcp\)"):
+    with pytest.raises(CheckpointError) as error:
         find_latest(run)
+    assert error.value.code == "checkpoint.permission-denied"
+    assert "1 of 3 files" in error.value.message and "(__0_0.distcp)" in error.value.message
     assert run.checkpoint(2).is_dir() and files.damaged(run) == []
 
 
@@ -188,7 +188,7 @@ def test_a_save_killed_while_writing_is_removed(run, net) -> None:
     shutil.copytree(run.checkpoint(1), half)
     (half / files.MANIFEST).unlink()
     assert find_latest(run).step == 1 and not half.exists()
-    assert "cut off" in next(e.reason for e in run.events() if e.event == "damaged")
+    assert [e.checkpoint for e in run.events() if e.event == "damaged"] == [half.name]
 
 
 def test_a_deletion_that_was_cut_off_is_finished(run, net) -> None:
@@ -204,9 +204,10 @@ def test_an_unreadable_version_stops_the_run_and_is_left_alone(run, net) -> None
     manifest = json.loads((run.checkpoint(2) / files.MANIFEST).read_text())
     later = files.sealed({**manifest, "format": 99, "windlass": "9.0"})
     (run.checkpoint(2) / files.MANIFEST).write_text(json.dumps(later))
-    with pytest.raises(CheckpointError, match=r"format 99 \(written by windlass 9.0\); this one reads 1") as caught:
+    with pytest.raises(files.UnknownFormatError) as error:
         find_latest(run)
-    assert "resume with the windlass that wrote it" in caught.value.hint
+    assert error.value.code == "checkpoint.unknown-format"
+    assert "format 99 (written by windlass 9.0)" in error.value.message
     assert run.checkpoint(2).is_dir()
 
 
@@ -217,10 +218,11 @@ def test_the_order_is_by_step_and_no_clock_changes_it(run, net) -> None:
     assert find_latest(run, before=2).step == 1
 
 
-def test_another_model_is_refused_with_words(run, net) -> None:
+def test_another_model_is_refused(run, net) -> None:
     put(run, 1, net(width=16))
-    with pytest.raises(CheckpointError, match="does not fit this model"):
+    with pytest.raises(CheckpointError) as error:
         restore(find_latest(run), {"model": dict(net(width=8).state_dict())})
+    assert error.value.code == "checkpoint.model-mismatch"
 
 
 # -- weights only ---------------------------------------------------------------------------------------------------------
@@ -249,8 +251,9 @@ def test_weights_are_checked_before_a_warm_start_or_an_evaluation(run, net, tmp_
     (run.checkpoint(2) / ".metadata").unlink()
     assert weights_source(run.path) == run.checkpoint(1)  # the newest that has all its files
     flip(shard(run, 1))
-    with pytest.raises(CheckpointError, match=r"step-000000001 is damaged: __0_0.distcp differs"):
+    with pytest.raises(CheckpointError) as error:
         load_model_weights(run.path, net())
+    assert error.value.code == "checkpoint.damaged" and "step-000000001" in error.value.message
     assert run.checkpoint(1).is_dir()  # another run's folder: nothing is renamed in it
     load_model_weights(run.path, net(), verify=False)
 
@@ -262,19 +265,18 @@ def test_a_cut_off_safetensors_file_is_named(net, tmp_path) -> None:
     path = tmp_path / "model.safetensors"
     save_file(dict(net().state_dict()), path)
     path.write_bytes(path.read_bytes()[:-7])
-    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read") as told:
+    with pytest.raises(CheckpointError) as error:
         load_model_weights(tmp_path, net())
-    assert "cut off or damaged" in told.value.hint
+    assert error.value.code == "checkpoint.weights-damaged" and "model.safetensors" in error.value.message
 
 
 def test_weights_that_are_not_there(run, tmp_path) -> None:
-    with pytest.raises(CheckpointError, match="does not exist"):
-        weights_source(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="has no finished checkpoint"):
-        weights_source(run.path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="holds nothing"):
-        weights_source(tmp_path / "empty")
+    expected = {"nowhere": "no-weights", "run": "none-finished", "empty": "no-weights"}
+    for name, code in expected.items():
+        with pytest.raises(CheckpointError) as error:
+            weights_source(tmp_path / name)
+        assert error.value.code == f"checkpoint.{code}"
 
 
 def test_weights_of_another_shape_name_the_first_that_differs(run, net, tmp_path) -> None:
@@ -282,8 +284,10 @@ def test_weights_of_another_shape_name_the_first_that_differs(run, net, tmp_path
 
     (tmp_path / "config.json").write_text("{}")
     save_file(dict(net(width=8).state_dict()), tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"4 of another shape \(first.weight: \(32, 8\) there, \(64, 16\) here\)"):
+    with pytest.raises(CheckpointError) as error:
         load_model_weights(tmp_path, net())
+    assert error.value.code == "checkpoint.model-mismatch"
+    assert all(text in error.value.message for text in ("4 of another shape", "first.weight", "(32, 8)", "(64, 16)"))
 
 
 # -- several processes ------------------------------------------------------------------------------------------------------
@@ -336,8 +340,8 @@ def _save_under(rank, world, run, net_class, layout) -> str:
 
 def _load_under(rank, world, run, net_class, layout) -> str:
     state = _sharded(net_class, 2, layout)
-    found = find_latest(run)
-    assert restore(found, state) == {"tokens": 30} and found.world_size == 4
+    latest = find_latest(run)
+    assert restore(latest, state) == {"tokens": 30} and latest.world_size == 4
     return _digest(state)
 
 

@@ -35,7 +35,12 @@ def test_a_save_is_complete_named_and_recorded(run, net) -> None:
     assert saved.bytes == sum(p.stat().st_size for p in saved.path.iterdir() if p.name != files.MANIFEST)
     assert files.temporaries(run) == []
     [event] = events(run, "saved")
-    assert event.step == 5 and event.bytes == saved.bytes and event.stall_seconds >= 0 and event.write_seconds > 0
+    assert (
+        event.step == 5
+        and event.bytes == saved.bytes
+        and event.stall_seconds >= 0
+        and event.write_seconds > 0
+    )
 
 
 def test_training_may_change_the_weights_while_they_are_written(run, net, monkeypatch) -> None:
@@ -84,14 +89,14 @@ def test_a_second_save_waits_for_the_first(run, net, monkeypatch) -> None:
 
 def test_the_stall_is_the_copy_and_not_the_writing(run, net, monkeypatch) -> None:
     real = dcp.save
-    monkeypatch.setattr(save.dcp, "save", lambda *a, **k: (time.sleep(0.5), real(*a, **k))[1])
+    monkeypatch.setattr(save.dcp, "save", lambda *a, **k: (time.sleep(0.2), real(*a, **k))[1])
     saver = Saver(run, SaveConfig())
     saver.save(1, state_of(net()), {})
     outcome = saver.finish()
-    assert outcome.stall_seconds < 0.5 <= outcome.write_seconds
+    assert outcome.stall_seconds < 0.2 <= outcome.write_seconds
     waited = Saver(run, SaveConfig(asynchronous=False)).save(2, state_of(net()), {})
-    assert waited.stall_seconds >= 0.5
-    assert [round(e.stall_seconds, 1) >= 0.5 for e in events(run, "saved")] == [False, True]
+    assert waited.stall_seconds >= 0.2
+    assert [e.stall_seconds >= 0.2 for e in events(run, "saved")] == [False, True]
 
 
 def test_a_failed_save_is_recorded_leaves_nothing_and_is_tried_again(run, net, monkeypatch) -> None:
@@ -128,7 +133,7 @@ def test_a_save_that_would_not_fit_is_not_begun(run, net, monkeypatch) -> None:
     usage = type("Usage", (), {"free": 100, "total": 1000, "used": 900})
     monkeypatch.setattr(save.shutil, "disk_usage", lambda path: usage)
     outcome = saver.save(2, state_of(net()), {}, block=True)
-    assert "100 B free and a checkpoint needs" in outcome.error
+    assert "100 B free" in outcome.error
     assert [s.step for s in files.list_saved(run)] == [1]
 
 
@@ -145,14 +150,16 @@ def test_a_read_only_folder_fails_the_save_and_not_the_run(run, net) -> None:
 def test_without_host_memory_for_the_copy_training_waits_and_says_so(run, net, monkeypatch) -> None:
     monkeypatch.setattr(save, "available_bytes", lambda: 1000)
     saver = Saver(run, SaveConfig())
-    assert "of host memory and 1000 B is free" in saver.prepare(state_of(net()))
+    assert "1000 B" in saver.prepare(state_of(net()))
     assert saver.save(1, state_of(net()), {}).ok  # done on return
 
 
 def test_a_quota_that_cannot_hold_the_run_is_refused_before_it_starts(run, net) -> None:
     state = state_of(net())  # 16 x 64 + 64 + 64 x 16 + 16 = 2,128 numbers of 4 bytes
-    with pytest.raises(ConfigError, match=r"need 33.2 KiB and save.quota is 9.8 KiB \(3 kept, 8.3 KiB each\)"):
+    with pytest.raises(ConfigError) as error:
         Saver(run, SaveConfig(quota=10_000)).forecast(state, steps=10, batch_tokens=1)
+    assert error.value.code == "checkpoint.quota-too-small"
+    assert all(number in error.value.message for number in ("33.2 KiB", "9.8 KiB", "3 kept", "8.3 KiB"))
     assert Saver(run, SaveConfig(quota=40_000)).forecast(state, steps=10, batch_tokens=1).checkpoint_bytes == 4 * 2128
 
 

@@ -46,7 +46,7 @@ def test_a_machine_without_accounting():
     assert (
         result.raw["qos"] is None
         and any(d.key == "nodes" for d in result.differences)
-        and result.as_dict()["cluster"] == "leonardo-booster"
+        and result.cluster == "leonardo-booster"
     )
 
 

@@ -10,13 +10,13 @@ import threading
 import time
 
 import pytest
+from windlass.train.supervise import run_workers
 
 from windlass import errors
 from windlass.checkpoint import files
 from windlass.files import write_json
 from windlass.runs.faults import exit_code_of, kind_of, record_fault
 from windlass.train import supervise
-from windlass.train.supervise import run_workers
 
 HEAD = """
 import os, sys, time, signal

@@ -296,7 +296,6 @@ def embedding_gradient() -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]
     """How the embedding's gradient lies on this rank of two, the whole of it, and what a whole table would have given."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
-
     from windlass.train.tensor import by_rows, parallel_lookup
 
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from windlass.train.check import check
 
 from windlass.clusters.scheduler import Place
 from windlass.config import Recipe
@@ -18,7 +19,6 @@ from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError, DataError
 from windlass.runs.folder import Run
 from windlass.runs.metrics import METRICS
 from windlass.train import loop
-from windlass.train.check import check
 from windlass.train.failure import DivergedError, OutOfMemoryError, explain
 from windlass.train.hooks import Hook
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from tests.train.test_loop import recipe, train
+from windlass.train.job import Job
 
 from windlass.train import metrics
 from windlass.train.hooks import Hook
-from windlass.train.job import Job
 from windlass.train.metrics import EnergyPerToken, Recorder
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from windlass.train.attention import apply_attention
+from windlass.train.geometry import geometry_of
 
 from windlass.config import LayoutConfig, OptimConfig, Recipe, TrainConfig
 from windlass.errors import ConfigError
 from windlass.models import build
-from windlass.train.attention import apply_attention
-from windlass.train.geometry import geometry_of
 from windlass.train.guard import LOSS_SPIKE, NONFINITE, NORM_SPIKE, OK, Guard
 from windlass.train.mesh import axes_of
 from windlass.train.parallelize import choose_sync, stage_layers, stage_numbers

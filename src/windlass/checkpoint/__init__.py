@@ -1,4 +1,4 @@
-"""Checkpoints: save (sharded, asynchronous), load (any world size), keep (rules), files (names, manifest, checksums).
+"""Checkpoints: files (names, manifest, checksums), save (sharded, asynchronous), load (any layout), keep (retention).
 
-`files` and `keep` need no torch; `save`, `load` and `stage` do, so nothing is imported here.
+`files`, `keep` and `inventory` need no torch; `save`, `load` and `stage` do, so nothing is imported here.
 """

@@ -1,12 +1,13 @@
-"""What is a complete checkpoint on disk? Names, the manifest that is written last, and the checksums in it. No torch.
+"""Checkpoint folders on disk: names, the manifest that is written last, and its checksums. No torch.
 
-A save is written to `checkpoints/.step-000001000.tmp/`; its `manifest.json` comes last and lists every other file with size and
-checksums; then the folder is renamed to `checkpoints/step-000001000/`. So a folder with a manifest that agrees is whole, whatever
-happened on the way.
+A save is written to `checkpoints/.step-000001000.tmp/`. Its `manifest.json` comes last and lists every other file with
+size and checksums; then the folder is renamed to `checkpoints/step-000001000/`. A folder whose manifest agrees with its
+files is therefore complete, however the save ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,28 +21,32 @@ from typing import Any
 
 from windlass.errors import CheckpointError
 from windlass.files import json_safe, read_json, write_json
+from windlass.processes import usable_cores
 from windlass.runs.folder import Run
 
-FORMAT = 1
-"""Raised when a reader of today could not read tomorrow's checkpoints."""
+FORMAT = 1  # raised when today's reader could not read a checkpoint
 MANIFEST = "manifest.json"
 EXTRA = "extra.json"
-REASON = "damaged.json"
-"""In a folder that was set aside: why."""
+REASON = "damaged.json"  # in a folder that was set aside: the reason
+SEAL = "seal"  # key of the manifest: the checksum of all its other keys, computed the same way in every format
 CHUNK_BYTES = 64 * 2**20
-# CRC-32 is in the standard library, uses the CPU's own instruction (3.9 GiB/s a core measured) and finds every flipped bit;
+# CRC-32 is in the standard library, uses the CPU's instruction (3.9 GiB/s a core measured) and finds every flipped bit;
 # a cryptographic hash would be 2 to 5 times slower and protects against nothing that happens here.
 ALGORITHM = "crc32-64MiB"
-_NAME = re.compile(r"^step-(\d{9,})$")
-_TEMPORARY = re.compile(r"^\.step-(\d{9,})\.tmp$")
+EARLIER_HINT = "use an earlier checkpoint of the run"
+
+
+class UnknownFormatError(CheckpointError):
+    """Complete, but of a version that this windlass does not read: never set aside, never deleted."""
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint folder with a readable manifest."""
 
     path: Path
     manifest: dict[str, Any]
+    set_aside: tuple[str, ...] = ()  # one sentence for each newer checkpoint that could not be used
 
     @property
     def step(self) -> int:
@@ -60,18 +65,15 @@ class Saved:
         return self.manifest.get("metric")
 
     @property
-    def save_seconds(self) -> float | None:
-        """The copy and the writing together, as measured."""
-        write = self.manifest.get("write_seconds")
-        return None if write is None else float(write) + float(self.manifest.get("stall_seconds") or 0.0)
-
-    @property
-    def metric_name(self) -> str | None:
-        return self.manifest.get("metric_name")
-
-    @property
     def world_size(self) -> int | None:
+        """World size of the job that wrote it."""
         return self.manifest.get("world_size")
+
+    @property
+    def save_seconds(self) -> float | None:
+        """Copying and writing together, as measured; None: unknown."""
+        write_seconds = self.manifest.get("write_seconds")
+        return None if write_seconds is None else float(write_seconds) + float(self.manifest.get("stall_seconds") or 0)
 
 
 def temporary(run: Run, step: int) -> Path:
@@ -79,96 +81,88 @@ def temporary(run: Run, step: int) -> Path:
 
 
 def steps_on_disk(run: Run) -> list[tuple[int, Path]]:
-    """(step, folder) of everything that is named like a finished checkpoint, oldest first. By number: clocks may jump."""
-    return sorted((int(m[1]), p) for p in _children(run.checkpoints) if (m := _NAME.match(p.name)))
+    """(step, folder) of everything named like a finished checkpoint, ordered by step: clocks may jump."""
+    return _numbered(run, r"step-(\d{9,})")
 
 
 def temporaries(run: Run) -> list[tuple[int, Path]]:
-    """What a save left behind that did not come to its rename."""
-    return sorted((int(m[1]), p) for p in _children(run.checkpoints) if (m := _TEMPORARY.match(p.name)))
+    """(step, folder) of saves that did not reach their rename."""
+    return _numbered(run, r"\.step-(\d{9,})\.tmp")
+
+
+def _numbered(run: Run, pattern: str) -> list[tuple[int, Path]]:
+    return sorted((int(m[1]), p) for p in _folders(run) if (m := re.fullmatch(pattern, p.name)))
 
 
 def damaged(run: Run) -> list[Path]:
     """Checkpoints that were set aside, oldest first."""
-    return sorted((p for p in _children(run.checkpoints) if p.name.startswith("damaged-")), key=lambda p: p.name)
+    return sorted(path for path in _folders(run) if path.name.startswith("damaged-"))
 
 
-def _children(folder: Path) -> list[Path]:
+def _folders(run: Run) -> list[Path]:
     try:
-        return [p for p in folder.iterdir() if p.is_dir()]
+        return [path for path in run.checkpoints.iterdir() if path.is_dir()]
     except FileNotFoundError:
         return []
 
 
-def list_saved(run: Run) -> list[Saved]:
-    """Finished checkpoints of a run, oldest first; those without a readable manifest are left out."""
-    found = ((path, _manifest(path)) for _, path in steps_on_disk(run))
-    return [Saved(path, manifest) for path, manifest in found if manifest is not None and _shape_is_ours(manifest)]
-
-
-def _manifest(folder: Path) -> dict[str, Any] | None:
-    try:
-        return read_json(folder / MANIFEST)
-    except OSError:
-        return None
+def list_saved(run: Run) -> list[SavedCheckpoint]:
+    """Finished checkpoints of a run, oldest first; without those that have no readable manifest."""
+    saved = []
+    for _, path in steps_on_disk(run):
+        with contextlib.suppress(OSError):
+            manifest = read_json(path / MANIFEST)
+            if manifest is not None and _lists_every_file(manifest):
+                saved.append(SavedCheckpoint(path, manifest))
+    return saved
 
 
 def newest_step(run: Run) -> int | None:
-    """The step of the newest finished checkpoint, without reading it."""
-    saved = list_saved(run)
-    return saved[-1].step if saved else None
+    """The step of the newest finished checkpoint, without reading its files."""
+    return max((saved.step for saved in list_saved(run)), default=None)
 
 
-def whole_by_size(run: Run) -> list[Saved]:
-    """Those of `list_saved` whose files are all there at their full size; reads no content."""
-    return [saved for saved in list_saved(run) if next(size_problems(saved.path, saved.manifest), None) is None]
+def complete_by_size(run: Run) -> list[SavedCheckpoint]:
+    """Those of `list_saved` whose files all exist at their full size; reads no content."""
+    return [saved for saved in list_saved(run) if not any(size_problems(saved.path, saved.manifest))]
 
 
-def _shape_is_ours(manifest: dict[str, Any]) -> bool:
-    files = manifest.get("files")
-    return (
-        isinstance(manifest.get("step"), int)
-        and isinstance(files, dict)
-        and all(_entry_is_ours(f) for f in files.values())
+def _lists_every_file(manifest: dict[str, Any]) -> bool:
+    """Every file has a size and a checksum for each chunk: with fewer, part of the file would go unchecked."""
+    listed = manifest.get("files")
+    if not isinstance(manifest.get("step"), int) or not isinstance(listed, dict):
+        return False
+    return all(
+        isinstance(entry, dict)
+        and isinstance(entry.get("bytes"), int)
+        and isinstance(entry.get("crc32"), list)
+        and len(entry["crc32"]) == max(1, -(-entry["bytes"] // CHUNK_BYTES))
+        for entry in listed.values()
     )
 
 
-def _entry_is_ours(entry: Any) -> bool:
-    """A size, and a checksum for every chunk of it: with fewer, part of the file would go unchecked."""
-    if (
-        not isinstance(entry, dict)
-        or not isinstance(entry.get("bytes"), int)
-        or not isinstance(entry.get("crc32"), list)
-    ):
-        return False
-    return len(entry["crc32"]) == max(1, -(-entry["bytes"] // CHUNK_BYTES))
+def checksums(path: Path) -> list[str]:
+    """One CRC-32 per 64 MiB, in hexadecimal; chunks are read in parallel (zlib releases the GIL)."""
 
+    def checksum(start: int) -> str:
+        crc, remaining = 0, CHUNK_BYTES
+        with path.open("rb", buffering=0) as file:
+            file.seek(start)
+            while remaining and (block := file.read(min(remaining, 2**22))):
+                crc = zlib.crc32(block, crc)
+                remaining -= len(block)
+        return f"{crc:08x}"
 
-# -- checksums ------------------------------------------------------------------------------------------------------------
-
-
-def checksums(path: Path, *, threads: int | None = None) -> list[str]:
-    """One CRC-32 per 64 MiB, in hexadecimal; chunks are read in parallel (zlib lets go of the GIL)."""
     starts = range(0, max(1, path.stat().st_size), CHUNK_BYTES)
     if len(starts) == 1:
-        return [_chunk(path, 0)]
-    with ThreadPoolExecutor(threads or worker_threads()) as pool:
-        return list(pool.map(lambda start: _chunk(path, start), starts))
-
-
-def _chunk(path: Path, start: int) -> str:
-    crc, left = 0, CHUNK_BYTES
-    with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        while left and (block := file.read(min(left, 2**22))):
-            crc = zlib.crc32(block, crc)
-            left -= len(block)
-    return f"{crc:08x}"
+        return [checksum(0)]
+    with ThreadPoolExecutor(worker_threads()) as pool:
+        return list(pool.map(checksum, starts))
 
 
 def worker_threads() -> int:
     """Threads for reading and checksums: this process's cores, at most eight."""
-    return max(1, min(8, len(os.sched_getaffinity(0))))
+    return min(8, usable_cores())
 
 
 def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -176,60 +170,48 @@ def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     return {name: {"bytes": (folder / name).stat().st_size, "crc32": checksums(folder / name)} for name in names}
 
 
-# -- is it whole? ---------------------------------------------------------------------------------------------------------
-
-
-SEAL = "seal"
-"""The manifest's own checksum, over all its other keys; computed the same way in every format."""
-
-
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest with its seal: a flipped bit in it is found as well as one in the files it lists."""
+    """The manifest with its seal, which finds a flipped bit in the manifest itself."""
     plain = json_safe({key: value for key, value in manifest.items() if key != SEAL})
     return {**plain, SEAL: f"{zlib.crc32(json.dumps(plain, sort_keys=True, default=str).encode()):08x}"}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, or an error that says why the folder is no complete checkpoint of a version we read."""
-    hint = "use an earlier checkpoint of the run"
+    """The manifest, or an error that says why the folder is not a complete checkpoint of a format we read."""
+    path = folder / MANIFEST
     try:
-        manifest = read_json(folder / MANIFEST)
-    except PermissionError:  # not damaged: whoever asks must not set it aside
+        manifest = read_json(path)
+    except PermissionError:  # not damaged: the caller must not set it aside
         raise
     except OSError as error:
         raise CheckpointError(
-            "checkpoint.cannot-read", f"{folder / MANIFEST} cannot be read: {error.strerror}", hint=hint
+            "checkpoint.unreadable", f"{path} cannot be read: {error.strerror}", hint=EARLIER_HINT
         ) from None
     if manifest is None:
         raise CheckpointError(
-            "checkpoint.readable-save-did-finish",
-            f"{folder} has no readable {MANIFEST}: the save did not finish",
-            hint=hint,
+            "checkpoint.incomplete", f"{folder} has no readable {MANIFEST}: the save did not finish", hint=EARLIER_HINT
         )
     if SEAL in manifest and manifest != sealed(manifest):
-        raise CheckpointError(
-            "checkpoint.differs-what-written", f"{folder / MANIFEST} differs from what was written", hint=hint
-        )
+        raise CheckpointError("checkpoint.damaged", f"{path} differs from what was written", hint=EARLIER_HINT)
     if manifest.get("format") != FORMAT:
+        version = manifest.get("windlass", "unknown")
         raise UnknownFormatError(
-            f"{folder} has checkpoint format {manifest.get('format')!r} (written by windlass {manifest.get('windlass', 'unknown')}); this one reads {FORMAT}",
-            hint="resume with the windlass that wrote it, or start a new run from its weights with save.load after an export",
+            "checkpoint.unknown-format",
+            f"{folder} has checkpoint format {manifest.get('format')!r} (written by windlass {version}); "
+            f"this windlass reads {FORMAT}",
+            hint="resume with the windlass that wrote it, or export its weights and start a new run with save.load",
         )
-    if not _shape_is_ours(manifest):
+    if not _lists_every_file(manifest):
         raise CheckpointError(
-            "checkpoint.does-list-every-file",
-            f"{folder / MANIFEST} does not list every file with its checksums: it is damaged",
-            hint=hint,
+            "checkpoint.damaged",
+            f"{path} is damaged: it does not list every file with its checksums",
+            hint=EARLIER_HINT,
         )
     return manifest
 
 
-class UnknownFormatError(CheckpointError):
-    """Whole, but of a version that this windlass does not read: never set aside, never deleted."""
-
-
 def size_problems(folder: Path, manifest: dict[str, Any]) -> Iterator[str]:
-    """Missing, truncated and foreign files; reads no content."""
+    """Missing and truncated files; reads no content."""
     for name, entry in manifest["files"].items():
         path = folder / name
         if not path.is_file():
@@ -241,17 +223,18 @@ def size_problems(folder: Path, manifest: dict[str, Any]) -> Iterator[str]:
 def content_problems(folder: Path, manifest: dict[str, Any], names: Iterable[str]) -> Iterator[str]:
     """Files whose bytes are not those that were written."""
     for name in names:
+        written = manifest["files"][name]["crc32"]
         try:
-            found = checksums(folder / name)
+            current = checksums(folder / name)
         except OSError as error:
             yield f"{name} cannot be read: {error.strerror}"
             continue
-        expected = manifest["files"][name]["crc32"]
-        if bad := [i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b]:
-            yield f"{name} differs from what was written (64 MiB chunk {bad[0] + 1} of {len(expected)})"
+        chunk = next((i for i, (a, b) in enumerate(zip(written, current, strict=False), 1) if a != b), None)
+        if chunk is not None:
+            yield f"{name} differs from what was written (64 MiB chunk {chunk} of {len(written)})"
 
 
-def complete(folder: Path, *, verify: bool = True) -> Saved:
+def complete(folder: Path, *, verify: bool = True) -> SavedCheckpoint:
     """The checkpoint in `folder`, or a CheckpointError that names what is wrong with it."""
     manifest = read_manifest(folder)
     problems = list(size_problems(folder, manifest))
@@ -259,28 +242,19 @@ def complete(folder: Path, *, verify: bool = True) -> Saved:
         problems = list(content_problems(folder, manifest, manifest["files"]))
     if problems:
         raise CheckpointError(
-            "checkpoint.damaged",
-            f"{folder} is damaged: {'; '.join(problems[:4])}",
-            hint="use an earlier checkpoint of the run",
+            "checkpoint.damaged", f"{folder} is damaged: {'; '.join(problems[:4])}", hint=EARLIER_HINT
         )
-    return Saved(folder, manifest)
-
-
-# -- changing names -------------------------------------------------------------------------------------------------------
+    return SavedCheckpoint(folder, manifest)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make names durable; some file systems refuse to sync a folder, and then the rename is as durable as they make it."""
-    try:
+    """Make names durable. Some file systems refuse to sync a folder: then they decide how durable a rename is."""
+    with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def publish(temporary_folder: Path, manifest: dict[str, Any], target: Path) -> None:
@@ -291,7 +265,7 @@ def publish(temporary_folder: Path, manifest: dict[str, Any], target: Path) -> N
 
 
 def adopt(temporary_folder: Path, target: Path) -> None:
-    """Give a complete temporary folder its final name; a checkpoint of the same step (before a rollback) makes way for it."""
+    """Give a complete temporary folder its final name, replacing one of the same step (from before a rollback)."""
     if target.exists():
         remove(target)
     temporary_folder.rename(target)
@@ -299,29 +273,26 @@ def adopt(temporary_folder: Path, target: Path) -> None:
 
 
 def set_aside(folder: Path, reason: str) -> Path:
-    """Rename a damaged checkpoint, so that it is never taken for a good one and can still be looked at."""
+    """Rename a damaged checkpoint, so that it is never used and can still be examined. Returns its new path."""
     target, number = folder.with_name(f"damaged-{folder.name.strip('.')}"), 1
     while target.exists():
         number += 1
         target = folder.with_name(f"damaged-{folder.name.strip('.')}-{number}")
     folder.rename(target)
-    try:
+    with contextlib.suppress(OSError):  # a full or read-only disk: the event has the reason too
         write_json(target / REASON, {"reason": reason})
-    except OSError:  # a full or read-only disk: the event says it too
-        pass
     return target
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint: first its name, then its files, so that a kill in between leaves no half under a good name."""
-    doomed = folder if folder.name.startswith(".") else folder.with_name(f".removing-{folder.name}")
-    if doomed != folder:
-        folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    """Delete a checkpoint: first its name, then its files, so that a kill leaves no partial one under a good name."""
+    if not folder.name.startswith("."):
+        folder = folder.rename(folder.with_name(f".removing-{folder.name}"))
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep_removed(run: Run) -> None:
-    """Finish deletions that a kill cut off."""
-    for path in _children(run.checkpoints):
+    """Finish deletions that a kill interrupted."""
+    for path in _folders(run):
         if path.name.startswith(".removing-"):
             shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What checkpoints does a run have, which are whole, and why does each stay? Looks only; no torch, nothing is renamed or deleted."""
+"""The checkpoints of a run: which are complete, and which rule keeps each. Read-only; no torch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from windlass.runs.folder import Run
 
 
 @dataclass(frozen=True)
-class Entry:
+class CheckpointEntry:
     """One folder under checkpoints/."""
 
     name: str
+    # complete (sizes agree), verified (every byte agrees), damaged, set aside, unfinished or unknown format
     state: str
-    """whole (every file at its size), verified (every byte as it was written), damaged, set aside, unfinished, or unknown format."""
     step: int | None = None
     tokens: int | None = None
-    bytes: int | None = None
-    """On the disk now."""
+    bytes: int | None = None  # on the disk now
     metric: float | None = None
     metric_name: str | None = None
     world_size: int | None = None
@@ -32,70 +31,73 @@ class Entry:
     stall_seconds: float | None = None
     write_seconds: float | None = None
     problem: str | None = None
-    kept_by: tuple[str, ...] = ()
-    """Which of the run's rules want it; empty for what the next save removes, and for what is not whole."""
+    kept_by: tuple[str, ...] = ()  # rules that keep it; empty: the next save removes it, or it is not complete
 
     @property
     def usable(self) -> bool:
-        return self.state in ("whole", "verified")
+        return self.state in ("complete", "verified")
 
 
 def inventory(
-    run: Run, config: SaveConfig, *, verify: bool = False, told: Callable[[int, int], None] = lambda done, whole: None
-) -> list[Entry]:
-    """Finished ones, oldest first; then what a save left unfinished and what was set aside. `told`: folders looked at, of how many."""
-    reasons = {kept.step: kept.reasons for kept in keep.judge(files.whole_by_size(run), config)}
-    finished, others = files.steps_on_disk(run), [*files.temporaries(run), *((None, p) for p in files.damaged(run))]
-    made = []
+    run: Run,
+    config: SaveConfig,
+    *,
+    verify: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[CheckpointEntry]:
+    """Finished ones, oldest first; then unfinished ones and those set aside. `progress`: folders checked, total."""
+    reasons = keep.keep_reasons(files.complete_by_size(run), config)
+    finished, entries = files.steps_on_disk(run), []
     for step, folder in finished:
-        made.append(_finished(step, folder, verify, reasons))
-        told(len(made), len(finished))
-    return made + [_other(step, folder) for step, folder in others]
+        entries.append(_finished_entry(step, folder, verify, reasons))
+        progress(len(entries), len(finished))
+    for step, folder in files.temporaries(run):
+        problem = "a save is in progress or was interrupted"
+        entries.append(CheckpointEntry(folder.name, "unfinished", step=step, bytes=_size(folder), problem=problem))
+    for folder in files.damaged(run):
+        reason = (read_json(folder / files.REASON) or {}).get("reason") or "reason unknown"
+        number = re.search(r"\d+", folder.name)
+        old_step = int(number[0]) if number else None
+        entries.append(CheckpointEntry(folder.name, "set aside", old_step, bytes=_size(folder), problem=str(reason)))
+    return entries
 
 
-def resumes_from(entries: Sequence[Entry]) -> int | None:
-    """The step that a resume goes on from; None when there is none, or when a newer one of an unknown format stops it."""
+def resumes_from(entries: Sequence[CheckpointEntry]) -> int | None:
+    """The step that a resume starts at; None without one, or when a newer one of an unknown format prevents it."""
     for entry in reversed([e for e in entries if e.name.startswith("step-")]):
         if entry.state == "unknown format" or entry.usable:
             return entry.step if entry.usable else None
     return None
 
 
-def _finished(step: int, folder: Path, verify: bool, reasons: dict[int, tuple[str, ...]]) -> Entry:
+def _finished_entry(step: int, folder: Path, verify: bool, reasons: dict[int, tuple[str, ...]]) -> CheckpointEntry:
     try:
         saved = files.complete(folder, verify=verify)
-    except files.UnknownFormatError as error:
-        return Entry(folder.name, "unknown format", step=step, bytes=size_of(folder), problem=_without(folder, error))
     except CheckpointError as error:
-        return Entry(folder.name, "damaged", step=step, bytes=size_of(folder), problem=_without(folder, error))
+        state = "unknown format" if isinstance(error, files.UnknownFormatError) else "damaged"
+        # The folder is in the table already.
+        problem = error.message.replace(f"{folder}/", "").removeprefix(f"{folder} ").removeprefix("is damaged: ")
+        return CheckpointEntry(folder.name, state, step=step, bytes=_size(folder), problem=problem)
     except OSError as error:
-        return Entry(folder.name, "damaged", step=step, problem=f"cannot be read: {error.strerror}")
-    about = {key: saved.manifest.get(key) for key in ("metric_name", "written_at", "stall_seconds", "write_seconds")}
-    return Entry(
-        folder.name, "verified" if verify else "whole", step=saved.step, tokens=saved.tokens, bytes=size_of(folder), metric=saved.metric,
-        world_size=saved.world_size, kept_by=reasons.get(saved.step, ()), **about,
-    )  # fmt: skip
-
-
-def _other(step: int | None, folder: Path) -> Entry:
-    if step is not None:
-        return Entry(
-            folder.name, "unfinished", step=step, bytes=size_of(folder), problem="a save is under way, or was cut off"
-        )
-    reason = (read_json(folder / files.REASON) or {}).get("reason") or "unknown why"
-    number = re.search(r"\d+", folder.name)
-    return Entry(
-        folder.name, "set aside", step=int(number[0]) if number else None, bytes=size_of(folder), problem=str(reason)
+        return CheckpointEntry(folder.name, "damaged", step=step, problem=f"cannot be read: {error.strerror}")
+    return CheckpointEntry(
+        folder.name,
+        "verified" if verify else "complete",
+        step=saved.step,
+        tokens=saved.tokens,
+        bytes=_size(folder),
+        metric=saved.metric,
+        metric_name=saved.manifest.get("metric_name"),
+        world_size=saved.world_size,
+        written_at=saved.manifest.get("written_at"),
+        stall_seconds=saved.manifest.get("stall_seconds"),
+        write_seconds=saved.manifest.get("write_seconds"),
+        kept_by=reasons.get(saved.step, ()),
     )
 
 
-def _without(folder: Path, error: CheckpointError) -> str:
-    """The message without the folder's path, which stands in the line already."""
-    return error.message.replace(f"{folder}/", "").removeprefix(f"{folder} ").removeprefix("is damaged: ")
-
-
-def size_of(folder: Path) -> int | None:
+def _size(folder: Path) -> int | None:
     try:
         return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    except OSError:  # it went away or cannot be read
+    except OSError:  # it was removed meanwhile or cannot be read
         return None

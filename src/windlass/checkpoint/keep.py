@@ -1,14 +1,14 @@
-"""Which checkpoints stay? Last N, one every K for ever, best M by a metric; and will the disk hold them? Pure arithmetic.
+"""Which checkpoints are kept (last N, best M by a metric, one every K), and whether the disk can hold them.
 
-A checkpoint is deleted only when it is complete and no rule wants it; the newest one always stays.
+A checkpoint is deleted only when it is complete and no rule keeps it; the newest one always stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from windlass.checkpoint.files import Saved, remove, sweep_removed, whole_by_size
+from windlass.checkpoint.files import SavedCheckpoint, complete_by_size, remove, sweep_removed
 from windlass.config.save import SaveConfig, parse_interval
 from windlass.errors import ConfigError
 from windlass.runs.events import CheckpointRemoved
@@ -16,94 +16,62 @@ from windlass.runs.folder import Run
 from windlass.units import print_bytes
 
 
-@dataclass(frozen=True)
-class Kept:
-    step: int
-    reasons: tuple[str, ...]
-    """Which rules want it; empty: none does."""
-
-
-def judge(saved: Sequence[Saved], config: SaveConfig) -> list[Kept]:
-    """For every checkpoint, oldest first, the rules that keep it."""
+def keep_reasons(saved: Sequence[SavedCheckpoint], config: SaveConfig) -> dict[int, tuple[str, ...]]:
+    """Step -> the rules that keep it (empty: none), oldest first."""
     ordered = sorted(saved, key=lambda s: s.step)
-    last = {s.step for s in ordered[-max(1, config.keep_last) :]}
-    best = best_steps(ordered, config.keep_best, config.metric)
-    ever = every_steps(ordered, config.keep_every)
-    return [Kept(s.step, tuple(_reasons(s, config, last, best, ever))) for s in ordered]
+    reasons: dict[int, list[str]] = {s.step: [] for s in ordered}
+    for s in ordered[-max(1, config.keep_last) :]:
+        reasons[s.step].append(f"one of the last {config.keep_last}")
+    # One without a metric, or with the value of another metric, cannot be the best. Of equals the later one is.
+    rated = [(s.metric, -s.step) for s in ordered
+             if s.metric is not None and s.manifest.get("metric_name") in (config.metric, None)]  # fmt: skip
+    for rank, (metric, negative_step) in enumerate(sorted(rated)[: config.keep_best], 1):
+        reasons[-negative_step].append(f"number {rank} by {config.metric} ({metric:.4f})")
+    if config.keep_every is not None:  # the first one at or after each multiple of the interval
+        kind, size = parse_interval(config.keep_every)
+        multiples: set[int] = set()
+        for s in ordered:
+            multiple = int(((s.step if kind == "steps" else s.tokens) or 0) // size)
+            if multiple > 0 and multiple not in multiples:
+                multiples.add(multiple)
+                reasons[s.step].append(f"one every {config.keep_every}")
+    return {step: tuple(texts) for step, texts in reasons.items()}
 
 
-def _reasons(saved: Saved, config: SaveConfig, last: set[int], best: Sequence[int], ever: set[int]) -> Iterable[str]:
-    if saved.step in last:
-        yield f"one of the last {config.keep_last}"
-    if saved.step in best:
-        yield f"number {best.index(saved.step) + 1} by {config.metric} ({saved.metric:.4f})"
-    if saved.step in ever:
-        yield f"one every {config.keep_every}"
-
-
-def best_steps(saved: Sequence[Saved], count: int, metric: str) -> list[int]:
-    """Steps with the lowest metric, best first; of equals the later one. One that was judged by nothing, or by another metric, takes no part."""
-    known = [s for s in saved if s.metric is not None and s.metric_name in (metric, None)]
-    return [s.step for s in sorted(known, key=lambda s: (s.metric, -s.step))[:count]]
-
-
-def every_steps(saved: Sequence[Saved], rule: str | int | None) -> set[int]:
-    """The first checkpoint at or after each multiple of the rule; those before the first multiple take no part."""
-    if rule is None:
-        return set()
-    kind, size = parse_interval(rule)
-    chosen: dict[int, int] = {}
-    for s in sorted(saved, key=lambda s: s.step):
-        position = s.step if kind == "steps" else s.tokens
-        if position is not None and position >= size:
-            chosen.setdefault(int(position // size), s.step)
-    return set(chosen.values())
-
-
-def superseded(saved: Sequence[Saved], config: SaveConfig) -> list[Saved]:
-    """What may be deleted, oldest first; never the newest."""
-    unwanted = {k.step for k in judge(saved, config) if not k.reasons}
-    ordered = sorted(saved, key=lambda s: s.step)
-    return [s for s in ordered[:-1] if s.step in unwanted]
+def superseded(saved: Sequence[SavedCheckpoint], config: SaveConfig) -> list[SavedCheckpoint]:
+    """Checkpoints that may be deleted, oldest first."""
+    reasons = keep_reasons(saved, config)
+    return [s for s in sorted(saved, key=lambda s: s.step) if not reasons[s.step]]
 
 
 def tidy(run: Run, config: SaveConfig) -> list[int]:
-    """Delete what is superseded and say so in events.jsonl; the steps that were removed.
+    """Delete superseded checkpoints and record it in events.jsonl. Returns their steps.
 
-    One that has lost a file counts for nothing and is left for the next start to name: it must not push out a good one.
+    One that has lost a file is ignored and left for the next start to report: it must not displace a good one.
     """
     sweep_removed(run)
-    doomed = superseded(whole_by_size(run), config)
-    for saved in doomed:
+    unwanted = superseded(complete_by_size(run), config)
+    for saved in unwanted:
         remove(saved.path)
-        run.record(
-            CheckpointRemoved(step=saved.step, bytes=saved.bytes, reason=f"superseded: not among {rules(config)}")
-        )
-    return [saved.step for saved in doomed]
+        reason = f"superseded: not among {rules(config)}"
+        run.record(CheckpointRemoved(step=saved.step, bytes=saved.bytes, reason=reason))
+    return [saved.step for saved in unwanted]
 
 
 def rules(config: SaveConfig) -> str:
-    """The rules in words."""
-    parts = [f"the last {config.keep_last}"]
-    if config.keep_best:
-        parts.append(f"the best {config.keep_best} by {config.metric}")
-    if config.keep_every is not None:
-        parts.append(f"one every {config.keep_every}")
-    return ", ".join(parts)
-
-
-# -- forecast -------------------------------------------------------------------------------------------------------------
+    """The rules as text."""
+    best = f"the best {config.keep_best} by {config.metric}" if config.keep_best else ""
+    every = f"one every {config.keep_every}" if config.keep_every is not None else ""
+    return ", ".join(filter(None, (f"the last {config.keep_last}", best, every)))
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Disk use of a whole run's checkpoints."""
+    """Disk use of all checkpoints of a run."""
 
     checkpoint_bytes: int
-    kept: int
-    """Checkpoints that stay at the end."""
-    peak_bytes: int
-    """With the one that is being written before the oldest goes."""
+    kept: int  # checkpoints that stay at the end
+    peak_bytes: int  # with the one that is being written before the oldest is deleted
     limit_bytes: int | None
     limit_name: str
     text: str
@@ -116,42 +84,37 @@ class Forecast:
 def forecast(
     checkpoint_bytes: int, config: SaveConfig, *, steps: int, batch_tokens: int, free_bytes: int | None = None
 ) -> Forecast:
-    """How much space the rules will need; measured against save.quota, else against the free space of the disk."""
-    wanted = config.keep_last + config.keep_best + _for_ever(config.keep_every, steps, batch_tokens)
-    saves = _saves(config, steps, batch_tokens)
-    kept = wanted if saves is None else min(wanted, saves)
-    peak = (kept + 1 if saves is None else min(kept + 1, saves)) * checkpoint_bytes
+    """Space that the rules need, compared with save.quota, else with the free space of the disk."""
+
+    def times(rule: str | int) -> int | None:
+        """How often an interval passes during the run; None for one in seconds."""
+        kind, size = parse_interval(rule)
+        return None if kind == "seconds" else int((steps if kind == "steps" else steps * batch_tokens) // size)
+
+    kept = config.keep_last + config.keep_best
+    kept += times(config.keep_every) or 0 if config.keep_every is not None else 0
+    peak = kept + 1
+    periodic_saves = None if config.every == "auto" else times(config.every)
+    if periodic_saves is not None:  # with the last one and the best ones
+        kept, peak = (min(count, periodic_saves + 1 + config.keep_best) for count in (kept, peak))
+    peak_bytes = peak * checkpoint_bytes
     limit, name = (config.quota, "save.quota") if config.quota is not None else (free_bytes, "free space")
-    text = f"checkpoints: {kept} x {print_bytes(checkpoint_bytes)} kept ({rules(config)}), {print_bytes(peak)} at most while saving"
+    sizes = f"{kept} x {print_bytes(checkpoint_bytes)}, peak {print_bytes(peak_bytes)}"
+    text = f"checkpoints: keeping {rules(config)} ({sizes})"
     text += f"; {name} {print_bytes(limit)}" if limit is not None else "; quota unknown"
-    text += ": the later saves will fail" if limit is not None and peak > limit else ""
-    return Forecast(checkpoint_bytes, kept, peak, limit, name, text)
+    text += ": later saves will fail" if limit is not None and peak_bytes > limit else ""
+    return Forecast(checkpoint_bytes, kept, peak_bytes, limit, name, text)
 
 
-def _for_ever(rule: str | int | None, steps: int, batch_tokens: int) -> int:
-    if rule is None:
-        return 0
-    kind, size = parse_interval(rule)
-    return int((steps if kind == "steps" else steps * batch_tokens) // size)
-
-
-def _saves(config: SaveConfig, steps: int, batch_tokens: int) -> int | None:
-    """How many checkpoints a run writes at most, its last one and the best ones included; None when only a clock can tell."""
-    kind, size = ("seconds", 0.0) if config.every == "auto" else parse_interval(config.every)
-    if kind == "seconds":
-        return None
-    return int((steps if kind == "steps" else steps * batch_tokens) // size) + 1 + config.keep_best
-
-
-def check_quota(found: Forecast) -> None:
-    """Refuse a run whose checkpoints cannot fit into its quota, before it starts. Free space may still grow: the text warns."""
-    if found.fits is False and found.limit_name == "save.quota":
-        limit = found.limit_bytes or 0
-        room = limit // found.checkpoint_bytes - 1 if found.checkpoint_bytes else 0
+def check_quota(need: Forecast) -> None:
+    """Refuse a run whose checkpoints exceed its quota, before it starts. Free space may still grow: its text warns."""
+    if need.fits is False and need.limit_name == "save.quota":
+        limit = need.limit_bytes or 0
+        room = limit // need.checkpoint_bytes - 1 if need.checkpoint_bytes else 0
+        hint = f"keep at most {room} (save.keep_last, save.keep_best, save.keep_every)"
         raise ConfigError(
-            "checkpoint.checkpoints-need-kept-each",
-            f"the checkpoints need {print_bytes(found.peak_bytes)} and {found.limit_name} is {print_bytes(limit)} ({found.kept} kept, {print_bytes(found.checkpoint_bytes)} each)",
-            hint=f"keep at most {room} (save.keep_last, save.keep_best, save.keep_every)"
-            if room > 0
-            else "not even one fits beside the one being written: use a larger disk",
+            "checkpoint.quota-too-small",
+            f"the checkpoints need {print_bytes(need.peak_bytes)} and {need.limit_name} is {print_bytes(limit)} "
+            f"({need.kept} kept, {print_bytes(need.checkpoint_bytes)} each)",
+            hint=hint if room > 0 else "the quota does not hold one checkpoint beside the one being written",
         )

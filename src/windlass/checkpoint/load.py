@@ -1,7 +1,7 @@
-"""From which checkpoint does a run go on? The newest that is complete and verified; any world size and layout can read it.
+"""Loads checkpoints: the newest complete one of a run, on any world size and layout.
 
-A damaged or cut-off one is named, set aside and the one before it is used. Weights alone (a warm start, an evaluation) are read
-from a checkpoint, a run or a Hugging Face folder, without a process group.
+A damaged or interrupted checkpoint is reported, set aside, and the one before it is used. Weights alone (a warm start,
+an evaluation) are read from a checkpoint, a run or a Hugging Face folder, with or without a process group.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,63 +21,41 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from windlass.checkpoint import files, names, rng
+from windlass.checkpoint.files import SavedCheckpoint
 from windlass.errors import CheckpointError
 from windlass.files import read_json
 from windlass.runs.events import CheckpointDamaged
 from windlass.runs.folder import Run
 
-# DCP warns at every load of a single process, which is no accident here.
+# DCP warns at every load of a single process, which is intended here.
 warnings.filterwarnings("ignore", message=".*torch.distributed is (disabled|unavailable).*")
 
 
-@dataclass(frozen=True)
-class Found:
-    """A checkpoint to go on from."""
-
-    path: Path
-    step: int
-    tokens: int | None
-    world_size: int | None
-    """Of the job that wrote it."""
-    bytes: int
-    save_seconds: float | None = None
-    """How long training would have waited for it, had it been written without a copy; None: not known."""
-    set_aside: tuple[str, ...] = ()
-    """Sentences about newer ones that could not be used."""
-
-
-def find_latest(run: Run, verify: bool = True, before: int | None = None) -> Found | None:
+def find_latest(run: Run, verify: bool = True, before: int | None = None) -> SavedCheckpoint | None:
     """The newest complete checkpoint (below step `before`), or None. Call it on all ranks; they share the reading.
 
-    A run whose checkpoints are all damaged is refused: to begin again from nothing, unasked, could throw months away.
+    A run whose checkpoints are all damaged is refused: to start again from nothing, unasked, could lose months.
     """
-    wanted_before = before
     if _rank() == 0:
         _tidy_temporaries(run, verify)
     notes: list[str] = []
+    limit = before
     while True:
-        step, folder = _together(_newest, run, before) or (None, None)
-        if folder is None:
-            if wanted_before is None:
-                _together(_refuse_to_begin_again, run)
+        candidates = [item for item in _on_rank_0(files.steps_on_disk, run) if limit is None or item[0] < limit]
+        if not candidates:
+            if before is None:
+                _on_rank_0(_refuse_to_start_again, run)
             return None
-        manifest, problem = _together(_opened, folder)
+        limit, folder = candidates[-1]
+        manifest, problem = _on_rank_0(_open, folder)
         problem = problem or (_content_problem(folder, manifest) if verify else None)
         if problem is None:
-            saved = files.Saved(folder, manifest)
-            return Found(
-                folder, saved.step, saved.tokens, saved.world_size, saved.bytes, saved.save_seconds, tuple(notes)
-            )
-        notes.append(_together(_refuse, run, folder, problem))
-        before = step
+            return SavedCheckpoint(folder, manifest, set_aside=tuple(notes))
+        notes.append(_on_rank_0(_set_aside, run, folder, problem))
 
 
-def _newest(run: Run, before: int | None) -> tuple[int, Path] | None:
-    candidates = [(step, path) for step, path in files.steps_on_disk(run) if before is None or step < before]
-    return candidates[-1] if candidates else None
-
-
-def _opened(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
+def _open(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
+    """(manifest, problem) of a checkpoint, by the names and sizes of its files."""
     try:
         manifest = files.read_manifest(folder)
     except files.UnknownFormatError:
@@ -87,96 +65,85 @@ def _opened(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     if folder.name != f"step-{manifest['step']:09d}":
         return None, f"its manifest is of step {manifest['step']}"
     problems = list(files.size_problems(folder, manifest))
-    if not problems:
-        _refuse_forbidden(folder, manifest)
+    forbidden = sorted(name for name in manifest["files"] if not os.access(folder / name, os.R_OK))
+    if forbidden and not problems:  # not damaged: report it and set nothing aside
+        raise CheckpointError(
+            "checkpoint.permission-denied",
+            f"{len(forbidden)} of {len(manifest['files'])} files of {folder} may not be read "
+            f"({', '.join(forbidden[:3])}): permission denied",
+            hint=f"`ls -l {folder}` shows their owner; change the permissions, or copy the run as its owner",
+        )
     return manifest, "; ".join(problems[:4]) or None
 
 
-def _refuse_forbidden(folder: Path, manifest: dict[str, Any]) -> None:
-    """A file that we may not read is not damaged: say so, and set nothing aside."""
-    closed = [name for name in manifest["files"] if not os.access(folder / name, os.R_OK)]
-    if closed:
+def _refuse_to_start_again(run: Run) -> None:
+    aside = files.damaged(run)
+    if aside:
+        reasons = [str((read_json(path / files.REASON) or {}).get("reason") or path.name) for path in aside]
         raise CheckpointError(
-            "checkpoint.files-may-read-permission",
-            f"{len(closed)} of {len(manifest['files'])} files of {folder} may not be read ({', '.join(sorted(closed)[:3])}): permission denied",
-            hint=f"whose are they? `ls -l {folder}`; chmod, or copy the run as its owner",
+            "checkpoint.all-damaged",
+            f"no complete checkpoint is left in {run.checkpoints}; "
+            f"{len(aside)} were set aside: {'; '.join(reasons[-3:])}",
+            hint="to start again from step 0, delete the damaged-... folders; to resume from one of them unchecked, "
+            "rename it back and resume with save.verify=false",
         )
 
 
-def _refuse_to_begin_again(run: Run) -> None:
-    aside = files.damaged(run)
-    if not aside:
-        return
-    reasons = [(read_json(path / files.REASON) or {}).get("reason") or path.name for path in aside]
-    raise CheckpointError(
-        "checkpoint.whole-checkpoint-left-set",
-        f"no whole checkpoint is left in {run.checkpoints}; {len(aside)} were set aside: {'; '.join(map(str, reasons[-3:]))}",
-        hint="to begin again from step 0, delete the damaged-... folders; to go on from one of them unchecked, give it its name back and resume with save.verify=false",
-    )
-
-
 def _content_problem(folder: Path, manifest: dict[str, Any]) -> str | None:
-    """Checksums, the files dealt out over the ranks."""
-    names = sorted(manifest["files"])[_rank() :: _world_size()]
-    mine = list(files.content_problems(folder, manifest, names))
-    every = [mine]
+    """Compare checksums; the files are divided among the ranks."""
+    own_names = sorted(manifest["files"])[_rank() :: _world_size()]
+    own_problems = list(files.content_problems(folder, manifest, own_names))
+    all_problems = [own_problems] * _world_size()
     if _world_size() > 1:
-        every = [[] for _ in range(_world_size())]
-        dist.all_gather_object(every, mine)
-    return "; ".join([problem for part in every for problem in part][:4]) or None
+        dist.all_gather_object(all_problems, own_problems)
+    return "; ".join([problem for problems in all_problems for problem in problems][:4]) or None
 
 
-def _refuse(run: Run, folder: Path, problem: str) -> str:
+def _set_aside(run: Run, folder: Path, problem: str) -> str:
     reason = f"{folder.name}: {problem.removeprefix(f'{folder} ')}"
     try:
-        where = files.set_aside(folder, reason).name
-    except OSError as error:  # a read-only folder: it is passed over all the same
-        where = f"left where it is: {error.strerror}"
+        moved_to = files.set_aside(folder, reason).name
+    except OSError as error:  # a read-only folder: it is skipped nevertheless
+        moved_to = f"not moved: {error.strerror}"
     with contextlib.suppress(OSError):
-        run.record(CheckpointDamaged(checkpoint=folder.name, reason=reason, moved_to=where))
-    return f"{reason} (now {where})"
+        run.record(CheckpointDamaged(checkpoint=folder.name, reason=reason, moved_to=moved_to))
+    return f"{reason} (now {moved_to})"
 
 
 def discard_after(run: Run, step: int, reason: str) -> None:
-    """Set aside what is newer than `step`: after a rollback nothing may go on from it. Rank 0 only."""
+    """Set aside what is newer than `step`: after a rollback nothing may resume from it. Rank 0 only."""
     for newer, folder in files.steps_on_disk(run):
         if newer > step:
-            _refuse(run, folder, reason)
+            _set_aside(run, folder, reason)
 
 
 def _tidy_temporaries(run: Run, verify: bool) -> None:
-    """A save that was killed before its rename is finished when it is whole, else deleted: it was never a checkpoint."""
+    """A save that was killed before its rename is adopted when it is complete, else deleted."""
     files.sweep_removed(run)
     for step, folder in files.temporaries(run):
-        target = run.checkpoint(step)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, files.UnknownFormatError):  # an unknown format is never deleted
             try:
                 files.complete(folder, verify=verify)
-            except files.UnknownFormatError:  # never ours to delete
-                continue
+            except files.UnknownFormatError:
+                raise
             except CheckpointError as error:
                 files.remove(folder)
-                run.record(
-                    CheckpointDamaged(
-                        checkpoint=folder.name, reason=f"the save was cut off: {error.message}", moved_to=None
-                    )
-                )
-                continue
-            files.adopt(folder, target)
+                reason = f"the save was interrupted: {error.message}"
+                run.record(CheckpointDamaged(checkpoint=folder.name, reason=reason))
+            else:
+                files.adopt(folder, run.checkpoint(step))
 
 
-# -- reading --------------------------------------------------------------------------------------------------------------
-
-
-def restore(found: Found, state: dict[str, Any], *, seed: int = 0) -> dict[str, Any]:
+def restore(checkpoint: SavedCheckpoint, state: dict[str, Any], *, seed: int = 0) -> dict[str, Any]:
     """Fill `state` in place from a checkpoint of any layout, set the random generators, and return its `extra`."""
-    _read(found.path, state)
-    record = read_extra(found.path)
-    if found.world_size == _world_size():
+    _read(checkpoint.path, state)
+    record = read_extra(checkpoint.path)
+    if checkpoint.world_size == _world_size():
         rng.apply(record["rng"][_rank()])
     else:
-        rng.restart(seed, _rank(), found.step)
-    return record["extra"]
+        rng.restart(seed, _rank(), checkpoint.step)
+    extra: dict[str, Any] = record["extra"]
+    return extra
 
 
 def read_extra(path: Path) -> dict[str, Any]:
@@ -184,112 +151,84 @@ def read_extra(path: Path) -> dict[str, Any]:
     record = read_json(path / files.EXTRA)
     if record is None or "extra" not in record:
         raise CheckpointError(
-            "checkpoint.missing-damaged",
-            f"{path / files.EXTRA} is missing or damaged",
-            hint="use an earlier checkpoint of the run",
+            "checkpoint.damaged", f"{path / files.EXTRA} is missing or damaged", hint=files.EARLIER_HINT
         )
     return record
 
 
-class ParallelReader(dcp.FileSystemReader):
-    """Reads with several threads: one alone does not keep a fast disk busy, and the tensors do not depend on each other."""
+class ParallelReader(dcp.FileSystemReader):  # type: ignore[misc]
+    """Reads with several threads: one alone does not saturate a fast disk, and the tensors are independent."""
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        items = sorted(
-            plan.items,
-            key=lambda item: (
-                self.storage_data[item.storage_index].relative_path,
-                self.storage_data[item.storage_index].offset,
-            ),
-        )
+        stored = {id(item): self.storage_data[item.storage_index] for item in plan.items}
+        items = sorted(plan.items, key=lambda item: (stored[id(item)].relative_path, stored[id(item)].offset))
         read, threads = super().read_data, files.worker_threads()
-        # Dealt out in turn, so that each thread gets its share of the large ones.
-        parts = [items[number::threads] for number in range(threads) if items[number::threads]]
-        with ThreadPoolExecutor(max(1, len(parts))) as pool:
-            for done in [pool.submit(read, replace(plan, items=part), planner) for part in parts]:
-                done.result()
+        # Every thread takes each n-th item, so that the large ones are spread evenly.
+        shares = [items[first::threads] for first in range(min(threads, len(items)))]
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda share: read(replace(plan, items=share), planner), shares))
         future: torch.futures.Future[None] = torch.futures.Future()
         future.set_result(None)
         return future
 
 
-def _read(path: Path, state: dict[str, Any], *, partial: bool = False) -> None:
+def _read(path: Path, state: dict[str, Any]) -> None:
     try:
-        dcp.load(
-            state,
-            storage_reader=ParallelReader(path),
-            planner=DefaultLoadPlanner(allow_partial_load=partial),
-            no_dist=_world_size() == 1,
-        )
-    except dcp.CheckpointException as error:
-        inner = next(iter(error.failures.values()))[0]
-        raise _unfit(path, inner) from inner
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise _unfit(path, error) from error
-
-
-def _unfit(path: Path, error: BaseException) -> CheckpointError:
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return CheckpointError(
-        "checkpoint.does-fit-model",
-        f"{path} does not fit this model: {first}",
-        hint="is the recipe's [model] table the one that the checkpoint was made with?",
-    )
-
-
-# -- weights only ---------------------------------------------------------------------------------------------------------
+        dcp.load(state, storage_reader=ParallelReader(path), planner=DefaultLoadPlanner(), no_dist=_world_size() == 1)
+    except (dcp.CheckpointException, RuntimeError, ValueError, KeyError) as error:
+        cause: BaseException = error
+        if isinstance(error, dcp.CheckpointException):  # it holds the failures of all ranks: report the first
+            cause = next(iter(error.failures.values()))[0]
+        first_line = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        raise CheckpointError(
+            "checkpoint.model-mismatch",
+            f"{path} does not fit this model: {first_line}",
+            hint="compare the recipe's [model] table with that of the checkpoint",
+        ) from cause
 
 
 def weights_source(path: Path | str) -> Path:
     """The folder that holds weights: a checkpoint, the newest checkpoint of a run, or a Hugging Face folder."""
-    given = Path(path)
-    if (given / files.MANIFEST).is_file() and (given / ".metadata").is_file():
-        return given
-    if (given / "config.json").is_file() and list(given.glob("*.safetensors")):
-        return given
-    if (given / "checkpoints").is_dir():
-        saved = files.whole_by_size(Run(given))
+    folder = Path(path)
+    is_checkpoint = (folder / files.MANIFEST).is_file() and (folder / ".metadata").is_file()
+    if is_checkpoint or ((folder / "config.json").is_file() and list(folder.glob("*.safetensors"))):
+        return folder
+    if (folder / "checkpoints").is_dir():
+        saved = files.complete_by_size(Run(folder))
         if saved:
             return saved[-1].path
         raise CheckpointError(
-            "checkpoint.run-finished-checkpoint",
-            f"the run {given} has no finished checkpoint",
+            "checkpoint.none-finished",
+            f"the run {folder} has no finished checkpoint",
             hint="wait for its first save, or name another run",
         )
-    found = sorted(p.name for p in given.iterdir())[:6] if given.is_dir() else []
-    what = f"holds {', '.join(found) or 'nothing'}" if given.is_dir() else "does not exist"
+    content = sorted(p.name for p in folder.iterdir())[:6] if folder.is_dir() else []
+    state = f"contains {', '.join(content) or 'nothing'}" if folder.is_dir() else "does not exist"
     raise CheckpointError(
-        "checkpoint.holds-weights",
-        f"{given} holds no weights: it {what}",
+        "checkpoint.no-weights",
+        f"{folder} has no weights: it {state}",
         hint="name a checkpoint folder, a run folder or a Hugging Face folder with *.safetensors",
     )
 
 
 def load_model_weights(path: Path | str, model: torch.nn.Module, *, verify: bool = True) -> Path:
-    """Fill `model` from a checkpoint, run or Hugging Face folder; the folder that was read. Works with and without a process group."""
+    """Fill `model` from a checkpoint, run or Hugging Face folder, on one rank or on all. Returns the folder."""
     source = weights_source(path)
-    if (source / files.MANIFEST).is_file():
-        _check_whole(source, verify)
-        # A trained checkpoint holds a weight with two names (a tied head) once.
-        twins: dict[str, str] = getattr(model, "twins", {})
-        found = {name: tensor for name, tensor in model.state_dict().items() if name not in twins}
-        _read(source, {"model": found})
-        _assign(model, found | {name: found[first] for name, first in twins.items()}, source)
-    else:
-        weights, own = read_safetensors(source), model.state_dict()
-        fits = set(own) <= set(weights)
-        _assign(model, weights if fits else names.from_hf(weights, own, getattr(model, "twins", None)), source)
-    return source
-
-
-def _check_whole(source: Path, verify: bool) -> None:
-    """The same check as before a resume, the files dealt out over the ranks; but nothing is set aside in a folder that is not ours."""
-    manifest = _together(files.complete, source, verify=False).manifest
+    own, twins = model.state_dict(), getattr(model, "twins", None)
+    if not (source / files.MANIFEST).is_file():
+        weights = read_safetensors(source)
+        _assign(model, weights if set(own) <= set(weights) else names.from_hf(weights, own, twins), source)
+        return source
+    # The same check as before a resume; but nothing is set aside in a folder of another run.
+    manifest = _on_rank_0(files.complete, source, verify=False).manifest
     problem = _content_problem(source, manifest) if verify else None
     if problem is not None:
-        raise CheckpointError(
-            "checkpoint.damaged", f"{source} is damaged: {problem}", hint="name an earlier checkpoint of the run"
-        )
+        raise CheckpointError("checkpoint.damaged", f"{source} is damaged: {problem}", hint=files.EARLIER_HINT)
+    # A checkpoint has a weight with two names (a tied head) once.
+    tensors = {name: tensor for name, tensor in own.items() if name not in (twins or {})}
+    _read(source, {"model": tensors})
+    _assign(model, tensors | {name: tensors[first] for name, first in (twins or {}).items()}, source)
+    return source
 
 
 def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -297,34 +236,34 @@ def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for part in safetensors_files(folder):
         try:
-            found |= load_file(part)
+            tensors |= load_file(part)
         except SafetensorError as error:
             raise CheckpointError(
-                "checkpoint.cannot-read",
+                "checkpoint.weights-damaged",
                 f"{part} cannot be read: {error}",
                 hint="the copy was cut off or damaged: compare it with the original",
             ) from None
-    return found
+    return tensors
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """The files with the weights: those that the index names, which may stand beside a second form of the same weights."""
+    """The files with the weights: those in the index, since the folder may contain a second form of the weights."""
     index = (read_json(folder / "model.safetensors.index.json") or {}).get("weight_map") or {}
     parts = [folder / name for name in sorted(set(index.values()))] or sorted(folder.glob("*.safetensors"))
     if not parts:
         raise CheckpointError(
-            "checkpoint.safetensors-files",
+            "checkpoint.no-safetensors",
             f"{folder} has no *.safetensors files",
             hint="convert older .bin weights with transformers' save_pretrained first",
         )
     if absent := [part.name for part in parts if not part.is_file()]:
         raise CheckpointError(
-            "checkpoint.lacks-weight-files",
+            "checkpoint.weights-incomplete",
             f"{folder} lacks {len(absent)} of its {len(parts)} weight files ({', '.join(absent[:3])})",
-            hint="the copy was cut off: copy what is missing",
+            hint="the copy was cut off: copy the missing files",
         )
     return parts
 
@@ -337,26 +276,18 @@ def _assign(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], source:
     wrong = [k for k in own if k in weights and own[k].shape != weights[k].shape]
     if missing or wrong:
         parts = [f"{len(missing)} missing ({', '.join(missing[:3])})"] if missing else []
-        parts += (
-            [
-                f"{len(wrong)} of another shape ({wrong[0]}: {tuple(weights[wrong[0]].shape)} there, {tuple(own[wrong[0]].shape)} here)"
-            ]
-            if wrong
-            else []
-        )
+        for name in wrong[:1]:
+            shapes = f"{tuple(weights[name].shape)} in the file, {tuple(own[name].shape)} in the model"
+            parts.append(f"{len(wrong)} of another shape ({name}: {shapes})")
         parts += [f"{len(extra)} unknown ({', '.join(extra[:3])})"] if extra else []
         raise CheckpointError(
-            "checkpoint.weights-do-fit-model",
+            "checkpoint.model-mismatch",
             f"the weights in {source} do not fit the model: {'; '.join(parts)}",
             hint="compare the recipe's [model] table with the model they come from",
         )
-    full = not any(hasattr(weights[k], "placements") for k in own)
-    set_model_state_dict(
-        model, {k: weights[k] for k in own}, options=StateDictOptions(full_state_dict=full, strict=True)
-    )
-
-
-# -- ranks ----------------------------------------------------------------------------------------------------------------
+    is_full = not any(hasattr(weights[name], "placements") for name in own)
+    options = StateDictOptions(full_state_dict=is_full, strict=True)
+    set_model_state_dict(model, {name: weights[name] for name in own}, options=options)
 
 
 def _rank() -> int:
@@ -367,22 +298,21 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _together(ask: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Rank 0 asks and tells the others; an error of rank 0 is raised on all, for they would wait for its answer."""
-    box: list[Any] = [None, None]
+def _on_rank_0(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a function on rank 0 and return its result on all ranks; an error is raised on all, which wait for it."""
+    answer: list[Any] = [None, None]
     if _rank() == 0:
         try:
-            box[0] = ask(*args, **options)
+            answer[0] = function(*args, **options)
         except CheckpointError as error:
-            box[1] = error
+            answer[1] = error
         except OSError as error:
-            box[1] = CheckpointError(
-                "checkpoint.cannot-read",
-                f"{error.filename or 'a checkpoint file'} cannot be read: {error.strerror or error}",
-                hint="is the disk mounted and well?",
+            message = f"{error.filename or 'a checkpoint file'} cannot be read: {error.strerror or error}"
+            answer[1] = CheckpointError(
+                "checkpoint.unreadable", message, hint="check that the disk is mounted and works"
             )
     if _world_size() > 1:
-        dist.broadcast_object_list(box, src=0)
-    if box[1] is not None:
-        raise box[1]
-    return box[0]
+        dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]

@@ -1,6 +1,6 @@
-"""What does Hugging Face call our weights? One table for both ways; export and warm start use the same. Pure text but for padding.
+"""Hugging Face's names of our weights, for export and warm start. Pure text except for padding.
 
-Our rotary embedding turns the two halves of a head as Hugging Face's does, so no weight needs reordering.
+Our rotary embedding rotates the two halves of a head as Hugging Face's does, so no weight needs reordering.
 """
 
 from __future__ import annotations
@@ -21,56 +21,49 @@ BLOCK = {
     "feed_forward.w3.weight": "mlp.up_proj.weight",
     "feed_forward.w2.weight": "mlp.down_proj.weight",
 }
+# Names in older files of transformers that are still in use (GPT-NeoX, Pythia).
 OLDER = {"lm_head.weight": "embed_out.weight"}
-"""What transformers called a weight in files that are still around (GPT-NeoX, Pythia)."""
-_LAYER = re.compile(r"^layers\.(\d+)\.(.+)$")
 
 
 def to_hf(name: str) -> str | None:
-    """Our Llama's name -> Hugging Face's; None where there is none."""
-    if match := _LAYER.match(name):
-        inner = BLOCK.get(match[2])
-        return None if inner is None else f"model.layers.{match[1]}.{inner}"
+    """Hugging Face's name of a weight of our Llama; None where there is none."""
+    match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    if match and match[2] in BLOCK:
+        return f"model.layers.{match[1]}.{BLOCK[match[2]]}"
     return TOP.get(name)
 
 
 def from_hf(
     weights: Mapping[str, Any], own: Mapping[str, Any], twins: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """A Hugging Face folder's weights under the names of `own` (a state of our Llama, or of a transformers model we wrap).
+    """Weights of a Hugging Face folder under the names of `own`: the state of our Llama or of a wrapped model.
 
-    Our vocabulary may be padded: the rows that are added are zero. A tied head is taken from the embedding; `twins` says which
-    names of a wrapped model stand for the same weight.
+    Rows that pad our vocabulary are zero. A tied head is taken from the embedding; `twins` maps names of a wrapped
+    model that stand for the same weight.
     """
+    renamed: dict[str, Any] = {}
     if any(name.startswith("net.") for name in own):
-        return _wrapped(weights, own, twins or {})
-    found = {}
+        for name in own:  # older folders of GPT-2 and Bloom hold the body alone
+            plain = name.removeprefix("net.")
+            candidates = (plain, plain.partition(".")[2], OLDER.get(plain))
+            source = next((candidate for candidate in candidates if candidate and candidate in weights), None)
+            if source is not None:
+                renamed[name] = weights[source]
+        return renamed | {n: renamed[t] for n, t in (twins or {}).items() if n not in renamed and t in renamed}
     for name, target in own.items():
         source = to_hf(name)
         if source == "lm_head.weight" and source not in weights:
             source = TOP["embed.weight"]
-        if source in weights:
-            found[name] = (
-                _padded(weights[source], target) if name in ("embed.weight", "head.weight") else weights[source]
-            )
-    return found
-
-
-def _wrapped(weights: Mapping[str, Any], own: Mapping[str, Any], twins: Mapping[str, str]) -> dict[str, Any]:
-    """Under a transformers model's own names, or what older folders call them: GPT-2's and Bloom's hold the body alone."""
-    found = {}
-    for name in own:
-        whole = name.removeprefix("net.")
-        there = next((n for n in (whole, whole.partition(".")[2], OLDER.get(whole)) if n and n in weights), None)
-        if there is not None:
-            found[name] = weights[there]
-    return found | {name: found[twin] for name, twin in twins.items() if name not in found and twin in found}
+        if source is not None and source in weights:
+            is_padded = name in ("embed.weight", "head.weight")
+            renamed[name] = _padded(weights[source], target) if is_padded else weights[source]
+    return renamed
 
 
 def _padded(tensor: Any, like: Any) -> Any:
-    missing = like.shape[0] - tensor.shape[0]
-    if missing <= 0 or tensor.shape[1:] != like.shape[1:]:
+    rows = like.shape[0] - tensor.shape[0]
+    if rows <= 0 or tensor.shape[1:] != like.shape[1:]:
         return tensor
     import torch
 
-    return torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:])))
+    return torch.cat((tensor, tensor.new_zeros(rows, *tensor.shape[1:])))

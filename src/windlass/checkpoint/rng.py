@@ -1,4 +1,4 @@
-"""Where do the random numbers stand? Every rank's generators as JSON, and back; another world size gets fresh, repeatable ones."""
+"""States of the random generators of every rank as JSON; another world size gets fresh, repeatable ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 
 def capture() -> dict[str, Any]:
     """The states of Python's, NumPy's and torch's generators of this process."""
-    python, numpy = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    numpy: Any = np.random.get_state()  # a tuple or a dict, by its arguments
     value: dict[str, Any] = {
         "python": [python[0], list(python[1]), python[2]],
         "numpy": [numpy[0], _pack(numpy[1].tobytes()), *map(float, numpy[2:])],
@@ -25,18 +26,18 @@ def capture() -> dict[str, Any]:
 
 
 def apply(value: dict[str, Any]) -> None:
-    """Put the generators of this process where `capture` found them."""
+    """Set the generators of this process to what `capture` recorded."""
     version, numbers, gauss = value["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, key, position, has_gauss, cached = value["numpy"]
     np.random.set_state((name, np.frombuffer(_unpack(key), dtype=np.uint32), int(position), int(has_gauss), cached))
-    torch.set_rng_state(_bytes_tensor(_unpack(value["torch"])))
+    torch.set_rng_state(torch.frombuffer(_unpack(value["torch"]), dtype=torch.uint8))
     if "cuda" in value and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_bytes_tensor(_unpack(value["cuda"])))
+        torch.cuda.set_rng_state(torch.frombuffer(_unpack(value["cuda"]), dtype=torch.uint8))
 
 
 def restart(seed: int, rank: int, step: int) -> None:
-    """Generators for a rank that the checkpoint knows no state of: a resumed run on another number of devices."""
+    """Generators for a rank without a saved state: a run resumed on another number of devices."""
     mixed = zlib.crc32(f"{seed}/{rank}/{step}".encode())
     random.seed(mixed)
     np.random.seed(mixed)
@@ -47,9 +48,5 @@ def _pack(data: bytes) -> str:
     return base64.b85encode(zlib.compress(data, 1)).decode()
 
 
-def _unpack(text: str) -> bytes:
-    return zlib.decompress(base64.b85decode(text))
-
-
-def _bytes_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def _unpack(text: str) -> bytearray:
+    return bytearray(zlib.decompress(base64.b85decode(text)))

@@ -1,4 +1,4 @@
-"""`windlass clusters`: the known clusters and devices, how reliable each value is, and the comparison with the machine."""
+"""`windlass clusters`: the known clusters and devices with sources, and the comparison with the live machine."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def _print_list(as_json: bool) -> None:
     if as_json:
         print_json({"clusters": [_document(cluster) for cluster in all_clusters]})
         return
-    columns = ("cluster", "nodes", "devices per node", "memory", "bf16 TFLOP/s", "GB/s per node", "longest job", "internet",
-               "PUE", "g CO2/kWh", "verified live")  # fmt: skip
+    columns = ("cluster", "nodes", "devices per node", "memory", "bf16 TFLOP/s", "GB/s per node", "longest job",
+               "internet", "PUE", "g CO2/kWh", "verified live")  # fmt: skip
     rows = []
     for c in all_clusters:
         device, partitions = load_device(c.device), c.slurm.partitions if c.slurm else []
@@ -121,10 +121,12 @@ def _print_probe(name: str | None, as_json: bool) -> None:
 
     result = probe(load_cluster(name) if name else None)
     if as_json:
-        print_json(result.as_dict())
+        print_json(result)
         return
     rows = [(d.key, d.file, d.machine, d.verdict) for d in result.differences]
-    console().print(table(result.title, ("key", "file", "machine", ""), rows))
+    title = f"{result.cluster}: cluster file and live machine ({result.host})"
+    console().print(table(title, ("key", "file", "machine", ""), rows))
+    console().print(f"installed tools: {', '.join(result.tools) or 'none'}", markup=False)
 
 
 def _number(value: float | None, unknown: str = "unknown") -> str:

@@ -43,7 +43,7 @@ def energy(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print the run's energy table; EAR and SLURM figures become part of the run's record, so that every view has them."""
+    """Print the run's energy table. EAR and SLURM figures become part of the run's record, so every view has them."""
     from windlass.report.collect import collect
     from windlass.runs.folder import open_run
 
@@ -74,14 +74,17 @@ def _add_site_records(run: Run, ear: list[Path], sacct_file: Path | None, slurm:
         try:
             texts.append((str(sacct_file), sacct_file.read_text(encoding="utf-8", errors="replace")))
         except OSError as error:
-            hint = "name the file that sacct's output was written to"
-            message = f"{sacct_file} cannot be read: {error.strerror}"
-            raise RunError("energy.file-unreadable", message, hint=hint) from None
+            raise RunError(
+                "energy.file-unreadable",
+                f"{sacct_file} cannot be read: {error.strerror}",
+                hint="name the file that sacct's output was written to",
+            ) from None
     if slurm:
         jobs = [str(line.get("job_id") or line.get("job") or "") for line in read_json_lines(run.jobs_file)]
         if not any(jobs):
-            hint = "pass sacct's output with --sacct FILE"
-            raise RunError("energy.no-jobs-recorded", f"{run.jobs_file} names no job", hint=hint)
+            raise RunError(
+                "energy.no-jobs-recorded", f"{run.jobs_file} names no job", hint="pass sacct's output with --sacct FILE"
+            )
         texts.append(("sacct's answer", sacct(list(dict.fromkeys(filter(None, jobs))))))
     for origin, text in texts:
         energies = read_sacct(text, origin)

@@ -37,13 +37,19 @@ def load_cluster(name: str) -> Cluster:
             lower, names, cutoff=0.5
         )
         suggestion = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(names)};"
-        hint = f"{suggestion} add your own as {user_folder()}/{name}.toml"
-        raise ConfigError("clusters.unknown-cluster", f"unknown cluster {name!r}", hint=hint)
+        raise ConfigError(
+            "clusters.unknown-cluster",
+            f"unknown cluster {name!r}",
+            hint=f"{suggestion} add your own as {user_folder()}/{name}.toml",
+        )
     raw = {"name": name} | _read_overlaid(shipped, own)
     cluster = validate(Cluster, raw, str(own if own.is_file() else shipped))
     if faults := lint(cluster):
-        hint = "two ranks on one core run at half speed without a message: correct the file"
-        raise ConfigError("clusters.invalid-binding", f"cluster {name}: " + "; ".join(faults), hint=hint)
+        raise ConfigError(
+            "clusters.invalid-binding",
+            f"cluster {name}: " + "; ".join(faults),
+            hint="two ranks on one core run at half speed without a message: correct the file",
+        )
     load_device(cluster.device)
     return cluster
 
@@ -77,8 +83,11 @@ def load_device(name: str) -> Device:
     by_name = devices()
     if name not in by_name:
         close = get_close_matches(name, by_name, n=3, cutoff=0.3) or sorted(by_name)
-        hint = f"known: {', '.join(close)}; add yours to {user_folder()}/devices.toml"
-        raise ConfigError("clusters.unknown-device", f"unknown device {name!r}", hint=hint)
+        raise ConfigError(
+            "clusters.unknown-device",
+            f"unknown device {name!r}",
+            hint=f"known: {', '.join(close)}; add yours to {user_folder()}/devices.toml",
+        )
     return by_name[name]
 
 

@@ -37,7 +37,8 @@ class Device(Table):
     bf16_tflops: PositiveFloat | None = Field(description="Dense peak as quoted: the denominator of every MFU.")
     silicon_tflops: PositiveFloat | None = Field(
         default=None,
-        description="Dense bf16 peak of this part where it differs from the catalogue (Leonardo's A100 has 124 multiprocessors, not 108); times are computed from it. Default: the quoted one.",
+        description="Dense bf16 peak of this part where it differs from the catalogue (Leonardo's A100 has 124 "
+        "multiprocessors, not 108); times are computed from it. Default: the quoted one.",
     )
     fp8_tflops: PositiveFloat | None = Field(
         default=None, description="Dense peak; None where the device has no fp8 units."
@@ -67,7 +68,7 @@ class Device(Table):
 
     @property
     def generation(self) -> str:
-        """Its architecture by the vendor's name ("sm_90" and "hopper" are the same); the arch itself where we know no name."""
+        """The vendor's name of its architecture ("sm_90" is "hopper"); the arch itself where there is none."""
         low = self.arch.lower().replace("_", "").replace("-", "")
         return GENERATIONS.get(low, low)
 

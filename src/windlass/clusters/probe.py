@@ -1,6 +1,6 @@
 """Compares a cluster file with the answers of sinfo, scontrol and sacctmgr on the live machine.
 
-Only `_ask` runs commands. The raw answers are kept, so a probe doubles as test data.
+The raw answers are kept, so a probe doubles as test data.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 from windlass.clusters.load import cluster_names, load_cluster
 from windlass.clusters.model import Cluster, Partition, SlurmLimits
+from windlass.clusters.scheduler import command_output
 from windlass.errors import LaunchError, WindlassError
 from windlass.units import parse_seconds, print_seconds
 
@@ -49,27 +48,26 @@ class Probe:
     host: str
     differences: tuple[ProbeDifference, ...]
     tools: tuple[str, ...]
-    raw: Mapping[str, str | None] = field(default_factory=dict)
-
-    @property
-    def title(self) -> str:
-        tools = ", ".join(self.tools) or "none"
-        return f"{self.cluster}: cluster file and live machine ({self.host}); installed tools: {tools}"
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    raw: Mapping[str, str | None]
 
 
 def probe(cluster: Cluster | None = None, ask: Ask | None = None) -> Probe:
     """Ask the scheduler of this machine. Without a cluster: the one whose host name patterns match."""
     if ask is None and shutil.which("sinfo") is None:
-        message = "there is no SLURM on this machine (sinfo is not on the PATH)"
-        raise LaunchError("clusters.no-slurm", message, hint="run the probe on a login node of the cluster")
+        raise LaunchError(
+            "clusters.no-slurm",
+            "there is no SLURM on this machine (sinfo is not on the PATH)",
+            hint="run the probe on a login node of the cluster",
+        )
     cluster = cluster or recognise()
-    raw = {name: (ask or _ask)(command) for name, command in COMMANDS.items()}
+    ask = ask or (lambda command: command_output([os.path.expandvars(argument) for argument in command]))
+    raw = {name: ask(command) for name, command in COMMANDS.items()}
     if raw["sinfo"] is None:
-        hint = "the controller may be unavailable: try again in a few minutes"
-        raise LaunchError("clusters.no-answer", "sinfo gave no answer", hint=hint)
+        raise LaunchError(
+            "clusters.no-answer",
+            "sinfo gave no answer",
+            hint="the controller may be unavailable: try again in a few minutes",
+        )
     tools = tuple(tool for tool in TOOLS if shutil.which(tool))
     return Probe(cluster.name, socket.gethostname(), tuple(compare(cluster, raw)), tools, raw)
 
@@ -81,17 +79,11 @@ def recognise() -> Cluster:
         cluster = load_cluster(name)
         if any(fnmatch(host, pattern) for pattern in cluster.hostname_patterns for host in hosts):
             return cluster
-    hint = f"name one: windlass clusters NAME --probe ({', '.join(cluster_names())})"
-    raise LaunchError("clusters.unknown-host", f"no cluster file matches the host {hosts[1]}", hint=hint)
-
-
-def _ask(command: tuple[str, ...]) -> str | None:
-    argv = [os.path.expandvars(argument) for argument in command]
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
+    raise LaunchError(
+        "clusters.unknown-host",
+        f"no cluster file matches the host {hosts[1]}",
+        hint=f"name one: windlass clusters NAME --probe ({', '.join(cluster_names())})",
+    )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 LOCAL_JOB = "WINDLASS_JOB"  # set by the local launcher, which has no scheduler to name its jobs
@@ -99,19 +99,22 @@ def end_time(env: Mapping[str, str] = os.environ, ask: Callable[[str], str | Non
     squeue comes first, because a limit can change while the job runs. Else the variable counts, which SLURM before
     23.02 does not set and our job scripts export.
     """
-    answer = (ask or _squeue_end)(env["SLURM_JOB_ID"]) if "SLURM_JOB_ID" in env else None
-    if answer is None:
+    job, answer = env.get("SLURM_JOB_ID"), None
+    if job is not None:
+        answer = ask(job) if ask else command_output(["squeue", "-h", "-j", job, "-o", "%e"], timeout_seconds=20)
+    if not (answer or "").strip():
         exported = env.get("SLURM_JOB_END_TIME", "")
         return float(exported) if exported.isdigit() else None
     try:
-        return time.mktime(time.strptime(answer.strip(), "%Y-%m-%dT%H:%M:%S"))
+        return time.mktime(time.strptime((answer or "").strip(), "%Y-%m-%dT%H:%M:%S"))
     except (ValueError, OverflowError):  # N/A, NONE or UNLIMITED
         return None
 
 
-def _squeue_end(job: str) -> str | None:
+def command_output(argv: Sequence[str], timeout_seconds: float = 30) -> str | None:
+    """What a command of the scheduler prints; None when it is missing, fails or takes too long."""
     try:
-        done = subprocess.run(["squeue", "-h", "-j", job, "-o", "%e"], capture_output=True, text=True, timeout=20)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_seconds)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 and done.stdout.strip() else None
+    return done.stdout if done.returncode == 0 else None

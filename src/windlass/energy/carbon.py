@@ -12,9 +12,11 @@ from windlass.units import print_figure
 JOULES_PER_KWH = 3.6e6
 # (from how many kWh, kWh of one, singular, plural); the texts contain the assumption.
 EQUIVALENTS = (
-    (50_000.0, 3_000.0, "year of electricity of a household (3,000 kWh each)", "years of electricity of a household (3,000 kWh each)"),
+    (50_000.0, 3_000.0, "year of electricity of a household (3,000 kWh each)",
+     "years of electricity of a household (3,000 kWh each)"),
     (30.0, 0.18, "km in an electric car (18 kWh per 100 km)", "km in an electric car (18 kWh per 100 km)"),
-    (0.1, 0.1, "litre of water brought to the boil (0.1 kWh each)", "litres of water brought to the boil (0.1 kWh each)"),
+    (0.1, 0.1, "litre of water brought to the boil (0.1 kWh each)",
+     "litres of water brought to the boil (0.1 kWh each)"),
     (0.01, 0.01, "hour of a 10 W lamp", "hours of a 10 W lamp"),
     (0.0, 0.01 / 60, "minute of a 10 W lamp", "minutes of a 10 W lamp"),
 )  # fmt: skip
@@ -53,7 +55,7 @@ def carbon(
     config: EnergyConfig | None = None,
     overrides: Mapping[str, float] | None = None,
 ) -> Carbon:
-    """`overrides` (`pue`, `grid_g_per_kwh`, `market_g_per_kwh`) win over the recipe, the recipe over the cluster file."""
+    """`overrides` (`pue`, `grid_g_per_kwh`, `market_g_per_kwh`) win over the recipe, which wins over the file."""
     config, overrides = config or EnergyConfig(), overrides or {}
 
     def factor(name: str, cluster_key: str) -> Factor:

@@ -67,8 +67,11 @@ def read_ear(path: Path) -> list[EarRow]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        hint = "name the CSV that `eacct -c` or --ear-user-db wrote"
-        raise RunError("energy.file-unreadable", f"{path} cannot be read: {error.strerror}", hint=hint) from None
+        raise RunError(
+            "energy.file-unreadable",
+            f"{path} cannot be read: {error.strerror}",
+            hint="name the CSV that `eacct -c` or --ear-user-db wrote",
+        ) from None
     return without_overlap(parse(text, str(path)))
 
 

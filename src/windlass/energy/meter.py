@@ -54,14 +54,13 @@ class Meter:
         self._ticker = Ticker(self._tick, min(config.interval_seconds, MAX_GAP_SECONDS), "windlass-energy")
         self._carried_joules: float | None = None
         self._started_at = self._written_at = 0.0
-        self._read_at = float("-inf")
         self._is_stopped = False
 
     def start(self, carried_joules: float | None = None) -> None:
         """`carried_joules`: energy of earlier processes of this run that this node reports; None: unknown."""
         self._carried_joules = carried_joules
         self._started_at = self._written_at = time.monotonic()
-        self._read()
+        self._sampler.read()
         if self._config.enabled and self._sampler.missing:
             self._append({"missing": self._sampler.missing})
         self._write(final=False)
@@ -70,8 +69,8 @@ class Meter:
 
     def joules(self) -> float | None:
         """Energy of this node since the run began, carried energy included; None when nothing is measured here."""
-        if not self._is_stopped and time.monotonic() - self._read_at >= FRESH_SECONDS:
-            self._read()
+        if not self._is_stopped and time.monotonic() - self._sampler.read_at >= FRESH_SECONDS:
+            self._sampler.read()
         own_joules = self._sampler.measurement().joules
         return None if own_joules is None else own_joules + (self._carried_joules or 0.0)
 
@@ -89,17 +88,13 @@ class Meter:
         if not self._is_stopped:
             self._is_stopped = True
             self._ticker.stop()
-            self._read()
+            self._sampler.read()
             self._write(final=True)
             self._sampler.close()
         return self._sampler.measurement()
 
-    def _read(self) -> None:
-        self._sampler.read()
-        self._read_at = time.monotonic()
-
     def _tick(self) -> None:
-        self._read()
+        self._sampler.read()
         now = time.monotonic()
         gap_seconds = min(MAX_GAP_SECONDS, (now - self._started_at) / 50)
         if now - self._written_at >= max(self._config.interval_seconds, gap_seconds):

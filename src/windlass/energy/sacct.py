@@ -51,14 +51,23 @@ def sacct(jobs: Sequence[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except FileNotFoundError:
-        hint = "run it on the cluster and pass the output with --sacct FILE"
-        raise LaunchError("energy.sacct-missing", "sacct is not on this machine", hint=hint) from None
+        raise LaunchError(
+            "energy.sacct-missing",
+            "sacct is not on this machine",
+            hint="run it on the cluster and pass the output with --sacct FILE",
+        ) from None
     except subprocess.TimeoutExpired:
-        hint = "the accounting may be busy; try again later"
-        raise LaunchError("energy.sacct-timeout", "sacct gave no answer within 60 s", hint=hint) from None
+        raise LaunchError(
+            "energy.sacct-timeout",
+            "sacct gave no answer within 60 s",
+            hint="the accounting may be busy; try again later",
+        ) from None
     if done.returncode:
-        hint = "check the job ids with `windlass jobs RUN`"
-        raise LaunchError("energy.sacct-failed", f"sacct failed: {done.stderr.strip()}", hint=hint)
+        raise LaunchError(
+            "energy.sacct-failed",
+            f"sacct failed: {done.stderr.strip()}",
+            hint="check the job ids with `windlass jobs RUN`",
+        )
     return done.stdout
 
 

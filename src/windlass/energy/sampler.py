@@ -76,7 +76,7 @@ class PartEnergy:
         self._last, self._last_at = sample, at
 
     def _counter_difference(self, old: Sample, new: Sample, seconds: float) -> float | None:
-        """Joules between two counter readings; None for jitter. A reset counts what the restarted counter has gathered."""
+        """Joules between two counter readings; None for jitter. After a reset, what the new counter has gathered."""
         before, after = old.joules or 0.0, new.joules or 0.0
         # Counters move in steps (NVML's every 20 to 100 ms), so one second more than the span is allowed.
         limit_joules = PLAUSIBLE_WATTS[self.scope] * (seconds + 1.0)
@@ -106,12 +106,12 @@ class Sampler:
     ) -> None:
         self.sensors = list(sensors)
         self.missing = dict(missing or {})
+        self.read_at = float("-inf")
         self.utilization: float | None = None  # device utilisation at the last reading, 0 to 1
         self._clock = clock
         self._lock = threading.Lock()
         self._parts: dict[tuple[str, str], PartEnergy] = {}
         self._started_at: float | None = None
-        self._read_at: float = 0.0
 
     def read(self) -> None:
         """Read every sensor once; a sensor that fails is recorded as missing and skipped."""
@@ -130,8 +130,8 @@ class Sampler:
                         self._parts[key] = PartEnergy(sample.scope, "modelled" if sample.modelled else measured)
                     self._parts[key].add(sample, at)
                 self.utilization = utilization if utilization is not None else self.utilization
-            self._read_at = self._clock()
-            self._started_at = self._read_at if self._started_at is None else self._started_at
+            self.read_at = self._clock()
+            self._started_at = self.read_at if self._started_at is None else self._started_at
 
     def measurement(self) -> Measurement:
         """Energy since the first reading."""
@@ -141,7 +141,7 @@ class Sampler:
                 groups.setdefault((source, part.scope), {})[name] = part
             sensors = {s.name: s for s in self.sensors}
             sources = [_source_energy(sensors[source], scope, parts) for (source, scope), parts in groups.items()]
-            seconds = 0.0 if self._started_at is None else self._read_at - self._started_at
+            seconds = 0.0 if self._started_at is None else self.read_at - self._started_at
             return measurement(sources, seconds, self.missing)
 
     def watts(self) -> dict[tuple[str, str], float | None]:

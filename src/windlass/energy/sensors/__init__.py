@@ -1,6 +1,6 @@
 """Energy sensors: one file per sensor, opened through a registry that other packages extend.
 
-A file `shelf_meter.py` in this folder with a class `ShelfMeterSensor` is the sensor "shelf-meter"; nothing else names it.
+A file `shelf_meter.py` in this folder with a class `ShelfMeterSensor` is the sensor "shelf-meter"; no list names it.
 Other packages register a class with an entry point in the group "windlass.sensors".
 """
 
@@ -22,7 +22,7 @@ SENSORS = Registry(
 
 
 def open_sensors(host: SensorHost) -> tuple[list[Sensor], dict[str, str]]:
-    """The sensors of this node, and name -> reason for those that are missing. The power model opens only where all are."""
+    """The sensors of this node, and name -> reason for missing ones. The power model opens where all are missing."""
     opened: dict[str, Sensor] = {}
     missing: dict[str, str] = {}
     for stage in range(3):

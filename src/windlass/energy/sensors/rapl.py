@@ -1,4 +1,4 @@
-"""CPUs: RAPL counters of packages and DRAM (microjoules, wrapping). Only root may read them on most machines since 2020."""
+"""CPUs: RAPL counters of packages and DRAM (microjoules, wrapping); since 2020 mostly readable by root only."""
 
 from __future__ import annotations
 
