@@ -187,7 +187,7 @@ def _ranked_by(work: Work, rows: Sequence[dict[str, Any]], key: str | None) -> W
 
     from windlass.config.sweep import with_goal
     from windlass.errors import ConfigError
-    from windlass.figures.sweep_page import numbers
+    from windlass.figures.sweep import numbers
 
     there = numbers(rows)
     if any(row.get("outcome") == "ok" for row in rows) and key not in there:
@@ -198,7 +198,7 @@ def _ranked_by(work: Work, rows: Sequence[dict[str, Any]], key: str | None) -> W
 def _finish(work: Work, rank_by: str | None, pick: Path | None, as_json: bool) -> None:
     from windlass.cli.output import console, print_json
     from windlass.cli.sweep_text import print_rows
-    from windlass.figures.sweep_page import best_first, counts
+    from windlass.figures.sweep import best_first, counts
     from windlass.launch.sweep.page import write_page
     from windlass.launch.sweep.pick import write_pick
     from windlass.launch.sweep.results import collect_rows, write_tables

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
 
-from windlass.figures import Item, Note, Section, Table
+from windlass.figures import DataTable, Item, Note, Section
 from windlass.report.collect import RunSummary
 from windlass.report.redact import redact_text
 from windlass.report.words import energy_card, number, percent, rate, when
@@ -101,7 +101,7 @@ def data_section(summary: RunSummary) -> Section:
         return Section("Data", (Note(_no_ledger(summary)),), id="data")
     store = store_name(field(summary.data, "store", "path", unknown="unknown"))
     note = f"Token store {store}; ledger {field(summary.data, 'ledger_hash', 'hash', unknown='without hash')}."
-    return Section("Data", (Table(LEDGER_COLUMNS, rows, right=(6, 7, 8)), Note(note)), id="data")
+    return Section("Data", (DataTable(LEDGER_COLUMNS, rows, right=(6, 7, 8)), Note(note)), id="data")
 
 
 def store_name(path: str) -> str:
@@ -150,7 +150,7 @@ def model_card(summary: RunSummary) -> Section:
         ("intended use, limits, risks", ASK),
         ("licence of the weights, contact", ASK),
     ]
-    return Section("Model card", (Table(("", ""), rows),), id="model-card")
+    return Section("Model card", (DataTable(("", ""), rows),), id="model-card")
 
 
 def _unique(values: Iterable[str]) -> list[str]:
@@ -186,10 +186,10 @@ def content_summary(summary: RunSummary) -> Section:
         "Summary of training content",
         (
             Note("In the parts of the European Commission's template for the public summary of training content (AI Act, Article 53(1)(d)), filled from the data ledger."),
-            Table(("1. General information", ""), general),
+            DataTable(("1. General information", ""), general),
             *source_list(sources),
             *_asked(sources),
-            Table(("3. Data processing", ""), processing),
+            DataTable(("3. Data processing", ""), processing),
         ),
         id="training-content",
     )  # fmt: skip
@@ -224,7 +224,7 @@ def source_list(sources: list[dict[str, Any]]) -> list[Item]:
         del groups[KINDS["other"]]
     nothing = ("none in the ledger" if sources else "no ledger", "", "", "")
     listed = [(title, *row) for title in sorted(groups) for row in groups[title] or [nothing]]
-    table = Table(("2. List of data sources", "name", "tokens", "licence", "origin"), listed, right=(2,))
+    table = DataTable(("2. List of data sources", "name", "tokens", "licence", "origin"), listed, right=(2,))
     unstated = len(groups.get(UNSTATED, ()))
     if not unstated:
         return [table]
@@ -240,7 +240,7 @@ def _asked(sources: list[dict[str, Any]]) -> list[Item]:
         for question, names in questions
         if any(x.get("kind") == kind for x in sources)
     ]
-    return [Table(("What the template asks of these sources", ""), rows)] if rows else []
+    return [DataTable(("What the template asks of these sources", ""), rows)] if rows else []
 
 
 def _depends(summary: RunSummary) -> str:

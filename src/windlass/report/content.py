@@ -13,7 +13,7 @@ from windlass.energy.carbon import print_carbon
 from windlass.energy.ledger import SourceTotal
 from windlass.energy.measure import SCOPES
 from windlass.errors import WindlassError
-from windlass.figures import Card, Cards, Chart, Html, Item, Mark, Note, Section, Series, Table, bars, line, points
+from windlass.figures import Card, Cards, Chart, DataTable, Html, Item, Mark, Note, Section, Series, bars, line, points
 from windlass.profile.view import run_sections
 from windlass.report.card import content_summary, data_section, model_card, store_name
 from windlass.report.collect import RunSummary, figure
@@ -166,7 +166,7 @@ def what(s: RunSummary) -> Section:
             else f"{s.slowest_rank}, {print_seconds(s.spread_seconds)} behind the fastest",
         ),
     ]
-    return Section("What was trained", (Table(("", ""), [(k, redact_text(str(v))) for k, v in rows]),), id="what")
+    return Section("What was trained", (DataTable(("", ""), [(k, redact_text(str(v))) for k, v in rows]),), id="what")
 
 
 def curves(s: RunSummary, columns: Columns) -> list[Item]:
@@ -290,9 +290,9 @@ def life(s: RunSummary, columns: Columns | None = None) -> Section:
     items: list[Item] = []
     rows = life_rows(s)
     if rows:
-        items.append(Table(("", ""), rows))
+        items.append(DataTable(("", ""), rows))
         items.append(
-            Table(
+            DataTable(
                 SEGMENT_COLUMNS,
                 segment_rows(s),
                 right=(2, 4, 5, 6, 7),
@@ -315,7 +315,7 @@ def life(s: RunSummary, columns: Columns | None = None) -> Section:
         for e in shown
     ]
     if table:
-        items.append(Table(("after", "at", "what happened"), table, strong=strong))
+        items.append(DataTable(("after", "at", "what happened"), table, strong=strong))
     chart = progress(s, columns) if columns is not None else None
     if chart is not None:
         items.insert(0, chart)
@@ -328,13 +328,15 @@ def energy(s: RunSummary) -> Section:
     items: list[Item] = []
     rows = source_rows(s.energy)
     if rows:
-        items.append(Table(SOURCE_COLUMNS, rows, right=(3, 4), strong=[i for i, r in enumerate(rows) if r[5] == "yes"]))
+        items.append(
+            DataTable(SOURCE_COLUMNS, rows, right=(3, 4), strong=[i for i, r in enumerate(rows) if r[5] == "yes"])
+        )
         items.append(_energy_chart(s))
-    items.append(Table(("", "", "how we know"), energy_rows(s)))
+    items.append(DataTable(("", "", "how we know"), energy_rows(s)))
     missing = missing_rows(s.energy)
     if missing:
         items.append(
-            Table(("not read", "why"), [(a, redact_text(b)) for a, b in missing], caption="On at least one node.")
+            DataTable(("not read", "why"), [(a, redact_text(b)) for a, b in missing], caption="On at least one node.")
         )
     return Section("Energy and carbon", tuple(items), id="energy")
 
@@ -371,12 +373,16 @@ def _bar_label(source: SourceTotal) -> str:
 
 def plan_sections(s: RunSummary) -> list[Section]:
     rows = plan_rows(s.plan_rows)
-    return [Section("Plan against measured", (Table(PLAN_COLUMNS, rows, right=(1, 2, 3)),), id="plan")] if rows else []
+    return (
+        [Section("Plan against measured", (DataTable(PLAN_COLUMNS, rows, right=(1, 2, 3)),), id="plan")] if rows else []
+    )
 
 
 def saves(s: RunSummary) -> Section:
     rows = checkpoint_rows(s)
-    item: Item = Table(CHECKPOINT_COLUMNS, rows, right=(0, 1, 2, 3, 4)) if rows else Note("No checkpoint was saved.")
+    item: Item = (
+        DataTable(CHECKPOINT_COLUMNS, rows, right=(0, 1, 2, 3, 4)) if rows else Note("No checkpoint was saved.")
+    )
     return Section("Checkpoints", (item,), id="checkpoints")
 
 
@@ -397,11 +403,11 @@ def environment(s: RunSummary) -> Section:
     from html import escape
 
     recipe = f"<details><summary>Recipe</summary><pre>{escape(json.dumps(redact(s.recipe), indent=2))}</pre></details>"
-    return Section("Environment", (Table(("", ""), rows), Html(recipe)), id="environment")
+    return Section("Environment", (DataTable(("", ""), rows), Html(recipe)), id="environment")
 
 
 def conventions() -> Section:
-    return Section("Conventions", (Table(("term", "meaning"), (
+    return Section("Conventions", (DataTable(("term", "meaning"), (
         ("MFU", "model FLOPs per second / dense bf16 peak; 6 x parameters without the input embedding + 12 x layers x width x sequence per token; recomputation not counted (HFU counts it)"),
         ("throughput", "tokens of the whole job per second of the step; start-up, saving and lost time are in goodput, not here"),
         ("goodput", "time of steps that count / wall time of the run"),
@@ -410,7 +416,7 @@ def conventions() -> Section:
         ("location-based", "energy with PUE x the country's mean grid intensity"),
         ("market-based", "energy with PUE x the intensity of the site's contract"),
         ("modelled", "from data-sheet power; never part of a measured figure"),
-    ), whole=(0,)),), id="conventions")  # fmt: skip
+    ), unbroken=(0,)),), id="conventions")  # fmt: skip
 
 
 def _without_copies(summaries: Sequence[RunSummary]) -> list[RunSummary]:
@@ -466,7 +472,7 @@ def joined(summaries: Sequence[RunSummary], labels: Sequence[str]) -> list[Secti
         Section(
             counted(len(summaries), "run"),
             (
-                Table(columns, rows, right=tuple(range(2, 10))),
+                DataTable(columns, rows, right=tuple(range(2, 10))),
                 Note(_together_text(together(summaries))),
             ),
             id="all",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from windlass.figures import Chart, Item, Note, Section, Table, line
+from windlass.figures import Chart, DataTable, Item, Note, Section, line
 from windlass.report.collect import RunSummary, figure
 from windlass.report.redact import redact_text
 from windlass.report.words import number
@@ -20,7 +20,7 @@ def evaluation(s: RunSummary) -> Section:
     items += in_loop([e for e in s.events if e["event"] == "evaluated"])
     if s.evaluations:
         caption = "by `windlass eval`; the newest of each"
-        items.append(Table(EVAL_COLUMNS, eval_rows(s.evaluations), right=(3, 4, 5, 6), caption=caption))
+        items.append(DataTable(EVAL_COLUMNS, eval_rows(s.evaluations), right=(3, 4, 5, 6), caption=caption))
     return Section(
         "Evaluation", tuple(items) or (Note("None recorded; `windlass eval RUN` writes eval.jsonl."),), id="evaluation"
     )
@@ -36,7 +36,7 @@ def in_loop(passes: Sequence[Mapping[str, Any]]) -> list[Item]:
     for word in ("source", "language"):
         found = last.get(f"{word}s")
         rows += [(f"{word} {k}", v["loss"], figure(v.get("bits_per_byte"))) for k, v in (found or {}).items()]
-    table = Table(
+    table = DataTable(
         ("text", "loss", "bits per byte"),
         [(redact_text(name), number(loss), number(bits)) for name, loss, bits in rows],
         right=(1, 2),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from windlass.config.secret import looks_secret
-from windlass.figures import Cards, Html, Item, Note, Section, Table
+from windlass.figures import Cards, DataTable, Html, Item, Note, Section
 
 HIDDEN = "(hidden)"
 _OURS = {"tokens", "keys"}
@@ -55,7 +55,7 @@ def publishable(sections: Iterable[Section]) -> list[Section]:
 
 
 def _published(item: Item) -> Item:
-    if isinstance(item, Table):
+    if isinstance(item, DataTable):
         rows = [tuple(without_paths(c) if isinstance(c, str) else c for c in row) for row in item.rows]
         return replace(item, rows=rows)
     if isinstance(item, Note):

@@ -11,7 +11,7 @@ from windlass.config.load import read_toml, validate
 from windlass.config.sweep import SweepConfig
 from windlass.errors import WindlassError
 from windlass.figures import Note, Section
-from windlass.figures.sweep_page import counts, sweep_sections
+from windlass.figures.sweep import counts, sweep_sections
 from windlass.files import read_json
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from windlass.figures import Cards, Chart, Heat, Html, Item, Note, Section, Table
+from windlass.figures import Cards, Chart, DataTable, Heat, Html, Item, Note, Section
 
 _SPECIAL = str.maketrans(
     {
@@ -32,7 +32,7 @@ def markdown(title: str, sections: Sequence[Section], *, subtitle: str = "") -> 
 
 
 def _item(item: Item) -> str:
-    if isinstance(item, Table):
+    if isinstance(item, DataTable):
         return _table(item)
     if isinstance(item, Cards):
         return "\n".join(
@@ -47,7 +47,7 @@ def _item(item: Item) -> str:
     return ""
 
 
-def _table(table: Table) -> str:
+def _table(table: DataTable) -> str:
     head = "| " + " | ".join(_plain(c) or " " for c in table.columns) + " |"
     rule = "|" + "|".join("---:" if i in table.right else "---" for i in range(len(table.columns))) + "|"
     rows = ["| " + " | ".join(_plain("" if cell is None else str(cell)) for cell in row) + " |" for row in table.rows]

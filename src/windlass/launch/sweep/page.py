@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.figures import Chart, Heat, Section, page, save_page, save_picture
-from windlass.figures.sweep_page import sweep_sections
+from windlass.figures.sweep import sweep_sections
 
 if TYPE_CHECKING:
     from windlass.launch.sweep.local import Work

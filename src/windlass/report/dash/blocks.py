@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from windlass.figures import Cards, Chart, Heat, Html, Item, Note, Section, Table
-from windlass.figures.interactive import spec
+from windlass.figures import Cards, Chart, DataTable, Heat, Html, Item, Note, Section
+from windlass.figures.html import spec
 
 
 def section_json(section: Section) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def section_json(section: Section) -> dict[str, Any]:
 
 
 def item_json(item: Item) -> dict[str, Any]:
-    if isinstance(item, Table):
+    if isinstance(item, DataTable):
         rows = [["" if c is None else str(c) for c in row] for row in item.rows]
         return {
             "kind": "table",

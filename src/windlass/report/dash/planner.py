@@ -11,7 +11,7 @@ from windlass.clusters.load import cluster_names, load_cluster
 from windlass.config import Recipe
 from windlass.config.load import check, validate
 from windlass.errors import ConfigError, WindlassError
-from windlass.figures import Card, Cards, Item, Mark, Note, Section, Table
+from windlass.figures import Card, Cards, DataTable, Item, Mark, Note, Section
 from windlass.report.dash.blocks import section_json
 from windlass.units import parse_tokens, print_tokens
 
@@ -211,7 +211,7 @@ def _memory(rows: Sequence[dict[str, Any]], words: Sequence[str]) -> Item:
     )
 
 
-def _ranking(rows: Sequence[dict[str, Any]], words: Sequence[str]) -> Table:
+def _ranking(rows: Sequence[dict[str, Any]], words: Sequence[str]) -> DataTable:
     from windlass.planner.page import carbon
 
     made = [
@@ -219,7 +219,7 @@ def _ranking(rows: Sequence[dict[str, Any]], words: Sequence[str]) -> Table:
          f"{r['memory_gib']:.1f}", "unknown" if r["mwh"] is None else f"{r['mwh']:,.2f}", carbon(r["tco2e"]), r["reason"])
         for w, r in zip(words, rows, strict=True)
     ]  # fmt: skip
-    return Table(
+    return DataTable(
         ("layout", "days", "tokens/s per device", "MFU", "GiB", "MWh", "CO2e", "why"),
         made,
         right=(1, 2, 3, 4, 5, 6),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.config.load import flatten
-from windlass.figures import Chart, Heat, Item, Note, Section, Table, line, points
+from windlass.figures import Chart, DataTable, Heat, Item, Note, Section, line, points
 from windlass.report.collect import RunSummary
 from windlass.report.words import energy_card, percent, rate, state
 from windlass.units import print_bytes
@@ -114,7 +114,7 @@ def _pareto(runs: Sequence[RunSummary]) -> Item:
     )  # fmt: skip
 
 
-def _table(runs: Sequence[RunSummary], keys: Sequence[str]) -> Table:
+def _table(runs: Sequence[RunSummary], keys: Sequence[str]) -> DataTable:
     shown = list(keys[:4])
     ranked = sorted(runs, key=lambda r: -(r.tokens_per_second or 0.0))
     rows: list[Sequence[Any]] = [
@@ -130,4 +130,4 @@ def _table(runs: Sequence[RunSummary], keys: Sequence[str]) -> Table:
         for r in ranked
     ]
     columns = ("run", "state", *shown, "speed", "MFU", "memory", "energy")
-    return Table(columns, rows, right=tuple(range(2 + len(shown), len(columns))))
+    return DataTable(columns, rows, right=tuple(range(2 + len(shown), len(columns))))
