@@ -122,7 +122,7 @@ def test_a_sweep_joins_into_one_report_with_its_own_table_first(work):
     assert text.startswith("# Sharding on one and two devices")
     row = table_of(shown(work))["rows"][0]
     assert "| " + " | ".join(row).strip() in text
-    assert text.index("## grid: All points") < text.index("## 7 runs") < text.index("## beside: What was trained")
+    assert text.index("## grid: All points") < text.index("## 7 runs") < text.index("## beside: Overview")
 
 
 def test_a_sweep_of_commands_has_a_report_too(tmp_path):

@@ -132,7 +132,7 @@ def _print_json(summary: RunSummary, notes: list[str]) -> None:
 
 def _print_table(summary: RunSummary, notes: list[str]) -> None:
     from windlass.cli.output import console, table
-    from windlass.report.words import SOURCE_COLUMNS, energy_rows, missing_rows, source_rows
+    from windlass.report.tables import SOURCE_COLUMNS, energy_rows, source_rows
 
     out = console()
     for note in notes:
@@ -143,6 +143,6 @@ def _print_table(summary: RunSummary, notes: list[str]) -> None:
     out.print(
         table(None if rows else f"{summary.name}: energy", ("", "", "how we know"), energy_rows(summary), right=(1,))
     )
-    missing = missing_rows(summary.energy)
+    missing = sorted(summary.energy.ledger.missing.items())
     if missing:
         out.print(table("not read on at least one node", ("source", "why"), missing))

@@ -1,6 +1,6 @@
-"""What must never appear in a report or a page? Values that look like keys or passwords, by the name they stand under or by their form.
+"""Removal of secrets and local paths from reports and pages.
 
-A report is published as well: it also says nothing of where a site keeps its files.
+A value is hidden by the name it stands under or by its form. A report is published, so it names no path of the site.
 """
 
 from __future__ import annotations

@@ -1,25 +1,14 @@
-"""How does a report read without a browser? The same sections as Markdown; what came from a run is shown as text, never as markup."""
+"""Sections as Markdown; what came from a run is shown as text, never as markup."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from windlass.figures import Cards, Chart, DataTable, Heat, Html, Item, Note, Section
+from windlass.figures import Cards, Chart, DataTable, Heat, Item, Note, Section
 
-_SPECIAL = str.maketrans(
-    {
-        "\\": "\\\\",
-        "*": "\\*",
-        "|": "\\|",
-        "<": "&lt;",
-        ">": "&gt;",
-        "\n": " ",
-        "\r": " ",
-        "`": "'",
-        "[": "\\[",
-        "]": "\\]",
-    }
-)
+_SPECIAL = str.maketrans({
+    "\\": "\\\\", "*": "\\*", "|": "\\|", "<": "&lt;", ">": "&gt;", "\n": " ", "\r": " ", "`": "'", "[": "\\[", "]": "\\]",
+})  # fmt: skip
 
 
 def markdown(title: str, sections: Sequence[Section], *, subtitle: str = "") -> str:
@@ -33,7 +22,13 @@ def markdown(title: str, sections: Sequence[Section], *, subtitle: str = "") -> 
 
 def _item(item: Item) -> str:
     if isinstance(item, DataTable):
-        return _table(item)
+        head = [
+            [_plain(c) or " " for c in item.columns],
+            ["---:" if i in item.right else "---" for i in range(len(item.columns))],
+        ]
+        rows = [[_plain(cell) for cell in row] for row in item.texts()]
+        caption = f"\n\n{_plain(item.caption)}" if item.caption else ""
+        return "\n".join(f"| {' | '.join(row)} |" for row in (*head, *rows)) + caption
     if isinstance(item, Cards):
         return "\n".join(
             f"- **{_plain(c.label)}**: {_plain(c.value)}" + (f" ({_plain(c.note)})" if c.note else "")
@@ -43,16 +38,7 @@ def _item(item: Item) -> str:
         return ("> " if item.kind == "warning" else "") + _plain(item.text)
     if isinstance(item, (Chart, Heat)):
         return f"*Figure: {_plain(item.title)} (in the HTML form)*"
-    assert isinstance(item, Html)
-    return ""
-
-
-def _table(table: DataTable) -> str:
-    head = "| " + " | ".join(_plain(c) or " " for c in table.columns) + " |"
-    rule = "|" + "|".join("---:" if i in table.right else "---" for i in range(len(table.columns))) + "|"
-    rows = ["| " + " | ".join(_plain("" if cell is None else str(cell)) for cell in row) + " |" for row in table.rows]
-    caption = f"\n\n{_plain(table.caption)}" if table.caption else ""
-    return "\n".join([head, rule, *rows]) + caption
+    return ""  # HTML has no place in Markdown
 
 
 def _plain(text: str) -> str:
