@@ -72,8 +72,7 @@ def strong_scaling(target: Path, title: str, recipes: dict[str, str], counts: li
     """Predicted tokens/s over devices, with the perfect line of each model from its first size."""
     from windlass.clusters import load_cluster
     from windlass.config import load_recipe
-    from windlass.figures import Chart, save_picture
-    from windlass.figures.model import line
+    from windlass.figures import Chart, line, save_picture
     from windlass.planner.scaling import scaling
 
     series = []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.report.sample_run import make_run
 
-from windlass.report.dash.server import Server, make_server, serve_in_background
+from windlass.report.dash.server import DashServer, make_server, serve_in_background
 
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
@@ -84,7 +84,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(folder: Path) -> Iterator[Server]:
+def server(folder: Path) -> Iterator[DashServer]:
     made = make_server(folder)
     serve_in_background(made)
     yield made

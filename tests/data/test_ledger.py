@@ -65,7 +65,7 @@ def test_terms_can_be_said_better_later(
 
 
 def test_the_kinds_are_those_of_the_report() -> None:
-    from windlass.report.card import KINDS
+    from windlass.report.model_card import KINDS
 
     with pytest.raises(ConfigError, match=r"sources\.a\.kind"):
         validate(

@@ -103,7 +103,7 @@ def test_the_loop_and_eval_agree(trained: Run, store: Store, tokenizer: Tokenize
 
 def test_progress_and_report_show_them(trained: Run, tmp_path: Path) -> None:
     from windlass.report.collect import collect
-    from windlass.report.content import evaluation
+    from windlass.report.sections import evaluation
 
     section = evaluation(collect(trained.path))
     table = next(item for item in section.items if getattr(item, "columns", ())[:1] == ("text",))

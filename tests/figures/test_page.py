@@ -9,20 +9,20 @@ from windlass.figures import (
     Card,
     Cards,
     Chart,
+    DataTable,
     Heat,
     Html,
     Mark,
     Note,
     Section,
     Series,
-    Table,
     bars,
     line,
     page,
     points,
     save_page,
 )
-from windlass.figures.interactive import spec
+from windlass.figures.html import spec
 
 
 def chart(**changes):
@@ -43,7 +43,7 @@ def test_page_is_self_contained_and_holds_the_library_once():
 
 
 def test_page_without_charts_stays_small():
-    assert len(page("Run", [Section("One", [Note("hello"), Table(("a",), [(1,)])])])) < 20_000
+    assert len(page("Run", [Section("One", [Note("hello"), DataTable(("a",), [(1,)])])])) < 20_000
 
 
 def test_unknown_numbers_are_gaps_not_zeros():
@@ -55,7 +55,7 @@ def test_unknown_numbers_are_gaps_not_zeros():
 def test_text_from_outside_is_escaped_and_html_items_pass():
     evil = "</script><b>x"
     html = page(
-        evil, [Section(evil, [Note(evil), Table((evil,), [(evil,)]), Html("<hr class=mine>"), chart(caption=evil)])]
+        evil, [Section(evil, [Note(evil), DataTable((evil,), [(evil,)]), Html("<hr class=mine>"), chart(caption=evil)])]
     )
     assert "<b>x" not in html
     assert "<hr class=mine>" in html
@@ -107,7 +107,10 @@ def test_cards_points_and_numbers_columns_show():
         [
             Section(
                 "s",
-                [Cards([Card("34", "days", "at MFU 0.32")]), Table(("n", "d"), [("8B", 1)], right=(1,), strong=(0,))],
+                [
+                    Cards([Card("34", "days", "at MFU 0.32")]),
+                    DataTable(("n", "d"), [("8B", 1)], right=(1,), strong=(0,)),
+                ],
             )
         ],
     )

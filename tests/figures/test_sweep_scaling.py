@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from windlass.figures.model import Chart
+from windlass.figures import Chart
 from windlass.figures.sweep import best_bars, scaling
 
 

@@ -16,7 +16,7 @@ from windlass.config import load_recipe
 from windlass.config.sweep import load_sweep, with_goal
 from windlass.errors import ConfigError, RunError
 from windlass.figures import sweep as charts
-from windlass.figures.sweep_page import best_first, cells, shown_columns
+from windlass.figures.sweep import best_first, cells, shown_columns
 from windlass.files import write_json
 from windlass.launch.executor import JobState
 from windlass.launch.sweep.execute import choose_points, run_points
@@ -322,7 +322,7 @@ def test_heat_map_marks_what_ran_out_of_memory(tmp_path):
     rows = [row("a", strategy="none", **{"layout.micro_batch": 4, "speed": 7.0})]
     rows.append({"point": "b", "outcome": "oom", "strategy": "none", "layout.micro_batch": 16})
     rows.append({"point": "c", "outcome": "skipped", "strategy": "full", "layout.micro_batch": 16})
-    (heat,) = charts.heat_maps(loaded.sweep, rows, ["layout.micro_batch", "strategy"], "speed")
+    (heat,) = charts.heat_maps(rows, ["layout.micro_batch", "strategy"], "speed", loaded.sweep.heat, loaded.sweep.goal)
     assert heat.values == ((7.0, None), (None, None)) and heat.labels == (("7", "OOM"), ("", "OOM?"))
 
 

@@ -13,7 +13,7 @@ from windlass.cli.sweep import sweep as command
 from windlass.config.sweep import load_sweep
 from windlass.errors import ConfigError
 from windlass.figures import sweep as charts
-from windlass.figures.sweep_page import sweep_sections
+from windlass.figures.sweep import sweep_sections
 from windlass.launch.sweep.execute import LiveTables, choose_points, run_points
 from windlass.launch.sweep.expect import expect_all
 from windlass.launch.sweep.folder import SweepRun, open_sweep_folder
@@ -179,6 +179,6 @@ def test_maps_to_be_compared_share_their_colours(tmp_path):
     work = work_of(write(tmp_path / "s.toml", text), tmp_path / "run")
     rows = [{**r, "outcome": "ok", "speed": float(i)} for i, r in enumerate(collect_rows(work))]
     rows[-1]["outcome"] = "node-failure"
-    one, two = charts.heat_maps(work.sweep, rows, ["a", "b", "c"], "speed")
+    one, two = charts.heat_maps(rows, ["a", "b", "c"], "speed", work.sweep.heat, work.sweep.goal)
     assert one.scale == two.scale == (0.0, 6.0) and two.labels[1][1] == "node failed"
     assert one.title.endswith("c = true")

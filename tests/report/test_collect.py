@@ -11,8 +11,8 @@ from tests.report.sample_run import BATCH, BEGIN, make_run
 from windlass.errors import RunError
 from windlass.files import append_line
 from windlass.report.collect import collect, find_runs
+from windlass.report.tables import energy_rows, life_rows, plan_rows
 from windlass.report.watch import Watch
-from windlass.report.words import energy_rows, life_rows, plan_rows
 from windlass.report.write import html_report, markdown_report
 from windlass.runs.folder import Run
 
@@ -25,24 +25,24 @@ def test_the_whole_story_in_one_value(run):
     assert s.mfu == pytest.approx(0.412, abs=0.005)
     assert s.slowest_rank == 5
     assert [c["state"] for c in s.checkpoints] == ["not in this copy of the folder", "kept"]
-    assert [e["event"] for e in s.breaks] == ["fault", "resumed"]
+    assert [e["event"] for e in s.as_dict()["breaks"]] == ["fault", "resumed"]
 
 
 def test_goodput_by_hand(run):
     """300 steps of 1.25 s are useful; the run lasted 30 + 225 + 90 + 20 + 187.5 + 1 s."""
     life = collect(run).life
-    assert life["useful_seconds"] == pytest.approx(375, rel=0.01)
-    assert life["wall_seconds"] == pytest.approx(553.5, rel=0.01)
-    assert life["goodput"] == pytest.approx(375 / 553.5, rel=0.01)
-    assert life["lost_steps"] == 30
+    assert life.useful_seconds == pytest.approx(375, rel=0.01)
+    assert life.wall_seconds == pytest.approx(553.5, rel=0.01)
+    assert life.goodput == pytest.approx(375 / 553.5, rel=0.01)
+    assert life.lost_steps == 30
 
 
 def test_steps_lost_are_counted_exactly_in_a_run_of_many_lines(run, monkeypatch):
     """The lines are thinned for goodput, but never the last one before a resume."""
-    monkeypatch.setattr("windlass.report.collect.MOST_LINES", 7)
+    monkeypatch.setattr("windlass.report.collect.MAX_HISTORY_LINES", 7)
     life = collect(run).life
-    assert (life["lost_steps"], [s["last_step"] for s in life["segments"]]) == (30, [180, 300])
-    assert life["goodput"] == pytest.approx(375 / 553.5, rel=0.01)
+    assert (life.lost_steps, [s.last_step for s in life.segments]) == (30, [180, 300])
+    assert life.goodput == pytest.approx(375 / 553.5, rel=0.01)
 
 
 def test_energy_by_hand(run):
@@ -70,7 +70,7 @@ def test_every_view_has_the_same_words(run):
     rows = {a: b for a, b, _ in energy_rows(collect(run))}
     assert rows["IT energy"] == "305.56 Wh"
     assert rows["with PUE"] == "363.61 Wh"
-    assert dict(life_rows(collect(run)))["trained and lost"] == "30 steps, 3.93M tokens"
+    assert dict(life_rows(collect(run)))["steps lost to faults"] == "30 steps, 3.93M tokens"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_what_a_half_copied_folder_lacks_is_named(run):
     (run.path / "elsewhere").rename(run.events_file)
     run.metrics_file.unlink()
     assert "metrics.jsonl is missing or empty: loss and speed are unknown" in collect(run).problem
-    assert "This folder is not whole" in markdown_report([run])
+    assert "This folder is incomplete" in markdown_report([run])
 
 
 def test_a_damaged_config_is_named(run):
@@ -172,10 +172,12 @@ def test_a_damaged_config_is_named(run):
 
 
 def test_not_a_run(tmp_path):
-    with pytest.raises(RunError, match="does not exist"):
+    with pytest.raises(RunError) as caught:
         collect(tmp_path / "nothing")
-    with pytest.raises(RunError, match="is no folder"):
+    assert caught.value.code == "runs.not-a-run-folder"
+    with pytest.raises(RunError) as caught:
         find_runs(tmp_path / "nothing")
+    assert caught.value.code == "report.not-a-folder"
 
 
 def test_runs_below_a_folder_and_no_link_out_of_it(run, tmp_path):

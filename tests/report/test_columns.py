@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from windlass.report.columns import Columns, Still, axis, middle, quick, thin
+from windlass.report.columns import Columns, axis, recent_median, thin
 
 
 def write(path, lines, mode="w"):
@@ -71,7 +71,7 @@ def test_only_what_was_appended_is_read_and_half_a_line_waits(file):
 def test_while_another_thread_reads_on_all_columns_keep_one_length(file):
     write(file, [{"step": i, "loss": 2.0} for i in range(5)])
     made = columns(file)
-    still = Still(made)
+    still = made.snapshot()
     write(file, [{"step": 5, "loss": 1.0, "watts": 700}], "a")
     made.refresh()
     assert (len(made), len(still), still.names(), still.version) == (6, 5, ["step", "loss"], 1)
@@ -103,7 +103,7 @@ def test_a_replaced_or_shortened_file_is_read_again(file):
 
 
 def test_pieces_give_the_same_as_the_whole(file, monkeypatch):
-    monkeypatch.setattr("windlass.report.columns.BLOCK", 100)
+    monkeypatch.setattr("windlass.report.columns.BLOCK_BYTES", 100)
     write(file, [{"step": i, "loss": 1 / (i + 1)} for i in range(500)])
     made = Columns(file)
     pieces = 1
@@ -134,7 +134,7 @@ def test_a_restart_breaks_the_line():
 
 def test_a_quick_look_spans_a_long_file_and_has_its_end(file):
     write(file, [{"step": i, "loss": float(i)} for i in range(20_000)])
-    made = quick(file, lines=50)
+    made = Columns.sample(file, lines=50)
     steps = made.get("step")
     assert len(made) < 1000
     assert (steps.min(), steps.max()) == (0, 19_999)
@@ -156,8 +156,8 @@ def test_axes(file):
 
 
 def test_middle_leaves_the_first_lines_out():
-    assert middle(np.array([9.0, 9.0, 1.0, 1.0, 1.0])) == 1.0
-    assert middle(np.array([np.nan])) is None
+    assert recent_median(np.array([9.0, 9.0, 1.0, 1.0, 1.0])) == 1.0
+    assert recent_median(np.array([np.nan])) is None
 
 
 def test_a_thousand_invented_metric_names_do_not_fill_the_memory(file):
@@ -166,6 +166,6 @@ def test_a_thousand_invented_metric_names_do_not_fill_the_memory(file):
 
 
 def test_a_line_longer_than_a_block_does_not_stop_the_reader(file, monkeypatch):
-    monkeypatch.setattr("windlass.report.columns.BLOCK", 50)
+    monkeypatch.setattr("windlass.report.columns.BLOCK_BYTES", 50)
     write(file, [{"step": 1, "note": "x" * 1000}, {"step": 2}])
     assert columns(file).get("step").tolist() == [1, 2]

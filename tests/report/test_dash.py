@@ -16,14 +16,14 @@ from windlass.errors import LaunchError
 from windlass.files import append_line
 from windlass.report.collect import collect
 from windlass.report.columns import axis, thin
-from windlass.report.dash.server import Server, make_server, serve_in_background
+from windlass.report.dash.server import DashServer, make_server, serve_in_background
 from windlass.report.dash.store import RunView
 from windlass.runs.events import FaultEvent
 from windlass.runs.folder import Run
 
 
 @pytest.fixture
-def server(run) -> Iterator[Server]:
+def server(run) -> Iterator[DashServer]:
     made = make_server(run.path.parent)
     serve_in_background(made)
     yield made
@@ -31,7 +31,9 @@ def server(run) -> Iterator[Server]:
     made.server_close()
 
 
-def get(server: Server, path: str, *, token: bool = True, headers: dict[str, str] | None = None, method: str = "GET"):
+def get(
+    server: DashServer, path: str, *, token: bool = True, headers: dict[str, str] | None = None, method: str = "GET"
+):
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
     cookie = {"Cookie": f"{server.cookie}={server.token}"} if token else {}
     connection.request(method, path, headers={**cookie, **(headers or {})})
@@ -41,12 +43,12 @@ def get(server: Server, path: str, *, token: bool = True, headers: dict[str, str
     return answer, body
 
 
-def ask(server: Server, path: str):
+def ask(server: DashServer, path: str):
     answer, body = get(server, f"/api/{path}")
     return answer.status, json.loads(body)
 
 
-def run_id(server: Server) -> str:
+def run_id(server: DashServer) -> str:
     return server.folder.views()[0].id
 
 
@@ -138,7 +140,7 @@ class TestSecurity:
             assert not [value for value in SECRETS.values() if value in text]
 
     def test_a_port_in_use_is_explained(self, run, server):
-        with pytest.raises(LaunchError, match=f"port {server.server_port} on localhost cannot be used"):
+        with pytest.raises(LaunchError, match=str(server.server_port)):
             make_server(run.path, port=server.server_port)
 
 
@@ -190,8 +192,8 @@ class TestAnswers:
         make_run(run.path.parent / "second", steps=200, name="second")
         server.folder._listed_at = -1e9
         assert "dutch-news" in json.dumps(ask(server, "data")[1])
-        titles = [s["title"] for s in ask(server, "sweep")[1]["sections"]]
-        assert titles == ["Heat map", "Scaling", "Speed against energy", "All runs"]
+        ids = [s["id"] for s in ask(server, "sweep")[1]["sections"]]
+        assert ids == ["heat", "scaling", "pareto", "table"]
 
     def test_planner(self, server):
         found = ask(server, "plan?cluster=snellius-h100&nodes=4&size=1.1B&tokens=20B&seq_len=4096&days=10")[1]
@@ -253,7 +255,7 @@ def test_a_long_run_opens_from_a_sample_and_is_exact_in_the_end(tmp_path):
     assert len(xs) > 100
     assert first < 1.0
     deadline = time.monotonic() + 60
-    while view._reading and time.monotonic() < deadline:
+    while view._sample is not None and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.6)
     assert len(view.columns()) == 30_001

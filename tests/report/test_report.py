@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from windlass.cli import build
 from windlass.figures import Chart
 from windlass.files import append_line
-from windlass.report.card import KINDS
 from windlass.report.collect import collect
-from windlass.report.content import energy
+from windlass.report.model_card import KINDS
 from windlass.report.redact import HIDDEN, redact, redact_text, without_paths
+from windlass.report.sections import energy
 from windlass.report.write import html_report, json_report, markdown_report, write_report
 from windlass.runs.events import FaultEvent
 from windlass.runs.folder import Run
@@ -48,9 +48,9 @@ def test_html_is_whole_and_needs_no_network(run):
     links.feed(text)
     assert [x for x in links.found if not x.startswith("data:")] == []
     for title in (
-        "What was trained",
+        "Overview",
         "Energy and carbon",
-        "Life of the run",
+        "Run timeline",
         "Data",
         "Model card",
         "Summary of training content",
@@ -133,7 +133,7 @@ def test_a_source_without_kind_is_not_guessed(run):
     text = with_sources(run, {"mystery": {"tokens": 5}, "stated": {"tokens": 6, "kind": "licensed"}})
     assert "| 2.6 Other sources of data (kind not stated) | mystery |" in text
     assert "| mystery | not stated | not stated | not stated |" in text
-    assert "The kind of 1 of 2 sources is not stated: listed under 2.6" in text
+    assert "The kind of 1 of 2 sources is not stated" in text
     assert "| 2.2.1 Private datasets licensed by rightsholders | stated |" in text
     assert "| 2.1 Publicly available datasets | none in the ledger |" in text
     assert "| 2.6 Other sources of data | none in the ledger |" not in text
@@ -208,7 +208,7 @@ def test_two_runs_with_one_name_are_told_apart_by_folder(run, tmp_path):
     twin = Run(make_run(tmp_path / "more" / "sample"))
     text = markdown_report([run, twin])
     assert "| runs/sample | finished |" in text and "| more/sample | finished |" in text
-    assert "## more/sample: What was trained" in text
+    assert "## more/sample: Overview" in text
 
 
 def test_hostile_names_are_text(run):
@@ -276,7 +276,7 @@ class TestCommands:
 
     def test_table(self, run):
         text = self.invoke("energy", str(run.path)).stdout
-        assert "305.56 Wh" in text and "no, a model" in text and "not measured on 1 of 2" in text
+        assert "305.56 Wh" in text and "no (estimate)" in text and "not measured on 1 of 2" in text
 
     def test_report_writes_and_prints(self, run, tmp_path):
         assert "report.html" in self.invoke("report", str(run.path)).stdout
@@ -324,7 +324,7 @@ def test_the_stores_own_ledger_stands_in_while_it_can_be_reached(run):
     config = json.loads(run.config_file.read_text())
     config["data"]["store"] = "store"
     run.config_file.write_text(json.dumps(config))
-    assert "which cannot be reached from here" in markdown_report([run])
+    assert "cannot be reached from here" in markdown_report([run])
     store = run.path / "store"
     store.mkdir()
     source = {
@@ -346,7 +346,7 @@ def test_the_stores_own_ledger_stands_in_while_it_can_be_reached(run):
 
 
 def test_the_published_card_names_the_store_but_not_where_it_lies(run):
-    from windlass.report.card import data_section
+    from windlass.report.model_card import data_section
 
     manifest = json.loads(run.manifest_file.read_text())
     manifest["data"]["store"] = "/scratch/project_123/someone/letters-v2"
@@ -354,4 +354,4 @@ def test_the_published_card_names_the_store_but_not_where_it_lies(run):
     assert "Token store letters-v2; ledger abc123." in str(data_section(collect(run)))
     manifest["data"] = {"store": manifest["data"]["store"]}
     run.manifest_file.write_text(json.dumps(manifest))
-    assert "token store letters-v2, which cannot be reached" in str(data_section(collect(run)))
+    assert "token store letters-v2 cannot be reached" in str(data_section(collect(run)))

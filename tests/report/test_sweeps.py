@@ -50,7 +50,7 @@ def test_the_page_ranks_like_results_csv(work):
     reply = shown(work)
     assert table_of(reply)["rows"][0][0] == best == "beside"
     assert reply["sections"][0]["items"][0]["cards"][0]["note"] == best
-    assert [s["title"] for s in reply["sections"]][:5] == ["", "Heat map", "Best runs", "Scaling", "Speed against energy"]  # fmt: skip
+    assert [s["id"] for s in reply["sections"]][:5] == ["winner", "heat", "best", "scaling", "pareto"]  # fmt: skip
     assert reply["sweeps"][0]["progress"] == "9 of 9 points have an outcome"
 
 
@@ -122,7 +122,7 @@ def test_a_sweep_joins_into_one_report_with_its_own_table_first(work):
     assert text.startswith("# Sharding on one and two devices")
     row = table_of(shown(work))["rows"][0]
     assert "| " + " | ".join(row).strip() in text
-    assert text.index("## grid: All points") < text.index("## 7 runs") < text.index("## beside: What was trained")
+    assert text.index("## grid: All points") < text.index("## 7 runs") < text.index("## beside: Overview")
 
 
 def test_a_sweep_of_commands_has_a_report_too(tmp_path):

@@ -5,8 +5,8 @@ import pytest
 from tests.report.sample_run import BEGIN, make_run, metric
 
 from windlass.files import append_line
+from windlass.report.tables import state
 from windlass.report.watch import Watch, band, facts, picture, spark
-from windlass.report.words import state
 from windlass.runs.events import GaveUp
 from windlass.runs.folder import Run
 
@@ -34,12 +34,12 @@ def test_a_look_costs_only_what_was_appended_and_sees_it(tmp_path):
 
 
 def test_the_first_look_at_a_long_file_is_at_a_sample_and_the_next_at_all_of_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("windlass.report.watch.LONG_FILE", 1000)
+    monkeypatch.setattr("windlass.report.watch.LONG_FILE_BYTES", 1000)
     run = Run(make_run(tmp_path / "going", finished=False, steps=220))
-    watch = Watch(run, hasty=True)
-    assert watch.look().step == 220 and watch.columns.sampled
+    watch = Watch(run, sample_first=True)
+    assert watch.look().step == 220 and watch.columns.is_sample
     exact = watch.look()
-    assert not watch.columns.sampled and exact.lines == Watch(run).look().lines
+    assert not watch.columns.is_sample and exact.lines == Watch(run).look().lines
 
 
 def text_of(renderable, width: int) -> str:

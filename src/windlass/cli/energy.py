@@ -129,7 +129,7 @@ def _print_json(summary: RunSummary, notes: list[str]) -> None:
 
 def _print_table(summary: RunSummary, notes: list[str]) -> None:
     from windlass.cli.output import console, table
-    from windlass.report.words import SOURCE_COLUMNS, energy_rows, missing_rows, source_rows
+    from windlass.report.tables import SOURCE_COLUMNS, energy_rows, source_rows
 
     out = console()
     for note in notes:
@@ -139,5 +139,5 @@ def _print_table(summary: RunSummary, notes: list[str]) -> None:
         out.print(table(f"{summary.name}: energy by source", SOURCE_COLUMNS, rows, right=(3, 4)))
     title = None if rows else f"{summary.name}: energy"
     out.print(table(title, ("", "", "source or method"), energy_rows(summary), right=(1,)))
-    if missing := missing_rows(summary.energy):
+    if missing := sorted(summary.energy.ledger.missing.items()):
         out.print(table("not read on at least one node", ("source", "reason"), missing))

@@ -69,10 +69,10 @@ def _checked(check: Any) -> str:
 def _card(run: Path) -> str | None:
     """README.md from the ledger, the energy and the report; None where there is no run folder."""
     from windlass.errors import WindlassError
-    from windlass.report.card import content_summary, data_section, model_card
     from windlass.report.collect import collect
     from windlass.report.evaluations import evaluation
-    from windlass.report.text import markdown
+    from windlass.report.markdown import markdown
+    from windlass.report.model_card import content_summary, data_section, model_card
     from windlass.runs import open_run
 
     try:

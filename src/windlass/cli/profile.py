@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from windlass.figures import Section, Table
+    from windlass.figures import DataTable, Section
     from windlass.profile.compare import ScalingRow
     from windlass.profile.find import Target
     from windlass.profile.job import JobProfile, Report
@@ -212,7 +212,7 @@ def _progress(paths: Sequence[Path], *, quiet: bool) -> Iterator[Report | None]:
         yield report
 
 
-def _print(title: str, made: Table) -> None:
+def _print(title: str, made: DataTable) -> None:
     from windlass.cli.output import console, table
 
     out = console()
@@ -369,10 +369,10 @@ class Comparison:
         changes = [(name, values, Change(values[0], values[-1])) for name, values in rows]
         return [{"category": n, "values_us": v, "delta_us": c.delta, "delta_pct": c.percent} for n, v, c in changes]
 
-    def tables(self, top: int) -> list[tuple[str, Table]]:
+    def tables(self, top: int) -> list[tuple[str, DataTable]]:
         from windlass.profile import view
 
-        made: list[tuple[str, Table]] = []
+        made: list[tuple[str, DataTable]] = []
         if self.jobs:
             made.append(("Execution summary", view.side_by_side(self.jobs)))
             made.append(("Scaling", view.scaling_table(self.scaling)))

@@ -140,7 +140,7 @@ def _finish(sweep_run: SweepRun, rank_by: str | None, pick: Path | None, as_json
     from windlass.cli.sweep_text import print_rows
     from windlass.config.sweep import with_goal
     from windlass.errors import ConfigError
-    from windlass.figures.sweep_page import best_first, counts, numbers
+    from windlass.figures.sweep import best_first, counts, numbers
     from windlass.launch.sweep.pick import write_pick
     from windlass.launch.sweep.results import collect_rows, write_page, write_tables
 

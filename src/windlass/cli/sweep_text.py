@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from windlass.cli.output import console, print_json, table
-from windlass.figures.sweep_page import cells, counts, no_winner, shown_columns
+from windlass.figures.sweep import cells, counts, no_winner, shown_columns
 from windlass.units import print_seconds
 
 if TYPE_CHECKING:

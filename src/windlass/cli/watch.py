@@ -36,7 +36,7 @@ def watch(
     from windlass.runs.folder import open_run
 
     live = not (once or as_json) and sys.stdout.isatty()
-    view = Watch(open_run(run), hasty=live)
+    view = Watch(open_run(run), sample_first=live)
     if as_json:
         print_json(redact(view.look().as_dict()))
         return

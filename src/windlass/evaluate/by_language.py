@@ -8,8 +8,7 @@ from typing import Any
 
 from windlass.errors import RunError
 from windlass.evaluate.record import Score
-from windlass.figures import Chart, Section, Series, Table
-from windlass.figures.page import page
+from windlass.figures import Chart, DataTable, Section, Series, page
 from windlass.files import read_json_lines
 from windlass.runs.folder import open_run
 
@@ -145,7 +144,7 @@ def _chart(task: str, metric: str, rows: Sequence[Row]) -> Chart:
 
 def page_of(rows: Sequence[Row]) -> str:
     columns, cells = table_of(rows)
-    table = Table(columns, cells, right=tuple(range(3, len(columns))), caption="± half of the 95 % interval")
+    table = DataTable(columns, cells, right=tuple(range(3, len(columns))), caption="± half of the 95 % interval")
     names = dict.fromkeys(row.model for row in rows)
     return page("By language", [Section("", (*charts_of(rows), table))], subtitle=" beside ".join(names))
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from windlass.evaluate.record import Score
-from windlass.figures import Chart, Section, Series, Table
-from windlass.figures.page import page
+from windlass.figures import Chart, DataTable, Section, Series, page
 
 
 def page_of(name: str, step: int | None, scores: Sequence[Score]) -> str:
@@ -22,7 +21,7 @@ def section_of(task: str, scores: Sequence[Score]) -> Section:
         for metric in dict.fromkeys(s.metric for s in scores)
     ]
     rows = [(s.group, s.metric, _number(s.value), _number(s.low), _number(s.high), f"{s.count:,}") for s in scores]
-    table = Table(
+    table = DataTable(
         ("group", "metric", "value", "low", "high", "items"),
         rows,
         right=(2, 3, 4, 5),

@@ -1,14 +1,15 @@
-"""How does windlass draw? Plain values in; one self-contained HTML page, an SVG or a PNG out, all without network.
+"""Charts as plain values, one renderer to a self-contained HTML page and one to PNG, SVG and PDF; no network.
 
 chart = Chart(title="Loss", x_title="tokens", y_title="loss", series=(line("train", xs, ys),))
-html = page("My run", [Section("Training", (chart, Table(("step", "loss"), rows)))])
+html = page("My run", [Section("Training", (chart, DataTable(("step", "loss"), rows)))])
 save_picture(chart, Path("loss.png"))
 """
 
-from windlass.figures.model import (
+from windlass.figures.charts import (
     Card,
     Cards,
     Chart,
+    DataTable,
     Heat,
     Html,
     Item,
@@ -16,15 +17,14 @@ from windlass.figures.model import (
     Note,
     Section,
     Series,
-    Table,
     bars,
     line,
     points,
 )
-from windlass.figures.page import fragment, page, save_page
-from windlass.figures.picture import save_picture, to_svg
+from windlass.figures.html import page, save_page
+from windlass.figures.picture import save_picture
 
 __all__ = [
-    "Card", "Cards", "Chart", "Heat", "Html", "Item", "Mark", "Note", "Section", "Series", "Table",
-    "bars", "fragment", "line", "page", "points", "save_page", "save_picture", "to_svg",
+    "Card", "Cards", "Chart", "DataTable", "Heat", "Html", "Item", "Mark", "Note", "Section", "Series",
+    "bars", "line", "page", "points", "save_page", "save_picture",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""How does a chart become a PNG or SVG on a node without browser or network? matplotlib draws it; see docs/decisions on why not Chrome."""
+"""The one renderer to PNG, SVG and PDF: matplotlib, which needs neither browser nor network (see docs/decisions)."""
 
 from __future__ import annotations
 
@@ -7,45 +7,33 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import WindlassError
-from windlass.figures.model import Chart, Heat, Series, marked_cells, whole_ticks
+from windlass.figures.charts import Chart, Heat, Mark, Series
 from windlass.figures.theme import HEAT, LIGHT, NO_VALUE, colour
+from windlass.files import write_atomic
 
+INK, SOFT = LIGHT["ink"], LIGHT["soft"]
 _STYLE = {
-    "font.size": 12, "axes.titlesize": 14, "axes.titlelocation": "left", "axes.edgecolor": LIGHT["soft"], "axes.labelcolor": LIGHT["ink"],
-    "text.color": LIGHT["ink"], "xtick.color": LIGHT["ink"], "ytick.color": LIGHT["ink"], "axes.grid": True, "grid.color": LIGHT["grid"],
-    "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "svg.fonttype": "none",
-    "figure.facecolor": LIGHT["paper"], "svg.hashsalt": "windlass",
+    "font.size": 12, "axes.titlesize": 14, "axes.titlelocation": "left", "axes.edgecolor": SOFT, "axes.labelcolor": INK,
+    "text.color": INK, "xtick.color": INK, "ytick.color": INK, "axes.grid": True, "grid.color": LIGHT["grid"],
+    "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+    "svg.fonttype": "none", "figure.facecolor": LIGHT["paper"], "svg.hashsalt": "windlass",
 }  # fmt: skip
 
 
 def save_picture(item: Chart | Heat, path: Path, *, width: float = 10.0) -> Path:
-    """Write a `.png` (200 dpi), `.svg` or `.pdf`, by the file's ending; whole, then renamed."""
+    """Write a `.png` (200 dpi), `.svg` or `.pdf`, by the file's suffix; `width` in inches."""
     kind = path.suffix.lower().removeprefix(".")
     if kind not in ("png", "svg", "pdf"):
         raise WindlassError(
-            "figures.pictures-written-png-svg",
-            f"{path}: pictures are written as .png, .svg or .pdf, not {path.suffix or 'without an ending'!r}",
+            "figures.format-unknown",
+            f"{path}: pictures are written as .png, .svg or .pdf, not {path.suffix or 'without a suffix'!r}",
             hint=f"name it {path.stem}.png",
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_bytes(_render(item, kind, width))
-    part.replace(path)
-    return path
-
-
-def to_svg(item: Chart | Heat, *, width: float = 10.0) -> str:
-    """The picture as SVG text, to be put into a page or a document."""
-    text = _render(item, "svg", width).decode()
-    return text[text.index("<svg") :]
-
-
-def _render(item: Chart | Heat, kind: str, width: float) -> bytes:
     try:
         import matplotlib
     except ModuleNotFoundError:
         raise WindlassError(
-            "figures.pictures-need-matplotlib-installed",
+            "figures.matplotlib-missing",
             "pictures need matplotlib, which is not installed",
             hint="pip install 'windlass[png]'; --html and --json need nothing more",
         ) from None
@@ -54,162 +42,128 @@ def _render(item: Chart | Heat, kind: str, width: float) -> bytes:
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, item.height / 76), layout="constrained")
         axes = figure.add_subplot()
-        crowded = isinstance(item, Chart) and any((m.axis == "x") != item.horizontal and m.label for m in item.marks)
-        axes.set_title(item.title, pad=24 if crowded else 10)
+        has_labels = isinstance(item, Chart) and any(item.is_upright(m) and m.label for m in item.marks)
+        axes.set_title(item.title, pad=24 if has_labels else 10)
         _heat(item, figure, axes) if isinstance(item, Heat) else _chart(item, axes)
-        out = io.BytesIO()
-        figure.savefig(out, format=kind, dpi=200, metadata={"Date": None} if kind == "svg" else None)
-    return out.getvalue()
+        content = io.BytesIO()
+        figure.savefig(content, format=kind, dpi=200, metadata={"Date": None} if kind == "svg" else None)
+    write_atomic(path, content.getvalue())
+    return path
 
 
 def _chart(chart: Chart, axes: Any) -> None:
-    categories = _categories(chart)
-    places = {name: i for i, name in enumerate(categories)}
-    if any(s.kind == "bar" for s in chart.series):
-        _bars(chart, axes, places)
+    # Bars always stand on names; a numeric axis has no categories.
+    is_named = any(s.kind == "bar" or isinstance(x, str) for s in chart.series for x in s.x)
+    names = list(dict.fromkeys(str(x) for s in chart.series for x in s.x)) if is_named else []
+    places = {name: i for i, name in enumerate(names)}
+    _bars(chart, axes, places)
     for index, series in enumerate(chart.series):
         if series.kind != "bar":
             _line(series, colour(index if series.colour is None else series.colour), axes, places)
     for mark in chart.marks:
-        _mark(mark.axis, mark.at, mark.label, chart.horizontal, axes)
-    _axes(chart, axes, categories)  # last: the limits include the marks
-    if sum(not s.quiet for s in chart.series) > 1:
+        _mark(mark, chart.is_upright(mark), axes)
+    _axes(chart, axes, names)  # last: the limits include the marks
+    if chart.has_legend:
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def _categories(chart: Chart) -> list[str]:
-    """The x values in order when they are names; empty for a numeric axis. Bars always stand on names."""
-    named = any(isinstance(x, str) for s in chart.series for x in s.x) or any(s.kind == "bar" for s in chart.series)
-    return list(dict.fromkeys(str(x) for s in chart.series for x in s.x)) if named else []
-
-
 def _bars(chart: Chart, axes: Any, places: dict[str, int]) -> None:
-    shown = [(i, s) for i, s in enumerate(chart.series) if s.kind == "bar"]
-    width = 0.75 if chart.stacked else 0.8 / len(shown)
+    drawn = [(i, s) for i, s in enumerate(chart.series) if s.kind == "bar"]
+    width = 0.75 if chart.stacked else 0.8 / max(1, len(drawn))
     tops = dict.fromkeys(places, 0.0)
-    for rank, (index, series) in enumerate(shown):
-        shift = 0.0 if chart.stacked else (rank - (len(shown) - 1) / 2) * width
-        names = [str(x) for x in series.x]
-        values = [0.0 if y is None else float(y) for y in series.y]
-        bases = [tops[n] for n in names] if chart.stacked else [0.0] * len(names)
-        draw, start = (axes.barh, "left") if chart.horizontal else (axes.bar, "bottom")
+    draw, base = (axes.barh, "left") if chart.horizontal else (axes.bar, "bottom")
+    for position, (index, series) in enumerate(drawn):
+        shift = 0.0 if chart.stacked else (position - (len(drawn) - 1) / 2) * width
+        names, values = [str(x) for x in series.x], [float(y or 0.0) for y in series.y]
+        bases = [tops[n] if chart.stacked else 0.0 for n in names]
         tint = colour(index if series.colour is None else series.colour)
-        draw(
-            [places[n] + shift for n in names],
-            values,
-            width,
-            color=tint,
-            label=None if series.quiet else series.name,
-            **{start: bases},
-        )
+        label = None if series.quiet else series.name
+        draw([places[n] + shift for n in names], values, width, color=tint, label=label, **{base: bases})
         for name, value in zip(names, values, strict=True):
             tops[name] += value
 
 
+def _numbers(values: Any) -> list[float]:
+    return [float("nan") if v is None else float(v) for v in values]
+
+
 def _line(series: Series, tint: str, axes: Any, places: dict[str, int]) -> None:
     x = [places[str(v)] if places else float(v) for v in series.x]
-    y = [float("nan") if v is None else float(v) for v in series.y]
     if series.low is not None and series.high is not None:
-        low, high = ([float("nan") if v is None else float(v) for v in side] for side in (series.low, series.high))
-        axes.fill_between(x, low, high, color=tint, alpha=0.18, linewidth=0)
-    style = (
-        {"linestyle": "none", "marker": "o"}
-        if series.kind == "points"
-        else {"linestyle": "--" if series.dashed else "-", "linewidth": 2.2}
+        axes.fill_between(x, _numbers(series.low), _numbers(series.high), color=tint, alpha=0.18, linewidth=0)
+    style: dict[str, Any] = {"linestyle": "none", "marker": "o"}
+    if series.kind == "line":
+        style = {"linestyle": "--" if series.dashed else "-", "linewidth": 2.2}
+    axes.plot(x, _numbers(series.y), color=tint, label=None if series.quiet else series.name, **style)
+
+
+def _axes(chart: Chart, axes: Any, names: list[str]) -> None:
+    axes.set(
+        **{
+            f"{axis}label": text
+            for axis, text in zip("yx" if chart.horizontal else "xy", (chart.x_title, chart.y_title), strict=True)
+        }
     )
-    axes.plot(x, y, color=tint, label=None if series.quiet else series.name, **style)
-
-
-def _axes(chart: Chart, axes: Any, categories: list[str]) -> None:
-    x_label, y_label = (axes.set_ylabel, axes.set_xlabel) if chart.horizontal else (axes.set_xlabel, axes.set_ylabel)
-    x_label(chart.x_title), y_label(chart.y_title)
-    if not categories:
-        axes.margins(x=0.02)
-    if categories and chart.horizontal:
+    if names and chart.horizontal:
         axes.grid(visible=False, axis="y")
-        axes.set_yticks(range(len(categories)), categories)
+        axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
-    elif categories:
-        turned = {"rotation": 30, "ha": "right"} if max(map(len, categories)) * len(categories) > 70 else {}
-        axes.set_xticks(range(len(categories)), categories, **turned)
-    if chart.log_x and not categories:
-        axes.set_xscale("log")
-        _ticks(chart, axes)
-    elif not categories and (ticks := whole_ticks(chart)):
-        axes.set_xticks(ticks, [f"{v:,}" for v in ticks])
+    elif names:
+        turned = {"rotation": 30, "ha": "right"} if max(map(len, names)) * len(names) > 70 else {}
+        axes.set_xticks(range(len(names)), names, **turned)
+    else:
+        axes.margins(x=0.02)
+        values = sorted({float(x) for series in chart.series for x in series.x})
+        if chart.log_x:
+            axes.set_xscale("log")
+            if len(values) <= 12:  # a few numbers of devices, say, are better labels than powers of ten
+                axes.set_xticks(values, [f"{v:,g}" for v in values])
+                axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+        elif ticks := chart.integer_ticks:
+            axes.set_xticks(ticks, [f"{v:,}" for v in ticks])
+    value_axis = "x" if chart.horizontal else "y"
     if chart.log_y:
-        (axes.set_xscale if chart.horizontal else axes.set_yscale)("log")
-        (axes.xaxis if chart.horizontal else axes.yaxis).set_major_formatter(lambda value, _: _short(value))
+        axes.set(**{f"{value_axis}scale": "log"})
+        getattr(axes, f"{value_axis}axis").set_major_formatter(lambda value, _: _short(value))
     elif chart.from_zero:
-        (axes.set_xlim if chart.horizontal else axes.set_ylim)(0)
-
-
-def _ticks(chart: Chart, axes: Any) -> None:
-    """A few numbers of devices, say, are better labels than powers of ten."""
-    values = sorted({float(x) for series in chart.series for x in series.x})
-    if len(values) <= 12:
-        axes.set_xticks(values, [f"{v:,g}" for v in values])
-        axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+        axes.set(**{f"{value_axis}lim": (0, None)})
 
 
 def _short(value: float) -> str:
-    """`100B` instead of a power of ten, as the pages write it."""
-    for size, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:g}{name}"
-    return f"{value:g}"
+    """`100B` instead of a power of ten, as the pages print it."""
+    sizes = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (0.0, ""))
+    size, name = next(pair for pair in sizes if value >= pair[0])
+    return f"{value / (size or 1.0):g}{name}"
 
 
-def _mark(axis: str, at: float, label: str, horizontal: bool, axes: Any) -> None:
-    upright = (axis == "x") != horizontal
-    (axes.axvline if upright else axes.axhline)(at, color=LIGHT["soft"], linestyle=":", linewidth=1.4)
-    if upright:
-        axes.text(
-            at,
-            1.0,
-            label,
-            transform=axes.get_xaxis_transform(),
-            ha="center",
-            va="bottom",
-            fontsize=10,
-            color=LIGHT["soft"],
-        )
+def _mark(mark: Mark, is_upright: bool, axes: Any) -> None:
+    (axes.axvline if is_upright else axes.axhline)(mark.at, color=SOFT, linestyle=":", linewidth=1.4)
+    if is_upright:
+        place, transform, align = (mark.at, 1.0), axes.get_xaxis_transform(), "center"
     else:
-        axes.text(
-            1.0,
-            at,
-            label,
-            transform=axes.get_yaxis_transform(),
-            ha="right",
-            va="bottom",
-            fontsize=10,
-            color=LIGHT["soft"],
-        )
+        place, transform, align = (1.0, mark.at), axes.get_yaxis_transform(), "right"
+    axes.text(*place, mark.label, transform=transform, ha=align, va="bottom", fontsize=10, color=SOFT)
 
 
 def _heat(heat: Heat, figure: Any, axes: Any) -> None:
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Rectangle
 
-    scale = LinearSegmentedColormap.from_list("windlass", list(HEAT))
-    values = [[float("nan") if v is None else float(v) for v in row] for row in heat.values]
+    values = [_numbers(row) for row in heat.values]
     low, high = heat.scale or (None, None)
-    image = axes.imshow(values, cmap=scale, aspect="auto", vmin=low, vmax=high)
+    colours = LinearSegmentedColormap.from_list("windlass", list(HEAT))
+    image = axes.imshow(values, cmap=colours, aspect="auto", vmin=low, vmax=high)
     axes.grid(visible=False)
     axes.set_xticks(range(len(heat.x)), heat.x)
     axes.set_yticks(range(len(heat.y)), heat.y)
-    axes.set_xlabel(heat.x_title), axes.set_ylabel(heat.y_title)
+    axes.set(xlabel=heat.x_title, ylabel=heat.y_title)
     figure.colorbar(image, ax=axes, label=heat.unit)
-    for row, column in ((r, c) for r, cells in enumerate(marked_cells(heat)) for c, said in enumerate(cells) if said):
-        axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=NO_VALUE, edgecolor="none"))
-    for row, texts in enumerate(heat.labels or ()):
-        for column, text in enumerate(texts):
-            share = image.norm(values[row][column])
-            axes.text(
-                column,
-                row,
-                text,
-                ha="center",
-                va="center",
-                color="#12161c" if share > 0.6 or share != share else "white",
-            )
+    gaps = heat.labelled_gaps
+    for row, cells in enumerate(values):
+        for column, value in enumerate(cells):
+            if gaps[row][column]:
+                axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=NO_VALUE, edgecolor="none"))
+            share = image.norm(value)
+            tint = "#12161c" if share > 0.6 or share != share else "white"
+            text = heat.labels[row][column] if heat.labels else ""
+            axes.text(column, row, text, ha="center", va="center", color=tint)

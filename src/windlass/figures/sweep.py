@@ -1,296 +1,433 @@
-"""What does a sweep look like? Heat map with its failures, best-run bars, speed against energy, scaling with efficiency, prediction against measurement."""
+"""The page of a sweep: winner, heat maps, best runs, scaling, speed and energy, prediction errors, and all points.
+
+Everything is made from the sweep's rows (results.json), so that its own page, the report and the dashboard agree.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
-from windlass.config.sweep import SweepConfig
-from windlass.figures.model import Chart, Heat, Item, Note, bars, line, points
+from windlass.config.sweep import SweepConfig, axes_of
+from windlass.figures.charts import Card, Cards, Chart, DataTable, Heat, Item, Note, Section, Series, bars, line, points
+from windlass.units import print_bytes, print_joules, print_seconds
 
 Row = dict[str, Any]
-MARKS = {"oom": "OOM", "skipped": "OOM?", "error": "failed", "timeout": "timeout", "node-failure": "node failed", "pre-empted": "pre-empted"}  # fmt: skip
-"""What a cell without a number says."""
-NAMES = {
-    "tokens_per_second": "tokens/s", "tokens_per_second_per_device": "tokens/s per device", "mfu": "MFU", "joules_per_token": "J per token",
+SPEED, DEVICE_SPEED, ENERGY = "tokens_per_second", "tokens_per_second_per_device", "joules_per_token"
+# Outcome -> label of a heat map's cell without a number.
+CELL_LABELS = {
+    "oom": "OOM", "skipped": "OOM?", "error": "failed", "timeout": "timeout", "node-failure": "node failed",
+    "pre-empted": "pre-empted",
+}  # fmt: skip
+TITLES = {
+    SPEED: "tokens/s", DEVICE_SPEED: "tokens/s per device", "mfu": "MFU", ENERGY: "J per token",
     "kwh_per_step": "kWh per step", "step_seconds": "s per step", "memory_bytes": "peak memory",
 }  # fmt: skip
 
 
 def known(row: Row, key: str) -> bool:
+    """The point succeeded and has a finite number under this key."""
     value = row.get(key)
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return row.get("outcome") == "ok" and number
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return row.get("outcome") == "ok" and is_number
 
 
-def word_of(value: Any) -> str:
-    """A value of an axis as the sweep file has it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def with_number(rows: Iterable[Row], *keys: str) -> list[Row]:
+    return [row for row in rows if all(known(row, key) for key in keys)]
 
 
 def title_of(key: str) -> str:
-    return NAMES.get(key, key)
+    return TITLES.get(key, key)
 
 
 def number(value: float) -> str:
-    if value == 0 or 0.01 <= abs(value) < 10:
-        return f"{value:.3g}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def axis_order(rows: Sequence[Row], axis: str) -> list[Any]:
-    """Values of an axis: numbers by size, words in the order of the sweep."""
-    found = list(dict.fromkeys(row[axis] for row in rows if row.get(axis) is not None))
-    numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in found)
-    return sorted(found) if numeric else found
-
-
-def heat_axes(sweep: SweepConfig, rows: Sequence[Row], axes: Sequence[str]) -> list[str]:
-    """Down and across: as the sweep says, else the two axes with most values."""
-    if len(sweep.heat) == 2:
-        return list(sweep.heat)
-    counts = {axis: len(axis_order(rows, axis)) for axis in axes}
-    ranked = sorted((a for a in axes if counts[a] > 1), key=lambda a: -counts[a])
-    return (list(dict.fromkeys([*sweep.heat, *ranked])))[:2]
-
-
-def heat_maps(sweep: SweepConfig, rows: Sequence[Row], axes: Sequence[str], key: str) -> list[Item]:
-    """One map per value of a third axis with few values (the engine, say); a cell shows the best of the points it holds."""
-    pair = heat_axes(sweep, rows, axes)
-    if len(pair) < 2:
-        return [Note("A heat map needs two axes with more than one value.")]
-    in_map = [r for r in rows if r.get(pair[0]) is not None and r.get(pair[1]) is not None]
-    third = [a for a in axes if a not in pair and 1 < len(axis_order(in_map, a)) <= 4]
-    if not third:
-        return [_heat(sweep, in_map, pair, key, "")]
-    first = third[0]
-    maps = [
-        _heat(sweep, [r for r in in_map if r.get(first) == value], pair, key, f", {_short(first)} = {word_of(value)}")
-        for value in axis_order(in_map, first)
-    ]
-    seen = [v for heat in maps for row in heat.values for v in row if v is not None]
-    # One scale for all: the same colour is the same speed in both engines.
-    return [replace(heat, scale=(min(seen), max(seen)) if seen else None) for heat in maps]
-
-
-def _heat(sweep: SweepConfig, rows: Sequence[Row], pair: Sequence[str], key: str, extra: str) -> Heat:
-    down, across = pair
-    ys, xs = axis_order(rows, down), axis_order(rows, across)
-    values, labels = [], []
-    for y in ys:
-        cells = [_cell([r for r in rows if r[down] == y and r[across] == x], key, sweep.goal) for x in xs]
-        values.append(tuple(v for v, _ in cells))
-        labels.append(tuple(text for _, text in cells))
-    return Heat(
-        title=f"{title_of(key)} by {_short(down)} and {_short(across)}{extra}", x=tuple(f"{_short(across)} {word_of(x)}" for x in xs), y=tuple(word_of(y) for y in ys),
-        values=tuple(values), labels=tuple(labels), x_title=_short(across), y_title=_short(down),
-        caption="The best point of each cell. OOM: it ran out of memory; OOM?: not run, because the planner was sure that it would; an empty cell was not asked for.",
-        height=120 + 62 * max(2, len(ys)),
-    )  # fmt: skip
+def _value_text(value: Any) -> str:
+    """A value of an axis as the sweep file writes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _short(axis: str) -> str:
     return axis.rsplit(".", 1)[-1].replace("_", "-")
 
 
-def _cell(rows: Sequence[Row], key: str, goal: str) -> tuple[float | None, str]:
-    good = [float(r[key]) for r in rows if known(r, key)]
-    if good:
-        best = max(good) if goal == "max" else min(good)
-        return best, number(best)
-    words = [MARKS.get(str(r["outcome"]), "") if r.get("outcome") else "not run" for r in rows]
-    return None, words[0] if words else ""
+def axis_order(rows: Sequence[Row], axis: str) -> list[Any]:
+    """Values of an axis: numbers by size, texts in the order of the sweep."""
+    values = list(dict.fromkeys(row[axis] for row in rows if row.get(axis) is not None))
+    numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
+    return sorted(values) if numeric else values
+
+
+def heat_axes(rows: Sequence[Row], axes: Sequence[str], wanted: Sequence[str] = ()) -> list[str]:
+    """Down and across: the wanted axes first, then those with most values."""
+    counts = {axis: len(axis_order(rows, axis)) for axis in axes}
+    ranked = sorted((a for a in axes if counts[a] > 1), key=lambda a: -counts[a])
+    return list(wanted) if len(wanted) == 2 else list(dict.fromkeys([*wanted, *ranked]))[:2]
+
+
+def heat_maps(
+    rows: Sequence[Row], axes: Sequence[str], key: str, wanted: Sequence[str] = (), goal: str = "max"
+) -> list[Item]:
+    """One map per value of a third axis with few values (the engine, say); a cell shows the best of its points."""
+    pair = heat_axes(rows, axes, wanted)
+    if len(pair) < 2:
+        return [Note("A heat map needs two axes with more than one value.")]
+    in_map = [r for r in rows if r.get(pair[0]) is not None and r.get(pair[1]) is not None]
+    third = next((a for a in axes if a not in pair and 1 < len(axis_order(in_map, a)) <= 4), None)
+    if third is None:
+        return [_heat(in_map, pair, key, goal)]
+    maps = []
+    for value in axis_order(in_map, third):
+        one = _heat([r for r in in_map if r.get(third) == value], pair, key, goal)
+        maps.append(replace(one, title=f"{one.title}, {_short(third)} = {_value_text(value)}"))
+    values = [v for heat in maps for row in heat.values for v in row if v is not None]
+    # One scale for all: the same colour is the same speed in both engines.
+    return [replace(heat, scale=(min(values), max(values)) if values else None) for heat in maps]
+
+
+def _heat(rows: Sequence[Row], pair: Sequence[str], key: str, goal: str) -> Heat:
+    down, across = pair
+    ys, xs = axis_order(rows, down), axis_order(rows, across)
+
+    def cell(y: Any, x: Any) -> tuple[float | None, str]:
+        inside = [r for r in rows if r[down] == y and r[across] == x]
+        if values := [float(r[key]) for r in with_number(inside, key)]:
+            best = max(values) if goal == "max" else min(values)
+            return best, number(best)
+        labels = [CELL_LABELS.get(str(r["outcome"]), "") if r.get("outcome") else "not run" for r in inside]
+        return None, labels[0] if labels else ""
+
+    grid = [[cell(y, x) for x in xs] for y in ys]
+    return Heat(
+        title=f"{title_of(key)} by {_short(down)} and {_short(across)}",
+        x=[f"{_short(across)} {_value_text(x)}" for x in xs],
+        y=[_value_text(y) for y in ys],
+        values=tuple(tuple(value for value, _ in row) for row in grid),
+        labels=tuple(tuple(label for _, label in row) for row in grid),
+        x_title=_short(across),
+        y_title=_short(down),
+        caption="Best point of each cell. OOM: ran out of memory; OOM?: not run, because the planner was sure that it "
+        "would; an empty cell is not part of the sweep.",
+        height=120 + 62 * max(2, len(ys)),
+    )
 
 
 def best_bars(rows: Sequence[Row], axis: str | None) -> list[Item]:
-    """The best run of each strategy: throughput, MFU and energy, as in the GPT-NL slides."""
+    """Throughput, MFU and energy of the fastest run of each strategy, so that all bars belong to the same runs."""
     if axis is None:
         return []
-    by_engine = len({r.get("engine") for r in rows if r.get("engine")}) > 1
-    groups = axis_order(rows, "engine") if by_engine else [None]
+    engines = axis_order(rows, "engine")
+    # Energy per step; per token where steps differ in size, or the larger batch would look wasteful.
+    same_size = len({r.get("batch_tokens") for r in with_number(rows, "kwh_per_step")}) <= 1
     charts: list[Item] = []
-    # Per step as on the slides; per token where steps are of different size, or the larger batch would look wasteful.
-    sizes = {r.get("batch_tokens") for r in rows if known(r, "kwh_per_step")}
-    energy = "kwh_per_step" if len(sizes) <= 1 else "joules_per_token"
-    for key, better in (("tokens_per_second_per_device", max), ("mfu", max), (energy, min)):
-        if not any(known(r, key) for r in rows):
+    for key in (DEVICE_SPEED, "mfu", "kwh_per_step" if same_size else ENERGY):
+        measured = with_number(rows, key)
+        if not measured:
             charts.append(Note(f"{title_of(key)}: not measured on any point."))
             continue
+        scale, unit = _unit(measured, key)
         series = []
-        scale, unit = _unit(rows, key)
-        for engine in groups:
-            mine = [r for r in rows if engine is None or r.get("engine") == engine]
-            names = axis_order(mine, axis)
-            best = [_best_of([r for r in mine if r.get(axis) == n], key, better) for n in names]
-            series.append(bars(str(engine or title_of(key)), [word_of(n) for n in names], [None if b is None else scale * float(b[key]) for b in best], hover=[_hover(b, key) for b in best]))  # fmt: skip
-        charts.append(
-            Chart(title=f"Best run: {unit}", x_title=_short(axis), y_title=unit, series=tuple(series), from_zero=True, height=340)
-        )  # fmt: skip
+        for engine in engines if len(engines) > 1 else [None]:
+            own = [r for r in rows if engine is None or r.get("engine") == engine]
+            names = axis_order(own, axis)
+            best = [_fastest([r for r in own if r.get(axis) == n], key) for n in names]
+            values = [None if b is None else scale * float(b[key]) for b in best]
+            hover = [
+                "no run succeeded" if b is None or v is None else f"{b['point']}: {number(v)} {unit}"
+                for b, v in zip(best, values, strict=True)
+            ]
+            series.append(bars(str(engine or title_of(key)), [_value_text(n) for n in names], values, hover=hover))
+        title = f"Best run: {unit}"
+        charts.append(Chart(title=title, x_title=_short(axis), y_title=unit, series=series, from_zero=True, height=340))
     return charts
 
 
 def _unit(rows: Sequence[Row], key: str) -> tuple[float, str]:
-    """A step of a small model takes joules, of a large one kilowatt-hours."""
+    """(factor, unit): a step of a small model takes joules, of a large one kilowatt-hours."""
     if key != "kwh_per_step":
         return 1.0, title_of(key)
-    most = max(float(r[key]) for r in rows if known(r, key))
-    return next(
-        (scale, f"{name} per step")
-        for least, scale, name in ((1.0, 1.0, "kWh"), (1e-3, 1e3, "Wh"), (0.0, 3.6e6, "J"))
-        if most >= least
-    )
+    largest = max(float(r[key]) for r in rows)
+    units = ((1.0, 1.0, "kWh per step"), (1e-3, 1e3, "Wh per step"), (0.0, 3.6e6, "J per step"))
+    return next((factor, name) for least, factor, name in units if largest >= least)
 
 
-def _best_of(rows: Sequence[Row], key: str, better: Any) -> Row | None:
-    """The run that is fastest; what it reached is shown in every chart, so that the bars speak of the same runs."""
-    good = [r for r in rows if known(r, "tokens_per_second_per_device") and known(r, key)]
-    if good:
-        return max(good, key=lambda r: float(r["tokens_per_second_per_device"]))
-    good = [r for r in rows if known(r, key)]
-    return better(good, key=lambda r: float(r[key])) if good else None
-
-
-def _hover(row: Row | None, key: str) -> str:
-    if row is None:
-        return "none ended well"
-    scale, unit = _unit([row], key)
-    return f"{row['point']}: {number(scale * float(row[key]))} {unit}"
+def _fastest(rows: Sequence[Row], key: str) -> Row | None:
+    """The fastest run that has the key; without speeds, the one with the best value."""
+    with_speed = with_number(rows, DEVICE_SPEED, key)
+    better, ranked_by = (max, DEVICE_SPEED) if with_speed else (max if key == "mfu" else min, key)
+    return better(with_speed or with_number(rows, key), key=lambda r: float(r[ranked_by]), default=None)
 
 
 def pareto_front(rows: Sequence[Row]) -> list[Row]:
-    """Points that no other beats in both speed and energy."""
-    good = [r for r in rows if known(r, "tokens_per_second") and known(r, "joules_per_token")]
-    return [r for r in good if not any(_beats(o, r) for o in good)]
+    """Points that no other beats in both speed and energy, slowest first."""
+    measured = with_number(rows, SPEED, ENERGY)
 
+    def beats(one: Row, other: Row) -> bool:
+        at_least = one[SPEED] >= other[SPEED] and one[ENERGY] <= other[ENERGY]
+        return bool(at_least and (one[SPEED], one[ENERGY]) != (other[SPEED], other[ENERGY]))
 
-def _beats(one: Row, other: Row) -> bool:
-    faster = float(one["tokens_per_second"]) - float(other["tokens_per_second"])
-    cheaper = float(other["joules_per_token"]) - float(one["joules_per_token"])
-    return faster >= 0 and cheaper >= 0 and (faster > 0 or cheaper > 0)
+    front = [r for r in measured if not any(beats(o, r) for o in measured)]
+    return sorted(front, key=lambda r: float(r[SPEED]))
 
 
 def pareto(rows: Sequence[Row]) -> Item:
     front = pareto_front(rows)
     if not front:
-        return Note(
-            "Energy was not measured on this machine (no readable sensor), so there is no front of speed against energy."
-        )
-    good = [r for r in rows if known(r, "tokens_per_second") and known(r, "joules_per_token") and r not in front]
-    front = sorted(front, key=lambda r: float(r["tokens_per_second"]))
-    series = [line("front", [r["tokens_per_second"] for r in front], [r["joules_per_token"] for r in front], hover=[r["point"] for r in front])]  # fmt: skip
-    for name, group in (("no other is better in both", front), ("others", good)):
-        if group:
-            series.append(points(name, [r["tokens_per_second"] for r in group], [r["joules_per_token"] for r in group], hover=[r["point"] for r in group]))  # fmt: skip
+        return Note("Energy was not measured (no readable sensor), so speed cannot be compared with energy.")
+    others = [r for r in with_number(rows, SPEED, ENERGY) if r not in front]
+
+    def drawn(make: Callable[..., Series], name: str, group: Sequence[Row]) -> Series:
+        return make(name, [r[SPEED] for r in group], [r[ENERGY] for r in group], hover=[r["point"] for r in group])
+
+    series = [drawn(line, "front", front), drawn(points, "no other is better in both", front)]
+    series += [drawn(points, "others", others)] if others else []
     return Chart(
-        title="Energy per token against speed", x_title="tokens/s", y_title="J per token", series=tuple(series), caption="Down and to the right is better."
-    )  # fmt: skip
+        title="Energy per token vs. speed",
+        x_title=title_of(SPEED),
+        y_title=title_of(ENERGY),
+        series=series,
+        caption="Down and to the right is better.",
+    )
 
 
 def scaling(rows: Sequence[Row], kind: str) -> list[Item]:
-    """Tokens/s over devices with the perfect line, and the efficiency; a curve per engine, by the best point at each count."""
+    """Tokens/s over devices with the perfect line, and the efficiency; one curve per engine, best point per count."""
     if kind == "none":
         return []
-    usable = [r for r in rows if known(r, "tokens_per_second") and isinstance(r.get("devices"), int)]
-    alike, about = _comparable(usable, kind)
-    engines = list(dict.fromkeys(r.get("engine") for r in alike))
-    curves = {str(e or "measured"): _best_by_count([r for r in alike if r.get("engine") == e]) for e in engines}
-    curves = {"measured" if len(curves) == 1 else e: best for e, best in curves.items() if len(best) > 1}
+    usable = [r for r in with_number(rows, SPEED) if isinstance(r.get("devices"), int)]
+    comparable, description = _comparable(usable, kind)
+    curves: dict[str, dict[int, Row]] = {str(r.get("engine") or "measured"): {} for r in comparable}
+    for row in sorted(comparable, key=lambda r: (r["devices"], float(r[SPEED]))):  # the fastest of a count comes last
+        curves[str(row.get("engine") or "measured")][row["devices"]] = row
+    curves = {name: curve for name, curve in curves.items() if len(curve) > 1}
     if not curves:
         return []
-    speed = tuple(line(name, list(best), _speeds(best), hover=[f"{r['point']}: {number(r['tokens_per_second'])} tokens/s" for r in best.values()]) for name, best in curves.items())  # fmt: skip
-    share = tuple(line(name, list(best), efficiency(best)) for name, best in curves.items())
-    word = "Strong" if kind == "strong" else "Weak"
+    if len(curves) == 1:
+        curves = {"measured": next(iter(curves.values()))}
+    counts = [n for curve in curves.values() for n in curve]
+    ends = [min(counts), max(counts)]
+    best_start = max(float(curve[ends[0]][SPEED]) / ends[0] for curve in curves.values() if ends[0] in curve)
+    speeds, shares, captions = [], [], []
+    for name, curve in curves.items():
+        hover = [f"{r['point']}: {number(r[SPEED])} tokens/s" for r in curve.values()]
+        speeds.append(line(name, list(curve), [float(r[SPEED]) for r in curve.values()], hover=hover))
+        per_device = [float(r[SPEED]) / n for n, r in curve.items()]
+        efficiency = [speed / per_device[0] for speed in per_device]
+        shares.append(line(name, list(curve), efficiency))
+        text = ", ".join(f"{n} device{'s' * (n > 1)}: {e:.0%}" for n, e in zip(curve, efficiency, strict=True))
+        captions.append(text if len(curves) == 1 else f"{name}: {text}")
+    speeds.append(line("perfect scaling", ends, [best_start * n for n in ends], dashed=True))
+    shares.append(line("perfect", ends, [1.0, 1.0], dashed=True))
     return [
-        Chart(title=f"{word} scaling", x_title="devices", y_title="tokens/s", from_zero=True, series=(*speed, _perfect(curves)),
-              caption=f"The best point at each number of devices; {about}. Perfect: the fastest of the fewest devices, times the devices."),
-        Chart(title="Parallel efficiency", x_title="devices", y_title="share of perfect", from_zero=True,
-              series=(*share, line("perfect", _ends(curves), [1.0, 1.0], dashed=True)), caption=_efficiency_words(curves)),
-    ]  # fmt: skip
+        Chart(
+            title=f"{kind.capitalize()} scaling",
+            x_title="devices",
+            y_title=title_of(SPEED),
+            from_zero=True,
+            series=speeds,
+            caption=f"Best point at each number of devices; {description}. Perfect: the fastest point on the fewest "
+            "devices, multiplied by the number of devices.",
+        ),
+        Chart(
+            title="Parallel efficiency",
+            x_title="devices",
+            y_title="share of perfect",
+            from_zero=True,
+            series=shares,
+            caption="; ".join(captions),
+        ),
+    ]
 
 
 def _comparable(rows: Sequence[Row], kind: str) -> tuple[list[Row], str]:
-    """Points of one batch (strong) or of one batch per device (weak): the one that most numbers of devices have, and its words."""
-
-    def of(row: Row) -> float | None:
-        batch = row.get("batch_tokens")
-        return batch if batch is None or kind == "strong" else batch / row["devices"]
-
-    def counts(size: float | None) -> int:
-        return len({r["devices"] for r in rows if of(r) == size})
-
-    sizes = sorted({size for r in rows if (size := of(r)) is not None})
-    plain = "the same batch for all" if kind == "strong" else "the batch grows with the devices"
-    if not sizes:
-        return list(rows), plain
-    size = max(sizes, key=lambda v: (counts(v), v))
-    return [r for r in rows if of(r) == size], f"{plain}, {size:,.0f} tokens" + (" a device" if kind == "weak" else "")
-
-
-def _best_by_count(rows: Sequence[Row]) -> dict[int, Row]:
-    best: dict[int, Row] = {}
+    """Points of one batch size (strong) or one per device (weak), the size that most device counts have; described."""
+    counts: dict[float, set[int]] = {}
+    sizes: list[float | None] = []
     for row in rows:
-        if _better(row, best.get(row["devices"])):
-            best[row["devices"]] = row
-    return dict(sorted(best.items()))
-
-
-def _speeds(best: dict[int, Row]) -> list[float]:
-    return [float(row["tokens_per_second"]) for row in best.values()]
-
-
-def efficiency(best: dict[int, Row]) -> list[float]:
-    """Share of the speed per device that the fewest devices have."""
-    per_device = [s / n for n, s in zip(best, _speeds(best), strict=True)]
-    return [p / per_device[0] for p in per_device]
-
-
-def _ends(curves: dict[str, dict[int, Row]]) -> list[int]:
-    counts = [n for best in curves.values() for n in best]
-    return [min(counts), max(counts)]
-
-
-def _perfect(curves: dict[str, dict[int, Row]]) -> Any:
-    ends = _ends(curves)
-    each = max(_speeds(best)[0] / n for best in curves.values() if (n := next(iter(best))) == ends[0])
-    return line("perfect scaling", ends, [each * n for n in ends], dashed=True)
-
-
-def _efficiency_words(curves: dict[str, dict[int, Row]]) -> str:
-    def words(best: dict[int, Row]) -> str:
-        return ", ".join(f"{n} device{'s' * (n > 1)}: {e:.0%}" for n, e in zip(best, efficiency(best), strict=True))
-
-    return "; ".join(words(best) if len(curves) == 1 else f"{name}: {words(best)}" for name, best in curves.items())
-
-
-def _better(row: Row, other: Row | None) -> bool:
-    return other is None or float(row["tokens_per_second"]) > float(other["tokens_per_second"])
+        batch = row.get("batch_tokens")
+        size = batch if batch is None or kind == "strong" else batch / row["devices"]
+        sizes.append(size)
+        if size is not None:
+            counts.setdefault(size, set()).add(row["devices"])
+    rule = "the same batch for all" if kind == "strong" else "the batch grows with the devices"
+    if not counts:
+        return list(rows), rule
+    chosen = max(counts, key=lambda size: (len(counts[size]), size))
+    per_device = " a device" if kind == "weak" else ""
+    alike = [row for row, size in zip(rows, sizes, strict=True) if size == chosen]
+    return alike, f"{rule}, {chosen:,.0f} tokens{per_device}"
 
 
 def predicted_against_measured(rows: Sequence[Row]) -> list[Item]:
-    """On the diagonal the planner was right."""
     charts: list[Item] = []
-    for predicted, seen, unit, scale in (
-        ("predicted_tokens_per_second_per_device", "tokens_per_second_per_device", "tokens/s per device", 1.0),
-        ("predicted_memory_bytes", "memory_bytes", "GiB", 2**30),
-    ):
-        good = [r for r in rows if known(r, predicted) and known(r, seen)]
-        if len(good) < 2:
+    for key, unit, scale in ((DEVICE_SPEED, "tokens/s per device", 1.0), ("memory_bytes", "GiB", 2**30)):
+        both = with_number(rows, f"predicted_{key}", key)
+        if len(both) < 2:
             continue
-        x, y = [r[predicted] / scale for r in good], [r[seen] / scale for r in good]
+        x, y = [r[f"predicted_{key}"] / scale for r in both], [r[key] / scale for r in both]
         ends = [min(*x, *y), max(*x, *y)]
+        error = median(abs(p / m - 1) for p, m in zip(x, y, strict=True) if m)
+        drawn = points("points", x, y, hover=[r["point"] for r in both]), line("as predicted", ends, ends, dashed=True)
         charts.append(
             Chart(
-                title=f"Predicted against measured: {unit}", x_title=f"predicted, {unit}", y_title=f"measured, {unit}", height=380,
-                series=(points("points", x, y, hover=[r["point"] for r in good]), line("as predicted", ends, ends, dashed=True)),
-                caption=f"Median error {_median_error(x, y):.0%} over {len(good)} points.",
+                title=f"Predicted vs. measured: {unit}",
+                x_title=f"predicted, {unit}",
+                y_title=f"measured, {unit}",
+                height=380,
+                series=drawn,
+                caption=f"Median error {error:.0%} over {len(both)} points.",
             )
-        )  # fmt: skip
+        )
     return charts
 
 
-def _median_error(predicted: Sequence[float], seen: Sequence[float]) -> float:
-    from statistics import median
+@dataclass(frozen=True)
+class Column:
+    """One column of the table of points."""
 
-    return median(abs(p / s - 1) for p, s in zip(predicted, seen, strict=True) if s)
+    key: str
+    title: str
+    show: Callable[[Any], str] = str
+    right: bool = True
+    # Shown for a point that succeeded without this number.
+    missing: str = ""
+
+
+COLUMNS = (
+    Column("devices", "devices"),
+    Column(SPEED, "tokens/s", "{:,.0f}".format),
+    Column(DEVICE_SPEED, "per device", "{:,.0f}".format),
+    Column("mfu", "MFU", "{:.1%}".format, missing="unknown"),
+    Column("memory_bytes", "memory", print_bytes),
+    Column("predicted_memory_bytes", "predicted", print_bytes),
+    Column(ENERGY, "J/token", "{:.3g}".format, missing="not measured"),
+    Column("kwh_per_step", "per step", lambda v: print_joules(v * 3.6e6), missing="not measured"),
+    Column("step_seconds", "step", print_seconds),
+    Column("step_spread", "spread", "{:.1%}".format),
+)
+
+
+def shown_columns(sweep: SweepConfig, rows: Sequence[Row], rank_by: str) -> list[Column]:
+    """Point, outcome, every number that some point has, and the key of the ranking."""
+    hidden: set[str] = set()
+    if all(r.get("devices") == 1 for r in rows):  # tokens/s per device would repeat tokens/s
+        hidden |= {"devices", DEVICE_SPEED}
+    if len({r.get("batch_tokens") for r in rows}) > 1:  # energy of steps of different size does not compare
+        hidden.add("kwh_per_step")
+    own = {c.key for c in COLUMNS}
+    further = [Column(k, k, lambda v: number(v) if isinstance(v, (int, float)) else str(v))
+               for k in dict.fromkeys([rank_by, *sweep.metrics]) if k not in own]  # fmt: skip
+    present = [c for c in (*COLUMNS, *further) if c.key not in hidden and any(r.get(c.key) is not None for r in rows)]
+    columns = [Column("point", "point", right=False), Column("outcome", "outcome", right=False), *present]
+    has_reason = any(_reason(r) for r in rows)
+    return [*columns, Column("detail", "reason", _brief, right=False)] if has_reason else columns
+
+
+def _brief(text: Any, max_length: int = 70) -> str:
+    """The beginning of a reason; the complete text is in results.csv."""
+    line = str(text)
+    return line if len(line) <= max_length else line[:max_length].rsplit(" ", 1)[0] + " ..."
+
+
+def _reason(row: Row) -> str | None:
+    """Why a point failed; None where the outcome says it already ("oom" needs no "out of memory")."""
+    detail, outcome = row.get("detail"), row.get("outcome")
+    is_clear = outcome == "ok" or (outcome == "oom" and "out of memory" in str(detail).lower())
+    return None if is_clear or not detail else str(detail)
+
+
+def cells(row: Row, columns: Sequence[Column]) -> list[str]:
+    """One row of the table. Only a point that succeeded can miss a number."""
+    texts = []
+    for column in columns:
+        value = _reason(row) if column.key == "detail" else row.get(column.key)
+        missing = column.missing if row.get("outcome") == "ok" else ""
+        text = missing if value is None else column.show(value)
+        texts.append(text or ("not run" if column.key == "outcome" else ""))
+    return texts
+
+
+def best_first(rows: Sequence[Row], rank_by: str, goal: str = "max") -> list[Row]:
+    """The points that succeeded, best first."""
+    return sorted(with_number(rows, rank_by), key=lambda r: -r[rank_by] if goal == "max" else r[rank_by])
+
+
+def counts(rows: Sequence[Row]) -> dict[str, int]:
+    """Outcome -> number of points; "not run" without one."""
+    return dict(Counter(row.get("outcome") or "not run" for row in rows))
+
+
+def sweep_sections(
+    sweep: SweepConfig, rows: Sequence[Row], rank_by: str, grid: Collection[str] | None = None
+) -> list[Section]:
+    """`grid`: names of the points of the matrix (None: all); points beside it stay out of the maps."""
+    # The axis `devices` is the column `devices_per_node`; tables of earlier versions do not have that column.
+    renamed = {"devices": "devices_per_node"} if any(r.get("devices_per_node") is not None for r in rows) else {}
+    axes, wanted = ([renamed.get(axis, axis) for axis in names] for names in (axes_of(sweep), sweep.heat))
+    in_grid = [r for r in rows if grid is None or r["point"] in grid]
+    ranked = best_first(rows, rank_by, sweep.goal)
+    pair = heat_axes(rows, axes, wanted)
+    is_training = sweep.command is None
+    columns = shown_columns(sweep, rows, rank_by)
+    table = DataTable(
+        [c.title for c in columns],
+        [cells(row, columns) for row in (*ranked, *(r for r in rows if r not in ranked))],
+        right=[i for i, c in enumerate(columns) if c.right],
+        strong=[0] if ranked else [],
+        unbroken=[0],
+        caption="Best first, then the points that did not succeed. "
+        "Spread: 90th minus 10th percentile of the step times, divided by their median.",
+    )
+    strategies = sweep.equivalence
+    engines = list(dict.fromkeys(engine for row in strategies.values() for engine in row))
+    equivalence = [(name, *(row.get(engine, "") for engine in engines)) for name, row in strategies.items()]
+    parts: list[tuple[str, str, Sequence[Item]]] = [
+        ("", "winner", _head(sweep, rows, ranked, rank_by)),
+        ("Heat map", "heat", heat_maps(in_grid, axes, rank_by, wanted, sweep.goal)),
+        ("Best runs", "best", best_bars(in_grid, pair[0] if pair and is_training else None)),
+        ("Scaling", "scaling", scaling(rows, sweep.scaling)),
+        ("Speed vs. energy", "pareto", [pareto(rows)] if is_training else []),
+        ("Predicted vs. measured", "predicted", predicted_against_measured(rows)),
+        (
+            "Strategies by engine",
+            "equivalence",
+            [DataTable(("strategy", *engines), equivalence)] if equivalence else [],
+        ),
+        ("All points", "points", [table]),
+    ]
+    return [Section(title, tuple(items), id=key) for title, key, items in parts if items]
+
+
+def _head(sweep: SweepConfig, rows: Sequence[Row], ranked: Sequence[Row], rank_by: str) -> list[Item]:
+    outcomes = counts(rows)
+    listed = ", ".join(f"{n} {outcome}" for outcome, n in outcomes.items())
+    succeeded = Card(f"{outcomes.get('ok', 0)} of {len(rows)}", "points succeeded", listed)
+    if not ranked:
+        return [Cards([succeeded]), Note(no_winner(rows, rank_by), "warning")]
+    best, last = ranked[0], ranked[-1]
+    cards = [Card(number(float(best[rank_by])), f"best {title_of(rank_by)}", best["point"]), succeeded]
+    if best.get("mfu") is not None and rank_by != "mfu":
+        cards.append(Card(f"{best['mfu']:.1%}", "MFU of the best point"))
+    if best.get("memory_bytes") is not None:
+        cards.append(Card(print_bytes(best["memory_bytes"]), "peak memory of the best point"))
+    if len(ranked) > 1 and sweep.goal == "max" and last[rank_by] > 0:
+        cards.append(Card(f"{best[rank_by] / last[rank_by]:.1f} x", "best compared with last", last["point"]))
+    return [Cards(cards)]
+
+
+def no_winner(rows: Sequence[Row], rank_by: str) -> str:
+    if "ok" not in counts(rows):
+        return "No point has succeeded yet."
+    names = ", ".join(numbers(rows)) or "none"
+    return f"No point that succeeded has a number called {rank_by}, so there is no winner. Numbers to rank by: {names}."
+
+
+def numbers(rows: Sequence[Row]) -> list[str]:
+    """Keys by which the points that succeeded can be ranked."""
+    return sorted({key for row in rows for key in row if known(row, key)})

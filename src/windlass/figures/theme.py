@@ -18,8 +18,8 @@ PALETTE = (
     "#a5573b",
 )
 HEAT = ((0.0, "#2b3a67"), (0.25, "#2f6fde"), (0.5, "#2aa5a0"), (0.75, "#9fc131"), (1.0, "#fde725"))
+# A cell of a heat map that has a word instead of a number: it ran out of memory, it failed. Readable on light and dark.
 NO_VALUE = "#c9b1ac"
-"""A cell of a heat map that has a word instead of a number: it ran out of memory, it failed. Readable on light and dark."""
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 LIGHT = {

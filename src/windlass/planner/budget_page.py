@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from windlass.figures import Card, Cards, Chart, Heat, Item, Mark, Note, Section, Table, line, page
+from windlass.figures import Card, Cards, Chart, DataTable, Heat, Item, Mark, Note, Section, line, page
 from windlass.planner.budget import Budget, BudgetResult, Row, curve, size_words
 from windlass.planner.laws import CAVEATS, LAWS
 from windlass.planner.page import carbon, number
@@ -156,7 +156,9 @@ def budget_page(found: BudgetResult, target: float | None = None) -> str:
             "What the budget buys",
             [
                 *cards,
-                Table((*COLUMNS, *(law.name for law in LAWS), "layout"), _page_rows(found), right=tuple(range(1, 11))),
+                DataTable(
+                    (*COLUMNS, *(law.name for law in LAWS), "layout"), _page_rows(found), right=tuple(range(1, 11))
+                ),
                 laws,
             ],
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from windlass.figures import Card, Cards, Chart, Item, Mark, Note, Section, Table, bars, line, page
+from windlass.figures import Card, Cards, Chart, DataTable, Item, Mark, Note, Section, bars, line, page
 from windlass.planner.record import mfu_words
 from windlass.planner.scaling import ScalingPoint
 from windlass.planner.search import TIE, Plan, Plans, Rejected
@@ -131,7 +131,7 @@ def _memory(plans: Plans) -> list[Item]:
         (r.candidate.describe() + (" (recipe)" if r.from_recipe else ""), r.reason) for r in _shown_rejections(plans)
     ]
     table: list[Item] = (
-        [Table(("rejected", "why"), rows, caption="What misses by least, and what a rule forbids.")] if rows else []
+        [DataTable(("rejected", "why"), rows, caption="What misses by least, and what a rule forbids.")] if rows else []
     )
     return [chart, *table]
 
@@ -166,7 +166,7 @@ def _ranking(plans: Plans) -> list[Item]:
     )
     given = [i for i, p in enumerate(shown) if p.from_recipe] or [0]
     caption = f"{plans.considered:,} layouts considered, {plans.fitting:,} fit; the best of each family is shown, ranked by time in steps of {TIE:.0%} (the estimate is no finer), then by replicas. MFU counts {plans.best.step.mfu_convention} of {mfu_words(plans.task)}."
-    return [Table(columns, rows, right=(0, 2, 3, 4, 5, 6, 7, 8), caption=caption, strong=given)]
+    return [DataTable(columns, rows, right=(0, 2, 3, 4, 5, 6, 7, 8), caption=caption, strong=given)]
 
 
 def _steps(plans: Plans) -> list[Item]:
@@ -220,7 +220,7 @@ def _scaling(task: PlanTask, strong: Sequence[ScalingPoint], weak: Sequence[Scal
     return [speed, share, _scaling_table(strong)]
 
 
-def _scaling_table(strong: Sequence[ScalingPoint]) -> Table:
+def _scaling_table(strong: Sequence[ScalingPoint]) -> DataTable:
     first = strong[0]
     rows = []
     for p in strong:
@@ -237,7 +237,7 @@ def _scaling_table(strong: Sequence[ScalingPoint]) -> Table:
                 _mwh(p.best.energy.kwh),
             )
         )
-    return Table(
+    return DataTable(
         ("nodes", "devices", "best layout", "tokens/s", "efficiency", "time", "energy"), rows, right=(0, 1, 3, 4, 5, 6)
     )
 
@@ -268,11 +268,11 @@ def _energy(plans: Plans) -> list[Item]:
     ]  # fmt: skip
     return [
         stacked("Energy of the whole run", _labels(shown), parts, "MWh"),
-        Table(("the best layout", ""), rows, right=(1,)),
+        DataTable(("the best layout", ""), rows, right=(1,)),
     ]
 
 
-def _facts(task: PlanTask) -> Table:
+def _facts(task: PlanTask) -> DataTable:
     d, links = task.device, task.cluster.links
     rows = [
         ("dense bf16 peak", number(d.bf16_tflops, 0, " TFLOP/s") + (f" quoted, {d.silicon_tflops:g} of this part" if d.silicon_tflops else "")), ("best measured matrix rate", number(d.matmul_tflops, 0, " TFLOP/s")),
@@ -280,7 +280,7 @@ def _facts(task: PlanTask) -> Table:
         ("inside a node", number(links.intra_gbs, 0, " GB/s per device")), ("into the network", number(links.inter_gbs_per_node, 0, " GB/s per node")),
         ("efficiency constants", task.cluster.efficiency.fitted_from or "the planner's own, fitted to published runs"),
     ]  # fmt: skip
-    return Table(("figure", "value"), rows, right=(1,), caption=f"Sources: windlass clusters {task.cluster.name}")
+    return DataTable(("figure", "value"), rows, right=(1,), caption=f"Sources: windlass clusters {task.cluster.name}")
 
 
 __all__ = ["amount", "carbon", "days_words", "energy_parts", "number", "plan_page", "stacked"]

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
-from windlass.figures import Chart, Item, Note, Section, Table, bars, line
+from windlass.figures import Chart, DataTable, Item, Note, Section, bars, line
 from windlass.profile.compare import Change, KernelChange, OperatorChange, ScalingRow
 from windlass.profile.find import find_target
 from windlass.profile.job import JobProfile, profile_traces
@@ -54,21 +54,21 @@ def share(value: float | None) -> str:
 # -- one profile --------------------------------------------------------------------------------------------------------
 
 
-def summary_table(job: JobProfile) -> Table:
+def summary_table(job: JobProfile) -> DataTable:
     """The execution summary. "incl. hidden" tells a category that is absent from one that other work covers."""
     pcts, running = job.categories_pct, job.running_us
     rows: list[Sequence[object]] = [("Average step", us(job.step_us), "100.00 %", "")]
     rows += [(name, us(job.categories_us[name]), pct(pcts[name]), _hidden(running.get(name))) for name in CATEGORIES]
     total = sum(job.categories_us.values())
     caption = f"mean of {job.steps} steps and {len(job.ranks)} ranks; mode {job.mode.value}; the rows add up to {total / job.step_us * 100 if job.step_us else 0:.2f} %"
-    return Table(("category", "us per step", "share", "us incl. hidden"), rows, right=(1, 2, 3), caption=caption)
+    return DataTable(("category", "us per step", "share", "us incl. hidden"), rows, right=(1, 2, 3), caption=caption)
 
 
 def _hidden(value: float | None) -> str:
     return "" if value is None else "none in the trace" if value == 0 else us(value)
 
 
-def device_table(job: JobProfile) -> Table:
+def device_table(job: JobProfile) -> DataTable:
     communication = job.communication
     idle = [r.idle for r in job.ranks if r.idle]
     rows: list[Sequence[object]] = [(name, us(getattr(communication, key))) for name, key in _COMMUNICATION_ROWS]
@@ -88,10 +88,10 @@ def device_table(job: JobProfile) -> Table:
         rows.append(("Device idle", NOT_AVAILABLE))
     for name, key in _IDLE_ROWS if idle else ():
         rows.append((name, us(sum(getattr(i, key) for i in idle) / len(idle))))
-    return Table(("measure", "us per step or share"), rows, right=(1,))
+    return DataTable(("measure", "us per step or share"), rows, right=(1,))
 
 
-def collectives_table(job: JobProfile) -> Table:
+def collectives_table(job: JobProfile) -> DataTable:
     """Empty where nobody talked."""
     rows = [
         (c.name, f"{c.calls:,.4g}", us(c.total_us), f"{c.mean_us:,.1f}", us(c.exposed_us), _known(c.message_bytes, print_bytes), _known(c.group, str),
@@ -104,7 +104,7 @@ def collectives_table(job: JobProfile) -> Table:
         if rows
         else "no collectives in the trace"
     )
-    return Table(
+    return DataTable(
         ("collective", "calls", "us", "mean us", "exposed us", "message", "ranks", "bus GB/s"),
         rows,
         right=(1, 2, 3, 4, 5, 6, 7),
@@ -116,7 +116,7 @@ def _known(value: T | None, show: Callable[[T], str]) -> str:
     return "not in the trace" if value is None else show(value)
 
 
-def ranks_table(job: JobProfile) -> Table:
+def ranks_table(job: JobProfile) -> DataTable:
     rows = [
         (r.rank, r.steps, us(r.step_us), us(r.busy_us), us(r.communication.total_us), us(r.communication.exposed_us), share(r.gpu_utilization), r.device_name or "unknown", Path(r.file).name)
         for r in job.ranks
@@ -126,10 +126,10 @@ def ranks_table(job: JobProfile) -> Table:
     if job.spread:
         caption = f"steps {us(job.spread.step_us_min)} to {us(job.spread.step_us_max)} us; busiest: rank {job.spread.straggler}, {job.spread.excess_pct:+.1f} % against the median"
     columns = ("rank", "steps", "step us", "busy us", "comm us", "exposed us", "GPU util.", "device", "file")
-    return Table(columns, rows, right=(0, 1, 2, 3, 4, 5, 6), caption=caption, strong=slow)
+    return DataTable(columns, rows, right=(0, 1, 2, 3, 4, 5, 6), caption=caption, strong=slow)
 
 
-def operators_table(rows: Sequence[OperatorRow], top: int) -> Table:
+def operators_table(rows: Sequence[OperatorRow], top: int) -> DataTable:
     """Columns that hold nothing (shapes, device times of a CPU trace) are left out."""
     shaped, device = any(o.shape for o in rows), any(o.device_us for o in rows)
     columns = ["operator", *(["shapes"] if shaped else []), "calls", "host us", "self host us"]
@@ -139,17 +139,17 @@ def operators_table(rows: Sequence[OperatorRow], top: int) -> Table:
         cell = [o.name, *([o.shape or ""] if shaped else []), f"{o.calls:,}", us(o.host_us), us(o.self_host_us)]
         used = "" if o.tensor_core_pct is None else f"{o.tensor_core_pct:.0f} %"
         cells.append([*cell, *([us(o.device_us), us(o.self_device_us), used] if device else [])])
-    return Table(
+    return DataTable(
         columns, cells, right=tuple(range(2 if shaped else 1, len(columns))), caption=_of(top, len(rows), "operators")
     )
 
 
-def kernels_table(rows: Sequence[KernelRow], top: int) -> Table:
+def kernels_table(rows: Sequence[KernelRow], top: int) -> DataTable:
     cells = [
         (short(k.name), f"{k.calls:,}", us(k.total_us), f"{k.mean_us:,.1f}", f"{k.max_us:,.1f}", pct(k.share_pct), _marks(k))
         for k in rows[:top]
     ]  # fmt: skip
-    return Table(
+    return DataTable(
         ("kernel", "calls", "total us", "mean us", "max us", "share", "kind"),
         cells,
         right=(1, 2, 3, 4, 5),
@@ -255,7 +255,7 @@ def _profiled(stamps: tuple[tuple[str, int, int], ...], mode: Mode, label: str) 
 # -- several profiles -----------------------------------------------------------------------------------------------------
 
 
-def side_by_side(jobs: Sequence[JobProfile]) -> Table:
+def side_by_side(jobs: Sequence[JobProfile]) -> DataTable:
     """Each category on all sides; with two, also delta and per cent."""
     two = len(jobs) == 2
     columns = ["category"]
@@ -277,7 +277,7 @@ def side_by_side(jobs: Sequence[JobProfile]) -> Table:
         ]
     )
     columns += ["delta us", "delta"] if two else []
-    return Table(columns, rows, right=tuple(range(1, len(columns))))
+    return DataTable(columns, rows, right=tuple(range(1, len(columns))))
 
 
 def _pairs(jobs: Sequence[JobProfile], value: Measure) -> list[object]:
@@ -296,7 +296,7 @@ def percent(change: Change) -> str:
     return f"{change.percent:.2f} %"
 
 
-def operator_diff_table(rows: Sequence[OperatorChange], top: int, *, device: bool) -> Table:
+def operator_diff_table(rows: Sequence[OperatorChange], top: int, *, device: bool) -> DataTable:
     groups = (
         ("calls", "calls"),
         ("host us", "host"),
@@ -306,20 +306,20 @@ def operator_diff_table(rows: Sequence[OperatorChange], top: int, *, device: boo
     for title, _ in groups:
         columns += [f"{title} base", "exp", "delta", "%"]
     cells = [[r.name, *(cell for _, key in groups for cell in _change(getattr(r, key)))] for r in rows[:top]]
-    return Table(columns, cells, right=tuple(range(1, len(columns))), caption=_of(top, len(rows), "operators"))
+    return DataTable(columns, cells, right=tuple(range(1, len(columns))), caption=_of(top, len(rows), "operators"))
 
 
-def kernel_diff_table(rows: Sequence[KernelChange], top: int) -> Table:
+def kernel_diff_table(rows: Sequence[KernelChange], top: int) -> DataTable:
     cells = [[short(r.name, 70), *_change(r.calls), *_change(r.total)] for r in rows[:top]]
     columns = ["kernel", "calls base", "exp", "delta", "%", "us base", "exp", "delta", "%"]
-    return Table(columns, cells, right=tuple(range(1, len(columns))), caption=_of(top, len(rows), "kernels"))
+    return DataTable(columns, cells, right=tuple(range(1, len(columns))), caption=_of(top, len(rows), "kernels"))
 
 
 def _change(change: Change) -> tuple[str, str, str, str]:
     return f"{change.baseline:,.0f}", f"{change.experiment:,.0f}", f"{change.delta:+,.0f}", percent(change)
 
 
-def scaling_table(rows: Sequence[ScalingRow]) -> Table:
+def scaling_table(rows: Sequence[ScalingRow]) -> DataTable:
     cells = [
         (r.label, r.devices if r.devices is not None else "unknown", us(r.step_us), f"{r.efficiency * 100:.1f} %", f"{r.lost_us:+,.0f}", r.main_loss or "-", _losses(r))
         for r in rows
@@ -328,7 +328,7 @@ def scaling_table(rows: Sequence[ScalingRow]) -> Table:
     caption = "efficiency: work per device and second, against the first row" + (
         "" if known else "; the work per device is taken as equal (no run folder says)"
     )
-    return Table(
+    return DataTable(
         ("run", "devices", "step us", "efficiency", "us lost", "most to", "lost time by category (us)"),
         cells,
         right=(1, 2, 3, 4),
@@ -348,12 +348,12 @@ def scaling_chart(rows: Sequence[ScalingRow]) -> Chart:
     )  # fmt: skip
 
 
-def differences_table(rows: Sequence[Difference], labels: Sequence[str]) -> Table:
+def differences_table(rows: Sequence[Difference], labels: Sequence[str]) -> DataTable:
     cells = [(r.key, *("not set" if v is None else str(v) for v in r.values)) for r in rows]
-    return Table(("key", *labels), cells, caption=f"{len(rows)} differences" if rows else "no differences")
+    return DataTable(("key", *labels), cells, caption=f"{len(rows)} differences" if rows else "no differences")
 
 
-def performance_table(rows: Sequence[Performance]) -> Table:
+def performance_table(rows: Sequence[Performance]) -> DataTable:
     def number(value: float | None, digits: int = 0) -> str:
         return NOT_MEASURED if value is None else f"{value:,.{digits}f}"
 
@@ -370,7 +370,7 @@ def performance_table(rows: Sequence[Performance]) -> Table:
         ("mean power, W", [number(p.watts) for p in rows]),
         ("last loss", [number(p.final_loss, 4) for p in rows]),
     ]
-    return Table(
+    return DataTable(
         ("measure", *(p.label for p in rows)),
         [(name, *cells) for name, cells in lines],
         right=tuple(range(1, len(rows) + 1)),

@@ -1,122 +1,132 @@
-"""How do a million metric lines become a curve? Read once into columns, then only what was appended; thin for drawing, extremes kept."""
+"""Metrics files as columns of numbers: read once, then only what was appended; thinned for drawing."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from windlass.runs.events import Event
 from windlass.runs.metrics import METRICS
 
 Numbers = npt.NDArray[np.float64]
-KEYS = tuple(METRICS)
-QUICK_LINES = 3000
-"""How many lines, evenly spread over the file, the first look at a long file takes."""
-LONG_FILE = 8 << 20
-"""Beyond this a first look is taken before the whole is read."""
-BLOCK = 4 << 20
-TAIL = 16384
-MOST_EXTRA = 64
-"""Metric names beyond our vocabulary that are kept; a run that invents thousands must not fill the memory."""
-
-
-def _loads() -> Callable[[bytes], Any]:
-    try:
-        import orjson
-    except ImportError:
-        return json.loads
-    return orjson.loads
+# Lines, evenly spread over the file, that the first look at a long file takes.
+SAMPLE_LINES = 3000
+# Files beyond this are sampled before they are read completely.
+LONG_FILE_BYTES = 8 << 20
+BLOCK_BYTES = 4 << 20
+TAIL_BYTES = 16384
+# Keys beyond METRICS that are kept: a run that invents thousands must not fill the memory.
+MAX_EXTRA_KEYS = 64
+# A larger number comes from a damaged line, and some have no place in a column.
+MAX_VALUE = 1e300
 
 
 class Columns:
-    """A metrics file as growing columns. `refresh()` reads what is new; unknown is NaN. Safe to use from several threads."""
+    """A metrics file as growing columns. `refresh()` reads what is new; unknown is NaN. Safe with several threads."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.sampled = False
-        """True: lines from all over the file, not the whole of it."""
+        self.is_sample = False  # lines from all over the file, not all of them
         self._lock = threading.Lock()
-        self._parse = _loads()
-        self._forget()
+        self._parse: Callable[[bytes], Any] = json.loads
+        try:
+            import orjson
 
-    def _forget(self) -> None:
-        self._offset, self._inode = 0, -1
-        self._rows = 0
+            self._parse = orjson.loads
+        except ImportError:
+            pass
+        self._reset()
+
+    def _reset(self) -> None:
+        self._offset, self._inode, self._rows, self.version = 0, -1, 0, 0
         self._data: dict[str, list[Numbers]] = {}
-        self.version = 0
 
-    def refresh(self, most_bytes: int | None = None) -> bool:
-        """Read what was appended (at most `most_bytes`); True when the end was reached. A replaced or shortened file is read again.
+    @classmethod
+    def sample(cls, path: Path, lines: int = SAMPLE_LINES) -> Columns:
+        """A first look at a long file: lines evenly spread by position, and its tail."""
+        columns = cls(path)
+        columns.is_sample = True
+        size = path.stat().st_size
+        raw: list[bytes] = []
+        with path.open("rb") as file:
+            for index in range(lines):
+                file.seek(size * index // lines)
+                if index:
+                    file.readline()
+                raw.append(file.readline())
+            file.seek(max(0, size - TAIL_BYTES))
+            tail = file.read().splitlines()[1:]
+        columns._add([line for line in raw if line.endswith(b"\n")] + tail)
+        return columns
 
-        A file that is not there, or that a file server lets nobody read just now, has nothing new; the next look tries again.
+    def refresh(self, max_bytes: int | None = None) -> bool:
+        """Read what was appended (at most about `max_bytes`); True when the end was reached.
+
+        A replaced or shortened file is read again. A file that cannot be read just now has nothing new.
         """
         with self._lock:
             try:
                 status = self.path.stat()
                 if status.st_ino != self._inode or status.st_size < self._offset:
-                    self._forget()
+                    self._reset()
                     self._inode = status.st_ino
                 with self.path.open("rb") as file:
-                    file.seek(self._offset)
-                    return self._read(file, status.st_size - self._offset, most_bytes)
+                    return self._read(file, status.st_size, max_bytes)
             except OSError:
                 return True
 
-    def _read(self, file: Any, left: int, most_bytes: int | None) -> bool:
-        taken = 0
-        while left > 0 and (most_bytes is None or taken < most_bytes):
-            block = file.read(min(BLOCK, left))
-            end = block.rfind(b"\n") + 1
-            if end == 0 and len(block) < left:  # one line longer than a block: take all of it
-                block += file.readline(left - len(block))
-                end = block.rfind(b"\n") + 1
-            if end == 0:
-                return True  # a line that is still being written waits for the next time
-            self._take(block[:end].splitlines())
-            self._offset += end
-            left, taken = left - end, taken + end
+    def _read(self, file: IO[bytes], size: int, max_bytes: int | None) -> bool:
+        stop = size if max_bytes is None else min(size, self._offset + max_bytes)
+        while self._offset < stop:
             file.seek(self._offset)
-        return left <= 0
+            left = size - self._offset
+            block = file.read(min(BLOCK_BYTES, left))
+            if b"\n" not in block and len(block) < left:  # one line longer than a block: take all of it
+                block += file.readline(left - len(block))
+            end = block.rfind(b"\n") + 1
+            if end == 0:
+                return True  # a line that is still being written is read the next time
+            self._add(block[:end].splitlines())
+            self._offset += end
+        return self._offset >= size
 
-    def _take(self, lines: Sequence[bytes]) -> None:
-        rows = [row for row in self._objects(lines) if isinstance(row, dict) and _is_step(row.get("step"))]
+    def _add(self, lines: Sequence[bytes]) -> None:
+        try:  # one call for the whole block is three times as fast; one torn line makes it fail
+            values = list(self._parse(b"[" + b",".join(lines) + b"]"))
+        except ValueError:
+            values = [self._parse_line(line) for line in lines]
+        rows = [v for v in values if isinstance(v, dict) and is_number(v.get("step")) and -1 < v["step"] < 2**53]
         if not rows:
             return
-        names = {key for row in rows for key in row} | set(self._data)
-        for key in names:
+        for key in {key for row in rows for key in row} | set(self._data):
             self._extend(key, [row.get(key) for row in rows])
         self._rows += len(rows)
         self.version += 1
 
-    def _objects(self, lines: Sequence[bytes]) -> list[Any]:
-        try:  # one call for the whole block is three times as fast; one torn line sends us the slow way
-            return list(self._parse(b"[" + b",".join(lines) + b"]"))
-        except ValueError:
-            return [value for raw in lines if (value := self._object(raw)) is not None]
-
-    def _object(self, raw: bytes) -> Any:
+    def _parse_line(self, line: bytes) -> Any:
         try:
-            return self._parse(raw)
+            return self._parse(line)
         except ValueError:
             return None
 
     def _extend(self, key: str, values: list[Any]) -> None:
         try:
-            made = np.array(values, dtype=np.float64)  # None becomes NaN
+            numbers = np.array(values, dtype=np.float64)  # None becomes NaN
         except (TypeError, ValueError, OverflowError):
-            made = np.array([v if _is_number(v) else None for v in values], dtype=np.float64)
-        made[np.isinf(made)] = np.nan
+            numbers = np.array([v if is_number(v) else None for v in values], dtype=np.float64)
+        numbers[np.isinf(numbers)] = np.nan
         if key not in self._data:
-            if np.isnan(made).all() or (key not in KEYS and len(self._data) >= len(KEYS) + MOST_EXTRA):
+            is_full = key not in METRICS and len(self._data) >= len(METRICS) + MAX_EXTRA_KEYS
+            if is_full or np.isnan(numbers).all():
                 return
             self._data[key] = [np.full(self._rows, np.nan)]
-        self._data[key].append(made)
+        self._data[key].append(numbers)
 
     def __len__(self) -> int:
         return self._rows
@@ -124,152 +134,95 @@ class Columns:
     def get(self, key: str) -> Numbers:
         """A column; all NaN when the file never had it."""
         with self._lock:
-            parts = self._data.get(key)
-            if parts is None:
-                return np.full(self._rows, np.nan)
-            if len(parts) > 1:
-                parts[:] = [np.concatenate(parts)]
-            return parts[0]
+            return self._merged(key)
+
+    def _merged(self, key: str) -> Numbers:
+        parts = self._data.get(key) or [np.full(self._rows, np.nan)]
+        if len(parts) > 1:
+            parts[:] = [np.concatenate(parts)]
+        return parts[0]
 
     def names(self) -> list[str]:
-        """Columns that hold at least one number, our own vocabulary first."""
+        """Columns that hold at least one number, those of METRICS first."""
         with self._lock:
-            return self._known()
+            return [k for k in METRICS if k in self._data] + sorted(k for k in self._data if k not in METRICS)
 
-    def _known(self) -> list[str]:
-        return [key for key in KEYS if key in self._data] + sorted(key for key in self._data if key not in KEYS)
-
-
-class Still(Columns):
-    """The columns as they are at this moment: while another thread reads on, all of them keep one length."""
-
-    def __init__(self, of: Columns) -> None:
-        self.path, self.sampled, self._of = of.path, of.sampled, of
-        with of._lock:
-            self._rows, self.version, self._names = of._rows, of.version, of._known()
-
-    def refresh(self, most_bytes: int | None = None) -> bool:
-        return True
-
-    def get(self, key: str) -> Numbers:
-        found = self._of.get(key)[: self._rows]
-        # Shorter than it was: the file was replaced meanwhile, and the next look sees the new one.
-        return found if len(found) == self._rows else np.full(self._rows, np.nan)
-
-    def names(self) -> list[str]:
-        return self._names
+    def snapshot(self) -> Columns:
+        """The columns of this moment, all of one length, while another thread reads on."""
+        copy = Columns(self.path)
+        with self._lock:
+            copy._data = {key: [self._merged(key)] for key in self._data}
+            copy._rows, copy.version, copy.is_sample = self._rows, self.version, self.is_sample
+        return copy
 
 
-MOST = 1e300
-"""A larger figure comes from a damaged line, and some have no place in a column."""
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MAX_VALUE
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < MOST
+def thin(x: Numbers, y: Numbers, points: int = 1200) -> tuple[list[float], list[float | None]]:
+    """At most about `points` pairs that keep each bucket's lowest and highest y.
 
-
-def _is_step(value: object) -> bool:
-    """JSON lets NaN and infinity through; no line without a step belongs to the curve."""
-    return _is_number(value) and -1 < value < 2**53  # type: ignore[operator]
-
-
-def quick(path: Path, lines: int = QUICK_LINES) -> Columns:
-    """A first look at a long file: lines evenly spread by position, found without reading what lies between."""
-    made = Columns(path)
-    made.sampled = True
-    size = path.stat().st_size
-    found: list[bytes] = []
-    with path.open("rb") as file:
-        for index in range(lines):
-            file.seek(size * index // lines)
-            if index:
-                file.readline()
-            found.append(file.readline())
-        file.seek(max(0, size - TAIL))
-        tail = file.read().splitlines()[1:]
-    made._take([raw for raw in found if raw.endswith(b"\n")] + tail)
-    return made
-
-
-def thin(x: Numbers, y: Numbers, points: int = 1200) -> tuple[list[float | None], list[float | None]]:
-    """At most about `points` pairs that keep every bucket's lowest and highest value; None breaks the line where x goes back."""
-    known = ~np.isnan(y) & ~np.isnan(x)
-    x, y = x[known], y[known]
+    Where x goes back (a resume repeats steps) a y of None lifts the pen.
+    """
+    is_known = ~np.isnan(y) & ~np.isnan(x)
+    x, y = x[is_known], y[is_known]
     if len(x) > points:
-        keep = _extremes(y, max(1, points // 2))
-        x, y = x[keep], y[keep]
-    return _broken(x, y)
-
-
-def _extremes(y: Numbers, buckets: int) -> npt.NDArray[np.int64]:
-    edges = np.linspace(0, len(y), buckets + 1).astype(np.int64)
-    found = {0, len(y) - 1}
-    for low, high in pairwise(edges.tolist()):
-        if high > low:
-            part = y[low:high]
-            found.update((int(low + part.argmin()), int(low + part.argmax())))
-    return np.array(sorted(found), dtype=np.int64)
-
-
-def _broken(x: Numbers, y: Numbers) -> tuple[list[float | None], list[float | None]]:
-    xs: list[float | None] = []
-    ys: list[float | None] = []
-    before = -np.inf
-    for a, b in zip(x.tolist(), y.tolist(), strict=True):
-        if a < before:  # a restart goes back to its checkpoint: draw the repeated part as a line of its own
-            xs.append(before)
-            ys.append(None)
-        xs.append(a)
-        ys.append(b)
-        before = a
-    return xs, ys
-
-
-def axis(columns: Columns, name: str) -> Numbers:
-    """The x axis by its name: step, tokens, time (hours since the first line) or kwh."""
-    if name == "time":
-        times = columns.get("time")
-        return (times - first_known(times)) / 3600
-    if name == "kwh":
-        return columns.get("energy_joules") / 3.6e6
-    return columns.get(name if name in ("step", "tokens") else "step")
+        kept = {0, len(y) - 1}
+        for part in np.array_split(np.arange(len(y)), max(1, points // 2)):
+            kept.update((int(part[y[part].argmin()]), int(part[y[part].argmax()])))
+        order = sorted(kept)
+        x, y = x[order], y[order]
+    backwards = np.nonzero(np.diff(x) < 0)[0] + 1
+    x, y = np.insert(x, backwards, x[backwards - 1]), np.insert(y, backwards, np.nan)
+    return x.tolist(), [None if value != value else value for value in y.tolist()]
 
 
 AXES = {"step": "step", "tokens": "tokens", "time": "hours", "kwh": "kWh"}
 
 
-def middle(values: Numbers | Sequence[float], last: int = 200, skip: int = 2) -> float | None:
-    """The median of the last values, without the first lines (compilation); None when there are none."""
-    found = np.asarray(values, dtype=np.float64)
-    found = found[skip:] if len(found) > skip + 2 else found
-    found = found[~np.isnan(found)][-last:]
-    return float(np.median(found)) if len(found) else None
+def axis(columns: Columns, name: str) -> Numbers:
+    """The x axis by its name in AXES; time is hours since the first line."""
+    if name == "time":
+        times = columns.get("time")
+        return (times - first_known(times)) / 3600
+    if name == "kwh":
+        return columns.get("energy_joules") / 3.6e6
+    return columns.get("tokens" if name == "tokens" else "step")
+
+
+def known(values: Numbers) -> Numbers:
+    return values[~np.isnan(values)]
+
+
+def recent_median(values: Numbers, last: int = 200, skip: int = 2) -> float | None:
+    """Median of the last values, without the first lines (compilation); None when there are none."""
+    late = known(values[skip:] if len(values) > skip + 2 else values)[-last:]
+    return float(np.median(late)) if len(late) else None
 
 
 def last_known(values: Numbers) -> float | None:
-    found = values[~np.isnan(values)]
-    return float(found[-1]) if len(found) else None
+    late = known(values)
+    return float(late[-1]) if len(late) else None
 
 
 def first_known(values: Numbers) -> float:
     """NaN when there is none."""
-    found = values[~np.isnan(values)]
-    return float(found[0]) if len(found) else float("nan")
+    return next(iter(known(values)[:1].tolist()), float("nan"))
 
 
 def highest(values: Numbers) -> float | None:
-    """The peak over the whole run: after a restart the counter of the devices begins anew."""
-    found = values[~np.isnan(values)]
-    return float(found.max()) if len(found) else None
+    """The peak over the whole run: a restart resets the devices' counters."""
+    return float(np.nanmax(values)) if len(known(values)) else None
 
 
-def step_of(event: Mapping[str, Any], columns: Columns) -> float | None:
-    """The event's own step, else the last step written before it: a fault does not know where the others were."""
-    step = event.get("step")
-    if isinstance(step, int):
-        return step
-    times, steps = columns.get("time"), columns.get("step")
-    if event.get("time") is None or not len(times):
+def step_of(event: Event, columns: Columns) -> float | None:
+    """The event's own step, else the last step logged before it: a fault does not know where the others were."""
+    step = getattr(event, "step", None)
+    if step is not None:
+        return float(step)
+    times = columns.get("time")
+    if event.time is None or not len(times):
         return None
-    before = np.nonzero(times <= event["time"])[0]
-    return float(steps[before[-1]]) if len(before) else None
+    before = np.nonzero(times <= event.time)[0]
+    return float(columns.get("step")[before[-1]]) if len(before) else None

@@ -1,6 +1,6 @@
-"""What must never appear in a report or a page? Values that look like keys or passwords, by the name they stand under or by their form.
+"""Removal of secrets and local paths from reports and pages.
 
-A report is published as well: it also says nothing of where a site keeps its files.
+A value is hidden by the name it stands under or by its form. A report is published, so it names no path of the site.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from windlass.config.secret import looks_secret
-from windlass.figures import Cards, Html, Item, Note, Section, Table
+from windlass.figures import Cards, DataTable, Html, Item, Note, Section
 
 HIDDEN = "(hidden)"
 _OURS = {"tokens", "keys"}
@@ -55,7 +55,7 @@ def publishable(sections: Iterable[Section]) -> list[Section]:
 
 
 def _published(item: Item) -> Item:
-    if isinstance(item, Table):
+    if isinstance(item, DataTable):
         rows = [tuple(without_paths(c) if isinstance(c, str) else c for c in row) for row in item.rows]
         return replace(item, rows=rows)
     if isinstance(item, Note):

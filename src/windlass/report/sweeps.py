@@ -1,4 +1,4 @@
-"""What does a sweep's folder say? Its own rows (results.json, written point by point) in the words and charts of its own page."""
+"""Sweep folders, read for the report and the dashboard; their rows (results.json) are written point by point."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from windlass.config.load import read_toml, validate
 from windlass.config.sweep import SweepConfig
 from windlass.errors import WindlassError
 from windlass.figures import Note, Section
-from windlass.figures.sweep_page import counts, sweep_sections
+from windlass.figures.sweep import counts, sweep_sections
 from windlass.files import read_json
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SweepView:
     """A sweep as it stands; `problem` says why its rows cannot be shown."""
 
@@ -26,7 +26,7 @@ class SweepView:
     rows: list[dict[str, Any]]
     rank_by: str
     grid: frozenset[str] | None
-    problem: str | None = None
+    problem: str | None
 
     @property
     def id(self) -> str:
@@ -45,40 +45,43 @@ class SweepView:
 
 
 def find_sweeps(folder: Path) -> list[SweepView]:
-    """Sweep folders at or below a folder (two levels), the newest first. A link that leads out of it is not followed."""
-    root = folder.resolve()
-    found = {p.parent for depth in ("", "*/", "*/*/") for p in folder.glob(f"{depth}sweep.json")}
-    inside = [p for p in found if p.resolve().is_relative_to(root)]
-    return [read_sweep(p) for p in sorted(inside, key=_written_at, reverse=True)]
-
-
-def _written_at(path: Path) -> float:
-    files = [f for f in (path / "results.json", path / "outcomes.jsonl", path / "sweep.json") if f.exists()]
-    return max((f.stat().st_mtime for f in files), default=0.0)
+    """Sweep folders at or below a folder (two levels), the newest first. A link out of it is not followed."""
+    folders = {p.parent for depth in ("", "*/", "*/*/") for p in folder.glob(f"{depth}sweep.json")}
+    written_at = {
+        path: max(
+            file.stat().st_mtime
+            for name in ("results.json", "outcomes.jsonl", "sweep.json")
+            if (file := path / name).exists()
+        )
+        for path in folders
+        if path.resolve().is_relative_to(folder.resolve())
+    }
+    return [read_sweep(path) for path in sorted(written_at, key=lambda p: written_at[p], reverse=True)]
 
 
 def read_sweep(path: Path) -> SweepView:
-    record, found = read_json(path / "sweep.json") or {}, read_json(path / "results.json") or {}
-    sweep, problem = _config(path, record)
-    raw = found.get("rows")
+    record, results = read_json(path / "sweep.json") or {}, read_json(path / "results.json") or {}
+    raw, grid = results.get("rows"), record.get("grid")
     rows = [r for r in raw if isinstance(r, dict) and isinstance(r.get("point"), str)] if isinstance(raw, list) else []
-    grid = record.get("grid")
+    sweep, problem = None, None
+    try:
+        config = record.get("sweep")
+        if not isinstance(config, dict):  # folders of earlier versions only have the file
+            config, _ = read_toml(path / "sweep.toml")
+        sweep = validate(SweepConfig, config, path.name)
+    except WindlassError as error:
+        problem = f"The sweep's settings cannot be read: {error.message}"
     if not rows and problem is None:
         problem = (
             f"No results.json in {path.name} yet: it is written after each point, or by `windlass sweep FILE --report`."
         )
     return SweepView(
-        path=path, name=str(record.get("name") or path.name), title=(sweep.title if sweep else "") or path.name, sweep=sweep, rows=rows,
-        rank_by=str(found.get("rank_by") or (sweep.rank_by if sweep else "")), grid=frozenset(map(str, grid)) if isinstance(grid, list) else None, problem=problem,
-    )  # fmt: skip
-
-
-def _config(path: Path, record: dict[str, Any]) -> tuple[SweepConfig | None, str | None]:
-    """As the record keeps it; folders of earlier versions only have the file."""
-    try:
-        raw = record.get("sweep")
-        if not isinstance(raw, dict):
-            raw, _ = read_toml(path / "sweep.toml")
-        return validate(SweepConfig, raw, path.name), None
-    except WindlassError as error:
-        return None, f"The sweep's settings cannot be read: {error.message}"
+        path=path,
+        name=str(record.get("name") or path.name),
+        title=(sweep.title if sweep else "") or path.name,
+        sweep=sweep,
+        rows=rows,
+        rank_by=str(results.get("rank_by") or (sweep.rank_by if sweep else "")),
+        grid=frozenset(map(str, grid)) if isinstance(grid, list) else None,
+        problem=problem,
+    )

@@ -1,16 +1,16 @@
-"""What is the run doing now, in a terminal of 80 columns over ssh? A picture made from files only."""
+"""The live view of a run in a terminal of 80 columns, drawn from files only."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from windlass.report.collect import RunSummary, collect
-from windlass.report.columns import LONG_FILE, Columns, Numbers, quick
-from windlass.report.words import energy_card, event_text, goodput, number, percent, rate, silence, state, watts
+from windlass.report.columns import LONG_FILE_BYTES, Columns, Numbers, known
+from windlass.report.tables import counted, energy_card, goodput, number, percent, rate, silence, state, watts
+from windlass.runs.events import Saved
 from windlass.runs.folder import Run
 from windlass.units import print_bytes, print_seconds, print_tokens
 
@@ -18,33 +18,28 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 BARS = "▁▂▃▄▅▆▇█"
-QUIET = ("removed", "interval")
-"""Events that say nothing to somebody who watches."""
-COLOURS = {
-    "finished": "green",
-    "running": "cyan",
-    "stopped": "yellow",
-    "failed": "red",
-    "unknown": "yellow",
-    "silent": "yellow",
-}
+HIDDEN_EVENTS = ("removed", "interval")
+COLOURS = {"finished": "green", "running": "cyan", "failed": "red"}
 
 
 class Watch:
-    """Keeps the columns between looks, so that a look costs what was appended. `hasty`: the first look at a long file is at a sample of it."""
+    """Keeps the columns between looks, so that a look reads only what was appended.
 
-    def __init__(self, run: Run, *, hasty: bool = False) -> None:
+    `sample_first`: the first look at a long file takes a sample of it.
+    """
+
+    def __init__(self, run: Run, *, sample_first: bool = False) -> None:
         self.run, self.columns = run, Columns(run.metrics_file)
-        self._hasty = hasty and run.metrics_file.exists() and run.metrics_file.stat().st_size > LONG_FILE
+        self._looked, file = False, run.metrics_file
+        if sample_first and file.exists() and file.stat().st_size > LONG_FILE_BYTES:
+            self.columns = Columns.sample(file)
 
     def look(self) -> RunSummary:
-        if self._hasty:
-            self._hasty = False
-            self.columns = quick(self.run.metrics_file)
-            return collect(self.run, columns=self.columns)
-        if self.columns.sampled:
+        if self._looked and self.columns.is_sample:  # the second look reads the whole file
             self.columns = Columns(self.run.metrics_file)
-        self.columns.refresh()
+        self._looked = True
+        if not self.columns.is_sample:
+            self.columns.refresh()
         return collect(self.run, columns=self.columns)
 
     def picture(self, width: int = 80, now: float | None = None, height: int | None = None) -> RenderableType:
@@ -52,121 +47,95 @@ class Watch:
 
 
 def spark(values: Numbers, width: int) -> str:
-    """`▇▅▃▂▁`: the mean of each piece; a piece without numbers is a gap."""
-    known = values[~np.isnan(values)]
-    if not len(known):
+    """`▇▅▃▂▁`: the mean of each piece of the known values."""
+    numbers = known(values)
+    if not len(numbers):
         return ""
-    pieces = [p for p in np.array_split(known, min(width, len(known))) if len(p)]
-    means = np.array([p.mean() for p in pieces])
+    means = np.array([p.mean() for p in np.array_split(numbers, min(width, len(numbers)))])
     low, span = means.min(), max(means.max() - means.min(), 1e-12)
     return "".join(BARS[min(7, int((m - low) / span * 7.999))] for m in means)
 
 
 def band(values: Numbers, last: int = 50) -> str:
     """Lowest to highest of the newest values, in percent."""
-    known = values[~np.isnan(values)][-last:]
-    if not len(known):
+    numbers = known(values)[-last:]
+    if not len(numbers):
         return "not measured"
-    low, high = (f"{100 * value:.0f}" for value in (known.min(), known.max()))
+    low, high = (f"{100 * value:.0f}" for value in (numbers.min(), numbers.max()))
     return f"{low} %" if low == high else f"{low}–{high} %"
 
 
 def facts(s: RunSummary, columns: Columns, now: float) -> list[tuple[str, str]]:
     """The numbers of the picture, in reading order."""
-    saves = [e["time"] for e in s.events if e["event"] == "saved" and e["time"] is not None]
-    used, how = energy_card(s.energy)
-    lag = "" if s.slowest_rank is None else f"rank {s.slowest_rank}, +{print_seconds(s.spread_seconds)}"
-    progress = f"{print_tokens(s.tokens)}" + (f" of {print_tokens(s.target_tokens)}" if s.target_tokens else "")
-    end = print_seconds(s.eta_seconds) if state(s, now) == "running" else state(s, now)
+    saves = [e.time for e in s.events if isinstance(e, Saved) and e.time is not None]
+    used, basis = energy_card(s.energy)
+    target = f" of {print_tokens(s.target_tokens)}" if s.target_tokens else ""
+    status = state(s, now)
     return [
-        ("recent loss", number(s.loss)), ("tokens", progress),
-        ("val loss", number(s.val_loss, unknown="none yet")), ("time left", end),
-        ("tokens/s", rate(s.tokens_per_second).removesuffix(" tokens/s")), ("step", "none yet" if s.step is None else f"{s.step:,} ({print_seconds(s.step_seconds)})"),
-        ("MFU", percent(s.mfu)), ("goodput", percent(goodput(s), "not known")),
-        ("memory", print_bytes(s.memory_bytes)), ("utilisation", band(columns.get("utilization"))),
-        ("power", watts(s.watts)), ("energy", used if s.energy.carbon is None else f"{used}, {how.split(';')[0]}"),
-        ("last save", "none yet" if not saves else f"{print_seconds(max(0.0, now - saves[-1]))} ago"), ("slowest", lag or "unknown"),
-    ]  # fmt: skip
+        ("recent loss", number(s.loss)),
+        ("tokens", print_tokens(s.tokens) + target),
+        ("val loss", number(s.val_loss, unknown="none yet")),
+        ("time left", print_seconds(s.eta_seconds) if status == "running" else status),
+        ("tokens/s", rate(s.tokens_per_second).removesuffix(" tokens/s")),
+        ("step", "none yet" if s.step is None else f"{s.step:,} ({print_seconds(s.step_seconds)})"),
+        ("MFU", percent(s.mfu)),
+        ("goodput", percent(goodput(s), "not known")),
+        ("memory", print_bytes(s.memory_bytes)),
+        ("utilisation", band(columns.get("utilization"))),
+        ("power", watts(s.watts)),
+        ("energy", used if s.energy.carbon is None else f"{used}, {basis.split(';')[0]}"),
+        ("last save", f"{print_seconds(max(0.0, now - saves[-1]))} ago" if saves else "none yet"),
+        (
+            "slowest",
+            "unknown" if s.slowest_rank is None else f"rank {s.slowest_rank}, +{print_seconds(s.spread_seconds)}",
+        ),
+    ]
 
 
 def picture(s: RunSummary, columns: Columns, width: int, now: float, height: int | None = None) -> RenderableType:
     """Every part is lines of at most `width`; in a low window the last parts are left out, never the first."""
     from rich.console import Group
-    from rich.text import Text
-
-    width = max(40, min(width, 120))
-    head = Text.assemble(
-        (s.name[: width - 30], "bold"),
-        "  ",
-        (state(s, now), f"bold {COLOURS.get(state(s, now), 'white')}"),
-        f"  {s.cluster}, {s.world_size or '?'} device{'' if s.world_size == 1 else 's'}",
-    )
-    rows = facts(s, columns, now)
-    warnings = _warnings(s, now, width)
-    lines = -(-len(rows) // _pairs(width))
-    left = 100 if height is None else height - 3 - len(warnings)
-    parts: list[RenderableType] = [head, *warnings, _bar(s, width), _table(rows[: max(1, left) * _pairs(width)], width)]
-    curves = [_curve("loss", columns.get("loss"), width), _curve("tokens/s", columns.get("tokens_per_second"), width)]
-    parts += curves[: max(0, left - lines)]
-    told = [e for e in s.events if e["event"] not in QUIET][-5:]
-    told = told[len(told) - min(len(told), max(0, left - lines - 2)) :]
-    parts += [Text(_cut(f"  {_ago(e['time'], now)}  {event_text(e)}", width), style="dim") for e in told]
-    return Group(*parts)
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def _warnings(s: RunSummary, now: float, width: int) -> list[RenderableType]:
-    from rich.text import Text
-
-    found = []
-    quiet = silence(s, now)
-    if quiet is not None:
-        found.append(f"no new line for {print_seconds(quiet)}: is the job in the queue? (windlass jobs)")
-    if s.problem:
-        found.append(f"the folder is not whole: {s.problem}")
-    return [Text(_cut(text, width), style="yellow") for text in found]
-
-
-def _bar(s: RunSummary, width: int) -> RenderableType:
-    from rich.text import Text
-
-    if not s.target_tokens or s.tokens is None:
-        return Text("")
-    share = min(1.0, s.tokens / s.target_tokens)
-    room = width - 9
-    return Text.assemble(
-        ("━" * round(room * share), "cyan"), ("━" * (room - round(room * share)), "dim"), f" {100 * share:5.1f} %"
-    )
-
-
-def _table(rows: Sequence[tuple[str, str]], width: int) -> RenderableType:
-    """Two facts a line where they fit, else one."""
     from rich.table import Table
     from rich.text import Text
 
-    made = Table.grid(padding=(0, 2))
-    pairs = _pairs(width)
+    width = max(40, min(width, 120))
+    status = state(s, now)
+    warnings = []
+    if (quiet := silence(s, now)) is not None:
+        warnings.append(f"no new line for {print_seconds(quiet)}: is the job in the queue? (windlass jobs)")
+    if s.problem:
+        warnings.append(f"the folder is incomplete: {s.problem}")
+    bar = Text("")
+    if s.target_tokens and s.tokens is not None:
+        share, room = min(1.0, s.tokens / s.target_tokens), width - 9
+        filled = round(room * share)
+        bar = Text.assemble(("━" * filled, "cyan"), ("━" * (room - filled), "dim"), f" {100 * share:5.1f} %")
+    rows, pairs = facts(s, columns, now), 2 if width >= 72 else 1
+    lines_left = 100 if height is None else height - 3 - len(warnings)
+    grid = Table.grid(padding=(0, 2))
     for _ in range(pairs):
-        made.add_column(style="dim", no_wrap=True)
-        made.add_column(no_wrap=True, overflow="ellipsis", max_width=width // pairs - 16)
-    for at in range(0, len(rows), pairs):
-        made.add_row(*(Text(cell) for row in rows[at : at + pairs] for cell in row))
-    return made
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(no_wrap=True, overflow="ellipsis", max_width=width // pairs - 16)
+    for at in range(0, min(len(rows), max(1, lines_left) * pairs), pairs):
+        grid.add_row(*(Text(cell) for row in rows[at : at + pairs] for cell in row))
+    lines_left -= -(-len(rows) // pairs)
+    curves = [
+        Text.assemble((f"{name:9}", "dim"), (spark(columns.get(key), width - 10), "cyan"))
+        for name, key in (("loss", "loss"), ("tokens/s", "tokens_per_second"))
+    ]
+    events = [e for e in s.events if e.event not in HIDDEN_EVENTS][-5:]
+    events = events[len(events) - min(len(events), max(0, lines_left - 2)) :]
+    ages = ["?" if e.time is None else print_seconds(max(0.0, now - e.time)) for e in events]
+    told = [f"  {age:>12} ago  {e.describe()}" for age, e in zip(ages, events, strict=True)]
 
+    def cut(text: str) -> str:
+        return text if len(text) <= width else text[: width - 1] + "…"
 
-def _pairs(width: int) -> int:
-    """Facts on a line."""
-    return 2 if width >= 72 else 1
-
-
-def _curve(name: str, values: Numbers, width: int) -> RenderableType:
-    from rich.text import Text
-
-    return Text.assemble((f"{name:9}", "dim"), (spark(values, width - 10), "cyan"))
-
-
-def _ago(at: float | None, now: float) -> str:
-    return f"{'?' if at is None else print_seconds(max(0.0, now - at)):>12} ago"
+    head = Text.assemble(
+        (s.name[: width - 30], "bold"),
+        "  ",
+        (status, f"bold {COLOURS.get(status, 'yellow')}"),
+        f"  {s.cluster}, {counted(s.world_size, 'device')}",
+    )
+    warned = [Text(cut(text), style="yellow") for text in warnings]
+    return Group(head, *warned, bar, grid, *curves[: max(0, lines_left)], *(Text(cut(t), style="dim") for t in told))

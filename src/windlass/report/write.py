@@ -1,4 +1,4 @@
-"""How does a folder become a report? Collect, lay out, write: HTML that opens from disk, Markdown, or JSON."""
+"""Reports of run folders and sweeps as HTML, Markdown, JSON or pictures."""
 
 from __future__ import annotations
 
@@ -10,73 +10,60 @@ from typing import Any
 
 import windlass
 from windlass.figures import Chart, Heat, Section, page, save_page, save_picture
-from windlass.report.collect import RunSummary, collect
+from windlass.report.collect import collect
 from windlass.report.columns import Columns
-from windlass.report.content import counted, joined, sections, together
+from windlass.report.markdown import markdown
 from windlass.report.redact import publishable, redact
+from windlass.report.sections import joined, sections, together
 from windlass.report.sweeps import SweepView
-from windlass.report.text import markdown
-from windlass.report.words import when
+from windlass.report.tables import counted, when
 from windlass.runs.folder import Run
 from windlass.units import print_text
 
 
-def gather(run: Run) -> tuple[RunSummary, Columns]:
-    columns = Columns(run.metrics_file)
-    columns.refresh()
-    return collect(run, columns=columns), columns
-
-
 def report_sections(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> tuple[str, str, list[Section]]:
-    """(title, subtitle, sections); several runs get a common table first, and a sweep its own rows and charts before that."""
-    found = [gather(run) for run in runs]
-    if len(found) == 1 and not sweeps:
-        summary, columns = found[0]
-        return summary.name, _subtitle(summary), publishable(sections(summary, columns))
+    """(title, subtitle, sections); several runs get a common table first, and a sweep its own page before that."""
+    columns = [Columns(run.metrics_file) for run in runs]
+    for one in columns:
+        one.refresh()
+    summaries = [collect(run, columns=one) for run, one in zip(runs, columns, strict=True)]
+    if len(runs) == 1 and not sweeps:
+        s = summaries[0]
+        subtitle = f"{s.model}, on {s.cluster}; {when(s.started_at)} to {when(s.updated_at)}"
+        return s.name, subtitle, publishable(sections(s, columns[0]))
     labels = folder_labels(runs)
-    parts = [part for sweep in sweeps for part in _swept(sweep)]
-    parts += joined([s for s, _ in found], labels) if found else []
-    for index, ((summary, columns), label) in enumerate(zip(found, labels, strict=True)):
-        own = sections(summary, columns)
+    parts = [
+        Section(f"{sweep.name}: {s.title or sweep.progress}", s.items, id=f"sweep-{sweep.id}-{s.id}")
+        for sweep in sweeps
+        for s in sweep.sections()
+    ]
+    parts += joined(summaries, labels) if summaries else []
+    for index, (summary, one, label) in enumerate(zip(summaries, columns, labels, strict=True)):
         parts += [
             Section(f"{label}: {s.title}" if s.title else label, s.items, id=f"run{index}-{s.id}")
-            for s in own
+            for s in sections(summary, one)
             if s.id != "conventions"
         ]
-    title = ", ".join(s.title for s in sweeps) or f"{len(found)} runs"
+    title = ", ".join(s.title for s in sweeps) or f"{len(runs)} runs"
     subtitle = (
-        f"a joint report of {counted(len(found), 'run')}"
-        if found
-        else "a sweep of commands: its points are no runs of windlass"
+        f"joint report of {counted(len(runs), 'run')}"
+        if runs
+        else "a sweep of commands, whose points have no run folder"
     )
     return title, subtitle, publishable(parts)
 
 
-def _swept(sweep: SweepView) -> list[Section]:
-    return [
-        Section(f"{sweep.name}: {s.title or sweep.progress}", s.items, id=f"sweep-{sweep.id}-{s.id}")
-        for s in sweep.sections()
-    ]
-
-
 def folder_labels(runs: Sequence[Run]) -> list[str]:
-    """What tells the runs apart: their folders, below the one that holds them all."""
-    if not runs:
-        return []
+    """The runs' folders, relative to the one that holds them all."""
     paths = [run.path.resolve() for run in runs]
-    top = Path(os.path.commonpath([p.parent for p in paths]))
+    top = Path(os.path.commonpath([p.parent for p in paths])) if paths else Path()
     return [print_text(p.relative_to(top).as_posix()) for p in paths]
-
-
-def _subtitle(summary: RunSummary) -> str:
-    return f"{summary.model}, on {summary.cluster}; {when(summary.started_at)} to {when(summary.updated_at)}"
 
 
 def html_report(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> str:
     title, subtitle, parts = report_sections(runs, sweeps)
-    return page(
-        title, parts, subtitle=subtitle, footer=f"Written by windlass {windlass.__version__} from the run folder alone."
-    )
+    footer = f"Written by windlass {windlass.__version__} from the run folder alone."
+    return page(title, parts, subtitle=subtitle, footer=footer)
 
 
 def markdown_report(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> str:
@@ -85,25 +72,26 @@ def markdown_report(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> st
 
 
 def json_report(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> dict[str, Any]:
-    """Each run as it is; of several also the sums; of a sweep its rows."""
-    found = [collect(run) for run in runs]
-    sums = {"together": together(found)} if len(found) > 1 else {}
-    swept = [
-        {"name": s.name, "title": s.title, "rank_by": s.rank_by, "progress": s.progress, "rows": redact(s.rows)}
-        for s in sweeps
-    ]
-    return {"runs": [redact(s.as_dict()) for s in found], **sums, **({"sweeps": swept} if swept else {})}
+    """Each run; of several also the sums; of a sweep its rows."""
+    summaries = [collect(run) for run in runs]
+    value: dict[str, Any] = {"runs": [redact(s.as_dict()) for s in summaries]}
+    if len(summaries) > 1:
+        value["together"] = together(summaries)
+    if sweeps:
+        keys = ("name", "title", "rank_by", "progress", "rows")
+        value["sweeps"] = [{key: redact(getattr(s, key)) for key in keys} for s in sweeps]
+    return value
 
 
 def write_figures(runs: Sequence[Run], folder: Path, kind: str = "svg", sweeps: Sequence[SweepView] = ()) -> list[Path]:
     """Every chart of the report as a picture of its own, named after its section and title."""
-    made: list[Path] = []
+    paths: list[Path] = []
     for section in report_sections(runs, sweeps)[2]:
         for item in section.items:
             if isinstance(item, (Chart, Heat)):
-                words = re.sub(r"[^a-z0-9]+", "-", f"{section.id} {item.title}".lower()).strip("-")[:80]
-                made.append(save_picture(item, folder / f"{words}.{kind}"))
-    return made
+                name = re.sub(r"[^a-z0-9]+", "-", f"{section.id} {item.title}".lower()).strip("-")[:80]
+                paths.append(save_picture(item, folder / f"{name}.{kind}"))
+    return paths
 
 
 def write_report(run: Run, path: Path | None = None) -> Path:

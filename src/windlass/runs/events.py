@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 from windlass.units import print_bytes, print_seconds, print_tokens
 
+# Larger than every count, byte and second of a run; a larger number comes from a damaged line.
 MAX_NUMBER = 1e18
-"""Larger than every count, byte and second of a run; a larger number comes from a damaged line."""
 
 
 def known_float(value: object) -> float | None:
@@ -37,6 +37,7 @@ def _losses(value: object) -> dict[str, dict[str, Any]]:
     return {k: v for k, v in items if isinstance(v, dict) and known_float(v.get("loss")) is not None}
 
 
+# How the value of a field is read from JSON, by the field's annotation; other annotations take any value.
 _CONVERTERS = {
     "int | None": known_int,
     "float | None": known_float,
@@ -44,21 +45,26 @@ _CONVERTERS = {
     "list[str]": lambda value: [str(item) for item in value] if isinstance(value, list) else [],
     "dict[str, dict[str, Any]]": _losses,
 }
-"""How the value of a field is read from JSON, by the field's annotation; other annotations take any value."""
+
+
+# Kind -> dataclass; each class registers itself.
+EVENT_CLASSES: dict[str, type[Event]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """Something that happened to a run."""
 
-    event: ClassVar[str] = ""
-    """The kind, as `event` in the file."""
-    sentence: ClassVar[str] = ""
-    """The event for a reader; names in braces are fields."""
-    time: float | None = None
-    """Seconds since 1970; None: when it is recorded."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the line that this version does not know."""
+    event: ClassVar[str] = ""  # the kind, as in the file
+    meaning: ClassVar[str] = ""
+    sentence: ClassVar[str] = ""  # the event for a reader; names in braces are fields
+    time: float | None = None  # seconds since 1970; None: when it is recorded
+    extra: Mapping[str, Any] = field(default_factory=dict)  # keys of the line that this version does not know
+
+    def __init_subclass__(cls, event: str = "", meaning: str = "", sentence: str = "") -> None:
+        if event:
+            cls.event, cls.meaning, cls.sentence = event, meaning, sentence
+            EVENT_CLASSES[event] = cls
 
     def as_dict(self) -> dict[str, Any]:
         """The line in events.jsonl. A field marked `optional` is left out when it is None."""
@@ -70,7 +76,7 @@ class Event:
 
     def describe(self) -> str:
         """One sentence; what is not known is printed as "unknown"."""
-        return self.sentence.format_map({name: _printed(name, value) for name, value in self.as_dict().items()})
+        return self.sentence.format_map({name: _printed(name, getattr(self, name)) for name in field_names(type(self))})
 
 
 _COUNTED = {"world_size": "device", "lost_steps": "step"}
@@ -103,26 +109,29 @@ class ProcessStart(Event):
 
     world_size: int | None = None
     nodes: int | None = None
+    # The `[layout]` table as a dict; a text in files of early versions.
     layout: Any = None
-    """The `[layout]` table as a dict; a text in files of early versions."""
     device: str | None = None
     devices_per_node: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started(ProcessStart):
-    """a process group began from nothing"""
-
-    event = "started"
-    sentence = "started on {world_size}"
+class Started(
+    ProcessStart,
+    event="started",
+    meaning="a process group began from nothing",
+    sentence="started on {world_size}",
+):
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resumed(ProcessStart):
-    """a process group began from a checkpoint"""
-
-    event = "resumed"
-    sentence = "resumed at step {step} on {world_size}, {lost_steps} to do again"
+class Resumed(
+    ProcessStart,
+    event="resumed",
+    meaning="a process group began from a checkpoint",
+    sentence="resumed at step {step} on {world_size}, {lost_steps} to do again",
+):
     step: int | None = None
     tokens: int | None = None
     checkpoint: str | None = None
@@ -130,20 +139,22 @@ class Resumed(ProcessStart):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compiled(Event):
-    """the first step is done; seconds since the process began"""
-
-    event = "compiled"
-    sentence = "first step done, {seconds} after the processes began"
+class Compiled(
+    Event,
+    event="compiled",
+    meaning="the first step is done; seconds since the process began",
+    sentence="first step done, {seconds} after the processes began",
+):
     seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved(Event):
-    """a checkpoint is complete"""
-
-    event = "saved"
-    sentence = "saved step {step} ({bytes}, training waited {stall_seconds}, written in {write_seconds})"
+class Saved(
+    Event,
+    event="saved",
+    meaning="a checkpoint is complete",
+    sentence="saved step {step} ({bytes}, training waited {stall_seconds}, written in {write_seconds})",
+):
     step: int | None = None
     tokens: int | None = None
     bytes: int | None = None
@@ -154,43 +165,47 @@ class Saved(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveFailed(Event):
-    """a save failed and will be tried again"""
-
-    event = "save_failed"
-    sentence = "saving step {step} failed: {error}"
+class SaveFailed(
+    Event,
+    event="save_failed",
+    meaning="a save failed and will be tried again",
+    sentence="saving step {step} failed: {error}",
+):
     step: int | None = None
     error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointRemoved(Event):
-    """a superseded checkpoint was deleted"""
-
-    event = "removed"
-    sentence = "removed step {step}: {reason}"
+class CheckpointRemoved(
+    Event,
+    event="removed",
+    meaning="a superseded checkpoint was deleted",
+    sentence="removed step {step}: {reason}",
+):
     step: int | None = None
     bytes: int | None = None
     reason: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointDamaged(Event):
-    """a damaged checkpoint was set aside"""
-
-    event = "damaged"
-    sentence = "set {checkpoint} aside: {reason}"
+class CheckpointDamaged(
+    Event,
+    event="damaged",
+    meaning="a damaged checkpoint was set aside",
+    sentence="set {checkpoint} aside: {reason}",
+):
     checkpoint: str | None = None
     reason: str | None = None
     moved_to: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluated(Event):
-    """a validation pass; sources and languages hold loss and bits_per_byte of each"""
-
-    event = "evaluated"
-    sentence = "validation at step {step}: loss {val_loss}"
+class Evaluated(
+    Event,
+    event="evaluated",
+    meaning="a validation pass; sources and languages hold loss and bits_per_byte of each",
+    sentence="validation at step {step}: loss {val_loss}",
+):
     step: int | None = None
     val_loss: float | None = None
     bits_per_byte: float | None = None
@@ -200,23 +215,25 @@ class Evaluated(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepSkipped(Event):
-    """a step changed no weights"""
-
-    event = "skipped"
-    sentence = "skipped step {step}: {reason}"
+class StepSkipped(
+    Event,
+    event="skipped",
+    meaning="a step changed no weights",
+    sentence="skipped step {step}: {reason}",
+):
     step: int | None = None
     reason: str | None = None
+    # loss and grad_norm of the step, as a dict.
     value: Any = None
-    """loss and grad_norm of the step, as a dict."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolledBack(Event):
-    """training went back to an earlier checkpoint; sequences is the range of data (from, to) that is left out"""
-
-    event = "rollback"
-    sentence = "went back from step {step} to {to_step}, skipping {skipped_tokens} tokens of data"
+class RolledBack(
+    Event,
+    event="rollback",
+    meaning="training went back to an earlier checkpoint; sequences is the range of data (from, to) that is left out",
+    sentence="went back from step {step} to {to_step}, skipping {skipped_tokens} tokens of data",
+):
     step: int | None = None
     to_step: int | None = None
     skipped_tokens: int | None = None
@@ -225,32 +242,35 @@ class RolledBack(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SignalReceived(Event):
-    """a signal or the wall-time limit asked the run to stop"""
-
-    event = "signal"
-    sentence = "asked to stop by {signal} at step {step}"
+class SignalReceived(
+    Event,
+    event="signal",
+    meaning="a signal or the wall-time limit asked the run to stop",
+    sentence="asked to stop by {signal} at step {step}",
+):
     signal: str | None = None
     step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stopped(Event):
-    """the run ended early after a save and can be resumed"""
-
-    event = "stopped"
-    sentence = "stopped at step {step} to be resumed: {reason}"
+class Stopped(
+    Event,
+    event="stopped",
+    meaning="the run ended early after a save and can be resumed",
+    sentence="stopped at step {step} to be resumed: {reason}",
+):
     step: int | None = None
     tokens: int | None = None
     reason: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class FaultEvent(Event):
-    """a rank failed"""
-
-    event = "fault"
-    sentence = "rank {rank} failed ({kind}): {error}"
+class FaultEvent(
+    Event,
+    event="fault",
+    meaning="a rank failed",
+    sentence="rank {rank} failed ({kind}): {error}",
+):
     rank: int | None = None
     kind: str | None = None
     error: str | None = None
@@ -260,21 +280,23 @@ class FaultEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restarted(Event):
-    """the supervisor started the workers again"""
-
-    event = "restarted"
-    sentence = "restarted workers (attempt {attempt}): {reason}"
+class Restarted(
+    Event,
+    event="restarted",
+    meaning="the supervisor started the workers again",
+    sentence="restarted workers (attempt {attempt}): {reason}",
+):
     attempt: int | None = None
     reason: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hang(Event):
-    """the watchdog named a rank that makes no progress"""
-
-    event = "hang"
-    sentence = "rank {rank} hung for {seconds}: {where}"
+class Hang(
+    Event,
+    event="hang",
+    meaning="the watchdog named a rank that makes no progress",
+    sentence="rank {rank} hung for {seconds}: {where}",
+):
     rank: int | None = None
     seconds: float | None = None
     where: str | None = None
@@ -282,11 +304,12 @@ class Hang(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profiled(Event):
-    """a trace was written"""
-
-    event = "profiled"
-    sentence = "profiled steps {steps}"
+class Profiled(
+    Event,
+    event="profiled",
+    meaning="a trace was written",
+    sentence="profiled steps {steps}",
+):
     steps: str | None = None
     files: list[str] = field(default_factory=list)
     rank: int | None = None
@@ -295,21 +318,23 @@ class Profiled(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveInterval(Event):
-    """save.every = "auto" chose an interval"""
-
-    event = "interval"
-    sentence = "{reason}"
+class SaveInterval(
+    Event,
+    event="interval",
+    meaning='save.every = "auto" chose an interval',
+    sentence="{reason}",
+):
     seconds: float | None = None
     steps: int | None = None
     reason: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayoutChanged(Event):
-    """the run goes on in another layout"""
-
-    event = "layout_changed"
+class LayoutChanged(
+    Event,
+    event="layout_changed",
+    meaning="the run goes on in another layout",
+):
     old: Any = None
     new: Any = None
     reason: str | None = None
@@ -321,10 +346,11 @@ class LayoutChanged(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecipeChanged(Event):
-    """keys of the recipe changed between two starts; changes: key -> (old value, new value)"""
-
-    event = "recipe_changed"
+class RecipeChanged(
+    Event,
+    event="recipe_changed",
+    meaning="keys of the recipe changed between two starts; changes: key -> (old value, new value)",
+):
     changes: Any = None
 
     def describe(self) -> str:
@@ -332,32 +358,35 @@ class RecipeChanged(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightsImported(Event):
-    """the run was made from the weights of another tool"""
-
-    event = "imported"
-    sentence = "imported from {origin} as {dtype}"
+class WeightsImported(
+    Event,
+    event="imported",
+    meaning="the run was made from the weights of another tool",
+    sentence="imported from {origin} as {dtype}",
+):
     origin: str | None = None
     dtype: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finished(Event):
-    """the last step is done"""
-
-    event = "finished"
-    sentence = "finished at step {step}, loss {loss}"
+class Finished(
+    Event,
+    event="finished",
+    meaning="the last step is done",
+    sentence="finished at step {step}, loss {loss}",
+):
     step: int | None = None
     tokens: int | None = None
     loss: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class GaveUp(Event):
-    """the supervisor or the job chain stopped trying"""
-
-    event = "gave_up"
-    sentence = "gave up: {reason}"
+class GaveUp(
+    Event,
+    event="gave_up",
+    meaning="the supervisor or the job chain stopped trying",
+    sentence="gave up: {reason}",
+):
     reason: str | None = None
     attempts: int | None = field(default=None, metadata={"optional": True})
 
@@ -380,23 +409,12 @@ class UnknownEvent(Event):
         return self.kind
 
 
-EVENT_CLASSES: dict[str, type[Event]] = {
-    cls.event: cls
-    for cls in (
-        Started, Resumed, Compiled, Saved, SaveFailed, CheckpointRemoved, CheckpointDamaged, Evaluated, StepSkipped,
-        RolledBack, SignalReceived, Stopped, FaultEvent, Restarted, Hang, Profiled, SaveInterval, LayoutChanged,
-        RecipeChanged, WeightsImported, Finished, GaveUp,
-    )
-}  # fmt: skip
-"""Kind -> dataclass."""
-
-
 def field_names(cls: type[Event]) -> list[str]:
     return [f.name for f in fields(cls) if f.name not in ("time", "extra")]
 
 
-EVENTS = {kind: f"{cls.__doc__}: {', '.join(field_names(cls))}" for kind, cls in EVENT_CLASSES.items()}
-"""Kind -> meaning and fields, for the reference page."""
+# Kind -> meaning and fields, for the reference page.
+EVENTS = {kind: f"{cls.meaning}: {', '.join(field_names(cls))}" for kind, cls in EVENT_CLASSES.items()}
 
 
 def parse_event(line: Mapping[str, Any]) -> Event:

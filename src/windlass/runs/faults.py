@@ -21,6 +21,9 @@ from windlass.runs.events import known_float, known_int
 if TYPE_CHECKING:
     from windlass.runs.folder import Run
 
+# Exit code -> why the same workers would only fail again. Supervisor and job chain use this one table.
+# A RunError is not in it: the folder may only be locked by a job that is still ending. A RunError that stays stops both
+# after the second failure without a new checkpoint.
 INCURABLE = {
     errors.ConfigError.exit_code: "the recipe is at fault",
     errors.PlanError.exit_code: "the layout does not fit",
@@ -30,11 +33,6 @@ INCURABLE = {
     errors.EXIT_OUT_OF_MEMORY: "a device ran out of memory, and the same layout will again",
     errors.EXIT_DIVERGED: "training diverged",
 }
-"""Exit code -> why the same workers would only fail again. Supervisor and job chain use this one table.
-
-A RunError is not in it: the folder may only be locked by a job that is still ending. A RunError that stays stops both
-after the second failure without a new checkpoint.
-"""
 
 _KINDS = {
     errors.ConfigError: "config",
@@ -59,14 +57,14 @@ class FaultRecord:
     rank: int | None = None
     host: str | None = None
     pid: int | None = None
+    # See `kind_of`.
     kind: str | None = None
-    """See `kind_of`."""
     exception: str | None = None
     error: str = ""
     hint: str | None = None
     exit_code: int | None = None
+    # The rank that the watchdog names, in records of a hang.
     culprit: int | None = None
-    """The rank that the watchdog names, in records of a hang."""
     traceback: list[str] = field(default_factory=list)
     time: float = 0.0
 

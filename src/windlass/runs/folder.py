@@ -61,8 +61,8 @@ class Run:
     logs = _InFolder("logs")
     trackers = _InFolder("trackers")
     starts = _InFolder("starts")
+    # Small files by which another shell asks a live run for something (a profile, a save, a stop).
     requests = _InFolder("requests")
-    """Small files by which another shell asks a live run for something (a profile, a save, a stop)."""
 
     @property
     def name(self) -> str:
@@ -145,6 +145,7 @@ def open_run(path: Path | str) -> Run:
     )
 
 
+# What a launcher or a start that was cut off may have left before config.json is written; `data` is the demo's own.
 _LEFTOVERS = {
     "logs",
     "ranks",
@@ -160,7 +161,6 @@ _LEFTOVERS = {
     "run.lock",
     "job.sh",
 }
-"""What a launcher or a start that was cut off may have left before config.json is written; `data` is the demo's own."""
 
 
 def create_run(path: Path | str, loaded: Loaded, *, layout_from: str = "recipe") -> Run:
@@ -214,14 +214,14 @@ def _never_began(run: Run) -> bool:
     )
 
 
+# Keys and tables that may change between two starts. The last three say where the run and its data are: a run may be
+# moved, and the token store is checked by its ledger's hash.
 CHANGEABLE = (
     "train.steps", "data.tokens", "save", "trackers", "launch", "profile", "energy", "notes",
     "cluster", "nodes", "data.store",
 )  # fmt: skip
-"""Keys and tables that may change between two starts. The last three say where the run and its data are: a run may be
-moved, and the token store is checked by its ledger's hash."""
+# What the planner chooses for a number of devices; it changes no result.
 LAYOUT_KEYS = ("layout", "train.recompute", "train.recompute_budget")
-"""What the planner chooses for a number of devices; it changes no result."""
 
 
 def _is_below(key: str, tables: tuple[str, ...]) -> bool:

@@ -26,8 +26,8 @@ from windlass.runs.events import (
 )
 from windlass.runs.metrics import MetricsLine
 
+# The clocks of two hosts, of which one resumes what the other began, differ by less.
 CLOCK_SECONDS = 60.0
-"""The clocks of two hosts, of which one resumes what the other began, differ by less."""
 _ENDS = (Stopped, Finished, FaultEvent, Hang, GaveUp)
 
 
@@ -36,22 +36,22 @@ class Segment:
     """One process group, from its start to its end."""
 
     began_at: float
+    # The last sign of life when the end itself was not recorded (after a SIGKILL).
     ended_at: float
-    """The last sign of life when the end itself was not recorded (after a SIGKILL)."""
+    # stopped, finished, fault, hang, gave_up, cut off, or running.
     end: str
-    """stopped, finished, fault, hang, gave_up, cut off, or running."""
     world_size: int | None
     first_step: int
+    # The last step that was trained.
     last_step: int
-    """The last step that was trained."""
+    # The step that the next segment resumed from; steps after it were lost and done again.
     kept_step: int
-    """The step that the next segment resumed from; steps after it were lost and done again."""
     startup_seconds: float | None
     stall_seconds: float
+    # Time in training steps, from the metrics.
     train_seconds: float
-    """Time in training steps, from the metrics."""
+    # Training time of the steps that were lost, at the end of the segment or by a rollback.
     lost_seconds: float
-    """Training time of the steps that were lost, at the end of the segment or by a rollback."""
     lost_steps: int
 
 
@@ -60,27 +60,27 @@ class RunHistory:
     """A run's history in numbers; None: unknown."""
 
     segments: list[Segment] = field(default_factory=list)
+    # From the first start to the last sign of life, waits between jobs included.
     wall_seconds: float | None = None
-    """From the first start to the last sign of life, waits between jobs included."""
+    # Time in which a process group existed.
     active_seconds: float | None = None
-    """Time in which a process group existed."""
+    # Time in training steps that the final weights contain.
     useful_seconds: float | None = None
-    """Time in training steps that the final weights contain."""
+    # useful / wall: the share of wall time that moved the run forward.
     goodput: float | None = None
-    """useful / wall: the share of wall time that moved the run forward."""
+    # useful / active: the same without the waits in the queue.
     goodput_active: float | None = None
-    """useful / active: the same without the waits in the queue."""
     lost_steps: int = 0
+    # Tokens trained on and lost with a fault; the resumed run trained on them again.
     lost_tokens: int | None = None
-    """Tokens trained on and lost with a fault; the resumed run trained on them again."""
     saves: int = 0
     failed_saves: int = 0
     faults: int = 0
     resumes: int = 0
     stall_seconds: float = 0.0
     median_stall_seconds: float | None = None
+    # Time of the first line that is older than the one before it: shares of time are then unknown.
     clock_jumped_at: float | None = None
-    """Time of the first line that is older than the one before it: shares of time are then unknown."""
 
 
 def read_history(events: Iterable[Event], lines: Iterable[MetricsLine]) -> RunHistory:

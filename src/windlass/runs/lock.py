@@ -14,8 +14,8 @@ from pathlib import Path
 from windlass.errors import RunError
 from windlass.files import read_json
 
+# A lock of another host that nobody has touched for this long is taken over: its job is gone.
 STALE_SECONDS = 3600.0
-"""A lock of another host that nobody has touched for this long is taken over: its job is gone."""
 
 
 @contextlib.contextmanager

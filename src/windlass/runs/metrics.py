@@ -60,8 +60,8 @@ class MetricsLine:
     )
     skipped: int | None = _key("1 when the step changed no weights (non-finite or spike)")
     z_loss: float | None = _key("auxiliary loss", optional=True)
+    # Further keys of the line, such as `val_loss/NAME`.
     extra: dict[str, Any] = field(default_factory=dict)
-    """Further keys of the line, such as `val_loss/NAME`."""
 
     def as_dict(self) -> dict[str, Any]:
         """The line in metrics.jsonl."""
@@ -81,8 +81,8 @@ class MetricsLine:
 
 _KEYS = tuple(f for f in fields(MetricsLine) if f.name != "extra")
 _OPTIONAL = {f.name for f in _KEYS if f.metadata["optional"]}
+# Key -> meaning, for the reference page and the dashboard.
 METRICS: dict[str, str] = {f.name: f.metadata["meaning"] for f in _KEYS}
-"""Key -> meaning, for the reference page and the dashboard."""
 
 
 class MetricsWriter:

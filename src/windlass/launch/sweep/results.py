@@ -15,7 +15,7 @@ from typing import Any
 from windlass.config import Recipe
 from windlass.errors import ConfigError
 from windlass.figures import Chart, Heat, Section, page, save_page, save_picture
-from windlass.figures.sweep_page import sweep_sections
+from windlass.figures.sweep import sweep_sections
 from windlass.files import read_json_lines, write_atomic, write_json
 from windlass.launch.sweep.expect import Expectation
 from windlass.launch.sweep.folder import SweepRun

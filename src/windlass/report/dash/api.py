@@ -1,30 +1,43 @@
-"""What may a page ask? Names and numbers in, JSON out; every run by its id, every number within bounds."""
+"""The dashboard's JSON: names and numbers in, sections and curves out; every run by its id, every number in bounds."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from windlass.errors import WindlassError
 from windlass.figures import Note, Section
-from windlass.report.card import data_section
 from windlass.report.collect import RunSummary
 from windlass.report.columns import AXES, Columns, first_known, step_of
-from windlass.report.content import cards, conventions, energy, environment, life, saves, validations, what
-from windlass.report.content import plan_sections as plan_of
 from windlass.report.dash.blocks import section_json
-from windlass.report.dash.store import MOST_POINTS, Folder, RunView, known_axis
+from windlass.report.dash.store import Folder, RunView
 from windlass.report.evaluations import evaluation
+from windlass.report.model_card import data_section
 from windlass.report.redact import redact
-from windlass.report.words import energy_card, event_text, state
+from windlass.report.sections import (
+    cards,
+    conventions,
+    energy,
+    environment,
+    life,
+    overview,
+    plan_sections,
+    saves,
+    validations,
+)
+from windlass.report.tables import energy_card, goodput, state
 from windlass.runs.metrics import METRICS
 
 Query = Mapping[str, Sequence[str]]
-MOST_RUNS = 30
+MAX_RUNS = 30
+MAX_KEYS = 12
+MAX_POINTS = 4000
 SPARK_POINTS = 60
+MAX_EVENTS = 60
+MARKED = frozenset(
+    {"started", "resumed", "fault", "hang", "stopped", "signal", "restarted", "rollback", "saved", "finished", "gave_up"}
+)  # fmt: skip
 
 
 class NotFound(Exception):  # noqa: N818 - becomes 404
@@ -39,20 +52,30 @@ def answer(folder: Folder, path: str, query: Query) -> dict[str, Any]:
 
 
 def _runs(folder: Folder, query: Query) -> dict[str, Any]:
-    views = folder.views()
-    return {"root": str(folder.root), "runs": [_row(v) for v in views], "axes": AXES, "metrics": METRICS}
+    rows = [_row(view) for view in folder.views()]
+    return {"root": str(folder.root), "runs": rows, "axes": AXES, "metrics": METRICS}
 
 
 def _row(view: RunView) -> dict[str, Any]:
     s = view.summary()
-    used, how = energy_card(s.energy)
-    _, ys = view.series("loss", "step", SPARK_POINTS)
+    used, basis = energy_card(s.energy)
+    keys = (
+        "name", "model", "cluster", "tokens", "target_tokens", "step", "loss", "tokens_per_second", "mfu",
+        "memory_bytes", "updated_at", "started_at", "problem",
+    )  # fmt: skip
     return {
-        "id": view.id, "name": s.name, "path": view.name, "status": state(s), "model": s.model, "cluster": s.cluster, "devices": s.world_size,
-        "tokens": s.tokens, "target_tokens": s.target_tokens, "step": s.step, "loss": s.loss, "tokens_per_second": s.tokens_per_second, "mfu": s.mfu,
-        "memory_bytes": s.memory_bytes, "energy": used, "energy_how": how, "joules": s.energy.joules, "basis": s.energy.basis,
-        "goodput": (s.life or {}).get("goodput"), "updated_at": s.updated_at, "started_at": s.started_at, "problem": s.problem, "spark": ys,
-    }  # fmt: skip
+        **{key: getattr(s, key) for key in keys},
+        "id": view.id,
+        "path": view.name,
+        "status": state(s),
+        "devices": s.world_size,
+        "energy": used,
+        "energy_how": basis,
+        "joules": s.energy.joules,
+        "basis": s.energy.basis,
+        "goodput": goodput(s),
+        "spark": view.series("loss", "step", SPARK_POINTS)[1],
+    }
 
 
 def _view(folder: Folder, query: Query) -> RunView:
@@ -63,7 +86,7 @@ def _view(folder: Folder, query: Query) -> RunView:
 
 
 def _run(folder: Folder, query: Query) -> dict[str, Any]:
-    """All the words and tables of one run; its curves come from `series`."""
+    """All texts and tables of one run; its curves come from `series`."""
     view = _view(folder, query)
     with view.making:  # fifty viewers cost as much as one
         s, kept = view.summary(), view.page
@@ -73,62 +96,46 @@ def _run(folder: Folder, query: Query) -> dict[str, Any]:
 
 
 def _run_page(view: RunView, s: RunSummary, columns: Columns) -> dict[str, Any]:
-    warnings = [Note(f"This folder is not whole: {s.problem}", "warning")] if s.problem else []
-    parts = [Section("", (cards(s), *warnings), id="top"), what(s), life(s, columns), energy(s), *plan_of(s), evaluation(s), saves(s), data_section(s),
-             environment(s), conventions()]  # fmt: skip
-    marked = [e for e in s.events if e["event"] in MARKED][-60:]
-    events = [
-        {"time": e["time"], "event": e["event"], "step": step_of(e, columns), "text": event_text(e)} for e in marked
-    ]
+    warnings = [Note(f"This folder is incomplete: {s.problem}", "warning")] if s.problem else []
+    top = Section("", (cards(s), *warnings), id="top")
+    parts = [top, overview(s), life(s, columns), energy(s), *plan_sections(s), evaluation(s), saves(s)]
+    parts += [data_section(s), environment(s), conventions()]
+    marked = [e for e in s.events if e.event in MARKED][-MAX_EVENTS:]
+    events = [{"time": e.time, "event": e.event, "step": step_of(e, columns), "text": e.describe()} for e in marked]
     return {
-        "id": view.id, "name": s.name, "path": view.name, "status": state(s), "updated_at": s.updated_at, "started_at": s.started_at,
-        "metrics": columns.names(), "events": redact(events), "sections": redact([section_json(p) for p in parts]), "lines": len(columns),
-        "first_time": _first_time(view), "validations": validations(s, columns),
-    }  # fmt: skip
-
-
-MARKED = (
-    "started",
-    "resumed",
-    "fault",
-    "hang",
-    "stopped",
-    "signal",
-    "restarted",
-    "rollback",
-    "saved",
-    "finished",
-    "gave_up",
-)
-
-
-def _first_time(view: RunView) -> float | None:
-    first = first_known(view.columns().get("time"))
-    return first if first == first else None
+        "id": view.id,
+        "name": s.name,
+        "path": view.name,
+        "status": state(s),
+        "updated_at": s.updated_at,
+        "started_at": s.started_at,
+        "metrics": columns.names(),
+        "events": redact(events),
+        "sections": redact([section_json(p) for p in parts]),
+        "lines": len(columns),
+        "first_time": first_known(columns.get("time")),  # NaN becomes null
+        "validations": validations(s, columns),
+    }
 
 
 def _series(folder: Folder, query: Query) -> dict[str, Any]:
-    ids = list(dict.fromkeys(query.get("id", ())))[:MOST_RUNS]
-    views = [v for i in ids if (v := folder.get(i)) is not None]
+    ids = list(dict.fromkeys(query.get("id", ())))[:MAX_RUNS]
+    views = [view for i in ids if (view := folder.get(i)) is not None]
     if not views:
         raise NotFound("run")
-    keys = _one(query, "keys", "loss").split(",")[:12]
-    x, points = known_axis(_one(query, "x", "step")), _whole(query, "points", 800, 10, MOST_POINTS)
-    version = ".".join(v.version() for v in views)
+    keys = _one(query, "keys", "loss").split(",")[:MAX_KEYS]
+    x, points = _one(query, "x", "step"), _one(query, "points", "800")
+    x = x if x in AXES else "step"
+    count = max(10, min(MAX_POINTS, int(points))) if points.isdigit() and len(points) < 8 else 800
+    version = ".".join(view.version() for view in views)
     if _one(query, "have", "") == version:
         return {"version": version, "unchanged": True}
-    made = []
+    runs = []
     for view in views:
-        values = {key: view.series(key, x, points) for key in keys}
-        made.append(
-            {
-                "id": view.id,
-                "name": view.summary().name,
-                "path": view.name,
-                "series": {k: {"x": v[0], "y": v[1]} for k, v in values.items()},
-            }
-        )
-    return {"version": version, "axis": x, "axis_title": AXES[x], "runs": made}
+        curves = {key: view.series(key, x, count) for key in keys}
+        series = {key: {"x": xs, "y": ys} for key, (xs, ys) in curves.items()}
+        runs.append({"id": view.id, "name": view.summary().name, "path": view.name, "series": series})
+    return {"version": version, "axis": x, "axis_title": AXES[x], "runs": runs}
 
 
 def _data(folder: Folder, query: Query) -> dict[str, Any]:
@@ -137,63 +144,48 @@ def _data(folder: Folder, query: Query) -> dict[str, Any]:
     for view in folder.views():
         section = section_json(data_section(view.summary()))
         shared.setdefault(json.dumps(section), (section, []))[1].append(view)
-    parts = [{**section, "title": _names(views), "run": views[0].id} for section, views in shared.values()]
+    parts = []
+    for section, views in shared.values():
+        more = len(views) - 1
+        others = f" and {more} more run{'s' * (more > 1)} with the same ledger" if more else ""
+        parts.append({**section, "title": views[0].summary().name + others, "run": views[0].id})
     return {"sections": redact(parts)}
-
-
-def _names(views: Sequence[RunView]) -> str:
-    more = len(views) - 1
-    return views[0].summary().name + (f" and {more} more run{'s' * (more > 1)} with the same ledger" if more else "")
 
 
 def _profile(folder: Folder, query: Query) -> dict[str, Any]:
     from windlass.profile.view import run_sections
 
     view = _view(folder, query)
-    return {
-        "id": view.id,
-        "name": view.summary().name,
-        "sections": [section_json(s) for s in _profiled(view, run_sections)],
-    }
-
-
-def _profiled(view: RunView, read: Callable[..., list[Section]]) -> list[Section]:
-    none = Note('This run has no trace: `[profile] steps = "20:23"` in the recipe captures steps 20, 21 and 22.')
+    text = 'This run has no trace: `[profile] steps = "20:23"` in the recipe captures steps 20, 21 and 22.'
     try:
-        return read(view.run) or [Section("", (none,))]
+        parts = run_sections(view.run)
     except WindlassError as error:
-        return [Section("", (Note(f"{error.message}. {error.hint or ''}"),))]
+        parts, text = [], f"{error.message}. {error.hint or ''}"
+    parts = parts or [Section("", (Note(text),))]
+    return {"id": view.id, "name": view.summary().name, "sections": [section_json(s) for s in parts]}
 
 
 def _sweep(folder: Folder, query: Query) -> dict[str, Any]:
-    """One sweep with its own numbers, the newest unless another is asked for; `runs` compares whatever lies in the folder."""
-    from windlass.report.dash.sweep import compared
+    """One sweep, the newest unless another is named; `runs` compares all runs in the folder."""
+    from windlass.report.dash.compare import compared
     from windlass.report.sweeps import find_sweeps
 
-    found = find_sweeps(folder.root)
-    wanted = _one(query, "id", found[0].id if found else "runs")
-    chosen = next((s for s in found if s.id == wanted), None)
+    sweeps = find_sweeps(folder.root)
+    wanted = _one(query, "id", sweeps[0].id if sweeps else "runs")
+    chosen = next((s for s in sweeps if s.id == wanted), None)
     if chosen is None and wanted != "runs":
         raise NotFound("sweep")
-    parts = compared([v.summary() for v in folder.views()], folder.root) if chosen is None else chosen.sections()
-    return {
-        "id": wanted, "sweeps": [{"id": s.id, "name": s.name, "title": s.title, "progress": s.progress} for s in found],
-        "sections": redact([_linked(section_json(s), _points(folder, chosen.path)) if chosen else section_json(s) for s in parts]),
-    }  # fmt: skip
-
-
-def _points(folder: Folder, sweep: Path) -> dict[str, str]:
-    """Point -> id of its run, where it has one: a command's points have none."""
-    inside = (sweep / "points").resolve()
-    return {v.run.name: v.id for v in folder.views() if v.run.path.resolve().parent == inside}
-
-
-def _linked(section: dict[str, Any], runs: Mapping[str, str]) -> dict[str, Any]:
-    """The names of points lead to their runs."""
-    for item in section["items"]:
-        if item["kind"] == "table" and item["columns"][:1] == ["point"]:
-            item["links"] = [runs.get(row[0]) for row in item["rows"]]
-    return section
+    listed = [{"id": s.id, "name": s.name, "title": s.title, "progress": s.progress} for s in sweeps]
+    if chosen is None:
+        parts = [section_json(s) for s in compared([v.summary() for v in folder.views()], folder.root)]
+        return {"id": wanted, "sweeps": listed, "sections": redact(parts)}
+    parts = [section_json(s) for s in chosen.sections()]
+    inside = (chosen.path / "points").resolve()
+    ids = {v.run.name: v.id for v in folder.views() if v.run.path.resolve().parent == inside}
+    for item in (item for part in parts for item in part["items"]):
+        if item["kind"] == "table" and item["columns"][:1] == ["point"]:  # names of points link to their runs
+            item["links"] = [ids.get(row[0]) for row in item["rows"]]
+    return {"id": wanted, "sweeps": listed, "sections": redact(parts)}
 
 
 def _plan(folder: Folder, query: Query) -> dict[str, Any]:
@@ -205,28 +197,20 @@ def _plan(folder: Folder, query: Query) -> dict[str, Any]:
         return {"error": error.message, "hint": error.hint}
 
 
-@lru_cache(maxsize=1)
-def _choices() -> dict[str, Any]:
+def _plan_choices(folder: Folder, query: Query) -> dict[str, Any]:
     from windlass.report.dash.planner import choices
 
     return choices()
 
 
 def _one(query: Query, name: str, default: str | None = None) -> str:
-    found = query.get(name)
-    if not found:
-        if default is None:
-            raise NotFound(name)
-        return default
-    return found[0]
-
-
-def _whole(query: Query, name: str, default: int, low: int, high: int) -> int:
-    text = _one(query, name, str(default))
-    return max(low, min(high, int(text))) if text.isdigit() and len(text) < 8 else default
+    values = query.get(name) or ([] if default is None else [default])
+    if not values:
+        raise NotFound(name)
+    return values[0]
 
 
 ROUTES: dict[str, Callable[[Folder, Query], dict[str, Any]]] = {
     "runs": _runs, "run": _run, "series": _series, "data": _data, "profile": _profile, "sweep": _sweep, "plan": _plan,
-    "plan-choices": lambda folder, query: _choices(),
+    "plan-choices": _plan_choices,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What do many viewers of many runs share? One reader per run: columns kept, summaries made again only when files have changed."""
+"""Runs that many viewers share: one reader per run, summaries made again only when files have changed."""
 
 from __future__ import annotations
 
@@ -9,82 +9,67 @@ from pathlib import Path
 from typing import Any
 
 from windlass.report.collect import RunSummary, collect, find_runs
-from windlass.report.columns import AXES, LONG_FILE, Columns, Still, axis, quick, thin
+from windlass.report.columns import LONG_FILE_BYTES, Columns, axis, thin
 from windlass.runs.folder import Run
 from windlass.units import print_text
 
+# Files are looked at again at most this often, however many viewers ask.
 FRESH_SECONDS = 0.5
-"""Files are looked at again at most this often, however many viewers ask."""
 LIST_SECONDS = 5.0
-PIECE = 4 << 20
-MOST_POINTS = 4000
-Series = tuple[list[float | None], list[float | None]]
+PIECE_BYTES = 4 << 20
+MAX_CACHED_SERIES = 256
+Curve = tuple[list[float], list[float | None]]
 
 
 class RunView:
-    """One run, live. A long file is shown from a sample at once and read whole in the background."""
+    """One run, live. A long file is shown from a sample at once and read completely in the background."""
 
     def __init__(self, run: Run, name: str) -> None:
         self.run, self.name = run, name
         self.id = hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:12]
+        # Held while a summary or a page is made: of many viewers who find it out of date, one makes the next.
+        self.making = threading.RLock()
+        # The run's page as it was last made, and from which summary.
+        self.page: tuple[RunSummary, dict[str, Any]] | None = None
         self._lock = threading.Lock()
-        self._whole = Columns(run.metrics_file)
+        self._complete = Columns(run.metrics_file)
         self._sample: Columns | None = None
-        self._reading = False
         self._looked_at = -1e9
         self._summary: tuple[tuple[float, ...], RunSummary] | None = None
-        self.making = threading.RLock()
-        """Held while a summary or a page is made: of many viewers who find it out of date, one makes the next."""
-        self.page: tuple[RunSummary, dict[str, Any]] | None = None
-        """The run's page as it was last made, and from which summary."""
-        self._series: dict[tuple[Any, ...], Series] = {}
-        self._series_version = -1
+        self._series: dict[tuple[Any, ...], Curve] = {}
 
     def columns(self) -> Columns:
         with self._lock:
             now = time.monotonic()
-            if now - self._looked_at >= FRESH_SECONDS and not self._reading:
+            if self._sample is None and now - self._looked_at >= FRESH_SECONDS:
                 self._looked_at = now
-                if self._is_long_and_new():
-                    self._sample = quick(self.run.metrics_file)
-                    self._reading = True
-                    threading.Thread(target=self._read_whole, name="windlass-dash-read", daemon=True).start()
+                file = self.run.metrics_file
+                try:
+                    is_long = len(self._complete) == 0 and file.stat().st_size > LONG_FILE_BYTES
+                except OSError:
+                    is_long = False
+                if is_long:
+                    self._sample = Columns.sample(file)
+                    threading.Thread(target=self._read_completely, name="windlass-dash-read", daemon=True).start()
                 else:
-                    self._whole.refresh()
-            return Still(self._sample if self._sample is not None else self._whole)
+                    self._complete.refresh()
+            return (self._complete if self._sample is None else self._sample).snapshot()
 
-    def _is_long_and_new(self) -> bool:
-        try:
-            return len(self._whole) == 0 and self.run.metrics_file.stat().st_size > LONG_FILE
-        except OSError:
-            return False
-
-    def _read_whole(self) -> None:
-        while not self._whole.refresh(PIECE):
+    def _read_completely(self) -> None:
+        while not self._complete.refresh(PIECE_BYTES):
             time.sleep(0.01)  # let requests in between
         with self._lock:
-            self._sample, self._reading = None, False
-            self._summary = None
+            self._sample = self._summary = None
 
     def version(self) -> str:
         columns = self.columns()
-        return f"{'s' if columns.sampled else 'w'}{columns.version}"
+        return f"{'s' if columns.is_sample else 'w'}{columns.version}"
 
     def summary(self) -> RunSummary:
+        run = self.run
         with self.making:
             columns = self.columns()
-            stamp = self._stamp()
-            known = self._summary
-            if known is None or known[0] != stamp:
-                known = (stamp, collect(self.run, columns=columns))
-                self._summary = known
-            return known[1]
-
-    def _stamp(self) -> tuple[float, ...]:
-        run = self.run
-        found = [
-            f.stat()
-            for f in (
+            files = (
                 run.metrics_file,
                 run.events_file,
                 run.energy_file,
@@ -92,23 +77,25 @@ class RunView:
                 run.plan_file,
                 run.eval_file,
             )
-            if f.exists()
-        ]
-        return (float(self._sample is not None), *(v for s in found for v in (s.st_mtime, float(s.st_size))))
+            stats = [file.stat() for file in files if file.exists()]
+            stamp = (float(columns.is_sample), *(v for s in stats for v in (s.st_mtime, float(s.st_size))))
+            kept = self._summary
+            if kept is None or kept[0] != stamp:
+                kept = self._summary = (stamp, collect(run, columns=columns))
+            return kept[1]
 
-    def series(self, key: str, x: str, points: int) -> Series:
+    def series(self, key: str, x: str, points: int) -> Curve:
         columns = self.columns()
-        version = columns.version * 2 + columns.sampled
+        entry = (columns.version, columns.is_sample, key, x, points)
         with self._lock:
-            if version != self._series_version:
-                self._series, self._series_version = {}, version
-            found = self._series.get((key, x, points))
-        if found is None:
-            found = thin(axis(columns, x), columns.get(key), points)
+            curve = self._series.get(entry)
+        if curve is None:
+            curve = thin(axis(columns, x), columns.get(key), points)
             with self._lock:
-                if len(self._series) < 256:
-                    self._series[key, x, points] = found
-        return found
+                if len(self._series) >= MAX_CACHED_SERIES or any(old[:2] != entry[:2] for old in self._series):
+                    self._series.clear()
+                self._series[entry] = curve
+        return curve
 
 
 class Folder:
@@ -123,24 +110,16 @@ class Folder:
 
     def views(self) -> list[RunView]:
         with self._lock:
-            now = time.monotonic()
-            if now - self._listed_at >= LIST_SECONDS:
-                self._listed_at = now
-                self._list()
+            if time.monotonic() - self._listed_at >= LIST_SECONDS:
+                self._listed_at = time.monotonic()
+                views = {}
+                for run in find_runs(self.root):
+                    relative = str(run.path.resolve().relative_to(self.root.resolve()))
+                    view = RunView(run, print_text(run.name if relative == "." else relative))
+                    views[view.id] = self._views.get(view.id, view)
+                self._views = views
             return list(self._views.values())
-
-    def _list(self) -> None:
-        found = {}
-        for run in find_runs(self.root):
-            inner = run.path.resolve().relative_to(self.root.resolve())
-            view = RunView(run, print_text(str(inner) if str(inner) != "." else run.name))
-            found[view.id] = self._views.get(view.id, view)
-        self._views = found
 
     def get(self, run_id: str) -> RunView | None:
         self.views()
         return self._views.get(run_id)
-
-
-def known_axis(name: str) -> str:
-    return name if name in AXES else "step"

@@ -1,0 +1,286 @@
+"""The one renderer to HTML: a self-contained page that opens from disk without a network.
+
+Charts become Plotly's JSON, written by hand: that needs no plotly, and its script is copied into the page.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from windlass.figures.charts import Cards, Chart, DataTable, Heat, Html, Item, Note, Section, Series
+from windlass.figures.theme import FONT, HEAT, NO_VALUE, colour, css
+from windlass.files import json_safe, write_atomic
+
+# Colours named var(--x) in a figure are looked up in the style sheet, so charts follow a change from light to dark.
+_DRAW = """
+(function () {
+  function resolve(value, style) {
+    if (typeof value === "string") {
+      var m = /^var\\((--[a-z]+)\\)$/.exec(value);
+      return m ? style.getPropertyValue(m[1]).trim() : value;
+    }
+    if (Array.isArray(value)) return value.map(function (v) { return resolve(v, style); });
+    if (value && typeof value === "object") {
+      var out = {};
+      Object.keys(value).forEach(function (k) { out[k] = resolve(value[k], style); });
+      return out;
+    }
+    return value;
+  }
+  // In a narrow window a legend beside the chart would leave it no room: it goes below, and the chart grows by that much.
+  function narrow(box, layout, entries) {
+    if (!layout.showlegend || !layout.legend || box.clientWidth >= 860 || !box.clientWidth) return;
+    var across = layout.yaxis.type === "category" ? 1 : Math.max(1, Math.floor(box.clientWidth / 230)); // long labels leave room for one
+    var room = 10 + 22 * Math.ceil(entries / across);
+    Object.assign(layout.legend, { orientation: "h", x: 0, xref: "container", y: 0, yref: "container", yanchor: "bottom" });
+    layout.margin.b += room;
+    layout.height += room;
+    box.style.height = layout.height + "px";
+  }
+  function draw() {
+    var style = getComputedStyle(document.documentElement);
+    document.querySelectorAll(".plot").forEach(function (box) {
+      var figure = resolve(JSON.parse(box.nextElementSibling.textContent), style);
+      narrow(box, figure.layout, figure.data.length);
+      Plotly.react(box, figure.data, figure.layout, { responsive: true, displaylogo: false, displayModeBar: false });
+    });
+  }
+  draw();
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  window.windlassDraw = draw;
+})();
+"""
+
+
+def page(title: str, sections: Sequence[Section], *, subtitle: str = "", footer: str = "") -> str:
+    """One self-contained document. All texts are escaped; only `Html` items pass as they are."""
+    body = "\n".join(_section(section) for section in sections)
+    has_charts = any(isinstance(item, Chart | Heat) for section in sections for item in section.items)
+    script = f"<script>{_plotly()}</script>\n<script>{_DRAW}</script>" if has_charts else ""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<link rel="icon" href="data:,">
+<style>{css()}</style>
+</head>
+<body>
+<main>
+<h1>{escape(title)}</h1>
+{_paragraph("sub", subtitle)}
+{body}
+<footer>{escape(footer)}</footer>
+</main>
+{script}
+</body>
+</html>
+"""
+
+
+def save_page(path: Path, html: str) -> Path:
+    write_atomic(path, html)
+    return path
+
+
+def _plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs()).replace("</script", "<\\/script")
+
+
+def _section(section: Section) -> str:
+    anchor = f' id="{escape(section.id, quote=True)}"' if section.id else ""
+    heading = f"<h2>{escape(section.title)}</h2>" if section.title else ""
+    return f"<section{anchor}>{heading}\n" + "\n".join(_item(item) for item in section.items) + "\n</section>"
+
+
+def _paragraph(kind: str, text: str) -> str:
+    return f'<p class="{kind}">{escape(text)}</p>' if text else ""
+
+
+def _item(item: Item) -> str:
+    if isinstance(item, Html):
+        return item.html
+    if isinstance(item, Note):
+        return _paragraph(item.kind, item.text)
+    if isinstance(item, Cards):
+        cards = (
+            f'<div class="card"><b>{escape(c.value)}</b><span>{escape(c.label)}</span>'
+            + (f"<i>{escape(c.note)}</i></div>" if c.note else "</div>")
+            for c in item.cards
+        )
+        return f'<div class="cards">{"".join(cards)}</div>'
+    if isinstance(item, DataTable):
+        return _table(item)
+    # "</" inside a script element would end it; JSON allows the escaped form.
+    figure = json.dumps(spec(item), allow_nan=False, separators=(",", ":")).replace("</", "<\\/")
+    label = escape(item.title, quote=True)
+    box = f'<div class="plot" style="height:{item.height}px" role="img" aria-label="{label}"></div>'
+    data = f'<script type="application/json">{figure}</script>'
+    return f'<div class="chart">{box}{data}{_paragraph("caption", item.caption)}</div>'
+
+
+def _table(table: DataTable) -> str:
+    named, strong = any(table.columns), ' class="strong"'
+    classes = dict.fromkeys(table.unbroken, ' class="whole"') | dict.fromkeys(table.right, ' class="n"')
+
+    def cells(tag: str, row: Sequence[str]) -> str:
+        return "".join(f"<{tag}{classes.get(i, '')}>{escape(text)}</{tag}>" for i, text in enumerate(row))
+
+    head = f"<thead><tr>{cells('th', table.columns)}</tr></thead>" if named else ""
+    rows = "".join(
+        f"<tr{strong if i in table.strong else ''}>{cells('td', row)}</tr>" for i, row in enumerate(table.texts())
+    )
+    kind = "" if named else ' class="pairs"'
+    content = f'<div class="wide"><table{kind}>{head}<tbody>{rows}</tbody></table></div>'
+    return content + _paragraph("caption", table.caption)
+
+
+# Replaced by the page's script with the colours of the reader's light or dark setting.
+INK, SOFT, GRID, CLEAR = "var(--ink)", "var(--soft)", "var(--grid)", "rgba(0,0,0,0)"
+# Plotly reads <b> and <a href> in the texts it draws; names from files must stay text.
+_TEXT_KEYS = {"name", "text", "hovertext", "title", "x", "y"}
+
+
+def spec(item: Chart | Heat) -> dict[str, Any]:
+    """`{"data": [...], "layout": {...}}` for Plotly.newPlot."""
+
+    def plain(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {k: plain(v, k) for k, v in value.items()}
+        if isinstance(value, list):
+            return [plain(v, key) for v in value]
+        return escape(value, quote=False) if isinstance(value, str) and key in _TEXT_KEYS else value
+
+    figure: dict[str, Any] = plain(json_safe(_heat(item) if isinstance(item, Heat) else _chart(item)))
+    return figure
+
+
+def _chart(chart: Chart) -> dict[str, Any]:
+    layout = _layout(chart)
+    x_axis, y_axis = layout["xaxis"], layout["yaxis"]
+    if chart.horizontal:
+        layout["xaxis"], layout["yaxis"] = y_axis, x_axis
+        x_axis |= {"autorange": "reversed", "type": "category", "showgrid": False}
+    if chart.log_x:
+        layout["xaxis"] |= {"type": "log", **_log_ticks(chart)}
+    elif ticks := chart.integer_ticks:
+        layout["xaxis"] |= {"tickmode": "array", "tickvals": ticks, "ticktext": [f"{v:,}" for v in ticks]}
+    if chart.log_y:
+        y_axis |= {"type": "log", "dtick": "D2"}
+    elif chart.from_zero:
+        y_axis["rangemode"] = "tozero"
+    data: list[dict[str, Any]] = []
+    for index, series in enumerate(chart.series):
+        data += _traces(series, colour(index if series.colour is None else series.colour), chart.horizontal)
+    layout |= {"barmode": "stack" if chart.stacked else "group", "showlegend": chart.has_legend}
+    layout |= {"shapes": [], "annotations": []}
+    for mark in chart.marks:
+        # A mark's line is placed by its value, its label on a log axis by the exponent.
+        is_log = chart.log_x if chart.is_upright(mark) else chart.log_y
+        at = math.log10(mark.at) if is_log and mark.at > 0 else mark.at
+        if chart.is_upright(mark):
+            place = {"x0": mark.at, "x1": mark.at, "y0": 0, "y1": 1, "yref": "paper"}
+            label = {"x": at, "y": 1, "yref": "paper", "yanchor": "bottom", "xanchor": "center"}
+        else:
+            place = {"y0": mark.at, "y1": mark.at, "x0": 0, "x1": 1, "xref": "paper"}
+            label = {"y": at, "x": 1, "xref": "paper", "xanchor": "right", "yanchor": "bottom"}
+        layout["shapes"].append({"type": "line", "line": {"color": SOFT, "width": 1.5, "dash": "dot"}, **place})
+        if mark.label:
+            font = {"size": 13, "color": SOFT}
+            layout["annotations"].append({"text": mark.label, "showarrow": False, "font": font, **label})
+    return {"data": data, "layout": layout}
+
+
+def _log_ticks(chart: Chart) -> dict[str, Any]:
+    """On a log axis with few values, those values are the ticks: 4, 16, 80 devices say more than powers of ten."""
+    kept: list[float] = []
+    for value in sorted({float(x) for s in chart.series for x in s.x if not isinstance(x, str) and x > 0}):
+        if not kept or value >= 1.3 * kept[-1]:
+            kept.append(value)
+    if not 0 < len(kept) <= 16:
+        return {"dtick": 1}
+    return {"tickmode": "array", "tickvals": kept, "ticktext": [f"{v:,.6g}" for v in kept]}
+
+
+def _traces(series: Series, tint: str, horizontal: bool) -> list[dict[str, Any]]:
+    """The series, after its shaded range where it has one."""
+    x, y = list(series.x), list(series.y)
+    trace: dict[str, Any] = {"name": series.name, "x": x, "y": y, "showlegend": not series.quiet}
+    if series.kind == "bar":
+        trace |= {"type": "bar", "marker": {"color": tint}}
+        trace |= {"x": y, "y": x, "orientation": "h"} if horizontal else {}
+    else:
+        # SVG traces, not WebGL: a projector's old laptop draws them too, and printing keeps them sharp.
+        lines = "lines+markers" if len(x) <= 12 else "lines"
+        trace |= {"type": "scatter", "mode": "markers" if series.kind == "points" else lines}
+        trace["line"] = {"color": tint, "width": 2.5, "dash": "dash" if series.dashed else "solid"}
+        trace["marker"] = {"color": tint, "size": 8}
+    if series.hover is not None:
+        trace |= {"hovertext": list(series.hover), "hovertemplate": "%{hovertext}<extra>%{fullData.name}</extra>"}
+    if series.low is None or series.high is None:
+        return [trace]
+    edges = zip(series.x, series.low, series.high, strict=True)
+    known = [(at, low, high) for at, low, high in edges if low is not None and high is not None]
+    around = [(at, high) for at, _, high in known] + [(at, low) for at, low, _ in reversed(known)]
+    red, green, blue = (int(tint[i : i + 2], 16) for i in (1, 3, 5))
+    outline = {
+        "x": [at for at, _ in around], "y": [value for _, value in around], "fill": "toself", "type": "scatter",
+        "fillcolor": f"rgba({red},{green},{blue},0.18)", "line": {"width": 0}, "hoverinfo": "skip",
+        "showlegend": False, "mode": "lines",
+    }  # fmt: skip
+    return [outline, trace]
+
+
+def _heat(heat: Heat) -> dict[str, Any]:
+    shared = {"type": "heatmap", "x": list(heat.x), "y": list(heat.y), "xgap": 2, "ygap": 2}
+    values: dict[str, Any] = {
+        **shared,
+        "z": [list(row) for row in heat.values],
+        "colorscale": [list(stop) for stop in HEAT],
+        "colorbar": {"title": {"text": heat.unit, "font": {"color": INK}}, "tickfont": {"color": INK}},
+        "hoverongaps": False,
+    }
+    if heat.scale is not None:
+        values |= {"zmin": heat.scale[0], "zmax": heat.scale[1]}
+    if heat.labels is not None:
+        values |= {"text": [list(row) for row in heat.labels], "texttemplate": "%{text}"}
+    gaps = heat.labelled_gaps
+    filled = {
+        **shared,
+        "z": [[1 if is_gap else None for is_gap in row] for row in gaps],
+        "colorscale": [[0, NO_VALUE], [1, NO_VALUE]],
+        "showscale": False,
+        "hoverinfo": "skip",
+    }
+    layout = _layout(heat)
+    layout["xaxis"] |= {"type": "category", "showgrid": False}
+    layout["yaxis"] |= {"type": "category", "showgrid": False, "autorange": "reversed"}  # the first row on top
+    return {"data": [filled, values] if any(map(any, gaps)) else [values], "layout": layout}
+
+
+def _layout(item: Chart | Heat) -> dict[str, Any]:
+    ink = {"color": INK}
+    axis = {
+        "gridcolor": GRID, "zerolinecolor": GRID, "linecolor": SOFT, "tickfont": {"size": 14, **ink}, "automargin": True,
+    }  # fmt: skip
+    corner = {"x": 0, "xanchor": "left", "xref": "container", "y": 0.98, "yref": "container", "yanchor": "top"}
+    return {
+        "title": {"text": item.title, "font": {"size": 18, **ink}, **corner},
+        "font": {"family": FONT, "size": 14, **ink},
+        "height": item.height,
+        "margin": {"l": 70, "r": 24, "t": 64, "b": 56},
+        "paper_bgcolor": CLEAR,
+        "plot_bgcolor": CLEAR,
+        "hovermode": "closest",
+        "xaxis": {**axis, "title": {"text": item.x_title, "font": ink}},
+        "yaxis": {**axis, "title": {"text": item.y_title, "font": ink, "standoff": 12}},
+        "legend": {"orientation": "v", "font": {"size": 14, **ink}, "bgcolor": CLEAR, "traceorder": "normal"},
+    }

@@ -1,0 +1,244 @@
+"""The model card and the public summary of training content, filled from the run; gaps are named.
+
+The summary follows the European Commission's template (24 July 2025, to Article 53(1)(d) of Regulation (EU) 2024/1689):
+general information, list of data sources, data processing. What a run folder cannot know (the provider, the date of
+release, opt-out handling) is left to be written by the provider.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import PurePath
+from typing import Any
+
+from windlass.figures import DataTable, Item, Note, Section
+from windlass.report.collect import RunSummary
+from windlass.report.redact import redact_text
+from windlass.report.tables import energy_card, number, percent, rate, when
+from windlass.units import print_tokens
+
+Source = dict[str, Any]
+ASK = "to be written by the provider"
+# `kind` of a source in the data file -> the template's heading.
+KINDS = {
+    "public-dataset": "2.1 Publicly available datasets",
+    "licensed": "2.2.1 Private datasets licensed by rightsholders",
+    "private": "2.2.2 Private datasets obtained from other third parties",
+    "web": "2.3 Data crawled and scraped from online sources",
+    "user": "2.4 User data",
+    "synthetic": "2.5 Synthetic data",
+    "other": "2.6 Other sources of data",
+}
+# Heading of a source without `kind`: the template has no other place for it, and a guess would be a statement.
+UNSTATED = "2.6 Other sources of data (kind not stated)"
+COLLECTED = ("collected", "retrieved", "date", "accessed")
+LANGUAGES, LICENCES = ("languages", "language"), ("licence", "license")
+NOT_STATED = "not stated"
+CONTENT = ("content", "domain", "genre")
+# What the template asks of the sources under a heading, and where a ledger may say it.
+ASKED: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
+    "web": (
+        (
+            "2.3 Crawlers: names, who ran them, for what, how they treat robots.txt, captchas, paywalls",
+            ("crawler", "crawlers"),
+        ),
+        ("2.3 Period of collection", COLLECTED),
+        ("2.3 Kinds of content and of online sources", CONTENT),
+        ("2.3 The most relevant domain names (top 10 % by size; small providers 5 % or 1,000)", ("domains",)),
+    ),
+    "user": (("2.4 Services and products the data came from", ("service", "services")),),
+    "synthetic": (("2.5 Models that made the data", ("generator", "model")),),
+}
+SIZES = ((1e9, "less than 1 billion tokens"), (1e13, "1 billion to 10 trillion tokens"))
+# 2024-06-30, 2024-06, 2024, and 06/2024 as the template writes it.
+_DATE = re.compile(
+    r"(?<![\d-])((?:19|20)\d\d(?:-(?:0[1-9]|1[0-2])(?:-[0-3]\d)?)?|(?:0?[1-9]|1[0-2])/(?:19|20)\d\d)(?![\d/])"
+)
+
+
+def data_sources(summary: RunSummary) -> list[Source]:
+    """The ledger's sources in one form, whether they are kept as a list or by name."""
+    ledger = summary.data.get("ledger")
+    raw = summary.data.get("sources", ledger.get("sources") if isinstance(ledger, dict) else None)
+    if isinstance(raw, dict):
+        raw = [{"name": name, **value} if isinstance(value, dict) else {"name": name} for name, value in raw.items()]
+    return [s if isinstance(s, dict) else {"name": str(s)} for s in raw] if isinstance(raw, list) else []
+
+
+def field(source: Source, *names: str, unknown: str = NOT_STATED) -> str:
+    """The first of these keys that has a value."""
+    for name in names:
+        value = source.get(name)
+        if isinstance(value, (list, tuple)) and value:
+            return redact_text(", ".join(str(v) for v in value))
+        if value not in (None, "", [], {}):
+            return redact_text(str(value))
+    return unknown
+
+
+def _stated(sources: Iterable[Source], *names: str) -> list[str]:
+    """What the sources state under these keys, each value once."""
+    return sorted({field(x, *names) for x in sources} - {NOT_STATED})
+
+
+def _tokens(source: Source) -> str:
+    tokens = source.get("tokens")
+    return print_tokens(float(tokens)) if isinstance(tokens, (int, float)) else "unknown"
+
+
+def store_name(path: str) -> str:
+    """The store's own name: the card is published, and a site's paths are not."""
+    return PurePath(path).name or path
+
+
+def data_section(summary: RunSummary) -> Section:
+    mix = summary.recipe.get("data", {}).get("mix") or {}
+    rows = []
+    for source in data_sources(summary):
+        name, documents = field(source, "name"), source.get("documents")
+        weight = source.get("weight", mix.get(name))
+        texts = (
+            field(source, *names) for names in (("kind",), LICENCES, ("origin", "url"), ("consent", "basis"), LANGUAGES)
+        )
+        count = f"{documents:,}" if isinstance(documents, int) else "unknown"
+        share = percent(weight) if isinstance(weight, (int, float)) else "by size"
+        rows.append((name, *texts, _tokens(source), count, share))
+    if not rows:
+        store = summary.data.get("store") or summary.recipe.get("data", {}).get("store")
+        text = "Synthetic tokens: the run had no token store, so there is no ledger."
+        if store:
+            name = store_name(redact_text(str(store)))
+            text = f"There is no data ledger: the manifest has none, and the token store {name} cannot be reached from here."
+        return Section("Data", (Note(text),), id="data")
+    columns = ("source", "kind", "licence", "origin", "basis of use", "languages", "tokens", "documents", "weight")
+    store = store_name(field(summary.data, "store", "path", unknown="unknown"))
+    note = f"Token store {store}; ledger {field(summary.data, 'ledger_hash', 'hash', unknown='without hash')}."
+    return Section("Data", (DataTable(columns, rows, right=(6, 7, 8)), Note(note)), id="data")
+
+
+def model_card(summary: RunSummary) -> Section:
+    s, m, sources = summary, summary.manifest, data_sources(summary)
+    packages: dict[str, Any] = m["packages"] if isinstance(m.get("packages"), dict) else {}
+    used, basis = energy_card(s.energy)
+    target = f" of {print_tokens(s.target_tokens)} planned" if s.target_tokens else ""
+    commit, torch = m.get("commit") or "unknown commit", packages.get("torch", "unknown")
+    rows = [
+        ("name", s.name),
+        ("kind", f"causal language model ({s.model})"),
+        ("parameters", "unknown" if s.parameters is None else f"{s.parameters:,}"),
+        ("context length", f"{s.recipe.get('data', {}).get('seq_len', 'unknown')} tokens"),
+        ("trained on", f"{print_tokens(s.tokens)} tokens{target}"),
+        ("training data", ", ".join(field(x, "name") for x in sources) or "no ledger"),
+        ("languages", ", ".join(_stated(sources, *LANGUAGES)) or NOT_STATED),
+        ("licences of the data", ", ".join(_stated(sources, *LICENCES)) or NOT_STATED),
+        ("final training loss", number(s.loss)),
+        ("validation loss", number(s.val_loss)),
+        ("evaluation", f"{len(s.evaluations)} records in eval.jsonl" if s.evaluations else "none recorded"),
+        ("hardware", f"{s.world_size or 'unknown number of'} x {s.device or 'unknown device'} on {s.cluster}"),
+        ("throughput", rate(s.tokens_per_second)),
+        ("energy", f"{used} ({basis})"),
+        ("software", f"windlass {m.get('windlass', 'unknown')} at {commit}, torch {torch}"),
+        ("trained between", f"{when(s.started_at)} and {when(s.updated_at)}"),
+        ("intended use, limits, risks", ASK),
+        ("licence of the weights, contact", ASK),
+    ]
+    return Section("Model card", (DataTable(("", ""), rows),), id="model-card")
+
+
+def content_summary(summary: RunSummary) -> Section:
+    """The template's three parts."""
+    sources = data_sources(summary)
+    base = summary.recipe.get("save", {}).get("load")
+    size = "unknown"
+    if summary.tokens is not None:
+        tokens = summary.tokens
+        name = next((text for limit, text in SIZES if tokens < limit), "more than 10 trillion tokens")
+        size = f"{name} ({print_tokens(tokens)} trained on)"
+    in_ledger = f"{NOT_STATED} in the ledger"
+    general = [
+        ("1.1 Provider: name and contact", ASK),
+        ("1.1 Authorised representative in the Union, where there is one", ASK),
+        ("1.2 Model and its version", summary.name),
+        ("1.2 Models it depends on",
+         f"begins from the weights of {redact_text(str(base))}" if base else "trained from random weights"),
+        ("1.2 Date of placing on the Union market", ASK),
+        ("1.3 Modality", "text"),
+        ("1.3 Size of the training data", size),
+        ("1.3 Types of content", ", ".join(_stated(sources, *CONTENT)) or in_ledger),
+        ("1.3 Latest date of acquisition", _latest_date(sources) or in_ledger),
+        ("1.3 Trained further on newer data after that date", ASK),
+        ("1.3 Languages", ", ".join(_stated(sources, *LANGUAGES)) or in_ledger),
+        ("1.3 Other characteristics of the data", ASK),
+    ]  # fmt: skip
+    steps = _stated(sources, "filters", "processing", "filtering")
+    settings = summary.data.get("settings")
+    if isinstance(settings, dict) and "dedup" in settings:
+        steps.append("exact duplicates removed" if settings["dedup"] == "exact" else "duplicates not looked for")
+    if isinstance(settings, dict) and isinstance(settings.get("validation"), (int, float)):
+        steps.append(f"{100 * settings['validation']:.3g} % of documents held out for validation")
+    steps += [f"{field(x, 'name')}: {field(x, 'notes')}" for x in sources if x.get("notes")]
+    processing = [
+        ("3.1 Signatory of the Code of Practice for general-purpose AI", ASK),
+        ("3.1 Reservation of rights (text and data mining opt-outs)", _answers(sources, ("opt_out", "tdm", "robots"))),
+        ("3.2 Removal of illegal content", _answers(sources, ("illegal_content", "moderation"))),
+        ("3.3 Other processing", "; ".join(steps) or in_ledger),
+    ]
+    # The template's further questions, for the headings that have a source.
+    by_kind = {kind: [x for x in sources if x.get("kind") == kind] for kind in ASKED}
+    questions = [(q, _answers(by_kind[kind], names)) for kind, qs in ASKED.items() if by_kind[kind] for q, names in qs]
+    origin = (
+        "Follows the European Commission's template for the public summary of training content (AI Act, Article "
+        "53(1)(d)), filled from the data ledger."
+    )
+    items: list[Item] = [Note(origin), DataTable(("1. General information", ""), general), *source_list(sources)]
+    items += [DataTable(("Further questions of the template on these sources", ""), questions)] if questions else []
+    items.append(DataTable(("3. Data processing", ""), processing))
+    return Section("Summary of training content", tuple(items), id="training-content")
+
+
+def source_list(sources: list[Source]) -> list[Item]:
+    """Part 2 of the template: every heading in its order, also those without a source."""
+    other = KINDS["other"]
+    groups: dict[str, list[tuple[str, ...]]] = {title: [] for title in KINDS.values()}
+    for source in sources:
+        kind = field(source, "kind", unknown="")
+        title = KINDS.get(kind, f"{other} (kind: {kind})" if kind else UNSTATED)
+        row = (field(source, "name"), _tokens(source), field(source, *LICENCES), field(source, "origin", "url"))
+        groups.setdefault(title, []).append(row)
+    if any(title.startswith(f"{other} (") for title in groups) and not groups[other]:
+        del groups[other]
+    nothing = ("none in the ledger" if sources else "no ledger", "", "", "")
+    rows = [(title, *row) for title in sorted(groups) for row in groups[title] or [nothing]]
+    table = DataTable(("2. List of data sources", "name", "tokens", "licence", "origin"), rows, right=(2,))
+    unstated = len(groups.get(UNSTATED, ()))
+    if not unstated:
+        return [table]
+    text = (
+        f"The kind of {unstated} of {len(sources)} sources is not stated: they are listed under 2.6 until `kind` in the "
+        f"data file is one of {', '.join(KINDS)}."
+    )
+    return [table, Note(text, "warning")]
+
+
+def _latest_date(sources: list[Source]) -> str:
+    """The newest date in what the sources state about their collection, and how many state nothing."""
+    stated = [text for x in sources if (text := field(x, *COLLECTED)) != NOT_STATED]
+    dates = []
+    for date in (date for text in stated for date in _DATE.findall(text)):
+        month, _, year = date.rpartition("/")
+        dates.append(f"{year}-{int(month):02}" if month else date)
+    if not dates:
+        return "; ".join(sorted(set(stated)))
+    silent = len(sources) - len(stated)
+    return max(dates) + (f" (not stated for {silent} of {len(sources)} sources)" if silent else "")
+
+
+def _answers(sources: list[Source], names: tuple[str, ...]) -> str:
+    """What each source states, by name: an answer of one is no answer of the others."""
+    answers = [(field(x, "name"), field(x, *names)) for x in sources]
+    silent = [name for name, text in answers if text == NOT_STATED]
+    if len(silent) == len(answers):
+        return f"{NOT_STATED} in the ledger; {ASK}"
+    lines = [f"{name}: {text}" for name, text in answers if text != NOT_STATED]
+    return "; ".join([*lines, *([f"not stated for {', '.join(silent)}"] if silent else [])])

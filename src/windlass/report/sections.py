@@ -1,0 +1,408 @@
+"""The sections of a report, in reading order; HTML, Markdown and the dashboard render the same list."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from windlass.energy.carbon import print_carbon
+from windlass.energy.measure import SCOPES
+from windlass.errors import WindlassError
+from windlass.figures import Card, Cards, Chart, DataTable, Html, Item, Mark, Note, Section, Series, bars, line, points
+from windlass.profile.view import run_sections
+from windlass.report.collect import RunSummary
+from windlass.report.columns import Columns, axis, step_of, thin
+from windlass.report.evaluations import evaluation
+from windlass.report.model_card import content_summary, data_section, model_card, store_name
+from windlass.report.redact import redact, redact_text
+from windlass.report.tables import (
+    CHECKPOINT_COLUMNS,
+    PLAN_COLUMNS,
+    SEGMENT_COLUMNS,
+    SOURCE_COLUMNS,
+    checkpoint_rows,
+    counted,
+    energy_card,
+    energy_rows,
+    goodput,
+    kwh,
+    life_rows,
+    number,
+    percent,
+    plan_rows,
+    rate,
+    segment_rows,
+    source_rows,
+    state,
+    watts,
+    when,
+)
+from windlass.runs.events import Evaluated, Event, Resumed, known_float
+from windlass.runs.folder import Run
+from windlass.units import WATT_HOURS_FROM, print_bytes, print_seconds, print_tokens
+
+# (key, title, unit, whether the axis begins at 0, divisor)
+CURVES = (
+    ("loss", "Loss", "nats per token", False, 1),
+    ("tokens_per_second", "Throughput", "tokens/s", True, 1),
+    ("mfu", "Model FLOP utilisation", "share of peak", True, 1),
+    ("watts", "Power", "W", True, 1),
+    ("memory_bytes", "Memory, highest device", "GiB", True, 2**30),
+    ("grad_norm", "Gradient norm", "", False, 1),
+)
+MAX_EVENTS = 200
+MARKS = {"fault": "fault", "hang": "hang", "stopped": "stopped", "resumed": "resumed", "rollback": "rolled back"}
+MAX_MARKS = 12
+STRONG_EVENTS = ("fault", "hang", "signal", "stopped", "resumed", "restarted", "rollback", "gave_up")
+
+
+def sections(summary: RunSummary, columns: Columns) -> list[Section]:
+    """The report of one run."""
+    key_numbers = cards(summary).cards
+    half = (len(key_numbers) + 1) // 2
+    top = (Cards(key_numbers[:half]), Cards(key_numbers[half:]), *_warnings(summary))
+    try:
+        profiled = run_sections(Run(Path(summary.path)))
+    except WindlassError as error:  # a trace that cannot be read costs its section, not the report
+        profiled = [Section("Profile", (Note(f"The trace cannot be read: {error.message}", "warning"),), id="profile")]
+    return [
+        Section("", top, id="top"),
+        overview(summary),
+        Section("Training", tuple(curves(summary, columns)), id="training"),
+        life(summary, columns),
+        energy(summary),
+        *plan_sections(summary),
+        evaluation(summary),
+        saves(summary),
+        *profiled,
+        data_section(summary),
+        environment(summary),
+        model_card(summary),
+        content_summary(summary),
+        conventions(),
+    ]
+
+
+def cards(s: RunSummary) -> Cards:
+    used, basis = energy_card(s.energy)
+    c = s.energy.carbon
+    if c is None:
+        carbon_note = "energy was not measured"
+    else:
+        grid = c.grid.value
+        carbon_note = "grid intensity unknown" if grid is None else f"{s.energy.basis}; {grid:g} g/kWh"
+    resumes = counted(sum(isinstance(e, Resumed) for e in s.events), "resume")
+    target = f"of {print_tokens(s.target_tokens)}" if s.target_tokens else ""
+    mfu_note = "of the dense bf16 peak" if s.mfu is not None else "the device's peak is unknown"
+    return Cards((
+        Card(state(s), "state", when(s.updated_at)),
+        Card(print_tokens(s.tokens), "tokens", target),
+        Card(number(s.loss), "training loss", "median of the last 10 logged steps"),
+        Card(rate(s.tokens_per_second), "throughput", "median of the last 200 logged steps"),
+        Card(percent(s.mfu), "MFU", mfu_note),
+        Card(used, "energy", basis),
+        Card(print_carbon(c.location_kg if c else None), "CO2e, location-based", carbon_note),
+        Card(percent(goodput(s), "not known"), "goodput", resumes),
+    ))  # fmt: skip
+
+
+def _warnings(s: RunSummary) -> list[Item]:
+    texts = [f"This folder is incomplete: {redact_text(s.problem)}"] if s.problem else []
+    if s.energy.basis == "modelled":
+        texts.append("Energy is modelled, not measured: no sensor could be read on any node.")
+    elif "not measured on" in s.energy.ledger.coverage:
+        texts.append(f"Energy: {s.energy.ledger.coverage}.")
+    return [Note(text, "warning") for text in texts]
+
+
+def layout_text(layout: dict[str, Any] | None) -> str:
+    """What differs from one device holding everything; keys of a pipeline only where there is one."""
+    if not layout:
+        return "unknown"
+    hidden = {"schedule", "pipeline_chunks"} if layout.get("pipeline") in (None, 1) else set()
+    return ", ".join(f"{k} {v}" for k, v in layout.items() if k not in hidden and v not in (None, 1, "none", "auto"))
+
+
+def overview(s: RunSummary) -> Section:
+    data = s.recipe.get("data", {})
+    source = f"token store {store_name(str(data['store']))}" if data.get("store") else "synthetic tokens"
+    batch = print_tokens(data.get("batch_tokens"))
+    devices = f"{counted(s.world_size, 'device')} ({s.device or 'unknown device'})"
+    behind = f"{s.slowest_rank}, {print_seconds(s.spread_seconds)} behind the fastest"
+    rows = [
+        ("run", s.name),
+        ("model", s.model),
+        ("parameters", "unknown" if s.parameters is None else f"{s.parameters:,}"),
+        ("data", f"{source}, sequences of {data.get('seq_len', '?')}, batch {batch} tokens"),
+        ("cluster", f"{s.cluster}, {counted(s.nodes, 'node')}, {devices}"),
+        ("layout", layout_text(s.layout) or "one device holds everything"),
+        ("training period", f"{when(s.started_at)}, {when(s.updated_at)}"),
+        ("step", "none yet" if s.step is None else f"{s.step:,}"),
+        ("step time", print_seconds(s.step_seconds)),
+        ("memory, highest device", print_bytes(s.memory_bytes)),
+        ("slowest rank", "unknown" if s.slowest_rank is None else behind),
+    ]
+    return Section("Overview", (DataTable(("", ""), [(k, redact_text(v)) for k, v in rows]),), id="what")
+
+
+def curves(s: RunSummary, columns: Columns) -> list[Item]:
+    if not len(columns):
+        return [Note("metrics.jsonl holds no line yet.")]
+    names = set(columns.names())
+    items: list[Item] = []
+    for key, title, unit, from_zero, divisor in CURVES:
+        if key not in names:
+            continue
+        is_loss = key == "loss"
+        xs, ys = thin(axis(columns, "step"), columns.get(key) / divisor)
+        series: list[Series] = [line("train" if is_loss else title, xs, ys)]
+        if is_loss and (passes := validations(s, columns)):
+            series.append(points("validation", [x for x, _ in passes], [y for _, y in passes]))
+        marks = marks_by_step(s.events, columns) if is_loss else []
+        items.append(
+            Chart(
+                title=title,
+                series=series,
+                x_title="step",
+                y_title=unit,
+                from_zero=from_zero,
+                marks=marks,
+                height=360,
+            )
+        )
+    repeated = (
+        "A line that starts again further left is repeated work: a resume repeats the steps since the checkpoint."
+    )
+    return [*items, Note(repeated)]
+
+
+def validations(s: RunSummary, columns: Columns) -> tuple[tuple[float, float], ...]:
+    """(step, loss) of the validation passes, from their events, else from the metrics lines that follow them."""
+    pairs: list[tuple[float | None, float | None]] = [
+        (e.step, e.val_loss) for e in s.events if isinstance(e, Evaluated)
+    ]
+    if not pairs:
+        pairs = list(zip(*thin(axis(columns, "step"), columns.get("val_loss")), strict=True))
+    return tuple((float(x), float(y)) for x, y in pairs if x is not None and y is not None)
+
+
+def marks_by_step(events: Sequence[Event], columns: Columns) -> list[Mark]:
+    """Interruptions and resumes on the step axis."""
+    places = [(step_of(e, columns), MARKS[e.event]) for e in events if e.event in MARKS]
+    steps = columns.get("step")
+    span = float(np.nanmax(steps) - np.nanmin(steps)) if len(steps) else 0.0
+    return _spaced_marks([(at, label) for at, label in places if at is not None], span)
+
+
+def _spaced_marks(places: Sequence[tuple[float, str]], span: float) -> list[Mark]:
+    """Marks whose labels do not overlap: the second of two close ones has none."""
+    marks: list[Mark] = []
+    last_label = -1e30
+    for at, label in sorted(places)[:MAX_MARKS]:
+        has_room = at - last_label > 0.08 * span
+        marks.append(Mark(axis="x", at=at, label=label if has_room else ""))
+        last_label = at if has_room else last_label
+    return marks
+
+
+def progress(s: RunSummary, columns: Columns) -> Chart | None:
+    """Steps over time: an interruption is a gap, a resume a step back."""
+    times = columns.get("time")
+    if len(times) < 2 or s.started_at is None:
+        return None
+    began = s.started_at
+    span = float(np.nanmax(times)) - began
+    unit, name = (60.0, "minutes") if span < 7200 else (3600.0, "hours")
+    xs, ys = thin((times - began) / unit, columns.get("step"))
+    pen_x: list[float] = []
+    pen_y: list[float | None] = []
+    for x, y in zip(xs, ys, strict=True):
+        if y is not None and pen_y and y < (pen_y[-1] or 0.0):  # lift the pen where the step goes back
+            pen_x.append(x)
+            pen_y.append(None)
+        pen_x.append(x)
+        pen_y.append(y)
+    marked = [e for e in s.events if e.event in MARKS and e.time is not None]
+    return Chart(
+        title="Steps over time",
+        series=(line("step", pen_x, pen_y),),
+        x_title=f"{name} since the start",
+        y_title="step",
+        marks=_spaced_marks([(((e.time or 0.0) - began) / unit, MARKS[e.event]) for e in marked], span / unit),
+        height=320,
+        caption="A gap is time without a step; a step back is work that a fault lost and that was repeated.",
+    )
+
+
+def life(s: RunSummary, columns: Columns | None = None) -> Section:
+    items: list[Item] = []
+    if columns is not None and (chart := progress(s, columns)) is not None:
+        items.append(chart)
+    if rows := life_rows(s):
+        caption = "Each attempt is one group of processes; an interruption ends one, a resume begins the next."
+        items.append(DataTable(("", ""), rows))
+        items.append(DataTable(SEGMENT_COLUMNS, segment_rows(s), right=(2, 4, 5, 6, 7), caption=caption))
+    shown = [e for e in s.events if e.event not in ("removed", "interval")][-MAX_EVENTS:]
+    events = [
+        (
+            "?" if e.time is None else print_seconds(e.time - (s.started_at or 0.0)),
+            when(e.time),
+            redact_text(e.describe()),
+        )
+        for e in shown
+    ]
+    if events:
+        strong = [i for i, e in enumerate(shown) if e.event in STRONG_EVENTS]
+        items.append(DataTable(("after", "time", "event"), events, strong=strong))
+    return Section("Run timeline", tuple(items) or (Note("events.jsonl holds no event."),), id="life")
+
+
+# (least joules, joules of one unit, unit), as the table beside the chart prints them
+ENERGY_UNITS = ((3.6e9, 3.6e9, "MWh"), (3.6e6, 3.6e6, "kWh"), (WATT_HOURS_FROM, 3.6e3, "Wh"), (0.0, 1.0, "J"))
+# Kind of an energy source -> colour
+ENERGY_KINDS = {"in the total": 0, "inside another": 7, "modelled, not in the total": 1}
+
+
+def energy(s: RunSummary) -> Section:
+    items: list[Item] = []
+    if rows := source_rows(s.energy):
+        strong = [i for i, r in enumerate(rows) if r[5] == "yes"]
+        items += [DataTable(SOURCE_COLUMNS, rows, right=(3, 4), strong=strong), _energy_chart(s)]
+    items.append(DataTable(("", "", "source"), energy_rows(s)))
+    if missing := sorted((name, redact_text(reason)) for name, reason in s.energy.ledger.missing.items()):
+        items.append(DataTable(("not read", "reason"), missing, caption="On at least one node."))
+    return Section("Energy and carbon", tuple(items), id="energy")
+
+
+def _energy_chart(s: RunSummary) -> Chart:
+    sources = sorted(s.energy.ledger.sources, key=lambda x: SCOPES.index(x.scope) if x.scope in SCOPES else 9)
+    largest = max(x.joules for x in sources)
+    _, scale, unit = next(u for u in ENERGY_UNITS if largest >= u[0])
+    groups: dict[str, list[tuple[str, float]]] = {}
+    for x in sources:
+        kind = (
+            "modelled, not in the total"
+            if x.method == "modelled"
+            else "in the total"
+            if x.counted
+            else "inside another"
+        )
+        nodes = f", {counted(x.nodes, 'node')}" if x.nodes > 1 else ""
+        groups.setdefault(kind, []).append((f"{x.source} {x.scope}{nodes}", x.joules / scale))
+    return Chart(
+        title="Energy by source",
+        horizontal=True,
+        stacked=True,
+        y_title=unit,
+        height=130 + 44 * len(sources),
+        series=[
+            bars(kind, [name for name, _ in groups[kind]], [value for _, value in groups[kind]], colour=colour)
+            for kind, colour in ENERGY_KINDS.items()
+            if kind in groups
+        ],
+        caption="Sources that lie inside another one are shown, not added.",
+    )
+
+
+def plan_sections(s: RunSummary) -> list[Section]:
+    rows = plan_rows(s.plan_rows)
+    return (
+        [Section("Predicted vs. measured", (DataTable(PLAN_COLUMNS, rows, right=(1, 2, 3)),), id="plan")]
+        if rows
+        else []
+    )
+
+
+def saves(s: RunSummary) -> Section:
+    rows = checkpoint_rows(s)
+    table = DataTable(CHECKPOINT_COLUMNS, rows, right=(0, 1, 2, 3, 4))
+    return Section("Checkpoints", (table if rows else Note("No checkpoint was saved."),), id="checkpoints")
+
+
+def environment(s: RunSummary) -> Section:
+    texts: dict[str, Callable[[Any], str]] = {"started_at": when, "memory_bytes": print_bytes}
+    values = {k: v for k, v in s.manifest.items() if k != "data" and not isinstance(v, (dict, list))}
+    rows = [
+        (k, redact_text(str(v) if known_float(v) is None else texts.get(k, str)(v))) for k, v in redact(values).items()
+    ]
+    packages, earlier = s.manifest.get("packages"), s.manifest.get("earlier")
+    if isinstance(packages, dict):
+        rows.append(("packages", ", ".join(f"{k} {v}" for k, v in packages.items())))
+    if isinstance(earlier, list) and earlier:
+        rows.append(("earlier starts", str(len(earlier))))
+    recipe = escape(json.dumps(redact(s.recipe), indent=2))
+    folded = Html(f"<details><summary>Recipe</summary><pre>{recipe}</pre></details>")
+    return Section("Environment", (DataTable(("", ""), rows), folded), id="environment")
+
+
+def conventions() -> Section:
+    rows = (
+        ("MFU", "model FLOPs per second / dense bf16 peak; 6 x parameters without the input embedding + 12 x layers x "
+         "width x sequence per token; recomputation not counted (HFU counts it)"),
+        ("throughput", "tokens of the whole job per second of the step; start-up, saving and lost time are in goodput"),
+        ("goodput", "time of steps that the final weights contain / wall time of the run"),
+        ("IT energy", "energy that the sensors of the nodes counted; nested sources are never added; switches, storage "
+         "and cooling are not in it"),
+        ("PUE", "energy of the building / energy of its computers, a yearly mean of the site"),
+        ("location-based", "energy with PUE x the country's mean grid intensity"),
+        ("market-based", "energy with PUE x the intensity of the site's contract"),
+        ("modelled", "from data-sheet power; never part of a measured figure"),
+    )  # fmt: skip
+    return Section("Conventions", (DataTable(("term", "meaning"), rows, unbroken=(0,)),), id="conventions")
+
+
+def together(summaries: Sequence[RunSummary]) -> dict[str, float | int | None]:
+    """The sums of several runs; a sum of which one part is unknown is unknown.
+
+    A folder and its copy are one run, known by name and start: of two, the one that went on longer counts.
+    """
+    unique: dict[object, RunSummary] = {}
+    for index, s in enumerate(summaries):
+        key: object = index if s.started_at is None else (s.name, s.started_at)
+        if key not in unique or (s.step or 0) > (unique[key].step or 0):
+            unique[key] = s
+    runs = list(unique.values())
+    measured = [c for s in runs if s.energy.basis == "measured" and (c := s.energy.carbon) is not None]
+
+    def total(values: Sequence[float | None]) -> float | None:
+        known = [v for v in values if v is not None]
+        return sum(known) if known and len(known) == len(values) else None
+
+    return {
+        "runs": len(runs),
+        "copies": len(summaries) - len(runs),
+        "tokens": sum(s.tokens for s in runs if s.tokens is not None),
+        "runs_measured": len(measured),
+        "it_kwh": total([c.it_kwh for c in measured]),
+        "kwh": total([c.kwh for c in measured]),
+        "location_kg": total([c.location_kg for c in measured]),
+    }
+
+
+def joined(summaries: Sequence[RunSummary], labels: Sequence[str]) -> list[Section]:
+    """Several runs (a chain, a sweep) side by side, before their own reports; `labels` tell them apart."""
+    columns = ("run", "state", "tokens", "loss", "tokens/s", "MFU", "memory", "energy", "CO2", "power")
+    rows = []
+    for s, label in zip(summaries, labels, strict=True):
+        tag = " (modelled)" if s.energy.basis == "modelled" else ""
+        carbon = print_carbon(s.energy.carbon.location_kg if s.energy.carbon else None)
+        speed = (rate(s.tokens_per_second), percent(s.mfu), print_bytes(s.memory_bytes))
+        used = (energy_card(s.energy)[0] + tag, carbon, watts(s.energy.mean_watts))
+        rows.append((label, state(s), print_tokens(s.tokens), number(s.loss), *speed, *used))
+    sums = together(summaries)
+    text = "No run has measured energy."
+    if sums["runs_measured"]:
+        parts = [kwh(sums["it_kwh"])]
+        parts += [f"{kwh(sums['kwh'])} with PUE"] if sums["kwh"] is not None else []
+        parts += [f"{print_carbon(sums['location_kg'])} location-based"] if sums["location_kg"] is not None else []
+        text = f"Measured IT energy of {sums['runs_measured']} of {sums['runs']} runs together: {', '.join(parts)}."
+    text += f" Tokens together: {print_tokens(sums['tokens'])}."
+    if sums["copies"]:
+        text += f" Copies of a run are not added again: {counted(int(sums['copies']), 'folder')}."
+    table = DataTable(columns, rows, right=tuple(range(2, 10)))
+    return [Section(counted(len(summaries), "run"), (table, Note(text)), id="all")]

@@ -1,0 +1,202 @@
+"""A run's numbers as texts and table rows, so that terminal, browser and report print the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from windlass.energy.carbon import print_carbon
+from windlass.report.collect import RunEnergy, RunSummary
+from windlass.units import print_bytes, print_figure, print_joules, print_seconds, print_tokens
+
+# The first second of a year with five digits: a later time comes from a damaged line.
+MAX_TIME = 253_402_300_800.0
+# Below this share of the energy its resolution is not printed.
+NEGLIGIBLE = 0.001
+
+
+def silence(summary: RunSummary, now: float | None = None) -> float | None:
+    """Seconds without a line, when a run that should be going has written none for too long."""
+    if summary.status != "running" or summary.updated_at is None:
+        return None
+    quiet = (time.time() if now is None else now) - summary.updated_at
+    return quiet if quiet > summary.silent_after_seconds else None
+
+
+def state(summary: RunSummary, now: float | None = None) -> str:
+    """finished, running, stopped, failed, unknown; or silent: it should be running and writes nothing."""
+    return summary.status if silence(summary, now) is None else "silent"
+
+
+def number(value: float | None, digits: int = 4, unknown: str = "not measured") -> str:
+    return unknown if value is None else print_figure(value, digits)
+
+
+def percent(value: float | None, unknown: str = "unknown") -> str:
+    return unknown if value is None else f"{100 * value:.1f} %"
+
+
+def counted(count: int | None, word: str) -> str:
+    """`1 node`, `2 nodes`, `? nodes`."""
+    return f"{'?' if count is None else count} {word}" + ("" if count == 1 else "s")
+
+
+def rate(value: float | None) -> str:
+    if value is None:
+        return "not measured"
+    return f"{print_tokens(value) if value >= 1e5 else format(value, ',.0f')} tokens/s"
+
+
+def watts(value: float | None) -> str:
+    if value is None:
+        return "not measured"
+    for scale, unit in ((1e6, "MW"), (1e3, "kW")):
+        if value >= 0.9995 * scale:
+            return f"{print_figure(value / scale)} {unit}"
+    return f"{value:.0f} W"
+
+
+def when(seconds: float | None) -> str:
+    if seconds is None or not 0 <= seconds < MAX_TIME:
+        return "unknown"
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def kwh(value: float | None, unknown: str = "unknown") -> str:
+    return unknown if value is None else print_joules(value * 3.6e6)
+
+
+def energy_card(energy: RunEnergy) -> tuple[str, str]:
+    """(value, note): facility energy where the PUE is known."""
+    if energy.carbon is None:
+        return "not measured", energy.ledger.coverage
+    value, note = energy.carbon.kwh, "with PUE"
+    if value is None:
+        value, note = energy.carbon.it_kwh, "PUE unknown, IT only"
+    return kwh(value), f"{'modelled' if energy.basis == 'modelled' else 'measured'}; {note}"
+
+
+def energy_rows(summary: RunSummary) -> list[tuple[str, str, str]]:
+    """The energy table below its sources: (what, value, source)."""
+    e, tag = summary.energy, " (modelled)" if summary.energy.basis == "modelled" else ""
+    if e.carbon is None:
+        return [("energy", "not measured", e.ledger.coverage)]
+    c, ledger = e.carbon, e.ledger
+    basis = [ledger.coverage]
+    step = ledger.resolution_joules
+    if step is not None and ledger.joules and step >= NEGLIGIBLE * ledger.joules:
+        basis.append(f"± {print_joules(step)} ({100 * step / ledger.joules:.2g} %): counters move in steps")
+
+    def factor(value: float | None, source: str) -> str:
+        return source if value is None else f"{value:g} g/kWh, {source}"
+
+    def joules(value: float | None) -> str:
+        return "unknown" if value is None else print_joules(value)
+
+    is_facility = c.kwh is not None
+    rows = [
+        (f"IT energy{tag}", kwh(c.it_kwh), "; ".join(basis)),
+        ("PUE", number(c.pue.value, 3, "unknown"), c.pue.source),
+        (f"with PUE{tag}", kwh(c.kwh), "IT energy x PUE" if is_facility else "PUE unknown"),
+        (f"CO2, location-based{tag}", print_carbon(c.location_kg), factor(c.grid.value, c.grid.source)),
+        (
+            f"CO2, location-based, IT only{tag}",
+            print_carbon(c.location_it_only_kg),
+            "without PUE, for comparison with reports that leave it out",
+        ),
+        (f"CO2, market-based{tag}", print_carbon(c.market_kg), factor(c.market.value, c.market.source)),
+        (f"per billion tokens{tag}", kwh(e.kwh_per_billion_tokens), "with PUE" if is_facility else "IT only"),
+        (f"per token{tag}", joules(e.joules_per_token), "IT energy"),
+        (f"per step{tag}", joules(e.joules_per_step), "IT energy, start-up and repeated steps included"),
+    ]
+    if e.mean_watts is not None:
+        over = f"{counted(ledger.nodes_measured, 'node')}, over {print_seconds(ledger.wall_seconds)} measured"
+        rows.append(("mean power", watts(e.mean_watts), over))
+    if ledger.startup_joules is not None:
+        rows.append(("before the first steps", joules(ledger.startup_joules), "imports, compilation, loading"))
+    forecast = "no plan.json with energy" if e.forecast_kwh is None else "whole run, with PUE"
+    return [*rows, ("predicted by the plan", kwh(e.forecast_kwh), forecast), ("equivalent to", "", c.equivalent)]
+
+
+SOURCE_COLUMNS = ("source", "scope", "method", "energy", "nodes", "in total", "note")
+
+
+def source_rows(energy: RunEnergy) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for s in energy.ledger.sources:
+        in_total = "yes" if s.counted else "no (estimate)" if s.method == "modelled" else "no (inside another)"
+        note = "; ".join(filter(None, (s.note, f"{s.resets} counter resets" if s.resets else "")))
+        nodes = "all" if s.nodes == 0 else str(s.nodes)
+        rows.append((s.source, s.scope, s.method, print_joules(s.joules), nodes, in_total, note))
+    return rows
+
+
+def life_rows(summary: RunSummary) -> list[tuple[str, str]]:
+    """Goodput and where the time went."""
+    h = summary.life
+    if h is None:
+        return []
+    tokens = f", {print_tokens(h.lost_tokens)} tokens" if h.lost_tokens is not None else ""
+    stall = f"{print_seconds(h.stall_seconds)}, median {print_seconds(h.median_stall_seconds)}"
+    return [
+        ("goodput (productive / wall time)", percent(h.goodput)),
+        ("goodput without waits between jobs", percent(h.goodput_active)),
+        ("wall time", print_seconds(h.wall_seconds)),
+        ("time with processes running", print_seconds(h.active_seconds)),
+        ("productive time", print_seconds(h.useful_seconds)),
+        ("faults, resumes", f"{h.faults}, {h.resumes}"),
+        ("steps lost to faults", f"{h.lost_steps:,} steps{tokens}"),
+        ("saves", f"{h.saves}" + (f", {h.failed_saves} failed" if h.failed_saves else "")),
+        ("training waited for saves", stall),
+    ]
+
+
+SEGMENT_COLUMNS = ("attempt", "start", "duration", "outcome", "devices", "steps", "lost", "start-up")
+
+
+def segment_rows(summary: RunSummary) -> list[tuple[str, ...]]:
+    """One row per process group: a job of a chain, a restart, a requeue."""
+    rows: list[tuple[str, ...]] = []
+    for index, part in enumerate(summary.life.segments if summary.life else (), 1):
+        lost = max(0, part.last_step - part.kept_step)
+        duration = print_seconds(part.ended_at - part.began_at)
+        steps = f"{part.first_step:,} to {part.last_step:,}"
+        devices, startup = str(part.world_size or "?"), print_seconds(part.startup_seconds)
+        shown_lost = f"{lost:,}" if lost else ""
+        rows.append((str(index), when(part.began_at), duration, part.end, devices, steps, shown_lost, startup))
+    return rows
+
+
+def goodput(summary: RunSummary) -> float | None:
+    return summary.life.goodput if summary.life else None
+
+
+CHECKPOINT_COLUMNS = ("step", "tokens", "size", "training waited", "written in", "state")
+
+
+def checkpoint_rows(summary: RunSummary) -> list[tuple[str, ...]]:
+    rows = []
+    for c in summary.checkpoints:
+        seconds = (print_seconds(c.get(key)) for key in ("stall_seconds", "write_seconds"))
+        size = print_bytes(c.get("bytes"))
+        rows.append((f"{c['step']:,}", print_tokens(c.get("tokens")), size, *seconds, str(c["state"])))
+    return rows
+
+
+PLAN_COLUMNS = ("", "predicted", "measured", "error")
+PLAN_UNITS: dict[str, Callable[[float | None], str]] = {
+    "bytes": print_bytes,
+    "kWh": lambda value: kwh(value, "not measured"),
+    "s": lambda value: "not measured" if value is None else print_seconds(value),
+}
+
+
+def plan_rows(rows: Sequence[tuple[str, float | None, float | None]]) -> list[tuple[str, ...]]:
+    """Each row's name carries its unit after a comma."""
+    texts: list[tuple[str, ...]] = []
+    for title, predicted, measured in rows:
+        error = f"{100 * (measured / predicted - 1):+.1f} %" if predicted and measured is not None else ""
+        name, _, unit = title.partition(", ")
+        show = PLAN_UNITS.get(unit, number)
+        texts.append((name, show(predicted), show(measured), error))
+    return texts
