@@ -1,4 +1,4 @@
-"""Which texts become tokens, and on what terms may they be used? The model of a data file (`windlass tokenize DATA.toml`)."""
+"""The data file of `windlass tokenize`: sources with their terms of use, tokenizer, filters and output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from windlass.config.base import Bytes, Table, Tokens
 from windlass.config.load import apply_override, parse_override, read_toml, validate
 
 
-class Source(Table):
+class DataSource(Table):
     """One `[sources.NAME]` table. Relative paths start in the current folder, as in a recipe."""
 
     paths: list[str] = Field(min_length=1)
@@ -89,11 +89,11 @@ class DataFile(Table):
     """Write Megatron's mark for the beginning of each document, 8 bytes a document, too. Only its data for BERT and T5 looks at them; for a language model every sequence is a document."""
     policy: Literal["any", "lawful"] = "any"
     """lawful refuses a source without licence and origin."""
-    sources: dict[str, Source] = Field(min_length=1)
+    sources: dict[str, DataSource] = Field(min_length=1)
 
     @field_validator("sources")
     @classmethod
-    def _plain_names(cls, value: dict[str, Source]) -> dict[str, Source]:
+    def _plain_names(cls, value: dict[str, DataSource]) -> dict[str, DataSource]:
         for name in value:
             if not name or not all(c.isalnum() or c in "._-" for c in name) or name[0] in ".-":
                 raise ValueError(
