@@ -289,7 +289,7 @@ def test_shards_are_joined_by_several_processes_into_the_same_bytes(
     data_file: Make, tmp_path: Path, files: list[Path], undisturbed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys: dict[str, Any] = {"chunk": 8192, "shard_tokens": 4000, "validation": 0.2}
-    seen = tmp_path / "seen"
+    expected, seen = undisturbed(**keys), tmp_path / "seen"
     seen.mkdir()
     original = joining._write_shard
 
@@ -299,7 +299,7 @@ def test_shards_are_joined_by_several_processes_into_the_same_bytes(
 
     monkeypatch.setattr(joining, "_write_shard", noted)
     tokenize(data_file({"s": files}, output=str(tmp_path / "many"), **{**keys, "workers": 3}))
-    assert digest(tmp_path / "many") == undisturbed(**keys)
+    assert digest(tmp_path / "many") == expected
     assert len(list(seen.iterdir())) == 3 and not (seen / str(os.getpid())).exists()
 
 

@@ -12,7 +12,7 @@ import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,8 +31,8 @@ SPLITS = ("train", "validation")
 SAMPLE_EVERY = 64  # words are counted in one of so many documents: enough for tokens per word, and nearly free
 REPORT_CHARS = 1 << 22  # characters of text between two reports
 
-# Called with the (characters of text, tokens, documents, rejects) since the last call.
-Report = Callable[[int, int, int, int], None]
+# Called with the (tokens, documents, rejects) since the last call.
+Report = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -73,23 +73,15 @@ class PieceWriter:
         self.tokens = self.documents = self.bytes = self.sample_words = self.sample_tokens = 0
         self.max_token = -1
         self._file: BinaryIO | None = None
-        self._crc32 = 0
         self._lengths: list[npt.NDArray[np.int32]] = []
         self._sizes: list[npt.NDArray[np.int32]] = []
         self._hashes: list[bytes] = []
         self._texts: list[str] = []
-        self._chars = 0
+        self._chars = self._crc32 = 0
 
-    def add(self, text: str, digest: bytes | None) -> int:
-        """Take a document; returns the tokens written by this call (most calls only collect)."""
-        self._texts.append(text)
-        self._chars += len(text)
-        if digest is not None:
-            self._hashes.append(digest)
-        return self.flush() if self._chars >= self.batch_chars else 0
-
-    def add_all(self, texts: list[str]) -> int:
-        """The same for many documents without a hash: for short documents the calls would be most of the time."""
+    def add(self, texts: list[str], hashes: Iterable[bytes] = ()) -> int:
+        """Take documents; returns the tokens written by this call (most calls only collect)."""
+        self._hashes.extend(hashes)
         tokens, batch, collected = 0, self.batch_chars, self._texts
         for text in texts:
             collected.append(text)
@@ -188,56 +180,59 @@ class ChunkWriter:
 
     def add(self, records: list[Record]) -> None:
         """Add records of the file that `counts` ends with; every document is counted exactly once."""
-        counts = self.counts[-1]
+        counts, rejected = self.counts[-1], len(self.rejects)
+        hashes: dict[str, list[bytes]] = {}
         if self.is_plain and set(map(type, records)) == {str} and min(map(len, records)) >= self.min_chars:  # type: ignore[arg-type]
-            # The usual block: nothing to reject, filter or hash.
-            counts.lines += len(records)
+            texts: dict[str, list[str]] = {"train": records}  # type: ignore[dict-item] # usual: nothing to reject, filter or hash
             counts.documents += len(records)
-            counts.out["train"] += len(records)
-            tokens = self.pieces["train"].add_all(records)  # type: ignore[arg-type]
-            self._report(sum(map(len, records)), tokens, len(records), 0)  # type: ignore[arg-type]
-            return
-        chars = tokens = taken = rejected = 0
+        else:
+            texts, hashes = self._sort_out(counts, records)
+        counts.lines += len(records)
+        tokens = 0
+        for split, split_texts in texts.items():
+            counts.out[split] += len(split_texts)
+            tokens += self.pieces[split].add(split_texts, hashes.get(split, ()))
+        chars = sum(len(text) for split_texts in texts.values() for text in split_texts)
+        self._report(chars, tokens, sum(map(len, texts.values())), len(self.rejects) - rejected)
+
+    def _sort_out(
+        self, counts: FileCounts, records: list[Record]
+    ) -> tuple[dict[str, list[str]], dict[str, list[bytes]]]:
+        """(texts, hashes) by split, without the records that are rejected or filtered out."""
+        texts: dict[str, list[str]] = {}
+        hashes: dict[str, list[bytes]] = {}
         for line, record in enumerate(records, start=counts.lines):
-            if type(record) is str:
-                chars += len(record)
-                if len(record) < self.min_chars:
-                    counts.filtered["too short" if record else "empty"] += 1
-                elif self.max_chars is not None and len(record) > self.max_chars:
-                    counts.filtered["too long"] += 1
-                else:
-                    tokens += self._add_document(counts, record)
-                    taken += 1
-            elif isinstance(record, RejectedDocument):
+            if record is None:
+                continue
+            counts.documents += 1
+            if isinstance(record, RejectedDocument):
                 counts.rejected[record.reason.split(" (")[0].split(" at byte")[0]] += (
                     1  # the reason without its numbers
                 )
-                rejected += 1
                 # `line` counts from 0 in the chunk; its number in the file is known when all earlier chunks are done
-                text = record.raw.decode("utf-8", errors="backslashreplace")
-                file_number = len(self.counts) - 1
-                self.rejects.append({"file": file_number, "line": line, "reason": record.reason, "text": text})
+                entry = {"file": len(self.counts) - 1, "line": line, "reason": record.reason}
+                self.rejects.append({**entry, "text": record.raw.decode("utf-8", errors="backslashreplace")})
+            elif len(record) < self.min_chars:
+                counts.filtered["too short" if record else "empty"] += 1
+            elif self.max_chars is not None and len(record) > self.max_chars:
+                counts.filtered["too long"] += 1
             else:
-                continue
-            counts.documents += 1
-        counts.lines += len(records)
-        self._report(chars, tokens, taken, rejected)
-
-    def _add_document(self, counts: FileCounts, text: str) -> int:
-        split, digest = "train", None
-        if self.hashes:
-            digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-            if int.from_bytes(digest[:8], "little") < self.validation_below:
-                split = "validation"
-        counts.out[split] += 1
-        return self.pieces[split].add(text, digest if self.removes_duplicates else None)
+                split = "train"
+                if self.hashes:
+                    digest = hashlib.blake2b(record.encode(), digest_size=16).digest()
+                    if int.from_bytes(digest[:8], "little") < self.validation_below:
+                        split = "validation"
+                    if self.removes_duplicates:
+                        hashes.setdefault(split, []).append(digest)
+                texts.setdefault(split, []).append(record)
+        return texts, hashes
 
     def _report(self, chars: int, tokens: int, documents: int, rejects: int, *, now: bool = False) -> None:
         """Report in larger steps: one message per block would cost the receiving process too much."""
         a, b, c, d = self._unreported
         self._unreported = (a + chars, b + tokens, c + documents, d + rejects)
         if now or self._unreported[0] >= REPORT_CHARS or self._unreported[3]:
-            self.report(*self._unreported)
+            self.report(*self._unreported[1:])
             self._unreported = (0, 0, 0, 0)
 
     def close(self, last: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -17,7 +18,7 @@ Batch = npt.NDArray[np.int32]
 _DONE = object()
 
 
-class Loader:
+class Loader(Iterator[Any]):
     """Yields `stream.sequences(indexes)` for each batch of indexes, in order, read ahead by `prefetch` batches.
 
     `batches` is an iterator of index arrays, or a function from a count (0, 1, 2, ...) to one; None or the end of the
@@ -42,9 +43,6 @@ class Loader:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._read_ahead, args=(batches,), name="windlass-loader", daemon=True)
         self._thread.start()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         if self._stop.is_set():
@@ -77,7 +75,8 @@ class Loader:
     def _read_ahead(self, batches: Iterable[npt.ArrayLike] | Callable[[int], npt.ArrayLike | None]) -> None:
         settle = pinned if self._pin else np.asarray
         try:
-            for indexes in _index_arrays(batches):
+            arrays: Iterable[Any] = map(batches, itertools.count()) if callable(batches) else batches
+            for indexes in itertools.takewhile(lambda indexes: indexes is not None, arrays):
                 item: Any = settle(self.stream.sequences(indexes))
                 if self.documents:
                     item = (item, settle(self.stream.document_ids(indexes)))
@@ -95,16 +94,6 @@ class Loader:
             except queue.Full:
                 continue
         return False
-
-
-def _index_arrays(batches: Iterable[npt.ArrayLike] | Callable[[int], npt.ArrayLike | None]) -> Iterator[npt.ArrayLike]:
-    if not callable(batches):
-        yield from batches
-        return
-    count = 0
-    while (indexes := batches(count)) is not None:
-        yield indexes
-        count += 1
 
 
 def pinned(array: Batch) -> Batch:

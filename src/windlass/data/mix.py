@@ -129,20 +129,13 @@ class Mixture:
             window[inside] = permute(turn[inside] % size, size, key_of(self.seed, number, turn_pass))
         return source, window, passes
 
-    def drawn(self, sequences: int, *, shuffled: bool = True) -> Ints:
-        """How many of the first `sequences` come from each source.
-
-        `shuffled=False` gives the exact shares instead, as if the last block were not shuffled.
-        """
-        total = np.zeros(len(self.names), dtype=np.int64)
-        for number, phase in enumerate(self.phases):
-            count = max(0, min(phase.length, sequences - phase.start))
-            in_blocks = count // BLOCK * BLOCK if shuffled else count
-            total += shares(in_blocks, phase.weights)
-            if count > in_blocks:
-                sources = self._block(number, in_blocks // BLOCK)[0]
-                total += np.bincount(sources[: count - in_blocks], minlength=len(total))
-        return total
+    def drawn(self, sequences: int) -> Ints:
+        """How many of the first `sequences` come from each source, apart from the shuffle inside the last block."""
+        counts = [max(0, min(phase.length, sequences - phase.start)) for phase in self.phases]
+        return sum(
+            (shares(count, phase.weights) for count, phase in zip(counts, self.phases, strict=True)),
+            np.zeros(len(self.names), dtype=np.int64),
+        )
 
 
 def plan_phases(
@@ -180,7 +173,7 @@ def source_passes(
     mixture: Mixture, config: DataConfig, tokens: int, seq_len: int, source_tokens: Sequence[int]
 ) -> list[SourcePasses]:
     """How often each source is read when `tokens` are trained on, and how often it may be."""
-    drawn = mixture.drawn(-(-tokens // seq_len), shuffled=False)
+    drawn = mixture.drawn(-(-tokens // seq_len))
     return [
         SourcePasses(
             source=name,

@@ -101,20 +101,15 @@ class TokenArray:
         Without it the system takes a jump for the beginning of a long read, and fetches megabytes for kilobytes.
         """
         number = bisect_right(self._begins, start) - 1
-        advise, offset, size = self._advice[number] or self._make_advice(number)
+        if self._advice[number] is None:
+            self._array(number)
+        advise, offset, size = self._advice[number]  # type: ignore[misc]
         begin = offset + (start - self._begins[number]) * size
         page = begin & _PAGE_MASK
         try:  # once per sequence: contextlib.suppress would cost as much as the advice
             advise(_WILLNEED, page, begin + count * size - page)
         except OSError:  # only advice; tokens in the next shard are left to the system
             pass
-
-    def _make_advice(self, number: int) -> _Advice:
-        base, shard = self._array(number).base, self.shards[number]
-        mapped = base.obj if isinstance(base, memoryview) else base
-        advice = (getattr(mapped, "madvise", lambda *_: None), shard.offset, shard.dtype.itemsize)
-        self._advice[number] = advice
-        return advice
 
     def copy(self, start: int, out: npt.NDArray[np.int32]) -> None:
         """Fill `out` with the tokens from `start` on."""
@@ -164,6 +159,9 @@ class TokenArray:
         if array is None:
             shard = self.shards[number]
             array = self._arrays[number] = map_array(shard.file, shard.dtype, shard.tokens, shard.offset)
+            mapped = array.base.obj if isinstance(array.base, memoryview) else array.base
+            advise = getattr(mapped, "madvise", lambda *_: None)
+            self._advice[number] = (advise, shard.offset, shard.dtype.itemsize)
         return array
 
     def _document_ends(self, number: int) -> Ints:
@@ -335,8 +333,8 @@ def _check_file(path: Path, stretches: list[list[Any]]) -> Iterator[StoreProblem
         offset = 0
         for length, expected in stretches:
             # CRC-32 detects every flipped bit at twice the speed of SHA-256 (docs/decisions/007).
-            sha256, crc32 = hashlib.sha256(), 0
-            is_crc32, left = len(expected) == 8, length
+            sha256, crc32, left = hashlib.sha256(), 0, length
+            is_crc32 = len(expected) == 8
             while left > 0 and (part := file.read(min(left, 1 << 20))):
                 left -= len(part)
                 if is_crc32:

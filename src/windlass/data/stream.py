@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,31 +18,11 @@ Ints = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.int32]
 
 
-class Stream(Protocol):
-    """An endless order of sequences. Its position is the number of the next sequence; there is no other state."""
-
-    seq_len: int
-    store: Store | None
-    ledger_hash: str | None
-
-    def sequences(self, indexes: npt.ArrayLike) -> Tokens:
-        """(len(indexes), seq_len + 1) tokens: inputs and, shifted by one, targets."""
-
-    def identity(self, indexes: npt.ArrayLike) -> tuple[Ints, Ints]:
-        """(source number, window) of each sequence. The same pair comes again only in another pass over the source."""
-
-    def document_ids(self, indexes: npt.ArrayLike) -> Tokens:
-        """For each position of each sequence, the number of its document inside the sequence, from 0."""
-
-    def epochs(self, tokens: int) -> list[SourcePasses]:
-        """How often each source is read when `tokens` are trained on."""
-
-    def check(self, tokens: int) -> list[SourcePasses]:
-        """The same report, or an error when a source would be repeated beyond its limit."""
-
-
 class StoreStream:
-    """Windows of a token store, mixed and permuted."""
+    """Windows of a token store, mixed and permuted, in an endless order.
+
+    Its position is the number of the next sequence; there is no other state.
+    """
 
     def __init__(self, store: Store, config: DataConfig, *, seed: int, split: str) -> None:
         names = [name for name in store.sources if split in store.shards[name]]
@@ -73,6 +52,7 @@ class StoreStream:
         return self.mixture.names
 
     def sequences(self, indexes: npt.ArrayLike) -> Tokens:
+        """(len(indexes), seq_len + 1) tokens: inputs and, shifted by one, targets."""
         source, window, _ = self.mixture.identity(indexes)
         out = np.empty((source.size, self.seq_len + 1), dtype=np.int32)
         places = list(zip(source.tolist(), window.tolist(), strict=True))
@@ -83,9 +63,11 @@ class StoreStream:
         return out
 
     def identity(self, indexes: npt.ArrayLike) -> tuple[Ints, Ints]:
+        """(source number, window) of each sequence. The same pair comes again only in another pass over the source."""
         return self.mixture.identity(indexes)[:2]
 
     def document_ids(self, indexes: npt.ArrayLike) -> Tokens:
+        """For each position of each sequence, the number of its document inside the sequence, from 0."""
         source, window, _ = self.mixture.identity(indexes)
         out = np.zeros((source.size, self.seq_len + 1), dtype=np.int32)
         for row, (number, place) in enumerate(zip(source.tolist(), window.tolist(), strict=True)):
@@ -94,9 +76,11 @@ class StoreStream:
         return np.cumsum(out, axis=1, dtype=np.int32)
 
     def epochs(self, tokens: int) -> list[SourcePasses]:
+        """How often each source is read when `tokens` are trained on."""
         return source_passes(self.mixture, self.config, tokens, self.seq_len, [len(array) for array in self.arrays])
 
     def check(self, tokens: int) -> list[SourcePasses]:
+        """The same report, or an error when a source would be repeated beyond its limit."""
         report = self.epochs(tokens)
         refuse_repeats(report)
         return report
@@ -131,9 +115,10 @@ class SyntheticStream:
     check = epochs
 
 
-def open_stream(
-    config: DataConfig, *, seed: int, split: str = "train", vocab: int | None = None
-) -> StoreStream | SyntheticStream:
+Stream = StoreStream | SyntheticStream
+
+
+def open_stream(config: DataConfig, *, seed: int, split: str = "train", vocab: int | None = None) -> Stream:
     """The stream of a recipe's `[data]` table; refuses what does not fit before any token is read."""
     if config.store is None:
         if vocab is None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from windlass.config.sources import DataFile
 from windlass.data import megatron
-from windlass.data.chunk_schedule import ChunkSchedule, make_schedule, unfinished_files
+from windlass.data.chunk_schedule import make_schedule, unfinished_files
 from windlass.data.chunks import ChunkWorker, TokenizeTask, piece_name
 from windlass.data.engines import choose
 from windlass.data.inputs import ROW_FORMATS, WorkItem, find_files, format_of, plan_items
@@ -61,11 +61,9 @@ class TokenizeProgress:
 
     total_bytes: int = 0
     done_bytes: int = 0
-    text_bytes: int = 0
     tokens: int = 0
     documents: int = 0
     rejects: int = 0
-    workers: int = 0
     engine: str = ""
     phase: str = "tokenizing"
     started: float = field(default_factory=time.monotonic)
@@ -340,22 +338,27 @@ def _process_chunks(
     specials, cache = file.special_tokens == "parse", shared.folder / "tokenizer"
     choice = choose(tokenizer, file.engine, specials=specials, sample=sample[:32], cache=cache)
     shared, progress.engine = replace(shared, engine=choice.engine), choice.reason
-    workers = progress.workers = file.workers or usable_cores()
+    workers = file.workers or usable_cores()
     show(progress)
     _log(shared.folder, "started", task=task, engine=choice.reason, chunks_kept=len(journal))
 
-    def receive(message: dict[str, Any] | tuple[int, int, int, int]) -> None:
+    def receive(message: dict[str, Any] | tuple[int, int, int]) -> None:
         """A finished chunk's journal line, or numbers of progress."""
         if isinstance(message, dict):
             journal[(message["item"], message["chunk"])] = message
             schedule.finished(by_id[message["item"]], bool(message["last"]))
             progress.done_bytes += by_id[message["item"]].chunk_weight
         else:
-            progress.text_bytes += message[0]
-            progress.tokens += message[1]
-            progress.documents += message[2]
-            progress.rejects += message[3]
-            _stop_early(file, progress)
+            progress.tokens += message[0]
+            progress.documents += message[1]
+            progress.rejects += message[2]
+            total = progress.rejects + progress.documents
+            if progress.rejects > max(_EARLY_STOP_REJECTS, file.max_rejects) and progress.rejects > progress.documents:
+                raise DataError(
+                    "data.most-documents-rejected",
+                    f"{progress.rejects:,} of the first {total:,} documents were rejected: stopped early",
+                    hint="is `field` the name of the text field, and `format` right? See work/pieces/*.rejects",
+                )
         show(progress)
 
     def journal_path(name: str) -> Path:
@@ -368,7 +371,13 @@ def _process_chunks(
     with _stop_on_sigterm(), _explain_failures(shared.folder):
         # What the engine learns from a chunk before the fork, all workers know.
         if choice.engine.usable_before_fork and workers > 1 and schedule.chunks_left() >= _WARM_UP_CHUNKS * workers:
-            _process_first(ChunkWorker(shared, journal_path("first"), lambda *n: receive(n)), schedule, receive)
+            worker = ChunkWorker(shared, journal_path("first"), lambda *numbers: receive(numbers))
+            try:
+                if (chunk := schedule.next(_PARENT)) is not None:
+                    receive(worker.process(*chunk))
+            finally:
+                worker.close()
+                schedule.release(_PARENT)
         gc.freeze()  # what is loaded now is shared with the workers; the collector would copy it page by page
         pool = ForkedWorkers(serve, workers)
         try:
@@ -382,16 +391,6 @@ def _process_chunks(
             pool.close()
             gc.unfreeze()
     return progress
-
-
-def _process_first(worker: ChunkWorker, schedule: ChunkSchedule, receive: Callable[[dict[str, Any]], None]) -> None:
-    chunk = schedule.next(_PARENT)
-    try:
-        if chunk is not None:
-            receive(worker.process(*chunk))
-    finally:
-        worker.close()
-        schedule.release(_PARENT)
 
 
 def _serve_chunks(
@@ -425,16 +424,6 @@ def resident_bytes() -> int:
 
 
 # -- rejects -------------------------------------------------------------------------------------------------------
-
-
-def _stop_early(file: DataFile, progress: TokenizeProgress) -> None:
-    if progress.rejects > max(_EARLY_STOP_REJECTS, file.max_rejects) and progress.rejects > progress.documents:
-        total = progress.rejects + progress.documents
-        raise DataError(
-            "data.most-documents-rejected",
-            f"{progress.rejects:,} of the first {total:,} documents were rejected: stopped early",
-            hint="is `field` the name of the text field, and `format` right? The reasons are in work/pieces/*.rejects",
-        )
 
 
 def _check_rejects(shared: TokenizeTask, items: list[WorkItem], journal: Journal, listing: Path) -> None:

@@ -47,6 +47,8 @@ _PUBLISHED_RANKS = {
     151_643: ("qwen", _QWEN, 151_936, 151_643, "<|endoftext|>"),
 }
 
+FindId = Callable[[str], int | None]  # from the name of a special token to its id
+
 
 @dataclass(frozen=True)
 class Tokenizer:
@@ -61,10 +63,6 @@ class Tokenizer:
         raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
-        raise NotImplementedError
-
-    def token_id(self, name: str) -> int | None:
-        """The id of a special token."""
         raise NotImplementedError
 
     @cached_property
@@ -121,13 +119,6 @@ class JsonTokenizer(Tokenizer):
         self.__dict__.pop("parsed", None)
         self.__dict__.pop("_cut", None)
 
-    def token_id(self, name: str) -> int | None:
-        if (added := self.__dict__.get("added")) is None:
-            number: int | None = self._inner.token_to_id(name)
-        else:
-            number = added.get(name, self.parsed["model"]["vocab"].get(name))
-        return number
-
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
         self._inner.encode_special_tokens = not specials
         return list(self._inner.encode(text, add_special_tokens=False).ids)
@@ -162,9 +153,6 @@ class RanksTokenizer(Tokenizer):
             self.path.name, pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens=inner_specials
         )
 
-    def token_id(self, name: str) -> int | None:
-        return dict(self.specials).get(name)
-
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
         allowed: Any = "all" if specials else set()
         return [i + self.first for i in self.inner.encode(text, allowed_special=allowed, disallowed_special=())]
@@ -183,10 +171,6 @@ class SentencePieceTokenizer(Tokenizer):
     @cached_property
     def inner(self) -> Any:
         return _load_sentencepiece(self.path)
-
-    def token_id(self, name: str) -> int | None:
-        number = self.inner.piece_to_id(name)
-        return None if number == self.inner.unk_id() else int(number)
 
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
         return list(self.inner.encode(text))
@@ -216,22 +200,24 @@ def load_tokenizer(path: Path | str, *, eos: str | int | None = None, glance: bo
         ) from None
     first_line = head.split(b"\n", 1)[0].split()
     tokenizer: Tokenizer
+    find_id: FindId
     # A tekken file is 15 MB of JSON: look at its beginning instead of parsing it.
     if (b'"config"' in head and b'"default_num_special_tokens"' in head) or (
         b'"token_bytes"' in head and b'"rank"' in head
     ):
-        tokenizer = _open_tekken(file)
+        tokenizer, find_id = _open_tekken(file)
     elif file.suffix == ".json" or head.lstrip()[:1] == b"{":
-        tokenizer = _open_json(file, glance=glance)
+        tokenizer, find_id = _open_json(file, glance=glance)
     elif len(first_line) == 2 and first_line[1].isdigit():
-        tokenizer = _open_ranks(file)
+        tokenizer, find_id = _open_ranks(file)
     else:
         inner = _load_sentencepiece(file)
         end = inner.eos_id() if inner.eos_id() >= 0 else None
         tokenizer = SentencePieceTokenizer(file, "sentencepiece", inner.vocab_size(), end)
         tokenizer.__dict__["inner"] = inner
+        find_id = {inner.id_to_piece(number): number for number in range(inner.vocab_size())}.get
     if eos is not None:
-        number = tokenizer.token_id(eos) if isinstance(eos, str) else eos
+        number = find_id(eos) if isinstance(eos, str) else eos
         if number is None or not 0 <= number < tokenizer.vocab_size:
             raise DataError(
                 "data.eos-unknown",
@@ -282,7 +268,7 @@ def load_json_tokenizer(file: Path, raw: bytes | None = None) -> Any:
     return inner
 
 
-def _open_json(file: Path, *, glance: bool) -> Tokenizer:
+def _open_json(file: Path, *, glance: bool) -> tuple[Tokenizer, FindId]:
     """Vocabulary size and end token come from the file where its vocabulary is a plain table, else from the library."""
     state: dict[str, Any] = {}
     value, ids = None, None
@@ -293,7 +279,7 @@ def _open_json(file: Path, *, glance: bool) -> Tokenizer:
             ids = None  # ids with gaps: whether an added token goes into one depends on the library's version
     except (ValueError, TypeError):
         ids = None  # the library describes what is wrong with a file better than we could
-    find: Callable[[str], int | None]
+    find: FindId
     if ids is not None:
         vocab, added = ids
         find = lambda name: added.get(name, vocab.get(name))  # noqa: E731
@@ -311,7 +297,7 @@ def _open_json(file: Path, *, glance: bool) -> Tokenizer:
     candidates = map(find, [wanted, *_EOS_NAMES] if wanted else _EOS_NAMES)
     tokenizer = JsonTokenizer(file, "json", size, next((number for number in candidates if number is not None), None))
     tokenizer.__dict__.update(state)
-    return tokenizer
+    return tokenizer, find
 
 
 def _ids_in_file(value: Any) -> tuple[dict[str, int], dict[str, int]] | None:
@@ -347,7 +333,7 @@ def _read_ranks(file: Path) -> dict[bytes, int]:
     return ranks
 
 
-def _open_ranks(file: Path) -> Tokenizer:
+def _open_ranks(file: Path) -> tuple[Tokenizer, FindId]:
     ranks = _read_ranks(file)
     if len(ranks) not in _PUBLISHED_RANKS:
         counts = ", ".join(f"{count:,} ({entry[0]})" for count, entry in _PUBLISHED_RANKS.items())
@@ -360,7 +346,7 @@ def _open_ranks(file: Path) -> Tokenizer:
     specials = [(eos_name, eos), *([("<|begin_of_text|>", eos - 1)] if name.startswith("llama") else [])]
     tokenizer = RanksTokenizer(file, "ranks", size, eos, pattern, 0, tuple(specials))
     tokenizer.__dict__["ranks"] = ranks
-    return tokenizer
+    return tokenizer, dict(specials).get
 
 
 def _read_tekken(file: Path) -> tuple[dict[bytes, int], dict[str, Any]]:
@@ -378,7 +364,7 @@ def _read_tekken(file: Path) -> tuple[dict[bytes, int], dict[str, Any]]:
     return ranks, {**config, "special_tokens": value.get("special_tokens") or []}
 
 
-def _open_tekken(file: Path) -> Tokenizer:
+def _open_tekken(file: Path) -> tuple[Tokenizer, FindId]:
     ranks, config = _read_tekken(file)
     specials = {"<unk>": 0, "<s>": 1, "</s>": 2}
     specials |= {entry["token_str"]: int(entry["rank"]) for entry in config["special_tokens"]}
@@ -387,7 +373,7 @@ def _open_tekken(file: Path) -> Tokenizer:
         file, "tekken", size, specials["</s>"], config["pattern"], first, tuple(specials.items())
     )
     tokenizer.__dict__["ranks"] = ranks
-    return tokenizer
+    return tokenizer, specials.get
 
 
 def _load_sentencepiece(file: Path) -> Any:
