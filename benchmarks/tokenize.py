@@ -629,11 +629,11 @@ def _stretch(whole: bytes, number: int) -> bytes:
 
 
 def _tail(folder: Path, store: Path, args: argparse.Namespace) -> dict[str, Any]:
-    from windlass.config.sources import DataFile, Source
+    from windlass.config.sources import DataFile, DataSource
     from windlass.data.tokenize import tokenize
 
     marks: list[tuple[float, int]] = []
-    source = Source(paths=[str(folder)])
+    source = DataSource(paths=[str(folder)])
     file = DataFile(output=str(store), tokenizer=str(args.tokenizer), sources={"all": source}, workers=args.workers)
     began = time.monotonic()
     result = tokenize(file, on_progress=lambda now: marks.append((time.monotonic(), now.tokens)))

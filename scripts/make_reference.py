@@ -23,10 +23,10 @@ def recipe_page() -> str:
 
 
 def data_file_page() -> str:
-    from windlass.config.sources import DataFile, Source
+    from windlass.config.sources import DataFile, DataSource
 
     what = "The file that `windlass tokenize` reads: [how to use it](../guides/data.md). Every key; made from the code."
-    return keys_page("Data file keys", what, DataFile, {"sources.NAME": Source}, {}, hidden=("sources",))
+    return keys_page("Data file keys", what, DataFile, {"sources.NAME": DataSource}, {}, hidden=("sources",))
 
 
 def sweep_file_page() -> str:

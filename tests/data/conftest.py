@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from windlass.config.sources import DataFile, Source
+from windlass.config.sources import DataFile, DataSource
 from windlass.data import megatron
 from windlass.data.tokenizer import Tokenizer, train_bpe
 
@@ -79,7 +79,7 @@ def data_file(tokenizer: Tokenizer, tmp_path: Path) -> Callable[..., DataFile]:
 
     def make(sources: dict[str, Any], **keys: Any) -> DataFile:
         tables = {
-            name: value if isinstance(value, Source) else Source(paths=[str(p) for p in value])
+            name: value if isinstance(value, DataSource) else DataSource(paths=[str(p) for p in value])
             for name, value in sources.items()
         }
         keys = {

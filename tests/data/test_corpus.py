@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
+from tests.data.helpers import refused
 
 from windlass.data.corpus import data_file, gather
 from windlass.data.store import open_store
 from windlass.data.tokenize import tokenize
 from windlass.data.tokenizer import train_bpe
-from windlass.errors import DataError
 
 
 def test_gather_and_tokenize(tmp_path: Path) -> None:
@@ -28,5 +27,5 @@ def test_gather_and_tokenize(tmp_path: Path) -> None:
 
 
 def test_nothing_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is empty"):
+    with refused("data.corpus-empty"):
         gather(tmp_path, 0)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.data.helpers import refused
 
 from windlass.data import engines
 from windlass.data.engines import Engine, choose, first_difference
 from windlass.data.tokenizer import Tokenizer
-from windlass.errors import DataError
 
 FAST = [name for name in ("fastokens", "gigatoken") if importlib.util.find_spec(name)]
 
@@ -19,13 +19,13 @@ FAST = [name for name in ("fastokens", "gigatoken") if importlib.util.find_spec(
 def wrong(tokenizer: Tokenizer) -> Engine:
     """Right in everything but one id of one text."""
 
-    def encode(texts: list[str], eos: int | None) -> engines.Flat:
+    def encode(texts: list[str], eos: int | None) -> engines.FlatIds:
         rows = [tokenizer.encode(text) for text in texts]
         if len(rows) > 5 and rows[5]:
             rows[5] = [rows[5][0] + 1, *rows[5][1:]]
-        return engines._joined(rows, np.uint32(0), eos)
+        return engines._join(rows, np.uint32(0), eos)
 
-    return Engine("fastokens", "0", encode)
+    return Engine("fastokens", lambda: encode)
 
 
 @pytest.mark.parametrize("name", [*FAST, "tokenizers"])
@@ -59,7 +59,7 @@ def test_an_engine_asked_for_by_name_is_refused_when_it_differs(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(engines._LOADERS, "fastokens", lambda *args: wrong(tokenizer))
-    with pytest.raises(DataError, match=r"no engine can be used for .*\n  fastokens: not exact"):
+    with refused("data.engine-unusable", "fastokens: not exact"):
         choose(tokenizer, "fastokens", cache=tmp_path)
 
 
@@ -68,10 +68,10 @@ def test_an_engine_that_crashes_is_passed_over(
 ) -> None:
     import os
 
-    def die(texts: list[str], eos: int | None) -> engines.Flat:
+    def die(texts: list[str], eos: int | None) -> engines.FlatIds:
         os._exit(3)
 
-    monkeypatch.setitem(engines._LOADERS, engines.ORDER[0], lambda *args: Engine(engines.ORDER[0], "0", die))
+    monkeypatch.setitem(engines._LOADERS, engines.ORDER[0], lambda *args: Engine(engines.ORDER[0], lambda: die))
     choice = choose(tokenizer, cache=tmp_path)
     assert choice.engine.name == engines.ORDER[1]
     assert "crashed on the sample" in choice.reason
@@ -83,12 +83,12 @@ def test_the_engine_that_costs_least_comes_first(tokenizer: Tokenizer, tmp_path:
 
 
 def test_wrong_kind_of_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="tiktoken cannot read a json tokenizer"):
+    with refused("data.engine-unusable", "tiktoken", "json"):
         choose(tokenizer, "tiktoken", cache=tmp_path)
 
 
 def test_flat_arrays_of_nothing() -> None:
-    ids, offsets = engines._joined([[], [1, 2], []], np.uint32(0), None)
+    ids, offsets = engines._join([[], [1, 2], []], np.uint32(0), None)
     assert ids.dtype == np.uint32
     assert offsets.tolist() == [0, 0, 2, 2]
 
@@ -96,10 +96,10 @@ def test_flat_arrays_of_nothing() -> None:
 @pytest.mark.parametrize("offset", [0, 1000])
 def test_the_end_of_document_stands_after_every_text_the_empty_ones_too(offset: int) -> None:
     parts, eos = [[5, 6], [], [7]], 3  # an eos below the offset, as tekken's is
-    flat, offsets = engines._joined(parts, np.uint32(offset), eos)
+    flat, offsets = engines._join(parts, np.uint32(offset), eos)
     assert flat.tolist() == [5 + offset, 6 + offset, 3, 3, 7 + offset, 3] and offsets.tolist() == [0, 3, 4, 6]
-    bare = engines._joined(parts, np.uint32(offset), None)
+    bare = engines._join(parts, np.uint32(offset), None)
     assert bare[1].tolist() == [0, 2, 2, 3]
-    again = engines._ended(*bare, eos)
+    again = engines._add_eos(*bare, eos)
     assert again[0].tolist() == flat.tolist() and again[1].tolist() == offsets.tolist()
-    assert engines._joined([], np.uint32(0), eos)[1].tolist() == [0]
+    assert engines._join([], np.uint32(0), eos)[1].tolist() == [0]

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.data.helpers import refused
 
 from windlass.data.engines import SAMPLE, choose
-from windlass.data.reference import small_json
-from windlass.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, train_bpe
-from windlass.errors import DataError
+from windlass.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, reduce_json, train_bpe
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +50,7 @@ TEXT = st.one_of(st.text(), st.sampled_from([*SAMPLE, "def decode(self, s, _w=WH
 @given(texts=st.lists(TEXT, min_size=1, max_size=6))
 def test_the_same_ids_as_the_whole_file(words: Any, strings: bool, ignore_merges: bool, texts: list[str]) -> None:
     value = as_pairs({**words, "model": {**words["model"], "ignore_merges": ignore_merges}}, strings)
-    small = small_json(value, texts)
+    small = reduce_json(value, texts)
     assert small is not None
     assert len(small["model"]["vocab"]) < len(value["model"]["vocab"])
     assert encode(small, texts) == encode(value, texts)
@@ -79,8 +78,8 @@ def changed(value: dict[str, Any], **keys: Any) -> dict[str, Any]:
     ids=str,
 )
 def test_where_something_else_has_a_say_the_whole_file_is_read(words: Any, keys: dict[str, Any]) -> None:
-    assert small_json(words, ["windlass"]) is not None
-    assert small_json(changed(words, **keys), ["windlass"]) is None
+    assert reduce_json(words, ["windlass"]) is not None
+    assert reduce_json(changed(words, **keys), ["windlass"]) is None
 
 
 @pytest.mark.parametrize("engine", ["fastokens", "gigatoken", "tokenizers"])
@@ -102,7 +101,7 @@ def test_added_words_that_the_vocabulary_knows_keep_their_ids(words: Any) -> Non
     vocab = {**words["model"]["vocab"], "   ": len(words["model"]["vocab"])}
     value = changed(words, model={"vocab": vocab}, added_tokens=[added("   ", False), added("<|new|>", True)])
     texts = ["three   spaces", "none"]
-    small = small_json(value, texts)
+    small = reduce_json(value, texts)
     assert small is not None
     assert encode(small, texts) == encode(value, texts)
     assert vocab["   "] in encode(small, texts)[0]
@@ -129,13 +128,13 @@ def test_a_library_that_numbers_added_tokens_by_another_rule_is_noticed(
     value = json.loads(tokenizer.path.read_text(encoding="utf-8"))
     value["added_tokens"] = [{"id": 7, "content": "<|done|>", "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}]  # fmt: skip
     (tmp_path / "tokenizer.json").write_text(json.dumps(value))
-    rule: Callable[[Any], Any] = module._plain_ids
+    rule: Callable[[Any], Any] = module._ids_in_file
 
     def other(value: Any) -> Any:
         vocab, added = rule(value)
         return vocab, {name: number + 1 for name, number in added.items()}
 
     choose(load_tokenizer(tmp_path, glance=True), "tokenizers")
-    monkeypatch.setattr(module, "_plain_ids", other)
-    with pytest.raises(DataError, match="to the tokenizers library"):
+    monkeypatch.setattr(module, "_ids_in_file", other)
+    with refused("data.token-id-mismatch"):
         choose(load_tokenizer(tmp_path, glance=True), "tokenizers")

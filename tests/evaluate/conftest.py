@@ -15,7 +15,7 @@ import pytest
 
 from windlass.checkpoint.save import Saver
 from windlass.config import DataConfig, Loaded, ModelConfig, Recipe, SaveConfig, TrainConfig
-from windlass.config.sources import DataFile, Source
+from windlass.config.sources import DataFile, DataSource
 from windlass.data.store import Store, open_store
 from windlass.data.tokenize import tokenize
 from windlass.data.tokenizer import Tokenizer, train_bpe
@@ -96,7 +96,7 @@ def tokenizer(corpus: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
 def make_store(corpus: dict[str, Path]) -> Callable[[Path, Tokenizer], Store]:
     def make(folder: Path, words: Tokenizer) -> Store:
         sources = {
-            name: Source(paths=[str(path)], language=name[:2], licence="CC0", origin="made")
+            name: DataSource(paths=[str(path)], language=name[:2], licence="CC0", origin="made")
             for name, path in corpus.items()
         }
         tokenize(

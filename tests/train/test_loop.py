@@ -310,7 +310,7 @@ def test_a_run_by_steps_that_repeats_a_source_too_often_is_refused(tmp_path: Pat
         say=said.append,
     )
     assert code == EXIT_DONE
-    assert any(re.fullmatch(r"passes over the data: \S+ 2\.40 of at most 3", line) for line in said)
+    assert any(re.fullmatch(r"epochs: \S+ 2\.40 \(limit 3\)", line) for line in said)
 
 
 def test_out_of_memory_is_said_in_our_words() -> None:

@@ -1,4 +1,4 @@
-"""Which texts become tokens, and on what terms may they be used? The model of a data file (`windlass tokenize DATA.toml`)."""
+"""The data file of `windlass tokenize`: sources with their terms of use, tokenizer, filters and output."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from windlass.config.base import Bytes, Table, Tokens
 from windlass.config.load import apply_override, parse_override, read_toml, validate
 
 
-class Source(Table):
+class DataSource(Table):
     """One `[sources.NAME]` table. Relative paths start in the current folder, as in a recipe."""
 
     paths: list[str] = Field(min_length=1)
-    """Files, folders (all files of a known kind below them) and globs (`**` too)."""
+    """Files, folders (all files of a known format below them) and globs (`**` too)."""
     format: Literal["auto", "jsonl", "parquet", "text", "arrow"] = "auto"
     """auto: by file name. jsonl may be .gz or .zst, and so may text; arrow is a Hugging Face `save_to_disk` folder."""
     field: str = "text"
@@ -26,20 +26,20 @@ class Source(Table):
     language: str | None = None
     """Code of the language ("nl"); tables by language use it."""
     licence: str | None = None
-    """SPDX identifier where there is one ("CC-BY-4.0"), else the terms in words."""
+    """SPDX identifier if there is one ("CC-BY-4.0"), else the terms as text."""
     origin: str | None = None
     """Where it came from: publisher, address, date."""
     consent: str | None = None
     """On what basis it may be used: licence, contract, opt-in, public domain, ..."""
     kind: Literal["public-dataset", "licensed", "private", "web", "user", "synthetic", "other"] | None = None
-    """Which part of the EU's public summary of training content it belongs to: publicly available dataset, licensed by its
-    rightsholders, private from another third party, crawled from the web, data of users, synthetic, or other. Left out: not stated."""
+    """Heading in the EU's public summary of training content: publicly available dataset, licensed by its rightsholders,
+    private from another third party, crawled from the web, data of users, synthetic, or other. Left out: not stated."""
     collected: str | None = None
-    """When it was collected or crawled ("2019-03 to 2024-06"): the summary asks for the period, and for the latest date of all."""
+    """When it was collected or crawled ("2019-03 to 2024-06"): the summary asks for the period and the latest date."""
     crawler: str | None = None
     """Who crawled it with which crawler, and how the crawler treats robots.txt, captchas and paywalls."""
     opt_out: str | None = None
-    """How reservations of rights (opt-outs from text and data mining) were respected: protocols, lists, when they were applied."""
+    """How reservations of rights (opt-outs from text and data mining) were respected: protocols, lists, dates."""
     notes: str | None = None
     """For the ledger."""
     min_chars: NonNegativeInt | None = None
@@ -78,22 +78,24 @@ class DataFile(Table):
     max_rejects: NonNegativeInt = 0
     """Documents that may be rejected (not JSON, no text, invalid UTF-8, ...) before the command fails."""
     allow_damaged: bool = False
-    """Take what can be read of a cut .gz or .zst, instead of failing."""
+    """Use what can be read of a cut .gz or .zst, instead of failing."""
     workers: PositiveInt | None = None
-    """Processes here; one per CPU core that this job may use when left out."""
+    """Worker processes; one per CPU core that this job may use when left out."""
     chunk: Bytes = Field(default=32 * 2**20, gt=0)
-    """Bytes of (decompressed) input that are done or not done as one, at most: files of less than 32 of them are cut finer, down to 8 MiB. A killed job repeats at most one chunk per worker."""
+    """Largest part of the (decompressed) input that is done as one; files of fewer than 32 chunks are cut finer, down to
+    8 MiB. A killed job repeats at most one chunk per worker."""
     shard_tokens: Tokens = Field(default=2**30, gt=0)
     """A shard of the store has at most about this many tokens."""
     document_marks: bool = False
-    """Write Megatron's mark for the beginning of each document, 8 bytes a document, too. Only its data for BERT and T5 looks at them; for a language model every sequence is a document."""
+    """Also write Megatron's mark for the beginning of each document, 8 bytes per document. Only its BERT and T5 data read
+    them; for a language model every sequence is a document."""
     policy: Literal["any", "lawful"] = "any"
     """lawful refuses a source without licence and origin."""
-    sources: dict[str, Source] = Field(min_length=1)
+    sources: dict[str, DataSource] = Field(min_length=1)
 
     @field_validator("sources")
     @classmethod
-    def _plain_names(cls, value: dict[str, Source]) -> dict[str, Source]:
+    def _plain_names(cls, value: dict[str, DataSource]) -> dict[str, DataSource]:
         for name in value:
             if not name or not all(c.isalnum() or c in "._-" for c in name) or name[0] in ".-":
                 raise ValueError(
@@ -112,6 +114,6 @@ class DataFile(Table):
 def load_data_file(path: Path | str, overrides: Sequence[str] = ()) -> DataFile:
     """Read, override (`key=value`) and check a data file; one ConfigError lists every problem."""
     raw, _ = read_toml(Path(path))
-    for word in overrides:
-        apply_override(raw, *parse_override(word))
+    for override in overrides:
+        apply_override(raw, *parse_override(override))
     return validate(DataFile, raw, str(path))

@@ -1,1 +1,20 @@
-"""Sources and provenance, tokenise, token store, mix, sampler, loader. Importing this room loads neither torch nor a tokenizer."""
+"""From text files to training batches: readers, tokenization, token stores, mixing and the loader."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from windlass.errors import DataError
+
+
+def import_optional(package: str) -> Any:
+    """A package of the `data` extra; the error says how to install it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise DataError(
+            "data.package-missing",
+            f"the package {package!r} is needed for this input, but it is not installed",
+            hint="pip install 'windlass[data]'",
+        ) from None

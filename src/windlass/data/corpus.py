@@ -1,4 +1,4 @@
-"""What can a fresh machine without a network train on? Python's own library: its sources as code, its docstrings as prose."""
+"""A demo corpus for a machine without a network: the sources of Python's own library as code, its docstrings as prose."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from windlass.config.sources import DataFile, Source
+from windlass.config.sources import DataFile, DataSource
 from windlass.errors import DataError
 from windlass.files import write_atomic
 
-_SKIP = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
+_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
+_MIN_CHARS = 200
+_WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True)
-class Gathered:
+class CorpusSource:
     """One source of the demo corpus: enough to fill a `[sources.NAME]` table."""
 
     name: str
@@ -29,48 +31,45 @@ class Gathered:
     origin: str
 
 
-def gather(out_dir: Path | str, max_bytes: int = 4_000_000) -> dict[str, Gathered]:
+def gather(out_dir: Path | str, max_bytes: int = 4_000_000) -> dict[str, CorpusSource]:
     """Write code.jsonl and docs.jsonl, at most `max_bytes` of text together. The same Python gives the same files."""
-    out = Path(out_dir)
-    library = Path(sysconfig.get_paths()["stdlib"])
     if max_bytes < 1:
         raise DataError(
-            "data.corpus-bytes-empty",
+            "data.corpus-empty",
             f"a corpus of {max_bytes} bytes is empty",
             hint="1 MB is enough to see a loss fall",
         )
-    version = ".".join(sysconfig.get_python_version().split(".")[:2])
-    code = list(_limited(_sources(library), int(max_bytes * 0.6)))
-    docs = list(_limited(_docstrings(library), max_bytes - sum(len(t.encode()) for _, t in code)))
-    origin = f"Python {version} standard library (https://www.python.org)"
-    return {
-        name: _write(out / f"{name}.jsonl", name, texts, language, f"{origin}, {what}")
-        for name, texts, language, what in (
-            ("code", code, "python", "source files"),
-            ("docs", docs, "en", "docstrings"),
-        )
-    }
-
-
-def _files(library: Path) -> Iterator[Path]:
+    library = Path(sysconfig.get_paths()["stdlib"])
     if not library.is_dir():
         raise DataError(
-            "data.python-s-library",
+            "data.python-library-missing",
             f"Python's library is not at {library}",
-            hint="the demo corpus needs a Python installed with its sources",
+            hint="the demo corpus needs a Python that is installed with its sources",
         )
-    for path in sorted(library.rglob("*.py")):
-        if not _SKIP & set(path.relative_to(library).parts):
-            yield path
+    origin = f"Python {sysconfig.get_python_version()} standard library (https://www.python.org)"
+    gathered: dict[str, CorpusSource] = {}
+    left = max_bytes
+    for name, texts, share, language, kind in (
+        ("code", _sources(library), 0.6, "python", "source files"),
+        ("docs", _docstrings(library), 1.0, "en", "docstrings"),
+    ):
+        documents = dict(_limited(texts, int(left * share)))
+        size = sum(len(text.encode()) for text in documents.values())
+        lines = [json.dumps({"id": key, "text": text}, ensure_ascii=False) for key, text in documents.items()]
+        file = Path(out_dir) / f"{name}.jsonl"
+        write_atomic(file, "".join(f"{line}\n" for line in lines))
+        gathered[name] = CorpusSource(name, file, len(lines), size, language, "PSF-2.0", f"{origin}, {kind}")
+        left -= size
+    return gathered
 
 
 def _sources(library: Path) -> Iterator[tuple[str, str]]:
-    for path in _files(library):
+    for path in sorted(library.rglob("*.py")):
         try:
-            text = path.read_text(encoding="utf-8")
+            text = "" if _SKIPPED & set(path.relative_to(library).parts) else path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             continue
-        if len(text) > 200:
+        if len(text) > _MIN_CHARS:
             yield str(path.relative_to(library)), text
 
 
@@ -78,56 +77,40 @@ def _docstrings(library: Path) -> Iterator[tuple[str, str]]:
     """One document per module: its docstrings, from the module's to the last method's."""
     for name, text in _sources(library):
         try:
-            tree = ast.parse(text)
+            nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, _WITH_DOCSTRING)]
         except (SyntaxError, ValueError):
             continue
-        parts = [
-            f"{_title(node, name)}\n\n{doc}"
-            for node in ast.walk(tree)
-            if isinstance(node, _DOCUMENTED) and (doc := ast.get_docstring(node))
-        ]
-        if sum(map(len, parts)) > 200:
+        module = name.removesuffix(".py").replace("/", ".")
+        parts = [f"{getattr(node, 'name', module)}\n\n{doc}" for node in nodes if (doc := ast.get_docstring(node))]
+        if sum(map(len, parts)) > _MIN_CHARS:
             yield name, "\n\n\n".join(parts) + "\n"
 
 
-_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-
-
-def _title(node: ast.AST, name: str) -> str:
-    return str(getattr(node, "name", name.removesuffix(".py").replace("/", ".")))
-
-
-def _limited(texts: Iterator[tuple[str, str]], limit: int) -> Iterator[tuple[str, str]]:
-    room = limit
+def _limited(texts: Iterator[tuple[str, str]], max_bytes: int) -> Iterator[tuple[str, str]]:
+    left = max_bytes
     for name, text in texts:
         size = len(text.encode())
-        if size <= room:
-            room -= size
+        if size <= left:
+            left -= size
             yield name, text
-        if room < limit // 100:
+        if left < max_bytes // 100:
             return
 
 
-def _write(file: Path, name: str, texts: list[tuple[str, str]], language: str, origin: str) -> Gathered:
-    lines = "".join(json.dumps({"id": key, "text": text}, ensure_ascii=False) + "\n" for key, text in texts)
-    write_atomic(file, lines)
-    return Gathered(name, file, len(texts), sum(len(text.encode()) for _, text in texts), language, "PSF-2.0", origin)
-
-
 def data_file(
-    gathered: Mapping[str, Gathered], *, tokenizer: Path | str, output: Path | str, validation: float = 0.02
+    gathered: Mapping[str, CorpusSource], *, tokenizer: Path | str, output: Path | str, validation: float = 0.02
 ) -> DataFile:
     """The data file that tokenizes a gathered corpus."""
     sources = {
-        name: Source(
-            paths=[str(one.file)],
-            language=one.language,
-            licence=one.licence,
-            origin=one.origin,
+        name: DataSource(
+            paths=[str(source.file)],
+            language=source.language,
+            licence=source.licence,
+            origin=source.origin,
             consent="licence",
-            kind="other",  # neither a published dataset nor a crawl: the library that lies on this disk
+            kind="other",  # neither a published dataset nor a crawl: the library on this disk
         )
-        for name, one in gathered.items()
+        for name, source in gathered.items()
     }
     return DataFile(
         output=str(output), tokenizer=str(tokenizer), validation=validation, policy="lawful", sources=sources

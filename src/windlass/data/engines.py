@@ -1,16 +1,15 @@
-"""Which engine tokenizes fastest and still exactly? Each is tried on a sample against the reference and refused on any difference.
+"""Tokenization engines: each is compared with the reference on a sample of texts and rejected on any difference.
 
-Speeds measured on one core are in benchmarks/results; the order here follows them. Engines are loaded once, before workers
-are forked, and used only after: their thread pools do not survive a fork.
+Engines are loaded once, before workers are forked, and used only after that: their thread pools do not survive a fork.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,17 @@ from windlass.data.tokenizer import (
     SentencePieceTokenizer,
     Tokenizer,
     dump_json,
+    load_json_tokenizer,
     parse_json,
 )
 from windlass.errors import DataError
 from windlass.files import write_atomic
+from windlass.processes import ForkedWorkers, WorkerDiedError
 
-Flat = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
+FlatIds = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
+EncodeFunction = Callable[[list[str], int | None], FlatIds]
+# By CPU time of complete runs: the bare loops of benchmarks/results/tokenize.md.
 ORDER = ("gigatoken", "fastokens", "tiktoken", "tokenizers", "sentencepiece")
-"""By CPU time of whole runs: the bare loops of benchmarks/results/tokenize.md."""
 SAMPLE = (
     "",
     " ",
@@ -52,33 +54,32 @@ SAMPLE = (
 )
 
 
-class UnsuitedError(DataError):
-    """The engine is not made for this kind of tokenizer, which is no news."""
+class UnsupportedTokenizerError(DataError):
+    """The engine does not support this kind of tokenizer, which needs no report."""
 
 
-@dataclass(frozen=True)
 class Engine:
-    """Texts -> one flat array of ids and the offsets between which each text's ids lie."""
+    """`encode` turns texts into one flat array of ids and the offsets between which the ids of each text lie.
 
-    name: str
-    version: str
-    encode: Callable[[list[str], int | None], Flat]
-    """With the id that ends a document, or None. It is put in here, where the ids are copied anyway: a second copy costs as much."""
-    batch: int = 1 << 22
-    """Characters to encode in one call. Most engines have a price per call, so the more the better."""
-    before_fork: bool = False
-    """It starts no threads, so that it may be used before workers are forked; what it has learned by then, all of them know."""
-    renew: Callable[[], None] | None = None
-    """Load it anew: it keeps every word that it ever met, which is what makes it fast, and its memory grows with the text."""
-    stout: int = 400_000_000
-    """Bytes of memory, shared ones included, from which on a worker is relieved by a new one, which knows few words yet."""
+    Its second argument is the id that ends a document, or None. Adding it there, where the ids are copied anyway, saves
+    a second copy. `load` makes such a function; an engine caches every word, so its memory grows until `reload`.
+    """
+
+    def __init__(self, name: str, load: Callable[[], EncodeFunction], *, batch_chars: int = 1 << 22) -> None:
+        self.name, self.load, self.encode = name, load, load()
+        self.batch_chars = batch_chars  # to encode in one call; most engines have a cost per call
+        self.usable_before_fork = False  # it starts no threads; what it learns before the fork, all workers share
+        self.max_worker_bytes = 400_000_000  # of memory, shared memory included, before a fresh worker takes over
+
+    def reload(self) -> None:
+        del self.encode  # first: the old tables and the new ones together may not fit
+        self.encode = self.load()
 
 
 @dataclass(frozen=True)
-class Choice:
+class EngineChoice:
     engine: Engine
     reason: str
-    """Why this one: printed, as everything chosen automatically is."""
 
 
 def choose(
@@ -88,85 +89,78 @@ def choose(
     specials: bool = False,
     sample: Sequence[str] = (),
     cache: Path | None = None,
-) -> Choice:
-    """The first engine of ORDER that is installed, reads this tokenizer and agrees with the reference on every sample text.
+) -> EngineChoice:
+    """The first engine of ORDER that is installed, supports this tokenizer and equals the reference on every sample text.
 
-    `cache` is a folder where a converted tokenizer is kept, so that a restart and the tasks of an array need not convert again.
+    `cache` is a folder for a converted tokenizer, so that a restart and the tasks of an array need not convert it again.
     """
-    try:
-        return _choose(tokenizer, wanted, specials, sample, cache)
-    finally:
-        if isinstance(tokenizer, JsonTokenizer):
-            tokenizer.forget()  # and what was cut to the sample: other texts need the whole
-
-
-def _choose(tokenizer: Tokenizer, wanted: str, specials: bool, sample: Sequence[str], cache: Path | None) -> Choice:
     if specials and (tokenizer.kind == "tekken" or isinstance(tokenizer, SentencePieceTokenizer)):
         raise DataError(
-            "data.special-tokens-parse-possible",
-            f'special_tokens = "parse" is not possible with {tokenizer.path}: a {tokenizer.kind} tokenizer never reads them from text',
+            "data.special-tokens-unsupported",
+            f'special_tokens = "parse" is not possible with {tokenizer.path}: '
+            f"a {tokenizer.kind} tokenizer never reads them from text",
             hint="use the model's tokenizer.json, which does, or leave special_tokens out",
         )
     names = [wanted] if wanted != "auto" else list(ORDER)
-    refused: list[str] = []
-    for name in names:
-        try:
-            engine = _LOADERS[name](tokenizer, specials, cache)
-        except Exception as error:  # an engine that cannot read this tokenizer is passed over; its reason is kept
-            if not isinstance(error, UnsuitedError):
-                refused.append(f"{name}: {_short(error)}")
-            continue
-        if (difference := _differs(engine, tokenizer, specials, [*SAMPLE, *sample])) is None:
-            checked = len(SAMPLE) + len(sample)
-            reason = f"{name} {engine.version}, exact on {checked} sample texts" + (
-                f"; passed over {'; '.join(refused)}" if refused else ""
-            )
-            return Choice(engine, reason)
-        refused.append(f"{name}: {difference}")
-    listed = "\n  ".join(refused or [f"{name} cannot read a {tokenizer.kind} tokenizer" for name in names])
+    rejected: list[str] = []
+    texts = [*SAMPLE, *sample]
+    try:
+        for name in names:
+            try:
+                engine = _LOADERS[name](tokenizer, specials, cache)
+            except UnsupportedTokenizerError:
+                continue
+            except Exception as error:  # an engine that cannot load this tokenizer is skipped; the reason is kept
+                rejected.append(f"{name}: {_first_line(error)}")
+                continue
+            if (difference := _compare_in_child(engine, tokenizer, specials, texts)) is None:
+                version = importlib.metadata.version(name)
+                skipped = f"; skipped {'; '.join(rejected)}" if rejected else ""
+                return EngineChoice(engine, f"{name} {version}, exact on {len(texts)} sample texts{skipped}")
+            rejected.append(f"{name}: {difference}")
+    finally:
+        if isinstance(tokenizer, JsonTokenizer):
+            tokenizer.forget()  # also what was cut to the sample: other texts need the complete file
+    listed = "\n  ".join(rejected or [f"{name} does not support a {tokenizer.kind} tokenizer" for name in names])
     raise DataError(
-        "data.engine-can-used",
+        "data.engine-unusable",
         f"no engine can be used for {tokenizer.path}:\n  {listed}",
         hint='pip install "windlass[data]", or choose engine = "auto" in the data file',
     )
 
 
-def _short(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     text = (str(error).splitlines() or [""])[0]
     return "not installed" if isinstance(error, ImportError) else f"{text[:120] or type(error).__name__}"
 
 
-def _differs(engine: Engine, tokenizer: Tokenizer, specials: bool, sample: Sequence[str]) -> str | None:
-    """Compare in a forked child: an engine that was used starts threads, and the workers are forked from this process.
+def _compare_in_child(engine: Engine, tokenizer: Tokenizer, specials: bool, sample: list[str]) -> str | None:
+    """What is wrong with the engine, or None.
 
-    The reference, too, is loaded in the child where it was not before: nobody needs it afterwards, and its memory goes at once.
+    In a forked child: an engine that was used has threads, and the workers are forked from this process. The memory of
+    the reference goes with the child, too.
     """
     if isinstance(tokenizer, JsonTokenizer) and not specials:
-        tokenizer.cut_to(sample)  # here, not in the child, which would copy all the memory that it looks at
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_compare, args=(sender, engine, tokenizer, specials, list(sample)), daemon=True)
-    child.start()
-    sender.close()
-    try:
-        answer: Any = receiver.recv() if receiver.poll(300) else "it did not answer within 300 s"
-    except EOFError:
-        answer = "it crashed on the sample"
-    if child.is_alive() and answer is not None:
-        child.kill()
-    child.join()
-    if isinstance(answer, tuple):
-        raise DataError("data.failed", answer[0], hint=answer[1])
-    return answer  # type: ignore[no-any-return]
+        tokenizer.cut_to(sample)  # not in the child, which would copy all the memory it looks at
 
+    def compare(connection: Connection, _: int) -> None:
+        try:
+            connection.send(first_difference(engine, tokenizer, specials, sample))
+        except DataError:  # the reference cannot load its file: no engine helps
+            raise
+        except Exception as error:
+            connection.send(f"it failed on the sample: {_first_line(error)}")
 
-def _compare(sender: Any, engine: Engine, tokenizer: Tokenizer, specials: bool, sample: list[str]) -> None:
+    child = ForkedWorkers(compare, 1)
     try:
-        sender.send(first_difference(engine, tokenizer, specials, sample))
-    except DataError as error:  # the reference cannot read its file: no engine will do
-        sender.send((error.message, error.hint))
-    except Exception as error:
-        sender.send(f"it failed on the sample: {_short(error)}")
+        difference: str | None = next(child.messages(timeout_seconds=300))[1]
+    except WorkerDiedError:
+        return "it crashed on the sample"
+    except TimeoutError:
+        return "it did not answer within 300 s"
+    finally:
+        child.close()
+    return difference
 
 
 def first_difference(engine: Engine, tokenizer: Tokenizer, specials: bool, sample: list[str]) -> str | None:
@@ -175,101 +169,122 @@ def first_difference(engine: Engine, tokenizer: Tokenizer, specials: bool, sampl
     if len(offsets) != len(sample) + 1:
         return f"it returned {len(offsets) - 1} texts for {len(sample)}"
     for number, text in enumerate(sample):
-        got = ids[offsets[number] : offsets[number + 1]].tolist()
-        wanted = tokenizer.encode(text, specials=specials)
-        if got != wanted:
-            return f"not exact: {len(got)} ids instead of {len(wanted)}, or others, for {text[:40]!r}"
+        actual = ids[offsets[number] : offsets[number + 1]].tolist()
+        expected = tokenizer.encode(text, specials=specials)
+        if actual != expected:
+            return f"not exact: {len(actual)} ids instead of {len(expected)}, or other ids, for {text[:40]!r}"
     return None
 
 
 # -- loaders -------------------------------------------------------------------------------------------------------
 
 
-def _version(package: str) -> str:
-    return importlib.metadata.version(package)
-
-
-def _converted(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> str:
-    """Path of the tokenizer as a Hugging Face JSON."""
+def _json_file(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Path:
+    """The tokenizer as a Hugging Face JSON file."""
     if isinstance(tokenizer, JsonTokenizer):
-        return str(tokenizer.path)
+        return tokenizer.path
     if specials:
         raise DataError(
-            "data.special-tokens-parse-needs", 'special_tokens = "parse" needs a tokenizers JSON or the tiktoken engine'
+            "data.special-tokens-unsupported",
+            'special_tokens = "parse" needs a tokenizers JSON or the tiktoken engine',
         )
     if cache is None:
-        raise DataError("data.needs-folder-converted-tokenizer", "needs a folder for the converted tokenizer")
+        raise DataError("data.cache-missing", "needs a folder for the converted tokenizer")
     file = cache / f"tokenizer-{tokenizer.hash[:16]}.json"
     if not file.is_file():
         text = tokenizer.engine_json()
         if text is None:
-            raise UnsuitedError(f"cannot read a {tokenizer.kind} tokenizer")
+            raise _unsupported(tokenizer)
         write_atomic(file, text)
-    return str(file)
+    return file
 
 
-def _fastokens(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engine:
-    # One thread per worker: parallelism comes from processes, and idle pools only cost.
-    os.environ.setdefault("RAYON_NUM_THREADS", "1")
-    import fastokens
-
-    def load() -> Any:
-        made = fastokens.Tokenizer.from_file(_converted(tokenizer, specials, cache))
-        made.no_truncation()
-        return made
-
-    inner, offset = load(), np.uint32(tokenizer.offset)
-
-    def encode(texts: list[str], eos: int | None) -> Flat:
-        raw, ends = inner.encode_batch_flat(texts, add_special_tokens=False, split_special_tokens=not specials)
-        ids, offsets = np.frombuffer(raw, dtype="<u4"), np.frombuffer(ends, dtype="<u8").astype(np.int64)
-        return _ended(ids + offset if offset else ids, offsets, eos)
-
-    def renew() -> None:
-        nonlocal inner
-        inner = None
-        inner = load()
-
-    return Engine("fastokens", _version("fastokens"), encode, renew=renew)
+def _unsupported(tokenizer: Tokenizer) -> UnsupportedTokenizerError:
+    return UnsupportedTokenizerError("data.tokenizer-unsupported", f"does not support a {tokenizer.kind} tokenizer")
 
 
-def _gigatoken(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engine:
+def _load_gigatoken(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engine:
     import gigatoken
 
-    def load() -> Any:
+    offset = np.uint32(tokenizer.offset)
+
+    def load() -> EncodeFunction:
         if isinstance(tokenizer, SentencePieceTokenizer):
-            return gigatoken.Tokenizer.from_sentencepiece(tokenizer.path)
-        if isinstance(tokenizer, JsonTokenizer):
-            made = _without_extras(tokenizer.parsed, specials)
+            inner = gigatoken.Tokenizer.from_sentencepiece(tokenizer.path)
         else:
-            made = _without_extras(parse_json(Path(_converted(tokenizer, specials, cache)).read_bytes()), specials)
-        return gigatoken.Tokenizer.from_json(made)
+            if isinstance(tokenizer, JsonTokenizer):
+                value = tokenizer.parsed
+            else:
+                value = parse_json(_json_file(tokenizer, specials, cache).read_bytes())
+            # gigatoken has no switch for what would cut, pad or turn text into special tokens: leave it out of the file.
+            added = [token for token in value.get("added_tokens") or [] if specials or not token.get("special")]
+            plain = {**value, "truncation": None, "padding": None, "post_processor": None, "added_tokens": added}
+            inner = gigatoken.Tokenizer.from_json(dump_json(plain))
+        # One by one is as fast as gigatoken's encode_batch, which imports a large package for its result in every worker.
+        return lambda texts, eos: _join(map(inner.encode, texts), offset, eos)
 
-    inner, offset = load(), np.uint32(tokenizer.offset)
-
-    def encode(texts: list[str], eos: int | None) -> Flat:
-        # One by one is as fast as gigatoken's encode_batch, which first imports a large package for its result, in every worker.
-        return _joined(map(inner.encode, texts), offset, eos)
-
-    def renew() -> None:
-        nonlocal inner
-        inner = None
-        inner = load()
-
-    # Calls cost nothing here, and ids that are still in the processor's cache are joined, hashed and written in half the time.
-    # Its table of words doubles at once, so it is left earlier than others.
-    options: dict[str, Any] = {"batch": 1 << 19, "before_fork": True, "stout": 330_000_000}
-    return Engine("gigatoken", _version("gigatoken"), encode, renew=renew, **options)
+    # Its calls cost nothing, and ids that are still in the processor's cache are joined and written in half the time.
+    engine = Engine("gigatoken", load, batch_chars=1 << 19)
+    engine.usable_before_fork = True
+    engine.max_worker_bytes = 330_000_000  # its table of words doubles at once
+    return engine
 
 
-def _without_extras(value: Any, specials: bool) -> bytes:
-    """gigatoken has no switch for these: what would cut, pad or turn text into special tokens is taken out of the file."""
-    added = [token for token in value.get("added_tokens") or [] if specials or not token.get("special")]
-    return dump_json({**value, "truncation": None, "padding": None, "post_processor": None, "added_tokens": added})
+def _load_fastokens(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engine:
+    os.environ.setdefault("RAYON_NUM_THREADS", "1")  # parallelism comes from processes; idle thread pools only cost
+    import fastokens
+
+    offset = np.uint32(tokenizer.offset)
+
+    def load() -> EncodeFunction:
+        inner = fastokens.Tokenizer.from_file(str(_json_file(tokenizer, specials, cache)))
+        inner.no_truncation()
+
+        def encode(texts: list[str], eos: int | None) -> FlatIds:
+            raw, ends = inner.encode_batch_flat(texts, add_special_tokens=False, split_special_tokens=not specials)
+            ids, offsets = np.frombuffer(raw, dtype="<u4"), np.frombuffer(ends, dtype="<u8").astype(np.int64)
+            return _add_eos(ids + offset if offset else ids, offsets, eos)
+
+        return encode
+
+    return Engine("fastokens", load)
 
 
-def _joined(parts: Iterable[Any], offset: np.uint32, eos: int | None) -> Flat:
-    """One array of many, with `offset` added to their ids, and `eos` after each if it is given."""
+def _load_tiktoken(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engine:
+    if not isinstance(tokenizer, RanksTokenizer):
+        raise _unsupported(tokenizer)
+    inner, offset = tokenizer.inner, np.uint32(tokenizer.offset)
+    allowed: Any = "all" if specials else set()
+
+    def encode(texts: list[str], eos: int | None) -> FlatIds:
+        parts = (inner.encode_to_numpy(text, allowed_special=allowed, disallowed_special=()) for text in texts)
+        return _join(parts, offset, eos)
+
+    return Engine("tiktoken", lambda: encode)
+
+
+def _load_tokenizers(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engine:
+    inner = load_json_tokenizer(_json_file(tokenizer, specials, cache))
+    inner.encode_special_tokens = not specials
+    offset = np.uint32(tokenizer.offset)
+
+    def encode(texts: list[str], eos: int | None) -> FlatIds:
+        encodings = inner.encode_batch_fast(texts, add_special_tokens=False)
+        return _join((encoding.ids for encoding in encodings), offset, eos)
+
+    return Engine("tokenizers", lambda: encode)
+
+
+def _load_sentencepiece(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engine:
+    if not isinstance(tokenizer, SentencePieceTokenizer):
+        raise _unsupported(tokenizer)
+    inner = tokenizer.inner
+    no_offset = np.uint32(0)
+    return Engine("sentencepiece", lambda: lambda texts, eos: _join(inner.encode(texts, num_threads=1), no_offset, eos))
+
+
+def _join(parts: Iterable[Any], offset: np.uint32, eos: int | None) -> FlatIds:
+    """One array of many, with `offset` added to their ids and `eos` after each."""
     arrays = [np.asarray(part, dtype=np.uint32) for part in parts]
     lengths = np.fromiter((len(array) for array in arrays), dtype=np.int64, count=len(arrays))
     if eos is not None:
@@ -282,62 +297,25 @@ def _joined(parts: Iterable[Any], offset: np.uint32, eos: int | None) -> Flat:
     return flat, np.concatenate([_ZERO, np.cumsum(lengths)])
 
 
-def _ended(ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], eos: int | None) -> Flat:
-    """A flat array with `eos` put after each text."""
+_ZERO = np.zeros(1, dtype=np.int64)
+
+
+def _add_eos(ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], eos: int | None) -> FlatIds:
+    """A flat array with `eos` after each text."""
     if eos is None:
         return ids, offsets
     ends = offsets + np.arange(len(offsets))
     out = np.empty(int(ends[-1]), dtype=np.uint32)
-    body = np.ones(len(out), dtype=bool)
-    body[ends[1:] - 1] = False
-    out[body], out[ends[1:] - 1] = ids, eos
+    is_text = np.ones(len(out), dtype=bool)
+    is_text[ends[1:] - 1] = False
+    out[is_text], out[ends[1:] - 1] = ids, eos
     return out, ends
 
 
-_ZERO = np.zeros(1, dtype=np.int64)
-
-
-def _tiktoken(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engine:
-    if not isinstance(tokenizer, RanksTokenizer):
-        raise UnsuitedError(f"cannot read a {tokenizer.kind} tokenizer")
-    inner, offset = tokenizer.inner, np.uint32(tokenizer.offset)
-    allowed: Any = "all" if specials else set()
-
-    def encode(texts: list[str], eos: int | None) -> Flat:
-        parts = (inner.encode_to_numpy(text, allowed_special=allowed, disallowed_special=()) for text in texts)
-        return _joined(parts, offset, eos)
-
-    return Engine("tiktoken", _version("tiktoken"), encode)
-
-
-def _tokenizers(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engine:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    import tokenizers
-
-    inner = tokenizers.Tokenizer.from_file(_converted(tokenizer, specials, cache))
-    inner.no_truncation()
-    inner.no_padding()
-    inner.encode_special_tokens = not specials
-    offset = np.uint32(tokenizer.offset)
-
-    def encode(texts: list[str], eos: int | None) -> Flat:
-        found = inner.encode_batch_fast(texts, add_special_tokens=False)
-        return _joined((encoding.ids for encoding in found), offset, eos)
-
-    return Engine("tokenizers", _version("tokenizers"), encode)
-
-
-def _sentencepiece(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engine:
-    if not isinstance(tokenizer, SentencePieceTokenizer):
-        raise UnsuitedError(f"cannot read a {tokenizer.kind} tokenizer")
-    inner = tokenizer.inner
-
-    def encode(texts: list[str], eos: int | None) -> Flat:
-        return _joined(inner.encode(texts, num_threads=1), np.uint32(0), eos)
-
-    return Engine("sentencepiece", _version("sentencepiece"), encode)
-
-
 _LOADERS: dict[str, Callable[[Tokenizer, bool, Path | None], Engine]] = {
-    "fastokens": _fastokens, "gigatoken": _gigatoken, "tiktoken": _tiktoken, "tokenizers": _tokenizers, "sentencepiece": _sentencepiece,
-}  # fmt: skip
+    "gigatoken": _load_gigatoken,
+    "fastokens": _load_fastokens,
+    "tiktoken": _load_tiktoken,
+    "tokenizers": _load_tokenizers,
+    "sentencepiece": _load_sentencepiece,
+}

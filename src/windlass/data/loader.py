@@ -1,7 +1,8 @@
-"""How do batches arrive before they are asked for? One thread reads ahead; the time spent waiting for it is counted."""
+"""Batches that are read ahead by one thread; the time spent waiting for it is counted."""
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -17,12 +18,12 @@ Batch = npt.NDArray[np.int32]
 _DONE = object()
 
 
-class Loader:
+class Loader(Iterator[Any]):
     """Yields `stream.sequences(indexes)` for each batch of indexes, in order, read ahead by `prefetch` batches.
 
-    `batches` is an iterator of index arrays, or a function from a count (0, 1, 2, ...) to one; None or the end of the iterator ends it.
-    With `documents` each item is a pair (tokens, document ids). With `pin` the arrays lie in page-locked memory where torch
-    and a GPU are there, so that copies to the device can overlap; without a GPU it changes nothing.
+    `batches` is an iterator of index arrays, or a function from a count (0, 1, 2, ...) to one; None or the end of the
+    iterator ends it. With `documents` each item is a pair (tokens, document ids). With `pin` the arrays lie in page-locked
+    memory, so that copies to the device can overlap; without a GPU it changes nothing.
     """
 
     def __init__(
@@ -35,33 +36,24 @@ class Loader:
         documents: bool = False,
     ) -> None:
         self.stream, self.documents = stream, documents
-        self.wait_seconds = 0.0
-        """Time that `next` has waited, in all."""
+        self.wait_seconds = 0.0  # that all calls of `next` have waited
         self.last_wait_seconds = 0.0
         self._pin = pin
         self._queue: queue.Queue[Any] = queue.Queue(maxsize=max(1, prefetch))
         self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=self._work, args=(_iterate(batches),), name="windlass-loader", daemon=True
-        )
+        self._thread = threading.Thread(target=self._read_ahead, args=(batches,), name="windlass-loader", daemon=True)
         self._thread.start()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         if self._stop.is_set():
             raise StopIteration
-        began = time.perf_counter()
+        started = time.perf_counter()
         item = self._queue.get()
-        self.last_wait_seconds = time.perf_counter() - began
+        self.last_wait_seconds = time.perf_counter() - started
         self.wait_seconds += self.last_wait_seconds
-        if item is _DONE:
+        if item is _DONE or isinstance(item, BaseException):
             self._stop.set()
-            raise StopIteration
-        if isinstance(item, BaseException):
-            self._stop.set()
-            raise item
+            raise item if isinstance(item, BaseException) else StopIteration
         return item
 
     def close(self) -> None:
@@ -80,21 +72,19 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _work(self, batches: Iterator[npt.ArrayLike]) -> None:
+    def _read_ahead(self, batches: Iterable[npt.ArrayLike] | Callable[[int], npt.ArrayLike | None]) -> None:
+        settle = pinned if self._pin else np.asarray
         try:
-            for indexes in batches:
-                if self._stop.is_set() or not self._put(self._read(indexes)):
+            arrays: Iterable[Any] = map(batches, itertools.count()) if callable(batches) else batches
+            for indexes in itertools.takewhile(lambda indexes: indexes is not None, arrays):
+                item: Any = settle(self.stream.sequences(indexes))
+                if self.documents:
+                    item = (item, settle(self.stream.document_ids(indexes)))
+                if not self._put(item):
                     return
             self._put(_DONE)
-        except BaseException as error:  # handed to the reader, who raises it where somebody listens
+        except BaseException as error:  # raised again by `next`, where somebody listens
             self._put(error)
-
-    def _read(self, indexes: npt.ArrayLike) -> Any:
-        tokens = self._settle(self.stream.sequences(indexes))
-        return (tokens, self._settle(self.stream.document_ids(indexes))) if self.documents else tokens
-
-    def _settle(self, array: Batch) -> Batch:
-        return pinned(array) if self._pin else array
 
     def _put(self, item: Any) -> bool:
         while not self._stop.is_set():
@@ -106,23 +96,12 @@ class Loader:
         return False
 
 
-def _iterate(batches: Iterable[npt.ArrayLike] | Callable[[int], npt.ArrayLike | None]) -> Iterator[npt.ArrayLike]:
-    if not callable(batches):
-        yield from batches
-        return
-    count = 0
-    while (indexes := batches(count)) is not None:
-        yield indexes
-        count += 1
-
-
 def pinned(array: Batch) -> Batch:
     """The same numbers in page-locked memory; `torch.from_numpy` of it is a pinned tensor. Unchanged without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
         return array
-    held = torch.empty(array.shape, dtype=torch.int32, pin_memory=True)
-    view: Batch = held.numpy()
+    view: Batch = torch.empty(array.shape, dtype=torch.int32, pin_memory=True).numpy()
     view[...] = array
     return view

@@ -1,4 +1,4 @@
-"""In which order are n things visited? A permutation that is computed, not stored: any element at any position in constant time and memory.
+"""A permutation that is computed, not stored: any element at any position in constant time and memory.
 
 A Feistel network permutes the numbers below the next power of four; a result outside 0..n-1 is fed in again until it falls
 inside (cycle walking, fewer than four rounds on average). It depends on its key only, so every rank on every machine, with
@@ -17,7 +17,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix64(values: U64) -> U64:
-    """A well-mixed 64-bit hash of each value (the finaliser of splitmix64)."""
+    """A 64-bit hash of each value (the finaliser of splitmix64)."""
     x = values + np.uint64(_GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

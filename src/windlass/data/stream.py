@@ -1,17 +1,16 @@
-"""Which tokens are sequence number i of a run? A pure function of seed and number, the same for any number of ranks, at any position, at once."""
+"""The tokens of sequence number i of a run: a function of seed and number, the same for any number of ranks."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from windlass.config import DataConfig
-from windlass.data.ledger import refuse_unlawful
-from windlass.data.mix import Mixture, Passes, passes, plan_phases, refuse_repeats
+from windlass.data.mix import Mixture, SourcePasses, plan_phases, refuse_repeats, source_passes
 from windlass.data.permute import key_of, mix64
+from windlass.data.provenance import refuse_unlawful
 from windlass.data.store import Store, open_store
 from windlass.errors import ConfigError, DataError
 
@@ -19,38 +18,17 @@ Ints = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.int32]
 
 
-class Stream(Protocol):
-    """An endless order of sequences. Its position is the number of the next sequence; there is no other state."""
-
-    seq_len: int
-    store: Store | None
-    ledger_hash: str | None
-
-    def sequences(self, indexes: npt.ArrayLike) -> Tokens:
-        """(len(indexes), seq_len + 1) tokens: inputs and, shifted by one, targets."""
-        ...
-
-    def identity(self, indexes: npt.ArrayLike) -> tuple[Ints, Ints]:
-        """(source number, window) of each sequence. The same pair comes again only in another pass over the source."""
-        ...
-
-    def document_ids(self, indexes: npt.ArrayLike) -> Tokens:
-        """For each position of each sequence, the number of its document inside the sequence, from 0."""
-        ...
-
-    def epochs(self, tokens: int) -> list[Passes]:
-        """How often each source is read when `tokens` are trained on."""
-        ...
-
-
 class StoreStream:
-    """Windows of a token store, mixed and permuted."""
+    """Windows of a token store, mixed and permuted, in an endless order.
+
+    Its position is the number of the next sequence; there is no other state.
+    """
 
     def __init__(self, store: Store, config: DataConfig, *, seed: int, split: str) -> None:
         names = [name for name in store.sources if split in store.shards[name]]
         if not names:
             raise DataError(
-                "data.split",
+                "data.split-missing",
                 f"{store.path} has no {split!r} split",
                 hint=f"it has {', '.join(store.splits) or 'none'}; set `validation` in the data file and tokenize again",
             )
@@ -59,11 +37,12 @@ class StoreStream:
         self.arrays = [store.tokens(name, split) for name in names]
         # Windows overlap by the one token that is only a target in the first and an input in the second.
         windows = [max(0, (len(array) - 1) // config.seq_len) for array in self.arrays]
+        needed = config.seq_len + 1
         if sum(windows) == 0:
             raise DataError(
-                "data.split-source-tokens",
-                f"the {split} split of {store.path} has no source with {config.seq_len + 1:,} tokens",
-                hint=f"a sequence needs data.seq_len + 1 = {config.seq_len + 1:,} tokens: choose a shorter data.seq_len or more data",
+                "data.too-few-tokens",
+                f"the {split} split of {store.path} has no source with {needed:,} tokens",
+                hint=f"a sequence needs data.seq_len + 1 = {needed:,} tokens: choose a shorter data.seq_len or more data",
             )
         plain = config if split == "train" else config.model_copy(update={"mix": {}, "stages": [], "epochs": {}})
         self.mixture = Mixture(names, windows, plan_phases(plain, names, windows, config.seq_len), seed)
@@ -73,20 +52,22 @@ class StoreStream:
         return self.mixture.names
 
     def sequences(self, indexes: npt.ArrayLike) -> Tokens:
+        """(len(indexes), seq_len + 1) tokens: inputs and, shifted by one, targets."""
         source, window, _ = self.mixture.identity(indexes)
         out = np.empty((source.size, self.seq_len + 1), dtype=np.int32)
-        wanted = list(zip(source.tolist(), window.tolist(), strict=True))
-        for number, place in wanted:  # all of them, so that a slow disk has many requests at a time
+        places = list(zip(source.tolist(), window.tolist(), strict=True))
+        for number, place in places:  # all of them first, so that a slow disk has many requests at a time
             self.arrays[number].expect(place * self.seq_len, self.seq_len + 1)
-        for row, (number, place) in enumerate(wanted):
+        for row, (number, place) in enumerate(places):
             self.arrays[number].copy(place * self.seq_len, out[row])
         return out
 
     def identity(self, indexes: npt.ArrayLike) -> tuple[Ints, Ints]:
-        source, window, _ = self.mixture.identity(indexes)
-        return source, window
+        """(source number, window) of each sequence. The same pair comes again only in another pass over the source."""
+        return self.mixture.identity(indexes)[:2]
 
     def document_ids(self, indexes: npt.ArrayLike) -> Tokens:
+        """For each position of each sequence, the number of its document inside the sequence, from 0."""
         source, window, _ = self.mixture.identity(indexes)
         out = np.zeros((source.size, self.seq_len + 1), dtype=np.int32)
         for row, (number, place) in enumerate(zip(source.tolist(), window.tolist(), strict=True)):
@@ -94,10 +75,11 @@ class StoreStream:
             out[row, self.arrays[number].borders(start + 1, start + self.seq_len + 1) - start] = 1
         return np.cumsum(out, axis=1, dtype=np.int32)
 
-    def epochs(self, tokens: int) -> list[Passes]:
-        return passes(self.mixture, self.config, tokens, self.seq_len, [len(array) for array in self.arrays])
+    def epochs(self, tokens: int) -> list[SourcePasses]:
+        """How often each source is read when `tokens` are trained on."""
+        return source_passes(self.mixture, self.config, tokens, self.seq_len, [len(array) for array in self.arrays])
 
-    def check(self, tokens: int) -> list[Passes]:
+    def check(self, tokens: int) -> list[SourcePasses]:
         """The same report, or an error when a source would be repeated beyond its limit."""
         report = self.epochs(tokens)
         refuse_repeats(report)
@@ -116,51 +98,48 @@ class SyntheticStream:
         self._key = np.uint64(key_of(seed, 0x73796E))
 
     def sequences(self, indexes: npt.ArrayLike) -> Tokens:
-        wanted = np.asarray(indexes, dtype=np.uint64)
-        places = wanted[:, None] * np.uint64(self.seq_len + 1) + np.arange(self.seq_len + 1, dtype=np.uint64)[None, :]
+        numbers = np.asarray(indexes, dtype=np.uint64)
+        places = numbers[:, None] * np.uint64(self.seq_len + 1) + np.arange(self.seq_len + 1, dtype=np.uint64)[None, :]
         return (mix64(places ^ self._key) % np.uint64(self.vocab)).astype(np.int32)
 
     def identity(self, indexes: npt.ArrayLike) -> tuple[Ints, Ints]:
-        wanted = np.asarray(indexes, dtype=np.int64)
-        return np.zeros_like(wanted), wanted
+        numbers = np.asarray(indexes, dtype=np.int64)
+        return np.zeros_like(numbers), numbers
 
     def document_ids(self, indexes: npt.ArrayLike) -> Tokens:
         return np.zeros((np.asarray(indexes).size, self.seq_len + 1), dtype=np.int32)
 
-    def epochs(self, tokens: int) -> list[Passes]:
+    def epochs(self, tokens: int) -> list[SourcePasses]:
         return []
 
-    def check(self, tokens: int) -> list[Passes]:
-        return []
+    check = epochs
 
 
-def open_stream(
-    config: DataConfig, *, seed: int, split: str = "train", vocab: int | None = None
-) -> StoreStream | SyntheticStream:
+Stream = StoreStream | SyntheticStream
+
+
+def open_stream(config: DataConfig, *, seed: int, split: str = "train", vocab: int | None = None) -> Stream:
     """The stream of a recipe's `[data]` table; refuses what does not fit before any token is read."""
     if config.store is None:
         if vocab is None:
             raise ConfigError(
-                "data.synthetic-tokens-need-vocabulary",
-                "synthetic tokens need a vocabulary",
+                "data.vocabulary-missing",
+                "synthetic tokens need a vocabulary size",
                 hint="set data.store, or model.vocab",
             )
         return SyntheticStream(config, seed=seed, vocab=vocab)
     store = open_store(Path(config.store))
     if config.policy == "lawful":
-        refuse_unlawful(store.sources.values(), str(store.path))
-    _refuse_vocabulary(store, vocab)
+        refuse_unlawful(store.sources, str(store.path))
+    max_token = store.max_token if store.max_token is not None else (store.vocab_size or 0) - 1
+    if vocab is not None and max_token >= vocab:
+        needed = max(max_token + 1, store.vocab_size or 0)
+        raise DataError(
+            "data.vocabulary-too-small",
+            f"{store.path} holds token {max_token:,}, but model.vocab is {vocab:,}",
+            hint=f"set model.vocab to at least {needed:,}, or tokenize with the model's tokenizer",
+        )
     stream = StoreStream(store, config, seed=seed, split=split)
     if config.tokens is not None and split == "train":
         stream.check(config.tokens)
     return stream
-
-
-def _refuse_vocabulary(store: Store, vocab: int | None) -> None:
-    largest = store.max_token if store.max_token is not None else (store.vocab_size or 0) - 1
-    if vocab is not None and largest >= vocab:
-        raise DataError(
-            "data.holds-token-but-model",
-            f"{store.path} holds token {largest:,}, but model.vocab is {vocab:,}",
-            hint=f"set model.vocab to at least {max(largest + 1, store.vocab_size or 0):,}, or tokenize with the model's tokenizer",
-        )

@@ -1,7 +1,7 @@
-"""How do sources become a token store on all cores, whatever happens? Plan, lock, do what is missing, account for it, finish.
+"""From sources to a token store on all cores: plan, lock, process the missing chunks, check the counts, join.
 
-The folder `work/` inside the store holds pieces and journals until the store is complete. Killing the job at any moment loses at most
-the chunks under way; the same command, or another with more workers, goes on from there and ends in the same bytes.
+The folder `work/` inside the store holds pieces and journals until the store is complete. Killing the job at any moment
+loses at most the chunks under way; the same command, also with more workers, continues and ends in the same bytes.
 """
 
 from __future__ import annotations
@@ -10,373 +10,273 @@ import contextlib
 import ctypes
 import gc
 import json
-import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from windlass.config.sources import DataFile
 from windlass.data import megatron
-from windlass.data.engines import Choice, choose
-from windlass.data.finish import finish, forget_joined, joining, reject_lines, restate
-from windlass.data.inputs import InputFile, Item, find_files, kind_of, plan_items
-from windlass.data.ledger import refuse_unlawful
-from windlass.data.read import peek
-from windlass.data.schedule import Key, Schedule, make_schedule, missing
-from windlass.data.store import MANIFEST, REJECTS, SourceInfo, hash_json
+from windlass.data.chunk_schedule import make_schedule, unfinished_files
+from windlass.data.chunks import ChunkWorker, TokenizeTask, piece_name
+from windlass.data.engines import choose
+from windlass.data.inputs import ROW_FORMATS, WorkItem, find_files, format_of, plan_items
+from windlass.data.joining import Journal, reject_lines, undo_joining, update_terms, was_joining, write_store
+from windlass.data.provenance import refuse_unlawful
+from windlass.data.readers import first_texts
+from windlass.data.store import MANIFEST, REJECTS, hash_json
 from windlass.data.tokenizer import Tokenizer, load_tokenizer
-from windlass.data.work import Job, Worker, cores, piece_name, stay_with_parent
-from windlass.errors import EXIT_RESUMABLE, DataError, RunError, WindlassError
+from windlass.errors import EXIT_RESUMABLE, DataError, WindlassError
 from windlass.files import append_line, read_json, read_json_lines, write_atomic, write_json
+from windlass.processes import ForkedWorkers, WorkerDiedError, WorkerFailedError, usable_cores
 from windlass.runs.lock import holder, locked
 
-_HOPELESS = 1000
-"""Rejects after which a run in which most documents are rejected stops at once: the field name or format is probably wrong."""
-
-_WARM = 4
-"""Chunks per worker from which on the first is done before workers are forked: they all wait for it, but learn from it."""
-Journal = dict[Key, dict[str, Any]]
-"""What is done: (item, chunk) -> its line."""
-_SELF = -1
-"""Number of this process among its workers."""
-_GROWTH = 100_000_000
-"""Bytes that a worker may grow in any case, also where tokenizer and engine alone are stout."""
-_REREAD = 300_000_000
-"""Bytes that a new worker would rather decompress again, to find its place in a file, than load the engine anew."""
+_EARLY_STOP_REJECTS = 1000  # a run in which most documents are rejected stops at once: probably a wrong field name
+_WARM_UP_CHUNKS = (
+    4  # per worker, from which on the first chunk is done before the fork: all wait for it, but learn from it
+)
+_PARENT = -1  # number of this process among its workers
+_MIN_GROWTH_BYTES = 100_000_000  # that a worker may grow even if tokenizer and engine alone are large
+_REREAD_BYTES = 300_000_000  # above which loading the engine again is cheaper than decompressing up to the same place
+_SETTINGS = (
+    "add_eos", "special_tokens", "dedup", "utf8", "min_chars", "max_chars", "max_document", "validation", "chunk",
+    "shard_tokens",
+)  # fmt: skip
 
 
 class StoppedError(WindlassError):
-    """A signal ended the job; nothing is lost and the same command goes on."""
+    """A signal ended the job; nothing is lost and the same command continues."""
 
     exit_code = EXIT_RESUMABLE
 
 
 @dataclass
-class Progress:
-    """What a progress bar needs; the numbers count this run, `done_bytes` also what earlier ones did."""
+class TokenizeProgress:
+    """Numbers of this run for a progress bar; `done_bytes` includes what earlier runs did."""
 
     total_bytes: int = 0
     done_bytes: int = 0
-    text_bytes: int = 0
     tokens: int = 0
     documents: int = 0
     rejects: int = 0
-    workers: int = 0
     engine: str = ""
     phase: str = "tokenizing"
     started: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
-class Result:
+class TokenizeResult:
+    """What a run did. Tokens, documents and rejects count the store; for an array task, what it did in this run."""
+
     store: Path
-    complete: bool
-    """False: an array task did its share; the store is not joined yet."""
+    complete: bool  # False: an array task did its share; the store is not joined yet
     chunks_done: int
-    chunks_kept: int
-    """Found done by an earlier run."""
+    chunks_kept: int  # done by an earlier run
     engine: str
     tokens: int
-    """These three are of the whole store; of an array task, what it did in this run."""
     documents: int
     rejects: int
     seconds: float
     manifest: dict[str, Any] = field(default_factory=dict)
-    restated: bool = False
-    """The store was complete; only what the ledger says of its sources was brought up to the data file."""
+    restated: bool = False  # the store was complete; only the terms of its sources were updated from the data file
+
+
+ShowProgress = Callable[[TokenizeProgress], None]
 
 
 def tokenize(
-    file: DataFile, *, task: tuple[int, int] | None = None, on_progress: Callable[[Progress], None] | None = None
-) -> Result:
+    file: DataFile, *, task: tuple[int, int] | None = None, on_progress: ShowProgress | None = None
+) -> TokenizeResult:
     """Make the store of a data file, or the share of array task (index, count). Safe to call again at any time."""
-    target, work = Path(file.output), Path(file.output) / "work"
+    target = Path(file.output)
     if file.policy == "lawful":
-        refuse_unlawful([_provenance(name, file) for name in file.sources], "the data file")
+        refuse_unlawful(file.sources, "the data file")
     tokenizer = load_tokenizer(file.tokenizer, eos=file.eos, glance=True)
     if file.add_eos and tokenizer.eos is None:
         raise DataError(
-            "data.names-token-ends-document",
-            f"{tokenizer.path} names no token that ends a document",
+            "data.eos-missing",
+            f"{tokenizer.path} has no token that ends a document",
             hint='set eos = "<name of the token>", or add_eos = false',
         )
     files = {name: find_files(name, source) for name, source in file.sources.items()}
-    _make_folders(target)
-    with _lock(target, work, task), _uncollected():
-        return _run(file, target, work, tokenizer, files, task, on_progress or (lambda progress: None))
+    _make_folder(target)
+    with _lock(target, task):
+        # Python's garbage collector would scan the vocabulary again and again, and there are no cycles in it.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            settings: dict[str, Any] = {"tokenizer": tokenizer.hash, "vocab_size": tokenizer.vocab_size}
+            settings |= {"eos": tokenizer.eos, **{key: getattr(file, key) for key in _SETTINGS}}
+            items = plan_items(file, files, hash_json(settings))
+            eos, dtype = tokenizer.eos if file.add_eos else None, megatron.dtype_for(tokenizer.vocab_size)
+            shared = TokenizeTask(file, settings, None, eos, dtype, target / "work")
+            return _tokenize(shared, tokenizer, items, task, on_progress or (lambda progress: None))
+        finally:
+            if collecting:
+                gc.enable()
 
 
-def _run(
-    file: DataFile,
-    target: Path,
-    work: Path,
+def _tokenize(
+    shared: TokenizeTask,
     tokenizer: Tokenizer,
-    files: dict[str, list[InputFile]],
+    items: list[WorkItem],
     task: tuple[int, int] | None,
-    show: Callable[[Progress], None],
-) -> Result:
-    began = time.monotonic()
-    settings = settings_of(file, tokenizer)
-    items = plan_items(file, files, hash_json(settings))
-    kept = read_json(target / MANIFEST)
-    items, fresh = _what_is_new(items, kept, settings, target, file)
-    restated = restate(target, kept, file) if kept is not None and task is None else None
-    kept = restated or kept
-    if kept is not None and not items:
-        if work.is_dir():  # something was to be added, and is no longer wanted
-            forget_joined(work, target, kept)
-            shutil.rmtree(work, ignore_errors=True)
-        return replace(_result(target, kept, began, 0, 0, ""), restated=restated is not None)
-    _make_folders(work / "pieces", work / "journal", work / "tokenizer")
-    _write_plan(work, settings, items, target, kept)
-    journal = read_journal(work, items)
-    kept_chunks = len(journal)
-    # Joining needs no engine; one is chosen if there are chunks to do.
-    job = Job(file, None, tokenizer.eos if file.add_eos else None, megatron.dtype_for(tokenizer.vocab_size), work)  # type: ignore[arg-type]
-    progress = _do_chunks(job, tokenizer, items, journal, task, show)
-    done = len(journal) - kept_chunks
+    show: ShowProgress,
+) -> TokenizeResult:
+    started = time.monotonic()
+    file, work, target = shared.file, shared.folder, shared.folder.parent
+    manifest = read_json(target / MANIFEST)
+    updated = None
+    if manifest is not None:
+        items = _new_items(items, manifest, shared.settings, target, file)
+        updated = update_terms(target, manifest, file) if task is None else None
+        manifest = updated or manifest
+        if not items:
+            if work.is_dir():  # something was to be added, and is no longer wanted
+                undo_joining(work, target, manifest)
+                shutil.rmtree(work, ignore_errors=True)
+            return replace(_result(target, manifest, started, 0, 0, ""), restated=updated is not None)
+    for name in ("pieces", "journal", "tokenizer"):
+        _make_folder(work / name)
+    plan: dict[str, Any] = {"settings": shared.settings, "items": {}}
+    for item in items:
+        plan["items"].setdefault(item.source, []).append(item.id)
+    old_plan = read_json(work / "plan.json")
+    if old_plan is not None and (old_plan != plan or list(old_plan["items"]) != list(plan["items"])):
+        undo_joining(work, target, manifest)
+    write_json(work / "plan.json", plan)
+    journal = _read_journal(work, items)
+    kept = len(journal)
+    progress = _process_chunks(shared, tokenizer, items, journal, task, show)
+    done = len(journal) - kept
     if task is not None:
-        seconds = time.monotonic() - began
-        return Result(
-            target, False, done, kept_chunks, progress.engine, progress.tokens, progress.documents, progress.rejects, seconds
-        )  # fmt: skip
-    _refuse_missing(items, journal)
-    _refuse_rejects(file, job, items, journal, (work if fresh else target) / REJECTS)
+        counts = (progress.tokens, progress.documents, progress.rejects)
+        return TokenizeResult(target, False, done, kept, progress.engine, *counts, time.monotonic() - started)
+    if unfinished := unfinished_files(items, {key: bool(line["last"]) for key, line in journal.items()}):
+        raise DataError(
+            "data.chunks-missing",
+            f"{len(unfinished)} files are not done, the first is {unfinished[0]}",
+            hint="this is a bug in windlass; run the same command again",
+        )
+    _check_rejects(shared, items, journal, (target if manifest is None else work) / REJECTS)
     progress.phase = "joining"
     show(progress)
-    with _stoppable():
-        try:
-            manifest = finish(job, items, journal, tokenizer, target, kept if fresh else None)
-        except OSError as error:
-            raise _failure(*_trouble(error, job)) from None
-    _log(work, "finished", seconds=time.monotonic() - began)
+    with _stop_on_sigterm(), _explain_failures(work):
+        manifest = write_store(shared, items, journal, tokenizer, target, manifest)
+    _log(work, "finished", seconds=time.monotonic() - started)
     shutil.move(work / "history.jsonl", target / "history.jsonl")
     shutil.rmtree(work, ignore_errors=True)
-    return _result(target, manifest, began, done, kept_chunks, progress.engine)
+    return _result(target, manifest, started, done, kept, progress.engine)
 
 
-def _do_chunks(
-    job: Job,
-    tokenizer: Tokenizer,
-    items: list[Item],
-    journal: Journal,
-    task: tuple[int, int] | None,
-    show: Callable[[Progress], None],
-) -> Progress:
-    """What the journal does not hold yet; an engine is loaded only if there is something to do."""
-    progress = Progress(total_bytes=sum(item.weight for item in items))
-    progress.done_bytes = sum(_chunk_weight(item) for item in items for (name, _) in journal if name == item.id)
-    schedule = make_schedule(items, _ends(journal), task)
-    if schedule.waiting or any(not long.ended for long in schedule.longs):
-        choice = _engine(job.file, tokenizer, items, job.folder)
-        progress.engine = choice.reason
-        show(progress)
-        _log(job.folder, "started", task=task, engine=choice.reason, chunks_kept=len(journal))
-        with _stoppable():
-            _work(replace(job, engine=choice.engine), schedule, items, journal, progress, show, task)
-    return progress
-
-
-def _refuse_missing(items: list[Item], journal: Journal) -> None:
-    if left := missing(items, _ends(journal)):
-        raise DataError(
-            "data.files-done-first",
-            f"{len(left)} files are not done, the first is {left[0]}",
-            hint="this is a fault in windlass; run the same command again",
-        )
-
-
-def _ends(journal: Journal) -> dict[Key, bool]:
-    """(item, chunk) -> whether it was the item's last."""
-    return {key: bool(line["last"]) for key, line in journal.items()}
-
-
-def _result(target: Path, manifest: dict[str, Any], began: float, done: int, kept: int, engine: str) -> Result:
+def _result(
+    target: Path, manifest: dict[str, Any], started: float, done: int, kept: int, engine: str
+) -> TokenizeResult:
     rejects = sum(sum(source["rejected"].values()) for source in manifest["sources"].values())
-    seconds = time.monotonic() - began
-    return Result(
-        target, True, done, kept, engine, manifest["tokens"], manifest["documents"], rejects, seconds, manifest
-    )
+    counts = (manifest["tokens"], manifest["documents"], rejects)
+    return TokenizeResult(target, True, done, kept, engine, *counts, time.monotonic() - started, manifest)
 
 
-def _provenance(name: str, file: DataFile) -> SourceInfo:
-    source = file.sources[name]
-    return SourceInfo(name=name, tokens=0, documents=None, licence=source.licence, origin=source.origin)
-
-
-def settings_of(file: DataFile, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Everything, besides the texts, that decides which bytes are written."""
-    keys = (
-        "add_eos",
-        "special_tokens",
-        "dedup",
-        "utf8",
-        "min_chars",
-        "max_chars",
-        "max_document",
-        "validation",
-        "chunk",
-        "shard_tokens",
-    )
-    return {
-        "tokenizer": tokenizer.hash,
-        "vocab_size": tokenizer.vocab_size,
-        "eos": tokenizer.eos,
-        **{key: getattr(file, key) for key in keys},
-    }
-
-
-def _make_folders(*folders: Path) -> None:
-    for folder in folders:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DataError(
-                "data.store-s-folder-cannot",
-                f"the store's folder {folder} cannot be made: {error.strerror}",
-                hint="choose another `output` in the data file",
-            ) from None
-
-
-# -- adding to a store ---------------------------------------------------------------------------------------------
-
-
-def _what_is_new(
-    items: list[Item], kept: dict[str, Any] | None, settings: dict[str, Any], target: Path, file: DataFile
-) -> tuple[list[Item], bool]:
-    """(items to do, whether they are added to a finished store). A finished source is never done again or changed."""
-    if kept is None:
-        return items, False
-    differ = [key for key, value in settings.items() if kept["settings"].get(key) != value]
-    if differ:
-        shown = "; ".join(f"{key}: {kept['settings'].get(key)!r} there, {settings[key]!r} here" for key in differ)
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
         raise DataError(
-            "data.finished-store-made-other",
-            f"{target} is a finished store made with other settings ({shown})",
+            "data.output-not-writable",
+            f"the store's folder {folder} cannot be created: {error.strerror}",
+            hint="choose another `output` in the data file",
+        ) from None
+
+
+def _log(work: Path, event: str, **values: Any) -> None:
+    append_line(work / "history.jsonl", {"time": time.time(), "event": event, "pid": os.getpid(), **values})
+
+
+def _new_items(
+    items: list[WorkItem], manifest: dict[str, Any], settings: dict[str, Any], target: Path, file: DataFile
+) -> list[WorkItem]:
+    """The items of sources that a finished store does not have. A finished source is never done again or changed."""
+    old = manifest["settings"]
+    if differences := [key for key, value in settings.items() if old.get(key) != value]:
+        listed = "; ".join(f"{key}: {old.get(key)!r} there, {settings[key]!r} here" for key in differences)
+        raise DataError(
+            "data.store-settings-differ",
+            f"{target} is a finished store with other settings ({listed})",
             hint="choose another `output`: tokens of two tokenizers or settings do not mix",
         )
-    by_source = {name: [item.id for item in items if item.source == name] for name in file.sources}
     changed = [
         name
-        for name, ids in by_source.items()
-        if name in kept["sources"] and kept["sources"][name]["items"] != hash_json(sorted(ids))
+        for name, entry in manifest["sources"].items()
+        if name in file.sources and entry["items"] != hash_json(sorted(i.id for i in items if i.source == name))
     ]
     if changed:
         raise DataError(
-            "data.files-those-made",
+            "data.source-files-changed",
             f"the files of {', '.join(changed)} are not those that {target} was made from",
             hint="put new files into a source of another name, or choose another `output`",
         )
-    fresh = [item for item in items if item.source not in kept["sources"]]
-    if fresh and file.dedup == "exact":
+    new = [item for item in items if item.source not in manifest["sources"]]
+    if new and file.dedup == "exact":
         raise DataError(
-            "data.sources-cannot-added-dedup",
+            "data.dedup-cannot-add",
             f'sources cannot be added to {target} with dedup = "exact"',
             hint="the hashes of its documents are gone: make a new store of all sources",
         )
-    return fresh, bool(fresh)
+    return new
 
 
-def _write_plan(
-    work: Path, settings: dict[str, Any], items: list[Item], target: Path, kept: dict[str, Any] | None
-) -> None:
-    by_source: dict[str, list[str]] = {}
-    for item in items:
-        by_source.setdefault(item.source, []).append(item.id)
-    plan, before = {"settings": settings, "items": by_source}, read_json(work / "plan.json")
-    if before is not None and (before != plan or list(before["items"]) != list(by_source)):
-        forget_joined(work, target, kept)
-    write_json(work / "plan.json", plan)
-
-
-# -- journals ------------------------------------------------------------------------------------------------------
-
-
-def read_journal(work: Path, items: list[Item]) -> Journal:
-    """Every chunk that is done: its line stands in a journal. Lines of changed files or settings are passed over, and so are
-    those whose pieces went into a shard that is no longer wanted."""
-    known = {item.id for item in items}
-    there = None if joining(work) else {entry.name for entry in os.scandir(work / "pieces")}
-    found: Journal = {}
+def _read_journal(work: Path, items: list[WorkItem]) -> Journal:
+    """Every finished chunk. Lines of changed files or settings are ignored, and so are those whose pieces are gone."""
+    ids = {item.id for item in items}
+    pieces = None if was_joining(work) else {entry.name for entry in os.scandir(work / "pieces")}
+    journal: Journal = {}
     for path in sorted((work / "journal").glob("*.jsonl")):
         for line in read_json_lines(path):
-            if line.get("item") in known and "files" in line and _has_pieces(line, there):
-                found.setdefault((line["item"], line["chunk"]), line)
-    return found
+            if line.get("item") in ids and "files" in line:
+                names = {piece_name(line["item"], line["chunk"], split) for split in line["pieces"]}
+                if pieces is None or names <= pieces:
+                    journal.setdefault((line["item"], line["chunk"]), line)
+    return journal
 
 
-def _has_pieces(line: dict[str, Any], there: set[str] | None) -> bool:
-    return there is None or all(piece_name(line["item"], line["chunk"], split) in there for split in line["pieces"])
-
-
-def _log(work: Path, event: str, **facts: Any) -> None:
-    append_line(work / "history.jsonl", {"time": time.time(), "event": event, "pid": os.getpid(), **facts})
-
-
-def _chunk_weight(item: Item) -> int:
-    return item.weight // item.chunks if item.chunks else min(item.step, item.weight)
+# -- locks and failures --------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Python's collector off: it would look through a whole vocabulary again and again, and there are no cycles to find in it."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
-
-
-# -- locks and signals ---------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _lock(target: Path, work: Path, task: tuple[int, int] | None) -> Iterator[None]:
+def _lock(target: Path, task: tuple[int, int] | None) -> Iterator[None]:
     """One job per store, or many tasks of one array, but not both."""
     from windlass.clusters.scheduler import job_id
 
     main = target / ".tokenize.lock"
-    mine = main if task is None else work / f"task-{task[0]:05d}.lock"
-    others = sorted(work.glob("task-*.lock")) if task is None else [main]
-    busy = next((path for path in others if holder(path) is not None), None)
-    if busy is not None:
-        raise _occupied(target, holder(busy) or {})
-    try:
-        with locked(mine, job_id()):
-            yield
-    except RunError as error:
-        if "is being written by another process" not in error.message:
-            raise
-        raise _occupied(target, holder(mine) or {}) from None
-
-
-def _occupied(target: Path, who: dict[str, object]) -> DataError:
-    name = f"host {who.get('host', 'unknown')}, pid {who.get('pid', 'unknown')}" + (
-        f", job {who['job']}" if who.get("job") else ""
-    )
-    return DataError(
-        "data.being-written-another-tokenize",
-        f"{target} is being written by another tokenize job ({name})",
-        hint="wait for it, stop it, or choose another `output`",
-    )
+    own = main if task is None else target / "work" / f"task-{task[0]:05d}.lock"
+    others = sorted((target / "work").glob("task-*.lock")) if task is None else [main]
+    for path in (own, *others):
+        if (owner := holder(path)) is not None:
+            job = f", job {owner['job']}" if owner.get("job") else ""
+            raise DataError(
+                "data.store-locked",
+                f"{target} is being written by another tokenize job "
+                f"(host {owner.get('host', 'unknown')}, pid {owner.get('pid', 'unknown')}{job})",
+                hint="wait for it, stop it, or choose another `output`",
+            )
+    with locked(own, job_id()):
+        yield
 
 
 @contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
-    """SIGTERM (the queue's time limit) ends the job with a message and the exit code of a job that can be continued."""
+def _stop_on_sigterm() -> Iterator[None]:
+    """SIGTERM (the queue's time limit) ends the job with the exit code of a job that can be continued."""
 
     def stop(number: int, frame: object) -> None:
         raise StoppedError(
-            f"stopped by {signal.Signals(number).name}", hint="run the same command again: it does only what is missing"
+            "data.stopped",
+            f"stopped by {signal.Signals(number).name}",
+            hint="run the same command again: it does only what is missing",
         )
 
     try:
@@ -390,264 +290,167 @@ def _stoppable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-# -- the engine ----------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def _explain_failures(work: Path) -> Iterator[None]:
+    """Turn failures of the disk and of workers into errors that say how to continue."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            "data.disk-failed",
+            f"cannot write to disk: {error.strerror} ({error.filename or work})",
+            hint="free some space (or quota) and run the same command again: finished chunks are kept",
+        ) from None
+    except WorkerDiedError as error:
+        raise DataError(
+            "data.worker-died",
+            str(error),
+            hint="run the same command again: at most the chunks under way are repeated",
+        ) from None
+    except WorkerFailedError as error:
+        hint = "this is a bug in windlass; please report it with the traceback above"
+        raise DataError("data.worker-failed", str(error), hint=hint) from None
 
 
-def _engine(file: DataFile, tokenizer: Tokenizer, items: list[Item], work: Path) -> Choice:
+# -- chunks --------------------------------------------------------------------------------------------------------
+
+
+def _process_chunks(
+    shared: TokenizeTask,
+    tokenizer: Tokenizer,
+    items: list[WorkItem],
+    journal: Journal,
+    task: tuple[int, int] | None,
+    show: ShowProgress,
+) -> TokenizeProgress:
+    """Process what is not in the journal yet; an engine is loaded only if there is something to do."""
+    by_id = {item.id: item for item in items}
+    progress = TokenizeProgress(total_bytes=sum(item.weight for item in items))
+    progress.done_bytes = sum(by_id[name].chunk_weight for name, _ in journal)
+    schedule = make_schedule(items, {key: bool(line["last"]) for key, line in journal.items()}, task)
+    if not schedule.waiting and not schedule.compressed:
+        return progress
+    file = shared.file
     sample: list[str] = []
     for name, source in file.sources.items():
         first = next((item for item in items if item.source == name), None)
-        sample += peek(first, source, 4000)[:8] if first is not None else []
-    specials = file.special_tokens == "parse"
-    return choose(tokenizer, file.engine, specials=specials, sample=sample[:32], cache=work / "tokenizer")
+        sample += first_texts(first, source, 8, 4000) if first is not None else []
+    specials, cache = file.special_tokens == "parse", shared.folder / "tokenizer"
+    choice = choose(tokenizer, file.engine, specials=specials, sample=sample[:32], cache=cache)
+    shared, progress.engine = replace(shared, engine=choice.engine), choice.reason
+    workers = file.workers or usable_cores()
+    show(progress)
+    _log(shared.folder, "started", task=task, engine=choice.reason, chunks_kept=len(journal))
 
-
-# -- workers -------------------------------------------------------------------------------------------------------
-
-
-def _work(
-    job: Job,
-    schedule: Schedule,
-    items: list[Item],
-    journal: Journal,
-    progress: Progress,
-    show: Callable[[Progress], None],
-    task: tuple[int, int] | None,
-) -> None:
-    """Fork workers, hand out chunks, collect journal lines. Ends with an error as soon as one worker reports one."""
-    by_id = {item.id: item for item in items}
-    workers = progress.workers = job.file.workers or cores()
-
-    def hear(kind: str, *rest: Any) -> None:
-        if kind == "progress":
-            progress.text_bytes, progress.tokens = progress.text_bytes + rest[0], progress.tokens + rest[1]
-            progress.documents, progress.rejects = progress.documents + rest[2], progress.rejects + rest[3]
-            _stop_hopeless(job.file, progress)
-        elif kind == "done":
-            line = rest[0]
-            item = by_id[line["item"]]
-            journal[(line["item"], line["chunk"])] = line
-            schedule.finished(item, bool(line["last"]))
-            progress.done_bytes += _chunk_weight(item)
+    def receive(message: dict[str, Any] | tuple[int, int, int]) -> None:
+        """A finished chunk's journal line, or numbers of progress."""
+        if isinstance(message, dict):
+            journal[(message["item"], message["chunk"])] = message
+            schedule.finished(by_id[message["item"]], bool(message["last"]))
+            progress.done_bytes += by_id[message["item"]].chunk_weight
         else:
-            raise _failure(*rest)
+            progress.tokens += message[0]
+            progress.documents += message[1]
+            progress.rejects += message[2]
+            total = progress.rejects + progress.documents
+            if progress.rejects > max(_EARLY_STOP_REJECTS, file.max_rejects) and progress.rejects > progress.documents:
+                raise DataError(
+                    "data.most-documents-rejected",
+                    f"{progress.rejects:,} of the first {total:,} documents were rejected: stopped early",
+                    hint="is `field` the name of the text field, and `format` right? See work/pieces/*.rejects",
+                )
         show(progress)
 
-    if job.engine.before_fork and workers > 1 and schedule.left() >= _WARM * workers:
-        _first_chunk(job, schedule, hear, task)
-    gc.freeze()  # what is loaded now is shared with the workers; the collector would copy it page by page
-    team = _Team(job, by_id, workers, task)
-    try:
-        for number, message in team.messages():
-            if message[0] == "ready":
-                found = schedule.next(number)
-                team.send(number, None if found is None else (found[0].id, found[1]))
-            else:
-                hear(*message)
-    finally:
-        team.close()
-        gc.unfreeze()
+    def journal_path(name: str) -> Path:
+        return shared.folder / "journal" / f"{'main' if task is None else f'task-{task[0]:05d}'}-{name}.jsonl"
 
+    def serve(connection: Connection, number: int) -> bool:
+        worker = ChunkWorker(shared, journal_path(f"{number:03d}"), lambda *numbers: connection.send(numbers))
+        return _serve_chunks(shared, worker, by_id, connection)
 
-def _first_chunk(job: Job, schedule: Schedule, hear: Callable[..., None], task: tuple[int, int] | None) -> None:
-    """Do one chunk here, before workers are forked: the words that the engine learns in it are then known to all of them."""
-    found = schedule.next(_SELF)
-    if found is None:
-        return
-    worker = Worker(job, _journal(job, task, "first"), lambda *numbers: hear("progress", *numbers))
-    try:
-        hear("done", worker.do(*found))
-    except OSError as error:
-        hear("error", *_trouble(error, job))
-    finally:
-        worker.close()
-        schedule.release(_SELF)
-
-
-def _journal(job: Job, task: tuple[int, int] | None, name: str) -> Path:
-    return job.folder / "journal" / f"{'main' if task is None else f'task-{task[0]:05d}'}-{name}.jsonl"
-
-
-def _trouble(error: Exception, job: Job) -> tuple[str, str, str | None]:
-    """(kind, text, hint): an error in a form that passes through a pipe."""
-    if isinstance(error, OSError):
-        return "disk", f"{error.strerror} ({error.filename or job.folder})", None
-    if isinstance(error, WindlassError):
-        return "data", error.message, error.hint
-    hint = "this is a fault in windlass; please report it with the traceback above"
-    return "fault", f"{type(error).__name__}: {error}", hint
-
-
-def _failure(kind: str, text: str, hint: str | None) -> WindlassError:
-    if kind == "disk":
-        return DataError(
-            "data.disk-refused",
-            f"the disk refused: {text}",
-            hint="free some space (or quota) and run the same command again: what is done stays done",
-        )
-    return DataError("data.failed", text, hint=hint)
-
-
-def _stop_hopeless(file: DataFile, progress: Progress) -> None:
-    if progress.rejects > max(_HOPELESS, file.max_rejects) and progress.rejects > progress.documents:
-        raise DataError(
-            "data.first-documents-rejected-stopped",
-            f"{progress.rejects:,} of the first {progress.rejects + progress.documents:,} documents were rejected: stopped early",
-            hint="is `field` the name of the text field, and `format` right? The reasons stand in work/pieces/*.rejects",
-        )
-
-
-class _Team:
-    """Forked workers and the pipes to them."""
-
-    def __init__(self, job: Job, items: dict[str, Item], count: int, task: tuple[int, int] | None) -> None:
-        self.job, self.items, self.task = job, items, task
-        self.members: dict[int, tuple[Any, Connection]] = {}
-        for number in range(count):
-            self._start(number)
-
-    def _start(self, number: int) -> None:
-        context = multiprocessing.get_context("fork")
-        ours, theirs = context.Pipe()
-        foreign = [c for _, c in self.members.values()] + [ours]
-        book = _journal(self.job, self.task, f"{number:03d}")
-        process = context.Process(target=_member, args=(self.job, self.items, theirs, foreign, book), daemon=True)
-        process.start()
-        theirs.close()
-        self.members[number] = (process, ours)
-
-    def _relieve(self, number: int) -> Connection:
-        """A new worker in the place of one that ends: it knows what this process knew when it was forked, and has little memory."""
-        process, connection = self.members.pop(number)
-        connection.close()
-        process.join()
-        self._start(number)
-        return self.members[number][1]
-
-    def send(self, number: int, message: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self.members[number][1].send(message)
-
-    def messages(self) -> Iterator[tuple[int, Any]]:
-        """Every message of every worker until all have ended; a worker that dies without a word is an error."""
-        open_ = {connection: number for number, (_, connection) in self.members.items()}
-        while open_:
-            for connection in wait(list(open_)):
-                number = open_[connection]  # type: ignore[index]
-                try:
-                    message = self.members[number][1].recv()
-                except (EOFError, ConnectionResetError):
-                    process = self.members[number][0]
-                    process.join(5)
-                    raise DataError(
-                        "data.failed",
-                        _died(process.exitcode),
-                        hint="run the same command again: at most the chunks under way are repeated",
-                    ) from None
-                if message[0] == "bye":
-                    del open_[connection]  # type: ignore[arg-type]
-                elif message[0] == "stout":
-                    del open_[connection]  # type: ignore[arg-type]
-                    open_[self._relieve(number)] = number
+    with _stop_on_sigterm(), _explain_failures(shared.folder):
+        # What the engine learns from a chunk before the fork, all workers know.
+        if choice.engine.usable_before_fork and workers > 1 and schedule.chunks_left() >= _WARM_UP_CHUNKS * workers:
+            worker = ChunkWorker(shared, journal_path("first"), lambda *numbers: receive(numbers))
+            try:
+                if (chunk := schedule.next(_PARENT)) is not None:
+                    receive(worker.process(*chunk))
+            finally:
+                worker.close()
+                schedule.release(_PARENT)
+        gc.freeze()  # what is loaded now is shared with the workers; the collector would copy it page by page
+        pool = ForkedWorkers(serve, workers)
+        try:
+            for number, message in pool.messages():
+                if message is None:  # the worker is ready for a chunk
+                    chunk = schedule.next(number)
+                    pool.send(number, None if chunk is None else (chunk[0].id, chunk[1]))
                 else:
-                    yield number, message
-
-    def close(self) -> None:
-        for process, connection in self.members.values():
-            connection.close()
-            if process.is_alive():
-                process.join(0.2)
-            if process.is_alive():
-                process.kill()
-            process.join()
+                    receive(message)
+        finally:
+            pool.close()
+            gc.unfreeze()
+    return progress
 
 
-def _died(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"a worker was killed by {signal.Signals(-code).name}" + (" (out of memory?)" if code == -9 else "")
-    return f"a worker ended with exit code {code}"
+def _serve_chunks(
+    shared: TokenizeTask, worker: ChunkWorker, items: dict[str, WorkItem], connection: Connection
+) -> bool:
+    """In a worker: ask for chunks and process them. True: the worker's memory is full and another should continue."""
+    engine = shared.engine
+    assert engine is not None
+    max_bytes = max(engine.max_worker_bytes, resident_bytes() + _MIN_GROWTH_BYTES)
+    while True:
+        connection.send(None)
+        if (chunk := connection.recv()) is None:
+            return False
+        connection.send(worker.process(items[chunk[0]], chunk[1]))
+        gc.collect()  # cheap: what was loaded before the fork is frozen
+        if resident_bytes() > max_bytes:
+            if worker.decompressed_bytes < _REREAD_BYTES:
+                return True
+            engine.reload()
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL(None).malloc_trim(0)
+            max_bytes = max(engine.max_worker_bytes, resident_bytes() + _MIN_GROWTH_BYTES)
 
 
-def _member(job: Job, items: dict[str, Item], connection: Connection, foreign: list[Connection], book: Path) -> None:
-    """A worker's life: ask, do, report, until told to stop or the parent is gone."""
-    stay_with_parent()
-    for other in foreign:  # a pipe that this process holds open would hide the parent's death from another worker
-        other.close()
-    worker = Worker(job, book, lambda *numbers: connection.send(("progress", *numbers)))
-    limit = max(job.engine.stout, resident() + _GROWTH)
-    try:
-        while True:
-            connection.send(("ready",))
-            if (told := connection.recv()) is None:
-                connection.send(("bye",))
-                return
-            connection.send(("done", worker.do(items[told[0]], told[1])))
-            gc.collect()  # what was loaded before the fork is frozen, so little is looked at
-            if resident() > limit:
-                if not _slimmed(job, worker):
-                    connection.send(("stout",))
-                    return
-                limit = max(job.engine.stout, resident() + _GROWTH)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        os._exit(1)
-    except Exception as error:
-        if not isinstance(error, (OSError, WindlassError)):
-            import traceback
-
-            traceback.print_exc(file=sys.stderr)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # another one's trouble was heard first
-            connection.send(("error", *_trouble(error, job)))
-
-
-def resident() -> int:
-    """Bytes of memory of this process; 0 where the system does not say (then no worker is relieved)."""
+def resident_bytes() -> int:
+    """Memory of this process; 0 where the system does not say (then no worker is replaced)."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
 
 
-def _slimmed(job: Job, worker: Worker) -> bool:
-    """Load the engine anew where a new worker would have to decompress too much again; False: let a new worker take over."""
-    if worker.depth < _REREAD or job.engine.renew is None:
-        return False
-    job.engine.renew()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-    return True
-
-
 # -- rejects -------------------------------------------------------------------------------------------------------
 
 
-def _refuse_rejects(file: DataFile, job: Job, items: list[Item], journal: Journal, listing: Path) -> None:
-    """More rejects than allowed, or a damaged file: say so, list them, keep everything, and let the user decide."""
+def _check_rejects(shared: TokenizeTask, items: list[WorkItem], journal: Journal, listing: Path) -> None:
+    """More rejects than allowed, or a damaged file: list them, keep everything, and let the user decide."""
+    file = shared.file
     total = sum(line["rejects"] for line in journal.values())
-    damaged = sorted(
-        {(part["file"], part["damage"]) for line in journal.values() for part in line["files"] if part["damage"]}
-    )
-    if total <= file.max_rejects and (not damaged or file.allow_damaged):
+    parts = [part for line in journal.values() for part in line["files"]]
+    damaged = sorted({(part["file"], part["damage"]) for part in parts if part["damage"]})
+    too_many, unallowed_damage = total > file.max_rejects, bool(damaged) and not file.allow_damaged
+    if not too_many and not unallowed_damage:
         return
-    lines = list(reject_lines(job, items, journal))
+    lines = list(reject_lines(shared, items, journal))
     write_atomic(listing, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    said = [f"{path}: {reason}" for path, reason in damaged[:10]]
-    said += [f"{line['file']}, {_place(line['file'])} {line['line']}: {line['reason']}" for line in lines[:10]]
-    more = f"\n  and more in {listing}" if len(lines) > 10 else ""
-    refused, broken = total > file.max_rejects, damaged and not file.allow_damaged
-    what = [f"{_many(total, 'document was', 'documents were')} rejected, {file.max_rejects:,} are allowed"] * refused
-    what += [f"{_many(len(damaged), 'file is', 'files are')} damaged"] * bool(broken)
-    keys = ["max_rejects"] * refused + ["allow_damaged = true"] * bool(broken)
+    details = [f"{path}: {reason}" for path, reason in damaged[:10]]
+    for line in lines[:10]:
+        place = "row" if format_of(line["file"])[0] in ROW_FORMATS else "line"
+        details.append(f"{line['file']}, {place} {line['line']}: {line['reason']}")
+    details += [f"and more in {listing}"] if len(lines) > 10 else []
+    problems, keys = [], []
+    if too_many:
+        problems.append(f"{total:,} rejected document{'s' * (total != 1)}, {file.max_rejects:,} allowed")
+        keys.append("max_rejects")
+    if unallowed_damage:
+        problems.append(f"{len(damaged):,} damaged file{'s' * (len(damaged) != 1)}")
+        keys.append("allow_damaged = true")
     raise DataError(
-        "data.failed",
-        f"{' and '.join(what)}:\n  " + "\n  ".join(said) + more,
+        "data.documents-rejected" if too_many else "data.files-damaged",
+        f"{' and '.join(problems)}:\n  " + "\n  ".join(details),
         hint=f"all other documents are done and kept: repair the files, or set {' and '.join(keys)}, and run again",
     )
-
-
-def _many(count: int, one: str, more: str) -> str:
-    return f"{count:,} {one if count == 1 else more}"
-
-
-def _place(file: str) -> str:
-    """What a document is called in a file of this kind."""
-    return "row" if kind_of(file)[0] in ("parquet", "arrow") else "line"

@@ -1,7 +1,8 @@
-"""How does text become numbers, exactly? The reference reader of each kind of tokenizer file; engines are checked against it.
+"""Tokenizer files and their reference implementations; engines are checked against these.
 
-Kinds: `json` (Hugging Face tokenizers), `ranks` (tiktoken's base64 ranks, as Llama-3's tokenizer.model), `tekken` (Mistral's JSON)
-and `sentencepiece`. Text that looks like a special token is ordinary text unless `specials` asks otherwise; nothing is stripped.
+Kinds: `json` (Hugging Face tokenizers), `ranks` (base64 ranks of tiktoken, such as Llama-3's tokenizer.model), `tekken`
+(Mistral's JSON) and `sentencepiece`. Text that looks like a special token is ordinary text unless `specials` is set;
+nothing is stripped.
 """
 
 from __future__ import annotations
@@ -11,14 +12,21 @@ import binascii
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from windlass.data import import_optional
 from windlass.errors import DataError
 from windlass.files import write_atomic
+
+orjson: Any
+try:
+    import orjson
+except ImportError:  # ten times slower, same result
+    orjson = None
 
 _EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -29,8 +37,9 @@ _O200K = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN = _CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
-# A file of ranks says neither how text is split nor which ids are special; the number of ranks tells the published ones apart.
-_RANKS = {
+# A file of ranks holds neither the split pattern nor the special ids; the number of ranks tells the published ones apart.
+# Number of ranks -> (name, split pattern, vocabulary size, end token's id, end token)
+_PUBLISHED_RANKS = {
     128_000: ("llama-3", _CL100K, 128_256, 128_001, "<|end_of_text|>"),
     200_000: ("llama-4", _O200K, 202_048, 200_001, "<|end_of_text|>"),
     100_256: ("cl100k", _CL100K, 100_277, 100_257, "<|endoftext|>"),
@@ -38,15 +47,16 @@ _RANKS = {
     151_643: ("qwen", _QWEN, 151_936, 151_643, "<|endoftext|>"),
 }
 
+FindId = Callable[[str], int | None]  # from the name of a special token to its id
+
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer file and what must be known of it before a token is written."""
+    """A tokenizer file with its vocabulary size (largest id + 1, special tokens included) and end-of-document token."""
 
     path: Path
     kind: str
     vocab_size: int
-    """One more than the largest id, specials included."""
     eos: int | None
 
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
@@ -59,82 +69,73 @@ class Tokenizer:
     def hash(self) -> str:
         return hashlib.sha256(self.path.read_bytes()).hexdigest()
 
-    def engine_json(self, *, specials: bool = False) -> str | None:
-        """The same tokenizer as a Hugging Face JSON, for engines that read only that; None when it cannot be said."""
+    def engine_json(self) -> str | None:
+        """The same tokenizer as a Hugging Face JSON, for engines that read only that; None when it has no such form."""
         return None
 
     @property
     def offset(self) -> int:
-        """What to add to the ids an engine gets from `engine_json`."""
+        """Added to the ids of an engine that was loaded from `engine_json`."""
         return 0
 
 
 @dataclass(frozen=True)
 class JsonTokenizer(Tokenizer):
+    """A Hugging Face tokenizer.json.
+
+    Optional state in `__dict__`: `added`, ids of added tokens that were read off the file; `_cut`, a file reduced to what
+    a sample of texts can touch and its added ids; `_inner`, the library's tokenizer.
+    """
+
     @cached_property
     def _inner(self) -> Any:
-        if (cut := self.__dict__.get("_cut")) is not None:
-            inner = _read_json_tokenizer(self.path, cut[0])
-            self._agree(inner, cut[1])
-        else:
-            inner = _read_json_tokenizer(self.path)
-            self._agree(inner, self.__dict__.get("added", {}))
-        return inner
-
-    def _agree(self, inner: Any, added: dict[str, int]) -> None:
-        """Ids of added tokens were read off the file: the library has the last word."""
-        for name, number in added.items():
+        raw, added = self.__dict__.get("_cut") or (None, self.__dict__.get("added", {}))
+        inner = load_json_tokenizer(self.path, raw)
+        for name, number in added.items():  # read off the file: check them against the library
             if inner.token_to_id(name) != number:
                 raise DataError(
-                    "data.token-tokenizers-library-expected",
-                    f"{self.path}: the token {name!r} is {inner.token_to_id(name)} to the tokenizers library, {number} was expected",
-                    hint="this is a fault in windlass; please report it with the version of tokenizers",
+                    "data.token-id-mismatch",
+                    f"{self.path}: the tokenizers library gives the token {name!r} the id {inner.token_to_id(name)}, "
+                    f"{number} was expected",
+                    hint="this is a bug in windlass; please report it with the version of tokenizers",
                 )
+        return inner
 
     def cut_to(self, texts: Sequence[str]) -> None:
-        """Until `forget`, whoever reads the file first gets an answer for these texts only: what they cannot touch of a plain
-        byte-level BPE is left out. Added tokens then have other ids, by the same rule; that rule is compared with the library's."""
-        from windlass.data.reference import small_json
+        """Until `forget`, load only what these texts can touch, if the file has not been loaded already.
 
-        if "_inner" not in self.__dict__ and (small := small_json(self.parsed, texts)) is not None:
-            plain = _plain_ids(small)
-            self.__dict__["_cut"] = dump_json(small), plain[1] if plain else {}
+        Added tokens then have other ids, numbered by the same rule, which is checked against the library's.
+        """
+        if "_inner" not in self.__dict__ and (small := reduce_json(self.parsed, texts)) is not None:
+            ids = _ids_in_file(small)
+            self.__dict__["_cut"] = dump_json(small), ids[1] if ids else {}
 
     @cached_property
     def parsed(self) -> Any:
-        """The file as JSON: tens of megabytes, so whoever needs it no longer calls `forget`."""
+        """The file as JSON: tens of megabytes, freed by `forget`."""
         return parse_json(self.path.read_bytes())
 
     def forget(self) -> None:
         self.__dict__.pop("parsed", None)
         self.__dict__.pop("_cut", None)
 
-    def token_id(self, name: str) -> int | None:
-        if (added := self.__dict__.get("added")) is None:
-            number: int | None = self._inner.token_to_id(name)
-            return number
-        return added.get(name, self.parsed["model"]["vocab"].get(name))  # type: ignore[no-any-return]
-
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
         self._inner.encode_special_tokens = not specials
-        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
-        return ids
+        return list(self._inner.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        text: str = self._inner.decode([int(i) for i in ids], skip_special_tokens=False)
-        return text
+        return str(self._inner.decode([int(i) for i in ids], skip_special_tokens=False))
 
-    def engine_json(self, *, specials: bool = False) -> str | None:
+    def engine_json(self) -> str | None:
         return self.path.read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class RanksTokenizer(Tokenizer):
-    """tiktoken's ranks, and tekken's, whose ids start after its special ones."""
+    """tiktoken's ranks, and tekken's, whose ranks begin after its special tokens."""
 
     pattern: str
-    first: int
-    """Id of rank 0."""
+    first: int  # id of rank 0
     specials: tuple[tuple[str, int], ...]
 
     @property
@@ -147,9 +148,8 @@ class RanksTokenizer(Tokenizer):
 
     @cached_property
     def inner(self) -> Any:
-        tiktoken = _need("tiktoken")
         inner_specials = {name: number - self.first for name, number in self.specials if number >= self.first}
-        return tiktoken.Encoding(
+        return import_optional("tiktoken").Encoding(
             self.path.name, pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens=inner_specials
         )
 
@@ -162,7 +162,7 @@ class RanksTokenizer(Tokenizer):
         parts = (names[int(i)] if int(i) in names else self.inner.decode_bytes([int(i) - self.first]) for i in ids)
         return b"".join(parts).decode("utf-8", errors="replace")
 
-    def engine_json(self, *, specials: bool = False) -> str | None:
+    def engine_json(self) -> str | None:
         return ranks_to_json(self.ranks, self.pattern)
 
 
@@ -170,254 +170,183 @@ class RanksTokenizer(Tokenizer):
 class SentencePieceTokenizer(Tokenizer):
     @cached_property
     def inner(self) -> Any:
-        return _read_sentencepiece(self.path)
+        return _load_sentencepiece(self.path)
 
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
-        ids: list[int] = self.inner.encode(text)
-        return ids
+        return list(self.inner.encode(text))
 
     def decode(self, ids: Iterable[int]) -> str:
-        text: str = self.inner.decode([int(i) for i in ids])
-        return text
+        return str(self.inner.decode([int(i) for i in ids]))
+
+
+# -- opening -------------------------------------------------------------------------------------------------------
 
 
 def load_tokenizer(path: Path | str, *, eos: str | int | None = None, glance: bool = False) -> Tokenizer:
     """The tokenizer of a file or folder. `eos` overrides which token ends a document, by name or id.
 
-    `glance`: read off a JSON only what must be known before the first token. The library that is the reference then reads the file
-    when a text is first encoded, wherever that happens, and complains there if it cannot.
+    `glance`: read only what must be known before the first token off a JSON. The library then loads the file when a text
+    is first encoded, and complains there if it cannot.
     """
-    file = _find(Path(path))
-    made = _open(file, glance=glance)
+    file = _find_file(Path(path))
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(4096)
+    except OSError as error:
+        raise DataError(
+            "data.tokenizer-unreadable",
+            f"the tokenizer {file} cannot be read: {error.strerror}",
+            hint="check its permissions",
+        ) from None
+    first_line = head.split(b"\n", 1)[0].split()
+    tokenizer: Tokenizer
+    find_id: FindId
+    # A tekken file is 15 MB of JSON: look at its beginning instead of parsing it.
+    if (b'"config"' in head and b'"default_num_special_tokens"' in head) or (
+        b'"token_bytes"' in head and b'"rank"' in head
+    ):
+        tokenizer, find_id = _open_tekken(file)
+    elif file.suffix == ".json" or head.lstrip()[:1] == b"{":
+        tokenizer, find_id = _open_json(file, glance=glance)
+    elif len(first_line) == 2 and first_line[1].isdigit():
+        tokenizer, find_id = _open_ranks(file)
+    else:
+        inner = _load_sentencepiece(file)
+        end = inner.eos_id() if inner.eos_id() >= 0 else None
+        tokenizer = SentencePieceTokenizer(file, "sentencepiece", inner.vocab_size(), end)
+        tokenizer.__dict__["inner"] = inner
+        find_id = {inner.id_to_piece(number): number for number in range(inner.vocab_size())}.get
     if eos is not None:
-        object.__setattr__(made, "eos", _named_eos(made, eos))
-    if isinstance(made, JsonTokenizer) and not glance:
-        made.forget()
-    return made
+        number = find_id(eos) if isinstance(eos, str) else eos
+        if number is None or not 0 <= number < tokenizer.vocab_size:
+            raise DataError(
+                "data.eos-unknown",
+                f"eos = {eos!r} is not a token of {file}, which has {tokenizer.vocab_size:,} ids",
+                hint="name one of its special tokens, or an id",
+            )
+        object.__setattr__(tokenizer, "eos", number)
+    if isinstance(tokenizer, JsonTokenizer) and not glance:
+        tokenizer.forget()
+    return tokenizer
 
 
-def _open(file: Path, *, glance: bool) -> Tokenizer:
-    head = _head(file)
-    if file.suffix == ".json" or head.lstrip()[:1] == b"{":
-        return _open_tekken(file) if _is_tekken(file) else _open_json(file, glance=glance)
-    if _looks_like_ranks(head):
-        return _open_ranks(file)
-    return _open_sentencepiece(file)
-
-
-def _find(path: Path) -> Path:
-    if path.is_file():
-        return path
-    if path.is_dir():
-        for name in ("tokenizer.json", "tekken.json", "tokenizer.model"):
-            if (path / name).is_file():
-                return path / name
-        for found in sorted([*path.glob("*.tiktoken"), *path.glob("*.model"), *path.glob("tekken*.json")]):
-            return found
-    what = "holds no tokenizer file" if path.is_dir() else "does not exist"
+def _find_file(path: Path) -> Path:
+    names = ("tokenizer.json", "tekken.json", "tokenizer.model", "*.model", "*.tiktoken", "tekken*.json")
+    candidates = [path] if not path.is_dir() else [file for name in names for file in sorted(path.glob(name))]
+    for file in candidates:
+        if file.is_file():
+            return file
+    reason = "has no tokenizer file" if path.is_dir() else "does not exist"
     raise DataError(
-        "data.tokenizer",
-        f"the tokenizer {path} {what}",
+        "data.tokenizer-missing",
+        f"the tokenizer {path} {reason}",
         hint="name a tokenizer.json, a tokenizer.model (tiktoken ranks or SentencePiece), a tekken.json, or their folder",
     )
 
 
-def _head(file: Path) -> bytes:
-    try:
-        with file.open("rb") as opened:
-            return opened.read(4096)
-    except OSError as error:
-        raise DataError(
-            "data.tokenizer-cannot-read",
-            f"the tokenizer {file} cannot be read: {error.strerror}",
-            hint="check its permissions",
-        ) from None
+def parse_json(raw: bytes) -> Any:
+    return orjson.loads(raw) if orjson else json.loads(raw)
 
 
-def _looks_like_ranks(head: bytes) -> bool:
-    first = head.split(b"\n", 1)[0].split()
-    return len(first) == 2 and first[1].isdigit()
+def dump_json(value: Any) -> bytes:
+    return orjson.dumps(value) if orjson else json.dumps(value, ensure_ascii=False).encode()
 
 
-def _need(package: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise DataError(
-            "data.tokenizer-needs-package-installed",
-            f"this tokenizer needs the package {package!r}, which is not installed",
-            hint="pip install 'windlass[data]'",
-        ) from None
-
-
-# -- Hugging Face JSON ---------------------------------------------------------------------------------------------
-
-
-def _read_json_tokenizer(file: Path, raw: bytes | None = None) -> Any:
-    # A tokenizer that was used before a fork must not have threads of its own.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    tokenizers = _need("tokenizers")
+def load_json_tokenizer(file: Path, raw: bytes | None = None) -> Any:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would not survive a fork
+    tokenizers = import_optional("tokenizers")
     try:
         inner = tokenizers.Tokenizer.from_file(str(file)) if raw is None else tokenizers.Tokenizer.from_buffer(raw)
     except Exception as error:
         raise DataError(
-            "data.tokenizers-json",
+            "data.tokenizer-damaged",
             f"{file} is not a tokenizers JSON: {error}",
-            hint="is it the tokenizer.json of a model, whole and unchanged?",
+            hint="is it the complete and unchanged tokenizer.json of a model?",
         ) from None
     inner.no_truncation()
     inner.no_padding()
     return inner
 
 
-def parse_json(raw: bytes) -> Any:
-    try:
-        import orjson
-
-        return orjson.loads(raw)
-    except ImportError:  # ten times slower, same answers
-        return json.loads(raw)
-
-
-def dump_json(value: Any) -> bytes:
-    try:
-        import orjson
-
-        return orjson.dumps(value)
-    except ImportError:
-        return json.dumps(value, ensure_ascii=False).encode()
-
-
-def _open_json(file: Path, *, glance: bool) -> Tokenizer:
-    made = _glance(file)
-    if made is None or not glance:  # the library says what is wrong with a file better than we could
-        inner = _read_json_tokenizer(file)
-        made = made or _ask(file, inner)
-        made.__dict__["_inner"] = inner  # what cached_property would read again
-    return made
-
-
-def _ask(file: Path, inner: Any) -> JsonTokenizer:
-    names = {token.content: number for number, token in inner.get_added_tokens_decoder().items()}
-    size = max([inner.get_vocab_size(with_added_tokens=True), *(number + 1 for number in names.values())])
-    return JsonTokenizer(file, "json", size, _json_eos(file, lambda name: names.get(name, inner.token_to_id(name))))
-
-
-def _glance(file: Path) -> JsonTokenizer | None:
-    """Vocabulary size and end token read off the JSON; None where only the library can tell."""
+def _open_json(file: Path, *, glance: bool) -> tuple[Tokenizer, FindId]:
+    """Vocabulary size and end token come from the file where its vocabulary is a plain table, else from the library."""
+    state: dict[str, Any] = {}
+    value, ids = None, None
     try:
         value = parse_json(file.read_bytes())
-        if (plain := _plain_ids(value)) is None:
-            return None
-        vocab, added = plain
-        largest = max(vocab.values(), default=-1)
-        if largest >= len(vocab) and not added.keys() <= vocab.keys():
-            return None  # ids with holes: whether an added token goes into one depends on the library's version
-        size = 1 + max([*added.values(), largest])
+        ids = _ids_in_file(value)
+        if ids and max(ids[0].values(), default=-1) >= len(ids[0]) and not ids[1].keys() <= ids[0].keys():
+            ids = None  # ids with gaps: whether an added token goes into one depends on the library's version
     except (ValueError, TypeError):
-        return None
-    made = JsonTokenizer(file, "json", size, _json_eos(file, lambda name: added.get(name, vocab.get(name))))
-    made.__dict__.update(parsed=value, added=added)
-    return made
+        ids = None  # the library describes what is wrong with a file better than we could
+    find: FindId
+    if ids is not None:
+        vocab, added = ids
+        find = lambda name: added.get(name, vocab.get(name))  # noqa: E731
+        size = 1 + max([*added.values(), *vocab.values()])
+        state = {"parsed": value, "added": added}
+    if ids is None or not glance:
+        inner = state["_inner"] = load_json_tokenizer(file)
+    if ids is None:
+        names = {token.content: number for number, token in inner.get_added_tokens_decoder().items()}
+        find = lambda name: names.get(name, inner.token_to_id(name))  # noqa: E731
+        size = max([inner.get_vocab_size(with_added_tokens=True), *(number + 1 for number in names.values())])
+    config = file.with_name("tokenizer_config.json")
+    wanted = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
+    wanted = wanted.get("content") if isinstance(wanted, dict) else wanted
+    candidates = map(find, [wanted, *_EOS_NAMES] if wanted else _EOS_NAMES)
+    tokenizer = JsonTokenizer(file, "json", size, next((number for number in candidates if number is not None), None))
+    tokenizer.__dict__.update(state)
+    return tokenizer, find
 
 
-def _plain_ids(value: Any) -> tuple[dict[str, int], dict[str, int]] | None:
-    """(ids of the model, ids of the added tokens) as the library numbers them; None where the vocabulary is no plain table.
+def _ids_in_file(value: Any) -> tuple[dict[str, int], dict[str, int]] | None:
+    """(ids of the model, ids of the added tokens) as the library numbers them; None if the vocabulary is not a plain table.
 
-    An added token that the model knows keeps its id; the others follow the vocabulary in the order of the file, whatever it says.
+    An added token that the model has keeps its id; the others follow the vocabulary in the order of the file, whatever
+    ids it gives them.
     """
     try:
         vocab, added = value["model"]["vocab"], [token["content"] for token in value.get("added_tokens") or []]
         if not isinstance(vocab, dict) or not all(added):
             return None
-        fresh = dict.fromkeys(name for name in added if name not in vocab)
+        new_names = dict.fromkeys(name for name in added if name not in vocab)
     except (AttributeError, KeyError, TypeError):
         return None
-    numbers = {name: len(vocab) + place for place, name in enumerate(fresh)}
+    numbers = {name: len(vocab) + place for place, name in enumerate(new_names)}
     return vocab, {name: numbers[name] if name in numbers else vocab[name] for name in added}
-
-
-def _json_eos(file: Path, find: Callable[[str], int | None]) -> int | None:
-    beside = file.with_name("tokenizer_config.json")
-    wanted = None
-    if beside.is_file():
-        wanted = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
-        wanted = wanted.get("content") if isinstance(wanted, dict) else wanted
-    for name in ([wanted] if wanted else []) + list(_EOS_NAMES):
-        if (number := find(name)) is not None:
-            return int(number)
-    return None
-
-
-def _named_eos(made: Tokenizer, eos: str | int) -> int:
-    if isinstance(eos, int):
-        if not 0 <= eos < made.vocab_size:
-            raise DataError(
-                "data.eos-lies-outside-tokenizer",
-                f"eos = {eos} lies outside the tokenizer's {made.vocab_size:,} ids",
-                hint="name a token of the tokenizer",
-            )
-        return eos
-    number: int | None = None
-    if isinstance(made, JsonTokenizer):
-        number = made.token_id(eos)
-    elif isinstance(made, RanksTokenizer):
-        number = dict(made.specials).get(eos)
-    elif isinstance(made, SentencePieceTokenizer):
-        number = made.inner.piece_to_id(eos) if made.inner.piece_to_id(eos) != made.inner.unk_id() else None
-    if number is None:
-        raise DataError(
-            "data.tokenizer-token",
-            f"the tokenizer {made.path} has no token {eos!r}",
-            hint="name one of its special tokens, or an id",
-        )
-    return number
-
-
-# -- ranks ---------------------------------------------------------------------------------------------------------
 
 
 def _read_ranks(file: Path) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-        if not line:
-            continue
         try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token)] = int(rank)
+            if line:
+                token, rank = line.split()
+                ranks[base64.b64decode(token)] = int(rank)
         except (ValueError, binascii.Error):
             raise DataError(
-                "data.line-base-token-rank",
+                "data.tokenizer-damaged",
                 f"{file}, line {number}: not a base64 token and its rank",
-                hint="the file was cut or is of another kind",
+                hint="the file was cut or has another format",
             ) from None
     return ranks
 
 
-def _open_ranks(file: Path) -> Tokenizer:
+def _open_ranks(file: Path) -> tuple[Tokenizer, FindId]:
     ranks = _read_ranks(file)
-    if len(ranks) not in _RANKS:
-        known = ", ".join(f"{count:,} ({entry[0]})" for count, entry in _RANKS.items())
+    if len(ranks) not in _PUBLISHED_RANKS:
+        counts = ", ".join(f"{count:,} ({entry[0]})" for count, entry in _PUBLISHED_RANKS.items())
         raise DataError(
-            "data.ranks-tokenizer-known-here",
-            f"{file} has {len(ranks):,} ranks, which no tokenizer known here has",
-            hint=f"known counts: {known}; convert others to a tokenizer.json, which carries its split pattern",
+            "data.ranks-unknown",
+            f"{file} has {len(ranks):,} ranks, which no supported tokenizer has",
+            hint=f"supported counts: {counts}; convert others to a tokenizer.json, which includes its split pattern",
         )
-    name, pattern, size, eos, eos_name = _RANKS[len(ranks)]
+    name, pattern, size, eos, eos_name = _PUBLISHED_RANKS[len(ranks)]
     specials = [(eos_name, eos), *([("<|begin_of_text|>", eos - 1)] if name.startswith("llama") else [])]
-    made = RanksTokenizer(file, "ranks", size, eos, pattern, 0, tuple(specials))
-    made.__dict__["ranks"] = ranks
-    return made
-
-
-def _is_tekken(file: Path) -> bool:
-    # A tekken file is 15 MB of JSON: look before parsing.
-    head = _head(file)
-    return (b'"config"' in head and b'"default_num_special_tokens"' in head) or (
-        b'"token_bytes"' in head and b'"rank"' in head
-    )
+    tokenizer = RanksTokenizer(file, "ranks", size, eos, pattern, 0, tuple(specials))
+    tokenizer.__dict__["ranks"] = ranks
+    return tokenizer, dict(specials).get
 
 
 def _read_tekken(file: Path) -> tuple[dict[bytes, int], dict[str, Any]]:
@@ -428,86 +357,132 @@ def _read_tekken(file: Path) -> tuple[dict[bytes, int], dict[str, Any]]:
         ranks = {base64.b64decode(entry["token_bytes"]): int(entry["rank"]) for entry in value["vocab"][:used]}
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            "data.tekken-tokenizer",
+            "data.tokenizer-damaged",
             f"{file} is not a tekken tokenizer: {error}",
             hint="it should have config, vocab and their fields",
         ) from None
-    config["special_tokens"] = value.get("special_tokens") or []
-    return ranks, config
+    return ranks, {**config, "special_tokens": value.get("special_tokens") or []}
 
 
-def _open_tekken(file: Path) -> Tokenizer:
+def _open_tekken(file: Path) -> tuple[Tokenizer, FindId]:
     ranks, config = _read_tekken(file)
-    specials = {entry["token_str"]: int(entry["rank"]) for entry in config["special_tokens"]}
-    specials = {"<unk>": 0, "<s>": 1, "</s>": 2} | specials
-    made = RanksTokenizer(
-        file,
-        "tekken",
-        config["default_vocab_size"],
-        specials["</s>"],
-        config["pattern"],
-        config["default_num_special_tokens"],
-        tuple(specials.items()),
+    specials = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    specials |= {entry["token_str"]: int(entry["rank"]) for entry in config["special_tokens"]}
+    size, first = config["default_vocab_size"], config["default_num_special_tokens"]
+    tokenizer = RanksTokenizer(
+        file, "tekken", size, specials["</s>"], config["pattern"], first, tuple(specials.items())
     )
-    made.__dict__["ranks"] = ranks
-    return made
+    tokenizer.__dict__["ranks"] = ranks
+    return tokenizer, specials.get
 
 
-def byte_names() -> str:
-    """The printable character that stands for each byte in a byte-level vocabulary, by byte."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return "".join(chr(b) if b in plain else chr(next(others)) for b in range(256))
-
-
-def ranks_to_json(ranks: dict[bytes, int], pattern: str) -> str:
-    """A Hugging Face JSON with the same ids: a token's merges are all its splits into two known tokens."""
-    table = dict(enumerate(byte_names()))
-    name = {token: token.decode("latin-1").translate(table) for token in ranks}
-    merges: list[str] = []
-    for token in ranks:
-        merges.extend(f"{name[a]} {name[b]}" for a, b in _splits(token, ranks))
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return json.dumps({
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]}, "post_processor": None, "decoder": {**level, "use_regex": True},
-        "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": False,
-            "byte_fallback": False, "ignore_merges": True, "vocab": {name[token]: rank for token, rank in ranks.items()}, "merges": merges,
-        },
-    }, ensure_ascii=False)  # fmt: skip
-
-
-def _splits(token: bytes, ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    if len(token) < 2:
-        return []
-    pairs = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
-    return sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]])) if len(pairs) > 1 else pairs
-
-
-# -- SentencePiece -------------------------------------------------------------------------------------------------
-
-
-def _read_sentencepiece(file: Path) -> Any:
-    sentencepiece = _need("sentencepiece")
+def _load_sentencepiece(file: Path) -> Any:
+    sentencepiece = import_optional("sentencepiece")
     try:
         return sentencepiece.SentencePieceProcessor(model_file=str(file))
     except Exception as error:
         raise DataError(
-            "data.tokenizer-windlass-knows",
-            f"{file} is no tokenizer that windlass knows",
-            hint=f"SentencePiece said: {str(error).strip() or type(error).__name__}",
+            "data.tokenizer-damaged",
+            f"{file} is not a tokenizer of a known kind",
+            hint=f"SentencePiece: {str(error).strip() or type(error).__name__}",
         ) from None
 
 
-def _open_sentencepiece(file: Path) -> Tokenizer:
-    inner = _read_sentencepiece(file)
-    made = SentencePieceTokenizer(
-        file, "sentencepiece", inner.vocab_size(), inner.eos_id() if inner.eos_id() >= 0 else None
-    )
-    made.__dict__["inner"] = inner
-    return made
+# -- conversion ----------------------------------------------------------------------------------------------------
+
+
+def byte_names() -> str:
+    """The printable character that stands for each byte in a byte-level vocabulary, by byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return "".join(chr(b) if b in printable else chr(next(others)) for b in range(256))
+
+
+def ranks_to_json(ranks: dict[bytes, int], pattern: str) -> str:
+    """A Hugging Face JSON with the same ids: the merges of a token are all its splits into two tokens."""
+    table = dict(enumerate(byte_names()))
+    name = {token: token.decode("latin-1").translate(table) for token in ranks}
+    merges: list[str] = []
+    for token in ranks:
+        splits = ((token[:i], token[i:]) for i in range(1, len(token)))
+        pairs = [(left, right) for left, right in splits if left in ranks and right in ranks]
+        pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merges.extend(f"{name[left]} {name[right]}" for left, right in pairs)
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    model = {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+        "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
+        "vocab": {name[token]: rank for token, rank in ranks.items()}, "merges": merges,
+    }  # fmt: skip
+    value: dict[str, Any] = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]}, "post_processor": None,
+        "decoder": {**level, "use_regex": True}, "model": model,
+    }  # fmt: skip
+    return json.dumps(value, ensure_ascii=False)
+
+
+_MAX_PART = (
+    8  # a token of up to 8 characters is kept if it occurs in the texts; a longer one if its first and last 8 do
+)
+_SPLITTERS = {
+    "Split",
+    "Digits",
+    "Punctuation",
+    "Whitespace",
+    "WhitespaceSplit",
+}  # they cut a text and change no character
+_SPECIAL_RULES = (
+    "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "fuse_unk",
+)  # fmt: skip
+
+
+def reduce_json(value: Any, texts: Iterable[str]) -> dict[str, Any] | None:
+    """A parsed tokenizer.json reduced to what can matter for `texts`; None where the file does not tell what can.
+
+    A byte-level BPE joins two tokens only where their bytes are adjacent in the text. Tokens and merges whose bytes do not
+    occur in the texts decide nothing about them: without these the library loads in a tenth of the time and gives the same
+    ids. Where anything else could decide (a normalizer, an unknown token, added words), the complete file is needed.
+    """
+    table = dict(enumerate(byte_names()))
+    named = " ".join(text.encode().decode("latin-1").translate(table) for text in texts)  # no byte is named " "
+    parts = {named[i : i + size] for size in range(1, _MAX_PART + 1) for i in range(len(named))}
+    try:
+        model, added = value["model"], value.get("added_tokens") or []
+        step = value.get("pre_tokenizer")
+        *splitters, last = step["pretokenizers"] if step["type"] == "Sequence" else [step]
+        is_byte_level = last["type"] == "ByteLevel" and not last.get("add_prefix_space")
+        is_plain = model.get("type") == "BPE" and not any(model.get(key) for key in _SPECIAL_RULES)
+        if not is_plain or not is_byte_level or value.get("normalizer") is not None:
+            return None
+        vocab, merges = model["vocab"], model["merges"]
+        if any(token["content"] not in vocab for token in added if not token.get("special")):
+            return None
+        if any(splitter["type"] not in _SPLITTERS for splitter in splitters):
+            return None
+        kept = {
+            name: number
+            for name, number in vocab.items()
+            if len(name) == 1 or (name[:_MAX_PART] in parts and name[-_MAX_PART:] in parts)
+        }
+        in_vocab = [token for token in added if token["content"] in vocab]
+        new = [token for token in added if token["content"] not in vocab]
+        kept.update(
+            (token["content"], vocab[token["content"]]) for token in in_vocab
+        )  # not named by its bytes in the text
+        if merges and isinstance(merges[0], str):
+            pairs = [merge.split(" ") for merge in merges if merge.replace(" ", "", 1) in kept]
+        else:
+            pairs = [[left, right] for left, right in merges if left + right in kept]
+        kept.update(
+            (name, vocab[name]) for pair in pairs for name in pair
+        )  # merges may only name tokens of the vocabulary
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    # New tokens first: tokenizers 0.21 numbers them after the largest id so far, which may lie far beyond what is kept.
+    unused = dict.fromkeys(("truncation", "padding", "post_processor", "decoder"))
+    return {**value, **unused, "added_tokens": [*new, *in_vocab], "model": {**model, "vocab": kept, "merges": pairs}}
 
 
 # -- training ------------------------------------------------------------------------------------------------------
@@ -521,35 +496,28 @@ def train_bpe(
     eos: str = "<|end_of_text|>",
     progress: bool = False,
 ) -> Tokenizer:
-    """Train a byte-level BPE of `vocab` ids (the end token included) and write it as a tokenizers JSON. The same texts give the same file."""
+    """Train a byte-level BPE of `vocab` ids (the end token included) and write it as a tokenizers JSON.
+
+    The same texts give the same file.
+    """
     if vocab < 257 + 1:
         raise DataError(
-            "data.byte-level-vocabulary-too",
-            f"a byte-level vocabulary of {vocab} is too small",
-            hint="256 bytes and the end token need 257 ids; 8,000 is a small real one",
+            "data.vocabulary-too-small",
+            f"a byte-level vocabulary of {vocab} ids is too small",
+            hint="256 bytes and the end token need 257 ids; 8,000 is a small real vocabulary",
         )
-    tokenizers = _need("tokenizers")
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    inner = tokenizers.Tokenizer(models.BPE())
+    tokenizers = import_optional("tokenizers")
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     # Digits in groups of up to three and words with their leading space, as Llama-3 splits them.
-    inner.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(tokenizers.Regex(_CL100K), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])  # fmt: skip
-    inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(_CL100K), "isolated")
+    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, level])
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab, special_tokens=[eos], initial_alphabet=sorted(byte_names()), show_progress=progress
     )
-    inner.train_from_iterator(_texts(texts), trainer)
-    target = Path(out)
-    target = target / "tokenizer.json" if target.suffix != ".json" else target
+    contents = (t.read_text(encoding="utf-8", errors="replace") if isinstance(t, Path) else t for t in texts)
+    inner.train_from_iterator(contents, trainer)
+    target = Path(out) if Path(out).suffix == ".json" else Path(out) / "tokenizer.json"
     write_atomic(target, inner.to_str(pretty=False))
     return load_tokenizer(target)
-
-
-def _texts(texts: Iterable[str] | Sequence[Path]) -> Iterator[str]:
-    for item in texts:
-        if isinstance(item, Path):
-            yield item.read_text(encoding="utf-8", errors="replace")
-        else:
-            yield item

@@ -7,22 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from windlass.config.sources import DataFile, Source
-from windlass.data.inputs import InputFile, Item, plan_items
-from windlass.data.schedule import Schedule, last_chunk, make_schedule, missing
+from windlass.config.sources import DataFile, DataSource
+from windlass.data.chunk_schedule import ChunkSchedule, last_chunks, make_schedule, unfinished_files
+from windlass.data.inputs import InputFile, WorkItem, plan_items
 
 MB = 2**20
 
 
-def plain(name: str, chunks: int) -> Item:
-    return Item(name, "s", (InputFile(f"{name}.jsonl", "jsonl", "", chunks * MB, 0),), chunks, step=MB)
+def plain(name: str, chunks: int) -> WorkItem:
+    return WorkItem(name, "s", (InputFile(f"{name}.jsonl", "jsonl", "", chunks * MB, 0),), chunks, step=MB)
 
 
-def packed(name: str, chunks: int) -> Item:
-    return Item(name, "s", (InputFile(f"{name}.zst", "jsonl", "zst", chunks * MB // 4, 0),), None, step=MB)
+def packed(name: str, chunks: int) -> WorkItem:
+    return WorkItem(name, "s", (InputFile(f"{name}.zst", "jsonl", "zst", chunks * MB // 4, 0),), None, step=MB)
 
 
-def play(schedule: Schedule, workers: int, lengths: dict[str, int]) -> list[tuple[float, str, int]]:
+def play(schedule: ChunkSchedule, workers: int, lengths: dict[str, int]) -> list[tuple[float, str, int]]:
     """Workers that take one second a chunk, plus a twentieth for each chunk they must skip; (end, item, chunk) of all that was done."""
     clock, place, done = dict.fromkeys(range(workers), 0.0), {}, []
     idle: set[int] = set()
@@ -74,13 +74,12 @@ def test_only_what_is_missing_is_handed_out() -> None:
     ]
     whole = {("a", n): True for n in range(3)} | {("p", n): n == 3 for n in range(4)}
     assert play(make_schedule(items, whole), 2, {"p": 4}) == []
-    assert missing(items, whole) == []
-    assert missing(items, done) == ["a.jsonl", "p.zst"]
+    assert unfinished_files(items, whole) == []
+    assert unfinished_files(items, done) == ["a.jsonl", "p.zst"]
 
 
 def test_a_reader_beyond_the_end_does_not_move_the_end() -> None:
-    item = packed("p", 2)
-    assert last_chunk(item, {("p", 0): False, ("p", 1): True, ("p", 5): True}) == 1
+    assert last_chunks({("p", 0): False, ("p", 1): True, ("p", 5): True}) == {"p": 1}
 
 
 def test_array_tasks_divide_the_work_evenly_and_without_overlap() -> None:
@@ -109,7 +108,7 @@ def test_array_tasks_divide_the_work_evenly_and_without_overlap() -> None:
     ],
 )
 def test_a_big_file_has_many_chunks(tmp_path: Path, size: int, chunk: int, step: int) -> None:
-    file = DataFile(output="o", tokenizer="t", chunk=chunk, sources={"s": Source(paths=["x"])})
+    file = DataFile(output="o", tokenizer="t", chunk=chunk, sources={"s": DataSource(paths=["x"])})
     one = InputFile("x.jsonl", "jsonl", "", size, 0)
     (item,) = plan_items(file, {"s": [one]}, "settings")
     assert (item.step, item.chunks) == (step, -(-size // step))

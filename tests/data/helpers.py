@@ -1,0 +1,20 @@
+"""Assertions on errors that the data tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from windlass.errors import DataError, WindlassError
+
+
+@contextmanager
+def refused(code: str, *parts: str, error: type[WindlassError] = DataError) -> Iterator[None]:
+    """The block must raise an error with this code whose message or hint holds these numbers and names."""
+    with pytest.raises(error) as caught:
+        yield
+    assert caught.value.code == code, caught.value
+    for part in parts:
+        assert part in str(caught.value), caught.value
