@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from windlass.config.observe import ProfileConfig, window_of
-from windlass.profile.request import Request, answer, answer_file, read_request, request_file
+from windlass.profile.trace_request import TraceRequest, answer_file, answer_request, read_request, request_file
 from windlass.runs import Run
 from windlass.train.hooks import Hook
 
@@ -62,7 +62,7 @@ def planned_window(config: ProfileConfig) -> Window | None:
     )
 
 
-def asked_window(request: Request) -> Window:
+def asked_window(request: TraceRequest) -> Window:
     if request.first is None:
         raise ValueError("rank 0 has not named the first step yet")
     return Window(
@@ -275,7 +275,7 @@ class Profiler(Hook):
             if job.step + 1 < request.first:
                 self._window = asked_window(request)
 
-    def _answer(self, job: Job) -> Request | None:
+    def _answer(self, job: Job) -> TraceRequest | None:
         path = request_file(job.run)
         if not path.exists():
             return None
@@ -283,7 +283,7 @@ class Profiler(Hook):
         if request is None:
             path.unlink(missing_ok=True)
             return None
-        return answer(job.run, request, job.step + 1 + self._lead(job.world.size))
+        return answer_request(job.run, request, job.step + 1 + self._lead(job.world.size))
 
     def _lead(self, world_size: int) -> int:
         """Steps until the window: the other ranks look once per poll, and a shared file system shows files late."""
