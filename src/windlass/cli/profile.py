@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from windlass.profile.event_names import Mode
     from windlass.profile.find_traces import ProfileTarget
     from windlass.profile.job_profile import ReadProgress
+    from windlass.profile.trace_request import TraceRequest
 
 MODE_HELP = (
     "`fixed`: communication by kernel name, adding up to 100 %. `tb`: the numbers of the removed torch-tb-profiler."
@@ -54,10 +55,12 @@ def profile(
 
     counting = _mode(mode)
     if now:
-        from windlass.profile.trace_request import TraceRequest, new_request_id
+        from uuid import uuid4
+
+        from windlass.profile.trace_request import TraceRequest
 
         request = TraceRequest(
-            id=new_request_id(), steps=steps, ranks=_ranks(ranks), shapes=shapes, stacks=stacks, memory=memory
+            id=uuid4().hex[:12], steps=steps, ranks=_ranks(ranks), shapes=shapes, stacks=stacks, memory=memory
         )
         _capture_now(targets, request, wait, quiet=as_json)
     target = _one_target(targets, step)
@@ -129,7 +132,7 @@ def _ranks(text: str) -> list[int]:
         raise ConfigError("profile.ranks-invalid", message, hint="write it like 0,8,16, or all") from None
 
 
-def _capture_now(targets: Sequence[Path], request: Any, wait_seconds: float, *, quiet: bool) -> None:
+def _capture_now(targets: Sequence[Path], request: TraceRequest, wait_seconds: float, *, quiet: bool) -> None:
     """Ask the running run for a trace and wait until it is written."""
     from windlass.cli.output import console
     from windlass.errors import ProfileError

@@ -60,7 +60,7 @@ def bus_share(kind: str, group_size: int) -> float:
 def collective_table(trace: Trace, steps: Steps, activity: Activity) -> list[CollectiveRow]:
     """One row per kind, the longest first."""
     ranges = np.flatnonzero(trace.names_where(is_collective_range) & (trace.external != MISSING))
-    range_kinds = {int(trace.external[row]): collective_kind(trace.name_of(row)) for row in ranges.tolist()}
+    range_names = {int(trace.external[row]): trace.name_of(row) for row in ranges.tolist()}
     rows_by_kind: dict[str, list[int]] = {}
     for row in _collective_rows(trace, activity).tolist():
         if not steps.first <= trace.start[row] < steps.last:
@@ -68,9 +68,8 @@ def collective_table(trace: Trace, steps: Steps, activity: Activity) -> list[Col
         # By the profiler's arguments, else by the range that started it (an all-to-all consists of sends and
         # receives), else by the event's own name.
         arguments = trace.collectives.get(row)
-        kind = collective_kind(arguments.name) if arguments else range_kinds.get(int(trace.external[row]), OTHER)
-        if not arguments and kind == OTHER:
-            kind = collective_kind(trace.name_of(row))
+        names = [arguments.name] if arguments else [range_names.get(int(trace.external[row]), ""), trace.name_of(row)]
+        kind = next((kind for name in names if (kind := collective_kind(name)) != OTHER), OTHER)
         rows_by_kind.setdefault(kind, []).append(row)
     hiding = activity.compute
     if len(activity.spans["Kernel"]):

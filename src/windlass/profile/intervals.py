@@ -19,10 +19,6 @@ class Spans:
     def __len__(self) -> int:
         return len(self.start)
 
-    @property
-    def total(self) -> float:
-        return float((self.end - self.start).sum())
-
     def within(self, start: Floats, end: Floats) -> Floats:
         """For each window from `start` to `end`: how much of it the spans cover."""
         if not len(self):

@@ -13,12 +13,13 @@ from typing import Any
 from windlass.errors import ProfileError
 from windlass.profile.advice import Advice, RankSpread, advise
 from windlass.profile.categories import CATEGORIES
-from windlass.profile.collectives import CollectiveRow, mean_over_ranks
+from windlass.profile.collectives import mean_over_ranks
 from windlass.profile.event_names import Mode
 from windlass.profile.find_traces import rank_of_name
 from windlass.profile.rank_profile import (
     CommunicationTime,
     RankProfile,
+    StepMeans,
     mean_of_measured,
     percent_of_step,
     profile_rank,
@@ -30,21 +31,11 @@ ReadProgress = Callable[[Path, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobProfile:
-    """Means per step over all ranks, and the ranks themselves. The fields are its JSON, in this order."""
+class JobProfile(StepMeans):
+    """Means per step over all ranks (`steps` as on most ranks), and the ranks themselves."""
 
     label: str
     mode: Mode
-    steps: int  # of most ranks
-    step_us: float
-    categories_us: dict[str, float]
-    categories_pct: dict[str, float]
-    running_us: dict[str, float]
-    communication: CommunicationTime
-    collectives: list[CollectiveRow]
-    gpu_utilization: float | None
-    sm_efficiency: float | None
-    occupancy_pct: float | None
     tensor_core_share: float | None
     spread: RankSpread | None
     advice: list[Advice]
@@ -52,7 +43,13 @@ class JobProfile:
 
     def to_json(self, *, tables: bool = True) -> dict[str, Any]:
         """`tables`: with the operators and kernels of each rank."""
-        return {**asdict(replace(self, ranks=[])), "ranks": [r.to_json(tables=tables) for r in self.ranks]}
+        means = asdict(replace(self, ranks=[]))
+        return {
+            "label": self.label,
+            "mode": self.mode,
+            **means,
+            "ranks": [r.to_json(tables=tables) for r in self.ranks],
+        }
 
 
 def profile_traces(

@@ -81,7 +81,10 @@ class OperatorTree:
 def build_tree(trace: Trace, launches: Launches, mode: Mode) -> OperatorTree:
     thread = _thread_ids(trace, mode)
     rows, parent = _nest(trace, _node_rows(trace, mode), thread)
-    owner = _owners_by_id(trace, launches, rows) if mode is Mode.TB else _owners_by_time(trace, launches, rows, thread)
+    if mode is Mode.TB:
+        owner = _owners_by_id(trace, launches, rows)
+    else:
+        owner = _owners_by_time(trace, launches, rows, parent, thread)
     rows, parent, owner = _merge_repeats(trace, rows, parent, owner, mode)
     count = len(rows)
 
@@ -154,10 +157,8 @@ def _thread_ids(trace: Trace, mode: Mode) -> Ints:
 
 def _nest(trace: Trace, rows: Ints, thread: Ints) -> tuple[Ints, Ints]:
     """Nodes with their parents, thread by thread. A span that leaves its parent cannot be placed and is dropped."""
-    unique, first, inverse = np.unique(thread[rows], return_index=True, return_inverse=True)
-    thread_order = np.empty(len(unique), dtype=np.int64)
-    thread_order[np.argsort(first)] = np.arange(len(unique))
-    rows = rows[np.lexsort((-trace.end[rows], trace.start[rows], thread_order[inverse]))]
+    _, first_row, inverse = np.unique(thread[rows], return_index=True, return_inverse=True)
+    rows = rows[np.lexsort((-trace.end[rows], trace.start[rows], first_row[inverse]))]  # threads as they first appear
     starts, ends, threads = trace.start[rows].tolist(), trace.end[rows].tolist(), thread[rows].tolist()
     kept: list[int] = []
     parents: list[int] = []
@@ -187,27 +188,19 @@ def _owners_by_id(trace: Trace, launches: Launches, rows: Ints) -> Ints:
     return np.where(unique[place] == wanted, first[place], MISSING)
 
 
-def _owners_by_time(trace: Trace, launches: Launches, rows: Ints, thread: Ints) -> Ints:
+def _owners_by_time(trace: Trace, launches: Launches, rows: Ints, parent: Ints, thread: Ints) -> Ints:
     """The innermost node of the same thread that was open when the call began. Some versions wrote wrong ids."""
     owner = np.full(len(launches.calls), MISSING)
-    call_thread, node_thread = thread[launches.calls], thread[rows]
-    for key in np.unique(call_thread):
-        nodes = np.flatnonzero(node_thread == key)
-        calls = np.flatnonzero(call_thread == key)
-        starts, ends = trace.start[rows[nodes]].tolist(), trace.end[rows[nodes]].tolist()
-        open_nodes: list[int] = []
-        owners: list[int] = []
-        i = 0
-        for time in trace.start[launches.calls[calls]].tolist():
-            while i < len(starts) and starts[i] <= time:
-                while open_nodes and ends[open_nodes[-1]] <= starts[i]:
-                    open_nodes.pop()
-                open_nodes.append(i)
-                i += 1
-            while open_nodes and ends[open_nodes[-1]] < time:
-                open_nodes.pop()
-            owners.append(nodes[open_nodes[-1]] if open_nodes else MISSING)
-        owner[calls] = owners
+    for key in np.unique(thread[rows]):
+        nodes = np.flatnonzero(thread[rows] == key)
+        calls = np.flatnonzero(thread[launches.calls] == key)
+        last_begun = np.searchsorted(trace.start[rows[nodes]], trace.start[launches.calls[calls]], side="right") - 1
+        owner[calls] = np.where(last_begun >= 0, nodes[last_begun], MISSING)
+    ended = np.flatnonzero(owner >= 0)
+    while len(ended):  # from the node that began last up to the first one that is still open
+        ended = ended[trace.end[rows[owner[ended]]] < trace.start[launches.calls[ended]]]
+        owner[ended] = parent[owner[ended]]
+        ended = ended[owner[ended] >= 0]
     return owner
 
 
@@ -246,22 +239,20 @@ def operator_table(trace: Trace, tree: OperatorTree, mode: Mode, *, by_shape: bo
     host, self_host = total(tree.host[nodes] * outermost), total(tree.self_host[nodes])
     device, self_device = total(tree.device[nodes] * outermost), total(tree.self_device[nodes])
     tensor = total(tree.self_tensor[nodes])
-    table = []
-    for i, node in enumerate(nodes[first]):
-        row = tree.rows[node]
-        table.append(
-            OperatorRow(
-                name=trace.name_of(row),
-                calls=calls[i],
-                host_us=host[i],
-                self_host_us=self_host[i],
-                device_us=device[i],
-                self_device_us=self_device[i],
-                tensor_core_eligible=bool(tree.eligible[node]),
-                tensor_core_pct=tensor[i] / self_device[i] * 100 if self_device[i] > 0 else None,
-                shape=trace.shapes[trace.shape[row]] if by_shape else None,
-            )
+    table = [
+        OperatorRow(
+            name=trace.name_of(row),
+            calls=calls[i],
+            host_us=host[i],
+            self_host_us=self_host[i],
+            device_us=device[i],
+            self_device_us=self_device[i],
+            tensor_core_eligible=bool(tree.eligible[nodes[first[i]]]),
+            tensor_core_pct=tensor[i] / self_device[i] * 100 if self_device[i] > 0 else None,
+            shape=trace.shapes[trace.shape[row]] if by_shape else None,
         )
+        for i, row in enumerate(tree.rows[nodes[first]].tolist())
+    ]
     return sorted(table, key=lambda r: (-r.self_device_us, -r.self_host_us, r.name))
 
 
@@ -314,22 +305,21 @@ def kernel_table(trace: Trace, mode: Mode) -> list[KernelRow]:
     blocks, occupancy = weighted_mean(trace.blocks[rows]), weighted_mean(trace.occupancy[rows])
     all_kernels = float(total.sum())
     uses_tensor_cores = tensor_core_test(mode)
-    table = []
-    for i, name in enumerate(trace.names[n] for n in names):
-        table.append(
-            KernelRow(
-                name=name,
-                calls=int(calls[i]),
-                total_us=float(total[i]),
-                mean_us=float(total[i] / calls[i]),
-                min_us=float(shortest[i]),
-                max_us=float(longest[i]),
-                share_pct=float(total[i] / all_kernels * 100) if all_kernels > 0 else 0.0,
-                communication=is_communication_kernel(name),
-                tensor_cores=uses_tensor_cores(name),
-                triton="triton" in name,
-                blocks_per_sm=blocks[i],
-                occupancy_pct=occupancy[i],
-            )
+    table = [
+        KernelRow(
+            name=name,
+            calls=int(calls[i]),
+            total_us=float(total[i]),
+            mean_us=float(total[i] / calls[i]),
+            min_us=float(shortest[i]),
+            max_us=float(longest[i]),
+            share_pct=float(total[i] / all_kernels * 100) if all_kernels > 0 else 0.0,
+            communication=is_communication_kernel(name),
+            tensor_cores=uses_tensor_cores(name),
+            triton="triton" in name,
+            blocks_per_sm=blocks[i],
+            occupancy_pct=occupancy[i],
         )
+        for i, name in enumerate(trace.names[n] for n in names)
+    ]
     return sorted(table, key=lambda k: (-k.total_us, k.name))

@@ -39,14 +39,9 @@ class CommunicationTime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankProfile:
-    """One rank's window. Times are means per step in microseconds, tables are sums over the window.
+class StepMeans:
+    """Means per step in microseconds; None where the trace does not have the value."""
 
-    The fields up to `kernels` are the JSON of a rank, in this order.
-    """
-
-    rank: int
-    file: str
     steps: int
     step_us: float
     categories_us: dict[str, float]
@@ -57,6 +52,14 @@ class RankProfile:
     gpu_utilization: float | None
     sm_efficiency: float | None
     occupancy_pct: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProfile(StepMeans):
+    """One rank's window: means per step, and tables as sums over the window."""
+
+    rank: int
+    file: str
     devices: list[DeviceUse]
     device_name: str | None
     idle: IdleTime | None
@@ -79,9 +82,13 @@ class RankProfile:
         return self.step_us - self.communication.total_us
 
     def to_json(self, *, tables: bool = True) -> dict[str, Any]:
+        value = {
+            "rank": self.rank,
+            "file": self.file,
+            **asdict(self if tables else replace(self, operators=[], kernels=[])),
+        }
         left_out = {"world_size", "backend", "uses_data_parallel"} | (set() if tables else {"operators", "kernels"})
-        values = asdict(self if tables else replace(self, operators=[], kernels=[]))
-        return {key: value for key, value in values.items() if key not in left_out}
+        return {key: value[key] for key in value if key not in left_out}
 
 
 def profile_rank(

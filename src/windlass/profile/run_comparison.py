@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -52,15 +53,15 @@ class RunPerformance:
 class LossComparison:
     """Two loss curves in equal bins of tokens; the second half of the range that both cover decides."""
 
-    same: bool | None  # None when the curves share too little to tell
+    same: bool | None = None  # None when the curves share too little to tell
     tolerance: float
-    largest_difference: float | None
-    at_tokens: float | None
+    largest_difference: float | None = None
+    at_tokens: float | None = None
     baseline_final: float | None
     experiment_final: float | None
-    tokens: list[float]
-    baseline: list[float | None]
-    experiment: list[float | None]
+    tokens: list[float] = field(default_factory=list)  # centres of the bins
+    baseline: list[float | None] = field(default_factory=list)
+    experiment: list[float | None] = field(default_factory=list)
     reason: str
 
 
@@ -134,46 +135,36 @@ def compare_loss(
 ) -> LossComparison:
     """The losses are the same when in no bin of the second half the means differ by more than the tolerance."""
     (tokens_a, loss_a), (tokens_b, loss_b) = _loss_curve(baseline), _loss_curve(experiment)
-
-    def result(
-        reason: str, *, same: bool | None = None, difference: float | None = None, at_tokens: float | None = None,
-        bins: tuple[Iterable[float], Iterable[float], Iterable[float]] = ((), (), ()),
-    ) -> LossComparison:  # fmt: skip
-        return LossComparison(
-            same=same,
-            tolerance=tolerance,
-            largest_difference=difference,
-            at_tokens=at_tokens,
-            baseline_final=float(loss_a[-1]) if len(loss_a) else None,
-            experiment_final=float(loss_b[-1]) if len(loss_b) else None,
-            tokens=[float(v) for v in bins[0]],
-            baseline=[None if np.isnan(v) else float(v) for v in bins[1]],
-            experiment=[None if np.isnan(v) else float(v) for v in bins[2]],
-            reason=reason,
-        )
-
+    result = partial(
+        LossComparison,
+        tolerance=tolerance,
+        baseline_final=float(loss_a[-1]) if len(loss_a) else None,
+        experiment_final=float(loss_b[-1]) if len(loss_b) else None,
+    )
     if len(tokens_a) < 2 or len(tokens_b) < 2:
-        return result(f"too few loss values to compare ({len(tokens_a)} and {len(tokens_b)})")
+        return result(reason=f"too few loss values to compare ({len(tokens_a)} and {len(tokens_b)})")
     low, high = max(tokens_a[0], tokens_b[0]), min(tokens_a[-1], tokens_b[-1])
     if high <= low:
-        return result("the runs share no range of tokens")
+        return result(reason="the runs share no range of tokens")
     edges = np.linspace(low, high, min(LOSS_BINS, len(tokens_a), len(tokens_b)) + 1)
     left, right = _bin_means(tokens_a, loss_a, edges), _bin_means(tokens_b, loss_b, edges)
     difference = np.abs(left - right)
     half = len(difference) // 2
     if np.isnan(difference[half:]).all():
-        return result("the runs share no bin of tokens in the second half")
+        return result(reason="the runs share no bin of tokens in the second half")
     worst = half + int(np.nanargmax(difference[half:]))
     largest = float(difference[worst])
     centres = (edges[:-1] + edges[1:]) / 2
     verdict = "as expected, the loss is the same" if largest <= tolerance else "the losses differ"
-    limits = f"at most {largest:.4f} nats apart in the second half of the shared range, tolerance {tolerance:g}"
     return result(
-        f"{verdict}: {limits}",
         same=largest <= tolerance,
-        difference=largest,
+        largest_difference=largest,
         at_tokens=float(centres[worst]),
-        bins=(centres, left, right),
+        tokens=centres.tolist(),
+        baseline=[None if np.isnan(v) else float(v) for v in left],
+        experiment=[None if np.isnan(v) else float(v) for v in right],
+        reason=f"{verdict}: at most {largest:.4f} nats apart in the second half of the shared range, "
+        f"tolerance {tolerance:g}",
     )
 
 

@@ -58,8 +58,7 @@ def find_launches(trace: Trace, mode: Mode) -> Launches:
     # Nearly always one call has the id. Of several, the last one before the device event counts, else the first.
     pick = low.copy()
     for i in np.flatnonzero(high - low > 1):
-        before = np.searchsorted(sorted_calls[low[i] : high[i]], device_rows[i])
-        pick[i] = low[i] + max(before - 1, 0)
+        pick[i] += max(np.searchsorted(sorted_calls[low[i] : high[i]], device_rows[i]) - 1, 0)
     matched = (high > low) if mode is Mode.TB else (high > low) & (wanted != MISSING)
     return Launches(calls, device_rows, np.where(matched, by_id[np.minimum(pick, len(by_id) - 1)], MISSING))
 

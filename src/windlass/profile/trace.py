@@ -318,8 +318,5 @@ def _number(value: Any, default: Any = None) -> Any:
 
 
 def _small_int(value: Any) -> int:
-    try:
-        number = int(value)
-    except (TypeError, ValueError, OverflowError):
-        return MISSING
-    return number if -(2**31) < number < 2**31 else MISSING
+    number = _number(value, MISSING)
+    return int(number) if -(2**31) < number < 2**31 else MISSING

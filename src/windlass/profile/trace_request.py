@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import uuid
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -26,10 +25,6 @@ class TraceRequest:
     stacks: bool = False
     memory: bool = False
     first: int | None = None  # the first step of the window; rank 0 fills it in
-
-
-def new_request_id() -> str:
-    return uuid.uuid4().hex[:12]
 
 
 def request_file(run: Run) -> Path:

@@ -92,22 +92,21 @@ def device_table(job: JobProfile) -> Table:
 
 
 def collectives_table(job: JobProfile) -> Table:
-    rows = [
-        (
-            c.name,
-            f"{c.calls:,.4g}",
-            us(c.total_us),
-            f"{c.mean_us:,.1f}",
-            us(c.exposed_us),
-            NOT_IN_TRACE if c.message_bytes is None else print_bytes(c.message_bytes),
-            NOT_IN_TRACE if c.group is None else str(c.group),
-            NOT_IN_TRACE if c.bus_gb_per_second is None else f"{c.bus_gb_per_second:,.3g}",
-        )
-        for c in job.collectives
-    ]
     return Table(
         ("collective", "calls", "us", "mean us", "exposed us", "message", "ranks", "bus GB/s"),
-        rows,
+        [
+            (
+                c.name,
+                f"{c.calls:,.4g}",
+                us(c.total_us),
+                f"{c.mean_us:,.1f}",
+                us(c.exposed_us),
+                NOT_IN_TRACE if c.message_bytes is None else print_bytes(c.message_bytes),
+                NOT_IN_TRACE if c.group is None else str(c.group),
+                NOT_IN_TRACE if c.bus_gb_per_second is None else f"{c.bus_gb_per_second:,.3g}",
+            )
+            for c in job.collectives
+        ],
         right=tuple(range(1, 8)),
         caption="per step, mean of the ranks; on a device a call also waits for the slowest rank, so the bus bandwidth "
         "(what each link must carry, as NCCL's tests count it) is a lower bound",
@@ -115,24 +114,23 @@ def collectives_table(job: JobProfile) -> Table:
 
 
 def ranks_table(job: JobProfile) -> Table:
-    rows = [
-        (
-            r.rank,
-            r.steps,
-            us(r.step_us),
-            us(r.busy_us),
-            us(r.communication.total_us),
-            us(r.communication.exposed_us),
-            share(r.gpu_utilization),
-            r.device_name or "unknown",
-            Path(r.file).name,
-        )
-        for r in job.ranks
-    ]
     spread = job.spread
     return Table(
         ("rank", "steps", "step us", "busy us", "comm us", "exposed us", "GPU util.", "device", "file"),
-        rows,
+        [
+            (
+                r.rank,
+                r.steps,
+                us(r.step_us),
+                us(r.busy_us),
+                us(r.communication.total_us),
+                us(r.communication.exposed_us),
+                share(r.gpu_utilization),
+                r.device_name or "unknown",
+                Path(r.file).name,
+            )
+            for r in job.ranks
+        ],
         right=tuple(range(7)),
         strong=[i for i, r in enumerate(job.ranks) if spread and r.rank == spread.straggler],
         caption=f"steps {us(spread.step_us_min)} to {us(spread.step_us_max)} us; "
@@ -144,41 +142,47 @@ def ranks_table(job: JobProfile) -> Table:
 
 def operators_table(rows: Sequence[OperatorRow], top: int) -> Table:
     """Columns without values (shapes, device times of a CPU trace) are left out."""
-    columns: dict[str, Callable[[OperatorRow], str]] = {"operator": lambda o: o.name}
-    if any(o.shape for o in rows):
-        columns["shapes"] = lambda o: o.shape or ""
-    first_number = len(columns)
-    columns["calls"] = lambda o: f"{o.calls:,}"
-    columns["host us"] = lambda o: us(o.host_us)
-    columns["self host us"] = lambda o: us(o.self_host_us)
-    if any(o.device_us for o in rows):
-        columns["device us"] = lambda o: us(o.device_us)
-        columns["self device us"] = lambda o: us(o.self_device_us)
-        columns["tensor cores"] = lambda o: "" if o.tensor_core_pct is None else f"{o.tensor_core_pct:.0f} %"
+    shape: dict[str, Callable[[OperatorRow], str]] = {"shapes": lambda o: o.shape or ""}
+    device: dict[str, Callable[[OperatorRow], str]] = {
+        "device us": lambda o: us(o.device_us),
+        "self device us": lambda o: us(o.self_device_us),
+        "tensor cores": lambda o: "" if o.tensor_core_pct is None else f"{o.tensor_core_pct:.0f} %",
+    }
+    columns: dict[str, Callable[[OperatorRow], str]] = {
+        "operator": lambda o: o.name,
+        **(shape if any(o.shape for o in rows) else {}),
+        "calls": lambda o: f"{o.calls:,}",
+        "host us": lambda o: us(o.host_us),
+        "self host us": lambda o: us(o.self_host_us),
+        **(device if any(o.device_us for o in rows) else {}),
+    }
     return Table(
         list(columns),
         [[show(o) for show in columns.values()] for o in rows[:top]],
-        right=tuple(range(first_number, len(columns))),
+        right=tuple(range(2 if "shapes" in columns else 1, len(columns))),
         caption=_row_count(top, len(rows), "operators"),
     )
 
 
 def kernels_table(rows: Sequence[KernelRow], top: int) -> Table:
     kinds = {"communication": "communication", "tensor cores": "tensor_cores", "triton": "triton"}
-    cells = [
-        (
-            _shorten(k.name, 90),
-            f"{k.calls:,}",
-            us(k.total_us),
-            f"{k.mean_us:,.1f}",
-            f"{k.max_us:,.1f}",
-            pct(k.share_pct),
-            ", ".join(kind for kind, key in kinds.items() if getattr(k, key)),
-        )
-        for k in rows[:top]
-    ]
-    columns = ("kernel", "calls", "total us", "mean us", "max us", "share", "kind")
-    return Table(columns, cells, right=tuple(range(1, 6)), caption=_row_count(top, len(rows), "kernels"))
+    return Table(
+        ("kernel", "calls", "total us", "mean us", "max us", "share", "kind"),
+        [
+            (
+                _shorten(k.name, 90),
+                f"{k.calls:,}",
+                us(k.total_us),
+                f"{k.mean_us:,.1f}",
+                f"{k.max_us:,.1f}",
+                pct(k.share_pct),
+                ", ".join(kind for kind, key in kinds.items() if getattr(k, key)),
+            )
+            for k in rows[:top]
+        ],
+        right=tuple(range(1, 6)),
+        caption=_row_count(top, len(rows), "kernels"),
+    )
 
 
 def step_bars(jobs: Sequence[JobProfile]) -> Chart:
@@ -306,26 +310,34 @@ def print_percent(change: Change) -> str:
 
 def diff_table(first_column: str, rows: Sequence[RowChange], columns: dict[str, str], top: int) -> Table:
     """`columns`: heading of each group of four columns -> key of the change."""
-    cells = []
-    for row in rows[:top]:
-        cells.append([_shorten(row.name, 70)])
-        for key in columns.values():
-            change = row.columns[key]
-            cells[-1] += [f"{change.baseline:,.0f}", f"{change.experiment:,.0f}", f"{change.delta:+,.0f}"]
-            cells[-1].append(print_percent(change))
+
+    def change_cells(change: Change) -> tuple[str, str, str, str]:
+        return f"{change.baseline:,.0f}", f"{change.experiment:,.0f}", f"{change.delta:+,.0f}", print_percent(change)
+
     headings = [first_column, *(cell for heading in columns for cell in (f"{heading} base", "exp", "delta", "%"))]
-    caption = _row_count(top, len(rows), f"{first_column}s")
-    return Table(headings, cells, right=tuple(range(1, len(headings))), caption=caption)
+    return Table(
+        headings,
+        [
+            [_shorten(row.name, 70), *(cell for key in columns.values() for cell in change_cells(row.columns[key]))]
+            for row in rows[:top]
+        ],
+        right=tuple(range(1, len(headings))),
+        caption=_row_count(top, len(rows), f"{first_column}s"),
+    )
 
 
 def scaling_table(rows: Sequence[ScalingRow]) -> Table:
     caption = "efficiency: work per device and second, against the first row"
     if not all(r.work_per_device for r in rows):
         caption += "; the work per device is assumed to be equal (no run folder has it)"
-    cells = []
-    for r in rows:
-        largest = sorted(r.lost_to, key=lambda category: -abs(r.lost_to[category]))[:4]
-        cells.append(
+
+    def largest_losses(row: ScalingRow) -> str:
+        losses = sorted(row.lost_to.items(), key=lambda loss: -abs(loss[1]))[:4]
+        return ", ".join(f"{category} {lost_us:+,.0f}" for category, lost_us in losses if abs(lost_us) >= 0.5)
+
+    return Table(
+        ("run", "devices", "step us", "efficiency", "us lost", "most to", "lost time by category (us)"),
+        [
             (
                 r.label,
                 "unknown" if r.devices is None else r.devices,
@@ -333,11 +345,13 @@ def scaling_table(rows: Sequence[ScalingRow]) -> Table:
                 f"{r.efficiency * 100:.1f} %",
                 f"{r.lost_us:+,.0f}",
                 r.main_loss or "-",
-                ", ".join(f"{c} {r.lost_to[c]:+,.0f}" for c in largest if abs(r.lost_to[c]) >= 0.5),
+                largest_losses(r),
             )
-        )
-    columns = ("run", "devices", "step us", "efficiency", "us lost", "most to", "lost time by category (us)")
-    return Table(columns, cells, right=(1, 2, 3, 4), caption=caption)
+            for r in rows
+        ],
+        right=(1, 2, 3, 4),
+        caption=caption,
+    )
 
 
 def differences_table(rows: Sequence[KeyDifference], labels: Sequence[str]) -> Table:
@@ -362,8 +376,11 @@ def performance_table(rows: Sequence[RunPerformance]) -> Table:
         "mean power, W": ("watts", number()),
         "last loss": ("final_loss", number(4)),
     }
-    cells = [(title, *(show(getattr(p, key)) for p in rows)) for title, (key, show) in lines.items()]
-    return Table(("measure", *(p.label for p in rows)), cells, right=tuple(range(1, len(rows) + 1)))
+    return Table(
+        ("measure", *(p.label for p in rows)),
+        [(title, *(show(getattr(p, key)) for p in rows)) for title, (key, show) in lines.items()],
+        right=tuple(range(1, len(rows) + 1)),
+    )
 
 
 def comparison_tables(comparison: Comparison, top: int) -> list[tuple[str, Table]]:
@@ -417,6 +434,12 @@ def _loss_charts(losses: Sequence[LossComparison], labels: Sequence[str]) -> lis
         return []
     first = compared[0][0]
     curves = [line(label, loss.tokens, loss.experiment) for loss, label in compared]
-    series = (line(labels[0], first.tokens, first.baseline), *curves)
-    title = "Loss, mean per bin of tokens"
-    return [Chart(title=title, series=series, x_title="tokens", y_title="nats per token", height=320)]
+    return [
+        Chart(
+            title="Loss, mean per bin of tokens",
+            series=(line(labels[0], first.tokens, first.baseline), *curves),
+            x_title="tokens",
+            y_title="nats per token",
+            height=320,
+        )
+    ]
