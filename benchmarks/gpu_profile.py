@@ -107,7 +107,7 @@ def repack(source: Path, target: Path) -> int:
 
 def summary(out: Path, names: list[str]) -> dict[str, Any]:
     from windlass.profile.compare import diff_operators
-    from windlass.profile.job import profile_traces
+    from windlass.profile.job_profile import profile_traces
     from windlass.runs.manifest import commit
 
     jobs = {name: profile_traces([out / f"{name}.json.gz"], label=name) for name in names}
@@ -131,7 +131,7 @@ def summary(out: Path, names: list[str]) -> dict[str, Any]:
 def pictures(out: Path, names: list[str]) -> None:
     """Stacked step-time bars of each pair, for the docs."""
     from windlass.figures import save_picture
-    from windlass.profile.job import profile_traces
+    from windlass.profile.job_profile import profile_traces
     from windlass.profile.view import step_bars
 
     for pair in PAIRS:

@@ -1,10 +1,13 @@
-"""`windlass` alone knows what a folder holds and which command moves it on."""
+"""`windlass` without a command: the contents of a folder and the next command."""
 
 import json
+import sys
 
 import pytest
 
-from windlass.cli.start import Here, RunHere, look, next_command, summary
+from windlass.cli import main
+from windlass.cli.complete import run_completions
+from windlass.cli.start import FolderContents, RunStatus, find_next_command, scan_folder, summarize
 
 RECIPE = 'name = "r"\n[model]\nlayers = 2\nwidth = 64\nffn = 128\nheads = 4\nvocab = 256\n[data]\ntokens = "1M"\n'
 
@@ -36,11 +39,11 @@ def add_run(folder, name, events, step=None, **files):
 
 
 def test_it_sees_recipes_data_files_and_stores_and_nothing_else(folder):
-    here = look(folder)
-    assert here.recipes == ["mine.toml"]
-    assert here.data_files == ["texts.toml"]
-    assert here.stores == {"data/a": 12}
-    assert here.runs == []
+    contents = scan_folder(folder)
+    assert contents.recipes == ["mine.toml"]
+    assert contents.data_files == ["texts.toml"]
+    assert contents.stores == {"data/a": 12}
+    assert contents.runs == []
 
 
 @pytest.mark.parametrize(
@@ -57,64 +60,65 @@ def test_it_sees_recipes_data_files_and_stores_and_nothing_else(folder):
 )
 def test_state_of_a_run_and_the_next_command(folder, events, state, command):
     add_run(folder, "r", events)
-    here = look(folder)
-    assert here.runs[0].state == state
-    assert next_command(here)[0] == command
+    contents = scan_folder(folder)
+    assert contents.runs[0].state == state
+    assert find_next_command(contents)[0] == command
 
 
 def test_a_reported_run_wants_evaluation_and_an_evaluated_one_export(folder):
     run = add_run(folder, "r", [(1, "started"), (2, "finished")], step=9, report_html=1)
-    assert next_command(look(folder))[0] == "windlass eval runs/r"
+    assert find_next_command(scan_folder(folder))[0] == "windlass eval runs/r"
     (run / "eval.jsonl").write_text("")
-    assert next_command(look(folder))[0].startswith("windlass export runs/r")
+    assert find_next_command(scan_folder(folder))[0].startswith("windlass export runs/r")
 
 
 def test_the_newest_run_decides(folder):
     add_run(folder, "old", [(1, "started"), (2, "stopped")])
     add_run(folder, "new", [(5, "started"), (9, "finished")], step=3)
-    here = look(folder)
-    assert [r.path for r in here.runs] == ["runs/new", "runs/old"]
-    assert summary(here)["train"] == "1 finished, 1 stopped"
+    contents = scan_folder(folder)
+    assert [r.path for r in contents.runs] == ["runs/new", "runs/old"]
+    assert summarize(contents)["train"] == "1 finished, 1 stopped"
 
 
 def test_without_runs(folder):
-    assert next_command(Here())[0] == "windlass init"
-    assert next_command(look(folder))[0] == "windlass plan mine.toml"
-    assert next_command(Here(recipes=["a.toml"], data_files=["d.toml"]))[0] == "windlass tokenize d.toml"
-    own = Here(recipes=["recipes/x.toml", "mine.toml"])
-    assert next_command(own)[0] == "windlass plan mine.toml"
+    assert find_next_command(FolderContents())[0] == "windlass init"
+    assert find_next_command(scan_folder(folder))[0] == "windlass plan mine.toml"
+    assert find_next_command(FolderContents(recipes=["a.toml"], data_files=["d.toml"]))[0] == "windlass tokenize d.toml"
+    own = FolderContents(recipes=["recipes/x.toml", "mine.toml"])
+    assert find_next_command(own)[0] == "windlass plan mine.toml"
 
 
 def test_summary_is_empty_where_there_is_nothing():
-    assert set(summary(Here()).values()) == {""}
-    run = RunHere(path="runs/a", state="running", step=1, seen_at=0, launched=True, reported=False, evaluated=False)
-    assert summary(Here(runs=[run]))["launch"] == "1 run launched"
+    assert set(summarize(FolderContents()).values()) == {""}
+    run = RunStatus(path="runs/a", state="running", step=1, seen_at=0, launched=True, reported=False, evaluated=False)
+    assert summarize(FolderContents(runs=[run]))["launch"] == "1 run launched"
 
 
-def complete(words, count, folder):
-    import os
-    import subprocess
-    import sys
-
-    env = {**os.environ, "_WINDLASS_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
-    code = "import sys; sys.argv = ['windlass']; from windlass.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True)
-    return done.stdout.split()
-
-
-def test_the_shell_completes_commands_machines_and_runs(folder):
+def test_the_shell_completes_commands_clusters_and_runs(folder, monkeypatch, capsys):
     add_run(folder, "poro-34b", [(1, "started")])
-    assert complete("windlass clusters lu", 2, folder) == ["lumi-g"]
-    assert set(complete("windlass plan r.toml --cluster sn", 4, folder)) == {"snellius-a100", "snellius-h100"}
-    assert complete("windlass watch po", 2, folder) == ["poro-34b"]
-    assert complete("windlass pla", 1, folder) == ["plan"]
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["windlass"])
+    monkeypatch.setenv("_WINDLASS_COMPLETE", "complete_bash")
+    for line, expected in {
+        "windlass clusters lu": {"lumi-g"},
+        "windlass plan r.toml --cluster sn": {"snellius-a100", "snellius-h100"},
+        "windlass watch po": {"poro-34b"},
+        "windlass pla": {"plan"},
+    }.items():
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
+        with pytest.raises(SystemExit):
+            main()
+        assert set(capsys.readouterr().out.split()) == expected
 
 
 def test_runs_are_offered_by_name_only(tmp_path):
-    from windlass.cli.complete import runs
-
-    assert runs("", tmp_path / "absent") == []
+    assert run_completions("", tmp_path / "absent") == []
     (tmp_path / "a").mkdir()
-    assert runs("", tmp_path) == [], "a folder without a run in it"
+    assert run_completions("", tmp_path) == [], "a folder without a run in it"
     (tmp_path / "a" / "config.json").write_text("{}")
-    assert runs("", tmp_path) == ["a"] and runs("b", tmp_path) == [] and runs("./", tmp_path) == []
+    assert (
+        run_completions("", tmp_path) == ["a"]
+        and run_completions("b", tmp_path) == []
+        and run_completions("./", tmp_path) == []
+    )

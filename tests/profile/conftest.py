@@ -1,4 +1,4 @@
-"""Traces made by hand: small enough to check every number with a pencil."""
+"""Traces built by hand, small enough to check every number on paper."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 HOST, MAIN, WORKER = 4000, 4000, 4001
 
 
-class Builder:
+class TraceBuilder:
     """Writes the events of a Kineto trace; times in microseconds."""
 
     def __init__(self, *, old: bool = False, device: int | None = 0) -> None:
@@ -84,28 +84,28 @@ class Builder:
 
 
 @pytest.fixture
-def builder() -> type[Builder]:
-    return Builder
+def builder() -> type[TraceBuilder]:
+    return TraceBuilder
 
 
 @pytest.fixture
-def overlapped(builder: type[Builder]) -> Builder:
+def overlapped(builder: type[TraceBuilder]) -> TraceBuilder:
     """Two equal steps of 100 us on one GPU, with a collective half behind computation.
 
     Per step (from its start): host op 0-30, launches at 2, 10, 20; GEMM kernel 10-50, all-reduce 40-80 on another stream,
     copy 85-90, nothing after; the host op `aten::mm` 0-30, the runtime calls 2-4, 10-12, 20-22.
     """
-    made = builder()
-    made.meta["distributedInfo"] = {"backend": "nccl", "rank": 2, "world_size": 4}
-    made.meta["deviceProperties"] = [
+    trace = builder()
+    trace.meta["distributedInfo"] = {"backend": "nccl", "rank": 2, "world_size": 4}
+    trace.meta["deviceProperties"] = [
         {"id": 0, "name": "Test GPU", "totalGlobalMem": 1000, "computeMajor": 8, "computeMinor": 0}
     ]
     for number, t in ((5, 1000.0), (6, 1100.0)):
-        made.step(number, t, t + 100)
-        op = made.op("aten::mm", t, t + 30)
+        trace.step(number, t, t + 100)
+        op = trace.op("aten::mm", t, t + 30)
         gemm = {"blocks per SM": 0.5, "est. achieved occupancy %": 40}
-        made.launch("sm80_xmma_gemm_bf16", t + 2, t + 10, t + 50, external=op, **gemm)
-        made.launch(
+        trace.launch("sm80_xmma_gemm_bf16", t + 2, t + 10, t + 50, external=op, **gemm)
+        trace.launch(
             "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
             t + 10,
             t + 40,
@@ -113,8 +113,8 @@ def overlapped(builder: type[Builder]) -> Builder:
             external=999,
             stream=20,
         )
-        made.launch("Memcpy DtoH (Device -> Pinned)", t + 20, t + 85, t + 90, external=op, kind="gpu_memcpy")
-    return made
+        trace.launch("Memcpy DtoH (Device -> Pinned)", t + 20, t + 85, t + 90, external=op, kind="gpu_memcpy")
+    return trace
 
 
 @pytest.fixture

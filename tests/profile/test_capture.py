@@ -14,9 +14,16 @@ torch = pytest.importorskip("torch")
 from windlass.config.observe import ProfileConfig  # noqa: E402
 from windlass.errors import ProfileError  # noqa: E402
 from windlass.files import write_json  # noqa: E402
-from windlass.profile.find import find_target  # noqa: E402
-from windlass.profile.job import profile_traces  # noqa: E402
-from windlass.profile.request import answer_file, ask, read_request, request_file, wait_for_trace  # noqa: E402
+from windlass.profile.find_traces import find_target  # noqa: E402
+from windlass.profile.job_profile import profile_traces  # noqa: E402
+from windlass.profile.trace_request import (  # noqa: E402
+    TraceRequest,
+    answer_file,
+    read_request,
+    request_file,
+    submit_request,
+    wait_for_trace,
+)
 from windlass.runs import Run  # noqa: E402
 from windlass.runs.lock import locked  # noqa: E402
 from windlass.train.profiler import Profiler  # noqa: E402
@@ -58,10 +65,10 @@ def test_the_recipe_names_the_steps(tmp_path):
     train(job, 8)
     (event,) = profiled(job.run)
     assert (event.steps, event.files) == ("3:6", ["profile/step-000000003/rank-00000.json.gz"])
-    found = profile_traces(find_target(job.run.path).traces)
-    assert found.ranks[0].step_numbers == [3, 4, 5]
+    result = profile_traces(find_target(job.run.path).traces)
+    assert result.ranks[0].step_numbers == [3, 4, 5]
     assert any(
-        o.name == "aten::mm" and o.calls == 9 for o in found.ranks[0].operators
+        o.name == "aten::mm" and o.calls == 9 for o in result.ranks[0].operators
     )  # forward and two backward products
     assert "windlass profile run" in said[0]
 
@@ -84,31 +91,31 @@ def test_other_ranks_and_a_passed_window_do_nothing(tmp_path):
 
 
 def test_outside_the_window_the_profiler_does_not_exist(tmp_path, monkeypatch):
-    made = []
+    created = []
     real = torch.profiler.profile
 
     def counted(*args, **kwargs):
-        made.append(1)
+        created.append(1)
         return real(*args, **kwargs)
 
     monkeypatch.setattr(torch.profiler, "profile", counted)
     job = job_on(tmp_path / "run", steps="6:8")
-    seen = []
-    train(job, 10, each=lambda j: seen.append(len(made)))
-    assert seen == [0, 0, 0, 0, 1, 1, 1, 1, 1, 1]  # made one step ahead, to warm up
+    counts = []
+    train(job, 10, each=lambda j: counts.append(len(created)))
+    assert counts == [0, 0, 0, 0, 1, 1, 1, 1, 1, 1]  # created one step ahead, to warm up
 
 
 def test_a_live_run_answers_a_request(tmp_path):
     job = job_on(tmp_path / "run")
-    asked = []
+    request = TraceRequest(id="r1", steps=2, shapes=True)
 
-    def request(job):
+    def ask(job):
         if job.step == 2:
-            asked.append(ask(job.run, steps=2, shapes=True))
+            submit_request(job.run, request)
 
     with locked(job.run.lock_file):
-        train(job, 8, each=request)
-    files = wait_for_trace(job.run, asked[0], 0.0)
+        train(job, 8, each=ask)
+    files = wait_for_trace(job.run, request, 0.0)
     assert files == ["profile/step-000000004/rank-00000.json.gz"]
     assert not request_file(job.run).exists()
     assert not answer_file(job.run).exists()
@@ -118,11 +125,13 @@ def test_a_live_run_answers_a_request(tmp_path):
 
 def test_a_dead_run_refuses_a_request(tmp_path):
     job = job_on(tmp_path / "run")
-    with pytest.raises(ProfileError, match="nobody is training run") as caught:
-        ask(job.run)
-    assert "profile.steps" in caught.value.hint
-    with locked(job.run.lock_file), pytest.raises(ProfileError, match="a window of 0 steps"):
-        ask(job.run, steps=0)
+    with pytest.raises(ProfileError) as error:
+        submit_request(job.run, TraceRequest(id="r1"))
+    assert error.value.code == "profile.run-not-training"
+    assert "profile.steps" in error.value.hint
+    with locked(job.run.lock_file), pytest.raises(ProfileError) as error:
+        submit_request(job.run, TraceRequest(id="r1", steps=0))
+    assert error.value.code == "profile.window-length-invalid"
 
 
 def test_a_stray_request_is_thrown_away(tmp_path):

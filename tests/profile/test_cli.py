@@ -27,11 +27,11 @@ def trace(tmp_path, overlapped):
 
 @pytest.fixture
 def faster(tmp_path, builder):
-    made = builder()
-    made.step(5, 1000, 1080)
-    op = made.op("aten::mm", 1000, 1030)
-    made.launch("sm80_xmma_gemm_bf16", 1002, 1010, 1070, external=op)
-    return made.write(tmp_path / "two.json")
+    trace = builder()
+    trace.step(5, 1000, 1080)
+    op = trace.op("aten::mm", 1000, 1030)
+    trace.launch("sm80_xmma_gemm_bf16", 1002, 1010, 1070, external=op)
+    return trace.write(tmp_path / "two.json")
 
 
 def test_json_is_the_contract_and_nothing_else(trace):
@@ -105,7 +105,7 @@ def test_compare_more_than_two_is_a_scaling_table(trace, faster, tmp_path, overl
 
 @pytest.fixture
 def runs(tmp_path, overlapped, builder):
-    def made(name, shift, devices):
+    def write_run(name, shift, devices):
         run = Run(tmp_path / name)
         write_json(run.config_file, {"name": name, "train": {"precision": "bf16"}})
         write_json(
@@ -124,7 +124,7 @@ def runs(tmp_path, overlapped, builder):
             )
         return run
 
-    return [made("a", 0.0, 1), made("b", 0.0, 4), made("c", 0.5, 4)]
+    return [write_run("a", 0.0, 1), write_run("b", 0.0, 4), write_run("c", 0.5, 4)]
 
 
 def test_runs_without_traces_are_still_compared(runs):
@@ -152,22 +152,22 @@ def test_runs_with_traces_know_their_work_per_device(runs, overlapped):
 
 
 @pytest.mark.parametrize(
-    ("args", "error", "message"),
+    ("args", "kind", "code"),
     [
-        (["profile", "nowhere.json"], ProfileError, "does not exist"),
-        (["profile", "{trace}", "--mode", "exact"], ConfigError, "--mode exact"),
-        (["profile", "{trace}", "{trace}", "--now"], ProfileError, "one live run"),
-        (["profile", "{run}", "--now"], ProfileError, "nobody is training"),
-        (["profile", "{run}", "--now", "--ranks", "x"], ConfigError, "no list of ranks"),
-        (["profile", "{run}"], ProfileError, "holds no trace"),
-        (["profile", "{run}", "{trace}"], ProfileError, "one run, or the trace files"),
-        (["compare", "{trace}"], ProfileError, "at least two"),
-        (["compare", "{trace}", "{trace}", "--sort", "size"], ConfigError, "--sort size"),
-        (["compare", "{run}", "{trace}"], ProfileError, "without traces"),
+        (["profile", "nowhere.json"], ProfileError, "path-missing"),
+        (["profile", "{trace}", "--mode", "exact"], ConfigError, "mode-unknown"),
+        (["profile", "{trace}", "{trace}", "--now"], ProfileError, "now-needs-one-run"),
+        (["profile", "{run}", "--now"], ProfileError, "run-not-training"),
+        (["profile", "{run}", "--now", "--ranks", "x"], ConfigError, "ranks-invalid"),
+        (["profile", "{run}"], ProfileError, "run-without-traces"),
+        (["profile", "{run}", "{trace}"], ProfileError, "several-runs"),
+        (["compare", "{trace}"], ProfileError, "compare-needs-two"),
+        (["compare", "{trace}", "{trace}", "--sort", "size"], ConfigError, "sort-unknown"),
+        (["compare", "{run}", "{trace}"], ProfileError, "compare-mixed"),
     ],
 )
-def test_mistakes_get_a_message_and_a_hint(trace, runs, args, error, message):
-    filled = [a.format(trace=trace, run=runs[0].path) for a in args]
-    with pytest.raises(error, match=message) as caught:
-        call(*filled)
-    assert caught.value.hint
+def test_mistakes_have_a_code_and_a_hint(trace, runs, args, kind, code):
+    with pytest.raises(kind) as error:
+        call(*(a.format(trace=trace, run=runs[0].path) for a in args))
+    assert error.value.code == f"profile.{code}"
+    assert error.value.hint

@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from windlass.cli import build
-from windlass.profile.collectives import bus_share, kind_of
-from windlass.profile.job import profile_traces
-from windlass.profile.view import collectives_table, sections
+from windlass.profile.collectives import bus_share, collective_kind
+from windlass.profile.job_profile import profile_traces
+from windlass.profile.view import collectives_table, profile_sections
 
 GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 SCATTER = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -35,7 +35,7 @@ def said(name: str, elements_in: int, elements_out: int, *, group: int = 4, dtyp
     ],
 )  # fmt: skip
 def test_kinds_by_name(name, kind):
-    assert kind_of(name) == kind
+    assert collective_kind(name) == kind
 
 
 def test_an_all_reduce_moves_everything_twice():
@@ -54,18 +54,18 @@ def test_half_behind_computation(overlapped, tmp_path):
 
 def make(builder, path, *, seconds_factor: float = 1.0):
     """One step of 200 us: a gather of 4 M elements in all (8 MB) takes 60 us, two reduce-scatters of 2 M (4 MB each) 40 us each, half bare."""
-    made = builder()
-    made.step(1, 0, 200)
-    op = made.op("aten::mm", 0, 100)
-    made.launch("sm90_xmma_gemm_bf16", 2, 10, 120, external=op)
-    made.launch(
+    trace = builder()
+    trace.step(1, 0, 200)
+    op = trace.op("aten::mm", 0, 100)
+    trace.launch("sm90_xmma_gemm_bf16", 2, 10, 120, external=op)
+    trace.launch(
         GATHER, 4, 20, 20 + 60 * seconds_factor, external=90, stream=20, **said("_allgather_base", 1_000_000, 4_000_000)
     )
     for at in (100, 140):
-        made.launch(
+        trace.launch(
             SCATTER, at - 10, at, at + 40, external=91, stream=20, **said("_reduce_scatter_base", 2_000_000, 500_000)
         )
-    return made.write(path)
+    return trace.write(path)
 
 
 def test_bytes_and_bus_bandwidth(builder, tmp_path):
@@ -86,44 +86,44 @@ def test_ranks_are_averaged(builder, tmp_path):
 
 
 def test_a_range_tells_what_sends_and_receives_are_part_of(builder, tmp_path):
-    made = builder()
-    made.step(1, 0, 100)
-    number = made.annotation("nccl:all_to_all", 1, 9)
-    made.launch("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclWorkElem)", 3, 20, 50, external=number, stream=20)
-    assert [r.name for r in profile_traces([made.write(tmp_path / "t.json")]).collectives] == ["all-to-all"]
+    trace = builder()
+    trace.step(1, 0, 100)
+    number = trace.annotation("nccl:all_to_all", 1, 9)
+    trace.launch("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclWorkElem)", 3, 20, 50, external=number, stream=20)
+    assert [r.name for r in profile_traces([trace.write(tmp_path / "t.json")]).collectives] == ["all-to-all"]
 
 
 def test_without_a_device_the_ranges_of_the_library_count(builder, tmp_path):
-    made = builder(device=None)
-    made.step(1, 0, 100)
-    made.op("aten::mm", 0, 50)
-    made.annotation("gloo:all_reduce", 40, 70)
-    (row,) = profile_traces([made.write(tmp_path / "t.json")]).collectives
+    trace = builder(device=None)
+    trace.step(1, 0, 100)
+    trace.op("aten::mm", 0, 50)
+    trace.annotation("gloo:all_reduce", 40, 70)
+    (row,) = profile_traces([trace.write(tmp_path / "t.json")]).collectives
     assert (row.name, row.total_us, row.exposed_us) == ("all-reduce", 30, 20)
 
 
 def test_no_collectives_no_section(builder, tmp_path):
-    made = builder()
-    made.step(1, 0, 100)
-    made.launch("gemm", 2, 10, 50)
-    job = profile_traces([made.write(tmp_path / "t.json")])
-    assert job.collectives == [] and "Collectives" not in [s.title for s in sections(job)]
+    trace = builder()
+    trace.step(1, 0, 100)
+    trace.launch("gemm", 2, 10, 50)
+    job = profile_traces([trace.write(tmp_path / "t.json")])
+    assert job.collectives == [] and "Collectives" not in [s.title for s in profile_sections(job)]
 
 
 @pytest.mark.parametrize(
     "bad", [{"dtype": "Strange"}, {"In msg nelems": "x", "Out msg nelems": None}, {"Group size": "all"}]
 )
 def test_odd_arguments_are_unknown_not_zero(builder, tmp_path, bad):
-    made = builder()
-    made.step(1, 0, 100)
-    made.launch(GATHER, 4, 20, 80, external=90, stream=20, **{**said("allgather", 1, 4), **bad})
-    (row,) = profile_traces([made.write(tmp_path / "t.json")]).collectives
+    trace = builder()
+    trace.step(1, 0, 100)
+    trace.launch(GATHER, 4, 20, 80, external=90, stream=20, **{**said("allgather", 1, 4), **bad})
+    (row,) = profile_traces([trace.write(tmp_path / "t.json")]).collectives
     assert row.bus_gb_per_second is None
 
 
 def test_the_command_prints_the_table_and_json_has_it(builder, tmp_path):
     path = make(builder, tmp_path / "trace.json")
     assert "reduce-scatter" in CliRunner().invoke(build(), ["profile", str(path)]).output
-    found = json.loads(CliRunner().invoke(build(), ["profile", str(path), "--json"]).output)
-    assert found["collectives"][0]["name"] == "reduce-scatter" and found["collectives"][0]["mean_us"] == 40
-    assert found["ranks"][0]["collectives"] == found["collectives"]
+    result = json.loads(CliRunner().invoke(build(), ["profile", str(path), "--json"]).output)
+    assert result["collectives"][0]["name"] == "reduce-scatter" and result["collectives"][0]["mean_us"] == 40
+    assert result["ranks"][0]["collectives"] == result["collectives"]

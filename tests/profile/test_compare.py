@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from windlass.profile.compare import Change, Point, diff_kernels, diff_operators, per_step, percentages, scaling
-from windlass.profile.operators import OperatorRow
+from windlass.profile.compare import ScalingPoint, change_between, diff_kernels, diff_operators, mean_step, scaling_rows
+from windlass.profile.operators import KernelRow, OperatorRow
+from windlass.profile.rank_profile import percent_of_step
 
 # us per step: step, Kernel, Memcpy, Memset, Communication, CPU Exec, Other; Runtime and DataLoader are 0 everywhere.
 SLIDES = {
@@ -21,7 +22,7 @@ SHARES = {
 }  # fmt: skip
 
 
-def point(label: str, **more) -> Point:
+def point(label: str, **more) -> ScalingPoint:
     step, kernel, memcpy, memset, comm, cpu, other = SLIDES[label]
     parts = {
         "Kernel": kernel,
@@ -33,31 +34,31 @@ def point(label: str, **more) -> Point:
         "CPU Exec": cpu,
         "Other": other,
     }
-    return Point(label=label, step_us=step, categories_us=parts, **more)
+    return ScalingPoint(label=label, step_us=step, categories_us=parts, **more)
 
 
 @pytest.mark.parametrize("label", SLIDES)
 def test_the_slides_five_execution_tables(label):
     given = point(label)
-    shares = percentages(given.categories_us, given.step_us)
-    assert (shares["Kernel"], shares["CPU Exec"], shares["Other"]) == SHARES[label]
+    shares = percent_of_step(given.categories_us, given.step_us)
+    assert tuple(round(shares[name], 2) for name in ("Kernel", "CPU Exec", "Other")) == SHARES[label]
     # One slide is a microsecond short of its own total; the rest add up exactly.
     assert sum(given.categories_us.values()) == pytest.approx(given.step_us, abs=1)
 
 
 def test_the_slides_scaling_and_where_the_time_went():
-    amd = scaling([point("AMD 1x1", devices=1), point("AMD 1x4", devices=4), point("AMD 2x8", devices=16)])
+    amd = scaling_rows([point("AMD 1x1", devices=1), point("AMD 1x4", devices=4), point("AMD 2x8", devices=16)])
     assert [round(r.efficiency * 100, 1) for r in amd] == [100.0, 89.0, 72.2]
     assert [r.main_loss for r in amd] == [None, "CPU Exec", "Other"]  # the price of the second node sits in "Other"
     assert amd[2].lost_to["Other"] == 186_940 - 8_884
     for row in amd:
         assert sum(row.lost_to.values()) == pytest.approx(row.lost_us, abs=1)
-    nvidia = scaling([point("NVIDIA 1x1"), point("NVIDIA 1x4")])
+    nvidia = scaling_rows([point("NVIDIA 1x1"), point("NVIDIA 1x4")])
     assert round(nvidia[1].efficiency * 100, 1) == 98.4
 
 
 def test_known_work_changes_the_efficiency():
-    rows = scaling([point("AMD 1x1", work_per_device=1000), point("AMD 1x4", work_per_device=500)])
+    rows = scaling_rows([point("AMD 1x1", work_per_device=1000), point("AMD 1x4", work_per_device=500)])
     assert rows[1].efficiency == pytest.approx(0.5 * 502_881 / 564_770)
 
 
@@ -71,14 +72,12 @@ def test_known_work_changes_the_efficiency():
     ],
 )  # fmt: skip
 def test_the_slides_eight_diff_rows(baseline, experiment, delta, percent):
-    change = Change(baseline, experiment)
+    change = change_between(baseline, experiment)
     assert (change.delta, change.percent) == (delta, percent)
 
 
 def test_nothing_to_relate_to_is_not_available():
-    assert Change(0, 5).percent is None
-    assert Change(0, 0).percent is None
-    assert Change(4, 0).percent == -100
+    assert [change_between(*pair).percent for pair in ((0, 5), (0, 0), (4, 0))] == [None, None, -100]
 
 
 def row(name: str, calls: int, host: float, device: float = 0.0) -> OperatorRow:
@@ -88,9 +87,9 @@ def row(name: str, calls: int, host: float, device: float = 0.0) -> OperatorRow:
 
 
 def test_a_missing_side_counts_as_zero():
-    rows = {r.name: r for r in diff_operators([row("gone", 3, 10)], [row("new", 2, 7)])}
-    assert (rows["gone"].calls.delta, rows["gone"].host.percent) == (-3, -100)
-    assert (rows["new"].host.delta, rows["new"].host.percent) == (7, None)
+    rows = {r.name: r.columns for r in diff_operators([row("gone", 3, 10)], [row("new", 2, 7)])}
+    assert (rows["gone"]["calls"].delta, rows["gone"]["host"].percent) == (-3, -100)
+    assert (rows["new"]["host"].delta, rows["new"]["host"].percent) == (7, None)
 
 
 def test_rows_are_sorted_by_what_matters():
@@ -103,13 +102,11 @@ def test_rows_are_sorted_by_what_matters():
 
 
 def test_windows_of_different_length_compare_per_step():
-    assert per_step([row("a", 12, 60, 30)], 6)[0].calls == 2
-    assert per_step([row("a", 12, 60, 30)], 6)[0].device_us == 5
+    (mean,) = mean_step([row("a", 12, 60, 30)], 6)
+    assert (mean.calls, mean.device_us) == (2, 5)
 
 
 def test_kernels_are_compared_by_name():
-    from windlass.profile.operators import KernelRow
-
     def kernel(name, total):
         return KernelRow(
             name=name, calls=1, total_us=total, mean_us=total, min_us=total, max_us=total, share_pct=1, communication=False,
@@ -117,4 +114,4 @@ def test_kernels_are_compared_by_name():
         )  # fmt: skip
 
     rows = diff_kernels([kernel("a", 5), kernel("b", 100)], [kernel("a", 50)])
-    assert [(r.name, r.total.delta) for r in rows] == [("b", -100), ("a", 45)]
+    assert [(r.name, r.columns["total_us"].delta) for r in rows] == [("b", -100), ("a", 45)]

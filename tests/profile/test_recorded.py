@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from windlass.profile.compare import diff_operators
-from windlass.profile.job import profile_traces
+from windlass.profile.job_profile import profile_traces
 
 DATA = Path(__file__).parent / "data"
 
 
+@cache
 def recorded(name: str, mode: str = "fixed"):
     path = DATA / f"{name}.json.gz"
     if not path.exists():
@@ -58,4 +60,4 @@ def test_compiling_fuses_kernels():
 def test_the_chunkwise_form_changes_the_products():
     parallel, chunkwise = recorded("retnet-parallel"), recorded("retnet-chunkwise")
     rows = diff_operators(parallel.ranks[0].operators, chunkwise.ranks[0].operators)
-    assert any(r.name in ("aten::bmm", "aten::matmul", "aten::mul") and r.calls.delta > 0 for r in rows)
+    assert any(r.name in ("aten::bmm", "aten::matmul", "aten::mul") and r.columns["calls"].delta > 0 for r in rows)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from windlass.figures import Chart, Note, page
 from windlass.files import write_json
-from windlass.profile.compare import Change, Point, scaling
-from windlass.profile.job import profile_traces
-from windlass.profile.view import percent, run_sections, scaling_table, sections, side_by_side, step_bars, summary_table
+from windlass.profile.compare import ScalingPoint, change_between, scaling_rows
+from windlass.profile.job_profile import profile_traces
+from windlass.profile.view import (
+    print_percent,
+    profile_sections,
+    run_sections,
+    scaling_table,
+    side_by_side,
+    step_bars,
+    summary_table,
+)
 from windlass.runs import Run
 
 
@@ -38,7 +48,11 @@ def test_the_summary_says_what_is_hidden_and_what_is_absent(tmp_path, overlapped
 
 
 def test_per_cent_as_in_the_slides():
-    assert [percent(Change(*pair)) for pair in ((2786, 3147), (0, 0), (0, 4))] == ["12.96 %", "N/A", "new"]
+    assert [print_percent(change_between(*pair)) for pair in ((2786, 3147), (0, 0), (0, 4))] == [
+        "12.96 %",
+        "N/A",
+        "new",
+    ]
 
 
 def test_two_sides_have_deltas_and_three_have_none(tmp_path, overlapped):
@@ -50,15 +64,15 @@ def test_two_sides_have_deltas_and_three_have_none(tmp_path, overlapped):
 
 def test_scaling_says_when_the_work_is_assumed():
     parts = {"Kernel": 80.0, "Other": 20.0}
-    rows = scaling(
+    rows = scaling_rows(
         [
-            Point(label="1x1", step_us=100, categories_us=parts),
-            Point(label="2x8", step_us=150, categories_us={"Kernel": 80.0, "Other": 70.0}),
+            ScalingPoint(label="1x1", step_us=100, categories_us=parts),
+            ScalingPoint(label="2x8", step_us=150, categories_us={"Kernel": 80.0, "Other": 70.0}),
         ]
     )
     table = scaling_table(rows)
     assert table.rows[1][3:6] == ("66.7 %", "+50", "Other")
-    assert "taken as equal" in table.caption
+    assert table.caption != scaling_table([replace(r, work_per_device=1.0) for r in rows]).caption
 
 
 def test_a_run_gives_sections_for_the_report_or_none(tmp_path, overlapped):
@@ -67,12 +81,12 @@ def test_a_run_gives_sections_for_the_report_or_none(tmp_path, overlapped):
     assert run_sections(run) == []
     for rank in range(3):
         overlapped.write(run.profile / "step-000000005" / f"rank-{rank:05d}.json.gz")
-    made = run_sections(run, max_ranks=2)
-    assert any(isinstance(i, Chart) for i in made[0].items)
-    assert any(isinstance(i, Note) and "2 of 3 traced ranks" in i.text for i in made[0].items)
-    assert "Execution summary of run" in page("report", made)
+    trace = run_sections(run, max_ranks=2)
+    assert any(isinstance(i, Chart) for i in trace[0].items)
+    assert any(isinstance(i, Note) and "2 of 3 traced ranks" in i.text for i in trace[0].items)
+    assert "Execution summary of run" in page("report", trace)
 
 
 def test_advice_and_notes_are_on_the_page(tmp_path, overlapped):
-    items = sections(profile_traces([overlapped.write(tmp_path / "a.json")]))[0].items
+    items = profile_sections(profile_traces([overlapped.write(tmp_path / "a.json")]))[0].items
     assert any(isinstance(i, Note) and i.kind == "warning" and "exposed communication" in i.text for i in items)

@@ -141,10 +141,10 @@ def main() -> None:
 
 def _complete() -> None:
     """The shell asks for words: the whole command tree, with names of machines and runs."""
-    from windlass.cli.complete import offer
+    from windlass.cli.complete import add_completions
 
     root = command()
-    offer(root)
+    add_completions(root)
     root(prog_name="windlass")
 
 

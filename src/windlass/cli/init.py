@@ -1,7 +1,8 @@
-"""`windlass init`: a few questions -> a recipe that plans at once, and the next command."""
+"""`windlass init`: write a first recipe from a few answers, plan it and print the next commands."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -10,11 +11,10 @@ import typer
 
 if TYPE_CHECKING:
     from windlass.clusters import Cluster
-    from windlass.config.starter import Answers
-    from windlass.data.store import Store
+    from windlass.config.starter import StarterRecipe
     from windlass.planner.search import Plans
 
-SMALLEST = 2e7
+MIN_PARAMETERS, MAX_PARAMETERS = 2e7, 1e12
 T = TypeVar("T")
 
 
@@ -24,65 +24,74 @@ def register(app: typer.Typer) -> None:
 
 def init(
     file: Annotated[
-        Path | None, typer.Argument(help="Recipe to write; named after size and cluster when left out.")
+        Path | None, typer.Argument(help="Recipe to write (default: named after size and cluster).")
     ] = None,
-    cluster: Annotated[str | None, typer.Option(help="Machine (windlass clusters lists them).")] = None,
-    account: Annotated[str | None, typer.Option(help="The project that is charged.")] = None,
-    size: Annotated[str | None, typer.Option(help='Parameters: "300M", "8B".')] = None,
+    cluster: Annotated[str | None, typer.Option(help="Cluster name (windlass clusters lists them).")] = None,
+    account: Annotated[str | None, typer.Option(help="SLURM account to charge.")] = None,
+    size: Annotated[str | None, typer.Option(help='Number of parameters: "300M", "8B".')] = None,
     data: Annotated[
-        str | None, typer.Option(help="Token store, or texts to make one from (a data file is then written, too).")
+        str | None, typer.Option(help="Token store, or texts to tokenize (a data file is then written as well).")
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option(help='Tokens to train on: "450B". The store\'s, or 20 per parameter.')
+        str | None,
+        typer.Option(help='Tokens to train on, like "450B" (default: those of the store, or 20 per parameter).'),
     ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes; enough for a month at most when left out.")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Number of nodes (default: as few as finish within a month).")
+    ] = None,
     seq_len: Annotated[
-        int | None, typer.Option(min=16, help="Sequence length; 4096, or 1024 without a scheduler.")
+        int | None, typer.Option(min=16, help="Sequence length (default: 4096, or 1024 without a scheduler).")
     ] = None,
-    vocab: Annotated[int | None, typer.Option(min=2, help="Vocabulary; the store's when it is known.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take the defaults and print them.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; asks nothing.")] = False,
+    vocab: Annotated[int | None, typer.Option(min=2, help="Vocabulary size (default: the store's).")] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask: use the defaults and print them.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; implies --yes.")] = False,
 ) -> None:
-    """Ask a few questions (cluster, account, size, data), write a recipe, plan it and say what comes next."""
-    import sys
-
+    """Ask a few questions (cluster, account, size, data), write a recipe, plan it and print the next commands."""
     from windlass.cli.output import print_json
+    from windlass.errors import ConfigError
 
-    asks = sys.stdin.isatty() and not (yes or as_json)
-    _refuse(file)
-    machine, chosen = _machine(cluster, asks)
-    account = _account(account, machine, asks)
-    wanted = _size(size, machine, asks)
-    data = _data(data, asks)
-    result = _write(
-        file, machine, account, wanted, data, tokens, nodes, seq_len or (4096 if machine.slurm else 1024), vocab, chosen
-    )
+    interactive = _is_interactive() and not (yes or as_json)
+    if file is not None and file.suffix != ".toml":
+        hint = f"recipes are TOML files: windlass init {file}.toml"
+        raise ConfigError("init.file-not-toml", f"{file} is not a recipe name", hint=hint)
+    _refuse_existing(file)
+    machine, how_chosen = _choose_cluster(cluster, interactive)
+    default_size = "1B" if machine.slurm else "20M"
+    if interactive and account is None and machine.slurm:
+        account = _ask("SLURM account to charge (empty: set it later)", "") or None
+    if interactive and size is None:
+        parameters = _ask_until_valid("Model size in parameters", default_size, _read_size)
+    else:
+        parameters = _read_size(size or default_size)
+    if interactive and data is None:
+        data = _ask("Token store, or texts to tokenize (empty: later)", "") or None
+    result = _create_recipe(
+        file, machine, how_chosen, account=account, parameters=parameters, data=data,
+        tokens=tokens, nodes=nodes, seq_len=seq_len or (4096 if machine.slurm else 1024), vocab=vocab,
+    )  # fmt: skip
     if as_json:
         print_json(result)
     else:
         _print(result)
 
 
-# -- the questions ----------------------------------------------------------------------------------------------------
+# -- questions --------------------------------------------------------------------------------------------------------
 
 
-def _refuse(file: Path | None) -> None:
+def _is_interactive() -> bool:
+    return sys.stdin.isatty()
+
+
+def _refuse_existing(file: Path | None) -> None:
     from windlass.errors import ConfigError
 
-    if file is not None and file.suffix != ".toml":
-        raise ConfigError(
-            "cli.recipe-s-name",
-            f"{file} is no recipe's name",
-            hint=f"recipes are TOML files: windlass init {file}.toml",
-        )
     if file is not None and file.exists():
-        raise ConfigError(
-            "cli.already", f"{file} is already there", hint="init overwrites nothing: give another name, or edit it"
-        )
+        hint = "init overwrites nothing: choose another name, or edit the file"
+        raise ConfigError("init.file-exists", f"{file} already exists", hint=hint)
 
 
-def _machine(name: str | None, asks: bool) -> tuple[Cluster, str]:
-    """The machine and how it was chosen."""
+def _choose_cluster(name: str | None, interactive: bool) -> tuple[Cluster, str]:
+    """The cluster and how it was chosen."""
     from windlass.clusters import cluster_names, load_cluster
     from windlass.clusters.probe import recognise
     from windlass.errors import LaunchError
@@ -90,25 +99,12 @@ def _machine(name: str | None, asks: bool) -> tuple[Cluster, str]:
     if name is not None:
         return load_cluster(name), "given"
     try:
-        here, how = recognise().name, "this host's name"
+        detected, how = recognise().name, "this host's name"
     except LaunchError:
-        here, how = "workstation", "no cluster file knows this host"
-    if asks:
-        return _until(f"Cluster ({', '.join(cluster_names())})", here, load_cluster), "answered"
-    return load_cluster(here), how
-
-
-def _account(given: str | None, cluster: Cluster, asks: bool) -> str | None:
-    if given is not None or not asks or cluster.slurm is None:
-        return given
-    return _ask("Account (the project that is charged; empty: later)", "") or None
-
-
-def _size(given: str | None, cluster: Cluster, asks: bool) -> float:
-    default = "1B" if cluster.slurm else "20M"
-    if given is None and asks:
-        return _until("Model size in parameters", default, _read_size)
-    return _read_size(given or default)
+        detected, how = "workstation", "no cluster file knows this host"
+    if interactive:
+        return _ask_until_valid(f"Cluster ({', '.join(cluster_names())})", detected, load_cluster), "answered"
+    return load_cluster(detected), how
 
 
 def _read_size(text: str) -> float:
@@ -118,41 +114,20 @@ def _read_size(text: str) -> float:
     try:
         size = float(parse_tokens(text))
     except WindlassError:
+        message = f"{text!r} is not a number of parameters"
+        raise ConfigError("init.size-invalid", message, hint='write it like "300M" or "8B"') from None
+    if not MIN_PARAMETERS <= size <= MAX_PARAMETERS:
+        too_small = size < MIN_PARAMETERS
         raise ConfigError(
-            "cli.number-parameters", f"{text!r} is not a number of parameters", hint='write it like "300M" or "8B"'
-        ) from None
-    if not SMALLEST <= size <= 1e12:
-        small = "recipes/tiny_cpu.toml is a smaller one to start from" if size < SMALLEST else 'write it like "8B"'
-        raise ConfigError(
-            "cli.model-parameters-outside-what",
-            f"a model of {text} parameters is outside what init can shape (20M to 1T)",
-            hint=small,
+            "init.size-out-of-range",
+            f"init cannot choose a shape for {text} parameters (20M to 1T)",
+            hint="start from recipes/tiny_cpu.toml for a smaller model" if too_small else 'write it like "8B"',
         )
     return size
 
 
-def _read_tokens(text: str) -> int:
-    from windlass.errors import ConfigError
-    from windlass.units import parse_tokens
-
-    tokens = parse_tokens(text)
-    if tokens <= 0:
-        raise ConfigError(
-            "cli.tokens-nothing-train",
-            f"{text} tokens are nothing to train on",
-            hint="leave --tokens out for 20 per parameter",
-        )
-    return tokens
-
-
-def _data(given: str | None, asks: bool) -> str | None:
-    if given is not None or not asks:
-        return given
-    return _ask("Token store, or texts to make one from (empty: later)", "") or None
-
-
-def _until(question: str, default: str, read: Callable[[str], T]) -> T:
-    """Ask again after a slip, with the reason: a typing error should not cost the answers before it."""
+def _ask_until_valid(question: str, default: str, read: Callable[[str], T]) -> T:
+    """Ask again after an invalid answer, with the reason, so that the earlier answers are not lost."""
     from windlass.errors import WindlassError
 
     while True:
@@ -169,169 +144,148 @@ def _ask(question: str, default: str) -> str:
 # -- the recipe -------------------------------------------------------------------------------------------------------
 
 
-def _write(
-    file: Path | None, cluster: Cluster, account: str | None, size: float, data: str | None, tokens: str | None, nodes: int | None,
-    seq_len: int, vocab: int | None, how: str,
+def _create_recipe(
+    file: Path | None, cluster: Cluster, how_chosen: str, *, account: str | None, parameters: float, data: str | None,
+    tokens: str | None, nodes: int | None, seq_len: int, vocab: int | None,
 ) -> dict[str, Any]:  # fmt: skip
-    from windlass.config.starter import data_text, default_name, holds_texts, recipe_text
-    from windlass.files import write_atomic
-
-    name = (_run_name(file.stem) if file else "") or default_name(size, cluster.name)
-    target = file or Path(f"{name}.toml")
-    texts = data if data and holds_texts(data) else None
-    store_path = f"data/{name}" if texts else data
-    store = _open(store_path)
-    data_file = target.with_name(f"{name}-data.toml") if texts else None
-    _refuse(target)
-    _refuse(data_file)
-    answers, found, reasons = _settle(
-        name, cluster, account, size, store_path, store, tokens, nodes, seq_len, vocab or (32_768 if texts else None)
-    )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(target, recipe_text(answers))
-    if texts and data_file:
-        write_atomic(data_file, data_text(name, texts, f"tokenizers/{name}/tokenizer.json", store_path or ""))
-    reasons = {"cluster": how, **reasons}
-    return _result(target, data_file, answers, found, reasons, store is not None)
-
-
-def _run_name(stem: str) -> str:
-    """A file's name as a run's: "mein größtes" -> "mein-grotes". A run folder's name travels through shells and job scripts."""
+    """Choose the remaining values, plan, and write the recipe and, for texts, a data file. Returns the JSON result."""
     import re
     import unicodedata
 
-    plain = unicodedata.normalize("NFKD", stem).encode("ascii", "ignore").decode()
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-._")[:120]
-
-
-def _settle(
-    name: str, cluster: Cluster, account: str | None, size: float, store_path: str | None, store: Store | None, tokens: str | None,
-    nodes: int | None, seq_len: int, vocab: int | None,
-) -> tuple[Answers, Plans, dict[str, str]]:  # fmt: skip
-    """Every value and its reason; the nodes come last, because the plan decides them."""
-    from windlass.config.starter import TOKENS_PER_PARAMETER, Answers
-    from windlass.models.presets import model_spec
-
-    shape = _shape(size, vocab or (store.vocab_size if store else None))
-    parameters = model_spec(shape).params.total
-    inside = sum(i.splits.get("train", i.tokens) for i in store.sources.values()) if store else None
-    wanted = _read_tokens(tokens) if tokens else inside or _two_digits(size * TOKENS_PER_PARAMETER)
-    why = {
-        "tokens": "given" if tokens else "what the store holds" if inside else f"{TOKENS_PER_PARAMETER} per parameter",
-        "vocab": "given" if vocab else "the store's" if store and store.vocab_size else "usual at this size",
-    }
-    model = {key: getattr(shape, key) for key in ("layers", "width", "ffn", "heads", "kv_heads", "vocab")}
-
-    def on(count_nodes: int) -> Answers:
-        return Answers(
-            name=name, cluster=cluster.name, nodes=count_nodes, devices_per_node=cluster.node.devices, account=account,
-            parameters=parameters, model=model, store=store_path, tokens=wanted, seq_len=seq_len,
-        )  # fmt: skip
-
-    answers, found, why["nodes"] = _on_nodes(on, cluster, nodes)
-    return answers, found, why
-
-
-def _two_digits(value: float) -> int:
-    from math import floor, log10
-
-    step = int(10 ** (floor(log10(value)) - 1))
-    return round(value / step) * step
-
-
-def _shape(size: float, vocab: int | None) -> Any:
-
-    from windlass.planner.budget import model_near
-
-    # Eight key/value heads, so that tensor parallelism up to 8 divides them; models that need none may have fewer.
-    shape = model_near(size, heads_multiple=8 if size >= 1e9 else 1)
-    return shape if vocab is None else shape.model_copy(update={"vocab": vocab})
-
-
-def _open(path: str | None) -> Store | None:
-    """The store, when it is there already."""
-    if path is None or not Path(path).exists():
-        return None
+    from windlass.config.starter import (
+        TOKENS_PER_PARAMETER,
+        StarterRecipe,
+        data_text,
+        default_name,
+        is_text_path,
+        recipe_text,
+        round_to_two_digits,
+    )
     from windlass.data.store import open_store
+    from windlass.errors import ConfigError
+    from windlass.files import write_atomic
+    from windlass.models.presets import model_spec
+    from windlass.planner.budget import model_near
+    from windlass.units import parse_tokens
 
-    return open_store(path)
+    # The name of a run folder goes through shells and job scripts: "mein größtes" -> "mein-grotes".
+    ascii_stem = unicodedata.normalize("NFKD", file.stem if file else "").encode("ascii", "ignore").decode()
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", ascii_stem).strip("-._")[:120] or default_name(parameters, cluster.name)
+    target = file or Path(f"{name}.toml")
+    has_texts = data is not None and is_text_path(data)
+    data_file = target.with_name(f"{name}-data.toml") if has_texts else None
+    _refuse_existing(target)
+    _refuse_existing(data_file)
+
+    store_path = f"data/{name}" if has_texts else data
+    store = open_store(store_path) if store_path and Path(store_path).exists() else None
+    stored_tokens = sum(s.splits.get("train", s.tokens) for s in store.sources.values()) if store else None
+    stored_vocab = store.vocab_size if store else None
+    vocab = vocab or (32_768 if has_texts else None)
+    if tokens is not None and parse_tokens(tokens) <= 0:
+        hint = "omit --tokens for 20 per parameter"
+        raise ConfigError("init.tokens-not-positive", f"cannot train on {tokens} tokens", hint=hint)
+    # Eight key/value heads, so that tensor parallelism up to 8 divides them; small models need no tensor parallelism.
+    model = model_near(parameters, heads_multiple=8 if parameters >= 1e9 else 1)
+    if known_vocab := vocab or stored_vocab:
+        model = model.model_copy(update={"vocab": known_vocab})
+    recipe, plans, why_nodes = _choose_nodes(
+        StarterRecipe(
+            name=name,
+            cluster=cluster.name,
+            nodes=nodes or 1,
+            devices_per_node=cluster.node.devices,
+            account=account,
+            parameters=model_spec(model).params.total,
+            model={key: getattr(model, key) for key in ("layers", "width", "ffn", "heads", "kv_heads", "vocab")},
+            store=store_path,
+            tokens=parse_tokens(tokens)
+            if tokens
+            else stored_tokens or round_to_two_digits(parameters * TOKENS_PER_PARAMETER),
+            seq_len=seq_len,
+        ),
+        cluster,
+        fixed=nodes is not None,
+    )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(target, recipe_text(recipe))
+    if data_file:
+        write_atomic(data_file, data_text(name, str(data), f"tokenizers/{name}/tokenizer.json", str(store_path)))
+    default_tokens = "what the store holds" if stored_tokens else f"{TOKENS_PER_PARAMETER} per parameter"
+    reasons = {
+        "cluster": how_chosen,
+        "tokens": "given" if tokens else default_tokens,
+        "vocab": "given" if vocab else "the store's" if stored_vocab else "usual at this size",
+        "nodes": why_nodes,
+    }
+    return _result(target, data_file, recipe, plans, reasons, store_exists=store is not None)
 
 
-def _on_nodes(on: Any, cluster: Cluster, nodes: int | None) -> tuple[Answers, Plans, str]:
-    """The given nodes, or as few (doubling) as finish within a month."""
-    from windlass.config.starter import PATIENCE_DAYS
-    from windlass.planner.search import nowhere
-
-    if nodes is not None:
-        found = _plan(on(nodes), cluster)
-        if not found.plans:
-            raise nowhere(found)
-        return on(nodes), found, "given"
-    most = _most_nodes(cluster)
-    count = 1
-    while True:
-        found = _plan(on(count), cluster)
-        if found.plans and found.best.days <= PATIENCE_DAYS:
-            return on(count), found, f"the fewest that take at most {PATIENCE_DAYS:g} days"
-        if count >= most:
-            break
-        count = min(2 * count, most)
-    if not found.plans:
-        raise nowhere(found)
-    return on(count), found, f"the most that one job may take; it is longer than {PATIENCE_DAYS:g} days all the same"
-
-
-def _most_nodes(cluster: Cluster) -> int:
-    limits = [p.max_nodes for p in cluster.slurm.partitions if p.gpus and p.max_nodes] if cluster.slurm else [1]
-    return min(max(limits, default=cluster.nodes or 64), cluster.nodes or 10**6)
-
-
-def _plan(answers: Answers, cluster: Cluster) -> Plans:
-    """Plans of the very text that will be written."""
+def _choose_nodes(recipe: StarterRecipe, cluster: Cluster, *, fixed: bool) -> tuple[StarterRecipe, Plans, str]:
+    """The recipe on its own number of nodes if `fixed`, else on as few (doubling) as finish within a month."""
     import tomllib
+    from dataclasses import replace
 
     from windlass.config import Recipe, check, validate
-    from windlass.config.starter import recipe_text
+    from windlass.config.starter import MAX_DAYS, recipe_text
     from windlass.planner import plan
+    from windlass.planner.search import nothing_fits
 
-    recipe = validate(Recipe, tomllib.loads(recipe_text(answers)), f"{answers.name}.toml")
-    check(recipe)
-    return plan(recipe, cluster, top=1)
+    limits = [p.max_nodes for p in cluster.slurm.partitions if p.gpus and p.max_nodes] if cluster.slurm else [1]
+    most = min(max(limits, default=cluster.nodes or 64), cluster.nodes or 10**6)
+    while True:
+        # The plan is that of the text that will be written.
+        resolved = validate(Recipe, tomllib.loads(recipe_text(recipe)), f"{recipe.name}.toml")
+        check(resolved)
+        plans = plan(resolved, cluster, top=1)
+        fast_enough = bool(plans.plans) and plans.best.days <= MAX_DAYS
+        if fixed or fast_enough or recipe.nodes >= most:
+            break
+        recipe = replace(recipe, nodes=min(2 * recipe.nodes, most))
+    if not plans.plans:
+        raise nothing_fits(plans)
+    if fixed:
+        return recipe, plans, "given"
+    if fast_enough:
+        return recipe, plans, f"the fewest that take at most {MAX_DAYS:g} days"
+    return recipe, plans, f"the most that one job may take; it is longer than {MAX_DAYS:g} days all the same"
 
 
-# -- the answer -------------------------------------------------------------------------------------------------------
+# -- the result -------------------------------------------------------------------------------------------------------
 
 
 def _result(
-    target: Path, data_file: Path | None, a: Answers, found: Plans, reasons: dict[str, str], has_store: bool
-) -> dict[str, Any]:
+    target: Path, data_file: Path | None, recipe: StarterRecipe, plans: Plans, reasons: dict[str, str], *,
+    store_exists: bool,
+) -> dict[str, Any]:  # fmt: skip
     import shlex
 
     from windlass.planner import plan_json
 
-    recipe, texts = shlex.quote(str(target)), shlex.quote(str(data_file))
-    steps = [f"windlass plan {recipe}"]
+    recipe_path, data_path = shlex.quote(str(target)), shlex.quote(str(data_file))
+    commands = [f"windlass plan {recipe_path}"]
     if data_file:
-        steps.append(f"windlass tokenizer train {texts} --vocab {a.model['vocab']} --out tokenizers/{a.name}")
-        steps.append(f"windlass tokenize {texts}")
-    elif not has_store:
-        then = f'with output = "{a.store}"' if a.store else "then set data.store"
-        steps.append(f"windlass tokenize DATA.toml   # {then}; docs/guides/data.md")
-    steps.append(f"windlass launch {recipe} --dry-run" if found.task.cluster.slurm else f"windlass train {recipe}")
+        options = f"--vocab {recipe.model['vocab']} --out tokenizers/{recipe.name}"
+        commands += [f"windlass tokenizer train {data_path} {options}", f"windlass tokenize {data_path}"]
+    elif not store_exists:
+        then = f'with output = "{recipe.store}"' if recipe.store else "then set data.store"
+        commands.append(f"windlass tokenize DATA.toml   # {then}; docs/guides/data.md")
+    launch = f"windlass launch {recipe_path} --dry-run"
+    commands.append(launch if plans.task.cluster.slurm else f"windlass train {recipe_path}")
     return {
         "recipe": str(target),
         "data_file": None if data_file is None else str(data_file),
-        "name": a.name,
-        "cluster": a.cluster,
-        "account": a.account,
-        "nodes": a.nodes,
-        "parameters": a.parameters,
-        "tokens": a.tokens,
-        "store": a.store,
-        "store_exists": has_store,
+        "name": recipe.name,
+        "cluster": recipe.cluster,
+        "account": recipe.account,
+        "nodes": recipe.nodes,
+        "parameters": recipe.parameters,
+        "tokens": recipe.tokens,
+        "store": recipe.store,
+        "store_exists": store_exists,
         "reasons": reasons,
-        "plan": plan_json(found.best, found.task),
-        "next": steps,
+        "plan": plan_json(plans.best, plans.task),
+        "next": commands,
     }
 
 
@@ -340,28 +294,29 @@ def _print(result: dict[str, Any]) -> None:
     from windlass.cli.output import console, table
     from windlass.units import print_tokens
 
-    plan, why = result["plan"], result["reasons"]
+    plan, reasons = result["plan"], result["reasons"]
     mfu = "MFU unknown" if plan["mfu"] is None else f"MFU {plan['mfu']:.0%}"
-    store = result["store"] or "none yet: training would read synthetic tokens"
+    missing_store = "" if result["store_exists"] or not result["store"] else "does not exist yet"
     rows = [
-        ("cluster", result["cluster"], why["cluster"]),
-        ("nodes", result["nodes"], why["nodes"]),
+        ("cluster", result["cluster"], reasons["cluster"]),
+        ("nodes", result["nodes"], reasons["nodes"]),
         ("account", result["account"] or "not set", ""),
         ("parameters", print_tokens(result["parameters"]), "shaped like Llama 3"),
-        ("tokens", print_tokens(result["tokens"]), why["tokens"]),
-        ("store", store, "" if result["store_exists"] or not result["store"] else "not there yet"),
+        ("tokens", print_tokens(result["tokens"]), reasons["tokens"]),
+        ("store", result["store"] or "none yet: training would read synthetic tokens", missing_store),
     ]
     out = console()
-    out.print(table(f"wrote {result['recipe']}", ("", "value", "why"), rows))
+    out.print(table(f"wrote {result['recipe']}", ("", "value", "reason"), rows))
     if result["data_file"]:
         out.print(f"wrote {result['data_file']}: add licence and origin of the texts there")
-    layout = {k: v for k, v in plan["layout"].items() if k in ("shard", "micro_batch", "tensor", "pipeline")}
-    words = ", ".join(f"{k}={v}" for k, v in layout.items() if v != 1)
-    out.print(f"best layout: {words}: {plan['reason']}", soft_wrap=True)
+    shown = ("shard", "micro_batch", "tensor", "pipeline")
+    layout = ", ".join(f"{k}={v}" for k, v in plan["layout"].items() if k in shown and v != 1)
+    out.print(f"best layout: {layout}: {plan['reason']}", soft_wrap=True)
     out.print(
         f"it needs {plan['memory_gib']:.1f} of {plan['memory_limit_gib']:.1f} GiB, "
-        f"{plan['tokens_per_second']:,.0f} tokens/s ({mfu}), {plan['days']:.3g} days, {plan['node_hours']:,.0f} node-hours"
+        f"{plan['tokens_per_second']:,.0f} tokens/s ({mfu}), {plan['days']:.3g} days, "
+        f"{plan['node_hours']:,.0f} node-hours"
     )
     out.print("next:")
-    for step in result["next"]:
-        out.print(f"  {with_pages(step)}", soft_wrap=True)
+    for command in result["next"]:
+        out.print(f"  {with_pages(command)}", soft_wrap=True)

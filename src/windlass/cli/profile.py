@@ -1,4 +1,4 @@
-"""`windlass profile` and `windlass compare`: where a step's time goes, and what changed between runs."""
+"""`windlass profile` and `windlass compare`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import typer
 
 if TYPE_CHECKING:
     from windlass.figures import DataTable, Section
-    from windlass.profile.compare import ScalingRow
-    from windlass.profile.find import Target
-    from windlass.profile.job import JobProfile, Report
-    from windlass.profile.runs import RunComparison
-    from windlass.runs import Run
+    from windlass.profile.compare import Comparison
+    from windlass.profile.event_names import Mode
+    from windlass.profile.find_traces import ProfileTarget
+    from windlass.profile.job_profile import ReadProgress
+    from windlass.profile.trace_request import TraceRequest
 
 MODE_HELP = (
     "`fixed`: communication by kernel name, adding up to 100 %. `tb`: the numbers of the removed torch-tb-profiler."
@@ -38,37 +38,38 @@ def profile(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     html: Annotated[Path | None, typer.Option(help="Also write a page with stacked step-time bars.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the operator and kernel tables.")] = 15,
-    step: Annotated[
-        int | None, typer.Option(help="The window that begins at this step, instead of the newest.")
-    ] = None,
+    step: Annotated[int | None, typer.Option(help="First step of the window to show (default: the newest).")] = None,
     shapes: Annotated[
         bool, typer.Option("--shapes", help="Group operators by input shapes too; with --now: record them.")
     ] = False,
-    now: Annotated[bool, typer.Option("--now", help="Ask the live run for a trace of the next steps.")] = False,
-    steps: Annotated[int, typer.Option(help="With --now: how many steps.")] = 3,
+    now: Annotated[bool, typer.Option("--now", help="Ask the running run for a trace of its next steps.")] = False,
+    steps: Annotated[int, typer.Option(help="With --now: number of steps.")] = 3,
     ranks: Annotated[str, typer.Option(help="With --now: ranks that write a trace, like 0,8,16, or all.")] = "0",
     stacks: Annotated[bool, typer.Option("--stacks", help="With --now: record Python stacks.")] = False,
     memory: Annotated[bool, typer.Option("--memory", help="With --now: also write a memory snapshot.")] = False,
     wait: Annotated[float, typer.Option(help="With --now: seconds to wait for the trace.")] = 120.0,
 ) -> None:
     """Show where an average step's time goes: execution summary, communication, device use, operators and kernels."""
-    from windlass.cli.output import print_json
-    from windlass.profile.job import profile_traces
+    from windlass.profile import view
+    from windlass.profile.job_profile import profile_traces
 
-    chosen = _mode(mode)
+    counting = _mode(mode)
     if now:
-        _ask_now(
-            targets, steps=steps, ranks=ranks, shapes=shapes, stacks=stacks, memory=memory, wait=wait, quiet=as_json
+        from uuid import uuid4
+
+        from windlass.profile.trace_request import TraceRequest
+
+        request = TraceRequest(
+            id=uuid4().hex[:12], steps=steps, ranks=_ranks(ranks), shapes=shapes, stacks=stacks, memory=memory
         )
+        _capture_now(targets, request, wait, quiet=as_json)
     target = _one_target(targets, step)
-    with _progress(target.traces, quiet=as_json) as report:
-        job = profile_traces(target.traces, chosen, label=target.label, by_shape=shapes, report=report)
+    with _reading(target.traces, quiet=as_json) as progress:
+        job = profile_traces(target.traces, counting, label=target.label, by_shape=shapes, progress=progress)
+    lines = [f"advice: {a.text}" for a in job.advice] + [f"note: {note}" for note in view.profile_notes(job)]
     if html is not None:
-        _write_page(html, f"Profile of {job.label}", _profile_sections(job, top), quiet=as_json)
-    if as_json:
-        print_json(job.to_json())
-    else:
-        _print_profile(job, top)
+        _write_page(html, f"Profile of {job.label}", view.profile_sections(job, top=top), quiet=as_json)
+    _show(job.to_json() if as_json else None, view.profile_tables(job, top), lines)
 
 
 def compare(
@@ -81,174 +82,163 @@ def compare(
     html: Annotated[Path | None, typer.Option(help="Also write a page with stacked step-time bars.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the operator and kernel diffs.")] = 15,
     sort: Annotated[
-        str, typer.Option(help="Operator diff by: matters, calls, host, self_host, device, self_device, name.")
+        str,
+        typer.Option(
+            help="Order of the operator diff: matters (change of own time), calls, host, self_host, device, "
+            "self_device or name."
+        ),
     ] = "matters",
     per_step: Annotated[
         bool, typer.Option("--per-step", help="Operator diff per step, for windows of different length.")
     ] = False,
     tolerance: Annotated[
         float | None,
-        typer.Option(help="Largest difference of the loss curves that counts as the same, nats per token."),
+        typer.Option(help="Largest difference of the loss curves that counts as the same, in nats per token."),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Exit with 1 when the loss curves differ by more than the tolerance.")
+        bool, typer.Option("--check", help="Exit with 1 if the loss curves differ by more than the tolerance.")
     ] = False,
 ) -> None:
-    """Compare runs or traces: summaries side by side, operator diff, scaling, configs, throughput, energy and loss curves."""
-    from windlass.cli.output import print_json
+    """Compare runs or traces: summaries side by side, operator diff, scaling, configs, throughput, energy and loss."""
+    from windlass.profile import view
 
-    found = _comparison(targets, mode, sort=sort, per_step=per_step, tolerance=tolerance, quiet=as_json)
+    comparison = _comparison(targets, mode, sort=sort, per_step=per_step, tolerance=tolerance, quiet=as_json)
     if html is not None:
-        _write_page(html, "Comparison of " + " and ".join(found.labels), found.sections(top), quiet=as_json)
-    if as_json:
-        print_json(found.to_json())
-    else:
-        found.show(top)
-    if check and found.runs is not None and any(test.same is False for test in found.runs.loss):
+        title = "Comparison of " + " and ".join(comparison.labels)
+        _write_page(html, title, view.comparison_sections(comparison, top), quiet=as_json)
+    tables = view.comparison_tables(comparison, top)
+    _show(comparison.to_json() if as_json else None, tables, view.loss_verdicts(comparison))
+    if check and comparison.runs is not None and any(loss.same is False for loss in comparison.runs.loss):
         raise typer.Exit(1)
 
 
-# -- profile ------------------------------------------------------------------------------------------------------------
-
-
-def _mode(text: str) -> Any:
+def _mode(text: str) -> Mode:
     from windlass.errors import ConfigError
-    from windlass.profile.roles import Mode
+    from windlass.profile.event_names import Mode
 
-    try:
-        return Mode(text)
-    except ValueError:
-        raise ConfigError(
-            "cli.mode-unknown", f"--mode {text} is unknown", hint="choose fixed (the default) or tb"
-        ) from None
-
-
-def _one_target(targets: Sequence[Path], step: int | None) -> Target:
-    """Several files are the ranks of one job."""
-    from windlass.errors import ProfileError
-    from windlass.profile.find import Target, find_target, need_traces
-
-    found = [find_target(t, step=step) for t in targets]
-    if len(found) == 1:
-        return need_traces(found[0])
-    if any(t.run is not None for t in found):
-        raise ProfileError(
-            "cli.profile-takes-one-run",
-            "`profile` takes one run, or the trace files of one job",
-            hint="windlass compare RUN RUN puts runs side by side",
-        )
-    return Target(found[0].label, None, [path for t in found for path in t.traces])
-
-
-def _ask_now(
-    targets: Sequence[Path],
-    *,
-    steps: int,
-    ranks: str,
-    shapes: bool,
-    stacks: bool,
-    memory: bool,
-    wait: float,
-    quiet: bool,
-) -> None:
-    from windlass.cli.output import console
-    from windlass.errors import ProfileError
-    from windlass.profile.request import ask, wait_for_trace
-    from windlass.runs import open_run
-
-    if len(targets) != 1:
-        raise ProfileError("cli.now-asks-one-live", "--now asks one live run", hint="windlass profile RUN --now")
-    run = open_run(targets[0])
-    request = ask(run, steps=steps, ranks=_ranks(ranks), shapes=shapes, stacks=stacks, memory=memory)
-    if not quiet:
-        console().print(f"asked {run.name} for a trace of {steps} steps; waiting up to {wait:g} s")
-    if not wait_for_trace(run, request, wait):
-        raise ProfileError(
-            "cli.written-trace-within-s",
-            f"{run.name} has written no trace within {wait:g} s",
-            hint=f"the request stays in {run.requests}; steps may be long: look again later with `windlass profile {run.name}`",
-        )
+    if text not in list(Mode):
+        raise ConfigError("profile.mode-unknown", f"--mode {text} is unknown", hint="choose fixed (the default) or tb")
+    return Mode(text)
 
 
 def _ranks(text: str) -> list[int]:
+    """Empty for all ranks."""
     from windlass.errors import ConfigError
 
-    if text.strip() == "all":
-        return []
     try:
-        return [int(part) for part in text.split(",")]
+        return [] if text.strip() == "all" else [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(
-            "cli.ranks-list-ranks", f"--ranks {text} is no list of ranks", hint="write it like 0,8,16, or all"
-        ) from None
+        message = f"--ranks {text} is not a list of ranks"
+        raise ConfigError("profile.ranks-invalid", message, hint="write it like 0,8,16, or all") from None
+
+
+def _capture_now(targets: Sequence[Path], request: TraceRequest, wait_seconds: float, *, quiet: bool) -> None:
+    """Ask the running run for a trace and wait until it is written."""
+    from windlass.cli.output import console
+    from windlass.errors import ProfileError
+    from windlass.profile.trace_request import submit_request, wait_for_trace
+    from windlass.runs import open_run
+
+    if len(targets) != 1:
+        raise ProfileError(
+            "profile.now-needs-one-run", "--now takes one running run", hint="windlass profile RUN --now"
+        )
+    run = open_run(targets[0])
+    submit_request(run, request)
+    if not quiet:
+        console().print(f"requested a trace of {request.steps} steps from {run.name}; waiting up to {wait_seconds:g} s")
+    if not wait_for_trace(run, request, wait_seconds):
+        raise ProfileError(
+            "profile.request-unanswered",
+            f"{run.name} has written no trace within {wait_seconds:g} s",
+            hint=f"the request stays in {run.requests}; steps may be long: look again later with "
+            f"`windlass profile {run.name}`",
+        )
+
+
+def _one_target(targets: Sequence[Path], step: int | None) -> ProfileTarget:
+    """Several files are the ranks of one job."""
+    from windlass.errors import ProfileError
+    from windlass.profile.find_traces import ProfileTarget, find_target, require_traces
+
+    resolved = [find_target(t, step=step) for t in targets]
+    if len(resolved) == 1:
+        return require_traces(resolved[0])
+    if any(t.run is not None for t in resolved):
+        raise ProfileError(
+            "profile.several-runs",
+            "`profile` takes one run, or the trace files of one job",
+            hint="windlass compare RUN RUN compares runs",
+        )
+    return ProfileTarget(resolved[0].label, None, [path for t in resolved for path in t.traces])
+
+
+def _comparison(
+    targets: Sequence[Path], mode: str, *, sort: str, per_step: bool, tolerance: float | None, quiet: bool
+) -> Comparison:
+    from windlass.errors import ConfigError, ProfileError
+    from windlass.profile.compare import SORT_KEYS, compare_jobs
+    from windlass.profile.find_traces import find_target
+    from windlass.profile.job_profile import profile_traces
+    from windlass.profile.run_comparison import LOSS_TOLERANCE, compare_runs
+
+    if len(targets) < 2:
+        message = "compare needs at least two runs or traces"
+        raise ProfileError("profile.compare-needs-two", message, hint="windlass compare BASELINE EXPERIMENT")
+    if sort not in SORT_KEYS:
+        hint = f"choose one of {', '.join(SORT_KEYS)}"
+        raise ConfigError("profile.sort-unknown", f"--sort {sort} is unknown", hint=hint)
+    counting = _mode(mode)
+    resolved = [find_target(t) for t in targets]
+    labels = [t.label for t in resolved]
+    if len(set(labels)) < len(labels):  # equal names get the folder's name, or their place, in front
+        labels = [
+            f"{t.traces[0].resolve().parent.name}/{t.label}" if t.traces and t.run is None else f"{i + 1}:{t.label}"
+            for i, t in enumerate(resolved)
+        ]
+    runs = [t.run for t in resolved if t.run is not None]
+    all_runs, all_traced = len(runs) == len(resolved), all(t.traces for t in resolved)
+    if not all_traced and not all_runs:
+        without = ", ".join(t.label for t in resolved if not t.traces)
+        raise ProfileError(
+            "profile.compare-mixed",
+            f"without traces only runs can be compared with runs ({without} has none)",
+            hint="give run folders on both sides, or traces on both",
+        )
+    jobs = []
+    if all_traced:
+        with _reading([p for t in resolved for p in t.traces], quiet=quiet) as progress:
+            for target, label in zip(resolved, labels, strict=True):
+                jobs.append(profile_traces(target.traces, counting, label=label, progress=progress))
+    return compare_jobs(
+        labels,
+        jobs,
+        compare_runs(runs, tolerance=LOSS_TOLERANCE if tolerance is None else tolerance) if all_runs else None,
+        manifests=[run.manifest() for run in runs] if all_runs else (),
+        sort=sort,
+        per_step=per_step,
+    )
 
 
 @contextmanager
-def _progress(paths: Sequence[Path], *, quiet: bool) -> Iterator[Report | None]:
-    """A bar over the bytes of all files, on standard error, and only for people."""
+def _reading(paths: Sequence[Path], *, quiet: bool) -> Iterator[ReadProgress | None]:
+    """A progress bar over the bytes of all files, only when a person watches."""
     import sys
+
+    from windlass.cli.output import bar
 
     if quiet or not sys.stderr.isatty():
         yield None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-
-    sizes = {p: p.stat().st_size for p in paths if p.exists()}
-    with Progress(
-        TextColumn("reading {task.fields[file]}"),
-        BarColumn(),
-        DownloadColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    ) as bar:
-        task = bar.add_task("read", total=sum(sizes.values()), file="")
-        done: dict[Path, int] = {}
+    total_bytes = sum(p.stat().st_size for p in paths if p.exists())
+    done: dict[Path, int] = {}
+    with bar("reading traces") as show:
 
         def report(path: Path, count: int) -> None:
             done[path] = count
-            bar.update(task, completed=sum(done.values()), file=path.name)
+            show(sum(done.values()), total_bytes)
 
         yield report
-
-
-def _print(title: str, made: DataTable) -> None:
-    from windlass.cli.output import console, table
-
-    out = console()
-    if not made.rows:
-        out.print(f"{title}: {made.caption}\n", markup=False)
-        return
-    out.print(table(title, made.columns, made.rows, right=made.right))
-    if made.caption:
-        out.print(f"  {made.caption}\n", markup=False)
-
-
-def _print_profile(job: JobProfile, top: int) -> None:
-    from windlass.cli.output import console
-    from windlass.profile import view
-
-    _print(f"Execution summary of {job.label}", view.summary_table(job))
-    _print("Communication and device", view.device_table(job))
-    if job.collectives:
-        _print("Collectives", view.collectives_table(job))
-    if len(job.ranks) > 1:
-        _print("Ranks", view.ranks_table(job))
-    first = job.ranks[0]
-    _print(f"Operators (rank {first.rank})", view.operators_table(first.operators, top))
-    if first.kernels:
-        _print(f"Kernels (rank {first.rank})", view.kernels_table(first.kernels, top))
-    out = console()
-    for advice in job.advice:
-        out.print(f"advice: {advice.text}", markup=False)
-    for note in dict.fromkeys(n for r in job.ranks for n in r.notes):
-        out.print(f"note: {note}", markup=False)
-
-
-def _profile_sections(job: JobProfile, top: int) -> list[Section]:
-    from windlass.profile.view import sections
-
-    return sections(job, top=top)
 
 
 def _write_page(path: Path, title: str, sections: list[Section], *, quiet: bool) -> None:
@@ -260,178 +250,18 @@ def _write_page(path: Path, title: str, sections: list[Section], *, quiet: bool)
         console().print(f"page: {path}", markup=False)
 
 
-# -- compare ------------------------------------------------------------------------------------------------------------
+def _show(value: dict[str, Any] | None, tables: Sequence[tuple[str, DataTable]], lines: Sequence[str]) -> None:
+    """Print `value` as JSON, or the tables and lines if it is None."""
+    from windlass.cli.output import console, print_json, table
 
-
-def _comparison(
-    targets: Sequence[Path], mode: str, *, sort: str, per_step: bool, tolerance: float | None, quiet: bool
-) -> Comparison:
-    from windlass.errors import ConfigError, ProfileError
-    from windlass.profile.compare import SORTS
-    from windlass.profile.find import find_target
-    from windlass.profile.job import profile_traces
-    from windlass.profile.runs import LOSS_TOLERANCE, compare_runs
-
-    if len(targets) < 2:
-        raise ProfileError(
-            "cli.compare-needs-least-two",
-            "compare needs at least two runs or traces",
-            hint="windlass compare BASELINE EXPERIMENT",
-        )
-    if sort not in SORTS:
-        raise ConfigError("cli.sort-unknown", f"--sort {sort} is unknown", hint=f"choose one of {', '.join(SORTS)}")
-    found = [find_target(t) for t in targets]
-    runs = [t.run for t in found if t.run is not None]
-    chosen = _mode(mode)
-    jobs: list[JobProfile] = []
-    if all(t.traces for t in found):
-        with _progress([p for t in found for p in t.traces], quiet=quiet) as report:
-            jobs = [
-                profile_traces(t.traces, chosen, label=label, report=report)
-                for t, label in zip(found, _labels(found), strict=True)
-            ]
-    compared = (
-        compare_runs(runs, tolerance=LOSS_TOLERANCE if tolerance is None else tolerance)
-        if len(runs) == len(found)
-        else None
-    )
-    if not jobs and compared is None:
-        bare = ", ".join(t.label for t in found if not t.traces)
-        raise ProfileError(
-            "cli.without-traces-only-runs",
-            f"without traces only runs can be compared with runs ({bare} has none)",
-            hint="give run folders on both sides, or traces on both",
-        )
-    return Comparison(_labels(found), jobs, compared, runs if len(runs) == len(found) else [], sort, per_step)
-
-
-def _labels(found: Sequence[Target]) -> list[str]:
-    """Short names; equal ones get the folder's name in front."""
-    names = [t.label for t in found]
-    if len(set(names)) == len(names):
-        return names
-    return [
-        f"{t.traces[0].resolve().parent.name}/{t.label}" if t.traces and t.run is None else f"{i + 1}:{t.label}"
-        for i, t in enumerate(found)
-    ]
-
-
-class Comparison:
-    """What was found, ready to be shown in any form."""
-
-    def __init__(
-        self,
-        labels: list[str],
-        jobs: list[JobProfile],
-        runs: RunComparison | None,
-        folders: list[Run],
-        sort: str,
-        per_step: bool,
-    ) -> None:
-        from windlass.profile.compare import diff_kernels, diff_operators
-        from windlass.profile.compare import per_step as one_step
-
-        self.labels, self.jobs, self.runs = labels, jobs, runs
-        self.operators, self.kernels = [], []
-        if len(jobs) == 2:
-            a, b = jobs[0].ranks[0], jobs[1].ranks[0]
-            left, right = (one_step(r.operators, r.steps) if per_step else r.operators for r in (a, b))
-            self.operators = diff_operators(left, right, sort=sort)
-            self.kernels = diff_kernels(a.kernels, b.kernels)
-        self.scaling = _scaling(jobs, folders) if jobs else []
-
-    def to_json(self) -> dict[str, Any]:
-        from dataclasses import asdict
-
-        return {
-            "labels": self.labels,
-            "mode": self.jobs[0].mode.value if self.jobs else None,
-            "profiles": [j.to_json(tables=False) for j in self.jobs],
-            "summary": self._summary_json(),
-            "operators": [o.to_json() for o in self.operators],
-            "kernels": [
-                {"name": k.name, "calls": k.calls.to_json(), "total_us": k.total.to_json()} for k in self.kernels
-            ],
-            "scaling": [{**asdict(row), "main_loss": row.main_loss} for row in self.scaling],
-            "runs": self.runs.to_json() if self.runs else None,
-        }
-
-    def _summary_json(self) -> list[dict[str, Any]]:
-        from windlass.profile.compare import Change
-        from windlass.profile.roles import CATEGORIES
-
-        if not self.jobs:
-            return []
-        rows = [
-            ("step", [j.step_us for j in self.jobs]),
-            *((c, [j.categories_us[c] for j in self.jobs]) for c in CATEGORIES),
-        ]
-        changes = [(name, values, Change(values[0], values[-1])) for name, values in rows]
-        return [{"category": n, "values_us": v, "delta_us": c.delta, "delta_pct": c.percent} for n, v, c in changes]
-
-    def tables(self, top: int) -> list[tuple[str, DataTable]]:
-        from windlass.profile import view
-
-        made: list[tuple[str, DataTable]] = []
-        if self.jobs:
-            made.append(("Execution summary", view.side_by_side(self.jobs)))
-            made.append(("Scaling", view.scaling_table(self.scaling)))
-        if self.operators:
-            device = any(o.device.baseline or o.device.experiment for o in self.operators)
-            made.append(
-                (
-                    f"Operator diff: {self.labels[0]} -> {self.labels[1]} (lowest rank of each)",
-                    view.operator_diff_table(self.operators, top, device=device),
-                )
-            )
-        if self.kernels:
-            made.append(("Kernel diff", view.kernel_diff_table(self.kernels, top)))
-        if self.runs:
-            made.append(("Throughput, memory and energy", view.performance_table(self.runs.performance)))
-            for title, rows in (
-                ("Config", self.runs.config),
-                ("Packages", self.runs.packages),
-                ("Machine", self.runs.machine),
-            ):
-                made.append((title, view.differences_table(rows, self.labels)))
-        return made
-
-    def verdicts(self) -> list[str]:
-        if self.runs is None:
-            return []
-        return [
-            f"loss of {self.labels[0]} and {label}: {test.reason}"
-            for label, test in zip(self.labels[1:], self.runs.loss, strict=True)
-        ]
-
-    def show(self, top: int) -> None:
-        from windlass.cli.output import console
-
-        for title, made in self.tables(top):
-            _print(title, made)
-        for text in self.verdicts():
-            console().print(text, markup=False)
-
-    def sections(self, top: int) -> list[Section]:
-        from windlass.figures import Note, Section
-        from windlass.profile import view
-
-        made = (
-            [Section("Step time", (view.step_bars(self.jobs), view.scaling_chart(self.scaling)))] if self.jobs else []
-        )
-        made += [Section(title, (table,)) for title, table in self.tables(top)]
-        if self.runs is not None:
-            chart = view.loss_chart(self.runs.loss, self.labels)
-            made.append(Section("Loss", (*((chart,) if chart else ()), *(Note(text) for text in self.verdicts()))))
-        return made
-
-
-def _scaling(jobs: list[JobProfile], folders: list[Run]) -> list[ScalingRow]:
-    from windlass.profile.compare import point_of, scaling
-
-    manifests = [run.manifest() for run in folders] or [{} for _ in jobs]
-    points = []
-    for job, manifest in zip(jobs, manifests, strict=True):
-        devices, tokens = manifest.get("world_size"), manifest.get("tokens_per_step")
-        points.append(point_of(job, devices=devices, work_per_device=tokens / devices if tokens and devices else None))
-    return scaling(points)
+    if value is not None:
+        print_json(value)
+        return
+    out = console()
+    for title, content in tables:
+        if content.rows:
+            out.print(table(title, content.columns, content.rows, right=content.right))
+        if content.caption:
+            out.print(f"  {content.caption}\n" if content.rows else f"{title}: {content.caption}\n", markup=False)
+    for text in lines:
+        out.print(text, markup=False)

@@ -1,4 +1,4 @@
-"""`windlass show RECIPE`: every value and where it came from."""
+"""`windlass show RECIPE`: every value of a recipe and its origin."""
 
 from __future__ import annotations
 
@@ -25,47 +25,36 @@ def show(
     ] = True,
 ) -> None:
     """Print every value of a recipe and where it came from."""
+    from dataclasses import asdict
+
     from windlass.cli.output import console, print_json, table
     from windlass.config import load_recipe
-    from windlass.config.show import schema as schema_of
-    from windlass.config.show import values
+    from windlass.config.show import recipe_schema, recipe_values
     from windlass.errors import ConfigError
 
     if schema:
-        print_json(schema_of())
+        print_json(recipe_schema())
         return
     if recipe is None:
-        raise ConfigError(
-            "cli.recipe", "which recipe?", hint="windlass show recipes/tiny_cpu.toml, or windlass show --schema"
-        )
+        hint = "windlass show recipes/tiny_cpu.toml, or windlass show --schema"
+        raise ConfigError("cli.recipe-missing", "missing argument: RECIPE", hint=hint)
     loaded = load_recipe(recipe, overrides or ())
-    rows = [v for v in values(loaded) if all_values or v.origin != "default"]
+    values = [v for v in recipe_values(loaded) if all_values or v.origin != "default"]
     if as_json:
-        print_json(
-            {"recipe": str(recipe), "values": [{"key": v.key, "value": v.value, "origin": v.origin} for v in rows]}
-        )
+        print_json({"recipe": str(recipe), "values": [asdict(v) for v in values]})
         return
-    console().print(
-        table(
-            f"{loaded.recipe.name} ({recipe})",
-            ("key", "value", "from"),
-            [(v.key, _text(v.key, v.value), v.origin) for v in rows],
-        )
-    )
+    rows = [(v.key, _print_value(v.key, v.value), v.origin) for v in values]
+    console().print(table(f"{loaded.recipe.name} ({recipe})", ("key", "value", "from"), rows))
     if loaded.recipe.layout is None:
-        console().print("layout: not given; `windlass plan` fills it in and says why")
+        console().print("layout: not set; `windlass plan` chooses one and says why")
 
 
-def _text(key: str, value: object) -> str:
+def _print_value(key: str, value: object) -> str:
     from windlass.units import print_tokens
 
     if value is None:
         return "not set"
-    if (
-        isinstance(value, int)
-        and not isinstance(value, bool)
-        and key.endswith(("tokens", "warmup", "decay"))
-        and value >= 1000
-    ):
+    counts_tokens = key.endswith(("tokens", "warmup", "decay"))
+    if counts_tokens and isinstance(value, int) and value >= 1000:
         return f"{value:,} ({print_tokens(value)})"
     return str(value)

@@ -1,4 +1,4 @@
-"""Every value of a recipe and where it came from, for `windlass show`; and the JSON schema for editors."""
+"""Every value of a recipe with its origin, and the JSON schema of recipes for editors."""
 
 from __future__ import annotations
 
@@ -11,35 +11,28 @@ from windlass.config.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Value:
+class RecipeValue:
     key: str
     value: Any
-    origin: str
-    """recipe, override or default."""
+    origin: str  # recipe, override or default
 
 
-def values(loaded: Loaded) -> Iterator[Value]:
-    """All leaves in the order of the recipe's tables."""
-    yield from _walk(loaded.recipe, "", loaded)
+def recipe_values(loaded: Loaded) -> Iterator[RecipeValue]:
+    """All keys in the order of the recipe's tables."""
+
+    def walk(table: Any, prefix: str) -> Iterator[RecipeValue]:
+        for name in type(table).model_fields:
+            value, key = getattr(table, name), f"{prefix}{name}"
+            if hasattr(type(value), "model_fields"):
+                yield from walk(value, f"{key}.")
+            else:
+                inner = (o for k, o in loaded.origins.items() if k.startswith(f"{key}."))
+                yield RecipeValue(key, value, loaded.origins.get(key) or next(inner, "default"))
+
+    yield from walk(loaded.recipe, "")
 
 
-def _walk(table: Any, prefix: str, loaded: Loaded) -> Iterator[Value]:
-    for name in type(table).model_fields:
-        value, key = getattr(table, name), f"{prefix}{name}"
-        if hasattr(type(value), "model_fields"):
-            yield from _walk(value, f"{key}.", loaded)
-        else:
-            yield Value(key, value, origin(key, loaded))
-
-
-def origin(key: str, loaded: Loaded) -> str:
-    if key in loaded.origins:
-        return loaded.origins[key]
-    inner = [o for k, o in loaded.origins.items() if k.startswith(f"{key}.")]
-    return inner[0] if inner else "default"
-
-
-def schema() -> dict[str, Any]:
+def recipe_schema() -> dict[str, Any]:
     """JSON schema of a recipe, for editors that check TOML (for example Even Better TOML)."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -1,4 +1,4 @@
-"""What does a first recipe look like? A few answers -> the text of a recipe (and of a data file), each value with its reason. Pure text."""
+"""The text of a first recipe and data file, each value with its reason. Pure text, no I/O besides `is_text_path`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 
 from windlass.units import parse_tokens, print_tokens
 
+# Compute-optimal by Hoffmann et al. (2022); models that will be used much are trained on far more.
 TOKENS_PER_PARAMETER = 20
-"""Compute-optimal by Hoffmann et al. (2022); models that will be used much are trained on far more."""
-PATIENCE_DAYS = 30.0
-"""The number of nodes is doubled until the run takes no longer than this."""
-TEXTS = (".jsonl", ".txt", ".parquet", ".gz", ".zst", ".arrow")
+# The number of nodes is doubled until the run takes no longer than this.
+MAX_DAYS = 30.0
+TEXT_SUFFIXES = (".jsonl", ".txt", ".parquet", ".gz", ".zst", ".arrow")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers:
-    """What the starter recipe is made of."""
+class StarterRecipe:
+    """The values of a first recipe."""
 
     name: str
     cluster: str
@@ -28,23 +28,19 @@ class Answers:
     account: str | None
     parameters: int
     model: dict[str, int]
-    store: str | None
-    """Folder of the token store; None: synthetic tokens."""
+    store: str | None  # folder of the token store; None: synthetic tokens
     tokens: int
     seq_len: int
 
 
-def round_size(value: float) -> str:
-    """8_030_261_248 -> `8b`, for names."""
-    return print_tokens(value, 1).lower().replace(".", "p")
-
-
-def default_name(size: float, cluster: str) -> str:
-    return re.sub(r"[^a-z0-9._-]", "-", f"llm-{round_size(size)}-{cluster}".lower())
+def default_name(parameters: float, cluster: str) -> str:
+    """1.5e9 on lumi-g -> `llm-1p5b-lumi-g`."""
+    size = print_tokens(parameters, 1).replace(".", "p")
+    return re.sub(r"[^a-z0-9._-]", "-", f"llm-{size}-{cluster}".lower())
 
 
 def batch_tokens(parameters: float, seq_len: int, devices: int) -> int:
-    """About 0.5Mi tokens up to 1B parameters, 2Mi up to 5B, 4Mi beyond; a whole number of sequences on every device."""
+    """About 0.5Mi tokens up to 1B parameters, 2Mi up to 5B, 4Mi beyond; the same number of sequences on every device."""
     usual = 2**19 if parameters <= 1.5e9 else 2**21 if parameters <= 5e9 else 2**22
     unit = seq_len * devices
     return max(1, round(usual / unit)) * unit
@@ -57,13 +53,16 @@ def learning_rate(parameters: float) -> float:
 
 def warmup_tokens(tokens: int) -> int:
     """A hundredth of the run, 2B at most, in round numbers."""
-    exact = min(tokens / 100, 2e9)
-    digits: int = 10 ** max(0, math.floor(math.log10(max(exact, 1))) - 1)
-    return max(1, round(exact / digits) * digits)
+    return max(1, round_to_two_digits(min(tokens / 100, 2e9)))
 
 
-def recipe_text(a: Answers) -> str:
-    """The recipe as a file: every value that was not asked for says where it came from."""
+def round_to_two_digits(value: float) -> int:
+    unit: int = 10 ** max(0, math.floor(math.log10(max(value, 1))) - 1)
+    return round(value / unit) * unit
+
+
+def recipe_text(a: StarterRecipe) -> str:
+    """The recipe as a file; comments say where the values come from."""
     account = (
         f"account = {_text(a.account)}\n" if a.account else '# account = "PROJECT"        # what the node-hours go to\n'
     )
@@ -97,13 +96,13 @@ def recipe_text(a: Answers) -> str:
 
 
 def data_text(name: str, source: str, tokenizer: str, store: str) -> str:
-    """A data file for texts that are not tokens yet."""
+    """A data file for texts that are not tokenized yet."""
     return (
         "# Written by windlass init. What each key means: docs/guides/data.md.\n"
         f"output     = {_text(store)}\n"
         f"tokenizer  = {_text(tokenizer)}\n"
         "validation = 0.001             # share of documents held out\n"
-        f"[sources.{_word(name)}]\n"
+        f"[sources.{re.sub(r'[^A-Za-z0-9_-]', '-', name)}]\n"
         f"paths   = [{_text(source)}]\n"
         "# licence, origin, language and consent go into the ledger and the report:\n"
         '# licence = "CC-BY-4.0"\n'
@@ -112,14 +111,13 @@ def data_text(name: str, source: str, tokenizer: str, store: str) -> str:
     )
 
 
-def holds_texts(path: str) -> bool:
-    """A file or folder of texts, as against a token store."""
-    where = Path(path)
-    if where.is_file() or any(c in path for c in "*?["):
-        return any(path.endswith(kind) for kind in TEXTS)
-    return (
-        where.is_dir() and any(p.suffix in TEXTS for p in where.iterdir()) and not (where / "manifest.json").is_file()
-    )
+def is_text_path(path: str) -> bool:
+    """Whether the path is a file, pattern or folder of texts, not a token store."""
+    folder = Path(path)
+    if folder.is_file() or any(c in path for c in "*?["):
+        return path.endswith(TEXT_SUFFIXES)
+    is_store = (folder / "manifest.json").is_file()
+    return folder.is_dir() and not is_store and any(p.suffix in TEXT_SUFFIXES for p in folder.iterdir())
 
 
 def _tokens(value: int) -> str:
@@ -130,7 +128,3 @@ def _tokens(value: int) -> str:
 
 def _text(value: str) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _word(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_-]", "-", name)

@@ -1,157 +1,135 @@
-"""What should be looked at first? Rules with their thresholds, so that anyone can judge whether they agree."""
+"""Rules that say what to look at first. Each names its threshold, so that readers can judge it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from windlass.profile.summary import RankProfile
+from windlass.profile.rank_profile import RankProfile, mean_of_measured
 
-if TYPE_CHECKING:
-    from windlass.profile.job import Spread
-
-DATA_LOADING_PCT = 5.0
-COMMUNICATION_PCT = 10.0
-UTILIZATION = 0.5
-MEMORY_SHARE = 0.9
-HOST_WAIT_PCT = 10.0
+THRESHOLDS = {
+    "data loading": 5.0,  # % of the step
+    "communication": 10.0,  # % of the step that is exposed; the overlap matters above the same share in total
+    "overlap": 50.0,  # % of the communication
+    "utilisation": 0.5,  # share of the time
+    "host wait": 10.0,  # % of the step
+    "tensor cores": 0.0,  # share of the kernel time
+    "memory": 0.9,  # share of the device's memory
+    "DataParallel": 0,  # ranks
+    "backend": 0,  # ranks
+    "straggler": 5.0,  # % longer than the median rank
+}
 SHORT_KERNEL_US = 10.0
-STRAGGLER_PCT = 5.0
-OVERLAP_PCT = 50.0
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankSpread:
+    """Differences between the ranks. In synchronous training steps last equally long on all ranks, so the slow rank is
+    the one that waits least: the one with the longest step outside communication."""
+
+    step_us_min: float
+    step_us_max: float
+    busy_us_min: float
+    busy_us_max: float
+    straggler: int
+    excess_pct: float  # how much longer the straggler is busy than the median rank
+
+
+@dataclass(frozen=True)
 class Advice:
     rule: str
     value: float
     threshold: float
-    text: str
-    """What was found, against which threshold, and what to try."""
+    text: str  # the value, the threshold and what to try
 
 
-def advise(ranks: list[RankProfile], spread: Spread | None) -> list[Advice]:
-    """The rules that fire on the mean over ranks."""
-    rules = (
-        _data_loading,
-        _communication,
-        _overlap,
-        _utilization,
-        _host_wait,
-        _tensor_cores,
-        _memory,
-        _data_parallel,
-        _backend,
+def advise(ranks: list[RankProfile], spread: RankSpread | None) -> list[Advice]:
+    """The rules that apply to the mean over ranks."""
+    advice: list[Advice] = []
+
+    def check(rule: str, value: float | None, finding: str, cure: str, *, below: bool = False) -> None:
+        """Add the advice if the value is on the bad side of the rule's threshold; `finding` may show both."""
+        limit = THRESHOLDS[rule]
+        if value is not None and (value < limit if below else value > limit):
+            text = finding.format(value=value, percent=value * 100, limit=limit, limit_percent=limit * 100)
+            advice.append(Advice(rule, value, limit, f"{text}: {cure}"))
+
+    check(
+        "data loading",
+        sum(r.categories_pct["DataLoader"] for r in ranks) / len(ranks),
+        "{value:.1f} % of the step waits for data (more than {limit:g} %)",
+        "give the loader more workers, or read a token store",
     )
-    found = [advice for rule in rules if (advice := rule(ranks)) is not None]
-    return [*found, *([late] if spread and (late := _straggler(spread)) else [])]
-
-
-def _percent(ranks: list[RankProfile], category: str) -> float:
-    return sum(r.categories_pct[category] for r in ranks) / len(ranks)
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return sum(known) / len(known) if known else None
-
-
-def _data_loading(ranks: list[RankProfile]) -> Advice | None:
-    value = _percent(ranks, "DataLoader")
-    if value <= DATA_LOADING_PCT:
-        return None
-    text = f"{value:.1f} % of the step waits for data (more than {DATA_LOADING_PCT:g} %): give the loader more workers, or read a token store"
-    return Advice(rule="data loading", value=value, threshold=DATA_LOADING_PCT, text=text)
-
-
-def _communication(ranks: list[RankProfile]) -> Advice | None:
-    value = _percent(ranks, "Communication")
-    if value <= COMMUNICATION_PCT:
-        return None
-    text = (
-        f"{value:.1f} % of the step is exposed communication (more than {COMMUNICATION_PCT:g} %): accumulate more micro-batches per step, "
-        "shard over fewer devices, or keep sharding inside a node"
+    check(
+        "communication",
+        sum(r.categories_pct["Communication"] for r in ranks) / len(ranks),
+        "{value:.1f} % of the step is exposed communication (more than {limit:g} %)",
+        "accumulate more micro-batches per step, shard over fewer devices, or keep sharding inside a node",
     )
-    return Advice(rule="communication", value=value, threshold=COMMUNICATION_PCT, text=text)
+    total_us, step_us = sum(r.communication.total_us for r in ranks), sum(r.step_us for r in ranks)
+    matters = step_us > 0 and total_us / step_us * 100 > THRESHOLDS["communication"]
+    check(
+        "overlap",
+        sum(r.communication.overlap_us for r in ranks) / total_us * 100 if matters else None,
+        "only {value:.0f} % of the communication runs behind computation (less than {limit:g} %)",
+        "check prefetching and bucket sizes",
+        below=True,
+    )
+    check(
+        "utilisation",
+        mean_of_measured([r.gpu_utilization for r in ranks]),
+        "the device runs kernels {percent:.1f} % of the time (less than {limit_percent:g} %)",
+        "raise the micro-batch, or compile the model",
+        below=True,
+    )
+    _check_host_wait(ranks, advice)
+    used = mean_of_measured([r.tensor_cores.used_share for r in ranks])
+    check(
+        "tensor cores",
+        mean_of_measured([r.tensor_cores.eligible_share for r in ranks]) if used == 0.0 else None,
+        "{percent:.0f} % of the kernel time comes from operators that could use tensor cores, and no kernel does",
+        "train in bf16",
+    )
+    check(
+        "memory",
+        max((r.memory_peak_share for r in ranks if r.memory_peak_share is not None), default=None),
+        "memory peaks at {percent:.1f} % of the device (more than {limit_percent:g} %)",
+        "recompute activations or shard more before growing the batch",
+    )
+    check(
+        "DataParallel",
+        sum(len(r.devices) > 1 for r in ranks if r.uses_data_parallel),
+        "DataParallel drives several devices from one process",
+        "use one process per device",
+    )
+    check(
+        "backend",
+        sum(bool(r.devices) and r.backend == "gloo" for r in ranks),
+        "{value} rank(s) with a device talk over gloo",
+        "NCCL (RCCL on AMD) is the fast backend",
+    )
+    if spread is not None:
+        check(
+            "straggler",
+            spread.excess_pct,
+            f"rank {spread.straggler} is busy {{value:.1f}} % longer than the median rank (more than {{limit:g}} %), "
+            "and the others wait for it in their collectives",
+            "look at its host, clocks and data",
+        )
+    return advice
 
 
-def _overlap(ranks: list[RankProfile]) -> Advice | None:
-    total = sum(r.communication.total_us for r in ranks)
-    whole = sum(r.step_us for r in ranks)
-    share = total / whole * 100 if whole > 0 else 0.0
-    value = sum(r.communication.overlap_us for r in ranks) / total * 100 if total > 0 else 100.0
-    if share <= COMMUNICATION_PCT or value >= OVERLAP_PCT:
-        return None
-    text = f"only {value:.0f} % of the communication runs behind computation (less than {OVERLAP_PCT:g} %): check prefetching and bucket sizes"
-    return Advice(rule="overlap", value=value, threshold=OVERLAP_PCT, text=text)
-
-
-def _utilization(ranks: list[RankProfile]) -> Advice | None:
-    value = _mean([r.gpu_utilization for r in ranks])
-    if value is None or value >= UTILIZATION:
-        return None
-    text = f"the device runs kernels {value * 100:.1f} % of the time (less than {UTILIZATION * 100:g} %): raise the micro-batch, or compile the model"
-    return Advice(rule="utilisation", value=value, threshold=UTILIZATION, text=text)
-
-
-def _host_wait(ranks: list[RankProfile]) -> Advice | None:
-    value = _mean([r.idle.host_wait_us / r.step_us * 100 if r.idle and r.step_us > 0 else None for r in ranks])
-    if value is None or value <= HOST_WAIT_PCT:
-        return None
-    kernel = _mean_kernel(ranks)
-    size = f"; the mean kernel takes {kernel:.1f} us, {'short: fuse them (compile)' if kernel < SHORT_KERNEL_US else 'so look at the host side'}"
-    text = f"the device waits {value:.1f} % of the step for the host to launch work (more than {HOST_WAIT_PCT:g} %){size if kernel else ''}"
-    return Advice(rule="host wait", value=value, threshold=HOST_WAIT_PCT, text=text)
-
-
-def _mean_kernel(ranks: list[RankProfile]) -> float:
+def _check_host_wait(ranks: list[RankProfile], advice: list[Advice]) -> None:
+    """The cure depends on the mean kernel: short ones can be fused."""
+    limit = THRESHOLDS["host wait"]
+    value = mean_of_measured(
+        [r.idle.host_wait_us / r.step_us * 100 if r.idle and r.step_us > 0 else None for r in ranks]
+    )
+    if value is None or value <= limit:
+        return
+    text = f"the device waits {value:.1f} % of the step for the host to launch work (more than {limit:g} %)"
     calls = sum(k.calls for r in ranks for k in r.kernels)
-    return sum(k.total_us for r in ranks for k in r.kernels) / calls if calls else 0.0
-
-
-def _tensor_cores(ranks: list[RankProfile]) -> Advice | None:
-    used, eligible = (
-        _mean([r.tensor_cores.used_share for r in ranks]),
-        _mean([r.tensor_cores.eligible_share for r in ranks]),
-    )
-    if used is None or eligible is None or used > 0.0 or eligible <= 0.0:
-        return None
-    text = f"{eligible * 100:.0f} % of the kernel time comes from operators that could use tensor cores, and no kernel does: train in bf16"
-    return Advice(rule="tensor cores", value=eligible, threshold=0.0, text=text)
-
-
-def _memory(ranks: list[RankProfile]) -> Advice | None:
-    value = max((r.memory_peak_share for r in ranks if r.memory_peak_share is not None), default=0.0)
-    if value <= MEMORY_SHARE:
-        return None
-    text = f"memory peaks at {value * 100:.1f} % of the device (more than {MEMORY_SHARE * 100:g} %): recompute activations or shard more before growing the batch"
-    return Advice(rule="memory", value=value, threshold=MEMORY_SHARE, text=text)
-
-
-def _data_parallel(ranks: list[RankProfile]) -> Advice | None:
-    count = sum(len(r.devices) > 1 for r in ranks if r.data_parallel)
-    if not count:
-        return None
-    return Advice(
-        rule="DataParallel",
-        value=count,
-        threshold=0,
-        text="DataParallel drives several devices from one process: use one process per device",
-    )
-
-
-def _backend(ranks: list[RankProfile]) -> Advice | None:
-    wrong = [r for r in ranks if r.devices and r.backend == "gloo"]
-    if not wrong:
-        return None
-    text = f"{len(wrong)} rank(s) with a device talk over gloo: NCCL (RCCL on AMD) is the fast backend"
-    return Advice(rule="backend", value=len(wrong), threshold=0, text=text)
-
-
-def _straggler(spread: Spread) -> Advice | None:
-    if spread.excess_pct <= STRAGGLER_PCT:
-        return None
-    text = (
-        f"rank {spread.straggler} is busy {spread.excess_pct:.1f} % longer than the median rank (more than {STRAGGLER_PCT:g} %), and the others wait "
-        "for it in their collectives: look at its host, clocks and data"
-    )
-    return Advice(rule="straggler", value=spread.excess_pct, threshold=STRAGGLER_PCT, text=text)
+    mean_kernel_us = sum(k.total_us for r in ranks for k in r.kernels) / calls if calls else 0.0
+    if mean_kernel_us:
+        cure = "short: fuse them (compile)" if mean_kernel_us < SHORT_KERNEL_US else "so look at the host side"
+        text += f"; the mean kernel takes {mean_kernel_us:.1f} us, {cure}"
+    advice.append(Advice("host wait", value, limit, text))

@@ -1,4 +1,4 @@
-"""Which collective took how long, moved how much, and how much of it did nothing hide? One row for each kind of collective."""
+"""Calls, time, exposed time, bytes and bus bandwidth of each kind of collective."""
 
 from __future__ import annotations
 
@@ -8,148 +8,133 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from windlass.profile.categories import Activity
+from windlass.profile.event_names import is_collective_range, is_communication_operator
 from windlass.profile.intervals import Spans, subtract, union
-from windlass.profile.names import is_collective_range, is_communication_operator
-from windlass.profile.roles import Roles
 from windlass.profile.steps import Steps
 from windlass.profile.trace import MISSING, Ints, Kind, Trace
 
-# In this order: "all_reduce" also holds "reduce", and "reduce_scatter" both.
-_KINDS = (
-    ("reduce-scatter", re.compile(r"reduce_?scatter", re.IGNORECASE)),
-    ("all-reduce", re.compile(r"all_?reduce|cross_device_reduce", re.IGNORECASE)),
-    ("all-gather", re.compile(r"all_?gather", re.IGNORECASE)),
-    ("all-to-all", re.compile(r"all_?to_?all", re.IGNORECASE)),
-    ("send and receive", re.compile(r"send_?recv|isend|irecv|send|recv", re.IGNORECASE)),
-    ("broadcast", re.compile(r"broadcast", re.IGNORECASE)),
-    ("reduce", re.compile(r"reduce", re.IGNORECASE)),
-    ("barrier", re.compile(r"barrier", re.IGNORECASE)),
-)
+# In this order: "all_reduce" also contains "reduce", and "reduce_scatter" both.
+_KIND_PATTERNS = {
+    kind: re.compile(pattern, re.IGNORECASE)
+    for kind, pattern in {
+        "reduce-scatter": "reduce_?scatter",
+        "all-reduce": "all_?reduce|cross_device_reduce",
+        "all-gather": "all_?gather",
+        "all-to-all": "all_?to_?all",
+        "send and receive": "send|recv",
+        "broadcast": "broadcast",
+        "reduce": "reduce",
+        "barrier": "barrier",
+    }.items()
+}
 OTHER = "other"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveRow:
-    """One kind of collective on one rank; means per step. Unknown is None: older profilers write neither sizes nor groups."""
+    """One kind of collective on one rank; means per step. None is unknown: older profilers write no sizes or groups."""
 
     name: str
     calls: float
-    total_us: float
-    """Sum of the calls' times; on a device a call also waits there for the slowest rank."""
-    exposed_us: float
-    """Of that, time in which neither a kernel nor a copy ran beside it."""
-    message_bytes: float | None
-    """What the collective works on as a whole: the gathered tensor of an all-gather, the summed one of a reduce-scatter."""
-    group: int | None
-    """Ranks that take part; None where calls differ."""
-    bus_gb_per_second: float | None
-    """What each link must carry for it, over the time: comparable with the hardware's figure, and between collectives."""
-
-    @property
-    def mean_us(self) -> float:
-        return self.total_us / self.calls if self.calls else 0.0
+    total_us: float  # on a device a call also waits for the slowest rank
+    exposed_us: float  # the part of total_us in which neither a kernel nor a copy ran
+    message_bytes: float | None  # the complete tensor: the gathered one of an all-gather, the summed one of a reduce
+    group: int | None  # ranks that take part; None where calls differ
+    bus_gb_per_second: float | None  # what each link must carry, over the time: comparable with the hardware's figure
+    mean_us: float  # per call
 
 
-def kind_of(name: str) -> str:
+def collective_kind(name: str) -> str:
     """`ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(...)` and `_reduce_scatter_base` -> `reduce-scatter`."""
-    return next((kind for kind, pattern in _KINDS if pattern.search(name)), OTHER)
+    return next((kind for kind, pattern in _KIND_PATTERNS.items() if pattern.search(name)), OTHER)
 
 
-def bus_share(kind: str, group: int) -> float:
-    """Bytes over a link for each byte of the message, in the best algorithm (the convention of NCCL's own tests)."""
+def bus_share(kind: str, group_size: int) -> float:
+    """Bytes over a link for each byte of the message, in the best algorithm (as NCCL's own tests count)."""
     if kind == "all-reduce":
-        return 2 * (group - 1) / group
-    return (group - 1) / group if kind in ("all-gather", "reduce-scatter", "all-to-all") else 1.0
+        return 2 * (group_size - 1) / group_size
+    return (group_size - 1) / group_size if kind in ("all-gather", "reduce-scatter", "all-to-all") else 1.0
 
 
-def collective_rows(trace: Trace, steps: Steps, roles: Roles) -> list[CollectiveRow]:
-    """The longest first."""
-    rows = _rows(trace, roles)
-    rows = rows[(trace.start[rows] >= steps.first) & (trace.start[rows] < steps.last)]
-    kinds: dict[str, list[int]] = {}
-    marked = _marked(trace)
-    for row in rows.tolist():
-        kinds.setdefault(_kind(trace, row, marked), []).append(row)
-    hiding = _hiding(roles)
-    made = [_row(trace, steps, hiding, kind, np.array(found)) for kind, found in kinds.items()]
-    return sorted(made, key=lambda r: -r.total_us)
+def collective_table(trace: Trace, steps: Steps, activity: Activity) -> list[CollectiveRow]:
+    """One row per kind, the longest first."""
+    ranges = np.flatnonzero(trace.names_where(is_collective_range) & (trace.external != MISSING))
+    range_names = {int(trace.external[row]): trace.name_of(row) for row in ranges.tolist()}
+    rows_by_kind: dict[str, list[int]] = {}
+    for row in _collective_rows(trace, activity).tolist():
+        if not steps.first <= trace.start[row] < steps.last:
+            continue
+        # By the profiler's arguments, else by the range that started it (an all-to-all consists of sends and
+        # receives), else by the event's own name.
+        arguments = trace.collectives.get(row)
+        names = [arguments.name] if arguments else [range_names.get(int(trace.external[row]), ""), trace.name_of(row)]
+        kind = next((kind for name in names if (kind := collective_kind(name)) != OTHER), OTHER)
+        rows_by_kind.setdefault(kind, []).append(row)
+    hiding = activity.compute
+    if len(activity.spans["Kernel"]):
+        device_work = [activity.spans[name] for name in ("Kernel", "Memcpy", "Memset")]
+        hiding = union(np.concatenate([s.start for s in device_work]), np.concatenate([s.end for s in device_work]))
+    table = [_collective_row(trace, steps, hiding, kind, np.array(rows)) for kind, rows in rows_by_kind.items()]
+    return sorted(table, key=lambda r: -r.total_us)
 
 
-def _kind(trace: Trace, row: int, marked: dict[int, str]) -> str:
-    """By what the profiler says, else by the range that started it (an all-to-all is made of sends and receives), else by its own name."""
-    said = trace.collectives.get(row)
-    if said:
-        return kind_of(said.name)
-    return marked.get(int(trace.external[row])) or kind_of(trace.name_of(row))
-
-
-def _marked(trace: Trace) -> dict[int, str]:
-    """External id of a library's range -> the kind it names."""
-    rows = np.flatnonzero(trace.names_where(is_collective_range) & (trace.external != MISSING))
-    found = {int(trace.external[row]): kind_of(trace.name_of(int(row))) for row in rows}
-    return {number: kind for number, kind in found.items() if kind != OTHER}
-
-
-def _rows(trace: Trace, roles: Roles) -> Ints:
-    """The device's kernels; on a trace without a device the library's ranges, else the operators that start them."""
-    if len(roles.communication_rows) or trace.has(Kind.KERNEL):
-        return roles.communication_rows
-    host = np.isin(trace.kind, (Kind.OPERATOR, Kind.ANNOTATION, Kind.PYTHON))
+def _collective_rows(trace: Trace, activity: Activity) -> Ints:
+    """The device's kernels; without a device the ranges of the library, or else the operators that start them."""
+    if len(activity.communication_rows) or len(trace.rows(Kind.KERNEL)):
+        return activity.communication_rows
+    host = trace.mask(Kind.OPERATOR, Kind.ANNOTATION, Kind.PYTHON)
     ranges = np.flatnonzero(host & trace.names_where(is_collective_range))
     if len(ranges):
         return ranges
-    named = trace.names_where(lambda n: is_communication_operator(n) and kind_of(n) != OTHER)
+    named = trace.names_where(lambda n: is_communication_operator(n) and collective_kind(n) != OTHER)
     return np.flatnonzero(host & named)
 
 
-def _hiding(roles: Roles) -> Spans:
-    if not len(roles.spans["Kernel"]):
-        return roles.compute
-    parts = [roles.spans[name] for name in ("Kernel", "Memcpy", "Memset")]
-    return union(np.concatenate([p.start for p in parts]), np.concatenate([p.end for p in parts]))
-
-
-def _row(trace: Trace, steps: Steps, hiding: Spans, kind: str, rows: Ints) -> CollectiveRow:
-    times = trace.end[rows] - trace.start[rows]
-    said = [trace.collectives.get(int(r)) for r in rows]
-    sizes = [s.message_bytes if s else None for s in said]
-    groups = {s.group if s else None for s in said}
-    bare = subtract(union(trace.start[rows], trace.end[rows]), hiding)
-    known = [size for size in sizes if size is not None]
+def _collective_row(trace: Trace, steps: Steps, hiding: Spans, kind: str, rows: Ints) -> CollectiveRow:
+    total_us = float((trace.end[rows] - trace.start[rows]).sum())
+    exposed = subtract(union(trace.start[rows], trace.end[rows]), hiding)
+    arguments = [trace.collectives.get(row) for row in rows.tolist()]
+    sizes = [a.message_bytes for a in arguments if a and a.message_bytes is not None]
+    groups = {a.group_size if a else None for a in arguments}
+    message_bytes = bus_gb_per_second = None
+    if len(sizes) == len(rows):
+        message_bytes = sum(sizes) / len(steps)
+        carried = [bus_share(kind, a.group_size) for a in arguments if a and a.group_size]
+        if len(carried) == len(rows) and total_us > 0:
+            carried_bytes = sum(size * share for size, share in zip(sizes, carried, strict=True))
+            bus_gb_per_second = carried_bytes / total_us / 1e3
     return CollectiveRow(
-        name=kind, calls=len(rows) / len(steps), total_us=float(times.sum()) / len(steps),
-        exposed_us=float(bare.within(steps.start, steps.end).sum()) / len(steps),
-        message_bytes=sum(known) / len(steps) if len(known) == len(rows) else None, group=groups.pop() if len(groups) == 1 else None,
-        bus_gb_per_second=_bus(kind, [(s.message_bytes, s.group) if s else (None, None) for s in said], float(times.sum())),
-    )  # fmt: skip
+        name=kind,
+        calls=len(rows) / len(steps),
+        total_us=total_us / len(steps),
+        exposed_us=float(exposed.within(steps.start, steps.end).sum()) / len(steps),
+        message_bytes=message_bytes,
+        group=groups.pop() if len(groups) == 1 else None,
+        bus_gb_per_second=bus_gb_per_second,
+        mean_us=(total_us / len(steps)) / (len(rows) / len(steps)),
+    )
 
 
-def _bus(kind: str, calls: Sequence[tuple[float | None, int | None]], microseconds: float) -> float | None:
-    carried = 0.0
-    for size, group in calls:
-        if size is None or not group:
-            return None
-        carried += size * bus_share(kind, group)
-    return carried / microseconds / 1e3 if microseconds > 0 else None
-
-
-def over_ranks(ranks: Sequence[Sequence[CollectiveRow]]) -> list[CollectiveRow]:
-    """Means over the ranks; a rank without the collective counts as 0 of it, an unknown size makes the mean unknown."""
-    names = list(dict.fromkeys(row.name for rows in ranks for row in rows))
-    made = [_mean(name, [row for rows in ranks for row in rows if row.name == name], len(ranks)) for name in names]
-    return sorted(made, key=lambda r: -r.total_us)
-
-
-def _mean(name: str, rows: Sequence[CollectiveRow], ranks: int) -> CollectiveRow:
-    sizes, rates = [r.message_bytes for r in rows], [r.bus_gb_per_second for r in rows]
-    groups = {r.group for r in rows}
-    return CollectiveRow(
-        name=name, calls=sum(r.calls for r in rows) / ranks, total_us=sum(r.total_us for r in rows) / ranks,
-        exposed_us=sum(r.exposed_us for r in rows) / ranks, message_bytes=_all_known(sizes, ranks), group=groups.pop() if len(groups) == 1 else None,
-        bus_gb_per_second=_all_known(rates, len(rows)),
-    )  # fmt: skip
-
-
-def _all_known(values: Sequence[float | None], count: int) -> float | None:
-    known = [v for v in values if v is not None]
-    return sum(known) / count if known and len(known) == len(values) else None
+def mean_over_ranks(tables: Sequence[Sequence[CollectiveRow]]) -> list[CollectiveRow]:
+    """A rank without the collective counts as 0 of it; one unknown size makes the mean unknown."""
+    means = []
+    for name in dict.fromkeys(row.name for table in tables for row in table):
+        rows = [row for table in tables for row in table if row.name == name]
+        sizes = [r.message_bytes for r in rows if r.message_bytes is not None]
+        rates = [r.bus_gb_per_second for r in rows if r.bus_gb_per_second is not None]
+        groups = {r.group for r in rows}
+        calls, total_us = sum(r.calls for r in rows) / len(tables), sum(r.total_us for r in rows) / len(tables)
+        means.append(
+            CollectiveRow(
+                name=name,
+                calls=calls,
+                total_us=total_us,
+                exposed_us=sum(r.exposed_us for r in rows) / len(tables),
+                message_bytes=sum(sizes) / len(tables) if len(sizes) == len(rows) else None,
+                group=groups.pop() if len(groups) == 1 else None,
+                bus_gb_per_second=sum(rates) / len(rates) if len(rates) == len(rows) else None,
+                mean_us=total_us / calls,
+            )
+        )
+    return sorted(means, key=lambda r: -r.total_us)

@@ -1,4 +1,4 @@
-"""How long was anything of this kind running? Unions, intersections and differences of time spans, on numpy arrays."""
+"""Unions, intersections and differences of time spans, on numpy arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from windlass.profile.trace import Floats
 
 @dataclass(frozen=True)
 class Spans:
-    """Disjoint spans in order of time; touching ones are joined, empty ones are gone."""
+    """Disjoint spans in order of time; touching spans are joined, empty ones dropped."""
 
     start: Floats
     end: Floats
@@ -19,33 +19,30 @@ class Spans:
     def __len__(self) -> int:
         return len(self.start)
 
-    @property
-    def total(self) -> float:
-        return float((self.end - self.start).sum())
-
     def within(self, start: Floats, end: Floats) -> Floats:
-        """For each given window: how much of it is covered?"""
+        """For each window from `start` to `end`: how much of it the spans cover."""
+        if not len(self):
+            return np.zeros(len(start))
         lengths = np.concatenate(([0.0], np.cumsum(self.end - self.start)))
-        return self._covered_until(end, lengths) - self._covered_until(start, lengths)
 
-    def _covered_until(self, at: Floats, lengths: Floats) -> Floats:
-        if not len(self.start):
-            return np.zeros(len(at))
-        index = np.searchsorted(self.start, at, side="right")
-        last = np.maximum(index - 1, 0)
-        inside = np.clip(at - self.start[last], 0.0, self.end[last] - self.start[last])
-        return np.where(index > 0, lengths[last] + inside, 0.0)
+        def covered_until(at: Floats) -> Floats:
+            index = np.searchsorted(self.start, at, side="right")
+            last = np.maximum(index - 1, 0)
+            inside = np.clip(at - self.start[last], 0.0, self.end[last] - self.start[last])
+            return np.where(index > 0, lengths[last] + inside, 0.0)
+
+        return covered_until(end) - covered_until(start)
 
 
-NONE = Spans(np.zeros(0), np.zeros(0))
+NO_SPANS = Spans(np.zeros(0), np.zeros(0))
 
 
 def union(start: Floats, end: Floats) -> Spans:
-    """Any spans, in any order, overlapping or not -> when at least one of them was running."""
+    """When at least one of the spans was running; they may overlap and stand in any order."""
     keep = end > start
     start, end = start[keep], end[keep]
     if not len(start):
-        return NONE
+        return NO_SPANS
     order = np.argsort(start, kind="stable")
     start, reach = start[order], np.maximum.accumulate(end[order])
     first = np.concatenate(([True], start[1:] > reach[:-1]))
@@ -56,7 +53,7 @@ def union(start: Floats, end: Floats) -> Spans:
 def intersect(a: Spans, b: Spans) -> Spans:
     """When both were running: each pair of overlapping spans gives one piece."""
     if not len(a) or not len(b):
-        return NONE
+        return NO_SPANS
     first = np.searchsorted(b.end, a.start, side="right")
     after = np.searchsorted(b.start, a.end, side="left")
     count = np.maximum(after - first, 0)
@@ -73,17 +70,15 @@ def subtract(a: Spans, b: Spans) -> Spans:
 
 
 def gaps(spans: Spans, start: float, end: float) -> Spans:
-    """The holes between start and end."""
-    holes = Spans(np.concatenate(([start], spans.end)), np.concatenate((spans.start, [end])))
-    low, high = np.maximum(holes.start, start), np.minimum(holes.end, end)
+    """The gaps between the spans, from `start` to `end`."""
+    low = np.maximum(np.concatenate(([start], spans.end)), start)
+    high = np.minimum(np.concatenate((spans.start, [end])), end)
     keep = high > low
     return Spans(low[keep], high[keep])
 
 
-def level(start: Floats, end: Floats, value: Floats) -> tuple[Floats, Floats, Floats]:
+def running_sum(start: Floats, end: Floats, value: Floats) -> tuple[Floats, Floats, Floats]:
     """The sum of the values of all running spans as a step function: pieces (start, end, sum)."""
-    if not len(start):
-        return np.zeros(0), np.zeros(0), np.zeros(0)
     time = np.concatenate((start, end))
     change = np.concatenate((value, -value))
     order = np.lexsort((np.repeat([0, 1], len(start)), time))  # starts before ends at the same moment

@@ -1,8 +1,12 @@
-"""What does windlass keep of a trace? One row per event in plain columns, so that a million events are a few dozen megabytes."""
+"""One trace as numpy columns, one row per event: a million events take a few dozen megabytes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -10,49 +14,63 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from windlass.errors import ProfileError
+from windlass.profile.trace_file import TraceFile
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-MISSING = -1
-"""Stands for an absent id in the integer columns."""
+MISSING = -1  # an absent id in the integer columns
 
-
-class Kind(IntEnum):
-    """What an event is. The last ones are known to windlass, not to the plugin that mode `tb` reproduces."""
-
-    OPERATOR = 0
-    PYTHON = 1
-    STEP = 2
-    ANNOTATION = 3
-    GPU_ANNOTATION = 4
-    GPU_STEP = 5
-    RUNTIME = 6
-    KERNEL = 7
-    MEMCPY = 8
-    MEMSET = 9
-    MODULE = 10
-    DRIVER = 11
+# MODULE and DRIVER are not in the plugin that mode `tb` reproduces.
+Kind = IntEnum(
+    "Kind",
+    "OPERATOR PYTHON STEP ANNOTATION GPU_ANNOTATION GPU_STEP RUNTIME KERNEL MEMCPY MEMSET MODULE DRIVER",
+    start=0,
+)
+DEVICE_KINDS = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)
+# The categories that the plugin knew, from PyTorch 1.8 to its removal; their spelling varies in case.
+CATEGORY_KINDS: dict[str, Kind] = {
+    "cpu_op": Kind.OPERATOR, "operator": Kind.OPERATOR, "python": Kind.PYTHON,
+    "user_annotation": Kind.ANNOTATION, "gpu_user_annotation": Kind.GPU_ANNOTATION,
+    "runtime": Kind.RUNTIME, "cuda_runtime": Kind.RUNTIME, "mtia_runtime": Kind.RUNTIME, "glow_runtime": Kind.RUNTIME,
+    "xpu_runtime": Kind.RUNTIME, "privateuse1_runtime": Kind.RUNTIME,
+    "kernel": Kind.KERNEL, "memcpy": Kind.MEMCPY, "gpu_memcpy": Kind.MEMCPY,
+    "memset": Kind.MEMSET, "gpu_memset": Kind.MEMSET,
+}  # fmt: skip
+# `torch.autograd.profiler` without Kineto writes no category; the name of the process tells the kind.
+_LEGACY_PROCESSES = {"CPU functions": Kind.OPERATOR, "CUDA functions": Kind.KERNEL}
+# Microseconds since 1970 are near 2e15, nanoseconds near 2e18: a larger stamp is in nanoseconds.
+_NANOSECOND_STAMPS = 1e17
+# Columns that are collected while reading, with their type code (of `array` and of numpy).
+_COLUMNS = {
+    "kind": "B", "name": "i", "start": "d", "length": "d", "thread": "i", "external": "q", "correlation": "q",
+    "device": "i", "blocks": "d", "occupancy": "d", "shape": "i",
+}  # fmt: skip
+_DTYPE_BYTES = {
+    "byte": 1, "char": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "half": 2, "bfloat16": 2, "short": 2,
+    "float": 4, "int": 4, "double": 8, "long": 8,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Collective:
-    """What newer profilers write beside a collective's kernel or operator."""
+class CollectiveArguments:
+    """What newer profilers write beside the kernel or operator of a collective."""
 
     name: str
     message_bytes: float | None
-    group: int | None
+    group_size: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """One file: one rank's window. Times are microseconds; rows stand in order of time."""
+    """One file: the window of one rank. Times are microseconds; rows are sorted by start time."""
 
     path: Path
     names: list[str]
-    threads: list[tuple[str, str]]
-    """(pid, tid) of each thread or stream, as text."""
-    shapes: list[str]
+    threads: list[tuple[str, str]]  # (pid, tid) of each thread or stream
+    shapes: list[str]  # empty unless the shapes were read
 
     kind: NDArray[np.uint8]
     name: NDArray[np.int32]
@@ -62,60 +80,37 @@ class Trace:
     external: Ints
     correlation: Ints
     device: NDArray[np.int32]
-    stream: NDArray[np.int32]
-    blocks: Floats
-    """`blocks per SM` of a kernel; not-a-number where the trace has none."""
+    blocks: Floats  # blocks per SM of a kernel; NaN where the trace has none
     occupancy: Floats
     shape: NDArray[np.int32]
 
-    collectives: dict[int, Collective] = field(default_factory=dict)
-    """Row -> what the trace says of its collective."""
-    meta: dict[str, Any] = field(default_factory=dict)
-    peak_bytes: dict[int, float] = field(default_factory=dict)
-    """Highest allocated memory by device id, where the trace records memory."""
-    events_read: int = 0
-    incomplete: int = 0
-    """Events without a duration; they count as zero long."""
-    python_functions: int = 0
+    collectives: dict[int, CollectiveArguments]  # by row
+    meta: dict[str, Any]
+    peak_bytes: dict[int, float]  # highest allocated memory by device id, where the trace records memory
+    incomplete: int  # events without a time or duration
+
+    def mask(self, *kinds: Kind) -> Mask:
+        return np.isin(self.kind, kinds)
 
     def rows(self, *kinds: Kind) -> Ints:
-        mask = np.zeros(len(self.kind), dtype=bool)
-        for kind in kinds:
-            mask |= self.kind == kind
-        return np.flatnonzero(mask)
-
-    def has(self, kind: Kind) -> bool:
-        return bool((self.kind == kind).any())
+        return np.flatnonzero(self.mask(*kinds))
 
     def name_of(self, row: int) -> str:
         return self.names[int(self.name[row])]
 
-    def names_where(self, test: Any) -> Mask:
-        """For each row: does its name pass? The test runs once per distinct name."""
-        passed = np.fromiter((bool(test(n)) for n in self.names), dtype=bool, count=len(self.names))
-        return passed[self.name] if len(self.names) else np.zeros(0, dtype=bool)
+    def names_where(self, test: Callable[[str], bool]) -> Mask:
+        """For each row, whether its name passes; the test runs once per distinct name."""
+        return np.array([test(name) for name in self.names], dtype=bool)[self.name]
 
     @property
     def of_lightning(self) -> bool:
         return self.meta.get("Framework") == "pytorch-lightning"
 
-    @property
-    def rank(self) -> int | None:
+    def distributed_info(self, key: str, expected_type: type) -> Any:
+        """`rank`, `world_size` or `backend` of the process group; None where the trace does not have it."""
         info = self.meta.get("distributedInfo")
-        value = info.get("rank") if isinstance(info, dict) else None
-        return value if isinstance(value, int) else None
-
-    @property
-    def world_size(self) -> int | None:
-        info = self.meta.get("distributedInfo")
-        value = info.get("world_size") if isinstance(info, dict) else None
-        return value if isinstance(value, int) else None
-
-    @property
-    def backend(self) -> str | None:
-        info = self.meta.get("distributedInfo")
-        value = info.get("backend") if isinstance(info, dict) else None
-        return value if isinstance(value, str) else None
+        value = info.get(key) if isinstance(info, dict) else None
+        return value if isinstance(value, expected_type) else None
 
     @property
     def device_properties(self) -> list[dict[str, Any]]:
@@ -124,9 +119,204 @@ class Trace:
 
     @property
     def device_name(self) -> str | None:
-        """Of the device the kernels ran on; the first listed when no kernel says."""
-        used = self.device[self.rows(Kind.KERNEL)]
-        props = {p.get("id"): p for p in self.device_properties}
-        chosen = props.get(int(used[0])) if len(used) else None
-        found = chosen or next(iter(self.device_properties), None)
-        return str(found["name"]) if found and found.get("name") else None
+        """Name of the device that ran the kernels; the first in the metadata when the kernels name none."""
+        ids = self.device[self.rows(Kind.KERNEL)][:1]
+        used = [p for p in self.device_properties if len(ids) and p.get("id") == ids[0]]
+        name = next((p.get("name") for p in used + self.device_properties), None)
+        return str(name) if name else None
+
+
+def read_trace(path: Path | str, *, shapes: bool = False, progress: Callable[[int], None] | None = None) -> Trace:
+    """Read one trace file, whatever version of the profiler wrote it. `shapes` also keeps operator input shapes."""
+    file = TraceFile(Path(path), progress)
+    reader = _TraceReader(keep_shapes=shapes)
+    for batch in file:
+        reader.add(batch)
+    return reader.finish(file)
+
+
+def kind_of_event(category: Any, process: Any) -> Kind | None:
+    """None for an event that no table needs."""
+    if not isinstance(category, str):
+        return _LEGACY_PROCESSES.get(process) if isinstance(process, str) else None
+    category = category.lower()
+    return CATEGORY_KINDS.get(category, Kind.DRIVER if category.endswith(("_runtime", "_driver")) else None)
+
+
+class _TraceReader:
+    """Collects rows in typed arrays: eight bytes per number where a list would need forty."""
+
+    def __init__(self, *, keep_shapes: bool) -> None:
+        self.columns: dict[str, array[Any]] = {name: array(code) for name, code in _COLUMNS.items()}
+        self.batch_rows: list[tuple[Any, ...]] = []
+        self.keep_shapes = keep_shapes
+        self.names: dict[str, int] = {}
+        self.threads: dict[tuple[str, str], int] = {}
+        self.shapes: dict[str, int] = {}
+        self.text_ids: dict[str, int] = {}
+        self.kinds: dict[tuple[Any, Any], Kind | None] = {}
+        self.begun: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
+        self.skipped_categories: Counter[str] = Counter()
+        self.peaks: dict[int, float] = {}
+        self.collectives: dict[int, CollectiveArguments] = {}
+        self.first_nanosecond = 0  # 0 while no stamp was in nanoseconds since 1970
+        self.events = self.incomplete = 0
+
+    def add(self, batch: list[Any]) -> None:
+        self.events += len(batch)
+        for event in batch:
+            if not isinstance(event, dict):
+                continue
+            phase = event.get("ph")
+            if phase == "X":
+                self.add_span(event)
+            elif phase in ("i", "I") and event.get("name") == "[memory]":
+                self.add_memory(event.get("args"))
+            elif phase == "B":
+                self.begun.setdefault((event.get("pid"), event.get("tid")), []).append(event)
+            elif phase == "E" and (open_events := self.begun.get((event.get("pid"), event.get("tid")))):
+                begin = open_events.pop()
+                start, end = _number(begin.get("ts")), _number(event.get("ts"))
+                if start is not None and end is not None:
+                    self.add_span({**begin, "dur": end - start})
+        for column, values in zip(self.columns.values(), zip(*self.batch_rows, strict=True), strict=False):
+            column.extend(values)
+        self.batch_rows.clear()
+
+    def add_span(self, event: dict[str, Any]) -> None:
+        category, process = event.get("cat"), event.get("pid")
+        args = event.get("args")
+        args = args if isinstance(args, dict) else {}
+        key = (category, process if category is None else None)
+        try:
+            kind = self.kinds[key]
+        except KeyError:
+            kind = self.kinds[key] = kind_of_event(*key)
+        except TypeError:  # a category or process that is a list: not an event of a profiler
+            return
+        if kind is None:
+            category = category.lower() if isinstance(category, str) else "no category"
+            if category != "python_function":
+                self.skipped_categories[category] += 1
+                return
+            # Of the Python frames only those of modules are kept: they are parents in the tree of operators.
+            if args.get("Python module id") is None:
+                return
+            kind = Kind.MODULE
+        name = str(event.get("name"))
+        if name.startswith("ProfilerStep#"):
+            if kind is Kind.OPERATOR or kind is Kind.ANNOTATION:
+                kind = Kind.STEP
+            elif kind is Kind.GPU_ANNOTATION:
+                kind = Kind.GPU_STEP
+        start, length = event.get("ts"), event.get("dur")
+        if type(start) is not float and type(start) is not int:
+            start = _number(start)
+            if start is None:
+                self.incomplete += 1
+                return
+        if start > _NANOSECOND_STAMPS:
+            # A float cannot keep single nanoseconds of such a number, so they are counted from the first one.
+            self.first_nanosecond = self.first_nanosecond or int(start)
+            start -= self.first_nanosecond
+        if type(length) is not float and type(length) is not int:
+            length = _number(length)
+            if length is None:
+                self.incomplete += 1
+                length = 0.0
+        if "Collective name" in args:
+            self.collectives[len(self.columns["kind"]) + len(self.batch_rows)] = _collective_arguments(args)
+        external = args.get("external id")
+        device, blocks, occupancy = MISSING, math.nan, math.nan
+        if kind in DEVICE_KINDS:
+            device = _small_int(args.get("device"))
+            blocks = _number(args.get("blocks per SM"), math.nan)
+            occupancy = _number(args.get("est. achieved occupancy %"), math.nan)
+        shape = 0
+        if self.keep_shapes:
+            dims = args.get("Input Dims", args.get("Input dims"))
+            shape = self.shapes.setdefault("" if dims is None else str(dims), len(self.shapes))
+        self.batch_rows.append((
+            kind, self.names.setdefault(name, len(self.names)), start, length,
+            self.threads.setdefault((str(process), str(event.get("tid"))), len(self.threads)),
+            self.id_of(args.get("External id") if external is None else external), self.id_of(args.get("correlation")),
+            device, blocks, occupancy, shape,
+        ))  # fmt: skip
+
+    def add_memory(self, args: Any) -> None:
+        if not isinstance(args, dict) or args.get("Device Type") in (None, 0):
+            return
+        device, allocated = args.get("Device Id"), _number(args.get("Total Allocated"))
+        if isinstance(device, int) and allocated is not None:
+            self.peaks[device] = max(self.peaks.get(device, 0.0), allocated)
+
+    def id_of(self, value: Any) -> int:
+        if value is None:
+            return MISSING
+        try:
+            number = value if type(value) is int else int(value)
+        except (TypeError, ValueError, OverflowError):
+            number = 2**63
+        if -(2**63) < number < 2**63:
+            return number
+        # A text that is not a number gets a number of its own, far from the real ones.
+        return -(2**62) + self.text_ids.setdefault(str(value), len(self.text_ids))
+
+    def finish(self, file: TraceFile) -> Trace:
+        if not self.events:
+            hint = "check that the profiler's window was open during a step"
+            raise ProfileError("profile.trace-no-events", f"{file.path} has no events", hint=hint)
+        if not self.columns["kind"]:
+            categories = ", ".join(name for name, _ in self.skipped_categories.most_common(5)) or "none"
+            raise ProfileError(
+                "profile.trace-not-pytorch",
+                f"none of the {self.events:,} events in {file.path} is an operator, a kernel or a copy "
+                f"(categories: {categories})",
+                hint="windlass reads traces of torch.profiler; this one may come from another tool",
+            )
+        start, length = (np.frombuffer(self.columns.pop(key), dtype=np.float64) for key in ("start", "length"))
+        if self.first_nanosecond:
+            start, length = start / 1e3, length / 1e3
+        order = np.argsort(start, kind="stable")
+        place = np.empty(len(order), dtype=np.int64)
+        place[order] = np.arange(len(order))
+        sorted_columns: dict[str, Any] = {"start": start[order], "end": (start + length)[order]}
+        for key in list(self.columns):  # one column at a time, so that only one is in memory twice
+            sorted_columns[key] = np.frombuffer(self.columns.pop(key), dtype=_COLUMNS[key])[order]
+        return Trace(
+            path=file.path,
+            names=list(self.names),
+            threads=list(self.threads),
+            shapes=list(self.shapes),
+            collectives={int(place[row]): arguments for row, arguments in self.collectives.items()},
+            meta=file.meta,
+            peak_bytes=self.peaks,
+            incomplete=self.incomplete,
+            **sorted_columns,
+        )
+
+
+def _collective_arguments(args: dict[str, Any]) -> CollectiveArguments:
+    """The larger side counts: an all-gather writes what all ranks put in, a reduce-scatter reads what all get."""
+    counts = [n for key in ("In msg nelems", "Out msg nelems") if (n := _number(args.get(key))) is not None]
+    element_bytes = _DTYPE_BYTES.get(str(args.get("dtype")).lower())
+    group_size = _small_int(args.get("Group size"))
+    return CollectiveArguments(
+        name=str(args["Collective name"]),
+        message_bytes=max(counts) * element_bytes if counts and element_bytes else None,
+        group_size=group_size if group_size > 0 else None,
+    )
+
+
+def _number(value: Any, default: Any = None) -> Any:
+    """A finite float; some profilers write numbers as text."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return default
+    return number if math.isfinite(number) else default
+
+
+def _small_int(value: Any) -> int:
+    number = _number(value, MISSING)
+    return int(number) if -(2**31) < number < 2**31 else MISSING

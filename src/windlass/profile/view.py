@@ -1,4 +1,4 @@
-"""How are profiles shown? As plain tables and charts, the same for the terminal, `--html`, the report and the dashboard."""
+"""Profiles and comparisons as tables and charts, for the terminal, HTML pages, the report and the dashboard."""
 
 from __future__ import annotations
 
@@ -6,37 +6,29 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
 
 from windlass.figures import Chart, DataTable, Item, Note, Section, bars, line
-from windlass.profile.compare import Change, KernelChange, OperatorChange, ScalingRow
-from windlass.profile.find import find_target
-from windlass.profile.job import JobProfile, profile_traces
+from windlass.profile.categories import CATEGORIES
+from windlass.profile.compare import Change, Comparison, RowChange, ScalingRow, change_between
+from windlass.profile.event_names import Mode
+from windlass.profile.find_traces import find_target
+from windlass.profile.job_profile import JobProfile, profile_traces
 from windlass.profile.operators import KernelRow, OperatorRow
-from windlass.profile.roles import CATEGORIES, Mode
-from windlass.profile.runs import Difference, LossTest, Performance
+from windlass.profile.run_comparison import KeyDifference, LossComparison, RunPerformance
 from windlass.runs import Run
 from windlass.units import print_bytes, print_joules, print_tokens
 
 NOT_AVAILABLE = "not available on this trace"
 NOT_MEASURED = "not measured"
+NOT_IN_TRACE = "not in the trace"
 _COMMUNICATION_ROWS = (
-    ("Communication, total", "total_us"), ("Communication, exposed", "exposed_us"), ("Communication behind computation", "overlap_us"),
-    ("Computation", "computation_us"), ("Neither", "other_us"),
+    ("Communication, total", "total_us"), ("Communication, exposed", "exposed_us"),
+    ("Communication behind computation", "overlap_us"), ("Computation", "computation_us"), ("Neither", "other_us"),
 )  # fmt: skip
-
 _IDLE_ROWS = (
     ("Device idle", "idle_us"), ("  waiting for the host", "host_wait_us"),
     ("  launched, not started", "kernel_wait_us"), ("  unknown", "other_us"),
 )  # fmt: skip
-_SHARES = (
-    ("GPU utilisation", "gpu_utilization"),
-    ("Est. SM efficiency", "sm_efficiency"),
-    ("Kernel time on tensor cores", "tensor_core_share"),
-)
-
-Measure = Callable[[JobProfile], float]
-T = TypeVar("T")
 
 
 def us(value: float | None) -> str:
@@ -51,204 +43,237 @@ def share(value: float | None) -> str:
     return pct(None if value is None else value * 100)
 
 
-# -- one profile --------------------------------------------------------------------------------------------------------
-
-
-def summary_table(job: JobProfile) -> DataTable:
-    """The execution summary. "incl. hidden" tells a category that is absent from one that other work covers."""
-    pcts, running = job.categories_pct, job.running_us
-    rows: list[Sequence[object]] = [("Average step", us(job.step_us), "100.00 %", "")]
-    rows += [(name, us(job.categories_us[name]), pct(pcts[name]), _hidden(running.get(name))) for name in CATEGORIES]
-    total = sum(job.categories_us.values())
-    caption = f"mean of {job.steps} steps and {len(job.ranks)} ranks; mode {job.mode.value}; the rows add up to {total / job.step_us * 100 if job.step_us else 0:.2f} %"
-    return DataTable(("category", "us per step", "share", "us incl. hidden"), rows, right=(1, 2, 3), caption=caption)
-
-
-def _hidden(value: float | None) -> str:
-    return "" if value is None else "none in the trace" if value == 0 else us(value)
-
-
-def device_table(job: JobProfile) -> DataTable:
-    communication = job.communication
-    idle = [r.idle for r in job.ranks if r.idle]
-    rows: list[Sequence[object]] = [(name, us(getattr(communication, key))) for name, key in _COMMUNICATION_ROWS]
-    rows.append(
-        (
-            "Overlap of communication",
-            "no communication" if communication.overlap_pct is None else pct(communication.overlap_pct, 1),
-        )
-    )
-    rows += [
+def _device_shares(job: JobProfile) -> list[tuple[str, str]]:
+    return [
         ("GPU utilisation", share(job.gpu_utilization)),
         ("Est. SM efficiency", share(job.sm_efficiency)),
         ("Est. achieved occupancy", pct(job.occupancy_pct)),
         ("Kernel time on tensor cores", share(job.tensor_core_share)),
     ]
-    if not idle:
-        rows.append(("Device idle", NOT_AVAILABLE))
-    for name, key in _IDLE_ROWS if idle else ():
-        rows.append((name, us(sum(getattr(i, key) for i in idle) / len(idle))))
+
+
+def _row_count(top: int, count: int, rows: str) -> str:
+    return f"the first {top} of {count} {rows}" if count > top else f"{count} {rows}"
+
+
+def _shorten(name: str, length: int) -> str:
+    return name if len(name) <= length else name[: length - 1] + "…"
+
+
+# -- one profile --------------------------------------------------------------------------------------------------------
+
+
+def summary_table(job: JobProfile) -> DataTable:
+    """The execution summary. The last column tells a category that is absent from one that other work hides."""
+    hidden = {name: us(value) if value else "none in the trace" for name, value in job.running_us.items()}
+    rows = [("Average step", us(job.step_us), "100.00 %", "")]
+    rows += [
+        (name, us(job.categories_us[name]), pct(job.categories_pct[name]), hidden.get(name, "")) for name in CATEGORIES
+    ]
+    total_pct = sum(job.categories_us.values()) / job.step_us * 100 if job.step_us else 0
+    return DataTable(
+        ("category", "us per step", "share", "us incl. hidden"),
+        rows,
+        right=(1, 2, 3),
+        caption=f"mean of {job.steps} steps and {len(job.ranks)} ranks; mode {job.mode.value}; "
+        f"the rows add up to {total_pct:.2f} %",
+    )
+
+
+def device_table(job: JobProfile) -> DataTable:
+    overlap_pct = job.communication.overlap_pct
+    rows = [(title, us(getattr(job.communication, key))) for title, key in _COMMUNICATION_ROWS]
+    rows.append(("Overlap of communication", "no communication" if overlap_pct is None else pct(overlap_pct, 1)))
+    rows += _device_shares(job)
+    idle = [r.idle for r in job.ranks if r.idle]
+    for title, key in _IDLE_ROWS if idle else _IDLE_ROWS[:1]:
+        rows.append((title, us(sum(getattr(i, key) for i in idle) / len(idle) if idle else None)))
     return DataTable(("measure", "us per step or share"), rows, right=(1,))
 
 
 def collectives_table(job: JobProfile) -> DataTable:
-    """Empty where nobody talked."""
-    rows = [
-        (c.name, f"{c.calls:,.4g}", us(c.total_us), f"{c.mean_us:,.1f}", us(c.exposed_us), _known(c.message_bytes, print_bytes), _known(c.group, str),
-         _known(c.bus_gb_per_second, lambda v: f"{v:,.3g}"))
-        for c in job.collectives
-    ]  # fmt: skip
-    caption = (
-        "per step, mean of the ranks; a call on a device also waits there for the slowest rank, so the bus bandwidth (what each link must carry, as NCCL's tests "
-        "count it) is a lower bound"
-        if rows
-        else "no collectives in the trace"
-    )
     return DataTable(
         ("collective", "calls", "us", "mean us", "exposed us", "message", "ranks", "bus GB/s"),
-        rows,
-        right=(1, 2, 3, 4, 5, 6, 7),
-        caption=caption,
+        [
+            (
+                c.name,
+                f"{c.calls:,.4g}",
+                us(c.total_us),
+                f"{c.mean_us:,.1f}",
+                us(c.exposed_us),
+                NOT_IN_TRACE if c.message_bytes is None else print_bytes(c.message_bytes),
+                NOT_IN_TRACE if c.group is None else str(c.group),
+                NOT_IN_TRACE if c.bus_gb_per_second is None else f"{c.bus_gb_per_second:,.3g}",
+            )
+            for c in job.collectives
+        ],
+        right=tuple(range(1, 8)),
+        caption="per step, mean of the ranks; on a device a call also waits for the slowest rank, so the bus bandwidth "
+        "(what each link must carry, as NCCL's tests count it) is a lower bound",
     )
-
-
-def _known(value: T | None, show: Callable[[T], str]) -> str:
-    return "not in the trace" if value is None else show(value)
 
 
 def ranks_table(job: JobProfile) -> DataTable:
-    rows = [
-        (r.rank, r.steps, us(r.step_us), us(r.busy_us), us(r.communication.total_us), us(r.communication.exposed_us), share(r.gpu_utilization), r.device_name or "unknown", Path(r.file).name)
-        for r in job.ranks
-    ]  # fmt: skip
-    slow = [i for i, r in enumerate(job.ranks) if job.spread and r.rank == job.spread.straggler]
-    caption = ""
-    if job.spread:
-        caption = f"steps {us(job.spread.step_us_min)} to {us(job.spread.step_us_max)} us; busiest: rank {job.spread.straggler}, {job.spread.excess_pct:+.1f} % against the median"
-    columns = ("rank", "steps", "step us", "busy us", "comm us", "exposed us", "GPU util.", "device", "file")
-    return DataTable(columns, rows, right=(0, 1, 2, 3, 4, 5, 6), caption=caption, strong=slow)
+    spread = job.spread
+    return DataTable(
+        ("rank", "steps", "step us", "busy us", "comm us", "exposed us", "GPU util.", "device", "file"),
+        [
+            (
+                r.rank,
+                r.steps,
+                us(r.step_us),
+                us(r.busy_us),
+                us(r.communication.total_us),
+                us(r.communication.exposed_us),
+                share(r.gpu_utilization),
+                r.device_name or "unknown",
+                Path(r.file).name,
+            )
+            for r in job.ranks
+        ],
+        right=tuple(range(7)),
+        strong=[i for i, r in enumerate(job.ranks) if spread and r.rank == spread.straggler],
+        caption=f"steps {us(spread.step_us_min)} to {us(spread.step_us_max)} us; "
+        f"busiest: rank {spread.straggler}, {spread.excess_pct:+.1f} % against the median"
+        if spread
+        else "",
+    )
 
 
 def operators_table(rows: Sequence[OperatorRow], top: int) -> DataTable:
-    """Columns that hold nothing (shapes, device times of a CPU trace) are left out."""
-    shaped, device = any(o.shape for o in rows), any(o.device_us for o in rows)
-    columns = ["operator", *(["shapes"] if shaped else []), "calls", "host us", "self host us"]
-    columns += ["device us", "self device us", "tensor cores"] if device else []
-    cells = []
-    for o in rows[:top]:
-        cell = [o.name, *([o.shape or ""] if shaped else []), f"{o.calls:,}", us(o.host_us), us(o.self_host_us)]
-        used = "" if o.tensor_core_pct is None else f"{o.tensor_core_pct:.0f} %"
-        cells.append([*cell, *([us(o.device_us), us(o.self_device_us), used] if device else [])])
+    """Columns without values (shapes, device times of a CPU trace) are left out."""
+    shape: dict[str, Callable[[OperatorRow], str]] = {"shapes": lambda o: o.shape or ""}
+    device: dict[str, Callable[[OperatorRow], str]] = {
+        "device us": lambda o: us(o.device_us),
+        "self device us": lambda o: us(o.self_device_us),
+        "tensor cores": lambda o: "" if o.tensor_core_pct is None else f"{o.tensor_core_pct:.0f} %",
+    }
+    columns: dict[str, Callable[[OperatorRow], str]] = {
+        "operator": lambda o: o.name,
+        **(shape if any(o.shape for o in rows) else {}),
+        "calls": lambda o: f"{o.calls:,}",
+        "host us": lambda o: us(o.host_us),
+        "self host us": lambda o: us(o.self_host_us),
+        **(device if any(o.device_us for o in rows) else {}),
+    }
     return DataTable(
-        columns, cells, right=tuple(range(2 if shaped else 1, len(columns))), caption=_of(top, len(rows), "operators")
+        list(columns),
+        [[show(o) for show in columns.values()] for o in rows[:top]],
+        right=tuple(range(2 if "shapes" in columns else 1, len(columns))),
+        caption=_row_count(top, len(rows), "operators"),
     )
 
 
 def kernels_table(rows: Sequence[KernelRow], top: int) -> DataTable:
-    cells = [
-        (short(k.name), f"{k.calls:,}", us(k.total_us), f"{k.mean_us:,.1f}", f"{k.max_us:,.1f}", pct(k.share_pct), _marks(k))
-        for k in rows[:top]
-    ]  # fmt: skip
+    kinds = {"communication": "communication", "tensor cores": "tensor_cores", "triton": "triton"}
     return DataTable(
         ("kernel", "calls", "total us", "mean us", "max us", "share", "kind"),
-        cells,
-        right=(1, 2, 3, 4, 5),
-        caption=_of(top, len(rows), "kernels"),
+        [
+            (
+                _shorten(k.name, 90),
+                f"{k.calls:,}",
+                us(k.total_us),
+                f"{k.mean_us:,.1f}",
+                f"{k.max_us:,.1f}",
+                pct(k.share_pct),
+                ", ".join(kind for kind, key in kinds.items() if getattr(k, key)),
+            )
+            for k in rows[:top]
+        ],
+        right=tuple(range(1, 6)),
+        caption=_row_count(top, len(rows), "kernels"),
     )
-
-
-def _marks(kernel: KernelRow) -> str:
-    marks = (
-        "communication" if kernel.communication else "",
-        "tensor cores" if kernel.tensor_cores else "",
-        "triton" if kernel.triton else "",
-    )
-    return ", ".join(m for m in marks if m)
-
-
-def short(name: str, length: int = 90) -> str:
-    return name if len(name) <= length else name[: length - 1] + "…"
-
-
-def _of(top: int, count: int, what: str) -> str:
-    return f"the first {top} of {count} {what}" if count > top else f"{count} {what}"
 
 
 def step_bars(jobs: Sequence[JobProfile]) -> Chart:
-    """Stacked bars: one per rank of one profile, or one per profile."""
+    """Stacked bars: one per rank of a single profile, or one per profile."""
+    labels, values = [j.label for j in jobs], [j.categories_us for j in jobs]
     if len(jobs) == 1 and len(jobs[0].ranks) > 1:
-        labels = rank_labels(jobs[0])
-        values = [r.categories_us for r in jobs[0].ranks]
-    else:
-        labels, values = [j.label for j in jobs], [j.categories_us for j in jobs]
-    # A category keeps its colour from page to page, whichever others are drawn.
-    series = tuple(
-        bars(name, labels, [v[name] / 1e3 for v in values], colour=place)
-        for place, name in enumerate(CATEGORIES)
-        if any(v[name] > 0 for v in values)
-    )
+        labels, values = _rank_labels(jobs[0]), [r.categories_us for r in jobs[0].ranks]
     return Chart(
-        title="Where an average step's time goes", series=series, y_title="ms per step", stacked=True, from_zero=True
+        title="Where an average step's time goes",
+        series=tuple(
+            # A category has the same colour on every page, whichever others are drawn.
+            bars(name, labels, [v[name] / 1e3 for v in values], colour=place)
+            for place, name in enumerate(CATEGORIES)
+            if any(v[name] > 0 for v in values)
+        ),
+        y_title="ms per step",
+        stacked=True,
+        from_zero=True,
     )
-
-
-def rank_labels(job: JobProfile) -> list[str]:
-    """Unique ones: several captures of one rank are told apart by their place."""
-    twice = {rank for rank, count in Counter(r.rank for r in job.ranks).items() if count > 1}
-    return [f"rank {r.rank}" + (f" ({i + 1})" if r.rank in twice else "") for i, r in enumerate(job.ranks)]
 
 
 def step_line(job: JobProfile) -> Chart:
     series = tuple(
-        line(label, list(r.step_numbers) if len(r.step_numbers) == r.steps else list(range(1, r.steps + 1)), [v / 1e3 for v in r.per_step_us])
-        for label, r in zip(rank_labels(job), job.ranks, strict=True)
-    )  # fmt: skip
+        line(
+            label,
+            r.step_numbers if len(r.step_numbers) == r.steps else list(range(1, r.steps + 1)),
+            [v / 1e3 for v in r.per_step_us],
+        )
+        for label, r in zip(_rank_labels(job), job.ranks, strict=True)
+    )
     return Chart(title="Step by step", series=series, x_title="step", y_title="ms", from_zero=True, height=280)
 
 
-def sections(job: JobProfile, *, top: int = 20) -> list[Section]:
-    """A whole page about one profile."""
-    items: list[Item] = [step_bars([job]), summary_table(job)]
-    if job.steps > 1:
-        items.insert(1, step_line(job))
-    items += [Note(a.text, "warning") for a in job.advice]
-    items += [Note(text) for text in dict.fromkeys(n for r in job.ranks for n in r.notes)]
-    first = job.ranks[0]
-    made = [
-        Section(f"Execution summary of {job.label}", tuple(items)),
-        Section("Communication and device", (device_table(job),)),
+def _rank_labels(job: JobProfile) -> list[str]:
+    """Unique ones: several captures of one rank are numbered."""
+    counts = Counter(r.rank for r in job.ranks)
+    return [f"rank {r.rank}" + (f" ({i + 1})" if counts[r.rank] > 1 else "") for i, r in enumerate(job.ranks)]
+
+
+def profile_tables(job: JobProfile, top: int) -> list[tuple[str, DataTable]]:
+    """Titles and tables of one profile, in reading order."""
+    tables = [
+        (f"Execution summary of {job.label}", summary_table(job)),
+        ("Communication and device", device_table(job)),
     ]
     if job.collectives:
-        made.append(Section("Collectives", (collectives_table(job),)))
+        tables.append(("Collectives", collectives_table(job)))
     if len(job.ranks) > 1:
-        made.append(Section("Ranks", (ranks_table(job),)))
-    made.append(Section(f"Operators (rank {first.rank})", (operators_table(first.operators, top),)))
+        tables.append(("Ranks", ranks_table(job)))
+    first = job.ranks[0]
+    tables.append((f"Operators (rank {first.rank})", operators_table(first.operators, top)))
     if first.kernels:
-        made.append(Section(f"Kernels (rank {first.rank})", (kernels_table(first.kernels, top),)))
-    return made
+        tables.append((f"Kernels (rank {first.rank})", kernels_table(first.kernels, top)))
+    return tables
+
+
+def profile_notes(job: JobProfile) -> list[str]:
+    """The notes of all ranks, each once."""
+    return list(dict.fromkeys(note for r in job.ranks for note in r.notes))
+
+
+def profile_sections(job: JobProfile, *, top: int = 20) -> list[Section]:
+    """A page about one profile."""
+    (title, summary), *others = profile_tables(job, top)
+    items: list[Item] = [step_bars([job]), *([step_line(job)] if job.steps > 1 else []), summary]
+    items += [Note(a.text, "warning") for a in job.advice]
+    items += [Note(text) for text in profile_notes(job)]
+    return [Section(title, tuple(items)), *(Section(name, (table,)) for name, table in others)]
 
 
 def run_sections(run: Run, *, mode: Mode = Mode.FIXED, top: int = 15, max_ranks: int = 8) -> list[Section]:
-    """For the report and the dashboard: the newest window of a run; nothing when it was never profiled.
+    """For the report and the dashboard: the newest window of a run; empty when it was never profiled.
 
-    A page that is drawn again and again reads each trace once; of a large job it shows the first ranks.
+    A page that is drawn repeatedly reads each trace once; of a large job it shows the first ranks.
     """
     target = find_target(run.path)
     if not target.traces:
         return []
-    chosen = target.traces[:max_ranks]
-    stamps = tuple((str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in chosen)
-    made = sections(_profiled(stamps, mode, target.label), top=top)
-    if len(chosen) < len(target.traces):
-        left = Note(
-            f"{len(chosen)} of {len(target.traces)} traced ranks are shown; `windlass profile {target.label}` reads all"
+    paths = target.traces[:max_ranks]
+    stamps = tuple((str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in paths)
+    sections = profile_sections(_cached_profile(stamps, mode, target.label), top=top)
+    if len(paths) < len(target.traces):
+        text = (
+            f"{len(paths)} of {len(target.traces)} traced ranks are shown; `windlass profile {target.label}` reads all"
         )
-        made[0] = Section(made[0].title, (*made[0].items, left))
-    return made
+        sections[0] = Section(sections[0].title, (*sections[0].items, Note(text)))
+    return sections
 
 
 @lru_cache(maxsize=4)
-def _profiled(stamps: tuple[tuple[str, int, int], ...], mode: Mode, label: str) -> JobProfile:
+def _cached_profile(stamps: tuple[tuple[str, int, int], ...], mode: Mode, label: str) -> JobProfile:
     return profile_traces([path for path, _, _ in stamps], mode, label=label)
 
 
@@ -256,136 +281,165 @@ def _profiled(stamps: tuple[tuple[str, int, int], ...], mode: Mode, label: str) 
 
 
 def side_by_side(jobs: Sequence[JobProfile]) -> DataTable:
-    """Each category on all sides; with two, also delta and per cent."""
+    """Each category of all profiles; for two profiles also the difference."""
     two = len(jobs) == 2
-    columns = ["category"]
-    for job in jobs:
-        columns += [f"{job.label} us", "share"]
-    measures: list[tuple[str, Measure]] = [("Average step", lambda j: j.step_us)]
-    measures += [(name, lambda j, n=name: j.categories_us[n]) for name in CATEGORIES]  # type: ignore[misc]
-    measures += [(title, lambda j, k=key: float(getattr(j.communication, k))) for title, key in _COMMUNICATION_ROWS[:3]]  # type: ignore[misc]
-    rows: list[list[object]] = [
-        [title, *_pairs(jobs, value), *(_delta(jobs, value) if two else ())] for title, value in measures
+    measures: list[tuple[str, list[float]]] = [("Average step", [j.step_us for j in jobs])]
+    measures += [(name, [j.categories_us[name] for j in jobs]) for name in CATEGORIES]
+    measures += [(title, [getattr(j.communication, key) for j in jobs]) for title, key in _COMMUNICATION_ROWS[:3]]
+    rows: list[list[str]] = []
+    for title, values in measures:
+        change = change_between(values[0], values[-1])
+        percents = [value / job.step_us * 100 if job.step_us else 0.0 for value, job in zip(values, jobs, strict=True)]
+        cells = [cell for value, percent in zip(values, percents, strict=True) for cell in (us(value), pct(percent))]
+        rows.append([title, *cells, *([f"{change.delta:+,.0f}", print_percent(change)] if two else [])])
+    rows += [
+        [shares[0][0], *(cell for _, text in shares for cell in ("", text)), *(["", ""] if two else [])]
+        for shares in zip(*(_device_shares(job) for job in jobs), strict=True)
     ]
-    for title, key in _SHARES:
-        rows.append([title, *[cell for j in jobs for cell in ("", share(getattr(j, key)))], *(("", "") if two else ())])
-    rows.append(
-        [
-            "Est. achieved occupancy",
-            *[cell for j in jobs for cell in ("", pct(j.occupancy_pct))],
-            *(("", "") if two else ()),
-        ]
-    )
+    columns = ["category", *(cell for job in jobs for cell in (f"{job.label} us", "share"))]
     columns += ["delta us", "delta"] if two else []
     return DataTable(columns, rows, right=tuple(range(1, len(columns))))
 
 
-def _pairs(jobs: Sequence[JobProfile], value: Measure) -> list[object]:
-    return [cell for j in jobs for cell in (us(value(j)), pct(value(j) / j.step_us * 100 if j.step_us else 0.0))]
-
-
-def _delta(jobs: Sequence[JobProfile], value: Measure) -> tuple[str, str]:
-    change = Change(value(jobs[0]), value(jobs[1]))
-    return f"{change.delta:+,.0f}", percent(change)
-
-
-def percent(change: Change) -> str:
-    """As in the plugin: two decimals; what has no baseline is new, or N/A when both sides are 0."""
+def print_percent(change: Change) -> str:
+    """As in the plugin: two decimals; without a baseline "new", or "N/A" when both sides are 0."""
     if change.percent is None:
         return "new" if change.experiment else "N/A"
     return f"{change.percent:.2f} %"
 
 
-def operator_diff_table(rows: Sequence[OperatorChange], top: int, *, device: bool) -> DataTable:
-    groups = (
-        ("calls", "calls"),
-        ("host us", "host"),
-        *((("device us", "device"),) if device else (("self host us", "self_host"),)),
+def diff_table(first_column: str, rows: Sequence[RowChange], columns: dict[str, str], top: int) -> DataTable:
+    """`columns`: heading of each group of four columns -> key of the change."""
+
+    def change_cells(change: Change) -> tuple[str, str, str, str]:
+        return f"{change.baseline:,.0f}", f"{change.experiment:,.0f}", f"{change.delta:+,.0f}", print_percent(change)
+
+    headings = [first_column, *(cell for heading in columns for cell in (f"{heading} base", "exp", "delta", "%"))]
+    return DataTable(
+        headings,
+        [
+            [_shorten(row.name, 70), *(cell for key in columns.values() for cell in change_cells(row.columns[key]))]
+            for row in rows[:top]
+        ],
+        right=tuple(range(1, len(headings))),
+        caption=_row_count(top, len(rows), f"{first_column}s"),
     )
-    columns = ["operator"]
-    for title, _ in groups:
-        columns += [f"{title} base", "exp", "delta", "%"]
-    cells = [[r.name, *(cell for _, key in groups for cell in _change(getattr(r, key)))] for r in rows[:top]]
-    return DataTable(columns, cells, right=tuple(range(1, len(columns))), caption=_of(top, len(rows), "operators"))
-
-
-def kernel_diff_table(rows: Sequence[KernelChange], top: int) -> DataTable:
-    cells = [[short(r.name, 70), *_change(r.calls), *_change(r.total)] for r in rows[:top]]
-    columns = ["kernel", "calls base", "exp", "delta", "%", "us base", "exp", "delta", "%"]
-    return DataTable(columns, cells, right=tuple(range(1, len(columns))), caption=_of(top, len(rows), "kernels"))
-
-
-def _change(change: Change) -> tuple[str, str, str, str]:
-    return f"{change.baseline:,.0f}", f"{change.experiment:,.0f}", f"{change.delta:+,.0f}", percent(change)
 
 
 def scaling_table(rows: Sequence[ScalingRow]) -> DataTable:
-    cells = [
-        (r.label, r.devices if r.devices is not None else "unknown", us(r.step_us), f"{r.efficiency * 100:.1f} %", f"{r.lost_us:+,.0f}", r.main_loss or "-", _losses(r))
-        for r in rows
-    ]  # fmt: skip
-    known = all(r.work_per_device for r in rows)
-    caption = "efficiency: work per device and second, against the first row" + (
-        "" if known else "; the work per device is taken as equal (no run folder says)"
-    )
+    caption = "efficiency: work per device and second, against the first row"
+    if not all(r.work_per_device for r in rows):
+        caption += "; the work per device is assumed to be equal (no run folder has it)"
+
+    def largest_losses(row: ScalingRow) -> str:
+        losses = sorted(row.lost_to.items(), key=lambda loss: -abs(loss[1]))[:4]
+        return ", ".join(f"{category} {lost_us:+,.0f}" for category, lost_us in losses if abs(lost_us) >= 0.5)
+
     return DataTable(
         ("run", "devices", "step us", "efficiency", "us lost", "most to", "lost time by category (us)"),
-        cells,
+        [
+            (
+                r.label,
+                "unknown" if r.devices is None else r.devices,
+                us(r.step_us),
+                f"{r.efficiency * 100:.1f} %",
+                f"{r.lost_us:+,.0f}",
+                r.main_loss or "-",
+                largest_losses(r),
+            )
+            for r in rows
+        ],
         right=(1, 2, 3, 4),
         caption=caption,
     )
 
 
-def _losses(row: ScalingRow) -> str:
-    parts = sorted(((v, k) for k, v in row.lost_to.items() if abs(v) >= 0.5), key=lambda p: -abs(p[0]))
-    return ", ".join(f"{name} {value:+,.0f}" for value, name in parts[:4])
-
-
-def scaling_chart(rows: Sequence[ScalingRow]) -> Chart:
-    return Chart(
-        title="Scaling efficiency", series=(bars("efficiency", [r.label for r in rows], [r.efficiency * 100 for r in rows]),),
-        y_title="% of the first run", from_zero=True, height=300,
-    )  # fmt: skip
-
-
-def differences_table(rows: Sequence[Difference], labels: Sequence[str]) -> DataTable:
+def differences_table(rows: Sequence[KeyDifference], labels: Sequence[str]) -> DataTable:
     cells = [(r.key, *("not set" if v is None else str(v) for v in r.values)) for r in rows]
     return DataTable(("key", *labels), cells, caption=f"{len(rows)} differences" if rows else "no differences")
 
 
-def performance_table(rows: Sequence[Performance]) -> DataTable:
-    def number(value: float | None, digits: int = 0) -> str:
-        return NOT_MEASURED if value is None else f"{value:,.{digits}f}"
+def performance_table(rows: Sequence[RunPerformance]) -> DataTable:
+    def number(digits: int = 0, factor: float = 1.0, unit: str = "") -> Callable[[float | None], str]:
+        return lambda value: NOT_MEASURED if value is None else f"{value * factor:,.{digits}f}{unit}"
 
-    lines = [
-        ("devices", [str(p.devices) if p.devices is not None else "unknown" for p in rows]),
-        ("tokens", [print_tokens(p.tokens) for p in rows]),
-        ("tokens/s", [number(p.tokens_per_second) for p in rows]),
-        ("tokens/s per device", [number(p.tokens_per_second_per_device) for p in rows]),
-        ("step seconds", [number(p.step_seconds, 4) for p in rows]),
-        ("MFU", [NOT_MEASURED if p.mfu is None else f"{p.mfu * 100:.2f} %" for p in rows]),
-        ("memory peak", [print_bytes(p.memory_bytes) for p in rows]),
-        ("energy", [print_joules(p.energy_joules) for p in rows]),
-        ("J per token", [number(p.joules_per_token, 4) for p in rows]),
-        ("mean power, W", [number(p.watts) for p in rows]),
-        ("last loss", [number(p.final_loss, 4) for p in rows]),
-    ]
+    lines: dict[str, tuple[str, Callable[[float | None], str]]] = {
+        "devices": ("devices", lambda value: "unknown" if value is None else str(value)),
+        "tokens": ("tokens", print_tokens),
+        "tokens/s": ("tokens_per_second", number()),
+        "tokens/s per device": ("tokens_per_second_per_device", number()),
+        "step seconds": ("step_seconds", number(4)),
+        "MFU": ("mfu", number(2, 100, " %")),
+        "memory peak": ("memory_bytes", print_bytes),
+        "energy": ("energy_joules", print_joules),
+        "J per token": ("joules_per_token", number(4)),
+        "mean power, W": ("watts", number()),
+        "last loss": ("final_loss", number(4)),
+    }
     return DataTable(
         ("measure", *(p.label for p in rows)),
-        [(name, *cells) for name, cells in lines],
+        [(title, *(show(getattr(p, key)) for p in rows)) for title, (key, show) in lines.items()],
         right=tuple(range(1, len(rows) + 1)),
     )
 
 
-def loss_chart(tests: Sequence[LossTest], labels: Sequence[str]) -> Chart | None:
-    known = [(t, label) for t, label in zip(tests, labels[1:], strict=True) if t.tokens]
-    if not known:
-        return None
-    first = known[0][0]
-    series = (
-        line(labels[0], first.tokens, first.baseline),
-        *(line(label, t.tokens, t.experiment) for t, label in known),
-    )
-    return Chart(
-        title="Loss, mean per bin of tokens", series=series, x_title="tokens", y_title="nats per token", height=320
-    )
+def comparison_tables(comparison: Comparison, top: int) -> list[tuple[str, DataTable]]:
+    """Titles and tables of a comparison, in reading order."""
+    labels, runs, operators, tables = comparison.labels, comparison.runs, comparison.operators, []
+    if comparison.jobs:
+        tables += [("Execution summary", side_by_side(comparison.jobs)), ("Scaling", scaling_table(comparison.scaling))]
+    if operators:
+        on_device = any(row.columns["device"].baseline or row.columns["device"].experiment for row in operators)
+        columns = {"calls": "calls", "host us": "host"}
+        columns |= {"device us": "device"} if on_device else {"self host us": "self_host"}
+        title = f"Operator diff: {labels[0]} -> {labels[1]} (lowest rank of each)"
+        tables.append((title, diff_table("operator", operators, columns, top)))
+    if comparison.kernels:
+        columns = {"calls": "calls", "us": "total_us"}
+        tables.append(("Kernel diff", diff_table("kernel", comparison.kernels, columns, top)))
+    if runs:
+        tables.append(("Throughput, memory and energy", performance_table(runs.performance)))
+        for title, rows in (("Config", runs.config), ("Packages", runs.packages), ("Machine", runs.machine)):
+            tables.append((title, differences_table(rows, labels)))
+    return tables
+
+
+def loss_verdicts(comparison: Comparison) -> list[str]:
+    """One sentence per run after the first: whether its loss curve is the same."""
+    losses = comparison.runs.loss if comparison.runs else []
+    pairs = zip(comparison.labels[1:], losses, strict=False)
+    return [f"loss of {comparison.labels[0]} and {label}: {loss.reason}" for label, loss in pairs]
+
+
+def comparison_sections(comparison: Comparison, top: int) -> list[Section]:
+    """A page about a comparison."""
+    sections = [Section(title, (table,)) for title, table in comparison_tables(comparison, top)]
+    if comparison.jobs:
+        scaling = comparison.scaling
+        efficiency = bars("efficiency", [r.label for r in scaling], [r.efficiency * 100 for r in scaling])
+        chart = Chart(
+            title="Scaling efficiency", series=(efficiency,), y_title="% of the first run", from_zero=True, height=300
+        )
+        sections.insert(0, Section("Step time", (step_bars(comparison.jobs), chart)))
+    if comparison.runs:
+        charts: list[Item] = [*_loss_charts(comparison.runs.loss, comparison.labels)]
+        sections.append(Section("Loss", (*charts, *(Note(text) for text in loss_verdicts(comparison)))))
+    return sections
+
+
+def _loss_charts(losses: Sequence[LossComparison], labels: Sequence[str]) -> list[Chart]:
+    """One chart of all curves; none when no curve can be compared with the first."""
+    compared = [(loss, label) for loss, label in zip(losses, labels[1:], strict=True) if loss.tokens]
+    if not compared:
+        return []
+    first = compared[0][0]
+    curves = [line(label, loss.tokens, loss.experiment) for loss, label in compared]
+    return [
+        Chart(
+            title="Loss, mean per bin of tokens",
+            series=(line(labels[0], first.tokens, first.baseline), *curves),
+            x_title="tokens",
+            y_title="nats per token",
+            height=320,
+        )
+    ]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from windlass.config.observe import ProfileConfig, parse_step_range
-from windlass.profile.request import Request, answer, answer_file, read_request, request_file
+from windlass.profile.trace_request import TraceRequest, answer_file, answer_request, read_request, request_file
 from windlass.runs import Run
 from windlass.runs.events import Profiled
 from windlass.train.hooks import Hook
@@ -39,7 +39,7 @@ class ProfileWindow:
 
     first: int
     end: int
-    settings: ProfileConfig | Request
+    settings: ProfileConfig | TraceRequest
 
     def includes(self, rank: int) -> bool:
         return not self.settings.ranks or rank in self.settings.ranks
@@ -245,7 +245,7 @@ class Profiler(Hook):
             if training.step + 1 < request.first:
                 self._window = ProfileWindow(request.first, request.first + request.steps, request)
 
-    def _answer(self, training: Training) -> Request | None:
+    def _answer(self, training: Training) -> TraceRequest | None:
         path = request_file(training.run)
         if not path.exists():
             return None
@@ -257,7 +257,7 @@ class Profiler(Hook):
         if training.world.size > 1:  # the other ranks look once per poll, and a shared file system shows files late
             seconds = 3 * self._poll_seconds
             lead_steps = 2 + math.ceil(seconds / max(self._step_seconds or seconds, 1e-3))
-        return answer(training.run, request, training.step + 1 + lead_steps)
+        return answer_request(training.run, request, training.step + 1 + lead_steps)
 
 
 def marked(batches: Iterable[Any]) -> Iterator[Any]:

@@ -1,15 +1,15 @@
-"""What names tell, with real ones of several generations and makers."""
+"""Event names of several generations and makers."""
 
 from __future__ import annotations
 
 import pytest
 
-from windlass.profile.names import (
+from windlass.profile.event_names import (
+    Mode,
     is_communication_kernel,
     is_communication_operator,
     is_data_loading,
-    tb_uses_tensor_cores,
-    uses_tensor_cores,
+    tensor_core_test,
 )
 
 
@@ -37,7 +37,7 @@ def test_communication_operators(name, expected):
 
 
 @pytest.mark.parametrize(
-    ("name", "tb", "ours"),
+    ("name", "tb", "fixed"),
     [
         ("volta_fp16_s884gemm_fp16_128x128_ldg8_f2f_nn", True, True), ("sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn", True, True),
         ("nvjet_tst_192x192_64x4_1x2_h_bz_coopB_TNT", False, True), ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu>", True, True),
@@ -47,9 +47,9 @@ def test_communication_operators(name, expected):
         ("triton_tem_fused_mm_3", False, True),
     ],
 )  # fmt: skip
-def test_tensor_cores(name, tb, ours):
-    assert tb_uses_tensor_cores(name) is tb
-    assert uses_tensor_cores(name) is ours
+def test_tensor_cores(name, tb, fixed):
+    assert tensor_core_test(Mode.TB)(name) is tb
+    assert tensor_core_test(Mode.FIXED)(name) is fixed
 
 
 def test_data_loading():

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from windlass.files import append_line, write_json
-from windlass.profile.runs import compare_loss, compare_runs, differences, performance
+from windlass.profile.run_comparison import compare_loss, compare_runs, find_differences, measure_performance
 from windlass.runs import Run
 
 
@@ -20,24 +20,24 @@ def lines(count=200, *, shift=0.0, noise=0.02, seed=0, tokens=1000, **more):
 
 
 def test_the_same_curve_with_other_noise_is_the_same():
-    found = compare_loss(lines(seed=1), lines(seed=2))
-    assert found.same is True
-    assert found.largest_difference < 0.04
-    assert "as expected" in found.reason
+    result = compare_loss(lines(seed=1), lines(seed=2))
+    assert result.same is True
+    assert result.largest_difference < 0.04
+    assert "as expected" in result.reason
 
 
 def test_a_shifted_curve_is_not_the_same():
-    found = compare_loss(lines(seed=1), lines(seed=2, shift=0.1))
-    assert found.same is False
-    assert found.largest_difference == pytest.approx(0.1, abs=0.03)
+    result = compare_loss(lines(seed=1), lines(seed=2, shift=0.1))
+    assert result.same is False
+    assert result.largest_difference == pytest.approx(0.1, abs=0.03)
     assert compare_loss(lines(seed=1), lines(seed=2, shift=0.1), tolerance=0.2).same is True
 
 
 def test_only_the_shared_tokens_are_compared():
     long = lines(400)
-    found = compare_loss(lines(200), long)
-    assert found.same is True
-    assert found.tokens[-1] < 200_000
+    result = compare_loss(lines(200), long)
+    assert result.same is True
+    assert result.tokens[-1] < 200_000
 
 
 def test_curves_logged_at_other_steps_can_be_compared():
@@ -49,9 +49,9 @@ def test_curves_logged_at_other_steps_can_be_compared():
     [([], lines(), "too few"), (lines(5), [{**x, "tokens": x["tokens"] + 10**9} for x in lines(5)], "share no range")],
 )
 def test_too_little_to_tell_is_unknown(a, b, reason):
-    found = compare_loss(a, b)
-    assert found.same is None
-    assert reason in found.reason
+    result = compare_loss(a, b)
+    assert result.same is None
+    assert reason in result.reason
 
 
 def test_a_restart_that_wrote_steps_twice_counts_once():
@@ -77,20 +77,20 @@ def test_performance_leaves_the_start_out():
         }
         for i in range(1, 11)
     ]
-    found = performance("x", slow, {"world_size": 2})
-    assert (found.tokens_per_second, found.tokens_per_second_per_device) == (100, 50)
-    assert found.joules_per_token == pytest.approx(40 / 100)
-    assert (found.mfu, found.watts, found.memory_bytes) == (None, None, None)
+    result = measure_performance("x", slow, {"world_size": 2})
+    assert (result.tokens_per_second, result.tokens_per_second_per_device) == (100, 50)
+    assert result.joules_per_token == pytest.approx(40 / 100)
+    assert (result.mfu, result.watts, result.memory_bytes) == (None, None, None)
 
 
 def test_differences_keep_missing_apart_from_other_values():
-    rows = differences([{"a": 1, "b": 2, "c": None}, {"a": 1, "b": 3, "d": 4}])
+    rows = find_differences([{"a": 1, "b": 2, "c": None}, {"a": 1, "b": 3, "d": 4}])
     assert [(r.key, r.values) for r in rows] == [("b", [2, 3]), ("d", [None, 4])]
 
 
 @pytest.fixture
 def two_runs(tmp_path):
-    made = []
+    runs = []
     for name, layers, device, seed in (("a", 2, "A100", 1), ("b", 4, "MI250X", 2)):
         run = Run(tmp_path / name)
         write_json(run.config_file, {"name": name, "model": {"layers": layers, "width": 64}})
@@ -107,22 +107,22 @@ def two_runs(tmp_path):
         )
         for line in lines(100, seed=seed, tokens_per_second=1000.0 * layers):
             append_line(run.metrics_file, line)
-        made.append(run)
-    return made
+        runs.append(run)
+    return runs
 
 
 def test_two_folders_side_by_side(two_runs):
-    found = compare_runs(two_runs)
-    assert [d.key for d in found.config] == ["name", "model.layers"]
-    assert [(d.key, d.values) for d in found.packages] == [("torch", ["2.12", "2.14"])]
-    assert [d.key for d in found.machine] == ["device", "world_size"]
-    assert [p.tokens_per_second for p in found.performance] == [2000, 4000]
-    assert found.loss[0].same is True
+    result = compare_runs(two_runs)
+    assert [d.key for d in result.config] == ["name", "model.layers"]
+    assert [(d.key, d.values) for d in result.packages] == [("torch", ["2.12", "2.14"])]
+    assert [d.key for d in result.machine] == ["device", "world_size"]
+    assert [p.tokens_per_second for p in result.performance] == [2000, 4000]
+    assert result.loss[0].same is True
 
 
 def test_a_damaged_folder_shows_what_it_has(two_runs):
     two_runs[1].manifest_file.write_text("{")
     two_runs[1].metrics_file.unlink()
-    found = compare_runs(two_runs)
-    assert found.performance[1].tokens_per_second is None
-    assert found.loss[0].same is None
+    result = compare_runs(two_runs)
+    assert result.performance[1].tokens_per_second is None
+    assert result.loss[0].same is None

@@ -1,0 +1,90 @@
+"""Communication, tensor cores and data loading, recognised by the names of events."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from enum import StrEnum
+
+
+class Mode(StrEnum):
+    """How events are counted."""
+
+    TB = "tb"  # the numbers of the removed torch-tb-profiler plugin, its faults included, to compare with old reports
+    FIXED = "fixed"  # communication by kernel name, every step adding up to 100 %
+
+
+# -- lists of the plugin; mode `tb` uses exactly these ------------------------------------------------------------------
+
+_TB_COLLECTIVES = ("broadcast", "reduce", "all_reduce", "all_gather", "reduce_scatter")
+TB_COMMUNICATION = frozenset(f"{library}:{name}" for library in ("nccl", "gloo") for name in _TB_COLLECTIVES)
+TB_TENSOR_CORES = (
+    "h884", "s884", "h1688", "s1688", "hmma", "i8816", "16816", "dgrad_1x1_stride_2x2", "first_layer_wgrad_kernel",
+    "conv1x1", "conv2d_c1_k1", "direct_group", "xmma_implicit_gemm", "xmma_sparse_conv",
+    "xmma_warp_specialized_implicit_gemm", "xmma_gemm", "xmma_sparse_gemm", "c1688",
+)  # fmt: skip
+TENSOR_CORE_OPERATORS = frozenset(
+    [f"aten::{n}" for n in (
+        "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d",
+        "conv_transpose3d", "convolution", "cudnn_convolution", "cudnn_convolution_transpose", "prelu", "addmm",
+        "addmv", "addr", "matmul", "mm", "mv", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul",
+        "linalg_multi_dot", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell",
+        "rnn_relu_cell", "cudnn_convolution_transpose_backward", "cudnn_convolution_backward_weight", "addmm_",
+        "cudnn_convolution_transpose_backward_weight", "cudnn_convolution_transpose_backward_input",
+        "cudnn_convolution_backward_input", "cudnn_convolution_backward",
+    )]
+    + ["CudnnConvolutionBackward", "BmmBackward0", "CudnnConvolutionTransposeBackward", "MmBackward", "AddmvBackward",
+       "MvBackward", "AddmmBackward", "AddbmmBackward"]
+)  # fmt: skip
+
+# -- patterns of mode `fixed` -------------------------------------------------------------------------------------------
+
+# Anchored at the start of a word: a compute kernel with "nccl" inside another word is not a collective.
+_COMMUNICATION_KERNEL = re.compile(
+    r"(?:^|[^A-Za-z])(?:nccl|rccl|msccl|oneccl|hccl|nvshmem|rocshmem)|deep_ep::|cross_device_reduce"
+    r"|(?:one|two)_shot_all_reduce|multimem_(?:all_|one_shot_)|multimem_reduce|symm_mem",
+    re.IGNORECASE,
+)
+# `nccl:all_reduce` is the range a library marks around a collective; `c10d::allreduce_` is the operator that starts it.
+_COLLECTIVE_RANGE = re.compile(r"^(?:nccl|rccl|gloo|mpi|ucc|xccl|hccl):(?!:)", re.IGNORECASE)
+_COLLECTIVE_OPERATOR = re.compile(r"^(?:_?c10d(?:_functional)?|symm_mem)::|^record_param_comms$")
+# Tensor cores of Volta to Blackwell, AMD's matrix cores (Tensile writes MI32x32 for the matrix instruction, Composable
+# Kernel xdl), and Inductor's templates, which are matrix products and attention.
+_MATRIX_CORES = re.compile(
+    "|".join(re.escape(n) for n in TB_TENSOR_CORES)
+    + r"|tensorop|wgmma|utcmma|nvjet|sm(?:80|86|89|90|100)_xmma|sm(?:90|100).*gemm|warpspecialized|flash_(?:fwd|bwd)"
+    r"|flash::|fmha|cudnn.*sdpa|mfma|wmma|^Cijk_.*_MI\d+x\d+|_bf16_.*gemm|gemm_bf16|_xdl|^triton_tem_",
+    re.IGNORECASE,
+)
+
+
+def is_communication_kernel(name: str) -> bool:
+    """NCCL, RCCL and the other libraries put their name into the names of their device kernels."""
+    return _COMMUNICATION_KERNEL.search(name) is not None
+
+
+def is_collective_range(name: str) -> bool:
+    """`gloo:all_reduce`: a host range that the library itself marks."""
+    return _COLLECTIVE_RANGE.match(name) is not None
+
+
+def is_communication_operator(name: str) -> bool:
+    """Host ranges and operators of collectives; on a CPU-only trace there is nothing else."""
+    return is_collective_range(name) or _COLLECTIVE_OPERATOR.match(name) is not None
+
+
+def is_data_loading(name: str) -> bool:
+    loader_step = name.startswith("enumerate(DataLoader)#") and name.endswith(".__next__")
+    return loader_step or name.startswith("enumerate(DataPipe)#")
+
+
+def tensor_core_test(mode: Mode) -> Callable[[str], bool]:
+    """The test for names of kernels that use tensor cores."""
+    if mode is Mode.TB:
+        return lambda name: any(part in name for part in TB_TENSOR_CORES)
+    return lambda name: _MATRIX_CORES.search(name) is not None
+
+
+def is_lightning(name: str) -> bool:
+    """Ranges that PyTorch Lightning's profiler puts around hooks and modules; the plugin left them out."""
+    return name.startswith(("[pl][profile]", "[pl][module]"))
