@@ -1,6 +1,6 @@
-"""How is the next token computed without doing the past again? Llama keeps keys and values, RetNet a state of constant size.
+"""Incremental decoding: Llama keeps the keys and values of past tokens, RetNet a state of constant size.
 
-A decoder takes tokens and gives the logits of the last one; `state_bytes` says what it carries from token to token.
+A decoder takes tokens and returns the logits after the last one.
 """
 
 from __future__ import annotations
@@ -13,265 +13,244 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from windlass.errors import ConfigError
-from windlass.evaluate.losses import head_weight
+from windlass.evaluate.likelihood import head_weight
 from windlass.models.hf import HFModel
-from windlass.models.llama import Llama, rope_table, rotate
-from windlass.models.retnet import RetNet, decay_matrix, decays, rotate_every_two
+from windlass.models.llama import rope_table, rotate
+from windlass.models.retnet import RetNet, decays, retain_parallel, retain_state, rotate_every_two, state_left
 
 
-class Decoder(Protocol):
-    position: int
-    """Tokens taken so far."""
+class TextDecoder(Protocol):
+    position: int  # tokens taken so far
 
     def feed(self, tokens: Tensor) -> Tensor:
         """(batch, time) new tokens -> (batch, vocab) logits after the last of them, in fp32."""
-        ...
 
     def state_bytes(self) -> int:
-        """Memory that is carried from token to token."""
-        ...
+        """Memory carried from token to token."""
 
 
-def decoder(model: Any, *, batch: int = 1, limit: int, replays: bool = False) -> Decoder:
-    """The decoder of a model's family, for at most `limit` tokens (prompt and answer together).
+def make_decoder(model: Any, *, batch: int = 1, limit: int, replays: bool = False) -> TextDecoder:
+    """The decoder of a model, for at most `limit` tokens of prompt and answer together.
 
-    With `replays` a GPU gets the kernels of a token all at once, as a recorded graph: starting them one by one takes most of the
-    time of a small model. On a CPU it changes nothing.
+    With `replays` a GPU gets the kernels of a token all at once, as a recorded CUDA graph: starting them one by one
+    takes most of the time of a small model. On a CPU it changes nothing.
     """
     if isinstance(model, HFModel):
-        refuse_positions(model, limit)
-        return HFDecoder(model)
-    made: RetNetDecoder | LlamaDecoder
-    made = RetNetDecoder(model, batch) if isinstance(model, RetNet) else LlamaDecoder(model, batch, limit)
-    if replays and next(model.parameters()).is_cuda:
-        made.replay = Replay(made, batch)
-    return made
+        return TransformersDecoder(model, limit)
+    decoder: CachedDecoder = (
+        RetNetDecoder(model, batch) if isinstance(model, RetNet) else LlamaDecoder(model, batch, limit)
+    )
+    decoder.replays = replays and decoder.device.type == "cuda"
+    return decoder
 
 
-def refuse_positions(model: HFModel, limit: int) -> None:
-    """Learned positions end; rotary ones and slopes do not."""
-    positions = getattr(model.net.config, "max_position_embeddings", None)
-    words = model.net.get_input_embeddings()
-    learned = any(isinstance(m, torch.nn.Embedding) and m is not words for m in model.net.modules())
-    if learned and positions is not None and limit > positions:
-        raise ConfigError(
-            "evaluate.tokens-prompt-answer-model",
-            f"{limit:,} tokens of prompt and answer are more than the model's {positions:,} positions",
-            hint="give a shorter prompt, or ask for fewer tokens",
-        )
+class CachedDecoder:
+    """What our own models share: the position, and the replay of one token's kernels."""
 
+    replays = False
+    graph: Any = None
 
-class Replay:
-    """The kernels of one token, recorded at the first and started again for every other."""
-
-    def __init__(self, of: RetNetDecoder | LlamaDecoder, batch: int) -> None:
-        device = next(of.model.parameters()).device
-        self.of, self.graph = of, None
-        self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)
-        self.place = torch.zeros(1, dtype=torch.long, device=device)
-
-    def __call__(self, token: Tensor) -> Tensor:
-        self.token.copy_(token)
-        self.place.fill_(self.of.position)
-        if self.graph is None:
-            self.graph, self.logits = self._record()
-        self.graph.replay()
-        return self.logits.clone()
-
-    def _record(self) -> tuple[Any, Tensor]:
-        """Libraries set themselves up in a first pass, which must leave no trace; what is recorded is not computed yet."""
-        kept, aside = self.of.keep(), torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            self.of.one(self.token, self.place)
-        torch.cuda.current_stream().wait_stream(aside)
-        self.of.put_back(kept)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            logits = self.of.one(self.token, self.place)
-        return graph, logits
-
-
-def last_logits(model: Any, hidden: Tensor) -> Tensor:
-    return F.linear(model.norm(hidden[:, -1]), head_weight(model)).float()
-
-
-class LlamaDecoder:
-    """Keys and values of the past in memory that is taken once."""
-
-    replay: Replay | None = None
-
-    def __init__(self, model: Llama, batch: int, limit: int) -> None:
-        self.model, self.position, self.limit = model, 0, limit
+    def __init__(self, model: Any, batch: int) -> None:
+        self.model, self.position = model, 0
         weight = next(model.parameters())
-        heads = next(iter(model.layers.values())).attention.wk.weight.shape[0] // model.head_dim
-        shape = (model.num_layers, 2, batch, heads, limit, model.head_dim)
-        # Zeros, not what memory happens to hold: what lies behind the last token is multiplied by a weight of 0.
-        self.cache = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-        self.cos, self.sin = rope_table(limit, model.head_dim, model.theta, weight.device)
+        self.device, self.dtype = weight.device, weight.dtype
+        self.token = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
+        self.token_position = torch.zeros(1, dtype=torch.long, device=self.device)
+
+    def run(self, tokens: Tensor) -> Tensor:
+        """Logits after some tokens at the current position."""
+        raise NotImplementedError
+
+    def one(self, token: Tensor, position: Tensor) -> Tensor:
+        """Logits after one token, with its position as a tensor: the same kernels at every position."""
+        raise NotImplementedError
+
+    def snapshot(self) -> Any:
+        """State that must be restored before the same token is computed again."""
+
+    def restore(self, snapshot: Any) -> None:
+        """Undo what was computed since `snapshot`."""
 
     @torch.inference_mode()
     def feed(self, tokens: Tensor) -> Tensor:
-        if self.replay is not None and tokens.shape[1] == 1:
-            logits = self.replay(tokens)
-        else:
-            logits = self._through(tokens, self._attend)
+        logits = self._replay(tokens) if self.replays and tokens.shape[1] == 1 else self.run(tokens)
         self.position += tokens.shape[1]
         return logits
 
-    def _through(self, tokens: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+    def _replay(self, token: Tensor) -> Tensor:
+        self.token.copy_(token)
+        self.token_position.fill_(self.position)
+        if self.graph is None:
+            # Libraries set themselves up in a first pass, which must leave no trace; recording computes nothing.
+            saved, stream = self.snapshot(), torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self.one(self.token, self.token_position)
+            torch.cuda.current_stream().wait_stream(stream)
+            self.restore(saved)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.logits = self.one(self.token, self.token_position)
+        self.graph.replay()
+        return self.logits.clone()
+
+    def through_layers(self, tokens: Tensor, mix: Callable[[Any, Tensor, int], Tensor]) -> Tensor:
+        """Logits after the last token; `mix` is the layer's attention or retention with the past."""
         x = self.model.embed(tokens)
-        for block, cache in zip(self.model.layers.values(), self.cache, strict=True):
-            x = x + attend(block.attention, block.attention_norm(x), cache)
+        for number, block in enumerate(self.model.layers.values()):
+            x = x + mix(block, x, number)
             x = x + block.feed_forward(block.ffn_norm(x))
-        return last_logits(self.model, x)
+        return F.linear(self.model.norm(x[:, -1]), head_weight(self.model)).float()
+
+
+class LlamaDecoder(CachedDecoder):
+    """Keys and values of the past, in memory that is allocated once."""
+
+    def __init__(self, model: Any, batch: int, limit: int) -> None:
+        super().__init__(model, batch)
+        heads = next(iter(model.layers.values())).attention.wk.weight.shape[0] // model.head_dim
+        shape = (model.num_layers, 2, batch, heads, limit, model.head_dim)
+        # Zeros, not what memory happens to hold: values after the last token are multiplied by a weight of 0.
+        self.cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self.cos, self.sin = rope_table(limit, model.head_dim, model.theta, self.device)
+
+    def _project(self, attention: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        parts = attention.project(x)
+        q, k, v = (part.view(*x.shape[:2], -1, attention.head_dim).transpose(1, 2) for part in parts)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def run(self, tokens: Tensor) -> Tensor:
+        time = tokens.shape[1]
+        start, end = self.position, self.position + time
+        mask = None
+        if start and time > 1:
+            later = start + torch.arange(time, device=self.device)[:, None]
+            mask = torch.arange(end, device=self.device) <= later
+
+        def attend(block: Any, x: Tensor, number: int) -> Tensor:
+            cos, sin = self.cos[start:end], self.sin[start:end]
+            q, k, v = self._project(block.attention, block.attention_norm(x), cos, sin)
+            cache = self.cache[number]
+            cache[0, :, :, start:end], cache[1, :, :, start:end] = k, v
+            keys, values = cache[0, :, :, :end], cache[1, :, :, :end]
+            causal, grouped = start == 0 and time > 1, q.shape[1] != keys.shape[1]
+            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+            return block.attention.wo(out.transpose(1, 2).reshape(len(x), time, -1))
+
+        return self.through_layers(tokens, attend)
 
     @torch.inference_mode()
-    def one(self, token: Tensor, place: Tensor) -> Tensor:
-        """Logits after one token, with its place as a tensor: the same kernels whatever the place is."""
-        seen = torch.arange(self.limit, device=place.device) <= place
-        cos, sin = self.cos.index_select(0, place), self.sin.index_select(0, place)
+    def one(self, token: Tensor, position: Tensor) -> Tensor:
+        past = torch.arange(self.cache.shape[4], device=position.device) <= position
+        cos, sin = self.cos.index_select(0, position), self.sin.index_select(0, position)
 
-        def attend(attention: Any, x: Tensor, cache: Tensor) -> Tensor:
-            q, k, v = (part.view(len(x), 1, -1, attention.head_dim).transpose(1, 2) for part in attention.project(x))
-            cache[0].index_copy_(2, place, rotate(k, cos, sin))
-            cache[1].index_copy_(2, place, v)
-            q = rotate(q, cos, sin).reshape(len(x), cache.shape[2], -1, attention.head_dim)
-            scores = (q @ cache[0].transpose(-1, -2)).float() * attention.head_dim**-0.5
-            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).to(x.dtype)
-            return attention.wo((weights @ cache[1]).reshape(len(x), 1, -1))
+        def attend(block: Any, x: Tensor, number: int) -> Tensor:
+            q, k, v = self._project(block.attention, block.attention_norm(x), cos, sin)
+            keys, values = self.cache[number]
+            keys.index_copy_(2, position, k)
+            values.index_copy_(2, position, v)
+            head_dim = block.attention.head_dim
+            q = q.reshape(len(x), keys.shape[1], -1, head_dim)
+            scores = (q @ keys.transpose(-1, -2)).float() * head_dim**-0.5
+            weights = scores.masked_fill(~past, float("-inf")).softmax(-1).to(x.dtype)
+            return block.attention.wo((weights @ values).reshape(len(x), 1, -1))
 
-        return self._through(token, attend)
-
-    def keep(self) -> None:
-        """Nothing: the same token at the same place writes the same keys and values."""
-
-    def put_back(self, kept: None) -> None: ...
-
-    def _attend(self, attention: Any, x: Tensor, cache: Tensor) -> Tensor:
-        batch, time = x.shape[:2]
-        begin, end = self.position, self.position + time
-        q, k, v = (part.view(batch, time, -1, attention.head_dim).transpose(1, 2) for part in attention.project(x))
-        cos, sin = self.cos[begin:end], self.sin[begin:end]
-        cache[0, :, :, begin:end], cache[1, :, :, begin:end] = rotate(k, cos, sin), v
-        keys, values = cache[0, :, :, :end], cache[1, :, :, :end]
-        mask = _past(begin, time, x.device) if begin and time > 1 else None
-        causal = begin == 0 and time > 1
-        gqa = q.shape[1] != keys.shape[1]
-        out = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), keys, values, attn_mask=mask, is_causal=causal, enable_gqa=gqa
-        )
-        return attention.wo(out.transpose(1, 2).reshape(batch, time, -1))
+        return self.through_layers(token, attend)
 
     def state_bytes(self) -> int:
-        """Of the positions taken so far; the memory for the rest is already reserved."""
-        return self.cache[..., : self.position, :].numel() * self.cache.element_size()
+        """Of the positions taken so far; the memory for the others is already allocated."""
+        return int(self.cache[..., : self.position, :].numel() * self.cache.element_size())
 
 
-def _past(begin: int, time: int, device: torch.device) -> Tensor:
-    return torch.arange(begin + time, device=device) <= begin + torch.arange(time, device=device)[:, None]
+class RetNetDecoder(CachedDecoder):
+    """One state per layer and head; a long prompt is taken in chunks, so that memory does not grow with it."""
 
+    chunk = 512
 
-class RetNetDecoder:
-    """One state per layer and head; a long prompt goes through in chunks, so that memory does not grow with it."""
-
-    replay: Replay | None = None
-
-    def __init__(self, model: RetNet, batch: int, chunk: int = 512) -> None:
-        self.model, self.position, self.chunk = model, 0, chunk
-        weight = next(model.parameters())
-        self.device = weight.device
-        one = next(iter(model.layers.values())).retention
-        shape = (model.num_layers, batch, model.heads, one.key_dim, one.value_dim)
+    def __init__(self, model: RetNet, batch: int) -> None:
+        super().__init__(model, batch)
+        retention = next(iter(model.layers.values())).retention
+        shape = (model.num_layers, batch, model.heads, retention.key_dim, retention.value_dim)
         # In fp32 whatever the weights are: what is added at every token must not be rounded away.
         self.state = torch.zeros(shape, dtype=torch.float32, device=self.device)
         self.gamma = decays(model.heads, self.device)
 
-    @torch.inference_mode()
-    def feed(self, tokens: Tensor) -> Tensor:
-        if self.replay is not None and tokens.shape[1] == 1:
-            logits = self.replay(tokens)
-            self.position += 1
-            return logits
+    def run(self, tokens: Tensor) -> Tensor:
+        position = self.position
         for part in tokens.split(self.chunk, dim=1):
-            places = torch.arange(self.position, self.position + part.shape[1], device=self.device)
-            logits = self.one(part, places)
-            self.position += part.shape[1]
+            logits = self.one(part, torch.arange(position, position + part.shape[1], device=self.device))
+            position += part.shape[1]
         return logits
 
     @torch.inference_mode()
-    def one(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """Logits after some tokens, with their places as a tensor: the same kernels wherever they stand."""
-        x = self.model.embed(tokens)
-        turn = angles_at(places, self.model.key_dim)
-        for number, block in enumerate(self.model.layers.values()):
-            x = x + self._retain(block.retention, block.retention_norm(x), number, turn)
-            x = x + block.feed_forward(block.ffn_norm(x))
-        return last_logits(self.model, x)
+    def one(self, token: Tensor, position: Tensor) -> Tensor:
+        """Also for several tokens with their positions."""
+        angles = angles_at(position, self.model.key_dim)
 
-    def keep(self) -> Tensor:
+        def retain(block: Any, x: Tensor, number: int) -> Tensor:
+            retention, normed = block.retention, block.retention_norm(x)
+            batch, time = x.shape[:2]
+            both = torch.stack((retention.wq(normed), retention.wk(normed))).view(2, batch, time, -1, retention.key_dim)
+            q, k = rotate_every_two(both.transpose(2, 3), *angles).float()
+            v = retention.wv(normed).view(batch, time, -1, retention.value_dim).transpose(1, 2).float()
+            out = retain_step(q, k * retention.key_dim**-0.5, v, self.gamma, self.state[number])
+            out = retention._norm(out).to(x.dtype).transpose(1, 2).reshape(batch, time, -1)
+            return retention.wo(F.silu(retention.wg(normed)) * out)
+
+        return self.through_layers(token, retain)
+
+    def snapshot(self) -> Tensor:
         return self.state.clone()
 
-    def put_back(self, kept: Tensor) -> None:
-        self.state.copy_(kept)
-
-    def _retain(self, retention: Any, x: Tensor, number: int, turn: tuple[Tensor, Tensor]) -> Tensor:
-        batch, time = x.shape[:2]
-        both = torch.stack((retention.wq(x), retention.wk(x))).view(2, batch, time, -1, retention.key_dim)
-        q, k = rotate_every_two(both.transpose(2, 3), *turn).float()
-        v = retention.wv(x).view(batch, time, -1, retention.value_dim).transpose(1, 2).float()
-        retain = retain_one if time == 1 else retain_from
-        out = retain(q, k * retention.key_dim**-0.5, v, self.gamma, self.state[number])
-        out = retention._norm(out).to(x.dtype).transpose(1, 2).reshape(batch, time, -1)
-        return retention.wo(F.silu(retention.wg(x)) * out)
+    def restore(self, snapshot: Tensor) -> None:
+        self.state.copy_(snapshot)
 
     def state_bytes(self) -> int:
-        return self.state.numel() * self.state.element_size()
+        return int(self.state.numel() * self.state.element_size())
 
 
-def retain_from(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor) -> Tensor:
-    """Retention of some tokens after a state, which becomes the state after them: the recurrence, all tokens at once."""
-    time = q.shape[-2]
-    place = torch.arange(time, device=q.device)
-    grown = (gamma[:, None] ** (place + 1))[:, :, None]
-    left = (gamma[:, None] ** (time - 1 - place))[:, :, None]
-    out = ((q @ k.transpose(-1, -2)) * decay_matrix(time, gamma, q.dtype)) @ v + (q * grown) @ state
-    state.mul_(gamma[:, None, None] ** time).add_((k * left).transpose(-1, -2) @ v)
+def retain_step(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor) -> Tensor:
+    """Retention of some tokens after a state, which becomes the state after them."""
+    time, decay = q.shape[-2], gamma[:, None, None]
+    if time == 1:  # three kernels: at this size the time goes into starting them
+        state.mul_(decay).addcmul_(k.transpose(-1, -2), v)
+        return q @ state
+    out = retain_parallel(q, k, v, gamma) + retain_state(q, state, gamma)
+    state.mul_(decay**time).add_(state_left(k, v, gamma))
     return out
 
 
-def retain_one(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor) -> Tensor:
-    """The same for a single token, in three kernels: at that size the time goes into starting them."""
-    state.mul_(gamma[:, None, None]).addcmul_(k.transpose(-1, -2), v)
-    return q @ state
-
-
-def angles_at(places: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """The rows of `retnet.angle_table` at these places, without the table around them."""
-    frequency = 10000.0 ** -torch.linspace(0, 1, head_dim // 2, device=places.device).repeat_interleave(2)
-    angle = torch.outer(places.float(), frequency)
+def angles_at(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """The rows of `retnet.angle_table` at these positions, without the table around them."""
+    frequency = 10000.0 ** -torch.linspace(0, 1, head_dim // 2, device=positions.device).repeat_interleave(2)
+    angle = torch.outer(positions.float(), frequency)
     return angle.cos(), angle.sin()
 
 
-class HFDecoder:
-    """transformers' own cache."""
+class TransformersDecoder:
+    """The cache of a transformers model."""
 
-    def __init__(self, model: HFModel) -> None:
+    def __init__(self, model: HFModel, limit: int) -> None:
         self.model, self.position, self.cache = model, 0, None
+        # Learned positions end; rotary ones and slopes do not.
+        positions = getattr(model.net.config, "max_position_embeddings", None)
+        tokens = model.net.get_input_embeddings()
+        learned = any(isinstance(m, torch.nn.Embedding) and m is not tokens for m in model.net.modules())
+        if learned and positions is not None and limit > positions:
+            raise ConfigError(
+                "evaluate.too-many-positions",
+                f"{limit:,} tokens of prompt and answer are more than the model's {positions:,} positions",
+                hint="give a shorter prompt, or ask for fewer tokens",
+            )
 
     @torch.inference_mode()
     def feed(self, tokens: Tensor) -> Tensor:
-        out = self.model.net(input_ids=tokens, past_key_values=self.cache, use_cache=True)
-        self.cache = out.past_key_values
+        output = self.model.net(input_ids=tokens, past_key_values=self.cache, use_cache=True)
+        self.cache = output.past_key_values
         self.position += tokens.shape[1]
-        return out.logits[:, -1, : self.model.vocab].float()
+        return output.logits[:, -1, : self.model.vocab].float()
 
     def state_bytes(self) -> int:
         layers = getattr(self.cache, "layers", [])
-        tensors = [
-            t
-            for layer in layers
-            for t in (getattr(layer, "keys", None), getattr(layer, "values", None))
-            if t is not None
-        ]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        tensors = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
