@@ -75,7 +75,9 @@ def test_layer_by_layer_comparison(make_run: Any, tmp_path: Path, tied: bool, mo
     tensors = safetensors.torch.load_file(weights)
     tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].flip(0).contiguous()
     safetensors.torch.save_file(tensors, weights, metadata={"format": "pt"})
-    assert not verify.compare_logits(run.recipe(), find_source(run.path).folder, tmp_path / "hf", "fp32", None).ok
+    assert not verify.compare_logits(
+        run.recipe(), find_source(run.path).folder, tmp_path / "hf", torch.float32, None
+    ).ok
 
 
 def test_bf16_export_is_compared_after_rounding(make_run: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from windlass.config import ModelConfig
 from windlass.convert.config_json import match_format
 from windlass.models.presets import PRESETS
-from windlass.models.presets.format import HFFormat, Slot
+from windlass.models.presets.format import ConfigSlot, HFFormat
 
 
 def test_llama_names_and_config_go_both_ways() -> None:
@@ -44,7 +44,7 @@ def test_config_is_matched_to_a_format(changes: dict[str, Any], family: str, rea
     assert format.family == family and len(differences) == reasons
 
 
-FORMAT = HFFormat(family="other", model_types=("other",), config={"model_type": "other", "size": Slot("width")})
+FORMAT = HFFormat(family="other", model_types=("other",), config={"model_type": "other", "size": ConfigSlot("width")})
 
 
 def test_another_package_adds_a_preset(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from windlass.evaluate.perplexity import HeldOutResult
     from windlass.evaluate.scores import EvalScore
     from windlass.evaluate.tables import LanguageRow
+    from windlass.evaluate.task_files import TaskFile
+
+    Keep = Callable[..., None]
 
 
 def register(app: typer.Typer) -> None:
@@ -76,15 +79,11 @@ def eval_(
     if recorded or beside or all_steps:
         _show_recorded([run, *(beside or [])], all_steps, html, as_json)
         return
-    from windlass.cli.output import bar, console, print_json
-    from windlass.convert.source import find_tokenizer
-    from windlass.evaluate.open_model import find_store, open_model
-    from windlass.evaluate.overlap import document_overlap, task_overlap
-    from windlass.evaluate.perplexity import evaluate_text
+    from windlass.cli.output import console, print_json
+    from windlass.evaluate.open_model import open_model
     from windlass.evaluate.scores import append_scores
-    from windlass.evaluate.suites import SuiteOptions
-    from windlass.evaluate.tables import language_rows, languages, scores_page
-    from windlass.evaluate.task_files import read_task_file, run_task
+    from windlass.evaluate.tables import scores_page
+    from windlass.evaluate.task_files import read_task_file
     from windlass.files import write_atomic
     from windlass.units import parse_tokens
 
@@ -92,67 +91,101 @@ def eval_(
     limit_tokens = parse_tokens(max_tokens) if max_tokens is not None else None
     tasks = [read_task_file(path) for path in task or []]
     opened = open_model(run, step=step, device=device, dtype=dtype)
-    source = opened.source
-    scores: list[EvalScore] = []
-    answer = {
-        "source": source.folder,
-        "step": opened.step,
-        "trained_tokens": opened.tokens,
-        "device": opened.device_text,
-        "note": source.note,
-    }
-    printed: list[Any] = [source.note] if source.note else []
+    source, scores = opened.source, list["EvalScore"]()
 
-    def keep(new_scores: list[EvalScore], **more: Any) -> list[EvalScore]:
+    def keep(new_scores: list[EvalScore], **more: Any) -> None:
         """Write scores down as soon as they exist: stopping in the next task loses nothing."""
         scores.extend(new_scores)
         if save and source.run is not None:
             append_scores(source.run, new_scores, step=opened.step, tokens=opened.tokens, **more)
-        return new_scores
 
+    answer: dict[str, Any] = {}
     if tasks or harness:
-        tokenizer = find_tokenizer(source)
-        for file in tasks:
-            with bar(file.name, quiet=as_json) as progress:
-                options = SuiteOptions(shots=shots or 0, template=template, batch=batch, progress=progress)
-                task_scores = run_task(opened, tokenizer, file, options)
-            if overlap:
-                with bar("looking for overlap", quiet=as_json) as progress:
-                    task_scores += task_overlap(source, tokenizer, file, progress)
-            keep(task_scores)
-        if harness:
+        names = harness.split(",") if harness else []
+        options = {"shots": shots or 0, "template": template, "batch": batch}
+        _run_tasks(opened, tasks, options, overlap, keep, quiet=as_json)
+        if names:
+            from windlass.convert.source import find_tokenizer
             from windlass.evaluate.harness import run_harness
 
-            names = harness.split(",")
+            tokenizer = find_tokenizer(source)
             keep(run_harness(opened, tokenizer, names, folder=harness_folder, shots=shots, limit=limit, batch=batch))
-        rows = language_rows(opened.recipe.name, [score.line(step=opened.step) for score in scores])
-        printed += [score_table(scores), *_cut_notes(opened, scores)]
-        printed += [_language_table(rows)] if len(languages(rows)) > 1 else []
+        printed = _task_tables(opened, scores)
     else:
-        held_out = find_store(opened, store)
-        tokenizer = find_tokenizer(source, held_out.tokenizer_file)
         split = split or opened.recipe.data.validation or "validation"
-        with bar("evaluating", quiet=as_json) as progress:
-            result = evaluate_text(
-                opened, held_out, tokenizer, split=split, max_tokens=limit_tokens, batch=batch, progress=progress
-            )
-        keep(result.scores, store=str(held_out.path))
-        printed += _held_out_tables(opened, result)
-        if overlap:
-            with bar("looking for overlap", quiet=as_json) as progress:
-                overlap_scores = document_overlap(source, held_out, split, limit_tokens, progress)
-            printed.append(score_table(keep(overlap_scores, store=str(held_out.path))))
-        rate = result.tokens_per_second
-        answer |= {"store": held_out.path, "tokens": result.tokens, "tokens_per_second": rate}
+        answer, printed = _held_out(opened, store, split, limit_tokens, batch, overlap, keep, quiet=as_json)
     if html is not None:
         write_atomic(html, scores_page(opened.recipe.name, opened.step, scores))
     if as_json:
-        print_json({**answer, "scores": [score.line() for score in scores]})
+        about = {"source": source.folder, "step": opened.step, "trained_tokens": opened.tokens}
+        print_json(
+            {
+                **about,
+                "device": opened.device_text,
+                "note": source.note,
+                **answer,
+                "scores": [score.line() for score in scores],
+            }
+        )
         return
-    for part in printed:
+    for part in [*([source.note] if source.note else []), *printed]:
         console().print(part, markup=False)
     if save and source.run is not None:
         console().print(f"written to {source.run.eval_file}", markup=False, soft_wrap=True)
+
+
+def _run_tasks(
+    opened: OpenModel, tasks: Sequence[TaskFile], options: dict[str, Any], overlap: bool, keep: Keep, *, quiet: bool
+) -> None:
+    from windlass.cli.output import bar
+    from windlass.convert.source import find_tokenizer
+    from windlass.evaluate.overlap import task_overlap
+    from windlass.evaluate.suites import SuiteOptions
+    from windlass.evaluate.task_files import run_task
+
+    for task in tasks:
+        tokenizer = find_tokenizer(opened.source)
+        with bar(task.name, quiet=quiet) as progress:
+            scores = run_task(opened, tokenizer, task, SuiteOptions(**options, progress=progress))
+        if overlap:
+            with bar("looking for overlap", quiet=quiet) as progress:
+                scores += task_overlap(opened.source, tokenizer, task, progress)
+        keep(scores)
+
+
+def _held_out(
+    opened: OpenModel,
+    store: Path | None,
+    split: str,
+    max_tokens: int | None,
+    batch: int | None,
+    overlap: bool,
+    keep: Keep,
+    *,
+    quiet: bool,
+) -> tuple[dict[str, Any], list[Any]]:
+    """Score held-out documents: what `--json` adds, and what is printed."""
+    from windlass.cli.output import bar
+    from windlass.convert.source import find_tokenizer
+    from windlass.evaluate.open_model import find_store
+    from windlass.evaluate.overlap import document_overlap
+    from windlass.evaluate.perplexity import evaluate_text
+
+    held_out = find_store(opened, store)
+    tokenizer = find_tokenizer(opened.source, held_out.tokenizer_file)
+    with bar("evaluating", quiet=quiet) as progress:
+        result = evaluate_text(
+            opened, held_out, tokenizer, split=split, max_tokens=max_tokens, batch=batch, progress=progress
+        )
+    keep(result.scores, store=str(held_out.path))
+    printed = _held_out_tables(opened, result)
+    if overlap:
+        with bar("looking for overlap", quiet=quiet) as progress:
+            scores = document_overlap(opened.source, held_out, split, max_tokens, progress)
+        keep(scores, store=str(held_out.path))
+        printed.append(score_table(scores))
+    rate = result.tokens_per_second
+    return {"store": held_out.path, "tokens": result.tokens, "tokens_per_second": rate}, printed
 
 
 def _held_out_tables(opened: OpenModel, result: HeldOutResult) -> list[Any]:
@@ -180,13 +213,16 @@ def score_table(scores: Sequence[EvalScore]) -> Table:
     return table("Tasks", ("task", "group", "metric", "value (95 %)", "items"), rows, right=(3, 4))
 
 
-def _cut_notes(opened: OpenModel, scores: Sequence[EvalScore]) -> list[str]:
-    """Prompts that were too long: their score is that of another question."""
+def _task_tables(opened: OpenModel, scores: Sequence[EvalScore]) -> list[Any]:
+    from windlass.evaluate.tables import language_rows, languages
+
     cut = {score.task: score.detail["cut"] for score in scores if score.group == "all" and score.detail.get("cut")}
-    return [
+    notes = [
         f"{task}: {count:,} prompt(s) are longer than {opened.max_length:,} tokens and lost their beginning"
         for task, count in cut.items()
     ]
+    rows = language_rows(opened.recipe.name, [score.line(step=opened.step) for score in scores])
+    return [score_table(scores), *notes, *([_language_table(rows)] if len(languages(rows)) > 1 else [])]
 
 
 def _interval_text(score: EvalScore | None, digits: int) -> str:

@@ -1,7 +1,5 @@
 """config.json of a Hugging Face folder as a recipe, and back, by the tables of `windlass.models.presets`. No torch."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Mapping
@@ -44,13 +42,7 @@ def match_format(config: Mapping[str, Any]) -> tuple[HFFormat, list[str]]:
 
 def recipe_of_folder(folder: Path, *, seq_len: int | None = None) -> Recipe:
     """A recipe with the model of the folder; a family that none of our modules computes is built by transformers."""
-    config = read_json(folder / "config.json")
-    if config is None or "model_type" not in config:
-        raise ConfigError(
-            "convert.config-json-missing",
-            f"{folder} has no config.json that names a model_type",
-            hint="name a folder that transformers can load",
-        )
+    config = read_json(folder / "config.json") or {}
     if method := (config.get("quantization_config") or {}).get("quant_method"):
         raise ConfigError(
             "convert.weights-quantized",

@@ -4,11 +4,8 @@ A family that transformers does not have (RetNet) gets the same files with our o
 every command read such a folder.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +14,7 @@ from windlass.checkpoint.load import read_extra
 from windlass.checkpoint.names import TRANSFORMS
 from windlass.config import ModelConfig
 from windlass.convert.config_json import config_json, format_of, positions_of
-from windlass.convert.source import DTYPES, ModelSource, dtype_of_name, find_source, find_tokenizer
+from windlass.convert.source import DTYPES, ModelSource, ProgressCallback, dtype_of_name, find_source, find_tokenizer
 from windlass.convert.tokenizer_files import special_ids, write_tokenizer
 from windlass.convert.verify import LogitComparison, compare_logits, exported_names
 from windlass.convert.weights import StoredWeights, open_weights
@@ -26,7 +23,6 @@ from windlass.errors import CheckpointError, ConfigError, DataError, RunError
 from windlass.files import read_json, write_atomic, write_json
 
 SHARD_BYTES = 4 * 10**9
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,7 @@ def export(
     verify: bool = True,
     text: str | None = None,
     shard_bytes: int = SHARD_BYTES,
-    progress: Progress = lambda done, total: None,
+    progress: ProgressCallback = lambda done, total: None,
 ) -> Exported:
     """Write the folder under a temporary name, verify it, then rename it. An existing folder is never overwritten."""
     target = Path(to)
@@ -79,7 +75,7 @@ def export(
         loaded = _write_tokenizer_and_config(source, temporary, dtype, tokenizer)
         title = f"# {source.recipe.name}\n\nTrained with windlass. No run folder was at hand for a fuller card.\n"
         write_atomic(temporary / "README.md", card or title)
-        check = compare_logits(source.recipe, source.folder, temporary, dtype, loaded, text) if verify else None
+        check = compare_logits(source.recipe, source.folder, temporary, DTYPES[dtype], loaded, text) if verify else None
         if check is not None and not check.ok:
             raise CheckpointError(
                 "convert.export-logits-differ",
@@ -119,7 +115,7 @@ def export_dtype(source: ModelSource, named: str | None) -> str:
 
 
 def write_weights(
-    model: ModelConfig, weights: StoredWeights, folder: Path, dtype: str, shard_bytes: int, progress: Progress
+    model: ModelConfig, weights: StoredWeights, folder: Path, dtype: str, shard_bytes: int, progress: ProgressCallback
 ) -> tuple[dict[str, int], int]:
     """Write shards of at most `shard_bytes` (or one tensor), one in memory at a time: file -> bytes, and the tensors."""
     from safetensors.torch import save_file

@@ -3,8 +3,6 @@
 With another tokenizer the vocabulary changes; see `vocabulary.py`.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping
@@ -94,9 +92,7 @@ def import_model(
     check = None
     if verify and from_folder and tokenizer is None:
         checkpoint = find_source(run.path).folder
-        stored_dtype = next(iter(state.values())).dtype
-        stored = next(name for name, torch_dtype in DTYPES.items() if torch_dtype == stored_dtype)
-        check = compare_logits(run.recipe(), checkpoint, folder, stored, loaded)
+        check = compare_logits(run.recipe(), checkpoint, folder, next(iter(state.values())).dtype, loaded)
         if not check.ok:
             raise CheckpointError(
                 "convert.import-logits-differ",

@@ -1,7 +1,6 @@
 """The model that a command works on: its recipe, the folder with its weights, its tokenizer and its token store."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +17,8 @@ from windlass.errors import CheckpointError, ConfigError, DataError
 from windlass.models import build
 from windlass.runs.folder import Run, open_run
 
+ProgressCallback = Callable[[int, int], None]
+"""Called with the work done and the total."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

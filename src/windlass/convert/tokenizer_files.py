@@ -1,7 +1,5 @@
 """Tokenizer files that transformers reads, written from every kind of tokenizer file that we read. No torch."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

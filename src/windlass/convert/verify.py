@@ -4,8 +4,6 @@ A model that fits in memory twice is compared whole, loaded by transformers itse
 layer: the same text runs through both sides, and only one layer of each is in memory.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from torch import Tensor
 from windlass.checkpoint.stage import available_bytes
 from windlass.config import ModelConfig, Recipe
 from windlass.convert.config_json import format_of, original_config, recipe_of_folder
-from windlass.convert.source import DTYPES, load_model
+from windlass.convert.source import load_model
 from windlass.convert.weights import StoredWeights, open_weights
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import ConfigError, DataError
@@ -66,9 +64,14 @@ class LogitComparison:
 
 
 def compare_logits(
-    recipe: Recipe, checkpoint: Path, folder: Path, dtype: str, tokenizer: Tokenizer | None, text: str | None = None
+    recipe: Recipe,
+    checkpoint: Path,
+    folder: Path,
+    dtype: torch.dtype,
+    tokenizer: Tokenizer | None,
+    text: str | None = None,
 ) -> LogitComparison:
-    """Compare a Hugging Face folder with the checkpoint of the same model."""
+    """Compare a Hugging Face folder with the checkpoint of the same model, whose weights are rounded to `dtype` first."""
     tokens, description = sample_tokens(recipe, tokenizer, text)
     weights = open_weights(checkpoint)
     needed_bytes = sum(torch.Size(weights.shape(name)).numel() for name in weights) * BYTES_PER_WEIGHT
@@ -112,10 +115,10 @@ def sample_tokens(recipe: Recipe, tokenizer: Tokenizer | None, text: str | None)
 
 @torch.inference_mode()
 def _whole(
-    recipe: Recipe, checkpoint: Path, folder: Path, dtype: str, tokens: Tensor
+    recipe: Recipe, checkpoint: Path, folder: Path, dtype: torch.dtype, tokens: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     cpu = torch.device("cpu")
-    ours = load_model(recipe, checkpoint, cpu, DTYPES[dtype], verify=False).float()  # the caller has checked the files
+    ours = load_model(recipe, checkpoint, cpu, dtype, verify=False).float()  # the caller has checked the files
     if format_of(recipe.model).library == "transformers":
         loader = _transformers().AutoModelForCausalLM
         theirs = loader.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
@@ -142,7 +145,7 @@ def _transformers() -> Any:
 
 @torch.inference_mode()
 def _layer_by_layer(
-    recipe: Recipe, weights: StoredWeights, folder: Path, dtype: str, tokens: Tensor
+    recipe: Recipe, weights: StoredWeights, folder: Path, dtype: torch.dtype, tokens: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     model, format, exported = recipe.model, format_of(recipe.model), open_weights(folder)
     own_names = exported_names(model, weights)
@@ -160,7 +163,7 @@ def _layer_by_layer(
     def both(name: str) -> tuple[Tensor, Tensor]:
         """A weight of our checkpoint (rounded as exported) and of the folder, by our name."""
         hf_name = format.hf_name(name) or name
-        return weights[own_names[hf_name]].to(DTYPES[dtype]).float(), exported[hf_name].float()
+        return weights[own_names[hf_name]].to(dtype).float(), exported[hf_name].float()
 
     def normed(x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.norm_eps) * weight

@@ -1,7 +1,5 @@
 """Embedding rows for a new tokenizer, made from the old tokenizer's pieces of the same text: no row starts from noise."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

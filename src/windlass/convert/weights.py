@@ -1,11 +1,10 @@
 """Weights of a checkpoint or a Hugging Face folder, read one tensor at a time: the whole model need not fit in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -63,7 +62,7 @@ def open_weights(folder: Path) -> StoredWeights:
     tensors = {}
     for part in safetensors_files(folder):
         try:
-            file = safe_open(part, framework="pt")
+            file: Any = safe_open(part, framework="pt")
         except Exception as error:
             raise CheckpointError(
                 "convert.weights-unreadable",

@@ -3,10 +3,8 @@
 A decoder takes tokens and returns the logits after the last one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,50 +17,31 @@ from windlass.models.llama import rope_table, rotate
 from windlass.models.retnet import RetNet, decays, retain_parallel, retain_state, rotate_every_two, state_left
 
 
-class TextDecoder(Protocol):
-    position: int  # tokens taken so far
+class TextDecoder:
+    """Takes tokens and returns logits; one token's kernels may be recorded as a CUDA graph and replayed.
 
-    def feed(self, tokens: Tensor) -> Tensor:
-        """(batch, time) new tokens -> (batch, vocab) logits after the last of them, in fp32."""
-
-    def state_bytes(self) -> int:
-        """Memory carried from token to token."""
-
-
-def make_decoder(model: Any, *, batch: int = 1, limit: int, replays: bool = False) -> TextDecoder:
-    """The decoder of a model, for at most `limit` tokens of prompt and answer together.
-
-    With `replays` a GPU gets the kernels of a token all at once, as a recorded CUDA graph: starting them one by one
-    takes most of the time of a small model. On a CPU it changes nothing.
+    A subclass computes with the past in `run` (some tokens at the current position) and `one` (one token with its
+    position as a tensor: the same kernels at every position, so that they can be replayed).
     """
-    if isinstance(model, HFModel):
-        return TransformersDecoder(model, limit)
-    decoder: CachedDecoder = (
-        RetNetDecoder(model, batch) if isinstance(model, RetNet) else LlamaDecoder(model, batch, limit)
-    )
-    decoder.replays = replays and decoder.device.type == "cuda"
-    return decoder
-
-
-class CachedDecoder:
-    """What our own models share: the position, and the replay of one token's kernels."""
 
     replays = False
     graph: Any = None
 
-    def __init__(self, model: Any, batch: int) -> None:
-        self.model, self.position = model, 0
+    def __init__(self, model: Any, batch: int = 1) -> None:
+        self.model, self.position = model, 0  # tokens taken so far
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
         self.token_position = torch.zeros(1, dtype=torch.long, device=self.device)
 
     def run(self, tokens: Tensor) -> Tensor:
-        """Logits after some tokens at the current position."""
         raise NotImplementedError
 
     def one(self, token: Tensor, position: Tensor) -> Tensor:
-        """Logits after one token, with its position as a tensor: the same kernels at every position."""
+        raise NotImplementedError
+
+    def state_bytes(self) -> int:
+        """Memory carried from token to token."""
         raise NotImplementedError
 
     def snapshot(self) -> Any:
@@ -73,6 +52,7 @@ class CachedDecoder:
 
     @torch.inference_mode()
     def feed(self, tokens: Tensor) -> Tensor:
+        """(batch, time) new tokens -> (batch, vocab) logits after the last of them, in fp32."""
         logits = self._replay(tokens) if self.replays and tokens.shape[1] == 1 else self.run(tokens)
         self.position += tokens.shape[1]
         return logits
@@ -103,7 +83,7 @@ class CachedDecoder:
         return F.linear(self.model.norm(x[:, -1]), head_weight(self.model)).float()
 
 
-class LlamaDecoder(CachedDecoder):
+class LlamaDecoder(TextDecoder):
     """Keys and values of the past, in memory that is allocated once."""
 
     def __init__(self, model: Any, batch: int, limit: int) -> None:
@@ -162,7 +142,7 @@ class LlamaDecoder(CachedDecoder):
         return int(self.cache[..., : self.position, :].numel() * self.cache.element_size())
 
 
-class RetNetDecoder(CachedDecoder):
+class RetNetDecoder(TextDecoder):
     """One state per layer and head; a long prompt is taken in chunks, so that memory does not grow with it."""
 
     chunk = 512
@@ -227,11 +207,12 @@ def angles_at(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-class TransformersDecoder:
+class TransformersDecoder(TextDecoder):
     """The cache of a transformers model."""
 
     def __init__(self, model: HFModel, limit: int) -> None:
-        self.model, self.position, self.cache = model, 0, None
+        super().__init__(model)
+        self.cache: Any = None
         # Learned positions end; rotary ones and slopes do not.
         positions = getattr(model.net.config, "max_position_embeddings", None)
         tokens = model.net.get_input_embeddings()
@@ -243,14 +224,26 @@ class TransformersDecoder:
                 hint="give a shorter prompt, or ask for fewer tokens",
             )
 
-    @torch.inference_mode()
-    def feed(self, tokens: Tensor) -> Tensor:
+    def run(self, tokens: Tensor) -> Tensor:
         output = self.model.net(input_ids=tokens, past_key_values=self.cache, use_cache=True)
         self.cache = output.past_key_values
-        self.position += tokens.shape[1]
         return output.logits[:, -1, : self.model.vocab].float()
 
     def state_bytes(self) -> int:
         layers = getattr(self.cache, "layers", [])
         tensors = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+
+def make_decoder(model: Any, *, batch: int = 1, limit: int, replays: bool = False) -> TextDecoder:
+    """The decoder of a model, for at most `limit` tokens of prompt and answer together.
+
+    With `replays` a GPU gets the kernels of a token all at once, as a recorded CUDA graph: starting them one by one
+    takes most of the time of a small model. On a CPU it changes nothing.
+    """
+    if isinstance(model, HFModel):
+        return TransformersDecoder(model, limit)
+    retnet = isinstance(model, RetNet)
+    decoder: TextDecoder = RetNetDecoder(model, batch) if retnet else LlamaDecoder(model, batch, limit)
+    decoder.replays = replays and decoder.device.type == "cuda"
+    return decoder

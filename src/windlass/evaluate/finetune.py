@@ -31,6 +31,7 @@ from windlass.evaluate.open_model import OpenModel, open_model
 from windlass.evaluate.scores import EvalScore, append_scores, wilson_interval
 from windlass.evaluate.task_files import read_text_file
 
+TEST_SHARE = 0.2  # of the training texts where there is no test file
 STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """Student's t for the 95 % interval of a mean, by number of seeds; from 11 on 2.2 or less."""
 
@@ -43,7 +44,6 @@ class TuneOptions:
     lr: float | None = None  # None: 1e-3 for a head alone, 5e-5 for every weight
     length: int = 256  # the first so many tokens of a text are read
     seeds: Sequence[int] = (0,)
-    test_share: float = 0.2  # held out by seed 0 where there is no test file
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def classify(
     options: TuneOptions,
 ) -> tuple[list[SeedResult], list[str]]:
     """One result per seed, and the labels. `fresh_model` opens the model again: a full fine-tune changes it."""
-    train, test = (train, test) if test is not None else split_texts(train, options.test_share)
+    train, test = (train, test) if test is not None else split_texts(train, TEST_SHARE)
     labels = sorted(set(train.labels))
     check_texts(train, test, labels, options)
     results, opened = [], None
@@ -286,7 +286,7 @@ def train_classifier(
     rates = [group["lr"] for group in optimizer.param_groups]
     rows, goals = encode(train)
     frozen_states = features(rows) if options.frozen else None
-    random, losses = np.random.default_rng(seed), []
+    random, losses = np.random.default_rng(seed), list[float]()
     steps = options.epochs * math.ceil(len(rows) / options.batch)
     for _ in range(options.epochs):
         order = random.permutation(len(rows)).tolist()
@@ -347,8 +347,6 @@ def seed_scores(
     for metric in ("accuracy", "macro_f1"):
         values = np.array([getattr(result, metric) for result in results])
         mean = float(values.mean())
-        low: float | None
-        high: float | None
         low, high = wilson_interval(results[0].correct, count) if metric == "accuracy" else (None, None)
         if len(values) > 1:
             half = STUDENT_T.get(len(values), 2.2) * float(values.std(ddof=1)) / len(values) ** 0.5

@@ -1,7 +1,5 @@
 """Text generation with temperature, nucleus and top-k sampling, one token at a time."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """EleutherAI's lm-evaluation-harness on the native model: no export, no transformers, no network with local tasks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Cross-entropy of single tokens and log-probability of texts, in batches, without ever holding all logits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from windlass.convert.source import ProgressCallback
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import DataError
 from windlass.evaluate.open_model import OpenModel
@@ -16,7 +15,6 @@ from windlass.evaluate.open_model import OpenModel
 CHUNK_POSITIONS = 4096  # whose logits exist at the same time
 TokenPair = tuple[list[int], list[int]]
 """Tokens of a context and of the text after it."""
-Progress = Callable[[int, int], None]
 TokenNats = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -58,7 +56,7 @@ def likelihoods(
     *,
     first: int | None,
     batch: int | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: ProgressCallback = lambda done, total: None,
 ) -> list[tuple[float, bool]]:
     """For each pair the log-probability in nats, and whether greedy decoding would give exactly this text.
 

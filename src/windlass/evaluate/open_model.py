@@ -1,7 +1,5 @@
 """A model with its weights on a device, ready for evaluation, and the held-out token store that fits it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

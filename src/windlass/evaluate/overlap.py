@@ -4,8 +4,6 @@ Hashes of all n-grams of the evaluation items are kept (8 bytes each); the train
 hit is an equal hash: with 64 bits a false one is expected once in 2^64 / (n-grams x training tokens) cases.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from windlass.convert.source import ModelSource, own_store
+from windlass.convert.source import ModelSource, ProgressCallback, own_store
 from windlass.data.permute import mix64
 from windlass.data.store import Store
 from windlass.data.tokenizer import Tokenizer
-from windlass.evaluate.likelihood import Progress
 from windlass.evaluate.perplexity import choose_documents
 from windlass.evaluate.scores import EvalScore, share_score
 from windlass.evaluate.suites import groups
@@ -57,7 +54,7 @@ def find_overlap(
     *,
     split: str = "train",
     n: int = NGRAM,
-    progress: Progress = lambda done, total: None,
+    progress: ProgressCallback = lambda done, total: None,
 ) -> TrainingOverlap:
     """Compare items (arrays of token ids) with a split of the store."""
     item_hashes = [ngram_hashes(item, n) for item in items]
@@ -89,14 +86,16 @@ def ngram_hashes(tokens: npt.NDArray[Any], n: int) -> Hashes:
     return hashes
 
 
-def task_overlap(source: ModelSource, tokenizer: Tokenizer, task: TaskFile, progress: Progress) -> list[EvalScore]:
+def task_overlap(
+    source: ModelSource, tokenizer: Tokenizer, task: TaskFile, progress: ProgressCallback
+) -> list[EvalScore]:
     """Overlap of a task's items, with their answers, with the text that the model was trained on."""
     items = [np.array(tokenizer.encode(task.suite.solved_text(item))) for item in task.items]
     return find_overlap(own_store(source), items, progress=progress).scores(task.name, groups(task.items))
 
 
 def document_overlap(
-    source: ModelSource, held_out: Store, split: str, max_tokens: int | None, progress: Progress
+    source: ModelSource, held_out: Store, split: str, max_tokens: int | None, progress: ProgressCallback
 ) -> list[EvalScore]:
     """Overlap of held-out documents with the text that the model was trained on, by source."""
     items: list[npt.NDArray[Any]] = []

@@ -5,12 +5,9 @@ validation loss. Every token is scored once, the document's end token included: 
 of a code for the documents, and models with different tokenizers can be compared by it.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +16,11 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from windlass.convert.source import ProgressCallback
 from windlass.data.store import Store
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import DataError
-from windlass.evaluate.likelihood import Progress, TokenNats, token_losses, token_nats
+from windlass.evaluate.likelihood import TokenNats, token_losses, token_nats
 from windlass.evaluate.open_model import OpenModel
 from windlass.evaluate.scores import EvalScore, ratio_score
 from windlass.models.recompute import Recomputed
@@ -67,7 +65,7 @@ def evaluate_text(
     max_tokens: int | None = None,
     batch: int | None = None,
     compiles: bool | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: ProgressCallback = lambda done, total: None,
 ) -> HeldOutResult:
     """Score complete documents of a split, about `max_tokens` of them, of every source in proportion."""
     texts = [
@@ -122,7 +120,7 @@ def document_nats(
     eos: int | None,
     batch: int | None,
     compiles: bool,
-    progress: Progress,
+    progress: ProgressCallback,
 ) -> tuple[list[float], float]:
     """Summed cost of each document, all of them laid end to end in full windows, and the seconds it took."""
     if not texts:
@@ -132,42 +130,29 @@ def document_nats(
     tokens = torch.from_numpy(np.concatenate([first, *texts]).astype(np.int64))
     numbers = torch.from_numpy(np.repeat(np.arange(len(texts)), [len(ids) for ids in texts]))
     # An input belongs to the document of its own token; the first one ends the document before.
-    documents = torch.cat((numbers[:1] - 1, numbers)) if opened.recipe.data.mask_documents else None
+    documents = torch.cat((numbers[:1] - 1, numbers[:-1])) if opened.recipe.data.mask_documents else None
     length, count = opened.max_length, len(tokens) - 1
-    width = length * (batch or max(1, opened.batch_tokens // length))
+    rows = min(batch or max(1, opened.batch_tokens // length), math.ceil(count / length))
     nats = compile_model(opened.model) if compiles else token_nats
 
-    def losses(start: int, stop: int, row_length: int, fill: int = 0) -> torch.Tensor:
-        def rows(values: torch.Tensor) -> torch.Tensor:
-            return F.pad(values, (0, fill)).view(-1, row_length).to(opened.device)
-
-        ids = rows(documents[start:stop]) if documents is not None else None
-        inputs, targets = rows(tokens[start:stop]), rows(tokens[start + 1 : stop + 1])
-        part = token_losses(opened.model, inputs, targets, ids, nats).flatten()[: stop - start]
-        progress(stop, count)
-        return part
-
-    def windows() -> Iterator[torch.Tensor]:
-        for start in range(0, count, width):
-            stop = min(count, start + width)
-            full = start + (stop - start) // length * length
-            if compiles:  # one shape only: the last window is padded at its end, where no token attends
-                yield losses(start, stop, length, fill=width - (stop - start))
-                continue
-            if full > start:
-                yield losses(start, full, length)
-            if stop > full:
-                yield losses(full, stop, stop - full)
+    def windows(values: torch.Tensor, start: int) -> torch.Tensor:
+        """(rows, length) of a flat tensor; the end is padded, where no scored token attends to it."""
+        part = values[start : start + rows * length]
+        return F.pad(part, (0, rows * length - len(part))).view(rows, length).to(opened.device)
 
     parts: list[torch.Tensor] = []
     pending: deque[torch.Tensor] = deque()
     started = time.perf_counter()
     with attention_backend(opened.recipe.train.attention, opened.device):
-        for window in windows():
-            pending.append(window)
+        for start in range(0, count, rows * length):
+            stop = min(count, start + rows * length)
+            ids = windows(documents, start) if documents is not None else None
+            losses = token_losses(opened.model, windows(tokens[:-1], start), windows(tokens[1:], start), ids, nats)
+            pending.append(losses.flatten()[: stop - start])
             if len(pending) > 2:  # two batches behind, so that the device never waits for the next one
                 parts.append(pending.popleft().cpu())
-        parts += [window.cpu() for window in pending]
+            progress(stop, count)
+        parts += [losses.cpu() for losses in pending]
     costs = torch.cat(parts).double()
     seconds = time.perf_counter() - started
     if eos is None:

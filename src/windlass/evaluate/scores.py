@@ -1,7 +1,5 @@
 """Evaluation scores with 95 % intervals, one line of eval.jsonl each. No torch."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Tables and charts of evaluation scores: one run by group, or several models by language. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Task files: JSON lines whose fields name the evaluation suite. Every bad line is reported with its number."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,8 @@ from windlass.registry import Registry
 PRESETS = Registry(
     "windlass.presets",
     {
-        "llama": "windlass.models.presets.llama:FORMAT",
-        "retnet": "windlass.models.presets.retnet:FORMAT",
-        "hf": "windlass.models.presets.hf:FORMAT",
+        "llama": "windlass.models.presets.llama:LLAMA",
+        "retnet": "windlass.models.presets.retnet:RETNET",
+        "hf": "windlass.models.presets.hf:TRANSFORMERS",
     },
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Slot:
+class ConfigSlot:
     """A place in a config.json template that is filled from the model."""
 
     name: str
@@ -81,12 +81,12 @@ class HFFormat:
         def filled(value: Any) -> Any:
             if isinstance(value, Mapping):
                 return {key: filled(inner) for key, inner in value.items()}
-            if not isinstance(value, Slot):
+            if not isinstance(value, ConfigSlot):
                 return value
             if value.name == "*":
                 return {key: inner for key, inner in model.items() if inner is not None}
-            known = model.get(value.name, facts.get(value.name))
-            return value.default(model) if known is None else known
+            content = model.get(value.name, facts.get(value.name))
+            return value.default(model) if content is None else content
 
         return {key: filled(value) for key, value in self.config.items()}
 
@@ -115,17 +115,17 @@ class HFFormat:
             return [f"its family is {config['model_type']}"]
         reasons = []
         for requirement in self.requirements:
-            value = next((found for key in requirement.keys if (found := value_at(config, key)) is not None), None)
+            values = [value for key in requirement.keys if (value := value_at(config, key)) is not None]
             applies = requirement.model_type in (None, config["model_type"])
-            if applies and value is not None and value not in requirement.accepted:
-                reasons.append(requirement.reason.format(value=value))
+            if applies and values and values[0] not in requirement.accepted:
+                reasons.append(requirement.reason.format(value=values[0]))
         return reasons
 
-    def _slots(self) -> Iterator[tuple[str, Slot]]:
+    def _slots(self) -> Iterator[tuple[str, ConfigSlot]]:
         for key, value in self.config.items():
             if isinstance(value, Mapping):
-                yield from ((f"{key}.{inner}", slot) for inner, slot in value.items() if isinstance(slot, Slot))
-            elif isinstance(value, Slot):
+                yield from ((f"{key}.{inner}", slot) for inner, slot in value.items() if isinstance(slot, ConfigSlot))
+            elif isinstance(value, ConfigSlot):
                 yield key, value
 
 

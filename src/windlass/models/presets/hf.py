@@ -2,7 +2,7 @@
 
 from windlass.models.presets.format import HFFormat
 
-FORMAT = HFFormat(
+TRANSFORMERS = HFFormat(
     family="hf",
     wraps_transformers=True,
     prefix="net.",

@@ -3,35 +3,35 @@
 Our rotary embedding turns the two halves of a head as Hugging Face's does, so no weight is reordered.
 """
 
-from windlass.models.presets.format import HFFormat, Requirement, Slot
+from windlass.models.presets.format import ConfigSlot, HFFormat, Requirement
 
-FORMAT = HFFormat(
+LLAMA = HFFormat(
     family="llama",
     # Keys that transformers 4 and 5 both read.
     config={
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": Slot("vocab", required=True),
-        "hidden_size": Slot("width", required=True),
-        "intermediate_size": Slot("ffn", required=True),
-        "num_hidden_layers": Slot("layers", required=True),
-        "num_attention_heads": Slot("heads", required=True),
-        "num_key_value_heads": Slot("kv_heads", default=lambda model: model["heads"]),
-        "head_dim": Slot("head_dim", default=lambda model: model["width"] // model["heads"]),
+        "vocab_size": ConfigSlot("vocab", required=True),
+        "hidden_size": ConfigSlot("width", required=True),
+        "intermediate_size": ConfigSlot("ffn", required=True),
+        "num_hidden_layers": ConfigSlot("layers", required=True),
+        "num_attention_heads": ConfigSlot("heads", required=True),
+        "num_key_value_heads": ConfigSlot("kv_heads", default=lambda model: model["heads"]),
+        "head_dim": ConfigSlot("head_dim", default=lambda model: model["width"] // model["heads"]),
         "hidden_act": "silu",
-        "rms_norm_eps": Slot("norm_eps", default=lambda model: 1e-6),
-        "rope_theta": Slot("rope_theta", default=lambda model: 10_000.0),
-        "rope_parameters": {"rope_type": "default", "rope_theta": Slot("rope_theta")},
-        "max_position_embeddings": Slot("positions"),
-        "tie_word_embeddings": Slot("tied", default=lambda model: False),
+        "rms_norm_eps": ConfigSlot("norm_eps", default=lambda model: 1e-6),
+        "rope_theta": ConfigSlot("rope_theta", default=lambda model: 10_000.0),
+        "rope_parameters": {"rope_type": "default", "rope_theta": ConfigSlot("rope_theta")},
+        "max_position_embeddings": ConfigSlot("positions"),
+        "tie_word_embeddings": ConfigSlot("tied", default=lambda model: False),
         "attention_bias": False,
         "mlp_bias": False,
         "attention_dropout": 0.0,
-        "initializer_range": Slot("init_std", default=lambda model: 0.02),
+        "initializer_range": ConfigSlot("init_std", default=lambda model: 0.02),
         "use_cache": True,
         "pretraining_tp": 1,
-        "torch_dtype": Slot("dtype"),
-        "dtype": Slot("dtype"),
+        "torch_dtype": ConfigSlot("dtype"),
+        "dtype": ConfigSlot("dtype"),
     },
     model_types=("llama", "mistral"),
     requirements=(

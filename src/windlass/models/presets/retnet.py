@@ -1,17 +1,17 @@
 """Folder format of our RetNet, which transformers does not have: our parameter names and the recipe's [model] table."""
 
-from windlass.models.presets.format import HFFormat, Slot
+from windlass.models.presets.format import ConfigSlot, HFFormat
 
-FORMAT = HFFormat(
+RETNET = HFFormat(
     family="retnet",
     config={
         "model_type": "windlass_retnet",
         "architectures": ["WindlassRetNet"],
-        "torch_dtype": Slot("dtype"),
-        "dtype": Slot("dtype"),
-        "vocab_size": Slot("vocab"),
-        "max_position_embeddings": Slot("positions"),
-        "model": Slot("*"),
+        "torch_dtype": ConfigSlot("dtype"),
+        "dtype": ConfigSlot("dtype"),
+        "vocab_size": ConfigSlot("vocab"),
+        "max_position_embeddings": ConfigSlot("positions"),
+        "model": ConfigSlot("*"),
     },
     model_types=("windlass_retnet",),
     library="windlass",
