@@ -202,10 +202,11 @@ def evaluate(job: Any, store: Path, device: Any) -> tuple[Any, dict[str, Any]]:
     """`windlass eval` on the held-out part, and the rate of the training code's forward pass beside it."""
     import torch
 
+    from windlass.convert.source import ModelSource
     from windlass.data.store import open_store
     from windlass.data.tokenizer import load_tokenizer
     from windlass.evaluate import perplexity
-    from windlass.evaluate.opened import Opened
+    from windlass.evaluate.open_model import OpenModel
     from windlass.models import build
 
     forward = forward_rate(job)
@@ -218,9 +219,10 @@ def evaluate(job: Any, store: Path, device: Any) -> tuple[Any, dict[str, Any]]:
     model = model.to(kind).to_empty(device=device)
     model.load_state_dict({k: v.detach().to(kind) for k, v in job.parts.modules[0].state_dict().items()})
     model.prepare(device)
-    opened = Opened(model.eval().requires_grad_(False), job.recipe, store, job.step, job.tokens, job.run, device, kind)
+    source = ModelSource(job.run, job.recipe, store)
+    opened = OpenModel(model.eval().requires_grad_(False), source, job.step, job.tokens, device, kind)
     passes = [
-        perplexity.evaluate(opened, held, words, batch=job.geometry.micro_batch, compiles=device.type == "cuda")
+        perplexity.evaluate_text(opened, held, words, batch=job.geometry.micro_batch, compiles=device.type == "cuda")
         for _ in range(4)
     ]
     rate = max(done.tokens_per_second or 0.0 for done in passes)
@@ -268,7 +270,7 @@ def decode(model: Any, store: Path, context: int, answers: int, device: Any) -> 
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if device.type == "cuda" else None
-    how = Sampling(tokens=answers, temperature=0.0, go_on=True)
+    how = Sampling(tokens=answers, temperature=0.0, ignore_eos=True)
     made = [
         generate(model, prompt, how, eos=opened.eos, replays=False) for _ in range(3)
     ]  # the first one meets kernels that were never run
@@ -279,7 +281,7 @@ def decode(model: Any, store: Path, context: int, answers: int, device: Any) -> 
         again = [generate(model, prompt, how, eos=opened.eos, replays=True) for _ in range(2)]
         # A recorded graph serves one decoder: its recording is part of the first token, so the time is the difference of two lengths.
         longer = generate(
-            model, prompt, Sampling(tokens=5 * answers, temperature=0.0, go_on=True), eos=opened.eos, replays=True
+            model, prompt, Sampling(tokens=5 * answers, temperature=0.0, ignore_eos=True), eos=opened.eos, replays=True
         )
         replayed = (longer.seconds - min(one.seconds for one in again)) / (len(longer.ids) - len(again[0].ids))
     return {

@@ -73,4 +73,4 @@ SCHEDULES = Registry("windlass.schedules", package_entries("windlass.train.sched
 OBJECTIVES = Registry("windlass.objectives", package_entries("windlass.train.objectives", ":OBJECTIVE"))
 TRACKERS = Registry("windlass.trackers", package_entries("windlass.train.trackers", ":open_tracker"))
 ENGINES = Registry("windlass.engines", package_entries("windlass.train.engines", ":assemble"))
-PRESETS = Registry("windlass.presets", package_entries("windlass.models.presets", ":spec"))
+PRESETS = Registry("windlass.presets", package_entries("windlass.models.presets", ":PRESET"))

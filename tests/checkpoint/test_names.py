@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from windlass.checkpoint.load import load_model_weights
-from windlass.checkpoint.names import from_hf, to_hf
+from windlass.checkpoint.names import from_hf
 from windlass.config import ModelConfig
 from windlass.errors import CheckpointError
 from windlass.models import build
+from windlass.models.presets import PRESETS
 
 SHAPE = {"layers": 2, "width": 32, "ffn": 48, "heads": 4, "kv_heads": 2, "vocab": 100}
 
@@ -44,7 +45,7 @@ def test_logits_agree_after_a_warm_start(tmp_path, tied) -> None:
 
 def test_every_weight_has_its_name_there_and_back() -> None:
     own = dict(ours().state_dict())
-    there = {to_hf(name): tensor for name, tensor in own.items()}
+    there = {PRESETS.load("llama").hf_name(name): tensor for name, tensor in own.items()}
     assert None not in there and len(there) == len(own)
     assert all(torch.equal(v, own[k]) for k, v in from_hf(there, own).items()) and set(from_hf(there, own)) == set(own)
 

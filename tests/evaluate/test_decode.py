@@ -1,4 +1,4 @@
-"""Is decoding equal to doing the past again? Token by token, in parts, in all three families; and RetNet's state stays as it is."""
+"""Incremental decoding is the forward pass, and generation samples as asked."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from windlass.config import ModelConfig
 from windlass.errors import ConfigError
-from windlass.evaluate.decode import decoder
-from windlass.evaluate.generate import Sampling, generate, pick
-from windlass.evaluate.opened import open_model
+from windlass.evaluate.decode import make_decoder
+from windlass.evaluate.generate import Sampling, generate, pick_token
+from windlass.evaluate.open_model import open_model
 from windlass.models import build
 
 
@@ -25,7 +25,7 @@ def whole(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 def test_decoding_is_the_forward_pass(which: str, parts: tuple[int, ...], request: Any) -> None:
     model = open_model(request.getfixturevalue(which).path).model
     tokens = torch.randint(0, model.vocab, (2, 30), generator=torch.Generator().manual_seed(1))
-    state, done = decoder(model, batch=2, limit=30), 0
+    state, done = make_decoder(model, batch=2, limit=30), 0
     for part in parts:
         logits = state.feed(tokens[:, done : done + part])
         done += part
@@ -37,13 +37,13 @@ def test_a_token_with_its_place_as_a_tensor_is_the_same_token(which: str, reques
     """What a GPU records and replays, computed here without a recording."""
     model = open_model(request.getfixturevalue(which).path).model
     tokens = torch.randint(0, model.vocab, (2, 30), generator=torch.Generator().manual_seed(1))
-    plain, other = (decoder(model, batch=2, limit=40) for _ in range(2))
+    plain, other = (make_decoder(model, batch=2, limit=40) for _ in range(2))
     plain.feed(tokens[:, :20])
     other.feed(tokens[:, :20])
     for place in range(20, 30):
-        kept = other.keep()
-        other.one(tokens[:, place - 1 : place], torch.tensor([place]))  # another token: `put_back` must undo it
-        other.put_back(kept)
+        kept = other.snapshot()
+        other.one(tokens[:, place - 1 : place], torch.tensor([place]))  # another token: `restore` must undo it
+        other.restore(kept)
         token = tokens[:, place : place + 1]
         assert torch.allclose(other.one(token, torch.tensor([place])), plain.feed(token), atol=1e-4), place
 
@@ -53,13 +53,13 @@ def test_a_long_prompt_goes_through_in_chunks(retnet_run: Any) -> None:
     model.seq_len = 200
     model.prepare("cpu")
     tokens = torch.randint(0, model.vocab, (1, 190), generator=torch.Generator().manual_seed(1))
-    state = decoder(model, limit=190)
+    state = make_decoder(model, limit=190)
     state.chunk = 16
     assert torch.allclose(state.feed(tokens), whole(model, tokens), atol=2e-4)
 
 
 def test_memory_grows_for_llama_and_not_for_retnet(llama_run: Any, retnet_run: Any) -> None:
-    llama, retnet = (decoder(open_model(run.path).model, limit=64) for run in (llama_run, retnet_run))
+    llama, retnet = (make_decoder(open_model(run.path).model, limit=64) for run in (llama_run, retnet_run))
     sizes = []
     for state in (llama, retnet):
         state.feed(torch.zeros(1, 8, dtype=torch.long))
@@ -80,7 +80,7 @@ def test_a_transformers_model_decodes_with_its_own_cache(tmp_path: Path) -> None
     model = build(ModelConfig(family="hf", config=str(tmp_path)), seq_len=32)
     model.init_weights(0)
     tokens = torch.randint(0, 120, (1, 12))
-    state = decoder(model.eval(), limit=12)
+    state = make_decoder(model.eval(), limit=12)
     state.feed(tokens[:, :5])
     assert torch.allclose(state.feed(tokens[:, 5:]), whole(model, tokens), atol=1e-4)
     assert state.state_bytes() > 0
@@ -94,32 +94,34 @@ def test_a_seed_is_a_text(llama_run: Any) -> None:
 
 def test_greedy_takes_the_best_and_ends_with_the_end(llama_run: Any) -> None:
     model = open_model(llama_run.path).model
-    made = generate(model, [5, 6], Sampling(tokens=6, temperature=0))
+    result = generate(model, [5, 6], Sampling(tokens=6, temperature=0))
     tokens = [5, 6]
     for _ in range(6):
         tokens.append(int(whole(model, torch.tensor([tokens])).argmax()))
-    assert made.ids == tokens[2:] and made.prompt_tokens == 2 and made.tokens_per_second
-    end = made.ids[3]
+    assert result.ids == tokens[2:] and result.prompt_tokens == 2 and result.tokens_per_second
+    end = result.ids[3]
     cut = generate(model, [5, 6], Sampling(tokens=6, temperature=0), eos=end)
-    assert cut.ended and cut.ids == made.ids[: made.ids.index(end)]
-    on = generate(model, [5, 6], Sampling(tokens=6, temperature=0, go_on=True), eos=end)
+    assert cut.ended and cut.ids == result.ids[: result.ids.index(end)]
+    on = generate(model, [5, 6], Sampling(tokens=6, temperature=0, ignore_eos=True), eos=end)
     assert not on.ended and len(on.ids) == 6 and end not in on.ids
 
 
 def test_the_nucleus_is_kept_to() -> None:
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
     random = torch.Generator().manual_seed(0)
-    seen = [pick(logits, Sampling(temperature=1.0, top_p=0.7), random) for _ in range(300)]
-    assert set(seen) == {0, 1}
-    assert seen.count(0) / 300 == pytest.approx(0.625, abs=0.08)  # 0.5 / 0.8
+    tokens = [pick_token(logits, Sampling(temperature=1.0, top_p=0.7), random) for _ in range(300)]
+    assert set(tokens) == {0, 1}
+    assert tokens.count(0) / 300 == pytest.approx(0.625, abs=0.08)  # 0.5 / 0.8
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"tokens": 0}])
-def test_a_way_to_sample_that_is_none(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="not a way to sample"):
+@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"tokens": 0}, {"top_k": 0}])
+def test_invalid_sampling(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as error:
         Sampling(**wrong)
+    assert error.value.code == "evaluate.sampling-invalid"
 
 
-def test_an_empty_prompt(llama_run: Any) -> None:
-    with pytest.raises(ConfigError, match="no tokens"):
+def test_empty_prompt(llama_run: Any) -> None:
+    with pytest.raises(ConfigError) as error:
         generate(open_model(llama_run.path).model, [], Sampling())
+    assert error.value.code == "evaluate.prompt-empty"

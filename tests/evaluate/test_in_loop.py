@@ -1,4 +1,4 @@
-"""Does validation in the training loop tell sources and languages apart, with the numbers that `windlass eval` finds?"""
+"""Validation in the training loop gives the numbers of `windlass eval`, by source and language."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from windlass.clusters.scheduler import Place
 from windlass.config import Loaded, Recipe
 from windlass.data.store import Store
 from windlass.data.tokenizer import Tokenizer
-from windlass.evaluate.opened import open_model
-from windlass.evaluate.perplexity import evaluate
+from windlass.evaluate.open_model import open_model
+from windlass.evaluate.perplexity import evaluate_text
 from windlass.runs.folder import Run, create_run
 from windlass.train import loop
 from windlass.train.validate import HeldOutSource, combine, hold_out
@@ -93,7 +93,8 @@ def test_the_loop_and_eval_agree(trained: Run, store: Store, tokenizer: Tokenize
     """The last pass saw the weights of the last checkpoint: the same text, but for the windows' ends."""
     last = [event for event in trained.events() if event.event == "evaluated"][-1]
     scores = {
-        (s.group, s.metric): s.value for s in evaluate(open_model(trained.path, dtype="fp32"), store, tokenizer).scores
+        (s.group, s.metric): s.value
+        for s in evaluate_text(open_model(trained.path, dtype="fp32"), store, tokenizer).scores
     }
     for name in ("dutch", "english"):
         found = last.sources[name]

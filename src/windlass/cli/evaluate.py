@@ -1,311 +1,254 @@
-"""`windlass eval`: how good is a checkpoint, on which text and which tasks, and beside which others?"""
+"""`windlass eval`: perplexity on held-out text, tasks, and models compared by language."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windlass.cli.words import AsJson, AtStep, Device, Dtype, Save, Which
+from windlass.cli.model_options import DeviceOption, DtypeOption, JsonOption, RunArgument, SaveOption, StepOption
 
 if TYPE_CHECKING:
-    from windlass.data.store import Store
-    from windlass.evaluate.opened import Opened
-    from windlass.evaluate.perplexity import Evaluation
-    from windlass.evaluate.record import Score
-    from windlass.evaluate.tasks import Task
+    from rich.table import Table
 
-Keep = Callable[..., None]
-"""Writes scores down as soon as they are known."""
+    from windlass.evaluate.open_model import OpenModel
+    from windlass.evaluate.perplexity import HeldOutResult
+    from windlass.evaluate.scores import EvalScore
+    from windlass.evaluate.tables import LanguageRow
+    from windlass.evaluate.task_files import TaskFile
 
-HeldOut = Annotated[
-    Path | None, typer.Option("--store", help="Another token store of held-out text; the run's own when left out.")
-]
-Split = Annotated[str | None, typer.Option("--split", help="Split of the store; the recipe's, else `validation`.")]
-MaxTokens = Annotated[
-    str | None, typer.Option("--tokens", help='At most about so many tokens ("10M"), spread over the split.')
-]
-TaskFiles = Annotated[
-    list[Path] | None,
-    typer.Option("--task", help="JSONL file of a task (multiple choice, cloze, translation); may be repeated."),
-]
-Harness = Annotated[str | None, typer.Option("--harness", help="Tasks of lm-evaluation-harness, comma between them.")]
-HarnessFolder = Annotated[
-    Path | None,
-    typer.Option("--harness-folder", help="Folder with the tasks' YAML files: nothing is looked up elsewhere."),
-]
-Shots = Annotated[int | None, typer.Option("--shots", min=0, help="Solved examples before each question.")]
-Template = Annotated[str, typer.Option("--template", help="Translation: the prompt, with {source} in it.")]
-Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Harness: at most so many questions of each task.")]
-Overlap = Annotated[bool, typer.Option("--overlap", help="Also look for the evaluation texts in the training split.")]
-Batch = Annotated[int | None, typer.Option("--batch", min=1, help="Sequences per forward pass.")]
-Html = Annotated[Path | None, typer.Option("--html", help="Also write a page with charts by group.")]
-Recorded = Annotated[bool, typer.Option("--recorded", help="Compute nothing: show by language what eval.jsonl says.")]
-Beside = Annotated[
-    list[Path] | None, typer.Option("--beside", help="With --recorded: another run in the same table; repeatable.")
-]
-AllSteps = Annotated[
-    bool,
-    typer.Option("--all-steps", help="With --recorded: every checkpoint that was evaluated, not the newest alone."),
-]
+    Keep = Callable[..., None]
 
 
 def register(app: typer.Typer) -> None:
     app.command("eval")(eval_)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What to evaluate on, as it stands on the command line."""
-
-    store: Path | None
-    split: str | None
-    max_tokens: int | None
-    tasks: Sequence[Task]
-    harness: Sequence[str]
-    harness_folder: Path | None
-    shots: int | None
-    template: str
-    limit: int | None
-    batch: int | None
-    overlap: bool
-    quiet: bool
-
-
-@dataclass(frozen=True)
-class Found:
-    """What came out: every number, what `--json` says around them, and what people see of it."""
-
-    scores: list[Score]
-    plain: dict[str, Any]
-    shown: list[Any] = field(default_factory=list)
-
-
 def eval_(
-    run: Which, store: HeldOut = None, split: Split = None, max_tokens: MaxTokens = None, task: TaskFiles = None, harness: Harness = None,
-    harness_folder: HarnessFolder = None, shots: Shots = None, template: Template = "{source}\n", limit: Limit = None, overlap: Overlap = False,
-    batch: Batch = None, step: AtStep = None, device: Device = None, dtype: Dtype = None, html: Html = None, save: Save = True,
-    recorded: Recorded = False, beside: Beside = None, all_steps: AllSteps = False, as_json: AsJson = False,
-) -> None:  # fmt: skip
-    """Perplexity and bits per byte on held-out documents, by source, language and length; or tasks from files and the harness."""
+    run: RunArgument,
+    store: Annotated[
+        Path | None, typer.Option("--store", help="Token store of held-out text (default: the run's own).")
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option("--split", help="Split of the store (default: the recipe's, else `validation`).")
+    ] = None,
+    max_tokens: Annotated[
+        str | None, typer.Option("--tokens", help='Approximate maximum number of tokens ("10M"), over the whole split.')
+    ] = None,
+    task: Annotated[
+        list[Path] | None,
+        typer.Option("--task", help="JSONL file of a task (multiple choice, cloze, translation); repeatable."),
+    ] = None,
+    harness: Annotated[
+        str | None, typer.Option("--harness", help="Comma-separated lm-evaluation-harness tasks.")
+    ] = None,
+    harness_folder: Annotated[
+        Path | None,
+        typer.Option("--harness-folder", help="Folder of task YAML files; tasks are read only from this folder."),
+    ] = None,
+    shots: Annotated[int | None, typer.Option("--shots", min=0, help="Solved examples before each question.")] = None,
+    template: Annotated[
+        str, typer.Option("--template", help="Translation: the prompt, with {source} in it.")
+    ] = "{source}\n",
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Harness: maximum number of questions per task.")
+    ] = None,
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="Also look for the evaluation texts in the training split.")
+    ] = False,
+    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Sequences per forward pass.")] = None,
+    step: StepOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page with charts by group.")] = None,
+    save: SaveOption = True,
+    recorded: Annotated[
+        bool, typer.Option("--recorded", help="Compute nothing: show the scores in eval.jsonl by language.")
+    ] = False,
+    beside: Annotated[
+        list[Path] | None, typer.Option("--beside", help="With --recorded: add another run to the table; repeatable.")
+    ] = None,
+    all_steps: Annotated[
+        bool, typer.Option("--all-steps", help="With --recorded: every evaluated checkpoint, not only the newest.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Perplexity and bits per byte on held-out documents, by source, language and length; or tasks."""
     if recorded or beside or all_steps:
-        _recorded([run, *(beside or [])], all_steps, html, as_json)
+        _show_recorded([run, *(beside or [])], all_steps, html, as_json)
         return
-    from windlass.evaluate.opened import open_model
-    from windlass.evaluate.tasks import read_task
+    from windlass.cli.output import console, print_json
+    from windlass.evaluate.open_model import open_model
+    from windlass.evaluate.scores import append_scores
+    from windlass.evaluate.tables import scores_page
+    from windlass.evaluate.task_files import read_task_file
+    from windlass.files import write_atomic
     from windlass.units import parse_tokens
 
-    # What can be wrong with the words is found out first: a bad file costs no minute of loading a model.
-    asked = Asked(
-        store, split, parse_tokens(max_tokens) if max_tokens is not None else None, [read_task(path) for path in task or []],
-        harness.split(",") if harness else [], harness_folder, shots, template, limit, batch, overlap, as_json,
-    )  # fmt: skip
+    # What can be wrong with the arguments is checked first: a bad file must not cost a model load.
+    limit_tokens = parse_tokens(max_tokens) if max_tokens is not None else None
+    tasks = [read_task_file(path) for path in task or []]
     opened = open_model(run, step=step, device=device, dtype=dtype)
-    work = _tasks if asked.tasks or asked.harness else _held_out
-    _tell(opened, work(opened, asked, _keeper(opened, save)), html, save, as_json)
+    source, scores = opened.source, list["EvalScore"]()
 
+    def keep(new_scores: list[EvalScore], **more: Any) -> None:
+        """Write scores down as soon as they exist: stopping in the next task loses nothing."""
+        scores.extend(new_scores)
+        if save and source.run is not None:
+            append_scores(source.run, new_scores, step=opened.step, tokens=opened.tokens, **more)
 
-def _keeper(opened: Opened, save: bool) -> Keep:
-    from windlass.evaluate.record import append
+    answer: dict[str, Any] = {}
+    if tasks or harness:
+        names = harness.split(",") if harness else []
+        options = {"shots": shots or 0, "template": template, "batch": batch}
+        _run_tasks(opened, tasks, options, overlap, keep, quiet=as_json)
+        if names:
+            from windlass.convert.source import find_tokenizer
+            from windlass.evaluate.harness import run_harness
 
-    def keep(scores: list[Score], **more: Any) -> None:
-        if save and opened.run is not None:
-            append(opened.run, scores, step=opened.step, tokens=opened.tokens, **more)
-
-    return keep
-
-
-def _tell(opened: Opened, found: Found, html: Path | None, save: bool, as_json: bool) -> None:
-    from windlass.cli.output import console, print_json
-    from windlass.evaluate.picture import page_of
-    from windlass.files import write_atomic
-
+            tokenizer = find_tokenizer(source)
+            keep(run_harness(opened, tokenizer, names, folder=harness_folder, shots=shots, limit=limit, batch=batch))
+        printed = _task_tables(opened, scores)
+    else:
+        split = split or opened.recipe.data.validation or "validation"
+        answer, printed = _held_out(opened, store, split, limit_tokens, batch, overlap, keep, quiet=as_json)
     if html is not None:
-        write_atomic(html, page_of(opened.recipe.name, opened.step, found.scores))
+        write_atomic(html, scores_page(opened.recipe.name, opened.step, scores))
     if as_json:
-        about = {
-            "source": opened.source,
-            "step": opened.step,
-            "trained_tokens": opened.tokens,
-            "device": opened.where,
-            "note": opened.note,
-        }
-        print_json({**about, **found.plain, "scores": [score.line() for score in found.scores]})
+        about = {"source": source.folder, "step": opened.step, "trained_tokens": opened.tokens}
+        print_json(
+            {
+                **about,
+                "device": opened.device_text,
+                "note": source.note,
+                **answer,
+                "scores": [score.line() for score in scores],
+            }
+        )
         return
-    out = console()
-    for part in [*([opened.note] if opened.note else []), *found.shown]:
-        out.print(part, markup=False)
-    if save and opened.run is not None:
-        out.print(f"written to {opened.run.eval_file}", markup=False, soft_wrap=True)
+    for part in [*([source.note] if source.note else []), *printed]:
+        console().print(part, markup=False)
+    if save and source.run is not None:
+        console().print(f"written to {source.run.eval_file}", markup=False, soft_wrap=True)
 
 
-# -- held-out text --------------------------------------------------------------------------------------------------------
-
-
-def _held_out(opened: Opened, asked: Asked, keep: Keep) -> Found:
-    """Scores of the held-out documents, and of their overlap with the training split where that was asked for."""
+def _run_tasks(
+    opened: OpenModel, tasks: Sequence[TaskFile], options: dict[str, Any], overlap: bool, keep: Keep, *, quiet: bool
+) -> None:
     from windlass.cli.output import bar
-    from windlass.evaluate.opened import find_store, find_tokenizer
-    from windlass.evaluate.perplexity import evaluate
+    from windlass.convert.source import find_tokenizer
+    from windlass.evaluate.overlap import task_overlap
+    from windlass.evaluate.suites import SuiteOptions
+    from windlass.evaluate.task_files import run_task
 
-    held = find_store(opened, asked.store)
-    words = find_tokenizer(opened, held.tokenizer_file)
-    split = asked.split or opened.recipe.data.validation or "validation"
-    with bar("evaluating", quiet=asked.quiet) as tell:
-        made = evaluate(
-            opened, held, words, split=split, max_tokens=asked.max_tokens, batch=asked.batch, tell=tell
-        )  # fmt: skip
-    keep(made.scores, store=str(held.path))
-    shown, found = _text_tables(opened, made), []
-    if asked.overlap:
-        found = _text_overlap(opened, held, split, asked)
-        keep(found, store=str(held.path))
-        shown.append(score_table(found))
-    plain = {"store": held.path, "tokens": made.tokens, "tokens_per_second": made.tokens_per_second}
-    return Found([*made.scores, *found], plain, shown)
+    for task in tasks:
+        tokenizer = find_tokenizer(opened.source)
+        with bar(task.name, quiet=quiet) as progress:
+            scores = run_task(opened, tokenizer, task, SuiteOptions(**options, progress=progress))
+        if overlap:
+            with bar("looking for overlap", quiet=quiet) as progress:
+                scores += task_overlap(opened.source, tokenizer, task, progress)
+        keep(scores)
 
 
-def _text_overlap(opened: Opened, held: Store, split: str, asked: Asked) -> list[Score]:
-    from windlass.evaluate.perplexity import choose
-
-    items: list[Any] = []
-    groups: dict[str, list[int]] = {}
-    for source, spans in choose(held, split, asked.max_tokens):
-        groups[f"source {source}"] = list(range(len(items), len(items) + len(spans)))
-        items += [held.tokens(source, split)[start:stop] for start, stop in spans]
-    return _overlap(opened, "overlap", items, groups, asked.quiet)
-
-
-def _overlap(
-    opened: Opened, task: str, items: list[Any], groups: dict[str, list[int]], quiet: bool
-) -> list[Score]:  # fmt: skip
+def _held_out(
+    opened: OpenModel,
+    store: Path | None,
+    split: str,
+    max_tokens: int | None,
+    batch: int | None,
+    overlap: bool,
+    keep: Keep,
+    *,
+    quiet: bool,
+) -> tuple[dict[str, Any], list[Any]]:
+    """Score held-out documents: what `--json` adds, and what is printed."""
     from windlass.cli.output import bar
-    from windlass.evaluate.opened import own_store
-    from windlass.evaluate.overlap import find_overlap
+    from windlass.convert.source import find_tokenizer
+    from windlass.evaluate.open_model import find_store
+    from windlass.evaluate.overlap import document_overlap
+    from windlass.evaluate.perplexity import evaluate_text
 
-    with bar("looking for overlap", quiet=quiet) as tell:
-        found = find_overlap(own_store(opened), items, tell=tell)
-    whole = {"all": list(range(len(items)))} | groups
-    return [found.score(task, group, inside) for group, inside in whole.items()]
+    held_out = find_store(opened, store)
+    tokenizer = find_tokenizer(opened.source, held_out.tokenizer_file)
+    with bar("evaluating", quiet=quiet) as progress:
+        result = evaluate_text(
+            opened, held_out, tokenizer, split=split, max_tokens=max_tokens, batch=batch, progress=progress
+        )
+    keep(result.scores, store=str(held_out.path))
+    printed = _held_out_tables(opened, result)
+    if overlap:
+        with bar("looking for overlap", quiet=quiet) as progress:
+            scores = document_overlap(opened.source, held_out, split, max_tokens, progress)
+        keep(scores, store=str(held_out.path))
+        printed.append(score_table(scores))
+    rate = result.tokens_per_second
+    return {"store": held_out.path, "tokens": result.tokens, "tokens_per_second": rate}, printed
 
 
-def _text_tables(opened: Opened, made: Evaluation) -> list[Any]:
+def _held_out_tables(opened: OpenModel, result: HeldOutResult) -> list[Any]:
     from windlass.cli.output import table
 
-    bits = {s.group: s for s in made.scores if s.metric == "bits_per_byte"}
+    bits = {score.group: score for score in result.scores if score.metric == "bits_per_byte"}
     rows = [
-        (s.group, f"{s.count:,}", f"{s.detail['tokens']:,}", _with_interval(bits.get(s.group), 3), _with_interval(s, 2))
-        for s in made.scores if s.metric == "perplexity"
-    ]  # fmt: skip
-    step = "" if opened.step is None else f", step {opened.step:,}"
+        (s.group, f"{s.count:,}", f"{s.detail['tokens']:,}", _interval_text(bits.get(s.group), 3), _interval_text(s, 2))
+        for s in result.scores
+        if s.metric == "perplexity"
+    ]
+    at_step = "" if opened.step is None else f", step {opened.step:,}"
     columns = ("group", "documents", "tokens", "bits per byte (95 %)", "perplexity (95 %)")
-    rate = "unknown" if made.tokens_per_second is None else f"{made.tokens_per_second:,.0f}"
+    rate = "not measured" if result.tokens_per_second is None else f"{result.tokens_per_second:,.0f}"
     return [
-        table(f"Held-out text{step} ({opened.source})", columns, rows, right=(1, 2, 3, 4)),
-        f"{made.tokens:,} tokens at {rate} tokens/s ({opened.where})",
+        table(f"Held-out text{at_step} ({opened.source.folder})", columns, rows, right=(1, 2, 3, 4)),
+        f"{result.tokens:,} tokens at {rate} tokens/s ({opened.device_text})",
     ]
 
 
-# -- tasks ----------------------------------------------------------------------------------------------------------------
-
-
-def _tasks(opened: Opened, asked: Asked, keep: Keep) -> Found:
-    """Each task's scores are kept as soon as it is done: stopping in the next one loses nothing."""
-    from windlass.evaluate.opened import find_tokenizer
-
-    words, scores = find_tokenizer(opened), []
-    for task in asked.tasks:
-        scores += _kept(keep, _one_task(opened, words, task, asked))
-    if asked.harness:
-        from windlass.evaluate.harness import run_harness
-
-        scores += _kept(
-            keep,
-            run_harness(
-                opened, words, asked.harness, folder=asked.harness_folder, shots=asked.shots, limit=asked.limit, batch=asked.batch
-            ),
-        )  # fmt: skip
-    return Found(scores, {}, [score_table(scores), *_cut_notes(opened, scores), *_language_table(opened, scores)])
-
-
-def _kept(keep: Keep, scores: list[Score]) -> list[Score]:
-    keep(scores)
-    return scores
-
-
-def _one_task(opened: Opened, words: Any, task: Task, asked: Asked) -> list[Score]:
-    from windlass.cli.output import bar
-    from windlass.evaluate.tasks import groups, run_task, solved_text
-
-    with bar(task.name, quiet=asked.quiet) as tell:
-        scores: list[Score] = run_task(
-            opened, words, task, shots=asked.shots or 0, template=asked.template, batch=asked.batch, tell=tell
-        )
-    if asked.overlap:
-        import numpy as np
-
-        texts = [np.array(words.encode(solved_text(task, item))) for item in task.items]
-        scores += _overlap(opened, task.name, texts, dict(groups(task.items)), asked.quiet)
-    return scores
-
-
-def score_table(scores: Sequence[Score]) -> Any:
+def score_table(scores: Sequence[EvalScore]) -> Table:
     from windlass.cli.output import table
 
-    rows = [(s.task, s.group, s.metric, _with_interval(s, 3), f"{s.count:,}") for s in scores]
+    rows = [(s.task, s.group, s.metric, _interval_text(s, 3), f"{s.count:,}") for s in scores]
     return table("Tasks", ("task", "group", "metric", "value (95 %)", "items"), rows, right=(3, 4))
 
 
-def _cut_notes(opened: Opened, scores: Sequence[Score]) -> list[str]:
-    """A context that was too long lost its beginning: the number behind it is of another question."""
-    cut = {s.task: s.detail["cut"] for s in scores if s.group == "all" and s.detail.get("cut")}
-    longest = opened.recipe.data.seq_len
-    return [
-        f"{task}: {count:,} prompt(s) are longer than {longest:,} tokens and lost their beginning"
+def _task_tables(opened: OpenModel, scores: Sequence[EvalScore]) -> list[Any]:
+    from windlass.evaluate.tables import language_rows, languages
+
+    cut = {score.task: score.detail["cut"] for score in scores if score.group == "all" and score.detail.get("cut")}
+    notes = [
+        f"{task}: {count:,} prompt(s) are longer than {opened.max_length:,} tokens and lost their beginning"
         for task, count in cut.items()
     ]
+    rows = language_rows(opened.recipe.name, [score.line(step=opened.step) for score in scores])
+    return [score_table(scores), *notes, *([_language_table(rows)] if len(languages(rows)) > 1 else [])]
 
 
-def _with_interval(score: Score | None, digits: int) -> str:
+def _interval_text(score: EvalScore | None, digits: int) -> str:
     if score is None or score.value is None:
         return "unknown"
     interval = "" if score.low is None else f" ({score.low:.{digits}f} to {score.high:.{digits}f})"
     return f"{score.value:.{digits}f}{interval}"
 
 
-# -- by language ----------------------------------------------------------------------------------------------------------
-
-
-def _recorded(runs: list[Path], every: bool, html: Path | None, as_json: bool) -> None:
-    """Models beside each other, language by language."""
+def _show_recorded(runs: list[Path], every_step: bool, html: Path | None, as_json: bool) -> None:
     from windlass.cli.output import console, print_json
-    from windlass.evaluate.by_language import page_of
-    from windlass.evaluate.by_language import recorded as read
+    from windlass.evaluate.tables import language_page, recorded_rows
     from windlass.files import write_atomic
 
-    rows = read(runs, every=every)
+    rows = recorded_rows(runs, every_step=every_step)
     if html is not None:
-        write_atomic(html, page_of(rows))
+        write_atomic(html, language_page(rows))
     if as_json:
-        print_json({"rows": [row.plain() for row in rows]})
+        print_json({"rows": [row.to_json() for row in rows]})
         return
-    console().print(_by_language(rows))
+    console().print(_language_table(rows))
 
 
-def _language_table(opened: Opened, scores: list[Score]) -> list[Any]:
-    """Only where there is more than one language to set beside another."""
-    from windlass.evaluate.by_language import languages, of_scores
-
-    rows = of_scores(opened.recipe.name, opened.step, scores)
-    return [_by_language(rows)] if len(languages(rows)) > 1 else []
-
-
-def _by_language(rows: list[Any]) -> Any:
+def _language_table(rows: list[LanguageRow]) -> Table:
     from windlass.cli.output import table
-    from windlass.evaluate.by_language import table_of
+    from windlass.evaluate.tables import language_table
 
-    columns, cells = table_of(rows)
+    columns, cells = language_table(rows)
     return table("By language (± half of the 95 % interval)", columns, cells, right=tuple(range(3, len(columns))))

@@ -1,13 +1,16 @@
-"""`windlass export`, `import`: from a checkpoint to a folder that others load, and back."""
+"""`windlass export` and `windlass import`: write and read Hugging Face folders."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windlass.cli.words import AsJson, AtStep, Which
+from windlass.cli.model_options import JsonOption, RunArgument, StepOption
+
+if TYPE_CHECKING:
+    from windlass.convert.verify import LogitComparison
 
 
 def register(app: typer.Typer) -> None:
@@ -16,59 +19,70 @@ def register(app: typer.Typer) -> None:
 
 
 def export(
-    run: Which,
+    run: RunArgument,
     to: Annotated[Path, typer.Option("--to", help="New folder; an existing one is refused.")],
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", help="fp32, bf16 or fp16; bf16 unless the run computed in fp32, an import as it came."),
+        typer.Option("--dtype", help="fp32, bf16 or fp16 (default: bf16, fp32 for an fp32 run, an import as it came)."),
     ] = None,
     verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Compare logits with transformers before it is done.")
+        bool, typer.Option("--verify/--no-verify", help="Compare logits with transformers before finishing.")
     ] = True,
     text: Annotated[
-        Path | None, typer.Option("--text", help="Text file to compare on; Python's library when left out.")
+        Path | None, typer.Option("--text", help="Text file to compare logits on (default: Python's library).")
     ] = None,
-    tokenizer: Annotated[Path | None, typer.Option("--tokenizer", help="Tokenizer; the run's when left out.")] = None,
-    shard: Annotated[str, typer.Option("--shard", help="Largest file; also about the memory that is needed.")] = "4 GB",
-    step: AtStep = None,
-    as_json: AsJson = False,
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", help="Tokenizer to use (default: the run's).")
+    ] = None,
+    shard: Annotated[str, typer.Option("--shard", help="Maximum file size, and about the memory needed.")] = "4 GB",
+    step: StepOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Write a Hugging Face folder: weights, config, tokenizer and model card, checked by its logits."""
+    """Write a Hugging Face folder: weights, config, tokenizer and model card, verified by its logits."""
     from windlass.cli.output import bar, console, print_json
-    from windlass.evaluate.export import export as write
-    from windlass.evaluate.record import read_utf8
+    from windlass.convert.export import export as write_folder
+    from windlass.evaluate.task_files import read_text_file
     from windlass.units import parse_bytes, print_bytes
 
-    said = read_utf8(text, "text to compare on") if text is not None else None
-    with bar("exporting", quiet=as_json) as tell:
-        made = write(
-            run, to, step=step, dtype=dtype, tokenizer=tokenizer, card=_card(run), verify=verify, text=said, shard_bytes=parse_bytes(shard), tell=tell,
-        )  # fmt: skip
+    sample = read_text_file(text, "text to compare on") if text is not None else None
+    with bar("exporting", quiet=as_json) as progress:
+        exported = write_folder(
+            run,
+            to,
+            step=step,
+            dtype=dtype,
+            tokenizer=tokenizer,
+            card=_model_card(run),
+            verify=verify,
+            text=sample,
+            shard_bytes=parse_bytes(shard),
+            progress=progress,
+        )
     if as_json:
-        print_json(made)
+        print_json(exported)
         return
-    out = console()
-    step_taken = "" if made.step is None else f"step {made.step:,}, "
+    at_step = "" if exported.step is None else f"step {exported.step:,}, "
     lines = [
-        f"{made.folder}: {step_taken}{made.tensors} tensors, {print_bytes(made.bytes)} of {made.dtype} in {made.files} file(s); "
-        f"tokenizer: {made.tokenizer}",
-        *([made.note] if made.note is not None else []),
-        "not verified (--no-verify)" if made.check is None else _checked(made.check),
+        f"{exported.folder}: {at_step}{exported.tensors} tensors, {print_bytes(exported.bytes)} of {exported.dtype} "
+        f"in {exported.files} file(s); tokenizer: {exported.tokenizer}",
+        *([exported.note] if exported.note is not None else []),
+        "not verified (--no-verify)" if exported.check is None else _check_text(exported.check),
     ]
     for line in lines:
-        out.print(line, markup=False, soft_wrap=True)
+        console().print(line, markup=False, soft_wrap=True)
 
 
-def _checked(check: Any) -> str:
+def _check_text(check: LogitComparison) -> str:
     return (
-        f"logits verified ({check.how}) on {check.positions:,} positions of {check.text}: largest difference {check.difference:.2g}, "
-        f"same first choice at {check.agreement:.2%}"
+        f"logits verified ({check.how}) on {check.positions:,} positions of {check.text}: "
+        f"largest difference {check.difference:.2g}, top-1 token agrees at {check.agreement:.2%}"
     )
 
 
-def _card(run: Path) -> str | None:
+def _model_card(run: Path) -> str | None:
     """README.md from the ledger, the energy and the report; None where there is no run folder."""
     from windlass.errors import WindlassError
+    from windlass.registry import PRESETS
     from windlass.report.collect import collect
     from windlass.report.evaluations import evaluation
     from windlass.report.markdown import markdown
@@ -79,45 +93,44 @@ def _card(run: Path) -> str | None:
         summary = collect(open_run(run))
     except WindlassError:
         return None
-    library = "windlass" if summary.recipe.get("model", {}).get("family") == "retnet" else "transformers"
+    family = summary.recipe.get("model", {}).get("family")
+    library = PRESETS.load(family).hf.library if family else "transformers"
     front = f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags: [windlass]\n---\n\n"
-    return front + markdown(
-        summary.name, [model_card(summary), data_section(summary), evaluation(summary), content_summary(summary)]
-    )
+    sections = [model_card(summary), data_section(summary), evaluation(summary), content_summary(summary)]
+    return front + markdown(summary.name, sections)
 
 
 def import_(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Hugging Face folder, or a run whose vocabulary is to grow.")
     ],
-    run: Annotated[Path | None, typer.Option("--run", help="New run folder; runs/<name of DIR> when left out.")] = None,
+    run: Annotated[Path | None, typer.Option("--run", help="New run folder (default: runs/<name of DIR>).")] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option("--tokenizer", help="New tokenizer: embeddings are made for it from the old tokenizer's pieces."),
+        typer.Option("--tokenizer", help="New tokenizer: its embeddings are made from the old tokenizer's pieces."),
     ] = None,
     seq_len: Annotated[
-        int | None, typer.Option("--seq-len", min=1, help="Sequence length to note; at most what the model allows.")
+        int | None, typer.Option("--seq-len", min=1, help="Sequence length to record (up to the model's maximum).")
     ] = None,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare logits with transformers.")] = True,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Read a Hugging Face model into a run folder: `save.load = "RUN"` starts from it at any layout."""
     from windlass.cli.output import bar, console, print_json
-    from windlass.evaluate.imports import import_model
+    from windlass.convert.imports import import_model
 
     target = run or Path("runs") / folder.resolve().name
     with bar("importing", quiet=as_json):
-        made = import_model(folder, target, tokenizer=tokenizer, seq_len=seq_len, verify=verify)
+        imported = import_model(folder, target, tokenizer=tokenizer, seq_len=seq_len, verify=verify)
     if as_json:
-        print_json(made)
+        print_json(imported)
         return
-    out = console()
-    out.print(
-        f"{made.run}: {made.family}, {made.parameters:,} parameters, {made.dtype}, vocabulary {made.vocab:,}",
-        markup=False,
-    )
-    for line in made.notes:
-        out.print(line, markup=False, soft_wrap=True)
-    if made.check is not None:
-        out.print(_checked(made.check), markup=False)
-    out.print(f'to go on training from it: [save] load = "{made.run}"', markup=False)
+    lines = [
+        f"{imported.run}: {imported.family}, {imported.parameters:,} parameters, {imported.dtype}, "
+        f"vocabulary {imported.vocab:,}",
+        *imported.notes,
+        *([_check_text(imported.check)] if imported.check is not None else []),
+        f'to continue training from it: [save] load = "{imported.run}"',
+    ]
+    for line in lines:
+        console().print(line, markup=False, soft_wrap=True)

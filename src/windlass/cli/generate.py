@@ -1,13 +1,13 @@
-"""`windlass generate`: what does the model say next, and how fast?"""
+"""`windlass generate`: continue a text with a trained model."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from windlass.cli.words import AsJson, AtStep, Device, Dtype, Which
+from windlass.cli.model_options import DeviceOption, DtypeOption, JsonOption, RunArgument, StepOption
 
 
 def register(app: typer.Typer) -> None:
@@ -15,68 +15,73 @@ def register(app: typer.Typer) -> None:
 
 
 def generate(
-    run: Which,
+    run: RunArgument,
     prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")],
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="At most so many new tokens.")] = 100,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Maximum number of new tokens.")] = 100,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0 takes the most probable token.")
+        float, typer.Option("--temperature", min=0.0, help="0: always the most likely token.")
     ] = 0.8,
-    top_p: Annotated[float, typer.Option("--top-p", help="Share of probability to choose from.")] = 0.95,
-    top_k: Annotated[
-        int | None, typer.Option("--top-k", min=1, help="Only so many of the most probable tokens.")
-    ] = None,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends it; may be repeated.")] = None,
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Sample from the most likely tokens with this total probability.")
+    ] = 0.95,
+    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Sample from the k most likely tokens.")] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="Stop string; repeatable.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same text.")] = 0,
-    go_on: Annotated[
-        bool, typer.Option("--go-on", help="Never pick the end token: the text has the whole length.")
-    ] = False,
-    tokenizer: Annotated[Path | None, typer.Option("--tokenizer", help="Tokenizer; the store's when left out.")] = None,
-    step: AtStep = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    as_json: AsJson = False,
+    go_on: Annotated[bool, typer.Option("--go-on", help="Keep generating past the end-of-text token.")] = False,
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", help="Tokenizer to use (default: the store's).")
+    ] = None,
+    step: StepOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Continue a text: with a key/value cache (Llama) or a state of constant size (RetNet)."""
-    from windlass.cli.output import print_json
-    from windlass.evaluate.generate import Sampling, stops_at, up_to
+    from windlass.cli.output import console, print_json
+    from windlass.convert.config_json import positions_of
+    from windlass.convert.source import find_tokenizer
+    from windlass.evaluate.generate import Sampling, stop_condition, text_before
     from windlass.evaluate.generate import generate as continue_text
-    from windlass.evaluate.opened import find_tokenizer, open_model
-
-    how = Sampling(tokens=tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, go_on=go_on)
-    opened = open_model(run, step=step, device=device, dtype=dtype)
-    words = find_tokenizer(opened, tokenizer)
-    made = continue_text(
-        opened.model, words.encode(prompt), how, eos=words.eos, stop=stops_at(stop or [], words.decode)
-    )
-    text, rate = up_to(words.decode(made.ids), stop or []), made.tokens_per_second
-    if as_json:
-        print_json({
-            "prompt": prompt, "text": text, "ids": made.ids, "tokens_per_second": rate, "prompt_tokens": made.prompt_tokens,
-            "prompt_seconds": made.prompt_seconds, "state_bytes": made.state_bytes, "ended": made.ended, "step": opened.step, "device": opened.where,
-        })  # fmt: skip
-        return
-    _tell(prompt, text, made, opened)
-
-
-def _tell(prompt: str, text: str, made: Any, opened: Any) -> None:
-    from windlass.cli.output import console
-    from windlass.evaluate.export import positions_of
+    from windlass.evaluate.open_model import open_model
     from windlass.units import print_bytes
 
-    out, rate = console(), made.tokens_per_second
+    sampling = Sampling(tokens=tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, ignore_eos=go_on)
+    opened = open_model(run, step=step, device=device, dtype=dtype)
+    loaded = find_tokenizer(opened.source, tokenizer)
+    stops = stop or []
+    result = continue_text(
+        opened.model, loaded.encode(prompt), sampling, eos=loaded.eos, stop=stop_condition(stops, loaded.decode)
+    )
+    text, rate = text_before(loaded.decode(result.ids), stops), result.tokens_per_second
+    if as_json:
+        print_json(
+            {
+                "prompt": prompt,
+                "text": text,
+                "ids": result.ids,
+                "tokens_per_second": rate,
+                "prompt_tokens": result.prompt_tokens,
+                "prompt_seconds": result.prompt_seconds,
+                "state_bytes": result.state_bytes,
+                "ended": result.ended,
+                "step": opened.step,
+                "device": opened.device_text,
+            }
+        )
+        return
+    out = console()
     out.print(prompt, style="bold", markup=False, end="", soft_wrap=True)
     out.print(text, markup=False, soft_wrap=True)
-    speed = "unknown" if rate is None else f"{rate:,.1f}"
-    ended = ", ended by the model," if made.ended else ""
-    said = [
-        f"{len(made.ids)} tokens{ended} at {speed} tokens/s after a prompt of {made.prompt_tokens}; "
-        f"state {print_bytes(made.state_bytes)} ({opened.where})"
+    speed = "not measured" if rate is None else f"{rate:,.1f}"
+    lines = [
+        f"{len(result.ids)} tokens{' (ended by the model)' if result.ended else ''} at {speed} tokens/s "
+        f"after a prompt of {result.prompt_tokens}; state {print_bytes(result.state_bytes)} ({opened.device_text})",
+        *([opened.source.note] if opened.source.note else []),
     ]
-    said += [opened.note] if opened.note else []
-    longest, whole = positions_of(opened.recipe, opened.source), made.prompt_tokens + len(made.ids)
-    if whole > longest:
-        said.append(
-            f"{whole:,} tokens in all: the model was trained on sequences of {longest:,}, and what stands behind is a guess"
+    trained, total = positions_of(opened.recipe, opened.source.folder), result.prompt_tokens + len(result.ids)
+    if total > trained:
+        lines.append(
+            f"{total:,} tokens in total, but the model was trained on sequences of {trained:,}: the end is a guess"
         )
-    for line in said:
+    for line in lines:
         out.print(line, style="dim", markup=False, soft_wrap=True)

@@ -1,1 +1,1 @@
-"""Perplexity, downstream tasks, generation, export and import."""
+"""Evaluation of trained models: likelihood, tasks, suites, lm-evaluation-harness, generation and classifiers."""

@@ -1,6 +1,4 @@
-"""How probable is one text after another? The question behind multiple choice, cloze and EleutherAI's harness; asked in batches."""
-
-from __future__ import annotations
+"""Cross-entropy of single tokens and log-probability of texts, in batches, without ever holding all logits."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,93 +7,113 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from windlass.convert.source import ProgressCallback
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import DataError
-from windlass.evaluate.losses import head_weight
-from windlass.evaluate.opened import Opened
+from windlass.evaluate.open_model import OpenModel
 
-Pair = tuple[list[int], list[int]]
-"""Tokens of the context and of what follows."""
-Answer = tuple[float, bool]
-"""Nats of log-probability, and whether the model would have said exactly this by itself."""
-Tell = Callable[[int, int], None]
+CHUNK_POSITIONS = 4096  # whose logits exist at the same time
+TokenPair = tuple[list[int], list[int]]
+"""Tokens of a context and of the text after it."""
+TokenNats = Callable[[Tensor, Tensor], Tensor]
 
 
-def pair(words: Tokenizer, context: str, following: str) -> Pair:
-    """Cut where the context ends, as the two are tokenized together; spaces at the border belong to what follows."""
-    kept = context.rstrip()
-    following, context = context[len(kept) :] + following, kept
-    whole = words.encode(context + following)
-    before = words.encode(context)
-    return (before, whole[len(before) :]) if context else ([], whole)
-
-
-def likelihoods(
-    opened: Opened,
-    pairs: Sequence[Pair],
-    *,
-    first: int | None,
-    batch: int | None = None,
-    tell: Tell = lambda done, total: None,
-) -> list[Answer]:
-    """For each pair, in order. `first` stands before a text without context (the end of another document)."""
-    longest = opened.recipe.data.seq_len
-    rows = [_row(p, first, longest) for p in pairs]
-    # Long ones first: memory is needed at once or never, and rows of one batch need little padding.
-    order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
-    found: list[Answer] = [(0.0, True)] * len(rows)
-    done = 0
-    while done < len(order):
-        width = len(rows[order[done]][0])
-        count = batch or max(1, (32_768 if opened.device.type != "cpu" else 2048) // max(1, width))
-        numbers = order[done : done + count]
-        for number, answer in zip(numbers, _ask(opened, [rows[i] for i in numbers]), strict=True):
-            found[number] = answer
-        done += len(numbers)
-        tell(done, len(order))
-    return found
-
-
-def _row(given: Pair, first: int | None, longest: int) -> Pair:
-    """(inputs, targets at their end): what does not fit is cut from the left, as it would be in use."""
-    context, following = given
-    if not following:
-        raise DataError(
-            "evaluate.nothing-score-text-after",
-            "there is nothing to score: the text after the context has no tokens",
-            hint="give every choice at least one character",
-        )
-    if not context:
-        if first is None:
-            raise DataError(
-                "evaluate.text-without-context-needs",
-                "a text without context needs an end-of-document token to begin with",
-                hint="the tokenizer names none",
-            )
-        context = [first]
-    whole = [*context, *following][-(longest + 1) :]
-    return whole[:-1], following[-longest:]
+def token_nats(logits: Tensor, targets: Tensor) -> Tensor:
+    """Nats of every target. Compiled, it reads the logits where they are, without a copy in fp32."""
+    return F.cross_entropy(logits.float(), targets, reduction="none")
 
 
 @torch.inference_mode()
-def _ask(opened: Opened, rows: list[Pair]) -> list[Answer]:
+def token_losses(
+    model: Any, inputs: Tensor, targets: Tensor, documents: Tensor | None = None, nats: TokenNats = token_nats
+) -> Tensor:
+    """(batch, time) nats of every target, in fp32."""
+    if model.head is None:  # a transformers model gives logits only
+        logits = model(inputs, None, documents)[..., : model.vocab]
+        return token_nats(logits.flatten(0, 1), targets.flatten()).view(targets.shape)
+    hidden = model.body(inputs, documents).flatten(0, 1).split(CHUNK_POSITIONS)
+    weight = head_weight(model)
+    parts = zip(hidden, targets.flatten().split(CHUNK_POSITIONS), strict=True)
+    return torch.cat([nats(F.linear(part, weight), goals) for part, goals in parts]).view(targets.shape)
+
+
+def head_weight(model: Any) -> Tensor:
+    """The head without its padded rows; that of the embedding where they are tied."""
+    return (model.embed.weight if model.tied else model.head.weight)[: model.vocab]
+
+
+def token_pair(tokenizer: Tokenizer, context: str, following: str) -> TokenPair:
+    """Both texts tokenized together and cut where the context ends; spaces at the border belong to what follows."""
+    stripped = context.rstrip()
+    ids = tokenizer.encode(context + following)
+    before = tokenizer.encode(stripped) if stripped else []
+    return before, ids[len(before) :]
+
+
+def likelihoods(
+    opened: OpenModel,
+    pairs: Sequence[TokenPair],
+    *,
+    first: int | None,
+    batch: int | None = None,
+    progress: ProgressCallback = lambda done, total: None,
+) -> list[tuple[float, bool]]:
+    """For each pair the log-probability in nats, and whether greedy decoding would give exactly this text.
+
+    `first` stands before a text without context (the end token of another document). What is longer than the model's
+    sequence loses its beginning, as it would in use.
+    """
+    rows = []
+    for context, following in pairs:
+        if not following:
+            raise DataError(
+                "evaluate.nothing-to-score",
+                "the text after the context has no tokens",
+                hint="give every choice at least one character",
+            )
+        tokens = [*(context or [end_token(first)]), *following][-(opened.max_length + 1) :]
+        rows.append((tokens[:-1], following[-opened.max_length :]))
+    # Long rows first: memory runs out at once or never, and rows of one batch need little padding.
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
+    answers: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+    done = 0
+    while done < len(order):
+        size = batch or max(1, opened.batch_tokens // len(rows[order[done]][0]))
+        chosen = order[done : done + size]
+        for number, answer in zip(chosen, _score_rows(opened, [rows[i] for i in chosen]), strict=True):
+            answers[number] = answer
+        done += len(chosen)
+        progress(done, len(order))
+    return answers
+
+
+def end_token(token: int | None) -> int:
+    """The end token, which stands before a text without context."""
+    if token is None:
+        raise DataError(
+            "evaluate.end-token-missing",
+            "a text without context needs an end-of-document token before it",
+            hint="the tokenizer names none",
+        )
+    return token
+
+
+@torch.inference_mode()
+def _score_rows(opened: OpenModel, rows: list[TokenPair]) -> list[tuple[float, bool]]:
+    model, device = opened.model, opened.device
     width = max(len(inputs) for inputs, _ in rows)
-    # Padding stands behind: nothing looks ahead, so it changes nothing.
-    tokens = torch.tensor([[*inputs, *([0] * (width - len(inputs)))] for inputs, _ in rows], device=opened.device)
-    row = torch.tensor([i for i, (_, goals) in enumerate(rows) for _ in goals], device=opened.device)
-    place = torch.tensor(
-        [p for inputs, goals in rows for p in range(len(inputs) - len(goals), len(inputs))], device=opened.device
-    )
-    goals = torch.tensor([g for _, part in rows for g in part], device=opened.device)
-    logits = _logits(opened.model, tokens, row, place)
-    costs, right = F.cross_entropy(logits, goals, reduction="none").double(), logits.argmax(-1) == goals
-    total = torch.zeros(len(rows), dtype=torch.float64, device=opened.device).index_add_(0, row, costs)
-    wrong = torch.zeros(len(rows), dtype=torch.long, device=opened.device).index_add_(0, row, (~right).long())
-    return [(-cost, count == 0) for cost, count in zip(total.tolist(), wrong.tolist(), strict=True)]
-
-
-def _logits(model: Any, tokens: Tensor, row: Tensor, place: Tensor) -> Tensor:
-    """Only at the asked places."""
+    # Padding stands at the end: no token attends to later ones, so it changes nothing.
+    tokens = torch.tensor([[*inputs, *([0] * (width - len(inputs)))] for inputs, _ in rows], device=device)
+    row = torch.tensor([i for i, (_, goals) in enumerate(rows) for _ in goals], device=device)
+    positions = [p for inputs, goals in rows for p in range(len(inputs) - len(goals), len(inputs))]
+    position = torch.tensor(positions, device=device)
+    targets = torch.tensor([goal for _, goals in rows for goal in goals], device=device)
     if model.head is None:
-        return model(tokens)[row, place, : model.vocab].float()
-    return F.linear(model.body(tokens)[row, place], head_weight(model)).float()
+        logits = model(tokens)[row, position, : model.vocab].float()
+    else:
+        logits = F.linear(model.body(tokens)[row, position], head_weight(model)).float()
+    nats = torch.zeros(len(rows), dtype=torch.float64, device=device)
+    nats.index_add_(0, row, token_nats(logits, targets).double())
+    wrong = torch.zeros(len(rows), dtype=torch.long, device=device)
+    wrong.index_add_(0, row, (logits.argmax(-1) != targets).long())
+    return [(-cost, count == 0) for cost, count in zip(nats.tolist(), wrong.tolist(), strict=True)]

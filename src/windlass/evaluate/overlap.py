@@ -1,111 +1,107 @@
-"""Was the evaluation set trained on? Which of its runs of n tokens also stand in the training split; one pass, flat memory. No torch.
+"""Overlap of evaluation texts with the training split: which of their n-grams were trained on.
 
-Hashes of all n-grams of the evaluation items are kept (8 bytes each); the training tokens are read once, in stretches. A hit is a
-hash that agrees: with 64 bits a false one is expected once in 2^64 / (n-grams x training tokens) cases.
+Hashes of all n-grams of the evaluation items are kept (8 bytes each); the training tokens are read once, in parts. A
+hit is an equal hash: with 64 bits a false one is expected once in 2^64 / (n-grams x training tokens) cases.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from windlass.convert.source import ModelSource, ProgressCallback, own_store
 from windlass.data.permute import mix64
 from windlass.data.store import Store
-from windlass.evaluate.record import Score, wilson_interval
+from windlass.data.tokenizer import Tokenizer
+from windlass.evaluate.perplexity import choose_documents
+from windlass.evaluate.scores import EvalScore, share_score
+from windlass.evaluate.suites import groups
+from windlass.evaluate.task_files import TaskFile
 
-N = 13
-SHARE = 0.5
-"""An item with at least this share of its n-grams in the training data counts as overlapping."""
-STRETCH = 1 << 22
+NGRAM = 13
+OVERLAPPING_SHARE = 0.5  # of an item's n-grams in the training split
+READ_TOKENS = 1 << 22
 Hashes = npt.NDArray[np.uint64]
-Tell = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Overlap:
-    shares: list[float | None]
-    """Of each item: share of its n-grams that the training split has; None for an item shorter than n."""
+class TrainingOverlap:
+    shares: list[float | None]  # of each item's n-grams; None for an item shorter than n
     n: int
-    trained_tokens: int
-    """Training tokens that were looked at."""
+    trained_tokens: int  # training tokens that were read
 
-    @property
-    def overlapping(self) -> list[int]:
-        return [i for i, share in enumerate(self.shares) if share is not None and share >= SHARE]
-
-    def score(self, task: str, group: str, numbers: Sequence[int]) -> Score:
-        """Share of items that overlap; items too short to say are left out."""
-        known = [share for i in numbers if (share := self.shares[i]) is not None]
-        hits = sum(share >= SHARE for share in known)
-        low, high = wilson_interval(hits, len(known))
-        detail = {
-            "n": self.n,
-            "at_least": SHARE,
-            "trained_tokens": self.trained_tokens,
-            "too_short": len(numbers) - len(known),
-        }
-        value = hits / len(known) if known else None
-        return Score(
-            task=task,
-            group=group,
-            metric="overlap_with_training",
-            value=value,
-            low=low,
-            high=high,
-            count=len(known),
-            detail=detail,
-        )
+    def scores(self, task: str, groups: Mapping[str, Sequence[int]]) -> list[EvalScore]:
+        """Share of overlapping items in each group (item numbers); items that are too short are left out."""
+        scores = []
+        for group, numbers in groups.items():
+            shares = [share for i in numbers if (share := self.shares[i]) is not None]
+            hits = sum(share >= OVERLAPPING_SHARE for share in shares)
+            detail = {
+                "n": self.n,
+                "at_least": OVERLAPPING_SHARE,
+                "trained_tokens": self.trained_tokens,
+                "too_short": len(numbers) - len(shares),
+            }
+            scores.append(share_score(task, group, "overlap_with_training", hits, len(shares), detail))
+        return scores
 
 
 def find_overlap(
-    store: Store, items: Sequence[npt.NDArray[Any]], *, split: str = "train", n: int = N, max_tokens: int | None = None,
-    tell: Tell = lambda done, total: None,
-) -> Overlap:  # fmt: skip
+    store: Store,
+    items: Sequence[npt.NDArray[Any]],
+    *,
+    split: str = "train",
+    n: int = NGRAM,
+    progress: ProgressCallback = lambda done, total: None,
+) -> TrainingOverlap:
     """Compare items (arrays of token ids) with a split of the store."""
-    asked = [hashes(item, n) for item in items]
-    wanted = np.unique(np.concatenate([np.empty(0, np.uint64), *asked]))
-    seen, looked = np.zeros(len(wanted), dtype=bool), 0
-    sizes = {name: len(store.tokens(name, split)) for name in store.sources if store.shards[name].get(split)}
-    total = sum(sizes.values())
-    share = 1.0 if max_tokens is None else min(1.0, max_tokens / max(1, total))
-    for name, size in sizes.items():
-        for found, count in _stretches(store.tokens(name, split), int(size * share), n):
-            _mark(wanted, seen, found)
-            looked += count
-            tell(looked, int(total * share))
-    return Overlap([_share(part, wanted, seen) for part in asked], n, looked)
+    item_hashes = [ngram_hashes(item, n) for item in items]
+    wanted = np.unique(np.concatenate([np.empty(0, np.uint64), *item_hashes]))
+    trained, done = np.zeros(len(wanted), dtype=bool), 0
+    arrays = [store.tokens(name, split) for name in store.sources if store.shards[name].get(split)]
+    total = sum(map(len, arrays))
+    for array in arrays:
+        for start in range(0, len(array), READ_TOKENS):
+            stop = min(len(array), start + READ_TOKENS)
+            hashes = ngram_hashes(array[start : min(len(array), stop + n - 1)], n)  # none is lost at a border
+            if len(wanted):
+                place = np.minimum(np.searchsorted(wanted, hashes), len(wanted) - 1)
+                trained[place[wanted[place] == hashes]] = True
+            done += stop - start
+            progress(done, total)
+    shares = [float(trained[np.searchsorted(wanted, part)].mean()) if len(part) else None for part in item_hashes]
+    return TrainingOverlap(shares, n, done)
 
 
-def _stretches(array: Any, limit: int, n: int) -> Iterator[tuple[Hashes, int]]:
-    """Hashes of all n-grams of the first `limit` tokens; stretches overlap by n - 1, so that none is lost at a border."""
-    for start in range(0, limit, STRETCH):
-        stop = min(limit, start + STRETCH)
-        yield hashes(array[start : min(limit, stop + n - 1)], n), stop - start
-
-
-def hashes(tokens: npt.NDArray[Any], n: int) -> Hashes:
-    """One number for each run of n tokens."""
-    count = len(tokens) - n + 1
-    if count <= 0:
-        return np.empty(0, dtype=np.uint64)
+def ngram_hashes(tokens: npt.NDArray[Any], n: int) -> Hashes:
+    """One 64-bit hash for each run of n tokens."""
+    count = max(0, len(tokens) - n + 1)
     mixed = mix64(tokens.astype(np.uint64))
-    total = np.zeros(count, dtype=np.uint64)
+    hashes = np.zeros(count, dtype=np.uint64)
     with np.errstate(over="ignore"):
-        for place in range(n):
-            total = total * np.uint64(0x9E3779B97F4A7C15) + mixed[place : place + count]
-    return total
+        for offset in range(n if count else 0):
+            hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + mixed[offset : offset + count]
+    return hashes
 
 
-def _mark(wanted: Hashes, seen: npt.NDArray[np.bool_], found: Hashes) -> None:
-    if not len(wanted):
-        return
-    place = np.minimum(np.searchsorted(wanted, found), len(wanted) - 1)
-    seen[place[wanted[place] == found]] = True
+def task_overlap(
+    source: ModelSource, tokenizer: Tokenizer, task: TaskFile, progress: ProgressCallback
+) -> list[EvalScore]:
+    """Overlap of a task's items, with their answers, with the text that the model was trained on."""
+    items = [np.array(tokenizer.encode(task.suite.solved_text(item))) for item in task.items]
+    return find_overlap(own_store(source), items, progress=progress).scores(task.name, groups(task.items))
 
 
-def _share(part: Hashes, wanted: Hashes, seen: npt.NDArray[np.bool_]) -> float | None:
-    return float(seen[np.searchsorted(wanted, part)].mean()) if len(part) else None
+def document_overlap(
+    source: ModelSource, held_out: Store, split: str, max_tokens: int | None, progress: ProgressCallback
+) -> list[EvalScore]:
+    """Overlap of held-out documents with the text that the model was trained on, by source."""
+    items: list[npt.NDArray[Any]] = []
+    numbers: dict[str, list[int]] = {"all": []}
+    for name, spans in choose_documents(held_out, split, max_tokens):
+        numbers[f"source {name}"] = list(range(len(items), len(items) + len(spans)))
+        items += [held_out.tokens(name, split)[start:stop] for start, stop in spans]
+    numbers["all"] = list(range(len(items)))
+    return find_overlap(own_store(source), items, progress=progress).scores("overlap", numbers)

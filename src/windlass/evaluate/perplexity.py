@@ -1,17 +1,14 @@
-"""How well does the model predict text it has not seen? Perplexity and bits per byte, by source, language and document length.
+"""Perplexity and bits per byte on held-out documents, by source, language and document length.
 
-Documents are laid end to end and cut every seq_len tokens, as in training, so the mean over all tokens is the validation loss.
-Every token is scored once, the document's end token included: nats / ln 2 / bytes is then the length of a code for the documents,
-and models with different tokenizers can be compared by it.
+Documents are laid end to end and cut every seq_len tokens, as in training, so the mean over all tokens is the
+validation loss. Every token is scored once, the document's end token included: nats / ln 2 / bytes is then the length
+of a code for the documents, and models with different tokenizers can be compared by it.
 """
-
-from __future__ import annotations
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,27 +16,23 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from windlass.blocks.attention.kernels import attention_kernel
+from windlass.convert.source import ProgressCallback
 from windlass.data.store import Store
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import DataError
-from windlass.evaluate.losses import Costs, costs, token_losses
-from windlass.evaluate.opened import Opened
-from windlass.evaluate.record import Score, ratio_interval
+from windlass.evaluate.likelihood import TokenNats, token_losses, token_nats
+from windlass.evaluate.open_model import OpenModel
+from windlass.evaluate.scores import EvalScore, ratio_score
 from windlass.models.recompute import Recomputed
-from windlass.train.attention import attention_backend
 
-TASK = "perplexity"
+# Document lengths in bytes of text: tokens differ in length between tokenizers.
 LENGTHS = ((2 * 1024, "under 2 KiB"), (8 * 1024, "2 to 8 KiB"), (32 * 1024, "8 to 32 KiB"), (math.inf, "over 32 KiB"))
-"""Document lengths in bytes of text, because tokens are of different length in different tokenizers."""
-COMPILE_FROM = 5_000_000
-Tell = Callable[[int, int], None]
-"""Called with tokens done and tokens in all."""
+COMPILE_FROM_TOKENS = 5_000_000  # compiling takes about a minute
 
 
 @dataclass(frozen=True)
-class Document:
-    """One held-out document and what it cost."""
-
+class HeldOutDocument:
     source: str
     language: str | None
     tokens: int
@@ -52,11 +45,10 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    scores: list[Score]
-    documents: list[Document]
-    seconds: float
-    """In the model, without reading and decoding."""
+class HeldOutResult:
+    scores: list[EvalScore]
+    documents: list[HeldOutDocument]
+    seconds: float  # in the model, without reading and decoding
     tokens: int
 
     @property
@@ -64,52 +56,56 @@ class Evaluation:
         return self.tokens / self.seconds if self.seconds > 0 else None
 
 
-def evaluate(
-    opened: Opened, store: Store, tokenizer: Tokenizer, *, split: str = "validation", max_tokens: int | None = None,
-    batch: int | None = None, compiles: bool | None = None, tell: Tell = lambda done, total: None,
-) -> Evaluation:  # fmt: skip
-    """Score whole documents of a split, about `max_tokens` of them, of every source in proportion."""
-    chosen = choose(store, split, max_tokens)
-    total = sum(stop - start for _, spans in chosen for start, stop in spans)
-    scorer = Scorer(opened, batch, total, tell, compiles)
-    texts = [(name, store.tokens(name, split)[start:stop]) for name, spans in chosen for start, stop in spans]
-    nats = scorer.nats([ids for _, ids in texts], store.eos)
-    # Without an end token nothing stands before the very first token, and it is not scored.
-    left_out = [int(store.eos is None and number == 0) for number in range(len(texts))]
-    documents = [
-        Document(name, store.sources[name].language, len(ids) - less, byte_count(ids, tokenizer, store.eos), cost)
-        for (name, ids), cost, less in zip(texts, nats, left_out, strict=True)
+def evaluate_text(
+    opened: OpenModel,
+    store: Store,
+    tokenizer: Tokenizer,
+    *,
+    split: str = "validation",
+    max_tokens: int | None = None,
+    batch: int | None = None,
+    compiles: bool | None = None,
+    progress: ProgressCallback = lambda done, total: None,
+) -> HeldOutResult:
+    """Score complete documents of a split, about `max_tokens` of them, of every source in proportion."""
+    texts = [
+        (name, store.tokens(name, split)[start:stop])
+        for name, spans in choose_documents(store, split, max_tokens)
+        for start, stop in spans
     ]
-    return Evaluation(summarize(documents), documents, scorer.seconds, total)
+    total = sum(len(ids) for _, ids in texts)
+    if compiles is None:
+        compiles = opened.device.type == "cuda" and total >= COMPILE_FROM_TOKENS
+    nats, seconds = document_nats(opened, [ids for _, ids in texts], store.eos, batch, compiles, progress)
+    documents = []
+    for number, ((name, ids), cost) in enumerate(zip(texts, nats, strict=True)):
+        # Without an end token nothing stands before the very first token, and it is not scored.
+        scored = len(ids) - int(store.eos is None and number == 0)
+        size = byte_count(ids, tokenizer, store.eos)
+        documents.append(HeldOutDocument(name, store.sources[name].language, scored, size, cost))
+    return HeldOutResult(summarize(documents), documents, seconds, total)
 
 
-def choose(store: Store, split: str, max_tokens: int | None) -> list[tuple[str, list[tuple[int, int]]]]:
-    """Source -> spans of its documents; where the split is larger than asked for, a sample that is always the same."""
-    held = [name for name in store.sources if store.shards[name].get(split)]
-    if not held:
+def choose_documents(store: Store, split: str, max_tokens: int | None) -> list[tuple[str, list[tuple[int, int]]]]:
+    """Source -> spans of its documents; with fewer tokens than the split has, always the same sample of documents."""
+    arrays = {name: store.tokens(name, split) for name in store.sources if store.shards[name].get(split)}
+    if not arrays:
         raise DataError(
-            "evaluate.split",
+            "evaluate.split-missing",
             f"{store.path} has no {split!r} split",
             hint=f"it has {', '.join(store.splits) or 'none'}; set `validation` in the data file",
         )
-    share = 1.0
-    if max_tokens is not None:
-        share = min(1.0, max_tokens / max(1, sum(len(store.tokens(name, split)) for name in held)))
-    found = []
-    for name in held:
-        spans = [span for span in store.tokens(name, split).documents() if span[1] > span[0]]
-        found.append((name, _some(spans, share)))
-    return found
-
-
-def _some(spans: list[tuple[int, int]], share: float) -> list[tuple[int, int]]:
-    """Documents in a fixed random order until this share of the tokens is reached, back in stored order."""
-    if share >= 1 or not spans:
-        return spans
-    order = np.random.default_rng(0).permutation(len(spans))
-    sizes = np.array([spans[i][1] - spans[i][0] for i in order])
-    before = np.cumsum(sizes) - sizes
-    return [spans[i] for i in sorted(order[before < share * sizes.sum()])]
+    share = 1.0 if max_tokens is None else max_tokens / max(1, sum(map(len, arrays.values())))
+    chosen = []
+    for name, array in arrays.items():
+        spans = [(start, stop) for start, stop in array.documents() if stop > start]
+        if share < 1 and spans:  # documents in a fixed random order until the share is reached, back in stored order
+            order = np.random.default_rng(0).permutation(len(spans))
+            sizes = np.array([spans[i][1] - spans[i][0] for i in order])
+            before = np.cumsum(sizes) - sizes
+            spans = [spans[i] for i in sorted(order[before < share * sizes.sum()])]
+        chosen.append((name, spans))
+    return chosen
 
 
 def byte_count(ids: npt.NDArray[Any], tokenizer: Tokenizer, eos: int | None) -> int:
@@ -118,140 +114,87 @@ def byte_count(ids: npt.NDArray[Any], tokenizer: Tokenizer, eos: int | None) -> 
     return len(tokenizer.decode(text.tolist()).encode("utf-8", errors="replace"))
 
 
-class Scorer:
-    """Runs documents through the model in full windows."""
+def document_nats(
+    opened: OpenModel,
+    texts: list[npt.NDArray[Any]],
+    eos: int | None,
+    batch: int | None,
+    compiles: bool,
+    progress: ProgressCallback,
+) -> tuple[list[float], float]:
+    """Summed cost of each document, all of them laid end to end in full windows, and the seconds it took."""
+    if not texts:
+        return [], 0.0
+    # The end of another document stands before the first one, as everywhere in training.
+    first = np.array([texts[0][0] if eos is None else eos], dtype=texts[0].dtype)
+    tokens = torch.from_numpy(np.concatenate([first, *texts]).astype(np.int64))
+    numbers = torch.from_numpy(np.repeat(np.arange(len(texts)), [len(ids) for ids in texts]))
+    # An input belongs to the document of its own token; the first one ends the document before.
+    documents = torch.cat((numbers[:1] - 1, numbers[:-1])) if opened.recipe.data.mask_documents else None
+    length, count = opened.max_length, len(tokens) - 1
+    rows = min(batch or max(1, opened.batch_tokens // length), math.ceil(count / length))
+    nats = compile_model(opened.model) if compiles else token_nats
 
-    def __init__(self, opened: Opened, batch: int | None, total: int, tell: Tell, compiles: bool | None = None) -> None:
-        self.opened, self.total, self.tell = opened, total, tell
-        self.length = opened.recipe.data.seq_len
-        # Enough tokens to fill the device: more changes nothing, and memory stays small.
-        self.batch = batch or max(1, (32_768 if opened.device.type != "cpu" else 2048) // self.length)
-        self.done, self.seconds = 0, 0.0
-        # Compiling takes about a minute and pays on a GPU from some millions of tokens on; it wants one shape only.
-        self.compiled = compiles if compiles is not None else opened.device.type == "cuda" and total >= COMPILE_FROM
-        self.costs = compiled(opened.model) if self.compiled else costs
+    def windows(values: torch.Tensor, start: int) -> torch.Tensor:
+        """(rows, length) of a flat tensor; the end is padded, where no scored token attends to it."""
+        part = values[start : start + rows * length]
+        return F.pad(part, (0, rows * length - len(part))).view(rows, length).to(opened.device)
 
-    def nats(self, texts: list[npt.NDArray[Any]], eos: int | None) -> list[float]:
-        """Summed cost of each document."""
-        if not texts:
-            return []
-        # What stands before the first document: the end of another one, as everywhere else in training.
-        first = np.array([texts[0][0] if eos is None else eos], dtype=texts[0].dtype)
-        flat = torch.from_numpy(np.concatenate([first, *texts]).astype(np.int64))
-        numbers = torch.from_numpy(np.repeat(np.arange(len(texts)), [len(t) for t in texts]))
-        began = time.perf_counter()
-        with attention_backend(self.opened.recipe.train.attention, self.opened.device):
-            found = torch.cat(list(_fetched(self._windows(flat, numbers))))
-        self.seconds += time.perf_counter() - began
-        if eos is None:
-            found[0] = 0.0
-        return torch.zeros(len(texts), dtype=torch.float64).index_add_(0, numbers, found.double()).tolist()
-
-    def _windows(self, flat: torch.Tensor, numbers: torch.Tensor) -> Iterator[torch.Tensor]:
-        count = len(flat) - 1
-        width = self.length * self.batch
-        for start in range(0, count, width):
-            stop = min(count, start + width)
-            if self.compiled:  # the last part is filled up behind, where nothing looks
-                yield self._ask(flat, numbers, start, stop, self.length, fill=width - (stop - start))
-                continue
-            whole = start + (stop - start) // self.length * self.length
-            if whole > start:
-                yield self._ask(flat, numbers, start, whole, self.length)
-            if stop > whole:
-                yield self._ask(flat, numbers, whole, stop, stop - whole)
-
-    def _ask(
-        self, flat: torch.Tensor, numbers: torch.Tensor, start: int, stop: int, length: int, fill: int = 0
-    ) -> torch.Tensor:
-        """Costs of the targets from start to stop, still on the device."""
-
-        def rows(values: torch.Tensor) -> torch.Tensor:
-            return F.pad(values, (0, fill)).view(-1, length).to(self.opened.device)
-
-        # An input belongs to the document of its own token; the first one ends the document before.
-        masked = self.opened.recipe.data.mask_documents
-        ids = rows(torch.cat((numbers[:1] - 1, numbers))[start:stop]) if masked else None
-        found = token_losses(
-            self.opened.model, rows(flat[start:stop]), rows(flat[start + 1 : stop + 1]), ids, self.costs
-        )
-        self.done += stop - start
-        self.tell(self.done, self.total)
-        return found.flatten()[: stop - start]
+    parts: list[torch.Tensor] = []
+    pending: deque[torch.Tensor] = deque()
+    started = time.perf_counter()
+    with attention_kernel(opened.recipe.train.attention, opened.device):
+        for start in range(0, count, rows * length):
+            stop = min(count, start + rows * length)
+            ids = windows(documents, start) if documents is not None else None
+            losses = token_losses(opened.model, windows(tokens[:-1], start), windows(tokens[1:], start), ids, nats)
+            pending.append(losses.flatten()[: stop - start])
+            if len(pending) > 2:  # two batches behind, so that the device never waits for the next one
+                parts.append(pending.popleft().cpu())
+            progress(stop, count)
+        parts += [losses.cpu() for losses in pending]
+    costs = torch.cat(parts).double()
+    seconds = time.perf_counter() - started
+    if eos is None:
+        costs[0] = 0.0
+    return torch.zeros(len(texts), dtype=torch.float64).index_add_(0, numbers, costs).tolist(), seconds
 
 
-def _fetched(parts: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Results in host memory, two batches behind: the device never waits for the next one to be asked."""
-    waiting: deque[torch.Tensor] = deque()
-    for part in parts:
-        waiting.append(part)
-        if len(waiting) > 2:
-            yield waiting.popleft().cpu()
-    yield from (part.cpu() for part in waiting)
-
-
-def compiled(model: Any) -> Costs:
-    """Compile as training does, for one shape; what computes the costs comes back."""
+def compile_model(model: Any) -> TokenNats:
+    """Compile the blocks as training does, for one shape; returns the compiled loss."""
     if model.head is None:
-        return costs
+        return token_nats
     for block in model.layers.values():
         block.compile(dynamic=False)
         block.carries = isinstance(block, Recomputed)
-    return torch.compile(costs, dynamic=False)
+    nats: TokenNats = torch.compile(token_nats, dynamic=False)
+    return nats
 
 
-def summarize(documents: list[Document]) -> list[Score]:
-    """Both numbers for everything, then by source, language and length."""
-    groups: list[tuple[str, list[Document]]] = [("all", documents)]
-    for word, key in (
-        ("source", lambda d: d.source),
-        ("language", lambda d: d.language or "unknown"),
-        ("length", lambda d: d.length),
-    ):
-        groups += [(f"{word} {name}", inside) for name, inside in _by(documents, key)]
-    return [score for name, inside in groups if inside for score in scores_of(name, inside)]
-
-
-def _by(documents: Iterable[Document], key: Callable[[Document], str]) -> list[tuple[str, list[Document]]]:
-    found: dict[str, list[Document]] = {}
+def summarize(documents: list[HeldOutDocument]) -> list[EvalScore]:
+    """Scores of all documents, then by source, language and length."""
+    groups: dict[str, list[HeldOutDocument]] = {"all": documents} if documents else {}
     for document in documents:
-        found.setdefault(key(document), []).append(document)
-    order = [name for _, name in LENGTHS]
-    return sorted(found.items(), key=lambda item: order.index(item[0]) if item[0] in order else -1)
+        groups.setdefault(f"source {document.source}", []).append(document)
+    for document in documents:
+        groups.setdefault(f"language {document.language or 'unknown'}", []).append(document)
+    for _, name in LENGTHS:
+        if inside := [document for document in documents if document.length == name]:
+            groups[f"length {name}"] = inside
+    return [score for group, inside in groups.items() for score in group_scores(group, inside)]
 
 
-def scores_of(group: str, documents: list[Document]) -> list[Score]:
+def group_scores(group: str, documents: list[HeldOutDocument]) -> list[EvalScore]:
     """Bits per byte and perplexity of some documents, with intervals over documents."""
     nats, tokens, size = (
         np.array([getattr(d, key) for d in documents], dtype=np.float64) for key in ("nats", "tokens", "bytes")
     )
     detail = {"tokens": int(tokens.sum()), "bytes": int(size.sum()), "nats": float(nats.sum())}
-    low, high = ratio_interval(nats, tokens)
-    made = [
-        Score(
-            task=TASK, group=group, metric="perplexity", value=_exp(nats.sum() / tokens.sum()) if tokens.sum() else None, low=_exp(low), high=_exp(high),
-            count=len(documents), detail=detail,
-        )
-    ]  # fmt: skip
-    if size.sum() > 0:
-        bits = nats / math.log(2)
-        low, high = ratio_interval(bits, size)
-        value = float(bits.sum() / size.sum())
-        made.insert(
-            0,
-            Score(
-                task=TASK,
-                group=group,
-                metric="bits_per_byte",
-                value=value,
-                low=low,
-                high=high,
-                count=len(documents),
-                detail=detail,
-            ),
-        )
-    return made
 
+    def exp(value: float | None) -> float | None:
+        return None if value is None else math.exp(min(value, 700.0))
 
-def _exp(nats: float | None) -> float | None:
-    return None if nats is None else float(math.exp(min(nats, 700.0)))
+    loss = ratio_score("perplexity", group, "perplexity", nats, tokens, detail)
+    perplexity = replace(loss, value=exp(loss.value), low=exp(loss.low), high=exp(loss.high))
+    bits = ratio_score("perplexity", group, "bits_per_byte", nats / math.log(2), size, detail)
+    return [bits, perplexity] if size.sum() > 0 else [perplexity]

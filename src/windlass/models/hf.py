@@ -37,7 +37,8 @@ class HFModel(DecoderModel):
         self.seq_len, self.vocab, self.width = seq_len, config.vocab_size, config.hidden_size
         self.init_std = getattr(config, "initializer_range", 0.02)
         self.tied = bool(getattr(config, "tie_word_embeddings", False))
-        self.shared_names = names_of_shared_weights(net)
+        self.twins = twin_names(net)
+        """Second names of a weight (a tied head) -> its first name."""
         self.embed = self.norm = self.head = None
         self.position_start = 0
         self.hf_layers = find_layers(net)
@@ -123,7 +124,7 @@ class HFModel(DecoderModel):
         return entropy_sums(logits.flatten(0, 1).float(), targets.flatten(), self.z_loss)
 
 
-def names_of_shared_weights(net: nn.Module) -> dict[str, str]:
+def twin_names(net: nn.Module) -> dict[str, str]:
     """Second names of a weight (a tied head) -> its first name, both as in our state."""
     first: dict[int, str] = {}
     named = [(f"net.{name}", id(weight)) for name, weight in net.named_parameters(remove_duplicate=False)]

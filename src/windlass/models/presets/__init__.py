@@ -1,7 +1,7 @@
 """Published model families: recipe keys to `ModelSpec`, Hugging Face names and weight transforms. Torch-free.
 
 `windlass.registry.PRESETS` finds them by module name, and those of other packages by the entry point group
-"windlass.presets", which names a function `spec(config) -> ModelSpec`.
+"windlass.presets", which names a value `PRESET` of class `models.hf_format.Preset`.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ from windlass.registry import PRESETS
 
 def model_spec(config: ModelConfig) -> ModelSpec:
     """The model that a recipe's `[model]` table describes."""
-    spec: ModelSpec = PRESETS.load(config.family)(config)
+    spec: ModelSpec = PRESETS.load(config.family).spec(config)
     return spec

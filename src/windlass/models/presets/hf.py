@@ -1,4 +1,4 @@
-"""Sizes of a Hugging Face model, read from its config.json. The modules are transformers' own; only costs come from here."""
+"""Any other causal language model: transformers builds it; only its sizes are read here, from config.json, for the planner."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from windlass.blocks.mlp.spec import MlpSpec
 from windlass.blocks.norm.spec import NormSpec
 from windlass.config import ModelConfig
 from windlass.errors import ConfigError
+from windlass.models.hf_format import HFFormat, Preset
 from windlass.models.spec import Branch, LayerGroup, LayerSpec, ModelSpec
 
 CLASSIC = {"gpt2": "gpt", "gpt_neox": "gpt", "opt": "gpt", "bloom": "bloom", "mpt": "mpt"}
@@ -101,3 +102,15 @@ def classic_spec(
         tied=tied,
         foreign=True,
     )
+
+
+PRESET = Preset(
+    spec=spec,
+    hf=HFFormat(
+    family="hf",
+    wraps_transformers=True,
+    prefix="net.",
+    # GPT-NeoX and Pythia folders call the head otherwise than transformers 5 does.
+    older_names={"gpt_neox": {"lm_head.weight": "embed_out.weight"}},
+),
+)

@@ -1,4 +1,7 @@
-"""RetNet: retention with a decay per head instead of attention, and a gated feed-forward block."""
+"""RetNet: retention with a decay per head instead of attention, and a gated feed-forward block.
+
+transformers does not have it: its folder holds our parameter names and the recipe's [model] table.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from windlass.blocks.mlp.spec import MlpSpec
 from windlass.blocks.norm.spec import NormSpec
 from windlass.blocks.retention.spec import RetentionSpec
 from windlass.config import ModelConfig
+from windlass.models.hf_format import ConfigSlot, HFFormat, Preset
 from windlass.models.presets.llama import default_hidden
 from windlass.models.spec import Branch, LayerGroup, LayerSpec, ModelSpec
 
@@ -34,3 +38,22 @@ def spec(config: ModelConfig) -> ModelSpec:
         init_std=config.init_std,
         measured=False,
     )
+
+
+PRESET = Preset(
+    spec=spec,
+    hf=HFFormat(
+    family="retnet",
+    config={
+        "model_type": "windlass_retnet",
+        "architectures": ["WindlassRetNet"],
+        "torch_dtype": ConfigSlot("dtype"),
+        "dtype": ConfigSlot("dtype"),
+        "vocab_size": ConfigSlot("vocab"),
+        "max_position_embeddings": ConfigSlot("positions"),
+        "model": ConfigSlot("*"),
+    },
+    model_types=("windlass_retnet",),
+    library="windlass",
+),
+)

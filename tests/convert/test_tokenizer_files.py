@@ -1,4 +1,4 @@
-"""Does the exported tokenizer give the same ids, whatever kind of file it came from?"""
+"""Exported tokenizers give the same ids, whatever kind of file they come from."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from windlass.convert import tokenizer_files
+from windlass.convert.tokenizer_files import write_tokenizer
+from windlass.convert.vocabulary import old_pieces, token_bytes
 from windlass.data.tokenizer import _CL100K, RanksTokenizer, Tokenizer, load_tokenizer
 from windlass.errors import DataError
-from windlass.evaluate import words as room
-from windlass.evaluate.vocabulary import pieces_of, token_bytes
-from windlass.evaluate.words import write_tokenizer
 
 pytest.importorskip("tiktoken")
 
@@ -31,7 +31,7 @@ def ranks(folder: Path, first: int) -> RanksTokenizer:
 @pytest.mark.parametrize("first", [0, 10])
 def test_ranks_become_a_json_with_the_same_ids(tmp_path: Path, first: int) -> None:
     tokenizer = ranks(tmp_path, first)
-    write_tokenizer(tokenizer, tmp_path, longest=64)
+    write_tokenizer(tokenizer, tmp_path, max_length=64)
     again = load_tokenizer(tmp_path / "tokenizer.json")
     for text in ("de het naïve 12345", "  hé\n日本", "hethet dede"):
         assert again.encode(text) == tokenizer.encode(text)
@@ -44,7 +44,7 @@ def test_ranks_become_a_json_with_the_same_ids(tmp_path: Path, first: int) -> No
 
 
 def test_a_tokenizer_that_would_change_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = room.json_of_ranks
+    real = tokenizer_files.json_of_ranks
 
     def shifted(tokenizer: RanksTokenizer) -> str:
         value = json.loads(real(tokenizer))
@@ -52,14 +52,15 @@ def test_a_tokenizer_that_would_change_the_model(tmp_path: Path, monkeypatch: py
         vocab["e"], vocab["t"] = vocab["t"], vocab["e"]
         return json.dumps(value)
 
-    monkeypatch.setattr(room, "json_of_ranks", shifted)
-    with pytest.raises(DataError, match="gives other ids"):
-        write_tokenizer(ranks(tmp_path, 0), tmp_path, longest=64)
+    monkeypatch.setattr(tokenizer_files, "json_of_ranks", shifted)
+    with pytest.raises(DataError) as error:
+        write_tokenizer(ranks(tmp_path, 0), tmp_path, max_length=64)
+    assert error.value.code == "convert.tokenizer-ids-differ"
 
 
 def test_pieces_of_the_same_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
     old, new = tokenizer, ranks(tmp_path, 10)
-    pieces = pieces_of(old, new)
+    pieces = old_pieces(old, new)
     assert len(pieces) == new.vocab_size and pieces[new.eos] == [old.eos]
     for number, token in enumerate(token_bytes(new)):
         if number >= 10:

@@ -10,11 +10,11 @@ import pytest
 
 from windlass.clusters.scheduler import Place
 from windlass.config import Recipe
+from windlass.convert.imports import import_model
 from windlass.data.store import Store
 from windlass.data.tokenizer import Tokenizer, train_bpe
-from windlass.evaluate.imports import import_model
-from windlass.evaluate.opened import open_model
-from windlass.evaluate.perplexity import evaluate
+from windlass.evaluate.open_model import open_model
+from windlass.evaluate.perplexity import evaluate_text
 from windlass.runs.folder import Run, create_run
 from windlass.train import loop
 
@@ -36,12 +36,12 @@ def train(path: Path, store: Store, vocab: int, steps: int, **tables: Any) -> Ru
 
 
 def losses(run: Run) -> list[float]:
-    return [line.loss for line in run.metrics_lines()]
+    return [line["loss"] for line in run.metrics()]
 
 
-def bits(run: Path, store: Store, words: Tokenizer) -> dict[str, float]:
-    made = evaluate(open_model(run), store, words)
-    return {s.group: s.value or 0.0 for s in made.scores if s.metric == "bits_per_byte"}
+def bits(run: Path, store: Store, tokenizer: Tokenizer) -> dict[str, float]:
+    result = evaluate_text(open_model(run), store, tokenizer)
+    return {s.group: s.value or 0.0 for s in result.scores if s.metric == "bits_per_byte"}
 
 
 def test_grow_and_go_on(
@@ -49,25 +49,25 @@ def test_grow_and_go_on(
 ) -> None:
     base = train(tmp_path / "base", store, tokenizer.vocab_size, 60, data={"mix": {"english": 1.0}})
     texts = [json.loads(line)["text"] for line in corpus["dutch"].read_text().splitlines()]
-    words = train_bpe(texts, 440, tmp_path / "tokenizer")
-    other = make_store(tmp_path / "other", words)
-    grown = import_model(base.path, tmp_path / "grown", tokenizer=words.path)
+    new = train_bpe(texts, 440, tmp_path / "tokenizer")
+    other = make_store(tmp_path / "other", new)
+    grown = import_model(base.path, tmp_path / "grown", tokenizer=new.path)
     mixed = {"data": {"mix": {"dutch": 0.5, "english": 0.5}}, "optim": {"lr": 3e-3, "warmup": 5 * 512}}
-    went_on = train(tmp_path / "cpt", other, words.vocab_size, 40, save={"load": str(grown.run)}, **mixed)
-    anew = train(tmp_path / "anew", other, words.vocab_size, 2, **mixed)
-    rates = [line.lr for line in went_on.metrics_lines()]
+    went_on = train(tmp_path / "cpt", other, new.vocab_size, 40, save={"load": str(grown.run)}, **mixed)
+    anew = train(tmp_path / "anew", other, new.vocab_size, 2, **mixed)
+    rates = [line["lr"] for line in went_on.metrics()]
     assert rates[0] < rates[2] < rates[4] == pytest.approx(3e-3, rel=0.05) and rates[-1] < rates[4]
     assert losses(went_on)[0] < losses(anew)[0] - 0.3  # what was learned came along
     assert losses(went_on)[-1] < losses(went_on)[0]
     # Bits per byte compare the two tokenizers: the new language is learned, and what is replayed is forgotten less.
-    before, after = bits(base.path, store, tokenizer), bits(went_on.path, other, words)
+    before, after = bits(base.path, store, tokenizer), bits(went_on.path, other, new)
     assert after["language du"] < before["language du"] - 0.3
     forgot = train(
         tmp_path / "forgot",
         other,
-        words.vocab_size,
+        new.vocab_size,
         40,
         save={"load": str(grown.run)},
         **{**mixed, "data": {"mix": {"dutch": 1.0}}},
     )
-    assert after["language en"] < bits(forgot.path, other, words)["language en"] - 0.2
+    assert after["language en"] < bits(forgot.path, other, new)["language en"] - 0.2

@@ -1,0 +1,1 @@
+"""Hugging Face import and export, proved by comparing logits."""

@@ -1,0 +1,99 @@
+"""config.json of a Hugging Face folder as a recipe, and back, by the tables of `windlass.models.presets`. No torch."""
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from windlass.checkpoint.files import EXTRA
+from windlass.checkpoint.load import weights_source
+from windlass.config import DataConfig, ModelConfig, Recipe, SaveConfig
+from windlass.errors import CheckpointError, ConfigError
+from windlass.files import read_json
+from windlass.models.hf_format import HFFormat
+from windlass.registry import PRESETS
+
+POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+"""Names that families use for the longest sequence; Bloom has none."""
+
+
+def format_of(model: ModelConfig) -> HFFormat:
+    format: HFFormat = PRESETS.load(model.family).hf
+    return format
+
+
+def is_hf_folder(folder: Path) -> bool:
+    """True for a folder whose config.json names a model type."""
+    return "model_type" in ((read_json(folder / "config.json") if folder.is_dir() else None) or {})
+
+
+def match_format(config: Mapping[str, Any]) -> tuple[HFFormat, list[str]]:
+    """The format to read a config.json with, and why it is not one of our own modules (empty when it is)."""
+    formats = [PRESETS.load(name).hf for name in PRESETS.names()]
+    candidates = [format for format in formats if config["model_type"] in format.model_types]
+    for format in candidates:
+        if not format.differences(config):
+            return format, []
+    reasons = [reason for format in candidates for reason in format.differences(config)]
+    wrapper = next(format for format in formats if format.wraps_transformers)
+    return wrapper, reasons or [f"its family is {config['model_type']}"]
+
+
+def recipe_of_folder(folder: Path, *, seq_len: int | None = None) -> Recipe:
+    """A recipe with the model of the folder; a family that none of our modules computes is built by transformers."""
+    config = read_json(folder / "config.json") or {}
+    if method := (config.get("quantization_config") or {}).get("quant_method"):
+        raise ConfigError(
+            "convert.weights-quantized",
+            f"the weights in {folder} are quantized ({method}) and can neither be trained nor read exactly",
+            hint="use the bf16 or fp16 checkpoint instead",
+        )
+    format, _ = match_format(config)
+    if missing := format.missing_keys(config):
+        raise ConfigError(
+            "convert.config-keys-missing",
+            f"{folder}/config.json does not have {', '.join(missing)}",
+            hint="use the config.json that came with the weights",
+        )
+    table = format.read_config(config)
+    if format.wraps_transformers:
+        table |= {"config": str(folder), "vocab": config.get("vocab_size")}
+    seq_len = min(seq_len or 2048, max_positions(config) or 2048)
+    return Recipe(name=recipe_name(folder), model=ModelConfig(**table), data=DataConfig(seq_len=seq_len))
+
+
+def recipe_name(folder: Path) -> str:
+    """A valid recipe name made from the name of a folder."""
+    return "".join(c if c.isalnum() or c in "._-" else "-" for c in folder.resolve().name).lstrip("._-") or "imported"
+
+
+def max_positions(config: Mapping[str, Any]) -> int | None:
+    """The longest sequence that a model was made for; None when its config.json has no such key."""
+    return next((int(config[key]) for key in POSITION_KEYS if config.get(key)), None)
+
+
+def positions_of(recipe: Recipe, folder: Path) -> int:
+    """The longest sequence of a model: what it was trained with, or what an imported model allows if that is longer."""
+    positions = (read_json(folder / EXTRA) or {}).get("extra", {}).get("positions")
+    if positions is None and is_hf_folder(folder):
+        positions = max_positions(read_json(folder / "config.json") or {})
+    if positions is None and recipe.save.load is not None:
+        with contextlib.suppress(CheckpointError):  # the run it started from may be gone
+            origin = weights_source(recipe.save.load)
+            positions = positions_of(recipe.model_copy(update={"save": SaveConfig()}), origin)
+    return max(recipe.data.seq_len, positions or 0)
+
+
+def config_json(recipe: Recipe, dtype: str, positions: int) -> dict[str, Any]:
+    """config.json of a model; `dtype` is torch's name of the number format."""
+    model, format = recipe.model, format_of(recipe.model)
+    if format.wraps_transformers:
+        return {**original_config(model), "torch_dtype": dtype, "dtype": dtype}
+    return format.write_config(model.model_dump(mode="json"), {"dtype": dtype, "positions": positions})
+
+
+def original_config(model: ModelConfig) -> dict[str, Any]:
+    """The config.json that a model of family hf is built from."""
+    path = Path(model.config or "")
+    return dict(json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8")))

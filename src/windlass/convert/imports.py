@@ -1,0 +1,219 @@
+"""Import of a Hugging Face model as a run to start from: a checkpoint of step 0, a recipe and the tokenizer.
+
+With another tokenizer the vocabulary changes; see `vocabulary.py`.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from windlass.checkpoint import names
+from windlass.checkpoint.save import Saver
+from windlass.config import Loaded, Recipe, SaveConfig
+from windlass.convert.config_json import (
+    format_of,
+    is_hf_folder,
+    match_format,
+    max_positions,
+    positions_of,
+    recipe_name,
+    recipe_of_folder,
+)
+from windlass.convert.source import DTYPES, ModelSource, find_source, find_tokenizer
+from windlass.convert.tokenizer_files import write_tokenizer
+from windlass.convert.verify import LogitComparison, compare_logits
+from windlass.convert.vocabulary import grow_vocabulary
+from windlass.convert.weights import StoredWeights, open_weights
+from windlass.data.tokenizer import Tokenizer, load_tokenizer
+from windlass.errors import CheckpointError, ConfigError, DataError, RunError
+from windlass.files import read_json
+from windlass.models.build import build_model
+from windlass.runs.folder import Run, create_run
+
+
+@dataclass(frozen=True)
+class Imported:
+    run: Path
+    family: str
+    parameters: int
+    dtype: str
+    vocab: int
+    notes: list[str] = field(default_factory=list)
+    check: LogitComparison | None = None
+
+
+def import_model(
+    folder: Path | str,
+    target: Path | str,
+    *,
+    tokenizer: Path | None = None,
+    seq_len: int | None = None,
+    verify: bool = True,
+) -> Imported:
+    """Read a Hugging Face folder, or a run whose vocabulary is to grow, into the new run folder `target`."""
+    folder, target = Path(folder), Path(target)
+    if target.exists():
+        raise RunError("convert.target-exists", f"{target} exists", hint="choose another folder with --run")
+    from_folder = is_hf_folder(folder)
+    if not from_folder:
+        refuse_other_folder(folder)
+    source = (
+        ModelSource(None, recipe_of_folder(folder, seq_len=seq_len), folder) if from_folder else find_source(folder)
+    )
+    recipe = source.recipe.model_copy(update={"name": recipe_name(target), "layout": None})
+    weights = open_weights(source.folder)
+    formats = {weights.dtype(name) for name in weights}
+    # Several formats become fp32, which holds each of them exactly.
+    dtype = next((name for name, torch_dtype in DTYPES.items() if formats == {torch_dtype}), "fp32")
+    state = weights_under_our_names(recipe, weights)
+    notes = import_notes(folder, recipe, formats) if from_folder else []
+    try:
+        loaded = (
+            find_tokenizer(ModelSource(source.run, recipe, source.folder)) if source.run else load_tokenizer(folder)
+        )
+    except DataError:
+        loaded = None
+    if tokenizer is not None:
+        if loaded is None:
+            raise ConfigError(
+                "convert.old-tokenizer-missing",
+                f"{folder} has no tokenizer to grow from",
+                hint="put its tokenizer.json into the folder",
+            )
+        old, loaded = loaded, load_tokenizer(tokenizer)
+        recipe, state, note = grow_vocabulary(recipe, state, old, loaded)
+        notes.append(note)
+    run = write_run(recipe, state, target, loaded, dtype, folder, positions_of(recipe, source.folder))
+    check = None
+    if verify and from_folder and tokenizer is None:
+        checkpoint = find_source(run.path).folder
+        check = compare_logits(run.recipe(), checkpoint, folder, next(iter(state.values())).dtype, loaded)
+        if not check.ok:
+            raise CheckpointError(
+                "convert.import-logits-differ",
+                "the imported model does not compute what transformers computes: "
+                f"largest logit difference {check.difference:.3g}",
+                hint="this is a bug in windlass: report the model's config.json; the run folder is kept for inspection",
+            )
+    count = sum(tensor.numel() for tensor in state.values())
+    return Imported(run.path, recipe.model.family, count, dtype, recipe.model.vocab or 0, notes, check)
+
+
+def refuse_other_folder(folder: Path) -> None:
+    """A folder that is neither a Hugging Face folder nor a run: say what it is."""
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        is_json = read_json(folder / "config.json") is not None
+        raise ConfigError(
+            "convert.config-json-damaged",
+            f"{folder}/config.json {'names no model_type' if is_json else 'is not JSON: it was cut or changed'}",
+            hint="use the config.json that came with the weights",
+        )
+    if not (folder / "checkpoints").is_dir():
+        content = "does not exist"
+        if folder.is_dir():
+            content = f"holds {', '.join(sorted(path.name for path in folder.iterdir())[:6]) or 'nothing'}"
+        raise CheckpointError(
+            "convert.nothing-to-import",
+            f"{folder} {content}: no model to import",
+            hint="name a Hugging Face folder (config.json with a model_type, *.safetensors), "
+            "or a run whose vocabulary is to grow",
+        )
+
+
+def weights_under_our_names(recipe: Recipe, weights: StoredWeights) -> dict[str, Tensor]:
+    """Every parameter of our model, from the folder."""
+    with torch.device("meta"):
+        model = build_model(recipe.model, seq_len=min(recipe.data.seq_len, 128))
+    own, twins, format = model.state_dict(), getattr(model, "twins", {}), format_of(recipe.model)
+    is_ours = set(own) <= set(weights)
+    loaded: Mapping[str, Tensor] = weights if is_ours else names.from_hf(weights, own, twins)
+    missing = [name for name in own if name not in loaded]
+    if not is_ours:  # a head that the config calls untied is not made up from the embedding
+        missing += [name for name in format.tied if name in own and format.hf_name(name) not in weights]
+    misshapen = [name for name in own if name in loaded and loaded[name].shape != own[name].shape]
+    problems = [f"{len(missing)} missing ({', '.join(missing[:3])})"] if missing else []
+    if misshapen:
+        name = misshapen[0]
+        shapes = f"{tuple(loaded[name].shape)} in the file, {tuple(own[name].shape)} by the config"
+        problems.append(f"{len(misshapen)} of another shape ({name}: {shapes})")
+    if problems:
+        raise CheckpointError(
+            "convert.weights-do-not-fit",
+            f"the weights do not fit the folder's config.json: {'; '.join(problems)}",
+            hint="is the folder complete, and is its config.json that of these weights?",
+        )
+    keep = torch.bfloat16 if all(loaded[name].dtype == torch.bfloat16 for name in own) else torch.float32
+    return {name: loaded[name].to(keep) for name in own if name not in twins}
+
+
+def import_notes(folder: Path, recipe: Recipe, formats: set[torch.dtype]) -> list[str]:
+    """What the user should know about the import."""
+    config = read_json(folder / "config.json") or {}
+    _, reasons = match_format(config)
+    notes = []
+    if reasons:
+        notes.append(f"family hf: {'; '.join(reasons)}. It trains sharded, without tensor or pipeline parallelism.")
+    if len(formats) > 1:
+        listed = " and ".join(sorted(str(torch_dtype).removeprefix("torch.") for torch_dtype in formats))
+        notes.append(f"weights of {listed} become fp32, which holds both exactly")
+    if (positions := max_positions(config) or 0) > recipe.data.seq_len:
+        notes.append(
+            f"the model takes {positions:,} tokens; data.seq_len = {recipe.data.seq_len:,} is recorded (--seq-len), "
+            f"and an export keeps {positions:,}"
+        )
+    return notes
+
+
+def write_run(
+    recipe: Recipe,
+    state: dict[str, Tensor],
+    target: Path,
+    tokenizer: Tokenizer | None,
+    dtype: str,
+    origin: Path,
+    positions: int,
+) -> Run:
+    """The run folder with one checkpoint, of step 0."""
+    wrapped = format_of(recipe.model).wraps_transformers
+    if tokenizer is not None:
+        data = recipe.data.model_copy(update={"tokenizer": str(target / "tokenizer")})
+        recipe = recipe.model_copy(update={"data": data})
+    if wrapped:
+        model = recipe.model.model_copy(update={"config": str(target / "hf")})
+        recipe = recipe.model_copy(update={"model": model})
+    run = create_run(target, Loaded(recipe=recipe, text=recipe_text(recipe), path=None, origins={}))
+    if wrapped:
+        (target / "hf").mkdir()
+        shutil.copyfile(origin / "config.json", target / "hf" / "config.json")
+    if tokenizer is not None:
+        (target / "tokenizer").mkdir(exist_ok=True)
+        write_tokenizer(tokenizer, target / "tokenizer", max_length=recipe.data.seq_len)
+    saver = Saver(run, SaveConfig(asynchronous=False))
+    extra = {"tokens": 0, "dtype": dtype, "imported_from": str(origin), "positions": positions}
+    outcome = saver.save(0, {"model": state}, extra, block=True)
+    saver.close()
+    if outcome is None or not outcome.ok:
+        raise CheckpointError(
+            "convert.checkpoint-not-written",
+            f"the checkpoint could not be written: {outcome.error if outcome else 'unknown'}",
+            hint="is the disk full?",
+        )
+    run.event("imported", origin=str(origin), dtype=dtype)
+    return run
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """The recipe's TOML: what differs from the defaults. JSON values are valid TOML values."""
+    lines, tables = ["# Written by `windlass import`."], []
+    for key, value in recipe.model_dump(mode="json", exclude_defaults=True, exclude_none=True).items():
+        if isinstance(value, dict):
+            pairs = [f"{name} = {json.dumps(inner)}" for name, inner in value.items() if not isinstance(inner, dict)]
+            tables.append("\n".join([f"[{key}]", *pairs]))
+        else:
+            lines.append(f"{key} = {json.dumps(value)}")
+    return "\n".join([*lines, *tables]) + "\n"

@@ -1,0 +1,90 @@
+"""Tokenizer files that transformers reads, written from every kind of tokenizer file that we read. No torch."""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from windlass.data.tokenizer import JsonTokenizer, RanksTokenizer, Tokenizer, load_tokenizer
+from windlass.errors import DataError
+from windlass.files import read_json, write_atomic, write_json
+
+SETTINGS_FILES = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+"""Files that transformers keeps beside a tokenizer, apart from tokenizer_config.json."""
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_length: int) -> None:
+    """Write what `AutoTokenizer.from_pretrained(folder)` reads; it gives the same ids as ours.
+
+    A tokenizer that came with transformers' settings keeps them (begin and end tokens, chat template).
+    """
+    settings: dict[str, Any] = {
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": False,
+        "add_eos_token": False,
+    }
+    original = _original_settings(tokenizer)
+    if not isinstance(tokenizer, JsonTokenizer | RanksTokenizer):
+        shutil.copyfile(tokenizer.path, folder / "tokenizer.model")
+        settings |= {"tokenizer_class": "LlamaTokenizer", "legacy": False}
+        write_json(folder / "tokenizer_config.json", original or settings)
+        return
+    content = tokenizer.path.read_bytes() if isinstance(tokenizer, JsonTokenizer) else json_of_ranks(tokenizer)
+    write_atomic(folder / "tokenizer.json", content)
+    _check_ids(tokenizer, folder / "tokenizer.json")
+    end = None if tokenizer.eos is None else tokenizer.decode([tokenizer.eos]) or None
+    if original is not None:
+        changed = {} if _special_token(original, "eos_token") == end else {"eos_token": end}
+        write_json(folder / "tokenizer_config.json", original | changed)
+        for path in (tokenizer.path.with_name(name) for name in SETTINGS_FILES):
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
+        return
+    specials = {} if end is None else {"eos_token": end, "bos_token": end, "pad_token": end}
+    write_json(folder / "tokenizer_config.json", {**settings, "tokenizer_class": "PreTrainedTokenizerFast", **specials})
+    write_json(folder / "special_tokens_map.json", specials)
+
+
+def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Ids for config.json. The end token also begins a document, unless the tokenizer has a begin token."""
+    if tokenizer.eos is None:
+        return {}
+    begin = _special_token(_original_settings(tokenizer) or {}, "bos_token")
+    ids = tokenizer.encode(begin, specials=True) if begin else []
+    return {"eos_token_id": tokenizer.eos, "bos_token_id": ids[0] if len(ids) == 1 else tokenizer.eos}
+
+
+def _original_settings(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    return read_json(tokenizer.path.with_name("tokenizer_config.json"))
+
+
+def _special_token(settings: dict[str, Any], name: str) -> str | None:
+    value = settings.get(name)  # a text, or an object with the text in it
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def _check_ids(tokenizer: Tokenizer, written: Path) -> None:
+    """The written file must give our ids: with other ids the model is another model."""
+    text = Path(argparse.__file__).read_text(encoding="utf-8")[:20_000] + " naïve ÅŁż 日本語 Привет 12345\n\t  x"
+    ours, theirs = tokenizer.encode(text), load_tokenizer(written).encode(text)
+    if ours != theirs:
+        pairs = enumerate(zip(ours, theirs, strict=False))
+        first = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+        raise DataError(
+            "convert.tokenizer-ids-differ",
+            f"the exported tokenizer gives other ids than {tokenizer.path} from token {first} on",
+            hint="convert the tokenizer to a tokenizer.json yourself and name it with --tokenizer",
+        )
+
+
+def json_of_ranks(tokenizer: RanksTokenizer) -> str:
+    """A tokenizers JSON with the special tokens at their ids and the ranks after `first`."""
+    value = json.loads(tokenizer.engine_json() or "{}")
+    vocab = {token: rank + tokenizer.first for token, rank in value["model"]["vocab"].items()}
+    value["model"]["vocab"] = {**vocab, **dict(tokenizer.specials)}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    specials = sorted(tokenizer.specials, key=lambda special: special[1])
+    value["added_tokens"] = [{"id": number, "content": name, **flags} for name, number in specials]
+    return json.dumps(value, ensure_ascii=False)

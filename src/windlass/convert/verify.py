@@ -1,0 +1,186 @@
+"""Comparison of logits: a folder must compute what our model computes on real text. Names and shapes prove nothing.
+
+A model that fits in memory twice is compared whole, loaded by transformers itself. A larger Llama is compared layer by
+layer: the same text runs through both sides, and only one layer of each is in memory.
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windlass.checkpoint.stage import available_bytes
+from windlass.config import ModelConfig, Recipe
+from windlass.convert.config_json import format_of, original_config, recipe_of_folder
+from windlass.convert.source import load_model
+from windlass.convert.weights import StoredWeights, open_weights
+from windlass.data.tokenizer import Tokenizer
+from windlass.errors import ConfigError, DataError
+from windlass.models.build import build_model
+
+TOLERANCE = 1e-4
+MIN_AGREEMENT = 0.999
+SEQUENCES, MAX_LENGTH = 4, 256
+BYTES_PER_WEIGHT = 9  # both models in fp32, and some room
+
+
+def exported_names(model: ModelConfig, weights: StoredWeights) -> dict[str, str]:
+    """Name in the exported folder -> name in the checkpoint, in the folder's order."""
+    format = format_of(model)
+    twins: Mapping[str, str] = {}
+    older: Mapping[str, str] = {}
+    if format.wraps_transformers:
+        with torch.device("meta"):  # only transformers knows which of its names stand for one weight
+            twins = build_model(model, seq_len=1).twins
+        model_type = original_config(model).get("model_type") or ""
+        older = next((table for start, table in format.older_names.items() if model_type.startswith(start)), {})
+    exported = {}
+    for name in weights:
+        hf_name = format.hf_name(name)
+        # As save_pretrained does: a weight with two names is written under its first.
+        if hf_name is not None and name not in twins and format.prefix + name not in twins:
+            exported[older.get(hf_name, hf_name)] = name
+    return exported or {name: name for name in weights}  # already under Hugging Face's names
+
+
+@dataclass(frozen=True)
+class LogitComparison:
+    """How far apart the two sides are, in fp32 on the same (already rounded) weights."""
+
+    difference: float  # largest absolute difference of any logit
+    agreement: float  # share of positions with the same most likely token
+    positions: int
+    text: str  # description of the text
+    how: str  # "whole" or "layer by layer"
+    scale: float = 1.0  # root mean square of the logits; above 1 the tolerance grows with it, as rounding does
+
+    @property
+    def ok(self) -> bool:
+        return self.difference <= TOLERANCE * max(1.0, self.scale) and self.agreement >= MIN_AGREEMENT
+
+
+def compare_logits(
+    recipe: Recipe,
+    checkpoint: Path,
+    folder: Path,
+    dtype: torch.dtype,
+    tokenizer: Tokenizer | None,
+    text: str | None = None,
+) -> LogitComparison:
+    """Compare a Hugging Face folder with the checkpoint of the same model, whose weights are rounded to `dtype` first."""
+    tokens, description = sample_tokens(recipe, tokenizer, text)
+    weights = open_weights(checkpoint)
+    needed_bytes = sum(torch.Size(weights.shape(name)).numel() for name in weights) * BYTES_PER_WEIGHT
+    free_bytes = available_bytes()
+    layerwise = format_of(recipe.model).layerwise and free_bytes is not None and needed_bytes > free_bytes
+    if layerwise:
+        pairs = _layer_by_layer(recipe, weights, folder, dtype, tokens)
+    else:
+        pairs = _whole(recipe, checkpoint, folder, dtype, tokens)
+    difference, same, positions, squares, count = 0.0, 0, 0, 0.0, 0
+    for ours, theirs in pairs:
+        distance = float((ours - theirs).abs().max())
+        difference = max(difference, float("inf") if distance != distance else distance)
+        same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+        positions += ours.shape[0] * ours.shape[1]
+        squares += float(ours.double().pow(2).sum())
+        count += ours.numel()
+    how = "layer by layer" if layerwise else "whole"
+    return LogitComparison(difference, same / positions, positions, description, how, (squares / count) ** 0.5)
+
+
+def sample_tokens(recipe: Recipe, tokenizer: Tokenizer | None, text: str | None) -> tuple[Tensor, str]:
+    """Tokens of the given text, else of Python's own library, and a description of them."""
+    length = min(MAX_LENGTH, recipe.data.seq_len)
+    if tokenizer is None:
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, recipe.model.vocab or 256, (SEQUENCES, length), generator=generator)
+        return tokens, "random tokens (no tokenizer)"
+    description = "the given text" if text is not None else "text of Python's library"
+    text = text if text is not None else Path(argparse.__file__).read_text(encoding="utf-8")
+    ids = tokenizer.encode(text[: 40 * SEQUENCES * length])
+    if not ids:
+        raise DataError(
+            "convert.sample-text-empty",
+            "the text to compare on has no tokens",
+            hint="give a longer one with --text",
+        )
+    repeated = ids * (SEQUENCES * length // len(ids) + 1)
+    return torch.tensor(repeated[: SEQUENCES * length]).view(SEQUENCES, length), description
+
+
+@torch.inference_mode()
+def _whole(
+    recipe: Recipe, checkpoint: Path, folder: Path, dtype: torch.dtype, tokens: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    cpu = torch.device("cpu")
+    ours = load_model(recipe, checkpoint, cpu, dtype, verify=False).float()  # the caller has checked the files
+    if format_of(recipe.model).library == "transformers":
+        loader = _transformers().AutoModelForCausalLM
+        theirs = loader.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
+    else:
+        theirs = load_model(recipe_of_folder(folder, seq_len=recipe.data.seq_len), folder, cpu, torch.float32)
+    for row in tokens.split(1):
+        output = theirs(row)
+        logits = output if isinstance(output, Tensor) else output.logits
+        yield ours(row)[..., : ours.vocab].float(), logits[..., : ours.vocab].float()
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(
+            "convert.transformers-missing",
+            "the model cannot be verified: transformers is not installed",
+            hint="pip install 'windlass[eval]', or use --no-verify",
+        ) from None
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+@torch.inference_mode()
+def _layer_by_layer(
+    recipe: Recipe, weights: StoredWeights, folder: Path, dtype: torch.dtype, tokens: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    model, format, exported = recipe.model, format_of(recipe.model), open_weights(folder)
+    own_names = exported_names(model, weights)
+    with torch.device("meta"):
+        stage = build_model(model.model_copy(update={"layers": 1}), seq_len=tokens.shape[1])
+    stage.keep(range(1), first=False, last=False)  # one layer: hidden states in, hidden states out
+    stage = stage.to_empty(device="cpu")
+    stage.prepare("cpu")
+    transformers = _transformers()
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config.num_hidden_layers, config.vocab_size, config._attn_implementation = 1, 8, "sdpa"
+    network = transformers.AutoModel.from_config(config).eval().float()
+    layer, positions = network.layers[0], torch.arange(tokens.shape[1])[None]
+
+    def both(name: str) -> tuple[Tensor, Tensor]:
+        """A weight of our checkpoint (rounded as exported) and of the folder, by our name."""
+        hf_name = format.hf_name(name) or name
+        return weights[own_names[hf_name]].to(dtype).float(), exported[hf_name].float()
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.norm_eps) * weight
+
+    x, y = (table[tokens] for table in both("embed.weight"))
+    for number in range(model.layers or 0):
+        stage.load_state_dict({
+            name: both(name.replace("layers.0.", f"layers.{number}.", 1))[0] for name in stage.state_dict()
+        })  # fmt: skip
+        start = f"model.layers.{number}."
+        layer.load_state_dict({name: exported[start + name].float() for name in layer.state_dict()})
+        x = stage(x)
+        output = layer(
+            y, attention_mask=None, position_ids=positions, position_embeddings=network.rotary_emb(y, positions)
+        )
+        y = output[0] if isinstance(output, tuple) else output
+    our_norm, their_norm = both("norm.weight")
+    our_head, their_head = both("embed.weight" if model.tied else "head.weight")
+    for ours, theirs in zip(normed(x, our_norm).split(1), normed(y, their_norm).split(1), strict=True):
+        yield ours @ our_head[: model.vocab].t(), theirs @ their_head.t()

@@ -1,0 +1,96 @@
+"""Weights of a checkpoint or a Hugging Face folder, read one tensor at a time: the whole model need not fit in memory."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from windlass.checkpoint.files import MANIFEST
+from windlass.checkpoint.load import safetensors_files
+from windlass.errors import CheckpointError
+
+SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str  # str: a safetensors format that we do not train from
+    read: Callable[[], Tensor]
+
+
+class StoredWeights(Mapping[str, Tensor]):
+    """Names, shapes and formats are known at once; a tensor is read each time it is asked for."""
+
+    def __init__(self, tensors: dict[str, StoredTensor]) -> None:
+        self.tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name].read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        dtype = self.tensors[name].dtype
+        if isinstance(dtype, str):
+            raise CheckpointError(
+                "convert.weight-format",
+                f"the weight {name} is stored as {dtype}, which cannot be trained from",
+                hint="use the bf16 or fp16 checkpoint instead",
+            )
+        return dtype
+
+
+def open_weights(folder: Path) -> StoredWeights:
+    """Weights of a checkpoint of any layout, or of the *.safetensors files of a folder."""
+    if (folder / MANIFEST).is_file() and (folder / ".metadata").is_file():
+        return _open_checkpoint(folder)
+    from safetensors import safe_open
+
+    tensors = {}
+    for part in safetensors_files(folder):
+        try:
+            file: Any = safe_open(part, framework="pt")
+        except Exception as error:
+            raise CheckpointError(
+                "convert.weights-unreadable",
+                f"{part} cannot be read: {error}",
+                hint="the file was cut or changed: copy it again",
+            ) from None
+        for name in file.keys():  # noqa: SIM118 - not a dictionary
+            slice_ = file.get_slice(name)
+            dtype = SAFETENSORS_DTYPES.get(slice_.get_dtype(), slice_.get_dtype())
+            tensors[name] = StoredTensor(tuple(slice_.get_shape()), dtype, partial(file.get_tensor, name))
+    return StoredWeights(tensors)
+
+
+def _open_checkpoint(folder: Path) -> StoredWeights:
+    def read(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        state = {"model": {name: torch.empty(size, dtype=dtype)}}
+        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+        return state["model"][name]
+
+    tensors = {}
+    for full_name, entry in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.items():
+        if full_name.startswith("model.") and hasattr(entry, "size"):
+            name, dtype = full_name.removeprefix("model."), entry.properties.dtype
+            tensors[name] = StoredTensor(tuple(entry.size), dtype, partial(read, name, entry.size, dtype))
+    if not tensors:
+        raise CheckpointError(
+            "convert.no-model-weights",
+            f"{folder} holds no model weights",
+            hint="was it written by another program?",
+        )
+    return StoredWeights(tensors)

@@ -1,0 +1,101 @@
+"""Translation: {"source": "...", "reference": "..."}. BLEU and chrF of sacrebleu on the first generated line."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from windlass.data.tokenizer import Tokenizer
+from windlass.errors import ConfigError
+from windlass.evaluate.generate import Sampling, generate, prompt_room
+from windlass.evaluate.open_model import OpenModel
+from windlass.evaluate.scores import RESAMPLES, EvalScore, Interval
+from windlass.evaluate.suites import Item, SuiteOptions, groups, not_texts, solved_examples
+
+
+class Translation:
+    kind = "translation"
+    fields = ("source", "reference")
+
+    @staticmethod
+    def problem(item: Item) -> str | None:
+        return not_texts(item, Translation.fields)
+
+    @staticmethod
+    def solved_text(item: Item) -> str:
+        return f"{item['source']}\n{item['reference']}"
+
+    @staticmethod
+    def run(
+        opened: OpenModel, tokenizer: Tokenizer, task: str, items: Sequence[Item], options: SuiteOptions
+    ) -> list[EvalScore]:
+        """Greedy translations, scored against the references."""
+        if "{source}" not in options.template:
+            raise ConfigError(
+                "evaluate.template-without-source",
+                f"the template {options.template!r} has no {{source}}",
+                hint='for example "Dutch: {source}\\nEnglish:"',
+            )
+
+        def question(item: Item) -> str:
+            return options.template.replace("{source}", item["source"])
+
+        sampling = Sampling(tokens=options.max_tokens, temperature=0)
+        room = prompt_room(opened, options.max_tokens)
+        translations, cut = [], 0
+        for number, item in enumerate(items):
+            examples = solved_examples(items, number, options.shots, lambda i: question(i) + i["reference"])
+            prompt = tokenizer.encode(examples + question(item))
+            cut += len(prompt) > room
+            generated = generate(
+                opened.model,
+                prompt[-room:],
+                sampling,
+                eos=tokenizer.eos,
+                stop=lambda ids: "\n" in tokenizer.decode(ids).lstrip(),
+            )
+            lines = tokenizer.decode(generated.ids).lstrip().splitlines()
+            translations.append(lines[0].strip() if lines else "")
+            options.progress(number + 1, len(items))
+        return translation_scores(task, items, translations, {"shots": options.shots, "cut": cut})
+
+
+def translation_scores(
+    task: str, items: Sequence[Item], translations: Sequence[str], detail: Mapping[str, Any]
+) -> list[EvalScore]:
+    """BLEU and chrF with intervals over resampled sentences."""
+    try:
+        from sacrebleu.metrics import BLEU, CHRF
+    except ImportError:
+        raise ConfigError(
+            "evaluate.sacrebleu-missing",
+            "translation scores need the package sacrebleu",
+            hint="pip install 'windlass[eval]'",
+        ) from None
+    scores = []
+    for group, inside in groups(items).items():
+        texts, references = [translations[i] for i in inside], [items[i]["reference"] for i in inside]
+        for name, metric in (("bleu", BLEU(effective_order=False)), ("chrf", CHRF())):
+            low, high = _resampled(metric, texts, references)
+            value = metric.corpus_score(texts, [references]).score
+            scores.append(
+                EvalScore(
+                    task=task, group=group, metric=name, value=value, low=low, high=high,
+                    count=len(inside), detail={"kind": Translation.kind, **detail},
+                )
+            )  # fmt: skip
+    return scores
+
+
+def _resampled(metric: Any, texts: list[str], references: list[str]) -> Interval:
+    if len(texts) < 2:
+        return None, None
+    # The counts of one sentence are computed once; a resample only adds them up.
+    statistics = np.array(metric._extract_corpus_statistics(texts, [references]))
+    random = np.random.default_rng(0)
+    values = [
+        metric._aggregate_and_compute(statistics[random.integers(0, len(texts), len(texts))].tolist()).score
+        for _ in range(RESAMPLES // 4)
+    ]
+    low, high = np.quantile(values, (0.025, 0.975))
+    return float(low), float(high)

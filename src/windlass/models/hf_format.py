@@ -1,0 +1,148 @@
+"""The Hugging Face folder of a model family as data: config.json, weight names and weight transforms. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from windlass.config import ModelConfig
+from windlass.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class ConfigSlot:
+    """A place in a config.json template that is filled from the model."""
+
+    name: str
+    # A key of the recipe's [model] table, "*" for the whole table, or a fact of the export: "positions", "dtype".
+    required: bool = False
+    # An import fails without it: transformers would silently use the value of some other model.
+    default: Callable[[Mapping[str, Any]], Any] = lambda model: None
+    # Value where this side has none, from the other keys of the table.
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A config.json value that our module needs; with any other value the model is built by transformers."""
+
+    keys: tuple[str, ...]
+    # Dotted names; the first one with a value counts.
+    accepted: tuple[Any, ...]
+    reason: str
+    # Shown to the user; {value} is the value in the folder.
+    model_type: str | None = None
+    # Checked for this model_type only.
+
+
+@dataclass(frozen=True)
+class HFFormat:
+    """How one family of recipes is written as a Hugging Face folder and read back."""
+
+    family: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    # Template of config.json, in file order: constants, nested objects and slots.
+    model_types: tuple[str, ...] = ()
+    # Values of model_type that are read as this family.
+    requirements: tuple[Requirement, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    # Recipe keys that the folder cannot express, with the only value it stands for.
+    weights: Mapping[str, str] | None = None
+    # Our parameter names -> names in the folder, {layer} is the layer index; None: stored under our names.
+    transforms: Mapping[str, str] = field(default_factory=dict)
+    # Our parameter name -> name of a weight transform (checkpoint.names.TRANSFORMS).
+    tied: Mapping[str, str] = field(default_factory=dict)
+    # A parameter that a tied folder leaves out -> the parameter it is equal to.
+    library: str = "transformers"
+    # Python package that loads the folder.
+    layerwise: bool = False
+    # A large model may be verified layer by layer (transformers' class has `layers` and `rotary_emb`).
+    wraps_transformers: bool = False
+    # The module is transformers' own; `prefix` stands before its parameter names.
+    prefix: str = ""
+    older_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    # model_type (its beginning) -> parameter name in transformers -> name in published folders.
+
+    def hf_name(self, name: str) -> str | None:
+        """Name in the folder of one of our parameters; None when the folder has no such weight."""
+        if self.weights is None:
+            return name.removeprefix(self.prefix)
+        layer = re.search(r"\.(\d+)\.", name)
+        if layer is None:
+            return self.weights.get(name)
+        target = self.weights.get(name.replace(layer[0], ".{layer}.", 1))
+        return None if target is None else target.replace("{layer}", layer[1])
+
+    def transform(self, hf_name: str) -> str | None:
+        """Name of the transform of a weight, by its name in the folder."""
+        return next((kind for name, kind in self.transforms.items() if self.hf_name(name) == hf_name), None)
+
+    def write_config(self, model: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+        """config.json of a model table; `facts` are the values that do not come from the recipe."""
+
+        def filled(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {key: filled(inner) for key, inner in value.items()}
+            if not isinstance(value, ConfigSlot):
+                return value
+            if value.name == "*":
+                return {key: inner for key, inner in model.items() if inner is not None}
+            content = model.get(value.name, facts.get(value.name))
+            return value.default(model) if content is None else content
+
+        return {key: filled(value) for key, value in self.config.items()}
+
+    def read_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The recipe's [model] table of a config.json. Where two keys fill one slot, the later one counts."""
+        model: dict[str, Any] = {"family": self.family}
+        slots = list(self._slots())
+        for key, slot in slots:
+            value = value_at(config, key)
+            if slot.name == "*":
+                return dict(value)
+            if slot.name not in ("positions", "dtype") and value is not None:
+                model[slot.name] = value
+        for _, slot in slots:
+            if slot.name not in ("positions", "dtype", *model):
+                model[slot.name] = slot.default(model)
+        return model
+
+    def missing_keys(self, config: Mapping[str, Any]) -> list[str]:
+        """Required keys that a config.json does not have."""
+        return [key for key, slot in self._slots() if slot.required and not value_at(config, key)]
+
+    def differences(self, config: Mapping[str, Any]) -> list[str]:
+        """Why our module would not compute what this model computes; empty when it does."""
+        if config["model_type"] not in self.model_types:
+            return [f"its family is {config['model_type']}"]
+        reasons = []
+        for requirement in self.requirements:
+            values = [value for key in requirement.keys if (value := value_at(config, key)) is not None]
+            applies = requirement.model_type in (None, config["model_type"])
+            if applies and values and values[0] not in requirement.accepted:
+                reasons.append(requirement.reason.format(value=values[0]))
+        return reasons
+
+    def _slots(self) -> Iterator[tuple[str, ConfigSlot]]:
+        for key, value in self.config.items():
+            if isinstance(value, Mapping):
+                yield from ((f"{key}.{inner}", slot) for inner, slot in value.items() if isinstance(slot, ConfigSlot))
+            elif isinstance(value, ConfigSlot):
+                yield key, value
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model family: what its recipe keys mean, and how a Hugging Face folder stores it."""
+
+    spec: Callable[[ModelConfig], ModelSpec]
+    hf: HFFormat
+
+
+def value_at(config: Mapping[str, Any], dotted: str) -> Any:
+    """The value of a nested key such as rope_parameters.rope_theta; None where there is none."""
+    value: Any = config
+    for key in dotted.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
