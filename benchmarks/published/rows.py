@@ -1,6 +1,6 @@
-"""What does a row of published measurements say about its layout? A CSV row -> model, work, layout and machine, or a reason why not.
+"""A row of a table of published runs as model, training step, layout and machine, or the reason why it cannot be read.
 
-Only columns that a planner's user could state are read: never tokens/s, MFU, TFLOPs, memory, source or notes.
+Only columns that a user of the planner could state are read: never tokens/s, MFU, TFLOPs, memory, source or notes.
 """
 
 from __future__ import annotations
@@ -9,31 +9,32 @@ import re
 from dataclasses import dataclass, replace
 from functools import cache
 
+from benchmarks.published.cells import NO, YES, Row, flag, lower_text, number, positive, product, text_of
+
 from windlass.clusters import cluster_names, find_device, load_cluster
 from windlass.clusters.model import Device, Links
 from windlass.cost.params import count
 from windlass.cost.shapes import Shape, make_shape, pad
 from windlass.cost.work import Degrees, Work
-from windlass.planner.cells import NO, YES, Row, flag, number, positive, product, text_of, word
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """A row understood."""
+class PublishedRun:
+    """A row that could be read."""
 
     shape: Shape
     work: Work
     layout: Degrees
     device: Device | None
-    """None: not in devices.toml, so that memory can be told and time cannot."""
+    """None: not in devices.toml; memory can be predicted, time cannot."""
     capacity: float | None
-    """Bytes that a program gets of it; of an unknown device by its name ("XPU-96GB")."""
+    """Bytes a program can use; for an unknown device taken from its name ("XPU-96GB")."""
     links: Links
     devices_per_node: int
     assumed: tuple[str, ...]
-    """Blank columns and what was taken for them."""
+    """Blank columns and the values used for them."""
     parts: int = 1
-    """Addressable devices that the row counts as one: 2 where it means a whole module of MI250X."""
+    """Addressable devices that the row counts as one: 2 if it means an MI250X module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,34 +43,38 @@ class Refusal:
 
 
 class _UnreadableError(Exception):
-    """A cell is filled and cannot be read: a guess in its place would be a wrong number."""
+    """A cell has content that cannot be read; a default in its place would give a wrong prediction."""
 
 
-def understand(row: Row) -> Case | Refusal:
+def read_run(row: Row) -> PublishedRun | Refusal:
     try:
-        return _understand(row)
+        return _read_run(row)
     except _UnreadableError as problem:
         return Refusal(str(problem))
 
 
-def _understand(row: Row) -> Case:
+def _read_run(row: Row) -> PublishedRun:
     assumed: list[str] = []
     name = text_of(row, "gpu")
-    device = _known(name)
+    device = find_device_cached(name)
     parts = _parts(device, name)
     shape = _shape(row, assumed)
     gpus, seq_len = _needed(row, "gpus"), _needed(row, "seq_len")
     degrees = {k: _default(row, k, 1, assumed) for k in ("tp", "pp", "cp")}
-    data = _replicas(gpus * parts, degrees)
+    group = degrees["tp"] * degrees["pp"] * degrees["cp"]
+    if gpus * parts % group:
+        terms = " x ".join(f"{k} {v}" for k, v in degrees.items() if v > 1)
+        raise _UnreadableError(f"{terms} = {group} does not divide {gpus * parts} devices")
+    data = gpus * parts // group
     micro, accumulation = _batch(row, data, seq_len, assumed)
     work = _work(row, seq_len, micro, accumulation, assumed)
-    per_node = (positive(row, "gpus_per_node") or 0) * parts or _per_node(device.name if device else "")
+    per_node = (positive(row, "gpus_per_node") or 0) * parts or _devices_per_node(device.name if device else "")
     layout = _layout(row, work, data, degrees, assumed)
     capacity = _capacity(device, name)
     if layout.shard == "hybrid":
         layout = replace(layout, shard_size=_group(shape, layout, capacity or 80 * 2**30, per_node))
     links = links_of(device, text_of(row, "interconnect"), per_node)
-    return Case(shape, work, layout, device, capacity, links, per_node, tuple(assumed), parts)
+    return PublishedRun(shape, work, layout, device, capacity, links, per_node, tuple(assumed), parts)
 
 
 def _needed(row: Row, key: str) -> int:
@@ -81,72 +86,63 @@ def _needed(row: Row, key: str) -> int:
 
 
 def _default(row: Row, key: str, value: int, assumed: list[str]) -> int:
-    given = positive(row, key)
-    if given is not None:
-        return given
-    text = word(row, key)
+    stated = positive(row, key)
+    if stated is not None:
+        return stated
+    text = lower_text(row, key)
     if text and text not in NO and number(row, key) != 0:
         raise _UnreadableError(f"{key} {text!r} is not a count")
     assumed.append(f"{key}={value}")
     return value
 
 
-def _replicas(devices: int, degrees: dict[str, int]) -> int:
-    group = degrees["tp"] * degrees["pp"] * degrees["cp"]
-    if devices % group:
-        words = " x ".join(f"{k} {v}" for k, v in degrees.items() if v > 1)
-        raise _UnreadableError(f"{words} = {group} does not divide {devices} devices")
-    return devices // group
+find_device_cached = cache(find_device)
 
 
 @cache
-def _known(text: str) -> Device | None:
-    return find_device(text)
-
-
-@cache
-def _per_node(device: str) -> int:
-    """Devices of a node where a row does not say: those of the machine that we know the part from, else eight."""
-    known = (load_cluster(name) for name in cluster_names())
-    return next((c.node.devices for c in known if c.device == device), 8)
+def _devices_per_node(device: str) -> int:
+    """Devices of a node if the row does not state it: those of the first known cluster with this device, else eight."""
+    clusters = (load_cluster(name) for name in cluster_names())
+    return next((c.node.devices for c in clusters if c.device == device), 8)
 
 
 STATED = re.compile(r"(?<![\d.])(\d+)\s*g(?:b|ib)?\b")
 
 
 def _capacity(device: Device | None, name: str) -> float | None:
-    """Bytes that a program gets; a size in the name decides where the part is sold with another one than ours. (The larger figure in the
-    names of Grace superchips is that of the CPU's memory.)"""
-    found = STATED.search(name.lower())
-    stated = float(found.group(1)) * 2**30 if found else None
+    """Bytes a program can use; a size in the name overrides ours if the part is sold with another one.
+
+    Grace superchips are excluded: the larger size in their names is the CPU's memory."""
+    match = STATED.search(name.lower())
+    stated = float(match.group(1)) * 2**30 if match else None
     if device is None:
         return None if stated is None else 0.985 * stated
-    usual = device.usable_memory or device.memory * 0.985
-    whole = device.memory * _parts(device, name)
-    other = stated is not None and abs(stated / whole - 1) > 0.12 and "gh200" not in device.name
-    return 0.985 * stated if other and stated is not None else usual
+    module_bytes = device.memory * _parts(device, name)
+    if stated is not None and abs(stated / module_bytes - 1) > 0.12 and "gh200" not in device.name:
+        return 0.985 * stated
+    return device.usable_memory or device.memory * 0.985
 
 
 def _parts(device: Device | None, name: str) -> int:
-    """How many addressable devices a row counts as one: "MI250X (1 GCD)" one, "MI250X-128GB" or "MI250X module" two."""
+    """Addressable devices that a row counts as one: "MI250X (1 GCD)" one, "MI250X-128GB" or "MI250X module" two."""
     if device is None or device.per_module == 1 or "gcd" in name.lower():
         return 1
-    found = STATED.search(name.lower())
+    match = STATED.search(name.lower())
     module = re.search(r"module|oam|\bcard|mcm", name.lower()) or (
-        found and float(found.group(1)) >= 1.5 * device.memory / 2**30
+        match and float(match.group(1)) >= 1.5 * device.memory / 2**30
     )
     return device.per_module if module else 1
 
 
 def _shape(row: Row, assumed: list[str]) -> Shape:
     layers, width = _needed(row, "layers"), _needed(row, "hidden")
-    arch, glu = word(row, "arch"), flag(row, "glu")
+    arch, glu = lower_text(row, "arch"), flag(row, "glu")
     if arch not in ("llama", "gpt", "mpt", "bloom"):
         arch = "llama" if glu else "gpt"
         assumed.append(f"arch={arch}")
     heads = _default(row, "heads", max(1, width // 128), assumed)
     vocab = _default(row, "vocab", 50_304, assumed)
-    stated = number(row, "ffn")  # two thirds of four times the width need not be whole
+    stated = number(row, "ffn")  # 8/3 of the width need not be an integer
     blank = stated is None or stated < 1
     ffn = _default(row, "ffn", 4 * width, assumed) if stated is None or stated < 1 else round(stated)
     if width % heads:
@@ -162,7 +158,7 @@ def _shape(row: Row, assumed: list[str]) -> Shape:
         vocab=vocab,
         padded_vocab=pad(vocab),
         tied=flag(row, "tied"),
-        # Four times the width without a second branch has as many weights as the gated block that a row leaves out.
+        # A blank ffn becomes 4 x width without a gate: as many weights as the usual gated block.
         glu=False if blank else arch == "llama" if glu is None else glu,
     )
     billions = _billions(row)
@@ -171,18 +167,19 @@ def _shape(row: Row, assumed: list[str]) -> Shape:
 
 
 def _billions(row: Row) -> float | None:
-    """Stated size in billions; "7B" and "560M" carry their own unit."""
+    """Stated parameter count in billions; "7B" and "560M" carry their own unit."""
     value = number(row, "params_b")
     return value / 1e9 if value and value > 1e5 else value
 
 
-def _with_stated_size(shape: Shape, billions: float | None, shared: bool) -> Shape:
-    """What a row leaves out shows in its stated size: heads wider than width / heads (Qwen 3), or keys shared by queries (GQA). Taken
-    when it explains the size and the plain reading does not."""
+def _with_stated_size(shape: Shape, billions: float | None, kv_heads_blank: bool) -> Shape:
+    """The shape corrected by the stated parameter count: heads wider than width / heads (Qwen 3), or grouped-query attention.
+
+    Used only if it explains the count (within 2 %) and the plain shape does not (3 % off)."""
     if not billions or billions <= 0:
         return shape
     others = [replace(shape, head_dim=128)] if shape.head_dim != 128 else []
-    if shared:
+    if kv_heads_blank:
         others += [replace(shape, kv_heads=k) for k in (8, 4, 2, 1) if k < shape.heads and shape.heads % k == 0]
 
     def off(s: Shape) -> float:
@@ -193,12 +190,12 @@ def _with_stated_size(shape: Shape, billions: float | None, shared: bool) -> Sha
 
 
 def _with_stated_ffn(shape: Shape, billions: float | None) -> Shape:
-    """The feed-forward width that a stated size leaves room for, where it is a usual one (two to eight times the width)."""
+    """The feed-forward width that the stated parameter count implies, if it is a usual one (two to eight times the width)."""
     if not billions:
         return shape
-    rest = count(replace(shape, ffn=0)).total
-    each = count(replace(shape, ffn=1)).total - rest
-    ffn = 256 * round((billions * 1e9 - rest) / each / 256)
+    without_ffn = count(replace(shape, ffn=0)).total
+    per_column = count(replace(shape, ffn=1)).total - without_ffn
+    ffn = 256 * round((billions * 1e9 - without_ffn) / per_column / 256)
     return replace(shape, ffn=ffn) if 2 * shape.width <= ffn <= 8 * shape.width else shape
 
 
@@ -216,21 +213,21 @@ def _batch(row: Row, data: int, seq_len: int, assumed: list[str]) -> tuple[int, 
 
 
 def _work(row: Row, seq_len: int, micro: int, accumulation: int, assumed: list[str]) -> Work:
-    precision, flash_text, compile_given = precision_of(row), word(row, "flash"), flag(row, "compile") is True
-    recompute = _recompute(word(row, "activation_ckpt"))
+    precision, flash_text, compile_stated = precision_of(row), lower_text(row, "flash"), flag(row, "compile") is True
+    recompute = _recompute(lower_text(row, "activation_ckpt"))
     if recompute is None:
         recompute = "selective"  # the default of torchtitan and of Megatron's recipes
-        assumed.append("activation_ckpt=selective" + _instead(row, "activation_ckpt"))
-    if not _marked(row):
-        assumed.append("precision=bf16" + _instead(row, "precision"))
-    optimizer = word(row, "optimizer") or "adamw"
+        assumed.append("activation_ckpt=selective" + _not_understood(row, "activation_ckpt"))
+    if not _stated_precision(row):
+        assumed.append("precision=bf16" + _not_understood(row, "precision"))
+    optimizer = lower_text(row, "optimizer") or "adamw"
     sharded = shard_of(row) in ("full", "hybrid")
     kernel = _kernel(flash_text)
-    compiled = compile_given or kernel == "te"
+    compiled = compile_stated or kernel == "te"
     # TransformerEngine recipes (NeMo, Megatron-Bridge) reduce and keep gradients in bf16.
     gradients = "fp32" if "fp32 grad" in optimizer else "bf16" if kernel == "te" and not sharded else None
     # torch.compile and PyTorch's own attention mark loops written in plain PyTorch (DDP where nothing is sharded).
-    native = kernel != "te" and (compile_given or "sdpa" in flash_text)
+    native = kernel != "te" and (compile_stated or "sdpa" in flash_text)
     # Megatron accumulates bf16 gradients in fp32 and is what tensor and pipeline parallelism usually mean; DeepSpeed keeps 16 bits.
     model_parallel = (number(row, "tp") or 1) * (number(row, "pp") or 1) > 1
     megatron = (
@@ -254,18 +251,18 @@ def _work(row: Row, seq_len: int, micro: int, accumulation: int, assumed: list[s
     )
 
 
-def _instead(row: Row, key: str) -> str:
-    """What a cell says that we do not understand, for the list of assumptions."""
+def _not_understood(row: Row, key: str) -> str:
+    """The content of a cell that was not understood, for the list of assumptions."""
     return f" (not {text_of(row, key)!r})" if text_of(row, key) else ""
 
 
 def precision_of(row: Row) -> str:
-    """The precision by the names that `Work` knows; bf16 when blank. Mixed precision is named by its narrow side."""
-    return _marked(row) or "bf16"
+    """The precision by the names of `Work`; bf16 if blank. Mixed precision is named by its narrower type."""
+    return _stated_precision(row) or "bf16"
 
 
-def _marked(row: Row) -> str | None:
-    text = re.sub(r"[\s-]+", "_", word(row, "precision"))
+def _stated_precision(row: Row) -> str | None:
+    text = re.sub(r"[\s-]+", "_", lower_text(row, "precision"))
     return next((name for name, marks in PRECISIONS.items() if any(mark in text for mark in marks)), None)
 
 
@@ -278,17 +275,17 @@ PRECISIONS = {
     "fp16": ("fp16", "float16", "half"),
     "fp32": ("32",),
 }
-"""Marks are tried in this order: "fp8 (bf16 elsewhere)" is fp8, "bf16_pure" is not bf16, "tf32/fp32" is fp32."""
+"""Names are tried in this order: "fp8 (bf16 elsewhere)" is fp8, "bf16_pure" is not bf16, "tf32/fp32" is fp32."""
 
 
 def shard_of(row: Row) -> str:
-    """none, zero1, zero2, full or hybrid, by the words of the engines; what is unknown is none."""
-    return _shard(word(row, "shard")) or "none"
+    """none, zero1, zero2, full or hybrid, from the names that engines use; none if not recognised."""
+    return _shard(lower_text(row, "shard")) or "none"
 
 
 @cache
-def _shard(words: str) -> str | None:
-    text = re.sub(r"[\s_-]+", "", words)
+def _shard(cell: str) -> str | None:
+    text = re.sub(r"[\s_-]+", "", cell)
     return next((name for name, marks in SHARDS if re.search(marks, text)), None)
 
 
@@ -300,11 +297,11 @@ SHARDS = (
     ("full", r"fsdp|full|(zero|stage|zerostage)(3|\+\+)|^3$"),
     ("none", r"^(|0|-|no|none|off|ddp|dp|false|n|zero0|replicated?|dataparallel)$"),
 )
-"""Marks are tried in this order, in a word without spaces and dashes: "FSDP (SHARD_GRAD_OP)" is zero2."""
+"""Patterns are tried in this order on the text without spaces and dashes: "FSDP (SHARD_GRAD_OP)" is zero2."""
 
 
 def _recompute(text: str) -> str | None:
-    """none, selective or full; None: not stated, or in words that we do not know."""
+    """none, selective or full; None: blank or not recognised."""
     if text.startswith(("sel", "sac")) or "selective" in text:
         return "selective"
     if text.startswith(("full", "all", "every", "uniform", "block")) or text in YES:
@@ -313,15 +310,15 @@ def _recompute(text: str) -> str | None:
 
 
 def _loss(compiled: bool, flash_text: str, sharded: bool) -> str:
-    """The flash-attn package brings a cross-entropy that overwrites the logits; tables that say "flash: yes" are of engines with both. The
-    name of a kernel ("fa2", "sdpa") says nothing about the loss."""
+    """plain, compiled or inplace. The flash-attn package has a cross-entropy that overwrites the logits, and tables with "flash: yes" are
+    of engines that use both. The name of a kernel ("fa2", "sdpa") says nothing about the loss."""
     if sharded and not compiled and flash_text in YES:
         return "inplace"
     return "compiled" if compiled else "plain"
 
 
 def _kernel(text: str) -> str:
-    """The attention kernel; of a version ("flash-attn 2.3") the first figure counts."""
+    """The attention kernel; of a version ("flash-attn 2.3") the first digit counts."""
     if text in NO or text in ("math", "eager", "naive", "vanilla", "unfused"):
         return "math"
     if re.match(r"te\b", text) or "transformer" in text or "cudnn" in text:
@@ -330,15 +327,15 @@ def _kernel(text: str) -> str:
     if version and version.group() == "3":
         return "flash3"
     if text in YES or "triton" in text or (version and version.group() == "1"):
-        return "flash1"  # "flash: yes" without a version is how tables of before 2024 speak
+        return "flash1"  # tables from before 2024 write "flash: yes" without a version
     return "flash"
 
 
 def _layout(row: Row, work: Work, data: int, degrees: dict[str, int], assumed: list[str]) -> Degrees:
     chunks = positive(row, "vp") or 1
-    shard = word(row, "shard")
+    shard = lower_text(row, "shard")
     if not shard or _shard(shard) is None:
-        assumed.append("shard=none" + _instead(row, "shard"))
+        assumed.append("shard=none" + _not_understood(row, "shard"))
     return Degrees(
         data=data,
         shard=shard_of(row),
@@ -347,15 +344,15 @@ def _layout(row: Row, work: Work, data: int, degrees: dict[str, int], assumed: l
         context=degrees["cp"],
         chunks=chunks,
         schedule="interleaved" if chunks > 1 else "1f1b",
-        # Sequence parallelism came to Megatron in 2022: with selective recompute (one paper), and before the kernels that made
-        # attention's square vanish. A table that has neither is older.
+        # Megatron got sequence parallelism in 2022, together with selective recompute and before flash attention: a row with neither
+        # is older.
         sequence_parallel=work.kernel != "math" or work.recompute == "selective",
         offload=("parameters" if "param" in shard else "optimizer") if "offload" in shard else "none",
     )
 
 
 def _group(shape: Shape, layout: Degrees, capacity: float, per_node: int) -> int:
-    """Devices that share one copy, where a row says only "hybrid": a node's, or the next doubling that leaves half the memory free."""
+    """Devices that share one copy if a row only says "hybrid": a node, doubled until the states leave half the memory free."""
     states = 16.0 * count(shape).stored / (layout.tensor * layout.pipeline)
     size = max(1, per_node // layout.tensor)
     while size < layout.data and states / size > 0.5 * capacity:
@@ -374,7 +371,7 @@ NODE_GBS = {
     "ada": 25.0,
     "turing": 12.5,
 }
-"""GB/s of a node of eight into the fabric where a row does not say: one 200 or 400 Gb/s card per device, as vendors build them."""
+"""GB/s of a node of eight into the fabric if a row does not state it: one 200 or 400 Gb/s card per device, as vendors build them."""
 INTRA_GBS = {
     "volta": 150.0,
     "ampere": 300.0,
@@ -389,7 +386,7 @@ INTRA_GBS = {
 """GB/s from one device to the others of its node, one direction, as data sheets give NVLink, Infinity Fabric and PCIe (and as the
 cluster files do); what collectives reach of it is the constant `network`."""
 CARDS = {"sm_86": 25.0, "sm_120": 50.0}
-"""The same for parts that are sold as cards for a PCIe slot."""
+"""The same for parts sold as PCIe cards."""
 
 
 def links_of(device: Device | None, text: str, per_node: int) -> Links:
@@ -412,11 +409,12 @@ INFINIBAND = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
 
 
 def _node_gbs(text: str, per_node: int) -> float | None:
-    """GB/s of a node from words like "800 Gb/s InfiniBand per node", "4x NDR200", "400 Gb/s RDMA per GPU", "4 Omni-Path links"; what is
-    said of links inside the node is passed over."""
+    """GB/s of a node from text like "800 Gb/s InfiniBand per node", "4x NDR200", "400 Gb/s RDMA per GPU", "4 Omni-Path links".
+
+    Clauses about links inside the node are skipped. None: no rate in the text."""
     for clause in re.split(r"[;,+]|\band\b", text):
-        if not INSIDE.search(clause) and (found := _clause_gbs(clause, per_node)) is not None:
-            return found
+        if not INSIDE.search(clause) and (gbs := _clause_gbs(clause, per_node)) is not None:
+            return gbs
     low = text.lower()
     if "omni-path" in low:
         count = re.search(r"(\d+)\s*omni-path", low)
@@ -428,12 +426,12 @@ def _node_gbs(text: str, per_node: int) -> float | None:
 
 def _clause_gbs(clause: str, per_node: int) -> float | None:
     many = per_node if re.search(r"per (?:gpu|device)", clause, re.I) else 1
-    if found := RATE.search(clause):
-        number, rate, scale, unit = found.groups()
+    if match := RATE.search(clause):
+        number, rate, scale, unit = match.groups()
         gbits = float(rate) * (1000 if scale.upper() == "T" else 1) * (8 if unit[:2] == "B/" else 1)
         value = gbits * int(number or 1) * many / 8
-    elif found := re.search(r"(\d+)\s*[x\u00d7]\s*(edr|hdr|ndr|xdr)\s*-?(\d+)?", clause, re.I):
-        number, name, rate = found.groups()
+    elif match := re.search(r"(\d+)\s*[x\u00d7]\s*(edr|hdr|ndr|xdr)\s*-?(\d+)?", clause, re.I):
+        number, name, rate = match.groups()
         value = int(number) * int(rate or INFINIBAND[name.lower()]) / 8
     else:
         return None
