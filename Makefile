@@ -6,13 +6,14 @@ READY  := $(VENV)/.ready
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint unit bench docs clean help
+.PHONY: demo test test-bench lint unit bench docs clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo   the whole story on this machine's CPU, ending in runs/demo/report.html"
 	@echo "make test   format, lint, types, import contract, all tests"
 	@echo "make lint   only the static checks"
+	@echo "make test-bench   tests of the code in benchmarks/ (published runs, memory trace)"
 	@echo "make bench  the CPU benchmarks, written to benchmarks/results"
 	@echo "make docs   the documentation site, into site/"
 
@@ -44,6 +45,9 @@ lint: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/pytest -q -n 2 -m "not (gpu or slow or multi or slurm or browser or integration)"
+
+test-bench: $(STAMP)
+	$(BIN)/pytest -q -n 2 benchmarks/tests
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run_cpu.py

@@ -35,6 +35,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from windlass.train.supervise import LISTEN_HANDLE, find_fault, listen
 
 from windlass.checkpoint import files, save
 from windlass.checkpoint.load import read_extra
@@ -50,7 +51,6 @@ from windlass.runs.lock import locked
 from windlass.train import hooks, loop, watchdog
 from windlass.train import validate as validation
 from windlass.train.step import Stepper
-from windlass.train.supervise import LISTEN_HANDLE, find_fault, listen
 
 Harm = Callable[[int], None]
 """Called in a worker (with its rank) before it trains: it arms the fault."""

@@ -245,10 +245,11 @@ def attempt(point: Any, cuda: bool) -> dict[str, Any]:
 
 
 def measure_point(point: Any, cuda: bool) -> dict[str, Any]:
+    from windlass.train.attention import attention_backend
+
     from windlass.clusters.scheduler import Place
     from windlass.runs.folder import Run
     from windlass.train import loop
-    from windlass.train.attention import attention_backend
 
     folder = Path(tempfile.mkdtemp(prefix="windlass-sweep-"))
     quiet: Any = lambda *_: None  # noqa: E731
@@ -427,9 +428,10 @@ def write_run(run: Any, point: Any, result: dict[str, Any], device: str) -> None
 
 
 def mfu_of(recipe: Any, speed: float, device: str) -> float | None:
+    from windlass.cost.shapes import shape_of
+
     from windlass.clusters.load import load_device
     from windlass.cost.flops import mfu
-    from windlass.cost.shapes import shape_of
 
     known = load_device(device)
     peak = known.fp32_tflops if recipe.train.precision == "fp32" else known.bf16_tflops

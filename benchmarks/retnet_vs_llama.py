@@ -154,12 +154,12 @@ def train(
 ) -> tuple[Any, dict[str, Any]]:
     """By the loop of `windlass train`; what it wrote into its run folder is what is reported."""
     import torch
+    from windlass.train.attention import attention_backend
 
     from windlass.clusters.scheduler import Place
     from windlass.runs.events import Evaluated
     from windlass.runs.folder import Run
     from windlass.train import loop
-    from windlass.train.attention import attention_backend
 
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -239,7 +239,6 @@ def evaluate(job: Any, store: Path, device: Any) -> tuple[Any, dict[str, Any]]:
 def forward_rate(job: Any, passes: int = 8) -> float:
     """Tokens per second of the compiled training model without gradients, as validation in the loop runs it; the best of some passes."""
     import torch
-
     from windlass.train.attention import attention_backend
 
     wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)

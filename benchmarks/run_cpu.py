@@ -16,7 +16,7 @@ TOP = Path(__file__).resolve().parents[1]
 RESULTS = TOP / "benchmarks" / "results"
 
 COMMANDS = {
-    "planner": ["benchmarks/planner_accuracy.py", "--rows", "src/windlass/planner/data/sample_runs.csv", "--out", "{results}/planner_sample"],
+    "planner": ["benchmarks/planner_accuracy.py", "--rows", "benchmarks/published/sample_runs.csv", "--leave-out", "--out", "{results}/planner_sample"],
     "profile": ["-P", "benchmarks/profile_read.py", "--out", "{results}/profile_read.jsonl"],
     "step": ["benchmarks/cpu_step.py", "--out", "{results}/cpu_step"],
     "dash": ["benchmarks/dash_load.py", "--lines", "1000000", "--viewers", "50", "--seconds", "30", "--out", "{results}/dash_load.json"],

@@ -103,7 +103,7 @@ def oom_map(target: Path) -> None:
     from windlass.config import load_recipe
     from windlass.figures import Heat, save_picture
     from windlass.planner import plan
-    from windlass.planner.explain import why
+    from windlass.planner.explain import explain_layout
 
     words = ["nodes=4", "data.batch_tokens=4Mi", "data.seq_len=4096"]
     recipe = load_recipe(TOP / "recipes" / "gptnl_8b_snellius.toml", words).recipe.model_copy(update={"layout": None})
@@ -116,7 +116,7 @@ def oom_map(target: Path) -> None:
     ]
 
     def cell(shard: str, again: str, batch: int) -> tuple[float | None, str]:
-        found = why(plans, f"shard={shard},micro_batch={batch},recompute={again}").plan
+        found = explain_layout(plans, f"shard={shard},micro_batch={batch},recompute={again}").plan
         if found is None or not found.fits:
             return None, "OOM"
         rate = found.step.tokens_per_second_per_device

@@ -14,7 +14,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 INTEGRATION = ("docs/", "story/", "faults/", "evaluate/", "convert/", "cli/", "data/test_tokenize", "data/test_bad_input", "data/test_cli_data", "data/test_corpus",
-               "data/test_megatron_core", "launch/test_cli_exit", "launch/test_dry_run", "checkpoint/test_names", "train/test_trace", "profile/test_recorded")  # fmt: skip
+               "data/test_megatron_core", "launch/test_cli_exit", "launch/test_dry_run", "checkpoint/test_names", "profile/test_recorded")  # fmt: skip
 """Files that run whole commands or real libraries: in `make test`, not in `make unit`, which must end within a minute."""
 
 

@@ -74,11 +74,10 @@ def test_full_sharding_collapses_at_scale_and_hybrid_does_not(llama_8b, h100):
 def test_mn5_publishes_that_collapse():
     """Published: 6.7B on H100-64GB nodes of four, full sharding, 4096 tokens a device: 6,185 tokens/s at 32 and 3,996 at 512."""
     from windlass.clusters import find_device
-    from windlass.planner.rows import links_of
 
     shape = make_shape(arch="gpt", layers=32, width=4096, heads=32, vocab=50304)
     device = find_device("H100-64GB")
-    links = links_of(device, "4x NDR200 InfiniBand per node", 4)
+    links = Links(intra_gbs=450, inter_gbs_per_node=100)  # NVLink; four NDR200 InfiniBand cards per node
     for devices, measured in ((32, 6185), (512, 3996)):
         found = run(
             shape, device, links, Degrees(data=devices, shard="full"), 4, compile=False, loss="plain", kernel="flash"

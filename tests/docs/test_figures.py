@@ -1,5 +1,6 @@
 """Are the figures that people read those that were recorded? What README and pages say by hand is compared with benchmarks/results."""
 
+import json
 import re
 from pathlib import Path
 
@@ -68,10 +69,8 @@ def test_the_planners_weak_places():
 
 
 def test_runs_that_no_fit_has_used():
-    from windlass.planner.score import score_file
-
-    found = score_file(TOP / "benchmarks" / "outside_runs.csv").as_dict()
-    speed, fit = found["throughput"], found["fit"]
+    outside = json.loads(record("planner_accuracy.json"))["outside"]
+    speed, fit = outside["throughput"], outside["fit"]
     assert fit["working_kept"] == fit["working_rows"] == speed["rows"]
     median, worst = f"{speed['median_pct']:.1f} %", f"{speed['p90_pct']:.1f} %"
     assert not missing("docs/concepts/predictions.md", f"holds {speed['rows']} runs", f"off by {median} / {worst}")

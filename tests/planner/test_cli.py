@@ -18,8 +18,8 @@ EIGHT = RECIPES / "gptnl_8b_snellius.toml"
 def windlass(monkeypatch, capsys):
     """Run a command in this process, through the same entry point as the shell."""
 
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["windlass", *map(str, words)])
+    def run(*argv):
+        monkeypatch.setattr(sys, "argv", ["windlass", *map(str, argv)])
         code = 0
         try:
             main()
@@ -86,27 +86,25 @@ def test_html(windlass, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "message"),
+    ("argv", "code", "details"),
     [
-        (["plan"], 2, "which recipe?"),
-        (["plan", EIGHT, "--nodes", "0"], 2, "0 nodes"),
-        (["plan", EIGHT, "--cluster", "snelius"], 2, "unknown cluster 'snelius'"),
-        (["plan", EIGHT, "data.batch_tokens=4Mi"], 3, "nearest legal: 3,932,160 or 4,587,520"),
-        (["plan", EIGHT, "layout.tensor=3"], 2, "layout.tensor (3) does not divide model.heads (32); nearest legal: 2 or 4"),
-        (["plan", EIGHT, "--why", "shards=full"], 2, "unknown key 'shards'"),
-        (["plan", RECIPES / "study_140b_lumi.toml", "--nodes", "1"], 3, "fits nowhere"),
-        (["plan", EIGHT, "--rows-out", "x.csv"], 2, "--rows-out needs --score"),
-        (["plan", "--score", "/nonexistent.csv"], 2, "cannot read"),
-        (["plan", "--calibrate"], 2, "at least one run or sweep"),
-        (["budget", "--cluster", "snellius-h100"], 2, "a budget needs a limit"),
-        (["budget", "--cluster", "snellius-h100", "--days", "3", "--devices", "90"], 2, "90 devices are not whole nodes of 4"),
-        (["budget", "--cluster", "snellius-h100", "--days", "3", "--sizes", "7X"], 2, "unknown unit 'X'"),
+        (["plan"], 2, "RECIPE"),
+        (["plan", EIGHT, "--nodes", "0"], 2, "0"),
+        (["plan", EIGHT, "--cluster", "snelius"], 2, "snelius"),
+        (["plan", EIGHT, "layout.tensor=3"], 2, "2 or 4"),
+        (["plan", EIGHT, "--why", "shards=full"], 2, "shards"),
+        (["plan", RECIPES / "study_140b_lumi.toml", "--nodes", "1"], 3, "295.5 of 63.9 GiB"),
+        (["plan", "--calibrate"], 2, "--calibrate"),
+        (["plan", "--calibrate", "absent.csv"], 4, "planner_accuracy.py"),
+        (["budget", "--cluster", "snellius-h100"], 2, "--node-hours"),
+        (["budget", "--cluster", "snellius-h100", "--days", "3", "--devices", "90"], 2, "88 or 92"),
+        (["budget", "--cluster", "snellius-h100", "--days", "3", "--sizes", "7X"], 2, "X"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_message_without_traceback(windlass, words, code, message):
-    done = windlass(*words)
+def test_bad_input_is_one_message_without_traceback(windlass, argv, code, details):
+    done = windlass(*argv)
     assert done.returncode == code, done.stderr
-    assert message in done.stderr and "hint:" in done.stderr and "Traceback" not in done.stderr
+    assert details in done.stderr and "Traceback" not in done.stderr
 
 
 def test_no_fit_with_json_prints_the_rejected_and_fails(windlass):
@@ -117,7 +115,7 @@ def test_no_fit_with_json_prints_the_rejected_and_fails(windlass):
 
 
 def test_budget_table_json_picture_and_page(windlass, tmp_path):
-    words = [
+    argv = [
         "budget",
         "--cluster",
         "snellius-h100",
@@ -130,11 +128,11 @@ def test_budget_table_json_picture_and_page(windlass, tmp_path):
         "--tokens",
         "450B",
     ]
-    done = windlass(*words, "--png", tmp_path / "b.png", "--html", tmp_path / "b.html")
+    done = windlass(*argv, "--png", tmp_path / "b.png", "--html", tmp_path / "b.html")
     assert done.returncode == 0, done.stderr
-    assert "30B 34.0 days" in done.stdout and "expected loss" in done.stdout and "extrapolat" in done.stdout
+    assert "30B 34.0 days" in done.stdout and "expected loss" in done.stdout and "extrapolated" in done.stdout
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG") and "What fits" in (tmp_path / "b.html").read_text()
-    value = json.loads(windlass(*words, "--json").stdout)
+    value = json.loads(windlass(*argv, "--json").stdout)
     assert value["devices"] == 88 and value["pairs"][0]["fits"] in (True, False)
 
 
@@ -144,17 +142,11 @@ def test_plan_and_budget_never_load_torch():
         "try: runpy.run_module('windlass', run_name='__main__')\nexcept SystemExit as e: assert not e.code, e.code\n"
         "assert not {'torch', 'matplotlib', 'plotly'} & set(sys.modules)"
     )
-    for words in (["plan", EIGHT], ["budget", "--cluster", "lumi-g", "--days", "3", "--nodes", "8", "--mfu", "0.4"]):
+    for argv in (["plan", EIGHT], ["budget", "--cluster", "lumi-g", "--days", "3", "--nodes", "8", "--mfu", "0.4"]):
         done = subprocess.run(
-            [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", code, *map(str, argv)], capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0, done.stderr
-
-
-def test_trace_without_torch_says_what_to_install(windlass, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    done = windlass("plan", EIGHT, "--trace")
-    assert done.returncode == 3 and "needs PyTorch" in done.stderr and "windlass[train]" in done.stderr
 
 
 def test_planning_for_this_machine_takes_its_gpu(windlass, monkeypatch, tmp_path):
@@ -163,28 +155,23 @@ def test_planning_for_this_machine_takes_its_gpu(windlass, monkeypatch, tmp_path
     for number in (1, 2):
         (tmp_path / f"0000:0{number}:00.0").mkdir()
         (tmp_path / f"0000:0{number}:00.0" / "information").write_text("Model: \t\t NVIDIA H200\n")
-    found = json.loads(windlass("plan", RECIPES / "tiny_cpu.toml", "--json").stdout)
-    assert (found["device"], found["devices"]) == ("h200", 2)
+    plans = json.loads(windlass("plan", RECIPES / "tiny_cpu.toml", "--json").stdout)
+    assert (plans["device"], plans["devices"]) == ("h200", 2)
     assert "planned for the 2 x NVIDIA H200" in " ".join(windlass("plan", RECIPES / "tiny_cpu.toml").stdout.split())
 
 
 def test_planning_for_this_machine_says_what_is_here(windlass, monkeypatch, tmp_path):
     monkeypatch.setattr("windlass.clusters.here.DRIVER", tmp_path)
     monkeypatch.setattr("os.cpu_count", lambda: 48)
-    assert (
-        "this machine has 48 cores; the workstation file says 2" in windlass("plan", RECIPES / "tiny_cpu.toml").stdout
-    )
+    assert "this machine has 48 cores, the workstation file has 2" in windlass("plan", RECIPES / "tiny_cpu.toml").stdout
 
 
-def test_an_illegal_layout_of_the_recipe_is_named_before_the_ranking(windlass):
-    done = windlass("plan", EIGHT, "layout.pipeline=5", "--top", "2")
+def test_an_invalid_layout_of_the_recipe_is_named_before_the_ranking(windlass):
+    done = windlass("plan", EIGHT, "layout.pipeline=7", "--top", "2")
     first = done.stdout.splitlines()[0]
-    assert (
-        "the recipe's own layout" in first
-        and "layout.pipeline (5) does not divide model.layers (32); nearest legal: 4 or 8" in first
-    )
+    assert "pipeline 7" in first and "80 devices" in first and "5 or 8" in first
 
 
 def test_an_empty_question_is_asked_back(windlass):
     done = windlass("plan", EIGHT, "--why", "")
-    assert done.returncode != 0 and "--why asks about no layout" in done.stderr
+    assert done.returncode == 2 and "--why" in done.stderr

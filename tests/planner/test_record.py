@@ -2,8 +2,8 @@
 
 import json
 
-from windlass.planner import plan, plan_record, plans_json, why, write_plan
-from windlass.planner.record import why_json
+from windlass.planner import explain_layout, plan, plan_record, plans_json, write_plan
+from windlass.planner.record import explanation_json
 from windlass.runs.folder import Run
 
 CONTRACT = {
@@ -42,10 +42,10 @@ def test_plan_record_prefers_the_recipes_layout(recipe_of, cluster_of):
 
 def test_why_json(recipe_of, cluster_of):
     recipe = recipe_of("gptnl_8b_snellius")
-    found = plan(recipe, cluster_of(recipe.cluster))
-    value = json.loads(json.dumps(why_json(why(found, "shard=full,micro_batch=8"), found.task)))
+    plans = plan(recipe, cluster_of(recipe.cluster))
+    value = json.loads(json.dumps(explanation_json(explain_layout(plans, "shard=full,micro_batch=8"), plans.task)))
     assert value["verdict"] == "does not fit" and value["plan"]["fits"] is False and value["best"]["fits"] is True
-    assert json.loads(json.dumps(why_json(why(found, "tensor=3"), found.task)))["plan"] is None
+    assert json.loads(json.dumps(explanation_json(explain_layout(plans, "tensor=3"), plans.task)))["plan"] is None
 
 
 def test_the_plan_is_kept_in_the_run_folder(recipe_of, cluster_of, tmp_path):

@@ -1,11 +1,11 @@
-"""How fast is *this* machine? Fit its few efficiency constants to measured runs, say what that gains, and keep them beside the cluster file."""
+"""Efficiency constants of a cluster, fitted to measured runs and stored in the user's cluster file."""
 
 from __future__ import annotations
 
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -13,75 +13,78 @@ from typing import Any
 
 from windlass.clusters import Cluster, device_by_driver_name, load_cluster
 from windlass.clusters.load import user_folder
-from windlass.clusters.model import Device, Efficiency, Links
+from windlass.clusters.model import Efficiency
 from windlass.cost.memory import memory
-from windlass.cost.shapes import Shape
-from windlass.cost.step import DEFAULTS, Constants, estimate, sustained_tflops, with_efficiency
-from windlass.cost.work import Degrees, Work
+from windlass.cost.step import DEFAULTS, Constants, Machine, estimate_step, sustained_tflops, with_efficiency
 from windlass.errors import PlanError, RunError, WindlassError
 from windlass.files import write_atomic
-from windlass.planner.cells import number
-from windlass.planner.rows import Refusal, understand
-from windlass.planner.score import read_rows
+from windlass.layout.types import Layout, StepSpec
+from windlass.models.spec import ModelSpec
+from windlass.planner.candidates import candidate_of
+from windlass.planner.search import on_devices
+from windlass.planner.task import make_task
 from windlass.runs.events import ProcessStart, Started
 from windlass.runs.folder import Run, open_run
 
-LIMITS = {"matmul": (0.1, 1.0), "memory": (0.2, 1.0), "network": (0.1, 1.0), "overlap": (0.0, 1.0)}
+BOUNDS = {"matmul": (0.1, 1.0), "memory": (0.2, 1.0), "network": (0.1, 1.0), "overlap": (0.0, 1.0)}
+"""The fitted constants and the values that they may take."""
 WARM_UP = 0.2
-"""Share of a run's lines that is left out at the start: compilation, caches and clocks settle there."""
-LEAST_LINES = 3
-HOLD = 0.02
-"""How strongly a constant is held to where it starts: one odd run must not move what it says little about."""
+"""Share of a run's steps that is skipped at the start: compilation, caches and clocks settle."""
+MIN_STEPS = 3
+PRIOR_WEIGHT = 0.02
+"""Weight of the distance to the start values: one odd run must not move a constant that it hardly depends on."""
+HEADER = "# Fitted by `windlass plan --calibrate`; delete this table to return to the planner's own constants."
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """One run: what it was asked to do and how long its steps took."""
+class MeasuredRun:
+    """One run: the step that it executed and how long the step took."""
 
     name: str
-    shape: Shape
-    work: Work
-    layout: Degrees
-    device: Device
-    links: Links
-    devices_per_node: int
+    model: ModelSpec
+    step: StepSpec
+    layout: Layout
+    machine: Machine
     step_seconds: float
     memory_bytes: float | None = None
+    """Peak of the allocator; None: not measured."""
 
-    def predicted(self, constants: Constants) -> float:
-        return estimate(
-            self.shape, self.work, self.layout, self.device, self.links, self.devices_per_node, constants=constants
-        ).seconds
+    def predicted_seconds(self, constants: Constants) -> float:
+        return estimate_step(self.model, self.step, self.layout, self.machine, constants=constants).seconds
 
     def error(self, constants: Constants) -> float:
-        return self.predicted(constants) / self.step_seconds - 1.0
+        """Relative error of the predicted step time."""
+        return self.predicted_seconds(constants) / self.step_seconds - 1.0
 
     def memory_error(self) -> float | None:
         if not self.memory_bytes:
             return None
-        return memory(self.shape, self.work, self.layout, self.devices_per_node).allocated / self.memory_bytes - 1.0
+        return memory(self.model, self.step, self.layout).allocated / self.memory_bytes - 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
+    """Fitted constants and the median absolute error of the step time in per cent."""
+
     cluster: str
     efficiency: Efficiency
     runs: list[dict[str, Any]]
     before_pct: float
-    """Median absolute error of the step time with the planner's own constants."""
+    """With the planner's own constants."""
     after_pct: float
-    """With the fitted ones, on the runs they were fitted to."""
+    """With the fitted constants, on the runs that they were fitted to."""
     left_out_pct: float | None
-    """Each run predicted from the others; None with fewer than two runs."""
+    """Each run predicted from a fit to the others; None with fewer than two runs."""
     memory_pct: float | None
+    """Median error of the peak memory, for which nothing is fitted; None: not measured."""
     skipped: list[str]
     file: Path | None
+    """Where the constants were stored; None: not stored."""
 
     def json(self) -> dict[str, Any]:
-        fitted = {k: v for k, v in self.efficiency.model_dump().items() if v is not None}
         return {
             "cluster": self.cluster,
-            "efficiency": fitted,
+            "efficiency": self.efficiency.model_dump(exclude_none=True),
             "before_median_pct": self.before_pct,
             "after_median_pct": self.after_pct,
             "left_out_median_pct": self.left_out_pct,
@@ -92,295 +95,201 @@ class Calibration:
         }
 
     def text(self) -> str:
-        """What a person wants to know, in lines."""
-        left = "not measured (needs two runs)" if self.left_out_pct is None else f"{self.left_out_pct:.1f} %"
-        held = "not measured" if self.memory_pct is None else f"{self.memory_pct:.1f} %"
-        fitted = ", ".join(
-            f"{k} {getattr(self.efficiency, k):.3f}" for k in LIMITS if getattr(self.efficiency, k) is not None
-        )
+        left_out = "not measured (needs two runs)" if self.left_out_pct is None else f"{self.left_out_pct:.1f} %"
+        memory_error = "not measured" if self.memory_pct is None else f"{self.memory_pct:.1f} %"
+        constants = {name: getattr(self.efficiency, name) for name in BOUNDS}
         lines = [
             f"{self.cluster}: {len(self.runs)} measured runs",
-            f"step time, median error: before {self.before_pct:.1f} %, after {self.after_pct:.1f} %, each run from the others {left}",
-            f"peak memory, median error (nothing is fitted): {held}",
-            f"constants: {fitted}",
+            f"step time, median error: before {self.before_pct:.1f} %, after {self.after_pct:.1f} %, "
+            f"each run from the others {left_out}",
+            f"peak memory, median error (not fitted): {memory_error}",
+            "constants: " + ", ".join(f"{name} {value:.3f}" for name, value in constants.items() if value is not None),
         ]
         lines += [
-            f"  {r['name']}: measured {r['step_seconds']:.3f} s, before {r['before_pct']:+.1f} %, after {r['after_pct']:+.1f} %"
-            for r in self.runs
+            f"  {run['name']}: measured {run['step_seconds']:.3f} s, "
+            f"before {run['before_pct']:+.1f} %, after {run['after_pct']:+.1f} %"
+            for run in self.runs
         ]
-        lines += [f"left out: {reason}" for reason in self.skipped]
-        worse = " (the planner's own constants are as good)" if self.after_pct > self.before_pct else ""
-        return "\n".join([*lines, f"kept in {self.file}" if self.file else f"not stored{worse}"])
+        lines += [f"skipped: {reason}" for reason in self.skipped]
+        if self.file:
+            return "\n".join([*lines, f"stored in {self.file}"])
+        worse = " (the planner's own constants predict these runs better)" if self.after_pct > self.before_pct else ""
+        return "\n".join([*lines, f"not stored{worse}"])
 
 
 def calibrate(paths: Sequence[Path | str], cluster: str | None = None, *, store: bool = True) -> Calibration:
-    """Fit a machine's constants to run folders, sweep folders or tables of runs, and store them for the next plan."""
-    runs, skipped, named = gather([Path(p) for p in paths], cluster)
+    """Fit a cluster's constants to run or sweep folders, and store them for the next plan."""
+    runs, skipped, name = collect_runs([Path(p) for p in paths], cluster)
+    return calibrate_runs(runs, name, skipped, store=store)
+
+
+def calibrate_runs(
+    runs: Sequence[MeasuredRun], cluster: str, skipped: Sequence[str] = (), *, store: bool = True
+) -> Calibration:
     if not runs:
         raise PlanError(
-            "planner.measured-run-calibrate",
+            "planner.no-measured-run",
             "no measured run to calibrate from" + (": " + "; ".join(skipped[:5]) if skipped else ""),
-            hint=f"a run needs a layout in its config and at least {LEAST_LINES} lines with step_seconds in metrics.jsonl",
+            hint=f"a run needs a layout in its config and {MIN_STEPS} lines with step_seconds in metrics.jsonl",
         )
-    start = _start(runs)
-    free = _identifiable(runs, start)
-    best = fit(runs, start, free)
+    # The fit starts at the shipped constants, with the matrix rate that they imply on this device.
+    device = runs[0].machine.device
+    share = sustained_tflops(device) / device.peak_tflops if device.peak_tflops else DEFAULTS.matmul
+    start = with_efficiency(DEFAULTS, Efficiency(matmul=min(1.0, share)))
+    names = identifiable(runs, start)
+    best = fit(runs, start, names)
     efficiency = Efficiency.model_validate(
         {
-            **{k: round(getattr(best, k), 4) for k in free},
+            **{name: round(getattr(best, name), 4) for name in names},
             "fitted_on": time.strftime("%Y-%m-%d", time.gmtime()),
             "fitted_from": f"{len(runs)} runs: {', '.join(r.name for r in runs[:4])}{' ...' if len(runs) > 4 else ''}",
         }
     )
-    before, after = (_median_pct([r.error(c) for r in runs]) for c in (DEFAULTS, best))
+    lines: list[dict[str, Any]] = []
+    for run in runs:
+        memory_error = run.memory_error()
+        lines.append(
+            {
+                "name": run.name,
+                "step_seconds": run.step_seconds,
+                "before_pct": run.error(DEFAULTS) * 100,
+                "after_pct": run.error(best) * 100,
+                "memory_pct": None if memory_error is None else memory_error * 100,
+            }
+        )
+    left_out = None
+    if len(runs) > 1:
+        others = [[*runs[:i], *runs[i + 1 :]] for i in range(len(runs))]
+        left_out = _median([run.error(fit(rest, start, names)) * 100 for run, rest in zip(runs, others, strict=True)])
+    before, after = (_median([line[key] for line in lines]) for key in ("before_pct", "after_pct"))
+    assert before is not None and after is not None
     return Calibration(
-        cluster=named,
+        cluster=cluster,
         efficiency=efficiency,
-        runs=[_line(r, best) for r in runs],
+        runs=lines,
         before_pct=before,
         after_pct=after,
-        left_out_pct=_left_out(runs, start, free),
-        memory_pct=_maybe_median([r.memory_error() for r in runs]),
-        skipped=skipped,
-        # A fit that is no better than the planner's own constants would only make the next plan worse.
-        file=keep(named, efficiency) if store and after <= before else None,
+        left_out_pct=left_out,
+        memory_pct=_median([line["memory_pct"] for line in lines]),
+        skipped=list(skipped),
+        # Constants that predict worse than the planner's own would only spoil the next plan.
+        file=store_efficiency(cluster, efficiency) if store and after <= before else None,
     )
 
 
-def _line(run: Measured, best: Constants) -> dict[str, Any]:
-    held = run.memory_error()
-    return {
-        "name": run.name,
-        "step_seconds": run.step_seconds,
-        "before_pct": run.error(DEFAULTS) * 100,
-        "after_pct": run.error(best) * 100,
-        "memory_pct": None if held is None else held * 100,
-    }
+def _median(errors: Sequence[float | None]) -> float | None:
+    """Median of the absolute values; None if nothing was measured."""
+    return median([abs(e) for e in errors if e is not None]) if any(e is not None for e in errors) else None
 
 
-def _median_pct(errors: list[float]) -> float:
-    return median(abs(e) for e in errors) * 100
-
-
-def _maybe_median(errors: list[float | None]) -> float | None:
-    known = [e for e in errors if e is not None]
-    return _median_pct(known) if known else None
-
-
-# -- the fit -----------------------------------------------------------------------------------------------------------------------
-
-
-def _start(runs: Sequence[Measured]) -> Constants:
-    """Where the fit begins: the shipped constants, with the matrix rate that they mean on this device."""
-    device = runs[0].device
-    share = sustained_tflops(device) / device.peak_tflops if device.peak_tflops else DEFAULTS.matmul
-    return with_efficiency(DEFAULTS, Efficiency(matmul=min(1.0, share)))
-
-
-def _identifiable(runs: Sequence[Measured], start: Constants) -> tuple[str, ...]:
-    """Constants that these runs can decide: network and overlap need runs that wait for the network."""
+def identifiable(runs: Sequence[MeasuredRun], start: Constants) -> tuple[str, ...]:
+    """Constants that these runs can decide: network and overlap only if halving them changes a prediction by more than 1 %."""
     names = ["matmul", "memory"]
-    if any(_moves(run, start, "network") for run in runs):
-        names.append("network")
-    if any(_moves(run, start, "overlap") for run in runs):
-        names.append("overlap")
+    for name in ("network", "overlap"):
+        halved = replace(start, **{name: getattr(start, name) / 2})
+        if any(abs(r.predicted_seconds(halved) / r.predicted_seconds(start) - 1) > 0.01 for r in runs):
+            names.append(name)
     return tuple(names)
 
 
-def _moves(run: Measured, constants: Constants, name: str) -> bool:
-    """Does half of a constant change the prediction by more than one per cent?"""
-    halved = replace(constants, **{name: getattr(constants, name) / 2})
-    return abs(run.predicted(halved) / run.predicted(constants) - 1) > 0.01
+def fit(runs: Sequence[MeasuredRun], start: Constants, names: tuple[str, ...]) -> Constants:
+    """Coordinate descent on the mean squared log error, with a weak pull towards the start values."""
 
+    def loss(constants: Constants) -> float:
+        errors = [math.log(run.predicted_seconds(constants) / run.step_seconds) ** 2 for run in runs]
+        distance = sum(math.log(max(getattr(constants, n), 1e-3) / getattr(start, n)) ** 2 for n in names)
+        return sum(errors) / len(errors) + PRIOR_WEIGHT / len(errors) * distance
 
-def fit(runs: Sequence[Measured], start: Constants, free: tuple[str, ...]) -> Constants:
-    """Coordinate descent on the mean squared log error, held to the start."""
-
-    def loss(c: Constants) -> float:
-        errors = [math.log(run.predicted(c) / run.step_seconds) ** 2 for run in runs]
-        held = sum(math.log(max(getattr(c, n), 1e-3) / getattr(start, n)) ** 2 for n in free)
-        return sum(errors) / len(errors) + HOLD / len(errors) * held
-
-    best, value, step = start, loss(start), 0.2
+    best, best_loss, step = start, loss(start), 0.2
     while step > 0.002:
-        before = value
-        for name in free:
-            best, value = _along(best, value, name, step, loss)
-        if before - value < 1e-9:
+        loss_before = best_loss
+        for name in names:
+            low, high = BOUNDS[name]
+            for factor in (1 + step, 1 / (1 + step)):
+                trial = replace(best, **{name: min(high, max(low, getattr(best, name) * factor))})
+                trial_loss = loss(trial)
+                if trial_loss < best_loss:
+                    best, best_loss = trial, trial_loss
+                    break
+        if loss_before - best_loss < 1e-9:
             step /= 2
     return best
 
 
-def _along(
-    best: Constants, value: float, name: str, step: float, loss: Callable[[Constants], float]
-) -> tuple[Constants, float]:
-    low, high = LIMITS[name]
-    for factor in (1 + step, 1 / (1 + step)):
-        trial = replace(best, **{name: min(high, max(low, getattr(best, name) * factor))})
-        found = loss(trial)
-        if found < value:
-            return trial, found
-    return best, value
-
-
-def _left_out(runs: Sequence[Measured], start: Constants, free: tuple[str, ...]) -> float | None:
-    if len(runs) < 2:
-        return None
-    errors = []
-    for i, run in enumerate(runs):
-        errors.append(run.error(fit([*runs[:i], *runs[i + 1 :]], start, free)))
-    return _median_pct(errors)
-
-
-# -- measured runs -----------------------------------------------------------------------------------------------------------------
-
-
-def gather(paths: Sequence[Path], cluster: str | None) -> tuple[list[Measured], list[str], str]:
-    """Every usable run under the paths, why others were left out, and the cluster they speak for."""
-    runs: list[Measured] = []
+def collect_runs(paths: Sequence[Path], cluster: str | None) -> tuple[list[MeasuredRun], list[str], str]:
+    """Every usable run under the paths, the reasons why others were skipped, and the cluster that they ran on."""
+    runs: list[MeasuredRun] = []
     skipped: list[str] = []
-    named = cluster
     for path in paths:
-        if path.suffix.lower() == ".csv":
-            found, reasons = _of_table(path, None if cluster is None else load_cluster(cluster).device)
-            runs, skipped = runs + found, skipped + reasons
-            continue
-        for folder in _run_folders(path):
+        if (path / "metrics.jsonl").is_file():
+            folders = [path]
+        elif path.is_dir():  # a sweep: its points are one or two levels below
+            folders = sorted(
+                p.parent for pattern in ("*/metrics.jsonl", "*/*/metrics.jsonl") for p in path.glob(pattern)
+            )
+        else:
+            hint = "give a folder with metrics.jsonl or a sweep folder"
+            if path.suffix.lower() == ".csv":
+                hint += (
+                    "; for a table of runs: python benchmarks/planner_accuracy.py --rows FILE.csv --calibrate CLUSTER"
+                )
+            raise RunError("planner.not-a-run", f"{path} is not a run or sweep folder", hint=hint)
+        for folder in folders:
             try:
                 run = open_run(folder)
-                named = named or run.recipe().cluster
-                runs.append(of_run(run, load_cluster(named)))
+                cluster = cluster or run.recipe().cluster
+                runs.append(measured_run(run, load_cluster(cluster)))
             except WindlassError as error:
                 skipped.append(f"{folder.name}: {error.message}")
-    if runs and named is None:
-        raise PlanError(
-            "planner.table-runs-does-say",
-            "a table of runs does not say which cluster it is from",
-            hint="add --cluster NAME",
-        )
-    return runs, skipped, named or ""
+    return runs, skipped, cluster or ""
 
 
-def _run_folders(path: Path) -> list[Path]:
-    """The folder itself, or the runs of a sweep inside it."""
-    if (path / "metrics.jsonl").is_file():
-        return [path]
-    if not path.is_dir():
-        raise RunError(
-            "planner.run-sweep-folder",
-            f"{path} is not a run or sweep folder",
-            hint="give a folder with metrics.jsonl, a sweep's folder, or a CSV table",
-        )
-    return sorted(p.parent for pattern in ("*/metrics.jsonl", "*/*/metrics.jsonl") for p in path.glob(pattern))
-
-
-def of_run(run: Run, cluster: Cluster) -> Measured:
-    """One run folder: the layout it trained with, and the median of its steps after the warm-up."""
-    from windlass.planner.layouts import from_config, work_of
-    from windlass.planner.search import on_devices
-    from windlass.planner.task import make_task
-
+def measured_run(run: Run, cluster: Cluster) -> MeasuredRun:
+    """A run folder's layout and the median of its step times after the warm-up."""
     recipe = run.recipe()
     if recipe.layout is None:
         raise RunError(
-            "planner.layout-config",
+            "planner.run-without-layout",
             f"{run.name} has no layout in its config",
-            hint="runs started by windlass keep the layout they chose",
+            hint="runs started by windlass store the layout that they use",
         )
-    last = [Started(), *run.events(ProcessStart)][-1]
-    devices = last.world_size or cluster.node.devices * recipe.nodes
-    per_node = last.devices_per_node or min(devices, cluster.node.devices)
-    machine = (
-        cluster
-        if devices % cluster.node.devices == 0 and per_node == cluster.node.devices
-        else on_devices(cluster, per_node)
-    )
-    task = make_task(recipe, machine, max(1, devices // per_node), keep_recompute=True)
-    choice = from_config(recipe.layout, recipe.train.recompute, task)
-    device = device_by_driver_name(last.device or "") or task.device
-    seconds, held = _steps(run)
-    return Measured(
-        name=run.name,
-        shape=task.shape,
-        work=work_of(task, choice),
-        layout=choice.degrees(),
-        device=device,
-        links=cluster.links,
-        devices_per_node=per_node,
-        step_seconds=seconds,
-        memory_bytes=held,
-    )
+    last_start = [Started(), *run.events(ProcessStart)][-1]
+    devices = last_start.world_size or cluster.node.devices * recipe.nodes
+    per_node = last_start.devices_per_node or min(devices, cluster.node.devices)
+    full_nodes = devices % cluster.node.devices == 0 and per_node == cluster.node.devices
+    used_cluster = cluster if full_nodes else on_devices(cluster, per_node)
+    task = make_task(recipe, used_cluster, max(1, devices // per_node), keep_recompute=True)
+    candidate = candidate_of(recipe.layout, recipe.train.recompute, task)
 
-
-def _steps(run: Run) -> tuple[float, float | None]:
-    lines = [m for m in run.metrics_lines() if m.step_seconds is not None and m.step_seconds > 0]
-    kept = lines[max(1, int(len(lines) * WARM_UP)) :]
-    if len(kept) < LEAST_LINES:
+    timed = [m for m in run.metrics_lines() if m.step_seconds is not None and m.step_seconds > 0]
+    steps = timed[max(1, int(len(timed) * WARM_UP)) :]
+    if len(steps) < MIN_STEPS:
         raise RunError(
-            "planner.steps-after-warm-up",
-            f"{run.name} has {len(kept)} steps after its warm-up, {LEAST_LINES} are needed",
+            "planner.run-too-short",
+            f"{run.name} has {len(steps)} steps after its warm-up, {MIN_STEPS} are needed",
             hint="let it run for a few more steps",
         )
-    held = [m.memory_bytes for m in kept if m.memory_bytes is not None]
-    return median(m.step_seconds or 0.0 for m in kept), max(held) if held else None
+    device = device_by_driver_name(last_start.device or "") or task.device
+    return MeasuredRun(
+        name=run.name,
+        model=task.model,
+        step=candidate.step(task),
+        layout=candidate.layout,
+        machine=Machine(device, cluster.links, per_node),
+        step_seconds=median(m.step_seconds or 0.0 for m in steps),
+        memory_bytes=max((m.memory_bytes for m in steps if m.memory_bytes is not None), default=None),
+    )
 
 
-def _of_table(path: Path, device: str | None) -> tuple[list[Measured], list[str]]:
-    """Rows of a table in the format of `--score`, those of the cluster's device: tokens/s become step times."""
-    runs: list[Measured] = []
-    skipped: list[str] = []
-    for row in read_rows(path):
-        name, tps = row.get("id") or path.stem, number(row, "tokens_per_s_per_gpu")
-        case = understand(row)
-        if isinstance(case, Refusal) or not tps or case.device is None:
-            why = case.reason if isinstance(case, Refusal) else "unknown device" if tps else "no tokens/s"
-            skipped.append(f"{name}: {why}")
-            continue
-        if device is not None and case.device.name != device:
-            skipped.append(f"{name}: measured on {case.device.name}, not on {device}")
-            continue
-        tokens = case.work.micro_batch * case.work.seq_len * case.work.accumulation * case.layout.data
-        held = number(row, "peak_mem_gib")
-        runs.append(
-            Measured(
-                name=name,
-                shape=case.shape,
-                work=case.work,
-                layout=case.layout,
-                device=case.device,
-                links=case.links,
-                devices_per_node=case.devices_per_node,
-                step_seconds=tokens / (tps * case.layout.devices),
-                memory_bytes=held * 2**30 if held and (row.get("mem_kind") or "") == "allocated" else None,
-            )
-        )
-    return runs, skipped
-
-
-# -- keeping -----------------------------------------------------------------------------------------------------------------------
-
-
-def keep(cluster: str, efficiency: Efficiency) -> Path:
-    """Write the `[efficiency]` table into the user's file of this cluster, leaving the rest of that file as it is."""
+def store_efficiency(cluster: str, efficiency: Efficiency) -> Path:
+    """Write the `[efficiency]` table into the user's file of this cluster and keep the other tables of that file."""
     path = user_folder() / f"{cluster}.toml"
-    old = path.read_text() if path.is_file() else ""
-    rest = re.sub(r"(?ms)^\[efficiency\][^\[]*", "", old).rstrip()
-    lines = [
-        "# Fitted by `windlass plan --calibrate`; delete this table to return to the planner's own constants.",
-        "[efficiency]",
-    ]
-    for key, value in efficiency.model_dump().items():
-        if value is not None:
-            lines.append(f"{key} = {_toml(value)}")
-    rest = "\n".join(
-        line for line in rest.splitlines() if not line.startswith("# Fitted by `windlass plan --calibrate`")
-    ).rstrip()
+    text = path.read_text() if path.is_file() else ""
+    text = re.sub(r"(?ms)^\[efficiency\][^\[]*", "", text).replace(HEADER, "").rstrip()
+    lines = [HEADER, "[efficiency]"]
+    for key, value in efficiency.model_dump(exclude_none=True).items():
+        quoted = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"' if isinstance(value, str) else repr(value)
+        lines.append(f"{key} = {quoted}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, (rest + "\n\n" if rest else "") + "\n".join(lines) + "\n")
+    write_atomic(path, (text + "\n\n" if text else "") + "\n".join(lines) + "\n")
     return path
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    return repr(value)

@@ -1,10 +1,10 @@
-"""Explains one layout: its terms against the best plan's, and the smallest change that would make it fit."""
+"""Explanation of one layout: valid or not, how far it misses the memory, and its terms against the best layout."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from windlass.config import LayoutConfig
+from windlass.config import LayoutConfig, validate
 from windlass.config.load import parse_override
 from windlass.errors import ConfigError
 from windlass.planner.candidates import LayoutCandidate, candidate_of, enumerate_candidates, problems
@@ -13,10 +13,12 @@ from windlass.planner.task import PlanTask
 from windlass.units import GIB
 
 KEYS = (*LayoutConfig.model_fields, "recompute")
+POLICIES = ("none", "selective", "full", "budget")
+EXAMPLE = 'for example --why "shard=full,micro_batch=8"'
 
 
 @dataclass(frozen=True, kw_only=True)
-class Why:
+class LayoutExplanation:
     """The answer to one question about a layout."""
 
     asked: str
@@ -25,174 +27,153 @@ class Why:
     """illegal, does not fit, or fits."""
     sentences: tuple[str, ...]
     plan: Plan | None
-    """None when the layout is illegal."""
+    """None if the layout is not valid."""
     best: Plan | None
-    """None when nothing fits."""
+    """None if nothing fits."""
     matching: int
-    """Layouts of the search that agree with the question."""
+    """Layouts of the search that have the asked values."""
 
 
-def why(plans: Plans, question: str) -> Why:
-    """Explain `shard=full,micro_batch=8`. Keys left open are the recipe's own, or the plainest; what freeing them would give is said too."""
+def explain_layout(plans: Plans, question: str) -> LayoutExplanation:
+    """Explain `shard=full,micro_batch=8`. Other keys are the recipe's own or their defaults.
+
+    The last sentence says what the planner would choose for the other keys."""
     task, wanted = plans.task, parse_question(question)
-    candidate = _complete(task, wanted)
+    layout = (task.recipe.layout or LayoutConfig()).model_copy(
+        update={k: v for k, v in wanted.items() if k != "recompute"}
+    )
+    candidate = candidate_of(layout, str(wanted.get("recompute", task.recipe.train.recompute)), task)
     best = plans.plans[0] if plans.plans else None
-    violations = problems(task, candidate)
-    matches = [c for c in enumerate_candidates(task) if _agrees(c, wanted)]
-    freed = _freed(task, matches, candidate)
-    if violations:
-        return Why(
-            asked=question,
-            candidate=candidate,
-            verdict="illegal",
-            sentences=(*map(str, violations), *freed),
-            plan=None,
-            best=best,
-            matching=len(matches),
-        )
-    judged = estimate_plan(task, candidate)
-    sentences = _fitting(judged, best, plans) if judged.fits else _too_big(task, judged)
-    verdict = "fits" if judged.fits else "does not fit"
-    return Why(
+    matches = [c for c in enumerate_candidates(task) if _has_values(c, wanted)]
+    broken_rules = problems(task, candidate)
+    plan = None if broken_rules else estimate_plan(task, candidate)
+    if plan is None:
+        verdict, sentences = "illegal", [str(rule) for rule in broken_rules]
+    elif plan.fits:
+        assert best is not None
+        verdict, sentences = "fits", _compare(plan, best, plans)
+    else:
+        verdict, sentences = "does not fit", _too_big(task, plan)
+    return LayoutExplanation(
         asked=question,
         candidate=candidate,
         verdict=verdict,
-        sentences=(*sentences, *freed),
-        plan=judged,
+        sentences=(*sentences, *_best_match(task, matches, candidate)),
+        plan=plan,
         best=best,
         matching=len(matches),
     )
 
 
 def parse_question(question: str) -> dict[str, object]:
-    """`"shard=full, micro_batch=8"` -> {"shard": "full", "micro_batch": 8}; names are those of `[layout]`, and recompute."""
+    """`"shard=full, micro_batch=8"` -> {"shard": "full", "micro_batch": 8}; keys are those of `[layout]`, and recompute."""
     wanted: dict[str, object] = {}
-    for word in filter(None, (w.strip() for w in question.replace(";", ",").split(","))):
-        parts, value = parse_override(word)
-        key = parts[-1]
+    for override in filter(None, (part.strip() for part in question.replace(";", ",").split(","))):
+        key_path, value = parse_override(override)
+        key = key_path[-1]
         if key not in KEYS:
             raise ConfigError(
                 "planner.why-unknown-key",
-                f"--why: unknown key {key!r} in {word!r}",
-                hint=f'keys: {", ".join(KEYS)}; for example --why "shard=full,micro_batch=8"',
+                f"--why: unknown key {key!r} in {override!r}",
+                hint=f"keys: {', '.join(KEYS)}; {EXAMPLE}",
             )
         wanted[key] = value
     if not wanted:
+        raise ConfigError("planner.why-empty", "--why names no layout key", hint=EXAMPLE)
+    if wanted.get("recompute", "none") not in POLICIES:
         raise ConfigError(
-            "planner.why-asks-about-layout",
-            "--why asks about no layout",
-            hint='for example --why "shard=full,micro_batch=8"',
-        )
-    layout = {key: value for key, value in wanted.items() if key != "recompute"}
-    checked = _checked(layout)
-    if "recompute" in wanted and wanted["recompute"] not in ("none", "selective", "full", "budget"):
-        raise ConfigError(
-            "planner.why-recompute-policy",
+            "planner.why-unknown-recompute",
             f"--why: recompute={wanted['recompute']!r} is not a policy",
-            hint="one of: none, selective, full, budget",
+            hint=f"one of: {', '.join(POLICIES)}",
         )
-    return {
-        **{key: getattr(checked, key) for key in layout},
-        **({"recompute": wanted["recompute"]} if "recompute" in wanted else {}),
-    }
+    checked = validate(LayoutConfig, {k: v for k, v in wanted.items() if k != "recompute"}, "--why")
+    return {key: value if key == "recompute" else getattr(checked, key) for key, value in wanted.items()}
 
 
-def _checked(layout: dict[str, object]) -> LayoutConfig:
-    from windlass.config import validate
-
-    return validate(LayoutConfig, layout, "--why")
-
-
-def _agrees(candidate: LayoutCandidate, wanted: dict[str, object]) -> bool:
+def _has_values(candidate: LayoutCandidate, wanted: dict[str, object]) -> bool:
     values = {**candidate.layout.config().model_dump(), "recompute": candidate.recompute}
     return all(values[key] == value for key, value in wanted.items())
 
 
-def _freed(task: PlanTask, matches: list[LayoutCandidate], asked: LayoutCandidate) -> list[str]:
-    """With the values that were not named left to the planner: the fastest layout that agrees with the question."""
+def _best_match(task: PlanTask, matches: list[LayoutCandidate], asked: LayoutCandidate) -> list[str]:
+    """The fastest layout that has the asked values, if it is another one."""
     fitting = [p for p in (estimate_plan(task, c) for c in matches) if p.fits]
     if not fitting:
-        return [f"whatever the other values, none of {len(matches):,} layouts like it fits"] if matches else []
+        return [f"none of the {len(matches):,} layouts with these values fits"] if matches else []
     best = min(fitting, key=lambda p: p.days)
     if best.candidate == asked:
         return []
     return [
-        f"with the other values left to the planner: {best.candidate.describe()} fits in {best.memory.needed / GIB:.1f} GiB, {best.step.tokens_per_second_per_device:,.0f} tokens/s per device"
+        f"with the other values chosen by the planner: {best.candidate.describe()} fits in {best.memory.needed / GIB:.1f} GiB, "
+        f"{best.step.tokens_per_second_per_device:,.0f} tokens/s per device"
     ]
 
 
-def _complete(task: PlanTask, wanted: dict[str, object]) -> LayoutCandidate:
-    """A layout outside the search: the recipe's own (or the plainest) with the asked values."""
-    base = task.recipe.layout or LayoutConfig()
-    layout = base.model_copy(update={key: value for key, value in wanted.items() if key != "recompute"})
-    return candidate_of(layout, str(wanted.get("recompute", task.recipe.train.recompute)), task)
-
-
-def _fitting(p: Plan, best: Plan | None, plans: Plans) -> list[str]:
-    assert best is not None
-    place = next((i for i, other in enumerate(plans.plans, 1) if other.candidate == p.candidate), None)
-    found = [
-        f"it fits: {p.memory.needed / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB, {p.step.tokens_per_second_per_device:,.0f} tokens/s per device"
+def _compare(p: Plan, best: Plan, plans: Plans) -> list[str]:
+    sentences = [
+        f"it fits: {p.memory.needed / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB, "
+        f"{p.step.tokens_per_second_per_device:,.0f} tokens/s per device"
     ]
-    if place == 1:
-        return [*found, f"it is ranked first of {plans.fitting:,} layouts that fit: {plans.plans[0].reason}"]
+    if p.candidate == best.candidate:
+        return [*sentences, f"it is ranked first of {plans.fitting:,} layouts that fit: {best.reason}"]
     ratio = p.days / best.days
-    found.append(
-        f"it takes {ratio:.2f} times as long as the best ({best.candidate.describe()})"
-        if ratio > 1.005
-        else "it is as fast as the best within the estimate's error"
-    )
-    found += [
-        f"{name}: {mine:.3g} s a step, {theirs:.3g} s in the best"
-        for name, mine, theirs in largest_differences(p, best)
+    if ratio > 1.005:
+        sentences.append(f"it takes {ratio:.2f} times as long as the best ({best.candidate.describe()})")
+    else:
+        sentences.append("it is as fast as the best within the estimate's error")
+    sentences += [
+        f"{name}: {own_seconds:.3g} s/step, {best_seconds:.3g} s/step in the best"
+        for name, own_seconds, best_seconds in largest_differences(p, best)
     ]
     if p.layout.data < best.layout.data:
-        found.append(
-            f"{p.layout.data:,} replicas instead of {best.layout.data:,}: what they no longer do side by side is done in turn ({p.layout.accumulation} micro-batches instead of {best.layout.accumulation})"
+        sentences.append(
+            f"{p.layout.data:,} replicas instead of {best.layout.data:,}: "
+            f"{p.layout.accumulation} micro-batches in a row instead of {best.layout.accumulation}"
         )
-    return found
+    return sentences
 
 
 def largest_differences(p: Plan, best: Plan, count: int = 3) -> list[tuple[str, float, float]]:
-    """The terms of a step in which two plans differ most, as seconds for the same tokens."""
+    """The step terms in which two plans differ most: name, seconds in `p` and in `best` for the same number of tokens."""
     scale = best.batch_tokens / p.batch_tokens
-    pairs = [
-        (n, p.step.terms.get(n, 0.0) * scale, best.step.terms.get(n, 0.0)) for n in {*p.step.terms, *best.step.terms}
-    ]
-    pairs.sort(key=lambda item: -abs(item[1] - item[2]))
-    return [item for item in pairs[:count] if abs(item[1] - item[2]) > 0.002 * best.step.seconds]
+    names = {*p.step.terms, *best.step.terms}
+    terms = [(name, p.step.terms.get(name, 0.0) * scale, best.step.terms.get(name, 0.0)) for name in names]
+    terms.sort(key=lambda term: -abs(term[1] - term[2]))
+    return [term for term in terms[:count] if abs(term[1] - term[2]) > 0.002 * best.step.seconds]
 
 
 def _too_big(task: PlanTask, p: Plan) -> list[str]:
-    over = (p.memory.needed - p.limit_bytes) / GIB
+    over_gib = (p.memory.needed - p.limit_bytes) / GIB
     terms = sorted(p.memory_terms.items(), key=lambda item: -item[1])
-    found = [
-        f"it needs {p.memory.needed / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB, {over:.1f} GiB too much, at the moment of the {p.memory.moment}"
+    change = _smallest_change(task, p.candidate)
+    return [
+        f"it needs {p.memory.needed / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB, {over_gib:.1f} GiB too much; "
+        f"the peak is at: {p.memory.moment}",
+        *(f"{name}: {size / GIB:.1f} GiB" for name, size in terms[:4]),
+        f"the smallest change that fits: {change}" if change else "no change of a single value makes it fit",
     ]
-    found += [f"{name}: {size / GIB:.1f} GiB" for name, size in terms[:4]]
-    helpful = _smallest_change(task, p.candidate)
-    found.append(f"the smallest change that fits: {helpful}" if helpful else "no change of a single value makes it fit")
-    return found
 
 
-def _smallest_change(task: PlanTask, c: LayoutCandidate) -> str | None:
-    """Among layouts that differ in one value, the fastest that fits: `micro_batch=4 (52.1 GiB)`."""
-    layout = c.layout
+def _smallest_change(task: PlanTask, candidate: LayoutCandidate) -> str | None:
+    """The fastest fitting layout that differs in one value, as text: `micro_batch=4 (52.1 GiB, 900 tokens/s per device)`."""
+    layout, recompute = candidate.layout, candidate.recompute
     sequences = layout.micro_batch * layout.accumulation
-    changes = [
-        (f"micro_batch={m}", replace(c, layout=replace(layout, micro_batch=m, accumulation=sequences // m)))
-        for m in range(layout.micro_batch - 1, 0, -1)
-        if sequences % m == 0
-    ]
-    changes += [(f"recompute={r}", replace(c, recompute=r)) for r in ("selective", "full") if r != c.recompute]
-    changes += [
-        (f"shard={s}", replace(c, layout=replace(layout, shard=s, shard_size=layout.replicas)))
-        for s in ("zero1", "zero2", "full")
-        if s != layout.shard
-    ]
-    judged = [(name, estimate_plan(task, other)) for name, other in changes if not problems(task, other)]
-    fitting = [(name, p) for name, p in judged if p.fits]
+    changes: dict[str, LayoutCandidate] = {}
+    for size in range(layout.micro_batch - 1, 0, -1):
+        if sequences % size == 0:
+            changed = replace(layout, micro_batch=size, accumulation=sequences // size)
+            changes[f"micro_batch={size}"] = replace(candidate, layout=changed)
+    for policy in ("selective", "full"):
+        if policy != recompute:
+            changes[f"recompute={policy}"] = replace(candidate, recompute=policy)
+    for shard in ("zero1", "zero2", "full"):
+        if shard != layout.shard:
+            changed = replace(layout, shard=shard, shard_size=layout.replicas)
+            changes[f"shard={shard}"] = replace(candidate, layout=changed)
+    plans = {name: estimate_plan(task, other) for name, other in changes.items() if not problems(task, other)}
+    fitting = {name: p for name, p in plans.items() if p.fits}
     if not fitting:
         return None
-    name, best = min(fitting, key=lambda item: item[1].days)
-    return f"{name} ({best.memory.needed / GIB:.1f} GiB, {best.step.tokens_per_second_per_device:,.0f} tokens/s per device)"
+    name, best = min(fitting.items(), key=lambda item: item[1].days)
+    speed = f"{best.step.tokens_per_second_per_device:,.0f} tokens/s per device"
+    return f"{name} ({best.memory.needed / GIB:.1f} GiB, {speed})"

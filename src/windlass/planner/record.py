@@ -1,24 +1,24 @@
-"""How are plans written down? The JSON of `windlass plan --json` and of a run's plan.json."""
+"""JSON of `windlass plan --json` and of a run's plan.json."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from windlass.files import write_json
-from windlass.planner.explain import Why
+from windlass.planner.explain import LayoutExplanation
 from windlass.planner.search import Plan, Plans, Rejected
 from windlass.planner.task import PlanTask
 from windlass.runs.folder import Run
 from windlass.units import GIB
 
 
-def mfu_words(task: PlanTask) -> str:
-    """What every MFU here is a share of."""
-    peak, own = task.device.bf16_tflops, task.device.silicon_tflops
+def mfu_denominator(task: PlanTask) -> str:
+    """The peak that every MFU is a share of, as text."""
+    peak, silicon = task.device.bf16_tflops, task.device.silicon_tflops
     if peak is None:
         return "the device's peak is unknown"
-    words = f"{peak:g} TFLOP/s dense bf16 peak of {task.device.name}"
-    return words + (f" as quoted (time is computed from the part's own {own:g})" if own else "")
+    quoted = f" as quoted (time is computed from the part's own {silicon:g})" if silicon else ""
+    return f"{peak:g} TFLOP/s dense bf16 peak of {task.device.name}{quoted}"
 
 
 def plan_json(p: Plan, task: PlanTask) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def plan_json(p: Plan, task: PlanTask) -> dict[str, Any]:
         "step_terms_seconds": dict(p.step.terms),
         "mfu": p.step.mfu,
         "mfu_convention": p.step.mfu_convention,
-        "mfu_denominator": mfu_words(task),
+        "mfu_denominator": mfu_denominator(task),
         "mfu_of_achievable": p.mfu_of_achievable,
         "hfu": p.step.hfu,
         "days": p.days,
@@ -70,8 +70,7 @@ def rejected_json(r: Rejected) -> dict[str, Any]:
     }
 
 
-def plans_json(plans: Plans) -> dict[str, Any]:
-    task = plans.task
+def _header(task: PlanTask) -> dict[str, Any]:
     return {
         "recipe": task.recipe.name,
         "cluster": task.cluster.name,
@@ -79,54 +78,56 @@ def plans_json(plans: Plans) -> dict[str, Any]:
         "devices": task.devices,
         "device": task.device.name,
         "parameters": task.model.params.total,
-        "plans": [plan_json(p, task) for p in plans.plans],
+    }
+
+
+def plans_json(plans: Plans) -> dict[str, Any]:
+    return {
+        **_header(plans.task),
+        "plans": [plan_json(p, plans.task) for p in plans.plans],
         "rejected": [rejected_json(r) for r in plans.rejected],
         "considered": plans.considered,
         "fitting": plans.fitting,
-        "warnings": list(task.warnings),
+        "warnings": list(plans.task.warnings),
         "search_seconds": plans.search_seconds,
     }
 
 
-def why_json(answer: Why, task: PlanTask) -> dict[str, Any]:
+def explanation_json(explanation: LayoutExplanation, task: PlanTask) -> dict[str, Any]:
+    plan, best = explanation.plan, explanation.best
     return {
-        "asked": answer.asked,
-        "layout": answer.candidate.layout.config().model_dump(mode="json"),
-        "recompute": answer.candidate.recompute,
-        "verdict": answer.verdict,
-        "sentences": list(answer.sentences),
-        "plan": None if answer.plan is None else plan_json(answer.plan, task),
-        "best": None if answer.best is None else plan_json(answer.best, task),
+        "asked": explanation.asked,
+        "layout": explanation.candidate.layout.config().model_dump(mode="json"),
+        "recompute": explanation.candidate.recompute,
+        "verdict": explanation.verdict,
+        "sentences": list(explanation.sentences),
+        "plan": None if plan is None else plan_json(plan, task),
+        "best": None if best is None else plan_json(best, task),
     }
 
 
 def write_plan(run: Run, plans: Plans, chosen: Plan | None = None) -> None:
-    """Keep the plan in the run's folder: the report lays it beside what was measured."""
+    """Store the plan in the run folder, where report and energy compare it with measurements."""
     write_json(run.plan_file, plan_record(plans, chosen))
 
 
 def plan_record(plans: Plans, chosen: Plan | None = None) -> dict[str, Any]:
-    """What a run keeps in plan.json: the plan it was started with, its runners-up in short, and what the estimate rests on."""
-    task = plans.task
-    picked = chosen or next((p for p in plans.plans if p.from_recipe), None) or plans.best
+    """The content of plan.json: the plan that the run uses, ten alternatives in short, and warnings."""
+    used = chosen or next((p for p in plans.plans if p.from_recipe), None) or plans.best
+    alternatives = [
+        {
+            "layout": p.layout.config().model_dump(mode="json"),
+            "recompute": p.recompute,
+            "days": p.days,
+            "reason": p.reason,
+        }
+        for p in plans.plans
+        if p is not used
+    ]
     return {
         "version": 1,
-        "recipe": task.recipe.name,
-        "cluster": task.cluster.name,
-        "nodes": task.nodes,
-        "devices": task.devices,
-        "device": task.device.name,
-        "parameters": task.model.params.total,
-        "plan": plan_json(picked, task),
-        "alternatives": [
-            {
-                "layout": p.layout.config().model_dump(mode="json"),
-                "recompute": p.recompute,
-                "days": p.days,
-                "reason": p.reason,
-            }
-            for p in plans.plans
-            if p is not picked
-        ][:10],
-        "warnings": list(task.warnings),
+        **_header(plans.task),
+        "plan": plan_json(used, plans.task),
+        "alternatives": alternatives[:10],
+        "warnings": list(plans.task.warnings),
     }

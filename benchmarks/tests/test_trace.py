@@ -1,4 +1,4 @@
-"""The trace against sums worked by hand, the planner's arithmetic, and what an H200 held."""
+"""The trace against sums worked by hand, the planner's prediction, and measurements on an H200."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.memory_trace.trace import GIB, Tracker, trace
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from windlass.clusters import load_cluster
 from windlass.clusters.model import Cluster, Links, Node
 from windlass.config import Recipe, load_recipe
 from windlass.errors import PlanError
-from windlass.train.trace import GIB, Tracker, trace
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = {"layers": 6, "width": 256, "ffn": 704, "heads": 8, "kv_heads": 4, "vocab": 2048}
@@ -53,19 +53,19 @@ def test_tracker_counts_a_storage_once_and_until_it_is_gone() -> None:
 
 
 def test_states_of_one_device_are_fourteen_bytes_per_parameter() -> None:
-    found = trace(recipe(1, {"micro_batch": 1}), machine(1))
+    traced = trace(recipe(1, {"micro_batch": 1}), machine(1))
     parameters = 2 * 2048 * 256 + 256 + 6 * (256 * 256 * 2 + 2 * 256 * 128 + 3 * 256 * 704 + 2 * 256)
-    held = found.terms["weights"] + found.terms["master weights"] + found.terms["optimizer states"]
+    held = traced.terms["weights"] + traced.terms["master weights"] + traced.terms["optimizer states"]
     assert held == pytest.approx(14 * parameters)
-    assert sum(found.terms.values()) == pytest.approx(found.peak)
+    assert sum(traced.terms.values()) == pytest.approx(traced.peak)
 
 
 def test_layers_drawn_on_equal_layers_traced() -> None:
     given = recipe(8, {"shard": "full", "micro_batch": 2})
     drawn = trace(given, machine(4))
-    whole = trace(given, machine(4), layers=(6,))
+    complete = trace(given, machine(4), layers=(6,))
     assert drawn.traced_layers == (2, 4)
-    assert drawn.peak == pytest.approx(whole.peak, rel=0.001)
+    assert drawn.peak == pytest.approx(complete.peak, rel=0.001)
     assert not dist.is_initialized()
 
 
@@ -88,17 +88,17 @@ def test_arithmetic_and_trace_agree(
     """Within 3 %, once the workspaces of GPU libraries, which no tensor shows, are taken off."""
     from windlass.cost.memory import WORKSPACE_BYTES
 
-    found = trace(recipe(sequences, layout, train), machine(devices))
-    assert found.predicted is not None
-    assert found.predicted - WORKSPACE_BYTES == pytest.approx(found.peak, rel=0.03)
+    traced = trace(recipe(sequences, layout, train), machine(devices))
+    assert traced.predicted is not None
+    assert traced.predicted - WORKSPACE_BYTES == pytest.approx(traced.peak, rel=0.03)
 
 
 def test_a_pipeline_is_traced_on_its_fullest_stage() -> None:
-    found = trace(recipe(8, {"shard": "none", "micro_batch": 1, "pipeline": 2}), machine(4))
-    assert found.stage in (0, 1)
-    assert found.traced_layers == (2, 4)
+    traced = trace(recipe(8, {"shard": "none", "micro_batch": 1, "pipeline": 2}), machine(4))
+    assert traced.stage in (0, 1)
+    assert traced.traced_layers == (2, 4)
     half = (256 * 256 * 2 + 2 * 256 * 128 + 3 * 256 * 704 + 2 * 256) * 3 + 2048 * 256
-    assert found.terms["weights"] == pytest.approx(4 * half, rel=0.001)
+    assert traced.terms["weights"] == pytest.approx(4 * half, rel=0.001)
 
 
 def test_measured_rows_of_an_h200() -> None:
@@ -110,33 +110,35 @@ def test_measured_rows_of_an_h200() -> None:
         train = {k: row[k] for k in ("compile", "recompute", "precision", "fp8_scaling", "fuse") if k in row}
         given = recipe(1, {"micro_batch": row["micro_batch"]}, train, **model)
         data = given.data.model_copy(update={"seq_len": 4096, "batch_tokens": 4096 * row["micro_batch"]})
-        found = trace(given.model_copy(update={"data": data}), machine(1))
-        assert found.peak / GIB == pytest.approx(row["allocated_gib"], rel=0.02), row
+        traced = trace(given.model_copy(update={"data": data}), machine(1))
+        assert traced.peak / GIB == pytest.approx(row["allocated_gib"], rel=0.02), row
 
 
 def test_json_and_text_say_the_same() -> None:
-    found = trace(recipe(4, {"micro_batch": 4}), machine(1))
-    record = found.json()
-    assert record["peak_gib"] == pytest.approx(found.peak / GIB)
+    traced = trace(recipe(4, {"micro_batch": 4}), machine(1))
+    record = traced.json()
+    assert record["peak_gib"] == pytest.approx(traced.peak / GIB)
     assert sum(record["terms_gib"].values()) == pytest.approx(record["peak_gib"])
-    assert f"{record['peak_gib']:.2f} GiB per rank" in found.text()
-    assert "uncompiled" not in found.text()
+    assert f"{record['peak_gib']:.2f} GiB per rank" in traced.text()
+    assert "uncompiled" not in traced.text()
 
 
 @pytest.mark.parametrize(
-    ("layout", "train", "words"),
+    ("layout", "train", "code"),
     [
-        ({"micro_batch": 1, "shard": "full", "offload": "optimizer"}, {}, "offload"),
-        ({"micro_batch": 1}, {"recompute": "budget"}, "budget"),
-        ({"micro_batch": 1}, {"engine": "deepspeed"}, "deepspeed"),
+        ({"micro_batch": 1, "shard": "full", "offload": "optimizer"}, {}, "trace.offload-unsupported"),
+        ({"micro_batch": 1}, {"recompute": "budget"}, "trace.recompute-unsupported"),
+        ({"micro_batch": 1}, {"engine": "deepspeed"}, "trace.engine-unsupported"),
     ],
 )
-def test_what_cannot_be_traced_is_refused(layout: dict[str, object], train: dict[str, object], words: str) -> None:
-    with pytest.raises(PlanError, match=words):
+def test_what_cannot_be_traced_is_refused(layout: dict[str, object], train: dict[str, object], code: str) -> None:
+    with pytest.raises(PlanError) as error:
         trace(recipe(2, layout, train), machine(2))
+    assert error.value.code == code
 
 
 def test_a_recipe_without_a_layout_is_refused() -> None:
     given = load_recipe(ROOT / "recipes" / "gptnl_8b_snellius.toml", []).recipe.model_copy(update={"layout": None})
-    with pytest.raises(PlanError, match="needs a layout"):
+    with pytest.raises(PlanError) as error:
         trace(given, load_cluster("snellius-h100"))
+    assert error.value.code == "trace.layout-missing"

@@ -1,3 +1,5 @@
+"""Reading of published rows and the score of the planner on them."""
+
 import csv
 import json
 import math
@@ -7,15 +9,14 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from benchmarks.published.rows import Refusal, links_of, read_run
+from benchmarks.published.score import predict_row, quantile, read_rows, score_file, score_rows, write_rows
 
-import windlass.planner
 from windlass.clusters import find_device, load_cluster, load_device
-from windlass.cost.params import count
 from windlass.errors import ConfigError
-from windlass.planner.rows import Refusal, links_of, understand
-from windlass.planner.score import predict_row, quantile, read_rows, score_file, score_rows, write_rows
 
-SAMPLE = Path(windlass.planner.__file__).parent / "data" / "sample_runs.csv"
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLE = ROOT / "benchmarks" / "published" / "sample_runs.csv"
 
 
 @pytest.fixture
@@ -24,15 +25,15 @@ def rows():
 
 
 def test_the_shipped_sample_is_predicted_well():
-    found = score_file(SAMPLE).as_dict()
-    assert found["memory"]["rows"] == found["memory"]["covered"] == 5
-    assert found["memory"]["median_pct"] < 12 and found["memory"]["p90_pct"] < 25
-    assert found["throughput"]["rows"] == found["throughput"]["covered"] == 6
-    assert found["throughput"]["median_pct"] < 12 and found["throughput"]["p90_pct"] < 25
-    assert found["fit"] == {"oom_rows": 1, "oom_caught": 1, "working_rows": 8, "working_kept": 8}
-    assert set(found["by_source"]) == {"torchtitan", "bigscience", "llm-foundry", "modalities"}
-    assert set(found) == {"memory", "throughput", "fit", "by_source", "all_readings", "refused", "assumed"}
-    assert found["refused"] == {}
+    summary = score_file(SAMPLE).as_dict()
+    assert summary["memory"]["rows"] == summary["memory"]["covered"] == 5
+    assert summary["memory"]["median_pct"] < 12 and summary["memory"]["p90_pct"] < 25
+    assert summary["throughput"]["rows"] == summary["throughput"]["covered"] == 6
+    assert summary["throughput"]["median_pct"] < 12 and summary["throughput"]["p90_pct"] < 25
+    assert summary["fit"] == {"oom_rows": 1, "oom_caught": 1, "working_rows": 8, "working_kept": 8}
+    assert set(summary["by_source"]) == {"torchtitan", "bigscience", "llm-foundry", "modalities"}
+    assert set(summary) == {"memory", "throughput", "fit", "by_source", "all_readings", "refused", "assumed"}
+    assert summary["refused"] == {}
 
 
 @pytest.mark.parametrize("column", ["tokens_per_s_per_gpu", "peak_mem_gib", "tflops_per_gpu", "mfu_pct", "source", "source_group", "notes", "id", "date", "outcome"])  # fmt: skip
@@ -55,14 +56,14 @@ def test_a_refusal_has_a_reason_and_counts_against_coverage(rows, column, value,
     assert reason in (shown.predictions[0].refused or "")
     summary = shown.as_dict()["throughput"]
     assert summary["covered"] == 1
-    assert isinstance(understand(changed[0]), Refusal)
+    assert isinstance(read_run(changed[0]), Refusal)
 
 
 def test_memory_is_told_of_a_device_that_nobody_knows(rows):
     row = {**rows[0], "gpu": "Abacus-96GB"}
-    known, shown = predict_row(rows[0]), predict_row(row)
+    expected, shown = predict_row(rows[0]), predict_row(row)
     assert shown.refused == "time: unknown device 'Abacus-96GB'" and shown.tokens_per_second_per_device is None
-    assert shown.memory_gib == known.memory_gib and shown.fits is True
+    assert shown.memory_gib == expected.memory_gib and shown.fits is True
     assert predict_row({**row, "gpu": "Abacus-24GB"}).fits is False
     assert predict_row({**row, "gpu": "Abacus"}).fits is None
     assert score_rows([row]).as_dict()["memory"]["covered"] == 1
@@ -120,37 +121,37 @@ def test_the_kind_of_reading_decides_what_is_compared(rows):
 
 def test_devices_and_links_by_the_words_of_tables():
     a100 = find_device("A100-80GB")
-    for words, gbs in (("800 Gb/s InfiniBand per node", 100), ("4x NDR200 InfiniBand per node", 100), ("400 Gb/s RDMA per GPU", 400), ("3.2 Tb/s RoCE", 400),
+    for texts, gbs in (("800 Gb/s InfiniBand per node", 100), ("4x NDR200 InfiniBand per node", 100), ("400 Gb/s RDMA per GPU", 400), ("3.2 Tb/s RoCE", 400),
                        ("4 Omni-Path links per node", 50), ("", 200), ("EFA (AWS p5)", 400)):  # fmt: skip
-        assert links_of(a100, words, 8).inter_gbs_per_node == gbs
+        assert links_of(a100, texts, 8).inter_gbs_per_node == gbs
 
 
 @pytest.mark.parametrize(
     ("gpu", "cluster"), [("A100-64GB", "leonardo-booster"), ("H100-64GB", "marenostrum5-acc"), ("MI250X", "lumi-g"), ("H100-94GB", "snellius-h100")]
 )  # fmt: skip
 def test_score_and_plan_read_the_same_device(rows, gpu, cluster):
-    case = understand({**rows[0], "gpu": gpu})
-    assert not isinstance(case, Refusal) and case.device == load_device(load_cluster(cluster).device)
+    case = read_run({**rows[0], "gpu": gpu})
+    assert not isinstance(case, Refusal) and case.machine.device == load_device(load_cluster(cluster).device)
 
 
 @pytest.mark.parametrize(
-    ("words", "per_node", "gbs"),
+    ("texts", "per_node", "gbs"),
     [("NVLink 600 GB/s; 4x 200 Gb/s InfiniBand", 8, 100), ("8 x 400 Gbps RoCE", 8, 400), ("25 GB/s per GPU", 4, 100), ("4x HDR", 4, 100), ("100 GbE", 8, 12.5),
      ("Slingshot-11", 8, 100), ("2x dual-port HDR (400 Gb/s) per node", 4, 50), ("NVLink + InfiniBand (DGX Cloud)", 8, 200), ("Omni-Path", 4, 50), ("0 Gb/s", 8, 200)],
 )  # fmt: skip
-def test_networks_by_the_words_of_tables(words, per_node, gbs):
-    assert links_of(find_device("A100-80GB"), words, per_node).inter_gbs_per_node == gbs
+def test_networks_by_the_words_of_tables(texts, per_node, gbs):
+    assert links_of(find_device("A100-80GB"), texts, per_node).inter_gbs_per_node == gbs
 
 
 @pytest.mark.parametrize(
-    ("column", "words", "meant"),
+    ("column", "texts", "meant"),
     [("shard", ("fsdp", "FSDP2", "ZeRO-3", "zero stage 3", "full_shard"), "full"), ("shard", ("hsdp", "Hybrid"), "hybrid"), ("shard", ("zero2", "SHARD_GRAD_OP"), "zero2"),
      ("shard", ("zero-1", "distributed optimizer", "ZeRO 1", "dist-optim"), "zero1"), ("shard", ("", "none", "ddp", "FSDP NO_SHARD"), "none"),
      ("shard", ("stage 3", "zero3-offload"), "full"), ("shard", ("FSDP (SHARD_GRAD_OP)",), "zero2")],
 )  # fmt: skip
-def test_sharding_by_the_words_of_tables(rows, column, words, meant):
-    for text in words:
-        assert understand({**rows[0], column: text}).layout.shard == meant
+def test_sharding_by_the_words_of_tables(rows, column, texts, meant):
+    for text in texts:
+        assert read_run({**rows[0], column: text}).layout.shard == meant
 
 
 @pytest.mark.parametrize(
@@ -163,8 +164,8 @@ def test_sharding_by_the_words_of_tables(rows, column, words, meant):
 )  # fmt: skip
 def test_other_spellings_mean_the_same(rows, column, plain, others):
     for row in rows[:4]:
-        said = understand({**row, column: plain})
-        assert all(understand({**row, column: text}) == said for text in others)
+        plain_run = read_run({**row, column: plain})
+        assert all(read_run({**row, column: text}) == plain_run for text in others)
 
 
 def test_what_a_row_leaves_out_is_read_from_its_size(rows):
@@ -178,20 +179,20 @@ def test_what_a_row_leaves_out_is_read_from_its_size(rows):
         "vocab": "128256",
         "params_b": "70.55",
     }
-    full = understand(row).shape
-    assert understand({**row, "kv_heads": ""}).shape == full
-    assert understand({**row, "ffn": "", "glu": "1"}).shape.ffn != 4 * 8192
-    stored = [count(understand(r).shape).total for r in (row, {**row, "ffn": ""})]
+    full = read_run(row).model
+    assert read_run({**row, "kv_heads": ""}).model == full
+    assert read_run({**row, "ffn": "", "glu": "1"}).model != full
+    stored = [read_run(r).model.params.total for r in (row, {**row, "ffn": ""})]
     assert stored[1] == pytest.approx(stored[0], rel=0.005)
 
 
 @pytest.mark.parametrize(
-    ("words", "meant"),
+    ("texts", "meant"),
     [(("OK", "Works", "1", "no OOM", "fits"), "ok"), (("failed",), "failed"),
      (("OOM", "CUDA out of memory", "torch.OutOfMemoryError", "out_of_memory", "OOM-killed", "CUDA OOM (step 3)", "did not fit", "out of GPU memory"), "oom")],
 )  # fmt: skip
-def test_outcomes_by_their_words(rows, words, meant):
-    assert {predict_row({**rows[0], "outcome": text}).outcome for text in words} == {meant}
+def test_outcomes_by_their_words(rows, texts, meant):
+    assert {predict_row({**rows[0], "outcome": text}).outcome for text in texts} == {meant}
 
 
 def test_a_row_without_an_outcome_says_it_with_its_measurements(rows):
@@ -240,7 +241,7 @@ def test_a_size_in_the_name_decides_what_fits(rows):
     held = predict_row({**rows[0], "gpu": "A800-80GB"})
     assert held.fits is True and held.memory_gib > 40
     assert predict_row({**rows[0], "gpu": "A800-40GB"}).fits is False
-    assert understand({**rows[0], "gpu": "GH200 480GB"}).capacity == understand({**rows[0], "gpu": "GH200"}).capacity
+    assert read_run({**rows[0], "gpu": "GH200 480GB"}).capacity == read_run({**rows[0], "gpu": "GH200"}).capacity
 
 
 def test_tables_of_other_programs_are_read(tmp_path, rows):
@@ -306,20 +307,21 @@ def test_rows_out_has_a_line_per_row(tmp_path, rows):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "code"),
     [
-        (None, "cannot read"),
-        ("a,b\n1,2\n", "has no column layers, hidden"),
-        ("", "has no column"),
-        ("layers,hidden,seq_len,gpu,gpus,tp,TP\n", "more than one column tp"),
+        (None, "published.table-unreadable"),
+        ("a,b\n1,2\n", "published.column-missing"),
+        ("", "published.column-missing"),
+        ("layers,hidden,seq_len,gpu,gpus,tp,TP\n", "published.column-twice"),
     ],
 )
-def test_bad_files(tmp_path, content, message):
+def test_bad_files(tmp_path, content, code):
     path = tmp_path / "rows.csv"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError) as error:
         score_file(path)
+    assert error.value.code == code
 
 
 def test_an_empty_table_scores_nothing(tmp_path):
@@ -328,15 +330,55 @@ def test_an_empty_table_scores_nothing(tmp_path):
     assert score_file(path).as_dict()["memory"] == {"rows": 0, "covered": 0, "median_pct": None, "p90_pct": None}
 
 
-def test_the_benchmark_runs_on_any_table(tmp_path):
-    script = Path(__file__).parents[2] / "benchmarks" / "planner_accuracy.py"
-    command = [sys.executable, str(script), "--rows", str(SAMPLE), "--rounds", "1", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+def accuracy(*argv):
+    """Run benchmarks/planner_accuracy.py as a user does."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "planner_accuracy.py"), *map(str, argv)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_the_command_prints_and_writes_the_score(tmp_path):
+    done = accuracy("--rows", SAMPLE, "--json", "--rows-out", tmp_path / "rows.csv")
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "planner_accuracy.json").read_text())
-    assert (
-        found["rows"] == 9
-        and found["left_out"]["throughput"]["covered"] == 6
-        and set(found["ranges"]) == set(found["constants"])
-    )
+    assert json.loads(done.stdout) == json.loads(json.dumps(score_file(SAMPLE).as_dict()))
+    assert len((tmp_path / "rows.csv").read_text().splitlines()) == 10
+    table = accuracy("--rows", SAMPLE).stdout
+    assert "Predicted vs. measured" in table and "bigscience" in table
+    failed = accuracy("--rows", tmp_path / "absent.csv")
+    assert failed.returncode == 2 and "absent.csv" in failed.stderr and "Traceback" not in failed.stderr
+
+
+def test_the_left_out_fits_are_recorded(tmp_path):
+    done = accuracy("--rows", SAMPLE, "--leave-out", "--rounds", "1", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "planner_accuracy.json").read_text())
+    assert record["rows"] == 9 and record["left_out"]["throughput"]["covered"] == 6
+    assert set(record["ranges"]) == set(record["constants"])
     assert "| memory, allocator readings |" in (tmp_path / "planner_accuracy.md").read_text()
+
+
+def test_a_table_calibrates_a_cluster(tmp_path, monkeypatch):
+    """Rows on the cluster's device are fitted; rows without tokens/s or on another device are named."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    columns = "id,layers,hidden,ffn,heads,kv_heads,vocab,seq_len,gpu,gpus,gpus_per_node,micro_batch,grad_accum,shard"
+    columns += (
+        ",tp,pp,cp,activation_ckpt,precision,compile,flash,arch,glu,tied,tokens_per_s_per_gpu,peak_mem_gib,mem_kind"
+    )
+    common, ending = "fsdp,1,1,1,none,bf16,y,sdpa,llama,1,0", "16,4096,14336,32,8,128256,8192"
+    rows = [
+        f"a,22,2048,5632,32,4,32000,4096,H200-141GB,1,1,8,1,{common},65825,58.5,allocated",
+        f"b,{ending},H200-141GB,1,1,2,1,{common},19266,101.4,allocated",
+        f"c,{ending},H200-141GB,1,1,2,1,{common},,,",
+        f"d,{ending},A100-80GB,1,1,2,1,{common},6000,,",
+    ]
+    table = tmp_path / "runs.csv"
+    table.write_text("\n".join([columns, *rows]) + "\n")
+    cluster = tmp_path / "settings" / "windlass" / "clusters" / "attic.toml"
+    cluster.parent.mkdir(parents=True)
+    cluster.write_text('title = "Attic"\ndevice = "h200"\n[node]\ndevices = 1\ncores = 16\n')
+    done = accuracy("--rows", table, "--calibrate", "attic", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert [run["name"] for run in result["runs"]] == ["a", "b"]
+    assert result["skipped"] == ["c: no tokens/s", "d: measured on a100-80, not on h200"]
+    assert result["after_median_pct"] < result["before_median_pct"] and result["memory_median_pct"] < 8
+    assert "[efficiency]" in cluster.read_text()

@@ -1,9 +1,8 @@
-"""A second opinion on memory: the engine's own step, at its true world size, on tensors that have shapes but no contents.
+"""Peak memory of the engine's own step at its true world size, on tensors that have shapes but no contents.
 
-`windlass plan RECIPE --trace` parallelises the model as training would, on a process group that talks to nobody, and runs two steps
-under fake tensors on a machine without GPUs. A tracker adds up every storage that lives. Layers are alike, so a few are traced and
-the rest follows in a straight line. What lies outside the tensors (allocator rounding, communication buffers, the context) is not
-in the number.
+The trace parallelizes the model as training does, on a process group without peers, and runs two steps under fake tensors on a machine
+without GPUs. A tracker adds up every live storage. Layers are alike, so a few are traced and the rest is extrapolated linearly.
+Not in the number: allocator rounding, communication buffers, the device context.
 """
 
 from __future__ import annotations
@@ -21,26 +20,26 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from benchmarks.memory_trace.kernels import carry, compiled_blocks, device_kernels
+from benchmarks.memory_trace.tracker import Tracker
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from windlass.train.geometry import Geometry, geometry_of
+from windlass.train.predict import allocated
 
 from windlass import models
 from windlass.clusters import Cluster, load_device
 from windlass.clusters.scheduler import Place
 from windlass.config import LayoutConfig, Recipe
 from windlass.errors import PlanError
-from windlass.train.geometry import Geometry, geometry_of
 from windlass.train.mesh import World, axes_of, open_world
 from windlass.train.optimizers.base import build_optimizer
 from windlass.train.parallelize import Parts, parallelize
-from windlass.train.predict import allocated
 from windlass.train.step import Stepper
-from windlass.train.trace_kernels import carry, compiled_blocks, device_kernels
-from windlass.train.trace_tracker import Tracker
 
 GIB = 2**30
 MICRO_BATCHES = 3
-"""Accumulation beyond this changes nothing: the third micro-batch finds what the second found."""
+"""Further micro-batches change nothing: the third one allocates what the second did."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +50,18 @@ class Trace:
     world_size: int
     layers: int
     traced_layers: tuple[int, ...]
-    """Numbers of layers that were run; more than one: the peak was drawn on from them."""
+    """Numbers of layers that were run; more than one: the peak is extrapolated from them."""
     peak: float
     """Bytes of all tensors at once."""
     terms: dict[str, float]
-    """Bytes by what they were made for, at the moment of the peak; sums to `peak`."""
+    """Bytes by purpose at the moment of the peak; they sum to `peak`."""
     moment: str
     stage: int
     seconds: float
     """CPU seconds."""
     compiled: bool
     predicted: float | None = None
-    """What the planner's arithmetic says of the same."""
+    """The planner's prediction of the same."""
 
     def json(self) -> dict[str, Any]:
         return {
@@ -74,12 +73,12 @@ class Trace:
 
     @property
     def difference(self) -> float | None:
-        """The planner's arithmetic against the trace, in percent."""
+        """Difference of the planner's prediction from the trace in per cent."""
         return None if self.predicted is None else 100 * (self.predicted - self.peak) / self.peak
 
     def text(self) -> str:
         how = f"{self.layers} layers" + (
-            f", drawn on from {' and '.join(map(str, self.traced_layers))}"
+            f", extrapolated from {' and '.join(map(str, self.traced_layers))}"
             if self.layers not in self.traced_layers
             else ""
         )
@@ -88,8 +87,8 @@ class Trace:
         ]
         lines += [f"  {name:<24} {size / GIB:8.2f} GiB" for name, size in self.terms.items()]
         if self.predicted is not None:
-            lines.append(f"the planner's arithmetic: {self.predicted / GIB:.2f} GiB ({self.difference:+.1f} %)")
-        code = "stand-ins for compiled blocks" if self.compiled else "uncompiled blocks"
+            lines.append(f"predicted by the planner: {self.predicted / GIB:.2f} GiB ({self.difference:+.1f} %)")
+        code = "models of compiled blocks" if self.compiled else "uncompiled blocks"
         lines.append(
             f"{code} on fake tensors, {self.seconds:.0f} s of CPU; without allocator slack, context and communication buffers"
         )
@@ -99,7 +98,7 @@ class Trace:
 def trace(
     recipe: Recipe, cluster: Cluster, nodes: int | None = None, *, layers: tuple[int, ...] | None = None
 ) -> Trace:
-    """Run the step of `recipe` on `nodes` of `cluster` without any of them. `layers`: how many to run; None: two numbers, drawn on."""
+    """Trace the step of `recipe` on `nodes` of `cluster`. `layers`: how many to run; None: two numbers, extrapolated."""
     _check(recipe)
     began = time.process_time()
     recipe = _as_on_device(recipe, cluster)
@@ -124,45 +123,39 @@ def trace(
 
 def _check(recipe: Recipe) -> None:
     if recipe.layout is None:
-        raise PlanError(
-            "train.trace-needs-layout",
-            "a trace needs a layout",
-            hint="give [layout], or call windlass.planner.fill_recipe first",
-        )
+        raise PlanError("trace.layout-missing", "a trace needs a layout", hint="add [layout] to the recipe")
     if recipe.train.engine != "native":
         raise PlanError(
-            "train.trace-runs-windlass-s",
-            f"--trace runs windlass's own step, not train.engine = {recipe.train.engine!r}",
-            hint="trace with train.engine=native; the plan without --trace counts DeepSpeed's buffers",
+            "trace.engine-unsupported",
+            f"a trace runs windlass's own step, not train.engine = {recipe.train.engine!r}",
+            hint="trace with train.engine=native; windlass plan counts DeepSpeed's buffers",
         )
     if recipe.model.family == "hf":
         raise PlanError(
-            "train.trace-does-know-blocks",
-            "--trace does not know the blocks of a Hugging Face model",
-            hint="describe it as family llama or retnet; the plan without --trace reads its config.json",
+            "trace.model-unsupported",
+            "a trace does not support Hugging Face models",
+            hint="describe the model as family llama or retnet; windlass plan reads its config.json",
         )
     if recipe.layout.offload != "none":
         raise PlanError(
-            "train.trace-counts-one-device",
-            f"--trace counts one device's memory and cannot tell it from the host's (layout.offload = {recipe.layout.offload!r})",
-            hint='trace with layout.offload=none and take its "optimizer states" off (parameters: also its "weights")',
+            "trace.offload-unsupported",
+            f"a trace cannot tell device memory from host memory (layout.offload = {recipe.layout.offload!r})",
+            hint='trace with layout.offload=none and subtract "optimizer states" (parameters: also "weights")',
         )
     if recipe.train.recompute == "budget":
         raise PlanError(
-            "train.trace-cannot-follow-train",
-            '--trace cannot follow train.recompute = "budget": torch\'s compiler decides what to keep, and it does not run here',
-            hint="trace train.recompute=none and train.recompute=full: a budget lies between them, and the plan's arithmetic says where",
+            "trace.recompute-unsupported",
+            'a trace cannot follow train.recompute = "budget": the compiler decides what to keep, and it does not run here',
+            hint="trace train.recompute=none and train.recompute=full: a budget lies between them",
         )
     if dist.is_available() and dist.is_initialized():
         raise PlanError(
-            "train.trace-makes-process-group",
-            "--trace makes a process group of its own, and one is there already",
-            hint="run it apart",
+            "trace.process-group-exists", "a trace needs a process without a process group", hint="run it separately"
         )
 
 
 def _as_on_device(recipe: Recipe, cluster: Cluster) -> Recipe:
-    """What the engine would choose by itself on the cluster's devices."""
+    """The recipe with the engine's automatic choices for the cluster's devices."""
     gpu = load_device(cluster.device).vendor != "cpu"
     train = recipe.train
     fuse = train.fuse if train.fuse is not None else gpu and train.precision == "fp8"
@@ -184,9 +177,9 @@ def _with_layers(recipe: Recipe, layers: int) -> Recipe:
 
 
 def _line(runs: list[_Run], traced: tuple[int, ...], layers: int) -> tuple[float, dict[str, float], str]:
-    """Peak, terms and moment at `layers`. Each phase of a step has a peak of its own that grows in a straight line; the highest of them
-    need not be the one that is highest with few layers."""
-    found = []
+    """Peak, terms and moment at `layers`. Each phase of a step has its own peak, which grows linearly with the layers; the phase with
+    the highest peak may differ from the one with few layers."""
+    peaks = []
     for phase in dict.fromkeys(p for run in runs for p in run.phases):
         at = [run.phases.get(phase, {}) for run in runs]
         if len(runs) == 1:
@@ -195,10 +188,10 @@ def _line(runs: list[_Run], traced: tuple[int, ...], layers: int) -> tuple[float
             (low, high), (few, more) = at[-2:], traced[-2:]
             step = (layers - few) / (more - few)
             names = dict.fromkeys([*low, *high])
-            drawn = {n: low.get(n, 0) + (high.get(n, 0) - low.get(n, 0)) * step for n in names}
-            terms = {n: v for n, v in drawn.items() if v > 0}
-        found.append((sum(terms.values()), terms, phase))
-    return max(found, key=lambda f: f[0])
+            extrapolated = {n: low.get(n, 0) + (high.get(n, 0) - low.get(n, 0)) * step for n in names}
+            terms = {n: v for n, v in extrapolated.items() if v > 0}
+        peaks.append((sum(terms.values()), terms, phase))
+    return max(peaks, key=lambda p: p[0])
 
 
 # -- one run --------------------------------------------------------------------------------------------------------------
@@ -211,11 +204,11 @@ class _Run:
     stage: int
     seconds: float
     apart: bool = False
-    """Run in a process of its own."""
+    """Run in a separate process."""
 
 
 def _stage_runs(recipe: Recipe, cluster: Cluster, size: int, stage: int, wanted: tuple[int, ...]) -> list[_Run]:
-    """Torch remembers groups by name, and two ranks of a pipeline name theirs differently: each run gets a process of its own."""
+    """One run per number of layers; pipeline stages in a new process each, because torch caches process groups by name."""
     if recipe.layout.pipeline == 1:
         return [_run(_with_layers(recipe, n), cluster, size, stage) for n in wanted]
     runs = []
@@ -259,7 +252,7 @@ def _run(recipe: Recipe, cluster: Cluster, size: int, stage: int) -> _Run:
 
 
 def _steps(recipe: Recipe, parts: Parts, world: World, geometry: Geometry) -> Tracker:
-    """Two steps, because the first finds no gradients yet; the update itself is one fused kernel on a device and holds nothing."""
+    """Two steps, because the first starts without gradients; the update is one fused kernel on a device and allocates nothing."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         for module in parts.modules:
             module.to_empty(device="cpu")
@@ -275,10 +268,10 @@ def _steps(recipe: Recipe, parts: Parts, world: World, geometry: Geometry) -> Tr
             tracker.watch("master weights", slot.master)
             tracker.watch("optimizer states", *slot.moments.values())
             tracker.watch("gradients", slot.main_grad)
-        if parts.tie is not None:  # the last stage's copy of a tied matrix is no optimizer's
+        if parts.tie is not None:  # the last stage's copy of a tied matrix is not in the optimizer
             tracker.watch("weights", parts.tie.copy)
         tracker.watch("inputs", tokens, documents)
-        _tell_phases(parts, tracker)
+        _mark_phases(parts, tracker)
         with tracker:
             for _ in range(2):
                 tracker.enter_phase("forward")
@@ -290,8 +283,8 @@ def _steps(recipe: Recipe, parts: Parts, world: World, geometry: Geometry) -> Tr
     return tracker
 
 
-def _tell_phases(parts: Parts, tracker: Tracker) -> None:
-    """A pipeline's schedule does not say what it does next, and the embedding's gradient, the largest, comes last."""
+def _mark_phases(parts: Parts, tracker: Tracker) -> None:
+    """Hooks that tell the tracker the phase: a pipeline schedule does not, and the embedding's gradient (the largest) comes last."""
     for module in parts.modules:
         if parts.num_stages > 1:
             module.register_forward_pre_hook(lambda *_: tracker.enter_phase("forward"))
@@ -307,7 +300,7 @@ def _when_reached(out: Tensor, tracker: Tracker, phase: str) -> None:
 
 @contextlib.contextmanager
 def _no_peers(rank: int, size: int) -> Iterator[None]:
-    """A process group of `size` in which this process is `rank` and messages go nowhere."""
+    """A fake process group of `size` in which this process is `rank`."""
     with mock.patch.dict(os.environ, {"WINDLASS_DEVICE": "cpu"}):
         if size == 1:
             yield
@@ -322,7 +315,7 @@ def _no_peers(rank: int, size: int) -> Iterator[None]:
 
 
 def _static_stages(recipe: Recipe, world: World) -> contextlib.ExitStack:
-    """Pipeline stages that are told their shapes: neighbours who would tell them do not exist."""
+    """Pipeline stages with static shapes: there are no neighbours to exchange them with."""
     import torch.distributed.pipelining as pipelining
     from torch.distributed.pipelining import schedules
 
@@ -341,18 +334,18 @@ def _static_stages(recipe: Recipe, world: World) -> contextlib.ExitStack:
         last = torch.zeros(2, requires_grad=True) if number == total - 1 else between()
         return real(module, number, total, device, input_args=(first,), output_args=(last,), group=group)
 
-    def agreed(schedule: Any, stages: list[Any], *_: Any) -> None:
+    def static_shapes(schedule: Any, stages: list[Any], *_: Any) -> None:
         for stage in stages:
             stage._inference_mode = schedules.InferenceMode.STATIC
 
     stack.enter_context(mock.patch.object(pipelining, "PipelineStage", make))
     if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):  # torch 2.12 and later ask the neighbours
-        stack.enter_context(mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", agreed))
+        stack.enter_context(mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", static_shapes))
     return stack
 
 
 def _predicted(recipe: Recipe, cluster: Cluster, size: int) -> float:
-    """What the planner's arithmetic says of the same step."""
+    """The planner's prediction of the same step in bytes."""
     axes = axes_of(recipe.layout, size, min(size, cluster.node.devices))
     fused = bool(recipe.train.fuse) and recipe.layout.tensor == 1
     geometry = geometry_of(recipe, axes.data)

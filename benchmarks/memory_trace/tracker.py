@@ -1,4 +1,4 @@
-"""How many bytes live at once? A mode that sees every operator and adds up the storages that it returns."""
+"""Sum of live tensor storages by label, followed through every operator."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from windlass.train.optimizers.base import local
 
 
 @dataclass(slots=True)
-class _Held:
+class _Storage:
     size: int
     label: str
 
 
 class Tracker(TorchDispatchMode):
-    """Adds up the storages that live, by label, and remembers the highest sum. A storage is counted once, when an operator first
-    returns it, until it is collected; FSDP frees and fills by resizing, which is followed too."""
+    """Adds up live storages by label and keeps the highest sum. A storage counts from the operator that first returns it until it is
+    collected; resizing, by which FSDP frees and refills storages, is followed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Tracker(TorchDispatchMode):
         self.phase = "forward"
         self.phases: dict[str, tuple[int, dict[str, int]]] = {}
         """Highest sum of each phase, and its labels."""
-        self._held: weakref.WeakKeyDictionary[Any, _Held] = weakref.WeakKeyDictionary()
+        self._storages: weakref.WeakKeyDictionary[Any, _Storage] = weakref.WeakKeyDictionary()
 
     def enter_phase(self, phase: str) -> None:
         self.phase = phase
@@ -46,24 +46,24 @@ class Tracker(TorchDispatchMode):
 
     def relabel(self, label: str, *tensors: Tensor) -> None:
         for tensor in tensors:
-            held = self._held.get(local(tensor).untyped_storage())
-            if held is not None:
-                self._add(held.label, -held.size)
-                held.label = label
-                self._add(label, held.size)
+            record = self._storages.get(local(tensor).untyped_storage())
+            if record is not None:
+                self._add(record.label, -record.size)
+                record.label = label
+                self._add(label, record.size)
 
     def _take(self, tensor: Tensor, label: str) -> None:
         storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
-        if storage in self._held:
+        if storage in self._storages:
             return
-        held = _Held(storage.nbytes(), label)
-        self._held[storage] = held
-        self._add(label, held.size)
-        weakref.finalize(storage, self._drop, held)
+        record = _Storage(storage.nbytes(), label)
+        self._storages[storage] = record
+        self._add(label, record.size)
+        weakref.finalize(storage, self._drop, record)
 
-    def _drop(self, held: _Held) -> None:
-        self._add(held.label, -held.size)
-        held.size = 0
+    def _drop(self, record: _Storage) -> None:
+        self._add(record.label, -record.size)
+        record.size = 0
 
     def _add(self, label: str, size: int) -> None:
         self.now[label] = self.now.get(label, 0) + size
@@ -73,10 +73,10 @@ class Tracker(TorchDispatchMode):
             self.phases[self.phase] = self.total, dict(self.now)
 
     def _resized(self, storage: Any, size: int) -> None:
-        held = self._held.get(storage)
-        if held is not None:
-            self._add(held.label, size - held.size)
-            held.size = size
+        record = self._storages.get(storage)
+        if record is not None:
+            self._add(record.label, size - record.size)
+            record.size = size
 
     def __enter__(self) -> Tracker:
         self._mode = active_fake_mode()
@@ -102,7 +102,7 @@ class Tracker(TorchDispatchMode):
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]
         out = func(*args, **(kwargs or {}))
-        if active_fake_mode() is self._mode:  # not what DTensor tries out to find its placements
+        if active_fake_mode() is self._mode:  # not DTensor's trial runs that find placements
             label = "activations" if self.phase == "forward" else "gradients on their way"
             for tensor in tree_iter(out):
                 if isinstance(tensor, Tensor):

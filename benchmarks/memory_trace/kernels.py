@@ -1,4 +1,4 @@
-"""What would a GPU's kernels, and compiled blocks, leave in memory? Stand-ins for the trace, which runs on fake tensors of a CPU."""
+"""Models of GPU kernels and compiled blocks for the trace: they allocate what the real ones keep in memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from torch.distributed.tensor import DTensor
 from windlass.config import Recipe
 from windlass.train.parallelize import Parts
 
-# -- what kernels of a device leave behind, where a CPU's would leave more ---------------------------------------------------
+# GPU kernels keep less in memory than the CPU implementations that fake tensors would run.
 
 
 @contextlib.contextmanager
 def device_kernels() -> Iterator[None]:
-    """Loss, attention and FP8 products as their GPU kernels hold memory: outputs only, no wide copies on the way."""
+    """Loss, attention and FP8 products allocate as their GPU kernels do: outputs only, no intermediate copies."""
     import windlass.models.attention as attention
     import windlass.models.llama as llama
     import windlass.models.loss as loss
+
     import windlass.train.float8 as float8
     import windlass.train.objectives.next_token as losses
 
@@ -34,7 +35,7 @@ def device_kernels() -> Iterator[None]:
     ]  # fmt: skip
     with contextlib.ExitStack() as stack:
         for where, name, new in changes:
-            if hasattr(where, name):  # a name that a module does not import needs no stand-in there
+            if hasattr(where, name):  # not every module imports every name
                 stack.enter_context(mock.patch.object(where, name, new))
         yield
 
@@ -80,12 +81,8 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = 
     return out
 
 
-# -- compiled blocks ----------------------------------------------------------------------------------------------------------
-
-
 class Fused(torch.autograd.Function):
-    """An element-wise region as the compiler leaves it: its inputs are kept, its inner values are not. `like`: which input the output
-    resembles, or its last dimension and type."""
+    """A compiled element-wise region: inputs are kept, intermediate values are not. The output has shape and type of `like`."""
 
     @staticmethod
     def forward(ctx: Any, like: Tensor, *inputs: Tensor) -> Tensor:
@@ -101,8 +98,8 @@ class Fused(torch.autograd.Function):
         )
 
 
-class Turned(torch.autograd.Function):
-    """Rotation: linear, so nothing is kept."""
+class Rotated(torch.autograd.Function):
+    """Rotary positions: linear, so nothing is kept."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -137,8 +134,8 @@ def _fused_feed_forward(self: Any, x: Tensor) -> Tensor:
 
 
 class Narrow(torch.autograd.Function):
-    """An FP8 product in compiled code: its input is cast again in the backward pass from what others keep; of weights laid side by side
-    the cast ones stay, of a parameter nothing."""
+    """An FP8 product in compiled code: the backward pass casts its input again; of concatenated weights the cast copy is kept, of a
+    parameter nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -161,31 +158,31 @@ def _narrow_product(x: Tensor, weight: Tensor, *, rows: bool = False) -> Tensor:
 
 
 def _fused_rotation(x: Tensor, *_: Tensor) -> Tensor:
-    out: Tensor = Turned.apply(x)
+    out: Tensor = Rotated.apply(x)
     return out
 
 
 def _fused_head_norm(self: Any, out: Tensor) -> Tensor:
-    """Worked out again from its input, which takes as much: one of the two stays."""
+    """Recomputed from its input, which has the same size: only one of the two is kept."""
     return out
 
 
 def _fused_parallel(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor) -> Tensor:
-    """The decay is worked out where it is used, and linear: only decayed scores stay."""
+    """The decay is computed where it is used, and linear: only decayed scores are kept."""
     q, k, v = (part.contiguous() for part in (q, k, v))  # one copy in the layout that batched products read
-    scores: Tensor = Turned.apply(q @ k.transpose(-1, -2))
+    scores: Tensor = Rotated.apply(q @ k.transpose(-1, -2))
     return scores @ v
 
 
 def _fused_chunkwise(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, chunk: int) -> Tensor:
-    """Decays are factors inside kernels: queries, keys, values, scores inside chunks and the states between them stay."""
+    """Decays are factors inside kernels: queries, keys, values, scores inside chunks and the states between them are kept."""
     time = q.shape[-2]
     if time <= chunk:
         return _fused_parallel(q, k, v, gamma)
     if time % chunk:
         q, k, v = (torch.nn.functional.pad(part, (0, 0, 0, chunk - time % chunk)) for part in (q, k, v))
     q, k, v = (part.contiguous().unflatten(-2, (-1, chunk)) for part in (q, k, v))
-    states = Turned.apply(k.transpose(-1, -2) @ v)
+    states = Rotated.apply(k.transpose(-1, -2) @ v)
     return (_fused_parallel(q, k, v, gamma) + q @ states).flatten(-3, -2)[..., :time, :]
 
 
@@ -200,28 +197,28 @@ class _Silent:
 
 
 def _products(recipe: Recipe) -> int:
-    """Matrix products of a block: projections in, out, and the feed-forward part's."""
+    """Number of matrix products of a block."""
     if recipe.train.fuse and recipe.layout.tensor == 1:
         return 4
     return (5 if recipe.model.family == "retnet" else 4) + (3 if recipe.model.activation == "swiglu" else 2)
 
 
 def _fused_selective(products: int) -> Any:
-    """The engine's policy, less the block's last product: compiled code drops what nobody reads."""
+    """The engine's policy without the block's last product: compiled code drops what is not read again."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     from windlass.models.recompute import SAVED
 
-    aten, seen = torch.ops.aten, {True: 0, False: 0}
+    aten, products_run = torch.ops.aten, {True: 0, False: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         saved = op in SAVED or op is torch.ops.windlass_trace.attention.default
         if op in (aten.mm.default, aten.addmm.default, aten._scaled_mm.default):
-            seen[context.is_recompute] += 1
-            count = seen[context.is_recompute]
+            products_run[context.is_recompute] += 1
+            count = products_run[context.is_recompute]
             saved = bool(count % 2) and count < products
         elif op is torch.ops._c10d_functional.reduce_scatter_tensor.default:
-            saved = seen[context.is_recompute] < products
+            saved = products_run[context.is_recompute] < products
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
@@ -229,14 +226,15 @@ def _fused_selective(products: int) -> Any:
 
 @contextlib.contextmanager
 def compiled_blocks(recipe: Recipe) -> Iterator[None]:
-    """The compiler does not run under fake tensors, so what it leaves alive is put in the blocks' place: element-wise regions fused."""
+    """Blocks that keep what compiled blocks keep (the compiler does not run under fake tensors)."""
     if not recipe.train.compile:
         yield
         return
     import windlass.models.llama as llama
     import windlass.models.parts as parts
-    import windlass.models.recompute as recompute
     import windlass.models.retnet as retnet
+
+    import windlass.models.recompute as recompute
     import windlass.train.float8 as float8
 
     changes: list[tuple[Any, str, Any]] = [
@@ -251,7 +249,7 @@ def compiled_blocks(recipe: Recipe) -> Iterator[None]:
 
 
 def carry(parts: Parts, recipe: Recipe) -> None:
-    """As `parallelize` sets it for compiled blocks."""
+    """Set `carries` as `parallelize` does for compiled blocks."""
     for module in parts.modules:
         for block in module.layers.values():
             block.carries = bool(recipe.train.compile) and recipe.train.recompute == "none"

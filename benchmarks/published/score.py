@@ -1,11 +1,11 @@
-"""How good are the predictions? Score the cost model on a table of measured runs, row by row, from their layout columns only.
+"""Errors of the planner's predictions on a table of measured runs, each row predicted from its layout columns only.
 
 Definitions (those of the published comparison):
 - memory: rows with a torch-allocator peak (allocated or reserved), layout fully stated, not flagged.
 - throughput: bf16 or fp16 rows on A100, H100, H200, MI250 class devices with a fully stated layout, not flagged.
 - error = |predicted - measured| / measured; coverage = rows predicted / rows in the set: a refusal counts against coverage, never as a hit.
 - all readings: every row with a value, also those whose layout is not fully stated, of other devices, in 8 bits, or flagged.
-- fit: rows with outcome "oom" must be called "does not fit", working rows "fits".
+- fit: a row with outcome "oom" must be predicted not to fit, a working row to fit.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from windlass.cost.memory import GIB, MemoryEstimate, memory
-from windlass.cost.step import Constants, estimate
+from benchmarks.published.cells import YES, Row, gibibytes, lower_text, number, text_of
+from benchmarks.published.rows import PublishedRun, Refusal, precision_of, read_run
+
+from windlass.cost.memory import MemoryEstimate, memory
+from windlass.cost.step import Constants, estimate_step
 from windlass.errors import ConfigError, PlanError
-from windlass.planner.cells import YES, Row, gibibytes, number, text_of, word
-from windlass.planner.rows import Case, Refusal, precision_of, understand
+from windlass.units import GIB
 
 REQUIRED = (
     "layers",
@@ -78,12 +80,12 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
 
 
 def read_rows(path: Path | str) -> list[dict[str, str]]:
-    """The rows of a table of runs; says which needed columns are missing."""
+    """The rows of a table of runs. ConfigError: unreadable, or columns missing."""
     return list(iterate_rows(path))
 
 
 def iterate_rows(path: Path | str) -> Iterator[dict[str, str]]:
-    """The same one by one: a table may be larger than memory."""
+    """The same as a generator: a table may be larger than memory."""
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             header = file.readline()
@@ -94,78 +96,76 @@ def iterate_rows(path: Path | str) -> Iterator[dict[str, str]]:
             _check_columns(path, names)
             for row in reader:
                 if any(cell.strip() for cell in row):
-                    cells = row if delimiter == "," else [_with_point(cell) for cell in row]
+                    cells = row if delimiter == "," else [_with_decimal_point(cell) for cell in row]
                     yield dict(zip_longest(names, cells[: len(names)], fillvalue=""))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(
-            "planner.cannot-read",
+            "published.table-unreadable",
             f"cannot read {path}: {error}",
             hint="give a CSV file with one measured run per line, in UTF-8",
         ) from error
 
 
-def _with_point(cell: str) -> str:
-    """Where commas do not divide columns they divide decimals: "52,125" is no fifty thousand."""
+def _with_decimal_point(cell: str) -> str:
+    """Where commas do not separate columns they are decimal commas: "52,125" is 52.125."""
     return cell.replace(",", ".") if re.fullmatch(r"\s*-?\d+,\d+\s*", cell) else cell
 
 
 def _check_columns(path: Path | str, names: list[str]) -> None:
     if missing := [c for c in NEEDED_COLUMNS if c not in names]:
         raise ConfigError(
-            "planner.column",
+            "published.column-missing",
             f"{path} has no column {', '.join(missing)} (it has: {', '.join(n for n in names[:12] if n) or 'none'})",
             hint="the columns are explained in docs/concepts/predictions.md",
         )
     if twice := sorted({n for n in names if n and names.count(n) > 1}):
         raise ConfigError(
-            "planner.one-column",
+            "published.column-twice",
             f"{path} has more than one column {', '.join(twice)}",
-            hint="which one counts cannot be told: remove or rename the others",
+            hint="remove or rename all but one of them",
         )
 
 
 def predict_row(row: Row, constants: Constants | None = None) -> Prediction:
-    case = understand(row)
-    kind = word(row, "mem_kind")
-    stated, held_gib, rate_measured = is_stated(row), gibibytes(row, "peak_mem_gib"), _rate_measured(row)
+    run = read_run(row)
+    kind = lower_text(row, "mem_kind")
+    stated, measured_gib, rate_measured = is_stated(row), gibibytes(row, "peak_mem_gib"), _rate_measured(row)
     shared: dict[str, Any] = {
         "id": row.get("id") or "",
         "source": row.get("source_group") or row.get("source") or "",
-        "measured_gib": held_gib,
+        "measured_gib": measured_gib,
         "measured_tps": rate_measured,
         "outcome": _outcome(row),
         "stated": stated,
-        "in_memory": stated and kind in ("allocated", "reserved") and held_gib is not None,
+        "in_memory": stated and kind in ("allocated", "reserved") and measured_gib is not None,
         "in_throughput": stated and _in_class(row) and rate_measured is not None,
     }
-    if isinstance(case, Refusal):
-        return _refused(case.reason, shared)
+    if isinstance(run, Refusal):
+        return _refused(run.reason, shared)
     try:
-        held = memory(case.shape, case.work, case.layout, case.devices_per_node)
+        estimated = memory(run.model, run.step, run.layout)
     except (PlanError, ZeroDivisionError, OverflowError) as error:
         return _refused(str(error), shared)
-    rate, why = _rate(case, row, constants)
+    rate, why = _rate(run, row, constants)
     return Prediction(
         refused=why,
-        memory_gib=_in_kind(held, kind) / GIB,
+        memory_gib=_in_kind(estimated, kind) / GIB,
         tokens_per_second_per_device=rate,
-        fits=fits(held, case),
-        assumed=case.assumed,
+        fits=fits(estimated, run),
+        assumed=run.assumed,
         **shared,
     )
 
 
-def _rate(case: Case, row: Row, constants: Constants | None) -> tuple[float | None, str | None]:
-    """Tokens/s of one device, or why they cannot be told: memory needs no device, time does."""
-    if case.device is None:
+def _rate(run: PublishedRun, row: Row, constants: Constants | None) -> tuple[float | None, str | None]:
+    """Tokens/s of one device, or the reason why they cannot be predicted (memory needs no known device, time does)."""
+    if run.machine is None:
         return None, f"time: unknown device {row.get('gpu')!r}"
     try:
-        step = estimate(
-            case.shape, case.work, case.layout, case.device, case.links, case.devices_per_node, constants=constants
-        )
+        step = estimate_step(run.model, run.step, run.layout, run.machine, constants=constants)
     except (PlanError, ZeroDivisionError, OverflowError) as error:
         return None, f"time: {error}"
-    return step.tokens_per_second_per_device * case.parts, None
+    return step.tokens_per_second_per_device * run.parts, None
 
 
 OOM = re.compile(
@@ -176,11 +176,11 @@ WORKS = (*YES, "ok", "okay", "works", "worked", "success", "pass", "passed", "fi
 
 
 def _outcome(row: Row) -> str:
-    """ok, oom, or what the row says instead. Blank: "OOM" in place of a measured value tells, else a measured value; with neither nobody
-    knows whether the row ran."""
-    text = word(row, "outcome")
+    """ok, oom, or the row's own text. A blank outcome is oom if "OOM" stands in place of a measured value, ok if there is a measured
+    value, else unknown."""
+    text = lower_text(row, "outcome")
     if not text:
-        cells = [word(row, "tokens_per_s_per_gpu"), word(row, "peak_mem_gib")]
+        cells = [lower_text(row, "tokens_per_s_per_gpu"), lower_text(row, "peak_mem_gib")]
         text = next((c for c in cells if OOM.search(c)), "ok" if any(cells) else "unknown")
     if OOM.search(text):
         return "ok" if NO_OOM.search(text) else "oom"
@@ -193,25 +193,24 @@ def _refused(reason: str, shared: dict[str, Any]) -> Prediction:
     )
 
 
-def fits(held: MemoryEstimate, case: Case) -> bool | None:
-    """Does the layout run? Where the row does not say how it recomputes, it does if any recompute policy makes it run. None: nobody
-    knows how much memory the device has."""
-    usable = case.capacity
+def fits(estimated: MemoryEstimate, run: PublishedRun) -> bool | None:
+    """Predicted fit; with a blank recompute column the row fits if any recompute policy fits. None: the device's memory is unknown."""
+    usable = run.capacity
     if usable is None:
         return None
-    if held.needed > usable and any(a.startswith("activation_ckpt") for a in case.assumed):
-        held = memory(case.shape, replace(case.work, recompute="full"), case.layout, case.devices_per_node)
-    return held.needed <= usable
+    if estimated.needed > usable and any(a.startswith("activation_ckpt") for a in run.assumed):
+        estimated = memory(run.model, replace(run.step, recompute="full"), run.layout)
+    return estimated.needed <= usable
 
 
-def _in_kind(held: MemoryEstimate, kind: str) -> float:
-    """The estimate in the kind of the reading (and in its unit: sources that print GB are compared in GB)."""
+def _in_kind(estimated: MemoryEstimate, kind: str) -> float:
+    """The estimate in the kind and unit of the measurement (sources that print GB are compared in GB)."""
     scale = GIB / 1e9 if "gb" in kind.split() or "(gb" in kind else 1.0
     if kind == "allocated":
-        return held.allocated * scale
+        return estimated.allocated * scale
     if "nvidia-smi" in kind or "rocm-smi" in kind or "driver" in kind:
-        return held.total * scale
-    return held.reserved * scale
+        return estimated.total * scale
+    return estimated.reserved * scale
 
 
 def _rate_measured(row: Row) -> float | None:
@@ -221,12 +220,12 @@ def _rate_measured(row: Row) -> float | None:
 
 def is_stated(row: Row) -> bool:
     """Layout fully stated and not flagged."""
-    quality = word(row, "quality")
+    quality = lower_text(row, "quality")
     return quality not in ("flagged", "incomplete") and all(text_of(row, c) for c in REQUIRED)
 
 
 def _in_class(row: Row) -> bool:
-    return precision_of(row) in ("bf16", "fp16", "bf16_pure") and any(c in word(row, "gpu") for c in CLASSES)
+    return precision_of(row) in ("bf16", "fp16", "bf16_pure") and any(c in lower_text(row, "gpu") for c in CLASSES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +233,7 @@ class Score:
     predictions: list[Prediction]
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON contract of `windlass plan --score FILE.csv --json`."""
+        """The JSON contract of `planner_accuracy.py --rows FILE.csv --json`."""
         sources: dict[str, list[Prediction]] = {}
         for p in self.predictions:
             sources.setdefault(p.source, []).append(p)
@@ -270,8 +269,8 @@ def write_rows(score: Score, path: Path | str) -> None:
         writer.writerows(lines)
 
 
-def _tally(words: Iterable[str]) -> dict[str, int]:
-    return dict(Counter(words).most_common())
+def _tally(texts: Iterable[str]) -> dict[str, int]:
+    return dict(Counter(texts).most_common())
 
 
 def _tables(predictions: list[Prediction]) -> dict[str, Any]:
@@ -283,17 +282,17 @@ def _tables(predictions: list[Prediction]) -> dict[str, Any]:
 
 
 def _summary(errors: list[float | None]) -> dict[str, Any]:
-    known = sorted(abs(e) * 100 for e in errors if e is not None)
+    covered = sorted(abs(e) * 100 for e in errors if e is not None)
     return {
         "rows": len(errors),
-        "covered": len(known),
-        "median_pct": quantile(known, 0.5),
-        "p90_pct": quantile(known, 0.9),
+        "covered": len(covered),
+        "median_pct": quantile(covered, 0.5),
+        "p90_pct": quantile(covered, 0.9),
     }
 
 
 def quantile(ordered: list[float], share: float) -> float | None:
-    """Linear between neighbours, as numpy does; None of nothing."""
+    """Linear interpolation as in numpy; None for an empty list."""
     if not ordered:
         return None
     place = share * (len(ordered) - 1)
