@@ -31,6 +31,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from windlass.files import append_line
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT / "src")  # instead of this folder, where tokenize.py hides a module of Python's own
 
@@ -243,10 +245,11 @@ def attempt(point: Any, cuda: bool) -> dict[str, Any]:
 
 
 def measure_point(point: Any, cuda: bool) -> dict[str, Any]:
+    from windlass.train.attention import attention_backend
+
     from windlass.clusters.scheduler import Place
     from windlass.runs.folder import Run
     from windlass.train import loop
-    from windlass.train.attention import attention_backend
 
     folder = Path(tempfile.mkdtemp(prefix="windlass-sweep-"))
     quiet: Any = lambda *_: None  # noqa: E731
@@ -320,9 +323,9 @@ def meter_of(cuda: bool) -> Any:
     """Begin to measure; the answer is a function that ends it. None where nothing can be read."""
     if not cuda:
         return lambda: None
-    from windlass.energy.window import Window
+    from windlass.energy.window import MeasurementWindow
 
-    window = Window(devices=[0])
+    window = MeasurementWindow(devices=[0])
     window.begin()
 
     def end() -> float | None:
@@ -395,8 +398,7 @@ def device_of(driver_name: str) -> str:
 def sweep_folder(path: Path, loaded: Any, points: Sequence[Any], record: dict[str, Any], device: str) -> Any:
     from windlass.clusters.model import Cluster, Links, Node
     from windlass.launch.sweep.expect import expect
-    from windlass.launch.sweep.folder import open_sweep_folder
-    from windlass.launch.sweep.local import Work
+    from windlass.launch.sweep.folder import SweepRun, open_sweep_folder
 
     machine = Cluster(name="one", title="one device", device=device, node=Node(devices=1, cores=16), links=Links(intra_gbs=100, inter_gbs_per_node=10))  # fmt: skip
     expected = [expect(loaded.sweep, point, lambda _: machine) for point in points]
@@ -406,7 +408,7 @@ def sweep_folder(path: Path, loaded: Any, points: Sequence[Any], record: dict[st
         if result is not None and "outcome" in result:
             folder.add_outcome({"point": point.name, "evidence": "benchmark", "detail": "", **{k: result.get(k) for k in ("outcome", "detail", "seconds")}})  # fmt: skip
             write_run(folder.point(point.name), point, result, device)
-    return Work(loaded=loaded, folder=folder, points=points, expected=expected)
+    return SweepRun(loaded=loaded, folder=folder, points=points, expected=expected)
 
 
 def write_run(run: Any, point: Any, result: dict[str, Any], device: str) -> None:
@@ -419,16 +421,17 @@ def write_run(run: Any, point: Any, result: dict[str, Any], device: str) -> None
     for index, value in enumerate([seconds[0]] * 2 + list(seconds), start=1):
         speed = tokens / value
         share = None if joules is None else joules / len(seconds) * index
-        run.metric({
+        append_line(run.metrics_file, {
             "step": index, "tokens": tokens * index, "step_seconds": value, "tokens_per_second": speed, "tokens_per_second_per_device": speed,
             "mfu": mfu_of(point.recipe, speed, device), "memory_bytes": result["memory_bytes"], "energy_joules": share, "loss": result["loss"],
         })  # fmt: skip
 
 
 def mfu_of(recipe: Any, speed: float, device: str) -> float | None:
+    from windlass.cost.shapes import shape_of
+
     from windlass.clusters.load import load_device
     from windlass.cost.flops import mfu
-    from windlass.cost.shapes import shape_of
 
     known = load_device(device)
     peak = known.fp32_tflops if recipe.train.precision == "fp32" else known.bf16_tflops
@@ -436,8 +439,7 @@ def mfu_of(recipe: Any, speed: float, device: str) -> float | None:
 
 
 def draw(work: Any, out: Path) -> list[dict[str, Any]]:
-    from windlass.launch.sweep.page import write_page
-    from windlass.launch.sweep.results import collect_rows, write_tables
+    from windlass.launch.sweep.results import collect_rows, write_page, write_tables
 
     rows = collect_rows(work)
     write_tables(work, rows)

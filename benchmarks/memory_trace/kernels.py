@@ -24,8 +24,9 @@ def device_kernels() -> Iterator[None]:
     import windlass.models.attention as attention
     import windlass.models.llama as llama
     import windlass.models.loss as loss
+
     import windlass.train.float8 as float8
-    import windlass.train.losses as losses
+    import windlass.train.objectives.next_token as losses
 
     changes: list[tuple[Any, str, Any]] = [
         (loss, "_terms", lambda device: _loss_kernel), (loss, "add_outer", _add_outer), (losses, "add_outer", _add_outer),
@@ -231,8 +232,9 @@ def compiled_blocks(recipe: Recipe) -> Iterator[None]:
         return
     import windlass.models.llama as llama
     import windlass.models.parts as parts
-    import windlass.models.recompute as recompute
     import windlass.models.retnet as retnet
+
+    import windlass.models.recompute as recompute
     import windlass.train.float8 as float8
 
     changes: list[tuple[Any, str, Any]] = [

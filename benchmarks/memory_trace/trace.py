@@ -24,17 +24,17 @@ from benchmarks.memory_trace.kernels import carry, compiled_blocks, device_kerne
 from benchmarks.memory_trace.tracker import Tracker
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from windlass.train.geometry import Geometry, geometry_of
+from windlass.train.predict import allocated
 
 from windlass import models
 from windlass.clusters import Cluster, load_device
 from windlass.clusters.scheduler import Place
 from windlass.config import LayoutConfig, Recipe
 from windlass.errors import PlanError
-from windlass.train.geometry import Geometry, geometry_of
 from windlass.train.mesh import World, axes_of, open_world
-from windlass.train.optimizers import build_optimizer
+from windlass.train.optimizers.base import build_optimizer
 from windlass.train.parallelize import Parts, parallelize
-from windlass.train.predict import allocated
 from windlass.train.step import Stepper
 
 GIB = 2**30

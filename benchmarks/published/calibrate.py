@@ -18,26 +18,24 @@ def measured_runs(path: Path, device: str) -> tuple[list[MeasuredRun], list[str]
     for row in read_rows(path):
         name, tokens_per_second = row.get("id") or path.stem, number(row, "tokens_per_s_per_gpu")
         run = read_run(row)
-        if isinstance(run, Refusal) or not tokens_per_second or run.device is None:
+        if isinstance(run, Refusal) or not tokens_per_second or run.machine is None:
             reason = (
                 run.reason if isinstance(run, Refusal) else "unknown device" if tokens_per_second else "no tokens/s"
             )
             skipped.append(f"{name}: {reason}")
             continue
-        if run.device.name != device:
-            skipped.append(f"{name}: measured on {run.device.name}, not on {device}")
+        if run.machine.device.name != device:
+            skipped.append(f"{name}: measured on {run.machine.device.name}, not on {device}")
             continue
-        tokens = run.work.micro_batch * run.work.seq_len * run.work.accumulation * run.layout.data
+        tokens = run.layout.sequences_per_step * run.step.seq_len
         memory_gib = number(row, "peak_mem_gib") if (row.get("mem_kind") or "") == "allocated" else None
         runs.append(
             MeasuredRun(
                 name=name,
-                shape=run.shape,
-                work=run.work,
+                model=run.model,
+                step=run.step,
                 layout=run.layout,
-                device=run.device,
-                links=run.links,
-                devices_per_node=run.devices_per_node,
+                machine=run.machine,
                 step_seconds=tokens / (tokens_per_second * run.layout.devices),
                 memory_bytes=memory_gib * 2**30 if memory_gib else None,
             )

@@ -14,7 +14,7 @@ from benchmarks.published.rows import PublishedRun, Refusal, read_run, shard_of
 from benchmarks.published.score import Prediction, Score, predict_row, quantile
 
 from windlass.cost.memory import SHARDED_SLACK
-from windlass.cost.step import DEFAULTS, Constants, estimate
+from windlass.cost.step import DEFAULTS, Constants, estimate_step
 
 FITTED = ("matmul", "tflops_per_watt", "misaligned", "memory", "eager", "network", "contention")
 """Constants that the rows decide; the others are held at measured or textbook values (see their docstrings). Of memory only the
@@ -40,7 +40,7 @@ class Fit:
             run, shown = read_run(row), predict_row(row)
             if isinstance(run, Refusal) or not shown.tokens_per_second_per_device or not shown.measured_tps:
                 continue
-            if run.work.precision in ("bf16", "fp16", "bf16_pure") and (row.get("quality") or "") != "flagged":
+            if run.step.precision in ("bf16", "fp16", "bf16_pure") and (row.get("quality") or "") != "flagged":
                 self.items.append((shown.source, (group or source_of)(row), run, shown.measured_tps))
 
     def errors(self, constants: Constants, without: str | None = None) -> tuple[np.ndarray, list[str]]:
@@ -100,7 +100,8 @@ def _distance(constants: Constants) -> float:
 
 
 def _tps(run: PublishedRun, constants: Constants) -> float:
-    step = estimate(run.shape, run.work, run.layout, run.device, run.links, run.devices_per_node, constants=constants)
+    assert run.machine is not None  # rows without a known device have no predicted time
+    step = estimate_step(run.model, run.step, run.layout, run.machine, constants=constants)
     return step.tokens_per_second_per_device
 
 
@@ -150,7 +151,7 @@ def _spread(errors: list[float], slack: float) -> float:
 
 def device_of(row: dict[str, str]) -> str:
     run = read_run(row)
-    return run.device.name if not isinstance(run, Refusal) and run.device else "unknown"
+    return run.machine.device.name if not isinstance(run, Refusal) and run.machine else "unknown"
 
 
 def half_of(row: dict[str, str]) -> str:
@@ -181,9 +182,9 @@ def term_shares(rows: list[dict[str, str]], score: Score) -> dict[str, dict[str,
     table: dict[str, list[tuple[float, float]]] = {}
     for row, shown in zip(rows, score.predictions, strict=True):
         run = read_run(row)
-        if not shown.in_throughput or shown.throughput_error is None or isinstance(run, Refusal):
+        if not shown.in_throughput or shown.throughput_error is None or isinstance(run, Refusal) or run.machine is None:
             continue
-        step = estimate(run.shape, run.work, run.layout, run.device, run.links, run.devices_per_node)
+        step = estimate_step(run.model, run.step, run.layout, run.machine)
         for name, seconds in step.terms.items():
             table.setdefault(name, []).append((seconds / step.seconds, shown.throughput_error))
     result = {}

@@ -8,29 +8,30 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from benchmarks.published.cells import NO, YES, Row, flag, lower_text, number, positive, product, text_of
 
+from windlass.blocks.embedding.spec import padded_rows
 from windlass.clusters import cluster_names, find_device, load_cluster
 from windlass.clusters.model import Device, Links
-from windlass.cost.params import count
-from windlass.cost.shapes import Shape, make_shape, pad
-from windlass.cost.work import Degrees, Work
+from windlass.cost.step import Machine
+from windlass.layout.types import Layout, StepSpec
+from windlass.models.presets.hf import classic_spec
+from windlass.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedRun:
     """A row that could be read."""
 
-    shape: Shape
-    work: Work
-    layout: Degrees
-    device: Device | None
-    """None: not in devices.toml; memory can be predicted, time cannot."""
+    model: ModelSpec
+    step: StepSpec
+    layout: Layout
+    machine: Machine | None
+    """None: the device is not in devices.toml; memory can be predicted, time cannot."""
     capacity: float | None
     """Bytes a program can use; for an unknown device taken from its name ("XPU-96GB")."""
-    links: Links
-    devices_per_node: int
     assumed: tuple[str, ...]
     """Blank columns and the values used for them."""
     parts: int = 1
@@ -58,7 +59,7 @@ def _read_run(row: Row) -> PublishedRun:
     name = text_of(row, "gpu")
     device = find_device_cached(name)
     parts = _parts(device, name)
-    shape = _shape(row, assumed)
+    model = _model(row, assumed)
     gpus, seq_len = _needed(row, "gpus"), _needed(row, "seq_len")
     degrees = {k: _default(row, k, 1, assumed) for k in ("tp", "pp", "cp")}
     group = degrees["tp"] * degrees["pp"] * degrees["cp"]
@@ -67,14 +68,32 @@ def _read_run(row: Row) -> PublishedRun:
         raise _UnreadableError(f"{terms} = {group} does not divide {gpus * parts} devices")
     data = gpus * parts // group
     micro, accumulation = _batch(row, data, seq_len, assumed)
-    work = _work(row, seq_len, micro, accumulation, assumed)
+    step, sequence_parallel = _step(row, seq_len, assumed)
     per_node = (positive(row, "gpus_per_node") or 0) * parts or _devices_per_node(device.name if device else "")
-    layout = _layout(row, work, data, degrees, assumed)
     capacity = _capacity(device, name)
-    if layout.shard == "hybrid":
-        layout = replace(layout, shard_size=_group(shape, layout, capacity or 80 * 2**30, per_node))
+    shard, chunks = lower_text(row, "shard"), positive(row, "vp") or 1
+    if not shard or _shard(shard) is None:
+        assumed.append("shard=none" + _not_understood(row, "shard"))
+    kind = shard_of(row)
+    layout = Layout(
+        data=data,
+        tensor=degrees["tp"],
+        pipeline=degrees["pp"],
+        context=degrees["cp"],
+        shard=kind,
+        shard_size=1 if kind == "none" else data * degrees["cp"],
+        micro_batch=micro,
+        accumulation=accumulation,
+        chunks=chunks,
+        schedule="interleaved" if chunks > 1 else "1f1b",
+        sequence_parallel=sequence_parallel,
+        offload=("parameters" if "param" in shard else "optimizer") if "offload" in shard else "none",
+    )
+    if kind == "hybrid":
+        layout = replace(layout, shard_size=_group(model, layout, capacity or 80 * 2**30, per_node))
     links = links_of(device, text_of(row, "interconnect"), per_node)
-    return PublishedRun(shape, work, layout, device, capacity, links, per_node, tuple(assumed), parts)
+    machine = None if device is None else Machine(device, links, per_node)
+    return PublishedRun(model, step, layout, machine, capacity, tuple(assumed), parts)
 
 
 def _needed(row: Row, key: str) -> int:
@@ -134,7 +153,7 @@ def _parts(device: Device | None, name: str) -> int:
     return device.per_module if module else 1
 
 
-def _shape(row: Row, assumed: list[str]) -> Shape:
+def _model(row: Row, assumed: list[str]) -> ModelSpec:
     layers, width = _needed(row, "layers"), _needed(row, "hidden")
     arch, glu = lower_text(row, "arch"), flag(row, "glu")
     if arch not in ("llama", "gpt", "mpt", "bloom"):
@@ -147,23 +166,26 @@ def _shape(row: Row, assumed: list[str]) -> Shape:
     ffn = _default(row, "ffn", 4 * width, assumed) if stated is None or stated < 1 else round(stated)
     if width % heads:
         assumed.append(f"head_dim={width // heads}")
-    shape = make_shape(
-        arch=arch,
-        layers=layers,
-        width=width,
-        ffn=ffn,
-        heads=heads,
-        kv_heads=min(heads, positive(row, "kv_heads") or heads),
-        head_dim=max(1, width // heads),
-        vocab=vocab,
-        padded_vocab=pad(vocab),
-        tied=flag(row, "tied"),
+    tied = flag(row, "tied")
+    sizes: dict[str, Any] = {
+        "family": arch,
+        "layers": layers,
+        "width": width,
+        "hidden": ffn,
+        "heads": heads,
+        "kv_heads": min(heads, positive(row, "kv_heads") or heads),
+        "head_dim": max(1, width // heads),
+        "vocab": vocab,
+        "rows": padded_rows(vocab),
+        "tied": arch != "llama" if tied is None else tied,
         # A blank ffn becomes 4 x width without a gate: as many weights as the usual gated block.
-        glu=False if blank else arch == "llama" if glu is None else glu,
-    )
+        "gated": False if blank else arch == "llama" if glu is None else glu,
+    }
     billions = _billions(row)
-    shape = _with_stated_size(shape, billions, positive(row, "kv_heads") is None)
-    return _with_stated_ffn(shape, billions) if blank else shape
+    if billions and billions > 0:
+        sizes = _with_stated_size(sizes, billions, positive(row, "kv_heads") is None)
+        sizes = _with_stated_ffn(sizes, billions) if blank else sizes
+    return classic_spec(**sizes)
 
 
 def _billions(row: Row) -> float | None:
@@ -172,31 +194,32 @@ def _billions(row: Row) -> float | None:
     return value / 1e9 if value and value > 1e5 else value
 
 
-def _with_stated_size(shape: Shape, billions: float | None, kv_heads_blank: bool) -> Shape:
-    """The shape corrected by the stated parameter count: heads wider than width / heads (Qwen 3), or grouped-query attention.
+def _total(sizes: dict[str, Any]) -> int:
+    return classic_spec(**sizes).params.total
 
-    Used only if it explains the count (within 2 %) and the plain shape does not (3 % off)."""
-    if not billions or billions <= 0:
-        return shape
-    others = [replace(shape, head_dim=128)] if shape.head_dim != 128 else []
+
+def _with_stated_size(sizes: dict[str, Any], billions: float, kv_heads_blank: bool) -> dict[str, Any]:
+    """Sizes corrected by the stated parameter count: heads wider than width / heads (Qwen 3), or grouped-query attention.
+
+    Used only if it explains the count (within 2 %) and the plain sizes do not (3 % off)."""
+    heads = sizes["heads"]
+    others = [{**sizes, "head_dim": 128}] if sizes["head_dim"] != 128 else []
     if kv_heads_blank:
-        others += [replace(shape, kv_heads=k) for k in (8, 4, 2, 1) if k < shape.heads and shape.heads % k == 0]
+        others += [{**sizes, "kv_heads": k} for k in (8, 4, 2, 1) if k < heads and heads % k == 0]
 
-    def off(s: Shape) -> float:
-        return abs(count(s).total / 1e9 / billions - 1)
+    def off(candidate: dict[str, Any]) -> float:
+        return abs(_total(candidate) / 1e9 / billions - 1)
 
-    best = min(others, key=off, default=shape)
-    return best if off(best) < 0.02 and off(shape) > 0.03 else shape
+    best = min(others, key=off, default=sizes)
+    return best if off(best) < 0.02 and off(sizes) > 0.03 else sizes
 
 
-def _with_stated_ffn(shape: Shape, billions: float | None) -> Shape:
+def _with_stated_ffn(sizes: dict[str, Any], billions: float) -> dict[str, Any]:
     """The feed-forward width that the stated parameter count implies, if it is a usual one (two to eight times the width)."""
-    if not billions:
-        return shape
-    without_ffn = count(replace(shape, ffn=0)).total
-    per_column = count(replace(shape, ffn=1)).total - without_ffn
+    without_ffn = _total({**sizes, "hidden": 0})
+    per_column = _total({**sizes, "hidden": 1}) - without_ffn
     ffn = 256 * round((billions * 1e9 - without_ffn) / per_column / 256)
-    return replace(shape, ffn=ffn) if 2 * shape.width <= ffn <= 8 * shape.width else shape
+    return {**sizes, "hidden": ffn} if 2 * sizes["width"] <= ffn <= 8 * sizes["width"] else sizes
 
 
 def _batch(row: Row, data: int, seq_len: int, assumed: list[str]) -> tuple[int, int]:
@@ -212,7 +235,8 @@ def _batch(row: Row, data: int, seq_len: int, assumed: list[str]) -> tuple[int, 
     return micro, max(1, accumulation)
 
 
-def _work(row: Row, seq_len: int, micro: int, accumulation: int, assumed: list[str]) -> Work:
+def _step(row: Row, seq_len: int, assumed: list[str]) -> tuple[StepSpec, bool]:
+    """How the row's engine computes a step, and whether it uses sequence parallelism."""
     precision, flash_text, compile_stated = precision_of(row), lower_text(row, "flash"), flag(row, "compile") is True
     recompute = _recompute(lower_text(row, "activation_ckpt"))
     if recompute is None:
@@ -233,22 +257,23 @@ def _work(row: Row, seq_len: int, micro: int, accumulation: int, assumed: list[s
     megatron = (
         kernel == "te" or "distributed" in optimizer or (precision == "bf16" and model_parallel and gradients != "fp32")
     )
-    return Work(
+    step = StepSpec(
         seq_len=seq_len,
-        micro_batch=micro,
-        accumulation=accumulation,
         recompute=recompute,
         precision=precision,
         compile=compiled,
-        # PyTorch's own attention has been fused since 2.0, so "no flash" means a stored square only in older engines.
-        flash=kernel != "math" or sharded,
-        kernel=kernel,
+        # PyTorch's own attention has been fused since 2.0, so "no flash" means stored scores only in older engines.
+        attention="flash" if kernel == "math" and sharded else kernel,
         loss=_loss(compiled, flash_text, sharded),
         optimizer="sgd" if "sgd" in optimizer else "adamw",
+        moment_tensors=1 if "sgd" in optimizer else 2,
         moments="int8" if "8-bit" in optimizer or "8bit" in optimizer else "fp32",
-        gradients=gradients,
+        gradient_precision=gradients,
         engine="torch" if sharded or native else "megatron" if megatron else "deepspeed",
     )
+    # Megatron got sequence parallelism in 2022, together with selective recompute and before flash attention: a row with
+    # neither is older.
+    return step, kernel != "math" or recompute == "selective"
 
 
 def _not_understood(row: Row, key: str) -> str:
@@ -257,7 +282,7 @@ def _not_understood(row: Row, key: str) -> str:
 
 
 def precision_of(row: Row) -> str:
-    """The precision by the names of `Work`; bf16 if blank. Mixed precision is named by its narrower type."""
+    """The precision by the names of `StepSpec`; bf16 if blank. Mixed precision is named by its narrower type."""
     return _stated_precision(row) or "bf16"
 
 
@@ -331,29 +356,9 @@ def _kernel(text: str) -> str:
     return "flash"
 
 
-def _layout(row: Row, work: Work, data: int, degrees: dict[str, int], assumed: list[str]) -> Degrees:
-    chunks = positive(row, "vp") or 1
-    shard = lower_text(row, "shard")
-    if not shard or _shard(shard) is None:
-        assumed.append("shard=none" + _not_understood(row, "shard"))
-    return Degrees(
-        data=data,
-        shard=shard_of(row),
-        tensor=degrees["tp"],
-        pipeline=degrees["pp"],
-        context=degrees["cp"],
-        chunks=chunks,
-        schedule="interleaved" if chunks > 1 else "1f1b",
-        # Megatron got sequence parallelism in 2022, together with selective recompute and before flash attention: a row with neither
-        # is older.
-        sequence_parallel=work.kernel != "math" or work.recompute == "selective",
-        offload=("parameters" if "param" in shard else "optimizer") if "offload" in shard else "none",
-    )
-
-
-def _group(shape: Shape, layout: Degrees, capacity: float, per_node: int) -> int:
+def _group(model: ModelSpec, layout: Layout, capacity: float, per_node: int) -> int:
     """Devices that share one copy if a row only says "hybrid": a node, doubled until the states leave half the memory free."""
-    states = 16.0 * count(shape).stored / (layout.tensor * layout.pipeline)
+    states = 16.0 * model.params.stored / (layout.tensor * layout.pipeline)
     size = max(1, per_node // layout.tensor)
     while size < layout.data and states / size > 0.5 * capacity:
         size *= 2

@@ -22,9 +22,10 @@ from typing import Any
 from benchmarks.published.cells import YES, Row, gibibytes, lower_text, number, text_of
 from benchmarks.published.rows import PublishedRun, Refusal, precision_of, read_run
 
-from windlass.cost.memory import GIB, MemoryEstimate, memory
-from windlass.cost.step import Constants, estimate
+from windlass.cost.memory import MemoryEstimate, memory
+from windlass.cost.step import Constants, estimate_step
 from windlass.errors import ConfigError, PlanError
+from windlass.units import GIB
 
 REQUIRED = (
     "layers",
@@ -142,7 +143,7 @@ def predict_row(row: Row, constants: Constants | None = None) -> Prediction:
     if isinstance(run, Refusal):
         return _refused(run.reason, shared)
     try:
-        estimated = memory(run.shape, run.work, run.layout, run.devices_per_node)
+        estimated = memory(run.model, run.step, run.layout)
     except (PlanError, ZeroDivisionError, OverflowError) as error:
         return _refused(str(error), shared)
     rate, why = _rate(run, row, constants)
@@ -158,12 +159,10 @@ def predict_row(row: Row, constants: Constants | None = None) -> Prediction:
 
 def _rate(run: PublishedRun, row: Row, constants: Constants | None) -> tuple[float | None, str | None]:
     """Tokens/s of one device, or the reason why they cannot be predicted (memory needs no known device, time does)."""
-    if run.device is None:
+    if run.machine is None:
         return None, f"time: unknown device {row.get('gpu')!r}"
     try:
-        step = estimate(
-            run.shape, run.work, run.layout, run.device, run.links, run.devices_per_node, constants=constants
-        )
+        step = estimate_step(run.model, run.step, run.layout, run.machine, constants=constants)
     except (PlanError, ZeroDivisionError, OverflowError) as error:
         return None, f"time: {error}"
     return step.tokens_per_second_per_device * run.parts, None
@@ -200,7 +199,7 @@ def fits(estimated: MemoryEstimate, run: PublishedRun) -> bool | None:
     if usable is None:
         return None
     if estimated.needed > usable and any(a.startswith("activation_ckpt") for a in run.assumed):
-        estimated = memory(run.shape, replace(run.work, recompute="full"), run.layout, run.devices_per_node)
+        estimated = memory(run.model, replace(run.step, recompute="full"), run.layout)
     return estimated.needed <= usable
 
 

@@ -13,7 +13,6 @@ from benchmarks.published.rows import Refusal, links_of, read_run
 from benchmarks.published.score import predict_row, quantile, read_rows, score_file, score_rows, write_rows
 
 from windlass.clusters import find_device, load_cluster, load_device
-from windlass.cost.params import count
 from windlass.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,7 +131,7 @@ def test_devices_and_links_by_the_words_of_tables():
 )  # fmt: skip
 def test_score_and_plan_read_the_same_device(rows, gpu, cluster):
     case = read_run({**rows[0], "gpu": gpu})
-    assert not isinstance(case, Refusal) and case.device == load_device(load_cluster(cluster).device)
+    assert not isinstance(case, Refusal) and case.machine.device == load_device(load_cluster(cluster).device)
 
 
 @pytest.mark.parametrize(
@@ -180,10 +179,10 @@ def test_what_a_row_leaves_out_is_read_from_its_size(rows):
         "vocab": "128256",
         "params_b": "70.55",
     }
-    full = read_run(row).shape
-    assert read_run({**row, "kv_heads": ""}).shape == full
-    assert read_run({**row, "ffn": "", "glu": "1"}).shape.ffn != 4 * 8192
-    stored = [count(read_run(r).shape).total for r in (row, {**row, "ffn": ""})]
+    full = read_run(row).model
+    assert read_run({**row, "kv_heads": ""}).model == full
+    assert read_run({**row, "ffn": "", "glu": "1"}).model != full
+    stored = [read_run(r).model.params.total for r in (row, {**row, "ffn": ""})]
     assert stored[1] == pytest.approx(stored[0], rel=0.005)
 
 

@@ -7,6 +7,7 @@ import sys
 
 from windlass.files import write_json
 from windlass.runs import Run
+from windlass.runs.events import Finished, Saved
 
 
 def test_link_answers_by_its_exit_code(tmp_path):
@@ -15,12 +16,12 @@ def test_link_answers_by_its_exit_code(tmp_path):
     ask = [sys.executable, "-m", "windlass", "link", "before", str(tmp_path)]
     assert subprocess.run(ask, capture_output=True).returncode == 0
     after = [sys.executable, "-m", "windlass", "link", "after", str(tmp_path), "--code", "75"]
-    run.event("saved", step=5)
+    run.record(Saved(step=5))
     assert subprocess.run(after, capture_output=True).returncode == 75
-    run.event("finished", step=10)
+    run.record(Finished(step=10))
     assert subprocess.run(ask, capture_output=True).returncode == 10
 
 
 def test_no_torch_for_launching(tmp_path):
-    code = "import sys, windlass.launch.submit, windlass.launch.array, windlass.launch.outlook, windlass.launch.logs, windlass.planner.search; sys.exit('torch' in sys.modules)"
+    code = "import sys, windlass.launch.submit, windlass.launch.array, windlass.launch.logs, windlass.planner.search; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

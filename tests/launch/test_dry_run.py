@@ -21,9 +21,13 @@ def test_every_recipe_would_be_submitted(path, tmp_path):
     loaded = load_recipe(path, ["launch.account=project_1"])
     found = prepare(loaded, run_dir=tmp_path / "run", dry_run=True)
     assert refusals(found.findings) == []
-    assert found.text.startswith("#!/bin/bash") and "#SBATCH --nodes=" in found.text and "windlass train" in found.text
+    assert (
+        found.script.startswith("#!/bin/bash")
+        and "#SBATCH --nodes=" in found.script
+        and "windlass train" in found.script
+    )
     assert found.plan.run_seconds and found.cost.node_hours > 0 and found.cost.expected_links
-    assert subprocess.run(["bash", "-n"], input=found.text, text=True, capture_output=True).stderr == ""
+    assert subprocess.run(["bash", "-n"], input=found.script, text=True, capture_output=True).stderr == ""
     assert not (tmp_path / "run").exists()
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from windlass.files import append_line, write_json
 from windlass.launch import ledger
-from windlass.launch.executor import State
-from windlass.launch.outlook import outlook
+from windlass.launch.executor import JobState
+from windlass.launch.ledger import forecast_chain
 from windlass.runs import Run
 
 
@@ -53,7 +53,7 @@ def submit(run, job, **more):
 def test_node_hours_and_units_by_hand(run):
     submit(run, "1")
     (entry,) = ledger.entries(
-        run, {"slurm": Fake(a=State(job="1", state="TIMEOUT", elapsed_seconds=5400, nodes=4, evidence="squeue"))}
+        run, {"slurm": Fake(a=JobState(job="1", state="TIMEOUT", elapsed_seconds=5400, nodes=4, evidence="squeue"))}
     )
     assert entry.node_hours == pytest.approx(6.0) and entry.units == pytest.approx(
         24.0
@@ -66,7 +66,7 @@ def test_an_end_is_kept_when_the_scheduler_forgets(run):
         run,
         {
             "slurm": Fake(
-                a=State(
+                a=JobState(
                     job="1", state="COMPLETED", elapsed_seconds=3600, nodes=4, energy_joules=7.2e6, evidence="sacct"
                 )
             )
@@ -80,7 +80,7 @@ def test_unknown_is_not_zero(run):
     submit(run, "1")
     (entry,) = ledger.entries(run, {"slurm": Fake()})
     assert entry.state.state == "UNKNOWN" and entry.node_hours is None
-    (total,) = ledger.sums([entry], "run")
+    (total,) = ledger.totals([entry], "run")
     assert total.unknown_hours == 1 and total.energy_joules is None
 
 
@@ -115,9 +115,9 @@ def test_what_waits_and_runs_is_committed_in_full(run):
     for job in ("1", "2", "3"):
         submit(run, job)
     fake = Fake(
-        a=State(job="1", state="COMPLETED", elapsed_seconds=3600, nodes=4),
-        b=State(job="2", state="RUNNING", elapsed_seconds=60, nodes=4),
-        c=State(job="3", state="PENDING"),
+        a=JobState(job="1", state="COMPLETED", elapsed_seconds=3600, nodes=4),
+        b=JobState(job="2", state="RUNNING", elapsed_seconds=60, nodes=4),
+        c=JobState(job="3", state="PENDING"),
     )
     found = ledger.entries(run, {"slurm": fake})
     assert ledger.committed_node_hours(found, cluster="lumi-g", account="p1") == pytest.approx(4 + 8 + 8)
@@ -127,8 +127,8 @@ def test_what_waits_and_runs_is_committed_in_full(run):
 def test_outlook_from_speed_and_target(run):
     submit(run, "1")
     run.metric({"step": 50, "tokens": 102_400, "tokens_per_second": 1024.0, "time": time.time()})
-    found = ledger.entries(run, {"slurm": Fake(a=State(job="1", state="RUNNING", elapsed_seconds=3600, nodes=4))})
-    view = outlook(run, found)
+    found = ledger.entries(run, {"slurm": Fake(a=JobState(job="1", state="RUNNING", elapsed_seconds=3600, nodes=4))})
+    view = forecast_chain(run, found)
     assert view.tokens_target == 204_800 and view.remaining_seconds == pytest.approx(100.0)
     assert (
         view.node_hours_used == 4.0

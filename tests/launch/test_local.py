@@ -12,7 +12,8 @@ import pytest
 from windlass.clusters import load_cluster
 from windlass.errors import LaunchError
 from windlass.launch.job import train_job
-from windlass.launch.local import Local, render_local, start_ticks
+from windlass.launch.local import LocalExecutor, start_ticks
+from windlass.launch.script import render_local
 
 
 def wait(local, job, *states, seconds=30.0):
@@ -26,18 +27,18 @@ def wait(local, job, *states, seconds=30.0):
 def test_a_job_runs_detached_and_its_code_is_kept(tmp_path):
     script = tmp_path / "job.sh"
     script.write_text('echo "job $WINDLASS_JOB"; exit 3\n')
-    local = Local(tmp_path)
+    local = LocalExecutor(tmp_path)
     job = local.submit(script, run_dir=tmp_path)
     state = wait(local, job, "FAILED")
     assert state.exit_code == 3 and (tmp_path / "logs" / f"{job}.out").read_text() == f"job {job}\n"
-    assert Local(tmp_path).states([job])[job].exit_code == 3  # any later shell can ask
+    assert LocalExecutor(tmp_path).states([job])[job].exit_code == 3  # any later shell can ask
     assert local.states(["local-never"]) == {}
 
 
 def test_cancel_ends_the_whole_group_but_never_a_stranger(tmp_path):
     script = tmp_path / "job.sh"
     script.write_text("sleep 60 & wait\n")
-    local = Local(tmp_path)
+    local = LocalExecutor(tmp_path)
     job = local.submit(script, run_dir=tmp_path)
     wait(local, job, "RUNNING")
     local.cancel([job])
@@ -50,7 +51,7 @@ def test_cancel_ends_the_whole_group_but_never_a_stranger(tmp_path):
 
 def test_no_scheduler_no_conditions(tmp_path):
     with pytest.raises(LaunchError, match="no scheduler here"):
-        Local(tmp_path).submit(tmp_path / "job.sh", run_dir=tmp_path, after="afterok:1")
+        LocalExecutor(tmp_path).submit(tmp_path / "job.sh", run_dir=tmp_path, after="afterok:1")
 
 
 def test_the_local_script_is_read_by_bash_and_limits_time_only_when_asked(make_recipe):

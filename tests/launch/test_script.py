@@ -77,7 +77,7 @@ def test_a_large_run_goes_to_the_queue_that_takes_it(make_recipe):
 
 def test_the_signal_comes_earlier_when_saves_are_slow(make_recipe):
     assert make_job(make_recipe(), "leonardo-booster").lead_seconds == 300
-    assert make_job(make_recipe(), "leonardo-booster", saved_seconds=200.0).lead_seconds == 660  # 60 + 3 x 200, by hand
+    assert make_job(make_recipe(), "leonardo-booster", save_seconds=200.0).lead_seconds == 660  # 60 + 3 x 200, by hand
     assert (
         make_job(make_recipe(launch={"time": "3m"}), "leonardo-booster").lead_seconds == 60
     )  # a third of three minutes

@@ -6,7 +6,7 @@ import pytest
 
 from windlass.errors import LaunchError
 from windlass.launch import slurm
-from windlass.launch.executor import State
+from windlass.launch.executor import JobState
 
 
 @pytest.mark.parametrize(
@@ -35,9 +35,9 @@ def test_squeue():
     assert set(found) == {"12", "13", "20"}
     running = found["12"]
     assert (
-        running.live and running.elapsed_seconds == 90 and running.limit_seconds == 86400 and running.ended_at is None
+        running.active and running.elapsed_seconds == 90 and running.limit_seconds == 86400 and running.ended_at is None
     )
-    assert found["13"].never and not found["13"].over
+    assert found["13"].never_starts and not found["13"].over
     array = found["20"]
     assert (
         array.state == "FAILED"
@@ -69,14 +69,14 @@ def test_sacct():
     ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "--probe"),
 ])  # fmt: skip
 def test_the_schedulers_own_words_and_our_hint(said, hint):
-    error = slurm.refusal("sbatch", said)
+    error = slurm.slurm_error("sbatch", said)
     assert said in error.message and hint in (error.hint or "")
 
 
 def test_no_slurm_here(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(LaunchError, match="no SLURM on this machine") as caught:
-        slurm.Slurm().states(["1"])
+        slurm.SlurmScheduler().states(["1"])
     assert "--local" in (caught.value.hint or "")
 
 
@@ -88,9 +88,9 @@ def test_no_slurm_here(monkeypatch):
     ("slurmstepd: error: *** JOB 5 ON n1 CANCELLED AT 2026-11-15T03:57:10 ***", "CANCELLED"),
 ])  # fmt: skip
 def test_the_log_is_the_last_resort(text, state):
-    found = slurm.from_log("5", f"step 1 loss 3\n{text}\n")
+    found = slurm.state_from_log("5", f"step 1 loss 3\n{text}\n")
     # A plain CANCELLED stands in the reasons' lines too; the reason stands later in the line and wins.
-    assert isinstance(found, State) and found.state == state
+    assert isinstance(found, JobState) and found.state == state
 
 
 def fake(folder, name, text):
@@ -104,17 +104,17 @@ def test_squeue_forgets_and_sacct_remembers(tmp_path, monkeypatch):
     fake(tmp_path, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     fake(tmp_path, "sacct", f"cat <<'E'\n{SACCT}E")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    found = slurm.Slurm().states(["13"])
+    found = slurm.SlurmScheduler().states(["13"])
     assert found["13"].state == "TIMEOUT" and found["13"].evidence == "sacct"
     fake(tmp_path, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
-    assert slurm.Slurm().states(["13"]) == {}
+    assert slurm.SlurmScheduler().states(["13"]) == {}
 
 
 def test_a_controller_that_is_away_is_an_error_not_an_end(tmp_path, monkeypatch):
     fake(tmp_path, "squeue", "echo 'squeue: error: Unable to contact slurm controller (connect failure)' >&2; exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(LaunchError, match="Unable to contact"):
-        slurm.Slurm().states(["13"])
+        slurm.SlurmScheduler().states(["13"])
 
 
 def test_variables_of_an_outer_job_do_not_reach_sbatch(tmp_path, monkeypatch):
@@ -123,4 +123,4 @@ def test_variables_of_an_outer_job_do_not_reach_sbatch(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_NNODES", "64")
     monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
-    assert slurm.Slurm().submit(tmp_path / "job.sh", run_dir=tmp_path, after="afterany:5") == "77"
+    assert slurm.SlurmScheduler().submit(tmp_path / "job.sh", run_dir=tmp_path, after="afterany:5") == "77"

@@ -18,17 +18,17 @@ from windlass.errors import ConfigError, RunError
 from windlass.figures import sweep as charts
 from windlass.figures.sweep_page import best_first, cells, shown_columns
 from windlass.files import write_json
-from windlass.launch.executor import State
+from windlass.launch.executor import JobState
+from windlass.launch.sweep.execute import choose_points, run_points
 from windlass.launch.sweep.expect import expect_all, oom_chance
-from windlass.launch.sweep.folder import open_sweep_folder
-from windlass.launch.sweep.local import Work, choose, run_points
-from windlass.launch.sweep.outcome import classify, read_only
+from windlass.launch.sweep.folder import SweepRun, open_sweep_folder
+from windlass.launch.sweep.outcome import classify, parse_only
 from windlass.launch.sweep.pack import make_packs
-from windlass.launch.sweep.page import page_sections, write_page
 from windlass.launch.sweep.pick import write_pick
 from windlass.launch.sweep.points import make_points
-from windlass.launch.sweep.results import collect_rows, read_results, write_tables
+from windlass.launch.sweep.results import collect_rows, page_sections, read_results, write_page, write_tables
 from windlass.launch.sweep.toml import to_toml
+from windlass.runs.events import FaultEvent
 from windlass.runs.folder import Run
 
 SWEEPS = Path(__file__).parents[2] / "recipes" / "sweeps"
@@ -61,14 +61,14 @@ def command_sweep(folder: Path, body: str) -> Path:
     return write(folder / "sweep.toml", head + body)
 
 
-def work_of(path: Path, run: Path) -> Work:
+def work_of(path: Path, run: Path) -> SweepRun:
     loaded, points = points_of(path)
     expected, _ = expect_all(loaded.sweep, points)
-    return Work(loaded=loaded, folder=open_sweep_folder(run, loaded, points), points=points, expected=expected)
+    return SweepRun(loaded=loaded, folder=open_sweep_folder(run, loaded, points), points=points, expected=expected)
 
 
-def run_all(work: Work, **more) -> dict[str, str]:
-    return run_points(work, choose(work, more.pop("only", None)), lambda p, w: None, **more)
+def run_all(work: SweepRun, **more) -> dict[str, str]:
+    return run_points(work, choose_points(work, more.pop("only", None)), **more)
 
 
 # -- points -----------------------------------------------------------------------------------------------------------
@@ -179,9 +179,9 @@ def test_outcomes_are_results_with_their_evidence_and_finished_points_stay(tmp_p
     assert said["kind-bad.size-3"]["detail"] == "ValueError: no such dataset"
     assert "not valid" in said["kind-torn.size-3"]["detail"]
     assert said["kind-slow.size-1"]["evidence"] == "limit"
-    assert choose(work, None) == []
-    assert [p.name for p in choose(work, read_only("oom"))] == ["kind-oom.size-3"]
-    assert len(choose(work, read_only("oom,fail"))) == 4
+    assert choose_points(work, None) == []
+    assert [p.name for p in choose_points(work, parse_only("oom"))] == ["kind-oom.size-3"]
+    assert len(choose_points(work, parse_only("oom,fail"))) == 4
     run_all(work, only={"oom"})
     assert (work.folder.path / "earlier" / "kind-oom.size-3" / "1" / "logs" / "point.log").is_file()
 
@@ -194,12 +194,12 @@ def test_a_memory_limit_makes_a_real_out_of_memory_error(tmp_path):
 def test_results_become_tables_a_page_and_a_ranking(tmp_path):
     path = command_sweep(tmp_path, "[metrics]\nf1 = 'inner.f1'\n[matrix]\nkind = ['fine', 'oom']\nsize = [1, 5]\n")
     work = work_of(path, tmp_path / "run")
-    first, rest = choose(work, None)[:1], choose(work, None)[1:]
-    run_points(work, first, lambda p, w: None)
+    first, rest = choose_points(work, None)[:1], choose_points(work, None)[1:]
+    run_points(work, first)
     live = json.loads(work.folder.table("json").read_text())["rows"]
     assert [r["outcome"] for r in live] == ["ok", None, None, None]
     assert json.loads(work.folder.record.read_text())["grid"] == [p.name for p in work.points]
-    run_points(work, rest, lambda p, w: None)
+    run_points(work, rest)
     rows = collect_rows(work)
     assert [r["point"] for r in best_first(rows, "score")] == ["kind-fine.size-5", "kind-fine.size-1"]
     assert best_first(rows, "score", "min")[0]["f1"] == 0.1
@@ -238,7 +238,7 @@ def test_the_scheduler_speaks_first_then_records_then_the_log(tmp_path):
     log = write(tmp_path / "x.log", "RuntimeError: CUDA out of memory\n")
     write_json(run.error_file(1), {"rank": 1, "kind": "crash", "error": "bad things", "host": "n1", "time": 5.0})
     write_json(run.error_file(0), {"rank": 0, "kind": "lost", "error": "connection reset", "time": 1.0})
-    state = State(job="1", state="NODE_FAIL", reason="n7 is gone")
+    state = JobState(job="1", state="NODE_FAIL", reason="n7 is gone")
     found = classify(run, 1, log=log, state=state)
     assert (found.outcome, found.evidence) == ("node-failure", "scheduler") and "n7" in found.detail
     assert len(found.further) == 3
@@ -255,14 +255,14 @@ def test_the_scheduler_speaks_first_then_records_then_the_log(tmp_path):
 @pytest.mark.parametrize(("state", "outcome"), [("OUT_OF_MEMORY", "oom"), ("TIMEOUT", "timeout"), ("PREEMPTED", "pre-empted"), ("CANCELLED", "error")])  # fmt: skip
 def test_scheduler_states(tmp_path, state, outcome):
     for code in (1, 0):  # a cancelled job says exit code 0
-        found = classify(Run(tmp_path), code, state=State(job="1", state=state))
+        found = classify(Run(tmp_path), code, state=JobState(job="1", state=state))
         assert (found.outcome, found.evidence) == (outcome, "scheduler")
 
 
 def test_only_knows_its_words():
-    assert read_only("oom,fail") == {"oom", "error", "timeout", "node-failure", "pre-empted"}
+    assert parse_only("oom,fail") == {"oom", "error", "timeout", "node-failure", "pre-empted"}
     with pytest.raises(ConfigError, match="no such outcome"):
-        read_only("omm")
+        parse_only("omm")
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_short_points_share_allocations(tmp_path):
     path.write_text(path.read_text().replace('name = "base"', 'name = "base"\ncluster = "snellius-h100"'))
     loaded, points = points_of(path)
     expected, _ = expect_all(loaded.sweep, points)
-    work = Work(loaded=loaded, folder=None, points=points, expected=expected)
+    work = SweepRun(loaded=loaded, folder=None, points=points, expected=expected)
     packs = make_packs(work, points, 240.0, 4)
     assert [len(p.points) for p in packs] == [2, 2, 1, 1] and packs[-1].nodes == 2
     assert all(p.seconds <= 240.0 for p in packs) and sorted(n for p in packs for n in p.points) == sorted(p.name for p in points)  # fmt: skip
@@ -380,7 +380,7 @@ def test_a_rank_that_only_lost_another_is_not_believed_before_log_and_supervisor
     run = Run(tmp_path)
     write_json(run.error_file(1), {"rank": 1, "kind": "lost", "error": "connection reset", "time": 1.0})
     assert classify(run, 1).detail == "connection reset"
-    run.event("fault", rank=0, kind="killed", error="the process was ended by SIGABRT", host="n1", exit_code=134)
+    run.record(FaultEvent(rank=0, kind="killed", error="the process was ended by SIGABRT", host="n1", exit_code=134))
     found = classify(run, 134)
     assert (found.outcome, found.evidence, found.rank, found.detail) == ("error", "supervisor", 0, "rank 0: the process was ended by SIGABRT")  # fmt: skip
     log = write(tmp_path / "x.log", "terminate called after throwing an instance of 'std::bad_alloc'\n")

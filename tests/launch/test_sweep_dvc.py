@@ -11,9 +11,9 @@ from tests.small_recipe import recipe_tables
 from windlass.config.sweep import load_sweep
 from windlass.errors import ConfigError, RunError
 from windlass.launch.sweep.dvc import read_dvc, write_dvc
+from windlass.launch.sweep.execute import choose_points, run_points
 from windlass.launch.sweep.expect import expect_all
-from windlass.launch.sweep.folder import open_sweep_folder
-from windlass.launch.sweep.local import Work, choose, run_points
+from windlass.launch.sweep.folder import SweepRun, open_sweep_folder
 from windlass.launch.sweep.points import make_points
 from windlass.launch.sweep.results import collect_rows
 
@@ -26,15 +26,15 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def work_of(file: Path, stage: str | None = None) -> Work:
+def work_of(file: Path, stage: str | None = None) -> SweepRun:
     loaded = read_dvc(file, stage)
     points = make_points(loaded)
     folder = open_sweep_folder(file.parent / "sweep", loaded, points)
-    return Work(loaded=loaded, folder=folder, points=points, expected=expect_all(loaded.sweep, points)[0])
+    return SweepRun(loaded=loaded, folder=folder, points=points, expected=expect_all(loaded.sweep, points)[0])
 
 
-def run_all(work: Work) -> dict[str, str]:
-    return run_points(work, choose(work, None), lambda p, w: None)
+def run_all(work: SweepRun) -> dict[str, str]:
+    return run_points(work, choose_points(work, None))
 
 
 LEPISZCZE = """
@@ -178,5 +178,5 @@ def test_every_point_leaves_the_folder_that_dvc_expects(here):
     loaded = load_sweep("s.toml")
     points = make_points(loaded)
     folder = open_sweep_folder(here / "run", loaded, points)
-    run_all(Work(loaded=loaded, folder=folder, points=points, expected=expect_all(loaded.sweep, points)[0]))
+    run_all(SweepRun(loaded=loaded, folder=folder, points=points, expected=expect_all(loaded.sweep, points)[0]))
     assert (here / "run" / "points" / "tensor-3" / "outcome.json").is_file()

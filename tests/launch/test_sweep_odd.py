@@ -14,11 +14,10 @@ from windlass.config.sweep import load_sweep
 from windlass.errors import ConfigError
 from windlass.figures import sweep as charts
 from windlass.figures.sweep_page import sweep_sections
+from windlass.launch.sweep.execute import LiveTables, choose_points, run_points
 from windlass.launch.sweep.expect import expect_all
-from windlass.launch.sweep.folder import open_sweep_folder
-from windlass.launch.sweep.kernel import oom_kills
-from windlass.launch.sweep.local import LiveTables, Work, choose, run_points
-from windlass.launch.sweep.outcome import classify
+from windlass.launch.sweep.folder import SweepRun, open_sweep_folder
+from windlass.launch.sweep.outcome import classify, oom_kills
 from windlass.launch.sweep.points import make_points
 from windlass.launch.sweep.results import collect_rows, read_results, write_tables
 from windlass.runs.folder import Run
@@ -31,13 +30,13 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def work_of(path: Path, run: Path) -> Work:
+def work_of(path: Path, run: Path) -> SweepRun:
     loaded = load_sweep(path)
     points = make_points(loaded)
-    return Work(loaded=loaded, folder=open_sweep_folder(run, loaded, points), points=points, expected=expect_all(loaded.sweep, points)[0])  # fmt: skip
+    return SweepRun(loaded=loaded, folder=open_sweep_folder(run, loaded, points), points=points, expected=expect_all(loaded.sweep, points)[0])  # fmt: skip
 
 
-def echo(folder: Path, axes: str, words: str) -> Work:
+def echo(folder: Path, axes: str, words: str) -> SweepRun:
     head = f"name = 'odd'\nresults = 'o.json'\nrank_by = 'score'\ncommand = '''{ECHO} {words}'''\n"
     return work_of(write(folder / "s.toml", head + axes), folder / "run")
 
@@ -78,7 +77,7 @@ def test_values_reach_the_command_as_they_are_written(tmp_path):
         "[matrix]\nn = [2]\nb = [true, false]\nl = [['a b', 1]]\nlearning-rate = [1e-5]\ns = ['$HOME; {x} \"its\"']\n"
     )
     work = echo(tmp_path, axes, "{n:03d} {b} {l} {learning-rate} {s}")
-    assert set(run_points(work, work.points, lambda p, w: None).values()) == {"ok"}
+    assert set(run_points(work, work.points).values()) == {"ok"}
     said = [json.loads(r["words"]) for r in collect_rows(work)]
     assert said == [["002", word, '["a b", 1]', "1e-05", '$HOME; {x} "its"'] for word in ("true", "false")]
 
@@ -86,13 +85,13 @@ def test_values_reach_the_command_as_they_are_written(tmp_path):
 def test_inside_a_shell_a_value_is_quoted_on_request(tmp_path):
     text = "name = 's'\nresults = 'o.csv'\ncommand = '''bash -c \"echo x > {folder!q}/o.csv; echo {s!q} >> {folder!q}/o.csv\"'''\n[matrix]\ns = [\"it's $HOME  two\"]\n"
     work = work_of(write(tmp_path / "s.toml", text), tmp_path / "a run")
-    assert list(run_points(work, work.points, lambda p, w: None).values()) == ["ok"]
+    assert list(run_points(work, work.points).values()) == ["ok"]
     assert collect_rows(work)[0]["x"] == "it's $HOME  two"
 
 
 def test_lists_and_tables_of_them_agree_in_all_three_files(tmp_path):
     work = echo(tmp_path, "[matrix]\nl = [[1, 2], [3]]\nb = [true, false]\n", "4 {l} {b}")
-    run_points(work, work.points, lambda p, w: None)
+    run_points(work, work.points)
     paths = write_tables(work, collect_rows(work))
     table = list(csv.DictReader(paths[0].open()))
     rows = json.loads(paths[1].read_text())["rows"]
@@ -111,7 +110,7 @@ def test_a_number_that_is_none_is_no_result(tmp_path):
 
 def test_a_score_of_zero_is_a_score_and_a_missing_one_is_said(tmp_path, capsys):
     work = echo(tmp_path, "[matrix]\nn = [0, 3]\n", "{n}")
-    run_points(work, work.points, lambda p, w: None)
+    run_points(work, work.points)
     rows = collect_rows(work)
     head = sweep_sections(work.sweep, rows, "score")[0].items[0]
     assert next(card.value for card in head.cards) == "3" and not any("x" in card.value for card in head.cards)
@@ -134,7 +133,7 @@ def test_devices_of_a_node_and_of_all_nodes_are_two_columns(tmp_path):
 def test_the_command_in_the_log_is_no_evidence(tmp_path):
     text = "name = 's'\ncommand = '''bash -c \"# MemoryError: out of memory\n exit {n}\"'''\n[matrix]\nn = [3]\n"
     work = work_of(write(tmp_path / "s.toml", text), tmp_path / "run")
-    assert run_points(work, work.points, lambda p, w: None) == {"n-3": "error"}
+    assert run_points(work, work.points) == {"n-3": "error"}
     assert work.folder.outcomes()["n-3"]["detail"] == "exit code 3"
 
 
@@ -156,15 +155,15 @@ def test_a_sweep_killed_before_its_first_file_begins_again(tmp_path):
     (tmp_path / "run").mkdir()
     write(tmp_path / "run" / ".sweep.json.123.tmp", "{")
     work = work_of(write(tmp_path / "s.toml", COMMAND + "[matrix]\na = [1]\n"), tmp_path / "run")
-    assert choose(work, None) == work.points
+    assert choose_points(work, None) == work.points
 
 
 def test_tables_while_points_run_take_a_share_of_the_time(tmp_path, monkeypatch):
     work = work_of(write(tmp_path / "s.toml", COMMAND + "[matrix]\na = [1]\n"), tmp_path / "run")
     written: list[int] = []
     clock = iter([0.0, 1.0, 1.0, 10.0, 30.0, 31.0, 31.0, 32.0, 33.0, 33.0])
-    monkeypatch.setattr("windlass.launch.sweep.local.time.monotonic", lambda: next(clock))
-    monkeypatch.setattr("windlass.launch.sweep.local.write_tables", lambda work, rows: written.append(1))
+    monkeypatch.setattr("windlass.launch.sweep.execute.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("windlass.launch.sweep.execute.write_tables", lambda work, rows: written.append(1))
     tables = LiveTables(work)
     tables.write(last=False)  # took 1 s: not again for 20 s
     tables.write(last=False)

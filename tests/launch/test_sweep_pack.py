@@ -11,11 +11,11 @@ from tests.small_recipe import recipe_tables
 from windlass.clusters.load import load_cluster
 from windlass.config.sweep import load_sweep
 from windlass.errors import LaunchError
-from windlass.launch.executor import State
+from windlass.launch.executor import JobState
+from windlass.launch.sweep.execute import command_of, run_points
 from windlass.launch.sweep.expect import expect_all
-from windlass.launch.sweep.folder import open_sweep_folder
-from windlass.launch.sweep.local import Work, command_of, run_points
-from windlass.launch.sweep.pack import pack_here, settle, submit_packs
+from windlass.launch.sweep.folder import SweepRun, open_sweep_folder
+from windlass.launch.sweep.pack import pack_of_this_task, settle, submit_packs
 from windlass.launch.sweep.points import make_points
 
 COMMAND = "name = 'cmd'\ncommand = 'true {n}'\nallocation = '1h'\n[matrix]\nn = [1, 2, 3]\n"
@@ -33,7 +33,7 @@ class Fake:
 
     def __init__(self) -> None:
         self.scripts: list[str] = []
-        self.told: dict[str, State] = {}
+        self.told: dict[str, JobState] = {}
 
     def submit(self, script: Path, **more) -> str:
         self.scripts.append(script.read_text())
@@ -43,22 +43,22 @@ class Fake:
         return {job: self.told[job] for job in jobs if job in self.told}
 
 
-def work_of(folder: Path, text: str, cluster: str | None = None) -> Work:
+def work_of(folder: Path, text: str, cluster: str | None = None) -> SweepRun:
     (folder / "s.toml").write_text(text)
     loaded = load_sweep(folder / "s.toml")
     points = make_points(loaded)
     expected, _ = expect_all(loaded.sweep, points, cluster)
-    return Work(loaded=loaded, folder=open_sweep_folder(folder / "run", loaded, points), points=points, expected=expected)  # fmt: skip
+    return SweepRun(loaded=loaded, folder=open_sweep_folder(folder / "run", loaded, points), points=points, expected=expected)  # fmt: skip
 
 
-def inside(work: Work, task: str, monkeypatch):
+def inside(work: SweepRun, task: str, monkeypatch):
     """As the array task sees it."""
     job, index = task.split("_")
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", job)
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", index)
     file = sorted((work.folder.path / "packs").glob("*/packs.json"), key=lambda p: p.parent.name.split("-")[1])[-1]
-    return pack_here(work, file)
+    return pack_of_this_task(work, file)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_repeated_point_runs_again_inside_and_a_requeued_job_goes_on_where_it_
     (pack,) = submit_packs(work, work.points[:2], cluster="snellius-h100", executor=fake)["packs"]
     here = inside(work, pack["job"], monkeypatch)
     assert [p.name for p in here.points] == ["n-1", "n-2"], "an old outcome does not count"
-    assert run_points(work, here.points[:1], lambda p, w: None) == {"n-1": "ok"}
+    assert run_points(work, here.points[:1]) == {"n-1": "ok"}
     assert [p.name for p in inside(work, pack["job"], monkeypatch).points] == ["n-2"]
 
 
@@ -83,9 +83,9 @@ def test_the_scheduler_speaks_for_what_its_job_ran_and_for_nothing_else(tmp_path
     work.folder.begin("n-1", first)
     second = submit_packs(work, work.points[:1], cluster="snellius-h100", executor=fake)["packs"][0]["job"]
     work.folder.begin("n-1", second)  # a second submission runs it by now
-    fake.told = {first: State(job=first, state="CANCELLED"), second: State(job=second, state="RUNNING")}
+    fake.told = {first: JobState(job=first, state="CANCELLED"), second: JobState(job=second, state="RUNNING")}
     assert settle(work, fake) == [], "the first job's end says nothing about the second's run"
-    fake.told[second] = State(job=second, state="NODE_FAIL", reason="n7")
+    fake.told[second] = JobState(job=second, state="NODE_FAIL", reason="n7")
     assert settle(work, fake) == ["n-1"] and settle(work, fake) == []
     found = work.folder.outcomes()
     assert (found["n-1"]["outcome"], found["n-1"]["job"]) == ("node-failure", second)

@@ -20,7 +20,7 @@ rank_by = "n"
 [matrix]
 n = [1, 2, 3]
 """
-"""Point n tells that it runs, and waits as long as ../wait-n is there."""
+"""SweepPoint n tells that it runs, and waits as long as ../wait-n is there."""
 
 
 def start(folder: Path) -> subprocess.Popen:

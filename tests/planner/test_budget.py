@@ -3,9 +3,9 @@
 import pytest
 
 from windlass.clusters import load_cluster
-from windlass.cost.params import count
 from windlass.errors import ConfigError
-from windlass.planner.budget import Budget, budget, budget_days, shape_near
+from windlass.models.presets import model_spec
+from windlass.planner.budget import Budget, budget, budget_days, model_near
 from windlass.planner.budget_page import budget_json, budget_page, curves, fit_map
 
 
@@ -48,7 +48,7 @@ def test_euros_need_a_price():
     [
         ({}, "planner.budget-without-limit"),
         ({"days": 0.0}, "planner.budget-not-positive"),
-        ({"days": 1.0, "nodes": 0}, "planner.nodes-not-positive"),
+        ({"days": 1.0, "nodes": 0}, "planner.too-few-nodes"),
         ({"days": 1.0, "nodes": 89}, "planner.too-many-nodes"),
         ({"days": 1.0, "mfu": 1.5}, "planner.mfu-out-of-range"),
     ],
@@ -97,9 +97,9 @@ def test_pairs_fit_up_to_the_budget():
 
 @pytest.mark.parametrize("size", [0.3e9, 1e9, 2e9, 7e9, 13e9, 30e9, 70e9, 140e9])
 def test_shapes_come_near_their_size(size):
-    shape = shape_near(size)
-    assert count(shape).total == pytest.approx(size, rel=0.06)
-    assert 40 <= shape.width / shape.layers <= 190
+    model = model_near(size)
+    assert model_spec(model).params.total == pytest.approx(size, rel=0.06)
+    assert 40 <= model.width / model.layers <= 190
 
 
 def test_json_has_the_curve_data_laws_and_caveats():

@@ -1,4 +1,4 @@
-"""`windlass launch`, `jobs`, `logs`, `cancel`: from a recipe to jobs in a queue, and what becomes of them; `link` is for job scripts."""
+"""`windlass launch`, `jobs`, `logs`, `cancel`, `submit`: jobs of a run in a queue; `link` is for job scripts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from windlass.launch.ledger import Entry
-    from windlass.launch.submit import Prepared
-    from windlass.runs import Run
+    from windlass.launch.ledger import LedgerEntry
+    from windlass.launch.submit import PreparedLaunch
 
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 RUN = Annotated[str, typer.Argument(help="Run folder, or its name in runs/.", metavar="RUN")]
+AFTER = Annotated[str | None, typer.Option("--after", help="Start only after this job succeeds (afterok).")]
+JOB_COLUMNS = (
+    "link",
+    "job",
+    "state",
+    "reason",
+    "nodes",
+    "ran",
+    "limit",
+    "node-hours",
+    "from step",
+    "to step",
+    "source",
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -31,186 +44,151 @@ def launch(
         list[str] | None,
         typer.Argument(help="Keys of the recipe to change: layout.micro_batch=4.", metavar="KEY=VALUE"),
     ] = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", help="Nodes of the job, instead of the recipe's.")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="Number of nodes, instead of the recipe's.")] = None,
     chain: Annotated[
         str | None,
-        typer.Option("--chain", help="K: submit K links, each after the one before. self: each link submits the next."),
+        typer.Option("--chain", help="K: submit K jobs, each after the one before. self: each job submits the next."),
     ] = None,
-    run: Annotated[Path | None, typer.Option("--run", help="Run folder; runs/<name> when left out.")] = None,
+    run: Annotated[Path | None, typer.Option("--run", help="Run folder (default: runs/<name>).")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print script, plan, cost and checks; submit nothing.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Submit although a check refuses.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Submit although a check fails.")] = False,
     local: Annotated[bool, typer.Option("--local", help="Run on this machine, without a scheduler.")] = False,
-    devices: Annotated[int | None, typer.Option("--devices", help="With --local: how many devices.")] = None,
-    after: Annotated[str | None, typer.Option("--after", help="Start only after this job has ended well.")] = None,
+    devices: Annotated[int | None, typer.Option("--devices", help="With --local: number of devices.")] = None,
+    after: AFTER = None,
     pretokenize: Annotated[
-        Path | None, typer.Option("--pretokenize", help="DATA.toml: tokenise first, as a CPU job; train after it.")
+        Path | None, typer.Option("--pretokenize", help="DATA.toml: tokenize first, as a CPU job; train after it.")
     ] = None,
     array: Annotated[int, typer.Option("--array", help="With --pretokenize: tasks of the array.")] = 8,
     sbatch: Annotated[
-        list[str] | None, typer.Option("--sbatch", help="Any further sbatch option: --sbatch exclude=nid001 (repeat).")
+        list[str] | None,
+        typer.Option("--sbatch", help="Additional sbatch option (repeatable): --sbatch exclude=nid001."),
     ] = None,
     as_json: JSON = False,
 ) -> None:
     """Plan, check and submit a training run, or print what would be submitted."""
     from windlass.cli.output import console, print_json
     from windlass.config import load_recipe
+    from windlass.launch.array import tokenize_array, tokenize_scripts
     from windlass.launch.submit import prepare, submit
 
-    words = [*(overrides or ()), *([f"nodes={nodes}"] if nodes is not None else [])]
-    extra = [*([f"launch.chain={chain}"] if chain is not None else []), *_sbatch_words(sbatch or [])]
-    loaded = load_recipe(recipe, [*words, *extra])
+    kept = [*(overrides or ()), *([f"nodes={nodes}"] if nodes is not None else [])]
+    extra = [*([f"launch.chain={chain}"] if chain is not None else []), *_sbatch_overrides(sbatch or [])]
+    loaded = load_recipe(recipe, [*kept, *extra])
     folder = run or Path("runs") / loaded.recipe.name
     prepared = prepare(
         loaded,
         run_dir=folder,
-        overrides=words,
         local=local,
         devices=devices,
         expect_store=pretokenize is None,
         dry_run=dry_run,
     )
+    place: Any = {"cluster": prepared.cluster, "account": prepared.job.account, "env": prepared.job.env}
     if dry_run:
-        _show_dry(prepared, as_json, _tokenizing(prepared, pretokenize, array))
+        before = None if pretokenize is None else tokenize_scripts(pretokenize, array, **place)
+        if as_json:
+            print_json({**_prepared_json(prepared), **({} if before is None else {"pretokenize": before})})
+        else:
+            _print_dry_run(prepared, before or {})
         return
     if pretokenize is not None:
-        from windlass.launch.array import tokenize_array
-
-        first = tokenize_array(
-            pretokenize, array, cluster=prepared.cluster, account=prepared.job.account, env=prepared.job.env
-        )
-        after = first.merge_job
+        after = tokenize_array(pretokenize, array, **place).merge_job
     ids = submit(prepared, after=after, force=force)
     if as_json:
         print_json({**_prepared_json(prepared), "jobs": ids})
         return
-    out = console()
-    _findings(prepared)
-    out.print(
-        f"submitted: {', '.join(ids)} ({len(ids)} link{'s' if len(ids) > 1 else ''}), run folder {folder}", markup=False
-    )
-    out.print(f"next: windlass jobs {folder}   windlass logs {folder} -f   windlass watch {folder}", markup=False)
+    _print_findings(prepared)
+    count = f"{len(ids)} job{'s' if len(ids) > 1 else ''}"
+    console().print(f"submitted: {', '.join(ids)} ({count}), run folder {folder}", markup=False)
+    console().print(f"next: windlass jobs {folder}   windlass logs {folder} -f   windlass watch {folder}", markup=False)
 
 
-def _sbatch_words(words: list[str]) -> list[str]:
+def _sbatch_overrides(options: list[str]) -> list[str]:
     from windlass.errors import ConfigError
 
-    made = []
-    for word in words:
-        key, equals, value = word.lstrip("-").partition("=")
+    overrides = []
+    for option in options:
+        key, equals, value = option.lstrip("-").partition("=")
         if not key:
-            raise ConfigError(
-                "cli.sbatch-names-option",
-                f"--sbatch {word!r} names no option",
-                hint="write --sbatch exclude=nid001234 or --sbatch hold",
-            )
-        made.append(f'launch.sbatch.{key}="{value}"' if equals else f"launch.sbatch.{key}=true")
-    return made
+            hint = "write --sbatch exclude=nid001234 or --sbatch hold"
+            raise ConfigError("launch.sbatch-option", f"--sbatch {option!r} names no option", hint=hint)
+        overrides.append(f'launch.sbatch.{key}="{value}"' if equals else f"launch.sbatch.{key}=true")
+    return overrides
 
 
-def _prepared_json(prepared: Prepared) -> dict[str, Any]:
+def _prepared_json(prepared: PreparedLaunch) -> dict[str, Any]:
     from windlass.launch.checks import refusals
 
-    plan = prepared.plan
+    plan, job = prepared.plan, prepared.job
+    plan_keys = ("run_seconds", "step_seconds", "tokens_per_second", "mfu", "memory_share", "checkpoint_bytes")
+    job_keys = ("nodes", "tasks_per_node", "links", "chain", "partition", "qos", "account", "seconds")
     return {
         "run": str(prepared.run_dir),
         "cluster": prepared.cluster.name,
         "executor": "local" if prepared.local else "slurm",
-        "nodes": prepared.job.nodes,
-        "tasks_per_node": prepared.job.tasks_per_node,
-        "links": prepared.job.links,
-        "chain": prepared.job.chain,
-        "partition": prepared.job.partition,
-        "qos": prepared.job.qos,
-        "account": prepared.job.account,
-        "seconds": prepared.job.seconds,
+        **{key: getattr(job, key) for key in job_keys},
         "layout": plan.layout,
-        "plan": {
-            "reason": plan.reason or None,
-            "run_seconds": plan.run_seconds,
-            "step_seconds": plan.step_seconds,
-            "tokens_per_second": plan.tokens_per_second,
-            "mfu": plan.mfu,
-            "memory_share": plan.memory_share,
-            "checkpoint_bytes": plan.checkpoint_bytes,
-        },
+        "plan": {"reason": plan.reason or None, **{key: getattr(plan, key) for key in plan_keys}},
         "cost": prepared.cost,
         "checks": list(prepared.findings),
         "would_submit": not refusals(prepared.findings),
-        "script": prepared.text,
+        "script": prepared.script,
     }
 
 
-def _tokenizing(prepared: Prepared, data: Path | None, tasks: int) -> dict[str, str] | None:
-    """The scripts that would run before the training, where data are tokenised first."""
-    if data is None:
-        return None
-    from windlass.launch.array import tokenize_scripts
-
-    job = prepared.job
-    return tokenize_scripts(data, tasks, cluster=prepared.cluster, account=job.account, env=job.env)
-
-
-def _show_dry(prepared: Prepared, as_json: bool, before: dict[str, str] | None) -> None:
-    from windlass.cli.output import console, print_json, table
+def _print_dry_run(prepared: PreparedLaunch, before: dict[str, str]) -> None:
+    """Scripts in the order in which they would run, then plan, cost and checks."""
+    from windlass.cli.output import console, table
     from windlass.launch.checks import refusals
     from windlass.units import print_bytes, print_seconds
 
-    if as_json:
-        print_json({**_prepared_json(prepared), **({} if before is None else {"pretokenize": before})})
-        return
-    out = console()
-    for kind, text in (before or {}).items():
-        out.print(f"[bold]{'first, tokenising' if kind == 'array' else 'then, its end'}[/bold]")
+    def print_cost(hours: float | None) -> str:
+        if hours is None:
+            return "unknown"
+        rate = prepared.cluster.billing.per_node_hour
+        return f"{hours:,.1f} node-hours" + (f" ({cost.unit}: rate unknown)" if rate is None else f" = {hours * rate:,.0f} {cost.unit}")  # fmt: skip
+
+    out, plan, cost, job = console(), prepared.plan, prepared.cost, prepared.job
+    for kind, text in before.items():
+        out.print(f"[bold]{'First: tokenize' if kind == 'array' else 'Second: merge the token store'}[/bold]")
         print(text)
     if before:
-        out.print("[bold]after it, training[/bold]")
-    print(prepared.text)
-    plan, cost, job = prepared.plan, prepared.cost, prepared.job
+        out.print("[bold]Then: train[/bold]")
+    print(prepared.script)
+    limit = "no limit" if job.seconds == float("inf") else print_seconds(job.seconds)
+    speed = f", {plan.tokens_per_second:,.0f} tokens/s" if plan.tokens_per_second else ""
     rows = [
         ("layout", plan.reason or "not planned"),
-        ("expected", f"{print_seconds(plan.run_seconds)} of training" + (f", {plan.tokens_per_second:,.0f} tokens/s" if plan.tokens_per_second else "")),
-        ("links", f"{job.links} of {_limit(job.seconds)}" + (f"; about {cost.expected_links} needed" if cost.expected_links else "")),
-        ("cost at most", _money(cost.node_hours, cost.units, cost.unit)),
-        ("cost expected", _money(cost.expected_node_hours, None if cost.expected_node_hours is None or prepared.cluster.billing.per_node_hour is None else cost.expected_node_hours * prepared.cluster.billing.per_node_hour, cost.unit)),
-        ("energy expected", "unknown" if cost.expected_kwh is None else f"{cost.expected_kwh:,.0f} kWh"),
-        ("one checkpoint", print_bytes(plan.checkpoint_bytes) if plan.checkpoint_bytes is not None else "unknown"),
-    ]  # fmt: skip
+        ("expected", f"{print_seconds(plan.run_seconds)} of training{speed}"),
+        ("jobs", f"{job.links} of {limit}" + (f"; about {cost.expected_links} needed" if cost.expected_links else "")),
+        ("maximum cost", print_cost(cost.node_hours)),
+        ("expected cost", print_cost(cost.expected_node_hours)),
+        ("expected energy", "unknown" if cost.expected_kwh is None else f"{cost.expected_kwh:,.0f} kWh"),
+        ("one checkpoint", "unknown" if plan.checkpoint_bytes is None else print_bytes(plan.checkpoint_bytes)),
+    ]
     out.print(table(f"Dry run of {prepared.recipe.name} on {prepared.cluster.title}", ("", ""), rows))
-    _findings(prepared)
-    bad = len(refusals(prepared.findings))
-    out.print(
-        f"would be refused: {bad} check{'s' if bad > 1 else ''} (--force overrides)"
-        if bad
-        else "would be submitted; nothing was written or submitted"
-    )
+    _print_findings(prepared)
+    failed = len(refusals(prepared.findings))
+    verdict = f"Not submitted: {failed} check{'s' if failed > 1 else ''} would fail (use --force to submit anyway)."
+    out.print(verdict if failed else "Dry run OK: this job would be submitted. Nothing was written or submitted.")
 
 
-def _limit(seconds: float) -> str:
-    from windlass.units import print_seconds
-
-    return "no limit" if seconds == float("inf") else print_seconds(seconds)
-
-
-def _money(hours: float | None, units: float | None, unit: str) -> str:
-    if hours is None:
-        return "unknown"
-    return f"{hours:,.1f} node-hours" + (f" = {units:,.0f} {unit}" if units is not None else f" ({unit}: rate unknown)")
-
-
-def _findings(prepared: Prepared) -> None:
+def _print_findings(prepared: PreparedLaunch) -> None:
     from windlass.cli.output import console, table
 
     rows = [
-        (f.level, f.rule, f.message + (f" -> {f.hint}" if f.hint and f.level != "ok" else ""), f.source or "")
+        (
+            "FAIL" if f.level == "refuse" else f.level,
+            f.rule,
+            f.message + (f" -> {f.hint}" if f.hint and f.level != "ok" else ""),
+            f.source or "",
+        )
         for f in prepared.findings
     ]
     if rows:
-        console().print(table("Checks", ("", "rule", "what", "source"), rows))
-
-
-# -- afterwards ---------------------------------------------------------------------------------------------------------------
+        console().print(table("Checks", ("", "rule", "finding", "source"), rows))
 
 
 def jobs(
@@ -221,170 +199,134 @@ def jobs(
     folder: Annotated[Path, typer.Option("--folder", help="With --ledger: where the runs are.")] = Path("runs"),
     as_json: JSON = False,
 ) -> None:
-    """The chain of a run: states, node-hours used and left, and when it may be done. With --ledger: the books."""
+    """A run's jobs: states, node-hours used and left, estimated end. With --ledger: usage across all runs and projects."""
+    from windlass.cli.output import console, print_json, table
     from windlass.errors import RunError
-    from windlass.runs import open_run
-
-    if ledger:
-        _ledger(run, folder, as_json)
-    elif run is None:
-        _all_jobs(folder, as_json)
-    else:
-        found = open_run(run)
-        if not found.jobs_file.exists():
-            raise RunError(
-                "cli.jobs-launched",
-                f"{found.path} has no jobs: it was not launched",
-                hint="`windlass launch RECIPE` submits one; `windlass watch` shows a run that trains here",
-            )
-        _jobs(found, as_json)
-
-
-def _jobs(run: Run, as_json: bool) -> None:
-    from windlass.cli.output import console, print_json, table
-    from windlass.launch.ledger import entries
-    from windlass.launch.outlook import outlook
-    from windlass.launch.submit import executors
-
-    found = entries(run, executors(run))
-    view = outlook(run, found)
-    if as_json:
-        print_json({"run": str(run.path), "jobs": [e.as_dict() for e in found], **view.as_dict()})
-        return
-    out = console()
-    columns = ("link", "job", "state", "why", "nodes", "ran", "of", "node-hours", "from step", "to step", "says")
-    out.print(table(f"Jobs of {run.name}", columns, [_job_row(e) for e in found], right=(4, 7, 8, 9)))
-    for line in view.lines():
-        out.print(line, markup=False)
-
-
-def _job_row(e: Entry) -> tuple[Any, ...]:
-    from windlass.launch.executor import NEVER
-    from windlass.units import print_seconds
-
-    link = "" if e.link is None else f"{e.link}/{e.links}" if (e.links or 1) > 1 else str(e.link)
-    why = e.state.reason or (f"code {e.state.exit_code}" if e.state.exit_code else "")
-    if e.state.never:
-        why = f"{why}: never starts, {NEVER[e.state.reason or '']}"
-    ran = print_seconds(e.state.elapsed_seconds) if not e.state.waiting else ""
-    hours = "unknown" if e.node_hours is None else f"{e.node_hours:.2f}"
-    limit = "" if e.limit_seconds is None else print_seconds(e.limit_seconds)
-    return (
-        link if e.kind == "train" else e.kind,
-        e.job,
-        e.state.state,
-        why,
-        e.nodes,
-        ran,
-        limit,
-        hours,
-        e.began_step,
-        e.step,
-        e.state.evidence,
-    )
-
-
-def _all_jobs(folder: Path, as_json: bool) -> None:
-    from windlass.cli.output import console, print_json, table
-    from windlass.launch.ledger import entries, runs_below
-    from windlass.launch.submit import executors
-
-    found = [e for run in runs_below(folder) for e in entries(run, executors(run))]
-    if as_json:
-        print_json({"jobs": [e.as_dict() for e in found]})
-        return
-    if not found:
-        console().print(f"no jobs in {folder}; `windlass launch RECIPE` submits one", markup=False)
-        return
-    rows = [(Path(e.run).name, *_job_row(e)) for e in found]
-    columns = ("run", "link", "job", "state", "why", "nodes", "ran", "of", "node-hours", "from step", "to step", "says")
-    console().print(table(f"Jobs in {folder}", columns, rows, right=(5, 8, 9, 10)))
-
-
-def _ledger(run: str | None, folder: Path, as_json: bool) -> None:
-    from windlass.cli.output import console, print_json, table
-    from windlass.launch.ledger import entries, runs_below, sums
+    from windlass.launch.ledger import entries, forecast_chain, runs_below, totals
     from windlass.launch.submit import executors
     from windlass.runs import open_run
     from windlass.units import print_joules
 
-    chosen = [open_run(run)] if run else runs_below(folder)
-    found = [e for item in chosen for e in entries(item, executors(item))]
-    by_run, by_project = sums(found, "run"), sums(found, "project")
-    if as_json:
-        print_json({"jobs": [e.as_dict() for e in found], "runs": by_run, "projects": by_project})
-        return
-    out = console()
-    for title, group in (("Per run", by_run), ("Per project", by_project)):
-        rows = []
-        for s in group:
-            notes = [f"length of {s.unknown_hours} jobs unknown"] if s.unknown_hours else []
-            notes += [f"energy not measured in {s.unmeasured} of {s.jobs} jobs"] if s.unmeasured else []
-            units = "unknown" if s.units is None else f"{s.units:,.1f} {s.unit}"
-            rows.append(
-                (s.name, s.jobs, f"{s.node_hours:,.2f}", units, print_joules(s.energy_joules), "; ".join(notes))
-            )
-        out.print(table(title, ("", "jobs", "node-hours", "units", "energy", "notes"), rows, right=(1, 2, 3, 4)))
+    runs = [open_run(run)] if run else runs_below(folder)
+    if run and not ledger and not runs[0].jobs_file.exists():
+        raise RunError(
+            "launch.no-jobs",
+            f"{runs[0].path} has no jobs: it was not launched",
+            hint="`windlass launch RECIPE` submits one; to follow a local run, use `windlass watch`",
+        )
+    rows, out = [entry for item in runs for entry in entries(item, executors(item))], console()
+    listed = {"jobs": [entry.as_dict() for entry in rows]}
+    if ledger:
+        groups = {"runs": totals(rows, "run"), "projects": totals(rows, "project")}
+        if as_json:
+            print_json({**listed, **groups})
+            return
+        for title, group in zip(("Per run", "Per project"), groups.values(), strict=True):
+            lines = []
+            for total in group:
+                notes = [f"length of {total.unknown_hours} jobs unknown"] if total.unknown_hours else []
+                notes += [f"energy not measured in {total.unmeasured} of {total.jobs} jobs"] if total.unmeasured else []
+                units = "unknown" if total.units is None else f"{total.units:,.1f} {total.unit}"
+                energy, hours = print_joules(total.energy_joules), f"{total.node_hours:,.2f}"
+                lines.append((total.name, total.jobs, hours, units, energy, "; ".join(notes)))
+            columns = ("", "jobs", "node-hours", "units", "energy", "notes")
+            out.print(table(title, columns, lines, right=(1, 2, 3, 4)))
+    elif run:
+        forecast = forecast_chain(runs[0], rows)
+        if as_json:
+            print_json({"run": str(runs[0].path), **listed, **vars(forecast)})
+            return
+        out.print(table(f"Jobs of {runs[0].name}", JOB_COLUMNS, map(_job_row, rows), right=(4, 7, 8, 9)))
+        out.print("\n".join(forecast.lines()), markup=False)
+    elif as_json:
+        print_json(listed)
+    elif not rows:
+        out.print(f"no jobs in {folder}; `windlass launch RECIPE` submits one", markup=False)
+    else:
+        named = [(Path(entry.run).name, *_job_row(entry)) for entry in rows]
+        out.print(table(f"Jobs in {folder}", ("run", *JOB_COLUMNS), named, right=(5, 8, 9, 10)))
+
+
+def _job_row(entry: LedgerEntry) -> tuple[Any, ...]:
+    from windlass.launch.executor import NEVER_STARTS
+    from windlass.units import print_seconds
+
+    state = entry.state
+    link = "" if entry.link is None else f"{entry.link}/{entry.links}" if (entry.links or 1) > 1 else str(entry.link)
+    reason = state.reason or (f"code {state.exit_code}" if state.exit_code else "")
+    if state.never_starts:
+        reason = f"{reason}: never starts, {NEVER_STARTS[state.reason or '']}"
+    return (
+        link if entry.kind == "train" else entry.kind,
+        entry.job,
+        state.state,
+        reason,
+        entry.nodes,
+        "" if state.waiting else print_seconds(state.elapsed_seconds),
+        "" if entry.limit_seconds is None else print_seconds(entry.limit_seconds),
+        "unknown" if entry.node_hours is None else f"{entry.node_hours:.2f}",
+        entry.began_step,
+        entry.step,
+        state.evidence,
+    )
 
 
 def logs(
     run: RUN,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on printing until the run's jobs have ended.")
+        bool, typer.Option("--follow", "-f", help="Keep printing until the run's jobs have ended.")
     ] = False,
-    job: Annotated[str | None, typer.Option("--job", help="This job; the newest that has a log when left out.")] = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="How many of the last lines to begin with.")] = 40,
+    job: Annotated[str | None, typer.Option("--job", help="Job id (default: the newest job with a log).")] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Number of last lines to start with.")] = 40,
 ) -> None:
-    """Print the log of a run's newest job, or follow it from link to link."""
-    import sys
-
+    """Print the log of a run's newest job, or follow it from job to job."""
+    from windlass.launch.ledger import active_entries
     from windlass.launch.logs import follow_logs, last_lines
     from windlass.launch.submit import executors
     from windlass.runs import open_run
 
-    found = open_run(run)
-    chunks = (
-        follow_logs(found, executors(found), job=job, lines=lines)
-        if follow
-        else iter([last_lines(found, job=job, lines=lines)])
-    )
-    for chunk in chunks:
-        sys.stdout.write(chunk)
-        sys.stdout.flush()
+    folder = open_run(run)
+
+    def is_active() -> bool:
+        return any(job in (None, entry.job) for entry in active_entries(folder, executors(folder)))
+
+    if not follow:
+        print(last_lines(folder, job=job, lines=lines), end="")
+        return
+    for text in follow_logs(folder, is_active, job=job, lines=lines):
+        print(text, end="", flush=True)
 
 
 def cancel(
     run: RUN,
-    job: Annotated[str | None, typer.Option("--job", help="Only this job; all of the run when left out.")] = None,
+    job: Annotated[str | None, typer.Option("--job", help="Only this job (default: all of the run).")] = None,
     as_json: JSON = False,
 ) -> None:
-    """Cancel the waiting and running jobs of a run. What was saved stays; `windlass launch` goes on from there."""
+    """Cancel the waiting and running jobs of a run. Checkpoints stay; `windlass launch` resumes from them."""
     from windlass.cli.output import console, print_json
     from windlass.launch.submit import cancel as cancel_jobs
     from windlass.launch.submit import executors
     from windlass.runs import open_run
 
-    found = open_run(run)
-    ended = cancel_jobs(found, executors(found), only=job)
+    folder = open_run(run)
+    ended = cancel_jobs(folder, executors(folder), only=job)
+    text = f"cancelled: {', '.join(ended)}" if ended else "nothing to cancel: no job of this run waits or runs"
     if as_json:
-        print_json({"run": str(found.path), "cancelled": ended})
-        return
-    console().print(
-        f"cancelled: {', '.join(ended)}" if ended else "nothing to cancel: no job of this run waits or runs",
-        markup=False,
-    )
+        print_json({"run": str(folder.path), "cancelled": ended})
+    else:
+        console().print(text, markup=False)
 
 
 def submit_any(
     command: Annotated[
-        list[str], typer.Argument(help="A windlass command and its words: eval RUN --json", metavar="COMMAND")
+        list[str], typer.Argument(help="windlass command and its arguments: eval RUN --json", metavar="COMMAND")
     ],
     cluster: Annotated[
-        str | None, typer.Option("--cluster", help="Cluster file; the one this host belongs to when left out.")
+        str | None, typer.Option("--cluster", help="Cluster file (default: the one this host belongs to).")
     ] = None,
-    after: Annotated[str | None, typer.Option("--after", help="Start only after this job has ended well.")] = None,
-    account: Annotated[str | None, typer.Option("--account")] = None,
-    folder: Annotated[Path | None, typer.Option("--folder", help="Where script and log go.")] = None,
+    after: AFTER = None,
+    account: Annotated[str | None, typer.Option("--account", help="SLURM account to charge.")] = None,
+    folder: Annotated[Path | None, typer.Option("--folder", help="Directory for the job script and log.")] = None,
 ) -> None:
     """Run any windlass command as a CPU job: windlass submit -- eval RUN."""
     import time
@@ -400,11 +342,11 @@ def submit_any(
 def link(
     action: Annotated[str, typer.Argument(help="before, after or next.")],
     run: Annotated[Path, typer.Argument(help="Run folder.")],
-    code: Annotated[int, typer.Option("--code", help="How the ranks ended.")] = 0,
-    by: Annotated[str, typer.Option("--by", help="A signal that the batch shell saw.")] = "none",
+    code: Annotated[int, typer.Option("--code", help="Exit code of the ranks.")] = 0,
+    by: Annotated[str, typer.Option("--by", help="Signal that the batch shell received.")] = "none",
     job: Annotated[str | None, typer.Option("--job", help="next: the job that was submitted.")] = None,
 ) -> None:
-    """Asked by job scripts: is there anything left to do (before), how did it end (after)? Answers by its exit code."""
+    """For job scripts: is there anything left to do (before), how did it end (after)? Answers by its exit code."""
     import socket
 
     from windlass.clusters.scheduler import job_id, restart_count
@@ -413,26 +355,19 @@ def link(
     from windlass.launch.script import LINK_AGAIN, LINK_GO, LINK_STOP
     from windlass.runs import open_run
 
-    found, me, restart = open_run(run), job_id(), restart_count()
+    folder, me, restart = open_run(run), job_id(), restart_count()
     if action == "before":
-        verdict = chain.before(found, me, restart, socket.gethostname())
-        print(
-            f"windlass: link {me} {'goes on' if verdict.answer == 'go' else 'ends at once'}: {verdict.reason}",
-            flush=True,
-        )
+        verdict = chain.before(folder, me, restart, socket.gethostname())
+        text = "goes on" if verdict.answer == "go" else "ends at once"
+        print(f"windlass: job {me} {text}: {verdict.reason}", flush=True)
         raise typer.Exit(LINK_GO if verdict.answer == "go" else LINK_STOP)
     if action == "after":
-        verdict = chain.after(found, me, restart, code, None if by == "none" else by)
-        word = {
-            "go": "another link is wanted",
-            "finished": "no further link is needed",
-            "hopeless": "no further link is tried",
-        }[verdict.answer]
-        print(f"windlass: link {me} ended with code {code}; {word}: {verdict.reason}", flush=True)
+        verdict = chain.after(folder, me, restart, code, None if by == "none" else by)
+        texts = {"go": "another job is needed", "finished": "no further job is needed"}
+        text = texts.get(verdict.answer, "no further job is tried")
+        print(f"windlass: job {me} ended with code {code}; {text}: {verdict.reason}", flush=True)
         raise typer.Exit(LINK_AGAIN if verdict.answer == "go" else LINK_STOP)
-    if action == "next":
-        chain.follow(found, me, job)
-        return
-    raise ConfigError(
-        "cli.before-after-next", f"{action!r} is not before, after or next", hint="this command is for job scripts"
-    )
+    if action != "next":
+        hint = "this command is for job scripts"
+        raise ConfigError("launch.link-action", f"{action!r} is not before, after or next", hint=hint)
+    chain.record_next(folder, me, job)

@@ -49,7 +49,7 @@ def plan(
     from windlass.planner import plan as search_layouts
     from windlass.planner.explain import explain_layout
     from windlass.planner.record import explanation_json, plans_json
-    from windlass.planner.search import nowhere
+    from windlass.planner.search import nothing_fits
 
     if calibrate:
         _calibrate([path for path in (recipe, *(overrides or ())) if path], cluster, as_json)
@@ -82,26 +82,26 @@ def plan(
     if html is not None and plans.plans and not as_json:
         console().print(f"page: {html}")
     if not plans.plans and explanation is None:
-        raise nowhere(plans)
+        raise nothing_fits(plans)
 
 
 def _print_plans(plans: Plans) -> None:
     from windlass.cli.output import console, table
-    from windlass.cost.params import count
     from windlass.planner.page import carbon, training_time
-    from windlass.planner.search import GIB
-    from windlass.units import print_joules, print_tokens
+    from windlass.units import GIB, print_joules, print_tokens
 
     task, best, out = plans.task, plans.best, console()
-    for r in (r for r in plans.rejected if r.given):
+    for r in (r for r in plans.rejected if r.from_recipe):
         out.print(
-            f"The recipe's own layout ({r.choice.words()}) is rejected: {r.reason}", style="yellow", soft_wrap=True
+            f"The recipe's own layout ({r.candidate.describe()}) is rejected: {r.reason}",
+            style="yellow",
+            soft_wrap=True,
         )
     rows = [
         (
             rank,
-            p.choice.words(micro_batch=False) + (" (recipe)" if p.given else ""),
-            f"{p.choice.micro_batch} x {p.choice.accumulation} x {p.choice.data:,}",
+            p.candidate.describe(micro_batch=False) + (" (recipe)" if p.from_recipe else ""),
+            f"{p.layout.micro_batch} x {p.layout.accumulation} x {p.layout.data:,}",
             f"{p.memory.needed / GIB:.1f}",
             f"{p.step.tokens_per_second_per_device:,.0f}",
             "unknown" if p.step.mfu is None else f"{p.step.mfu:.1%}",
@@ -115,7 +115,7 @@ def _print_plans(plans: Plans) -> None:
     is_narrow = out.width < NARROW_COLUMNS  # the layout column would be cut; energy and CO2e of the best follow below
     shown = 7 if is_narrow else 9
     title = (
-        f"{task.recipe.name}: {count(task.shape).total / 1e9:.3g}B parameters, {print_tokens(best.tokens)} tokens, "
+        f"{task.recipe.name}: {task.model.params.total / 1e9:.3g}B parameters, {print_tokens(best.tokens)} tokens, "
         f"batch {best.batch_tokens:,} tokens, {task.nodes} x {task.per_node} {task.device.name} ({task.cluster.name})"
     )
     out.print(table(title, columns[:shown], [row[:shown] for row in rows], right=(0, 2, 3, 4, 5, 6, 7, 8)))
@@ -137,7 +137,8 @@ def _footnotes(plans: Plans) -> list[str]:
     from windlass.clusters.here import with_gpus
     from windlass.planner.page import amount, carbon
     from windlass.planner.record import mfu_denominator
-    from windlass.planner.search import GIB, TIE
+    from windlass.planner.search import TIE
+    from windlass.units import GIB
 
     task, best, grid = plans.task, plans.best, plans.task.grid
     source = task.device.sources.get("matmul_tflops") or task.device.sources.get("*")
@@ -151,18 +152,18 @@ def _footnotes(plans: Plans) -> list[str]:
     units = "" if best.units is None else f", {amount(best.units)} {task.cluster.billing.unit}s"
     market = "" if best.energy.market_tco2e is None else f"; market-based {carbon(best.energy.market_tco2e)}"
     intensity = "unknown" if grid.g_per_kwh is None else f"{grid.g_per_kwh:g}"
-    near = next((r for r in plans.rejected if not r.given and r.memory_gib is not None), None)
-    nearest = "" if near is None else f"; nearest that does not fit: {near.choice.words()}, {near.reason}"
+    near = next((r for r in plans.rejected if not r.from_recipe and r.memory_gib is not None), None)
+    nearest = "" if near is None else f"; nearest that does not fit: {near.candidate.describe()}, {near.reason}"
     lines = [
         "batch: micro-batch x accumulation x replicas, in sequences. tokens/s and GiB are per device.",
         f"Ranked by time; times within {TIE:.0%} count as ties, then more replicas, less accumulation, fewer mechanisms.",
         f"MFU counts {best.step.mfu_convention} of {mfu_denominator(task)}{achievable}. "
-        f"{task.limit / GIB:.1f} GiB are usable per device.",
+        f"{task.limit_bytes / GIB:.1f} GiB are usable per device.",
         f"The best takes {amount(best.node_hours)} node-hours{units}. Energy is at the meter (PUE {best.energy.pue:g}); "
         f"CO2e is location-based ({intensity} g/kWh){market}.",
         f"{plans.considered:,} layouts considered, {plans.fitting:,} fit, {plans.search_seconds:.2f} s of CPU{nearest}",
     ]
-    rules = dict.fromkeys(r.reason for r in plans.rejected if not r.given and r.memory_gib is None)
+    rules = dict.fromkeys(r.reason for r in plans.rejected if not r.from_recipe and r.memory_gib is None)
     lines += [f"ruled out: {reason}" for reason in list(rules)[:4]]
     notes = list(task.warnings)
     if task.cluster.name == "workstation":  # its file is a guess, so say what this machine has
@@ -179,16 +180,20 @@ def _footnotes(plans: Plans) -> list[str]:
 
 def _print_explanation(explanation: LayoutExplanation) -> None:
     from windlass.cli.output import console, table
-    from windlass.planner.search import GIB
+    from windlass.units import GIB
 
     out, plan, best = console(), explanation.plan, explanation.best
     verdict = "not valid" if explanation.verdict == "illegal" else explanation.verdict
-    out.print(f"{explanation.asked} -> {explanation.choice.words()}: {verdict}")
+    out.print(f"{explanation.asked} -> {explanation.candidate.describe()}: {verdict}")
     for sentence in explanation.sentences:
         out.print(f"  {sentence}")
     if plan is None:
         return
-    columns = ("term", explanation.choice.words(), f"best: {best.choice.words()}" if best else "nothing fits")
+    columns = (
+        "term",
+        explanation.candidate.describe(),
+        f"best: {best.candidate.describe()}" if best else "nothing fits",
+    )
     for title, scale, own, others in (
         ("memory per device, GiB", GIB, plan.memory_terms, best.memory_terms if best else {}),
         ("one optimizer step, seconds", 1.0, plan.step.terms, best.step.terms if best else {}),

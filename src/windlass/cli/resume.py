@@ -1,4 +1,4 @@
-"""`windlass resume RUN`: go on with a stopped run on this machine, on any number of devices."""
+"""`windlass resume RUN`: continue a stopped run on this machine, on any number of devices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from windlass.config import Loaded
     from windlass.runs.folder import Run
 
 
@@ -17,74 +16,58 @@ def register(app: typer.Typer) -> None:
 
 
 def resume(
-    run: Annotated[Path, typer.Argument(help="Run folder, or its name under runs/.")],
+    run: Annotated[Path, typer.Argument(help="Run folder, or its name in runs/.")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(help="Keys of the recipe to change: layout.micro_batch=4.", metavar="KEY=VALUE"),
     ] = None,
     devices: Annotated[
-        int | None, typer.Option("--devices", min=1, help="Processes here, one per device; as last time when left out.")
+        int | None, typer.Option("--devices", min=1, help="Processes here, one per device (default: as last time).")
     ] = None,
-    restarts: Annotated[int, typer.Option("--restarts", min=0, help="How often failed workers are started again.")] = 3,
+    restarts: Annotated[int, typer.Option("--restarts", min=0, help="How often failed workers are restarted.")] = 3,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress lines.")] = False,
 ) -> None:
-    """Continue a stopped run from its newest whole checkpoint; the layout and the number of devices may change."""
-    from windlass.cli.train import _supervise, _work
+    """Continue a stopped run from its newest complete checkpoint; the layout and the number of devices may change."""
+    from windlass.cli.train import run_start
     from windlass.clusters.scheduler import place
+    from windlass.errors import RunError
+    from windlass.launch.chain import finished
+    from windlass.launch.start import bind_start
     from windlass.runs import open_run
+    from windlass.runs.events import Finished, ProcessStart
+    from windlass.runs.lock import refuse_held
 
-    found = open_run(run)
-    loaded = _loaded(found, overrides or [])
-    where = place()
-    if where.source == "single":
-        if overrides:
-            _keep(found, loaded)
-        _refuse_finished(found)
-        count = devices or _last_devices(found)
-        if count > 1:
-            raise typer.Exit(_supervise(found, count, restarts))
-    raise typer.Exit(_work(loaded, found, where, quiet))
+    folder, here = open_run(run), place()
+    refuse_held(folder.lock_file)
+    if overrides:  # the new values are the run's from now on
+        _change_recipe(folder, overrides)
+    if finished(folder):
+        last = list(folder.events(Finished))[-1]
+        raise RunError(
+            "runs.finished",
+            f"{folder.path} is finished (step {last.step}, {last.tokens or 0:,} tokens)",
+            hint=f"to train further: windlass resume {folder.path} train.steps=... (or data.tokens=...)",
+        )
+    # Devices at the last start; 1 when that is unknown or it ran on several nodes.
+    starts = [ProcessStart(), *folder.events(ProcessStart)]
+    last_count = (starts[-1].world_size or 1) if starts[-1].nodes in (None, 1) else 1
+    count = devices or last_count
+    start = bind_start(folder, devices=count, devices_per_node=count)
+    raise typer.Exit(run_start(folder, start, here, restarts=restarts, quiet=quiet))
 
 
-def _loaded(run: Run, overrides: list[str]) -> Loaded:
-    """The resolved recipe of the run folder: what was overridden at the start still holds."""
+def _change_recipe(run: Run, overrides: list[str]) -> None:
+    """Write the run's recipe with other values; changes that may not be made are refused with a diff."""
     from windlass.config import Loaded, Recipe, check, validate
     from windlass.config.load import apply_override, parse_override
+    from windlass.runs import create_run
 
     raw = run.recipe().model_dump(mode="json")
-    for word in overrides:
-        apply_override(raw, *parse_override(word))
+    for override in overrides:
+        apply_override(raw, *parse_override(override))
     recipe = validate(Recipe, raw, str(run.config_file))
     check(recipe)
     text = run.recipe_file.read_text(encoding="utf-8") if run.recipe_file.is_file() else ""
-    return Loaded(recipe, text, run.recipe_file, {})
-
-
-def _keep(run: Run, loaded: Loaded) -> None:
-    """The new values are the run's from now on; another model or data is another run."""
-    from windlass.runs import create_run
-    from windlass.runs.lock import refuse_held
-
-    refuse_held(run.lock_file)
-    create_run(run.path, loaded)
-
-
-def _refuse_finished(run: Run) -> None:
-    from windlass.errors import RunError
-    from windlass.launch.chain import finished
-
-    if finished(run):
-        last = [e for e in run.events() if e["event"] == "finished"][-1]
-        raise RunError(
-            "cli.finished-step-tokens",
-            f"{run.path} is finished (step {last.get('step')}, {last.get('tokens'):,} tokens)",
-            hint=f"to train further give it more: windlass resume {run.path} train.steps=... (or data.tokens=...)",
-        )
-
-
-def _last_devices(run: Run) -> int:
-    """Devices of this machine at the last start; 1 when that is unknown or it ran on several nodes."""
-    starts = [e for e in run.events() if e["event"] in ("started", "resumed")]
-    if not starts or starts[-1].get("nodes") not in (None, 1):
-        return 1
-    return int(starts[-1].get("world_size") or 1)
+    chosen_here = any(override.startswith("layout") for override in overrides)
+    layout_from = "recipe" if chosen_here else run.layout_from() or "recipe"
+    create_run(run.path, Loaded(recipe, text, run.recipe_file, {}), layout_from=layout_from)

@@ -1,4 +1,4 @@
-"""How is a sweep shown in a terminal? Before it runs: points, expectations, cost. Afterwards: one table, best first."""
+"""Sweeps in a terminal: points, predictions and cost before they run; one table, best first, afterwards."""
 
 from __future__ import annotations
 
@@ -15,101 +15,90 @@ if TYPE_CHECKING:
 
     from windlass.config.sweep import LoadedSweep
     from windlass.launch.sweep.expect import Expectation, Total
-    from windlass.launch.sweep.local import Work
-    from windlass.launch.sweep.points import Point
+    from windlass.launch.sweep.folder import SweepRun
+    from windlass.launch.sweep.points import SweepPoint
 
 
 def show_dry(
-    loaded: LoadedSweep, points: Sequence[Point], expected: Sequence[Expectation], total: Total, as_json: bool
+    loaded: LoadedSweep,
+    points: Sequence[SweepPoint],
+    expected: Sequence[Expectation],
+    total: Total,
+    as_json: bool,
 ) -> None:
-    """The points, what is expected of each, and what all of them cost."""
-    if as_json:
-        print_json(_dry_json(loaded, points, expected, total))
-        return
-    out, title = console(), f"{loaded.sweep.title or loaded.sweep.name}: {len(points)} point{'s' * (len(points) != 1)}"
-    if loaded.sweep.command is not None:
-        _show_commands(out, title, points)
-        return
-    columns = ("point", "expected", "GiB", "oom", "tokens/s/device", "MFU", "time", "node-h", "kWh")
-    rows = [(p.name, *_expected_cells(e)) for p, e in zip(points, expected, strict=True)]
-    out.print(table(title, columns, rows, right=(2, 3, 4, 5, 6, 7, 8)))
-    _print_equivalence(out, loaded.sweep.equivalence)
-    for line in _total_lines(total, loaded.sweep.skip_oom):
-        out.print(line)
-
-
-def _dry_json(
-    loaded: LoadedSweep, points: Sequence[Point], expected: Sequence[Expectation], total: Total
-) -> dict[str, Any]:
-    rows = [
-        {"point": p.name, "values": dict(p.values), "devices": p.devices, "problem": p.problem, "expected": e.as_dict()}
-        for p, e in zip(points, expected, strict=True)
-    ]  # fmt: skip
+    """The points, the predictions for each, and what all of them cost."""
     sweep = loaded.sweep
-    return {"sweep": sweep.name, "points": rows, "total": total.as_dict(), "equivalence": sweep.equivalence}
+    pairs = list(zip(points, expected, strict=True))
+    if as_json:
+        rows = [
+            {
+                "point": p.name,
+                "values": dict(p.values),
+                "devices": p.devices,
+                "problem": p.problem,
+                "expected": e.as_dict(),
+            }
+            for p, e in pairs
+        ]
+        print_json({"sweep": sweep.name, "points": rows, "total": total.as_dict(), "equivalence": sweep.equivalence})
+        return
+    out, title = console(), f"{sweep.title or sweep.name}: {len(points)} point{'s' * (len(points) != 1)}"
+    if sweep.command is not None:
+        out.print(title, style="bold", markup=False)
+        width = max(len(p.name) for p in points)
+        for point in points:  # not a table: a folded command cannot be copied
+            out.print(f"{point.name:{width}}  {point.shown_command()}", markup=False, soft_wrap=True)
+        out.print("cost unknown: the planner predicts recipes only")
+        return
+    columns = ("point", "prediction", "GiB", "oom", "tokens/s/device", "MFU", "time", "node-h", "kWh")
+    out.print(table(title, columns, [(p.name, *_predicted_cells(e)) for p, e in pairs], right=(2, 3, 4, 5, 6, 7, 8)))
+    engines = list(dict.fromkeys(engine for row in sweep.equivalence.values() for engine in row))
+    if engines:
+        names = [(name, *(row.get(engine, "") for engine in engines)) for name, row in sweep.equivalence.items()]
+        out.print(table("Names of the strategies in each engine", ("strategy", *engines), names))
+    skipped = f"{total.skipped} are skipped as out of memory (at least {sweep.skip_oom:.0%} sure)"
+    out.print(f"{total.run} of {total.points} points would run, {skipped}, {total.illegal} are invalid")
+    if total.node_hours is not None:
+        charged = total.units is not None and total.unit not in ("", "hour")
+        units = f", {total.units:,.0f} {total.unit}s" if charged else ""
+        kwh = "unknown" if total.kwh is None else f"{total.kwh:,.3g}"
+        in_turn = f"one after another {print_seconds(total.seconds)}"
+        out.print(f"total {total.node_hours:,.1f} node-hours{units}, {kwh} kWh; {in_turn}")
+    out.print("oom: chance that the point runs out of memory, from the errors of the estimate on 129 published runs.")
 
 
-def _show_commands(out: Console, title: str, points: Sequence[Point]) -> None:
-    out.print(title, style="bold", markup=False)
-    widest = max(len(p.name) for p in points)
-    for point in points:  # no table: a folded command cannot be copied
-        out.print(f"{point.name:{widest}}  {point.shown_command()}", markup=False, soft_wrap=True)
-    out.print("what they take is unknown: the planner knows recipes only")
-
-
-def _expected_cells(e: Expectation) -> tuple[str, ...]:
+def _predicted_cells(e: Expectation) -> tuple[str, ...]:
     if e.verdict in ("illegal", "unknown"):
-        return (f"{e.verdict}: {e.reason}", "", "", "", "", "", "", "")
-    word = "skip: out of memory" if e.skip else "out of memory" if e.verdict == "oom" else "fits"
+        verdict = "invalid" if e.verdict == "illegal" else e.verdict
+        return (f"{verdict}: {e.reason}", *[""] * 7)
+    text = "skip: out of memory" if e.skip else "out of memory" if e.verdict == "oom" else "fits"
     gib = "" if e.memory_bytes is None else f"{e.memory_bytes / 2**30:.1f}"
     chance = "" if e.oom_chance is None else f"{e.oom_chance:.0%}"
     if e.skip:
-        return (word, gib, chance, "", "", "", "", "")
+        return (text, gib, chance, *[""] * 5)
     return (
-        word, gib, chance, "unknown" if e.tokens_per_second_per_device is None else f"{e.tokens_per_second_per_device:,.0f}", "unknown" if e.mfu is None else f"{e.mfu:.1%}", print_seconds(e.seconds),
-        "unknown" if e.node_hours is None else f"{e.node_hours:.2f}", "unknown" if e.kwh is None else f"{e.kwh:.3g}",
-    )  # fmt: skip
-
-
-def _total_lines(total: Total, limit: float) -> list[str]:
-    def known(value: float | None) -> str:
-        return "unknown" if value is None else f"{value:,.3g}"
-
-    lines = [
-        f"{total.run} of {total.points} points would run, {total.skipped} are skipped as out of memory (at least {limit:.0%} sure), {total.illegal} cannot be"
-    ]
-    if total.node_hours is not None:
-        units = (
-            f", {total.units:,.0f} {total.unit}s" if total.units is not None and total.unit not in ("", "hour") else ""
-        )
-        lines.append(
-            f"together {total.node_hours:,.1f} node-hours{units}, {known(total.kwh)} kWh; one after another {print_seconds(total.seconds)}"
-        )
-    lines.append(
-        "oom: chance that the point runs out of memory, from how far the estimate was off on 129 published runs."
+        text,
+        gib,
+        chance,
+        "unknown" if e.tokens_per_second_per_device is None else f"{e.tokens_per_second_per_device:,.0f}",
+        "unknown" if e.mfu is None else f"{e.mfu:.1%}",
+        print_seconds(e.seconds),
+        "unknown" if e.node_hours is None else f"{e.node_hours:.2f}",
+        "unknown" if e.kwh is None else f"{e.kwh:.3g}",
     )
-    return lines
-
-
-def _print_equivalence(out: Console, found: dict[str, dict[str, str]]) -> None:
-    if not found:
-        return
-    engines = list(dict.fromkeys(e for row in found.values() for e in row))
-    rows = [(name, *(row.get(e, "") for e in engines)) for name, row in found.items()]
-    out.print(table("Which strategy exists in which engine", ("strategy", *engines), rows))
 
 
 def print_rows(
-    out: Console, work: Work, rows: Sequence[dict[str, Any]], ranked: Sequence[dict[str, Any]], key: str
+    out: Console, sweep_run: SweepRun, rows: Sequence[dict[str, Any]], ranked: Sequence[dict[str, Any]], key: str
 ) -> None:
-    """Best first, then what did not end well; and why there is no best."""
-    rest = [r for r in rows if r not in ranked]
-    columns = shown_columns(work.sweep, rows, key)
-    body = [cells(row, columns) for row in (*ranked, *rest)]
-    listed = ", ".join(f"{n} {word}" for word, n in counts(rows).items())
-    right = [i for i, c in enumerate(columns) if c.right]
-    out.print(table(f"{work.sweep.title or work.sweep.name}: {listed}", [c.title for c in columns], body, right=right))
-    if work.sweep.command is None and counts(rows).get("ok") and all(r.get("joules_per_token") is None for r in rows):
+    """Best first, then what did not succeed; and why there is no winner."""
+    sweep, columns, total = sweep_run.sweep, shown_columns(sweep_run.sweep, rows, key), counts(rows)
+    body = [cells(row, columns) for row in (*ranked, *(row for row in rows if row not in ranked))]
+    listed = ", ".join(f"{count} {outcome}" for outcome, count in total.items())
+    right = [index for index, column in enumerate(columns) if column.right]
+    titles = [column.title for column in columns]
+    out.print(table(f"{sweep.title or sweep.name}: {listed}", titles, body, right=right))
+    if sweep.command is None and total.get("ok") and all(row.get("joules_per_token") is None for row in rows):
         out.print("energy: not measured on any point")
-    if not ranked and counts(rows).get("ok"):
+    if not ranked and total.get("ok"):
         out.print(no_winner(rows, key), markup=False)

@@ -1,10 +1,10 @@
-"""Should this link of a job chain run, and is another wanted? Decided from the run folder alone, within a second.
+"""Whether the next job of a chain should run, decided from the run folder alone, within a second.
 
-`jobs.jsonl` holds what launch and the links wrote, one record a line:
+`jobs.jsonl` holds what launch and the jobs wrote, one record a line:
   submitted   job, link, kind, nodes, seconds, cluster, account, ...     by `windlass launch`
-  began       job, restart, step, saves (so far)                         by a link's first command
-  ended       job, restart, step, code, by                               by its last one; missing when the link was cut off
-  settled     job, state, elapsed_seconds, nodes, energy_joules          by `windlass jobs`, once the scheduler knows the end
+  began       job, restart, step, saves (so far)                         by a job's first command
+  ended       job, restart, step, code, by                               by its last one; missing when the job was cut off
+  settled     job, state, elapsed_seconds, nodes, energy_joules          by `windlass jobs`, once the scheduler has the end
   cancelled   job                                                        by `windlass cancel`
 """
 
@@ -15,40 +15,37 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from windlass import errors
 from windlass.files import append_line, read_json, read_json_lines
+from windlass.launch.start import bind_start
 from windlass.runs import Run
+from windlass.runs.events import Finished, GaveUp, ProcessStart, Saved
+from windlass.runs.faults import INCURABLE, FaultRecord
 
-HOPELESS = {
-    errors.ConfigError.exit_code: "the recipe is at fault",
-    errors.PlanError.exit_code: "the layout does not fit",
-    errors.DataError.exit_code: "the data are at fault",
-    errors.TrainError.exit_code: "training stopped for a reason that a restart does not cure",
-    errors.EXIT_OUT_OF_MEMORY: "a device ran out of memory, and the same layout will again",
-    errors.EXIT_DIVERGED: "training diverged",
-}
-"""Exit codes after which another link would only burn hours."""
-PATIENCE = 2
-"""Links without a new checkpoint after which a chain stops."""
+MAX_IDLE_STARTS = 2
+"""Starts without a new checkpoint after which a chain stops."""
 
 
 @dataclass(frozen=True)
-class Link:
+class JobStart:
     """One start of one job: from its `began` record to its `ended` one, if it has one."""
 
     job: str | None
     restart: int
     began_at: float
     began_step: int | None
-    began_saves: int | None = None
-    """Checkpoints written before it; steps alone do not tell, for a rollback and a damaged checkpoint lower them."""
+    began_saves: int | None = None  # checkpoints before it; a rollback lowers the step, so the step alone is not enough
     ended_at: float | None = None
-    code: int | None = None
-    """None: cut off without a word (wall time, node failure, kill)."""
+    code: int | None = None  # None: cut off without a record (wall time, node failure, kill)
+
+    def saved_since(self, step_now: int | None, saves_now: int) -> bool:
+        """Is there a new checkpoint since it began? Records of older versions have the step only."""
+        if self.began_saves is not None:
+            return saves_now > self.began_saves
+        return (step_now or 0) > (self.began_step or 0)
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ChainVerdict:
     """`go`: start the ranks. `finished` or `hopeless`: end at once."""
 
     answer: str
@@ -59,164 +56,126 @@ def records(run: Run) -> list[dict[str, Any]]:
     return list(read_json_lines(run.jobs_file))
 
 
-def links(lines: Iterable[Mapping[str, Any]]) -> list[Link]:
+def job_starts(lines: Iterable[Mapping[str, Any]]) -> list[JobStart]:
     """The starts so far, oldest first."""
-    found: list[Link] = []
+    starts: list[JobStart] = []
     for line in lines:
+        key, moment = (line.get("job"), int(line.get("restart") or 0)), float(line.get("time") or 0)
         if line.get("record") == "began":
-            found.append(
-                Link(
-                    line.get("job"),
-                    int(line.get("restart") or 0),
-                    float(line.get("time") or 0),
-                    line.get("step"),
-                    line.get("saves"),
-                )
-            )
+            starts.append(JobStart(*key, moment, line.get("step"), line.get("saves")))
         elif line.get("record") == "ended":
-            key = (line.get("job"), int(line.get("restart") or 0))
-            for index in reversed(range(len(found))):
-                old = found[index]
-                if (old.job, old.restart) == key and old.ended_at is None:
-                    found[index] = replace(old, ended_at=float(line.get("time") or 0), code=line.get("code"))
+            for index in reversed(range(len(starts))):
+                if (starts[index].job, starts[index].restart) == key and starts[index].ended_at is None:
+                    starts[index] = replace(starts[index], ended_at=moment, code=line.get("code"))
                     break
-    return found
+    return starts
+
+
+def saved_steps(run: Run) -> list[int | None]:
+    """The step of every complete checkpoint, in the order of their saves."""
+    return [event.step for event in run.events(Saved)]
 
 
 def newest_step(run: Run) -> int | None:
-    """The step of the newest complete checkpoint, from the `saved` events; None before the first."""
-    steps = [e["step"] for e in run.events() if e.get("event") == "saved" and isinstance(e.get("step"), int)]
-    return max(steps, default=None)
-
-
-def count_saves(run: Run) -> int:
-    return sum(e.get("event") == "saved" for e in run.events())
+    """The highest step that was saved; None before the first save."""
+    return max((step for step in saved_steps(run) if step is not None), default=None)
 
 
 def finished(run: Run) -> bool:
-    """The last step of the recipe as it now stands was done; a recipe that was given more tokens goes on."""
-    last: dict[str, Any] | None = None
+    """The last step of the recipe as it is now was done; a recipe that was given more tokens is not finished."""
+    last: Finished | None = None
     for event in run.events():
-        if event.get("event") in ("started", "resumed"):
+        if isinstance(event, ProcessStart):
             last = None
-        elif event.get("event") == "finished":
+        elif isinstance(event, Finished):
             last = event
-    return last is not None and not _wants_more(run, last)
-
-
-def _wants_more(run: Run, event: Mapping[str, Any]) -> bool:
+    if last is None:
+        return False
     config = read_json(run.config_file) or {}
-    steps, tokens = (config.get("train") or {}).get("steps"), (config.get("data") or {}).get("tokens")
-    if isinstance(steps, int) and isinstance(event.get("step"), int):
-        return bool(steps > event["step"])
-    batch = (config.get("data") or {}).get("batch_tokens") or 0
-    if isinstance(tokens, int) and isinstance(event.get("tokens"), int):
-        return bool(tokens - event["tokens"] >= max(1, batch))
-    return False
+    data, steps = config.get("data") or {}, (config.get("train") or {}).get("steps")
+    if isinstance(steps, int) and last.step is not None:
+        return steps <= last.step
+    if isinstance(data.get("tokens"), int) and last.tokens is not None:
+        return bool(data["tokens"] - last.tokens < max(1, data.get("batch_tokens") or 0))
+    return True
 
 
-def judge(run: Run) -> Verdict:
-    """Finished, hopeless, or worth another link? The same question before a link and after it."""
+def judge(run: Run) -> ChainVerdict:
+    """Finished, hopeless, or worth another job? The same question before a job and after it."""
     if finished(run):
-        return Verdict("finished", "the run is finished")
+        return ChainVerdict("finished", "the run is finished")
     lines = records(run)
-    past = links(lines)
-    stop = hopeless(run, past, newest_step(run), since=_last_launch(lines))
-    return (
-        Verdict("hopeless", stop) if stop else Verdict("go", f"step {newest_step(run) or 0} is the newest checkpoint")
-    )
+    # Whoever launches again has seen the failure: starts before the newest submission by hand do not count.
+    by_hand = [r for r in lines if r.get("record") == "submitted" and r.get("link", 1) == 1]
+    since = max((float(r.get("time") or 0) for r in by_hand), default=0.0)
+    starts = [start for start in job_starts(lines) if start.began_at >= since]
+    if reason := hopeless(run, starts):
+        return ChainVerdict("hopeless", reason)
+    return ChainVerdict("go", f"step {newest_step(run) or 0} is the newest checkpoint")
 
 
-def _last_launch(lines: Iterable[Mapping[str, Any]]) -> float:
-    """A person who launches again has seen the failure: links before the newest submission by hand do not count."""
-    return max(
-        (float(r.get("time") or 0) for r in lines if r.get("record") == "submitted" and r.get("link", 1) == 1),
-        default=0.0,
-    )
-
-
-def hopeless(run: Run, past: list[Link], step_now: int | None, *, since: float = 0.0) -> str | None:
-    """Why no further link should start, or None."""
-    past = [link for link in past if link.began_at >= since]
-    if not past:
+def hopeless(run: Run, starts: list[JobStart]) -> str | None:
+    """Why no further job should start, or None."""
+    if not starts:
         return None
-    last = past[-1]
+    last, step_now, saves_now = starts[-1], newest_step(run), len(saved_steps(run))
     code = failure_code(run, last)
-    saves_now = count_saves(run)
-    if code in HOPELESS and not _got_on(last, step_now, saves_now):
-        return f"link {last.job or 'before'} ended with code {code}: {HOPELESS[code]}{_first_error(run, last)}"
-    idle = [link for link in past if not _got_on(link, step_now, saves_now)]
-    if len(idle) >= PATIENCE and idle[-PATIENCE:] == past[-PATIENCE:]:
-        ids = " and ".join(str(link.job) for link in idle[-PATIENCE:])
-        codes = ", ".join(
-            "cut off" if (c := failure_code(run, link)) is None else f"code {c}" for link in idle[-PATIENCE:]
-        )
-        return (
-            f"links {ids} ended ({codes}) without a checkpoint newer than step {step_now or 0}{_first_error(run, last)}"
-        )
-    return None
+    if code in INCURABLE and not last.saved_since(step_now, saves_now):
+        return f"job {last.job or 'before'} ended with code {code}: {INCURABLE[code]}{_first_error(run, last)}"
+    recent = starts[-MAX_IDLE_STARTS:]
+    if len(recent) < MAX_IDLE_STARTS or any(start.saved_since(step_now, saves_now) for start in recent):
+        return None
+    codes = [failure_code(run, start) for start in recent]
+    ends = ", ".join("cut off" if code is None else f"code {code}" for code in codes)
+    jobs = " and ".join(str(start.job) for start in recent)
+    return f"jobs {jobs} ended ({ends}) without a checkpoint newer than step {step_now or 0}{_first_error(run, last)}"
 
 
-def _got_on(link: Link, step_now: int | None, saves_now: int) -> bool:
-    """Has there been a new checkpoint since the link began? Records of older versions tell it by the step."""
-    if link.began_saves is not None:
-        return saves_now > link.began_saves
-    return (step_now or 0) > (link.began_step or 0)
+def _fresh_faults(run: Run, start: JobStart) -> list[FaultRecord]:
+    return [fault for fault in run.faults() if fault.time >= start.began_at]
 
 
-def failure_code(run: Run, link: Link) -> int | None:
+def failure_code(run: Run, start: JobStart) -> int | None:
     """The failing rank's own exit code where it left a record: srun reports the highest code, often only 137 or 143."""
-    for error in run.errors():
-        if float(error.get("time") or 0) >= link.began_at and isinstance(error.get("exit_code"), int):
-            return int(error["exit_code"])
-    return link.code
+    codes = [fault.exit_code for fault in _fresh_faults(run, start) if fault.exit_code is not None]
+    return codes[0] if codes else start.code
 
 
-def _first_error(run: Run, link: Link) -> str:
-    fresh = [e for e in run.errors() if float(e.get("time") or 0) >= link.began_at]
-    if not fresh:
-        return ""
-    first = min(fresh, key=lambda e: float(e.get("time") or 0))
-    said = str(first.get("message") or first.get("error") or "").strip().splitlines()
-    return f" (rank {first.get('rank')}: {said[0]})" if said else ""
+def _first_error(run: Run, start: JobStart) -> str:
+    first = min(_fresh_faults(run, start), key=lambda fault: fault.time, default=None)
+    lines = first.error.strip().splitlines() if first else []
+    return f" (rank {first.rank}: {lines[0]})" if first and lines else ""
 
 
-# -- what a link does -----------------------------------------------------------------------------------------------------
-
-
-def before(run: Run, job: str | None, restart: int, host: str) -> Verdict:
-    """Judge, and write down that the link began when it goes on."""
+def before(run: Run, job: str | None, restart: int, host: str) -> ChainVerdict:
+    """A job's first question; records that the job began when it goes on."""
     verdict = judge(run)
     if verdict.answer == "go":
-        append_line(
-            run.jobs_file,
-            {
-                "record": "began",
-                "time": time.time(),
-                "job": job,
-                "restart": restart,
-                "step": newest_step(run),
-                "saves": count_saves(run),
-                "host": host,
-            },
-        )
+        steps, place = newest_step(run), {"job": job, "restart": restart, "host": host}
+        saves = len(saved_steps(run))
+        append_line(run.jobs_file, {"record": "began", "time": time.time(), **place, "step": steps, "saves": saves})
+        _bind(run, job, restart)
     elif verdict.answer == "hopeless":
         _give_up(run, verdict.reason)
     return verdict
 
 
-def after(run: Run, job: str | None, restart: int, code: int, by: str | None) -> Verdict:
-    """Write down how the link ended, then judge whether another is wanted."""
-    line = {
-        "record": "ended",
-        "time": time.time(),
-        "job": job,
-        "restart": restart,
-        "step": newest_step(run),
-        "code": code,
-        "by": by,
-    }
-    append_line(run.jobs_file, line)
+def _bind(run: Run, job: str | None, restart: int) -> None:
+    """Write the start of the workers that this job's script is about to run, on the devices that the job asked for.
+
+    A job without a submission record (the local loop, a script of version 0.1) starts workers that bind their own.
+    """
+    submitted = [r for r in records(run) if r.get("record") == "submitted" and r.get("job") == job]
+    request = submitted[-1] if submitted else {}
+    per_node, nodes = request.get("devices_per_node"), request.get("nodes")
+    if request.get("executor") == "slurm" and isinstance(per_node, int) and isinstance(nodes, int):
+        bind_start(run, devices=nodes * per_node, devices_per_node=per_node, job=job, restart=restart)
+
+
+def after(run: Run, job: str | None, restart: int, code: int, by: str | None) -> ChainVerdict:
+    """Record how the job ended, then judge whether another is needed."""
+    end = {"job": job, "restart": restart, "step": newest_step(run), "code": code, "by": by}
+    append_line(run.jobs_file, {"record": "ended", "time": time.time(), **end})
     verdict = judge(run)
     if verdict.answer == "hopeless":
         _give_up(run, verdict.reason)
@@ -224,22 +183,19 @@ def after(run: Run, job: str | None, restart: int, code: int, by: str | None) ->
 
 
 def _give_up(run: Run, reason: str) -> None:
-    """Once per reason: every remaining link of a pre-submitted chain comes to the same end."""
-    said = [e.get("reason") for e in run.events() if e.get("event") == "gave_up"]
-    if not said or said[-1] != reason:
-        run.event("gave_up", reason=reason)
+    """Once per reason: every remaining job of a pre-submitted chain comes to the same verdict."""
+    reasons = [event.reason for event in run.events(GaveUp)]
+    if reasons[-1:] != [reason]:
+        run.record(GaveUp(reason=reason))
 
 
-def follow(run: Run, me: str | None, job: str | None) -> None:
-    """A self-chain's next link: the same request as this one's, under a new id."""
-    mine: dict[str, Any] = next(
-        (r for r in reversed(records(run)) if r.get("record") == "submitted" and r.get("job") == me), {}
-    )
-    number = job.strip().split(";")[0] if job else ""
+def record_next(run: Run, me: str | None, next_job: str | None) -> None:
+    """A self-chain's next job: the same request as this one's, under a new id."""
+    number = next_job.strip().split(";")[0] if next_job else ""
     if not number.isdigit():
-        _give_up(run, f"link {me} could not submit the next one")
+        _give_up(run, f"job {me} could not submit the next one")
         return
-    append_line(
-        run.jobs_file,
-        {**mine, "record": "submitted", "time": time.time(), "job": number, "link": int(mine.get("link") or 1) + 1},
-    )
+    mine = [r for r in records(run) if r.get("record") == "submitted" and r.get("job") == me]
+    request = mine[-1] if mine else {}
+    link = int(request.get("link") or 1) + 1
+    append_line(run.jobs_file, {**request, "record": "submitted", "time": time.time(), "job": number, "link": link})

@@ -1,7 +1,7 @@
-"""Is this machine, or this set of nodes, fit for the real job? Measured before the job, told as a table with a verdict.
+"""Checks whether this machine, or a set of nodes, is fit for the real job.
 
-The command itself needs no torch. What needs it (devices, matrix rate, all-reduce) runs in worker processes, one per device,
-here or as a short job (`doctor_worker.py`); each leaves a JSON record, and `examine` turns records into findings.
+The command itself needs no torch. What needs it (devices, matrix rate, all-reduce) runs in worker processes, one per
+device, here or as a short job (`doctor_worker.py`); each leaves a JSON record, and `examine` turns records into checks.
 """
 
 from __future__ import annotations
@@ -15,24 +15,32 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from windlass.clusters import device_by_driver_name
+from windlass.clusters import Cluster, device_by_driver_name, load_cluster
 from windlass.errors import LaunchError, WindlassError
 from windlass.files import read_json
+from windlass.launch.checks import check_request, refuse
+from windlass.launch.job import BatchJob, find_partition, plain_environment
+from windlass.launch.slurm import SlurmScheduler
+from windlass.launch.submit import active_venv, submit_job
+from windlass.processes import usable_cores
 from windlass.units import print_bytes, print_seconds
 
-SLOW_SHARE = 0.85
-"""A device slower than this share of the median of all is named: the whole job waits for it."""
-CLASS_SHARE = 0.6
-"""Below this share of what its class has reached elsewhere a device is suspect."""
-SKEW_SECONDS = 1.0
-FILES_NEEDED = 4096
-SHM_NEEDED = 2**30
-HURTFUL = {
+SLOW_SHARE = 0.85  # a device slower than this share of the median is named: the whole job waits for it
+SLOW_LINK_SHARE = 0.6  # the same for the all-reduce inside a node
+CLASS_SHARE = 0.6  # below this share of what its class has reached elsewhere a device is suspect
+MAX_SKEW_SECONDS = 1.0
+MIN_OPEN_FILES = 4096
+MIN_SHARED_BYTES = 2**30
+WORKER_SECONDS = 300.0
+JOB_SECONDS = 900.0
+RECORD_SECONDS = 10.0  # a parallel file system may show the records some seconds after the job has ended
+HARMFUL = {
     "CUDA_LAUNCH_BLOCKING": (("1",), "every kernel waits for the one before it"),
     "NCCL_P2P_DISABLE": (("1",), "devices of a node talk through the host"),
     "NCCL_IB_DISABLE": (("1",), "nodes talk over TCP, many times slower"),
@@ -47,17 +55,18 @@ HURTFUL = {
     "SINGULARITY_BIND": (None, "travels with a job from the submitting shell and breaks it where the path is missing"),
     "APPTAINER_BIND": (None, "travels with a job from the submitting shell and breaks it where the path is missing"),
 }  # fmt: skip
-"""Variables that hurt: the values at fault (None: any), and why."""
+"""Environment variables that cause problems: the harmful values (None: any), and why."""
+RankRecord = Mapping[str, Any]
+"""What one worker measured (`doctor_worker.py`)."""
 
 
 @dataclass(frozen=True)
-class Check:
-    """One line of the table."""
+class DoctorCheck:
+    """One line of the doctor's table."""
 
     topic: str
     where: str
-    level: str
-    """ok, note, warn or fail."""
+    level: str  # ok, note, warn or fail
     text: str
     hint: str | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -65,7 +74,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    checks: tuple[Check, ...]
+    checks: tuple[DoctorCheck, ...]
 
     @property
     def verdict(self) -> str:
@@ -80,372 +89,341 @@ class Diagnosis:
         return {"verdict": self.verdict, "checks": [asdict(check) for check in self.checks]}
 
 
-# -- this host, without torch ------------------------------------------------------------------------------------------------
+def _limit_check(
+    topic: str, where: str, ok: bool, text: str, hint: str, values: Mapping[str, Any], bad: str = "warn"
+) -> DoctorCheck:
+    """A check whose hint is shown only when it is not ok."""
+    return DoctorCheck(topic, where, "ok" if ok else bad, text, None if ok else hint, values)
 
 
-def host_checks(paths: Sequence[Path], *, env: Mapping[str, str] | None = None, megabytes: int = 64) -> list[Check]:
+# -- this host, without torch -----------------------------------------------------------------------------------------
+
+
+def host_checks(
+    paths: Sequence[Path], *, env: Mapping[str, str] = os.environ, megabytes: int = 64
+) -> list[DoctorCheck]:
     """Limits, environment, network names and disks of the node this runs on."""
-    env = os.environ if env is None else env
     host = socket.gethostname()
-    found = [*limits(host), *environment(host, env), *network(host, env)]
-    for path in paths:
-        found += disk(host, path, megabytes)
-    return found
+    disks = [disk(host, path, megabytes) for path in paths]
+    return [*limits(host), *environment(host, env), *network(host, env), *disks]
 
 
-def limits(host: str) -> Iterable[Check]:
+def limits(host: str) -> Iterator[DoctorCheck]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    level = "ok" if soft >= FILES_NEEDED else "warn"
-    yield Check("open files", host, level, f"{soft:,} (up to {hard:,})", None if level == "ok" else f"ulimit -n {min(hard, 65536)} in the job script: shards, workers and sockets need many", {"soft": soft, "hard": hard})  # fmt: skip
-    shm = Path("/dev/shm")
-    if shm.is_dir():
-        free = shutil.disk_usage(shm).free
-        level = "ok" if free >= SHM_NEEDED else "warn"
-        yield Check(
-            "shared memory",
-            host,
-            level,
+    text, values = f"{soft:,} (up to {hard:,})", {"soft": soft, "hard": hard}
+    hint = f"ulimit -n {min(hard, 65536)} in the job script: shards, workers and sockets need many"
+    yield _limit_check("open files", host, soft >= MIN_OPEN_FILES, text, hint, values)
+    if Path("/dev/shm").is_dir():
+        free = shutil.disk_usage("/dev/shm").free
+        text, hint = (
             f"{print_bytes(free)} free in /dev/shm",
-            None if level == "ok" else "data-loader workers and NCCL use it; ask for a larger one",
-            {"free_bytes": free},
+            "data-loader workers and NCCL use it; ask for a larger one",
         )
+        yield _limit_check("shared memory", host, free >= MIN_SHARED_BYTES, text, hint, {"free_bytes": free})
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked != resource.RLIM_INFINITY and locked < 2**30 and Path("/sys/class/infiniband").is_dir():
-        yield Check(
-            "locked memory",
-            host,
-            "warn",
-            f"{print_bytes(locked)}",
-            "RDMA pins memory: ulimit -l unlimited",
-            {"bytes": locked},
-        )
+        hint = "RDMA pins memory: ulimit -l unlimited"
+        yield DoctorCheck("locked memory", host, "warn", print_bytes(locked), hint, {"bytes": locked})
 
 
-def environment(host: str, env: Mapping[str, str]) -> Iterable[Check]:
-    bad = [
-        Check(
-            "environment",
-            host,
-            "warn",
-            f"{name}={env[name]}: {why}",
-            f"unset {name}",
-            {"name": name, "value": env[name]},
-        )
-        for name, (values, why) in HURTFUL.items()
+def environment(host: str, env: Mapping[str, str]) -> list[DoctorCheck]:
+    warnings = [
+        (f"{name}={env[name]}: {why}", f"unset {name}", {"name": name, "value": env[name]})
+        for name, (values, why) in HARMFUL.items()
         if env.get(name) and (values is None or env[name].upper() in values)
     ]
-    threads, cores = env.get("OMP_NUM_THREADS", ""), len(os.sched_getaffinity(0))
+    threads, cores = env.get("OMP_NUM_THREADS", ""), usable_cores()
     if threads.isdigit() and int(threads) > cores:
-        bad.append(
-            Check(
-                "environment",
-                host,
-                "warn",
-                f"OMP_NUM_THREADS={threads} on {cores} cores: threads fight for cores",
-                f"OMP_NUM_THREADS={cores} or less",
-            )
-        )
+        text = f"OMP_NUM_THREADS={threads} on {cores} cores: threads compete for cores"
+        warnings.append((text, f"OMP_NUM_THREADS={cores} or less", {}))
     if env.get("ROCR_VISIBLE_DEVICES") and env.get("HIP_VISIBLE_DEVICES"):
-        bad.append(
-            Check(
-                "environment",
-                host,
-                "warn",
-                "ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES are both set: devices are chosen twice",
-                "keep one of them",
-            )
-        )
-    yield from bad or [Check("environment", host, "ok", "no variable that is known to hurt")]
+        text = "ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES are both set: devices are chosen twice"
+        warnings.append((text, "keep one of them", {}))
+    checks = [DoctorCheck("environment", host, "warn", *warning) for warning in warnings]
+    return checks or [DoctorCheck("environment", host, "ok", "no known problematic variables")]
 
 
-def network(host: str, env: Mapping[str, str]) -> Iterable[Check]:
-    began = time.perf_counter()
+def network(host: str, env: Mapping[str, str]) -> Iterator[DoctorCheck]:
+    started_at = time.perf_counter()
     try:
         address = socket.getaddrinfo(host, None)[0][4][0]
     except OSError as error:
-        yield Check(
-            "name service",
-            host,
-            "fail",
-            f"{host} has no address: {error}",
-            "ranks meet by host name: ask the site, or set MASTER_ADDR to an address",
-        )
+        hint = "ranks meet by host name: ask the site, or set MASTER_ADDR to an address"
+        yield DoctorCheck("name service", host, "fail", f"{host} has no address: {error}", hint)
     else:
-        seconds = time.perf_counter() - began
-        level = "warn" if seconds > 1.0 else "ok"
-        yield Check(
-            "name service",
-            host,
-            level,
-            f"{host} is {address} ({print_seconds(seconds)})",
-            None if level == "ok" else "a slow name service delays every start",
-            {"seconds": seconds},
-        )
-    present = sorted(p.name for p in Path("/sys/class/net").iterdir()) if Path("/sys/class/net").is_dir() else []
+        seconds = time.perf_counter() - started_at
+        text, hint = f"{host} is {address} ({print_seconds(seconds)})", "a slow name service delays every start"
+        yield _limit_check("name service", host, seconds <= 1.0, text, hint, {"seconds": seconds})
+    interfaces = [name for _, name in socket.if_nameindex()]
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        wanted = [w.lstrip("^=") for w in env.get(variable, "").split(",") if w and not w.startswith("^")]
-        missing = [w for w in wanted if not any(name == w or name.startswith(w) for name in present)]
-        if missing:
-            yield Check(
-                "interface",
-                host,
-                "fail",
-                f"{variable}={env[variable]}, but there is no {', '.join(missing)}",
-                f"interfaces here: {', '.join(present)}",
-            )
-        elif wanted:
-            yield Check("interface", host, "ok", f"{variable}={env[variable]}")
+        wanted = [w.lstrip("=") for w in env.get(variable, "").split(",") if w and not w.startswith("^")]
+        missing = ", ".join(w for w in wanted if not any(name.startswith(w) for name in interfaces))
+        if wanted:
+            text = f"{variable}={env[variable]}" + (f", but there is no {missing}" if missing else "")
+            hint = f"interfaces here: {', '.join(sorted(interfaces))}"
+            yield _limit_check("interface", host, not missing, text, hint, {}, bad="fail")
 
 
-def disk(host: str, path: Path, megabytes: int) -> Iterable[Check]:
-    """Write, read back and small-file latency in a folder of our own there."""
+def disk(host: str, path: Path, megabytes: int) -> DoctorCheck:
+    """Write, read back and small-file latency in a temporary folder there."""
     try:
         with tempfile.TemporaryDirectory(prefix=".windlass-doctor-", dir=path) as folder:
-            values = measure_disk(Path(folder), megabytes)
+            speed = measure_disk(Path(folder), megabytes)
     except OSError as error:
-        yield Check(
-            "disk",
-            host,
-            "fail",
-            f"{path}: {error.strerror or error}",
-            "choose a folder that exists and that you may write to",
-        )
-        return
-    values["free_bytes"] = shutil.disk_usage(path).free
-    text = f"{path}: write {values['write_mbs']:,.0f} MB/s, read {values['read_mbs']:,.0f} MB/s, small file {values['latency_ms']:.1f} ms, {print_bytes(values['free_bytes'])} free"
-    slow = values["write_mbs"] < 50 or values["latency_ms"] > 100
-    yield Check(
-        "disk",
-        host,
-        "warn" if slow else "ok",
-        text,
-        "checkpoints and small files will be slow here" if slow else None,
-        values,
-    )
+        hint = "choose a folder that exists and that you may write to"
+        return DoctorCheck("disk", host, "fail", f"{path}: {error.strerror or error}", hint)
+    free = shutil.disk_usage(path).free
+    rates = f"write {speed['write_mbs']:,.0f} MB/s, read {speed['read_mbs']:,.0f} MB/s"
+    text = f"{path}: {rates}, small file {speed['latency_ms']:.1f} ms, {print_bytes(free)} free"
+    fast = speed["write_mbs"] >= 50 and speed["latency_ms"] <= 100
+    hint = "checkpoints and small files will be slow here"
+    return _limit_check("disk", host, fast, text, hint, {**speed, "free_bytes": free})
 
 
 def measure_disk(folder: Path, megabytes: int) -> dict[str, float]:
-    """Megabytes per second with fsync; the read asks the kernel to forget the pages first, which it may not do."""
-    block, file = os.urandom(1 << 20), folder / "block"
-    began = time.perf_counter()
-    with file.open("wb") as out:
+    """Megabytes per second with fsync; the read asks the kernel to drop the pages first, which it may not do."""
+    block, file, clock = os.urandom(1 << 20), folder / "block", time.perf_counter
+    started_at = clock()
+    with file.open("wb") as output:
         for _ in range(megabytes):
-            out.write(block)
-        out.flush()
-        os.fsync(out.fileno())
-    wrote = time.perf_counter() - began
-    with file.open("rb") as back:
-        os.posix_fadvise(back.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        began = time.perf_counter()
-        while back.read(1 << 20):
+            output.write(block)
+        output.flush()
+        os.fsync(output.fileno())
+    write_seconds = clock() - started_at
+    with file.open("rb") as copy:
+        os.posix_fadvise(copy.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        started_at = clock()
+        while copy.read(1 << 20):
             pass
-    read = time.perf_counter() - began
+    read_seconds = clock() - started_at
     times = []
     for number in range(10):
-        began = time.perf_counter()
+        started_at = clock()
         small = folder / f"small-{number}"
         small.write_bytes(b"x")
         small.unlink()
-        times.append(time.perf_counter() - began)
-    return {"write_mbs": megabytes / wrote, "read_mbs": megabytes / read, "latency_ms": 1e3 * statistics.median(times)}
+        times.append(clock() - started_at)
+    latency_ms = 1e3 * statistics.median(times)
+    return {"write_mbs": megabytes / write_seconds, "read_mbs": megabytes / read_seconds, "latency_ms": latency_ms}
 
 
-def data_checks(store: str | None, tokenizer: str | None) -> list[Check]:
+def data_checks(store: str | None, tokenizer: str | None) -> Iterator[DoctorCheck]:
     """Can the token store and the tokenizer be read from here?"""
-    host, found = socket.gethostname(), []
+    host = socket.gethostname()
     if store is not None:
         from windlass.data.store import open_store
 
         try:
-            opened = open_store(store)
-            tokens = sum(info.tokens for info in opened.sources.values())
-            found.append(Check("token store", host, "ok", f"{store}: {len(opened.sources)} sources, {tokens:,} tokens"))
+            sources = open_store(store).sources
+            text = f"{store}: {len(sources)} sources, {sum(s.tokens for s in sources.values()):,} tokens"
+            yield DoctorCheck("token store", host, "ok", text)
         except WindlassError as error:
-            found.append(Check("token store", host, "fail", error.message, error.hint))
+            yield DoctorCheck("token store", host, "fail", error.message, error.hint)
     if tokenizer is not None:
-        path = Path(tokenizer)
-        readable = path.exists() and os.access(path, os.R_OK)
-        found.append(
-            Check(
-                "tokenizer",
-                host,
-                "ok" if readable else "fail",
-                f"{path} {'can be read' if readable else 'is missing or cannot be read'}",
-            )
-        )
-    return found
+        readable = os.access(tokenizer, os.R_OK)
+        text = f"{tokenizer} {'can be read' if readable else 'is missing or cannot be read'}"
+        yield DoctorCheck("tokenizer", host, "ok" if readable else "fail", text)
 
 
-# -- workers -----------------------------------------------------------------------------------------------------------------
+# -- workers, here or as a job ----------------------------------------------------------------------------------------
 
 
-def run_workers(out: Path, count: int, *, seconds: float = 300.0, full: bool = False) -> list[dict[str, Any]]:
+def count_devices() -> int:
+    """Accelerators of this machine by their device files; without any, two CPU processes."""
+    nvidia = [p for p in Path("/dev").glob("nvidia*") if p.name.removeprefix("nvidia").isdigit()]
+    amd = list(Path("/dev/dri").glob("renderD*")) if Path("/dev/kfd").exists() else []
+    return len(nvidia) or len(amd) or 2
+
+
+def run_workers(out: Path, count: int, *, full: bool = False) -> list[RankRecord]:
     """One worker per device on this machine; their records. A worker that dies leaves none, and that is a finding."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    base = {
-        **os.environ,
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    words = [sys.executable, "-m", "windlass.launch.doctor_worker", str(out), *(["--full"] if full else [])]
+    sizes = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    base = {**os.environ, **sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    argv = [sys.executable, "-m", "windlass.launch.doctor_worker", str(out), *(["--full"] if full else [])]
     workers = []
     for rank in range(count):
-        log = (out / f"worker-{rank:05d}.log").open("wb")
-        workers.append(
-            subprocess.Popen(
-                words, env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=log, stderr=subprocess.STDOUT
-            )
-        )
-    end = time.monotonic() + seconds
+        env = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with (out / f"worker-{rank:05d}.log").open("wb") as log:
+            workers.append(subprocess.Popen(argv, env=env, stdout=log, stderr=subprocess.STDOUT))
+    deadline = time.monotonic() + WORKER_SECONDS
     try:
-        for worker in workers:
-            worker.wait(timeout=max(0.1, end - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        pass  # the missing record tells
+        with suppress(subprocess.TimeoutExpired):  # the missing record is the finding
+            for worker in workers:
+                worker.wait(timeout=max(0.1, deadline - time.monotonic()))
     finally:
         for worker in workers:
-            if worker.poll() is None:
-                worker.kill()
-                worker.wait()
+            worker.kill()
+            worker.wait()
     return read_records(out)
 
 
-def read_records(out: Path) -> list[dict[str, Any]]:
-    found = (read_json(p) for p in sorted(out.glob("rank-*.json")))
-    return [value for value in found if value is not None]
+def read_records(out: Path) -> list[RankRecord]:
+    return [record for path in sorted(out.glob("rank-*.json")) if (record := read_json(path)) is not None]
 
 
-# -- judging -----------------------------------------------------------------------------------------------------------------
-
-
-def examine(records: Sequence[Mapping[str, Any]], expected: int, out: Path | None = None) -> list[Check]:
-    """Findings from the workers' records. Pure, but for the log of a worker that left none."""
-    found = list(_presence(records, expected, out))
-    if not records:
-        return found
-    for checks in (_alike, _rates, _links, _clocks):
-        found += checks(records)
-    for record in records:
-        found += [Check(**check) for check in record.get("host_checks", [])]
-    return found
-
-
-def _presence(records: Sequence[Mapping[str, Any]], expected: int, out: Path | None) -> Iterable[Check]:
-    if len(records) >= expected:
-        nodes = len({r["host"] for r in records})
-        yield Check("ranks", "all", "ok", f"{len(records)} ranks on {nodes} node{'s' if nodes > 1 else ''} answered")
-        return
-    lost = sorted(set(range(expected)) - {int(r["rank"]) for r in records})
-    said = _last_words(out, lost[0]) if out else ""
-    yield Check(
-        "ranks",
-        "all",
-        "fail",
-        f"{len(lost)} of {expected} ranks left no record: {', '.join(map(str, lost[:8]))}{said}",
-        "see their logs; is torch installed in this environment?",
+def doctor_job(
+    cluster: Cluster,
+    nodes: int,
+    folder: Path,
+    paths: Sequence[Path],
+    *,
+    full: bool,
+    account: str | None,
+    partition: str | None,
+) -> BatchJob:
+    slurm, devices = cluster.slurm, cluster.node.devices
+    if slurm is None:
+        raise LaunchError(
+            "launch.cluster-without-slurm",
+            f"{cluster.name} has no SLURM to run the doctor on {nodes} nodes",
+            hint="run `windlass doctor` without --cluster and --nodes",
+        )
+    queue = find_partition(cluster, partition or slurm.partition, slurm.qos)
+    own_qos = slurm.qos if partition in (None, slurm.partition) else queue.qos if queue else None
+    arguments = [str(folder), *(["--full"] if full else []), *(str(path.absolute()) for path in paths)]
+    return BatchJob(
+        name="windlass-doctor",
+        kind="doctor",
+        run_dir=str(folder),
+        workdir=str(Path.cwd()),
+        command=("python", "-m", "windlass.launch.doctor_worker", *arguments),
+        nodes=nodes,
+        tasks_per_node=devices,
+        devices_per_node=devices,
+        cpus_per_task=slurm.cpus_per_task,
+        partition=partition or slurm.partition,
+        qos=own_qos,
+        account=account or os.environ.get("SBATCH_ACCOUNT"),
+        mem=None if slurm.mem_forbidden else slurm.mem,
+        seconds=min(JOB_SECONDS, queue.max_time if queue and queue.max_time else JOB_SECONDS),
+        environment=plain_environment(cluster, active_venv()),
+        about=("a short check before the real job",),
     )
 
 
-def _last_words(out: Path, rank: int) -> str:
-    log = out / f"worker-{rank:05d}.log"
-    lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
-    return f" ({lines[-1]})" if lines else ""
+def run_doctor_job(
+    cluster: Cluster | str,
+    nodes: int,
+    paths: Sequence[Path],
+    *,
+    full: bool = False,
+    account: str | None = None,
+    partition: str | None = None,
+    wait_seconds: float = 1800.0,
+) -> list[DoctorCheck]:
+    """Submit, wait, read the records. The request is checked before it is submitted."""
+    cluster = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    slurm, folder = SlurmScheduler(), (Path("runs") / f"doctor-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    job = doctor_job(cluster, nodes, folder, paths, full=full, account=account, partition=partition)
+    refuse(check_request(job, cluster), force=False)
+    job_id = submit_job(job, cluster, slurm)
+    state = slurm.wait(job_id, wait_seconds)
+    if state is None or not state.over:
+        slurm.cancel([job_id])
+        now = state.state.lower() if state else "unknown to SLURM"
+        raise LaunchError(
+            "launch.doctor-job-timeout",
+            f"the doctor's job {job_id} is {now} after {wait_seconds:.0f} s and was cancelled",
+            hint="wait longer with --wait, or use a partition for short jobs (--partition)",
+        )
+    ranks, deadline = nodes * job.tasks_per_node, time.monotonic() + RECORD_SECONDS
+    while len(rank_records := read_records(folder)) < ranks and time.monotonic() < deadline:
+        time.sleep(0.5)
+    checks = examine(rank_records, ranks)
+    log = folder / "logs" / f"{job_id}.out"
+    if state.state != "COMPLETED" and log.is_file():
+        checks.append(DoctorCheck("job", "all", "fail", f"job {job_id} ended {state.state}", f"its log: {log}"))
+    return checks
 
 
-def _alike(records: Sequence[Mapping[str, Any]]) -> Iterable[Check]:
+# -- what the records say ---------------------------------------------------------------------------------------------
+
+
+def examine(rank_records: Sequence[RankRecord], ranks: int, out: Path | None = None) -> list[DoctorCheck]:
+    """Checks from the workers' records. Pure, except for reading the log of a worker that left no record."""
+    checks = [_presence(rank_records, ranks, out)]
+    if rank_records:
+        for judge in (_same_everywhere, _matrix_rates, _all_reduce_rates, _clocks):
+            checks += judge(rank_records)
+        checks += [DoctorCheck(**check) for record in rank_records for check in record.get("host_checks", ())]
+    return checks
+
+
+def _presence(rank_records: Sequence[RankRecord], ranks: int, out: Path | None) -> DoctorCheck:
+    if len(rank_records) >= ranks:
+        nodes = len({record["host"] for record in rank_records})
+        text = f"{len(rank_records)} ranks on {nodes} node{'s' if nodes > 1 else ''} answered"
+        return DoctorCheck("ranks", "all", "ok", text)
+    lost = sorted(set(range(ranks)) - {int(record["rank"]) for record in rank_records})
+    log = out / f"worker-{lost[0]:05d}.log" if out else None
+    lines = log.read_text(errors="replace").strip().splitlines() if log and log.is_file() else []
+    reason = f" ({lines[-1]})" if lines else ""
+    text = f"{len(lost)} of {ranks} ranks left no record: {', '.join(map(str, lost[:8]))}{reason}"
+    return DoctorCheck("ranks", "all", "fail", text, "see their logs; is torch installed in this environment?")
+
+
+def _same_everywhere(rank_records: Sequence[RankRecord]) -> Iterator[DoctorCheck]:
     for key, topic in (("device", "devices"), ("torch", "torch"), ("driver", "driver"), ("runtime", "runtime")):
         groups: dict[str, list[str]] = {}
-        for r in records:
-            groups.setdefault(str(r.get(key)), []).append(f"{r['host']}:{r['local_rank']}")
-        if len(groups) == 1:
-            only = next(iter(groups))
-            if only != "None":
-                yield Check(topic, "all", "ok", f"{only} on all {len(records)} ranks")
-            continue
-        parts = "; ".join(
-            f"{name} on {', '.join(where[:4])}{' ...' if len(where) > 4 else ''}" for name, where in groups.items()
-        )
-        yield Check(
-            topic,
-            "all",
-            "fail" if key != "driver" else "warn",
-            f"not alike: {parts}",
-            "mixed machines train at the slowest one's pace, if at all",
-        )
+        for record in rank_records:
+            groups.setdefault(str(record.get(key)), []).append(f"{record['host']}:{record['local_rank']}")
+        if len(groups) > 1:
+            parts = (f"{v} on {', '.join(at[:4])}{' ...' if len(at) > 4 else ''}" for v, at in groups.items())
+            hint = "mixed machines train at the slowest one's pace, if at all"
+            level = "warn" if key == "driver" else "fail"
+            yield DoctorCheck(topic, "all", level, f"different: {'; '.join(parts)}", hint)
+        elif "None" not in groups:
+            yield DoctorCheck(topic, "all", "ok", f"{next(iter(groups))} on all {len(rank_records)} ranks")
 
 
-def _rates(records: Sequence[Mapping[str, Any]]) -> Iterable[Check]:
-    rates = {
-        (str(r["host"]), int(r["local_rank"])): float(r["matmul_tflops"]) for r in records if r.get("matmul_tflops")
-    }
+def _matrix_rates(rank_records: Sequence[RankRecord]) -> Iterator[DoctorCheck]:
+    measured = [r for r in rank_records if r.get("matmul_tflops")]
+    rates = {(str(r["host"]), int(r["local_rank"])): float(r["matmul_tflops"]) for r in measured}
     if not rates:
-        yield Check("matrix rate", "all", "note", "not measured")
+        yield DoctorCheck("matrix rate", "all", "note", "not measured")
         return
     median = statistics.median(rates.values())
-    slow = {place: rate for place, rate in rates.items() if rate < SLOW_SHARE * median}
-    kind = device_by_driver_name(str(records[0].get("device")))
-    best = kind.matmul_tflops if kind else None
+    device = device_by_driver_name(str(rank_records[0].get("device")))
+    best = device.matmul_tflops if device else None
     share = f", {median / best:.0%} of the {best:g} that such a device has reached" if best else ", class unknown"
-    precision = records[0].get("matmul_dtype")
-    yield Check("matrix rate", "all", "warn" if best and median < CLASS_SHARE * best else "ok", f"median {median:.3g} TFLOP/s ({precision}){share}; slowest {min(rates.values()):.3g}", None, {"median_tflops": median, "ranks": len(rates)})  # fmt: skip
-    for (host, local), rate in sorted(slow.items(), key=lambda item: item[1]):
-        yield Check(
-            "matrix rate",
-            f"{host}:{local}",
-            "warn",
-            f"{rate:.3g} TFLOP/s, {rate / median:.0%} of the median: the whole job waits for this device",
-            f"exclude the node: launch.sbatch.exclude={host}",
-            {"tflops": rate},
-        )
+    text = (
+        f"median {median:.3g} TFLOP/s ({rank_records[0].get('matmul_dtype')}){share}; slowest {min(rates.values()):.3g}"
+    )
+    level = "warn" if best and median < CLASS_SHARE * best else "ok"
+    yield DoctorCheck("matrix rate", "all", level, text, None, {"median_tflops": median, "ranks": len(rates)})
+    for (host, local_rank), rate in sorted(rates.items(), key=lambda item: item[1]):
+        if rate < SLOW_SHARE * median:
+            text = f"{rate:.3g} TFLOP/s, {rate / median:.0%} of the median: the whole job waits for this device"
+            hint = f"exclude the node: launch.sbatch.exclude={host}"
+            yield DoctorCheck("matrix rate", f"{host}:{local_rank}", "warn", text, hint, {"tflops": rate})
 
 
-def _links(records: Sequence[Mapping[str, Any]]) -> Iterable[Check]:
+def _all_reduce_rates(rank_records: Sequence[RankRecord]) -> Iterator[DoctorCheck]:
     for key, topic in (("intra_busbw_gbs", "all-reduce in a node"), ("inter_busbw_gbs", "all-reduce over all")):
-        by_host: dict[str, float] = {}
-        for r in records:
-            if r.get(key) is not None:
-                by_host[str(r["host"])] = min(by_host.get(str(r["host"]), 1e18), float(r[key]))
+        by_host: dict[str, list[float]] = {}
+        for record in rank_records:
+            if record.get(key) is not None:
+                by_host.setdefault(str(record["host"]), []).append(float(record[key]))
         if not by_host:
             continue
-        median = statistics.median(by_host.values())
-        yield Check(
-            topic,
-            "all",
-            "ok",
-            f"{median:.3g} GB/s bus bandwidth over {records[0].get('backend')}",
-            None,
-            {"busbw_gbs": median},
-        )
-        for host, rate in by_host.items():
-            if topic.endswith("node") and rate < SLOW_SHARE * 0.7 * median:
-                yield Check(
-                    topic,
-                    host,
-                    "warn",
-                    f"{rate:.3g} GB/s, {rate / median:.0%} of the median",
-                    f"a link of this node may be at fault: launch.sbatch.exclude={host}",
-                )
+        median = statistics.median(map(min, by_host.values()))
+        text = f"{median:.3g} GB/s bus bandwidth over {rank_records[0].get('backend')}"
+        yield DoctorCheck(topic, "all", "ok", text, None, {"busbw_gbs": median})
+        for host, rate in ((host, min(rates)) for host, rates in by_host.items()):
+            if key == "intra_busbw_gbs" and rate < SLOW_LINK_SHARE * median:
+                hint = f"a link of this node may be faulty: launch.sbatch.exclude={host}"
+                text = f"{rate:.3g} GB/s, {rate / median:.0%} of the median"
+                yield DoctorCheck(topic, host, "warn", text, hint)
 
 
-def _clocks(records: Sequence[Mapping[str, Any]]) -> Iterable[Check]:
-    """All ranks read their clocks as they leave one barrier; what is left between hosts is skew plus the barrier's own spread."""
-    by_host: dict[str, float] = {}
-    for r in records:
-        if r.get("clock") is not None:
-            by_host.setdefault(str(r["host"]), float(r["clock"]))
-    if len(by_host) < 2:
-        return
-    skew = max(by_host.values()) - min(by_host.values())
-    level = "warn" if skew > SKEW_SECONDS else "ok"
-    yield Check(
-        "clocks",
-        "all",
-        level,
-        f"{print_seconds(skew)} apart over {len(by_host)} nodes",
-        "logs and energy windows of the nodes will not fit together" if level == "warn" else None,
-        {"skew_seconds": skew},
-    )
+def _clocks(rank_records: Sequence[RankRecord]) -> Iterator[DoctorCheck]:
+    """All ranks read their clocks as they leave one barrier; the difference is skew plus the barrier's own spread."""
+    clocks = {str(r["host"]): float(r["clock"]) for r in reversed(rank_records) if r.get("clock") is not None}
+    if len(clocks) > 1:
+        skew = max(clocks.values()) - min(clocks.values())
+        text = f"{print_seconds(skew)} apart over {len(clocks)} nodes"
+        hint = "logs and energy windows of the nodes will not match"
+        yield _limit_check("clocks", "all", skew <= MAX_SKEW_SECONDS, text, hint, {"skew_seconds": skew})

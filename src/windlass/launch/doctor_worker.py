@@ -1,4 +1,4 @@
-"""What can this device and its links do? One process per device; leaves `rank-NNNNN.json` and is started by `doctor`.
+"""Measures one device and its links; one process per device, started by `doctor`, leaves `rank-NNNNN.json`.
 
 torch is imported here, inside a process of its own, so that the launching side never needs it.
 """
@@ -6,130 +6,108 @@ torch is imported here, inside a process of its own, so that the launching side 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import socket
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from windlass.clusters import Place, place
+from windlass.files import write_json
+from windlass.processes import usable_cores
+from windlass.runs.manifest import cpu_name
 
 
 def main(out: Path, *, full: bool = False, paths: tuple[Path, ...] = ()) -> None:
     torch = importlib.import_module("torch")
-    where = place()
-    if where.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // where.local_world_size))
-    device, name = _device(torch, where)
+    at = place()
+    if at.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, usable_cores() // at.local_world_size))
+    device, name, memory_bytes = torch.device("cpu"), cpu_name() or "cpu", None
+    if torch.cuda.is_available():
+        index = at.local_rank % torch.cuda.device_count()
+        torch.cuda.set_device(index)
+        device, name = torch.device("cuda", index), torch.cuda.get_device_name(index)
+        memory_bytes = int(torch.cuda.mem_get_info(device)[1])
+    files = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
+    versions = [file.read_text().splitlines()[0].strip() for file in files if file.is_file()]
     record: dict[str, Any] = {
-        "rank": where.rank, "local_rank": where.local_rank, "host": socket.gethostname(), "device": name, "torch": torch.__version__,
-        "runtime": torch.version.cuda or torch.version.hip, "driver": _driver(torch), "memory_bytes": _memory(torch, device),
-    }  # fmt: skip
-    record |= _matmul(torch, device, full)
-    if where.world_size > 1:
-        record |= _collectives(torch, where, device, full)
-    if where.local_rank == 0 and paths:
+        "rank": at.rank,
+        "local_rank": at.local_rank,
+        "host": socket.gethostname(),
+        "device": name,
+        "torch": torch.__version__,
+        "runtime": torch.version.cuda or torch.version.hip,
+        "driver": versions[0] if versions and device.type == "cuda" else None,
+        "memory_bytes": memory_bytes,
+        **_measure_matmul(torch, device, full),
+    }
+    if at.world_size > 1:
+        record |= _measure_collectives(torch, at, device, full)
+    if at.local_rank == 0 and paths:
         from windlass.launch.doctor import host_checks
 
         record["host_checks"] = [asdict(check) for check in host_checks(paths)]
-    target = out / f"rank-{where.rank:05d}.json"
-    beside = target.with_suffix(".tmp")
-    beside.write_text(json.dumps(record))
-    beside.replace(target)
+    write_json(out / f"rank-{at.rank:05d}.json", record)
 
 
-def _device(torch: Any, where: Place) -> tuple[Any, str]:
-    if torch.cuda.is_available():
-        index = where.local_rank % torch.cuda.device_count()
-        torch.cuda.set_device(index)
-        return torch.device("cuda", index), torch.cuda.get_device_name(index)
-    from windlass.runs.manifest import cpu_name
+def _median_seconds(torch: Any, device: Any, action: Callable[[], Any], warm_up: int, count: int) -> float:
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
-    return torch.device("cpu"), cpu_name() or "cpu"
-
-
-def _driver(torch: Any) -> str | None:
-    if not torch.cuda.is_available():
-        return None
-    for file in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
-        if Path(file).is_file():
-            return Path(file).read_text().splitlines()[0].strip()
-    return None
+    times = []
+    for _ in range(warm_up + count):
+        wait()
+        started_at = time.perf_counter()
+        action()
+        wait()
+        times.append(time.perf_counter() - started_at)
+    return statistics.median(times[warm_up:])
 
 
-def _memory(torch: Any, device: Any) -> int | None:
-    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
-
-
-def _matmul(torch: Any, device: Any, full: bool) -> dict[str, Any]:
+def _measure_matmul(torch: Any, device: Any, full: bool) -> dict[str, Any]:
     """Median rate of a large square product: bf16 on a GPU, fp32 on a CPU."""
     gpu = device.type == "cuda"
     size, dtype = (8192, torch.bfloat16) if gpu else (1024 if full else 512, torch.float32)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    for _ in range(3):
-        a @ b
-    times = []
-    for _ in range(30 if gpu else 8):
-        _wait(torch, device)
-        began = time.perf_counter()
-        a @ b
-        _wait(torch, device)
-        times.append(time.perf_counter() - began)
-    return {
-        "matmul_tflops": 2 * size**3 / statistics.median(times) / 1e12,
-        "matmul_dtype": str(dtype).removeprefix("torch."),
-    }
+    seconds = _median_seconds(torch, device, lambda: a @ b, 3, 30 if gpu else 8)
+    return {"matmul_tflops": 2 * size**3 / seconds / 1e12, "matmul_dtype": str(dtype).removeprefix("torch.")}
 
 
-def _wait(torch: Any, device: Any) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _collectives(torch: Any, where: Place, device: Any, full: bool) -> dict[str, Any]:
+def _measure_collectives(torch: Any, at: Place, device: Any, full: bool) -> dict[str, Any]:
+    """Bus bandwidths of an all-reduce (2 (n - 1) / n times the bytes over the median time), and the clock."""
     dist = importlib.import_module("torch.distributed")
     backend = "nccl" if device.type == "cuda" else "gloo"
-    address = f"tcp://{where.master_addr}:{where.master_port}"
-    dist.init_process_group(
-        backend, init_method=address, rank=where.rank, world_size=where.world_size, timeout=timedelta(seconds=180)
-    )
-    size = (256 if full else 64) << 20 if device.type == "cuda" else (16 if full else 4) << 20
-    found: dict[str, Any] = {"backend": backend}
-    inside = None
-    if where.local_world_size > 1:
-        for node in range(where.nodes):  # every rank must take part in making every group
-            ranks = list(range(node * where.local_world_size, (node + 1) * where.local_world_size))
-            group = dist.new_group(ranks)
-            inside = group if where.rank in ranks else inside
-        found["intra_busbw_gbs"] = _all_reduce(torch, dist, device, size, inside, where.local_world_size)
-    if where.nodes > 1:
-        found["inter_busbw_gbs"] = _all_reduce(torch, dist, device, size, None, where.world_size)
+    address, timeout = f"tcp://{at.master_addr}:{at.master_port}", timedelta(seconds=180)
+    dist.init_process_group(backend, init_method=address, rank=at.rank, world_size=at.world_size, timeout=timeout)
+    size_bytes = (256 if full else 64) << 20 if device.type == "cuda" else (16 if full else 4) << 20
+    data = torch.zeros(size_bytes // 4, device=device)
+
+    def bandwidth_gbs(group: Any, ranks: int) -> float:
+        seconds = _median_seconds(torch, device, lambda: dist.all_reduce(data, group=group), 2, 5)
+        return 2 * (ranks - 1) / ranks * size_bytes / seconds / 1e9
+
+    record: dict[str, Any] = {"backend": backend}
+    local = at.local_world_size
+    if local > 1:
+        # Every rank must take part in making every group.
+        groups = [dist.new_group(list(range(node * local, (node + 1) * local))) for node in range(at.nodes)]
+        record["intra_busbw_gbs"] = bandwidth_gbs(groups[at.rank // local], local)
+    if at.nodes > 1:
+        record["inter_busbw_gbs"] = bandwidth_gbs(None, at.world_size)
     dist.barrier()
-    found["clock"] = time.time()
+    record["clock"] = time.time()
     dist.barrier()
     dist.destroy_process_group()
-    return found
-
-
-def _all_reduce(torch: Any, dist: Any, device: Any, size: int, group: Any, ranks: int) -> float:
-    """Bus bandwidth: 2 (n - 1) / n times the bytes over the median time."""
-    data = torch.zeros(size // 4, device=device)
-    times = []
-    for turn in range(7):
-        _wait(torch, device)
-        began = time.perf_counter()
-        dist.all_reduce(data, group=group)
-        _wait(torch, device)
-        if turn > 1:
-            times.append(time.perf_counter() - began)
-    return 2 * (ranks - 1) / ranks * size / statistics.median(times) / 1e9
+    return record
 
 
 if __name__ == "__main__":
-    words = [w for w in sys.argv[2:] if not w.startswith("--")]
-    main(Path(sys.argv[1]), full="--full" in sys.argv, paths=tuple(Path(w) for w in words))
+    folders = tuple(Path(argument) for argument in sys.argv[2:] if not argument.startswith("--"))
+    main(Path(sys.argv[1]), full="--full" in sys.argv, paths=folders)

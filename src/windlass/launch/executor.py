@@ -1,4 +1,4 @@
-"""What can every place that runs jobs do? Submit, say how jobs stand, cancel. SLURM and this machine answer alike."""
+"""The common interface of everything that runs jobs (SLURM, this machine), and the state of one job."""
 
 from __future__ import annotations
 
@@ -8,61 +8,13 @@ from pathlib import Path
 from typing import Protocol
 
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESIZING", "SPECIAL_EXIT")
-LIVE = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED")
+RUNNING = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED")
 ENDED = (
-    "COMPLETED",
-    "FAILED",
-    "TIMEOUT",
-    "CANCELLED",
-    "NODE_FAIL",
-    "PREEMPTED",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "DEADLINE",
+    "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
     "REVOKED",
-)
+)  # fmt: skip
 UNKNOWN = "UNKNOWN"
-
-
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """How one job stands, and who said so."""
-
-    job: str
-    state: str
-    """SLURM's word, also for local jobs; UNKNOWN when nobody knows."""
-    reason: str | None = None
-    nodes: int | None = None
-    node_list: str | None = None
-    elapsed_seconds: float | None = None
-    limit_seconds: float | None = None
-    started_at: float | None = None
-    ended_at: float | None = None
-    exit_code: int | None = None
-    energy_joules: float | None = None
-    user: str | None = None
-    evidence: str = "none"
-    """squeue, sacct, record (jobs.jsonl), heartbeat, log or process."""
-
-    @property
-    def waiting(self) -> bool:
-        return self.state in WAITING
-
-    @property
-    def live(self) -> bool:
-        return self.state in LIVE
-
-    @property
-    def over(self) -> bool:
-        return self.state in ENDED
-
-    @property
-    def never(self) -> bool:
-        """Pending for a reason that waiting does not cure."""
-        return self.waiting and (self.reason or "") in NEVER
-
-
-NEVER = {
+NEVER_STARTS = {
     "DependencyNeverSatisfied": "the job it waits for did not end as asked",
     "PartitionNodeLimit": "more nodes than the partition allows",
     "PartitionConfig": "more nodes than the partition has",
@@ -75,7 +27,44 @@ NEVER = {
     "InvalidQOS": "the QOS is not valid",
     "BadConstraints": "no node has what the job asks for",
 }
-"""Reasons for which SLURM leaves a job pending for ever, and what they mean."""
+"""Reasons for which SLURM leaves a job pending forever, and what they mean."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobState:
+    """The state of one job and its source. None: unknown."""
+
+    job: str
+    state: str  # SLURM's name, also for local jobs; UNKNOWN when no source has it
+    reason: str | None = None
+    nodes: int | None = None
+    node_list: str | None = None
+    elapsed_seconds: float | None = None
+    limit_seconds: float | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+    exit_code: int | None = None
+    energy_joules: float | None = None
+    user: str | None = None
+    evidence: str = "none"  # squeue, sacct, record (jobs.jsonl), heartbeat, log or process
+
+    @property
+    def waiting(self) -> bool:
+        return self.state in WAITING
+
+    @property
+    def over(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def never_starts(self) -> bool:
+        """Pending for a reason that waiting does not fix."""
+        return self.waiting and (self.reason or "") in NEVER_STARTS
+
+    @property
+    def active(self) -> bool:
+        """Waits or runs."""
+        return self.waiting or self.state in RUNNING
 
 
 class Executor(Protocol):
@@ -83,12 +72,12 @@ class Executor(Protocol):
 
     name: str
 
-    def submit(self, script: Path, *, run_dir: Path, after: str | None = None, options: Sequence[str] = ()) -> str:
+    def submit(self, script: Path, *, run_dir: Path, after: str | None = None) -> str:
         """Hand the script over and return the job's id at once. `after`: a dependency such as `afterany:123`."""
         ...
 
-    def states(self, jobs: Sequence[str]) -> Mapping[str, State]:
-        """How the jobs stand; a job the executor has never heard of or has forgotten is left out."""
+    def states(self, jobs: Sequence[str]) -> Mapping[str, JobState]:
+        """The jobs' states, without those that the executor does not know (any more)."""
         ...
 
     def cancel(self, jobs: Sequence[str]) -> None: ...

@@ -1,4 +1,7 @@
-"""What has every job cost? Node-hours, allocation units and kWh per job, run and project, from jobs.jsonl and the scheduler."""
+"""What every job has cost: node-hours, allocation units and energy per job, run and project; and when a chain may end.
+
+The sources are jobs.jsonl and the scheduler; the forecast of a chain also uses the newest metrics.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,20 @@ from typing import Any
 
 from windlass.errors import LaunchError
 from windlass.files import append_line, read_json
-from windlass.launch.chain import links, records
-from windlass.launch.executor import ENDED, UNKNOWN, Executor, State
-from windlass.launch.slurm import from_log
+from windlass.launch.chain import JobStart, finished, job_starts, judge, records
+from windlass.launch.executor import UNKNOWN, Executor, JobState
+from windlass.launch.logs import log_files, read_tail
+from windlass.launch.slurm import state_from_log
 from windlass.runs import Run
+from windlass.units import print_seconds, print_tokens
 
 HEARTBEAT_SECONDS = 300.0
-"""A heartbeat younger than this means that somebody trains, whatever the scheduler has forgotten."""
+"""A heartbeat younger than this means that the run trains, even if the scheduler has forgotten its job."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One job of a run, as the ledger shows it."""
+class LedgerEntry:
+    """One job of a run. None: unknown."""
 
     run: str
     job: str
@@ -33,11 +38,10 @@ class Entry:
     account: str | None
     partition: str | None
     submitted_at: float | None
-    state: State
+    state: JobState
     nodes: int | None
     limit_seconds: float | None
-    node_hours: float | None
-    """Used so far; None when nobody knows how long it ran."""
+    node_hours: float | None  # used so far
     units: float | None
     unit: str | None
     energy_joules: float | None
@@ -45,230 +49,269 @@ class Entry:
     step: int | None
 
     def as_dict(self) -> dict[str, Any]:
-        value = asdict(self)
-        value["kwh"] = None if self.energy_joules is None else self.energy_joules / 3.6e6
-        return value
+        return {**asdict(self), "kwh": None if self.energy_joules is None else self.energy_joules / 3.6e6}
 
 
-def submitted(run: Run) -> list[dict[str, Any]]:
-    """The `submitted` records, oldest first."""
-    return [line for line in records(run) if line.get("record") == "submitted" and line.get("job")]
-
-
-def entries(run: Run, executors: Mapping[str, Executor], *, strict: bool = False) -> list[Entry]:
+def entries(run: Run, executors: Mapping[str, Executor], *, strict: bool = False) -> list[LedgerEntry]:
     """Every job of a run with its state; the end of a job is kept in jobs.jsonl, because schedulers forget.
 
-    A scheduler that gives no answer is passed over, and the run folder tells what it knows; `strict` makes it an error.
+    A scheduler that does not answer is skipped, and the run folder is used instead; `strict` makes it an error.
     """
     lines = records(run)
-    mine = [line for line in lines if line.get("record") == "submitted" and line.get("job")]
-    states = job_states(run, lines, mine, executors, strict=strict)
-    energy = _energy_by_job(run, lines)
-    return [_entry(run, line, states[str(line["job"])], lines, energy) for line in mine]
+    submitted = [line for line in lines if line.get("record") == "submitted" and line.get("job")]
+    starts = job_starts(lines)
+    states = _job_states(run, lines, submitted, executors, strict)
+    energy = _energy_by_job(run, [start for start in starts if start.job])
+    return [
+        _entry(run, line, states[str(line["job"])], lines, [s for s in starts if s.job == str(line["job"])], energy)
+        for line in submitted
+    ]
 
 
-def job_states(
+def active_entries(run: Run, executors: Mapping[str, Executor], *, strict: bool = False) -> list[LedgerEntry]:
+    """Jobs that wait or run, without those that will never start."""
+    return [e for e in entries(run, executors, strict=strict) if e.state.active and not e.state.never_starts]
+
+
+def _job_states(
     run: Run,
     lines: Sequence[Mapping[str, Any]],
-    mine: Sequence[Mapping[str, Any]],
+    submitted: Sequence[Mapping[str, Any]],
     executors: Mapping[str, Executor],
-    *,
-    strict: bool = False,
-) -> dict[str, State]:
+    strict: bool,
+) -> dict[str, JobState]:
     """In this order: settled record, scheduler (squeue, sacct), our own records and heartbeat, log."""
-    found = {str(r["job"]): _settled(r) for r in lines if r.get("record") == "settled"}
+    keys = JobState.__dataclass_fields__
+    settled = [line for line in lines if line.get("record") == "settled"]
+    states = {str(line["job"]): JobState(**{k: v for k, v in line.items() if k in keys}) for line in settled}
     for name, executor in executors.items():
-        asked = [str(r["job"]) for r in mine if r.get("executor") == name and str(r["job"]) not in found]
-        for job, state in _ask(executor, asked, strict).items():
-            found[job] = state
+        asked = [str(r["job"]) for r in submitted if r.get("executor") == name and str(r["job"]) not in states]
+        try:
+            answers = executor.states(asked) if asked else {}
+        except LaunchError:
+            if strict:
+                raise
+            continue
+        for job, state in answers.items():
+            states[job] = state
             if state.over:
-                _settle(run, lines, state)
-    for record in mine:
-        job = str(record["job"])
-        if job not in found:
-            found[job] = _from_folder(run, lines, job)
-    return found
+                values = {k: v for k, v in asdict(state).items() if v is not None}
+                append_line(run.jobs_file, {"record": "settled", "time": time.time(), **values})
+    for job in {str(record["job"]) for record in submitted} - states.keys():
+        states[job] = _state_from_folder(run, lines, job)
+    return states
 
 
-def _ask(executor: Executor, jobs: Sequence[str], strict: bool) -> Mapping[str, State]:
-    try:
-        return executor.states(jobs) if jobs else {}
-    except LaunchError:
-        if strict:
-            raise
-        return {}
-
-
-def _settle(run: Run, lines: Sequence[Mapping[str, Any]], state: State) -> None:
-    append_line(
-        run.jobs_file,
-        {"record": "settled", "time": time.time(), **{k: v for k, v in asdict(state).items() if v is not None}},
-    )
-
-
-def _settled(record: Mapping[str, Any]) -> State:
-    keys = State.__dataclass_fields__
-    return State(**{k: v for k, v in record.items() if k in keys})
-
-
-def _from_folder(run: Run, lines: Sequence[Mapping[str, Any]], job: str) -> State:
-    """The scheduler has forgotten the job (or is away): what the run folder tells."""
-    starts = [link for link in links(lines) if link.job == job]
-    if any(r.get("record") == "cancelled" and r.get("job") == job for r in lines):
-        return State(job=job, state="CANCELLED", elapsed_seconds=_spans(starts), evidence="record")
-    if starts and starts[-1].ended_at is not None:
-        code = starts[-1].code
-        state = "COMPLETED" if code == 0 else "FAILED"
-        return State(
+def _state_from_folder(run: Run, lines: Sequence[Mapping[str, Any]], job: str) -> JobState:
+    """For a job that the scheduler has forgotten, or while the scheduler does not answer."""
+    starts = [start for start in job_starts(lines) if start.job == job]
+    spans = [start.ended_at - start.began_at for start in starts if start.ended_at is not None]
+    elapsed_seconds = sum(spans) if spans else None
+    if any(line.get("record") == "cancelled" and line.get("job") == job for line in lines):
+        return JobState(job=job, state="CANCELLED", elapsed_seconds=elapsed_seconds, evidence="record")
+    last = starts[-1] if starts else None
+    if last is not None and last.ended_at is not None:
+        return JobState(
             job=job,
-            state=state,
-            exit_code=code,
+            state="COMPLETED" if last.code == 0 else "FAILED",
+            exit_code=last.code,
             started_at=starts[0].began_at,
-            ended_at=starts[-1].ended_at,
-            elapsed_seconds=_spans(starts),
+            ended_at=last.ended_at,
+            elapsed_seconds=elapsed_seconds,
             evidence="record",
         )
-    if starts and (beat := newest_heartbeat(run)) is not None and time.time() - beat < HEARTBEAT_SECONDS:
-        return State(
-            job=job,
-            state="RUNNING",
-            started_at=starts[-1].began_at,
-            elapsed_seconds=time.time() - starts[-1].began_at,
-            evidence="heartbeat",
+    now, heartbeat = time.time(), newest_heartbeat(run)
+    if last is not None and heartbeat is not None and now - heartbeat < HEARTBEAT_SECONDS:
+        seconds = now - last.began_at
+        return JobState(
+            job=job, state="RUNNING", started_at=last.began_at, elapsed_seconds=seconds, evidence="heartbeat"
         )
-    log = log_file(run, job)
-    if log is not None and (state_ := from_log(job, tail(log))) is not None:
-        return state_
-    return State(job=job, state=UNKNOWN, started_at=starts[-1].began_at if starts else None, evidence="none")
-
-
-def _spans(starts: Iterable[Any]) -> float | None:
-    known = [link.ended_at - link.began_at for link in starts if link.ended_at is not None]
-    return sum(known) if known else None
+    files = log_files(run, job)
+    from_log = state_from_log(job, read_tail(files[0])) if files else None
+    return from_log or JobState(job=job, state=UNKNOWN, started_at=last.began_at if last else None)
 
 
 def newest_heartbeat(run: Run) -> float | None:
-    """When any rank last gave a sign of life."""
-    beats = [read_json(p) or {} for p in run.ranks.glob("heartbeat-*.json")] if run.ranks.is_dir() else []
-    times = [float(b["time"]) for b in beats if isinstance(b.get("time"), (int, float))]
-    return max(times, default=None)
+    """When any rank last wrote its heartbeat."""
+    times = [(read_json(path) or {}).get("time") for path in run.ranks.glob("heartbeat-*.json")]
+    return max((float(t) for t in times if isinstance(t, (int, float))), default=None)
 
 
-def log_file(run: Run, job: str) -> Path | None:
-    for name in (f"{job}.out", f"{job}_0.out"):
-        if (run.logs / name).is_file():
-            return run.logs / name
-    return None
-
-
-def tail(path: Path, size: int = 65536) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - size))
-        return file.read().decode("utf-8", "replace")
-
-
-def _energy_by_job(run: Run, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The run's own meter counts over all restarts: a job's share is the rise between its beginning and the next one's."""
-    starts = [link for link in links(lines) if link.job]
+def _energy_by_job(run: Run, starts: Sequence[JobStart]) -> dict[str, float]:
+    """The run's meter counts over all restarts: a job's share is the rise from its beginning to the next one's."""
     if not starts:
         return {}
     readings = [
-        (float(m["time"]), float(m["energy_joules"]))
-        for m in run.metrics()
-        if m.get("energy_joules") is not None and m.get("time")
+        (m.time, m.energy_joules) for m in run.metrics_lines() if m.energy_joules is not None and m.time is not None
     ]
-    found: dict[str, float] = {}
-    for index, link in enumerate(starts):
+    joules_by_job: dict[str, float] = {}
+    for index, start in enumerate(starts):
         end = starts[index + 1].began_at if index + 1 < len(starts) else float("inf")
-        before = max((j for t, j in readings if t < link.began_at), default=0.0)
-        inside = [j for t, j in readings if link.began_at <= t < end]
-        if inside and link.job:
-            found[link.job] = found.get(link.job, 0.0) + max(inside) - before
-    return found
+        before = max((joules for moment, joules in readings if moment < start.began_at), default=0.0)
+        during = [joules for moment, joules in readings if start.began_at <= moment < end]
+        if during and start.job:
+            joules_by_job[start.job] = joules_by_job.get(start.job, 0.0) + max(during) - before
+    return joules_by_job
 
 
 def _entry(
-    run: Run, line: Mapping[str, Any], state: State, lines: Sequence[Mapping[str, Any]], energy: Mapping[str, float]
-) -> Entry:
+    run: Run,
+    line: Mapping[str, Any],
+    state: JobState,
+    lines: Sequence[Mapping[str, Any]],
+    starts: Sequence[JobStart],
+    energy: Mapping[str, float],
+) -> LedgerEntry:
     job = str(line["job"])
-    starts = [link for link in links(lines) if link.job == job]
     nodes = state.nodes or line.get("nodes")
-    seconds = state.elapsed_seconds
-    if len(starts) > 1:  # requeued: the scheduler reports its last run only
-        seconds = max(
-            seconds or 0.0,
-            sum((link.ended_at or link.began_at) - link.began_at for link in starts[:-1]) + (seconds or 0.0),
-        )
-    if state.waiting:
-        seconds = 0.0
-    hours = None if seconds is None or nodes is None else seconds * int(nodes) / 3600
-    per_hour = line.get("units_per_node_hour")
-    steps = [
-        r.get("step") for r in lines if r.get("record") == "ended" and r.get("job") == job and r.get("step") is not None
-    ]
-    return Entry(
-        run=str(run.path), job=job, kind=str(line.get("kind", "train")), link=line.get("link"), links=line.get("links"), executor=str(line.get("executor")),
-        cluster=line.get("cluster"), account=line.get("account"), partition=line.get("partition"), submitted_at=line.get("time"), state=state,
-        nodes=nodes, limit_seconds=line.get("seconds"), node_hours=hours, units=None if hours is None or per_hour is None else hours * per_hour,
-        unit=line.get("unit"), energy_joules=state.energy_joules if state.energy_joules is not None else energy.get(job),
-        began_step=starts[-1].began_step if starts else None, step=steps[-1] if steps else None,
-    )  # fmt: skip
+    seconds = 0.0 if state.waiting else state.elapsed_seconds
+    if len(starts) > 1 and not state.waiting:  # requeued: the scheduler reports only the last run
+        seconds = (seconds or 0.0) + sum((start.ended_at or start.began_at) - start.began_at for start in starts[:-1])
+    node_hours = None if seconds is None or nodes is None else seconds * int(nodes) / 3600
+    rate = line.get("units_per_node_hour")
+    ended = [r for r in lines if r.get("record") == "ended" and r.get("job") == job and r.get("step") is not None]
+    return LedgerEntry(
+        run=str(run.path),
+        job=job,
+        kind=str(line.get("kind", "train")),
+        link=line.get("link"),
+        links=line.get("links"),
+        executor=str(line.get("executor")),
+        cluster=line.get("cluster"),
+        account=line.get("account"),
+        partition=line.get("partition"),
+        submitted_at=line.get("time"),
+        state=state,
+        nodes=nodes,
+        limit_seconds=line.get("seconds"),
+        node_hours=node_hours,
+        units=None if node_hours is None or rate is None else node_hours * rate,
+        unit=line.get("unit"),
+        energy_joules=state.energy_joules if state.energy_joules is not None else energy.get(job),
+        began_step=starts[-1].began_step if starts else None,
+        step=ended[-1]["step"] if ended else None,
+    )
 
 
-# -- over many runs -----------------------------------------------------------------------------------------------------------
+# -- over many runs ---------------------------------------------------------------------------------------------------
 
 
 def runs_below(folder: Path) -> list[Run]:
     """Run folders in a folder, at most two levels deep."""
-    found = {p.parent for pattern in ("jobs.jsonl", "*/jobs.jsonl", "*/*/jobs.jsonl") for p in folder.glob(pattern)}
-    return [Run(path) for path in sorted(found)]
+    files = [p for pattern in ("jobs.jsonl", "*/jobs.jsonl", "*/*/jobs.jsonl") for p in folder.glob(pattern)]
+    return [Run(path) for path in sorted({file.parent for file in files})]
 
 
-def committed_node_hours(all_entries: Iterable[Entry], *, cluster: str, account: str | None) -> float:
+def committed_node_hours(ledger: Iterable[LedgerEntry], *, cluster: str, account: str | None) -> float:
     """Used by ended jobs, plus everything that waiting and running ones may still use."""
     total = 0.0
-    for entry in all_entries:
-        if entry.cluster != cluster or entry.account != account:
-            continue
-        if entry.state.state in ENDED or entry.state.state == UNKNOWN:
-            total += entry.node_hours or 0.0
-        elif entry.limit_seconds is not None and entry.nodes is not None:
-            total += entry.limit_seconds * entry.nodes / 3600
+    for entry in ledger:
+        if (entry.cluster, entry.account) == (cluster, account):
+            total += (entry.node_hours or 0.0) if entry.state.state == UNKNOWN else _most_node_hours(entry)
     return total
 
 
+def _most_node_hours(entry: LedgerEntry) -> float:
+    """Used, for a job that is over; else all that its wall-time limit allows."""
+    if entry.state.over:
+        return entry.node_hours or 0.0
+    if entry.limit_seconds is None or entry.nodes is None:
+        return 0.0
+    return entry.limit_seconds * entry.nodes / 3600
+
+
 @dataclass(frozen=True)
-class Sum:
+class LedgerTotal:
+    """Sums over the jobs of one run or project."""
+
     name: str
     jobs: int
     node_hours: float
     units: float | None
     unit: str | None
     energy_joules: float | None
-    unknown_hours: int
-    """Jobs whose length nobody knows; they are not in the sums."""
-    unmeasured: int
-    """Jobs without an energy record."""
+    unknown_hours: int  # jobs of unknown length; they are not in the sums
+    unmeasured: int  # jobs that ran without an energy record
 
 
-def sums(all_entries: Sequence[Entry], by: str) -> list[Sum]:
+def totals(ledger: Sequence[LedgerEntry], by: str) -> list[LedgerTotal]:
     """Totals by "run" or by "project" (account and cluster)."""
-    groups: dict[str, list[Entry]] = {}
-    for entry in all_entries:
-        name = (
-            Path(entry.run).name
-            if by == "run"
-            else f"{entry.account or 'no account'} on {entry.cluster or 'this machine'}"
+    groups: dict[str, list[LedgerEntry]] = {}
+    for entry in ledger:
+        project = f"{entry.account or 'no account'} on {entry.cluster or 'this machine'}"
+        groups.setdefault(Path(entry.run).name if by == "run" else project, []).append(entry)
+    rows = []
+    for name, group in groups.items():
+        units = [e.units for e in group if e.units is not None]
+        joules = [e.energy_joules for e in group if e.energy_joules is not None]
+        row = LedgerTotal(
+            name=name,
+            jobs=len(group),
+            node_hours=sum(e.node_hours or 0.0 for e in group),
+            units=sum(units) if units else None,
+            unit=next((e.unit for e in group if e.unit), None),
+            energy_joules=sum(joules) if joules else None,
+            unknown_hours=sum(e.node_hours is None for e in group),
+            unmeasured=sum(not e.state.waiting for e in group) - len(joules),
         )
-        groups.setdefault(name, []).append(entry)
-    return [_sum(name, group) for name, group in groups.items()]
+        rows.append(row)
+    return rows
 
 
-def _sum(name: str, group: Sequence[Entry]) -> Sum:
-    known = [e.units for e in group if e.units is not None]
-    measured = [e.energy_joules for e in group if e.energy_joules is not None]
-    ran = [e for e in group if not e.state.waiting]
-    return Sum(
-        name, len(group), sum(e.node_hours or 0.0 for e in group), sum(known) if known else None, next((e.unit for e in group if e.unit), None),
-        sum(measured) if measured else None, sum(e.node_hours is None for e in group), len(ran) - len(measured),
-    )  # fmt: skip
+# -- the forecast of a chain ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainForecast:
+    """How far a chain is and when it may end. None: unknown."""
+
+    node_hours_used: float
+    node_hours_left: float  # what the waiting and running jobs may still use at most
+    tokens: int | None
+    tokens_target: int | None
+    remaining_seconds: float | None  # of training at the newest speed; time in the queue comes on top
+    estimated_end: float | None
+    links_needed: int | None
+    verdict: str
+    reason: str
+
+    def lines(self) -> list[str]:
+        progress = f"{print_tokens(self.tokens)} of {print_tokens(self.tokens_target)} tokens"
+        reserved = f"{self.node_hours_left:.2f} still reserved by waiting and running jobs"
+        rows = [f"node-hours: {self.node_hours_used:.2f} used, {reserved}; {progress}"]
+        if self.verdict != "go":
+            rows.append(f"the chain is over: {self.reason}")
+        elif self.estimated_end is None:
+            rows.append("estimated end: unknown until the first steps are logged")
+        else:
+            end = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.estimated_end))
+            more = f", about {self.links_needed} more jobs" if self.links_needed else ""
+            training = f"{print_seconds(self.remaining_seconds)} of training{more}"
+            rows.append(f"estimated end: {end} ({training}), if no job waits in the queue")
+        return rows
+
+
+def forecast_chain(run: Run, ledger: Sequence[LedgerEntry]) -> ChainForecast:
+    last, recipe = run.last_metrics(), run.recipe()
+    steps, batch_tokens = recipe.train.steps, recipe.data.batch_tokens
+    target = recipe.data.tokens if steps is None else None if batch_tokens is None else steps * batch_tokens
+    tokens = last.tokens
+    remaining_seconds = None
+    if finished(run):
+        remaining_seconds = 0.0
+    elif target is not None and tokens is not None and last.tokens_per_second:
+        remaining_seconds = max(0.0, (target - tokens) / last.tokens_per_second)
+    verdict = judge(run)
+    limit = next((e.limit_seconds for e in reversed(ledger) if e.limit_seconds), None)
+    reserved = [_most_node_hours(e) - (e.node_hours or 0.0) for e in ledger]
+    return ChainForecast(
+        node_hours_used=sum(e.node_hours or 0.0 for e in ledger),
+        node_hours_left=sum(max(0.0, hours) for hours in reserved),
+        tokens=tokens,
+        tokens_target=target,
+        remaining_seconds=remaining_seconds,
+        estimated_end=None if remaining_seconds is None else time.time() + remaining_seconds,
+        links_needed=None if remaining_seconds is None or not limit else int(remaining_seconds // limit),
+        verdict=verdict.answer,
+        reason=verdict.reason,
+    )

@@ -1,14 +1,12 @@
-"""What do the jobs of a run print? The newest log, or all of them one after the other while they grow."""
+"""The logs of a run's jobs: the newest one, or all of them one after the other while they grow."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from windlass.errors import RunError
-from windlass.launch.executor import Executor
-from windlass.launch.ledger import entries
 from windlass.runs import Run
 
 POLL_SECONDS = 0.5
@@ -17,77 +15,62 @@ STATE_SECONDS = 3.0
 
 
 def log_files(run: Run, job: str | None = None) -> list[Path]:
-    """Logs of the run, oldest first; of one job when it is named."""
-    found = sorted(run.logs.glob("*.out"), key=lambda p: p.stat().st_mtime) if run.logs.is_dir() else []
-    if job is None:
-        return found
-    mine = [p for p in found if p.stem == job or p.stem.startswith(f"{job}_")]
-    if not mine:
-        known = ", ".join(p.stem for p in found) or "none yet"
-        raise RunError(
-            "launch.job-log",
-            f"job {job} has no log in {run.logs}",
-            hint=f"jobs with a log: {known}; a job that waits has none",
-        )
-    return mine
+    """Logs of the run, oldest first; only those of one job (or of its array tasks) when it is named."""
+    files = sorted(run.logs.glob("*.out"), key=lambda p: p.stat().st_mtime)
+    return [p for p in files if job is None or p.stem == job or p.stem.startswith(f"{job}_")]
+
+
+def read_tail(path: Path, size: int = 65536) -> str:
+    """The end of a text file; empty when the file cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - size))
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def last_lines(run: Run, *, job: str | None = None, lines: int = 40) -> str:
     files = log_files(run, job)
-    if not files:
-        raise RunError(
-            "launch.logs-yet",
-            f"{run.path} has no logs yet",
-            hint=f"`windlass jobs {run.name}` shows whether its jobs still wait",
-        )
-    return _last(files[-1], lines)
+    if files:
+        return _last_lines(files[-1], lines)
+    with_log = ", ".join(p.stem for p in log_files(run))
+    if job is not None:
+        hint = f"jobs with a log: {with_log or 'none yet'}; a job that waits has none"
+        raise RunError("launch.no-log", f"job {job} has no log in {run.logs}", hint=hint)
+    hint = f"`windlass jobs {run.name}` shows whether its jobs still wait"
+    raise RunError("launch.no-log", f"{run.path} has no logs yet", hint=hint)
 
 
-def _last(path: Path, lines: int) -> str:
+def _last_lines(path: Path, lines: int) -> str:
     text = path.read_text(errors="replace").splitlines(keepends=True)
     return "".join(text[-lines:] if lines else [])
 
 
-def follow_logs(
-    run: Run, executors: Mapping[str, Executor], *, job: str | None = None, lines: int = 40
-) -> Iterator[str]:
-    """Pieces of text as they are written, from link to link, until no job of the run waits or runs."""
+def follow_logs(run: Run, is_active: Callable[[], bool], *, job: str | None = None, lines: int = 40) -> Iterator[str]:
+    """Pieces of text as they are written, from job to job, until `is_active` says that no job waits or runs."""
     positions: dict[Path, int] = {}
-    asked, busy = 0.0, True
-    first = True
+    asked_at, active, first = 0.0, True, True
     while True:
-        if time.monotonic() - asked >= STATE_SECONDS:
-            busy, asked = _busy(run, executors, job), time.monotonic()
+        if time.monotonic() - asked_at >= STATE_SECONDS:
+            active, asked_at = is_active(), time.monotonic()
         wrote = False
-        files = (
-            log_files(run)
-            if job is None
-            else [p for p in log_files(run) if p.stem == job or p.stem.startswith(f"{job}_")]
-        )
+        files = log_files(run, job)
         for path in files:
-            if first and path != files[-1]:
-                positions[path] = path.stat().st_size  # earlier links are not repeated
-            text, positions[path] = _grown(path, positions.get(path), lines if first else 0)
+            if first:  # earlier jobs are not repeated, of the newest only the last lines
+                positions[path] = path.stat().st_size
+                text = _last_lines(path, lines) if path == files[-1] else ""
+            else:
+                with path.open("rb") as file:
+                    file.seek(positions.get(path, 0))
+                    data = file.read(1 << 20)
+                positions[path] = positions.get(path, 0) + len(data)
+                text = data.decode("utf-8", "replace")
             if text:
                 wrote = True
                 yield text
         first = first and not files
-        if not busy and not wrote:
+        if not wrote and not active:
             return
         if not wrote:
             time.sleep(POLL_SECONDS)
-
-
-def _grown(path: Path, position: int | None, lines: int) -> tuple[str, int]:
-    if position is None and lines:
-        size = path.stat().st_size
-        return _last(path, lines), size
-    with path.open("rb") as file:
-        file.seek(position or 0)
-        data = file.read(1 << 20)
-    return data.decode("utf-8", "replace"), (position or 0) + len(data)
-
-
-def _busy(run: Run, executors: Mapping[str, Executor], job: str | None) -> bool:
-    found = [e for e in entries(run, executors) if job in (None, e.job)]
-    return any((e.state.waiting or e.state.live) and not e.state.never for e in found)

@@ -1,17 +1,15 @@
-"""What does the planner say of this job? The layout where the recipe has none, the fit verdict, run time, energy, checkpoint size."""
+"""What the planner expects of a job: whether the layout fits, run time, energy and checkpoint size."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from windlass.clusters import Cluster
 from windlass.config import LayoutConfig, Recipe
 from windlass.errors import PlanError, WindlassError
 from windlass.launch.checks import Finding
-
-if TYPE_CHECKING:
-    from windlass.planner.search import Plan, Plans
+from windlass.models.presets import model_spec
+from windlass.planner.search import plan
 
 CHECKPOINT_BYTES = {"fp32": 12, "bf16": 8}
 """Bytes per parameter on disk by the precision of AdamW's moments: fp32 master weights and two moments."""
@@ -22,9 +20,7 @@ class Planned:
     """The planner's answer, as far as launching needs it; None where it had none."""
 
     layout: LayoutConfig | None
-    reason: str
-    words: tuple[str, ...] = ()
-    """Overrides that give every link the same layout."""
+    reason: str = ""
     findings: tuple[Finding, ...] = ()
     run_seconds: float | None = None
     step_seconds: float | None = None
@@ -41,61 +37,39 @@ class Planned:
 
 
 def planned(recipe: Recipe, cluster: Cluster) -> Planned:
-    """Fill the layout, or judge the recipe's own. Never raises: what cannot be planned is a finding."""
-    from windlass.planner.search import plan
+    """Plan the recipe's own layout, or the best one. Never raises: what cannot be planned is a finding."""
+
+    def without(finding: Finding) -> Planned:
+        return Planned(
+            layout=recipe.layout,
+            findings=(finding,),
+            steps=recipe_steps(recipe),
+            checkpoint_bytes=checkpoint_bytes(recipe),
+        )
 
     try:
-        found = plan(recipe, cluster)
+        plans = plan(recipe, cluster)
+        chosen = plans.best if recipe.layout is None else next((p for p in plans.plans if p.from_recipe), None)
     except PlanError as error:
-        return _without(recipe, Finding("fit", "refuse", error.message, error.hint, "windlass plan"))
+        return without(Finding("fit", "refuse", error.message, error.hint, "windlass plan"))
     except WindlassError as error:
-        return _without(recipe, Finding("fit", "note", f"not planned: {error.message}", error.hint))
-    if recipe.layout is None:
-        return _filled(recipe, found)
-    mine = next((p for p in found.plans if p.given), None)
-    if mine is None:
-        why = next((r.reason for r in found.rejected if r.given), "it is not legal here")
-        hint = f"the planner would take {found.plans[0].choice.words()}" if found.plans else None
-        return _without(
-            recipe, Finding("fit", "refuse", f"the recipe's layout does not fit: {why}", hint, "windlass plan")
-        )
-    return _of(recipe, mine, (), mine.reason)
-
-
-def _filled(recipe: Recipe, found: Plans) -> Planned:
-    if not found.plans:
-        from windlass.planner.search import nowhere
-
-        error = nowhere(found)
-        return _without(recipe, Finding("fit", "refuse", error.message, error.hint, "windlass plan"))
-    best = found.plans[0]
-    words = [*layout_words(best.layout), f"train.recompute={best.choice.recompute}"]
-    return _of(recipe, best, tuple(words), f"{best.choice.words()} ({best.reason})")
-
-
-def layout_words(layout: LayoutConfig) -> list[str]:
-    """`layout.shard=hybrid` for every value that is not the default."""
-    value, default = layout.model_dump(), LayoutConfig().model_dump()
-    words = [f"layout.{key}={item}" for key, item in value.items() if item != default[key] and item is not None]
-    return words or [f"layout.shard={layout.shard}"]  # also a plain layout is a choice, made once for all links
-
-
-def _of(recipe: Recipe, best: Plan, words: tuple[str, ...], reason: str) -> Planned:
-    joules = getattr(best.energy, "joules", None)
-    kwh = getattr(best.energy, "kwh", None) or (joules / 3.6e6 if joules else None)
+        return without(Finding("fit", "note", f"not planned: {error.message}", error.hint))
+    if chosen is None:
+        reason = next((r.reason for r in plans.rejected if r.from_recipe), "it is not valid here")
+        hint = f"the planner would choose {plans.plans[0].candidate.describe()}" if plans.plans else None
+        return without(Finding("fit", "refuse", f"the recipe's layout does not fit: {reason}", hint, "windlass plan"))
+    reason = chosen.reason if recipe.layout is not None else f"{chosen.candidate.describe()} ({chosen.reason})"
     return Planned(
-        layout=best.layout, reason=reason, words=words, findings=(Finding("fit", "ok", reason),), run_seconds=best.days * 86400, step_seconds=best.step.seconds,
-        tokens_per_second=best.batch_tokens / best.step.seconds, mfu=best.step.mfu, memory_share=best.share, kwh=kwh,
-        steps=round(best.tokens / best.batch_tokens), checkpoint_bytes=checkpoint_bytes(recipe),
-    )  # fmt: skip
-
-
-def _without(recipe: Recipe, finding: Finding) -> Planned:
-    return Planned(
-        layout=recipe.layout,
-        reason="",
-        findings=(finding,),
-        steps=recipe_steps(recipe),
+        layout=chosen.layout.config(),
+        reason=reason,
+        findings=(Finding("fit", "ok", reason),),
+        run_seconds=chosen.days * 86400,
+        step_seconds=chosen.step.seconds,
+        tokens_per_second=chosen.batch_tokens / chosen.step.seconds,
+        mfu=chosen.step.mfu,
+        memory_share=chosen.memory_share,
+        kwh=chosen.energy.kwh,
+        steps=round(chosen.tokens / chosen.batch_tokens),
         checkpoint_bytes=checkpoint_bytes(recipe),
     )
 
@@ -109,11 +83,8 @@ def recipe_steps(recipe: Recipe) -> int | None:
 
 
 def checkpoint_bytes(recipe: Recipe) -> int | None:
-    """One checkpoint on disk: master weights and both moments; None for a model whose shape cannot be read here."""
-    from windlass.cost.params import count
-    from windlass.cost.shapes import shape_of
-
+    """One checkpoint on disk: master weights and both moments; None for a model whose config cannot be read here."""
     try:
-        return count(shape_of(recipe.model)).stored * CHECKPOINT_BYTES[recipe.optim.moments]
+        return model_spec(recipe.model).params.stored * CHECKPOINT_BYTES[recipe.optim.moments]
     except WindlassError:
         return None

@@ -8,13 +8,13 @@ from functools import cache
 
 from windlass.clusters import Cluster, load_device
 from windlass.clusters.model import Device
-from windlass.config import Recipe
-from windlass.cost.params import count
+from windlass.config import ModelConfig, Recipe
 from windlass.cost.power import EnergyEstimate, allocation_units, energy, node_power
-from windlass.cost.shapes import Shape, make_shape
 from windlass.errors import ConfigError, PlanError, WindlassError
+from windlass.models.presets import model_spec
 from windlass.planner.laws import ExpectedLoss, expected_loss
 from windlass.planner.search import plan
+from windlass.planner.task import check_nodes
 
 SIZES = (1e9, 2e9, 7e9, 13e9, 30e9, 70e9)
 TOKENS = (100e9, 200e9, 450e9, 900e9, 1.8e12, 3e12, 6e12, 15e12)
@@ -123,16 +123,7 @@ def _check(b: Budget, sizes: Sequence[float]) -> None:
                 f"a budget of {value:g} {name.replace('_', '-')} buys nothing",
                 hint="give a number above 0",
             )
-    if b.nodes < 1:
-        raise ConfigError(
-            "planner.nodes-not-positive", f"--nodes must be at least 1, not {b.nodes}", hint="give --nodes 1 or more"
-        )
-    if b.cluster.nodes is not None and b.nodes > b.cluster.nodes:
-        raise ConfigError(
-            "planner.too-many-nodes",
-            f"{b.nodes:,} nodes are more than {b.cluster.name} has ({b.cluster.nodes:,})",
-            hint=f"the largest number is {b.cluster.nodes:,}",
-        )
+    check_nodes(b.nodes, b.cluster)
     if b.mfu is not None and not 0 < b.mfu <= 1:
         raise ConfigError(
             "planner.mfu-out-of-range",
@@ -172,51 +163,51 @@ def _rate(b: Budget, device: Device, size: float) -> tuple[float | None, float |
     except WindlassError as error:
         return None, None, error.message
     # The planned shape has nearly this size: the same FLOP/s give more tokens/s for a smaller model.
-    rate = best.step.tokens_per_second_per_device * b.devices * count(shape_near(size)).total / size
-    return 6.0 * size * rate / peak, rate, best.choice.words()
+    rate = best.step.tokens_per_second_per_device * b.devices * model_spec(model_near(size)).params.total / size
+    return 6.0 * size * rate / peak, rate, best.candidate.describe()
 
 
 def _recipe(b: Budget, size: float) -> Recipe:
     """A Llama-like model of this size with a batch of about 4M tokens that is a multiple of the devices."""
-    shape = shape_near(size)
     sequences = max(1, round(4 * 2**20 / b.seq_len / b.devices)) * b.devices
     return Recipe.model_validate(
         {
-            "name": f"budget-{size / 1e9:g}B", "cluster": b.cluster.name, "nodes": b.nodes,
-            "model": {
-                "layers": shape.layers, "width": shape.width, "ffn": shape.ffn, "heads": shape.heads, "kv_heads": shape.kv_heads, "vocab": shape.vocab,
-            },
+            "name": f"budget-{size / 1e9:g}B",
+            "cluster": b.cluster.name,
+            "nodes": b.nodes,
+            "model": model_near(size).model_dump(exclude_unset=True),
             "data": {"tokens": 10**12, "seq_len": b.seq_len, "batch_tokens": sequences * b.seq_len},
         }
-    )  # fmt: skip
-
-
-@cache
-def shape_near(size: float, vocab: int = 128_256, heads_multiple: int = 1) -> Shape:
-    """A Llama-3-like shape with the nearest parameter count: heads of 128, 8 key/value heads, feed-forward 3.5 times the width.
-
-    The number of heads is a multiple of `heads_multiple`, so that tensor parallelism can divide it."""
-    if size < 2e9:
-        vocab = 32_000
-    shapes = [
-        shape
-        for width in (*range(256, 4096, 256), *range(4096, 16_385, 512))
-        if (shape := _of_width(size, width, vocab)) and shape.heads % heads_multiple == 0
-    ]
-    # Very deep or very wide shapes are penalized: published models have a width of 60 to 160 per layer.
-    return min(
-        shapes, key=lambda s: abs(count(s).total / size - 1) + max(0.0, abs(s.width / s.layers - 110) - 50) / 100
     )
 
 
-def _of_width(size: float, width: int, vocab: int) -> Shape | None:
-    """This width with the number of layers (even, for pipelines) that comes nearest to the size; None: fewer than 4 layers."""
-    heads = width // (64 if width < 2048 else 128)
-    kv = next(k for k in (8, 4, 2, 1) if heads % k == 0)
-    one = make_shape(layers=1, width=width, heads=heads, kv_heads=kv, ffn=round(3.5 * width / 256) * 256, vocab=vocab)
-    per_layer = count(one).per_layer
-    layers = round((size - (count(one).total - per_layer)) / per_layer / 2) * 2
-    return replace(one, layers=layers) if layers >= 4 else None
+@cache
+def model_near(size: float, vocab: int = 128_256, heads_multiple: int = 1) -> ModelConfig:
+    """A Llama-3-like model with the nearest parameter count: heads of 128, 8 key/value heads, feed-forward 3.5 times the width.
+
+    The number of heads is a multiple of `heads_multiple`, so that tensor parallelism can divide it.
+    """
+    if size < 2e9:
+        vocab = 32_000
+    best, best_distance = None, float("inf")
+    for width in (*range(256, 4096, 256), *range(4096, 16_385, 512)):
+        heads = width // (64 if width < 2048 else 128)
+        kv_heads = next(k for k in (8, 4, 2, 1) if heads % k == 0)
+        sizes = {"width": width, "heads": heads, "kv_heads": kv_heads, "ffn": round(3.5 * width / 256) * 256}
+        one = model_spec(ModelConfig.model_validate({"layers": 1, "vocab": vocab, **sizes}))
+        per_layer = one.groups[0].layer.num_params
+        # An even number of layers, so that pipelines divide it.
+        layers = round((size - (one.params.total - per_layer)) / per_layer / 2) * 2
+        if layers < 4 or heads % heads_multiple:
+            continue
+        total = one.params.total + (layers - 1) * per_layer
+        # Very deep or very wide models are penalized: published ones have a width of 60 to 160 per layer.
+        distance = abs(total / size - 1) + max(0.0, abs(width / layers - 110) - 50) / 100
+        if distance < best_distance:
+            best_distance = distance
+            best = ModelConfig.model_validate({"layers": layers, "vocab": vocab, **sizes})
+    assert best is not None
+    return best
 
 
 def budget_days(b: Budget, device: Device, mfu: float | None) -> tuple[float | None, str]:

@@ -13,16 +13,17 @@ from typing import Any
 
 from windlass.clusters import Cluster, device_by_driver_name, load_cluster
 from windlass.clusters.load import user_folder
-from windlass.clusters.model import Device, Efficiency, Links
+from windlass.clusters.model import Efficiency
 from windlass.cost.memory import memory
-from windlass.cost.shapes import Shape
-from windlass.cost.step import DEFAULTS, Constants, estimate, sustained_tflops, with_efficiency
-from windlass.cost.work import Degrees, Work
+from windlass.cost.step import DEFAULTS, Constants, Machine, estimate_step, sustained_tflops, with_efficiency
 from windlass.errors import PlanError, RunError, WindlassError
 from windlass.files import write_atomic
-from windlass.planner.layouts import from_config, work_of
+from windlass.layout.types import Layout, StepSpec
+from windlass.models.spec import ModelSpec
+from windlass.planner.candidates import candidate_of
 from windlass.planner.search import on_devices
 from windlass.planner.task import make_task
+from windlass.runs.events import ProcessStart, Started
 from windlass.runs.folder import Run, open_run
 
 BOUNDS = {"matmul": (0.1, 1.0), "memory": (0.2, 1.0), "network": (0.1, 1.0), "overlap": (0.0, 1.0)}
@@ -40,20 +41,16 @@ class MeasuredRun:
     """One run: the step that it executed and how long the step took."""
 
     name: str
-    shape: Shape
-    work: Work
-    layout: Degrees
-    device: Device
-    links: Links
-    devices_per_node: int
+    model: ModelSpec
+    step: StepSpec
+    layout: Layout
+    machine: Machine
     step_seconds: float
     memory_bytes: float | None = None
     """Peak of the allocator; None: not measured."""
 
     def predicted_seconds(self, constants: Constants) -> float:
-        return estimate(
-            self.shape, self.work, self.layout, self.device, self.links, self.devices_per_node, constants=constants
-        ).seconds
+        return estimate_step(self.model, self.step, self.layout, self.machine, constants=constants).seconds
 
     def error(self, constants: Constants) -> float:
         """Relative error of the predicted step time."""
@@ -62,7 +59,7 @@ class MeasuredRun:
     def memory_error(self) -> float | None:
         if not self.memory_bytes:
             return None
-        return memory(self.shape, self.work, self.layout, self.devices_per_node).allocated / self.memory_bytes - 1.0
+        return memory(self.model, self.step, self.layout).allocated / self.memory_bytes - 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +133,7 @@ def calibrate_runs(
             hint=f"a run needs a layout in its config and {MIN_STEPS} lines with step_seconds in metrics.jsonl",
         )
     # The fit starts at the shipped constants, with the matrix rate that they imply on this device.
-    device = runs[0].device
+    device = runs[0].machine.device
     share = sustained_tflops(device) / device.peak_tflops if device.peak_tflops else DEFAULTS.matmul
     start = with_efficiency(DEFAULTS, Efficiency(matmul=min(1.0, share)))
     names = identifiable(runs, start)
@@ -256,16 +253,15 @@ def measured_run(run: Run, cluster: Cluster) -> MeasuredRun:
             f"{run.name} has no layout in its config",
             hint="runs started by windlass store the layout that they use",
         )
-    starts = [e for e in run.events() if e.get("event") in ("started", "resumed")]
-    last_start = starts[-1] if starts else {}
-    devices = int(last_start.get("world_size") or cluster.node.devices * recipe.nodes)
-    per_node = int(last_start.get("devices_per_node") or min(devices, cluster.node.devices))
+    last_start = [Started(), *run.events(ProcessStart)][-1]
+    devices = last_start.world_size or cluster.node.devices * recipe.nodes
+    per_node = last_start.devices_per_node or min(devices, cluster.node.devices)
     full_nodes = devices % cluster.node.devices == 0 and per_node == cluster.node.devices
     used_cluster = cluster if full_nodes else on_devices(cluster, per_node)
     task = make_task(recipe, used_cluster, max(1, devices // per_node), keep_recompute=True)
-    choice = from_config(recipe.layout, recipe.train.recompute, task)
+    candidate = candidate_of(recipe.layout, recipe.train.recompute, task)
 
-    timed = [m for m in run.metrics() if isinstance(m.get("step_seconds"), (int, float)) and m["step_seconds"] > 0]
+    timed = [m for m in run.metrics_lines() if m.step_seconds is not None and m.step_seconds > 0]
     steps = timed[max(1, int(len(timed) * WARM_UP)) :]
     if len(steps) < MIN_STEPS:
         raise RunError(
@@ -273,18 +269,15 @@ def measured_run(run: Run, cluster: Cluster) -> MeasuredRun:
             f"{run.name} has {len(steps)} steps after its warm-up, {MIN_STEPS} are needed",
             hint="let it run for a few more steps",
         )
+    device = device_by_driver_name(last_start.device or "") or task.device
     return MeasuredRun(
         name=run.name,
-        shape=task.shape,
-        work=work_of(task, choice),
-        layout=choice.degrees(),
-        device=device_by_driver_name(str(last_start.get("device") or "")) or task.device,
-        links=cluster.links,
-        devices_per_node=per_node,
-        step_seconds=median(float(m["step_seconds"]) for m in steps),
-        memory_bytes=max(
-            (m["memory_bytes"] for m in steps if isinstance(m.get("memory_bytes"), (int, float))), default=None
-        ),
+        model=task.model,
+        step=candidate.step(task),
+        layout=candidate.layout,
+        machine=Machine(device, cluster.links, per_node),
+        step_seconds=median(m.step_seconds or 0.0 for m in steps),
+        memory_bytes=max((m.memory_bytes for m in steps if m.memory_bytes is not None), default=None),
     )
 
 

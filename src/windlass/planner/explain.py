@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from windlass.config import LayoutConfig, validate
 from windlass.config.load import parse_override
 from windlass.errors import ConfigError
-from windlass.planner.layouts import Choice, enumerate_choices, from_config, problems
-from windlass.planner.search import GIB, Plan, Plans, evaluate
-from windlass.planner.task import Task
+from windlass.planner.candidates import LayoutCandidate, candidate_of, enumerate_candidates, problems
+from windlass.planner.search import Plan, Plans, estimate_plan
+from windlass.planner.task import PlanTask
+from windlass.units import GIB
 
 KEYS = (*LayoutConfig.model_fields, "recompute")
 POLICIES = ("none", "selective", "full", "budget")
@@ -21,7 +22,7 @@ class LayoutExplanation:
     """The answer to one question about a layout."""
 
     asked: str
-    choice: Choice
+    candidate: LayoutCandidate
     verdict: str
     """illegal, does not fit, or fits."""
     sentences: tuple[str, ...]
@@ -41,13 +42,13 @@ def explain_layout(plans: Plans, question: str) -> LayoutExplanation:
     layout = (task.recipe.layout or LayoutConfig()).model_copy(
         update={k: v for k, v in wanted.items() if k != "recompute"}
     )
-    choice = from_config(layout, str(wanted.get("recompute", task.recipe.train.recompute)), task)
+    candidate = candidate_of(layout, str(wanted.get("recompute", task.recipe.train.recompute)), task)
     best = plans.plans[0] if plans.plans else None
-    matches = [c for c in enumerate_choices(task) if _has_values(c, wanted)]
-    broken_rules = problems(task, choice)
-    plan = None if broken_rules else evaluate(task, choice)
+    matches = [c for c in enumerate_candidates(task) if _has_values(c, wanted)]
+    broken_rules = problems(task, candidate)
+    plan = None if broken_rules else estimate_plan(task, candidate)
     if plan is None:
-        verdict, sentences = "illegal", list(broken_rules)
+        verdict, sentences = "illegal", [str(rule) for rule in broken_rules]
     elif plan.fits:
         assert best is not None
         verdict, sentences = "fits", _compare(plan, best, plans)
@@ -55,9 +56,9 @@ def explain_layout(plans: Plans, question: str) -> LayoutExplanation:
         verdict, sentences = "does not fit", _too_big(task, plan)
     return LayoutExplanation(
         asked=question,
-        choice=choice,
+        candidate=candidate,
         verdict=verdict,
-        sentences=(*sentences, *_best_match(task, matches, choice)),
+        sentences=(*sentences, *_best_match(task, matches, candidate)),
         plan=plan,
         best=best,
         matching=len(matches),
@@ -89,45 +90,45 @@ def parse_question(question: str) -> dict[str, object]:
     return {key: value if key == "recompute" else getattr(checked, key) for key, value in wanted.items()}
 
 
-def _has_values(c: Choice, wanted: dict[str, object]) -> bool:
-    chunks = max(2, c.chunks)
-    return all((chunks if key == "pipeline_chunks" else getattr(c, key)) == value for key, value in wanted.items())
+def _has_values(candidate: LayoutCandidate, wanted: dict[str, object]) -> bool:
+    values = {**candidate.layout.config().model_dump(), "recompute": candidate.recompute}
+    return all(values[key] == value for key, value in wanted.items())
 
 
-def _best_match(task: Task, matches: list[Choice], asked: Choice) -> list[str]:
+def _best_match(task: PlanTask, matches: list[LayoutCandidate], asked: LayoutCandidate) -> list[str]:
     """The fastest layout that has the asked values, if it is another one."""
-    fitting = [p for p in (evaluate(task, c) for c in matches) if p.fits]
+    fitting = [p for p in (estimate_plan(task, c) for c in matches) if p.fits]
     if not fitting:
         return [f"none of the {len(matches):,} layouts with these values fits"] if matches else []
     best = min(fitting, key=lambda p: p.days)
-    if best.choice == asked:
+    if best.candidate == asked:
         return []
     return [
-        f"with the other values chosen by the planner: {best.choice.words()} fits in {best.memory.needed / GIB:.1f} GiB, "
+        f"with the other values chosen by the planner: {best.candidate.describe()} fits in {best.memory.needed / GIB:.1f} GiB, "
         f"{best.step.tokens_per_second_per_device:,.0f} tokens/s per device"
     ]
 
 
 def _compare(p: Plan, best: Plan, plans: Plans) -> list[str]:
     sentences = [
-        f"it fits: {p.memory.needed / GIB:.1f} of {p.limit / GIB:.1f} GiB, "
+        f"it fits: {p.memory.needed / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB, "
         f"{p.step.tokens_per_second_per_device:,.0f} tokens/s per device"
     ]
-    if p.choice == best.choice:
+    if p.candidate == best.candidate:
         return [*sentences, f"it is ranked first of {plans.fitting:,} layouts that fit: {best.reason}"]
     ratio = p.days / best.days
     if ratio > 1.005:
-        sentences.append(f"it takes {ratio:.2f} times as long as the best ({best.choice.words()})")
+        sentences.append(f"it takes {ratio:.2f} times as long as the best ({best.candidate.describe()})")
     else:
         sentences.append("it is as fast as the best within the estimate's error")
     sentences += [
         f"{name}: {own_seconds:.3g} s/step, {best_seconds:.3g} s/step in the best"
         for name, own_seconds, best_seconds in largest_differences(p, best)
     ]
-    if p.choice.data < best.choice.data:
+    if p.layout.data < best.layout.data:
         sentences.append(
-            f"{p.choice.data:,} replicas instead of {best.choice.data:,}: "
-            f"{p.choice.accumulation} micro-batches in a row instead of {best.choice.accumulation}"
+            f"{p.layout.data:,} replicas instead of {best.layout.data:,}: "
+            f"{p.layout.accumulation} micro-batches in a row instead of {best.layout.accumulation}"
         )
     return sentences
 
@@ -141,27 +142,35 @@ def largest_differences(p: Plan, best: Plan, count: int = 3) -> list[tuple[str, 
     return [term for term in terms[:count] if abs(term[1] - term[2]) > 0.002 * best.step.seconds]
 
 
-def _too_big(task: Task, p: Plan) -> list[str]:
-    over_gib = (p.memory.needed - p.limit) / GIB
+def _too_big(task: PlanTask, p: Plan) -> list[str]:
+    over_gib = (p.memory.needed - p.limit_bytes) / GIB
     terms = sorted(p.memory_terms.items(), key=lambda item: -item[1])
-    change = _smallest_change(task, p.choice)
+    change = _smallest_change(task, p.candidate)
     return [
-        f"it needs {p.memory.needed / GIB:.1f} of {p.limit / GIB:.1f} GiB, {over_gib:.1f} GiB too much; "
+        f"it needs {p.memory.needed / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB, {over_gib:.1f} GiB too much; "
         f"the peak is at: {p.memory.moment}",
         *(f"{name}: {size / GIB:.1f} GiB" for name, size in terms[:4]),
         f"the smallest change that fits: {change}" if change else "no change of a single value makes it fit",
     ]
 
 
-def _smallest_change(task: Task, c: Choice) -> str | None:
+def _smallest_change(task: PlanTask, candidate: LayoutCandidate) -> str | None:
     """The fastest fitting layout that differs in one value, as text: `micro_batch=4 (52.1 GiB, 900 tokens/s per device)`."""
-    changes: dict[str, Choice] = {}
-    for micro_batch in range(c.micro_batch - 1, 0, -1):
-        accumulation = 1 if task.sequences is None else max(1, task.sequences // (c.data * micro_batch))
-        changes[f"micro_batch={micro_batch}"] = replace(c, micro_batch=micro_batch, accumulation=accumulation)
-    changes |= {f"recompute={r}": replace(c, recompute=r) for r in ("selective", "full") if r != c.recompute}
-    changes |= {f"shard={s}": replace(c, shard=s, shard_size=None) for s in ("zero1", "zero2", "full") if s != c.shard}
-    plans = {name: evaluate(task, changed) for name, changed in changes.items() if not problems(task, changed)}
+    layout, recompute = candidate.layout, candidate.recompute
+    sequences = layout.micro_batch * layout.accumulation
+    changes: dict[str, LayoutCandidate] = {}
+    for size in range(layout.micro_batch - 1, 0, -1):
+        if sequences % size == 0:
+            changed = replace(layout, micro_batch=size, accumulation=sequences // size)
+            changes[f"micro_batch={size}"] = replace(candidate, layout=changed)
+    for policy in ("selective", "full"):
+        if policy != recompute:
+            changes[f"recompute={policy}"] = replace(candidate, recompute=policy)
+    for shard in ("zero1", "zero2", "full"):
+        if shard != layout.shard:
+            changed = replace(layout, shard=shard, shard_size=layout.replicas)
+            changes[f"shard={shard}"] = replace(candidate, layout=changed)
+    plans = {name: estimate_plan(task, other) for name, other in changes.items() if not problems(task, other)}
     fitting = {name: p for name, p in plans.items() if p.fits}
     if not fitting:
         return None

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from windlass.cost.params import count
 from windlass.figures import Card, Cards, Chart, Item, Mark, Note, Section, Table, bars, line, page
 from windlass.planner.record import mfu_denominator
 from windlass.planner.scaling import ScalingPoint
-from windlass.planner.search import GIB, TIE, Plan, Plans
-from windlass.planner.task import Task
-from windlass.units import print_seconds, print_tokens
+from windlass.planner.search import TIE, Plan, Plans
+from windlass.planner.task import PlanTask
+from windlass.units import GIB, print_seconds, print_tokens
 
 SHOWN = 8
 """Layouts in a chart; the ranking shows twice as many."""
@@ -42,7 +41,7 @@ def plan_page(plans: Plans, strong: Sequence[ScalingPoint] = (), weak: Sequence[
     return page(
         f"Plan: {task.recipe.name}",
         sections,
-        subtitle=f"{count(task.shape).total / 1e9:.3g}B parameters, {tokens} tokens, "
+        subtitle=f"{task.model.params.total / 1e9:.3g}B parameters, {tokens} tokens, "
         f"{task.nodes} nodes x {task.per_node} {task.device.name} ({task.cluster.title})",
         footer="Written by windlass plan. Predictions, not measurements: see docs/concepts/predictions.md.",
     )
@@ -75,7 +74,7 @@ def _energy_text(kwh: float | None) -> str:
 
 
 def _layout_text(p: Plan) -> str:
-    return p.choice.words() + (" (recipe)" if p.given else "")
+    return p.candidate.describe() + (" (recipe)" if p.from_recipe else "")
 
 
 def _labels(plans: Sequence[Plan]) -> list[str]:
@@ -87,7 +86,7 @@ def _best(plans: Plans) -> list[Item]:
     mfu = "unknown" if p.step.mfu is None else f"{p.step.mfu:.1%}"
     achievable = "" if p.mfu_of_achievable is None else f"; {p.mfu_of_achievable:.0%} of the achievable rate"
     rate = p.step.tokens_per_second_per_device
-    needed, limit = f"{p.memory.needed / GIB:.1f} GiB", f"{p.limit / GIB:.1f} GiB"
+    needed, limit = f"{p.memory.needed / GIB:.1f} GiB", f"{p.limit_bytes / GIB:.1f} GiB"
     cards = [
         Card(training_time(p), "training time", f"{amount(p.node_hours)} node-hours"),
         Card(f"{rate:,.0f}", "tokens/s per device", f"total {rate * task.devices:,.0f}"),
@@ -99,8 +98,8 @@ def _best(plans: Plans) -> list[Item]:
     if p.units is not None:
         cards.append(Card(amount(p.units), f"{task.cluster.billing.unit}s charged"))
     batch = (
-        f"{p.choice.words()}: {p.choice.data:,} replicas x micro-batch {p.choice.micro_batch} x "
-        f"{p.choice.accumulation} micro-batches = {p.batch_tokens:,} tokens per step."
+        f"{p.candidate.describe()}: {p.layout.data:,} replicas x micro-batch {p.layout.micro_batch} x "
+        f"{p.layout.accumulation} micro-batches = {p.batch_tokens:,} tokens per step."
     )
     return [Cards(cards), Note(f"{batch} {p.reason[:1].upper()}{p.reason[1:]}.")]
 
@@ -137,7 +136,7 @@ def stacked(
 
 
 def _memory(plans: Plans) -> list[Item]:
-    shown, limit_gib = plans.plans[:SHOWN], plans.task.limit / GIB
+    shown, limit_gib = plans.plans[:SHOWN], plans.task.limit_bytes / GIB
     chart = stacked(
         "Peak memory per device",
         _labels(shown),
@@ -147,9 +146,12 @@ def _memory(plans: Plans) -> list[Item]:
         "At the moment of the peak, on the fullest device.",
     )
     # The recipe's own layout comes first, then the nearest that do not fit, then what a rule forbids.
-    too_big = [r for r in plans.rejected if r.given or r.memory_gib is not None]
-    forbidden = [r for r in plans.rejected if not r.given and r.memory_gib is None]
-    rows = [(r.choice.words() + (" (recipe)" if r.given else ""), r.reason) for r in (*too_big[:SHOWN], *forbidden)]
+    too_big = [r for r in plans.rejected if r.from_recipe or r.memory_gib is not None]
+    forbidden = [r for r in plans.rejected if not r.from_recipe and r.memory_gib is None]
+    rows = [
+        (r.candidate.describe() + (" (recipe)" if r.from_recipe else ""), r.reason)
+        for r in (*too_big[:SHOWN], *forbidden)
+    ]
     if not rows:
         return [chart]
     return [
@@ -165,7 +167,7 @@ def _ranking(plans: Plans) -> Table:
         (
             rank,
             _layout_text(p),
-            f"{p.choice.data:,} x {p.choice.accumulation}",
+            f"{p.layout.data:,} x {p.layout.accumulation}",
             f"{p.memory.needed / GIB:.1f}",
             f"{p.step.tokens_per_second_per_device:,.0f}",
             "unknown" if p.step.mfu is None else f"{p.step.mfu:.1%}",
@@ -181,11 +183,11 @@ def _ranking(plans: Plans) -> Table:
         f"{TIE:.0%} count as ties; then more replicas come first. "
         f"MFU counts {plans.best.step.mfu_convention} of {mfu_denominator(plans.task)}."
     )
-    strong = [i for i, p in enumerate(shown) if p.given] or [0]
+    strong = [i for i, p in enumerate(shown) if p.from_recipe] or [0]
     return Table(columns, rows, right=(0, 2, 3, 4, 5, 6, 7, 8), caption=caption, strong=strong)
 
 
-def _scaling(task: Task, strong: Sequence[ScalingPoint], weak: Sequence[ScalingPoint]) -> list[Item]:
+def _scaling(task: PlanTask, strong: Sequence[ScalingPoint], weak: Sequence[ScalingPoint]) -> list[Item]:
     devices = [p.devices for p in strong]
     first_rate = strong[0].tokens_per_second() or 0.0
     series = [
@@ -212,7 +214,7 @@ def _scaling(task: Task, strong: Sequence[ScalingPoint], weak: Sequence[ScalingP
             (
                 p.nodes,
                 p.devices,
-                p.best.choice.words(),
+                p.best.candidate.describe(),
                 f"{rate:,.0f}",
                 f"{efficiency:.0%}",
                 training_time(p.best),
@@ -245,7 +247,7 @@ def _scaling(task: Task, strong: Sequence[ScalingPoint], weak: Sequence[ScalingP
     ]
 
 
-def energy_parts(p: Plan, task: Task) -> dict[str, float]:
+def energy_parts(p: Plan, task: PlanTask) -> dict[str, float]:
     """MWh of the devices, the other parts of the nodes and the facility; empty if the device's power is unknown."""
     if p.energy.it_kwh is None or p.energy.kwh is None or p.power.device_watts is None:
         return {}
@@ -278,14 +280,14 @@ def _energy(plans: Plans) -> list[Item]:
     ]
 
 
-def _cluster_facts(task: Task) -> Table:
+def _cluster_facts(task: PlanTask) -> Table:
     d, links = task.device, task.cluster.links
     quoted = f" quoted, {d.silicon_tflops:g} of this part" if d.silicon_tflops else ""
     rows = [
         ("dense bf16 peak", number(d.bf16_tflops, 0, " TFLOP/s") + quoted),
         ("best measured matrix rate", number(d.matmul_tflops, 0, " TFLOP/s")),
         ("memory bandwidth", number(d.bandwidth_gbs, 0, " GB/s")),
-        ("usable memory", f"{task.limit / GIB:.1f} GiB"),
+        ("usable memory", f"{task.limit_bytes / GIB:.1f} GiB"),
         ("inside a node", number(links.intra_gbs, 0, " GB/s per device")),
         ("into the network", number(links.inter_gbs_per_node, 0, " GB/s per node")),
         ("efficiency constants", task.cluster.efficiency.fitted_from or "the planner's own, fitted to published runs"),

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from windlass.cost.params import count
 from windlass.files import write_json
 from windlass.planner.explain import LayoutExplanation
-from windlass.planner.search import GIB, Plan, Plans, Rejected
-from windlass.planner.task import Task
+from windlass.planner.search import Plan, Plans, Rejected
+from windlass.planner.task import PlanTask
 from windlass.runs.folder import Run
+from windlass.units import GIB
 
 
-def mfu_denominator(task: Task) -> str:
+def mfu_denominator(task: PlanTask) -> str:
     """The peak that every MFU is a share of, as text."""
     peak, silicon = task.device.bf16_tflops, task.device.silicon_tflops
     if peak is None:
@@ -21,18 +21,18 @@ def mfu_denominator(task: Task) -> str:
     return f"{peak:g} TFLOP/s dense bf16 peak of {task.device.name}{quoted}"
 
 
-def plan_json(p: Plan, task: Task) -> dict[str, Any]:
+def plan_json(p: Plan, task: PlanTask) -> dict[str, Any]:
     e = p.energy
     return {
-        "layout": p.layout.model_dump(mode="json"),
-        "recompute": p.choice.recompute,
-        "data_parallel": p.choice.data,
-        "accumulation": p.choice.accumulation,
+        "layout": p.layout.config().model_dump(mode="json"),
+        "recompute": p.recompute,
+        "data_parallel": p.layout.data,
+        "accumulation": p.layout.accumulation,
         "batch_tokens": p.batch_tokens,
-        "given": p.given,
+        "given": p.from_recipe,
         "fits": p.fits,
         "memory_gib": p.memory.needed / GIB,
-        "memory_limit_gib": p.limit / GIB,
+        "memory_limit_gib": p.limit_bytes / GIB,
         "memory_allocated_gib": p.memory.allocated / GIB,
         "memory_moment": p.memory.moment,
         "memory_terms_gib": {name: size / GIB for name, size in p.memory_terms.items()},
@@ -62,22 +62,22 @@ def plan_json(p: Plan, task: Task) -> dict[str, Any]:
 
 def rejected_json(r: Rejected) -> dict[str, Any]:
     return {
-        "layout": r.layout.model_dump(mode="json"),
-        "recompute": r.choice.recompute,
-        "given": r.given,
+        "layout": r.candidate.layout.config().model_dump(mode="json"),
+        "recompute": r.candidate.recompute,
+        "given": r.from_recipe,
         "memory_gib": r.memory_gib,
         "reason": r.reason,
     }
 
 
-def _header(task: Task) -> dict[str, Any]:
+def _header(task: PlanTask) -> dict[str, Any]:
     return {
         "recipe": task.recipe.name,
         "cluster": task.cluster.name,
         "nodes": task.nodes,
         "devices": task.devices,
         "device": task.device.name,
-        "parameters": count(task.shape).total,
+        "parameters": task.model.params.total,
     }
 
 
@@ -93,12 +93,12 @@ def plans_json(plans: Plans) -> dict[str, Any]:
     }
 
 
-def explanation_json(explanation: LayoutExplanation, task: Task) -> dict[str, Any]:
+def explanation_json(explanation: LayoutExplanation, task: PlanTask) -> dict[str, Any]:
     plan, best = explanation.plan, explanation.best
     return {
         "asked": explanation.asked,
-        "layout": explanation.choice.config().model_dump(mode="json"),
-        "recompute": explanation.choice.recompute,
+        "layout": explanation.candidate.layout.config().model_dump(mode="json"),
+        "recompute": explanation.candidate.recompute,
         "verdict": explanation.verdict,
         "sentences": list(explanation.sentences),
         "plan": None if plan is None else plan_json(plan, task),
@@ -113,11 +113,11 @@ def write_plan(run: Run, plans: Plans, chosen: Plan | None = None) -> None:
 
 def plan_record(plans: Plans, chosen: Plan | None = None) -> dict[str, Any]:
     """The content of plan.json: the plan that the run uses, ten alternatives in short, and warnings."""
-    used = chosen or next((p for p in plans.plans if p.given), None) or plans.best
+    used = chosen or next((p for p in plans.plans if p.from_recipe), None) or plans.best
     alternatives = [
         {
-            "layout": p.layout.model_dump(mode="json"),
-            "recompute": p.choice.recompute,
+            "layout": p.layout.config().model_dump(mode="json"),
+            "recompute": p.recompute,
             "days": p.days,
             "reason": p.reason,
         }

@@ -40,13 +40,14 @@ def scaling(recipe: Recipe, cluster: Cluster, counts: Iterable[int], *, weak: bo
     for nodes in counts:
         try:
             task = make_task(recipe, cluster, nodes)
-            if weak and task.sequences is not None:
-                task = replace(task, sequences=max(1, round(task.sequences * nodes / recipe.nodes)))
+            if weak and task.size.sequences is not None:
+                sequences = max(1, round(task.size.sequences * nodes / recipe.nodes))
+                task = replace(task, size=replace(task.size, sequences=sequences))
             plans = search(task).plans
         except WindlassError:
             continue
         if plans:
-            simple = [p for p in plans if p.choice.tensor == p.choice.pipeline == p.choice.context == 1]
-            kinds = {p.choice.shard: p for p in reversed(simple)}  # the first of each kind is the best
+            simple = [p for p in plans if p.layout.tensor == p.layout.pipeline == p.layout.context == 1]
+            kinds = {p.layout.shard: p for p in reversed(simple)}  # the first of each kind is the best
             points.append(ScalingPoint(nodes=nodes, devices=task.devices, best=plans[0], kinds=kinds))
     return points

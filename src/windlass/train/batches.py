@@ -1,51 +1,116 @@
-"""Which tokens does the next step see? Batches from the stream's position on, read ahead by a thread and already on the device."""
+"""Which sequences each rank takes at a step, and the batches themselves, read ahead by a thread."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from windlass.config import Recipe
 from windlass.data.loader import Loader
 from windlass.errors import DataError
-from windlass.train.job import Job
+from windlass.layout.types import Layout
+from windlass.train.mesh import World
 from windlass.train.profiler import marked
 
+Batch = tuple[Tensor, Tensor | None]
+"""Tokens (sequences, seq_len + 1) and, where documents are masked, the document number of each."""
 
-def open_batches(job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Batches from the stream's position on, already on the device, read ahead by a thread."""
-    geometry, world, documents = job.geometry, job.world, job.recipe.data.mask_documents
-    start, cuda = job.sequences, world.device.type == "cuda"
-    # Our own stores know their largest token, and it was compared before; of a foreign one each batch is looked at.
-    unknown_tokens = job.stream.store is not None and job.stream.store.max_token is None
-    loader = Loader(
-        job.stream,
-        lambda n: geometry.indexes(start + n * geometry.batch, world.data_rank),
-        pin=cuda,
-        documents=documents,
-    )
-    try:
-        for item in marked(loader):
-            tokens, numbers = item if documents else (item, None)
-            if unknown_tokens:
-                check_tokens(tokens, job.parts.modules[0].vocab)
-            job.data_seconds = loader.last_wait_seconds
-            yield to_device(tokens, world.device), None if numbers is None else to_device(numbers, world.device)
-    finally:
-        loader.close()
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Sizes of a step and of the run. The global order of sequences does not depend on the number of ranks."""
+
+    layout: Layout
+    seq_len: int
+    steps: int
+    """Optimizer steps of the whole run."""
+
+    @property
+    def sequences_per_rank(self) -> int:
+        return self.layout.micro_batch * self.layout.accumulation
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.layout.sequences_per_step * self.seq_len
+
+    @property
+    def total_tokens(self) -> int:
+        return self.steps * self.tokens_per_step
+
+    def indexes(self, sequences_done: int, data_rank: int) -> npt.NDArray[np.int64]:
+        """Global sequence numbers of this rank for the step that begins at `sequences_done`."""
+        start = sequences_done + data_rank * self.sequences_per_rank
+        return np.arange(start, start + self.sequences_per_rank, dtype=np.int64)
+
+
+def batch_plan(recipe: Recipe, layout: Layout) -> BatchPlan:
+    batch_tokens = layout.sequences_per_step * recipe.data.seq_len
+    steps = recipe.train.steps or max(1, (recipe.data.tokens or 0) // batch_tokens)
+    return BatchPlan(layout, recipe.data.seq_len, steps)
+
+
+class BatchReader:
+    """Batches from a position of the stream on, already on the device."""
+
+    def __init__(
+        self, stream: Any, plan: BatchPlan, world: World, sequences_done: int, *, vocab: int, documents: bool
+    ) -> None:
+        self._device, self._vocab, self._documents = world.device, vocab, documents
+        # Our own stores record their largest token, and it was compared before; of a foreign one each batch is checked.
+        self._check_tokens = stream.store is not None and stream.store.max_token is None
+        self._loader = Loader(
+            stream,
+            lambda n: plan.indexes(sequences_done + n * plan.layout.sequences_per_step, world.data_rank),
+            pin=world.cuda,
+            documents=documents,
+        )
+        self._items = iter(marked(self._loader))
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        item = next(self._items)
+        tokens, documents = item if self._documents else (item, None)
+        if self._check_tokens:
+            check_tokens(tokens, self._vocab)
+        return self._to_device(tokens), None if documents is None else self._to_device(documents)
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long the newest batch was waited for."""
+        return float(self._loader.last_wait_seconds)
+
+    def close(self) -> None:
+        self._loader.close()
+
+    def _to_device(self, array: Any) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True).long()
 
 
 def check_tokens(tokens: Any, vocab: int) -> None:
-    """Refuse a token that the model does not know: on a GPU the look-up would end the process without a word."""
+    """Refuse a token that the model does not have: on a GPU the look-up would end the process without a message."""
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab:
         raise DataError(
-            "train.batch-holds-token-but",
+            "data.token-outside-vocabulary",
             f"a batch holds token {low if low < 0 else high:,}, but model.vocab is {vocab:,}",
             hint=f"set model.vocab to at least {high + 1:,}, or tokenize with the model's tokenizer",
         )
 
 
-def to_device(array: Any, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True).long()
+def cut(tokens: Tensor, documents: Tensor | None, world: World) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Inputs and targets, one position apart; under context parallelism only this rank's positions of them."""
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    numbers = None if documents is None else documents[:, :-1]
+    if world.layout.context > 1:
+        width = inputs.shape[1] // world.layout.context
+        part = slice(world.context_rank * width, (world.context_rank + 1) * width)
+        inputs, targets = inputs[:, part], targets[:, part]
+    return inputs, targets, numbers

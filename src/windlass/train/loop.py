@@ -1,111 +1,191 @@
-"""How does a run go from a recipe to its last step? Top to bottom: mesh, model, parallelize, optimizer, stream, restore, hooks, loop."""
+"""The training loop, top to bottom: mesh, model, parallelize, optimizer, data, restore, loop."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from windlass.clusters.scheduler import Place, place
+from windlass.blocks.attention.kernels import attention_kernel
+from windlass.clusters.load import load_cluster
+from windlass.clusters.scheduler import Place
 from windlass.config import Recipe
-from windlass.errors import EXIT_DONE, EXIT_RESUMABLE
+from windlass.cost.memory import memory
+from windlass.data.mix import passes_line
+from windlass.data.stream import open_stream
+from windlass.energy.meter import Meter
+from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError, WindlassError
+from windlass.layout.rules import check_step
+from windlass.models.build import build_model
+from windlass.models.presets import model_spec
+from windlass.registry import ENGINES
+from windlass.runs import manifest
+from windlass.runs.events import Compiled, Evaluated, Finished, Resumed, SignalReceived, Started, Stopped
+from windlass.runs.faults import record_fault
 from windlass.runs.folder import Run
-from windlass.train import failure
-from windlass.train.attention import attention_backend
-from windlass.train.batches import open_batches
-from windlass.train.build import build
+from windlass.runs.starts import Start
+from windlass.train.batches import BatchReader, batch_plan
+from windlass.train.checkpointing import Checkpointing
+from windlass.train.failure import OutOfMemoryError, explain
 from windlass.train.hooks import Hook, each
 from windlass.train.interval import process_seconds
-from windlass.train.job import Job, Say
-from windlass.train.saving import final_save, is_best, rollback, save_if, seconds_each, tell_interval
-from windlass.train.schedule import learning_rate
-from windlass.train.signals import listening
-from windlass.train.supervise import record_error
-from windlass.train.trial import trial_step
+from windlass.train.mesh import World, open_world
+from windlass.train.metrics import Recorder, peak_of
+from windlass.train.parallelize import check_compile
+from windlass.train.schedules import learning_rate, schedule_note
+from windlass.train.signals import StopFlag, listening
+from windlass.train.training import Progress, Say, Training
+from windlass.train.validate import open_validator
 from windlass.train.watchdog import Heartbeat
+from windlass.units import print_bytes
 
 
-def run(
-    recipe: Recipe,
-    run_folder: Run,
-    *,
-    where: Place | None = None,
-    hooks: list[Hook] | None = None,
-    say: Say | None = None,
-) -> int:
-    """Train; the exit code says whether the run is finished or can be resumed. Errors leave a record per rank and are raised."""
-    where = where or place()
-    rank = where.rank
-    job: Job | None = None
-    heart = Heartbeat(
-        run_folder, rank, world_size=where.world_size, timeout_seconds=recipe.train.watchdog_seconds
+def run(recipe: Recipe, folder: Run, start: Start, place: Place, hooks: Sequence[Hook] = (), say: Say = print) -> int:
+    """Train; the exit code says whether the run is finished or can be resumed. An error leaves a fault record per rank."""
+    heartbeat = Heartbeat(
+        folder, place.rank, world_size=place.world_size, timeout_seconds=recipe.train.watchdog_seconds
     ).start()
+    training: Training | None = None
+    recorder = Recorder(listeners=[heartbeat, *hooks])
+    all_hooks: list[Hook] = [recorder, heartbeat, *hooks]
     try:
         with listening():  # from the start: a signal while the model is built is not lost
-            job = build(recipe, run_folder, where, [heart, *(hooks or [])], say or (lambda text: None))
-            with attention_backend(recipe.train.attention, job.world.device), job.stop.installed():
-                return train(job)
+            training = build(recipe, folder, start, place, heartbeat, say)
+            stop = StopFlag(folder, recipe.save, rank=place.rank, world_size=place.world_size)
+            checkpoints = Checkpointing(training, recorder, stop)
+            announce(training, checkpoints, checkpoints.resume())
+            with attention_kernel(recipe.train.attention, training.world.device), stop.installed():
+                return train(training, checkpoints, all_hooks)
     except BaseException as error:
-        known = failure.explain(error)
-        record_error(run_folder, job.world.rank if job else rank, known)
-        if job is not None:
+        explained = explain(error)
+        record_fault(folder, place.rank, explained)
+        if training is not None:
             with contextlib.suppress(Exception):
-                each(job.hooks, "on_stop", job, "error")
-        if known is error:
+                each(all_hooks, "on_stop", training, "error")
+        if explained is error:
             raise
-        raise known from error
+        raise explained from error
     finally:
-        heart.close()
+        heartbeat.close()
 
 
-def train(job: Job) -> int:
-    """The loop itself."""
+def build(
+    recipe: Recipe, folder: Run, start: Start, place: Place, heartbeat: Heartbeat | None = None, say: Say = print
+) -> Training:
+    """Everything before the first step except restoring. Writes nothing to the run folder."""
+    torch.manual_seed(recipe.seed)
+    if recipe.train.deterministic:
+        # cuBLAS wants its workspace fixed before the first product.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    # mesh
+    # The watchdog reports first: torch's own limit would end the job without naming a rank.
+    timeout_seconds = max(600.0, 4 * recipe.train.watchdog_seconds)
+    world = open_world(start.layout, place, start.device, timeout_seconds)
+    plan = batch_plan(recipe, start.layout)
+    # model
+    spec = model_spec(recipe.model)
+    check_step(recipe, spec)
+    check_compile(start.step)
+    check_precision(recipe, world)
+    with torch.device("meta"):
+        model = build_model(recipe.model, seq_len=recipe.data.seq_len)
+    # parallelize, optimizer
+    beat = (lambda phase: None) if heartbeat is None else heartbeat.step_phase
+    parts, optimizer, stepper = ENGINES.load(recipe.train.engine)(model, recipe, start.step, world, plan, beat)
+    # data
+    stream = open_stream(recipe.data, seed=recipe.seed, split="train", vocab=model.vocab)
+    stream.check(plan.total_tokens)  # a run by train.steps names no tokens, so repetition is only known now
+    validator = open_validator(recipe, world, parts, stepper, model.vocab)
+    check_metric(recipe, [part.name for part in validator.held] if validator is not None else [])
+    return Training(
+        recipe=recipe,
+        run=folder,
+        start=start,
+        spec=spec,
+        world=world,
+        plan=plan,
+        parts=parts,
+        optimizer=optimizer,
+        stepper=stepper,
+        stream=stream,
+        validator=validator,
+        meter=open_meter(recipe, folder, world),
+        progress=Progress(),
+        say=say,
+    )
+
+
+def train(training: Training, checkpoints: Checkpointing, hooks: Sequence[Hook]) -> int:
+    """Steps until the end or until somebody asks to stop, then the last save."""
+    plan, progress = training.plan, training.progress
     gc.disable()
     try:
-        job.say(job.saver.prepare(job.state()))
-        job.say(
-            job.saver.forecast(job.state(), steps=job.geometry.steps, batch_tokens=job.geometry.tokens_per_step).text
-        )
-        if job.world.device.type == "cuda" and job.recipe.train.engine == "native":
-            job.say(trial_step(job))
-        job.interval.began(job.step, job.tokens)
-        job.first_step = job.step
-        each(job.hooks, "on_start", job)
-        reason = _steps(job)
-        if reason is None:
-            _last_validation(job)
-        final_save(job, reason)
-        each(job.hooks, "on_stop", job, reason)
-        return _end(job, reason)
+        state = checkpoints.state()
+        training.say(checkpoints.saver.prepare(state))
+        forecast = checkpoints.saver.forecast(state, steps=plan.steps, batch_tokens=plan.tokens_per_step)
+        training.say(forecast.text)
+        if training.world.cuda and training.recipe.train.engine == "native":
+            training.say(trial_step(training))
+        checkpoints.timer.restart(progress.step, progress.tokens)
+        each(hooks, "on_start", training)
+        reason = run_steps(training, checkpoints, hooks)
+        if reason is None and training.validator is not None and not _validates_at(training):
+            validate(training, checkpoints, hooks)
+        checkpoints.final_save(reason, hooks)
+        each(hooks, "on_stop", training, reason)
+        if training.world.is_main:
+            if reason is None:
+                loss = checkpoints.recorder.last_loss
+                training.run.record(Finished(step=progress.step, tokens=progress.tokens, loss=loss))
+            else:
+                training.run.record(SignalReceived(signal=reason, step=progress.step))
+                training.run.record(Stopped(step=progress.step, tokens=progress.tokens, reason=reason))
+        training.world.barrier()
+        return EXIT_DONE if reason is None else EXIT_RESUMABLE
     finally:
         gc.enable()
-        job.saver.close()
-        if job.meter is not None:
-            job.meter.stop()
+        checkpoints.saver.close()
+        if training.meter is not None:
+            training.meter.stop()
 
 
-def _steps(job: Job) -> str | None:
-    """Steps until the end (None) or until somebody asked to stop (why)."""
-    batches = open_batches(job)
+def run_steps(training: Training, checkpoints: Checkpointing, hooks: Sequence[Hook]) -> str | None:
+    """None when the last step is done; otherwise why all ranks agreed to stop."""
+    recipe, plan, progress, stop = training.recipe, training.plan, training.progress, checkpoints.stop
+    recorder, first_step, first_done_at = checkpoints.recorder, progress.step, 0.0
+    batches = open_batches(training)
     try:
-        while job.step < job.geometry.steps:
+        while progress.step < plan.steps:
             tokens, documents = next(batches)
-            each(job.hooks, "on_step_begin", job)
-            lr = learning_rate(job.recipe.optim, job.tokens + job.geometry.tokens_per_step, job.geometry.total_tokens)
-            result = job.stepper.step(tokens, documents, lr)
-            advance(job)
-            each(job.hooks, "on_step_end", job, result)
-            if job.step == job.first_step + 1:
-                _first_step(job)
-            if job.recorder.too_many is not None:
-                batches = rollback(job, batches)
-            _validate(job)
-            agreed = job.stop.agree(save=job.interval.due_by_clock(job.step) or job.saver.retry_due)
-            save_if(job, is_best(job) or agreed.save or job.interval.due_by_count(job.step, job.tokens))
-            tell_interval(job)
-            job.stop.measured(step_seconds=seconds_each(job))
+            each(hooks, "on_step_begin", training)
+            lr = learning_rate(recipe.optim, progress.tokens + plan.tokens_per_step, plan.total_tokens)
+            result = training.stepper.step(tokens, documents, lr)
+            result.data_seconds = batches.wait_seconds
+            progress.advance(plan)
+            if progress.step % recipe.train.gc_every == 0:
+                gc.collect(1)
+            each(hooks, "on_step_end", training, result)
+            if progress.step == first_step + 1:
+                first_done_at = _first_step_done(training, checkpoints)
+            if recorder.too_many is not None:
+                batches.close()
+                checkpoints.roll_back(recorder.too_many)
+                batches = open_batches(training)
+            if training.validator is not None and _validates_at(training):
+                validate(training, checkpoints, hooks)
+            agreed = stop.agree(save=checkpoints.wants_save())
+            checkpoints.save_if_due(agreed.save, hooks)
+            # The first step compiles and does not count.
+            timed = progress.step - first_step - 1
+            step_seconds = (time.monotonic() - first_done_at) / timed if timed > 0 else None
+            checkpoints.announce_interval(step_seconds if timed > 1 else None)
+            stop.measured(step_seconds=step_seconds)
             if agreed.stop is not None:
                 return agreed.stop
     finally:
@@ -113,63 +193,186 @@ def _steps(job: Job) -> str | None:
     return None
 
 
-def advance(job: Job) -> None:
-    job.step += 1
-    job.tokens += job.geometry.tokens_per_step
-    job.sequences += job.geometry.batch
-    if job.step % job.recipe.train.gc_every == 0:
-        gc.collect(1)
+def open_batches(training: Training) -> BatchReader:
+    return BatchReader(
+        training.stream,
+        training.plan,
+        training.world,
+        training.progress.sequences,
+        vocab=training.parts.modules[0].vocab,
+        documents=training.start.step.mask_documents,
+    )
 
 
-def _validate(job: Job) -> None:
-    every = job.recipe.train.eval_every
-    if job.validator is not None and every and job.step % every == 0:
-        validate_now(job)
+def _validates_at(training: Training) -> bool:
+    every = training.recipe.train.eval_every
+    return bool(every) and training.step % every == 0
 
 
-def _last_validation(job: Job) -> None:
-    every = job.recipe.train.eval_every
-    if job.validator is not None and not (every and job.step % every == 0):
-        validate_now(job)
+def validate(training: Training, checkpoints: Checkpointing, hooks: Sequence[Hook]) -> None:
+    assert training.validator is not None
+    checkpoints.recorder.drain(training, 0)  # waits for the device: from here on its time is the validation's
+    started_at, joules_before = time.monotonic(), training.energy()["joules"]
 
+    def stopping() -> str | None:
+        """A long pass shows signs of life between batches, and notices requests to stop."""
+        each(hooks, "on_wait", training, "validation")
+        return checkpoints.stop.agreed_to_stop()
 
-def validate_now(job: Job) -> None:
-    job.recorder.drain(job, 0)  # waits for the device: from here on its time is the validation's
-    begin, before = time.monotonic(), job.energy()["joules"]
-    found = job.validator.judge(lambda: _between_batches(job))
-    seconds, after = time.monotonic() - begin, job.energy()["joules"]
-    job.recorder.leave_out(seconds, None if before is None or after is None else after - before)
-    if found is None:  # asked to stop on the way: the save comes first
+    validation = training.validator.run(stopping)
+    seconds, joules = time.monotonic() - started_at, training.energy()["joules"]
+    spent = None if joules_before is None or joules is None else joules - joules_before
+    checkpoints.recorder.leave_out(seconds, spent)
+    if validation is None:  # asked to stop on the way: the save comes first
         return
-    job.validation, job.val_loss, job.val_step = found, found.whole.loss, job.step
-    if job.world.is_main:
-        job.run.event("evaluated", step=job.step, **found.event(), seconds=seconds)
-    each(job.hooks, "on_eval", job, job.val_loss)
+    checkpoints.validated(validation)
+    if training.world.is_main:
+        training.run.record(Evaluated(step=training.step, **validation.event(), seconds=seconds))
+    each(hooks, "on_eval", training, validation)
 
 
-def _between_batches(job: Job) -> str | None:
-    """A long pass shows signs of life, and hears who wants to stop."""
-    each(job.hooks, "on_wait", job, "validation")
-    return job.stop.agreed_to_stop()
-
-
-def _first_step(job: Job) -> None:
+def _first_step_done(training: Training, checkpoints: Checkpointing) -> float:
     """Start-up is over: its time decides how often saving is worth it."""
-    if job.world.device.type == "cuda":
+    if training.world.cuda:
         torch.cuda.synchronize()
     seconds = process_seconds()
-    if job.world.is_main:
-        job.run.event("compiled", seconds=seconds)
-    job.interval.measured(startup_seconds=seconds)
-    job.first_done = time.monotonic()
+    if training.world.is_main:
+        training.run.record(Compiled(seconds=seconds))
+    checkpoints.timer.measured(startup_seconds=seconds)
+    return time.monotonic()
 
 
-def _end(job: Job, reason: str | None) -> int:
-    if job.world.is_main:
-        if reason is None:
-            job.run.event("finished", step=job.step, tokens=job.tokens, loss=job.recorder.last_loss)
-        else:
-            job.run.event("signal", signal=reason, step=job.step)
-            job.run.event("stopped", step=job.step, tokens=job.tokens, reason=reason)
-    job.world.barrier()
-    return EXIT_DONE if reason is None else EXIT_RESUMABLE
+# -- before the first step ----------------------------------------------------------------------------------------------
+
+
+def check_precision(recipe: Recipe, world: World) -> None:
+    wanted = recipe.train.precision
+    if wanted != "fp32" and world.cuda and not torch.cuda.is_bf16_supported():
+        raise ConfigError(
+            "train.no-bf16",
+            f"train.precision = {wanted!r}, but {torch.cuda.get_device_name(world.device)} has no bf16",
+            hint='use train.precision = "fp32", or a device of the Ampere or CDNA generation or later',
+        )
+
+
+def check_metric(recipe: Recipe, held_out: list[str]) -> None:
+    """Refuse to judge checkpoints by a source that is not held out."""
+    name = recipe.save.metric.removeprefix("val_loss/")
+    if name != recipe.save.metric and name not in held_out:
+        raise ConfigError(
+            "train.metric-source-missing",
+            f"save.metric = {recipe.save.metric!r}, but nothing of {name!r} is held out",
+            hint=f"held out: {', '.join(held_out)}" if held_out else "the store has no validation split",
+        )
+
+
+def open_meter(recipe: Recipe, folder: Run, world: World) -> Meter | None:
+    """One per node."""
+    if world.place.local_rank != 0 or not recipe.energy.enabled:
+        return None
+    try:
+        cluster = load_cluster(recipe.cluster)
+    except WindlassError:
+        cluster = None
+    # A launcher may show each rank one device only; the node's meter wants those of all its ranks.
+    devices = list(range(world.place.local_world_size)) if world.cuda else None
+    return Meter(cluster, recipe.energy, run=folder, devices=devices)
+
+
+def trial_step(training: Training) -> str:
+    """One forward and backward pass over token 0, so that running out of memory costs seconds, not hours.
+
+    Gradients are thrown away: weights, moments, random numbers and data position stay as they were. The line for the log
+    gives the memory it needed beside the planner's prediction.
+    """
+    device, plan, layout = training.world.device, training.plan, training.start.layout
+    shape = (plan.sequences_per_rank, plan.seq_len + 1)
+    tokens = torch.zeros(shape, dtype=torch.long, device=device)
+    documents = torch.zeros_like(tokens) if training.start.step.mask_documents else None
+    predicted = memory(training.spec, training.start.step, layout).allocated
+    try:
+        training.stepper.gradients(tokens, documents)
+    except torch.OutOfMemoryError as error:
+        total = torch.cuda.mem_get_info(device)[1]
+        raise OutOfMemoryError(
+            "train.out-of-memory",
+            f"a trial step of micro_batch {layout.micro_batch} x {plan.seq_len:,} tokens does not fit in "
+            f"{print_bytes(total)}; the planner predicts {print_bytes(predicted)}",
+            hint="`windlass plan` lists layouts that fit; or a smaller layout.micro_batch, train.recompute, more sharding",
+        ) from error
+    training.optimizer.zero_grad()
+    peak = torch.cuda.max_memory_allocated(device)
+    error_share = (predicted - peak) / peak
+    return f"memory: a trial step needed {print_bytes(peak)}; predicted {print_bytes(predicted)} ({error_share:+.0%})"
+
+
+def announce(training: Training, checkpoints: Checkpointing, restored: Any) -> None:
+    """Write the manifest and the first event, and say every automatic choice with its reason."""
+    world, recipe, plan, run_folder = training.world, training.recipe, training.plan, training.run
+    if training.meter is not None:
+        training.meter.start(checkpoints.carried_joules if world.place.node_rank == 0 else None)
+    if not world.is_main:
+        return
+    peak, denominator = peak_of(world.device, recipe.train.precision)
+    common: dict[str, Any] = {
+        "world_size": world.size,
+        "nodes": world.place.nodes,
+        "layout": training.start.layout.config().model_dump(),
+        "device": torch.cuda.get_device_name(world.device) if world.cuda else (manifest.cpu_name() or "cpu"),
+        "devices_per_node": world.place.local_world_size,
+    }
+    store = training.stream.store
+    data = None
+    if store is not None:  # without the file lists: a report must work on a copy of the folder
+        sources = store.ledger().get("sources", {})
+        data = {
+            "store": recipe.data.store,
+            "ledger_hash": store.ledger_hash,
+            "settings": store.manifest.get("settings"),
+            "sources": {name: {k: v for k, v in entry.items() if k != "paths"} for name, entry in sources.items()},
+        }
+    manifest.write(
+        run_folder,
+        manifest.collect(
+            recipe,
+            **common,
+            data_ledger=training.stream.ledger_hash,
+            data=data,
+            steps=plan.steps,
+            tokens_per_step=plan.tokens_per_step,
+            mfu_denominator=denominator,
+        ),
+    )
+    if restored is None:
+        run_folder.record(Started(**common))
+    else:
+        step, name = training.step, restored.path.name
+        lost_steps = max(0, (run_folder.last_metrics().step or step) - step)
+        run_folder.record(Resumed(step=step, tokens=training.tokens, checkpoint=name, lost_steps=lost_steps, **common))
+        for sentence in restored.set_aside:
+            training.say(f"damaged: {sentence}")
+        training.say(
+            f"resumed at step {step} from {name}" + (f"; {lost_steps} steps are repeated" if lost_steps else "")
+        )
+    notes = [
+        passes_line(training.stream.epochs(plan.total_tokens)),
+        _best_note(training),
+        *training.parts.notes,
+        training.start.step.sync.reason,
+        schedule_note(recipe.optim, plan.total_tokens),
+        f"MFU: of {denominator}" if peak else f"MFU: not measured, {denominator}",
+    ]
+    for note in notes:
+        if note:
+            training.say(note)
+
+
+def _best_note(training: Training) -> str:
+    """Why save.keep_best keeps less than it seems to; empty when it does not."""
+    save, every = training.recipe.save, training.recipe.train.eval_every
+    if not save.keep_best or save.metric == "loss" or (training.validator is not None and every):
+        return ""
+    reason = "train.eval_every = 0, so only the last step is validated"
+    if training.validator is None:
+        reason = "nothing is held out"
+    return f"save.keep_best = {save.keep_best} keeps no checkpoint by {save.metric}: {reason}"

@@ -1,82 +1,33 @@
-"""Where does this rank stand? Devices arranged by pipeline, data, context and tensor; the data coordinate says what it reads."""
+"""This process in the job: its device, its coordinates, and the device mesh of the layout."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from windlass.clusters.scheduler import Place, place
-from windlass.config import LayoutConfig
-from windlass.errors import ConfigError
-from windlass.train.supervise import LISTEN_HANDLE
-
-
-@dataclass(frozen=True)
-class Axes:
-    """Sizes of the mesh: pipeline x replicate x shard x tensor ranks; `context` of the data ranks share a sequence."""
-
-    pipeline: int
-    replicate: int
-    shard: int
-    tensor: int
-    context: int
-
-    @property
-    def world(self) -> int:
-        return self.pipeline * self.replicate * self.shard * self.tensor
-
-    @property
-    def data(self) -> int:
-        """Ranks that read different sequences."""
-        return self.replicate * self.shard // self.context
-
-
-def axes_of(layout: LayoutConfig, world_size: int, devices_per_node: int) -> Axes:
-    """How many ranks stand on each axis; refuses a world that the layout does not divide."""
-    fixed = layout.tensor * layout.pipeline * layout.context
-    if world_size % fixed:
-        raise ConfigError(
-            "train.device-cannot-hold-layout",
-            f"{world_size} device{'s' * (world_size > 1)} cannot hold layout.tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} = {fixed}",
-            hint=f"use a multiple of {fixed} devices, or smaller degrees",
-        )
-    ranks = world_size // (layout.tensor * layout.pipeline)
-    shard = shard_ranks(layout, ranks, devices_per_node)
-    return Axes(layout.pipeline, ranks // shard, shard, layout.tensor, layout.context)
-
-
-def shard_ranks(layout: LayoutConfig, ranks: int, devices_per_node: int) -> int:
-    """Over how many of the data (and context) ranks one copy of the states is divided."""
-    if layout.shard == "none":
-        return 1
-    if layout.shard != "hybrid":
-        return ranks
-    size = layout.shard_size or max(1, min(ranks, devices_per_node // layout.tensor))
-    if ranks % size:
-        raise ConfigError(
-            "train.layout-shard-size-does",
-            f"layout.shard_size ({size}) does not divide the {ranks} data-parallel ranks",
-            hint=f"choose one of {', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}",
-        )
-    return size
+from windlass.blocks.divide import Meshes
+from windlass.clusters.scheduler import Place
+from windlass.errors import TrainError
+from windlass.layout.types import Layout
+from windlass.train.supervisor import LISTEN_HANDLE
 
 
 @dataclass(frozen=True)
 class World:
-    """This process in the job: its device, its coordinates, and the mesh (None for a single process)."""
+    """The mesh is pipeline x copies x shards x tensor ranks; context ranks lie inside copies and shards."""
 
     place: Place
     device: torch.device
-    axes: Axes
+    layout: Layout
     mesh: DeviceMesh | None = None
+    """None for a single process."""
     context_mesh: DeviceMesh | None = None
-    """The same ranks with the context axis drawn apart, for its collectives."""
+    """The same ranks with the context axis apart, for its collectives."""
 
     @property
     def rank(self) -> int:
@@ -90,25 +41,42 @@ class World:
     def is_main(self) -> bool:
         return self.place.rank == 0
 
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def copies(self) -> int:
+        """Copies of the sharded states."""
+        return self.layout.replicas // self.layout.shard_size
+
     def coordinate(self, axis: str) -> int:
         return 0 if self.mesh is None else self.mesh.get_local_rank(axis)
 
     @property
+    def _replica(self) -> int:
+        return self.coordinate("rep") * self.layout.shard_size + self.coordinate("fsdp")
+
+    @property
     def data_rank(self) -> int:
         """Which part of the global batch this rank reads; ranks of one context group share it."""
-        return (self.coordinate("rep") * self.axes.shard + self.coordinate("fsdp")) // self.axes.context
+        return self._replica // self.layout.context
 
     @property
     def context_rank(self) -> int:
-        return (self.coordinate("rep") * self.axes.shard + self.coordinate("fsdp")) % self.axes.context
+        return self._replica % self.layout.context
 
     @property
     def counts_loss(self) -> bool:
         """One rank of each tensor group adds its loss to the total."""
         return self.coordinate("tp") == 0
 
-    def context_group(self) -> Any:
-        return None if self.context_mesh is None else self.context_mesh.get_group("cp")
+    @property
+    def block_meshes(self) -> Meshes:
+        """The axes that divide single blocks."""
+        tensor = self.mesh["tp"] if self.mesh is not None and self.layout.tensor > 1 else None
+        context = None if self.context_mesh is None else self.context_mesh["cp"]
+        return Meshes(tensor=tensor, context=context)
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, in place."""
@@ -121,35 +89,38 @@ class World:
             dist.barrier()
 
 
-def pick_device(local_rank: int) -> torch.device:
-    """The accelerator of this local rank (CUDA and ROCm alike), or the CPU."""
-    if not torch.cuda.is_available() or os.environ.get("WINDLASS_DEVICE") == "cpu":
-        return torch.device("cpu")
-    # A launcher that shows each task only its own device leaves just number 0.
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
+def device_type() -> str:
+    """ "cuda" (also for ROCm) where torch sees a GPU and WINDLASS_DEVICE does not ask for the CPU."""
+    return "cuda" if torch.cuda.is_available() and os.environ.get("WINDLASS_DEVICE") != "cpu" else "cpu"
 
 
-def open_world(layout: LayoutConfig, where: Place | None = None, timeout_seconds: float = 600.0) -> World:
-    """Join the job: process group, device and mesh."""
-    where = where or place()
-    axes = axes_of(layout, where.world_size, where.local_world_size)
-    device = pick_device(where.local_rank)
-    if where.world_size == 1:
-        return World(where, device, axes)
+def open_world(layout: Layout, place: Place, device: str, timeout_seconds: float = 600.0) -> World:
+    """Join the job: process group, device and mesh. A device other than the start's is refused."""
+    if device_type() != device or place.world_size != layout.devices:
+        raise TrainError(
+            "train.start-does-not-match",
+            f"this start was made for {layout.devices} x {device}, but rank {place.rank} of {place.world_size} "
+            f"finds {device_type()}",
+            hint="are the GPUs visible to every rank? `windlass doctor` checks; resume the run on these devices "
+            "with `windlass resume`",
+        )
+    torch_device = torch.device("cpu")
+    if device == "cuda":
+        # A launcher that shows each task only its own device leaves just number 0.
+        torch_device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(torch_device)
+    if place.world_size == 1:
+        return World(place, torch_device, layout)
     if not dist.is_initialized():
-        _join(where, device, timeout_seconds)
-    mesh = init_device_mesh(
-        device.type,
-        (axes.pipeline, axes.replicate, axes.shard, axes.tensor),
-        mesh_dim_names=("pp", "rep", "fsdp", "tp"),
-    )
-    context = None
-    if axes.context > 1:
-        shape = (axes.pipeline, axes.data, axes.context, axes.tensor)
-        context = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "cp", "tp"))
-    return World(where, device, axes, mesh, context)
+        _join(place, torch_device, timeout_seconds)
+    copies = layout.replicas // layout.shard_size
+    shape = (layout.pipeline, copies, layout.shard_size, layout.tensor)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("pp", "rep", "fsdp", "tp"))
+    context_mesh = None
+    if layout.context > 1:
+        shape = (layout.pipeline, layout.data, layout.context, layout.tensor)
+        context_mesh = init_device_mesh(device, shape, mesh_dim_names=("pp", "dp", "cp", "tp"))
+    return World(place, torch_device, layout, mesh, context_mesh)
 
 
 def leave() -> None:
@@ -158,24 +129,28 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def _join(where: Place, device: torch.device, timeout_seconds: float) -> None:
-    os.environ.setdefault("MASTER_ADDR", where.master_addr or "localhost")
-    if where.master_port is not None:
-        os.environ.setdefault("MASTER_PORT", str(where.master_port))
-    # gloo beside nccl: checkpoints and small objects travel on the CPU without a device synchronisation.
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=_supervised_store(where, timeout_seconds), rank=where.rank, world_size=where.world_size, timeout=timedelta(seconds=timeout_seconds),
-        device_id=device if device.type == "cuda" else None,
-    )  # fmt: skip
-
-
-def _supervised_store(where: Place, timeout_seconds: float) -> dist.Store | None:
-    """The meeting place on the socket that the local supervisor has bound; None: torch makes its own from MASTER_PORT."""
+def _join(place: Place, device: torch.device, timeout_seconds: float) -> None:
+    os.environ.setdefault("MASTER_ADDR", place.master_addr or "localhost")
+    if place.master_port is not None:
+        os.environ.setdefault("MASTER_PORT", str(place.master_port))
+    timeout, store = timedelta(seconds=timeout_seconds), None
     handle = os.environ.get(LISTEN_HANDLE)
-    if handle is None or where.master_addr is None or where.master_port is None:
-        return None
-    return dist.TCPStore(
-        where.master_addr, where.master_port, where.world_size, is_master=where.rank == 0, timeout=timedelta(seconds=timeout_seconds),
-        master_listen_fd=int(handle) if where.rank == 0 else None,
-    )  # fmt: skip
+    if handle is not None and place.master_addr is not None and place.master_port is not None:
+        # The supervisor has bound the socket already, so that nobody takes the port while torch is imported.
+        store = dist.TCPStore(
+            place.master_addr,
+            place.master_port,
+            place.world_size,
+            is_master=place.rank == 0,
+            timeout=timeout,
+            master_listen_fd=int(handle) if place.rank == 0 else None,
+        )
+    dist.init_process_group(
+        # gloo beside nccl: checkpoints and small objects travel on the CPU without a device synchronisation.
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )

@@ -1,193 +1,151 @@
-"""How is a model divided over devices? One ordered list: stages, tensor parallel, context, precision, recompute, compile, shard.
+"""Divides a model over devices, in one ordered list: stages, kernels, context, tensor, precision, recompute, compile, shard.
 
-Which rank holds what, and what that costs in memory, stands in docs/concepts/layouts.md; the planner counts the same way.
+Which rank holds what, and what that costs in memory, is described in docs/concepts/layouts.md; the planner counts the same way.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from windlass.blocks import block_part
+from windlass.blocks.attention.kernels import attention_core
+from windlass.blocks.embedding import parallel as parallel_embedding
+from windlass.blocks.head import parallel as parallel_head
+from windlass.blocks.head.spec import choose_loss
+from windlass.blocks.norm import parallel as parallel_norm
 from windlass.config import Recipe
 from windlass.errors import ConfigError
-from windlass.models.parts import Model
+from windlass.layout.stages import stages, stages_of_rank
+from windlass.layout.types import GradientSync, StepSpec
+from windlass.models.decoder import DecoderModel
 from windlass.models.recompute import Recomputed
-from windlass.train.attention import apply_attention
+from windlass.registry import OBJECTIVES
 from windlass.train.mesh import World
 from windlass.train.tie import Tie, find_tie
 
 
 @dataclass
-class Parts:
+class ModelParts:
     """This rank's piece of the model: one module per pipeline stage it holds (one without a pipeline)."""
 
-    modules: list[Model]
+    modules: list[DecoderModel]
     stages: list[int]
     num_stages: int
     notes: list[str] = field(default_factory=list)
-    """What was chosen automatically, with its reason."""
-    shadow: bool = False
+    """What was chosen automatically, with its reason, for the log."""
+    master_copy: bool = False
     """Single process in bf16: parameters are bf16 and the optimizer holds the fp32 master copy."""
     tie: Tie | None = None
     """Embedding and head share weights and stand in different stages."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Each parameter once: what is a copy of another rank's (or stage's) is not trained here."""
-        copy = None if self.tie is None else self.tie.copy
+        """Each parameter once: a copy of another stage's weights is not trained here."""
+        copied = None if self.tie is None else self.tie.copy
         for module in self.modules:
-            yield from ((name, parameter) for name, parameter in module.named_parameters() if parameter is not copy)
+            yield from ((name, parameter) for name, parameter in module.named_parameters() if parameter is not copied)
 
 
-def parallelize(model: Model, recipe: Recipe, world: World) -> Parts:
+def parallelize(model: DecoderModel, recipe: Recipe, step: StepSpec, world: World) -> ModelParts:
     """`model` is on the meta device; the parts come back on the world's device, not yet initialised."""
-    layout, train = recipe.layout, recipe.train
-    parts = split_stages(model, world, schedule=layout.schedule, chunks=layout.pipeline_chunks)
+    parts = split_stages(model, world)
+    single = world.size == 1
     for module in parts.modules:
-        apply_attention(module, train.attention)
-        if world.axes.context > 1:
-            _context(module, world)
-        _fuse(module, recipe, world)
-        _loss(module, recipe, world, parts.notes)
-        if world.axes.tensor > 1:
-            _tensor(module, recipe, world)
-        if train.precision == "fp8":
-            _float8(module, recipe, world, parts.notes)
-        _recompute(module, train.recompute, parts.notes)
-        _compile(module, recipe, world, parts.notes)
-        # Shard last, so that FSDP's hooks stay outside the compiled blocks and cause no graph breaks.
-        if world.size > 1:
-            _shard(module, recipe, world)
-        elif train.precision != "fp32":
-            parts.shadow = train.precision != "bf16_pure"
+        for block in module.blocks():
+            if hasattr(block, "core"):
+                block.core = attention_core(step.attention)
+            if hasattr(block, "fused"):
+                block.fused = step.fused_projections
+        if world.layout.context > 1:
+            module.start_at(world.context_rank * (module.seq_len // world.layout.context))
+        set_loss(module, recipe, step, world, parts.notes)
+        divide_blocks(module, step, world, recipe.train.objective)
+        if step.precision == "fp8":
+            from windlass.train.float8 import apply_float8
+
+            parts.notes.append(apply_float8(module, world.device, recipe.train))
+        set_recompute(module, step, parts.notes)
+        if step.compile:
+            _compile(module, step, world, parts.notes, asked=recipe.train.compile is not None)
+        # Shard last, so that FSDP's hooks stay outside the compiled layers and cause no graph breaks.
+        if not single:
+            _shard(module, step, world)
+        if step.precision == "bf16_pure" or (single and step.precision != "fp32"):
             module.to(torch.bfloat16)
-        if train.precision == "bf16_pure" and world.size > 1:
-            module.to(torch.bfloat16)
-        module.to_empty(device="cpu" if layout.offload == "parameters" else world.device)
-    parts.tie = find_tie(parts.modules, parts.stages, parts.num_stages, layout.schedule, world)
+        module.to_empty(device="cpu" if world.layout.offload == "parameters" else world.device)
+    parts.master_copy = single and step.precision not in ("fp32", "bf16_pure")
+    parts.tie = find_tie(parts.modules, parts.stages, parts.num_stages, world)
     parts.notes[:] = list(dict.fromkeys(parts.notes))
     return parts
 
 
-# -- pipeline stages ----------------------------------------------------------------------------------------------------
-
-
-def stage_numbers(schedule: str, rank: int, ranks: int, chunks: int) -> list[int]:
-    """Which stages a pipeline rank holds: one, or several in the order that its schedule expects."""
-    if ranks == 1:
-        return [0]
-    if schedule == "interleaved":
-        return [rank + ranks * i for i in range(chunks)]
-    if schedule == "zbv":
-        return [rank, 2 * ranks - 1 - rank]
-    return [rank]
-
-
-def stage_layers(num_layers: int, num_stages: int) -> list[range]:
-    """Contiguous, as even as possible; the last stages get fewer, because the head costs about as much as a layer or two."""
-    sizes = [num_layers // num_stages + (1 if i < num_layers % num_stages else 0) for i in range(num_stages)]
-    starts = [sum(sizes[:i]) for i in range(num_stages)]
-    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-
-
-def split_stages(model: Model, world: World, *, schedule: str, chunks: int) -> Parts:
-    ranks = world.axes.pipeline
-    numbers = stage_numbers(schedule, world.coordinate("pp"), ranks, chunks)
-    total = ranks * len(numbers)
-    if ranks == 1:
-        return Parts([model], [0], 1)
-    if not model.stackable:
-        raise ConfigError(
-            "train.model-family-cannot-cut",
-            "this model family cannot be cut into pipeline stages",
-            hint="set layout.pipeline = 1",
-        )
-    if model.num_layers < total:
-        raise ConfigError(
-            "train.model-layers-fewer-pipeline",
-            f"model.layers ({model.num_layers}) is fewer than the {total} pipeline stages",
-            hint="use fewer stages or pipeline_chunks",
-        )
+def split_stages(model: DecoderModel, world: World) -> ModelParts:
+    if world.layout.pipeline == 1:
+        return ModelParts([model], [0], 1)
+    indexes = stages_of_rank(world.layout, world.coordinate("pp"))
+    split = stages(model.num_layers, world.layout.num_stages)
     modules = []
-    for number in numbers:
+    for index in indexes:
         part = copy.deepcopy(model)
-        part.keep(stage_layers(model.num_layers, total)[number], first=number == 0, last=number == total - 1)
+        part.keep_stage(split[index].layers, first=split[index].has_embedding, last=split[index].has_head)
         modules.append(part)
-    return Parts(modules, numbers, total)
+    return ModelParts(modules, indexes, world.layout.num_stages)
 
 
-# -- inside a layer -----------------------------------------------------------------------------------------------------
-
-
-def _context(module: Model, world: World) -> None:
-    from windlass.train.context import apply_context
-
-    apply_context(module, world)
-
-
-def _float8(module: Model, recipe: Recipe, world: World, notes: list[str]) -> None:
-    from windlass.train.float8 import apply_float8
-
-    notes.append(apply_float8(module, world.device, recipe.train))
-
-
-def _fuse(module: Model, recipe: Recipe, world: World) -> None:
-    # Measured on an H200 (benchmarks/gpu_train.py): in bf16 laying weights side by side costs 1.5 % speed and 4 GiB, in FP8
-    # one cast of the shared input instead of three pays for it.
-    automatic = world.device.type == "cuda" and recipe.train.precision == "fp8"
-    wanted = recipe.train.fuse if recipe.train.fuse is not None else automatic
-    for part in module.modules():
-        if hasattr(part, "fused"):
-            part.fused = wanted and world.axes.tensor == 1
-
-
-def _loss(module: Model, recipe: Recipe, world: World, notes: list[str]) -> None:
-    if not module.stackable:  # a foreign network has its own head and hands out whole logits
-        module.z_loss = recipe.train.z_loss
-        notes.append("loss: plain (a network of transformers makes its logits whole)")
+def set_loss(module: DecoderModel, recipe: Recipe, step: StepSpec, world: World, notes: list[str]) -> None:
+    """Give the head its loss function; a divided vocabulary gets another one in `divide_blocks`."""
+    if not module.divisible:  # a Hugging Face model has its own head and returns full logits
+        module.z_loss = step.z_loss
+        notes.append("loss: plain (a Hugging Face model returns full logits)")
     if module.head is None:
         return
-    from windlass.train.losses import choose_loss
-
-    rows = (module.embed if module.head.weight is None else module.head).weight.shape[0]
-    tokens = recipe.layout.micro_batch * recipe.data.seq_len // world.axes.context
-    module.head.loss, note = choose_loss(recipe.train, world.device, rows, tokens)
-    if world.axes.tensor > 1:  # `apply_tensor` gives the head another, whatever was chosen
-        note = f"loss: in chunks of {recipe.train.loss_chunk} tokens (the vocabulary is divided over {world.axes.tensor} ranks)"
-    notes.append(note)
+    module.head.loss = OBJECTIVES.load(recipe.train.objective).loss_function(step)
+    tokens = world.layout.micro_batch * step.seq_len // world.layout.context
+    kind, reason = choose_loss(recipe.train.loss, module.spec.embedding.rows, tokens, world.layout.tensor)
+    notes.append(f"loss: {f'in chunks of {step.loss_chunk} tokens' if kind == 'chunked' else kind} ({reason})")
 
 
-def _tensor(module: Model, recipe: Recipe, world: World) -> None:
-    from windlass.train.tensor import apply_tensor
-
-    apply_tensor(module, recipe, world)
-
-
-def _recompute(module: Model, kind: str, notes: list[str]) -> None:
-    if kind == "selective" and not isinstance(next(iter(module.layers.values()), None), Recomputed):
-        notes.append("recompute: full (selective is for our own blocks)")
-    for block in module.layers.values():
-        block.recompute = kind if kind in ("full", "selective") else "none"
-
-
-def _compile(module: Model, recipe: Recipe, world: World, notes: list[str]) -> None:
-    train = recipe.train
-    wanted = train.compile if train.compile is not None else world.device.type == "cuda"
-    if train.recompute == "budget" and not wanted:
-        raise ConfigError(
-            "train.train-recompute-budget-needs",
-            'train.recompute = "budget" needs train.compile',
-            hint='use "selective", or set train.compile = true',
-        )
-    if not wanted:
+def divide_blocks(module: DecoderModel, step: StepSpec, world: World, objective: str) -> None:
+    """Tensor and context parallelism, block by block."""
+    meshes = world.block_meshes
+    if meshes.tensor is None and meshes.context is None:
         return
+    if meshes.tensor is not None and objective != "next_token":
+        raise ConfigError(
+            "train.objective-not-divided",
+            f"train.objective = {objective!r} is not computed on a divided vocabulary (layout.tensor {world.layout.tensor})",
+            hint="set layout.tensor = 1",
+        )
+    for layer in module.layers.values():
+        for branch, block in zip(layer.spec.branches, layer.blocks(), strict=True):
+            block_part(branch.block.kind, "parallel").parallelize(block, meshes)
+    if meshes.tensor is None:
+        return
+    for norm in [norm for layer in module.layers.values() for norm in layer.norms()] + [module.norm]:
+        if norm is not None:
+            parallel_norm.parallelize(norm, meshes.tensor)
+    if module.embed is not None:
+        parallel_embedding.parallelize(module.embed, meshes.tensor)
+    if module.head is not None:
+        parallel_head.parallelize(module.head, meshes.tensor, chunk=step.loss_chunk, z_loss=step.z_loss)
+
+
+def set_recompute(module: DecoderModel, step: StepSpec, notes: list[str]) -> None:
+    if step.recompute == "selective" and not module.divisible:
+        notes.append("recompute: full (selective is for our own blocks)")
+    for layer in module.layers.values():
+        layer.recompute = step.recompute if step.recompute in ("full", "selective") else "none"
+
+
+def _compile(module: DecoderModel, step: StepSpec, world: World, notes: list[str], *, asked: bool) -> None:
     # The default lies in /tmp and is gone with the node; a job chain should find its compiled kernels again.
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "windlass" / "compile"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
@@ -196,43 +154,49 @@ def _compile(module: Model, recipe: Recipe, world: World, notes: list[str]) -> N
 
     # The cached graph holds the attention kernel that was chosen when it was made; torch's own key does not name it, so a
     # warm cache would go on with cuDNN after train.attention = "flash" (seen on the H200).
-    compiler.cache_key_tag = f"attention={train.attention}"
-    functorch.activation_memory_budget = train.recompute_budget if train.recompute == "budget" else 1.0
-    for block in module.layers.values():
-        # Dynamic shapes would cost speed and are not needed: every block sees one shape in training and one in evaluation.
-        block.compile(fullgraph=isinstance(block, Recomputed), dynamic=False)
-        # With recomputation a block would have to keep two tensors instead of one: only without it.
-        block.carries = train.recompute == "none" and isinstance(block, Recomputed)
-    if module.norm is not None and world.axes.tensor == 1:
+    compiler.cache_key_tag = f"attention={step.attention}"
+    functorch.activation_memory_budget = step.recompute_budget if step.recompute == "budget" else 1.0
+    for layer in module.layers.values():
+        ours = isinstance(layer, Recomputed)
+        # Dynamic shapes would cost speed and are not needed: every layer sees one shape in training and one in evaluation.
+        layer.compile(fullgraph=ours, dynamic=False)
+        # With recomputation a layer would have to keep two tensors instead of one: only without it.
+        layer.carries = step.recompute == "none" and ours
+    if module.norm is not None and world.layout.tensor == 1:
         module.norm.compile(fullgraph=True, dynamic=False)
-    notes.append("compile: each block (train.compile)" if train.compile else "compile: each block (a GPU is there)")
+    notes.append("compile: each layer (train.compile)" if asked else "compile: each layer (running on a GPU)")
 
 
-# -- sharding -----------------------------------------------------------------------------------------------------------
+def check_compile(step: StepSpec) -> None:
+    if step.recompute == "budget" and not step.compile:
+        raise ConfigError(
+            "train.budget-needs-compile",
+            'train.recompute = "budget" needs train.compile',
+            hint='use "selective", or set train.compile = true',
+        )
 
 
-def precision_policy(precision: str) -> MixedPrecisionPolicy:
-    """bf16 compute from fp32 shards, gradients reduced in fp32; fp32 and pure bf16 need no casts, but the latter reduces in fp32."""
-    if precision == "fp32":
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-
-
-def _shard(module: Model, recipe: Recipe, world: World) -> None:
-    layout = recipe.layout
-    mesh = world.mesh["fsdp"] if world.axes.replicate == 1 else world.mesh["rep", "fsdp"]
-    # Under a pipeline every micro-batch would gather the weights again, so they stay until the step is done.
-    reshard = layout.shard in ("full", "hybrid") and layout.pipeline == 1
-    offload = (
-        CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if layout.offload == "parameters" else OffloadPolicy()
-    )
+def _shard(module: DecoderModel, step: StepSpec, world: World) -> None:
+    layout = world.layout
+    assert world.mesh is not None
+    # bf16 compute from fp32 shards, gradients reduced in fp32. fp32 needs no casts.
+    precision = MixedPrecisionPolicy()
+    if step.precision != "fp32":
+        precision = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    offload: OffloadPolicy = OffloadPolicy()
+    if layout.offload == "parameters":
+        offload = CPUOffloadPolicy(pin_memory=world.cuda)
     common: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": precision_policy(recipe.train.precision),
+        "mesh": world.mesh["fsdp"] if world.copies == 1 else world.mesh["rep", "fsdp"],
+        "mp_policy": precision,
         "offload_policy": offload,
     }
-    for block in module.layers.values():
-        fully_shard(block, reshard_after_forward=reshard, **common)
+    # Under a pipeline every micro-batch would gather the weights again, so they stay until the step is done.
+    reshard = layout.shard in ("full", "hybrid") and layout.pipeline == 1
+    for layer in module.layers.values():
+        fully_shard(layer, reshard_after_forward=reshard, **common)
     if module.embed is not None and not module.tied:
         fully_shard(module.embed, reshard_after_forward=reshard, **common)
     if module.head is not None and not module.tied:
@@ -246,63 +210,33 @@ def _shard(module: Model, recipe: Recipe, world: World) -> None:
                 part.set_force_sum_reduction_for_comms(True)
 
 
-@dataclass(frozen=True)
-class Sync:
-    """When gradients are reduced under accumulation."""
-
-    every: bool
-    """Reduce-scatter after each micro-batch (gradients stay divided)."""
-    defer_replicas: bool
-    """Only the all-reduce across copies waits for the last micro-batch."""
-    keep_weights: bool
-    """Weights stay gathered between micro-batches."""
-    note: str
-
-
-def choose_sync(recipe: Recipe, micro_batches: int) -> Sync:
-    """The recipe's wish, or the rule by layout: whole gradients are held anyway under none and zero1, so one reduction is enough."""
-    layout = recipe.layout
-    whole = layout.shard in ("none", "zero1")
-    every = layout.sync == "every" or (layout.sync == "auto" and not whole)
-    if micro_batches == 1:
-        return Sync(True, False, False, "")
-    if layout.sync != "auto":
-        why = f"layout.sync = {layout.sync}"
-    else:
-        why = f"{layout.shard} holds whole gradients" if whole else f"{layout.shard} keeps gradients divided"
-    defer = every and layout.shard == "hybrid" and layout.sync == "auto"
-    when = (
-        "after each micro-batch, across nodes once per step"
-        if defer
-        else ("after each micro-batch" if every else "once per step")
-    )
-    return Sync(every, defer, whole, f"gradient reduction: {when} ({why})")
-
-
-def set_sync(module: nn.Module, sync: Sync, last: bool) -> None:
+def set_sync(module: nn.Module, sync: GradientSync, last: bool) -> None:
     """Tell FSDP what to do after this micro-batch's backward pass."""
     if not isinstance(module, FSDPModule):
         return
     module.set_is_last_backward(last)
-    module.set_requires_gradient_sync(last or sync.every)
+    module.set_requires_gradient_sync(last or sync.every_micro_batch)
     module.set_requires_all_reduce(last or not sync.defer_replicas)
     module.set_reshard_after_backward(last or not sync.keep_weights)
 
 
-def bind_pipeline(parts: Parts, recipe: Recipe, world: World, micro_batches: int, loss: Any) -> Any:
+def bind_pipeline(parts: ModelParts, world: World, loss: Callable[[Tensor, Tensor], Tensor]) -> Any:
     """The schedule that moves micro-batches through the stages, or None without a pipeline."""
     if parts.num_stages == 1:
         return None
-    from torch.distributed.pipelining import PipelineStage
-    from torch.distributed.pipelining import schedules as kinds
+    from torch.distributed.pipelining import PipelineStage, schedules
 
+    assert world.mesh is not None
     group = world.mesh.get_group("pp")
-    stages = [
-        PipelineStage(m, number, parts.num_stages, world.device, group=group)
-        for m, number in zip(parts.modules, parts.stages, strict=True)
+    pipeline_stages = [
+        PipelineStage(module, index, parts.num_stages, world.device, group=group)
+        for module, index in zip(parts.modules, parts.stages, strict=True)
     ]
-    name = recipe.layout.schedule
     make = {
-        "1f1b": kinds.Schedule1F1B, "gpipe": kinds.ScheduleGPipe, "interleaved": kinds.ScheduleInterleaved1F1B, "zbv": kinds.ScheduleZBVZeroBubble,
-    }[name]  # fmt: skip
-    return make(stages[0] if len(stages) == 1 else stages, micro_batches, loss_fn=loss, scale_grads=False)
+        "1f1b": schedules.Schedule1F1B,
+        "gpipe": schedules.ScheduleGPipe,
+        "interleaved": schedules.ScheduleInterleaved1F1B,
+        "zbv": schedules.ScheduleZBVZeroBubble,
+    }[world.layout.schedule]
+    first = pipeline_stages[0] if len(pipeline_stages) == 1 else pipeline_stages
+    return make(first, world.layout.accumulation, loss_fn=loss, scale_grads=False)

@@ -1,4 +1,4 @@
-"""What is one optimizer step? Forward and backward over the micro-batches, one reduction of loss and norm, clip, guard, update.
+"""One optimizer step: forward and backward over the micro-batches, one reduction of loss and norm, clip, guard, update.
 
 Nothing here waits for the device: clipping, the decision to skip and the numbers for the log stay tensors until they are read back.
 """
@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from windlass.config import Recipe
+from windlass.layout.types import StepSpec
+from windlass.train.batches import BatchPlan, cut
 from windlass.train.clock import Mark, mark, seconds_between
-from windlass.train.geometry import Geometry
 from windlass.train.guard import Guard
 from windlass.train.mesh import World
-from windlass.train.optimizers import Optimizer, local
-from windlass.train.parallelize import Parts, bind_pipeline, choose_sync, set_sync
+from windlass.train.optimizers.base import Optimizer, local
+from windlass.train.parallelize import ModelParts, bind_pipeline, set_sync
 
 
 @dataclass
@@ -28,122 +29,108 @@ class StepResult:
 
     values: Tensor
     lr: float
-    forward: Any
-    """Seconds of the forward passes, or the pair of events around the first one: before any reduction, so a slow rank shows."""
+    forward: Stopwatch | None
+    """Times of the forward passes: before any reduction, so that a slow rank shows. None in a pipeline."""
+    data_seconds: float = 0.0
+    """How long the step waited for its batch."""
 
 
 class Stepper:
-    def __init__(self, parts: Parts, optimizer: Optimizer, recipe: Recipe, world: World, geometry: Geometry) -> None:
-        self.parts, self.optimizer, self.recipe, self.world, self.geometry = parts, optimizer, recipe, world, geometry
-        self.sync = choose_sync(recipe, geometry.micro_batches)
+    def __init__(
+        self,
+        parts: ModelParts,
+        optimizer: Optimizer,
+        recipe: Recipe,
+        spec: StepSpec,
+        world: World,
+        plan: BatchPlan,
+        beat: Callable[[str], None] = lambda phase: None,
+    ) -> None:
+        self.parts, self.optimizer, self.world, self.plan, self.spec = parts, optimizer, world, plan, spec
+        self.clip = recipe.optim.clip
         self.guard = Guard(recipe.train, world.device)
-        self.scale = 1.0 / geometry.tokens_per_step
+        self.scale = 1.0 / plan.tokens_per_step
         self._sums: list[Tensor] = []
-        self.schedule = bind_pipeline(parts, recipe, world, geometry.micro_batches, self._pipeline_loss)
-        # The last stage would keep its outputs of all micro-batches; older releases of torch do not know the word.
-        known = self.schedule is not None and "return_outputs" in inspect.signature(self.schedule.step).parameters
-        self._no_outputs = {"return_outputs": False} if known else {}
+        self.schedule = bind_pipeline(parts, world, self._pipeline_loss)
+        # Without this the last stage keeps its outputs of all micro-batches; older releases of torch do not have it.
+        has_option = self.schedule is not None and "return_outputs" in inspect.signature(self.schedule.step).parameters
+        self._no_outputs = {"return_outputs": False} if has_option else {}
         self.replication = [replication(p, world) for _, p in parts.named_parameters()]
-        if world.size == 1 and recipe.train.precision != "fp32" and geometry.micro_batches > 1:
+        if world.size == 1 and spec.precision != "fp32" and plan.layout.accumulation > 1:
             optimizer.accumulate_in_fp32()
-        self.beat: Callable[[str], None] = lambda phase: None
-        """Told at each phase, so that the watchdog can say how far this rank came."""
+        self.beat = beat
+        """Called at each phase, so that the watchdog can say how far this rank came."""
 
     def step(self, tokens: Tensor, documents: Tensor | None, lr: float) -> StepResult:
         """One optimizer step on this rank's sequences (n, seq_len + 1)."""
         forward = self.gradients(tokens, documents)
         self.beat("reduce")
-        values = self._reduce()
+        loss, norm, auxiliary = self._reduce()
         self.beat("update")
-        norm = values[1]
-        clip = self.recipe.optim.clip
-        scale = torch.clamp(clip / (norm + 1e-6), max=1.0) if clip else torch.ones_like(norm)
-        reason = self.guard.judge(values[0], norm)
+        scale = torch.clamp(self.clip / (norm + 1e-6), max=1.0) if self.clip else torch.ones_like(norm)
+        reason = self.guard.judge(loss, norm)
         self.optimizer.step(lr, scale, reason == 0)
         self.optimizer.zero_grad()
         if self.parts.tie is not None:
             self.parts.tie.spread()
-        return StepResult(torch.stack((values[0], norm, reason.to(values.dtype), values[2])), lr, forward)
+        return StepResult(torch.stack((loss, norm, reason.to(loss.dtype), auxiliary)), lr, forward)
 
-    def gradients(self, tokens: Tensor, documents: Tensor | None) -> Any:
-        """Gradients of the whole batch's mean loss, summed over this rank's micro-batches (and over ranks by the sharding)."""
+    def gradients(self, tokens: Tensor, documents: Tensor | None) -> Stopwatch | None:
+        """Gradients of the batch's mean loss, summed over this rank's micro-batches (and over ranks by the sharding)."""
         self._sums.clear()
         inputs, targets, numbers = cut(tokens, documents, self.world)
         if self.schedule is not None:
-            return self._pipeline(inputs, targets, numbers)
-        module, count = self.parts.modules[0], self.geometry.micro_batches
-        watch = Stopwatch(self.world.device)
-        for index in range(count):
-            part = slice(index * self.geometry.micro_batch, (index + 1) * self.geometry.micro_batch)
-            set_sync(module, self.sync, index == count - 1)
+            self._run_pipeline(self.schedule.step, inputs, targets, numbers)
+            if self.parts.tie is not None:
+                self.parts.tie.collect()
+            return None
+        module, layout = self.parts.modules[0], self.plan.layout
+        stopwatch = Stopwatch(self.world.cuda)
+        for index in range(layout.accumulation):
+            part = slice(index * layout.micro_batch, (index + 1) * layout.micro_batch)
+            set_sync(module, self.spec.sync, index == layout.accumulation - 1)
             self.beat("forward")
-            watch.start()
-            out = module(inputs[part], targets[part], None if numbers is None else numbers[part])
-            watch.stop()
-            self._sums.append(out.detach())
+            stopwatch.start()
+            sums = module(inputs[part], targets[part], None if numbers is None else numbers[part])
+            stopwatch.stop()
+            self._sums.append(sums.detach())
             self.beat("backward")
-            (out[0] * self.scale).backward()
-        return watch
-
-    def _pipeline(self, inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> Any:
-        self.schedule.step(*self._first(inputs), **self._extra(targets, numbers), **self._no_outputs)
-        self._forget_trial()
-        if self.parts.tie is not None:
-            self.parts.tie.collect()
-        return None
-
-    def _forget_trial(self) -> None:
-        """Before its first batch a schedule runs a stage once to learn its shapes; that loss is not of the batch."""
-        del self._sums[: -self.geometry.micro_batches]
+            loss = sums[0] * self.scale
+            loss.backward()
+        return stopwatch
 
     def pipeline_sums(self, inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> Tensor:
         """Loss sums of a batch without gradients; zero on ranks that do not hold the last stage."""
         self._sums.clear()
-        self.schedule.eval(*self._first(inputs), **self._extra(targets, numbers), **self._no_outputs)
-        self._forget_trial()
+        self._run_pipeline(self.schedule.eval, inputs, targets, numbers)
         return torch.stack(self._sums).sum(0) if self._sums else torch.zeros(2, device=self.world.device)
 
-    def _first(self, inputs: Tensor) -> tuple[Tensor, ...]:
-        return (inputs,) if 0 in self.parts.stages else ()
-
-    def _extra(self, targets: Tensor, numbers: Tensor | None) -> dict[str, Tensor]:
-        """Every stage gets the document numbers; the one with the head also the targets, as input and for torch's own loss call."""
-        extra = {} if numbers is None else {"documents": numbers}
+    def _run_pipeline(self, run: Callable[..., Any], inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> None:
+        """Every stage gets the document numbers; the one with the head also the targets, as input and for the loss."""
+        keywords = {} if numbers is None else {"documents": numbers}
         if self.parts.num_stages - 1 in self.parts.stages:
-            extra |= {"targets": targets, "target": targets}
-        return extra
+            keywords |= {"targets": targets, "target": targets}
+        run(*((inputs,) if 0 in self.parts.stages else ()), **keywords, **self._no_outputs)
+        # Before its first batch a schedule runs a stage once to learn its shapes; that loss is not of the batch.
+        del self._sums[: -self.plan.layout.accumulation]
 
-    def _pipeline_loss(self, out: Tensor, target: Tensor) -> Tensor:
-        self._sums.append(out.detach())
-        return out[0] * self.scale
+    def _pipeline_loss(self, sums: Tensor, target: Tensor) -> Tensor:
+        self._sums.append(sums.detach())
+        return sums[0] * self.scale
 
     def _reduce(self) -> Tensor:
         """(loss, gradient norm, auxiliary loss) over all ranks by one reduction of three numbers."""
-        gradients = self.optimizer.gradients()
-        square = norm_square(gradients, self.replication, self.world.device)
-        sums = (
-            torch.stack(self._sums).sum(0) * self.scale
-            if self._sums and self.world.counts_loss
-            else torch.zeros(2, device=self.world.device)
-        )
+        square = norm_square(self.optimizer.gradients(), self.replication, self.world.device)
+        sums = torch.zeros(2, device=self.world.device)
+        if self._sums and self.world.counts_loss:
+            sums = torch.stack(self._sums).sum(0) * self.scale
         total = self.world.sum_(torch.stack((sums[1], square, sums[0] - sums[1])))
         return torch.stack((total[0], total[1].sqrt(), total[2]))
 
 
-def cut(tokens: Tensor, documents: Tensor | None, world: World) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Inputs and targets, one apart; under context parallelism only this rank's positions of them."""
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    numbers = None if documents is None else documents[:, :-1]
-    if world.axes.context > 1:
-        width = inputs.shape[1] // world.axes.context
-        part = slice(world.context_rank * width, (world.context_rank + 1) * width)
-        inputs, targets = inputs[:, part], targets[:, part]
-    return inputs, targets, numbers
-
-
-def replication(parameter: Tensor, world: World) -> float:
+def replication(parameter: Any, world: World) -> float:
     """How many ranks of the job hold the same numbers of this parameter's gradient."""
-    parts = world.axes.pipeline
+    parts = world.layout.pipeline
     if hasattr(parameter, "placements"):
         for axis, placement in enumerate(parameter.placements):
             if not placement.is_replicate():
@@ -165,16 +152,16 @@ def norm_square(gradients: list[Tensor], copies: list[float], device: torch.devi
 class Stopwatch:
     """Time of the forward passes; on a GPU by events, which are read long after."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.spans: list[tuple[Mark, Mark]] = []
-        self._begin: Mark = None
+    def __init__(self, cuda: bool) -> None:
+        self._cuda = cuda
+        self._spans: list[tuple[Mark, Mark]] = []
+        self._started: Mark = None
 
     def start(self) -> None:
-        self._begin = mark(self.cuda)
+        self._started = mark(self._cuda)
 
     def stop(self) -> None:
-        self.spans.append((self._begin, mark(self.cuda)))
+        self._spans.append((self._started, mark(self._cuda)))
 
     def seconds(self) -> float:
-        return sum(seconds_between(begin, end) for begin, end in self.spans)
+        return sum(seconds_between(start, end) for start, end in self._spans)

@@ -1,4 +1,4 @@
-"""How do embedding and head share one matrix when a pipeline puts them on different ranks? One owner, one copy, two messages a step.
+"""Tied embedding and head in different pipeline stages: one owner, one copy, two messages per step.
 
 The first stage owns the weights: its optimizer moves them and its checkpoint holds them. The last stage computes with a copy; it
 sends the gradient to the owner and gets the new weights back. The copy has no moments, and both stay equal to the last bit even
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass.train.mesh import World
-from windlass.train.optimizers import local
+from windlass.train.optimizers.base import local
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Tie:
             local(self.copy).copy_(weights)
 
 
-def find_tie(modules: list[Any], stages: list[int], num_stages: int, schedule: str, world: World) -> Tie | None:
-    """None where one module holds both uses, or none is shared."""
-    if num_stages == 1 or not modules[0].tied:
+def find_tie(modules: list[Any], stages: list[int], num_stages: int, world: World) -> Tie | None:
+    """None where one module holds both uses, or nothing is tied."""
+    if num_stages == 1 or not modules[0].tied or world.mesh is None:
         return None
     held = dict(zip(stages, modules, strict=True))
     group = world.mesh.get_group("pp")
-    ends = 0, 0 if schedule == "zbv" else world.axes.pipeline - 1
+    ends = 0, 0 if world.layout.schedule == "zbv" else world.layout.pipeline - 1
     first, last = (dist.get_global_rank(group, rank) for rank in ends)
-    owner, copy = (held[n].embed.weight if n in held else None for n in (0, num_stages - 1))
+    owner, copy = (held[index].embed.weight if index in held else None for index in (0, num_stages - 1))
     return Tie(owner, copy, group, first, last)

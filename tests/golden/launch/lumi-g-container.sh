@@ -40,15 +40,11 @@ export MIOPEN_CUSTOM_CACHE_DIR="/tmp/${USER:-windlass}-miopen-${SLURM_JOB_ID}"  
 export PMI_NO_PREINITIALIZE=y   # start-up at 512 nodes and more
 export SINGULARITYENV_BASH_ENV=""   # Lmod's start file prints errors inside the container
 export SINGULARITYENV_TORCH_DIST_INIT_BARRIER=1   # ranks start unevenly
-export TRITON_CACHE_DIR="/tmp/${USER:-windlass}-windlass-$SLURM_JOB_ID/triton"   # compiler caches of many ranks lock each other on a shared file system
-export TORCHINDUCTOR_CACHE_DIR="/tmp/${USER:-windlass}-windlass-$SLURM_JOB_ID/torchinductor"   # compiler caches of many ranks lock each other on a shared file system
 export HF_HUB_OFFLINE=1   # nothing is fetched in a job: a hub time-out costs minutes per rank
 export HF_DATASETS_OFFLINE=1   # nothing is fetched in a job: a hub time-out costs minutes per rank
 export TRANSFORMERS_OFFLINE=1   # nothing is fetched in a job: a hub time-out costs minutes per rank
 export WANDB_MODE=offline   # `windlass sync` sends later, from where there is internet
 export WANDB_DIR=/project/runs/nine-b/trackers   # tracker files belong to the run folder
-export WANDB_RUN_ID=nine-b   # all links of a chain are one tracked run
-export WANDB_RESUME=allow   # all links of a chain are one tracked run
 
 # Is there anything left to do? This reads the run folder only and answers within seconds.
 singularity exec --rocm --pwd /project "$image" windlass link before /project/runs/nine-b

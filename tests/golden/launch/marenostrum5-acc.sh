@@ -32,15 +32,11 @@ export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"   # srun no longer inherits it 
 export OMP_NUM_THREADS=20   # ranks of a node must not fight for cores
 export NCCL_IB_HCA=mlx5   # use the InfiniBand cards
 export UCX_NET_DEVICES=mlx5_0:1,mlx5_1:1,mlx5_4:1,mlx5_5:1   # the four fabric ports
-export TRITON_CACHE_DIR="/tmp/${USER:-windlass}-windlass-$SLURM_JOB_ID/triton"   # compiler caches of many ranks lock each other on a shared file system
-export TORCHINDUCTOR_CACHE_DIR="/tmp/${USER:-windlass}-windlass-$SLURM_JOB_ID/torchinductor"   # compiler caches of many ranks lock each other on a shared file system
 export HF_HUB_OFFLINE=1   # nothing is fetched in a job: a hub time-out costs minutes per rank
 export HF_DATASETS_OFFLINE=1   # nothing is fetched in a job: a hub time-out costs minutes per rank
 export TRANSFORMERS_OFFLINE=1   # nothing is fetched in a job: a hub time-out costs minutes per rank
 export WANDB_MODE=offline   # `windlass sync` sends later, from where there is internet
 export WANDB_DIR=/project/runs/nine-b/trackers   # tracker files belong to the run folder
-export WANDB_RUN_ID=nine-b   # all links of a chain are one tracked run
-export WANDB_RESUME=allow   # all links of a chain are one tracked run
 
 # Is there anything left to do? This reads the run folder only and answers within seconds.
 windlass link before /project/runs/nine-b

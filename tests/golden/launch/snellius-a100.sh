@@ -31,15 +31,11 @@ source /project/venv/bin/activate
 
 # Environment: each with its reason
 export OMP_NUM_THREADS=18   # ranks of a node must not fight for cores
-export TRITON_CACHE_DIR="/tmp/${USER:-windlass}-windlass-$SLURM_JOB_ID/triton"   # compiler caches of many ranks lock each other on a shared file system
-export TORCHINDUCTOR_CACHE_DIR="/tmp/${USER:-windlass}-windlass-$SLURM_JOB_ID/torchinductor"   # compiler caches of many ranks lock each other on a shared file system
 export HF_HUB_OFFLINE=1   # nothing is fetched in a job: a hub time-out costs minutes per rank
 export HF_DATASETS_OFFLINE=1   # nothing is fetched in a job: a hub time-out costs minutes per rank
 export TRANSFORMERS_OFFLINE=1   # nothing is fetched in a job: a hub time-out costs minutes per rank
 export WANDB_MODE=offline   # `windlass sync` sends later, from where there is internet
 export WANDB_DIR=/project/runs/nine-b/trackers   # tracker files belong to the run folder
-export WANDB_RUN_ID=nine-b   # all links of a chain are one tracked run
-export WANDB_RESUME=allow   # all links of a chain are one tracked run
 
 # Is there anything left to do? This reads the run folder only and answers within seconds.
 windlass link before /project/runs/nine-b

@@ -1,53 +1,56 @@
-"""How did a point end, and how do we know? Scheduler first, then the ranks' error records, the kernel, the log, the supervisor, the exit code."""
+"""How a point ended, and the evidence.
+
+The first source that knows decides: our own time limit, the scheduler, the ranks' error records, the kernel, the log,
+the supervisor, the exit code.
+"""
 
 from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from windlass import errors
-from windlass.launch.executor import State
+from windlass.launch.executor import JobState
+from windlass.launch.logs import read_tail
+from windlass.runs.events import FaultEvent
+from windlass.runs.faults import FaultRecord
 from windlass.runs.folder import Run
 
 OUTCOMES = ("ok", "oom", "timeout", "node-failure", "pre-empted", "error", "skipped")
-GROUPS = {"fail": ("error", "timeout", "node-failure", "pre-empted"), "failed": ("error", "timeout", "node-failure", "pre-empted")}  # fmt: skip
-"""Words of `--only` that stand for several outcomes."""
-_BY_STATE = {
-    "OUT_OF_MEMORY": "oom", "TIMEOUT": "timeout", "DEADLINE": "timeout", "NODE_FAIL": "node-failure", "BOOT_FAIL": "node-failure",
-    "PREEMPTED": "pre-empted", "REVOKED": "pre-empted", "CANCELLED": "error",
+FAILED = ("error", "timeout", "node-failure", "pre-empted")
+OUTCOME_GROUPS = {"fail": FAILED, "failed": FAILED}  # names of `--only` for several outcomes
+OUTCOME_OF_STATE = {
+    "OUT_OF_MEMORY": "oom", "TIMEOUT": "timeout", "DEADLINE": "timeout", "NODE_FAIL": "node-failure",
+    "BOOT_FAIL": "node-failure", "PREEMPTED": "pre-empted", "REVOKED": "pre-empted", "CANCELLED": "error",
 }  # fmt: skip
-_PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("oom", re.compile(r"out of memory|OutOfMemoryError|can't allocate memory|cannot allocate memory|\bMemoryError\b|oom-kill|oom_kill|std::bad_alloc|HIP_ERROR_OutOfMemory", re.I)),
-    ("timeout", re.compile(r"DUE TO TIME LIMIT", re.I)),
-    ("node-failure", re.compile(r"DUE TO NODE FAILURE|node failure|NODE_FAIL|uncorrectable ECC|GPU has fallen off the bus", re.I)),
-    ("pre-empted", re.compile(r"DUE TO PREEMPTION|preempted", re.I)),
-)  # fmt: skip
-_ERROR_LINE = re.compile(r"(?:^|\s)(?:[A-Za-z_.]*(?:Error|Exception)\b.*|error: .*|fatal: .*|gave up: .*)", re.I)
-COMMAND_MARK = "$ "
-"""Begins the line of a point's log that shows its command."""
-_LOST = ("lost",)
-"""Kinds of error records that only say that another rank went away."""
+LOG_PATTERNS = {
+    "oom": r"out of memory|OutOfMemoryError|can't allocate memory|cannot allocate memory|\bMemoryError\b|oom-kill"
+    r"|oom_kill|std::bad_alloc|HIP_ERROR_OutOfMemory",
+    "timeout": r"DUE TO TIME LIMIT",
+    "node-failure": r"DUE TO NODE FAILURE|node failure|NODE_FAIL|uncorrectable ECC|GPU has fallen off the bus",
+    "pre-empted": r"DUE TO PREEMPTION|preempted",
+}
+ERROR_LINE = r"(?:^|\s)(?:[A-Za-z_.]*(?:Error|Exception)\b.*|error: .*|fatal: .*|gave up: .*)"
+COMMAND_MARK = "$ "  # begins the line of a point's log that shows its command
+LOG_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """The verdict and what it rests on."""
+class PointOutcome:
+    """How a point ended and what this is based on."""
 
     outcome: str
-    evidence: str
-    """scheduler, record, kernel, log, supervisor, exit, limit, results or plan."""
-    detail: str = ""
-    """The words of the evidence: the scheduler's state, or the first error line."""
+    evidence: str  # scheduler, record, kernel, log, supervisor, exit, limit, results or plan
+    detail: str = ""  # the scheduler's state, or the first error line
     rank: int | None = None
     host: str | None = None
     file: str | None = None
     exit_code: int | None = None
-    further: list[str] = field(default_factory=list)
-    """What else was seen, in order."""
+    further: tuple[str, ...] = ()  # the next pieces of evidence, in order
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -58,146 +61,123 @@ def classify(
     exit_code: int | None,
     *,
     log: Path | None = None,
-    state: State | None = None,
+    state: JobState | None = None,
     timed_out: float | None = None,
     since: float = 0.0,
     oom_kills: int = 0,
-) -> Outcome:
-    """The first of these that knows: our own time limit, the scheduler, the ranks' records, the kernel, the log, the supervisor, the exit code."""
-    seen = list(_evidence(run, exit_code, log, state, timed_out, since, oom_kills))
-    first = seen[0]
-    if first.outcome == "ok" and exit_code == 0:
-        return first
-    return Outcome(**{**vars(first), "further": [_words(o) for o in seen[1:4]]})
-
-
-def _words(o: Outcome) -> str:
-    return f"{o.evidence}: {o.outcome}: {o.detail}"
+) -> PointOutcome:
+    """`timed_out`: the limit in seconds that ended the point; `since`: when it began, so that older records do not count."""
+    # A cancelled job has exit code 0 too: the scheduler's state comes first.
+    scheduler_knows = state is not None and state.state in OUTCOME_OF_STATE
+    if exit_code == errors.EXIT_DONE and timed_out is None and not scheduler_knows:
+        return PointOutcome(outcome="ok", evidence="exit", detail="exit code 0", exit_code=0)
+    first, *others = (
+        replace(outcome, exit_code=exit_code)
+        for outcome in _evidence(run, exit_code, log, state, timed_out, since, oom_kills)
+    )
+    return replace(first, further=tuple(f"{o.evidence}: {o.outcome}: {o.detail}" for o in others[:3]))
 
 
 def _evidence(
-    run: Run, code: int | None, log: Path | None, state: State | None, timed_out: float | None, since: float, oom_kills: int
-) -> Iterator[Outcome]:  # fmt: skip
-    # A cancelled job says exit code 0 too: the scheduler's state comes first.
-    if code == errors.EXIT_DONE and timed_out is None and (state is None or state.state not in _BY_STATE):
-        yield Outcome(outcome="ok", evidence="exit", detail="exit code 0", exit_code=0)
-        return
+    run: Run,
+    code: int | None,
+    log: Path | None,
+    state: JobState | None,
+    timed_out: float | None,
+    since: float,
+    oom_kills: int,
+) -> Iterator[PointOutcome]:
+    """All evidence of a point that did not end well, strongest first."""
     if timed_out is not None:
-        yield Outcome(
-            outcome="timeout", evidence="limit", detail=f"ended after its limit of {timed_out:g} s", exit_code=code
-        )
-    if state is not None and state.state in _BY_STATE:
-        words = f"{state.state}" + (f" ({state.reason})" if state.reason else "")
-        yield Outcome(outcome=_BY_STATE[state.state], evidence="scheduler", detail=words, exit_code=code)
-    causes, lost = _records(run, code, since)
-    yield from causes
+        detail = f"ended after its limit of {timed_out:g} s"
+        yield PointOutcome(outcome="timeout", evidence="limit", detail=detail)
+    if state is not None and state.state in OUTCOME_OF_STATE:
+        detail = state.state + (f" ({state.reason})" if state.reason else "")
+        yield PointOutcome(outcome=OUTCOME_OF_STATE[state.state], evidence="scheduler", detail=detail)
+    faults = sorted((f for f in run.faults() if f.time >= since - 1), key=lambda fault: fault.time)
+    yield from [_from_fault(run, fault) for fault in faults if fault.is_cause][:1]
     if oom_kills:
-        words = f"the kernel killed {oom_kills} process{'es' * (oom_kills > 1)} because the job's memory was used up"
-        yield Outcome(outcome="oom", evidence="kernel", detail=words, exit_code=code)
-    yield from _log(log, code)
-    yield from _fault(run, code, since)
-    yield from lost
-    yield from _error_line(log, code)
-    yield _by_code(code)
+        detail = f"the kernel killed {oom_kills} process{'es' * (oom_kills > 1)} because the job's memory was used up"
+        yield PointOutcome(outcome="oom", evidence="kernel", detail=detail)
+    # The line with the command itself, which we wrote, is not evidence.
+    lines = read_tail(log, LOG_BYTES).splitlines() if log else []
+    lines = [line for line in lines if not line.startswith(COMMAND_MARK)]
+    for outcome, pattern in LOG_PATTERNS.items():
+        yield from _from_log(outcome, pattern, lines, log)
+    for event in run.events(FaultEvent):  # a rank that was killed leaves no record, but the supervisor saw its end
+        if event.kind != "lost" and (event.time or 0.0) >= since - 1:
+            yield _from_supervisor(event)
+            break
+    yield from [_from_fault(run, fault) for fault in faults if not fault.is_cause][:1]
+    yield from _from_log("error", ERROR_LINE, lines, log)
+    yield _from_code(code)
 
 
-def _records(run: Run, code: int | None, since: float) -> tuple[list[Outcome], list[Outcome]]:
-    """Error records of ranks, first come first: those that say what happened, and those that only lost another rank."""
-    records = sorted((r for r in run.errors() if _time(r) >= since - 1), key=_time)
-    causes = [_of_record(run, r, code) for r in records if r.get("kind") not in _LOST]
-    return causes[:1], [_of_record(run, r, code) for r in records if r.get("kind") in _LOST][:1]
-
-
-def _time(record: Mapping[str, Any]) -> float:
-    return float(record.get("time") or 0)
-
-
-def _of_record(run: Run, record: Mapping[str, Any], code: int | None) -> Outcome:
-    rank = record.get("rank")
-    return Outcome(
-        outcome="oom" if record.get("kind") == "oom" else "error",
+def _from_fault(run: Run, fault: FaultRecord) -> PointOutcome:
+    return PointOutcome(
+        outcome="oom" if fault.kind == "oom" else "error",
         evidence="record",
-        detail=str(record.get("error")),
-        rank=rank if isinstance(rank, int) else None,
-        host=record.get("host"),
-        file=str(run.error_file(int(rank or 0)).relative_to(run.path)),
-        exit_code=code,
+        detail=fault.error,
+        rank=fault.rank,
+        host=fault.host,
+        file=str(run.error_file(fault.rank or 0).relative_to(run.path)),
     )
 
 
-def _fault(run: Run, code: int | None, since: float) -> Iterator[Outcome]:
-    """A rank that was killed leaves no record; the supervisor has seen its end."""
-    for event in run.events():
-        if event.get("event") == "fault" and event.get("kind") not in _LOST and _time(event) >= since - 1:
-            yield Outcome(
-                outcome="oom" if event.get("kind") == "oom" else "error", evidence="supervisor", detail=f"rank {event.get('rank')}: {event.get('error')}",
-                rank=event.get("rank"), host=event.get("host"), exit_code=code,
-            )  # fmt: skip
-            return
+def _from_supervisor(event: FaultEvent) -> PointOutcome:
+    return PointOutcome(
+        outcome="oom" if event.kind == "oom" else "error",
+        evidence="supervisor",
+        detail=f"rank {event.rank}: {event.error}",
+        rank=event.rank,
+        host=event.host,
+    )
 
 
-def _log(log: Path | None, code: int | None) -> Iterator[Outcome]:
-    lines = _said(log)
-    for outcome, pattern in _PATTERNS:
-        hit = next((line for line in lines if pattern.search(line)), None)
-        if hit is not None:
-            yield Outcome(outcome=outcome, evidence="log", detail=hit.strip()[:300], file=str(log), exit_code=code)
-
-
-def _error_line(log: Path | None, code: int | None) -> Iterator[Outcome]:
-    lines = _said(log)
-    hit = next((line for line in lines if _ERROR_LINE.search(line)), None)
+def _from_log(outcome: str, pattern: str, lines: list[str], log: Path | None) -> Iterator[PointOutcome]:
+    hit = next((line for line in lines if re.search(pattern, line, re.IGNORECASE)), None)
     if hit is not None:
-        yield Outcome(outcome="error", evidence="log", detail=hit.strip()[:300], file=str(log), exit_code=code)
+        yield PointOutcome(outcome=outcome, evidence="log", detail=hit.strip()[:300], file=str(log))
 
 
-def _said(log: Path | None) -> list[str]:
-    """What the command said: the line with the command itself, which we wrote, is no evidence whatever words it has."""
-    return [line for line in tail(log) if not line.startswith(COMMAND_MARK)] if log is not None else []
-
-
-def tail(log: Path, most: int = 256 * 1024) -> list[str]:
-    """Lines of the end of a log; none when there is no log."""
-    try:
-        with log.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - most))
-            return file.read().decode("utf-8", "replace").splitlines()
-    except OSError:
-        return []
-
-
-def _by_code(code: int | None) -> Outcome:
-    if code is None:
-        return Outcome(outcome="error", evidence="exit", detail="ended without an exit code")
+def _from_code(code: int | None) -> PointOutcome:
+    outcome, detail = "error", "ended without an exit code" if code is None else f"exit code {code}"
     if code == errors.EXIT_OUT_OF_MEMORY:
-        return Outcome(outcome="oom", evidence="exit", detail=f"exit code {code}: out of memory", exit_code=code)
-    if code == errors.EXIT_RESUMABLE:
-        return Outcome(
-            outcome="pre-empted", evidence="exit", detail=f"exit code {code}: stopped on request", exit_code=code
-        )
-    number = -code if code < 0 else code - 128 if code > 128 else 0
-    if number:
-        try:
-            name = signal.Signals(number).name
-        except ValueError:
-            name = f"signal {number}"
-        return Outcome(outcome="error", evidence="exit", detail=f"ended by {name}", exit_code=code)
-    return Outcome(outcome="error", evidence="exit", detail=f"exit code {code}", exit_code=code)
+        outcome, detail = "oom", f"exit code {code}: out of memory"
+    elif code == errors.EXIT_RESUMABLE:
+        outcome, detail = "pre-empted", f"exit code {code}: stopped on request"
+    elif code is not None and (code < 0 or code > 128):
+        number = -code if code < 0 else code - 128
+        known = number in {s.value for s in signal.Signals}
+        detail = f"ended by {signal.Signals(number).name if known else f'signal {number}'}"
+    return PointOutcome(outcome=outcome, evidence="exit", detail=detail)
 
 
-def read_only(words: str) -> set[str]:
+def parse_only(text: str) -> set[str]:
     """`oom,fail` -> outcomes to repeat."""
-    found: set[str] = set()
-    for word in (w.strip() for w in words.split(",") if w.strip()):
-        if word in GROUPS:
-            found.update(GROUPS[word])
-        elif word in OUTCOMES:
-            found.add(word)
-        else:
-            raise errors.ConfigError(
-                "launch.only-such-outcome",
-                f"--only {word}: there is no such outcome",
-                hint=f"known: {', '.join((*OUTCOMES, 'fail'))}",
-            )
-    return found
+    outcomes: set[str] = set()
+    for name in (part.strip() for part in text.split(",") if part.strip()):
+        if name not in (*OUTCOMES, *OUTCOME_GROUPS):
+            hint = f"known: {', '.join((*OUTCOMES, 'fail'))}"
+            raise errors.ConfigError("sweep.unknown-outcome", f"--only {name}: there is no such outcome", hint=hint)
+        outcomes.update(OUTCOME_GROUPS.get(name, (name,)))
+    return outcomes
+
+
+def oom_kills(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Processes that the kernel has killed for memory in this job so far; None where no counter can be read.
+
+    A process that is killed this way leaves no message, and the scheduler has its verdict only at the end of the job.
+    """
+    counts: list[int] = []
+    for line in own.read_text().splitlines() if own.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        # Version 1 counts for our own group only. Version 2 counts for a group and all below it, so we read the one of
+        # the job (slurm/job_7): steps that srun starts are beside ours (slurm/job_7/step_batch/user).
+        job = re.sub(r"(^|/)(job_[^/]*)/.*", r"\1\2", path.strip("/"))
+        file = root / "memory" / path.strip("/") / "memory.oom_control" if controllers else root / job / "memory.events"
+        count = re.search(r"^oom_kill (\d+)", file.read_text() if file.is_file() else "", re.MULTILINE)
+        counts += [int(count[1])] if count else []
+    return sum(counts) if counts else None

@@ -1,4 +1,4 @@
-"""How does the winner go on? As a recipe of its own: the point's settings, the base's name, and in its first lines why it won."""
+"""The winner of a sweep as a recipe file: its settings under the base's name, and in its first lines why it won."""
 
 from __future__ import annotations
 
@@ -6,56 +6,40 @@ import copy
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from windlass.config import Recipe, validate
 from windlass.errors import ConfigError, RunError
 from windlass.files import write_atomic
+from windlass.launch.sweep.folder import SweepRun
 from windlass.launch.sweep.toml import to_toml
 
-if TYPE_CHECKING:
-    from windlass.launch.sweep.local import Work
 
-
-def check_pick(work: Work, path: Path) -> None:
+def check_pick(sweep_run: SweepRun, path: Path) -> None:
     """What can be refused before hours of points have run."""
-    if work.loaded.base is None:
-        raise ConfigError(
-            "launch.pick-writes-recipe-sweep",
-            "--pick writes a recipe, and this sweep runs a command",
-            hint="results.csv has the ranking",
-        )
+    if sweep_run.loaded.base is None:
+        message = "--pick writes a recipe, and this sweep runs a command"
+        raise ConfigError("sweep.pick-needs-recipe", message, hint="results.csv has the ranking")
     if path.exists():
-        raise RunError("launch.exists-already", f"{path} exists already", hint="choose another file name for --pick")
+        raise RunError("sweep.file-exists", f"{path} already exists", hint="choose another file name for --pick")
 
 
-def write_pick(work: Work, ranked: Sequence[dict[str, Any]], rank_by: str, path: Path) -> None:
-    """The best point's recipe; refuses to overwrite, and a sweep without a winner."""
-    check_pick(work, path)
+def write_pick(sweep_run: SweepRun, ranked: Sequence[dict[str, Any]], rank_by: str, path: Path) -> None:
+    """The best point's recipe; refuses to overwrite a file, and a sweep without a winner."""
+    check_pick(sweep_run, path)
     if not ranked:
         raise RunError(
-            "launch.point-ended-well-number",
-            f"no point ended well with a number for {rank_by}",
-            hint="look at results.csv, or --only oom,fail",
+            "sweep.no-winner",
+            f"no point succeeded with a number for {rank_by}",
+            hint="look at results.csv, or repeat points with --only oom,fail",
         )
-    best = ranked[0]
-    point = next(p for p in work.points if p.name == best["point"])
-    assert point.raw is not None
-    raw = copy.deepcopy(point.raw)
-    raw["name"] = (work.loaded.base or {}).get("name", work.sweep.name)
-    validate(Recipe, raw, str(path))
-    write_atomic(path, to_toml(raw, _comment(work, ranked, rank_by)))
-
-
-def _comment(work: Work, ranked: Sequence[dict[str, Any]], rank_by: str) -> str:
-    best = ranked[0]
-    lines = [
-        f"Picked by `windlass sweep {work.loaded.path.name}` on {time.strftime('%Y-%m-%d', time.gmtime())}: point {best['point']},",
-        f"the best of {len(ranked)} that ended well by {rank_by} ({best[rank_by]:.6g}).",
+    point, source = sweep_run.point(ranked[0]["point"]), sweep_run.loaded
+    comment = [
+        f"Picked by `windlass sweep {source.path.name}` on {time.strftime('%Y-%m-%d', time.gmtime())}: point {point.name},",
+        f"the best of {len(ranked)} that succeeded, by {rank_by} ({ranked[0][rank_by]:.6g}).",
+        *(f"Next: {row['point']} ({row[rank_by]:.6g})." for row in ranked[1:2]),
+        *([f"It ran with `windlass train FILE --devices {point.devices}`."] if point.devices is not None else []),
     ]
-    if len(ranked) > 1:
-        lines.append(f"Next: {ranked[1]['point']} ({ranked[1][rank_by]:.6g}).")
-    point = next(p for p in work.points if p.name == best["point"])
-    if point.devices is not None:
-        lines.append(f"It ran with `windlass train FILE --devices {point.devices}`.")
-    return "\n".join(lines)
+    raw = copy.deepcopy(point.raw or {}) | {"name": (source.base or {}).get("name", sweep_run.sweep.name)}
+    validate(Recipe, raw, str(path))
+    write_atomic(path, to_toml(raw, "\n".join(comment)))

@@ -1,4 +1,4 @@
-"""How does a recipe go back into a file? Nested tables as TOML text that our own loader reads to the same values."""
+"""Nested tables as TOML text that our own loader reads back to the same values."""
 
 from __future__ import annotations
 
@@ -15,32 +15,25 @@ def to_toml(raw: Mapping[str, Any], comment: str = "") -> str:
 
 
 def _lines(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    plain = {k: v for k, v in table.items() if not _is_table(v) and v is not None}
+    plain = {k: v for k, v in table.items() if not isinstance(v, Mapping) and v is not None}
     if prefix and (plain or not table):
         yield f"\n[{prefix}]"
-    for key, value in plain.items():
-        yield f"{_key(key)} = {value_text(value)}"
+    yield from (f"{_key(key)} = {_value(value)}" for key, value in plain.items())
     for key, value in table.items():
-        if _is_table(value):
+        if isinstance(value, Mapping):
             yield from _lines(value, f"{prefix}.{_key(key)}" if prefix else _key(key))
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, Mapping)
 
 
 def _key(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
 
 
-def value_text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
+def _value(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(k)} = {value_text(v)}" for k, v in value.items() if v is not None) + " }"
+        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None) + " }"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(value_text(v) for v in value) + "]"
-    if isinstance(value, (int, float)):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
         return repr(value)
-    # JSON's escapes of a text are TOML's too, apart from surrogate pairs, which ensure_ascii=False avoids.
-    return json.dumps(str(value), ensure_ascii=False)
+    # JSON's escapes are TOML's too, apart from surrogate pairs, which ensure_ascii=False avoids.
+    return json.dumps(value if isinstance(value, bool) else str(value), ensure_ascii=False)

@@ -1,0 +1,211 @@
+"""Runs points on this machine one after another, each in its own folder and under its limits.
+
+Ctrl-C loses only the point that is running.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+from windlass.clusters.scheduler import job_id
+from windlass.errors import ConfigError
+from windlass.launch.sweep.folder import SweepRun
+from windlass.launch.sweep.outcome import COMMAND_MARK, PointOutcome, classify, oom_kills
+from windlass.launch.sweep.points import SweepPoint
+from windlass.launch.sweep.results import collect_rows, read_results, write_tables
+from windlass.processes import end_with_parent
+from windlass.runs.lock import locked
+
+END_SECONDS = 15.0  # a point that is asked to end gets this long before it is killed
+TABLE_SHARE = 0.05  # of the time that the points take, at most, for writing tables while they run
+POINT_VARIABLE = "WINDLASS_POINT"  # in the environment of everything a point starts: its folder
+
+
+def choose_points(
+    sweep_run: SweepRun, only: set[str] | None, names: Sequence[str] | None = None, *, everything: bool = False
+) -> list[SweepPoint]:
+    """Points without an outcome, or those whose outcome is in `only`. Skipped points are chosen with `everything`."""
+    by_name = {point.name: point for point in sweep_run.points}
+    missing = [name for name in names or () if name not in by_name]
+    if missing:
+        near = get_close_matches(missing[0], sorted(by_name), n=3, cutoff=0.3)
+        raise ConfigError(
+            "sweep.unknown-point",
+            f"there is no point {', '.join(missing)} in this sweep",
+            hint=f"did you mean {' or '.join(near)}?" if near else "--dry-run lists the points",
+        )
+    last = {name: line["outcome"] for name, line in sweep_run.folder.outcomes().items()}
+    repeated = {*(only or ()), *(["skipped"] if everything else [])}
+    return [
+        point
+        for name, point in by_name.items()
+        if (not names or name in names) and (last[name] in repeated if name in last else only is None)
+    ]
+
+
+def run_points(
+    sweep_run: SweepRun,
+    points: Sequence[SweepPoint],
+    report: Callable[[SweepPoint, PointOutcome | None], None] = lambda point, outcome: None,
+    *,
+    everything: bool = False,
+    launcher: Sequence[str] = (),
+    lock: Path | None = None,
+) -> dict[str, str]:
+    """Run them in order; point -> outcome. `launcher` precedes each command (srun inside an allocation).
+
+    `report` is called at the start of each point (with None) and at its end.
+    """
+    outcomes: dict[str, str] = {}
+    tables = LiveTables(sweep_run)
+    with locked(lock or sweep_run.folder.path / "sweep.lock", job_id()):
+        for point in points:
+            report(point, None)
+            end_leftovers(sweep_run.folder.point(point.name).path)
+            outcome = run_point(sweep_run, point, everything=everything, launcher=launcher)
+            outcomes[point.name] = outcome.outcome
+            tables.write(last=point is points[-1])
+            report(point, outcome)
+    return outcomes
+
+
+class LiveTables:
+    """The tables that the dashboard follows. With hundreds of short points they get a share of the time only."""
+
+    def __init__(self, sweep_run: SweepRun) -> None:
+        self.sweep_run, self._not_before = sweep_run, 0.0
+
+    def write(self, *, last: bool) -> None:
+        started_at = time.monotonic()
+        if started_at < self._not_before and not last:
+            return
+        with contextlib.suppress(OSError):  # they are written again at the end
+            write_tables(self.sweep_run, collect_rows(self.sweep_run))
+        self._not_before = time.monotonic() + (time.monotonic() - started_at) / TABLE_SHARE
+
+
+def run_point(
+    sweep_run: SweepRun, point: SweepPoint, *, everything: bool = False, launcher: Sequence[str] = ()
+) -> PointOutcome:
+    """Run one point, unless the planner says that it is invalid or would not fit, and record its outcome."""
+    expected, folder = sweep_run.expectation(point), sweep_run.folder
+    seconds = None
+    if expected.verdict == "illegal" or (expected.skip and not everything):
+        skipped = "error" if expected.verdict == "illegal" else "skipped"
+        outcome = PointOutcome(outcome=skipped, evidence="plan", detail=expected.reason)
+    else:
+        folder.set_aside(point.name)
+        run, log = folder.point(point.name), folder.log(point.name)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        folder.begin(point.name, job_id())
+        results = None
+        if point.recipe is None and sweep_run.sweep.results is not None:
+            results = point.results_file(run.path, sweep_run.sweep.results)
+        stamp, started_at, kills = _stamp(results), time.time(), oom_kills() or 0
+        code, timed_out = _execute(command_of(sweep_run, point, launcher), log, point)
+        kills = (oom_kills() or 0) - kills
+        outcome = classify(run, code, log=log, timed_out=timed_out, since=started_at, oom_kills=kills)
+        if outcome.outcome == "ok" and results is not None and (fault := _results_fault(results, stamp)):
+            outcome = PointOutcome(outcome="error", evidence="results", detail=fault, file=str(results), exit_code=0)
+        seconds = time.time() - started_at
+    folder.add_outcome({"point": point.name, "seconds": seconds, **outcome.as_dict()})
+    return outcome
+
+
+def _results_fault(results: Path, stamp: tuple[int, ...] | None) -> str | None:
+    """What is wrong with the numbers of a command that ended well; those of an earlier run are not its own."""
+    try:
+        read_results(results)
+    except ConfigError as error:
+        return error.message
+    if stamp is not None and _stamp(results) == stamp:
+        return f"the results file {results} existed before, and the command did not write it"
+    return None
+
+
+def _stamp(path: Path | None) -> tuple[int, ...] | None:
+    """Changes when the file is written; None when there is no file."""
+    if path is None or not path.exists():
+        return None
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def command_of(sweep_run: SweepRun, point: SweepPoint, launcher: Sequence[str] = ()) -> list[str]:
+    """What a point starts: `windlass train` with its recipe, or the sweep's own command."""
+    run_dir = sweep_run.folder.point(point.name).path
+    if point.recipe is None:
+        return [*launcher, *point.command(run_dir)]
+    # A point is not resumed: it uses its allocation to the end. A lead for a last save would stop the last points of every pack.
+    lead = ["save.lead=0"] if job_id() is not None and point.recipe.save.lead == "auto" else []
+    recipe = str(sweep_run.folder.recipe(point.name))
+    argv = [sys.executable, "-m", "windlass", "train", recipe, *lead, "--run", str(run_dir)]
+    if launcher:  # the scheduler starts one task per device
+        return [*launcher, *argv]
+    return [*argv, "--devices", str(point.devices or 1), "--restarts", str(sweep_run.sweep.restarts)]
+
+
+def _execute(command: Sequence[str], log: Path, point: SweepPoint) -> tuple[int, float | None]:
+    """The exit code, and the time limit where that ended the point."""
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", POINT_VARIABLE: str(log.parents[1].absolute())}
+    end_with_us = end_with_parent(signal.SIGTERM)
+
+    def in_child() -> None:
+        end_with_us()
+        if point.memory_limit is not None:  # private memory, of every process it starts
+            resource.setrlimit(resource.RLIMIT_DATA, (point.memory_limit, point.memory_limit))
+
+    with log.open("ab") as output:
+        output.write(f"{COMMAND_MARK}{' '.join(shlex.join(command).splitlines())}\n".encode())
+        output.flush()
+        try:
+            process = subprocess.Popen(
+                list(command),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=env,
+                start_new_session=True,
+                preexec_fn=in_child,
+            )
+        except OSError as error:
+            output.write(f"error: {command[0]} cannot be started: {error.strerror}\n".encode())
+            return 127, None
+        try:
+            return process.wait(timeout=point.time_limit), None
+        except subprocess.TimeoutExpired:
+            return end_group(process), point.time_limit
+        except BaseException:  # Ctrl-C: the point must not live on
+            end_group(process)
+            raise
+
+
+def end_leftovers(folder: Path) -> int:
+    """Kill what still runs of a point: a sweep that was killed could not end it, and it would write into the new try."""
+    mark, count = f"{POINT_VARIABLE}={folder.absolute()}".encode(), 0
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # gone meanwhile, or of another user
+            if mark in entry.read_bytes().split(b"\0"):
+                os.kill(int(entry.parent.name), signal.SIGKILL)
+                count += 1
+    return count
+
+
+def end_group(process: subprocess.Popen[bytes]) -> int:
+    """Ask a process and its children to end, then kill them."""
+    for number, seconds in ((signal.SIGTERM, END_SECONDS), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(timeout=seconds)
+    return process.wait()

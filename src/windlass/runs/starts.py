@@ -1,0 +1,79 @@
+"""Starts of a run: one file per start says completely how its workers divide and compute a step.
+
+One process writes `starts/<job>.<restart>.json`; every worker waits for exactly that file and plans nothing itself.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from windlass.errors import RunError
+from windlass.files import read_json, write_json
+from windlass.layout.types import GradientSync, Layout, StepSpec
+from windlass.runs.folder import Run
+
+WAIT_SECONDS = 300.0
+"""How long workers wait for their start's file: a parallel file system shows it to other nodes a little later."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    job: str
+    """The scheduler's job id, or "local-" and a time where there is no scheduler."""
+    restart: int = 0
+    """How often this job was started before."""
+    layout: Layout
+    step: StepSpec
+    device: str
+    """Device type of the workers: "cuda" or "cpu"."""
+    devices: int
+    devices_per_node: int
+    reason: str = ""
+    """Why this layout, for the log."""
+    lead_seconds: float | None = None
+    """How long before the wall-time limit the workers stop, where the launcher decided it; None: from measured times."""
+    created_at: float = field(default_factory=time.time)
+
+    @property
+    def name(self) -> str:
+        return start_name(self.job, self.restart)
+
+
+def start_name(job: str, restart: int) -> str:
+    return f"{job}.{restart}"
+
+
+def write_start(run: Run, start: Start) -> None:
+    write_json(run.starts / f"{start.name}.json", asdict(start))
+
+
+def read_start(run: Run, name: str) -> Start | None:
+    value = read_json(run.starts / f"{name}.json")
+    return None if value is None else _parse(value)
+
+
+def last_start(run: Run) -> Start | None:
+    """The newest start of a run; None before the first, and in run folders of version 0.1."""
+    values = [value for path in run.starts.glob("*.json") if (value := read_json(path)) is not None]
+    return _parse(max(values, key=lambda value: value["created_at"])) if values else None
+
+
+def wait_for_start(run: Run, name: str, seconds: float = WAIT_SECONDS) -> Start:
+    deadline = time.monotonic() + seconds
+    while (start := read_start(run, name)) is None:
+        if time.monotonic() > deadline:
+            raise RunError(
+                "runs.start-missing",
+                f"{run.starts / f'{name}.json'} was not written within {seconds:.0f} s",
+                hint="start workers with `windlass train`, `windlass resume` or a job script of `windlass launch`; "
+                "the run folder must be on a file system that all nodes share",
+            )
+        time.sleep(0.1)
+    return start
+
+
+def _parse(value: dict[str, Any]) -> Start:
+    step = {**value["step"], "sync": GradientSync(**value["step"]["sync"])}
+    return Start(**{**value, "layout": Layout(**value["layout"]), "step": StepSpec(**step)})

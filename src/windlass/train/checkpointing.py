@@ -1,0 +1,243 @@
+"""Checkpoints of a training run: when to save, what is in one, restoring, and going back after divergence."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from windlass.checkpoint.load import discard_after, find_latest, load_model_weights, restore
+from windlass.checkpoint.save import Saver
+from windlass.config import recipe_hash
+from windlass.errors import CheckpointError
+from windlass.runs.events import RolledBack, SaveInterval
+from windlass.train.failure import DivergedError
+from windlass.train.hooks import Hook, each
+from windlass.train.interval import SaveTimer
+from windlass.train.metrics import Recorder
+from windlass.train.signals import StopFlag
+from windlass.train.training import Training
+from windlass.train.validate import Validation
+
+
+class Checkpointing:
+    """Owns everything that a checkpoint depends on beside the training parts themselves."""
+
+    def __init__(self, training: Training, recorder: Recorder, stop: StopFlag) -> None:
+        self.training, self.recorder, self.stop = training, recorder, stop
+        save, world = training.recipe.save, training.world
+        self.saver = Saver(
+            training.run,
+            save,
+            rank=world.rank,
+            world_size=world.size,
+            local_world_size=world.place.local_world_size,
+        )
+        self.timer = SaveTimer(save)
+        self.carried_joules: float | None = None
+        """Energy of earlier starts."""
+        self.rolled_back = False
+        self.best: list[float] = []
+        """The lowest values of save.metric that were saved, at most save.keep_best."""
+        self.validation: Validation | None = None
+        self._validated_step: int | None = None
+        self._announced: object = None
+        """The saving interval that was last announced."""
+
+    # -- content ----------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Tensors for torch.distributed.checkpoint, to be saved from or filled in place.
+
+        Names are the model's own and do not depend on the layout; a DTensor knows its part of the full tensor, so that every
+        layout reads every other's checkpoints. Where weights are computed in bf16, the fp32 master copy is what is saved.
+        """
+        optimizer = self.training.optimizer
+        return {
+            "model": {slot.name: slot.weights.detach() for slot in optimizer.slots},
+            "optim": {
+                name: {slot.name: slot.moments[name] for slot in optimizer.slots} for name in optimizer.moment_names
+            },
+            "count": optimizer.count,
+            "guard": self.training.stepper.guard.memory,
+        }
+
+    def extra(self) -> dict[str, Any]:
+        """The small values of a checkpoint, as JSON."""
+        training, progress, recipe = self.training, self.training.progress, self.training.recipe
+        return {
+            "step": progress.step,
+            "tokens": progress.tokens,
+            "sequences": progress.sequences,
+            "energy_joules": training.total_joules(),
+            "recipe_hash": recipe_hash(recipe),
+            "seed": recipe.seed,
+            "rolled_back": self.rolled_back,
+            "best": self.best,
+            "config": recipe.model_dump(mode="json"),
+            "schedule": {
+                "total_tokens": training.plan.total_tokens,
+                "name": recipe.optim.schedule,
+                "lr": recipe.optim.lr,
+            },
+        }
+
+    # -- restoring --------------------------------------------------------------------------------------------------------
+
+    def resume(self) -> Any:
+        """Continue from the newest complete checkpoint; else begin, from given weights if the recipe names some."""
+        training, save = self.training, self.training.recipe.save
+        latest = find_latest(training.run, verify=save.verify)
+        if latest is not None:
+            self._restore(latest)
+            self.stop.measured(save_seconds=latest.save_seconds)
+        elif save.load is not None:
+            for module in training.parts.modules:
+                load_model_weights(save.load, module, verify=save.verify)
+            training.optimizer.adopt()
+        # Steps since the checkpoint are lost, their energy is spent; each total contains the ones before it.
+        totals = (self.carried_joules, training.run.last_metrics().energy_joules)
+        self.carried_joules = max((total for total in totals if total is not None), default=None)
+        return latest
+
+    def _restore(self, latest: Any) -> None:
+        training = self.training
+        extra = restore(latest, self.state(), seed=training.recipe.seed)
+        training.optimizer.refresh()
+        if training.parts.tie is not None:
+            training.parts.tie.spread()
+        progress = training.progress
+        progress.step, progress.tokens, progress.sequences = extra["step"], extra["tokens"], extra["sequences"]
+        self.carried_joules, self.rolled_back = extra.get("energy_joules"), extra.get("rolled_back", False)
+        self.best = [loss for loss in extra.get("best", []) if loss is not None]
+
+    def roll_back(self, reason: str) -> None:
+        """Too many skipped steps: fail, or go back once to an earlier checkpoint and leave the range of data out."""
+        training, progress = self.training, self.training.progress
+        if not training.recipe.train.rollback or self.rolled_back:
+            raise DivergedError(
+                "train.diverged",
+                reason,
+                hint="look at the data of these steps and at the learning rate; train.rollback = true skips the range once",
+            )
+        self.saver.finish()
+        before = progress.step - self.recorder.skipped_in_a_row + 1
+        latest = find_latest(training.run, verify=training.recipe.save.verify, before=before)
+        if latest is None:
+            raise DivergedError("train.diverged", reason, hint="there is no earlier checkpoint to go back to")
+        from_step, position = progress.step, progress.sequences
+        self._restore(latest)
+        left_out = (progress.sequences, position)
+        skipped_tokens = (position - progress.sequences) * training.plan.seq_len
+        progress.sequences, self.rolled_back = position, True
+        self.recorder.forget()
+        self.timer.restart(progress.step, progress.tokens)  # else saves up to where it went wrong would be left out
+        if training.world.is_main:
+            # A crash from here on must not continue from what was discarded.
+            discard_after(training.run, progress.step, f"rolled back to step {progress.step}: {reason}")
+            training.run.record(
+                RolledBack(
+                    step=from_step,
+                    to_step=progress.step,
+                    skipped_tokens=skipped_tokens,
+                    sequences=list(left_out),
+                    reason=reason,
+                )
+            )
+        training.say(
+            f"went back from step {from_step} to {progress.step}, skipping {skipped_tokens:,} tokens: {reason}"
+        )
+
+    # -- saving -----------------------------------------------------------------------------------------------------------
+
+    def validated(self, validation: Validation) -> None:
+        self.validation, self._validated_step = validation, self.training.step
+
+    def metric(self) -> float | None:
+        """save.metric of these very weights; None when they were not validated."""
+        name = self.training.recipe.save.metric
+        if name == "loss":
+            return self.recorder.last_loss
+        if self.validation is None or self._validated_step != self.training.step:
+            return None
+        source = name.removeprefix("val_loss/")
+        part = self.validation.overall if name == "val_loss" else self.validation.sources[source]
+        return part.loss if math.isfinite(part.loss) else None
+
+    def is_best(self) -> bool:
+        """The weights that were just validated belong to the best, so they are saved whatever the interval says."""
+        save = self.training.recipe.save
+        loss = self.metric() if save.metric != "loss" else None
+        if loss is None or not save.keep_best:
+            return False
+        return len(self.best) < save.keep_best or loss < max(self.best)
+
+    def wants_save(self) -> bool:
+        """This rank's request to save; the ranks agree on it, because clocks differ."""
+        return self.timer.due_by_clock(self.training.step) or bool(self.saver.retry_due)
+
+    def save_if_due(self, agreed: bool, hooks: Sequence[Hook]) -> None:
+        """The one place where checkpoints of the loop begin."""
+        self._check_finished(self.saver.poll())
+        best = self.is_best()
+        if best or agreed or self.timer.due_by_count(self.training.step, self.training.tokens):
+            if best and (loss := self.metric()) is not None:
+                self.best = sorted([*self.best, loss])[: self.training.recipe.save.keep_best]
+            self.save(hooks)
+            self.timer.restart(self.training.step, self.training.tokens)
+            each(hooks, "on_save", self.training)
+
+    def save(self, hooks: Sequence[Hook], *, block: bool = False) -> Any:
+        """Everything that belongs to a step is written before its checkpoint: a kill in between must lose no line."""
+        started = time.perf_counter()
+        training = self.training
+        each(hooks, "on_wait", training, "save")
+        self.recorder.drain(training, 0)
+        self._check_finished(self.saver.finish())
+        before = self.saver.last
+        if before is not None and not before.ok and before.step != training.step:
+            self.best = [loss for loss in self.best if loss != before.metric]  # it is not on the disk
+        return self.saver.save(
+            training.step, self.state(), self.extra(), metric=self.metric(), block=block, began=started
+        )
+
+    def final_save(self, reason: str | None, hooks: Sequence[Hook]) -> None:
+        training = self.training
+        self.recorder.drain(training, 0)
+        self.saver.finish()
+        saved = self.saver.good is not None and self.saver.good.step == training.step
+        if saved or training.step == 0 or (reason is None and not training.recipe.save.at_end):
+            return
+        for _ in range(2):
+            outcome = self.save(hooks, block=True)
+            if outcome is None or outcome.ok:
+                return
+        last = self.saver.good.step if self.saver.good else "none"
+        raise CheckpointError(
+            "checkpoint.last-save-failed",
+            f"the last save, at step {training.step}, failed twice: {outcome.error}",
+            hint=f"the newest good checkpoint of this start is {last}; "
+            f"make room and `windlass resume {training.run.path}`",
+        )
+
+    def announce_interval(self, step_seconds: float | None) -> None:
+        """Say what save.every = "auto" chose, once step times are known."""
+        choice = self.timer.choice
+        if choice is None or choice is self._announced or step_seconds is None:
+            return
+        self._announced = choice
+        steps = max(1, round(choice.seconds / step_seconds))
+        if self.training.world.is_main:
+            self.training.run.record(SaveInterval(seconds=choice.seconds, steps=steps, reason=choice.reason))
+            self.training.say(f"{choice.reason} (about {steps:,} steps)")
+
+    def _check_finished(self, outcome: Any) -> None:
+        """A save in the background has ended: its times decide when the next ones come; a failure is shown."""
+        if outcome is None:
+            return
+        if outcome.ok:
+            self.stop.measured(save_seconds=self.saver.seconds_needed())
+            self.timer.measured(stall_seconds=outcome.stall_seconds, write_seconds=outcome.write_seconds)
+        elif self.saver.trouble:
+            self.training.say(self.saver.trouble)

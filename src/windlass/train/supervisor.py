@@ -1,0 +1,279 @@
+"""Starts one worker per device on this machine and restarts them from the last checkpoint when one fails.
+
+This process never imports torch: it stays small, receives every signal at once and outlives whatever kills a worker. It forwards
+signals, reads the fault records, and stops trying when a restart cannot help.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import IO
+
+from windlass import errors
+from windlass.checkpoint.files import newest_step
+from windlass.processes import end_with_parent, usable_cores
+from windlass.runs.events import FaultEvent, GaveUp, Restarted
+from windlass.runs.faults import INCURABLE, FaultRecord
+from windlass.runs.folder import Run
+
+MAX_PAUSE_SECONDS = 60.0
+LISTEN_HANDLE = "WINDLASS_LISTEN_HANDLE"
+"""Environment variable with rank 0's file descriptor of the socket on which the workers of one machine meet."""
+GRACE_SECONDS = 5.0
+"""After the first failure the others get this long to write their own records before they are ended."""
+_POLL_SECONDS = 0.05
+_STOPPED = (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGINT)
+
+
+@dataclass(frozen=True)
+class WorkerFault:
+    """The failure that came first, of all the failures that followed from it."""
+
+    rank: int
+    kind: str
+    error: str
+    exit_code: int
+    host: str
+    hint: str | None = None
+
+    @property
+    def signature(self) -> str:
+        """The same for the same failure: numbers (process ids, ports, times) are left out."""
+        return f"{self.kind}: {re.sub(r'[0-9]+', '#', self.error)}"
+
+
+class ForwardedSignals:
+    """Signals that this process received and has to pass on to the workers."""
+
+    def __init__(self) -> None:
+        self.waiting: list[int] = []
+        self.interrupts = 0
+        self.stopping = False
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup the run outlives its terminal
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self._handle) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.interrupts += number == signal.SIGINT
+        self.stopping = True
+        self.waiting.append(signal.SIGTERM if number == signal.SIGHUP else number)
+
+
+@dataclass
+class WorkerGroup:
+    """The workers of one attempt."""
+
+    workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    logs: list[IO[bytes]] = field(default_factory=list)
+    first_failure: tuple[int, int] | None = None
+    """(rank, return code) of the worker that failed first."""
+
+    def poll(self) -> bool:
+        """Update every worker and note the first failure; whether one is still alive."""
+        codes = [worker.poll() for worker in self.workers]
+        if self.first_failure is None:
+            good = (None, errors.EXIT_DONE, errors.EXIT_RESUMABLE)
+            failed = [(rank, code) for rank, code in enumerate(codes) if code not in good and code is not None]
+            self.first_failure = failed[0] if failed else None
+        return None in codes
+
+    def send(self, number: int) -> None:
+        for worker in self.workers:
+            if worker.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    worker.send_signal(number)
+
+    def kill(self) -> None:
+        for worker in self.workers:
+            if worker.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(worker.pid, signal.SIGKILL)  # the worker's own session: data loaders go with it
+        for worker in self.workers:
+            worker.wait()
+        for log in self.logs:
+            log.close()
+
+
+def run_workers(
+    argv: Callable[[int], Sequence[str]],
+    devices: int,
+    run: Run,
+    max_restarts: int = 3,
+    *,
+    env: Mapping[str, str] | None = None,
+    grace_seconds: float = GRACE_SECONDS,
+    pause_seconds: float = 1.0,
+) -> int:
+    """Run `argv(attempt)` once per device until it is done, stopped or incurable; the exit code to leave with."""
+    signals = ForwardedSignals()
+    history: list[tuple[str, int | None]] = []
+    with signals.installed():
+        for attempt in range(max_restarts + 1):
+            code, fault = _run_attempt(argv(attempt), devices, run, env, signals, grace_seconds)
+            if fault is None:
+                return code
+            run.record(
+                FaultEvent(
+                    rank=fault.rank,
+                    kind=fault.kind,
+                    error=fault.error,
+                    host=fault.host,
+                    exit_code=fault.exit_code,
+                    attempt=attempt,
+                )
+            )
+            history.append((fault.signature, newest_step(run)))
+            reason = reason_to_stop(fault, history, signals.stopping, max_restarts)
+            if reason is not None:
+                run.record(GaveUp(reason=reason, attempts=attempt + 1))
+                return fault.exit_code
+            # Failures in a row at the same checkpoint wait longer and longer; a run that moves on restarts at once.
+            steps = [step for _, step in reversed(history)]
+            in_a_row = next((n for n, step in enumerate(steps) if step != steps[0]), len(steps)) - 1
+            deadline = time.monotonic() + min(pause_seconds * 2**in_a_row, MAX_PAUSE_SECONDS)
+            while not signals.stopping and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+            if signals.stopping:
+                return 130 if signals.interrupts > 1 else errors.EXIT_RESUMABLE
+            run.record(Restarted(attempt=attempt + 1, reason=f"rank {fault.rank}: {fault.kind}: {fault.error}"))
+    return 1
+
+
+def reason_to_stop(
+    fault: WorkerFault, history: Sequence[tuple[str, int | None]], stopping: bool, max_restarts: int
+) -> str | None:
+    """Why not to restart, or None. `history`: signature of each failure and the newest checkpoint's step at that time."""
+    if stopping:
+        return f"asked to stop, and rank {fault.rank} failed on the way: {fault.error}"
+    if fault.exit_code in INCURABLE:
+        return f"{INCURABLE[fault.exit_code]}: {fault.error}"
+    if len(history) >= 2 and history[-1] == history[-2]:
+        return (
+            f"the same failure twice without a new checkpoint (still at step {history[-1][1] or 0}): "
+            f"{fault.kind}: {fault.error}"
+        )
+    if len(history) > max_restarts:
+        return f"{len(history)} failures with {max_restarts} restarts allowed; the last: {fault.kind}: {fault.error}"
+    return None
+
+
+def _run_attempt(
+    argv: Sequence[str],
+    devices: int,
+    run: Run,
+    env: Mapping[str, str] | None,
+    signals: ForwardedSignals,
+    grace_seconds: float,
+) -> tuple[int, WorkerFault | None]:
+    for rank in range(devices):
+        run.error_file(rank).unlink(missing_ok=True)
+    group = _start_workers(argv, devices, run, env)
+    try:
+        deadline: float | None = None
+        while group.poll():
+            while signals.waiting:
+                group.send(signals.waiting.pop(0))
+            if signals.interrupts > 1 or (deadline is not None and time.monotonic() > deadline):
+                break
+            if deadline is None and group.first_failure is not None:
+                deadline = time.monotonic() + grace_seconds
+            time.sleep(_POLL_SECONDS)
+        codes = [worker.returncode for worker in group.workers]  # before our own kill, which is nobody's fault
+    finally:
+        group.kill()
+    if signals.interrupts > 1:
+        return 130, None
+    if signals.stopping and all(code in (0, errors.EXIT_RESUMABLE, *_STOPPED) for code in codes):
+        return errors.EXIT_RESUMABLE, None  # ended by the signal itself, before there was anything to save
+    if group.first_failure is None:
+        return (errors.EXIT_RESUMABLE if errors.EXIT_RESUMABLE in codes else errors.EXIT_DONE), None
+    return 0, find_fault(run, group.first_failure, codes)
+
+
+def _start_workers(argv: Sequence[str], devices: int, run: Run, env: Mapping[str, str] | None) -> WorkerGroup:
+    run.logs.mkdir(parents=True, exist_ok=True)
+    run.ranks.mkdir(parents=True, exist_ok=True)
+    # Rank 0 inherits the bound socket: a port that was only found free is taken by others while torch is imported.
+    meeting = socket.socket()
+    meeting.bind(("127.0.0.1", 0))
+    meeting.listen(1024)
+    shared = {
+        **(os.environ if env is None else env),
+        "WORLD_SIZE": str(devices),
+        "LOCAL_WORLD_SIZE": str(devices),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(meeting.getsockname()[1]),
+        LISTEN_HANDLE: str(meeting.fileno()),
+    }
+    shared.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // devices)))
+    group = WorkerGroup()
+    with_parent = end_with_parent()  # two sets of workers must never write one run
+    for rank in range(devices):
+        output = None if rank == 0 else (run.logs / f"rank-{rank:05d}.log").open("ab")
+        if output is not None:
+            group.logs.append(output)
+        group.workers.append(
+            subprocess.Popen(
+                list(argv),
+                env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                # A session of its own: Ctrl-C in the terminal reaches this process only, which passes it on once.
+                start_new_session=True,
+                preexec_fn=with_parent,
+                pass_fds=(meeting.fileno(),) if rank == 0 else (),
+            )
+        )
+    meeting.close()  # rank 0 has it
+    return group
+
+
+def find_fault(run: Run, first: tuple[int, int], codes: Sequence[int | None]) -> WorkerFault:
+    """The failure that came first. A rank that was killed writes nothing, and those that lost it only report that.
+
+    Every record is of this attempt: those of the last one were removed before it, so that no clock has to tell them apart.
+    """
+    records = sorted((r for r in run.faults() if (r.rank or 0) < len(codes)), key=lambda r: r.time)
+    causes = [r for r in records if r.is_cause]
+    if causes:
+        return _from_record(causes[0], codes)
+    rank, code = first
+    killed = [(r, c) for r, c in enumerate(codes) if c is not None and c < 0 and not any(x.rank == r for x in records)]
+    if killed and code >= 0:
+        rank, code = killed[0]
+    host = socket.gethostname()
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = "the kernel kills a process when host memory runs out: see dmesg" if name == "SIGKILL" else None
+        return WorkerFault(rank, "killed", f"the process was ended by {name}", 128 - code, host, hint)
+    if records:
+        return _from_record(records[0], codes)
+    error = f"the process ended with exit code {code} and left no record"
+    return WorkerFault(rank, "crash", error, code, host, f"see {run.logs / f'rank-{rank:05d}.log'}")
+
+
+def _from_record(record: FaultRecord, codes: Sequence[int | None]) -> WorkerFault:
+    rank = record.rank or 0
+    code = errors.EXIT_HANG if record.kind == "hang" else record.exit_code or codes[rank] or 1
+    blamed = rank if record.culprit is None else record.culprit
+    return WorkerFault(blamed, str(record.kind), record.error, code, str(record.host), record.hint)
