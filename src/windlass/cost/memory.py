@@ -56,9 +56,9 @@ class RankLoad:
     """Parameters and layers of one pipeline rank, after tensor division."""
 
     index: int
-    layers: tuple[tuple[LayerSpec, int], ...]
+    layers: tuple[tuple[LayerSpec, float], ...]
     """Distinct layers with their number."""
-    num_layers: int
+    num_layers: float
     embedding: float
     head: float
     body: float
@@ -72,25 +72,28 @@ class RankLoad:
 
     @property
     def params_per_layer(self) -> float:
-        return self.body / max(1, self.num_layers)
+        return self.body / max(1.0, self.num_layers)
 
 
 def memory(model: ModelSpec, step: StepSpec, layout: Layout) -> MemoryEstimate:
     """Peak memory of the fullest device: of the first pipeline rank (embedding, most micro-batches) or the last (head)."""
     ranks = [0] if layout.pipeline == 1 else [0, layout.pipeline - 1]
-    estimates = [_rank_memory(model, step, layout, rank_load(model, layout, rank)) for rank in ranks]
+    estimates = [_rank_memory(model, step, layout, rank_load(model, step, layout, rank)) for rank in ranks]
     return max(estimates, key=lambda estimate: estimate.allocated)
 
 
-def rank_load(model: ModelSpec, layout: Layout, rank: int) -> RankLoad:
+def rank_load(model: ModelSpec, step: StepSpec, layout: Layout, rank: int) -> RankLoad:
     held = stages_of_rank(layout, rank)
     has_embedding, has_head = 0 in held, layout.num_stages - 1 in held
     split = stages(model.num_layers, layout.num_stages)
-    num_layers = sum(len(split[index].layers) for index in held)
-    if len(model.groups) == 1:
-        layers: tuple[tuple[LayerSpec, int], ...] = ((model.groups[0].layer, num_layers),)
+    num_layers: float = sum(len(split[index].layers) for index in held)
+    if not step.native:  # rows of other engines do not say how an uneven pipeline is split: the mean is taken
+        num_layers = model.num_layers / layout.pipeline
+    if len(model.groups) == 1 or not step.native:
+        share = num_layers / model.num_layers
+        layers: tuple[tuple[LayerSpec, float], ...] = tuple((g.layer, g.count * share) for g in model.groups)
     else:
-        every, counts = list(model.layers()), dict[LayerSpec, int]()
+        every, counts = list(model.layers()), dict[LayerSpec, float]()
         for number in (number for index in held for number in split[index].layers):
             counts[every[number]] = counts.get(every[number], 0) + 1
         layers = tuple(counts.items())
@@ -193,7 +196,7 @@ def _native_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: Rank
         "inputs": _input_bytes(model, step, layout, tokens),
         "workspaces": WORKSPACE_BYTES,
     }
-    tables = sum(block.constant_bytes(step, layout) for block in model.blocks())
+    tables = sum(block.constant_bytes(step, layout) for block in model.blocks)
     mask = _mask_bytes(step, layout, rank)
     early, late = _native_gathered(model, step, layout, rank)
     # A pipeline whose micro-batches are all in flight at once has made no gradient yet when it is fullest.

@@ -284,7 +284,8 @@ def _micro_batch(
     model: ModelSpec, step: StepSpec, layout: Layout, r: _Rates, tokens: float, c: Constants
 ) -> dict[str, float]:
     """Seconds of one micro-batch on the fullest pipeline rank, without the head."""
-    held = layers_of_rank(model.num_layers, layout, 0)
+    # Rows of other engines do not say how an uneven pipeline is split: the mean is taken.
+    held = layers_of_rank(model.num_layers, layout, 0) if step.native else model.num_layers / layout.pipeline
     terms: dict[str, float] = {}
     kernels = 0.0
     for group in model.groups:

@@ -84,7 +84,7 @@ def resolve_step(
     """How the engine computes a step of this recipe. `recompute` replaces the recipe's policy, for the planner's search."""
     train, optim, data = recipe.train, recipe.optim, recipe.data
     masked = data.mask_documents
-    grouped = any(isinstance(b, AttentionSpec) and b.kv_heads < b.heads for b in model.blocks())
+    grouped = any(isinstance(b, AttentionSpec) and b.kv_heads < b.heads for b in model.blocks)
     if train.engine == "deepspeed":
         engine = "deepspeed"
     else:

@@ -262,7 +262,7 @@ def not_ranked(
 def check_step(recipe: Recipe, model: ModelSpec) -> None:
     """Refuse settings that a model's blocks do not have, before memory is taken."""
     train = recipe.train
-    if recipe.data.mask_documents and (model.foreign or not all(b.masks_documents for b in model.blocks())):
+    if recipe.data.mask_documents and (model.foreign or not all(b.masks_documents for b in model.blocks)):
         raise ConfigError(
             "model.no-document-mask",
             f"data.mask_documents is not possible with model.family = {recipe.model.family!r}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from windlass.layout.types import Layout
 
@@ -15,7 +16,8 @@ class Stage:
     has_head: bool
 
 
-def stages(num_layers: int, num_stages: int) -> list[Stage]:
+@lru_cache(maxsize=256)
+def stages(num_layers: int, num_stages: int) -> tuple[Stage, ...]:
     """Contiguous and as even as possible; the last stages get fewer layers, because the head costs about a layer or two."""
     size, larger = divmod(num_layers, num_stages)
     result, start = [], 0
@@ -23,7 +25,7 @@ def stages(num_layers: int, num_stages: int) -> list[Stage]:
         end = start + size + (1 if index < larger else 0)
         result.append(Stage(index, range(start, end), index == 0, index == num_stages - 1))
         start = end
-    return result
+    return tuple(result)
 
 
 def stages_of_rank(layout: Layout, rank: int) -> list[int]:

@@ -144,9 +144,10 @@ class ModelSpec:
         for group in self.groups:
             yield from (group.layer for _ in range(group.count))
 
-    def blocks(self) -> list[BlockSpec]:
+    @cached_property
+    def blocks(self) -> tuple[BlockSpec, ...]:
         """Each distinct block once."""
-        return list(dict.fromkeys(branch.block for group in self.groups for branch in group.layer.branches))
+        return tuple(dict.fromkeys(branch.block for group in self.groups for branch in group.layer.branches))
 
     def mixing_flops(self, seq_len: int) -> float:
         """FLOPs between positions in a forward pass over all layers, per token."""
@@ -157,7 +158,7 @@ class ModelSpec:
         if self.foreign:
             return None
         sizes: list[tuple[str, int]] = []
-        for block in self.blocks():
+        for block in self.blocks:
             divided = block.divides(axis)
             if divided is None:
                 return None
@@ -167,4 +168,4 @@ class ModelSpec:
     def prices(self, axis: str) -> bool:
         """The planner knows what this axis costs."""
         probe = StepSpec(seq_len=1), Layout()
-        return axis != "context" or all(block.context_bytes(*probe) is not None for block in self.blocks())
+        return axis != "context" or all(block.context_bytes(*probe) is not None for block in self.blocks)

@@ -14,7 +14,7 @@ from windlass.cost.power import EnergyEstimate, PowerEstimate, allocation_units,
 from windlass.cost.step import StepEstimate, estimate_step
 from windlass.errors import PlanError
 from windlass.layout.rules import batch_violation, nearest
-from windlass.layout.types import Layout
+from windlass.layout.types import Layout, StepSpec
 from windlass.planner.candidates import (
     LayoutCandidate,
     candidate_of,
@@ -158,18 +158,24 @@ def _estimate_all(task: PlanTask, candidates: Iterable[LayoutCandidate]) -> tupl
     count = 0
     for candidate in candidates:
         count += 1
-        estimate = memory(task.model, candidate.step(task), candidate.layout)
+        spec = candidate.step(task)
+        estimate = memory(task.model, spec, candidate.layout)
         if estimate.needed <= task.limit_bytes:
-            plans.append(estimate_plan(task, candidate, estimate))
+            plans.append(estimate_plan(task, candidate, estimate, spec))
         else:
             misses.append((estimate, candidate))
     misses.sort(key=lambda miss: miss[0].needed)
     return plans + [estimate_plan(task, c, estimate) for estimate, c in misses[:KEPT_REJECTIONS]], count
 
 
-def estimate_plan(task: PlanTask, candidate: LayoutCandidate, needed: MemoryEstimate | None = None) -> Plan:
-    """Memory, time, energy and cost of one valid layout."""
-    spec = candidate.step(task)
+def estimate_plan(
+    task: PlanTask,
+    candidate: LayoutCandidate,
+    needed: MemoryEstimate | None = None,
+    spec: StepSpec | None = None,
+) -> Plan:
+    """Memory, time, energy and cost of one valid layout; `needed` and `spec` where they are known already."""
+    spec = spec or candidate.step(task)
     step = estimate_step(task.model, spec, candidate.layout, task.machine)
     batch_tokens = candidate.layout.sequences_per_step * task.seq_len
     tokens = task.tokens(batch_tokens)
