@@ -728,7 +728,7 @@ def stuck(lab: Lab, world: int = 2, steps: int = 24) -> Row:
         run,
         workers,
         time.time(),
-        "entered|did not come to where the others wait",
+        "entered|did not reach the point where the others wait",
     )
 
 
