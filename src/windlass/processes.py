@@ -66,8 +66,9 @@ class _WorkerEnded:
 class ForkedWorkers:
     """Forked processes, each with a pipe to this one. They end with this process and leave Ctrl-C to it.
 
-    `serve(connection, number)` runs in each worker. When it returns True, a fresh fork takes the worker's place. When it
-    raises an OSError or WindlassError, `messages` raises it here; any other exception arrives as WorkerFailedError.
+    `serve(connection, number)` runs in each worker. When it returns True, a fresh fork takes the worker's place.
+    When it raises an OSError or WindlassError, `messages` raises it here; any other exception arrives as
+    WorkerFailedError.
     """
 
     def __init__(self, serve: Callable[[Connection, int], bool | None], count: int) -> None:
@@ -98,7 +99,8 @@ class ForkedWorkers:
             self._workers[number][1].send(message)
 
     def messages(self, timeout_seconds: float | None = None) -> Iterator[tuple[int, Any]]:
-        """(worker, message) until all workers have ended. A silent death raises WorkerDiedError, silence TimeoutError."""
+        """(worker, message) until all workers have ended. A silent death raises WorkerDiedError, silence
+        TimeoutError."""
         active = set(self._workers)
         while active:
             numbers = {self._workers[number][1]: number for number in active}

@@ -46,11 +46,12 @@ WORDS = [
 ]
 
 
-def make_text(number: int, words: int = 60) -> str:
+def make_text(number: int, max_words: int = 60) -> str:
     """A text that depends on its number only; with odd spaces and line ends, which must survive."""
     dice = random.Random(number)
     parts = [
-        dice.choice(WORDS) + dice.choice([" ", " ", " ", "\n", "  ", ". ", "\t"]) for _ in range(dice.randint(1, words))
+        dice.choice(WORDS) + dice.choice([" ", " ", " ", "\n", "  ", ". ", "\t"])
+        for _ in range(dice.randint(1, max_words))
     ]
     return f" {number} " + "".join(parts)
 

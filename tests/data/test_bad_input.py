@@ -1,4 +1,4 @@
-"""What does a tired person read when the input is bad? Each case: a clear message, an exact account, and nothing damaged."""
+"""Bad input: an error code with file, line and numbers, exact counts, and nothing damaged."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def test_a_bad_line_costs_that_line_and_is_named(data_file: Make, tmp_path: Path
     assert DataError.exit_code == 5
     listed = rejects(tmp_path / "store")
     assert [(r["line"], r["file"]) for r in listed] == [(5 * n + 4, str(tmp_path / "a.jsonl")) for n in range(len(BAD))]
-    for (raw, reason), found in zip(BAD, listed, strict=True):
-        assert reason in found["reason"]
-        assert found["text"] == raw.decode("utf-8", errors="backslashreplace")
+    for (raw, reason), reject in zip(BAD, listed, strict=True):
+        assert reason in reject["reason"]
+        assert reject["text"] == raw.decode("utf-8", errors="backslashreplace")
     assert not (tmp_path / "store" / "manifest.json").exists()
     result = tokenize(file.model_copy(update={"max_rejects": 10}))
     assert (result.chunks_done, result.documents) == (0, 30)  # nothing was done again
@@ -191,16 +191,16 @@ def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "closed").chmod(0o755)
 
 
-@pytest.mark.parametrize("given", [".", "./in", "in", "in/"])
+@pytest.mark.parametrize("path", [".", "./in", "in", "in/"])
 def test_links_in_a_circle_multiply_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_file: Make, write_jsonl: Any, given: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_file: Make, write_jsonl: Any, path: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "in" / "a" / "x.jsonl", ["one", "two"])
     write_jsonl(tmp_path / "in" / "b" / "y.jsonl", ["three"])
     (tmp_path / "in" / "a" / "up").symlink_to("..")
     (tmp_path / "in" / "a" / "z.jsonl").symlink_to("x.jsonl")
-    assert tokenize(data_file({"s": [given, "in/a"]})).documents == 3
+    assert tokenize(data_file({"s": [path, "in/a"]})).documents == 3
 
 
 def test_a_pattern_that_leads_through_a_closed_folder(
@@ -239,8 +239,8 @@ def test_a_line_longer_than_the_limit_is_rejected_in_any_chunking(data_file: Mak
             output=str(tmp_path / f"s{chunk}"),
         )
         tokenize(file)
-        found = rejects(tmp_path / f"s{chunk}")
-        assert [(r["line"], r["reason"]) for r in found] == [(2, "longer than max_document (10,000 bytes)")]
+        rejected = rejects(tmp_path / f"s{chunk}")
+        assert [(r["line"], r["reason"]) for r in rejected] == [(2, "longer than max_document (10,000 bytes)")]
 
 
 def test_a_wrong_field_name_stops_early(

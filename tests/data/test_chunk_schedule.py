@@ -1,4 +1,4 @@
-"""Is every chunk handed out once, are long files read by one, and does nobody idle at the end?"""
+"""Chunks are handed out once, compressed files have one reader, and no worker idles at the end."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def play(schedule: ChunkSchedule, workers: int, lengths: dict[str, int]) -> list
     idle: set[int] = set()
     while len(idle) < workers:
         worker = min((w for w in clock if w not in idle), key=lambda w: clock[w])
-        found = schedule.next(worker)
-        if found is None:
+        assigned = schedule.next(worker)
+        if assigned is None:
             idle.add(worker)
             continue
-        item, chunk = found
+        item, chunk = assigned
         skip = (
             0
             if item.chunks is not None
@@ -72,9 +72,9 @@ def test_only_what_is_missing_is_handed_out() -> None:
         ("a", 0),
         ("a", 2),
     ]
-    whole = {("a", n): True for n in range(3)} | {("p", n): n == 3 for n in range(4)}
-    assert play(make_schedule(items, whole), 2, {"p": 4}) == []
-    assert unfinished_files(items, whole) == []
+    complete = {("a", n): True for n in range(3)} | {("p", n): n == 3 for n in range(4)}
+    assert play(make_schedule(items, complete), 2, {"p": 4}) == []
+    assert unfinished_files(items, complete) == []
     assert unfinished_files(items, done) == ["a.jsonl", "p.zst"]
 
 
@@ -84,15 +84,15 @@ def test_a_reader_beyond_the_end_does_not_move_the_end() -> None:
 
 def test_array_tasks_divide_the_work_evenly_and_without_overlap() -> None:
     items = [plain(f"s{n}", 3) for n in range(10)] + [packed("big", 100), plain("c", 60)]
-    seen: list[tuple[str, int]] = []
+    handed_out: list[tuple[str, int]] = []
     loads = []
     for index in range(8):
         mine = [
             (i, c) for _, i, c in play(make_schedule(items, {}, (index, 8)), 1, {"big": 100}) if i != "big" or c < 100
         ]
-        seen += mine
+        handed_out += mine
         loads.append(len(mine))
-    assert len(seen) == len(set(seen)) == 190
+    assert len(handed_out) == len(set(handed_out)) == 190
     assert max(loads) <= 1.4 * 190 / 8
 
 

@@ -1,4 +1,4 @@
-"""Do the commands print what the store holds, as a table and as JSON, and exit as they should?"""
+"""The commands around token stores: tables, JSON and errors."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def toml(tmp_path: Path, tokenizer: Tokenizer, write_jsonl: Any, text: Callable[
     return tmp_path / "data.toml"
 
 
-def call(*words: object) -> str:
-    result = CliRunner().invoke(build(), [str(word) for word in words])
+def call(*argv: object) -> str:
+    result = CliRunner().invoke(build(), [str(argument) for argument in argv])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.stdout
 
 
 def test_tokenize_data_verify_and_ledger(toml: Path, tmp_path: Path) -> None:
-    made = json.loads(call("tokenize", toml, "validation=0.1", "--json"))
-    assert (made["complete"], made["documents"], made["rejects"]) == (True, 100, 0)
+    result = json.loads(call("tokenize", toml, "validation=0.1", "--json"))
+    assert (result["complete"], result["documents"], result["rejects"]) == (True, 100, 0)
     again = json.loads(call("tokenize", toml, "validation=0.1", "--json"))
     assert again["chunks_done"] == 0
     shown = json.loads(call("data", tmp_path / "store", "--samples", "2", "--json"))
@@ -66,10 +66,10 @@ def test_a_store_that_is_only_joined_says_so_and_counts_its_rejects(toml: Path, 
     assert caught.value.code == "data.documents-rejected"
     assert "2 rejected documents, 0 allowed" in caught.value.message
     assert "allow_damaged" not in (caught.value.hint or "")
-    said = call("tokenize", toml, "max_rejects=2")
-    assert "resumed: 1 chunk was already done" in said
-    assert "written" in said and "nothing to do" not in said
-    assert "rejected: 2, each with its reason in" in said
+    output = call("tokenize", toml, "max_rejects=2")
+    assert "resumed: 1 chunk was already done" in output
+    assert "written" in output and "nothing to do" not in output
+    assert "rejected: 2, each with its reason in" in output
     assert "nothing to do" in call("tokenize", toml, "max_rejects=2")
     assert json.loads(call("tokenize", toml, "max_rejects=2", "--json"))["rejects"] == 2
 
@@ -93,7 +93,7 @@ def test_auto_outside_a_job(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_train_a_tokenizer_and_compare(toml: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    made = json.loads(
+    result = json.loads(
         call(
             "tokenizer",
             "train",
@@ -107,8 +107,8 @@ def test_train_a_tokenizer_and_compare(toml: Path, tmp_path: Path, tokenizer: To
             "--json",
         )
     )
-    assert Path(made["tokenizer"]).is_file()
-    assert [(row["language"], row["tokenizer"], row["vocab_size"]) for row in made["fertility"]] == [
+    assert Path(result["tokenizer"]).is_file()
+    assert [(row["language"], row["tokenizer"], row["vocab_size"]) for row in result["fertility"]] == [
         ("nl", "trained", 400),
         ("nl", "reference", 600),
     ]
@@ -120,13 +120,13 @@ def test_an_array_is_submitted_with_a_job_that_joins(toml: Path, monkeypatch: py
 
     asked: dict[str, Any] = {}
 
-    def submit(command: list[str], **rest: Any) -> array.Submitted:
-        asked.update(rest, command=command)
+    def submit(command: list[str], **options: Any) -> array.Submitted:
+        asked.update(options, command=command)
         return array.Submitted(Path("runs/x"), "11", "12")
 
     monkeypatch.setattr(array, "submit_array", submit)
-    made = json.loads(call("tokenize", toml, "validation=0.1", "--array", "4", "--account", "p1", "--json"))
-    assert (made["array_job"], made["merge_job"], made["tasks"]) == ("11", "12", 4)
+    result = json.loads(call("tokenize", toml, "validation=0.1", "--array", "4", "--account", "p1", "--json"))
+    assert (result["array_job"], result["merge_job"], result["tasks"]) == ("11", "12", 4)
     assert asked["command"] == ["windlass", "tokenize", str(toml), "validation=0.1", "--array-task", "auto"]
     assert asked["then"] == ["windlass", "tokenize", str(toml), "validation=0.1"]
     assert (asked["count"], asked["account"]) == (4, "p1")
@@ -138,8 +138,8 @@ def test_files_of_a_folder_that_are_not_taken_are_told(toml: Path, tmp_path: Pat
     for name in ("a.txt", "b.py", "deep/c.py", "deep/LICENSE", ".hidden"):
         (folder / name).write_text("some text")
     toml.write_text(toml.read_text().replace(str(tmp_path / "a.jsonl"), str(folder)))
-    made = json.loads(call("tokenize", toml, "--json"))
-    assert (made["documents"], made["passed_over"]) == (1, {"news": {".py": 2, "LICENSE": 1}})
+    result = json.loads(call("tokenize", toml, "--json"))
+    assert (result["documents"], result["passed_over"]) == (1, {"news": {".py": 2, "LICENSE": 1}})
     assert "note: news: 3 files" in call("tokenize", toml)
     toml.write_text(toml.read_text().replace(f'"{folder}"', f'"{folder}/a.txt"'))
     assert json.loads(call("tokenize", toml, f"output={tmp_path / 'other'}", "--json"))["passed_over"] == {}

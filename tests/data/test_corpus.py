@@ -1,4 +1,4 @@
-"""Is the demo corpus the same each time, of the size asked for, and ready to tokenize?"""
+"""The demo corpus: reproducible, of the requested size, ready to tokenize."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is an engine taken only when it gives exactly the reference's ids?"""
+"""An engine is used only when it gives exactly the reference's ids."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def test_every_engine_agrees_with_the_reference(
 
 
 def test_one_wrong_id_is_found(tokenizer: Tokenizer) -> None:
-    found = first_difference(wrong(tokenizer), tokenizer, False, list(engines.SAMPLE))
-    assert found is not None
-    assert "not exact" in found
+    difference = first_difference(wrong(tokenizer), tokenizer, False, list(engines.SAMPLE))
+    assert difference is not None
+    assert "not exact" in difference
 
 
 def test_an_inexact_engine_is_passed_over_with_its_reason(

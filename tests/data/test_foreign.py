@@ -1,4 +1,4 @@
-"""Can we read stores of Megatron, OLMo and datatrove as they are, and do we refuse what is cut?"""
+"""Stores of Megatron, OLMo and datatrove are read as they are; cut ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do batches arrive in order and ahead of time, and does the thread end?"""
+"""Batches arrive in order and ahead of time, and the thread ends."""
 
 from __future__ import annotations
 

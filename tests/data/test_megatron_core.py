@@ -1,4 +1,4 @@
-"""Does megatron-core itself read what we write, and we what it writes? A dev dependency on Linux x86-64, where it must not be missing."""
+"""megatron-core reads our stores and we read its. Required on Linux x86-64."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_megatron_s_data_for_language_models_does_not_look_at_the_marks(
         eod, pad, vocab_size, unique_identifiers = 0, 1, 65_536, {"class": "Words"}
 
     source = {"s": [write_jsonl(tmp_path / "a.jsonl", [text(i) for i in range(200)])]}
-    seen = []
+    delivered = []
     for marks in (False, True):
         folder = tmp_path / f"store-{marks}"
         tokenize(data_file(source, output=str(folder), document_marks=marks))
@@ -70,7 +70,7 @@ def test_megatron_s_data_for_language_models_does_not_look_at_the_marks(
             eod_mask_loss=False, path_to_cache=str(tmp_path / f"cache-{marks}"),
         )  # fmt: skip
         count = GPTDataset.numel_low_level_dataset(low)
-        made = GPTDataset(low, prefix, np.arange(count, dtype=np.int32), 50, Split.train, config)
-        seen.append([made[i]["tokens"].tolist() for i in range(len(made))])
+        dataset = GPTDataset(low, prefix, np.arange(count, dtype=np.int32), 50, Split.train, config)
+        delivered.append([dataset[i]["tokens"].tolist() for i in range(len(dataset))])
         assert count == 200
-    assert seen[0] == seen[1] and len(seen[0]) >= 50
+    assert delivered[0] == delivered[1] and len(delivered[0]) >= 50

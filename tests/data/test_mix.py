@@ -1,4 +1,4 @@
-"""Does every source get its exact share, in an order that depends on seed and number only?"""
+"""Every source gets its exact share, in an order that depends on seed and number only."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def test_each_pass_has_its_own_order() -> None:
 
 def test_random_access_equals_reading_in_order() -> None:
     mixture = make(seed=5, phases=[(0, [0.5, 0.3, 0.2]), (5000, [0.1, 0.9, 0.0])])
-    whole = mixture.identity(np.arange(12_000))
+    complete = mixture.identity(np.arange(12_000))
     picked = np.array([11_999, 0, 4999, 5000, 5001, 4096, 7, 7])
     again = make(seed=5, phases=[(0, [0.5, 0.3, 0.2]), (5000, [0.1, 0.9, 0.0])]).identity(picked)
-    assert all(np.array_equal(a[picked], b) for a, b in zip(whole, again, strict=True))
+    assert all(np.array_equal(a[picked], b) for a, b in zip(complete, again, strict=True))
 
 
 def test_seeds_differ() -> None:

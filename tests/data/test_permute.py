@@ -1,4 +1,4 @@
-"""Is the computed order a permutation, and does it look like chance?"""
+"""The computed order is a permutation and looks random."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def test_keys_give_different_orders_and_the_same_key_the_same() -> None:
 
 
 def test_a_position_is_the_same_alone_and_among_others() -> None:
-    whole = permute(np.arange(10_000), 10_000, 7)
-    assert permute([1234], 10_000, 7)[0] == whole[1234]
+    order = permute(np.arange(10_000), 10_000, 7)
+    assert permute([1234], 10_000, 7)[0] == order[1234]
 
 
 def test_the_order_is_fixed_for_ever() -> None:

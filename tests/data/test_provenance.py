@@ -1,4 +1,4 @@
-"""Does the ledger say where everything came from, and the summary repeat it readably?"""
+"""Ledger, summary of training content, fertility and samples."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def test_terms_can_be_said_better_later(
             tokenize(better)
     again = tokenize(better)
     assert (again.restated, again.chunks_done, again.tokens) == (True, 0, store.sources["news"].tokens)
-    said = open_store(file.output)
-    assert (said.sources["news"].kind, said.ledger()["sources"]["news"]["licence"]) == ("licensed", "by contract")
-    assert said.ledger_hash != store.ledger_hash
-    assert said.verify() == []
+    terms = open_store(file.output)
+    assert (terms.sources["news"].kind, terms.ledger()["sources"]["news"]["licence"]) == ("licensed", "by contract")
+    assert terms.ledger_hash != store.ledger_hash
+    assert terms.verify() == []
     assert (tmp_path / "store" / "news-train-00000.bin").stat().st_mtime_ns == before.st_mtime_ns
     assert not tokenize(better).restated
 
@@ -95,16 +95,18 @@ def test_summary(data_file: Callable[..., DataFile], write_jsonl: Any, tmp_path:
 def test_what_the_eu_asks_of_a_crawl_is_in_ledger_and_summary(
     data_file: Callable[..., DataFile], write_jsonl: Any, tmp_path: Path, text: Any
 ) -> None:
-    said = {
+    terms = {
         "collected": "2019-03 to 2024-06",
         "crawler": "OurBot, obeys robots.txt",
         "opt_out": "ai.txt, before crawling",
     }
     path = write_jsonl(tmp_path / "a.jsonl", [text(i) for i in range(30)])
-    file = data_file({"web": DataSource(paths=[str(path)], kind="web", **said), "other": DataSource(paths=[str(path)])})
+    file = data_file(
+        {"web": DataSource(paths=[str(path)], kind="web", **terms), "other": DataSource(paths=[str(path)])}
+    )
     tokenize(file)
     store = open_store(file.output)
-    assert {key: store.ledger()["sources"]["web"][key] for key in said} == said
+    assert {key: store.ledger()["sources"]["web"][key] for key in terms} == terms
     page = summary(store)
     assert "## Period of collection\n\n- web: 2019-03 to 2024-06\n\n" in page
     assert "## Crawlers\n\n- web: OurBot, obeys robots.txt\n\n" in page

@@ -1,4 +1,4 @@
-"""Does a tokenizer without what a text cannot touch give the same ids for it? And is the whole one read where it might not?"""
+"""A reduced tokenizer gives the same ids as the complete one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from windlass.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, re
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A vocabulary large enough that most of it is left out."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(Path(json.__file__).parent.glob("*.py"))]
     texts += [
         "De waarheid is als een \u00efdee \u65e5\u672c\u8a9e\u306e\u6587\u7ae0 \u0440\u0443\u0441\u0441\u043a\u0438\u0439"
     ] * 5
-    made = train_bpe(texts, 3000, tmp_path_factory.mktemp("words"))
-    return json.loads(made.path.read_text(encoding="utf-8"))
+    trained = train_bpe(texts, 3000, tmp_path_factory.mktemp("words"))
+    return json.loads(trained.path.read_text(encoding="utf-8"))
 
 
 def as_pairs(value: dict[str, Any], strings: bool) -> dict[str, Any]:
@@ -48,8 +48,8 @@ TEXT = st.one_of(st.text(), st.sampled_from([*SAMPLE, "def decode(self, s, _w=WH
 @pytest.mark.parametrize("ignore_merges", [True, False])
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.lists(TEXT, min_size=1, max_size=6))
-def test_the_same_ids_as_the_whole_file(words: Any, strings: bool, ignore_merges: bool, texts: list[str]) -> None:
-    value = as_pairs({**words, "model": {**words["model"], "ignore_merges": ignore_merges}}, strings)
+def test_the_same_ids_as_the_whole_file(vocabulary: Any, strings: bool, ignore_merges: bool, texts: list[str]) -> None:
+    value = as_pairs({**vocabulary, "model": {**vocabulary["model"], "ignore_merges": ignore_merges}}, strings)
     small = reduce_json(value, texts)
     assert small is not None
     assert len(small["model"]["vocab"]) < len(value["model"]["vocab"])
@@ -77,9 +77,9 @@ def changed(value: dict[str, Any], **keys: Any) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_where_something_else_has_a_say_the_whole_file_is_read(words: Any, keys: dict[str, Any]) -> None:
-    assert reduce_json(words, ["windlass"]) is not None
-    assert reduce_json(changed(words, **keys), ["windlass"]) is None
+def test_where_something_else_has_a_say_the_whole_file_is_read(vocabulary: Any, keys: dict[str, Any]) -> None:
+    assert reduce_json(vocabulary, ["windlass"]) is not None
+    assert reduce_json(changed(vocabulary, **keys), ["windlass"]) is None
 
 
 @pytest.mark.parametrize("engine", ["fastokens", "gigatoken", "tokenizers"])
@@ -96,10 +96,10 @@ def added(content: str, special: bool) -> dict[str, Any]:
     return {"id": 0, "content": content, "special": special, **flags}
 
 
-def test_added_words_that_the_vocabulary_knows_keep_their_ids(words: Any) -> None:
+def test_added_words_that_the_vocabulary_knows_keep_their_ids(vocabulary: Any) -> None:
     """A vocabulary may hold an added word as it is written, which no text has in the names of its bytes."""
-    vocab = {**words["model"]["vocab"], "   ": len(words["model"]["vocab"])}
-    value = changed(words, model={"vocab": vocab}, added_tokens=[added("   ", False), added("<|new|>", True)])
+    vocab = {**vocabulary["model"]["vocab"], "   ": len(vocabulary["model"]["vocab"])}
+    value = changed(vocabulary, model={"vocab": vocab}, added_tokens=[added("   ", False), added("<|new|>", True)])
     texts = ["three   spaces", "none"]
     small = reduce_json(value, texts)
     assert small is not None
@@ -108,11 +108,11 @@ def test_added_words_that_the_vocabulary_knows_keep_their_ids(words: Any) -> Non
     assert [token["content"] for token in small["added_tokens"]] == ["<|new|>", "   "]
 
 
-def test_a_vocabulary_with_holes_leaves_the_ids_of_added_tokens_to_the_library(words: Any, tmp_path: Path) -> None:
+def test_a_vocabulary_with_holes_leaves_the_ids_of_added_tokens_to_the_library(vocabulary: Any, tmp_path: Path) -> None:
     import tokenizers
 
-    vocab = {name: number if number < 2000 else number + 5 for name, number in words["model"]["vocab"].items()}
-    value = changed(words, model={"vocab": vocab}, added_tokens=[added("<|new|>", True)])
+    vocab = {name: number if number < 2000 else number + 5 for name, number in vocabulary["model"]["vocab"].items()}
+    value = changed(vocabulary, model={"vocab": vocab}, added_tokens=[added("<|new|>", True)])
     (tmp_path / "tokenizer.json").write_text(json.dumps(value))
     fresh = load_tokenizer(tmp_path, eos="<|new|>", glance=True)
     assert fresh.eos == tokenizers.Tokenizer.from_str(json.dumps(value)).token_to_id("<|new|>")

@@ -1,4 +1,4 @@
-"""Does an opened store say what is in it, map it lazily and find every damaged byte?"""
+"""Opening, mapping and verifying a token store."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def store(data_file: Callable[..., DataFile], write_jsonl: Any, tmp_path: Path, 
 
 def test_documents_come_back_exactly(store: Path, tokenizer: Tokenizer, text: Callable[[int], str]) -> None:
     opened = open_store(store)
-    found = []
+    texts = []
     for split in opened.splits:
         array = opened.tokens("nl", split)
         for start, stop in array.documents():
             ids = array[start:stop].tolist()
             assert ids[-1] == opened.eos
-            found.append(tokenizer.decode(ids[:-1]))
-    assert sorted(found) == sorted(text(i) for i in range(200))
+            texts.append(tokenizer.decode(ids[:-1]))
+    assert sorted(texts) == sorted(text(i) for i in range(200))
 
 
 def test_what_the_manifest_says(store: Path, tokenizer: Tokenizer) -> None:
@@ -76,33 +76,35 @@ def test_a_whole_store_has_no_problems_and_a_changed_byte_is_found(store: Path, 
 
 
 @pytest.mark.parametrize(
-    ("name", "what"),
+    ("name", "problem"),
     [
         ("nl-train-00000.idx", "is missing"),
         ("tokenizer.json", "tokenizer is missing"),
         ("checksums.json", "nothing can be checked"),
     ],
 )
-def test_missing_files_are_found(store: Path, name: str, what: str) -> None:
+def test_missing_files_are_found(store: Path, name: str, problem: str) -> None:
     (store / name).unlink()
-    assert any(what in p.what for p in open_store(store).verify())
+    assert any(problem in p.what for p in open_store(store).verify())
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "what"),
+    ("key", "value", "problem"),
     [
         ("documents", 7, "in 7 documents of nl-train-00000.bin"),
         ("tokens", 3, " 3 tokens in"),
         ("file", "nl-other-00000.bin", "which has no checksum"),
     ],
 )
-def test_a_manifest_that_says_otherwise_than_the_files_is_found(store: Path, key: str, value: Any, what: str) -> None:
+def test_a_manifest_that_says_otherwise_than_the_files_is_found(
+    store: Path, key: str, value: Any, problem: str
+) -> None:
     manifest = json.loads((store / "manifest.json").read_text())
     manifest["sources"]["nl"]["shards"]["train"][0][key] = value
     (store / "manifest.json").write_text(json.dumps(manifest))
     problems = open_store(store).verify()
     assert {p.file for p in problems} == {"manifest.json"}
-    assert any(what in p.what for p in problems)
+    assert any(problem in p.what for p in problems)
 
 
 def test_a_manifest_whose_sums_are_wrong_is_found(store: Path) -> None:
@@ -155,12 +157,12 @@ def test_index_has_megatrons_bytes() -> None:
 
 def test_an_index_without_marks_names_beginning_and_end_and_loses_no_document(tmp_path: Path) -> None:
     lengths = np.array([3, 2, 4], dtype=np.int32)
-    found = {}
+    read = {}
     for marks in (True, False):
         (tmp_path / "a.idx").write_bytes(megatron.index_bytes(lengths, np.dtype("<u2"), marks=marks))
         index = megatron.read_index(tmp_path / "a.idx")
-        found[marks] = (index.documents, index.tokens, index.ends.tolist())
-    assert found[True] == found[False] == (3, 9, [3, 5, 9])
+        read[marks] = (index.documents, index.tokens, index.ends.tolist())
+    assert read[True] == read[False] == (3, 9, [3, 5, 9])
     assert index.marks.tolist() == [0, 3]
     assert megatron.index_bytes(lengths[:0], np.dtype("<u2"), marks=False) == megatron.index_bytes(lengths[:0], np.dtype("<u2"))  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Do all ranks together see one order, whatever their number, and does a resumed run go on exactly where it was?"""
+"""All ranks together see one order, whatever their number, also after a resume."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def deliver(store: Path, ranks: int, steps: range, batch: int = 24, **keys: Any)
 
 
 def test_one_and_eight_ranks_deliver_the_same_batches_also_after_a_resume(store: Path) -> None:
-    whole = deliver(store, 1, range(10))
-    assert np.array_equal(whole, deliver(store, 8, range(10)))
+    single = deliver(store, 1, range(10))
+    assert np.array_equal(single, deliver(store, 8, range(10)))
     resumed = np.concatenate(
         [deliver(store, 8, range(4)), deliver(store, 3, range(4, 7)), deliver(store, 2, range(7, 10))]
     )
-    assert np.array_equal(whole, resumed)
+    assert np.array_equal(single, resumed)
 
 
 def test_windows_are_stretches_of_their_source(store: Path) -> None:
@@ -165,19 +165,19 @@ def test_the_system_is_told_of_every_sequence_before_the_first_is_read(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without that a cold disk fetches megabytes around each, one sequence after the other."""
-    told: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
 
     class Mapped(mmap.mmap):
         def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
             assert option == mmap.MADV_WILLNEED
-            told.append((start, start + length))
+            calls.append((start, start + length))
 
     monkeypatch.setattr("windlass.data.store.mmap.mmap", Mapped)
     stream = open_stream(config(store), seed=11)
     assert isinstance(stream, StoreStream)
     for array in stream.arrays:
-        monkeypatch.setattr(array, "copy", lambda start, out, real=array.copy: (told.append((0, 0)), real(start, out)))
+        monkeypatch.setattr(array, "copy", lambda start, out, real=array.copy: (calls.append((0, 0)), real(start, out)))
     stream.sequences(np.arange(6))
     _, window = stream.identity(np.arange(6))
     ends = [int(place * 16 + 17) * 4 for place in window]
-    assert told == [((end - 17 * 4) // mmap.PAGESIZE * mmap.PAGESIZE, end) for end in ends] + [(0, 0)] * 6
+    assert calls == [((end - 17 * 4) // mmap.PAGESIZE * mmap.PAGESIZE, end) for end in ends] + [(0, 0)] * 6

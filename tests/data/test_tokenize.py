@@ -1,4 +1,4 @@
-"""Is nothing lost, doubled or torn, whatever happens? The job itself: formats, restarts, accounts, splits, arrays, locks."""
+"""Tokenizing: formats, restarts, counts, splits, arrays and locks."""
 
 from __future__ import annotations
 
@@ -154,11 +154,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def undisturbed(
     files: list[Path], tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., dict[str, str]]:
-    """The digest of a store that was made in one go by one worker; each is made once."""
-    made: dict[str, dict[str, str]] = {}
+    """The digest of a store that was result in one go by one worker; each is result once."""
+    result: dict[str, dict[str, str]] = {}
 
     def digest_of(**keys: Any) -> dict[str, str]:
-        if repr(keys) not in made:
+        if repr(keys) not in result:
             output = tmp_path_factory.mktemp("store")
             source = DataSource(paths=[str(file) for file in files])
             tokenize(
@@ -171,8 +171,8 @@ def undisturbed(
                     **keys,
                 )
             )
-            made[repr(keys)] = digest(output)
-        return made[repr(keys)]
+            result[repr(keys)] = digest(output)
+        return result[repr(keys)]
 
     return digest_of
 
@@ -333,18 +333,18 @@ def test_trouble_in_the_chunk_before_the_fork(
     data_file: Make, tmp_path: Path, files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is done in this process, and says what a worker would say; nothing half-done stays, and the next run goes on."""
-    here: list[int] = []
+    pids: list[int] = []
     file = data_file({"s": files}, chunk=8192, workers=2, engine="gigatoken")
 
     def full(*args: Any) -> None:
-        here.append(os.getpid())
+        pids.append(os.getpid())
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(chunks.PieceWriter, "_write", full)
         with refused("data.disk-failed", "No space left on device"):
             tokenize(file)
-    assert here == [os.getpid()]
+    assert pids == [os.getpid()]
     assert list((tmp_path / "store" / "work" / "pieces").iterdir()) == []
     done = tokenize(file)
     assert done.complete and done.engine.startswith("gigatoken")
@@ -390,7 +390,7 @@ def test_a_worker_with_too_much_memory_is_relieved_and_the_bytes_stay(
 def test_the_job_itself_loads_neither_the_reference_nor_the_models_of_machines(
     data_file: Make, tmp_path: Path, write_jsonl: Any, text: Any
 ) -> None:
-    """The reference is only needed for the check, in a process of its own; what is loaded here every worker carries along."""
+    """The reference is only needed for the check, in a process of its own; every worker inherits what is loaded before the fork."""
     pytest.importorskip("gigatoken")
     file = data_file({"s": [write_jsonl(tmp_path / "a.jsonl", [text(i) for i in range(9)])]}, engine="gigatoken")
     (tmp_path / "file.json").write_text(file.model_dump_json())
@@ -556,17 +556,17 @@ def test_shards_are_cut_at_their_size(
 
 @pytest.mark.parametrize(("marks", "document", "shard"), [(False, 12, 50), (True, 20, 42)])
 @pytest.mark.parametrize("shard_tokens", [500, 3000, 10**9])
-@pytest.mark.parametrize("words", [1, 60])
+@pytest.mark.parametrize("max_words", [1, 60])
 def test_what_a_token_and_a_document_cost_on_disk(
-    data_file: Make, write_jsonl: Any, tmp_path: Path, text: Any, shard_tokens: int, words: int, marks: bool, document: int, shard: int
+    data_file: Make, write_jsonl: Any, tmp_path: Path, text: Any, shard_tokens: int, max_words: int, marks: bool, document: int, shard: int
 ) -> None:  # fmt: skip
     """Two bytes a token below 65,536 ids, 12 a document, 50 a shard: what readers of Megatron's format need, and nothing else."""
-    path = write_jsonl(tmp_path / "a.jsonl", [text(i, words) for i in range(200)])
-    made = tokenize(data_file({"s": [path]}, chunk=4096, shard_tokens=shard_tokens, document_marks=marks))
+    path = write_jsonl(tmp_path / "a.jsonl", [text(i, max_words) for i in range(200)])
+    result = tokenize(data_file({"s": [path]}, chunk=4096, shard_tokens=shard_tokens, document_marks=marks))
     files = [p for p in (tmp_path / "store").iterdir() if p.suffix in (".bin", ".idx")]
     shards = len(files) // 2
-    assert (shards == 1) == (shard_tokens > made.tokens)
-    assert sum(p.stat().st_size for p in files) == 2 * made.tokens + document * made.documents + shard * shards
+    assert (shards == 1) == (shard_tokens > result.tokens)
+    assert sum(p.stat().st_size for p in files) == 2 * result.tokens + document * result.documents + shard * shards
 
 
 def test_sources_can_be_added_to_a_finished_store(

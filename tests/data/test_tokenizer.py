@@ -1,4 +1,4 @@
-"""Are tokenizer files of every kind read as their own library reads them?"""
+"""Tokenizer files of every kind are read as their own library reads them."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ def test_the_end_token_of_a_folder_is_the_one_its_config_names(tmp_path: Path, t
     value["added_tokens"].append({**value["added_tokens"][0], "id": 600, "content": "<turn>"})
     (tmp_path / "tokenizer.json").write_text(json.dumps(value))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<turn>"}}')
-    found = load_tokenizer(tmp_path)
-    assert (found.eos, found.vocab_size) == (600, 601)
+    loaded = load_tokenizer(tmp_path)
+    assert (loaded.eos, loaded.vocab_size) == (600, 601)
 
 
 @pytest.mark.parametrize(
@@ -161,13 +161,13 @@ def test_a_glance_at_the_file_knows_what_the_library_knows(
     (tmp_path / "tokenizer.json").write_text(json.dumps(value))
     last = tokens[-1][0] if tokens else "<|end_of_text|>"
     quick = load_tokenizer(tmp_path, eos=last, glance=True)
-    whole = load_tokenizer(tmp_path, eos=last)
+    complete = load_tokenizer(tmp_path, eos=last)
     assert "_inner" not in quick.__dict__
-    assert (quick.vocab_size, quick.eos, quick.hash) == (whole.vocab_size, whole.eos, whole.hash)
-    assert isinstance(whole, JsonTokenizer)
-    assert (whole.vocab_size, whole.eos) == (whole._inner.get_vocab_size(), whole._inner.token_to_id(last))
-    assert quick.encode("water en wind") == whole.encode("water en wind")
-    assert "parsed" not in whole.__dict__  # tens of megabytes that nobody needs any more
+    assert (quick.vocab_size, quick.eos, quick.hash) == (complete.vocab_size, complete.eos, complete.hash)
+    assert isinstance(complete, JsonTokenizer)
+    assert (complete.vocab_size, complete.eos) == (complete._inner.get_vocab_size(), complete._inner.token_to_id(last))
+    assert quick.encode("water en wind") == complete.encode("water en wind")
+    assert "parsed" not in complete.__dict__  # tens of megabytes that nobody needs any more
 
 
 def test_the_library_has_the_last_word_on_added_tokens(tokenizer: Tokenizer) -> None:
@@ -181,5 +181,5 @@ def test_a_vocabulary_of_another_shape_is_left_to_the_library(tmp_path: Path) ->
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.models.Unigram([("a", -1.0), ("b", -2.0), ("</s>", 0.0)], unk_id=0)
     tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
-    found = load_tokenizer(tmp_path, glance=True)
-    assert (found.vocab_size, found.eos) == (3, 2)
+    loaded = load_tokenizer(tmp_path, glance=True)
+    assert (loaded.vocab_size, loaded.eos) == (3, 2)

@@ -1,4 +1,4 @@
-"""`windlass tokenize`, `windlass data` and `windlass tokenizer`: make token stores and tokenizers, and look into them."""
+"""`windlass tokenize`, `windlass data` and `windlass tokenizer`: make and inspect token stores and tokenizers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tokenize(
     account: Annotated[str | None, typer.Option("--account", help="With --array: SLURM account to charge.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Turn sources into a token store with exact counts and a ledger. After an interruption, run it again to continue."""
+    """Turn sources into a token store with exact counts and a ledger. Run it again to resume an interrupted run."""
     # There is no linear algebra here: numpy's threads would only spin, and get in the way of forking workers.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from windlass.cli.output import console, print_json

@@ -32,8 +32,9 @@ class DataSource(Table):
     consent: str | None = None
     """On what basis it may be used: licence, contract, opt-in, public domain, ..."""
     kind: Literal["public-dataset", "licensed", "private", "web", "user", "synthetic", "other"] | None = None
-    """Heading in the EU's public summary of training content: publicly available dataset, licensed by its rightsholders,
-    private from another third party, crawled from the web, data of users, synthetic, or other. Left out: not stated."""
+    """Heading in the EU's public summary of training content: publicly available dataset, licensed by its
+    rightsholders, private from another third party, crawled from the web, data of users, synthetic, or other. Left
+    out: not stated."""
     collected: str | None = None
     """When it was collected or crawled ("2019-03 to 2024-06"): the summary asks for the period and the latest date."""
     crawler: str | None = None
@@ -82,13 +83,13 @@ class DataFile(Table):
     workers: PositiveInt | None = None
     """Worker processes; one per CPU core that this job may use when left out."""
     chunk: Bytes = Field(default=32 * 2**20, gt=0)
-    """Largest part of the (decompressed) input that is done as one; files of fewer than 32 chunks are cut finer, down to
-    8 MiB. A killed job repeats at most one chunk per worker."""
+    """Largest part of the (decompressed) input that is done as one; files of fewer than 32 chunks are cut finer, down
+    to 8 MiB. A killed job repeats at most one chunk per worker."""
     shard_tokens: Tokens = Field(default=2**30, gt=0)
     """A shard of the store has at most about this many tokens."""
     document_marks: bool = False
-    """Also write Megatron's mark for the beginning of each document, 8 bytes per document. Only its BERT and T5 data read
-    them; for a language model every sequence is a document."""
+    """Also write Megatron's mark for the beginning of each document, 8 bytes per document. Only its BERT and T5 data
+    read them; for a language model every sequence is a document."""
     policy: Literal["any", "lawful"] = "any"
     """lawful refuses a source without licence and origin."""
     sources: dict[str, DataSource] = Field(min_length=1)

@@ -1,8 +1,8 @@
 """From one chunk of input to one piece of output: read, filter, encode, write.
 
 A piece counts as done when its line is in a journal; anything before that is simply done again. A piece file holds the
-tokens, then the length of each document in tokens (int32) and, if duplicates are removed, its length in bytes (int32) and
-a 16-byte hash of its text.
+tokens, then the length of each document in tokens (int32) and, if duplicates are removed, its length in bytes
+(int32) and a 16-byte hash of its text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Report = Callable[[int, int, int], None]
 
 @dataclass(frozen=True)
 class TokenizeTask:
-    """What all chunks of a run share. `folder` is work/ of the store; the engine is None when nothing is left to encode."""
+    """What all chunks of a run share. `folder` is work/ of the store; without chunks to encode the engine is None."""
 
     file: DataFile
     settings: dict[str, Any]  # all that shapes the output, apart from the texts
@@ -182,8 +182,9 @@ class ChunkWriter:
         """Add records of the file that `counts` ends with; every document is counted exactly once."""
         counts, rejected = self.counts[-1], len(self.rejects)
         hashes: dict[str, list[bytes]] = {}
-        if self.is_plain and set(map(type, records)) == {str} and min(map(len, records)) >= self.min_chars:  # type: ignore[arg-type]
-            texts: dict[str, list[str]] = {"train": records}  # type: ignore[dict-item] # usual: nothing to reject, filter or hash
+        plain: list[Any] = records if self.is_plain and set(map(type, records)) == {str} else []
+        if plain and min(map(len, plain)) >= self.min_chars:  # the usual block: nothing to reject, filter or hash
+            texts: dict[str, list[str]] = {"train": plain}
             counts.documents += len(records)
         else:
             texts, hashes = self._sort_out(counts, records)

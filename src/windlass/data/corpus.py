@@ -1,4 +1,4 @@
-"""A demo corpus for a machine without a network: the sources of Python's own library as code, its docstrings as prose."""
+"""A demo corpus for a machine without a network: the code of Python's own library, and its docstrings as prose."""
 
 from __future__ import annotations
 

@@ -40,10 +40,14 @@ SAMPLE = (
     "Hello, world! It's 12345678 o'clock; don't WE'LL they've\r\n\r\n\tend  ",
     "  leading and trailing   spaces   ",
     "def f(x):\n    return x ** 2  # caf\u00e9 \u2026\n\n\nclass A:\n\tpass\n",
-    "De waarheid is als een \u00efdee; \u201caan\u00adge\u00adnaam\u201d gro\u00dfe Stra\u00dfe, na\u00efve fa\u00e7ade, \u0141\u00f3d\u017a, \u0130stanbul",
-    "\u65e5\u672c\u8a9e\u306e\u6587\u7ae0\u3002\u4e2d\u6587\u6587\u672c\uff0c\u6ca1\u6709\u7a7a\u683c\u3002 \ud55c\uad6d\uc5b4 \u0440\u0443\u0441\u0441\u043a\u0438\u0439 \u0627\u0644\u0639\u0631\u0628\u064a\u0629 \u0939\u093f\u0928\u094d\u0926\u0940 \u0e44\u0e17\u0e22",
+    "De waarheid is als een \u00efdee; \u201caan\u00adge\u00adnaam\u201d gro\u00dfe Stra\u00dfe, "
+    "na\u00efve fa\u00e7ade, \u0141\u00f3d\u017a, \u0130stanbul",
+    "\u65e5\u672c\u8a9e\u306e\u6587\u7ae0\u3002\u4e2d\u6587\u6587\u672c\uff0c\u6ca1\u6709\u7a7a\u683c\u3002 "
+    "\ud55c\uad6d\uc5b4 \u0440\u0443\u0441\u0441\u043a\u0438\u0439 "
+    "\u0627\u0644\u0639\u0631\u0628\u064a\u0629 \u0939\u093f\u0928\u094d\u0926\u0940 \u0e44\u0e17\u0e22",
     "e\u0301 versus \u00e9, \u2126 versus \u03a9, \ufb01 \u2460 \u00bd \u1e9e",
-    "\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f3f4\U000e0067\U000e0062 \u200b\ufeff\u00a0\u3000\u2028x\x00\x01\x7f",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f3f4\U000e0067\U000e0062 "
+    "\u200b\ufeff\u00a0\u3000\u2028x\x00\x01\x7f",
     "<|end_of_text|> <|begin_of_text|> <|endoftext|> </s> <s> <unk> <pad> [INST] [/INST] <|im_start|>user<|im_end|>",
     "a" * 3000,
     " " * 3000 + "x",
@@ -90,9 +94,11 @@ def choose(
     sample: Sequence[str] = (),
     cache: Path | None = None,
 ) -> EngineChoice:
-    """The first engine of ORDER that is installed, supports this tokenizer and equals the reference on every sample text.
+    """The first engine of ORDER that is installed, supports this tokenizer and equals the reference on every sample
+    text.
 
-    `cache` is a folder for a converted tokenizer, so that a restart and the tasks of an array need not convert it again.
+    `cache` is a folder for a converted tokenizer, so that a restart and the tasks of an array need not convert it
+    again.
     """
     if specials and (tokenizer.kind == "tekken" or isinstance(tokenizer, SentencePieceTokenizer)):
         raise DataError(
@@ -216,11 +222,13 @@ def _load_gigatoken(tokenizer: Tokenizer, specials: bool, cache: Path | None) ->
                 value = tokenizer.parsed
             else:
                 value = parse_json(_json_file(tokenizer, specials, cache).read_bytes())
-            # gigatoken has no switch for what would cut, pad or turn text into special tokens: leave it out of the file.
+            # gigatoken has no switch for what would cut, pad or turn text into special tokens: leave it out of the
+            # file.
             added = [token for token in value.get("added_tokens") or [] if specials or not token.get("special")]
             plain = {**value, "truncation": None, "padding": None, "post_processor": None, "added_tokens": added}
             inner = gigatoken.Tokenizer.from_json(dump_json(plain))
-        # One by one is as fast as gigatoken's encode_batch, which imports a large package for its result in every worker.
+        # One by one is as fast as gigatoken's encode_batch, which imports a large package for its result in every
+        # worker.
         return lambda texts, eos: _join(map(inner.encode, texts), offset, eos)
 
     # Its calls cost nothing, and ids that are still in the processor's cache are joined and written in half the time.

@@ -1,4 +1,4 @@
-"""Token stores of other tools, read without conversion: Megatron's .bin/.idx, OLMo's flat arrays, datatrove's .ds files."""
+"""Token stores of other tools, read without conversion: Megatron .bin/.idx, OLMo .npy and datatrove .ds files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def open_foreign(path: Path) -> Store:
     raise DataError(
         "data.store-missing",
         f"{path} {'is not a token store' if path.exists() else 'does not exist'}",
-        hint="a store is a folder written by `windlass tokenize`, or one with Megatron .bin/.idx, OLMo .npy or datatrove .ds files",
+        hint="a store is a folder written by `windlass tokenize`, or one with Megatron .bin/.idx, OLMo .npy "
+        "or datatrove .ds files",
     )
 
 
@@ -99,7 +100,7 @@ def _dtype_by_size(file: Path, tokens: int) -> np.dtype[Any]:
 
 
 def _olmo_shard(file: Path) -> Shard:
-    """OLMo's .npy has no header: the .csv.gz beside it (start, end, ...) gives the number of tokens and so their width."""
+    """OLMo's .npy has no header: the .csv.gz beside it (start, end, ...) gives the number of tokens, so their width."""
     with file.open("rb") as opened:
         has_header = opened.read(6) == b"\x93NUMPY"
     if has_header:

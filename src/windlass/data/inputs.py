@@ -1,8 +1,8 @@
 """The input files of a source and their division into chunks. The same files give the same chunks.
 
 Input is divided by bytes, not by files: a big file becomes several chunks, small files share one. A chunk of lines owns
-the lines that *begin* in its byte range, so that neighbours never share or miss a line. How many chunks a big compressed
-file has is known only at its end.
+the lines that *begin* in its byte range, so that neighbours never share or miss a line. How many chunks a big
+compressed file has is known only at its end.
 """
 
 from __future__ import annotations
@@ -111,8 +111,10 @@ def _closed_folders(pattern: str) -> list[str]:
     for depth in range(1, len(parts)):
         parent = str(Path(*parts[:depth]))
         mode = os.X_OK | (os.R_OK if has_magic(parts[depth]) else 0)
-        folders = sorted(glob(f"{parent}/", recursive=True)) if has_magic(parent) else [parent]  # noqa: PTH207 - as above
-        closed.update(dict.fromkeys(f for f in folders if os.path.isdir(f) and not os.access(f, mode)))  # noqa: PTH112 - never raises
+        folders = sorted(glob(f"{parent}/", recursive=True)) if has_magic(parent) else [parent]  # noqa: PTH207
+        for folder in folders:
+            if os.path.isdir(folder) and not os.access(folder, mode):  # noqa: PTH112 - Path.is_dir may raise
+                closed[folder] = None
     return list(closed)
 
 
@@ -125,7 +127,8 @@ def _walk(root: str, problems: list[str]) -> Iterator[str]:
         real = {name: os.path.realpath(Path(folder) / name) for name in sorted(folders)}
         above = ancestors.pop(folder)
         folders[:] = [name for name in real if real[name] not in above]  # a link to an ancestor is not followed
-        ancestors.update({os.path.join(folder, name): above | {real[name]} for name in folders})  # noqa: PTH118 - as os.walk joins
+        for name in folders:
+            ancestors[os.path.join(folder, name)] = above | {real[name]}  # noqa: PTH118 - as os.walk joins
         yield from (str(Path(folder) / name) for name in sorted(names) if format_of(name)[0] and not _is_hidden(name))
 
 

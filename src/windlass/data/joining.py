@@ -1,7 +1,7 @@
 """From finished pieces to a token store: duplicates dropped, pieces joined into shards, counts summed, manifest last.
 
-Each step leaves a complete file or none, and a second run does only what is missing. The result does not depend on which
-worker did what.
+Each step leaves a complete file or none, and a second run does only what is missing. The result does not depend on
+which worker did what.
 """
 
 from __future__ import annotations

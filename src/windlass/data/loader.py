@@ -22,8 +22,8 @@ class Loader(Iterator[Any]):
     """Yields `stream.sequences(indexes)` for each batch of indexes, in order, read ahead by `prefetch` batches.
 
     `batches` is an iterator of index arrays, or a function from a count (0, 1, 2, ...) to one; None or the end of the
-    iterator ends it. With `documents` each item is a pair (tokens, document ids). With `pin` the arrays lie in page-locked
-    memory, so that copies to the device can overlap; without a GPU it changes nothing.
+    iterator ends it. With `documents` each item is a pair (tokens, document ids). With `pin` the arrays lie in page-
+    locked memory, so that copies to the device can overlap; without a GPU it changes nothing.
     """
 
     def __init__(

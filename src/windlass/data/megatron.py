@@ -31,7 +31,7 @@ CODES = {dtype: code for code, dtype in TYPES.items()}
 
 
 def dtype_for(vocab_size: int) -> np.dtype[Any]:
-    """Two bytes per token where they suffice, else int32: Megatron has no uint32, but ids below 2^31 have the same bytes."""
+    """Two bytes per token if they suffice, else int32: Megatron has no uint32; ids below 2^31 have the same bytes."""
     return np.dtype("<u2") if vocab_size <= 65_536 else np.dtype("<i4")
 
 

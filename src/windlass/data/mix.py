@@ -1,8 +1,8 @@
 """The order of a run: which source and which window is sequence number i. Pure arithmetic: no files, constant memory.
 
 Sources take turns by the divisor method of Webster: after any number of blocks each source has had its exact share to
-within a sequence or so, and the count of a source never goes back. Inside a block of 128 sequences the turns are shuffled.
-The windows of a source come in a permuted order, a new order for each pass.
+within a sequence or so, and the count of a source never goes back. Inside a block of 128 sequences the turns are
+shuffled. The windows of a source come in a permuted order, a new order for each pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ Floats = npt.NDArray[np.float64]
 
 
 def shares(count: int, weights: Floats) -> Ints:
-    """How many of the first `count` turns each source gets: sums to `count`, is close to its exact share, never goes back.
+    """How many of the first `count` turns each source gets: sums to `count`, is close to its exact share, never goes
+    back.
 
     Source s has its turn number k at the moment (k + 1/2) / weight. Only the moments around `count` are put in order;
     at equal moments the source that comes first in the list goes first.
@@ -88,7 +89,7 @@ class Mixture:
             self.phases.append(phase)
             if end is not None:
                 before = before + shares(phase.length, phase.weights)
-        # A block's table is 2 kB; a rank that reads a part of each batch comes back to the same blocks for its next part.
+        # A block's table is 2 kB; a rank that reads a part of each batch uses the same blocks for its next part.
         self._block = lru_cache(maxsize=256)(self._make_block)
 
     def identity(self, indexes: npt.ArrayLike) -> tuple[Ints, Ints, Ints]:

@@ -1,8 +1,8 @@
 """A permutation that is computed, not stored: any element at any position in constant time and memory.
 
-A Feistel network permutes the numbers below the next power of four; a result outside 0..n-1 is fed in again until it falls
-inside (cycle walking, fewer than four rounds on average). It depends on its key only, so every rank on every machine, with
-any version of numpy, computes the same order.
+A Feistel network permutes the numbers below the next power of four; a result outside 0..n-1 is fed in again until it
+falls inside (cycle walking, fewer than four rounds on average). It depends on its key only, so every rank on every
+machine, with any version of numpy, computes the same order.
 """
 
 from __future__ import annotations

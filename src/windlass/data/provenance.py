@@ -26,7 +26,8 @@ def refuse_unlawful(sources: Mapping[str, DataSource] | Mapping[str, SourceInfo]
 
 
 def summary(store: Store) -> str:
-    """The summary of training content in Markdown, for the model card and for those who ask what a model was trained on."""
+    """The summary of training content in Markdown, for the model card and for anyone who asks about the training
+    data."""
     sources = list(store.sources.values())
     total = sum(source.tokens for source in sources) or 1
     languages: Counter[str] = Counter()

@@ -40,7 +40,7 @@ class DamagedFileError(Exception):
 
 
 def read_blocks(file: BinaryIO, packing: str) -> Iterator[bytes]:
-    """The decompressed bytes of a file. Several gzip members or zstd frames one after the other are read as one text."""
+    """The decompressed bytes of a file. Several gzip members or zstd frames in one file are read as one text."""
     if not packing:
         while block := file.read(BLOCK_BYTES):
             yield block
@@ -210,7 +210,8 @@ def _reach(value: Any, keys: list[str]) -> Any:
 
 
 _JSON_KINDS = {
-    type(None): "null", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object", str: "a text",
+    type(None): "null", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object",
+    str: "a text",
 }  # fmt: skip
 
 
@@ -328,7 +329,7 @@ def read_rows(
 
 
 def _columns(file: InputFile, field: str, start: int) -> Iterator[tuple[int, Any]]:
-    """(number of its first row, text column) of each batch; row groups of Parquet that end before `start` are skipped."""
+    """(number of its first row, text column) of each batch; Parquet row groups that end before `start` are skipped."""
     first = 0
     if file.format == "arrow":
         for batch in _arrow_batches(file.path):

@@ -30,7 +30,8 @@ class StoreStream:
             raise DataError(
                 "data.split-missing",
                 f"{store.path} has no {split!r} split",
-                hint=f"it has {', '.join(store.splits) or 'none'}; set `validation` in the data file and tokenize again",
+                hint=f"it has {', '.join(store.splits) or 'none'}; "
+                "set `validation` in the data file and tokenize again",
             )
         self.store, self.config, self.split, self.seq_len = store, config, split, config.seq_len
         self.ledger_hash = store.ledger_hash
@@ -42,7 +43,8 @@ class StoreStream:
             raise DataError(
                 "data.too-few-tokens",
                 f"the {split} split of {store.path} has no source with {needed:,} tokens",
-                hint=f"a sequence needs data.seq_len + 1 = {needed:,} tokens: choose a shorter data.seq_len or more data",
+                hint=f"a sequence needs data.seq_len + 1 = {needed:,} tokens: "
+                "choose a shorter data.seq_len or more data",
             )
         plain = config if split == "train" else config.model_copy(update={"mix": {}, "stages": [], "epochs": {}})
         self.mixture = Mixture(names, windows, plan_phases(plain, names, windows, config.seq_len), seed)

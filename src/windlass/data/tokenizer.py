@@ -33,11 +33,12 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CL100K = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _O200K = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN = _CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
-# A file of ranks holds neither the split pattern nor the special ids; the number of ranks tells the published ones apart.
+# A file of ranks has neither the split pattern nor the special ids; the number of ranks identifies published ones.
 # Number of ranks -> (name, split pattern, vocabulary size, end token's id, end token)
 _PUBLISHED_RANKS = {
     128_000: ("llama-3", _CL100K, 128_256, 128_001, "<|end_of_text|>"),
@@ -83,8 +84,8 @@ class Tokenizer:
 class JsonTokenizer(Tokenizer):
     """A Hugging Face tokenizer.json.
 
-    Optional state in `__dict__`: `added`, ids of added tokens that were read off the file; `_cut`, a file reduced to what
-    a sample of texts can touch and its added ids; `_inner`, the library's tokenizer.
+    Optional state in `__dict__`: `added`, ids of added tokens that were read off the file; `_cut`, a file reduced to
+    what a sample of texts can touch and its added ids; `_inner`, the library's tokenizer.
     """
 
     @cached_property
@@ -185,8 +186,8 @@ class SentencePieceTokenizer(Tokenizer):
 def load_tokenizer(path: Path | str, *, eos: str | int | None = None, glance: bool = False) -> Tokenizer:
     """The tokenizer of a file or folder. `eos` overrides which token ends a document, by name or id.
 
-    `glance`: read only what must be known before the first token off a JSON. The library then loads the file when a text
-    is first encoded, and complains there if it cannot.
+    `glance`: read only what must be known before the first token off a JSON. The library then loads the file when a
+    text is first encoded, and complains there if it cannot.
     """
     file = _find_file(Path(path))
     try:
@@ -240,7 +241,8 @@ def _find_file(path: Path) -> Path:
     raise DataError(
         "data.tokenizer-missing",
         f"the tokenizer {path} {reason}",
-        hint="name a tokenizer.json, a tokenizer.model (tiktoken ranks or SentencePiece), a tekken.json, or their folder",
+        hint="name a tokenizer.json, a tokenizer.model (tiktoken ranks or SentencePiece), a tekken.json, "
+        "or their folder",
     )
 
 
@@ -301,7 +303,7 @@ def _open_json(file: Path, *, glance: bool) -> tuple[Tokenizer, FindId]:
 
 
 def _ids_in_file(value: Any) -> tuple[dict[str, int], dict[str, int]] | None:
-    """(ids of the model, ids of the added tokens) as the library numbers them; None if the vocabulary is not a plain table.
+    """(ids of the model, ids of added tokens) as the library numbers them; None if the vocabulary is not a plain table.
 
     An added token that the model has keeps its id; the others follow the vocabulary in the order of the file, whatever
     ids it gives them.
@@ -411,8 +413,8 @@ def ranks_to_json(ranks: dict[bytes, int], pattern: str) -> str:
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     model = {
-        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-        "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
         "vocab": {name[token]: rank for token, rank in ranks.items()}, "merges": merges,
     }  # fmt: skip
     value: dict[str, Any] = {
@@ -441,9 +443,10 @@ _SPECIAL_RULES = (
 def reduce_json(value: Any, texts: Iterable[str]) -> dict[str, Any] | None:
     """A parsed tokenizer.json reduced to what can matter for `texts`; None where the file does not tell what can.
 
-    A byte-level BPE joins two tokens only where their bytes are adjacent in the text. Tokens and merges whose bytes do not
-    occur in the texts decide nothing about them: without these the library loads in a tenth of the time and gives the same
-    ids. Where anything else could decide (a normalizer, an unknown token, added words), the complete file is needed.
+    A byte-level BPE joins two tokens only where their bytes are adjacent in the text. Tokens and merges whose bytes
+    do not occur in the texts decide nothing about them: without these the library loads in a tenth of the time and
+    gives the same ids. Where anything else could decide (a normalizer, an unknown token, added words), the complete
+    file is needed.
     """
     table = dict(enumerate(byte_names()))
     named = " ".join(text.encode().decode("latin-1").translate(table) for text in texts)  # no byte is named " "
