@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from array import array
 from collections import Counter
@@ -43,6 +44,8 @@ CATEGORY_KINDS: dict[str, Kind] = {
 _LEGACY_PROCESSES = {"CPU functions": Kind.OPERATOR, "CUDA functions": Kind.KERNEL}
 # Microseconds since 1970 are near 2e15, nanoseconds near 2e18: a larger stamp is in nanoseconds.
 _NANOSECOND_STAMPS = 1e17
+# Rows are collected as tuples and moved to the columns in small groups: the tuples of a whole batch take 8 MB.
+ROWS_AT_ONCE = 500
 # Columns that are collected while reading, with their type code (of `array` and of numpy).
 _COLUMNS = {
     "kind": "B", "name": "i", "start": "d", "length": "d", "thread": "i", "external": "q", "correlation": "q",
@@ -131,7 +134,8 @@ def read_trace(path: Path | str, *, shapes: bool = False, progress: Callable[[in
     file = TraceFile(Path(path), progress)
     reader = _TraceReader(keep_shapes=shapes)
     for batch in file:
-        reader.add(batch)
+        for first in range(0, len(batch), ROWS_AT_ONCE):
+            reader.add(batch[first : first + ROWS_AT_ONCE])
     return reader.finish(file)
 
 
@@ -251,14 +255,13 @@ class _TraceReader:
             self.peaks[device] = max(self.peaks.get(device, 0.0), allocated)
 
     def id_of(self, value: Any) -> int:
+        if type(value) is int and -(2**63) < value < 2**63:
+            return value
         if value is None:
             return MISSING
-        try:
-            number = value if type(value) is int else int(value)
-        except (TypeError, ValueError, OverflowError):
-            number = 2**63
-        if -(2**63) < number < 2**63:
-            return number
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            if -(2**63) < (number := int(value)) < 2**63:
+                return number
         # A text that is not a number gets a number of its own, far from the real ones.
         return -(2**62) + self.text_ids.setdefault(str(value), len(self.text_ids))
 
@@ -318,5 +321,5 @@ def _number(value: Any, default: Any = None) -> Any:
 
 
 def _small_int(value: Any) -> int:
-    number = _number(value, MISSING)
+    number = value if type(value) is int else _number(value, MISSING)
     return int(number) if -(2**31) < number < 2**31 else MISSING

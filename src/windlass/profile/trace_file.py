@@ -74,10 +74,10 @@ class TraceFile:
                     raise self._damaged(
                         f"after event {self._events_read:,} follow {len(data) >> 20} MiB that are not an event"
                     )
-                block = self._read()
-                if not block and not front:
+                remaining_bytes = len(data)
+                data += self._read()
+                if len(data) == remaining_bytes and not front:
                     break
-                data += block
             # Chrome allows a bare list to end without its bracket; any other file that ends early is damaged.
             last = _parse(b"[" + data.rstrip().rstrip(b",") + b"]") if self._head is None else None
             if not isinstance(last, list):
