@@ -75,7 +75,7 @@ def test_the_folder_of_another_recipe(recipe, tmp_path):
     )  # fmt: skip
     (folder / "events.jsonl").write_text('{"time": 1.0, "event": "started"}\n')
     before = (folder / "config.json").read_bytes()
-    one_message(train(recipe, folder), "belongs to another recipe (model.layers: 7 there, 1 here)")
+    one_message(train(recipe, folder), "model.layers: 7 -> 1")
     assert (folder / "config.json").read_bytes() == before
 
 

@@ -19,7 +19,8 @@ def dash(
         bool, typer.Option("--json", help="Print address and port as one JSON line, then serve.")
     ] = False,
 ) -> None:
-    """Serve live pages on localhost: runs, comparison, one run, sweep, planner, data, profile. No internet is used. Leave with Ctrl-C."""
+    """Serve live pages on localhost: runs, comparison, one run, sweep, planner, data, profile. Works offline."""
+    import contextlib
     import json
     import socket
 
@@ -27,30 +28,17 @@ def dash(
     from windlass.report.dash.server import make_server
 
     server = make_server(folder, port=port)
+    port, runs = server.server_port, len(server.folder.views())
     if as_json:
-        typer.echo(
-            json.dumps(
-                {
-                    "url": server.url,
-                    "port": server.server_port,
-                    "folder": str(folder),
-                    "runs": len(server.folder.views()),
-                }
-            )
-        )
+        typer.echo(json.dumps({"url": server.url, "port": port, "folder": str(folder), "runs": runs}))
     else:
-        out = console()
-        out.print(f"{len(server.folder.views())} runs in {folder}", markup=False)
-        out.print(f"open {server.url}", markup=False, soft_wrap=True)
-        out.print(
-            f"from another machine: ssh -L {server.server_port}:127.0.0.1:{server.server_port} {socket.gethostname()}, then the same address",
-            markup=False,
-            soft_wrap=True,
-        )
-        out.print("only this machine can connect, and only with that token; Ctrl-C ends it", markup=False)
-    try:
+        tunnel = f"ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}"
+        for text in (
+            f"{runs} runs in {folder}",
+            f"open {server.url}",
+            f"from another machine: {tunnel}, then the same address",
+            "only this machine can connect, and only with that token; Ctrl-C ends it",
+        ):
+            console().print(text, markup=False, soft_wrap=True)
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server.socket):
         server.serve_forever(poll_interval=0.2)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        server.server_close()

@@ -1,4 +1,4 @@
-"""`windlass report RUN`: one self-contained HTML file, or Markdown, or JSON; `windlass sync RUN`: offline trackers, sent later."""
+"""`windlass report RUN` (HTML, Markdown or JSON) and `windlass sync RUN` (sends what offline trackers wrote)."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="File to write; .html or .md. Default: report.html in the run folder."),
+        typer.Option("--out", "-o", help="Output file (.html or .md). Default: report.html in the run folder."),
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of writing HTML.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of writing HTML.")] = False,
     figures: Annotated[
-        Path | None, typer.Option("--figures", help="Also write every chart into this folder, for slides and papers.")
+        Path | None, typer.Option("--figures", help="Also write every chart to this folder, for slides and papers.")
     ] = None,
-    picture: Annotated[str, typer.Option("--picture", help="svg, png or pdf, with --figures.")] = "svg",
+    picture: Annotated[str, typer.Option("--picture", help="Image format for --figures: svg, png or pdf.")] = "svg",
 ) -> None:
-    """Write what was trained, on what, how long, with which energy, and what happened on the way."""
+    """Write a report: what was trained on which data, how fast, with which energy, and what happened on the way."""
     from windlass.cli.output import console, print_json
     from windlass.figures import save_page
     from windlass.report.sweeps import read_sweep
@@ -42,8 +42,8 @@ def report(
     folders = _folders(runs)
     sweeps = [read_sweep(path) for path in runs if (path / "sweep.json").is_file()]
     if figures is not None:
-        made = write_figures(folders, figures, picture, sweeps)
-        typer.echo(f"wrote {len(made)} figures to {figures}", err=True)
+        paths = write_figures(folders, figures, picture, sweeps)
+        typer.echo(f"wrote {len(paths)} figures to {figures}", err=True)
     if as_json:
         print_json(json_report(folders, sweeps))
         return
@@ -60,37 +60,37 @@ def report(
 
 
 def _folders(runs: list[Path]) -> list[Run]:
-    """Run folders as given, or all runs in a folder that is none itself; a sweep of commands has none."""
-    from windlass.errors import RunError
+    """The named run folders, or all runs in a folder that is not a run itself; a sweep of commands has none."""
     from windlass.report.collect import find_runs
     from windlass.runs.folder import open_run
 
-    found: list[Run] = []
+    folders: list[Run] = []
     for path in runs:
         inside = find_runs(path) if path.is_dir() and not (path / "config.json").is_file() else []
-        found += inside or ([] if (path / "sweep.json").is_file() else [open_run(path)])
-    if not runs:
-        raise RunError("cli.run-folder-named", "no run folder was named", hint="windlass report runs/NAME")
-    return list({run.path.resolve(): run for run in found}.values())
+        folders += inside or ([] if (path / "sweep.json").is_file() else [open_run(path)])
+    return list({run.path.resolve(): run for run in folders}.values())
 
 
 def sync(
     run: Annotated[Path, typer.Argument(help="Run folder (or a copy of it on a machine with internet).")],
     watch: Annotated[
-        bool, typer.Option("--watch", help="Stay, and send whenever the running job asks (a trigger file).")
+        bool, typer.Option("--watch", help="Keep running, and send whenever the running job asks (a trigger file).")
     ] = False,
-    every: Annotated[float, typer.Option("--every", help="Seconds between looks with --watch.", min=0.2)] = 30.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be sent.")] = False,
+    every: Annotated[float, typer.Option("--every", help="Seconds between checks with --watch.", min=0.2)] = 30.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be sent.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Send what the offline trackers wrote (W&B), oldest part first and each once; a running job is asked to close its part before."""
+    """Send offline W&B parts, the oldest first and each once; a running job is asked to close its part first."""
     from windlass.cli.output import console, print_json
-    from windlass.report.sync import ask_for_part, is_live, parts, sync_once
+    from windlass.report.sync import ask_for_part, is_live, parts, sync_once, sync_watch
     from windlass.runs.folder import open_run
 
     folder = open_run(run)
     if watch:
-        _watch(folder, every)
+        try:
+            sync_watch(folder, every, say=lambda text: console().print(text, markup=False))
+        except KeyboardInterrupt:
+            typer.echo("ended; what was sent is remembered", err=True)
         return
     if not dry_run and parts(folder) and is_live(folder):
         typer.echo("the job is asked to close its part (at its next line, a minute at most) ...", err=True)
@@ -105,13 +105,3 @@ def sync(
         console().print(
             "nothing to send: the run has no offline W&B parts (trackers.wandb = true writes them)", markup=False
         )
-
-
-def _watch(run: Run, every: float) -> None:
-    from windlass.cli.output import console
-    from windlass.report.sync import sync_watch
-
-    try:
-        sync_watch(run, every, say=lambda text: console().print(text, markup=False))
-    except KeyboardInterrupt:
-        typer.echo("ended; what was sent is remembered", err=True)

@@ -80,7 +80,7 @@ class Chart:
 
     @property
     def integer_ticks(self) -> list[int]:
-        """The x values themselves (1, 2, 4 devices) where they are few integers; those too close to label are left out."""
+        """The x values themselves (1, 2, 4 devices) where they are few integers; those too close are left out."""
         values = {x for s in self.series for x in s.x if s.kind != "bar"}
         if not 1 < len(values) <= 12 or not all(isinstance(x, int) for x in values):
             return []

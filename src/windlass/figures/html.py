@@ -32,12 +32,13 @@ _DRAW = """
     }
     return value;
   }
-  // In a narrow window a legend beside the chart would leave it no room: it goes below, and the chart grows by that much.
+  // In a narrow window the legend goes below the chart, which grows by that much.
   function narrow(box, layout, entries) {
     if (!layout.showlegend || !layout.legend || box.clientWidth >= 860 || !box.clientWidth) return;
-    var across = layout.yaxis.type === "category" ? 1 : Math.max(1, Math.floor(box.clientWidth / 230)); // long labels leave room for one
+    var across = layout.yaxis.type === "category" ? 1 : Math.max(1, Math.floor(box.clientWidth / 230));
     var room = 10 + 22 * Math.ceil(entries / across);
-    Object.assign(layout.legend, { orientation: "h", x: 0, xref: "container", y: 0, yref: "container", yanchor: "bottom" });
+    var place = { orientation: "h", x: 0, xref: "container", y: 0, yref: "container", yanchor: "bottom" };
+    Object.assign(layout.legend, place);
     layout.margin.b += room;
     layout.height += room;
     box.style.height = layout.height + "px";
@@ -228,8 +229,8 @@ def _traces(series: Series, tint: str, horizontal: bool) -> list[dict[str, Any]]
     if series.low is None or series.high is None:
         return [trace]
     edges = zip(series.x, series.low, series.high, strict=True)
-    known = [(at, low, high) for at, low, high in edges if low is not None and high is not None]
-    around = [(at, high) for at, _, high in known] + [(at, low) for at, low, _ in reversed(known)]
+    shaded = [(at, low, high) for at, low, high in edges if low is not None and high is not None]
+    around = [(at, high) for at, _, high in shaded] + [(at, low) for at, low, _ in reversed(shaded)]
     red, green, blue = (int(tint[i : i + 2], 16) for i in (1, 3, 5))
     outline = {
         "x": [at for at, _ in around], "y": [value for _, value in around], "fill": "toself", "type": "scatter",
@@ -269,7 +270,8 @@ def _heat(heat: Heat) -> dict[str, Any]:
 def _layout(item: Chart | Heat) -> dict[str, Any]:
     ink = {"color": INK}
     axis = {
-        "gridcolor": GRID, "zerolinecolor": GRID, "linecolor": SOFT, "tickfont": {"size": 14, **ink}, "automargin": True,
+        "gridcolor": GRID, "zerolinecolor": GRID, "linecolor": SOFT, "tickfont": {"size": 14, **ink},
+        "automargin": True,
     }  # fmt: skip
     corner = {"x": 0, "xanchor": "left", "xref": "container", "y": 0.98, "yref": "container", "yanchor": "top"}
     return {

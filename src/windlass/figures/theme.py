@@ -1,4 +1,4 @@
-"""Which colours and letters do all figures share? Chosen to be told apart with any colour vision, on paper, on a dark screen and on a projector."""
+"""Colours, fonts and the style sheet of all figures: readable with any colour vision, in print and on a projector."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _variables(values: dict[str, str]) -> str:
 
 
 def css() -> str:
-    """The style sheet of every page: light or dark as the reader's system says, 18 px so that a projector's last row can read it."""
+    """The style sheet of every page: light or dark as the reader's system says, large enough for a projector."""
     return f"""
 :root {{ color-scheme: light dark; {_variables(LIGHT)} }}
 @media (prefers-color-scheme: dark) {{ :root {{ {_variables(DARK)} }} }}

@@ -109,7 +109,7 @@ def data_section(summary: RunSummary) -> Section:
         text = "Synthetic tokens: the run had no token store, so there is no ledger."
         if store:
             name = store_name(redact_text(str(store)))
-            text = f"There is no data ledger: the manifest has none, and the token store {name} cannot be reached from here."
+            text = f"No data ledger: the manifest has none, and the token store {name} cannot be reached from here."
         return Section("Data", (Note(text),), id="data")
     columns = ("source", "kind", "licence", "origin", "basis of use", "languages", "tokens", "documents", "weight")
     store = store_name(field(summary.data, "store", "path", unknown="unknown"))
@@ -215,8 +215,8 @@ def source_list(sources: list[Source]) -> list[Item]:
     if not unstated:
         return [table]
     text = (
-        f"The kind of {unstated} of {len(sources)} sources is not stated: they are listed under 2.6 until `kind` in the "
-        f"data file is one of {', '.join(KINDS)}."
+        f"The kind of {unstated} of {len(sources)} sources is not stated: they are listed under 2.6 until `kind` in "
+        f"the data file is one of {', '.join(KINDS)}."
     )
     return [table, Note(text, "warning")]
 

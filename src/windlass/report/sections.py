@@ -370,8 +370,8 @@ def together(summaries: Sequence[RunSummary]) -> dict[str, float | int | None]:
     measured = [c for s in runs if s.energy.basis == "measured" and (c := s.energy.carbon) is not None]
 
     def total(values: Sequence[float | None]) -> float | None:
-        known = [v for v in values if v is not None]
-        return sum(known) if known and len(known) == len(values) else None
+        measured_values = [v for v in values if v is not None]
+        return sum(measured_values) if values and len(measured_values) == len(values) else None
 
     return {
         "runs": len(runs),

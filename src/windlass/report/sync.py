@@ -72,7 +72,7 @@ def _send_in_order(run: Run, dry_run: bool, send: Sender | None) -> list[dict[st
 
 
 def is_live(run: Run, now: float | None = None) -> bool:
-    """Whether a job writes to this folder, from its files alone: the last start or end, and the age of the last line."""
+    """Whether a job writes to this folder, by the last start or end and the age of the last line."""
     ends = (Finished, GaveUp, Stopped)
     last = next((e for e in reversed(list(run.events())) if isinstance(e, (ProcessStart, Restarted, *ends))), None)
     at = run.last_metrics().time

@@ -126,7 +126,7 @@ def picture(s: RunSummary, columns: Columns, width: int, now: float, height: int
     events = [e for e in s.events if e.event not in HIDDEN_EVENTS][-5:]
     events = events[len(events) - min(len(events), max(0, lines_left - 2)) :]
     ages = ["?" if e.time is None else print_seconds(max(0.0, now - e.time)) for e in events]
-    told = [f"  {age:>12} ago  {e.describe()}" for age, e in zip(ages, events, strict=True)]
+    event_lines = [f"  {age:>12} ago  {e.describe()}" for age, e in zip(ages, events, strict=True)]
 
     def cut(text: str) -> str:
         return text if len(text) <= width else text[: width - 1] + "…"
@@ -138,4 +138,5 @@ def picture(s: RunSummary, columns: Columns, width: int, now: float, height: int
         f"  {s.cluster}, {counted(s.world_size, 'device')}",
     )
     warned = [Text(cut(text), style="yellow") for text in warnings]
-    return Group(head, *warned, bar, grid, *curves[: max(0, lines_left)], *(Text(cut(t), style="dim") for t in told))
+    last_events = [Text(cut(text), style="dim") for text in event_lines]
+    return Group(head, *warned, bar, grid, *curves[: max(0, lines_left)], *last_events)

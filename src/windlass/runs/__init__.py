@@ -9,7 +9,7 @@ __all__ = ["Run", "create_run", "open_run"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when asked for: the files beside `folder` are used without recipes too, and those take long to import."""
+    """Imported when used: `folder` needs recipes, which take long to import, and the other modules do not."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from windlass.runs import folder

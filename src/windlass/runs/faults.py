@@ -106,7 +106,7 @@ def write_fault(run: Run, record: FaultRecord) -> None:
 
 
 def record_fault(run: Run, rank: int, error: BaseException) -> FaultRecord:
-    """Write down an exception of a rank: the first line of its text, and the second where the first only announces it."""
+    """Record an exception: the first line of its text, and the second where the first only announces it."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     record = FaultRecord(
         rank=rank,
@@ -125,7 +125,7 @@ def record_fault(run: Run, rank: int, error: BaseException) -> FaultRecord:
 
 
 def kind_of(error: BaseException) -> str:
-    """oom, diverged, hang, disk, config, data, checkpoint, run, train, lost (another rank went away), interrupted or crash."""
+    """oom, diverged, hang, disk, config, data, checkpoint, run, train, lost (another rank), interrupted, crash."""
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
         return "oom"
     if kind := _KINDS_BY_CODE.get(getattr(error, "exit_code", 0)):

@@ -171,7 +171,7 @@ def _start_step(event: Event) -> int:
 def _stretches(
     own: Sequence[Event], lines: list[MetricsLine], first: int, kept: int
 ) -> list[tuple[list[MetricsLine], int, int]]:
-    """(lines, step it began from, step that was kept) between rollbacks; each rollback drops what follows its target."""
+    """(lines, first step, kept step) between rollbacks; each rollback drops what follows its target."""
     parts, at = [], first
     for rollback in [e for e in own if isinstance(e, RolledBack)]:
         part = [m for m in lines if _time(m) <= _time(rollback)]

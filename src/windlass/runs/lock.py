@@ -1,4 +1,4 @@
-"""The lock that keeps two jobs from writing one run: a file that names its holder; a dead holder's lock is taken over."""
+"""The lock file that keeps two jobs from writing one run; the lock of a dead process is taken over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With what was this run made? Code version, packages, hardware and host, written once per start."""
+"""The manifest of a start: code version, packages, hardware and host."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def collect(recipe: Recipe, **extra: Any) -> dict[str, Any]:
 
 
 def write(run: Run, manifest: dict[str, Any]) -> None:
-    """The newest start's manifest; earlier ones are kept in its `earlier` list, so that a report shows a change of machine."""
+    """The newest start's manifest; its `earlier` list keeps the ones before it, for the report."""
     old = read_json(run.manifest_file)
     earlier = [*(old.pop("earlier", []) if old else []), *([old] if old else [])]
     write_json(run.manifest_file, {**manifest, "earlier": earlier[-20:]})

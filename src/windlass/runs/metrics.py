@@ -101,7 +101,7 @@ def read_metrics(path: Path) -> Iterator[MetricsLine]:
 
 
 def last_of_each_step(lines: Iterable[MetricsLine]) -> list[MetricsLine]:
-    """The lines that the final weights contain: where a run went back to an earlier step, what followed it is dropped."""
+    """The lines that the final weights contain: where a run goes back to an earlier step, what followed is dropped."""
     kept: list[MetricsLine] = []
     for line in lines:
         if line.step is None:

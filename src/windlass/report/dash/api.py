@@ -35,8 +35,8 @@ MAX_KEYS = 12
 MAX_POINTS = 4000
 SPARK_POINTS = 60
 MAX_EVENTS = 60
-MARKED = frozenset(
-    {"started", "resumed", "fault", "hang", "stopped", "signal", "restarted", "rollback", "saved", "finished", "gave_up"}
+MARKED = (
+    "started", "resumed", "fault", "hang", "stopped", "signal", "restarted", "rollback", "saved", "finished", "gave_up",
 )  # fmt: skip
 
 
