@@ -1,4 +1,4 @@
-"""Is every bad request refused with its rule, its numbers and its source, and every good one passed?"""
+"""Bad requests are refused with their rule, numbers and source; good ones pass."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ def test_a_sensible_request_passes_everywhere(name, make_recipe):
 
 
 CASES = [
-    ("wall_time", {"launch": {"time": "30h"}}, {}, "30 h is more than the 24 h of boost_usr_prod"),
-    ("nodes", {"nodes": 65, "launch": {"qos": "normal"}}, {}, "65 nodes are more than the 64"),
-    ("nodes", {"nodes": 8, "launch": {"qos": "boost_qos_bprod"}}, {}, "65 to 256 nodes"),
-    ("account", {"launch": {"account": None}}, {}, "no account is given"),
-    ("partition", {"launch": {"partition": "gpu"}}, {}, "no partition 'gpu'"),
-    ("qos", {"launch": {"qos": "vip"}}, {}, "QOS 'vip' is not one of"),
-    ("account", {"cluster": "lumi-g", "launch": {"account": None, "stage_data": False}}, {}, "AssocMaxSubmitJobLimit"),
-    ("cores", {"cluster": "lumi-g"}, {"cpus_per_task": 8}, "8 tasks x 8 cores = 64, more than 56"),
-    ("whole_nodes", {"cluster": "snellius-h100"}, {"devices_per_node": 2, "tasks_per_node": 2}, "all 4 GPUs"),
-    ("mem_zero", {"cluster": "snellius-h100", "launch": {"sbatch": {"mem": 0}}}, {}, "--mem=0 is refused"),
-    ("mem", {"cluster": "marenostrum5-acc", "launch": {"sbatch": {"mem": "100G"}}}, {}, "must not be set"),
-    ("mem", {"cluster": "lumi-g", "launch": {"sbatch": {"mem": "900G"}}}, {}, "480 GiB a node gives"),
-    ("cores_per_gpu", {"cluster": "marenostrum5-acc"}, {"cpus_per_task": 10}, "exactly 20 cores per GPU"),
-    ("tasks", {"cluster": "juwels-booster"}, {"tasks_per_node": 2}, "2 tasks for 4 devices"),
-    ("devices", {"cluster": "juwels-booster"}, {"devices_per_node": 8, "tasks_per_node": 8, "cpus_per_task": 6}, "a node has 4"),
-    ("max_jobs", {"cluster": "lumi-g", "launch": {"chain": 300}}, {}, "300 links are more than the 210"),
+    ("wall_time", {"launch": {"time": "30h"}}, {}, ["30 h", "24 h", "boost_usr_prod"]),
+    ("nodes", {"nodes": 65, "launch": {"qos": "normal"}}, {}, ["65", "64"]),
+    ("nodes", {"nodes": 8, "launch": {"qos": "boost_qos_bprod"}}, {}, ["65 to 256"]),
+    ("account", {"launch": {"account": None}}, {}, []),
+    ("partition", {"launch": {"partition": "gpu"}}, {}, ["'gpu'"]),
+    ("qos", {"launch": {"qos": "vip"}}, {}, ["'vip'"]),
+    ("account", {"cluster": "lumi-g", "launch": {"account": None, "stage_data": False}}, {}, ["AssocMaxSubmitJobLimit"]),
+    ("cores", {"cluster": "lumi-g"}, {"cpus_per_task": 8}, ["8 tasks x 8", "64", "56"]),
+    ("whole_nodes", {"cluster": "snellius-h100"}, {"devices_per_node": 2, "tasks_per_node": 2}, ["4 GPUs"]),
+    ("mem_zero", {"cluster": "snellius-h100", "launch": {"sbatch": {"mem": 0}}}, {}, ["--mem=0"]),
+    ("mem", {"cluster": "marenostrum5-acc", "launch": {"sbatch": {"mem": "100G"}}}, {}, ["--mem=100G"]),
+    ("mem", {"cluster": "lumi-g", "launch": {"sbatch": {"mem": "900G"}}}, {}, ["480 GiB"]),
+    ("cores_per_gpu", {"cluster": "marenostrum5-acc"}, {"cpus_per_task": 10}, ["20 cores"]),
+    ("tasks", {"cluster": "juwels-booster"}, {"tasks_per_node": 2}, ["2 tasks", "4 devices"]),
+    ("devices", {"cluster": "juwels-booster"}, {"devices_per_node": 8, "tasks_per_node": 8, "cpus_per_task": 6}, ["8 devices", "has 4"]),
+    ("max_jobs", {"cluster": "lumi-g", "launch": {"chain": 300}}, {}, ["300", "210"]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("rule, recipe, job, words", CASES)
-def test_each_rule_refuses_with_numbers_and_a_source(rule, recipe, job, words, make_recipe, monkeypatch):
+@pytest.mark.parametrize("rule, recipe, job, parts", CASES)
+def test_each_rule_refuses_with_numbers_and_a_source(rule, recipe, job, parts, make_recipe, monkeypatch):
     monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
     recipe.setdefault("launch", {}).setdefault("account", "project_1")
     found = [f for f in checks.refusals(findings(make_recipe(**recipe), **job)) if f.rule == rule]
-    assert found and words in found[0].message and found[0].source
+    assert found and all(part in found[0].message for part in parts) and found[0].source
 
 
 def test_overlapping_masks_are_found(make_recipe):
@@ -81,8 +81,9 @@ def test_a_disk_that_only_some_nodes_have(make_recipe):
 
 def test_refusals_come_together_and_force_overrides(make_recipe):
     found = findings(make_recipe(launch={"time": "30h", "account": None}))
-    with pytest.raises(LaunchError, match="2 checks failed") as caught:
+    with pytest.raises(LaunchError) as caught:
         checks.refuse(found, force=False)
+    assert caught.value.code == "launch.checks-failed"
     assert (
         "wall_time" in caught.value.message and "account" in caught.value.message and "CINECA" in caught.value.message
     )
@@ -101,7 +102,7 @@ def site(recipe, run_dir="/nowhere/runs/x", **more):
 
 def test_a_folder_of_this_node_only(make_recipe):
     found = site(make_recipe(), "/dev/shm/runs/x")
-    assert found["shared_folder"].level == "refuse" and "compute nodes cannot see it" in found["shared_folder"].message
+    assert found["shared_folder"].level == "refuse" and "/dev/shm/runs/x" in found["shared_folder"].message
     assert "shared_folder" not in site(make_recipe(), "/nowhere/runs/x")
 
 
@@ -114,7 +115,7 @@ def test_no_room_for_the_forecast_checkpoints(make_recipe):
 
 def test_missing_image_venv_and_store(make_recipe, tmp_path):
     found = site(make_recipe(cluster="lumi-g", launch={"container": str(tmp_path / "no.sif"), "account": "project_1"}))
-    assert found["image"].level == "refuse" and "no.sif does not exist" in found["image"].message
+    assert found["image"].level == "refuse" and "no.sif" in found["image"].message
     assert found["store"].level == "refuse"
     assert site(make_recipe(launch={"venv": str(tmp_path)}))["venv"].level == "refuse"
 

@@ -1,10 +1,6 @@
-"""Does the doctor name the slow device, the odd node and the variable that hurts?"""
+"""The doctor names the slow device, the different node and the harmful variable."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -71,28 +67,28 @@ def test_mixed_devices_versions_slow_links_and_clocks():
     } <= found
 
 
-@pytest.mark.parametrize("env, words", [
-    ({"CUDA_LAUNCH_BLOCKING": "1"}, "waits for the one before"),
-    ({"NCCL_IB_DISABLE": "1"}, "TCP"),
-    ({"SINGULARITY_BIND": "/scratch"}, "travels with a job"),
-    ({"OMP_NUM_THREADS": "100000"}, "fight for cores"),
-    ({"ROCR_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "0"}, "chosen twice"),
+@pytest.mark.parametrize("env, part", [
+    ({"CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING=1"),
+    ({"NCCL_IB_DISABLE": "1"}, "NCCL_IB_DISABLE=1"),
+    ({"SINGULARITY_BIND": "/scratch"}, "/scratch"),
+    ({"OMP_NUM_THREADS": "100000"}, "OMP_NUM_THREADS"),
+    ({"ROCR_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "0"}, "HIP_VISIBLE_DEVICES"),
 ])  # fmt: skip
-def test_variables_that_hurt(env, words):
+def test_harmful_variables(env, part):
     found = list(doctor.environment("n1", env))
-    assert [c.level for c in found] == ["warn"] and words in found[0].text
+    assert [c.level for c in found] == ["warn"] and part in found[0].text
     assert [c.level for c in doctor.environment("n1", {"CUDA_LAUNCH_BLOCKING": "0"})] == ["ok"]
 
 
 def test_an_interface_that_does_not_exist():
     found = [c for c in doctor.network("localhost", {"NCCL_SOCKET_IFNAME": "hsn0,hsn1"}) if c.topic == "interface"]
-    assert found[0].level == "fail" and "there is no hsn0, hsn1" in found[0].text
+    assert found[0].level == "fail" and "hsn0, hsn1" in found[0].text
 
 
 def test_disks(tmp_path):
-    (found,) = doctor.disk("n1", tmp_path, 1)
+    found = doctor.disk("n1", tmp_path, 1)
     assert found.values["write_mbs"] > 0 and found.values["latency_ms"] >= 0 and not list(tmp_path.iterdir())
-    (missing,) = doctor.disk("n1", tmp_path / "no", 1)
+    missing = doctor.disk("n1", tmp_path / "no", 1)
     assert missing.level == "fail"
 
 
@@ -110,10 +106,3 @@ def test_two_workers_here(tmp_path):
         and topics["all-reduce in a node"].values["busbw_gbs"] > 0
         and topics["matrix rate"].values["ranks"] == 2
     )
-
-
-def test_the_command_without_devices_needs_no_torch(tmp_path):
-    code = "import sys; sys.argv = ['windlass', 'doctor', '--no-devices', '--megabytes', '1', '--json']; import windlass.cli as c\ntry: c.main()\nexcept SystemExit as e: assert not e.code\nassert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and '"verdict"' in done.stdout, done.stderr
-    assert Path(tmp_path).exists()

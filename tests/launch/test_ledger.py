@@ -1,4 +1,4 @@
-"""Does the ledger add up, also when the scheduler has forgotten?"""
+"""The ledger adds up, also when the scheduler has forgotten a job."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_controller_that_is_away_leaves_what_the_folder_knows(run):
 
     class Away(Fake):
         def states(self, jobs):
-            raise LaunchError("launch.squeue", "squeue said: Unable to contact slurm controller")
+            raise LaunchError("launch.slurm-error", "squeue said: Unable to contact slurm controller")
 
     submit(run, "1")
     append_line(run.jobs_file, {"record": "began", "time": time.time(), "job": "1", "restart": 0})

@@ -1,4 +1,4 @@
-"""Do we read what SLURM's commands print? Texts as SLURM 22.05 and later sites print them, and a recorded-output fake."""
+"""The output of SLURM's commands, as SLURM 22.05 and later sites print it, and fakes with recorded output."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def test_job_id_among_banners(text):
 
 
 def test_no_job_id_is_an_error_that_shows_the_answer():
-    with pytest.raises(LaunchError, match="quota exceeded"):
+    with pytest.raises(LaunchError) as caught:
         slurm.read_job_id("quota exceeded")
+    assert caught.value.code == "launch.no-job-id"
 
 
 SQUEUE = """\
@@ -64,8 +65,8 @@ def test_sacct():
     ("sbatch: error: invalid partition specified: nosuch", "sinfo -s"),
     ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified", "launch.account"),
     ("sbatch: error: AssocMaxSubmitJobLimit", "no account was given"),
-    ("scancel: error: Kill job error on job id 7: Access/permission denied", "somebody else"),
-    ("squeue: error: Unable to contact slurm controller (connect failure)", "controller is away"),
+    ("scancel: error: Kill job error on job id 7: Access/permission denied", "another user"),
+    ("squeue: error: Unable to contact slurm controller (connect failure)", "controller does not answer"),
     ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "--probe"),
 ])  # fmt: skip
 def test_the_schedulers_own_words_and_our_hint(said, hint):
@@ -75,8 +76,9 @@ def test_the_schedulers_own_words_and_our_hint(said, hint):
 
 def test_no_slurm_here(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(LaunchError, match="no SLURM on this machine") as caught:
+    with pytest.raises(LaunchError) as caught:
         slurm.SlurmScheduler().states(["1"])
+    assert caught.value.code == "launch.slurm-not-available"
     assert "--local" in (caught.value.hint or "")
 
 
@@ -113,8 +115,9 @@ def test_squeue_forgets_and_sacct_remembers(tmp_path, monkeypatch):
 def test_a_controller_that_is_away_is_an_error_not_an_end(tmp_path, monkeypatch):
     fake(tmp_path, "squeue", "echo 'squeue: error: Unable to contact slurm controller (connect failure)' >&2; exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(LaunchError, match="Unable to contact"):
+    with pytest.raises(LaunchError) as caught:
         slurm.SlurmScheduler().states(["13"])
+    assert caught.value.code == "launch.slurm-error"
 
 
 def test_variables_of_an_outer_job_do_not_reach_sbatch(tmp_path, monkeypatch):

@@ -113,8 +113,11 @@ def _sbatch_overrides(options: list[str]) -> list[str]:
     for option in options:
         key, equals, value = option.lstrip("-").partition("=")
         if not key:
-            hint = "write --sbatch exclude=nid001234 or --sbatch hold"
-            raise ConfigError("launch.sbatch-option", f"--sbatch {option!r} names no option", hint=hint)
+            raise ConfigError(
+                "launch.sbatch-option",
+                f"--sbatch {option!r} names no option",
+                hint="write --sbatch exclude=nid001234 or --sbatch hold",
+            )
         overrides.append(f'launch.sbatch.{key}="{value}"' if equals else f"launch.sbatch.{key}=true")
     return overrides
 
@@ -227,9 +230,17 @@ def jobs(
             for total in group:
                 notes = [f"length of {total.unknown_hours} jobs unknown"] if total.unknown_hours else []
                 notes += [f"energy not measured in {total.unmeasured} of {total.jobs} jobs"] if total.unmeasured else []
-                units = "unknown" if total.units is None else f"{total.units:,.1f} {total.unit}"
                 energy, hours = print_joules(total.energy_joules), f"{total.node_hours:,.2f}"
-                lines.append((total.name, total.jobs, hours, units, energy, "; ".join(notes)))
+                lines.append(
+                    (
+                        total.name,
+                        total.jobs,
+                        hours,
+                        "unknown" if total.units is None else f"{total.units:,.1f} {total.unit}",
+                        energy,
+                        "; ".join(notes),
+                    )
+                )
             columns = ("", "jobs", "node-hours", "units", "energy", "notes")
             out.print(table(title, columns, lines, right=(1, 2, 3, 4)))
     elif run:
@@ -369,6 +380,7 @@ def link(
         print(f"windlass: job {me} ended with code {code}; {text}: {verdict.reason}", flush=True)
         raise typer.Exit(LINK_AGAIN if verdict.answer == "go" else LINK_STOP)
     if action != "next":
-        hint = "this command is for job scripts"
-        raise ConfigError("launch.link-action", f"{action!r} is not before, after or next", hint=hint)
+        raise ConfigError(
+            "launch.link-action", f"{action!r} is not before, after or next", hint="this command is for job scripts"
+        )
     chain.record_next(folder, me, job)

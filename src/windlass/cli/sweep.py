@@ -148,8 +148,11 @@ def _finish(sweep_run: SweepRun, rank_by: str | None, pick: Path | None, as_json
     if rank_by is not None:
         columns = numbers(rows)
         if any(row.get("outcome") == "ok" for row in rows) and rank_by not in columns:
-            hint = f"columns with numbers: {', '.join(columns) or 'none'}"
-            raise ConfigError("sweep.unknown-column", f"--rank-by {rank_by}: no point has such a number", hint=hint)
+            raise ConfigError(
+                "sweep.unknown-column",
+                f"--rank-by {rank_by}: no point has such a number",
+                hint=f"columns with numbers: {', '.join(columns) or 'none'}",
+            )
         loaded = replace(sweep_run.loaded, sweep=with_goal(sweep_run.sweep, rank_by))
         sweep_run = replace(sweep_run, loaded=loaded)
     sweep, key = sweep_run.sweep, sweep_run.sweep.rank_by

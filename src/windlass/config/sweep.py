@@ -109,8 +109,9 @@ def load_sweep(path: Path | str) -> LoadedSweep:
     sweep = validate(SweepConfig, raw, str(path))
     if problems := find_problems(sweep):
         lines = "".join(f"\n  {problem}" for problem in problems)
-        message = f"{path}: {len(problems)} problem{'s' * (len(problems) > 1)}{lines}"
-        raise ConfigError("sweep.invalid-file", message, hint=HINT)
+        raise ConfigError(
+            "sweep.invalid-file", f"{path}: {len(problems)} problem{'s' * (len(problems) > 1)}{lines}", hint=HINT
+        )
     return LoadedSweep(with_goal(sweep), text, path, _base_recipe(sweep, path))
 
 

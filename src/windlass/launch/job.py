@@ -209,8 +209,7 @@ def choose_environment(recipe: Recipe, cluster: Cluster, active_venv: str | None
 
 def plain_environment(cluster: Cluster, active_venv: str | None) -> JobEnvironment:
     """For jobs without a recipe: the cluster's modules, and the virtual environment that submits."""
-    kind = "venv" if active_venv else "module"
-    return JobEnvironment(kind=kind, modules=tuple(cluster.modules), venv=active_venv)
+    return JobEnvironment(kind="venv" if active_venv else "module", modules=tuple(cluster.modules), venv=active_venv)
 
 
 def choose_staging(recipe: Recipe, cluster: Cluster) -> StoreStaging | None:
@@ -225,8 +224,9 @@ def choose_staging(recipe: Recipe, cluster: Cluster) -> StoreStaging | None:
         return None
     shared = f"the fast file system ({fast.use_for or 'for hot data'})"
     reason = "a node's own disk, as the recipe asks" if per_node else shared
-    target = f"{fast.path}/windlass/{PurePosixPath(store).name}"
-    return StoreStaging(source=store, target=target, per_node=per_node, reason=reason)
+    return StoreStaging(
+        source=store, target=f"{fast.path}/windlass/{PurePosixPath(store).name}", per_node=per_node, reason=reason
+    )
 
 
 def tracker_env(recipe: Recipe, cluster: Cluster, run_dir: Path | str) -> dict[str, str]:

@@ -30,8 +30,9 @@ from windlass.launch.sweep.points import SweepPoint
 def write_dvc(loaded: LoadedSweep, points: Sequence[SweepPoint], path: Path) -> None:
     """One stage with a matrix over the points, without the excluded ones and with the included ones."""
     if path.exists():
-        hint = "name a new file; copy the stage over by hand"
-        raise RunError("sweep.file-exists", f"{path} already exists", hint=hint)
+        raise RunError(
+            "sweep.file-exists", f"{path} already exists", hint="name a new file; copy the stage over by hand"
+        )
     sweep, folder, file = loaded.sweep, f"runs/{loaded.sweep.name}", loaded.path
     # DVC starts a stage in the folder of its dvc.yaml; the sweep's paths are relative to this folder.
     workdir = os.path.relpath(Path.cwd(), path.parent)
@@ -53,11 +54,13 @@ def read_dvc(path: Path, stage: str | None = None) -> LoadedSweep:
         text = path.read_text(encoding="utf-8")
         value = read_yaml(text)
     except FileNotFoundError:
-        hint = "name a dvc.yaml or a sweep file"
-        raise ConfigError("sweep.file-missing", f"there is no file {path}", hint=hint) from None
+        raise ConfigError(
+            "sweep.file-missing", f"there is no file {path}", hint="name a dvc.yaml or a sweep file"
+        ) from None
     except yaml_module().YAMLError as error:
-        hint = "`dvc stage list` shows what is wrong"
-        raise ConfigError("sweep.dvc-invalid", f"{path} is not valid YAML: {error}", hint=hint) from None
+        raise ConfigError(
+            "sweep.dvc-invalid", f"{path} is not valid YAML: {error}", hint="`dvc stage list` shows what is wrong"
+        ) from None
     tables = value if isinstance(value, Mapping) else {}
     listed = tables.get("stages")
     rows = listed.items() if isinstance(listed, Mapping) else ()
@@ -65,8 +68,11 @@ def read_dvc(path: Path, stage: str | None = None) -> LoadedSweep:
     name = stage or (next(iter(stages)) if len(stages) == 1 else None)
     if name not in stages:
         fault = f"has no matrix stage {stage}" if stage else f"has {len(stages) or 'no'} matrix stages"
-        message = f"{path} {fault} (matrix stages: {', '.join(stages) or 'none'})"
-        raise ConfigError("sweep.dvc-stage", message, hint="--stage NAME chooses one")
+        raise ConfigError(
+            "sweep.dvc-stage",
+            f"{path} {fault} (matrix stages: {', '.join(stages) or 'none'})",
+            hint="--stage NAME chooses one",
+        )
     values = load_values(tables.get("vars"), path.parent, default=True)
     return LoadedSweep(_stage_as_sweep(name, stages[name], values, path), text, path, None)
 
@@ -78,8 +84,11 @@ def _stage_as_sweep(name: str, stage: Mapping[str, Any], values: Mapping[str, An
     stage = fill({k: v for k, v in stage.items() if k not in ("vars", "wdir")}, values, origin)
     matrix, folder = stage["matrix"], Path(os.path.relpath(path.parent)) / workdir
     if not isinstance(matrix, Mapping) or not all(isinstance(axis, list) for axis in matrix.values()):
-        message, hint = f"{origin}: its matrix is not axes with lists of values", "matrix: {model: [small, large]}"
-        raise ConfigError("sweep.dvc-matrix", message, hint=hint)
+        raise ConfigError(
+            "sweep.dvc-matrix",
+            f"{origin}: its matrix is not axes with lists of values",
+            hint="matrix: {model: [small, large]}",
+        )
     lines = stage["cmd"] if isinstance(stage["cmd"], list) else str(stage["cmd"]).splitlines()
     # DVC starts each line in a shell of its own, one after another, as long as all succeed.
     calls = [_as_template(str(line), matrix, origin) for line in lines if str(line).strip()]
@@ -97,8 +106,11 @@ def _stage_as_sweep(name: str, stage: Mapping[str, Any], values: Mapping[str, An
     }
     sweep = validate(SweepConfig, raw, origin)
     if problems := find_problems(sweep, same_points=False):
-        hint = "docs/guides/sweep.md says what is read of a dvc.yaml"
-        raise ConfigError("sweep.invalid-file", f"{origin}: {'; '.join(problems)}", hint=hint)
+        raise ConfigError(
+            "sweep.invalid-file",
+            f"{origin}: {'; '.join(problems)}",
+            hint="docs/guides/sweep.md says what is read of a dvc.yaml",
+        )
     return sweep
 
 
@@ -152,8 +164,11 @@ def _placeholder(expression: str, matrix: Mapping[str, Sequence[Any]], origin: s
             f"{{{key}_key}}" if any(map(_is_divided, axis)) else f"{{{key}}}" for key, axis in matrix.items()
         )
     if len(path) < 2 or not belongs_to_point(expression):
-        hint = "${item.AXIS} is one, or ${key}"
-        raise ConfigError("sweep.dvc-value-missing", f"{origin}: ${{{expression}}} is not a value", hint=hint)
+        raise ConfigError(
+            "sweep.dvc-value-missing",
+            f"{origin}: ${{{expression}}} is not a value",
+            hint="${item.AXIS} is one, or ${key}",
+        )
     for value in look_up(path[1], matrix, origin):
         look_up(".".join(path[1:]), {path[1]: value}, origin)
     return "{" + "_".join(path[1:]) + "}"

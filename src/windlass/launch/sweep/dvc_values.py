@@ -39,16 +39,23 @@ def _read_file(path: Path) -> Mapping[str, Any]:
     parsers: dict[str, Callable[[str], Any]]
     parsers = {".yaml": read_yaml, ".yml": read_yaml, ".json": json.loads, ".toml": tomllib.loads}
     if path.suffix not in parsers:
-        message, hint = f"{path}: values are read from YAML, JSON and TOML only", "write them in one of these formats"
-        raise ConfigError("sweep.dvc-values-format", message, hint=hint)
+        raise ConfigError(
+            "sweep.dvc-values-format",
+            f"{path}: values are read from YAML, JSON and TOML only",
+            hint="write them in one of these formats",
+        )
     try:
         value = parsers[path.suffix](path.read_text(encoding="utf-8"))
     except OSError as error:
-        message, hint = f"{path} cannot be read: {error.strerror}", "it is named in `vars` of the dvc.yaml"
-        raise ConfigError("sweep.dvc-values-unreadable", message, hint=hint) from None
+        raise ConfigError(
+            "sweep.dvc-values-unreadable",
+            f"{path} cannot be read: {error.strerror}",
+            hint="it is named in `vars` of the dvc.yaml",
+        ) from None
     except (ValueError, yaml_module().YAMLError) as error:
-        message, hint = f"{path} is not valid: {error}", "it is read for the values of a dvc.yaml"
-        raise ConfigError("sweep.dvc-values-invalid", message, hint=hint) from None
+        raise ConfigError(
+            "sweep.dvc-values-invalid", f"{path} is not valid: {error}", hint="it is read for the values of a dvc.yaml"
+        ) from None
     return value if isinstance(value, Mapping) else {}
 
 
@@ -116,8 +123,9 @@ def yaml_module() -> Any:
     try:
         import yaml
     except ImportError:
-        message = "reading and writing dvc.yaml needs PyYAML"
-        raise ConfigError("sweep.pyyaml-missing", message, hint="pip install pyyaml") from None
+        raise ConfigError(
+            "sweep.pyyaml-missing", "reading and writing dvc.yaml needs PyYAML", hint="pip install pyyaml"
+        ) from None
     return yaml
 
 

@@ -101,8 +101,9 @@ def run_point(
     expected, folder = sweep_run.expectation(point), sweep_run.folder
     seconds = None
     if expected.verdict == "illegal" or (expected.skip and not everything):
-        skipped = "error" if expected.verdict == "illegal" else "skipped"
-        outcome = PointOutcome(outcome=skipped, evidence="plan", detail=expected.reason)
+        outcome = PointOutcome(
+            outcome="error" if expected.verdict == "illegal" else "skipped", evidence="plan", detail=expected.reason
+        )
     else:
         folder.set_aside(point.name)
         run, log = folder.point(point.name), folder.log(point.name)

@@ -88,16 +88,21 @@ def _evidence(
 ) -> Iterator[PointOutcome]:
     """All evidence of a point that did not end well, strongest first."""
     if timed_out is not None:
-        detail = f"ended after its limit of {timed_out:g} s"
-        yield PointOutcome(outcome="timeout", evidence="limit", detail=detail)
+        yield PointOutcome(outcome="timeout", evidence="limit", detail=f"ended after its limit of {timed_out:g} s")
     if state is not None and state.state in OUTCOME_OF_STATE:
-        detail = state.state + (f" ({state.reason})" if state.reason else "")
-        yield PointOutcome(outcome=OUTCOME_OF_STATE[state.state], evidence="scheduler", detail=detail)
+        yield PointOutcome(
+            outcome=OUTCOME_OF_STATE[state.state],
+            evidence="scheduler",
+            detail=(state.state + (f" ({state.reason})" if state.reason else "")),
+        )
     rank_errors = sorted((r for r in run.errors() if _time(r) >= since - 1), key=_time)
     yield from [_from_record(run, r) for r in rank_errors if r.get("kind") != LOST][:1]
     if oom_kills:
-        detail = f"the kernel killed {oom_kills} process{'es' * (oom_kills > 1)} because the job's memory was used up"
-        yield PointOutcome(outcome="oom", evidence="kernel", detail=detail)
+        yield PointOutcome(
+            outcome="oom",
+            evidence="kernel",
+            detail=f"the kernel killed {oom_kills} process{'es' * (oom_kills > 1)} because the job's memory was used up",
+        )
     # The line with the command itself, which we wrote, is not evidence.
     lines = read_tail(log, LOG_BYTES).splitlines() if log else []
     lines = [line for line in lines if not line.startswith(COMMAND_MARK)]
@@ -162,8 +167,11 @@ def parse_only(text: str) -> set[str]:
     outcomes: set[str] = set()
     for name in (part.strip() for part in text.split(",") if part.strip()):
         if name not in (*OUTCOMES, *OUTCOME_GROUPS):
-            hint = f"known: {', '.join((*OUTCOMES, 'fail'))}"
-            raise errors.ConfigError("sweep.unknown-outcome", f"--only {name}: there is no such outcome", hint=hint)
+            raise errors.ConfigError(
+                "sweep.unknown-outcome",
+                f"--only {name}: there is no such outcome",
+                hint=f"known: {', '.join((*OUTCOMES, 'fail'))}",
+            )
         outcomes.update(OUTCOME_GROUPS.get(name, (name,)))
     return outcomes
 

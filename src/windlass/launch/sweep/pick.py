@@ -18,8 +18,11 @@ from windlass.launch.sweep.toml import to_toml
 def check_pick(sweep_run: SweepRun, path: Path) -> None:
     """What can be refused before hours of points have run."""
     if sweep_run.loaded.base is None:
-        message = "--pick writes a recipe, and this sweep runs a command"
-        raise ConfigError("sweep.pick-needs-recipe", message, hint="results.csv has the ranking")
+        raise ConfigError(
+            "sweep.pick-needs-recipe",
+            "--pick writes a recipe, and this sweep runs a command",
+            hint="results.csv has the ranking",
+        )
     if path.exists():
         raise RunError("sweep.file-exists", f"{path} already exists", hint="choose another file name for --pick")
 

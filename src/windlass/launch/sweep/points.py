@@ -195,8 +195,11 @@ def _point(loaded: LoadedSweep, cell: Cell, name: str) -> SweepPoint:
     try:
         limits = {key: None if value is None else parsers[key](value) for key, value in limits.items()}
     except (ConfigError, ValueError) as error:
-        hint = 'for example devices = 2, memory_limit = "2 GiB", time_limit = "5m"'
-        raise ConfigError("sweep.invalid-limit", f"{origin}: {error}", hint=hint) from None
+        raise ConfigError(
+            "sweep.invalid-limit",
+            f"{origin}: {error}",
+            hint='for example devices = 2, memory_limit = "2 GiB", time_limit = "5m"',
+        ) from None
     if sweep.command is not None:
         argv, settings = tuple(shlex.split(sweep.command)), {**sweep.set, **settings}
         return SweepPoint(name=name, values=shown, settings=settings, in_grid=in_grid, argv_template=argv, **limits)

@@ -163,8 +163,11 @@ def _command_numbers(sweep_run: SweepRun, point: SweepPoint, run: Run) -> Row:
 def read_results(path: Path) -> Row:
     """The numbers a command left: a JSON object, the last of JSON lines, or the last row of a CSV. Nested keys are dotted."""
     if not path.is_file():
-        hint = "`results` names the file relative to {folder}"
-        raise ConfigError("sweep.results-missing", f"the results file {path} is missing", hint=hint)
+        raise ConfigError(
+            "sweep.results-missing",
+            f"the results file {path} is missing",
+            hint="`results` names the file relative to {folder}",
+        )
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix == ".jsonl":
         value, fault = next(reversed(list(read_json_lines(path))), None), "it has no line that is a JSON object"
@@ -180,8 +183,11 @@ def read_results(path: Path) -> Row:
         except ValueError as error:
             value, fault = None, f"it is not valid JSON ({error})"
     if not isinstance(value, dict):
-        hint = "JSON object, JSON lines or CSV"
-        raise ConfigError("sweep.results-invalid", f"the results file {path} is not valid: {fault}", hint=hint)
+        raise ConfigError(
+            "sweep.results-invalid",
+            f"the results file {path} is not valid: {fault}",
+            hint="JSON object, JSON lines or CSV",
+        )
     return _flat(value)
 
 
@@ -249,8 +255,15 @@ def write_page(sweep_run: SweepRun, rows: Sequence[Row], rank_by: str) -> Path:
     """report.html, and its heat map and bars as pictures where matplotlib is installed."""
     sweep, folder = sweep_run.sweep, sweep_run.folder
     sections = page_sections(sweep_run, rows, rank_by)
-    footer = f"windlass sweep {sweep_run.loaded.path.name}"
-    save_page(folder.page, page(sweep.title or sweep.name, sections, subtitle=sweep.notes, footer=footer))
+    save_page(
+        folder.page,
+        page(
+            sweep.title or sweep.name,
+            sections,
+            subtitle=sweep.notes,
+            footer=f"windlass sweep {sweep_run.loaded.path.name}",
+        ),
+    )
     for section in sections if find_spec("matplotlib") else ():
         charts = [item for item in section.items if isinstance(item, (Chart, Heat))]
         for index, chart in enumerate(charts):
