@@ -34,10 +34,9 @@ sys.path[:1] = [
 
 from windlass.config.observe import EnergyConfig  # noqa: E402
 from windlass.energy.meter import Meter  # noqa: E402
-from windlass.energy.sensors import Sample, Sensor  # noqa: E402
-from windlass.energy.sensors.base import FileSensor  # noqa: E402
+from windlass.energy.sensors import Sample, Sensor, SensorHost  # noqa: E402
 from windlass.energy.sensors.nvml import NvmlSensor  # noqa: E402
-from windlass.energy.window import Window  # noqa: E402
+from windlass.energy.window import MeasurementWindow  # noqa: E402
 from windlass.runs.folder import Run  # noqa: E402
 from windlass.runs.manifest import commit  # noqa: E402
 
@@ -87,7 +86,7 @@ class Direct:
             raise SystemExit(f"NVML answered with error {code}")
 
 
-class Invented(FileSensor):
+class Invented(Sensor):
     """Stands in for a GPU where there is none: 30 W of idling and 70 W for each second of processor time."""
 
     name = "invented"
@@ -111,13 +110,13 @@ class Bench:
         self.torch, self.dry = torch, device == "cpu"
         self.index = None if self.dry else int(device)
         self.place = "cpu" if self.dry else f"cuda:{device}"
-        self.reference: Reference = Invented() if self.index is None else Direct(self.index)
+        self.reference: Reference = Invented(SensorHost()) if self.index is None else Direct(self.index)
         size = 256 if self.dry else 8192
         kind = torch.float32 if self.dry else torch.bfloat16
         self._a, self._b = (torch.randn(size, size, device=self.place, dtype=kind) for _ in range(2))
 
     def sensor(self) -> Sensor:
-        return Invented() if self.index is None else NvmlSensor([self.index], env={})
+        return Invented(SensorHost()) if self.index is None else NvmlSensor(SensorHost(devices=[self.index], env={}))
 
     def wait(self) -> None:
         if not self.dry:
@@ -201,7 +200,7 @@ class Area:
 def one_window(bench: Bench, kind: str, seconds: float) -> dict[str, Any]:
     step = bench.loads()[kind]
     run_for(step, 0.5)  # the power of the span before must not count as this load's
-    window = Window(sensors=[bench.sensor()])
+    window = MeasurementWindow(sensors=[bench.sensor()])
     read = bench.reference.joules
     with Area(bench.reference) as area:
         outer_begin = read()

@@ -44,12 +44,13 @@ from windlass.data import megatron
 from windlass.data.stream import open_stream
 from windlass.errors import EXIT_HANG, EXIT_RESUMABLE, CheckpointError, WindlassError
 from windlass.files import append_line_buffered, read_json_lines
+from windlass.runs.faults import exit_code_of
 from windlass.runs.folder import Run, create_run
 from windlass.runs.lock import locked
 from windlass.train import hooks, loop, watchdog
 from windlass.train import validate as validation
 from windlass.train.step import Stepper
-from windlass.train.supervise import LISTEN_HANDLE, exit_code_of, find_fault, listen
+from windlass.train.supervise import LISTEN_HANDLE, find_fault, listen
 
 Harm = Callable[[int], None]
 """Called in a worker (with its rank) before it trains: it arms the fault."""
@@ -156,8 +157,8 @@ class Workers:
         """Until the metrics show a step of this start (True), or the workers are gone."""
         end = time.monotonic() + limit
         while time.monotonic() < end and len(self.codes) < len(self.pids):
-            last = self.run.last_metric()
-            if last is not None and last["time"] >= self.began and last["step"] >= step:
+            last = self.run.last_metrics()
+            if (last.time or 0) >= self.began and (last.step or 0) >= step:
                 return True
             self.poll()
             time.sleep(0.005)
@@ -341,7 +342,7 @@ def jumping_clock(seconds: float, after_calls: int) -> Harm:
 
 def losses(run: Run) -> dict[int, str]:
     """Step -> loss as a hexadecimal float; of a step that was done again the last counts."""
-    return {m["step"]: float(m["loss"]).hex() for m in run.metrics() if m["loss"] is not None}
+    return {m.step: float(m.loss).hex() for m in run.metrics_lines() if m.loss is not None}
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -449,8 +450,8 @@ class Lab:
 
 def recovery(run: Run, moments: list[float]) -> list[float]:
     """Seconds from each fault to the first step of the next start (of the same one, when it needed none)."""
-    times = sorted(m["time"] for m in run.metrics())
-    starts = [e["time"] for e in run.events() if e["event"] in ("started", "resumed")]
+    times = sorted(m.time for m in run.metrics_lines())
+    starts = [e.time for e in run.events() if e.event in ("started", "resumed")]
     begins = [next((s for s in starts if s > moment), moment + 0.02) for moment in moments]
     return [
         after[0] - moment
@@ -460,7 +461,7 @@ def recovery(run: Run, moments: list[float]) -> list[float]:
 
 
 def lost(run: Run) -> int:
-    return sum(int(e.get("lost_steps") or 0) for e in run.events() if e["event"] == "resumed")
+    return sum(int(e.lost_steps or 0) for e in run.events() if e.event == "resumed")
 
 
 def median(values: list[float]) -> float | None:
@@ -577,9 +578,9 @@ def signalled(lab: Lab, number: int, whom: tuple[int, ...], world: int = 2, step
     moment = time.time()
     workers.kill(list(whom), number)
     codes = workers.wait()
-    stopped = [e for e in run.events() if e["event"] == "stopped"]
+    stopped = [e for e in run.events() if e.event == "stopped"]
     saved = files.newest_step(run)
-    if codes != [EXIT_RESUMABLE] * world or not stopped or saved != stopped[0]["step"]:
+    if codes != [EXIT_RESUMABLE] * world or not stopped or saved != stopped[0].step:
         return Row(fault, 1, f"exit codes {codes}, saved step {saved}, stopped events {stopped}", None, None, False)
     lab.finish(made, run, world)
     reference = recipe(lab.store, steps=steps)  # the save interval does not change the numbers
@@ -613,7 +614,7 @@ def damaged(lab: Lab, kind: str, world: int = 2, steps: int = 24) -> Row:
     }[kind]()
     moment = time.time()
     lab.finish(made, run, world)
-    events = [e for e in run.events() if e["event"] == "damaged" and e["checkpoint"] == newest.name]
+    events = [e for e in run.events() if e.event == "damaged" and e.checkpoint == newest.name]
     row = judged(
         lab,
         kind,
@@ -621,7 +622,7 @@ def damaged(lab: Lab, kind: str, world: int = 2, steps: int = 24) -> Row:
         world,
         run,
         [moment],
-        f"set aside ({events[0]['reason'][:70]}), one before used, same to the last bit" if events else "",
+        f"set aside ({events[0].reason[:70]}), one before used, same to the last bit" if events else "",
     )
     return row if events else Row(kind, 1, "the damage was not noticed", None, None, False)
 
@@ -656,7 +657,7 @@ def disk_full(lab: Lab, world: int = 2, steps: int = 40) -> Row:
         time.sleep(2.5)
         (disk / "filler").unlink()
         codes = workers.wait()
-        failed = [e for e in run.events() if e["event"] == "save_failed"]
+        failed = [e for e in run.events() if e.event == "save_failed"]
         if codes != [0] * world or not failed or not noted:
             return Row("disk full", 1, f"exit codes {codes}, {len(failed)} failed saves", None, None, False)
         text = f"{len(failed)} failed saves recorded, training went on, saved again once there was room; same to the last bit"
@@ -699,7 +700,7 @@ def read_only(lab: Lab, world: int = 2, steps: int = 24) -> Row:
         text = f"exit code {codes[0]}, earlier checkpoints whole; then the same to the last bit"
         row = judged(lab, "folder turns read-only", made, world, run, [moment], text)
         # It trained to its end on a disk that took no metrics: everything after the last save was lost.
-        row.steps_lost = steps - next(e["step"] for e in run.events() if e["event"] == "resumed")
+        row.steps_lost = steps - next(e.step for e in run.events() if e.event == "resumed")
         return row
 
 
@@ -750,7 +751,7 @@ def nan_on_one_rank(lab: Lab, world: int = 2, steps: int = 24) -> Row:
     made = recipe(lab.store, steps=steps)
     run = lab.new_run(made, "nan")
     codes = start(made, run, world, bad_gradients(range(8 * 8, 8 * 9), (1,))).wait()
-    skipped = [e["step"] for e in run.events() if e["event"] == "skipped"]
+    skipped = [e.step for e in run.events() if e.event == "skipped"]
     finite = (
         all(bool(torch.isfinite(t).all()) for t in tensors(run.checkpoint(steps)).values())
         if codes == [0] * world
@@ -772,7 +773,7 @@ def rolled_back(lab: Lab, world: int = 2, steps: int = 24) -> Row:
     made = recipe(lab.store, steps=steps, train={"max_skipped": 3, "rollback": True})
     run = lab.new_run(made, "rollback")
     codes = start(made, run, world, bad_gradients(range(13 * 8, 16 * 8), (0, 1))).wait()
-    back = [(e["step"], e["to_step"]) for e in run.events() if e["event"] == "rollback"]
+    back = [(e.step, e.to_step) for e in run.events() if e.event == "rollback"]
     ok = codes == [0] * world and back == [(16, 12)]
     text = (
         f"went back from step {back[0][0]} to {back[0][1]}, data range skipped, finished"
@@ -814,7 +815,7 @@ def unreadable_version(lab: Lab, world: int = 2, steps: int = 24) -> Row:
     manifest = json.loads(newest.read_text())
     newest.write_text(json.dumps(files.sealed({**manifest, "format": 99})))
     moment, codes = time.time(), lab.finish(made, run, world)
-    errors = [e["error"] for e in run.errors()]
+    errors = [e.error for e in run.faults()]
     if codes != [CheckpointError.exit_code] * world or not all("format 99" in e for e in errors) or not newest.exists():
         return Row(fault, 1, f"exit codes {codes}, {errors}", None, None, False)
     newest.write_text(json.dumps(manifest))
@@ -894,13 +895,13 @@ def changing(
     worst = max(
         (abs(float.fromhex(left[s]) - float.fromhex(right[s])) for s in left if s in right), default=float("inf")
     )
-    writers = [e["world_size"] for e in run.events() if e["event"] in ("started", "resumed")]
+    writers = [e.world_size for e in run.events() if e.event in ("started", "resumed")]
     ok = order and worst <= tolerance and set(left) == set(right) and writers == [world for world, _ in phases]
     text = f"every step was given its own sequences, losses within {worst:.1e} of the uninterrupted run (tolerance {tolerance:.0e})"
     text = (
         text
         if ok
-        else f"order {order}, worst {worst}, starts {writers}, steps {len(right)}; {[e['error'] for e in run.errors()]}"
+        else f"order {order}, worst {worst}, starts {writers}, steps {len(right)}; {[e.error for e in run.faults()]}"
     )
     return Row(fault, len(moments), text, lost(run), median(recovery(run, moments)), ok)
 

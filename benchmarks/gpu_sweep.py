@@ -31,6 +31,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from windlass.files import append_line
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT / "src")  # instead of this folder, where tokenize.py hides a module of Python's own
 
@@ -320,9 +322,9 @@ def meter_of(cuda: bool) -> Any:
     """Begin to measure; the answer is a function that ends it. None where nothing can be read."""
     if not cuda:
         return lambda: None
-    from windlass.energy.window import Window
+    from windlass.energy.window import MeasurementWindow
 
-    window = Window(devices=[0])
+    window = MeasurementWindow(devices=[0])
     window.begin()
 
     def end() -> float | None:
@@ -418,7 +420,7 @@ def write_run(run: Any, point: Any, result: dict[str, Any], device: str) -> None
     for index, value in enumerate([seconds[0]] * 2 + list(seconds), start=1):
         speed = tokens / value
         share = None if joules is None else joules / len(seconds) * index
-        run.metric({
+        append_line(run.metrics_file, {
             "step": index, "tokens": tokens * index, "step_seconds": value, "tokens_per_second": speed, "tokens_per_second_per_device": speed,
             "mfu": mfu_of(point.recipe, speed, device), "memory_bytes": result["memory_bytes"], "energy_joules": share, "loss": result["loss"],
         })  # fmt: skip

@@ -156,6 +156,7 @@ def train(
     import torch
 
     from windlass.clusters.scheduler import Place
+    from windlass.runs.events import Evaluated
     from windlass.runs.folder import Run
     from windlass.train import loop
     from windlass.train.attention import attention_backend
@@ -169,11 +170,11 @@ def train(
     job = loop.build(recipe_of(name, shape, store, asked), run, alone, [], print)
     with attention_backend(job.recipe.train.attention, job.world.device):
         loop.train(job)
-    lines = list(run.metrics())
+    lines = [m.as_dict() for m in run.metrics_lines()]
     return job, {
         "parameters": sum(p.numel() for p in job.parts.modules[0].parameters()), "losses": [line["loss"] for line in lines],
         "final_loss": statistics.mean(line["loss"] for line in lines[-max(1, len(lines) // 20) :]),
-        "validation": [{"step": e["step"], "loss": e["val_loss"]} for e in run.events() if e["event"] == "evaluated"],
+        "validation": [{"step": e.step, "loss": e.val_loss} for e in run.events(Evaluated)],
         "validation_loss": job.val_loss, **steady(lines),
         "memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
     }  # fmt: skip

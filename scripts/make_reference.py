@@ -37,7 +37,7 @@ def sweep_file_page() -> str:
 
 
 def cluster_file_page() -> str:
-    from windlass.clusters.model import Cluster, Device, Source
+    from windlass.clusters.model import Cluster, Device, FactSource
 
     what = (
         "The file that describes a machine, yours in `~/.config/windlass/clusters/NAME.toml`. Every key; made from the code. The numbers of each machine are "
@@ -48,7 +48,7 @@ def cluster_file_page() -> str:
     }
     tables.pop("sources", None)
     inner = _table(tables["slurm"].model_fields["partitions"].annotation)
-    more = {"slurm.partitions": inner, "sources.KEY": Source, "devices.toml: NAME": Device}
+    more = {"slurm.partitions": inner, "sources.KEY": FactSource, "devices.toml: NAME": Device}
     notes = {
         "sources.KEY": "KEY is a dotted key, or a table for all of its keys: where its value was read.",
         "devices.toml: NAME": "An accelerator that no file knows goes to `~/.config/windlass/clusters/devices.toml`.",
@@ -198,7 +198,8 @@ def _parameter(p: Any) -> str:
 
 
 def pages() -> dict[str, str]:
-    from windlass.runs.record import EVENTS, METRICS
+    from windlass.runs.events import EVENTS
+    from windlass.runs.metrics import METRICS
 
     return {
         "recipe.md": recipe_page(),

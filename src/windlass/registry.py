@@ -1,15 +1,15 @@
 """Registries: names that extensions register under, resolved to code on first use.
 
-Built-in entries are import paths ("windlass.train.trackers.wandb:WandbTracker"), so that listing names imports nothing.
+Built-in entries are import paths ("windlass.train.trackers.wandb:open_tracker"), so that listing names imports nothing.
 Other packages add entries with Python entry points in the group of the same name ("windlass.trackers").
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from windlass.errors import ConfigError
@@ -21,15 +21,15 @@ class Registry:
     def __init__(self, group: str, builtin: Mapping[str, str]) -> None:
         self.group = group
         self.kind = group.removeprefix("windlass.").rstrip("s").replace("_", " ")
-        self._builtin = builtin
+        self.builtin = builtin
 
     def names(self) -> list[str]:
         """Every registered name: built-in ones first, then those of installed packages."""
-        return [*self._builtin, *(name for name in sorted(self._external()) if name not in self._builtin)]
+        return [*self.builtin, *(name for name in sorted(self._external()) if name not in self.builtin)]
 
-    def load(self, name: str) -> Any:
-        """The object registered as `name`, imported on first use."""
-        target = self._builtin.get(name) or self._external().get(name)
+    def target(self, name: str) -> str:
+        """The import path registered as `name`; a ConfigError with the nearest names when there is none."""
+        target = self.builtin.get(name) or self._external().get(name)
         if target is None:
             close = get_close_matches(name, self.names(), n=3, cutoff=0.5)
             raise ConfigError(
@@ -37,8 +37,40 @@ class Registry:
                 f"unknown {self.kind} {name!r}",
                 hint=f"did you mean {' or '.join(close)}?" if close else f"one of: {', '.join(self.names())}",
             )
-        module, _, attribute = target.partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        return target
+
+    def load(self, name: str) -> Any:
+        """The object registered as `name`, imported on first use."""
+        return import_target(self.target(name))
 
     def _external(self) -> dict[str, str]:
+        import importlib.metadata  # slow to import, and most commands only use built-in names
+
         return {point.name: point.value for point in importlib.metadata.entry_points(group=self.group)}
+
+
+def import_target(target: str) -> Any:
+    """The object that an import path ("package.module:attribute") names."""
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def package_entries(package: str, target: str) -> dict[str, str]:
+    """Built-in entries of a package under windlass, found by file name: nothing is imported.
+
+    `target` completes the import path of an entry: ":lr_factor" where each module is an entry, ".spec:SPEC" where each
+    folder is one.
+    """
+    folder = Path(__file__).parent.joinpath(*package.split(".")[1:])
+    module = target.partition(":")[0].removeprefix(".")
+    paths = [path.parent for path in folder.glob(f"*/{module}.py")] if module else list(folder.glob("[!_]*.py"))
+    return {path.stem: f"{package}.{path.stem}{target}" for path in sorted(paths)}
+
+
+# The extension points of training. Adding a built-in entry means adding its file or folder; nothing here changes.
+OPTIMIZERS = Registry("windlass.optimizers", package_entries("windlass.train.optimizers", ".spec:SPEC"))
+SCHEDULES = Registry("windlass.schedules", package_entries("windlass.train.schedules", ":lr_factor"))
+OBJECTIVES = Registry("windlass.objectives", package_entries("windlass.train.objectives", ":OBJECTIVE"))
+TRACKERS = Registry("windlass.trackers", package_entries("windlass.train.trackers", ":open_tracker"))
+ENGINES = Registry("windlass.engines", package_entries("windlass.train.engines", ":assemble"))
+PRESETS = Registry("windlass.presets", package_entries("windlass.models.presets", ":spec"))

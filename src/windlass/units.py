@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from windlass.errors import ConfigError
 
 _DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12, "P": 10**15}
+GIB = 2**30
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
 _TOKENS = {**{k: v for k, v in _DECIMAL.items() if k not in ("P", "G")}, "G": 10**9, **_BINARY}
 _BYTES = {

@@ -10,7 +10,9 @@ from tests.report.sample_run import BEGIN, metric
 from tests.report.sample_sweep import end_point, make_sweep
 from tests.report.test_report import HOSTILE
 
+from windlass.files import append_line
 from windlass.launch.sweep.results import collect_rows, write_tables
+from windlass.runs.events import FaultEvent, Finished
 from windlass.runs.folder import Run
 
 pytestmark = pytest.mark.browser
@@ -57,7 +59,7 @@ def test_an_update_of_the_list_leaves_unchanged_rows_alone(server, folder, open_
     page.goto(server.url)
     page.wait_for_selector("#rows tr")
     page.evaluate("for (const tr of document.querySelectorAll('#rows tr')) tr.mine = true")
-    Run(folder / "going").metric(metric(221, BEGIN + 1300, None))
+    append_line(Run(folder / "going").metrics_file, metric(221, BEGIN + 1300, None))
     until(page, "[...document.querySelectorAll('#rows tr')].filter((tr) => tr.mine).length === 2")
     page.wait_for_timeout(4500)
     assert page.evaluate("[...document.querySelectorAll('#rows tr')].filter((tr) => tr.mine).length") == 2
@@ -73,9 +75,9 @@ def test_a_live_run_moves_without_reload(server, folder, open_page):
     last = "Math.max(...document.querySelector('.plot[data-key=loss]').data[0].x)"
     assert page.evaluate(last) == 220
     for step in range(221, 231):
-        run.metric(metric(step, BEGIN + 1000 + step, None))
+        append_line(run.metrics_file, metric(step, BEGIN + 1000 + step, None))
     until(page, f"{last} === 230")
-    run.event("finished", step=230, tokens=230 * 131072, loss=2.0)
+    run.record(Finished(step=230, tokens=230 * 131072, loss=2.0))
     until(page, "document.getElementById('state').textContent === 'finished'")
     assert page.evaluate("window.same") == "this page"
     assert page.inner_text("#live").startswith("live,")
@@ -159,8 +161,8 @@ def test_hostile_names_stay_text(server, folder, open_page):
     config = json.loads(run.config_file.read_text())
     config["notes"] = HOSTILE
     run.config_file.write_text(json.dumps(config))
-    run.event("fault", rank=0, kind=HOSTILE, error=HOSTILE)
-    run.metric({"step": 301, HOSTILE: 1.0, "loss": 2.0, "time": BEGIN + 5000})
+    run.record(FaultEvent(rank=0, kind=HOSTILE, error=HOSTILE))
+    append_line(run.metrics_file, {"step": 301, HOSTILE: 1.0, "loss": 2.0, "time": BEGIN + 5000})
     manifest = json.loads(run.manifest_file.read_text())
     manifest["data"]["sources"][0]["name"] = HOSTILE
     run.manifest_file.write_text(json.dumps(manifest))

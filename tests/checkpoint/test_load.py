@@ -79,8 +79,8 @@ def test_a_damaged_one_is_named_and_set_aside_and_the_one_before_is_used(run, ne
     assert found.step == 1 and len(found.set_aside) == 1
     words = {"flipped bit": "differs from what was written", "truncated": "bytes instead of", "missing shard": "is missing",
              "missing metadata": ".metadata is missing", "no manifest": "did not finish", "broken manifest": "did not finish"}[harm]  # fmt: skip
-    [event] = [e for e in run.events() if e["event"] == "damaged"]
-    assert words in event["reason"] and event["checkpoint"] == "step-000000002"
+    [event] = [e for e in run.events() if e.event == "damaged"]
+    assert words in event.reason and event.checkpoint == "step-000000002"
     assert (run.checkpoints / "damaged-step-000000002").is_dir() and not run.checkpoint(2).exists()
 
 
@@ -94,7 +94,7 @@ def test_all_damaged_does_not_begin_again_from_nothing(run, net) -> None:
         ) as told:
             find_latest(run)
         assert "delete the damaged-... folders" in told.value.hint
-    assert len([e for e in run.events() if e["event"] == "damaged"]) == 3
+    assert len([e for e in run.events() if e.event == "damaged"]) == 3
     for folder in files.damaged(run):
         shutil.rmtree(folder)
     assert find_latest(run) is None
@@ -188,7 +188,7 @@ def test_a_save_killed_while_writing_is_removed(run, net) -> None:
     shutil.copytree(run.checkpoint(1), half)
     (half / files.MANIFEST).unlink()
     assert find_latest(run).step == 1 and not half.exists()
-    assert "cut off" in next(e["reason"] for e in run.events() if e["event"] == "damaged")
+    assert "cut off" in next(e.reason for e in run.events() if e.event == "damaged")
 
 
 def test_a_deletion_that_was_cut_off_is_finished(run, net) -> None:
@@ -364,5 +364,5 @@ def test_a_damaged_shard_of_one_rank_is_found_by_all(run, net, spread) -> None:
 
     first, second = spread(2, body, run)
     assert first == second and "__2_0.distcp differs" in first
-    [event] = [e for e in run.events() if e["event"] == "damaged"]
-    assert "__2_0.distcp differs" in event["reason"]
+    [event] = [e for e in run.events() if e.event == "damaged"]
+    assert "__2_0.distcp differs" in event.reason

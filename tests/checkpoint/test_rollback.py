@@ -61,14 +61,12 @@ def test_a_spike_leads_back_to_an_earlier_checkpoint_and_past_the_data(tmp_path:
     # Fifteen bad steps in a row are all skipped; the fifteenth is one too many and leads back to the checkpoint before the first.
     assert loop.run(recipe(rollback=True, max_skipped=15), run, where=ALONE, hooks=[bad]) == 0
     events = list(run.events())
-    skipped = [e for e in events if e["event"] == "skipped"]
-    back = next(e for e in events if e["event"] == "rollback")
-    assert {e["reason"] for e in skipped} <= {"loss spike", "gradient norm spike"} and len(skipped) == 15
-    assert (back["step"], back["to_step"]) == (60, 40)
-    assert (
-        back["sequences"] == [160, 240] and back["skipped_tokens"] == 80 * 16 and "15 steps in a row" in back["reason"]
-    )
-    lines = list(run.metrics())
+    skipped = [e for e in events if e.event == "skipped"]
+    back = next(e for e in events if e.event == "rollback")
+    assert {e.reason for e in skipped} <= {"loss spike", "gradient norm spike"} and len(skipped) == 15
+    assert (back.step, back.to_step) == (60, 40)
+    assert back.sequences == [160, 240] and back.skipped_tokens == 80 * 16 and "15 steps in a row" in back.reason
+    lines = [m.as_dict() for m in run.metrics_lines()]
     after = lines[next(i for i, line in enumerate(lines) if line["step"] == 60) + 1 :]
     assert [line["step"] for line in after] == list(range(41, 71)) and not any(line["skipped"] for line in after)
     assert after[-1]["loss"] < lines[44]["loss"] < lines[0]["loss"]
@@ -82,7 +80,7 @@ def test_the_same_spike_twice_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(DivergedError, match="3 steps in a row") as caught:
         loop.run(recipe(rollback=True), run_at(tmp_path), where=ALONE, hooks=[BadStretch()])
     assert "learning rate" in caught.value.hint
-    assert sum(e["event"] == "rollback" for e in Run(tmp_path).events()) == 1
+    assert sum(e.event == "rollback" for e in Run(tmp_path).events()) == 1
 
 
 def test_without_rollback_a_spike_is_skipped_and_then_ends_the_run(tmp_path: Path) -> None:
@@ -95,8 +93,8 @@ def test_the_automatic_interval_says_its_steps(tmp_path: Path) -> None:
     value = recipe(steps=6).model_copy(update={"save": recipe().save.model_copy(update={"every": "auto"})})
     run = run_at(tmp_path)
     assert loop.run(value, run, where=ALONE, hooks=[]) == 0
-    told = next(e for e in run.events() if e["event"] == "interval")
-    assert told["steps"] >= 1 and told["seconds"] > 0 and "start-up took" in told["reason"]
+    told = next(e for e in run.events() if e.event == "interval")
+    assert told.steps >= 1 and told.seconds > 0 and "start-up took" in told.reason
 
 
 def test_a_resume_names_the_damaged_checkpoint(tmp_path: Path) -> None:

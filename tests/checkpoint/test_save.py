@@ -22,7 +22,7 @@ def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = N
 
 
 def events(run, kind: str) -> list[dict]:
-    return [e for e in run.events() if e["event"] == kind]
+    return [e for e in run.events() if e.event == kind]
 
 
 def test_a_save_is_complete_named_and_recorded(run, net) -> None:
@@ -35,12 +35,7 @@ def test_a_save_is_complete_named_and_recorded(run, net) -> None:
     assert saved.bytes == sum(p.stat().st_size for p in saved.path.iterdir() if p.name != files.MANIFEST)
     assert files.temporaries(run) == []
     [event] = events(run, "saved")
-    assert (
-        event["step"] == 5
-        and event["bytes"] == saved.bytes
-        and event["stall_seconds"] >= 0
-        and event["write_seconds"] > 0
-    )
+    assert event.step == 5 and event.bytes == saved.bytes and event.stall_seconds >= 0 and event.write_seconds > 0
 
 
 def test_training_may_change_the_weights_while_they_are_written(run, net, monkeypatch) -> None:
@@ -96,7 +91,7 @@ def test_the_stall_is_the_copy_and_not_the_writing(run, net, monkeypatch) -> Non
     assert outcome.stall_seconds < 0.5 <= outcome.write_seconds
     waited = Saver(run, SaveConfig(asynchronous=False)).save(2, state_of(net()), {})
     assert waited.stall_seconds >= 0.5
-    assert [round(e["stall_seconds"], 1) >= 0.5 for e in events(run, "saved")] == [False, True]
+    assert [round(e.stall_seconds, 1) >= 0.5 for e in events(run, "saved")] == [False, True]
 
 
 def test_a_failed_save_is_recorded_leaves_nothing_and_is_tried_again(run, net, monkeypatch) -> None:
@@ -114,7 +109,7 @@ def test_a_failed_save_is_recorded_leaves_nothing_and_is_tried_again(run, net, m
     saver.save(1, state_of(net()), {})
     outcome = saver.finish()
     assert not outcome.ok and outcome.path is None and "No space left" in outcome.error
-    assert [(e["step"], "No space left" in e["error"]) for e in events(run, "save_failed")] == [(1, True)]
+    assert [(e.step, "No space left" in e.error) for e in events(run, "save_failed")] == [(1, True)]
     assert list(run.checkpoints.iterdir()) == [] and saver.retry_due
     saver.save(2, state_of(net()), {})
     assert saver.finish().ok and not saver.retry_due
@@ -174,7 +169,7 @@ def test_old_ones_go_by_the_rules(run, net) -> None:
         saver.save(step, state_of(net()), {}, metric=loss)
     saver.finish()
     assert [s.step for s in files.list_saved(run)] == [2, 3, 4]
-    assert [e["step"] for e in events(run, "removed")] == [1]
+    assert [e.step for e in events(run, "removed")] == [1]
 
 
 @pytest.mark.multi

@@ -6,7 +6,7 @@ import pytest
 
 import windlass.clusters
 from windlass.clusters import cluster_names, device_by_driver_name, devices, find_device, load_cluster, load_device
-from windlass.clusters.describe import facts, source_of, unsourced_numbers
+from windlass.clusters.describe import facts, leaves, source_of
 from windlass.clusters.lint import cores_of_list, cores_of_mask, lint_masks
 from windlass.errors import ConfigError
 
@@ -28,6 +28,14 @@ def own(tmp_path, monkeypatch):
     folder = tmp_path / "windlass" / "clusters"
     folder.mkdir(parents=True)
     return folder
+
+
+def unsourced_numbers(table) -> list[str]:
+    """Numbers without a source; `per_module` describes the part itself and `efficiency` carries its own origin."""
+    numbers = [k for k, v in leaves(table) if isinstance(v, (int, float)) and not isinstance(v, bool)]
+    return [
+        k for k in numbers if k.split(".")[0] not in ("per_module", "efficiency") and not source_of(k, table.sources)
+    ]
 
 
 def test_the_shipped_machines_are_there():
@@ -68,9 +76,8 @@ def test_the_published_lumi_masks_are_caught():
     assert list(lint_masks(cluster, cluster.binding.masks)) == []
     # a published tutorial repeats its first mask: ranks 0 and 1 share cores 49 to 55
     published = ["0xfe000000000000", "0xfe000000000000", *cluster.binding.masks[2:]]
-    assert list(lint_masks(cluster, published)) == [
-        "the CPU mask of local rank 1 (0xfe000000000000) shares cores with rank 0"
-    ]
+    [fault] = lint_masks(cluster, published)
+    assert "rank 1 (0xfe000000000000)" in fault and fault.endswith("rank 0")
 
 
 @pytest.mark.parametrize(
@@ -109,20 +116,23 @@ def test_a_wrong_mask_of_a_user_is_refused(own):
     (own / "lumi-g.toml").write_text(
         '[binding]\nmasks = ["0xfe", "0xfe", "0xfe", "0xfe", "0xfe", "0xfe", "0xfe", "0xfe"]\n'
     )
-    with pytest.raises(ConfigError, match="shares cores with rank 0"):
+    with pytest.raises(ConfigError) as error:
         load_cluster("lumi-g")
+    assert error.value.code == "clusters.invalid-binding"
 
 
 def test_an_unknown_machine_or_device_offers_its_neighbours(own):
-    with pytest.raises(ConfigError, match="unknown cluster 'lumi'") as caught:
+    with pytest.raises(ConfigError) as error:
         load_cluster("lumi")
-    assert "lumi-g" in (caught.value.hint or "")
+    assert error.value.code == "clusters.unknown-cluster" and "lumi-g" in (error.value.hint or "")
     (own / "attic.toml").write_text('title = "Attic"\ndevice = "h2000"\n[node]\ndevices = 1\ncores = 16\n')
-    with pytest.raises(ConfigError, match="unknown device 'h2000'"):
+    with pytest.raises(ConfigError) as error:
         load_cluster("attic")
+    assert error.value.code == "clusters.unknown-device" and "h200" in (error.value.hint or "")
     (own / "attic.toml").write_text('title = "Attic"\ndevice = "h200"\n[nod]\ndevices = 1\n')
-    with pytest.raises(ConfigError, match="nod: unknown key"):
+    with pytest.raises(ConfigError) as error:
         load_cluster("attic")
+    assert "nod:" in error.value.message
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from windlass.config import Recipe, load_recipe, recipe_hash
 from windlass.config.load import parse_override
-from windlass.config.save import interval
+from windlass.config.save import parse_interval
 from windlass.config.show import schema, values
 from windlass.errors import ConfigError
 
@@ -175,7 +175,7 @@ def test_the_hash_is_of_what_the_run_is_not_of_where_it_runs(recipe_file):
     ],
 )
 def test_intervals(text, expected):
-    assert interval(text) == expected
+    assert parse_interval(text) == expected
 
 
 def test_the_schema_lists_every_table():

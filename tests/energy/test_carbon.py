@@ -8,35 +8,35 @@ from windlass.energy.carbon import carbon, equivalent, print_carbon
 
 
 def test_by_hand_with_the_cluster_files_factors():
-    found = carbon(3.6e9, load_cluster("snellius-h100"))  # 1 MWh
-    assert found.it_kwh == pytest.approx(1000.0)
-    assert found.kwh == pytest.approx(1190.0)
-    assert found.location_kg == pytest.approx(1190 * 0.2676)
-    assert found.location_it_only_kg == pytest.approx(267.6)
-    assert "Our World in Data" in found.grid.source
+    result = carbon(3.6e9, load_cluster("snellius-h100"))  # 1 MWh
+    assert result.it_kwh == pytest.approx(1000.0)
+    assert result.kwh == pytest.approx(1190.0)
+    assert result.location_kg == pytest.approx(1190 * 0.2676)
+    assert result.location_it_only_kg == pytest.approx(267.6)
+    assert "Our World in Data" in result.grid.source
 
 
 def test_seed_001_is_14_t_without_pue():
-    found = carbon(52.3e3 * 3.6e6, load_cluster("snellius-h100"))
-    assert found.location_it_only_kg == pytest.approx(14_000, rel=0.001)
+    result = carbon(52.3e3 * 3.6e6, load_cluster("snellius-h100"))
+    assert result.location_it_only_kg == pytest.approx(14_000, rel=0.001)
 
 
 def test_the_recipes_override_wins_and_is_named():
-    found = carbon(
+    result = carbon(
         3.6e6, load_cluster("snellius-h100"), EnergyConfig(pue=1.05, grid_g_per_kwh=100, market_g_per_kwh=10)
     )
-    assert found.kwh == pytest.approx(1.05)
-    assert (found.location_kg, found.market_kg) == (pytest.approx(0.105), pytest.approx(0.0105))
-    assert found.pue.source == "recipe (energy.pue)"
+    assert result.kwh == pytest.approx(1.05)
+    assert (result.location_kg, result.market_kg) == (pytest.approx(0.105), pytest.approx(0.0105))
+    assert result.pue.source == "recipe (energy.pue)"
 
 
 def test_unknown_factors_stay_unknown():
-    found = carbon(3.6e6, None)
-    assert (found.kwh, found.location_kg, found.market_kg, found.pue.value) == (None, None, None, None)
+    result = carbon(3.6e6, None)
+    assert (result.kwh, result.location_kg, result.market_kg, result.pue.value) == (None, None, None, None)
 
 
 @pytest.mark.parametrize(
-    ("kwh", "words"),
+    ("kwh", "text"),
     [
         (0.002, "12 minutes of a 10 W lamp"),
         (0.02, "2 hours of a 10 W lamp"),
@@ -45,8 +45,8 @@ def test_unknown_factors_stay_unknown():
         (60_000.0, "20 years of electricity"),
     ],
 )
-def test_equivalents(kwh, words):
-    assert words in equivalent(kwh)
+def test_equivalents(kwh, text):
+    assert text in equivalent(kwh)
 
 
 @pytest.mark.parametrize(

@@ -65,23 +65,23 @@ def test_a_lost_worker_is_replaced_a_stop_is_resumable_and_resume_finishes(tmp_p
     (tmp_path / "tiny.toml").write_text(RECIPE)
     run = Run(tmp_path / "run")
     command = windlass("train", "tiny.toml", "--run", "run", "--devices", "2", folder=tmp_path)
-    until(lambda: (run.last_metric() or {}).get("step", 0) >= 7)
+    until(lambda: (run.last_metrics().step or 0) >= 7)
     os.kill(read_json(run.heartbeat_file(1))["pid"], signal.SIGKILL)
-    until(lambda: any(e["event"] == "resumed" for e in run.events()))
-    until(lambda: (run.last_metric() or {}).get("step", 0) >= 12)
+    until(lambda: any(e.event == "resumed" for e in run.events()))
+    until(lambda: (run.last_metrics().step or 0) >= 12)
     command.send_signal(signal.SIGTERM)
     output = command.communicate(timeout=60)[0].decode()
     assert command.returncode == EXIT_RESUMABLE, output
     assert "windlass resume run" in output
-    kinds = [e["event"] for e in run.events()]
-    fault = next(e for e in run.events() if e["event"] == "fault")
-    assert (fault["rank"], fault["kind"]) == (1, "killed") and kinds.index("fault") < kinds.index(
-        "restarted"
-    ) < kinds.index("resumed") < kinds.index("stopped")
+    kinds = [e.event for e in run.events()]
+    fault = next(e for e in run.events() if e.event == "fault")
+    assert (fault.rank, fault.kind) == (1, "killed") and kinds.index("fault") < kinds.index("restarted") < kinds.index(
+        "resumed"
+    ) < kinds.index("stopped")
     resumed = windlass("resume", "run", "--devices", "1", folder=tmp_path)
     output = resumed.communicate(timeout=120)[0].decode()
     assert resumed.returncode == 0, output
-    assert [e["step"] for e in run.events() if e["event"] == "finished"] == [60]
+    assert [e.step for e in run.events() if e.event == "finished"] == [60]
     again = windlass("resume", "run", folder=tmp_path)
     assert (
         again.communicate(timeout=60)[0].decode().startswith("error: run is finished (step 60")

@@ -22,7 +22,7 @@ from windlass.files import append_line
 from windlass.runs.folder import Run
 from windlass.train import loop, validate
 from windlass.train.hooks import Hook
-from windlass.train.progress import Progress
+from windlass.train.progress import ProgressDisplay
 
 ALONE = Place(0, 1, 0, 1, 0, 1, None, None, "single")
 
@@ -45,12 +45,11 @@ def judged_as(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
     """Validation says these, pass after pass."""
     left = iter(losses)
 
-    def together(pairs: Any) -> validate.Found:
-        return validate.Found(loss=next(left), bits_per_byte=None)
+    def combine(held: Any, means: Any) -> validate.Validation:
+        overall = validate.HeldOutLoss(loss=next(left), bits_per_byte=None)
+        return validate.Validation(overall=overall, sources={}, languages={})
 
-    monkeypatch.setattr(
-        validate, "validation", lambda held, means: validate.Validation(whole=together(held), sources={}, languages={})
-    )
+    monkeypatch.setattr(validate, "combine", combine)
 
 
 def metrics_on_disk(run: Run) -> dict[int, float | None]:
@@ -106,12 +105,12 @@ def test_lines_of_a_step_are_written_before_its_checkpoint_begins(run, store, mo
     seen, begin = {}, Saver.save
 
     def watched(self: Saver, step: int, *args: Any, **options: Any) -> Any:
-        seen[step] = (self.run.last_metric() or {}).get("step")
+        seen[step] = self.run.last_metrics().step or 0
         return begin(self, step, *args, **options)
 
     monkeypatch.setattr(Saver, "save", watched)
     assert train(run, small(store, steps=6, train={"eval_every": 0}, save={"every": 2, "keep_best": 0})) == 0
-    assert seen == {2: 2, 4: 4, 6: 6} and [m["step"] for m in run.metrics()] == [1, 2, 3, 4, 5, 6]
+    assert seen == {2: 2, 4: 4, 6: 6} and [m.step for m in run.metrics_lines()] == [1, 2, 3, 4, 5, 6]
 
 
 def lagging(steps: int) -> Any:
@@ -195,7 +194,7 @@ class Full(io.StringIO):
 
 
 def test_a_log_that_takes_nothing_more_does_not_end_the_run(run, store) -> None:
-    progress = Progress()
+    progress = ProgressDisplay()
     progress.console.file = Full()
     assert loop.run(small(store, steps=2), run, where=ALONE, hooks=[progress], say=progress.say) == 0
     assert [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()] == [1, 2]

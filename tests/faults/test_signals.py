@@ -1,4 +1,4 @@
-"""Wishes to stop: signals, wall time, request files, and how several ranks come to one answer."""
+"""Requests to stop: signals, wall time, request files, and how several ranks agree."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def terminal():
 
 
 @pytest.mark.parametrize(
-    ("number", "reason"),
+    ("number", "code"),
     [
-        (signal.SIGTERM, "SIGTERM"),
-        (signal.SIGUSR1, "SIGUSR1"),
-        (signal.SIGINT, "Ctrl-C"),
-        (signal.SIGHUP, "SIGHUP (the terminal was closed)"),
+        (signal.SIGTERM, signals.SIGTERM),
+        (signal.SIGUSR1, signals.SIGUSR1),
+        (signal.SIGINT, signals.SIGINT),
+        (signal.SIGHUP, signals.SIGHUP),
     ],
 )
-def test_each_signal_is_a_reason_and_the_handlers_come_back(run, terminal, number, reason) -> None:
+def test_each_signal_is_a_reason_and_the_handlers_come_back(run, terminal, number, code) -> None:
     before = signal.getsignal(number)
     with StopFlag(run, end_time=lambda: None).installed() as flag:
         assert flag.agree() == Agreed(None, False)
         os.kill(os.getpid(), number)
-        assert flag.wanted == reason and flag.agree(save=True) == Agreed(reason, True)
+        assert flag.agree(save=True) == Agreed(signals.REASONS[code], True)
     assert signal.getsignal(number) is before
 
 
@@ -63,7 +63,7 @@ def test_under_nohup_a_closed_terminal_is_not_heard(run) -> None:
 
 
 def test_a_save_agreed_on_during_validation_is_done_after_it(run, monkeypatch) -> None:
-    monkeypatch.setattr(signals, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(signals, "POLL_SECONDS", 0.0)
     flag = StopFlag(run, end_time=lambda: None)
     (run.requests / "save").touch()
     assert flag.agreed_to_stop() is None
@@ -88,15 +88,14 @@ for _ in range(200): time.sleep(0.1)
 
 
 def test_the_wall_time_limit_is_heard_in_time(run, monkeypatch) -> None:
-    monkeypatch.setattr(signals, "_LOOK_SECONDS", 0.0)
-    end = time.time() + 63
+    monkeypatch.setattr(signals, "POLL_SECONDS", 0.0)
+    end = time.time() + 60.5
     flag = StopFlag(run, SaveConfig(lead="60s"), end_time=lambda: end)
-    flag.agree()  # starts asking
-    heard_at = None
-    while heard_at is None and time.time() < end:
+    noticed_at = None
+    while noticed_at is None and time.time() < end:
         time.sleep(0.05)
-        heard_at = time.time() if flag.wanted == "the wall-time limit is near" else None
-    assert heard_at is not None and end - 60 <= heard_at < end - 30  # not before the lead, and well before the end
+        noticed_at = time.time() if flag.agree().stop == signals.REASONS[signals.WALL_TIME] else None
+    assert noticed_at is not None and end - 60 <= noticed_at < end - 30  # not before the lead, and well before the end
 
 
 def test_the_lead_follows_the_measured_save() -> None:
@@ -107,12 +106,12 @@ def test_the_lead_follows_the_measured_save() -> None:
 
 
 def test_request_files_are_taken_once(run, monkeypatch) -> None:
-    monkeypatch.setattr(signals, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(signals, "POLL_SECONDS", 0.0)
     flag = StopFlag(run, end_time=lambda: None)
     (run.requests / "save").touch()
     assert flag.agree() == Agreed(None, True) and flag.agree() == Agreed(None, False)
     (run.requests / "stop").touch()
-    assert flag.agree().stop == "a request in the run folder" and list(run.requests.iterdir()) == []
+    assert flag.agree().stop == signals.REASONS[signals.REQUEST] and list(run.requests.iterdir()) == []
 
 
 @pytest.mark.parametrize(

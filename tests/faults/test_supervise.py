@@ -14,14 +14,15 @@ import pytest
 from windlass import errors
 from windlass.checkpoint import files
 from windlass.files import write_json
+from windlass.runs.faults import exit_code_of, kind_of, record_fault
 from windlass.train import supervise
-from windlass.train.supervise import exit_code_of, kind_of, record_error, run_workers
+from windlass.train.supervise import run_workers
 
 HEAD = """
 import os, sys, time, signal
 from pathlib import Path
 from windlass.runs.folder import Run
-from windlass.train.supervise import record_error
+from windlass.runs.faults import record_fault
 from windlass import errors
 run, rank, attempt = Run(Path(sys.argv[1])), int(os.environ["RANK"]), int(os.environ["WINDLASS_ATTEMPT"])
 """
@@ -33,7 +34,7 @@ def go(run, body: str, devices: int = 2, **options) -> int:
 
 
 def events(run, kind: str) -> list[dict]:
-    return [e for e in run.events() if e["event"] == kind]
+    return [e for e in run.events() if e.event == kind]
 
 
 def put_checkpoint(run, step: int) -> None:
@@ -72,16 +73,16 @@ def test_a_crash_is_restarted_and_the_cause_is_named_not_its_victims(run) -> Non
     code = go(run, """
 if attempt == 0:
     if rank == 1:
-        record_error(run, rank, ValueError("the cause"))
+        record_fault(run, rank, ValueError("the cause"))
         sys.exit(1)
-    record_error(run, rank, RuntimeError("Connection closed by peer [127.0.0.1]:1234"))
+    record_fault(run, rank, RuntimeError("Connection closed by peer [127.0.0.1]:1234"))
     sys.exit(1)
 """)  # fmt: skip
     assert code == 0
     [fault] = events(run, "fault")
-    assert (fault["rank"], fault["kind"], fault["error"]) == (1, "crash", "the cause")
+    assert (fault.rank, fault.kind, fault.error) == (1, "crash", "the cause")
     [again] = events(run, "restarted")
-    assert again["attempt"] == 1 and "rank 1: crash: the cause" in again["reason"]
+    assert again.attempt == 1 and "rank 1: crash: the cause" in again.reason
 
 
 def test_a_killed_rank_is_the_cause_although_it_says_nothing(run) -> None:
@@ -89,19 +90,19 @@ def test_a_killed_rank_is_the_cause_although_it_says_nothing(run) -> None:
 if attempt == 0:
     if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.2)
-    record_error(run, rank, RuntimeError("Connection closed by peer"))
+    record_fault(run, rank, RuntimeError("Connection closed by peer"))
     sys.exit(1)
 """)  # fmt: skip
     assert code == 0
     [fault] = events(run, "fault")
-    assert (fault["rank"], fault["kind"]) == (1, "killed") and "SIGKILL" in fault["error"]
+    assert (fault.rank, fault.kind) == (1, "killed") and "SIGKILL" in fault.error
 
 
 def test_the_others_are_ended_after_a_grace(run) -> None:
     begin = time.monotonic()
     assert go(run, "sys.exit(3) if rank == 0 else time.sleep(60)") == 3
     assert time.monotonic() - begin < 15
-    assert events(run, "gave_up")[0]["reason"].startswith("the layout does not fit")
+    assert events(run, "gave_up")[0].reason.startswith("the layout does not fit")
 
 
 def test_two_identical_failures_without_a_new_checkpoint_end_it(run) -> None:
@@ -109,14 +110,14 @@ def test_two_identical_failures_without_a_new_checkpoint_end_it(run) -> None:
     assert (
         go(
             run,
-            "record_error(run, rank, ValueError(f'bad thing {os.getpid()}')); sys.exit(1)",
+            "record_fault(run, rank, ValueError(f'bad thing {os.getpid()}')); sys.exit(1)",
             devices=1,
             max_restarts=9,
         )
         == 1
     )
     assert len(events(run, "fault")) == 2
-    assert "the same failure twice without a new checkpoint (still at step 10)" in events(run, "gave_up")[0]["reason"]
+    assert "the same failure twice without a new checkpoint (still at step 10)" in events(run, "gave_up")[0].reason
 
 
 def test_with_new_checkpoints_the_same_failure_may_come_until_the_limit(run) -> None:
@@ -124,12 +125,10 @@ def test_with_new_checkpoints_the_same_failure_may_come_until_the_limit(run) -> 
 from windlass.files import write_json
 folder = run.checkpoint(attempt); folder.mkdir(parents=True)
 write_json(folder / "manifest.json", {"format": 1, "step": attempt, "files": {}})
-record_error(run, rank, ValueError("bad thing")); sys.exit(1)
+record_fault(run, rank, ValueError("bad thing")); sys.exit(1)
 """
     assert go(run, body, devices=1, max_restarts=3) == 1
-    assert (
-        len(events(run, "fault")) == 4 and "4 failures with 3 restarts allowed" in events(run, "gave_up")[0]["reason"]
-    )
+    assert len(events(run, "fault")) == 4 and "4 failures with 3 restarts allowed" in events(run, "gave_up")[0].reason
 
 
 def test_a_port_that_is_taken_is_no_lost_peer() -> None:
@@ -148,8 +147,8 @@ def test_a_port_that_is_taken_is_no_lost_peer() -> None:
     ],
 )
 def test_what_a_restart_cannot_cure_is_not_tried_again(run, raised, code, words) -> None:
-    assert go(run, f"sys.exit(record_error(run, rank, {raised})['exit_code'])", devices=1) == code
-    assert len(events(run, "fault")) == 1 and words in events(run, "gave_up")[0]["reason"]
+    assert go(run, f"sys.exit(record_fault(run, rank, {raised}).exit_code)", devices=1) == code
+    assert len(events(run, "fault")) == 1 and words in events(run, "gave_up")[0].reason
 
 
 def test_a_signal_reaches_every_worker_and_their_answer_is_passed_on(run) -> None:
@@ -183,7 +182,7 @@ for _ in range(200): time.sleep(0.1)
 
     threading.Thread(target=send).start()
     assert go(run, body, devices=1) == 1
-    assert "asked to stop" in events(run, "gave_up")[0]["reason"]
+    assert "asked to stop" in events(run, "gave_up")[0].reason
 
 
 def test_workers_die_with_their_supervisor(run) -> None:
@@ -239,8 +238,8 @@ def test_kinds_of_errors(run) -> None:
         (RuntimeError("shapes differ"), "crash", 1),
     ]
     assert [(kind_of(e), exit_code_of(e)) for e, _, _ in cases] == [(k, c) for _, k, c in cases]
-    record = record_error(run, 3, errors.ConfigError("x.y", "first line\nsecond", hint="do this"))
-    assert (record["error"], record["hint"], run.errors()[0]["rank"]) == ("first line", "do this", 3)
+    record = record_fault(run, 3, errors.ConfigError("x.y", "first line\nsecond", hint="do this"))
+    assert (record.error, record.hint, run.faults()[0].rank) == ("first line", "do this", 3)
 
 
 def test_the_pause_grows_only_while_nothing_new_is_saved_and_never_beyond_a_minute() -> None:
@@ -257,7 +256,7 @@ def test_many_restarts_of_a_run_that_gets_on_do_not_wait_ever_longer(run, monkey
 from windlass.files import write_json
 folder = run.checkpoint(attempt // 2); folder.mkdir(parents=True, exist_ok=True)
 write_json(folder / "manifest.json", {"format": 1, "step": attempt // 2, "files": {}})
-if attempt < 4: record_error(run, rank, ValueError(f"bad thing {'ab'[attempt % 2]}")); sys.exit(1)
+if attempt < 4: record_fault(run, rank, ValueError(f"bad thing {'ab'[attempt % 2]}")); sys.exit(1)
 """
     assert go(run, body, devices=1, max_restarts=20, pause_seconds=1.0) == 0
     assert pauses == [1.0, 2.0, 1.0, 2.0]  # at steps 0, 0, 1, 1
@@ -282,7 +281,7 @@ os._exit(0)
 def test_a_signal_in_the_pause_ends_it_without_another_start(run) -> None:
     body = """
 Path(sys.argv[1], f"start-{attempt}").touch()
-record_error(run, rank, ValueError("bad thing")); sys.exit(1)
+record_fault(run, rank, ValueError("bad thing")); sys.exit(1)
 """
 
     def send() -> None:

@@ -13,7 +13,7 @@ from windlass.config import OptimConfig, Recipe
 from windlass.runs.folder import Run
 from windlass.train import loop
 from windlass.train.attention import attention_backend
-from windlass.train.optimizers import build_optimizer
+from windlass.train.optimizers.base import build_optimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

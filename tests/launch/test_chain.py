@@ -11,6 +11,8 @@ from windlass import errors
 from windlass.files import append_line, write_json
 from windlass.launch import chain
 from windlass.runs import Run
+from windlass.runs.events import Finished, RolledBack, Saved, Started
+from windlass.runs.faults import INCURABLE
 
 
 @pytest.fixture
@@ -27,7 +29,7 @@ def link(run: Run, job: str, *, saves: int | None = None, code: int | None = Non
     verdict = chain.before(run, job, 0, "node01")
     if verdict.answer == "go":
         if saves is not None:
-            run.event("saved", step=saves)
+            run.record(Saved(step=saves))
         if code is not None:
             return chain.after(run, job, 0, code, None)
     return verdict
@@ -48,7 +50,7 @@ def test_two_links_without_a_checkpoint_stop_it(run):
     verdict = link(run, "3", code=1)
     assert verdict.answer == "hopeless" and "2 and 3" in verdict.reason and "step 10" in verdict.reason
     assert chain.before(run, "4", 0, "node01").answer == "hopeless"
-    assert [e["reason"] for e in run.events() if e["event"] == "gave_up"] == [verdict.reason]
+    assert [e.reason for e in run.events() if e.event == "gave_up"] == [verdict.reason]
 
 
 def test_two_cut_off_links_stop_it_too(run):
@@ -66,7 +68,7 @@ def test_progress_between_two_failures_forgives_them(run):
 
 def test_checkpoints_after_a_rollback_or_a_damaged_one_are_progress_at_a_lower_step(run):
     link(run, "1", saves=1600)
-    run.event("rollback", step=1610, to_step=1200)
+    run.record(RolledBack(step=1610, to_step=1200))
     link(run, "2", saves=1300)
     link(run, "3", saves=1400)
     assert chain.before(run, "4", 0, "node01").answer == "go"
@@ -74,7 +76,7 @@ def test_checkpoints_after_a_rollback_or_a_damaged_one_are_progress_at_a_lower_s
     assert chain.before(run, "6", 0, "node01").answer == "hopeless"  # 4 and 5 have written nothing
 
 
-@pytest.mark.parametrize("code", sorted(chain.HOPELESS))
+@pytest.mark.parametrize("code", sorted(INCURABLE))
 def test_a_failure_that_a_restart_does_not_cure_stops_at_once(run, code):
     verdict = link(run, "1", code=code)
     assert verdict.answer == "hopeless" and f"code {code}" in verdict.reason
@@ -98,8 +100,8 @@ def test_srun_saying_0_after_a_node_failure_is_not_the_end(run):
 
 
 def test_finished_and_then_given_more_steps(run):
-    run.event("started")
-    run.event("finished", step=100, tokens=102_400)
+    run.record(Started())
+    run.record(Finished(step=100, tokens=102_400))
     assert chain.before(run, "2", 0, "node01").answer == "finished"
     write_json(run.config_file, {"train": {"steps": 200}, "data": {}})
     assert chain.before(run, "3", 0, "node01").answer == "go"

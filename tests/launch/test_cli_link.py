@@ -12,6 +12,7 @@ from windlass.cli.launch import link
 from windlass.errors import ConfigError
 from windlass.files import write_json
 from windlass.runs import Run
+from windlass.runs.events import Finished, Saved
 
 
 def test_link_answers_by_its_exit_code(tmp_path):
@@ -24,9 +25,9 @@ def test_link_answers_by_its_exit_code(tmp_path):
         return caught.value.exit_code
 
     assert exit_code("before") == 0
-    run.event("saved", step=5)
+    run.record(Saved(step=5))
     assert exit_code("after", code=75) == 75
-    run.event("finished", step=10)
+    run.record(Finished(step=10))
     # Once as job scripts do it: the exit code must reach the shell.
     argv = [sys.executable, "-m", "windlass", "link", "before", str(tmp_path)]
     assert subprocess.run(argv, capture_output=True).returncode == 10

@@ -106,7 +106,7 @@ def test_energy_of_a_link_is_the_meters_rise_in_it(run):
         submit(run, job)
         append_line(run.jobs_file, {"record": "began", "time": began, "job": job, "restart": 0})
     for moment, joules in ((110, 5.0), (190, 30.0), (210, 45.0), (290, 90.0)):
-        run.metric({"time": float(moment), "energy_joules": joules})
+        append_line(run.metrics_file, {"time": float(moment), "energy_joules": joules})
     found = {e.job: e.energy_joules for e in ledger.entries(run, {})}
     assert found == {"1": 30.0, "2": 60.0}
 
@@ -126,7 +126,7 @@ def test_what_waits_and_runs_is_committed_in_full(run):
 
 def test_outlook_from_speed_and_target(run):
     submit(run, "1")
-    run.metric({"step": 50, "tokens": 102_400, "tokens_per_second": 1024.0, "time": time.time()})
+    append_line(run.metrics_file, {"step": 50, "tokens": 102_400, "tokens_per_second": 1024.0, "time": time.time()})
     found = ledger.entries(run, {"slurm": Fake(a=JobState(job="1", state="RUNNING", elapsed_seconds=3600, nodes=4))})
     view = forecast_chain(run, found)
     assert view.tokens_target == 204_800 and view.remaining_seconds == pytest.approx(100.0)

@@ -62,7 +62,7 @@ def train_here(recipe: Recipe, validate: bool = False) -> list[tuple[float, floa
     validator = Validator(job.stream, 32, job.recipe, job.world, job.parts, job.stepper)
     for step in range(STEPS):
         if validate and step in (3, 4):
-            out.append((validator.loss(), 1.0))
+            out.append((validator.run().overall.loss, 1.0))
         tokens, documents = next(batches)
         result = job.stepper.step(tokens, documents, recipe.optim.lr)
         loop.advance(job)

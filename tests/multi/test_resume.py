@@ -36,7 +36,7 @@ def run_here(folder: str, value: Recipe) -> int:
 
 
 def curve(folder: Path) -> dict[int, tuple[float, float]]:
-    return {line["step"]: (line["loss"], line["grad_norm"]) for line in Run(folder).metrics()}
+    return {line.step: (line.loss, line.grad_norm) for line in Run(folder).metrics_lines()}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_another_layout_goes_on(whole: Any, spawn: Any, tmp_path: Path, first: A
             codes = spawn(run_here, world, str(tmp_path), recipe(steps, micro, **layout))
         assert codes == [0] * world
     same(curve(tmp_path), whole)
-    assert [e["event"] for e in Run(tmp_path).events() if e["event"] in ("started", "resumed")] == [
+    assert [e.event for e in Run(tmp_path).events() if e.event in ("started", "resumed")] == [
         "started",
         "resumed",
     ]

@@ -49,7 +49,7 @@ def train(job, steps, hook=None, *, each=None):
 
 
 def profiled(run):
-    return [e for e in run.events() if e["event"] == "profiled"]
+    return [e for e in run.events() if e.event == "profiled"]
 
 
 def test_the_recipe_names_the_steps(tmp_path):
@@ -57,7 +57,7 @@ def test_the_recipe_names_the_steps(tmp_path):
     job = job_on(tmp_path / "run", steps="3:6", said=said)
     train(job, 8)
     (event,) = profiled(job.run)
-    assert (event["steps"], event["files"]) == ("3:6", ["profile/step-000000003/rank-00000.json.gz"])
+    assert (event.steps, event.files) == ("3:6", ["profile/step-000000003/rank-00000.json.gz"])
     found = profile_traces(find_target(job.run.path).traces)
     assert found.ranks[0].step_numbers == [3, 4, 5]
     assert any(
@@ -69,7 +69,7 @@ def test_the_recipe_names_the_steps(tmp_path):
 def test_the_first_step_can_be_profiled_and_a_run_that_ends_early_keeps_what_it_has(tmp_path):
     job = job_on(tmp_path / "run", steps="1:100")
     train(job, 4)
-    assert profiled(job.run)[0]["steps"] == "1:5"
+    assert profiled(job.run)[0].steps == "1:5"
     assert profile_traces(find_target(job.run.path).traces).steps == 4
 
 
@@ -165,7 +165,7 @@ def test_two_profilers_in_one_process_do_not_crash_it(tmp_path):
 
     train(job, 6, Both())
     assert "profiled already" in said[0]
-    assert [e["steps"] for e in profiled(job.run)] == ["2:4"]
+    assert [e.steps for e in profiled(job.run)] == ["2:4"]
 
 
 def test_out_of_memory_leaves_a_snapshot(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from windlass.cli import build
 from windlass.errors import ConfigError, ProfileError
-from windlass.files import write_json
+from windlass.files import append_line, write_json
 from windlass.runs import Run
 
 
@@ -112,14 +112,15 @@ def runs(tmp_path, overlapped, builder):
             run.manifest_file, {"world_size": devices, "tokens_per_step": 1000 * devices, "packages": {"torch": "2.13"}}
         )
         for i in range(1, 41):
-            run.metric(
+            append_line(
+                run.metrics_file,
                 {
                     "step": i,
                     "tokens": i * 1000,
                     "loss": 5 - i / 20 + shift,
                     "tokens_per_second": 100.0 * devices,
                     "energy_joules": 2.0 * i,
-                }
+                },
             )
         return run
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from windlass.files import write_json
+from windlass.files import append_line, write_json
 from windlass.profile.runs import compare_loss, compare_runs, differences, performance
 from windlass.runs import Run
 
@@ -106,7 +106,7 @@ def two_runs(tmp_path):
             },
         )
         for line in lines(100, seed=seed, tokens_per_second=1000.0 * layers):
-            run.metric(line)
+            append_line(run.metrics_file, line)
         made.append(run)
     return made
 

@@ -8,10 +8,12 @@ from tests.small_recipe import recipe_tables
 
 from windlass.config import load_recipe
 from windlass.config.sweep import load_sweep
+from windlass.files import append_line
 from windlass.launch.sweep.expect import Expectation, expect_all
 from windlass.launch.sweep.folder import SweepRun, open_sweep_folder
 from windlass.launch.sweep.points import SweepPoint, make_points
 from windlass.launch.sweep.results import collect_rows, write_tables
+from windlass.runs.events import Finished, Started
 from windlass.runs.folder import create_run
 
 SWEEP = (
@@ -74,12 +76,12 @@ def _train(work: SweepRun, point: SweepPoint) -> None:
     run = create_run(work.folder.point(point.name).path, load_recipe(work.folder.recipe(point.name)))
     devices, micro = int(point.values["devices"]), int(point.values["layout.micro_batch"])
     speed = 1000.0 * devices**0.9 * (1 + micro / 10) * (0.8 if point.values["layout.shard"] == "full" else 1.0)
-    run.event("started", nodes=1, world_size=devices, device="NVIDIA H100")
+    run.record(Started(nodes=1, world_size=devices, device="NVIDIA H100"))
     for step in range(1, 13):
         seconds = 2048 / speed * (3.0 if step < 3 else 1.0)
-        run.metric({
+        append_line(run.metrics_file, {
             "step": step, "tokens": 2048 * step, "loss": 6.0 - step / 10, "grad_norm": 1.0, "lr": 1e-3, "step_seconds": seconds, "tokens_per_second": 2048 / seconds,
             "tokens_per_second_per_device": 2048 / seconds / devices, "mfu": speed / devices / 4000, "memory_bytes": (1 + micro) * 2**30,
             "energy_joules": step * 2048 / speed * devices * 400.0, "time": BEGIN + step * seconds,
         })  # fmt: skip
-    run.event("finished", step=12, tokens=2048 * 12, loss=4.8)
+    run.record(Finished(step=12, tokens=2048 * 12, loss=4.8))

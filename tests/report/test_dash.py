@@ -13,10 +13,12 @@ from tests.report.sample_run import BEGIN, make_run, metric
 from tests.report.test_report import HOSTILE, SECRETS
 
 from windlass.errors import LaunchError
+from windlass.files import append_line
 from windlass.report.collect import collect
 from windlass.report.columns import axis, thin
 from windlass.report.dash.server import Server, make_server, serve_in_background
 from windlass.report.dash.store import RunView
+from windlass.runs.events import FaultEvent
 from windlass.runs.folder import Run
 
 
@@ -113,7 +115,7 @@ class TestSecurity:
             assert "innerHTML" not in body and "document.write" not in body and "eval(" not in body
 
     def test_hostile_names_travel_as_text(self, run, server):
-        run.event("fault", rank=0, kind=HOSTILE, error=HOSTILE)
+        run.record(FaultEvent(rank=0, kind=HOSTILE, error=HOSTILE))
         found = ask(server, f"run?id={run_id(server)}")[1]
         figures = [i["figure"] for s in found["sections"] for i in s["items"] if i["kind"] == "figure"]
         assert "<img" not in json.dumps(figures)
@@ -130,7 +132,7 @@ class TestSecurity:
         config = json.loads(run.config_file.read_text())
         config["notes"] = " ".join(f"{k}={v!r}" for k, v in SECRETS.items())
         run.config_file.write_text(json.dumps(config))
-        run.event("fault", rank=1, kind="error", error=f"WANDB_API_KEY={SECRETS['WANDB_API_KEY']}")
+        run.record(FaultEvent(rank=1, kind="error", error=f"WANDB_API_KEY={SECRETS['WANDB_API_KEY']}"))
         for path in ("runs", f"run?id={run_id(server)}", "sweep", "data"):
             text = get(server, f"/api/{path}")[1].decode()
             assert not [value for value in SECRETS.values() if value in text]
@@ -163,7 +165,7 @@ class TestAnswers:
         first = ask(server, f"series?id={run_id(server)}&keys=loss")[1]
         path = f"series?id={run_id(server)}&keys=loss&have={first['version']}"
         assert ask(server, path)[1] == {"version": first["version"], "unchanged": True}
-        run.metric(metric(301, BEGIN + 2000, None))
+        append_line(run.metrics_file, metric(301, BEGIN + 2000, None))
         time.sleep(0.6)
         assert ask(server, path)[1]["runs"][0]["series"]["loss"]["x"][-1] == 301
 
@@ -227,7 +229,7 @@ def test_a_run_that_grows_between_two_columns_is_drawn_as_it_was(run, monkeypatc
     columns = view.columns()
     before = len(columns)
     xs = axis(columns, "step")
-    run.metric(metric(301, BEGIN + 1e4, 1.0))
+    append_line(run.metrics_file, metric(301, BEGIN + 1e4, 1.0))
     monkeypatch.setattr("windlass.report.dash.store.FRESH_SECONDS", 0.0)
     assert len(view.columns()) == before + 1
     assert len(thin(xs, columns.get("loss"))[0]) >= before

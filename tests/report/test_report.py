@@ -18,6 +18,7 @@ from windlass.report.collect import collect
 from windlass.report.content import energy
 from windlass.report.redact import HIDDEN, redact, redact_text, without_paths
 from windlass.report.write import html_report, json_report, markdown_report, write_report
+from windlass.runs.events import FaultEvent
 from windlass.runs.folder import Run
 
 SECRETS = {
@@ -155,7 +156,7 @@ def test_a_published_report_names_no_path_of_the_machine(run):
     config = json.loads(run.config_file.read_text())
     config["data"]["store"] = "/projects/p123/ann/tokens/sample"
     run.config_file.write_text(json.dumps(config))
-    run.event("fault", rank=0, kind="error", error="OSError: /home/ann/secret-project/x.bin is gone")
+    run.record(FaultEvent(rank=0, kind="error", error="OSError: /home/ann/secret-project/x.bin is gone"))
     text, page = markdown_report([run]), html_report([run])
     for form in (text, page):
         assert "p123" not in form and "secret-project" not in form and str(run.path) not in form
@@ -211,7 +212,7 @@ def test_two_runs_with_one_name_are_told_apart_by_folder(run, tmp_path):
 
 
 def test_hostile_names_are_text(run):
-    run.event("fault", rank=0, kind=HOSTILE, error=HOSTILE)
+    run.record(FaultEvent(rank=0, kind=HOSTILE, error=HOSTILE))
     append_line(run.metrics_file, {"step": 301, HOSTILE: 1.0, "loss": 1.0})
     manifest = json.loads(run.manifest_file.read_text())
     manifest["data"]["sources"][0]["name"] = HOSTILE
@@ -230,7 +231,7 @@ def leaky(run) -> Run:
     config["launch"]["sbatch"] = {"comment": " ".join(f"{k}={v!r}" for k, v in SECRETS.items())}
     config["notes"] = f"export HF_TOKEN={SECRETS['HF_TOKEN']}"
     run.config_file.write_text(json.dumps(config))
-    run.event("fault", rank=1, kind="error", error=f"401 for WANDB_API_KEY={SECRETS['WANDB_API_KEY']}")
+    run.record(FaultEvent(rank=1, kind="error", error=f"401 for WANDB_API_KEY={SECRETS['WANDB_API_KEY']}"))
     manifest = json.loads(run.manifest_file.read_text())
     manifest.update(
         {"api_key": SECRETS["WANDB_API_KEY"], "env": SECRETS, "host": f"x MY_PASSWORD='{SECRETS['MY_PASSWORD']}'"}

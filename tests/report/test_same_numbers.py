@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from windlass.cli import build
 from windlass.report.dash.server import make_server, serve_in_background
+from windlass.runs.events import FaultEvent, UnknownEvent
 from windlass.runs.folder import Run
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
@@ -102,8 +103,8 @@ class TestControlCharacters:
         run = Run(make_run(tmp_path / "runs" / "evil"))
         config = json.loads(run.config_file.read_text())
         run.config_file.write_text(json.dumps({**config, "name": f"[/bold]{ESCAPES}\nnext", "notes": ESCAPES}))
-        run.event("fault", rank=1, kind=f"x{ESCAPES}", error=f"boom {ESCAPES}\nrest", host=ESCAPES)
-        run.event(f"{{0}} {{time.__class__}} {ESCAPES}")
+        run.record(FaultEvent(rank=1, kind=f"x{ESCAPES}", error=f"boom {ESCAPES}\nrest", host=ESCAPES))
+        run.record(UnknownEvent(kind=f"{{0}} {{time.__class__}} {ESCAPES}", fields={}))
         manifest = json.loads(run.manifest_file.read_text())
         run.manifest_file.write_text(json.dumps({**manifest, "host": ESCAPES, f"key{ESCAPES}": 1}))
         with run.energy_file.open("a") as file:

@@ -7,7 +7,9 @@ import time
 import pytest
 
 from windlass.errors import LaunchError, RunError
+from windlass.files import append_line
 from windlass.report.sync import ask_for_part, is_live, parts, sync_once, sync_watch
+from windlass.runs.events import Finished, Started, Stopped
 from windlass.runs.folder import Run
 from windlass.runs.lock import locked
 
@@ -86,15 +88,15 @@ def test_missing_program_is_explained(two):
 
 
 def alive(run: Run, seconds_ago: float = 1.0) -> None:
-    run.event("started", world_size=1)
-    run.metric({"step": 1, "time": time.time() - seconds_ago})
+    run.record(Started(world_size=1))
+    append_line(run.metrics_file, {"step": 1, "time": time.time() - seconds_ago})
 
 
 def test_a_part_that_may_still_grow_stays_until_the_job_ends(two):
     alive(two)
     wandb = Wandb()
     assert [p["state"] for p in sync_once(two, send=wandb)] == ["sent", "still being written"]
-    two.event("stopped", step=1)
+    two.record(Stopped(step=1))
     assert [p["state"] for p in sync_once(two, send=wandb)] == ["sent before", "sent"]
 
 
@@ -133,7 +135,7 @@ def test_two_that_send_at_once_are_kept_apart(two):
 
 def test_a_failure_while_watching_is_said_and_tried_again(two):
     wandb, said = Wandb(1, "no route to host"), []
-    two.event("finished", step=1)
+    two.record(Finished(step=1))
     sync_watch(two, 0.0, say=said.append, rounds=2, send=wandb)
     assert len(said) == 2 and "no route to host; tried again at the next look" in said[0]
     wandb._code = 0
@@ -148,7 +150,7 @@ def test_watch_waits_for_the_trigger_and_ends_with_the_run(two):
     add_part(two, "20261115_050000")
     two.requests.mkdir()
     (two.requests / "sync").write_text("now")
-    two.event("finished", step=1)
+    two.record(Finished(step=1))
     sync_watch(two, 0.0, say=said.append, send=wandb)
     assert wandb.sent[-1] == "offline-run-20261115_050000-id1"
     assert not (two.requests / "sync").exists()

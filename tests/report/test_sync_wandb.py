@@ -44,11 +44,12 @@ JOB = """
 import sys, time
 from pathlib import Path
 from windlass.runs.folder import Run
-from windlass.train import trackers
+from windlass.train import tracking
+from windlass.train.trackers.wandb import open_tracker
 
-trackers.LOOK_SECONDS, trackers.CLOSE_SECONDS = 0.0, 120.0
+tracking.REQUEST_POLL_SECONDS, tracking.CLOSE_SECONDS = 0.0, 120.0
 run = Run(Path(sys.argv[1]))
-exporter = trackers.Exporter(run, run.recipe(), {"wandb": trackers.WandbSink}, first_step=0, say=lambda text: print(text, flush=True))
+exporter = tracking.Exporter(run, run.recipe(), {"wandb": open_tracker}, first_step=0, say=lambda text: print(text, flush=True))
 exporter.start()
 
 def log(*steps):

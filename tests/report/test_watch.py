@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from tests.report.sample_run import BEGIN, make_run, metric
 
+from windlass.files import append_line
 from windlass.report.watch import Watch, band, facts, picture, spark
 from windlass.report.words import state
+from windlass.runs.events import GaveUp
 from windlass.runs.folder import Run
 
 
@@ -26,7 +28,7 @@ def test_a_look_costs_only_what_was_appended_and_sees_it(tmp_path):
     watch = Watch(run)
     assert watch.look().step == 220
     offset = watch.columns._offset
-    run.metric(metric(221, BEGIN + 1000, None))
+    append_line(run.metrics_file, metric(221, BEGIN + 1000, None))
     assert watch.look().step == 221
     assert watch.columns._offset > offset
 
@@ -65,7 +67,7 @@ def test_a_run_with_a_line_every_ten_minutes_is_not_silent_in_between(tmp_path):
     run = Run(make_run(tmp_path / "slow", finished=False, steps=151))
     at = BEGIN + 10_000
     for step in range(152, 202):
-        run.metric(metric(step, at := at + 600, None))
+        append_line(run.metrics_file, metric(step, at := at + 600, None))
     summary = Watch(run).look()
     assert state(summary, at + 1500) == "running"
     assert state(summary, at + 3001) == "silent"
@@ -85,6 +87,6 @@ def test_a_low_window_keeps_the_first_facts_and_fits(tmp_path, width, height):
 
 
 def test_hostile_markup_is_text(run):
-    run.event("gave_up", reason="[bold]x[/bold] [link=http://evil]y[/link]")
+    run.record(GaveUp(reason="[bold]x[/bold] [link=http://evil]y[/link]"))
     watch = Watch(run)
     assert "[bold]x[/bold]" in text_of(watch.picture(80), 120)

@@ -10,6 +10,7 @@ import pytest
 from windlass.config import load_recipe
 from windlass.errors import RunError
 from windlass.runs import create_run, open_run
+from windlass.runs.events import LayoutChanged, RecipeChanged, Started
 from windlass.runs.lock import holder, locked
 from windlass.runs.manifest import collect, write
 
@@ -35,21 +36,50 @@ def test_a_bare_name_is_looked_for_in_runs(tmp_path, loaded, monkeypatch):
     monkeypatch.chdir(tmp_path)
     create_run(Path("runs/gptnl-8b"), loaded())
     assert open_run("gptnl-8b").path == Path("runs/gptnl-8b")
-    with pytest.raises(RunError, match="does not exist") as caught:
+    with pytest.raises(RunError) as caught:
         open_run("gptnl-8")
-    assert "gptnl-8b" in (caught.value.hint or "")
+    assert caught.value.code == "runs.not-a-run-folder" and "gptnl-8b" in (caught.value.hint or "")
 
 
-def test_the_same_recipe_may_come_back_with_another_layout(tmp_path, loaded):
-    create_run(tmp_path / "r", loaded())
-    create_run(tmp_path / "r", loaded("layout.shard=full", "nodes=8"))
+@pytest.mark.parametrize(
+    ("overrides", "changes", "layout"),
+    [
+        ((), None, None),
+        (("train.steps=9", "data.tokens=2M"), {"train.steps": [None, 9], "data.tokens": [10**6, 2 * 10**6]}, None),
+        (("save.keep_last=7", "notes=x"), {"save.keep_last": [3, 7], "notes": ["", "x"]}, None),
+        (("nodes=8", "layout.shard=full"), {"nodes": [1, 8]}, "full"),
+        (("train.recompute=full",), None, None),
+    ],
+)
+def test_what_may_change_between_two_starts_is_recorded(tmp_path, loaded, overrides, changes, layout):
+    create_run(tmp_path / "r", loaded()).record(Started())
+    run = create_run(tmp_path / "r", loaded(*overrides))
+    assert run.recipe() == loaded(*overrides).recipe
+    assert [e.changes for e in run.events(RecipeChanged)] == ([changes] if changes else [])
+    moved = list(run.events(LayoutChanged))
+    assert len(moved) == sum(o.startswith(("layout", "train.recompute")) for o in overrides)
+    assert not layout or moved[0].new["shard"] == layout
 
 
-def test_another_recipe_is_refused_with_the_difference(tmp_path, loaded):
-    create_run(tmp_path / "r", loaded()).event("started")
-    with pytest.raises(RunError, match=r"belongs to another recipe \(model.layers: 2 there, 3 here\)"):
-        create_run(tmp_path / "r", loaded("model.layers=3"))
-    assert open_run(tmp_path / "r").recipe().model.layers == 2
+@pytest.mark.parametrize(
+    ("override", "diff"),
+    [
+        ("model.layers=3", "model.layers: 2 -> 3"),
+        ("optim.lr=0.5", "optim.lr: 0.0003 -> 0.5"),
+        ("seed=7", "seed: 0 -> 7"),
+        ("data.seq_len=32", "data.seq_len: 64 -> 32"),
+        ("train.precision=fp32", "train.precision: 'bf16' -> 'fp32'"),
+    ],
+)
+def test_any_other_change_is_refused_with_a_diff(tmp_path, loaded, override, diff):
+    run = create_run(tmp_path / "r", loaded())
+    run.record(Started())
+    before = run.config_file.read_bytes(), run.recipe_file.read_bytes(), run.events_file.read_bytes()
+    with pytest.raises(RunError) as caught:
+        create_run(tmp_path / "r", loaded(override, "train.steps=9"))
+    assert caught.value.code == "runs.recipe-changed" and diff in caught.value.message
+    assert "--run" in (caught.value.hint or "") and "train.steps" not in caught.value.message
+    assert before == (run.config_file.read_bytes(), run.recipe_file.read_bytes(), run.events_file.read_bytes())
 
 
 def test_a_mended_recipe_takes_the_folder_of_a_start_that_was_refused(tmp_path, loaded):
@@ -65,38 +95,31 @@ def test_a_folder_in_which_something_came_about_is_not_taken(tmp_path, loaded, t
     file = create_run(tmp_path / "r", loaded()).path / trace
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("{}\n")
-    with pytest.raises(RunError, match="belongs to another recipe"):
+    with pytest.raises(RunError) as caught:
         create_run(tmp_path / "r", loaded("model.layers=3"))
+    assert caught.value.code == "runs.recipe-changed"
 
 
 def test_a_folder_whose_process_is_about_to_begin_is_not_taken(tmp_path, loaded):
-    from windlass.runs.lock import locked
-
     run = create_run(tmp_path / "r", loaded())
-    with locked(run.lock_file, None), pytest.raises(RunError, match="belongs to another recipe"):
+    with locked(run.lock_file, None), pytest.raises(RunError) as caught:
         create_run(tmp_path / "r", loaded("model.layers=3"))
+    assert caught.value.code == "runs.recipe-changed"
 
 
 def test_a_folder_with_other_files_is_refused(tmp_path, loaded):
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "thesis.tex").write_text("x")
-    with pytest.raises(RunError, match="holds other files"):
+    with pytest.raises(RunError) as caught:
         create_run(tmp_path / "r", loaded())
+    assert caught.value.code == "runs.folder-not-empty" and "thesis.tex" in caught.value.message
 
 
 def test_a_folder_that_cannot_be_made_is_said_so(tmp_path, loaded):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(RunError, match="cannot be made") as caught:
+    with pytest.raises(RunError) as caught:
         create_run(tmp_path / "file" / "r", loaded())
-    assert "--run" in (caught.value.hint or "")
-
-
-def test_metrics_and_events_read_back(tmp_path, loaded):
-    run = create_run(tmp_path / "r", loaded())
-    run.event("started", world_size=2)
-    run.metric({"step": 1, "loss": 3.0})
-    assert [e["event"] for e in run.events()] == ["started"]
-    assert run.last_metric() == {"step": 1, "loss": 3.0}
+    assert caught.value.code == "runs.folder-not-writable" and "--run" in (caught.value.hint or "")
 
 
 def _hold(path, ready):
@@ -113,8 +136,9 @@ def test_two_processes_cannot_write_one_run(tmp_path):
     other.start()
     try:
         assert ready.wait(30)
-        with pytest.raises(RunError, match=f"written by another process .*pid {other.pid}"), locked(path):
+        with pytest.raises(RunError) as caught, locked(path):
             pass
+        assert caught.value.code == "runs.locked" and f"pid {other.pid}" in caught.value.message
         assert (holder(path) or {}).get("pid") == other.pid
         other.kill()  # a crash leaves nothing to clean up
         other.join(30)
@@ -144,8 +168,11 @@ def test_a_second_start_is_refused_before_it_changes_anything(tmp_path, loaded):
     run = create_run(tmp_path / "run", loaded("layout.shard=none"))
     before = {path: path.read_bytes() for path in (run.config_file, run.recipe_file)}
     with locked(run.lock_file):
-        with pytest.raises(RunError, match="is being written by another process"):
-            train(tmp_path / "tiny.toml", ["layout.shard=none", "optim.lr=0.5"], run.path)
-        with pytest.raises(RunError, match="is being written by another process"):
-            resume(run.path, ["optim.lr=0.5"])
+        for start in (
+            lambda: train(tmp_path / "tiny.toml", ["layout.shard=none", "optim.lr=0.5"], run.path),
+            lambda: resume(run.path, ["optim.lr=0.5"]),
+        ):
+            with pytest.raises(RunError) as caught:
+                start()
+            assert caught.value.code == "runs.locked"
     assert {path: path.read_bytes() for path in before} == before and not run.plan_file.exists()

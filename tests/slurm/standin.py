@@ -14,19 +14,20 @@ import time
 from pathlib import Path
 
 from windlass.runs import Run
+from windlass.runs.events import Finished, Resumed, Saved, Started
 
 
 def main() -> int:
     run = Run(Path(sys.argv[sys.argv.index("--run") + 1]))
     rank, mode = int(os.environ["SLURM_PROCID"]), os.environ["STANDIN"]
-    steps = [e["step"] for e in run.events() if e["event"] == "saved"]
+    steps = [e.step for e in run.events() if e.event == "saved"]
     done = max(steps, default=10 if "SLURM_RESTART_COUNT" in os.environ else 0)
     heard: list[int] = []
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda got, frame: heard.append(got))
     print(f"rank {rank} on {os.uname().nodename} begins at step {done} ({mode})", flush=True)
     if rank == 0:
-        run.event("resumed" if done else "started", step=done)
+        run.record(Resumed(step=done) if done else Started())
     if mode == "fail":
         return 1
     if mode == "hold" and not done:
@@ -35,12 +36,12 @@ def main() -> int:
         print(f"rank {rank} heard {signal.Signals(heard[0]).name}", flush=True)
     if mode in ("stop", "hold") and not done:
         if rank == 0:
-            run.event("saved", step=10, write_seconds=0.1)
+            run.record(Saved(step=10, write_seconds=0.1))
         time.sleep(0.2)
         return 75
     if rank == 0:
-        run.event("saved", step=20, write_seconds=0.1)
-        run.event("finished", step=20, tokens=10240)
+        run.record(Saved(step=20, write_seconds=0.1))
+        run.record(Finished(step=20, tokens=10240))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Is an FP8 product close to the exact one, forward and backward? Whose product is chosen, and where it is refused."""
+"""FP8 products: accuracy forward and backward, choice of the backend, devices that are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=gfx))
         monkeypatch.setattr(torch.version, "hip", "7.0" if gfx else None)
-        monkeypatch.setattr(float8, "torchao_there", lambda: torchao)
+        monkeypatch.setattr(float8, "torchao_installed", lambda: torchao)
 
     return pretend
 
@@ -62,34 +62,36 @@ def test_row_scales_survive_an_outlier() -> None:
     assert float((rows[0].float() * rows[1])[1, 0]) == pytest.approx(1.0, rel=0.05)
 
 
-def test_refused_without_the_units(device: Any) -> None:
-    with pytest.raises(ConfigError, match="a CPU has no FP8 matrix units"):
+def refused(setting: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        choose_backend(setting, CUDA)
+    return caught.value.code
+
+
+def test_refused_without_fp8_units(device: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
         apply_float8(tiny(), torch.device("cpu"), TrainConfig(precision="fp8"))
+    assert caught.value.code == "train.fp8-device"
     device("AMD Instinct MI250X", gfx="gfx90a:sramecc+:xnack-", torchao=True)
-    with pytest.raises(ConfigError, match="MI250X has no FP8 matrix units"):
-        choose_backend("auto", CUDA)
+    assert refused("auto") == "train.fp8-device"
     device("NVIDIA A100-SXM4-40GB", capability=(8, 0), torchao=True)
-    with pytest.raises(ConfigError, match=r"A100.* has no FP8 matrix units"):
-        choose_backend("torchao", CUDA)
+    assert refused("torchao") == "train.fp8-device"
 
 
-def test_torch_is_first_on_hopper(device: Any) -> None:
+def test_torch_comes_first_on_hopper(device: Any) -> None:
     device("NVIDIA H100", torchao=True)
-    assert choose_backend("auto", CUDA) == ("torch", "torch's scaled product")
+    assert choose_backend("auto", CUDA)[0] == "torch"
     assert choose_backend("torchao", CUDA) == ("torchao", "train.fp8_backend")
     device("NVIDIA H100", torchao=False)
-    with pytest.raises(ConfigError, match="needs the package torchao"):
-        choose_backend("torchao", CUDA)
+    assert refused("torchao") == "train.torchao-not-installed"
 
 
 def test_torchao_where_torch_has_no_product(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     device("AMD Instinct MI300X", gfx="gfx942", torchao=True)
     assert choose_backend("auto", CUDA)[0] == "torchao"
-    with pytest.raises(ConfigError, match='fp8_backend = "torch"'):
-        choose_backend("torch", CUDA)
+    assert refused("torch") == "train.fp8-backend"
     device("AMD Instinct MI300X", gfx="gfx942", torchao=False)
-    with pytest.raises(ConfigError, match="needs the package torchao"):
-        choose_backend("auto", CUDA)
+    assert refused("auto") == "train.torchao-not-installed"
     device("NVIDIA H100", torchao=True)
     monkeypatch.delattr(torch, "_scaled_mm")  # an old torch
     assert choose_backend("auto", CUDA)[0] == "torchao"
@@ -101,10 +103,10 @@ def test_a_model_computes_about_the_same(monkeypatch: pytest.MonkeyPatch, backen
     """On a CPU both only imitate FP8; the numbers are those of the format."""
     if backend == "torchao":
         pytest.importorskip("torchao")
-    monkeypatch.setattr(float8, "choose_backend", lambda wish, device: (backend, "the test"))
+    monkeypatch.setattr(float8, "choose_backend", lambda setting, device: (backend, "the test"))
     plain, narrow = tiny().bfloat16(), tiny().bfloat16()
-    said = apply_float8(narrow, torch.device("cpu"), TrainConfig(precision="fp8", fp8_scaling=scaling))
-    assert said == f"fp8: 7 products of a rank by {backend}, one scale per {scaling} (the test)"
+    note = apply_float8(narrow, torch.device("cpu"), TrainConfig(precision="fp8", fp8_scaling=scaling))
+    assert "7 products" in note and backend in note
     assert [n for n, _ in narrow.named_parameters()] == [n for n, _ in plain.named_parameters()]
     tokens = torch.arange(16).view(2, 8) % 100
     losses = []

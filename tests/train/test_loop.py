@@ -16,7 +16,7 @@ from windlass.clusters.scheduler import Place
 from windlass.config import Recipe
 from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError, DataError
 from windlass.runs.folder import Run
-from windlass.runs.record import METRICS
+from windlass.runs.metrics import METRICS
 from windlass.train import loop
 from windlass.train.check import check
 from windlass.train.failure import DivergedError, OutOfMemoryError, explain
@@ -47,13 +47,13 @@ def train(path: Path, value: Recipe, *hooks: Hook) -> tuple[int, Run]:
 
 
 def losses(run: Run) -> list[float]:
-    return [line["loss"] for line in run.metrics()]
+    return [line.loss for line in run.metrics_lines()]
 
 
 def test_the_record_of_a_run(tmp_path: Path) -> None:
     code, run = train(tmp_path, recipe())
     assert code == EXIT_DONE
-    lines = list(run.metrics())
+    lines = [m.as_dict() for m in run.metrics_lines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     required = (
         "step",
@@ -72,7 +72,7 @@ def test_the_record_of_a_run(tmp_path: Path) -> None:
     assert set().union(*lines) <= set(METRICS)
     assert lines[-1]["tokens"] == 6 * 128
     assert lines[-1]["mfu"] is None and lines[-1]["energy_joules"] is None
-    events = [e["event"] for e in run.events()]
+    events = [e.event for e in run.events()]
     assert events[0] == "started" and events[-1] == "finished" and events.count("saved") == 2
     manifest = json.loads(run.manifest_file.read_text())
     assert manifest["world_size"] == 1 and manifest["tokens_per_step"] == 128
@@ -108,11 +108,11 @@ def test_a_stop_loses_nothing(tmp_path: Path) -> None:
     _, whole = train(tmp_path / "whole", recipe())
     code, run = train(tmp_path / "cut", recipe(), StopAfter(4))
     assert code == EXIT_RESUMABLE
-    assert [e["event"] for e in run.events()][-1] == "stopped"
+    assert [e.event for e in run.events()][-1] == "stopped"
     code, run = train(tmp_path / "cut", recipe())
     assert code == EXIT_DONE
     assert losses(run) == losses(whole)
-    assert next(e for e in run.events() if e["event"] == "resumed")["step"] == 4
+    assert next(e for e in run.events() if e.event == "resumed").step == 4
 
 
 def test_another_schedule_changes_no_past(tmp_path: Path) -> None:
@@ -149,10 +149,10 @@ class Poison(Hook):
 def test_a_step_without_a_finite_loss_changes_nothing(tmp_path: Path) -> None:
     code, run = train(tmp_path, recipe(), Poison(3))
     assert code == EXIT_DONE
-    lines = list(run.metrics())
+    lines = [m.as_dict() for m in run.metrics_lines()]
     assert [line["skipped"] for line in lines] == [0, 0, 1, 0, 0, 0]
     assert lines[2]["loss"] is None
-    assert next(e for e in run.events() if e["event"] == "skipped")["step"] == 3
+    assert next(e for e in run.events() if e.event == "skipped").step == 3
     assert np.isfinite(lines[-1]["loss"])
 
 
@@ -179,24 +179,24 @@ def test_a_spiking_step_changes_nothing_and_is_recorded(tmp_path: Path) -> None:
     hook = Spike(36)
     code, run = train(tmp_path, recipe(train=SPIKY, optim={"lr": 1e-3}, save={"every": 1000}), hook)
     assert code == EXIT_DONE
-    lines = {line["step"]: line for line in run.metrics()}
+    lines = {line.step: line.as_dict() for line in run.metrics_lines()}
     assert [step for step, line in lines.items() if line["skipped"]] == [36]
     assert np.isfinite(lines[36]["loss"]) and lines[36]["loss"] > lines[35]["loss"] + 0.05
-    event = next(e for e in run.events() if e["event"] == "skipped")
-    assert event["step"] == 36 and "spike" in event["reason"]
-    assert event["value"] == {"loss": lines[36]["loss"], "grad_norm": lines[36]["grad_norm"]}
+    event = next(e for e in run.events() if e.event == "skipped")
+    assert event.step == 36 and "spike" in event.reason
+    assert event.value == {"loss": lines[36]["loss"], "grad_norm": lines[36]["grad_norm"]}
     assert torch.equal(hook.weights[36], hook.weights[35]) and not torch.equal(hook.weights[37], hook.weights[36])
 
 
 def test_without_the_switch_a_spike_is_a_step_like_any_other(tmp_path: Path) -> None:
     _, run = train(tmp_path, recipe(train={**SPIKY, "skip_spike_sigma": 0.0}, optim={"lr": 1e-3}), Spike(36))
-    assert not any(line["skipped"] for line in run.metrics())
+    assert not any(line.skipped for line in run.metrics_lines())
 
 
 def test_a_spike_among_the_first_steps_is_not_judged(tmp_path: Path) -> None:
     """The spread is not known yet; the first loss of a run is always the highest."""
     _, run = train(tmp_path, recipe(train=SPIKY, optim={"lr": 1e-3}), Spike(10))
-    assert not any(line["skipped"] for line in run.metrics())
+    assert not any(line.skipped for line in run.metrics_lines())
 
 
 def test_spikes_in_a_row_end_the_run(tmp_path: Path) -> None:
@@ -212,9 +212,9 @@ def test_spikes_in_a_row_go_back_when_asked(tmp_path: Path) -> None:
     tables = {"train": {**SPIKY, "rollback": True}, "optim": {"lr": 1e-3}, "save": {"every": 10, "asynchronous": False}}
     code, run = train(tmp_path, recipe(**tables), Spike(36, 37))
     assert code == EXIT_DONE
-    event = next(e for e in run.events() if e["event"] == "rollback")
-    assert (event["step"], event["to_step"], event["skipped_tokens"]) == (37, 30, 7 * 128)
-    assert [line["step"] for line in run.metrics()][-10:] == list(range(31, 41))
+    event = next(e for e in run.events() if e.event == "rollback")
+    assert (event.step, event.to_step, event.skipped_tokens) == (37, 30, 7 * 128)
+    assert [line.step for line in run.metrics_lines()][-10:] == list(range(31, 41))
 
 
 def test_the_guards_memory_is_part_of_a_checkpoint(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_the_guards_memory_is_part_of_a_checkpoint(tmp_path: Path) -> None:
     tables = {"train": SPIKY, "optim": {"lr": 1e-3}, "save": {"every": 1000}}
     train(tmp_path, recipe(**tables), StopAfter(35))
     _, run = train(tmp_path, recipe(**tables), Spike(36))
-    assert [line["step"] for line in run.metrics() if line["skipped"]] == [36]
+    assert [line.step for line in run.metrics_lines() if line.skipped] == [36]
 
 
 def test_too_many_of_them_end_the_run(tmp_path: Path) -> None:
@@ -247,9 +247,9 @@ def test_rollback_goes_back_once_and_leaves_the_range_out(tmp_path: Path) -> Non
         tmp_path, recipe(train={"max_skipped": 2, "rollback": True}, save={"asynchronous": False}), Once(5, 6)
     )
     assert code == EXIT_DONE
-    event = next(e for e in run.events() if e["event"] == "rollback")
-    assert (event["step"], event["to_step"], event["skipped_tokens"]) == (6, 3, 3 * 128)
-    assert [line["step"] for line in run.metrics()][-3:] == [4, 5, 6]
+    event = next(e for e in run.events() if e.event == "rollback")
+    assert (event.step, event.to_step, event.skipped_tokens) == (6, 3, 3 * 128)
+    assert [line.step for line in run.metrics_lines()][-3:] == [4, 5, 6]
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -401,7 +401,7 @@ def test_validation_of_a_foreign_network_drops_nothing_and_changes_nothing(tmp_p
         curve = []
         for step in range(3):
             if asked and step:
-                assert validator.loss() == validator.loss(), "dropout is off"
+                assert validator.run() == validator.run(), "dropout is off"
             curve.append(float(job.stepper.step(*next(batches), 1e-2).values[0]))
         batches.close()
         curves.append(curve)
@@ -420,18 +420,18 @@ def test_a_validation_pass_is_in_no_steps_time(tmp_path: Path, monkeypatch: pyte
 
     class Slow(Hook):
         def on_start(self, job: Any) -> None:
-            job.validator = SimpleNamespace(judge=self.judge)
+            job.validator = SimpleNamespace(run=self.run)
 
         def on_step_begin(self, job: Any) -> None:
             now[0] += 1.0
 
-        def judge(self, stopping: Any) -> Any:
+        def run(self, stopping: Any) -> Any:
             now[0] += 50.0
-            found = SimpleNamespace(loss=2.0)
-            return SimpleNamespace(whole=found, line=lambda: {"val_loss": 2.0}, event=lambda: {"val_loss": 2.0})
+            overall = SimpleNamespace(loss=2.0)
+            return SimpleNamespace(overall=overall, line=lambda: {"val_loss": 2.0}, event=lambda: {"val_loss": 2.0})
 
     _, run = train(tmp_path, recipe(train={"eval_every": 2}), Slow())
-    assert [line["step_seconds"] for line in run.metrics()] == pytest.approx([1.0] * 6)
-    assert [line["tokens_per_second"] for line in run.metrics()] == pytest.approx([128.0] * 6)
-    assert [e["seconds"] for e in run.events() if e["event"] == "evaluated"] == [50.0] * 3
-    assert [line.get("val_loss") for line in run.metrics()] == [None, None, 2.0, None, 2.0, None]
+    assert [line.step_seconds for line in run.metrics_lines()] == pytest.approx([1.0] * 6)
+    assert [line.tokens_per_second for line in run.metrics_lines()] == pytest.approx([128.0] * 6)
+    assert [e.seconds for e in run.events() if e.event == "evaluated"] == [50.0] * 3
+    assert [line.val_loss for line in run.metrics_lines()] == [None, None, 2.0, None, 2.0, None]

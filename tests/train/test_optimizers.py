@@ -1,4 +1,4 @@
-"""Do our optimizers move weights as torch's do? And what bf16 keeps of a small update."""
+"""Optimizers: equality with torch's own, master copies, stochastic rounding, skipped steps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from windlass.config import OptimConfig
-from windlass.train import optimizers
-from windlass.train.optimizers import build_optimizer, decays, round_stochastically
+from windlass.train.optimizers import base
+from windlass.train.optimizers.base import build_optimizer, decays, round_stochastically, update_function
 
 
 def tiny() -> nn.Module:
@@ -29,7 +29,7 @@ def gradients(model: nn.Module, step: int) -> None:
 @pytest.mark.parametrize("device_path", [False, True])
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_equals_torch(name: str, device_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizers, "_compiled", lambda function: function)
+    monkeypatch.setattr(base, "compiled_update", update_function)
     ours, theirs = tiny(), tiny()
     config = OptimConfig(name=name, lr=0.1, weight_decay=0.1, momentum=0.9)
     mine = build_optimizer(ours.named_parameters(), config)
@@ -45,7 +45,7 @@ def test_equals_torch(name: str, device_path: bool, monkeypatch: pytest.MonkeyPa
         if device_path:
             with torch.no_grad():
                 mine.count += 1
-                mine._step_device(mine.slots, 0.1, torch.tensor(1.0), torch.tensor(True))
+                mine.step_device(mine.slots, 0.1, torch.tensor(1.0), torch.tensor(True))
         else:
             mine.step(0.1)
         other.step()
@@ -54,8 +54,11 @@ def test_equals_torch(name: str, device_path: bool, monkeypatch: pytest.MonkeyPa
 
 
 def test_which_parameters_decay() -> None:
-    found = {n: decays(n, p) for n, p in tiny().named_parameters()}
-    assert found == {"embed.weight": False, "lin.weight": True, "norm.weight": False}
+    assert {n: decays(n, p) for n, p in tiny().named_parameters()} == {
+        "embed.weight": False,
+        "lin.weight": True,
+        "norm.weight": False,
+    }
 
 
 def test_clipping_factor_is_part_of_the_step() -> None:
@@ -72,7 +75,7 @@ def test_clipping_factor_is_part_of_the_step() -> None:
 
 @pytest.mark.parametrize("device_path", [False, True])
 def test_a_bad_step_changes_nothing(device_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizers, "_compiled", lambda function: function)
+    monkeypatch.setattr(base, "compiled_update", update_function)
     model = tiny()
     mine = build_optimizer(model.named_parameters(), OptimConfig())
     gradients(model, 0)
@@ -82,7 +85,7 @@ def test_a_bad_step_changes_nothing(device_path: bool, monkeypatch: pytest.Monke
     model.lin.weight.grad[0, 0] = float("nan")
     if device_path:
         with torch.no_grad():
-            mine._step_device(mine.slots, 0.1, torch.tensor(1.0), torch.tensor(False))
+            mine.step_device(mine.slots, 0.1, torch.tensor(1.0), torch.tensor(False))
     else:
         mine.step(0.1, 1.0, torch.tensor(False))
     after = [t for s in mine.slots for t in (s.weights, *s.moments.values())]
@@ -111,7 +114,7 @@ def test_fp32_sum_of_bf16_gradients() -> None:
     for _ in range(300):  # in bf16 a sum of ones sticks at 256
         (model.lin.weight.sum()).backward()
     slot = next(s for s in mine.slots if s.name == "lin.weight")
-    assert torch.equal(slot.gradient(), torch.full((8, 8), 300.0))
+    assert torch.equal(slot.gradient, torch.full((8, 8), 300.0))
     assert model.lin.weight.grad is None
     mine.zero_grad()
     assert float(slot.main_grad.sum()) == 0
@@ -145,14 +148,14 @@ def test_bf16_moments_follow_fp32_ones() -> None:
 @pytest.mark.parametrize("device_path", [False, True])
 def test_momentum_in_bf16_is_rounded_at_random(device_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut or rounded to the nearest, a speed of 1 would never feel a gradient of 2^-10; at random it does on average."""
-    monkeypatch.setattr(optimizers, "_compiled", lambda function: function)
+    monkeypatch.setattr(base, "compiled_update", update_function)
     weight = nn.Parameter(torch.zeros(40_000))
     mine = build_optimizer([("w", weight)], OptimConfig(name="sgd", moments="bf16", momentum=0.999, weight_decay=0))
     mine.slots[0].moments["momentum"].fill_(1.0)
     weight.grad = torch.full_like(weight, 2**-10 + 1e-3)
     if device_path:
-        with torch.no_grad(), mine._same_noise():
-            mine._step_device(mine.slots, 0.0, torch.tensor(1.0), torch.tensor(True))
+        with torch.no_grad(), mine.same_noise():
+            mine.step_device(mine.slots, 0.0, torch.tensor(1.0), torch.tensor(True))
     else:
         mine.step(0.0)
     speed = mine.slots[0].moments["momentum"]
@@ -164,7 +167,7 @@ def test_momentum_in_bf16_is_rounded_at_random(device_path: bool, monkeypatch: p
 def test_copies_round_alike_whatever_else_a_rank_holds(device_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensor-parallel ranks hold unequal parts of the vocabulary and copies of each norm, and after a restart on another number of
     ranks their generators differ: the copies must stay copies."""
-    monkeypatch.setattr(optimizers, "_compiled", lambda function: function)
+    monkeypatch.setattr(base, "compiled_update", update_function)
     seen = []
     for rank, rows in enumerate((43, 43 if device_path else 42)):
         torch.manual_seed(rank)
@@ -176,8 +179,8 @@ def test_copies_round_alike_whatever_else_a_rank_holds(device_path: bool, monkey
                 with torch.no_grad():
                     mine.count += 1
                     mine.calls += 1
-                    with mine._same_noise():
-                        mine._step_device(mine.slots, 1e-3, torch.tensor(1.0), torch.tensor(True))
+                    with mine.same_noise():
+                        mine.step_device(mine.slots, 1e-3, torch.tensor(1.0), torch.tensor(True))
             else:
                 mine.step(1e-3)
         seen.append((norm.detach().clone(), mine.slots[1].moments["exp_avg_sq"].clone()))
@@ -194,17 +197,14 @@ def test_the_update_can_be_compiled_for_tensors_of_any_size(
     name: str, moments: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU one compiled function serves every tensor: it must trace without a break when sizes are symbols."""
-    monkeypatch.setattr(
-        optimizers,
-        "_compiled",
-        lambda function: torch.compile(function, dynamic=True, fullgraph=True, backend="aot_eager"),
-    )
+    options: dict[str, Any] = {"dynamic": True, "fullgraph": True, "backend": "aot_eager"}
+    monkeypatch.setattr(base, "compiled_update", lambda rule: torch.compile(update_function(rule), **options))
     model = tiny()
     before = model.lin.weight.detach().clone()
     mine = build_optimizer(model.named_parameters(), OptimConfig(name=name, moments=moments))
     gradients(model, 0)
-    with torch.no_grad(), mine._same_noise():
+    with torch.no_grad(), mine.same_noise():
         mine.count += 1
-        mine._step_device(mine.slots, 1e-2, torch.tensor(1.0), torch.tensor(True))
+        mine.step_device(mine.slots, 1e-2, torch.tensor(1.0), torch.tensor(True))
     assert not torch.equal(model.lin.weight, before)
     assert {m.dtype for m in mine.slots[1].moments.values()} == {getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[moments])}  # fmt: skip

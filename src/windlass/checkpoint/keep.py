@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from windlass.checkpoint.files import Saved, remove, sweep_removed, whole_by_size
-from windlass.config.save import SaveConfig, interval
+from windlass.config.save import SaveConfig, parse_interval
 from windlass.errors import ConfigError
+from windlass.runs.events import CheckpointRemoved
 from windlass.runs.folder import Run
 from windlass.units import print_bytes
 
@@ -50,7 +51,7 @@ def every_steps(saved: Sequence[Saved], rule: str | int | None) -> set[int]:
     """The first checkpoint at or after each multiple of the rule; those before the first multiple take no part."""
     if rule is None:
         return set()
-    kind, size = interval(rule)
+    kind, size = parse_interval(rule)
     chosen: dict[int, int] = {}
     for s in sorted(saved, key=lambda s: s.step):
         position = s.step if kind == "steps" else s.tokens
@@ -75,7 +76,9 @@ def tidy(run: Run, config: SaveConfig) -> list[int]:
     doomed = superseded(whole_by_size(run), config)
     for saved in doomed:
         remove(saved.path)
-        run.event("removed", step=saved.step, bytes=saved.bytes, reason=f"superseded: not among {rules(config)}")
+        run.record(
+            CheckpointRemoved(step=saved.step, bytes=saved.bytes, reason=f"superseded: not among {rules(config)}")
+        )
     return [saved.step for saved in doomed]
 
 
@@ -128,13 +131,13 @@ def forecast(
 def _for_ever(rule: str | int | None, steps: int, batch_tokens: int) -> int:
     if rule is None:
         return 0
-    kind, size = interval(rule)
+    kind, size = parse_interval(rule)
     return int((steps if kind == "steps" else steps * batch_tokens) // size)
 
 
 def _saves(config: SaveConfig, steps: int, batch_tokens: int) -> int | None:
     """How many checkpoints a run writes at most, its last one and the best ones included; None when only a clock can tell."""
-    kind, size = ("seconds", 0.0) if config.every == "auto" else interval(config.every)
+    kind, size = ("seconds", 0.0) if config.every == "auto" else parse_interval(config.every)
     if kind == "seconds":
         return None
     return int((steps if kind == "steps" else steps * batch_tokens) // size) + 1 + config.keep_best

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from windlass.checkpoint import files, names, rng
 from windlass.errors import CheckpointError
 from windlass.files import read_json
+from windlass.runs.events import CheckpointDamaged
 from windlass.runs.folder import Run
 
 # DCP warns at every load of a single process, which is no accident here.
@@ -132,7 +133,7 @@ def _refuse(run: Run, folder: Path, problem: str) -> str:
     except OSError as error:  # a read-only folder: it is passed over all the same
         where = f"left where it is: {error.strerror}"
     with contextlib.suppress(OSError):
-        run.event("damaged", checkpoint=folder.name, reason=reason, moved_to=where)
+        run.record(CheckpointDamaged(checkpoint=folder.name, reason=reason, moved_to=where))
     return f"{reason} (now {where})"
 
 
@@ -155,8 +156,10 @@ def _tidy_temporaries(run: Run, verify: bool) -> None:
                 continue
             except CheckpointError as error:
                 files.remove(folder)
-                run.event(
-                    "damaged", checkpoint=folder.name, reason=f"the save was cut off: {error.message}", moved_to=None
+                run.record(
+                    CheckpointDamaged(
+                        checkpoint=folder.name, reason=f"the save was cut off: {error.message}", moved_to=None
+                    )
                 )
                 continue
             files.adopt(folder, target)

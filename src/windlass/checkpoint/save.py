@@ -28,6 +28,7 @@ from windlass.checkpoint.stage import Stager, available_bytes, state_bytes, stat
 from windlass.config.save import SaveConfig
 from windlass.errors import CheckpointError
 from windlass.files import write_json
+from windlass.runs.events import Saved, SaveFailed
 from windlass.runs.folder import Run
 from windlass.units import print_bytes
 
@@ -283,10 +284,8 @@ class Saver:
 
     def _saved(self, job: _Job, outcome: Outcome) -> None:
         with contextlib.suppress(OSError):  # a full disk must not turn a good save into a failed one
-            self.run.event(
-                "saved", step=job.step, tokens=job.extra.get("tokens"), bytes=outcome.bytes, stall_seconds=outcome.stall_seconds,
-                write_seconds=outcome.write_seconds, checkpoint=str(outcome.path.name if outcome.path else ""), metric=job.metric,
-            )  # fmt: skip
+            self.run.record(Saved(step=job.step, tokens=job.extra.get("tokens"), bytes=outcome.bytes, stall_seconds=outcome.stall_seconds,
+                write_seconds=outcome.write_seconds, checkpoint=str(outcome.path.name if outcome.path else ""), metric=job.metric))  # fmt: skip
             outcome.removed = keep.tidy(self.run, self.config)
 
     def _failed(self, job: _Job, error: str) -> None:
@@ -294,7 +293,7 @@ class Saver:
             return
         shutil.rmtree(files.temporary(self.run, job.step), ignore_errors=True)
         with contextlib.suppress(OSError):
-            self.run.event("save_failed", step=job.step, error=error)
+            self.run.record(SaveFailed(step=job.step, error=error))
 
 
 @contextlib.contextmanager

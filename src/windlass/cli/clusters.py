@@ -1,4 +1,4 @@
-"""`windlass clusters`: what we know of each machine, how sure we are, and how the live answer differs."""
+"""`windlass clusters`: the known clusters and devices, how reliable each value is, and the comparison with the machine."""
 
 from __future__ import annotations
 
@@ -15,138 +15,116 @@ def register(app: typer.Typer) -> None:
 
 
 def clusters(
-    name: Annotated[str | None, typer.Argument(help="Show this machine; all are listed when left out.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Cluster to show (default: list all).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     probe: Annotated[
         bool, typer.Option("--probe", help="Ask the live scheduler and show where the file is out of date.")
     ] = False,
     devices: Annotated[bool, typer.Option("--devices", help="List the known accelerators instead.")] = False,
 ) -> None:
-    """What is known of each machine, with source and date; your own go to ~/.config/windlass/clusters/."""
+    """Show the known clusters with source and date of every value; add your own in ~/.config/windlass/clusters/."""
     from windlass.clusters import load_cluster
 
     if devices:
-        _devices(as_json)
+        _print_devices(as_json)
     elif probe:
-        _probe(name, as_json)
+        _print_probe(name, as_json)
     elif name is None:
-        _list(as_json)
+        _print_list(as_json)
     else:
-        _show(load_cluster(name), as_json)
+        _print_cluster(load_cluster(name), as_json)
 
 
-def _list(as_json: bool) -> None:
+def _print_list(as_json: bool) -> None:
     from windlass.cli.output import console, print_json, table
     from windlass.clusters import cluster_names, load_cluster, load_device
     from windlass.units import print_bytes
 
-    known = [load_cluster(n) for n in cluster_names()]
+    all_clusters = [load_cluster(name) for name in cluster_names()]
     if as_json:
-        print_json({"clusters": [_json(c) for c in known]})
+        print_json({"clusters": [_document(cluster) for cluster in all_clusters]})
         return
+    columns = ("cluster", "nodes", "devices per node", "memory", "bf16 TFLOP/s", "GB/s per node", "longest job", "internet",
+               "PUE", "g CO2/kWh", "verified live")  # fmt: skip
     rows = []
-    for c in known:
-        d = load_device(c.device)
-        longest = max(
-            (p.max_time for p in (c.slurm.partitions if c.slurm else []) if p.max_time and p.gpus), default=None
-        )
+    for c in all_clusters:
+        device, partitions = load_device(c.device), c.slurm.partitions if c.slurm else []
+        longest = max((p.max_time for p in partitions if p.max_time and p.gpus), default=None)
         rows.append((
-            c.name, c.nodes or "unknown", f"{c.node.devices} x {d.name}", print_bytes(d.memory), _number(d.bf16_tflops),
-            _number(c.links.inter_gbs_per_node), f"{longest / 3600:g} h" if longest else "no limit", c.network.internet,
-            _number(c.grid.pue), _number(c.grid.g_per_kwh), c.verified_on or "never",
+            c.name, c.nodes or "unknown", f"{c.node.devices} x {device.name}", print_bytes(device.memory),
+            _number(device.bf16_tflops), _number(c.links.inter_gbs_per_node),
+            f"{longest / 3600:g} h" if longest else "no limit", c.network.internet, _number(c.grid.pue),
+            _number(c.grid.g_per_kwh), c.verified_on or "never",
         ))  # fmt: skip
-    columns = (
-        "cluster",
-        "nodes",
-        "devices per node",
-        "memory",
-        "bf16 TFLOP/s",
-        "GB/s per node",
-        "longest job",
-        "internet",
-        "PUE",
-        "g CO2/kWh",
-        "verified live",
-    )
-    console().print(
-        table("Machines we know (per device where not said otherwise)", columns, rows, right=(1, 4, 5, 6, 8, 9))
-    )
+    title = "Known clusters (figures are per device unless noted)"
+    console().print(table(title, columns, rows, right=(1, 4, 5, 6, 8, 9)))
     console().print("windlass clusters NAME shows every value with its source; --devices lists the accelerators.")
 
 
-def _json(cluster: Cluster) -> dict[str, Any]:
+def _document(cluster: Cluster) -> dict[str, Any]:
     from windlass.clusters import load_device
 
-    value: dict[str, Any] = cluster.model_dump(mode="json", exclude_none=False)
-    value["device"] = load_device(cluster.device).model_dump(mode="json")
-    return value
+    device = load_device(cluster.device).model_dump(mode="json")
+    return {**cluster.model_dump(mode="json", exclude_none=False), "device": device}
 
 
-def _show(cluster: Cluster, as_json: bool) -> None:
+def _print_cluster(cluster: Cluster, as_json: bool) -> None:
     from windlass.cli.output import console, print_json, table
     from windlass.clusters import load_device
     from windlass.clusters.describe import facts
 
     if as_json:
-        print_json(_json(cluster))
+        print_json(_document(cluster))
         return
-    out = console()
-    out.print(
-        f"[bold]{cluster.title}[/bold], {cluster.site}; compared with the live machine: {cluster.verified_on or 'never'}"
-    )
-    own = [f for f in facts(cluster) if not f.key.startswith(("env.", "container.env.", "name", "title", "site"))]
+    out, device = console(), load_device(cluster.device)
+    verified = cluster.verified_on or "never"
+    out.print(f"[bold]{cluster.title}[/bold], {cluster.site}; compared with the live machine: {verified}")
+    hidden = ("env.", "container.env.", "name", "title", "site")
     columns = ("key", "value", "status", "read", "source")
-    out.print(table("Machine", columns, [(f.key, f.shown, f.status, f.on, f.source) for f in own]))
+    rows = [(f.key, f.shown, f.status, f.on, f.source) for f in facts(cluster) if not f.key.startswith(hidden)]
+    out.print(table("Cluster", columns, rows))
     if cluster.env:
-        out.print(
-            table(
-                "Environment",
-                ("variable", "value", "why", "source"),
-                [(k, v.value, v.why, v.source) for k, v in cluster.env.items()],
-            )
-        )
-    device = load_device(cluster.device)
-    out.print(
-        table(f"Device {device.name}", columns, [(f.key, f.shown, f.status, f.on, f.source) for f in facts(device)])
-    )
+        variables = [(name, v.value, v.why, v.source) for name, v in cluster.env.items()]
+        out.print(table("Environment", ("variable", "value", "why", "source"), variables))
+    rows = [(f.key, f.shown, f.status, f.on, f.source) for f in facts(device)]
+    out.print(table(f"Device {device.name}", columns, rows))
     for note in cluster.notes:
         out.print(f"- {note}", markup=False)
 
 
-def _devices(as_json: bool) -> None:
+def _print_devices(as_json: bool) -> None:
     from windlass.cli.output import console, print_json, table
     from windlass.clusters import devices
     from windlass.units import print_bytes
 
-    known = devices()
+    all_devices = devices().values()
     if as_json:
-        print_json({"devices": [d.model_dump(mode="json") for d in known.values()]})
+        print_json({"devices": [device.model_dump(mode="json") for device in all_devices]})
         return
-    rows = [(d.name, d.vendor, print_bytes(d.memory), _number(d.bf16_tflops), _number(d.fp8_tflops, "none"), _number(d.matmul_tflops), _number(d.bandwidth_gbs), _number(d.tdp_watts), ", ".join(k for k, s in d.sources.items() if s.status in ("unverified", "assumed"))) for d in known.values()]  # fmt: skip
-    columns = (
-        "device",
-        "vendor",
-        "memory",
-        "bf16 TFLOP/s",
-        "fp8 TFLOP/s",
-        "best matmul",
-        "GB/s",
-        "W",
-        "unverified or assumed",
-    )
+    columns = ("device", "vendor", "memory", "bf16 TFLOP/s", "fp8 TFLOP/s", "best matmul", "GB/s", "W",
+               "unverified or assumed")  # fmt: skip
+    rows = [
+        (
+            d.name, d.vendor, print_bytes(d.memory), _number(d.bf16_tflops), _number(d.fp8_tflops, "none"),
+            _number(d.matmul_tflops), _number(d.bandwidth_gbs), _number(d.tdp_watts),
+            ", ".join(key for key, source in d.sources.items() if source.status in ("unverified", "assumed")),
+        )
+        for d in all_devices
+    ]  # fmt: skip
     console().print(table("Devices (dense peaks)", columns, rows, right=(2, 3, 4, 5, 6, 7)))
 
 
-def _probe(name: str | None, as_json: bool) -> None:
+def _print_probe(name: str | None, as_json: bool) -> None:
     from windlass.cli.output import console, print_json, table
     from windlass.clusters import load_cluster
     from windlass.clusters.probe import probe
 
-    found = probe(load_cluster(name) if name else None)
+    result = probe(load_cluster(name) if name else None)
     if as_json:
-        print_json(found.as_dict())
+        print_json(result.as_dict())
         return
-    console().print(table(found.title, ("key", "file says", "machine says", ""), found.rows()))
+    rows = [(d.key, d.file, d.machine, d.verdict) for d in result.differences]
+    console().print(table(result.title, ("key", "file", "machine", ""), rows))
 
 
 def _number(value: float | None, unknown: str = "unknown") -> str:

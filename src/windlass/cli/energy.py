@@ -1,4 +1,4 @@
-"""`windlass energy RUN`: kWh by source, per billion tokens, CO2, and what was not measured."""
+"""`windlass energy RUN`: energy by source, per billion tokens, CO2, and what was not measured."""
 
 from __future__ import annotations
 
@@ -19,99 +19,76 @@ def register(app: typer.Typer) -> None:
 def energy(
     run: Annotated[Path, typer.Argument(help="Run folder, or its name in runs/.")],
     ear: Annotated[
-        list[Path] | None,
-        typer.Option("--ear", help="EAR's CSV (eacct -c, --ear-user-db) to take into the run's record."),
+        list[Path] | None, typer.Option("--ear", help="EAR's CSV (eacct -c, --ear-user-db) to add to the run's record.")
     ] = None,
     sacct: Annotated[
-        Path | None, typer.Option("--sacct", help="Output of sacct to take into the record, from another machine.")
+        Path | None, typer.Option("--sacct", help="Output of sacct on another machine to add to the record.")
     ] = None,
     slurm: Annotated[
-        bool, typer.Option("--slurm", help="Ask sacct here for the run's jobs and take the answer into the record.")
+        bool, typer.Option("--slurm", help="Ask sacct for the run's jobs and add the answer to the record.")
     ] = False,
     pue: Annotated[
         float | None,
-        typer.Option(
-            "--pue", min=1.0, help="Another PUE, for this table only; energy.pue of the recipe is for all views."
-        ),
+        typer.Option("--pue", min=1.0, help="PUE for this table only (energy.pue in the recipe sets it everywhere)."),
     ] = None,
     grid: Annotated[
         float | None,
-        typer.Option("--grid", min=0.0, help="Another grid intensity, location-based, g per kWh, for this table only."),
+        typer.Option("--grid", min=0.0, help="Location-based grid intensity for this table only, g per kWh."),
     ] = None,
     market: Annotated[
         float | None,
         typer.Option(
-            "--market", min=0.0, help="Another contract intensity, market-based, g per kWh, for this table only."
+            "--market", min=0.0, help="Market-based intensity of the contract for this table only, g per kWh."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print the run's energy table; EAR and SLURM records become part of the run's own record, so that every view shows them."""
+    """Print the run's energy table; EAR and SLURM figures become part of the run's record, so that every view has them."""
     from windlass.report.collect import collect
     from windlass.runs.folder import open_run
 
     folder = open_run(run)
-    notes = _take_records(folder, ear or [], sacct, slurm)
-    given = {"pue": pue, "grid_g_per_kwh": grid, "market_g_per_kwh": market}
-    summary = collect(folder, factors={name: value for name, value in given.items() if value is not None})
+    notes = _add_site_records(folder, ear or [], sacct, slurm)
+    factors = {"pue": pue, "grid_g_per_kwh": grid, "market_g_per_kwh": market}
+    summary = collect(folder, factors={name: value for name, value in factors.items() if value is not None})
     _print_json(summary, notes) if as_json else _print_table(summary, notes)
 
 
-def _take_records(run: Run, ear: list[Path], sacct: Path | None, slurm: bool) -> list[str]:
+def _add_site_records(run: Run, ear: list[Path], sacct_file: Path | None, slurm: bool) -> list[str]:
     from windlass.energy.ear import read_ear
-    from windlass.energy.ledger import record_ear, record_slurm
-    from windlass.energy.slurm import read_sacct
-    from windlass.energy.slurm import sacct as ask
+    from windlass.energy.sacct import read_sacct, sacct
+    from windlass.energy.site_records import record_ear, record_slurm
     from windlass.errors import RunError
     from windlass.files import read_json_lines
+
+    def counted(taken: int, total: int, unit: str, origin: str) -> str:
+        left_out = f" ({total - taken} left out: of other jobs, or without a figure)" if total > taken else ""
+        return f"{taken} {unit}{'' if taken == 1 else 's'} of {origin} added to {run.energy_file}{left_out}"
 
     notes = []
     for path in ear:
         rows = read_ear(path)
-        taken = record_ear(run, rows, str(path))
-        notes.append(
-            f"{_count(taken, 'row')} of {path} taken into {run.energy_file}{_left_out(len(rows) - taken, 'row')}"
-        )
-    texts = [(str(sacct), _text(sacct))] if sacct is not None else []
+        notes.append(counted(record_ear(run, rows, str(path)), len(rows), "row", str(path)))
+    texts = []
+    if sacct_file is not None:
+        try:
+            texts.append((str(sacct_file), sacct_file.read_text(encoding="utf-8", errors="replace")))
+        except OSError as error:
+            hint = "name the file that sacct's output was written to"
+            message = f"{sacct_file} cannot be read: {error.strerror}"
+            raise RunError("energy.file-unreadable", message, hint=hint) from None
     if slurm:
-        jobs = [
-            str(line.get("job_id") or line.get("job"))
-            for line in read_json_lines(run.jobs_file)
-            if line.get("job_id") or line.get("job")
-        ]
-        if not jobs:
-            raise RunError(
-                "cli.names-job", f"{run.jobs_file} names no job", hint="pass sacct's output with --sacct FILE"
-            )
-        texts.append(("sacct's answer", ask(list(dict.fromkeys(jobs)))))
-    for where, text in texts:
-        found = read_sacct(text, where)
-        taken = record_slurm(run, found, where)
-        without = [f"{j.job}: {j.note}" for j in found if j.joules is None]
-        others = _left_out(len(found) - len(without) - taken, "job")
-        notes.append("; ".join([f"{_count(taken, 'job')} of {where} taken{others}", *without]))
+        jobs = [str(line.get("job_id") or line.get("job") or "") for line in read_json_lines(run.jobs_file)]
+        if not any(jobs):
+            hint = "pass sacct's output with --sacct FILE"
+            raise RunError("energy.no-jobs-recorded", f"{run.jobs_file} names no job", hint=hint)
+        texts.append(("sacct's answer", sacct(list(dict.fromkeys(filter(None, jobs))))))
+    for origin, text in texts:
+        energies = read_sacct(text, origin)
+        unknown = [f"{job.job}: {job.note}" for job in energies if job.joules is None]
+        taken = record_slurm(run, energies, origin)
+        notes.append("; ".join([counted(taken, len(energies) - len(unknown), "job", origin), *unknown]))
     return notes
-
-
-def _left_out(count: int, what: str) -> str:
-    return f" ({_count(count, what)} left out: of other jobs, or without a figure)" if count else ""
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" + ("" if number == 1 else "s")
-
-
-def _text(path: Path) -> str:
-    from windlass.errors import RunError
-
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise RunError(
-            "cli.cannot-read",
-            f"{path} cannot be read: {error.strerror}",
-            hint="name the file that sacct's output was written to",
-        ) from None
 
 
 def _print_json(summary: RunSummary, notes: list[str]) -> None:
@@ -119,15 +96,32 @@ def _print_json(summary: RunSummary, notes: list[str]) -> None:
 
     from windlass.cli.output import print_json
 
-    e = summary.energy
-    print_json({
-        "run": summary.name, "path": summary.path, "basis": e.basis, "joules": e.joules, "measured_joules": e.ledger.joules,
-        "modelled_joules": e.ledger.modelled_joules, "joules_per_token": e.joules_per_token, "joules_per_step": e.joules_per_step,
-        "kwh_per_billion_tokens": e.kwh_per_billion_tokens, "mean_watts": e.mean_watts, "forecast_kwh": e.forecast_kwh,
-        "resolution_joules": e.ledger.resolution_joules, "startup_joules": e.ledger.startup_joules, "coverage": e.ledger.coverage, "nodes_expected": e.ledger.nodes_expected,
-        "nodes_measured": e.ledger.nodes_measured, "missing": e.ledger.missing, "sources": [asdict(s) for s in e.ledger.sources],
-        "carbon": None if e.carbon is None else asdict(e.carbon), "tokens": summary.tokens, "step": summary.step, "notes": notes,
-    })  # fmt: skip
+    energy, ledger = summary.energy, summary.energy.ledger
+    document = {
+        "run": summary.name,
+        "path": summary.path,
+        "basis": energy.basis,
+        "joules": energy.joules,
+        "measured_joules": ledger.joules,
+        "modelled_joules": ledger.modelled_joules,
+        "joules_per_token": energy.joules_per_token,
+        "joules_per_step": energy.joules_per_step,
+        "kwh_per_billion_tokens": energy.kwh_per_billion_tokens,
+        "mean_watts": energy.mean_watts,
+        "forecast_kwh": energy.forecast_kwh,
+        "resolution_joules": ledger.resolution_joules,
+        "startup_joules": ledger.startup_joules,
+        "coverage": ledger.coverage,
+        "nodes_expected": ledger.nodes_expected,
+        "nodes_measured": ledger.nodes_measured,
+        "missing": ledger.missing,
+        "sources": [asdict(source) for source in ledger.sources],
+        "carbon": None if energy.carbon is None else asdict(energy.carbon),
+        "tokens": summary.tokens,
+        "step": summary.step,
+        "notes": notes,
+    }
+    print_json(document)
 
 
 def _print_table(summary: RunSummary, notes: list[str]) -> None:
@@ -140,9 +134,7 @@ def _print_table(summary: RunSummary, notes: list[str]) -> None:
     rows = source_rows(summary.energy)
     if rows:
         out.print(table(f"{summary.name}: energy by source", SOURCE_COLUMNS, rows, right=(3, 4)))
-    out.print(
-        table(None if rows else f"{summary.name}: energy", ("", "", "how we know"), energy_rows(summary), right=(1,))
-    )
-    missing = missing_rows(summary.energy)
-    if missing:
-        out.print(table("not read on at least one node", ("source", "why"), missing))
+    title = None if rows else f"{summary.name}: energy"
+    out.print(table(title, ("", "", "source or method"), energy_rows(summary), right=(1,)))
+    if missing := missing_rows(summary.energy):
+        out.print(table("not read on at least one node", ("source", "reason"), missing))

@@ -210,10 +210,10 @@ def _settle(
 ) -> tuple[Answers, Plans, dict[str, str]]:  # fmt: skip
     """Every value and its reason; the nodes come last, because the plan decides them."""
     from windlass.config.starter import TOKENS_PER_PARAMETER, Answers
-    from windlass.cost.params import count
+    from windlass.models.presets import model_spec
 
     shape = _shape(size, vocab or (store.vocab_size if store else None))
-    parameters = count(shape).total
+    parameters = model_spec(shape).params.total
     inside = sum(i.splits.get("train", i.tokens) for i in store.sources.values()) if store else None
     wanted = _read_tokens(tokens) if tokens else inside or _two_digits(size * TOKENS_PER_PARAMETER)
     why = {
@@ -240,13 +240,12 @@ def _two_digits(value: float) -> int:
 
 
 def _shape(size: float, vocab: int | None) -> Any:
-    from dataclasses import replace
 
-    from windlass.planner.budget import shape_near
+    from windlass.planner.budget import model_near
 
     # Eight key/value heads, so that tensor parallelism up to 8 divides them; models that need none may have fewer.
-    shape = shape_near(size, heads_multiple=8 if size >= 1e9 else 1)
-    return shape if vocab is None else replace(shape, vocab=vocab)
+    shape = model_near(size, heads_multiple=8 if size >= 1e9 else 1)
+    return shape if vocab is None else shape.model_copy(update={"vocab": vocab})
 
 
 def _open(path: str | None) -> Store | None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from windlass.config import Recipe
     from windlass.planner.explain import Why
     from windlass.planner.search import Plans
-    from windlass.planner.task import Task
+    from windlass.planner.task import PlanTask
 
 
 NARROW = 100
@@ -106,7 +106,7 @@ def _plan(
     from windlass.planner import plan as make
     from windlass.planner.explain import why as explain
     from windlass.planner.record import plans_json, why_json
-    from windlass.planner.search import nowhere
+    from windlass.planner.search import nothing_fits
 
     found = make(recipe, cluster, nodes=nodes, top=top or (None if as_json else 8))
     answer = None if why is None else explain(found, why)
@@ -121,7 +121,7 @@ def _plan(
     if html is not None and found.plans and not as_json:
         console().print(f"page: {html}")
     if not found.plans and answer is None:
-        raise nowhere(found)
+        raise nothing_fits(found)
 
 
 def _page(found: Plans, recipe: Recipe, cluster: Cluster, path: Path) -> None:
@@ -135,19 +135,17 @@ def _page(found: Plans, recipe: Recipe, cluster: Cluster, path: Path) -> None:
 
 def _print(found: Plans) -> None:
     from windlass.cli.output import console, table
-    from windlass.cost.params import count
     from windlass.planner.page import carbon, days_words
-    from windlass.planner.search import GIB
-    from windlass.units import print_joules, print_tokens
+    from windlass.units import GIB, print_joules, print_tokens
 
     task, best = found.task, found.best
     title = (
-        f"{task.recipe.name}: {count(task.shape).total / 1e9:.3g}B parameters, {print_tokens(best.tokens)} tokens, "
+        f"{task.recipe.name}: {task.model.params.total / 1e9:.3g}B parameters, {print_tokens(best.tokens)} tokens, "
         f"batch {best.batch_tokens:,} tokens, {task.nodes} x {task.per_node} {task.device.name} ({task.cluster.name})"
     )
     rows = [
         (
-            i, p.choice.words(micro_batch=False) + (" (recipe)" if p.given else ""), f"{p.choice.micro_batch} x {p.choice.accumulation} x {p.choice.data:,}",
+            i, p.candidate.describe(micro_batch=False) + (" (recipe)" if p.from_recipe else ""), f"{p.layout.micro_batch} x {p.layout.accumulation} x {p.layout.data:,}",
             f"{p.memory.needed / GIB:.1f}", f"{p.step.tokens_per_second_per_device:,.0f}", "unknown" if p.step.mfu is None else f"{p.step.mfu:.1%}",
             days_words(p), "unknown" if p.energy.kwh is None else print_joules(p.energy.kwh * 3.6e6, 1), carbon(p.energy.tco2e),
         )
@@ -157,9 +155,11 @@ def _print(found: Plans) -> None:
     out = console()
     narrow = out.width < NARROW  # then words of a layout would be cut; energy and CO2e of the best stand below
     shown = 7 if narrow else 9
-    for r in (r for r in found.rejected if r.given):
+    for r in (r for r in found.rejected if r.from_recipe):
         out.print(
-            f"the recipe's own layout ({r.choice.words()}) is rejected: {r.reason}", style="yellow", soft_wrap=True
+            f"the recipe's own layout ({r.candidate.describe()}) is rejected: {r.reason}",
+            style="yellow",
+            soft_wrap=True,
         )
     out.print(table(title, columns[:shown], [row[:shown] for row in rows], right=(0, 2, 3, 4, 5, 6, 7, 8)))
     for i, p in enumerate(found.plans, 1):
@@ -175,7 +175,8 @@ def _print(found: Plans) -> None:
 def _footnotes(found: Plans) -> list[str]:
     from windlass.planner.page import amount, carbon
     from windlass.planner.record import mfu_words
-    from windlass.planner.search import GIB, TIE
+    from windlass.planner.search import TIE
+    from windlass.units import GIB
 
     task, best = found.task, found.best
     grid = task.grid
@@ -189,7 +190,7 @@ def _footnotes(found: Plans) -> list[str]:
         else f"; the best is {best.mfu_of_achievable:.0%} of the best matrix rate {_rate_words(task)}"
     )
     lines.append(
-        f"MFU counts {best.step.mfu_convention} of {mfu_words(task)}{achievable}. GiB: of {task.limit / GIB:.1f} usable per device."
+        f"MFU counts {best.step.mfu_convention} of {mfu_words(task)}{achievable}. GiB: of {task.limit_bytes / GIB:.1f} usable per device."
     )
     units = "" if best.units is None else f", {amount(best.units)} {task.cluster.billing.unit}s"
     market = f"; market-based {carbon(best.energy.market_tco2e)}" if best.energy.market_tco2e is not None else ""
@@ -197,23 +198,23 @@ def _footnotes(found: Plans) -> list[str]:
         f"The best takes {amount(best.node_hours)} node-hours{units}. Energy is at the meter (PUE {best.energy.pue:g}); "
         f"CO2e location-based ({'unknown' if grid.g_per_kwh is None else f'{grid.g_per_kwh:g}'} g/kWh){market}."
     )
-    near = next((r for r in found.rejected if not r.given and r.memory_gib is not None), None)
-    closest = f"; the closest miss: {near.choice.words()} {near.reason}" if near else ""
+    near = next((r for r in found.rejected if not r.from_recipe and r.memory_gib is not None), None)
+    closest = f"; the closest miss: {near.candidate.describe()} {near.reason}" if near else ""
     lines.append(
         f"{found.considered:,} layouts considered, {found.fitting:,} fit, {found.search_seconds:.2f} s of CPU{closest}"
     )
-    forbidden = list(dict.fromkeys(r.reason for r in found.rejected if not r.given and r.memory_gib is None))
+    forbidden = list(dict.fromkeys(r.reason for r in found.rejected if not r.from_recipe and r.memory_gib is None))
     lines += [f"ruled out: {reason}" for reason in forbidden[:4]]
     return [*lines, *(f"note: {text}" for text in (*task.warnings, *_here(task)))]
 
 
-def _rate_words(task: Task) -> str:
+def _rate_words(task: PlanTask) -> str:
     source = task.device.sources.get("matmul_tflops") or task.device.sources.get("*")
     own = source is None or source.status in ("documented", "measured")
     return "measured on such a device" if own else "measured on a device of its kind"
 
 
-def _here(task: Task) -> list[str]:
+def _here(task: PlanTask) -> list[str]:
     """Planning for "this machine": its file is a guess, so say what is really here."""
     import os
 
@@ -232,10 +233,10 @@ def _here(task: Task) -> list[str]:
 
 def _print_why(found: Plans, answer: Why) -> None:
     from windlass.cli.output import console, table
-    from windlass.planner.search import GIB
+    from windlass.units import GIB
 
     out = console()
-    out.print(f"{answer.asked} -> {answer.choice.words()}: {answer.verdict}")
+    out.print(f"{answer.asked} -> {answer.candidate.describe()}: {answer.verdict}")
     for sentence in answer.sentences:
         out.print(f"  {sentence}")
     if answer.plan is None:
@@ -254,7 +255,7 @@ def _print_why(found: Plans, answer: Why) -> None:
         out.print(
             table(
                 title,
-                ("term", answer.choice.words(), f"best: {best.choice.words()}" if best else "nothing fits"),
+                ("term", answer.candidate.describe(), f"best: {best.candidate.describe()}" if best else "nothing fits"),
                 rows,
                 right=(1, 2),
             )

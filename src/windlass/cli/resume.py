@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -34,6 +34,7 @@ def resume(
     from windlass.errors import RunError
     from windlass.launch.chain import finished
     from windlass.runs import create_run, open_run
+    from windlass.runs.events import Finished, ProcessStart
     from windlass.runs.lock import refuse_held
 
     folder = open_run(run)
@@ -43,17 +44,16 @@ def resume(
         if overrides:  # the new values are the run's from now on; another model or data is another run
             refuse_held(folder.lock_file)
             create_run(folder.path, loaded)
-        events = list(folder.events())
         if finished(folder):
-            last = next(e for e in reversed(events) if e["event"] == "finished")
+            last = list(folder.events(Finished))[-1]
             raise RunError(
                 "runs.finished",
-                f"{folder.path} is finished (step {last.get('step')}, {last.get('tokens'):,} tokens)",
+                f"{folder.path} is finished (step {last.step}, {last.tokens or 0:,} tokens)",
                 hint=f"to train further: windlass resume {folder.path} train.steps=... (or data.tokens=...)",
             )
         # Devices at the last start; 1 when that is unknown or it ran on several nodes.
-        start: dict[str, Any] = next((e for e in reversed(events) if e["event"] in ("started", "resumed")), {})
-        last_count = int(start.get("world_size") or 1) if start.get("nodes") in (None, 1) else 1
+        starts = [ProcessStart(), *folder.events(ProcessStart)]
+        last_count = (starts[-1].world_size or 1) if starts[-1].nodes in (None, 1) else 1
         if (count := devices or last_count) > 1:
             raise typer.Exit(_supervise(folder, count, restarts))
     raise typer.Exit(_work(loaded, folder, here, quiet))

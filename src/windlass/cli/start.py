@@ -147,17 +147,17 @@ _STATES = {"finished": "finished", "running": "running", "stopped": "stopped"}
 
 def _run(folder: Path, path: Path) -> RunHere:
     from windlass.runs import Run
-    from windlass.runs.life import life
+    from windlass.runs.history import read_history
 
     run = Run(path)
-    segments = life(list(run.events()), []).segments
-    last = run.last_metric() or {}
+    segments = read_history(run.events(), []).segments
+    last = run.last_metrics()
     signs = [segments[-1].ended_at] if segments else []
-    signs += [float(last["time"])] if isinstance(last.get("time"), (int, float)) else []
+    signs += [last.time] if last.time is not None else []
     return RunHere(
         path=str(path.relative_to(folder)),
         state=_STATES.get(segments[-1].end, "failed") if segments else "submitted",
-        step=last.get("step") if isinstance(last.get("step"), int) else None,
+        step=last.step,
         seen_at=max(signs, default=run.config_file.stat().st_mtime),
         launched=run.jobs_file.is_file(),
         reported=run.report_file.is_file(),

@@ -113,13 +113,14 @@ def _tell_end(run: Run, code: int) -> None:
     """Why the supervisor stopped trying, or how to go on."""
     from windlass.cli.output import console
     from windlass.errors import EXIT_DONE, EXIT_RESUMABLE
+    from windlass.runs.events import GaveUp
 
     if code == EXIT_RESUMABLE:
         console().print(f"to go on: windlass resume {run.path}", markup=False)
     elif code != EXIT_DONE:
-        last = next((e for e in reversed(list(run.events())) if e["event"] == "gave_up"), None)
+        last = next(reversed(list(run.events(GaveUp))), None)
         if last is not None:
-            console().print(f"gave up: {last['reason']}", markup=False, style="red")
+            console().print(f"gave up: {last.reason}", markup=False, style="red")
 
 
 def _work(loaded: Loaded, run: Run, where: Any, quiet: bool, reason: str = "") -> int:
@@ -128,16 +129,16 @@ def _work(loaded: Loaded, run: Run, where: Any, quiet: bool, reason: str = "") -
     from windlass.clusters.scheduler import job_id
     from windlass.errors import ConfigError
     from windlass.runs.lock import locked
-    from windlass.train.progress import Progress
+    from windlass.train.progress import ProgressDisplay
 
     mine = where.rank == 0 and "WINDLASS_LOCKED" not in os.environ
     with locked(run.lock_file, job_id()) if mine else contextlib.nullcontext():
         from windlass.train.loop import run as train_run
         from windlass.train.mesh import leave
         from windlass.train.profiler import Profiler
-        from windlass.train.trackers import Trackers
+        from windlass.train.tracking import Trackers
 
-        progress = Progress(quiet=quiet or where.rank != 0)
+        progress = ProgressDisplay(quiet=quiet or where.rank != 0)
         progress.say(reason)
         hooks = [Profiler(), progress, Trackers()]
         try:
@@ -155,7 +156,7 @@ def _work(loaded: Loaded, run: Run, where: Any, quiet: bool, reason: str = "") -
 def _in_our_words(error: Exception, run: Run) -> Exception:
     """A rank that loses its connection is not at fault: say that another one went away, and where that one's record is."""
     from windlass.errors import WindlassError
-    from windlass.train.supervise import kind_of
+    from windlass.runs.faults import kind_of
 
     if isinstance(error, WindlassError) or kind_of(error) != "lost":
         return error

@@ -1,6 +1,6 @@
-"""One TOML file per machine, every number with its source and date; and the one reader of scheduler variables.
+"""Clusters: one TOML file per machine, every number with source and date; the only reader of scheduler variables.
 
-A name is imported when it is first asked for: who only wants the job's number, as a lock does, starts without the model of a machine.
+Names are imported on first use: a process that only needs its job id does not load the pydantic models.
 """
 
 from importlib import import_module
@@ -32,13 +32,10 @@ __all__ = [
     "place",
 ]
 
-_HOMES = {"model": ("Cluster", "Device"), "scheduler": ("Place", "job_id", "place")}
-"""The module of a name; all others live in `load`."""
+_MODULES = {"Cluster": "model", "Device": "model", "Place": "scheduler", "job_id": "scheduler", "place": "scheduler"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = next((home for home, names in _HOMES.items() if name in names), "load")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
-    return value
+    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'load')}"), name)

@@ -1,17 +1,21 @@
-"""What do we know of a machine, how sure are we, and where did we read it? Rows for a table or JSON."""
+"""The facts of a cluster or device file with their sources, as rows for a table or JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.clusters.model import Cluster, Device, Source
+from pydantic import BaseModel
+
+from windlass.clusters.model import Cluster, Device, FactSource
 from windlass.units import print_bytes, print_seconds
 
 
 @dataclass(frozen=True)
 class Fact:
+    """One value of a file and where it was read."""
+
     key: str
     value: Any
     shown: str
@@ -20,77 +24,48 @@ class Fact:
     status: str
 
 
-def source_of(key: str, sources: dict[str, Source]) -> Source | None:
+def source_of(key: str, sources: Mapping[str, FactSource]) -> FactSource | None:
     """The entry for a dotted key, else for its nearest table, else the file's `"*"`."""
-    parts = key.split(".")
-    for end in range(len(parts), 0, -1):
-        if (found := sources.get(".".join(parts[:end]))) is not None:
-            return found
-    return sources.get("*")
+    while key and key not in sources:
+        key = key.rpartition(".")[0]
+    return sources.get(key or "*")
 
 
-def leaves(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of a frozen table; lists of tables count as one value."""
-    for name in type(table).model_fields:
-        value, key = getattr(table, name), f"{prefix}{name}"
+def leaves(table: BaseModel | Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of a file; lists of tables count as one value."""
+    items = dict(table) if isinstance(table, BaseModel) else table
+    for name, value in items.items():
         if name == "sources" and prefix == "":
             continue
-        if hasattr(type(value), "model_fields"):
-            yield from leaves(value, f"{key}.")
-        elif isinstance(value, dict):
-            for inner, item in value.items():
-                if hasattr(type(item), "model_fields"):
-                    yield from leaves(item, f"{key}.{inner}.")
-                else:
-                    yield f"{key}.{inner}", item
+        if isinstance(value, (BaseModel, dict)):
+            yield from leaves(value, f"{prefix}{name}.")
         else:
-            yield key, value
-
-
-def unsourced_numbers(table: Cluster | Device) -> list[str]:
-    """Numbers that no source covers; a test keeps this empty for every shipped file."""
-    unsourced = {
-        "per_module",
-        "efficiency",
-    }  # the first is what the part is, the second carries its own date and origin
-    numbers = (k for k, v in leaves(table) if isinstance(v, (int, float)) and not isinstance(v, bool))
-    return [k for k in numbers if k.split(".")[0] not in unsourced and source_of(k, table.sources) is None]
+            yield f"{prefix}{name}", value
 
 
 def facts(table: Cluster | Device) -> Iterator[Fact]:
-    """Every value that is set, with its source; environment variables carry theirs in themselves."""
+    """Every value that is set, with its source; environment variables carry their own."""
     for key, value in leaves(table):
-        if value in (None, "", [], {}) or key.startswith("notes"):
-            continue
-        source = source_of(key, table.sources)
-        yield Fact(
-            key,
-            value,
-            show(key, value),
-            source.source if source else "",
-            (source.on or "") if source else "",
-            source.status if source else "",
-        )
+        if value not in (None, "", [], {}) and not key.startswith("notes"):
+            source = source_of(key, table.sources) or FactSource(source="", on="")
+            status = source.status if source.source else ""
+            yield Fact(key, value, _shown(key, value), source.source, source.on or "", status)
 
 
-def show(key: str, value: Any) -> str:
+def _shown(key: str, value: Any) -> str:
     name = key.rpartition(".")[2]
     if name in ("memory", "memory_usable", "usable_memory", "quota"):
         return print_bytes(value)
-    if name == "partitions":
-        return "; ".join(_partition(p) for p in value)
     if name == "numa":
         return "; ".join(f"{d.id}: cores {d.cores}, devices {d.devices}" for d in value)
+    if name == "partitions":
+        texts = []
+        for p in value:
+            limit = print_seconds(p.max_time) if p.max_time else "no limit known"
+            nodes = f"<= {p.max_nodes}" if p.max_nodes else "any number of"
+            nodes = f"{p.min_nodes}-{p.max_nodes}" if p.max_nodes and p.min_nodes > 1 else nodes
+            texts.append(f"{p.name}{'/' + p.qos if p.qos else ''}: {limit}, {nodes} nodes")
+        return "; ".join(texts)
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _partition(p: Any) -> str:
-    limit = print_seconds(p.max_time) if p.max_time else "no limit known"
-    nodes = (
-        f"{p.min_nodes}-{p.max_nodes}"
-        if p.max_nodes and p.min_nodes > 1
-        else (f"<= {p.max_nodes}" if p.max_nodes else "any number of")
-    )
-    return f"{p.name}{'/' + p.qos if p.qos else ''}: {limit}, {nodes} nodes"

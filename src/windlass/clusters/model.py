@@ -1,6 +1,6 @@
-"""What must a launcher, a planner and an energy reporter know of a machine? One TOML file per cluster, in this shape.
+"""The tables of a cluster file and of devices.toml.
 
-Numbers carry their source: the `[sources]` table maps a dotted key (or a whole table, "node") to where it was read and when.
+Numbers carry their source: the `[sources]` table maps a dotted key, or a whole table ("node"), to document and date.
 """
 
 from __future__ import annotations
@@ -12,57 +12,53 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from windlass.config.base import Bytes, Seconds, Table
 
 
-class Source(Table):
+class FactSource(Table):
     """Where a value was read."""
 
-    source: str
-    """Document, address or person."""
-    on: str | None = None
-    """Date of the source or of the reading, as precisely as known ("2024-10")."""
-    status: Literal["documented", "measured", "derived", "unverified", "assumed"] = "documented"
-    """How sure it is; what is not documented or measured is listed apart."""
-    note: str = ""
-    """What a reader should know of it."""
+    source: str = Field(description="Document, address or person.")
+    on: str | None = Field(
+        default=None, description='Date of the source or of the reading, as precisely as known ("2024-10").'
+    )
+    status: Literal["documented", "measured", "derived", "unverified", "assumed"] = Field(
+        default="documented",
+        description="How reliable it is; what is neither documented nor measured is listed separately.",
+    )
+    note: str = Field(default="", description="Remark for the reader.")
 
 
 class Device(Table):
     """One addressable accelerator: what PyTorch calls cuda:i (on MI250X a GCD)."""
 
-    name: str
-    """As cluster files name it."""
-    vendor: Literal["nvidia", "amd", "cpu"]
-    """Decides libraries, environment and sensors."""
-    arch: str
-    """The compiler's name: sm_90, gfx90a."""
-    memory: Bytes
-    """As sold, for example "94 GB"; `usable_memory` is what the driver gives a program."""
-    usable_memory: Bytes | None = None
-    """What the driver gives a program."""
-    bf16_tflops: PositiveFloat | None
-    """Dense peak as quoted: the denominator of every MFU."""
-    silicon_tflops: PositiveFloat | None = None
-    """Dense bf16 peak of this very part where it is not the catalogue's (Leonardo's A100 has 124 multiprocessors, not 108): time is
-    computed from it. None: the quoted one."""
-    fp8_tflops: PositiveFloat | None = None
-    """Dense peak; None where the device has no fp8 units."""
-    fp32_tflops: PositiveFloat | None = None
-    """Dense peak in fp32."""
-    matmul_tflops: PositiveFloat | None = None
-    """Highest bf16 matrix rate that was measured on such a device, where known."""
-    bandwidth_gbs: PositiveFloat | None
-    """Device memory bandwidth, GB/s."""
-    tdp_watts: PositiveFloat | None
-    """The sheet's power at full load."""
-    idle_watts: PositiveFloat | None = None
-    """Power at rest."""
-    per_module: PositiveInt = 1
-    """Addressable devices that share one module (and its power counter): 2 on MI250X."""
-    name_patterns: list[str] = Field(default_factory=list)
-    """Lower-case parts of the name that the driver reports."""
-    aliases: list[str] = Field(default_factory=list)
-    """What tables of published runs call it: all words of one entry occur in the name."""
-    sources: dict[str, Source] = Field(default_factory=dict)
-    """Where its numbers were read."""
+    name: str = Field(description="Name used in cluster files.")
+    vendor: Literal["nvidia", "amd", "cpu"] = Field(description="Decides libraries, environment and sensors.")
+    arch: str = Field(description="The compiler's name: sm_90, gfx90a.")
+    memory: Bytes = Field(description='Nominal size, for example "94 GB"; `usable_memory` is what a program can use.')
+    usable_memory: Bytes | None = Field(default=None, description="Memory that the driver gives a program.")
+    bf16_tflops: PositiveFloat | None = Field(description="Dense peak as quoted: the denominator of every MFU.")
+    silicon_tflops: PositiveFloat | None = Field(
+        default=None,
+        description="Dense bf16 peak of this part where it differs from the catalogue (Leonardo's A100 has 124 multiprocessors, not 108); times are computed from it. Default: the quoted one.",
+    )
+    fp8_tflops: PositiveFloat | None = Field(
+        default=None, description="Dense peak; None where the device has no fp8 units."
+    )
+    fp32_tflops: PositiveFloat | None = Field(default=None, description="Dense peak in fp32.")
+    matmul_tflops: PositiveFloat | None = Field(
+        default=None, description="Highest bf16 matrix rate measured on such a device, where known."
+    )
+    bandwidth_gbs: PositiveFloat | None = Field(description="Device memory bandwidth, GB/s.")
+    tdp_watts: PositiveFloat | None = Field(description="Power at full load by the data sheet.")
+    idle_watts: PositiveFloat | None = Field(default=None, description="Power when idle.")
+    per_module: PositiveInt = Field(
+        default=1, description="Addressable devices that share one module (and its power counter): 2 on MI250X."
+    )
+    name_patterns: list[str] = Field(
+        default_factory=list, description="Lower-case parts of the name that the driver reports."
+    )
+    aliases: list[str] = Field(
+        default_factory=list, description="Names in tables of published runs: all words of one entry occur in the name."
+    )
+    sources: dict[str, FactSource] = Field(default_factory=dict, description="Sources of its numbers.")
 
     @property
     def peak_tflops(self) -> float | None:
@@ -95,248 +91,209 @@ GENERATIONS = {
 
 class NumaDomain(Table):
     id: int
-    cores: str
-    """"0-15" or "1-7,9-15"."""
-    devices: list[int] = Field(default_factory=list)
-    """Local device numbers that sit on it."""
+    cores: str = Field(description='"0-15" or "1-7,9-15".')
+    devices: list[int] = Field(default_factory=list, description="Local device numbers attached to it.")
 
 
 class Node(Table):
-    devices: PositiveInt
-    """Addressable devices per node."""
-    cores: PositiveInt
-    """Physical cores."""
-    cores_usable: PositiveInt | None = None
-    """Cores that jobs may use; all when left out."""
-    reserved_cores: list[int] = Field(default_factory=list)
-    """Numbers of the system's own cores; masks keep off them."""
-    numa: list[NumaDomain] = Field(default_factory=list)
-    """Which cores and devices sit together."""
-    memory: Bytes | None = None
-    """Host memory."""
-    memory_usable: Bytes | None = None
-    """What a job may ask for."""
-    arch: Literal["x86_64", "aarch64"] = "x86_64"
-    """Of the CPUs: wheels and containers must match."""
-    local_disk: str | None = None
-    """Path of the node's own disk."""
-    cpu_watts: PositiveFloat | None = None
-    """All CPUs of a node at full load."""
-    other_watts: PositiveFloat | None = None
-    """Memory, network cards, fans and conversion losses."""
-    ceiling_watts: PositiveFloat | None = None
-    """The most a whole node draws, where known."""
+    devices: PositiveInt = Field(description="Addressable devices per node.")
+    cores: PositiveInt = Field(description="Physical cores.")
+    cores_usable: PositiveInt | None = Field(default=None, description="Cores that jobs may use; all when left out.")
+    reserved_cores: list[int] = Field(
+        default_factory=list, description="Cores reserved for the system; masks must not use them."
+    )
+    numa: list[NumaDomain] = Field(default_factory=list, description="Which cores and devices belong together.")
+    memory: Bytes | None = Field(default=None, description="Host memory.")
+    memory_usable: Bytes | None = Field(default=None, description="Memory that a job may request.")
+    arch: Literal["x86_64", "aarch64"] = Field(
+        default="x86_64", description="CPU architecture: wheels and containers must match."
+    )
+    local_disk: str | None = Field(default=None, description="Path of the node's own disk.")
+    cpu_watts: PositiveFloat | None = Field(default=None, description="Power of all CPUs of a node at full load.")
+    other_watts: PositiveFloat | None = Field(
+        default=None, description="Power of memory, network cards, fans and conversion losses."
+    )
+    ceiling_watts: PositiveFloat | None = Field(default=None, description="Highest power of a whole node, where known.")
 
 
 class Links(Table):
-    intra_gbs: PositiveFloat | None = None
-    """GB/s one device can send to the others of its node, one direction."""
-    inter_gbs_per_node: PositiveFloat | None = None
-    """GB/s of a node into the fabric, one direction."""
-    intra_latency_us: PositiveFloat = 8.0
-    """Microseconds of a message inside a node."""
-    inter_latency_us: PositiveFloat = 20.0
-    """Microseconds of a message between nodes."""
-    intra_busbw_gbs: PositiveFloat | None = None
-    """Measured all-reduce bus bandwidth inside a node, where known."""
-    inter_busbw_gbs: PositiveFloat | None = None
-    """Measured all-reduce bus bandwidth between nodes, where known."""
-    fabric: str = ""
-    """Its name and shape."""
-    nics: PositiveInt | None = None
-    """Network cards of a node."""
-    nic_gbits: PositiveFloat | None = None
-    """Gbit/s of one card."""
+    intra_gbs: PositiveFloat | None = Field(
+        default=None, description="GB/s one device can send to the others of its node, one direction."
+    )
+    inter_gbs_per_node: PositiveFloat | None = Field(
+        default=None, description="GB/s of a node into the fabric, one direction."
+    )
+    intra_latency_us: PositiveFloat = Field(
+        default=8.0, description="Latency of a message inside a node, in microseconds."
+    )
+    inter_latency_us: PositiveFloat = Field(
+        default=20.0, description="Latency of a message between nodes, in microseconds."
+    )
+    intra_busbw_gbs: PositiveFloat | None = Field(
+        default=None, description="Measured all-reduce bus bandwidth inside a node, where known."
+    )
+    inter_busbw_gbs: PositiveFloat | None = Field(
+        default=None, description="Measured all-reduce bus bandwidth between nodes, where known."
+    )
+    fabric: str = Field(default="", description="Name and topology.")
+    nics: PositiveInt | None = Field(default=None, description="Network cards per node.")
+    nic_gbits: PositiveFloat | None = Field(default=None, description="Gbit/s of one card.")
 
 
 class Partition(Table):
-    name: str
-    """As `sbatch --partition` takes it."""
-    qos: str | None = None
-    """Quality of service that this row is about."""
-    max_time: Seconds | None = None
-    """Longest wall time."""
-    min_nodes: PositiveInt = 1
-    """Fewest nodes of a job."""
-    max_nodes: PositiveInt | None = None
-    """Most nodes of a job."""
-    gpus: bool = True
-    """It has the devices of this file; false: a CPU queue."""
-    use_for: str = ""
-    """In words."""
+    name: str = Field(description="Name for `sbatch --partition`.")
+    qos: str | None = Field(default=None, description="Quality of service that this row applies to.")
+    max_time: Seconds | None = Field(default=None, description="Wall-time limit.")
+    min_nodes: PositiveInt = Field(default=1, description="Minimum nodes of a job.")
+    max_nodes: PositiveInt | None = Field(default=None, description="Maximum nodes of a job.")
+    gpus: bool = Field(default=True, description="Whether it has the devices of this file; false: a CPU partition.")
+    use_for: str = Field(default="", description="Description.")
 
 
-class Slurm(Table):
-    partition: str | None = None
-    """The one that `launch` takes when the recipe names none."""
-    qos: str | None = None
-    """The one that `launch` takes when the recipe names none."""
-    partitions: list[Partition] = Field(default_factory=list)
-    """The queues and their limits."""
-    account_required: bool = False
-    """sbatch refuses a job without an account."""
-    qos_required: bool = False
-    """sbatch refuses a job without a QOS."""
-    gpu_option: Literal["gpus-per-node", "gres", "none"] = "gres"
-    """How devices are asked for."""
-    tasks_mode: Literal["rank", "node"] = "rank"
-    """rank: one task per device. node: one task per node that starts the ranks itself."""
-    cpus_per_task: PositiveInt | None = None
-    """Cores of a rank; by cores and devices when left out."""
-    mem: str | None = None
-    """Value of --mem; None: the option is not written."""
-    mem_forbidden: bool = False
-    """The site refuses --mem."""
-    exclusive: bool = False
-    """Write --exclusive."""
-    whole_node: bool = False
-    """Several nodes only with all their devices."""
-    requeue_default: bool | None = None
-    """Whether the site requeues by itself; unknown when left out."""
-    extra: dict[str, str] = Field(default_factory=dict)
-    """Further sbatch options, name = value."""
-    srun_extra: list[str] = Field(default_factory=list)
-    """Further words for srun."""
-    export_srun_cpus: bool = False
-    """srun does not inherit --cpus-per-task since SLURM 22.05: export SRUN_CPUS_PER_TASK."""
-    rules: dict[str, str] = Field(default_factory=dict)
-    """Site rules checked before submission: rule name -> its text; see launch/checks.py."""
-    max_array: PositiveInt | None = None
-    """Most tasks of an array."""
-    max_submitted: PositiveInt | None = None
-    """Most jobs of one person in the queue."""
-    cpu_partition: str | None = None
-    """For tokenising and evaluation."""
+class SlurmLimits(Table):
+    partition: str | None = Field(default=None, description="Default for `launch` when the recipe names none.")
+    qos: str | None = Field(default=None, description="Default for `launch` when the recipe names none.")
+    partitions: list[Partition] = Field(default_factory=list, description="Partitions and their limits.")
+    account_required: bool = Field(default=False, description="sbatch rejects a job without an account.")
+    qos_required: bool = Field(default=False, description="sbatch rejects a job without a QOS.")
+    gpu_option: Literal["gpus-per-node", "gres", "none"] = Field(
+        default="gres", description="How devices are requested."
+    )
+    tasks_mode: Literal["rank", "node"] = Field(
+        default="rank", description="rank: one task per device. node: one task per node that starts the ranks itself."
+    )
+    cpus_per_task: PositiveInt | None = Field(
+        default=None, description="Cores per rank (default: usable cores divided by devices)."
+    )
+    mem: str | None = Field(default=None, description="Value of --mem; None: the option is not written.")
+    mem_forbidden: bool = Field(default=False, description="The site rejects --mem.")
+    exclusive: bool = Field(default=False, description="Write --exclusive.")
+    whole_node: bool = Field(default=False, description="Jobs on several nodes must use all their devices.")
+    requeue_default: bool | None = Field(
+        default=None, description="Whether the site requeues jobs by default; unknown when left out."
+    )
+    extra: dict[str, str] = Field(default_factory=dict, description="Additional sbatch options, name = value.")
+    srun_extra: list[str] = Field(default_factory=list, description="Additional srun arguments.")
+    export_srun_cpus: bool = Field(
+        default=False, description="srun does not inherit --cpus-per-task since SLURM 22.05: export SRUN_CPUS_PER_TASK."
+    )
+    rules: dict[str, str] = Field(
+        default_factory=dict,
+        description="Site rules checked before submission: rule name -> text; see launch/checks.py.",
+    )
+    max_array: PositiveInt | None = Field(default=None, description="Maximum tasks of a job array.")
+    max_submitted: PositiveInt | None = Field(default=None, description="Maximum jobs of one user in the queue.")
+    cpu_partition: str | None = Field(default=None, description="Partition for tokenizing and evaluation.")
 
 
 class Binding(Table):
-    kind: Literal["none", "cores", "mask"] = "none"
-    """How ranks are tied to cores: not at all, by cores, or by `masks`."""
-    masks: list[str] = Field(default_factory=list)
-    """One hexadecimal CPU mask per local rank."""
+    kind: Literal["none", "cores", "mask"] = Field(
+        default="none", description="How ranks are bound to cores: not at all, by cores, or by `masks`."
+    )
+    masks: list[str] = Field(default_factory=list, description="One hexadecimal CPU mask per local rank.")
 
 
 class EnvVar(Table):
-    value: str
-    """What is exported."""
-    why: str
-    """Stands as a comment in the script."""
-    source: str = ""
-    """Where it was read."""
+    value: str = Field(description="Exported value.")
+    why: str = Field(description="Reason; a comment in the job script.")
+    source: str = Field(default="", description="Source.")
 
 
 class Container(Table):
-    runtime: Literal["singularity", "apptainer", "charliecloud", "none"] = "none"
-    """The site's own."""
-    gpu_flag: str = ""
-    """--nv or --rocm."""
-    image_hint: str = ""
-    """Where the site keeps images."""
-    binds: list[str] = Field(default_factory=list)
-    """Folders that every container here needs."""
-    env: dict[str, EnvVar] = Field(default_factory=dict)
-    """Variables inside the container, each with a reason."""
-    modules: list[str] = Field(default_factory=list)
-    """Modules to load before it starts."""
+    runtime: Literal["singularity", "apptainer", "charliecloud", "none"] = Field(
+        default="none", description="Container runtime of the site."
+    )
+    gpu_flag: str = Field(default="", description="--nv or --rocm.")
+    image_hint: str = Field(default="", description="Where the site keeps images.")
+    binds: list[str] = Field(default_factory=list, description="Folders that every container needs.")
+    env: dict[str, EnvVar] = Field(
+        default_factory=dict, description="Variables inside the container, each with a reason."
+    )
+    modules: list[str] = Field(default_factory=list, description="Environment modules to load before it starts.")
 
 
 class Storage(Table):
-    path: str
-    """May hold $VARIABLES of the site."""
-    quota: Bytes | None = None
-    """Bytes."""
-    files: PositiveInt | None = None
-    """Number of files."""
-    purge_days: PositiveInt | None = None
-    """Days after which unused files are deleted."""
-    use_for: str = ""
-    """In words."""
-    fast: bool = False
-    """The place to stage hot data to."""
+    path: str = Field(description="Path; may contain $VARIABLES of the site.")
+    quota: Bytes | None = Field(default=None, description="Size limit.")
+    files: PositiveInt | None = Field(default=None, description="Maximum number of files.")
+    purge_days: PositiveInt | None = Field(default=None, description="Days after which unused files are deleted.")
+    use_for: str = Field(default="", description="Description.")
+    fast: bool = Field(default=False, description="Fast storage, for data that is read often.")
 
 
 class Network(Table):
-    internet: Literal["yes", "no", "unknown"] = "unknown"
-    """Whether compute nodes reach the internet."""
-    master_suffix: str = ""
-    """Appended to the first node's name to reach it over the fast network ("i" at JSC)."""
-    socket_ifname: str | None = None
-    """Interfaces of the fast network."""
+    internet: Literal["yes", "no", "unknown"] = Field(
+        default="unknown", description="Whether compute nodes have internet access."
+    )
+    master_suffix: str = Field(
+        default="", description='Appended to the first node\'s name to reach it over the fast network ("i" at JSC).'
+    )
+    socket_ifname: str | None = Field(default=None, description="Interfaces of the fast network.")
 
 
 class Billing(Table):
-    unit: str = "node-hour"
-    """What the site charges in."""
-    per_node_hour: PositiveFloat | None = None
-    """Units charged for one node for one hour."""
-    rule: str = ""
-    """In words."""
+    unit: str = Field(default="node-hour", description="Unit that the site charges in.")
+    per_node_hour: PositiveFloat | None = Field(default=None, description="Units charged for one node for one hour.")
+    rule: str = Field(default="", description="Description.")
 
 
 class EnergyFacts(Table):
-    sources: list[Literal["nvml", "amdsmi", "rapl", "cray", "slurm", "ear"]] = Field(default_factory=list)
-    """Where energy can be read, best first."""
-    pm_counters: str | None = None
-    """Folder of Cray's counters."""
-    ear_flags: list[str] = Field(default_factory=list)
-    """sbatch options that switch EAR on."""
+    sources: list[Literal["nvml", "amdsmi", "rapl", "cray", "slurm", "ear"]] = Field(
+        default_factory=list, description="Available energy sources, best first."
+    )
+    pm_counters: str | None = Field(default=None, description="Folder of Cray's power counters.")
+    ear_flags: list[str] = Field(default_factory=list, description="sbatch options that enable EAR.")
 
 
 class Grid(Table):
-    country: str = ""
-    """Whose grid it is."""
-    pue: float | None = Field(default=None, ge=1.0)
-    """The building's power over the machine's."""
-    g_per_kwh: float | None = Field(default=None, ge=0)
-    """Location-based: the country's average."""
-    market_g_per_kwh: float | None = Field(default=None, ge=0)
-    """Market-based: what the site's contract says."""
-    euro_per_kwh: float | None = Field(default=None, ge=0)
-    """Price of electricity."""
+    country: str = Field(default="", description="Country of the electricity grid.")
+    pue: float | None = Field(
+        default=None, ge=1.0, description="Power usage effectiveness: facility power divided by IT power."
+    )
+    g_per_kwh: float | None = Field(default=None, ge=0, description="Location-based intensity: the country's average.")
+    market_g_per_kwh: float | None = Field(
+        default=None, ge=0, description="Market-based intensity: by the site's contract."
+    )
+    euro_per_kwh: float | None = Field(default=None, ge=0, description="Price of electricity.")
 
 
 class Efficiency(Table):
     """Constants fitted from measured runs by `windlass plan --calibrate`; None: the planner's own default."""
 
-    matmul: float | None = Field(default=None, gt=0, le=1.5)
-    """Share of the matrix rate that is reached."""
-    memory: float | None = Field(default=None, gt=0, le=1.5)
-    """Share of the bandwidth."""
-    network: float | None = Field(default=None, gt=0, le=1.5)
-    """Share of the links."""
-    overlap: float | None = Field(default=None, ge=0, le=1)
-    """Share of communication that hides behind computation."""
-    fitted_on: str | None = None
-    """Date of the fit."""
-    fitted_from: str | None = None
-    """Runs that it was fitted to."""
+    matmul: float | None = Field(default=None, gt=0, le=1.5, description="Fraction of the matrix rate that is reached.")
+    memory: float | None = Field(
+        default=None, gt=0, le=1.5, description="Fraction of the memory bandwidth that is reached."
+    )
+    network: float | None = Field(
+        default=None, gt=0, le=1.5, description="Fraction of the link bandwidth that is reached."
+    )
+    overlap: float | None = Field(
+        default=None, ge=0, le=1, description="Fraction of communication that overlaps with computation."
+    )
+    fitted_on: str | None = Field(default=None, description="Date of the fit.")
+    fitted_from: str | None = Field(default=None, description="Runs used for the fit.")
 
 
 class Cluster(Table):
     name: str
-    title: str
-    """As people say it."""
-    site: str = ""
-    """Centre, town, country."""
-    hostname_patterns: list[str] = Field(default_factory=list)
-    """Login nodes are recognised by these."""
-    device: str
-    """Name of a device in devices.toml."""
-    nodes: PositiveInt | None = None
-    """How many there are."""
-    verified_on: str | None = None
-    """When somebody last compared this file with the live machine; None: never."""
-    notes: list[str] = Field(default_factory=list)
-    """Traps, in words."""
+    title: str = Field(description="Display name.")
+    site: str = Field(default="", description="Centre, town, country.")
+    hostname_patterns: list[str] = Field(default_factory=list, description="Host name patterns of its login nodes.")
+    device: str = Field(description="Name of a device in devices.toml.")
+    nodes: PositiveInt | None = Field(default=None, description="Number of nodes.")
+    verified_on: str | None = Field(
+        default=None, description="Date of the last comparison with the live machine; not set: never."
+    )
+    notes: list[str] = Field(default_factory=list, description="Known pitfalls.")
     node: Node
     links: Links = Field(default_factory=Links)
-    gpu_links: Links | None = None
-    """Of a machine that is described by its CPU: what to assume between GPUs that are found there."""
-    slurm: Slurm | None = None
+    gpu_links: Links | None = Field(
+        default=None, description="Links assumed between the GPUs of a machine that this file describes by its CPU."
+    )
+    slurm: SlurmLimits | None = None
     binding: Binding = Field(default_factory=Binding)
     env: dict[str, EnvVar] = Field(default_factory=dict)
-    modules: list[str] = Field(default_factory=list)
-    """Modules of the site that bring Python and PyTorch."""
+    modules: list[str] = Field(default_factory=list, description="Environment modules with Python and PyTorch.")
     container: Container = Field(default_factory=Container)
     storage: dict[str, Storage] = Field(default_factory=dict)
     network: Network = Field(default_factory=Network)
@@ -344,4 +301,4 @@ class Cluster(Table):
     energy: EnergyFacts = Field(default_factory=EnergyFacts)
     grid: Grid = Field(default_factory=Grid)
     efficiency: Efficiency = Field(default_factory=Efficiency)
-    sources: dict[str, Source] = Field(default_factory=dict)
+    sources: dict[str, FactSource] = Field(default_factory=dict)

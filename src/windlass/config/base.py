@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import core_schema
 
 from windlass.errors import WindlassError
+from windlass.registry import Registry
 from windlass.units import parse_bytes, parse_seconds, parse_tokens
 
 
@@ -43,3 +46,24 @@ SecondsOrAuto = Annotated[
     _with_unit(lambda value: value if value == "auto" else parse_seconds(value)),
     WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}, {"const": "auto", "type": "string"}]}),
 ]
+
+
+@dataclass(frozen=True)
+class Registered:
+    """Annotation of a text key: its value is a name in `registry`. Checking a built-in name imports nothing."""
+
+    registry: Registry
+
+    def check(self, name: str) -> str:
+        try:
+            self.registry.target(name)
+        except WindlassError as error:  # pydantic collects ValueErrors
+            raise ValueError(f"{error.message}; {error.hint}") from None
+        return name
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        # Editors offer the built-in names; those of installed packages are valid too.
+        return {"anyOf": [{"enum": list(self.registry.builtin)}, {"type": "string"}]}

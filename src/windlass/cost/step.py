@@ -1,7 +1,7 @@
-"""How long does a training step take? Matrix products, attention, memory traffic, collectives, pipeline bubble: each a term.
+"""Time of one training step: matrix products, attention, memory traffic, collectives, pipeline bubble, each a term.
 
-Physics first: work divided by a rate that the device reaches. The few constants stand in `Constants`, each with its meaning; they
-were fitted to published runs by benchmarks/planner_accuracy.py. A cluster's own `[efficiency]` table replaces the four that depend on the machine.
+Work is divided by a rate that the device reaches. What physics leaves open stands in `Constants`, fitted to published runs by
+benchmarks/planner_accuracy.py. A cluster's own `[efficiency]` table replaces the four that depend on the machine.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from windlass.blocks.attention.spec import KEPT_SCORE_BYTES
 from windlass.clusters.model import Device, Efficiency, Links
-from windlass.cost.flops import DEFAULT, Convention, hardware_per_token, per_token, product_widths, selective_products
-from windlass.cost.memory import SQUARE_BYTES
-from windlass.cost.params import count
-from windlass.cost.shapes import Shape
-from windlass.cost.work import Degrees, Work
+from windlass.cost.engines import ENGINES
+from windlass.cost.flops import DEFAULT, Convention, flops_per_token, hardware_flops_per_token, recomputed_share
 from windlass.errors import PlanError
+from windlass.layout.stages import layers_of_rank
+from windlass.layout.types import Layout, StepSpec
+from windlass.models.spec import LayerSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,74 +89,81 @@ class StepEstimate:
     """Seconds in which pipeline stages are idle."""
 
 
-def estimate(
-    shape: Shape,
-    work: Work,
-    layout: Degrees,
-    device: Device,
-    links: Links,
-    devices_per_node: int,
-    efficiency: Efficiency | None = None,
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The devices and links that a step runs on."""
+
+    device: Device
+    links: Links
+    devices_per_node: int
+    efficiency: Efficiency | None = None
+
+
+def estimate_step(
+    model: ModelSpec,
+    step: StepSpec,
+    layout: Layout,
+    machine: Machine,
     *,
     constants: Constants | None = None,
     convention: Convention = DEFAULT,
 ) -> StepEstimate:
     """One optimizer step."""
     c = constants or DEFAULTS
-    if efficiency is not None:
-        c = with_efficiency(c, efficiency)
-    if work.native:
+    if machine.efficiency is not None:
+        c = with_efficiency(c, machine.efficiency)
+    if step.native:
         c = replace(c, edge=c.own_edge, fixed_ms=c.own_fixed_ms)
-    rates = _rates(device, links, devices_per_node, work, c, layout)
-    tokens = work.micro_batch * work.seq_len / layout.context
-    micro = _micro_batch(shape, work, layout, rates, tokens, c)
-    m, p = work.accumulation, layout.pipeline
-    stage = micro["layers"]
-    busy = sum(stage.values()) * m
-    idle = bubble_share(layout, m) * busy
-    terms = {name: value * m for name, value in stage.items()}
-    # With a pipeline only the last stage has the head; half of it is taken to be balanced away by giving that stage fewer layers.
-    terms["head and loss"] = sum(micro["head"].values()) * m * (1.0 if p == 1 else 0.5)
-    terms["pipeline bubble"] = idle
-    terms["optimizer"] = _optimizer(shape, work, layout, rates, devices_per_node)
-    terms["shard copies"] = _shard_copies(shape, work, layout, rates)
+    rates = _rates(machine, step, layout, c)
+    engine = ENGINES[step.engine]
+    tokens = layout.micro_batch * step.seq_len / layout.context
+    micro_batches, stored = layout.accumulation, model.params.stored / (layout.tensor * layout.pipeline)
+    stage = _micro_batch(model, step, layout, rates, tokens, c)
+    bubble = bubble_share(layout) * sum(stage.values()) * micro_batches
+    terms = {name: value * micro_batches for name, value in stage.items()}
+    # With a pipeline only the last stage has the head; half of it is taken to be balanced away by fewer layers there.
+    head = _head_seconds(model, step, layout, rates, tokens, c)
+    terms["head and loss"] = head * micro_batches * (1.0 if layout.pipeline == 1 else 0.5)
+    terms["pipeline bubble"] = bubble
+    terms["optimizer"] = _optimizer_seconds(stored, step, layout, rates)
+    gathers = micro_batches if layout.pipeline == 1 else 1
+    reductions = gathers if step.sync.every_micro_batch else 1
+    if layout.shard in ("full", "hybrid") and engine.copies_shards and layout.replicas > 1:
+        # FSDP unpacks every gathered layer (read and write 16-bit weights, twice) and packs gradients for their reduction.
+        terms["shard copies"] = (8.0 * gathers + 6.0 * reductions) * stored / rates.memory
     compute = sum(terms.values())
-    traffic, size = _data_traffic(shape, work, layout, rates, devices_per_node)
-    terms["data-parallel traffic"] = _exposed(traffic, size, compute, work, layout, rates, c)
-    terms["host memory"] = _host_seconds(shape, work, layout, c, devices_per_node)
+    traffic, size = _data_traffic(model, stored, step, layout, rates, gathers, reductions)
+    terms["data-parallel traffic"] = _exposed(traffic, size, compute, step, layout, rates, c)
+    if layout.offload != "none":
+        terms["host memory"] = _host_seconds(stored, layout, gathers, c)
     terms["fixed"] = c.fixed_ms / 1000.0
-    nodes = layout.devices / devices_per_node
+    nodes = layout.devices / machine.devices_per_node
     if nodes > 1:
-        terms["stragglers"] = c.straggle * _log2(nodes) * compute
+        terms["stragglers"] = c.straggle * math.log2(nodes) * compute
     seconds = sum(terms.values())
-    rate = tokens * m * layout.data * layout.context / seconds / layout.devices
-    peak = device.bf16_tflops
-    model = per_token(shape, work.seq_len, convention) * rate / 1e12
-    hardware = hardware_per_token(shape, work.seq_len, work.recompute, convention) * rate / 1e12
-    exposed = (
-        terms["data-parallel traffic"]
-        + terms.get("tensor-parallel traffic", 0.0)
-        + terms.get("context-parallel traffic", 0.0)
-        + terms.get("pipeline traffic", 0.0)
-    )
+    rate = tokens * micro_batches * layout.replicas / seconds / layout.devices
+    peak = machine.device.bf16_tflops
+    model_flops = flops_per_token(model, step.seq_len, convention) * rate / 1e12
+    hardware_flops = hardware_flops_per_token(model, step.seq_len, step.recompute, convention) * rate / 1e12
+    waiting = ("data-parallel traffic", "tensor-parallel traffic", "context-parallel traffic", "pipeline traffic")
     return StepEstimate(
         seconds=seconds,
-        terms={k: v for k, v in terms.items() if v > 0},
+        terms={name: value for name, value in terms.items() if value > 0},
         tokens_per_second_per_device=rate,
-        mfu=model / peak if peak else None,
+        mfu=model_flops / peak if peak else None,
         mfu_convention=convention,
-        hfu=hardware / peak if peak else None,
-        exposed_communication=exposed,
-        bubble=idle,
+        hfu=hardware_flops / peak if peak else None,
+        exposed_communication=sum(terms.get(name, 0.0) for name in waiting),
+        bubble=bubble,
     )
 
 
-def bubble_share(layout: Degrees, micro_batches: int) -> float:
+def bubble_share(layout: Layout) -> float:
     """Idle time of a pipeline relative to its busy time: (p - 1) / (m v)."""
-    p, v = layout.pipeline, layout.chunks if layout.schedule in ("interleaved", "1f1b") else 1
-    if p == 1:
+    if layout.pipeline == 1:
         return 0.0
-    share = (p - 1) / (micro_batches * max(1, v))
+    chunks = layout.chunks if layout.schedule in ("interleaved", "1f1b") else 1
+    share = (layout.pipeline - 1) / (layout.accumulation * max(1, chunks))
     return share / 3 if layout.schedule == "zbv" else share
 
 
@@ -177,9 +185,10 @@ class _Rates:
 
 
 AMD_BURST = 0.6
-"""Best matrix product relative to the peak that training on a part of AMD shows, where none is stated: 758 of 1,307 TFLOP/s on MI300X;
-OLMo's 9,500 tokens/s of a 1.2B model on LUMI's MI250X (36 % MFU) and ORNL's 22B on Frontier (38 %) agree. A burst of 147 of 191.5 was
-measured on a GCD (ml-engineering, ROCm 6.2), and MosaicML's MPT-7B on MI250 needs about 130: there the estimate is a fifth too slow."""
+"""Best matrix product relative to the peak that training on a part of AMD shows, where none is stated: 758 of 1,307 TFLOP/s
+on MI300X; OLMo's 9,500 tokens/s of a 1.2B model on LUMI's MI250X (36 % MFU) and ORNL's 22B on Frontier (38 %) agree. A burst
+of 147 of 191.5 was measured on a GCD (ml-engineering, ROCm 6.2), and MosaicML's MPT-7B on MI250 needs about 130: there the
+estimate is a fifth too slow."""
 
 
 def sustained_tflops(device: Device, precision: str = "bf16", constants: Constants | None = None) -> float:
@@ -194,26 +203,21 @@ def sustained_tflops(device: Device, precision: str = "bf16", constants: Constan
         )
     if precision == "fp32":
         return (device.fp32_tflops or peak / 16) * c.matmul
-    rate = min(c.matmul * peak, _power_limited(device, c))
+    rate = c.matmul * peak
+    if device.tdp_watts is not None and device.generation == "hopper":  # other parts have not shown a power limit
+        rate = min(rate, c.tflops_per_watt * device.tdp_watts)
     burst = device.matmul_tflops or (AMD_BURST * peak if device.vendor == "amd" else None)
     if burst is not None and c.tflops_per_watt != math.inf:
         rate = min(rate, 0.9 * burst)  # a model holds less than the best burst that was measured
     if precision in ("fp8", "mxfp8", "nvfp4") and device.fp8_tflops:
-        narrow = (
-            device.fp8_tflops / device.bf16_tflops * (1.75 if precision == "nvfp4" else 1.0)
-        )  # 4 bits: twice 8 on paper
+        # 4 bits are twice as fast as 8 on paper.
+        narrow = device.fp8_tflops / device.bf16_tflops * (1.75 if precision == "nvfp4" else 1.0)
         return rate * (1 + (narrow - 1) * c.fp8)
     return rate
 
 
-def _power_limited(device: Device, c: Constants) -> float:
-    """Dense rate at which a Hopper part meets its power limit; older and other parts have not shown one."""
-    if device.tdp_watts is None or device.generation != "hopper":
-        return float("inf")
-    return c.tflops_per_watt * device.tdp_watts
-
-
-def _rates(device: Device, links: Links, per_node: int, work: Work, c: Constants, layout: Degrees) -> _Rates:
+def _rates(machine: Machine, step: StepSpec, layout: Layout, c: Constants) -> _Rates:
+    device, links, per_node = machine.device, machine.links, machine.devices_per_node
     if device.bandwidth_gbs is None:
         raise PlanError(
             "cost.memory-bandwidth-unknown",
@@ -222,214 +226,193 @@ def _rates(device: Device, links: Links, per_node: int, work: Work, c: Constants
         )
     if layout.devices > per_node and links.inter_gbs_per_node is None:
         raise PlanError(
-            "cost.devices-need-nodes-but",
-            f"{layout.devices} devices need {-(-layout.devices // per_node)} nodes, but the network of this cluster is unknown",
+            "cost.network-unknown",
+            f"{layout.devices} devices need {-(-layout.devices // per_node)} nodes, "
+            "but the network of this cluster is unknown",
             hint="give links.inter_gbs_per_node in the cluster file",
         )
-    intra = (links.intra_gbs or 25.0) * 1e9 * c.network * c.inside
-    inter = (links.inter_gbs_per_node or 1.0) * 1e9 / per_node * c.network
     return _Rates(
-        matmul=sustained_tflops(device, work.precision, c) * 1e12,
-        wide=sustained_tflops(device, "fp32" if work.precision == "fp32" else "bf16", c) * 1e12,
-        attention=_attention_rate(device, work, c),
+        matmul=sustained_tflops(device, step.precision, c) * 1e12,
+        wide=sustained_tflops(device, "fp32" if step.precision == "fp32" else "bf16", c) * 1e12,
+        attention=_attention_rate(device, step, c),
         memory=device.bandwidth_gbs * 1e9 * c.memory,
-        intra=intra,
-        inter=inter,
+        intra=(links.intra_gbs or 25.0) * 1e9 * c.network * c.inside,
+        inter=(links.inter_gbs_per_node or 1.0) * 1e9 / per_node * c.network,
         intra_latency=links.intra_latency_us * 1e-6,
         inter_latency=links.inter_latency_us * 1e-6,
         per_node=per_node,
     )
 
 
-def _attention_rate(device: Device, work: Work, c: Constants) -> float:
+def _attention_rate(device: Device, step: StepSpec, c: Constants) -> float:
     peak = (device.peak_tflops or 0.0) * 1e12
-    generation = device.generation
-    if work.precision == "fp32" or (work.native and not work.flash):
+    modern = device.generation in ("hopper", "blackwell")
+    if step.precision == "fp32" or (step.native and not step.flash):
         return sustained_tflops(device, "fp32", c) * 1e12  # without a fused kernel torch computes scores in fp32
-    if not work.flash:
+    if not step.flash:
         return sustained_tflops(device, "bf16", c) * 1e12
-    if work.masked:  # the memory-efficient kernel: about half of flash attention's rate. Textbook, not measured.
-        return 0.5 * peak * (c.flash if generation == "ampere" else c.flash_hopper)
-    if work.kernel in ("te", "cudnn", "flash3") or (work.kernel == "auto" and generation in ("hopper", "blackwell")):
+    if (
+        step.mask_documents
+    ):  # the memory-efficient kernel: about half of flash attention's rate. Textbook, not measured.
+        return 0.5 * peak * (c.flash if device.generation == "ampere" else c.flash_hopper)
+    if step.attention in ("te", "cudnn", "flash3") or (step.attention == "auto" and modern):
         share = c.attention  # "auto" takes cuDNN where it is faster
     else:
-        foreign = generation in ("hopper", "blackwell") or device.vendor == "amd"
-        share = c.flash_hopper if foreign else c.flash
-    return peak * share * (0.65 if work.kernel == "flash1" else 1.0)  # version 1 and its Triton relative
+        share = c.flash_hopper if modern or device.vendor == "amd" else c.flash
+    return peak * share * (0.65 if step.attention == "flash1" else 1.0)  # version 1 and its Triton relative
 
 
-def with_efficiency(c: Constants, e: Efficiency) -> Constants:
+def with_efficiency(c: Constants, efficiency: Efficiency) -> Constants:
     """The constants with a machine's own in their place; a measured matrix rate already contains the power limit."""
-    given = {k: v for k in ("matmul", "memory", "network", "overlap") if (v := getattr(e, k)) is not None}
-    if "matmul" in given:
-        given["tflops_per_watt"] = math.inf
-    return replace(c, **given) if given else c
+    measured = {
+        name: value
+        for name in ("matmul", "memory", "network", "overlap")
+        if (value := getattr(efficiency, name)) is not None
+    }
+    if "matmul" in measured:
+        measured["tflops_per_watt"] = math.inf
+    return replace(c, **measured) if measured else c
 
 
-def _product(m: float, n: float, k: float, r: _Rates, c: Constants) -> float:
-    """Seconds of an m x k by k x n product: tiles at the edges and the start of the pipeline count as if the sides were longer."""
-    e = c.edge
+def _product_seconds(m: float, n: float, k: float, rate: float, c: Constants) -> float:
+    """Seconds of an m x k by k x n product: edges of tiles and pipeline fill count as if the sides were longer."""
     penalty = c.misaligned if n % 64 or k % 64 else 1.0
-    return 2.0 * (m + e) * (n + e) * (k + e) * penalty / r.matmul
+    return 2.0 * (m + c.edge) * (n + c.edge) * (k + c.edge) * penalty / rate
 
 
 def _micro_batch(
-    s: Shape, work: Work, layout: Degrees, r: _Rates, tokens: float, c: Constants
-) -> dict[str, dict[str, float]]:
-    """Seconds of one micro-batch on one pipeline stage, and of the head."""
-    t = layout.tensor
-    layers = s.layers / layout.pipeline
-    forward = _layer_products(s, tokens, t, r, c)
-    attention = _attention(s, work, tokens, t, r, c)
-    elementwise = _elementwise_bytes(s, work, tokens, t, layout, c) / r.memory
-    again = _again(s, work)
-    terms = {
-        "matrix products": layers * forward * (3.0 + again.products),
-        # Fused kernels work the scores out again on their way back; a stored square needs no second pass.
-        "attention": layers * attention * ((3.0 if work.native and not work.flash else 3.5) + again.attention),
-        "element-wise": layers * elementwise * (3.0 + again.elementwise),
-        "casts to 8 bits": layers * _cast_bytes(s, work, tokens, t) / r.memory,
-        "tensor-parallel traffic": layers
-        * _tensor_traffic(s, work, layout, tokens, r)
-        * (2.0 + (1.0 if work.recompute == "full" else 0.0))
-        * (1 - (c.tensor_overlap if work.compile else 0.0)),
-        "context-parallel traffic": layers * _context_traffic(s, work, layout, tokens, r) * 3.0,
-        "pipeline traffic": _pipeline_traffic(s, work, layout, tokens, r),
-    }
-    each = 20.0 if work.compile else 100.0 if work.native else 60.0
-    kernels = (each + (8.0 if t > 1 else 0.0)) * layers * (3.0 + again.elementwise) * c.launch_us * 1e-6
-    gpu = sum(terms.values())
-    if kernels > gpu:
-        terms["kernel launches"] = kernels - gpu
-    # Our own head stays in 16 bits whatever the blocks do.
-    wide = replace(r, matmul=r.wide) if work.native else r
-    product = _product(tokens, s.padded_vocab / t, s.width, wide, c) * 3.0
-    logits = (
-        tokens
-        * s.padded_vocab
-        / t
-        * (12.0 if work.loss in ("chunked", "fused", "compiled", "inplace") else 28.0)
-        / r.memory
-    )
-    return {"layers": {k: v for k, v in terms.items() if v}, "head": {"products": product, "loss": logits}}
+    model: ModelSpec, step: StepSpec, layout: Layout, r: _Rates, tokens: float, c: Constants
+) -> dict[str, float]:
+    """Seconds of one micro-batch on the fullest pipeline rank, without the head."""
+    held = layers_of_rank(model.num_layers, layout, 0)
+    terms: dict[str, float] = {}
+    kernels = 0.0
+    for group in model.groups:
+        count = held * group.count / model.num_layers
+        for name, seconds in _layer_seconds(group.layer, step, layout, r, tokens, c).items():
+            terms[name] = terms.get(name, 0.0) + count * seconds
+        again = _recomputed(group.layer, step)[2]
+        each = 20.0 if step.compile else ENGINES[step.engine].eager_kernels
+        kernels += (each + (8.0 if layout.tensor > 1 else 0.0)) * count * (3.0 + again) * c.launch_us * 1e-6
+    if layout.pipeline > 1:
+        size = tokens * model.width * step.bytes_per_value / layout.sequence_split
+        rate = r.inter if layout.devices > r.per_node else r.intra
+        terms["pipeline traffic"] = 2.0 * layout.chunks * (size / rate + r.inter_latency) * 0.5
+    on_device = sum(terms.values())
+    if kernels > on_device:
+        terms["kernel launches"] = kernels - on_device
+    return {name: value for name, value in terms.items() if value}
 
 
-@dataclass(frozen=True, slots=True)
-class _Again:
-    """Share of the forward pass that runs a second time."""
-
-    products: float
-    attention: float
-    elementwise: float
-
-
-def _again(s: Shape, work: Work) -> _Again:
-    """Full recompute runs all of it again; in our own engine the compiler leaves out the last product, which nobody reads, and most
-    element-wise work goes into the backward kernels."""
-    if work.recompute == "budget":
-        return _Again(*[1.0 - work.recompute_budget] * 3)
-    if work.recompute not in ("full", "selective"):
-        return _Again(0.0, 0.0, 0.0)
-    if not work.native:
-        share = 0.35 if work.engine == "torch" else 0.0
-        return _Again(share, 0.0, share) if work.recompute == "selective" else _Again(1.0, 1.0, 1.0)
-    if work.recompute == "full":
-        return _Again(1.0 - s.ffn / product_widths(s)[2], 1.0, 0.5)
-    # Retention is made of batched products, which the policy does not keep.
-    return _Again(selective_products(s), 1.0 if s.arch == "retnet" else 0.0, 0.0)
-
-
-def _cast_bytes(s: Shape, work: Work, tokens: float, t: int) -> float:
-    """Bytes that FP8 casts of one layer move: largest magnitude and cast of every product's input (forward, and again for the weights'
-    gradient) and of its gradient, which is also turned. In other engines the share `fp8` stands for this."""
-    if not work.native or work.precision != "fp8":
-        return 0.0
-    mixed = s.value_width if s.arch == "retnet" else s.attention_width
-    first = 2 * (s.width + s.value_width) if s.arch == "retnet" else s.attention_width + 2 * s.kv_width
-    ins = 2.0 * s.width + mixed + s.ffn
-    outs = first + 2.0 * s.width + (2.0 if s.glu else 1.0) * s.ffn
-    rows = 2.0 if work.fp8_rows else 0.0  # scales by row are found once more, along the other side
-    return tokens * ((10.0 + rows) * ins + (8.0 + rows) * outs) / t
-
-
-def _layer_products(s: Shape, tokens: float, t: int, r: _Rates, c: Constants) -> float:
-    if s.arch == "retnet":
-        qkvg, out = 2 * s.width + 2 * s.value_width, s.value_width
-    else:
-        qkvg, out = s.attention_width + 2 * s.kv_width, s.attention_width
-    inner = s.ffn / t
-    return (
-        _product(tokens, qkvg / t, s.width, r, c)
-        + _product(tokens, s.width, out / t, r, c)
-        + _product(tokens, inner * (2 if s.glu else 1), s.width, r, c)
-        + _product(tokens, s.width, inner, r, c)
-    )
-
-
-def _attention(s: Shape, work: Work, tokens: float, t: int, r: _Rates, c: Constants) -> float:
-    """Forward seconds of one layer: two products over the (causal half of the) square, or the square through memory."""
-    if s.arch == "retnet":
-        span = s.chunk if s.chunk and s.chunk < work.seq_len else work.seq_len
-        flops = 2.0 * tokens * span * (s.width + s.value_width) / t
-        if span < work.seq_len:  # each chunk writes its state and reads the one before it
-            flops += 4.0 * tokens * s.width * s.value_width / s.heads / t
-        return flops / r.attention + 4.0 * tokens * span * s.heads / t / r.memory
-    flops = 4.0 * tokens * work.seq_len * s.attention_width / t
-    if work.flash:
-        narrow = (
-            (c.own_narrow if work.native else 1.25) if s.head_dim < 96 else 1.0
-        )  # heads of 64 fill the units less well
-        return (1.0 if work.masked else 0.5) * flops * narrow / r.attention  # behind a mask nothing is left out
-    # Our own: the square of scores passes through memory nine times in fp32, three of them forward.
-    moved = 3.0 * SQUARE_BYTES if work.native else work.bytes_per_value * c.square
-    traffic = tokens * s.heads / t * work.seq_len * moved
-    slow = (
-        6.0 if s.head_dim % 8 else 1.0
-    )  # tensor cores need rows of 16 bytes; other head widths fall back to ordinary units
-    return flops * slow / r.attention + traffic / r.memory
-
-
-def _elementwise_bytes(s: Shape, work: Work, tokens: float, t: int, layout: Degrees, c: Constants) -> float:
-    """Bytes that norms, rotary, activation and residuals of one layer move in a forward pass."""
-    spread = t if layout.sequence_parallel else 1
-    if work.native and not work.compile:
-        return tokens * _eager_bytes(s, t, spread) * c.own_eager / 3.0
-    if (
-        s.arch == "retnet"
-    ):  # queries and keys are turned by neighbours; values, gate and output change between layouts of heads
-        values = (
-            6.0 * s.width / spread + (3.0 if s.glu else 2.0) * s.ffn / t + (8.0 * s.width + 10.0 * s.value_width) / t
+def _layer_seconds(
+    layer: LayerSpec, step: StepSpec, layout: Layout, r: _Rates, tokens: float, c: Constants
+) -> dict[str, float]:
+    """Forward and backward seconds of one layer, with what is recomputed."""
+    t, width = layout.tensor, layer.products[-1][0].outputs
+    products = sum(
+        _product_seconds(
+            tokens,
+            sum(p.outputs for p in group) / (t if group[0].divided == "outputs" else 1),
+            group[0].inputs / (t if group[0].divided == "inputs" else 1),
+            r.matmul,
+            c,
         )
-        return tokens * work.bytes_per_value * values * (1.0 if work.compile else c.eager)
-    values = 6.0 * s.width / spread + (3.0 if s.glu else 2.0) * s.ffn / t + 2.0 * (s.attention_width + s.kv_width) / t
-    return tokens * work.bytes_per_value * values * (1.0 if work.compile else c.eager)
+        for group in layer.product_groups
+    )
+    again_products, again_mixing, again_elementwise = _recomputed(layer, step)
+    mixing = sum(_mixing_seconds(layer, step, tokens / t, r, c))
+    # Fused kernels compute the scores again in the backward pass; a stored square needs no second pass.
+    passes = 3.0 if step.native and not step.flash else 3.5
+    moved = sum(
+        branch.block.moved_bytes(step, layout) + sum(norm.moved_bytes(step, layout) for norm in branch.norms)
+        for branch in layer.branches
+    )
+    if not step.compile:
+        moved *= c.own_eager / 3.0 if step.native else c.eager
+    cast = 0.0
+    if step.native and step.precision == "fp8":
+        # Largest magnitude and cast of every product's input (forward, and again for the weights' gradient) and of its
+        # gradient, which is also transposed. In other engines the constant `fp8` stands for this.
+        inputs = float(sum(group[0].inputs for group in layer.product_groups))
+        outputs = float(sum(product.outputs for product, _ in layer.products))
+        rows = 2.0 if step.fp8_scaling == "row" else 0.0  # scales by row are found once more, along the other side
+        cast = tokens * ((10.0 + rows) * inputs + (8.0 + rows) * outputs) / t / r.memory
+    # Each branch gathers its input and reduce-scatters its output over the tensor-parallel ranks, in every pass.
+    branches = float(len(layer.branches))
+    gathered = _ring_seconds(2.0 * branches * tokens * width * step.bytes_per_value, t, r, 1, 2.0 * branches)
+    context = 0.0
+    if layout.context > 1:
+        size = sum(branch.block.context_bytes(step, layout) or 0.0 for branch in layer.branches)
+        context = 0.3 * _ring_seconds(size * tokens * layout.context, layout.context, r, t)
+    return {
+        "matrix products": products * (3.0 + again_products),
+        "attention": mixing * (passes + again_mixing),
+        "element-wise": tokens * moved / r.memory * (3.0 + again_elementwise),
+        "casts to 8 bits": cast,
+        "tensor-parallel traffic": gathered
+        * (3.0 if step.recompute == "full" else 2.0)
+        * (1 - (c.tensor_overlap if step.compile else 0.0)),
+        "context-parallel traffic": context * 3.0,
+    }
 
 
-def _eager_bytes(s: Shape, t: int, spread: int) -> float:
-    """Per token, forward, op by op: norms in fp32 (36 bytes a value) and residual sums (6), rotation in fp32 (58), gate (10)."""
-    turned = 2 * s.width + 2 * s.value_width if s.arch == "retnet" else s.attention_width + s.kv_width
-    return 84.0 * s.width / spread + (58.0 * turned + 10.0 * s.ffn) / t
+def _mixing_seconds(layer: LayerSpec, step: StepSpec, tokens: float, r: _Rates, c: Constants) -> list[float]:
+    """Forward seconds of each block that mixes positions; `tokens` are those of this rank's heads."""
+    seconds = []
+    for branch in layer.branches:
+        mixing = branch.block.mixing(step)
+        if mixing is None:
+            continue
+        narrow = (c.own_narrow if step.native else 1.25) if mixing.narrow_heads else 1.0
+        # Our own: the square of scores passes through memory nine times in fp32, three of them forward.
+        score_bytes = 3.0 * KEPT_SCORE_BYTES if step.native else step.bytes_per_value * c.square
+        moved = mixing.scores * score_bytes + mixing.extra_bytes
+        seconds.append(tokens * mixing.flops * narrow / r.attention + tokens * moved / r.memory)
+    return seconds
+
+
+def _recomputed(layer: LayerSpec, step: StepSpec) -> tuple[float, float, float]:
+    """Shares of a forward pass that run a second time: products, mixing between positions, element-wise work."""
+    if step.recompute == "budget":
+        return (1.0 - step.recompute_budget,) * 3
+    if step.recompute not in ("full", "selective"):
+        return 0.0, 0.0, 0.0
+    if not step.native:
+        share = ENGINES[step.engine].selective_share
+        return (share, 0.0, share) if step.recompute == "selective" else (1.0, 1.0, 1.0)
+    products = recomputed_share(layer, step.recompute)
+    if step.recompute == "full":
+        return products, 1.0, 0.5  # most element-wise work goes into the backward kernels
+    return products, 0.0 if all(b.block.kept_by_selective for b in layer.branches) else 1.0, 0.0
+
+
+def _head_seconds(model: ModelSpec, step: StepSpec, layout: Layout, r: _Rates, tokens: float, c: Constants) -> float:
+    rows = model.embedding.rows / layout.tensor
+    # Our own head stays in 16 bits whatever the blocks do.
+    product = _product_seconds(tokens, rows, model.width, r.wide if step.native else r.matmul, c) * 3.0
+    return product + tokens * rows * (28.0 if step.loss == "plain" else 12.0) / r.memory
 
 
 def _exposed(
-    seconds: float, size: float, compute: float, work: Work, layout: Degrees, r: _Rates, c: Constants
+    seconds: float, size: float, compute: float, step: StepSpec, layout: Layout, r: _Rates, c: Constants
 ) -> float:
-    """Seconds of data-parallel traffic that the step pays: what finds no compute to hide behind, and what it takes from compute."""
-    if work.engine == "deepspeed" and layout.shard != "full":
+    """Seconds of data-parallel traffic that the step pays: what finds no compute to hide behind, and what it takes from it."""
+    if not ENGINES[step.engine].overlaps_reduction and layout.shard != "full":
         return seconds  # reduced after the last backward pass, gathered after the step
     local = min(seconds, size / r.intra)
-    taken = c.contention * (
-        local + 0.3 * (seconds - local)
-    )  # while the fabric is the narrow place, kernels mostly wait
+    taken = c.contention * (local + 0.3 * (seconds - local))  # where the fabric is the bottleneck, kernels mostly wait
     return taken + max(0.0, seconds - taken - c.overlap * compute)
 
 
-def _ring(size: float, ranks: int, r: _Rates, span: int = 1, messages: float = 1.0, *, tree: bool = False) -> float:
-    """Seconds for all-gathers or reduce-scatters of `size` bytes in all, sent as `messages` collectives over `ranks`.
+def _ring_seconds(
+    size: float, ranks: int, r: _Rates, span: int = 1, messages: float = 1.0, *, tree: bool = False
+) -> float:
+    """Seconds for all-gathers or reduce-scatters of `size` bytes in total, sent as `messages` collectives over `ranks`.
 
-    An all-reduce is two of them. `span` is how far apart the ranks of the group are in devices (1: neighbours). A ring passes every
-    other rank, so its latency grows with their number: this is what makes full sharding collapse at thousands of devices. An all-reduce
-    may use a `tree`, whose latency grows with the logarithm."""
+    An all-reduce is two of them. `span` is how far apart the ranks of the group are in devices (1: neighbours). A ring's
+    latency grows with the number of ranks, which is what makes full sharding collapse at thousands of devices. An all-reduce
+    may use a `tree`, whose latency grows with the logarithm.
+    """
     if ranks <= 1:
         return 0.0
     share = (ranks - 1) / ranks
@@ -437,120 +420,71 @@ def _ring(size: float, ranks: int, r: _Rates, span: int = 1, messages: float = 1
     if ranks <= inside:
         return size * share / r.intra + messages * (ranks - 1) * r.intra_latency
     hop = (r.inter_latency + (inside - 1) * r.intra_latency) / inside
-    # A node passes the whole message once; the devices of a node that belong to the group share its links, the others have their own.
-    steps = 2.0 * _log2(ranks) if tree else ranks - 1.0
-    return max(size * share / (r.inter * inside), size * share / r.intra) + messages * steps * (
-        r.inter_latency if tree else hop
-    )
+    # A node passes the whole message once; its devices in the group share its links, the others have their own.
+    latency = 2.0 * math.log2(ranks) * r.inter_latency if tree else (ranks - 1.0) * hop
+    return max(size * share / (r.inter * inside), size * share / r.intra) + messages * latency
 
 
-def _log2(x: float) -> float:
-    return math.log2(x) if x > 1 else 0.0
-
-
-def _tensor_traffic(s: Shape, work: Work, layout: Degrees, tokens: float, r: _Rates) -> float:
-    """One pass (forward or backward) of one layer: two all-gathers and two reduce-scatters of the activations."""
-    return _ring(4.0 * tokens * s.width * work.bytes_per_value, layout.tensor, r, 1, 4.0)
-
-
-def _context_traffic(s: Shape, work: Work, layout: Degrees, tokens: float, r: _Rates) -> float:
-    if layout.context == 1:
-        return 0.0
-    return 0.3 * _ring(
-        2.0 * tokens * layout.context * s.kv_width / layout.tensor * work.bytes_per_value,
-        layout.context,
-        r,
-        layout.tensor,
-    )
-
-
-def _pipeline_traffic(s: Shape, work: Work, layout: Degrees, tokens: float, r: _Rates) -> float:
-    if layout.pipeline == 1:
-        return 0.0
-    size = tokens * s.width * work.bytes_per_value / (layout.tensor if layout.sequence_parallel else 1)
-    rate = r.inter if layout.devices > r.per_node else r.intra
-    return 2.0 * layout.chunks * (size / rate + r.inter_latency) * 0.5
-
-
-def _optimizer(s: Shape, work: Work, layout: Degrees, r: _Rates, per_node: int) -> float:
-    """Reads and writes of weights, gradients and moments of this device's share (fused: once; list by list: about three times), and the norm."""
-    mine = count(s).stored / (layout.tensor * layout.pipeline)
+def _optimizer_seconds(stored: float, step: StepSpec, layout: Layout, r: _Rates) -> float:
+    """Reads and writes of weights, gradients and moments of this device's share, and the gradient norm."""
+    engine = ENGINES[step.engine]
     if layout.offload != "none":
         update, norm = 0.0, 4.0  # the states lie on the host: _host_seconds
-    elif work.native:
-        update, norm = _update_bytes(work, layout)
+    elif step.native:
+        # One compiled kernel: weights and moments read and written, gradients read, the 16-bit copy written.
+        pure = step.precision == "bf16_pure"
+        single = layout.devices == 1 and step.precision in ("bf16", "fp8")
+        norm = 2.0 if pure or (single and layout.accumulation == 1) else 4.0
+        moments = 2.0 * (2.0 if step.moments == "bf16" else 4.0) * step.moment_tensors
+        update = (4.0 if pure else 8.0) + moments + norm + (2.0 if single else 0.0)
     else:
-        update, norm = 34.0 if work.compile or work.engine != "torch" else 90.0, 4.0
-    return (mine / layout.state_shards(per_node) * update + mine / layout.shards(per_node) * norm) / r.memory
+        update, norm = 34.0 if step.compile else engine.eager_update_bytes, 4.0
+    return (stored / layout.shard_size * update + stored / layout.weight_shards * norm) / r.memory
 
 
-def _host_seconds(s: Shape, work: Work, layout: Degrees, c: Constants, per_node: int) -> float:
-    """Offload: gradients go down and 16-bit weights come back once a step, and the cores read and write the states; parameters on the host
-    are also read in every forward and backward pass. Nothing of it is taken to hide behind compute."""
-    if layout.offload == "none":
-        return 0.0
-    mine = count(s).stored / (layout.tensor * layout.pipeline) / layout.state_shards(per_node)
+def _host_seconds(stored: float, layout: Layout, passes: int, c: Constants) -> float:
+    """Offload: gradients go down and 16-bit weights come back once a step, and the cores read and write the states.
+
+    Parameters on the host are also read in every forward and backward pass. Nothing of it is taken to hide behind compute.
+    """
+    mine = stored / layout.shard_size
     moved = (4.0 + 2.0 + 34.0) * mine
     if layout.offload == "parameters":
-        moved += 2.0 * 4.0 * mine * (work.accumulation if layout.pipeline == 1 else 1)
+        moved += 2.0 * 4.0 * mine * passes
     return moved / (c.host_gbs * 1e9)
 
 
-def _update_bytes(work: Work, layout: Degrees) -> tuple[float, float]:
-    """Per parameter, in one compiled kernel: weights and moments read and written, gradients read, 16-bit copy written; and the norm."""
-    pure = work.precision == "bf16_pure"
-    single = layout.devices == 1 and work.precision in ("bf16", "fp8")
-    gradient = 2.0 if pure or (single and work.accumulation == 1) else 4.0
-    moments = 2.0 * (2.0 if work.moments == "bf16" else 4.0) * (2.0 if work.optimizer.startswith("adam") else 1.0)
-    return (4.0 if pure else 8.0) + moments + gradient + (2.0 if single else 0.0), gradient
-
-
-def _data_traffic(s: Shape, work: Work, layout: Degrees, r: _Rates, per_node: int) -> tuple[float, float]:
-    """Gathering weights and reducing gradients of one optimizer step: seconds if nothing hides them, and bytes through a device."""
-    group = layout.data * layout.context
+def _data_traffic(
+    model: ModelSpec, stored: float, step: StepSpec, layout: Layout, r: _Rates, gathers: int, reductions: int
+) -> tuple[float, float]:
+    """Gathering weights and reducing gradients of one step: seconds if nothing hides them, and bytes through a device."""
+    group, span = layout.replicas, layout.tensor
     if group == 1:
         return 0.0, 0.0
-    mine = count(s).stored / (layout.tensor * layout.pipeline)
-    span = layout.tensor
-    layers = s.layers / layout.pipeline + 1
-    gradient = _gradient_bytes(work)
-    every = work.accumulation if layout.pipeline == 1 else 1
-    syncs = every if layout.sync == "every" else 1
-    if layout.shard == "zero2" and work.native:  # gradients stay divided, so each micro-batch gathers once and reduces
-        size, messages = (2.0 * every + syncs * gradient) * mine, (every + syncs) * layers
-        return _ring(size, group, r, span, messages), size
+    layers = model.num_layers / layout.pipeline + 1
+    gradient = _gradient_bytes(step)
+    if layout.shard == "zero2" and step.native:  # gradients stay divided, so each micro-batch gathers once and reduces
+        size, messages = (2.0 * gathers + reductions * gradient) * stored, (gathers + reductions) * layers
+        return _ring_seconds(size, group, r, span, messages), size
     if layout.shard not in ("full", "hybrid"):
-        buckets = max(1.0, mine * gradient / 200e6)
-        size = (gradient + (gradient if layout.shard == "none" else 2.0)) * mine
-        return _ring(size, group, r, span, 2.0 * buckets, tree=layout.shard == "none"), size
-    size, messages = (4.0 * every + syncs * gradient) * mine, (2.0 * every + syncs) * layers
+        whole = layout.shard == "none"
+        buckets = max(1.0, stored * gradient / 200e6)
+        size = (gradient + (gradient if whole else 2.0)) * stored
+        return _ring_seconds(size, group, r, span, 2.0 * buckets, tree=whole), size
+    size, messages = (4.0 * gathers + reductions * gradient) * stored, (2.0 * gathers + reductions) * layers
     if layout.shard == "full":
-        return _ring(size, group, r, span, messages), size
-    inside = layout.shards(per_node)
-    copies = 2.0 * gradient * mine / inside
-    seconds = _ring(size, inside, r, span, messages) + _ring(
-        copies, max(1, group // inside), r, span * inside, layers, tree=True
-    )
-    return seconds, size + copies
+        return _ring_seconds(size, group, r, span, messages), size
+    inside = layout.weight_shards
+    copies = 2.0 * gradient * stored / inside
+    between = _ring_seconds(copies, max(1, group // inside), r, span * inside, layers, tree=True)
+    return _ring_seconds(size, inside, r, span, messages) + between, size + copies
 
 
-def _shard_copies(s: Shape, work: Work, layout: Degrees, r: _Rates) -> float:
-    """FSDP unpacks every gathered layer (read and write 16-bit weights, twice) and packs gradients for their reduction."""
-    if layout.shard not in ("full", "hybrid") or work.engine != "torch" or layout.data * layout.context == 1:
-        return 0.0
-    mine = count(s).stored / (layout.tensor * layout.pipeline)
-    every = work.accumulation if layout.pipeline == 1 else 1
-    syncs = every if layout.sync == "every" else 1
-    return (8.0 * every + 6.0 * syncs) * mine / r.memory
-
-
-def _gradient_bytes(work: Work) -> float:
-    """Precision in which gradients travel; our own engine reduces in fp32."""
-    if work.native:
-        return 4.0
-    if work.gradients == "fp32" or (work.gradients is None and work.engine == "megatron" and work.precision == "bf16"):
-        return 4.0
-    return 4.0 if work.precision == "fp32" else 2.0
+def _gradient_bytes(step: StepSpec) -> float:
+    """Size of a gradient value as it travels; our own engine reduces in fp32."""
+    habit = ENGINES[step.engine].gradient_precision if step.precision == "bf16" else "bf16"
+    fp32 = step.native or step.precision == "fp32" or (step.gradient_precision or habit) == "fp32"
+    return 4.0 if fp32 else 2.0
 
 
 DEFAULTS = Constants()

@@ -1,5 +1,1 @@
-"""How much energy did it take? Sensors, windows, one meter per node, reconciliation and carbon. No torch."""
-
-from windlass.energy.measure import Measurement, SourceEnergy
-
-__all__ = ["Measurement", "SourceEnergy"]
+"""Energy of a run: sensors, measurement windows, one meter per node, the ledger and carbon. No torch."""

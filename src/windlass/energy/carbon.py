@@ -1,55 +1,46 @@
-"""What does an energy mean outside the machine room? PUE, grid and contract intensity, and an equivalent a person understands."""
+"""Facility energy (PUE) and CO2 of a run, with the source of every factor, and an everyday equivalent."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from windlass.clusters.model import Cluster, Source
+from windlass.clusters.model import Cluster
 from windlass.config.observe import EnergyConfig
 from windlass.units import print_figure
 
-J_PER_KWH = 3.6e6
-# (least kWh, kWh of one, singular and plural text); the figure stands in the text, so that nobody must look it up.
+JOULES_PER_KWH = 3.6e6
+# (from how many kWh, kWh of one, singular, plural); the texts contain the assumption.
 EQUIVALENTS = (
-    (
-        50_000.0,
-        3_000.0,
-        "year of electricity of a household (3,000 kWh each)",
-        "years of electricity of a household (3,000 kWh each)",
-    ),
+    (50_000.0, 3_000.0, "year of electricity of a household (3,000 kWh each)", "years of electricity of a household (3,000 kWh each)"),
     (30.0, 0.18, "km in an electric car (18 kWh per 100 km)", "km in an electric car (18 kWh per 100 km)"),
-    (
-        0.1,
-        0.1,
-        "litre of water brought to the boil (0.1 kWh each)",
-        "litres of water brought to the boil (0.1 kWh each)",
-    ),
+    (0.1, 0.1, "litre of water brought to the boil (0.1 kWh each)", "litres of water brought to the boil (0.1 kWh each)"),
     (0.01, 0.01, "hour of a 10 W lamp", "hours of a 10 W lamp"),
     (0.0, 0.01 / 60, "minute of a 10 W lamp", "minutes of a 10 W lamp"),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """A number and where it came from; None is unknown."""
+    """A conversion factor and its source; None is unknown."""
 
     value: float | None
     source: str
 
+    def kg(self, kwh: float) -> float | None:
+        """Emissions of an energy, for factors in g per kWh."""
+        return None if self.value is None else kwh * self.value / 1e3
+
 
 @dataclass(frozen=True, kw_only=True)
 class Carbon:
-    """Energy at the nodes and at the building's meter, and the emissions of the latter (of the former where PUE is unknown)."""
+    """IT and facility energy, and the emissions of the facility energy (of the IT energy where the PUE is unknown)."""
 
     it_kwh: float
     pue: Factor
-    kwh: float | None
-    """With PUE; None when the PUE is unknown."""
-    grid: Factor
-    """Location-based, g per kWh."""
-    market: Factor
-    """Market-based, g per kWh."""
+    kwh: float | None  # including facility overhead; None when the PUE is unknown
+    grid: Factor  # location-based, g per kWh
+    market: Factor  # market-based, g per kWh
     location_kg: float | None
     location_it_only_kg: float | None
     market_kg: float | None
@@ -57,58 +48,53 @@ class Carbon:
 
 
 def carbon(
-    joules: float, cluster: Cluster | None, config: EnergyConfig | None = None, given: Mapping[str, float] | None = None
+    joules: float,
+    cluster: Cluster | None,
+    config: EnergyConfig | None = None,
+    overrides: Mapping[str, float] | None = None,
 ) -> Carbon:
-    """What is given for this once (`pue`, `grid_g_per_kwh`, `market_g_per_kwh`) wins over the recipe, the recipe over the cluster file."""
-    config, given = config or EnergyConfig(), given or {}
+    """`overrides` (`pue`, `grid_g_per_kwh`, `market_g_per_kwh`) win over the recipe, the recipe over the cluster file."""
+    config, overrides = config or EnergyConfig(), overrides or {}
 
-    def factor(name: str, key: str) -> Factor:
-        if name in given:
-            return Factor(value=given[name], source="given on the command line, for this table only")
-        return _factor(getattr(config, name), cluster, key, f"energy.{name}")
+    def factor(name: str, cluster_key: str) -> Factor:
+        if name in overrides:
+            return Factor(value=overrides[name], source="given on the command line, for this table only")
+        if (in_recipe := getattr(config, name)) is not None:
+            return Factor(value=in_recipe, source=f"recipe (energy.{name})")
+        if cluster is None or (in_cluster := getattr(cluster.grid, cluster_key)) is None:
+            reason = "unknown" if cluster is None else f"not in the file of {cluster.name}"
+            return Factor(value=None, source=f"{reason}; energy.{name} in the recipe sets it")
+        fact = cluster.sources.get(f"grid.{cluster_key}") or cluster.sources.get("grid")
+        if fact is None:
+            return Factor(value=in_cluster, source=f"cluster file {cluster.name}")
+        date = f", {fact.on}" if fact.on and fact.on not in fact.source else ""
+        status = "" if fact.status == "documented" else f" ({fact.status})"
+        return Factor(value=in_cluster, source=f"{fact.source}{date}{status}")
 
     pue, grid = factor("pue", "pue"), factor("grid_g_per_kwh", "g_per_kwh")
     market = factor("market_g_per_kwh", "market_g_per_kwh")
-    it_kwh = joules / J_PER_KWH
+    it_kwh = joules / JOULES_PER_KWH
     kwh = None if pue.value is None else it_kwh * pue.value
-    used = it_kwh if kwh is None else kwh
+    emitting_kwh = it_kwh if kwh is None else kwh
     return Carbon(
-        it_kwh=it_kwh, pue=pue, kwh=kwh, grid=grid, market=market,
-        location_kg=_kg(used, grid), location_it_only_kg=_kg(it_kwh, grid), market_kg=_kg(used, market), equivalent=equivalent(used),
-    )  # fmt: skip
-
-
-def _kg(kwh: float, factor: Factor) -> float | None:
-    return None if factor.value is None else kwh * factor.value / 1e3
-
-
-def _factor(override: float | None, cluster: Cluster | None, key: str, name: str) -> Factor:
-    if override is not None:
-        return Factor(value=override, source=f"recipe ({name})")
-    value = getattr(cluster.grid, key) if cluster is not None else None
-    if value is None or cluster is None:
-        where = "unknown" if cluster is None else f"not in the file of {cluster.name}"
-        return Factor(value=None, source=f"{where}; {name} in the recipe sets it")
-    return Factor(value=value, source=_cited(cluster, key))
-
-
-def _cited(cluster: Cluster, key: str) -> str:
-    for where in (f"grid.{key}", "grid"):
-        found: Source | None = cluster.sources.get(where)
-        if found is not None:
-            extra = f", {found.on}" if found.on and found.on not in found.source else ""
-            return f"{found.source}{extra}" + ("" if found.status == "documented" else f" ({found.status})")
-    return f"cluster file {cluster.name}"
+        it_kwh=it_kwh,
+        pue=pue,
+        kwh=kwh,
+        grid=grid,
+        market=market,
+        location_kg=grid.kg(emitting_kwh),
+        location_it_only_kg=grid.kg(it_kwh),
+        market_kg=market.kg(emitting_kwh),
+        equivalent=equivalent(emitting_kwh),
+    )
 
 
 def equivalent(kwh: float) -> str:
     """`as much as 24 litres of water brought to the boil (0.1 kWh each)`."""
-    for least, each, one, many in EQUIVALENTS:
-        if kwh >= least:
-            count = kwh / each
-            shown = f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
-            return f"as much as {shown} {one if shown == '1' else many}"
-    return ""
+    each_kwh, singular, plural = next((row[1:] for row in EQUIVALENTS if kwh >= row[0]), EQUIVALENTS[-1][1:])
+    count = kwh / each_kwh
+    text = f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
+    return f"as much as {text} {singular if text == '1' else plural}"
 
 
 def print_carbon(kg: float | None) -> str:

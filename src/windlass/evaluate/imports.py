@@ -29,6 +29,7 @@ from windlass.evaluate.vocabulary import grow
 from windlass.evaluate.words import write_tokenizer
 from windlass.files import read_json
 from windlass.models import build
+from windlass.runs.events import WeightsImported
 from windlass.runs.folder import Run, create_run
 
 STEP = 0
@@ -202,7 +203,7 @@ def write_run(
             f"the checkpoint could not be written: {outcome.error if outcome else 'unknown'}",
             hint="is the disk full?",
         )
-    run.event("imported", origin=str(origin), dtype=dtype)
+    run.record(WeightsImported(origin=str(origin), dtype=dtype))
     return run
 
 

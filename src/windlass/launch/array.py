@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from windlass.clusters import Cluster, load_cluster
-from windlass.clusters.model import Node, Partition
-from windlass.clusters.model import Slurm as SlurmTable
+from windlass.clusters.model import Node, Partition, SlurmLimits
 from windlass.clusters.probe import recognise
 from windlass.errors import LaunchError
 from windlass.launch.job import BatchJob, plain_environment
@@ -102,7 +101,7 @@ def find_cluster(cluster: Cluster | str | None) -> Cluster:
         return recognise()
     except LaunchError:
         node = Node(devices=1, cores=os.cpu_count() or 1)
-        return Cluster(name="slurm", title="this SLURM", device="cpu", node=node, slurm=SlurmTable())
+        return Cluster(name="slurm", title="this SLURM", device="cpu", node=node, slurm=SlurmLimits())
 
 
 def _array_and_merge(

@@ -15,19 +15,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from windlass import errors
 from windlass.files import append_line, read_json, read_json_lines
 from windlass.runs import Run
+from windlass.runs.events import Finished, GaveUp, ProcessStart, Saved
+from windlass.runs.faults import INCURABLE, FaultRecord
 
-HOPELESS = {
-    errors.ConfigError.exit_code: "the recipe is at fault",
-    errors.PlanError.exit_code: "the layout does not fit",
-    errors.DataError.exit_code: "the data are at fault",
-    errors.TrainError.exit_code: "training stopped for a reason that a restart does not cure",
-    errors.EXIT_OUT_OF_MEMORY: "a device ran out of memory, and the same layout will again",
-    errors.EXIT_DIVERGED: "training diverged",
-}
-"""Exit codes after which another link would only burn hours."""
 MAX_IDLE_STARTS = 2
 """Starts without a new checkpoint after which a chain stops."""
 
@@ -80,30 +72,30 @@ def job_starts(lines: Iterable[Mapping[str, Any]]) -> list[JobStart]:
 
 def saved_steps(run: Run) -> list[int | None]:
     """The step of every complete checkpoint, in the order of their saves."""
-    return [event.get("step") for event in run.events() if event.get("event") == "saved"]
+    return [event.step for event in run.events(Saved)]
 
 
 def newest_step(run: Run) -> int | None:
     """The highest step that was saved; None before the first save."""
-    return max((step for step in saved_steps(run) if isinstance(step, int)), default=None)
+    return max((step for step in saved_steps(run) if step is not None), default=None)
 
 
 def finished(run: Run) -> bool:
     """The last step of the recipe as it is now was done; a recipe that was given more tokens is not finished."""
-    last: dict[str, Any] | None = None
+    last: Finished | None = None
     for event in run.events():
-        if event.get("event") in ("started", "resumed"):
+        if isinstance(event, ProcessStart):
             last = None
-        elif event.get("event") == "finished":
+        elif isinstance(event, Finished):
             last = event
     if last is None:
         return False
     config = read_json(run.config_file) or {}
     data, steps = config.get("data") or {}, (config.get("train") or {}).get("steps")
-    if isinstance(steps, int) and isinstance(last.get("step"), int):
-        return bool(steps <= last["step"])
-    if isinstance(data.get("tokens"), int) and isinstance(last.get("tokens"), int):
-        return bool(data["tokens"] - last["tokens"] < max(1, data.get("batch_tokens") or 0))
+    if isinstance(steps, int) and last.step is not None:
+        return steps <= last.step
+    if isinstance(data.get("tokens"), int) and last.tokens is not None:
+        return bool(data["tokens"] - last.tokens < max(1, data.get("batch_tokens") or 0))
     return True
 
 
@@ -127,8 +119,8 @@ def hopeless(run: Run, starts: list[JobStart]) -> str | None:
         return None
     last, step_now, saves_now = starts[-1], newest_step(run), len(saved_steps(run))
     code = failure_code(run, last)
-    if code in HOPELESS and not last.saved_since(step_now, saves_now):
-        return f"job {last.job or 'before'} ended with code {code}: {HOPELESS[code]}{_first_error(run, last)}"
+    if code in INCURABLE and not last.saved_since(step_now, saves_now):
+        return f"job {last.job or 'before'} ended with code {code}: {INCURABLE[code]}{_first_error(run, last)}"
     recent = starts[-MAX_IDLE_STARTS:]
     if len(recent) < MAX_IDLE_STARTS or any(start.saved_since(step_now, saves_now) for start in recent):
         return None
@@ -138,23 +130,20 @@ def hopeless(run: Run, starts: list[JobStart]) -> str | None:
     return f"jobs {jobs} ended ({ends}) without a checkpoint newer than step {step_now or 0}{_first_error(run, last)}"
 
 
-def _fresh_errors(run: Run, start: JobStart) -> list[dict[str, Any]]:
-    return [error for error in run.errors() if float(error.get("time") or 0) >= start.began_at]
+def _fresh_faults(run: Run, start: JobStart) -> list[FaultRecord]:
+    return [fault for fault in run.faults() if fault.time >= start.began_at]
 
 
 def failure_code(run: Run, start: JobStart) -> int | None:
     """The failing rank's own exit code where it left a record: srun reports the highest code, often only 137 or 143."""
-    codes = [int(e["exit_code"]) for e in _fresh_errors(run, start) if isinstance(e.get("exit_code"), int)]
+    codes = [fault.exit_code for fault in _fresh_faults(run, start) if fault.exit_code is not None]
     return codes[0] if codes else start.code
 
 
 def _first_error(run: Run, start: JobStart) -> str:
-    fresh = _fresh_errors(run, start)
-    if not fresh:
-        return ""
-    first = min(fresh, key=lambda e: float(e.get("time") or 0))
-    lines = str(first.get("message") or first.get("error") or "").strip().splitlines()
-    return f" (rank {first.get('rank')}: {lines[0]})" if lines else ""
+    first = min(_fresh_faults(run, start), key=lambda fault: fault.time, default=None)
+    lines = first.error.strip().splitlines() if first else []
+    return f" (rank {first.rank}: {lines[0]})" if first and lines else ""
 
 
 def before(run: Run, job: str | None, restart: int, host: str) -> ChainVerdict:
@@ -181,9 +170,9 @@ def after(run: Run, job: str | None, restart: int, code: int, by: str | None) ->
 
 def _give_up(run: Run, reason: str) -> None:
     """Once per reason: every remaining job of a pre-submitted chain comes to the same verdict."""
-    reasons = [e.get("reason") for e in run.events() if e.get("event") == "gave_up"]
+    reasons = [event.reason for event in run.events(GaveUp)]
     if reasons[-1:] != [reason]:
-        run.event("gave_up", reason=reason)
+        run.record(GaveUp(reason=reason))
 
 
 def record_next(run: Run, me: str | None, next_job: str | None) -> None:

@@ -169,7 +169,7 @@ class Fault:
 
     def _wait_and_strike(self) -> None:
         while not self.done.wait(0.2):
-            step = (self.run.last_metric() or {}).get("step", 0)
+            step = self.run.last_metrics().step or 0
             saved = any(p.name.startswith("step-") for p in self.run.checkpoints.glob("step-*"))
             pid = (read_json(self.run.heartbeat_file(self.rank)) or {}).get("pid")
             if step >= self.after_step and saved and isinstance(pid, int) and _is_worker(pid):

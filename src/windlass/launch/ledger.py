@@ -141,8 +141,9 @@ def _energy_by_job(run: Run, starts: Sequence[JobStart]) -> dict[str, float]:
     """The run's meter counts over all restarts: a job's share is the rise from its beginning to the next one's."""
     if not starts:
         return {}
-    metrics = (m for m in run.metrics() if m.get("energy_joules") is not None and m.get("time"))
-    readings = [(float(m["time"]), float(m["energy_joules"])) for m in metrics]
+    readings = [
+        (m.time, m.energy_joules) for m in run.metrics_lines() if m.energy_joules is not None and m.time is not None
+    ]
     joules_by_job: dict[str, float] = {}
     for index, start in enumerate(starts):
         end = starts[index + 1].began_at if index + 1 < len(starts) else float("inf")
@@ -291,15 +292,15 @@ class ChainForecast:
 
 
 def forecast_chain(run: Run, ledger: Sequence[LedgerEntry]) -> ChainForecast:
-    last, recipe = run.last_metric() or {}, run.recipe()
+    last, recipe = run.last_metrics(), run.recipe()
     steps, batch_tokens = recipe.train.steps, recipe.data.batch_tokens
     target = recipe.data.tokens if steps is None else None if batch_tokens is None else steps * batch_tokens
-    tokens = last.get("tokens") if isinstance(last.get("tokens"), int) else None
+    tokens = last.tokens
     remaining_seconds = None
     if finished(run):
         remaining_seconds = 0.0
-    elif target is not None and tokens is not None and last.get("tokens_per_second"):
-        remaining_seconds = max(0.0, (target - tokens) / float(last["tokens_per_second"]))
+    elif target is not None and tokens is not None and last.tokens_per_second:
+        remaining_seconds = max(0.0, (target - tokens) / last.tokens_per_second)
     verdict = judge(run)
     limit = next((e.limit_seconds for e in reversed(ledger) if e.limit_seconds), None)
     reserved = [_most_node_hours(e) - (e.node_hours or 0.0) for e in ledger]

@@ -52,10 +52,10 @@ def planned(recipe: Recipe, cluster: Cluster) -> Planned:
         return _without(recipe, Finding("fit", "note", f"not planned: {error.message}", error.hint))
     if recipe.layout is None:
         return _filled(recipe, found)
-    mine = next((p for p in found.plans if p.given), None)
+    mine = next((p for p in found.plans if p.from_recipe), None)
     if mine is None:
-        why = next((r.reason for r in found.rejected if r.given), "it is not legal here")
-        hint = f"the planner would take {found.plans[0].choice.words()}" if found.plans else None
+        why = next((r.reason for r in found.rejected if r.from_recipe), "it is not legal here")
+        hint = f"the planner would take {found.plans[0].candidate.describe()}" if found.plans else None
         return _without(
             recipe, Finding("fit", "refuse", f"the recipe's layout does not fit: {why}", hint, "windlass plan")
         )
@@ -64,13 +64,13 @@ def planned(recipe: Recipe, cluster: Cluster) -> Planned:
 
 def _filled(recipe: Recipe, found: Plans) -> Planned:
     if not found.plans:
-        from windlass.planner.search import nowhere
+        from windlass.planner.search import nothing_fits
 
-        error = nowhere(found)
+        error = nothing_fits(found)
         return _without(recipe, Finding("fit", "refuse", error.message, error.hint, "windlass plan"))
     best = found.plans[0]
-    words = [*layout_words(best.layout), f"train.recompute={best.choice.recompute}"]
-    return _of(recipe, best, tuple(words), f"{best.choice.words()} ({best.reason})")
+    words = [*layout_words(best.layout.config()), f"train.recompute={best.recompute}"]
+    return _of(recipe, best, tuple(words), f"{best.candidate.describe()} ({best.reason})")
 
 
 def layout_words(layout: LayoutConfig) -> list[str]:
@@ -84,8 +84,8 @@ def _of(recipe: Recipe, best: Plan, words: tuple[str, ...], reason: str) -> Plan
     joules = getattr(best.energy, "joules", None)
     kwh = getattr(best.energy, "kwh", None) or (joules / 3.6e6 if joules else None)
     return Planned(
-        layout=best.layout, reason=reason, words=words, findings=(Finding("fit", "ok", reason),), run_seconds=best.days * 86400, step_seconds=best.step.seconds,
-        tokens_per_second=best.batch_tokens / best.step.seconds, mfu=best.step.mfu, memory_share=best.share, kwh=kwh,
+        layout=best.layout.config(), reason=reason, words=words, findings=(Finding("fit", "ok", reason),), run_seconds=best.days * 86400, step_seconds=best.step.seconds,
+        tokens_per_second=best.batch_tokens / best.step.seconds, mfu=best.step.mfu, memory_share=best.memory_share, kwh=kwh,
         steps=round(best.tokens / best.batch_tokens), checkpoint_bytes=checkpoint_bytes(recipe),
     )  # fmt: skip
 
@@ -110,10 +110,9 @@ def recipe_steps(recipe: Recipe) -> int | None:
 
 def checkpoint_bytes(recipe: Recipe) -> int | None:
     """One checkpoint on disk: master weights and both moments; None for a model whose shape cannot be read here."""
-    from windlass.cost.params import count
-    from windlass.cost.shapes import shape_of
+    from windlass.models.presets import model_spec
 
     try:
-        return count(shape_of(recipe.model)).stored * CHECKPOINT_BYTES[recipe.optim.moments]
+        return model_spec(recipe.model).params.stored * CHECKPOINT_BYTES[recipe.optim.moments]
     except WindlassError:
         return None

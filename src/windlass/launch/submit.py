@@ -27,6 +27,7 @@ from windlass.launch.planned import Planned, planned
 from windlass.launch.script import render, render_local
 from windlass.launch.slurm import SlurmScheduler, slurm_available
 from windlass.runs import Run, create_run
+from windlass.runs.events import Saved
 from windlass.runs.lock import holder
 
 
@@ -90,7 +91,7 @@ def prepare(
         overrides=[*(word for word in overrides if not word.startswith("launch.")), *plan.words],
         active_venv=active_venv(),
         save_seconds=longest_save(run),
-        step_seconds=(run.last_metric() or {}).get("step_seconds"),
+        step_seconds=run.last_metrics().step_seconds,
         about=[*plan.about, "on this machine, without a scheduler" if local else ranks],
     )
     if local:
@@ -141,7 +142,7 @@ def active_venv() -> str | None:
 
 def longest_save(run: Run) -> float | None:
     """Seconds of the longest save of this run, from its events; None before the first."""
-    times = [e.get("write_seconds") for e in run.events() if e.get("event") == "saved"]
+    times = [event.write_seconds for event in run.events(Saved)]
     return max((float(t) for t in times if isinstance(t, (int, float))), default=None)
 
 

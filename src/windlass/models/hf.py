@@ -1,7 +1,7 @@
-"""Any causal language model of transformers, built from a local config: trained like our own, under its own names.
+"""Any causal language model of transformers, built from a local config and trained under its own parameter names.
 
-It can be sharded (none, zero1, zero2, full, hybrid), compiled and recomputed. It has no tensor-parallel plan and is not cut into
-pipeline stages; those degrees are refused with a message.
+It can be sharded (none, zero1, zero2, full, hybrid), compiled and recomputed. It is not divided by tensor, pipeline or context
+parallelism; `layout.rules` refuses those degrees.
 """
 
 from __future__ import annotations
@@ -12,60 +12,61 @@ import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from windlass.blocks.head.loss import entropy_sums
+from windlass.blocks.initial_values import fill_normal, fill_parameter
+from windlass.config import ModelConfig
 from windlass.errors import ConfigError
-from windlass.models.init import fill_normal, fill_parameter
-from windlass.models.loss import entropy_sums
-from windlass.models.parts import Model
-
-if TYPE_CHECKING:
-    from windlass.config import ModelConfig
+from windlass.models.decoder import DecoderModel
 
 
-class HFModel(Model):
-    """The skeleton's interface around a foreign network: `net` holds all parameters, `layers` its blocks for sharding."""
+class HFModel(DecoderModel):
+    """The decoder's interface around a model of transformers: `net` holds all parameters, `layers` its layers for sharding."""
 
-    stackable = False
+    divisible = False
     has_dropout = True
 
-    def __init__(self, net: nn.Module, seq_len: int) -> None:
+    def __init__(self, net: Any, seq_len: int) -> None:
         nn.Module.__init__(self)
         config = net.config.get_text_config() if hasattr(net.config, "get_text_config") else net.config
         self.net = net
         self.seq_len, self.vocab, self.width = seq_len, config.vocab_size, config.hidden_size
-        self.std = getattr(config, "initializer_range", 0.02)
+        self.init_std = getattr(config, "initializer_range", 0.02)
         self.tied = bool(getattr(config, "tie_word_embeddings", False))
-        self.twins = twins_of(net)
+        self.shared_names = names_of_shared_weights(net)
         self.embed = self.norm = self.head = None
-        self.position_start, self.table = 0, None
-        self.blocks = find_blocks(net)
-        self.num_layers = len(self.blocks)
+        self.position_start = 0
+        self.hf_layers = find_layers(net)
+        self.num_layers = len(self.hf_layers)
         self.z_loss = 0.0
-        """Set by `train.parallelize`: there is no head of ours that would know it."""
         modules = dict(self.named_modules())
         self.undecayed = frozenset(f"{name}.weight" for name, part in modules.items() if isinstance(part, nn.Embedding))
-        blocks = set(map(id, self.blocks))
-        inside = tuple(f"{name}." for name, part in modules.items() if id(part) in blocks)
-        self._patterns = {
+        layers = set(map(id, self.hf_layers))
+        inside = tuple(f"{name}." for name, part in modules.items() if id(part) in layers)
+        self._templates = {
             name: copy.deepcopy(part).to("meta")
             for name, part in modules.items()
-            if id(part) in blocks or (owns_parameters(part) and not name.startswith(inside))
+            if id(part) in layers
+            or (next(part.parameters(recurse=False), None) is not None and not name.startswith(inside))
         }
-        """Blocks, and what owns parameters beside them, without memory: the network's own rule fills one at a time."""
-        self._begun: tuple[Any, nn.Module] | None = None
+        """Layers, and what owns parameters beside them, without memory: the model's own rule initialises one at a time."""
+        self._initialised: tuple[Any, nn.Module] | None = None
         self._constants = {name: value.clone() for name, value in net.named_buffers() if not value.is_meta}
 
     @property
     def layers(self) -> Any:
-        """Blocks by number; a view, so that parameters keep their one name."""
-        return _Blocks(self.blocks)
+        """Layers by number; a view, so that parameters keep their one name."""
+        return {str(i): layer for i, layer in enumerate(self.hf_layers)}
+
+    def blocks(self) -> list[Any]:
+        return []
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> HFModel:
-        """Memory for the parameters; buffers (rotary frequencies) are constants and keep their numbers."""
+        """Memory for the parameters; buffers (rotary frequencies) are constants and keep their values."""
         super().to_empty(device=device, recurse=recurse)
         for name, value in self._constants.items():
             owner, _, last = name.rpartition(".")
@@ -75,82 +76,62 @@ class HFModel(Model):
             self.net.tie_weights()
         return self
 
-    def prepare(self, device: torch.device | str) -> None:
-        if any(getattr(block, "recompute", "none") != "none" for block in self.blocks):
+    def prepare(self, device: torch.device | str, length: int | None = None) -> None:
+        if any(getattr(layer, "recompute", "none") != "none" for layer in self.hf_layers):
             self.net.gradient_checkpointing_enable({"use_reentrant": False})
 
     def init_weights(self, seed: int) -> None:
         super().init_weights(seed)
-        self._begun = None
+        self._initialised = None
 
     def fill(self, name: str, tensor: Tensor, seed: int) -> None:
-        """As transformers itself begins it: Gemma's norms at zero, GPT-2's last products smaller. Its rules see whole modules."""
-        unit = max((u for u in self._patterns if name.startswith(f"{u}.")), key=len)
-        fill_parameter(tensor, f"{seed}/{unit}", partial(self._fill_as_theirs, name, unit))
+        """As transformers itself does: Gemma's norms at zero, GPT-2's last products smaller. Its rules need whole modules."""
+        unit = max((u for u in self._templates if name.startswith(f"{u}.")), key=len)
+        fill_parameter(tensor, f"{seed}/{unit}", partial(self._fill_by_their_rule, name, unit))
 
     @torch.no_grad()
-    def _fill_as_theirs(self, name: str, unit: str, tensor: Tensor, generator: torch.Generator) -> None:
-        begun = self._begin(unit, tensor.device, generator.initial_seed()).get_parameter(name.removeprefix(f"{unit}."))
-        if begun.isnan().any():
-            _fill_by_name(name, tensor, generator, self.std)
+    def _fill_by_their_rule(self, name: str, unit: str, tensor: Tensor, generator: torch.Generator) -> None:
+        module = self._initialised_unit(unit, tensor.device, generator.initial_seed())
+        values = module.get_parameter(name.removeprefix(f"{unit}."))
+        if not values.isnan().any():
+            tensor.copy_(values)
+        elif name.endswith("bias"):  # the model has no rule for this parameter
+            tensor.zero_()
+        elif "norm" in name.lower() or ".ln_" in name:
+            tensor.fill_(1.0)
         else:
-            tensor.copy_(begun)
+            fill_normal(tensor, generator, self.init_std)
 
-    def _begin(self, unit: str, device: torch.device, seed: int) -> nn.Module:
-        """One unit with its first numbers; kept until the next one is asked for, because its parameters come one after another."""
+    def _initialised_unit(self, unit: str, device: torch.device, seed: int) -> nn.Module:
+        """One unit with initial values; kept until the next one is asked for, because its parameters come one by one."""
         key = unit, device, seed
-        if self._begun is None or self._begun[0] != key:
-            self._begun = None
-            made = copy.deepcopy(self._patterns[unit]).to_empty(device=device)
-            for parameter in made.parameters():
-                parameter.fill_(float("nan"))  # what the network's rule leaves alone is then seen
+        if self._initialised is None or self._initialised[0] != key:
+            self._initialised = None  # frees the memory of the last one first
+            module = copy.deepcopy(self._templates[unit]).to_empty(device=device)
+            for parameter in module.parameters():
+                parameter.fill_(float("nan"))  # shows what the model's rule leaves alone
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 torch.manual_seed(seed)
-                made.apply(self.net._init_weights)
-            self._begun = key, made
-        return self._begun[1]
+                module.apply(self.net._init_weights)
+            self._initialised = key, module
+        return self._initialised[1]
 
     def forward(self, x: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        if documents is not None:
-            raise ConfigError(
-                "models.data-mask-documents-supported",
-                "data.mask_documents is not supported with model.family = hf",
-                hint="use family llama, or leave it off",
-            )
-        logits = self.net(input_ids=x, use_cache=False).logits
+        logits: Tensor = self.net(input_ids=x, use_cache=False).logits
         if targets is None:
             return logits
         return entropy_sums(logits.flatten(0, 1).float(), targets.flatten(), self.z_loss)
 
 
-def _fill_by_name(name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
-    """Where a network has no rule of its own for a parameter."""
-    if name.endswith("bias"):
-        tensor.zero_()
-    elif "norm" in name.lower() or ".ln_" in name:
-        tensor.fill_(1.0)
-    else:
-        fill_normal(tensor, generator, std)
-
-
-def twins_of(net: nn.Module) -> dict[str, str]:
-    """Names under which a weight stands a second time (a tied head) -> its first name, both as in our state."""
+def names_of_shared_weights(net: nn.Module) -> dict[str, str]:
+    """Second names of a weight (a tied head) -> its first name, both as in our state."""
     first: dict[int, str] = {}
     named = [(f"net.{name}", id(weight)) for name, weight in net.named_parameters(remove_duplicate=False)]
     return {name: first[key] for name, key in named if first.setdefault(key, name) != name}
 
 
-class _Blocks(dict[str, nn.Module]):
-    def __init__(self, blocks: list[nn.Module]) -> None:
-        super().__init__({str(i): block for i, block in enumerate(blocks)})
-
-
-def owns_parameters(part: nn.Module) -> bool:
-    return next(part.parameters(recurse=False), None) is not None
-
-
-def find_blocks(net: nn.Module) -> list[nn.Module]:
-    """The longest list of alike modules: the decoder's layers."""
+def find_layers(net: nn.Module) -> list[nn.Module]:
+    """The longest list of equal modules: the decoder's layers."""
     lists = [m for m in net.modules() if isinstance(m, nn.ModuleList) and len({type(b) for b in m}) == 1]
     return list(max(lists, key=len)) if lists else []
 
@@ -165,50 +146,50 @@ def parameters_on_meta() -> Iterator[None]:
         if parameter is not None:
             module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
-    nn.Module.register_parameter = register
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
     try:
         with torch.device("cpu"):
             yield
     finally:
-        nn.Module.register_parameter = original
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 def build_hf(config: ModelConfig, seq_len: int) -> HFModel:
-    # transformers imports torchao where it is installed, which on a CPU says of each of its GPU libraries that it cannot be loaded.
+    # transformers imports torchao where it is installed, which on a CPU warns for each of its GPU libraries.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise ConfigError(
-            "models.model-family-hf-needs",
+            "model.transformers-missing",
             'model.family = "hf" needs the transformers package',
             hint="pip install 'windlass[eval]'",
         ) from None
     path = Path(config.config or "")
     if not path.exists():
         raise ConfigError(
-            "models.model-config",
-            f"model.config: there is no {path}",
+            "model.config-missing",
+            f"model.config: {path} does not exist",
             hint="name a folder or file with a Hugging Face config.json",
         )
     try:
-        read = AutoConfig.from_pretrained(path, local_files_only=True)
+        hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
     except (ValueError, KeyError) as error:  # a family that this transformers does not know
         raise ConfigError(
-            "models.transformers-cannot-read",
+            "model.config-unreadable",
             f"transformers cannot read {path}: {str(error).splitlines()[0]}",
             hint="a newer transformers may know it; families that need code of their own (trust_remote_code) are not run",
         ) from None
-    limit = getattr(read, "max_position_embeddings", None)
+    limit = getattr(hf_config, "max_position_embeddings", None)
     if limit is not None and seq_len > limit:
         raise ConfigError(
-            "models.data-seq-len-model",
+            "model.sequence-too-long",
             f"data.seq_len ({seq_len:,}) is more than the model's {limit:,} positions",
             hint="choose a shorter sequence or another config",
         )
     meta = torch.empty(0).is_meta
     with parameters_on_meta() if meta else contextlib.nullcontext():
-        net = _with_attention(AutoModelForCausalLM, read)
+        net = _with_attention(AutoModelForCausalLM, hf_config)
     net.tie_weights()
     return HFModel(net, seq_len)
 

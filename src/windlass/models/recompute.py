@@ -1,4 +1,4 @@
-"""Which activations are kept for the backward pass, and which are computed again? A choice per block, made after it is built."""
+"""Recomputation of a layer in the backward pass: nothing, every second product, or everything."""
 
 from __future__ import annotations
 
@@ -19,34 +19,36 @@ SAVED = {
     _aten._scaled_dot_product_cudnn_attention.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
-"""Expensive to compute again for the memory they hold; every second matrix product is saved too."""
+"""Operators whose results selective recomputation keeps, beside every second matrix product."""
 
 
 def selective() -> Any:
     """Save attention, collectives and every second matrix product; recompute the rest."""
-    seen = {True: 0, False: 0}
+    products = {True: 0, False: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in (_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default):
-            seen[context.is_recompute] += 1
-            return CheckpointPolicy.MUST_SAVE if seen[context.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+            products[context.is_recompute] += 1
+            return CheckpointPolicy.MUST_SAVE if products[context.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE if op in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
 
 class Recomputed(nn.Module):
-    """A block whose `run` is computed once, or again in the backward pass. The choice sits inside the module, so that
-    neither its parameters' names nor the hooks of sharding around it change."""
+    """A layer whose forward pass runs once, or again in the backward pass.
+
+    The choice sits inside the module, so that neither parameter names nor the hooks of sharding around it change.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.recompute = "none"
         self.carries = False
-        """Hand the last branch on unadded, so that its addition and the next block's norm become one compiled kernel."""
+        """Return the last branch unadded, so that its addition and the next layer's norm become one compiled kernel."""
 
     def branches(self, x: Tensor, *args: Any) -> Carried:
-        """The residual stream before the block's last branch, and that branch."""
+        """The residual stream before the layer's last branch, and that branch."""
         raise NotImplementedError
 
     def run(self, x: Tensor, *args: Any) -> Tensor:
@@ -62,5 +64,5 @@ class Recomputed(nn.Module):
 
 
 def added(x: Tensor | Carried) -> Tensor:
-    """The residual stream, whole."""
+    """The residual stream with the last branch added."""
     return x[0] + x[1] if isinstance(x, tuple) else x

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from windlass.clusters import Cluster, load_device
 from windlass.clusters.model import Device
-from windlass.config import Recipe
-from windlass.cost.params import count
+from windlass.config import ModelConfig, Recipe
 from windlass.cost.power import EnergyEstimate, allocation_units, energy, node_power
-from windlass.cost.shapes import Shape, make_shape
 from windlass.errors import ConfigError, PlanError, WindlassError
+from windlass.models.presets import model_spec
 from windlass.planner.laws import Guess, expected_loss
 from windlass.planner.search import plan
 
@@ -174,49 +173,50 @@ def _rate(b: Budget, device: Device, size: float) -> tuple[float | None, float |
     except WindlassError as error:
         return None, None, error.message
     # The planned shape is near this size, not of it: the same work per second makes more tokens of a smaller model.
-    rate = best.step.tokens_per_second_per_device * b.devices * count(shape_near(size)).total / size
-    return 6.0 * size * rate / peak, rate, best.choice.words()
+    rate = best.step.tokens_per_second_per_device * b.devices * model_spec(model_near(size)).params.total / size
+    return 6.0 * size * rate / peak, rate, best.candidate.describe()
 
 
 def _recipe(b: Budget, size: float) -> Recipe:
     """A Llama-like model of this size with a batch of about 4M tokens that the devices divide."""
-    shape = shape_near(size)
+    model = model_near(size)
     sequences = max(1, round(4 * 2**20 / b.seq_len / b.devices)) * b.devices
     return Recipe.model_validate(
         {
             "name": f"budget-{size / 1e9:g}B", "cluster": b.cluster.name, "nodes": b.nodes,
-            "model": {
-                "layers": shape.layers, "width": shape.width, "ffn": shape.ffn, "heads": shape.heads, "kv_heads": shape.kv_heads, "vocab": shape.vocab,
-            },
+            "model": model.model_dump(exclude_unset=True),
             "data": {"tokens": 10**12, "seq_len": b.seq_len, "batch_tokens": sequences * b.seq_len},
         }
     )  # fmt: skip
 
 
 @cache
-def shape_near(size: float, vocab: int = 128_256, heads_multiple: int = 1) -> Shape:
-    """A Llama-3-like shape whose parameter count comes nearest: heads of 128, 8 key/value heads, feed-forward 3.5 times the width.
+def model_near(size: float, vocab: int = 128_256, heads_multiple: int = 1) -> ModelConfig:
+    """A Llama-3-like model nearest to a parameter count: heads of 128, 8 key/value heads, feed-forward 3.5 times the width.
 
-    `heads_multiple` asks for a number of heads that tensor parallelism can divide."""
+    `heads_multiple` asks for a number of heads that tensor parallelism can divide.
+    """
     if size < 2e9:
         vocab = 32_000
-    found = [
-        shape
-        for width in (*range(256, 4096, 256), *range(4096, 16_385, 512))
-        if (shape := _of_width(size, width, vocab)) and shape.heads % heads_multiple == 0
-    ]
-    # Deep and narrow or flat and wide shapes count as far away: published ones have widths of 60 to 160 per layer.
-    return min(found, key=lambda s: abs(count(s).total / size - 1) + max(0.0, abs(s.width / s.layers - 110) - 50) / 100)
-
-
-def _of_width(size: float, width: int, vocab: int) -> Shape | None:
-    """The number of layers (even, so that pipelines divide it) that brings this width nearest to the size."""
-    heads = width // (64 if width < 2048 else 128)
-    kv = next(k for k in (8, 4, 2, 1) if heads % k == 0)
-    one = make_shape(layers=1, width=width, heads=heads, kv_heads=kv, ffn=round(3.5 * width / 256) * 256, vocab=vocab)
-    per_layer = count(one).per_layer
-    layers = round((size - (count(one).total - per_layer)) / per_layer / 2) * 2
-    return replace(one, layers=layers) if layers >= 4 else None
+    best, best_distance = None, float("inf")
+    for width in (*range(256, 4096, 256), *range(4096, 16_385, 512)):
+        heads = width // (64 if width < 2048 else 128)
+        kv_heads = next(k for k in (8, 4, 2, 1) if heads % k == 0)
+        sizes = {"width": width, "heads": heads, "kv_heads": kv_heads, "ffn": round(3.5 * width / 256) * 256}
+        one = model_spec(ModelConfig.model_validate({"layers": 1, "vocab": vocab, **sizes}))
+        per_layer = one.groups[0].layer.num_params
+        # An even number of layers, so that pipelines divide it.
+        layers = round((size - (one.params.total - per_layer)) / per_layer / 2) * 2
+        if layers < 4 or heads % heads_multiple:
+            continue
+        total = one.params.total + (layers - 1) * per_layer
+        # Deep and narrow or flat and wide models count as far away: published ones have widths of 60 to 160 per layer.
+        distance = abs(total / size - 1) + max(0.0, abs(width / layers - 110) - 50) / 100
+        if distance < best_distance:
+            best_distance = distance
+            best = ModelConfig.model_validate({"layers": layers, "vocab": vocab, **sizes})
+    assert best is not None
+    return best
 
 
 def _watts(b: Budget, device: Device, mfu: float | None) -> float | None:

@@ -23,6 +23,7 @@ from windlass.files import write_atomic
 from windlass.planner.cells import number
 from windlass.planner.rows import Refusal, understand
 from windlass.planner.score import read_rows
+from windlass.runs.events import ProcessStart, Started
 from windlass.runs.folder import Run, open_run
 
 LIMITS = {"matmul": (0.1, 1.0), "memory": (0.2, 1.0), "network": (0.1, 1.0), "overlap": (0.0, 1.0)}
@@ -286,10 +287,9 @@ def of_run(run: Run, cluster: Cluster) -> Measured:
             f"{run.name} has no layout in its config",
             hint="runs started by windlass keep the layout they chose",
         )
-    begun = [e for e in run.events() if e.get("event") in ("started", "resumed")]
-    last = begun[-1] if begun else {}
-    devices = int(last.get("world_size") or cluster.node.devices * recipe.nodes)
-    per_node = int(last.get("devices_per_node") or min(devices, cluster.node.devices))
+    last = [Started(), *run.events(ProcessStart)][-1]
+    devices = last.world_size or cluster.node.devices * recipe.nodes
+    per_node = last.devices_per_node or min(devices, cluster.node.devices)
     machine = (
         cluster
         if devices % cluster.node.devices == 0 and per_node == cluster.node.devices
@@ -297,7 +297,7 @@ def of_run(run: Run, cluster: Cluster) -> Measured:
     )
     task = make_task(recipe, machine, max(1, devices // per_node), keep_recompute=True)
     choice = from_config(recipe.layout, recipe.train.recompute, task)
-    device = device_by_driver_name(str(last.get("device") or "")) or task.device
+    device = device_by_driver_name(last.device or "") or task.device
     seconds, held = _steps(run)
     return Measured(
         name=run.name,
@@ -313,7 +313,7 @@ def of_run(run: Run, cluster: Cluster) -> Measured:
 
 
 def _steps(run: Run) -> tuple[float, float | None]:
-    lines = [m for m in run.metrics() if isinstance(m.get("step_seconds"), (int, float)) and m["step_seconds"] > 0]
+    lines = [m for m in run.metrics_lines() if m.step_seconds is not None and m.step_seconds > 0]
     kept = lines[max(1, int(len(lines) * WARM_UP)) :]
     if len(kept) < LEAST_LINES:
         raise RunError(
@@ -321,8 +321,8 @@ def _steps(run: Run) -> tuple[float, float | None]:
             f"{run.name} has {len(kept)} steps after its warm-up, {LEAST_LINES} are needed",
             hint="let it run for a few more steps",
         )
-    held = [m["memory_bytes"] for m in kept if isinstance(m.get("memory_bytes"), (int, float))]
-    return median(float(m["step_seconds"]) for m in kept), max(held) if held else None
+    held = [m.memory_bytes for m in kept if m.memory_bytes is not None]
+    return median(m.step_seconds or 0.0 for m in kept), max(held) if held else None
 
 
 def _of_table(path: Path, device: str | None) -> tuple[list[Measured], list[str]]:

@@ -1,4 +1,4 @@
-"""Why this layout, and why not that one? Term by term against the best, with the smallest change that would help."""
+"""Explains one layout: its terms against the best plan's, and the smallest change that would make it fit."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from windlass.config import LayoutConfig
 from windlass.config.load import parse_override
 from windlass.errors import ConfigError
-from windlass.planner.layouts import Choice, enumerate_choices, from_config, problems
-from windlass.planner.search import GIB, Plan, Plans, evaluate
-from windlass.planner.task import Task
+from windlass.planner.candidates import LayoutCandidate, candidate_of, enumerate_candidates, problems
+from windlass.planner.search import Plan, Plans, estimate_plan
+from windlass.planner.task import PlanTask
+from windlass.units import GIB
 
 KEYS = (*LayoutConfig.model_fields, "recompute")
 
@@ -19,7 +20,7 @@ class Why:
     """The answer to one question about a layout."""
 
     asked: str
-    choice: Choice
+    candidate: LayoutCandidate
     verdict: str
     """illegal, does not fit, or fits."""
     sentences: tuple[str, ...]
@@ -34,27 +35,27 @@ class Why:
 def why(plans: Plans, question: str) -> Why:
     """Explain `shard=full,micro_batch=8`. Keys left open are the recipe's own, or the plainest; what freeing them would give is said too."""
     task, wanted = plans.task, parse_question(question)
-    choice = _complete(task, wanted)
+    candidate = _complete(task, wanted)
     best = plans.plans[0] if plans.plans else None
-    found = problems(task, choice)
-    matches = [c for c in enumerate_choices(task) if _agrees(c, wanted)]
-    freed = _freed(task, matches, choice)
-    if found:
+    violations = problems(task, candidate)
+    matches = [c for c in enumerate_candidates(task) if _agrees(c, wanted)]
+    freed = _freed(task, matches, candidate)
+    if violations:
         return Why(
             asked=question,
-            choice=choice,
+            candidate=candidate,
             verdict="illegal",
-            sentences=(*found, *freed),
+            sentences=(*map(str, violations), *freed),
             plan=None,
             best=best,
             matching=len(matches),
         )
-    judged = evaluate(task, choice)
+    judged = estimate_plan(task, candidate)
     sentences = _fitting(judged, best, plans) if judged.fits else _too_big(task, judged)
     verdict = "fits" if judged.fits else "does not fit"
     return Why(
         asked=question,
-        choice=choice,
+        candidate=candidate,
         verdict=verdict,
         sentences=(*sentences, *freed),
         plan=judged,
@@ -102,42 +103,42 @@ def _checked(layout: dict[str, object]) -> LayoutConfig:
     return validate(LayoutConfig, layout, "--why")
 
 
-def _agrees(c: Choice, wanted: dict[str, object]) -> bool:
-    chunks = max(2, c.chunks)
-    return all((chunks if key == "pipeline_chunks" else getattr(c, key)) == value for key, value in wanted.items())
+def _agrees(candidate: LayoutCandidate, wanted: dict[str, object]) -> bool:
+    values = {**candidate.layout.config().model_dump(), "recompute": candidate.recompute}
+    return all(values[key] == value for key, value in wanted.items())
 
 
-def _freed(task: Task, matches: list[Choice], asked: Choice) -> list[str]:
+def _freed(task: PlanTask, matches: list[LayoutCandidate], asked: LayoutCandidate) -> list[str]:
     """With the values that were not named left to the planner: the fastest layout that agrees with the question."""
-    fitting = [p for p in (evaluate(task, c) for c in matches) if p.fits]
+    fitting = [p for p in (estimate_plan(task, c) for c in matches) if p.fits]
     if not fitting:
         return [f"whatever the other values, none of {len(matches):,} layouts like it fits"] if matches else []
     best = min(fitting, key=lambda p: p.days)
-    if best.choice == asked:
+    if best.candidate == asked:
         return []
     return [
-        f"with the other values left to the planner: {best.choice.words()} fits in {best.memory.needed / GIB:.1f} GiB, {best.step.tokens_per_second_per_device:,.0f} tokens/s per device"
+        f"with the other values left to the planner: {best.candidate.describe()} fits in {best.memory.needed / GIB:.1f} GiB, {best.step.tokens_per_second_per_device:,.0f} tokens/s per device"
     ]
 
 
-def _complete(task: Task, wanted: dict[str, object]) -> Choice:
+def _complete(task: PlanTask, wanted: dict[str, object]) -> LayoutCandidate:
     """A layout outside the search: the recipe's own (or the plainest) with the asked values."""
     base = task.recipe.layout or LayoutConfig()
     layout = base.model_copy(update={key: value for key, value in wanted.items() if key != "recompute"})
-    return from_config(layout, str(wanted.get("recompute", task.recipe.train.recompute)), task)
+    return candidate_of(layout, str(wanted.get("recompute", task.recipe.train.recompute)), task)
 
 
 def _fitting(p: Plan, best: Plan | None, plans: Plans) -> list[str]:
     assert best is not None
-    place = next((i for i, other in enumerate(plans.plans, 1) if other.choice == p.choice), None)
+    place = next((i for i, other in enumerate(plans.plans, 1) if other.candidate == p.candidate), None)
     found = [
-        f"it fits: {p.memory.needed / GIB:.1f} of {p.limit / GIB:.1f} GiB, {p.step.tokens_per_second_per_device:,.0f} tokens/s per device"
+        f"it fits: {p.memory.needed / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB, {p.step.tokens_per_second_per_device:,.0f} tokens/s per device"
     ]
     if place == 1:
         return [*found, f"it is ranked first of {plans.fitting:,} layouts that fit: {plans.plans[0].reason}"]
     ratio = p.days / best.days
     found.append(
-        f"it takes {ratio:.2f} times as long as the best ({best.choice.words()})"
+        f"it takes {ratio:.2f} times as long as the best ({best.candidate.describe()})"
         if ratio > 1.005
         else "it is as fast as the best within the estimate's error"
     )
@@ -145,9 +146,9 @@ def _fitting(p: Plan, best: Plan | None, plans: Plans) -> list[str]:
         f"{name}: {mine:.3g} s a step, {theirs:.3g} s in the best"
         for name, mine, theirs in largest_differences(p, best)
     ]
-    if p.choice.data < best.choice.data:
+    if p.layout.data < best.layout.data:
         found.append(
-            f"{p.choice.data:,} replicas instead of {best.choice.data:,}: what they no longer do side by side is done in turn ({p.choice.accumulation} micro-batches instead of {best.choice.accumulation})"
+            f"{p.layout.data:,} replicas instead of {best.layout.data:,}: what they no longer do side by side is done in turn ({p.layout.accumulation} micro-batches instead of {best.layout.accumulation})"
         )
     return found
 
@@ -162,36 +163,36 @@ def largest_differences(p: Plan, best: Plan, count: int = 3) -> list[tuple[str, 
     return [item for item in pairs[:count] if abs(item[1] - item[2]) > 0.002 * best.step.seconds]
 
 
-def _too_big(task: Task, p: Plan) -> list[str]:
-    over = (p.memory.needed - p.limit) / GIB
+def _too_big(task: PlanTask, p: Plan) -> list[str]:
+    over = (p.memory.needed - p.limit_bytes) / GIB
     terms = sorted(p.memory_terms.items(), key=lambda item: -item[1])
     found = [
-        f"it needs {p.memory.needed / GIB:.1f} of {p.limit / GIB:.1f} GiB, {over:.1f} GiB too much, at the moment of the {p.memory.moment}"
+        f"it needs {p.memory.needed / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB, {over:.1f} GiB too much, at the moment of the {p.memory.moment}"
     ]
     found += [f"{name}: {size / GIB:.1f} GiB" for name, size in terms[:4]]
-    helpful = _smallest_change(task, p.choice)
+    helpful = _smallest_change(task, p.candidate)
     found.append(f"the smallest change that fits: {helpful}" if helpful else "no change of a single value makes it fit")
     return found
 
 
-def _smallest_change(task: Task, c: Choice) -> str | None:
+def _smallest_change(task: PlanTask, c: LayoutCandidate) -> str | None:
     """Among layouts that differ in one value, the fastest that fits: `micro_batch=4 (52.1 GiB)`."""
-    changes: list[tuple[str, Choice]] = []
-    changes += [
-        (f"micro_batch={m}", replace(c, micro_batch=m, accumulation=_accumulation(task, c, m)))
-        for m in range(c.micro_batch - 1, 0, -1)
+    layout = c.layout
+    sequences = layout.micro_batch * layout.accumulation
+    changes = [
+        (f"micro_batch={m}", replace(c, layout=replace(layout, micro_batch=m, accumulation=sequences // m)))
+        for m in range(layout.micro_batch - 1, 0, -1)
+        if sequences % m == 0
     ]
     changes += [(f"recompute={r}", replace(c, recompute=r)) for r in ("selective", "full") if r != c.recompute]
     changes += [
-        (f"shard={s}", replace(c, shard=s, shard_size=None)) for s in ("zero1", "zero2", "full") if s != c.shard
+        (f"shard={s}", replace(c, layout=replace(layout, shard=s, shard_size=layout.replicas)))
+        for s in ("zero1", "zero2", "full")
+        if s != layout.shard
     ]
-    judged = [(name, evaluate(task, other)) for name, other in changes if not problems(task, other)]
+    judged = [(name, estimate_plan(task, other)) for name, other in changes if not problems(task, other)]
     fitting = [(name, p) for name, p in judged if p.fits]
     if not fitting:
         return None
     name, best = min(fitting, key=lambda item: item[1].days)
     return f"{name} ({best.memory.needed / GIB:.1f} GiB, {best.step.tokens_per_second_per_device:,.0f} tokens/s per device)"
-
-
-def _accumulation(task: Task, c: Choice, micro_batch: int) -> int:
-    return 1 if task.sequences is None else max(1, task.sequences // (c.data * micro_batch))

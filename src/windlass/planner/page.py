@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from windlass.cost.params import count
 from windlass.figures import Card, Cards, Chart, Item, Mark, Note, Section, Table, bars, line, page
 from windlass.planner.record import mfu_words
-from windlass.planner.scaling import Point
-from windlass.planner.search import GIB, TIE, Plan, Plans, Rejected
-from windlass.planner.task import Task
-from windlass.units import print_seconds, print_tokens
+from windlass.planner.scaling import ScalingPoint
+from windlass.planner.search import TIE, Plan, Plans, Rejected
+from windlass.planner.task import PlanTask
+from windlass.units import GIB, print_seconds, print_tokens
 
 SHOWN = 8
 
 
-def plan_page(plans: Plans, strong: Sequence[Point] = (), weak: Sequence[Point] = ()) -> str:
+def plan_page(plans: Plans, strong: Sequence[ScalingPoint] = (), weak: Sequence[ScalingPoint] = ()) -> str:
     """A self-contained HTML page; the scaling section appears when its points are given."""
     task = plans.task
     sections = [
@@ -31,7 +30,7 @@ def plan_page(plans: Plans, strong: Sequence[Point] = (), weak: Sequence[Point] 
     return page(
         f"Plan: {task.recipe.name}",
         sections,
-        subtitle=f"{count(task.shape).total / 1e9:.3g}B parameters, {print_tokens(plans.plans[0].tokens) if plans.plans else '?'} tokens, {task.nodes} nodes x {task.per_node} {task.device.name} ({task.cluster.title})",
+        subtitle=f"{task.model.params.total / 1e9:.3g}B parameters, {print_tokens(plans.plans[0].tokens) if plans.plans else '?'} tokens, {task.nodes} nodes x {task.per_node} {task.device.name} ({task.cluster.title})",
         footer="Written by windlass plan. Estimates, not measurements: see docs/concepts/predictions.md.",
     )
 
@@ -70,7 +69,7 @@ def _best(plans: Plans) -> list[Item]:
         Card(mfu, f"MFU ({p.step.mfu_convention})", f"of {mfu_words(task)}{achievable}"),
         Card(
             f"{p.memory.needed / GIB:.1f} GiB",
-            f"of {p.limit / GIB:.1f} GiB per device",
+            f"of {p.limit_bytes / GIB:.1f} GiB per device",
             f"peak at the {p.memory.moment}",
         ),
         Card(_mwh(p.energy.kwh), "energy with the building", f"PUE {p.energy.pue:g}"),
@@ -78,7 +77,7 @@ def _best(plans: Plans) -> list[Item]:
     ]
     if p.units is not None:
         cards.append(Card(amount(p.units), f"{task.cluster.billing.unit}s charged"))
-    text = f"{p.choice.words()}: {p.choice.data:,} replicas x micro-batch {p.choice.micro_batch} x {p.choice.accumulation} micro-batches = {p.batch_tokens:,} tokens a step. {p.reason[:1].upper()}{p.reason[1:]}."
+    text = f"{p.candidate.describe()}: {p.layout.data:,} replicas x micro-batch {p.layout.micro_batch} x {p.layout.accumulation} micro-batches = {p.batch_tokens:,} tokens a step. {p.reason[:1].upper()}{p.reason[1:]}."
     return [Cards(cards), Note(text)]
 
 
@@ -89,7 +88,7 @@ def _mwh(kwh: float | None) -> str:
 
 
 def _labels(plans: Sequence[Plan]) -> list[str]:
-    return [f"{i}. {p.choice.words()}{' (recipe)' if p.given else ''}" for i, p in enumerate(plans, 1)]
+    return [f"{i}. {p.candidate.describe()}{' (recipe)' if p.from_recipe else ''}" for i, p in enumerate(plans, 1)]
 
 
 def stacked(
@@ -119,7 +118,7 @@ def stacked(
 
 def _memory(plans: Plans) -> list[Item]:
     shown = plans.plans[:SHOWN]
-    limit = plans.task.limit / GIB
+    limit = plans.task.limit_bytes / GIB
     chart = stacked(
         "Peak memory per device by what holds it",
         _labels(shown),
@@ -128,7 +127,9 @@ def _memory(plans: Plans) -> list[Item]:
         (Mark(axis="y", at=limit, label=f"{limit:.1f} GiB usable"),),
         "At the moment of the peak, on the fullest device.",
     )
-    rows = [(r.choice.words() + (" (recipe)" if r.given else ""), r.reason) for r in _shown_rejections(plans)]
+    rows = [
+        (r.candidate.describe() + (" (recipe)" if r.from_recipe else ""), r.reason) for r in _shown_rejections(plans)
+    ]
     table: list[Item] = (
         [Table(("rejected", "why"), rows, caption="What misses by least, and what a rule forbids.")] if rows else []
     )
@@ -137,15 +138,15 @@ def _memory(plans: Plans) -> list[Item]:
 
 def _shown_rejections(plans: Plans) -> list[Rejected]:
     """The recipe's own first, then the closest misses, then what a rule forbids."""
-    too_big = [r for r in plans.rejected if r.given or r.memory_gib is not None]
-    return [*too_big[:SHOWN], *(r for r in plans.rejected if not r.given and r.memory_gib is None)]
+    too_big = [r for r in plans.rejected if r.from_recipe or r.memory_gib is not None]
+    return [*too_big[:SHOWN], *(r for r in plans.rejected if not r.from_recipe and r.memory_gib is None)]
 
 
 def _ranking(plans: Plans) -> list[Item]:
     shown = plans.plans[: 2 * SHOWN]
     rows = [
         (
-            i, p.choice.words() + (" (recipe)" if p.given else ""), f"{p.choice.data:,} x {p.choice.accumulation}", f"{p.memory.needed / GIB:.1f}",
+            i, p.candidate.describe() + (" (recipe)" if p.from_recipe else ""), f"{p.layout.data:,} x {p.layout.accumulation}", f"{p.memory.needed / GIB:.1f}",
             f"{p.step.tokens_per_second_per_device:,.0f}", "unknown" if p.step.mfu is None else f"{p.step.mfu:.1%}", days_words(p),
             _mwh(p.energy.kwh), carbon(p.energy.tco2e), p.reason,
         )
@@ -163,7 +164,7 @@ def _ranking(plans: Plans) -> list[Item]:
         "CO2e",
         "reason",
     )
-    given = [i for i, p in enumerate(shown) if p.given] or [0]
+    given = [i for i, p in enumerate(shown) if p.from_recipe] or [0]
     caption = f"{plans.considered:,} layouts considered, {plans.fitting:,} fit; the best of each family is shown, ranked by time in steps of {TIE:.0%} (the estimate is no finer), then by replicas. MFU counts {plans.best.step.mfu_convention} of {mfu_words(plans.task)}."
     return [Table(columns, rows, right=(0, 2, 3, 4, 5, 6, 7, 8), caption=caption, strong=given)]
 
@@ -183,7 +184,7 @@ def _steps(plans: Plans) -> list[Item]:
     ]
 
 
-def _scaling(task: Task, strong: Sequence[Point], weak: Sequence[Point]) -> list[Item]:
+def _scaling(task: PlanTask, strong: Sequence[ScalingPoint], weak: Sequence[ScalingPoint]) -> list[Item]:
     devices = [p.devices for p in strong]
     first = strong[0].tokens_per_second() or 0.0
     ideal = [first / devices[0] * d for d in devices]
@@ -219,7 +220,7 @@ def _scaling(task: Task, strong: Sequence[Point], weak: Sequence[Point]) -> list
     return [speed, share, _scaling_table(strong)]
 
 
-def _scaling_table(strong: Sequence[Point]) -> Table:
+def _scaling_table(strong: Sequence[ScalingPoint]) -> Table:
     first = strong[0]
     rows = []
     for p in strong:
@@ -229,7 +230,7 @@ def _scaling_table(strong: Sequence[Point]) -> Table:
             (
                 p.nodes,
                 p.devices,
-                p.best.choice.words(),
+                p.best.candidate.describe(),
                 f"{rate:,.0f}",
                 f"{efficiency:.0%}",
                 days_words(p.best),
@@ -241,7 +242,7 @@ def _scaling_table(strong: Sequence[Point]) -> Table:
     )
 
 
-def energy_parts(p: Plan, task: Task) -> dict[str, float]:
+def energy_parts(p: Plan, task: PlanTask) -> dict[str, float]:
     """MWh of devices, the rest of the nodes and the building; empty when the device's power is unknown."""
     if p.energy.it_kwh is None or p.energy.kwh is None or p.power.device_watts is None:
         return {}
@@ -271,11 +272,11 @@ def _energy(plans: Plans) -> list[Item]:
     ]
 
 
-def _facts(task: Task) -> Table:
+def _facts(task: PlanTask) -> Table:
     d, links = task.device, task.cluster.links
     rows = [
         ("dense bf16 peak", number(d.bf16_tflops, 0, " TFLOP/s") + (f" quoted, {d.silicon_tflops:g} of this part" if d.silicon_tflops else "")), ("best measured matrix rate", number(d.matmul_tflops, 0, " TFLOP/s")),
-        ("memory bandwidth", number(d.bandwidth_gbs, 0, " GB/s")), ("usable memory", f"{task.limit / GIB:.1f} GiB"),
+        ("memory bandwidth", number(d.bandwidth_gbs, 0, " GB/s")), ("usable memory", f"{task.limit_bytes / GIB:.1f} GiB"),
         ("inside a node", number(links.intra_gbs, 0, " GB/s per device")), ("into the network", number(links.inter_gbs_per_node, 0, " GB/s per node")),
         ("efficiency constants", task.cluster.efficiency.fitted_from or "the planner's own, fitted to published runs"),
     ]  # fmt: skip

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from windlass.cost.params import count
 from windlass.files import write_json
 from windlass.planner.explain import Why
-from windlass.planner.search import GIB, Plan, Plans, Rejected
-from windlass.planner.task import Task
+from windlass.planner.search import Plan, Plans, Rejected
+from windlass.planner.task import PlanTask
 from windlass.runs.folder import Run
+from windlass.units import GIB
 
 
-def mfu_words(task: Task) -> str:
+def mfu_words(task: PlanTask) -> str:
     """What every MFU here is a share of."""
     peak, own = task.device.bf16_tflops, task.device.silicon_tflops
     if peak is None:
@@ -21,18 +21,18 @@ def mfu_words(task: Task) -> str:
     return words + (f" as quoted (time is computed from the part's own {own:g})" if own else "")
 
 
-def plan_json(p: Plan, task: Task) -> dict[str, Any]:
+def plan_json(p: Plan, task: PlanTask) -> dict[str, Any]:
     e = p.energy
     return {
-        "layout": p.layout.model_dump(mode="json"),
-        "recompute": p.choice.recompute,
-        "data_parallel": p.choice.data,
-        "accumulation": p.choice.accumulation,
+        "layout": p.layout.config().model_dump(mode="json"),
+        "recompute": p.recompute,
+        "data_parallel": p.layout.data,
+        "accumulation": p.layout.accumulation,
         "batch_tokens": p.batch_tokens,
-        "given": p.given,
+        "given": p.from_recipe,
         "fits": p.fits,
         "memory_gib": p.memory.needed / GIB,
-        "memory_limit_gib": p.limit / GIB,
+        "memory_limit_gib": p.limit_bytes / GIB,
         "memory_allocated_gib": p.memory.allocated / GIB,
         "memory_moment": p.memory.moment,
         "memory_terms_gib": {name: size / GIB for name, size in p.memory_terms.items()},
@@ -62,9 +62,9 @@ def plan_json(p: Plan, task: Task) -> dict[str, Any]:
 
 def rejected_json(r: Rejected) -> dict[str, Any]:
     return {
-        "layout": r.layout.model_dump(mode="json"),
-        "recompute": r.choice.recompute,
-        "given": r.given,
+        "layout": r.candidate.layout.config().model_dump(mode="json"),
+        "recompute": r.candidate.recompute,
+        "given": r.from_recipe,
         "memory_gib": r.memory_gib,
         "reason": r.reason,
     }
@@ -78,7 +78,7 @@ def plans_json(plans: Plans) -> dict[str, Any]:
         "nodes": task.nodes,
         "devices": task.devices,
         "device": task.device.name,
-        "parameters": count(task.shape).total,
+        "parameters": task.model.params.total,
         "plans": [plan_json(p, task) for p in plans.plans],
         "rejected": [rejected_json(r) for r in plans.rejected],
         "considered": plans.considered,
@@ -88,11 +88,11 @@ def plans_json(plans: Plans) -> dict[str, Any]:
     }
 
 
-def why_json(answer: Why, task: Task) -> dict[str, Any]:
+def why_json(answer: Why, task: PlanTask) -> dict[str, Any]:
     return {
         "asked": answer.asked,
-        "layout": answer.choice.config().model_dump(mode="json"),
-        "recompute": answer.choice.recompute,
+        "layout": answer.candidate.layout.config().model_dump(mode="json"),
+        "recompute": answer.candidate.recompute,
         "verdict": answer.verdict,
         "sentences": list(answer.sentences),
         "plan": None if answer.plan is None else plan_json(answer.plan, task),
@@ -108,7 +108,7 @@ def write_plan(run: Run, plans: Plans, chosen: Plan | None = None) -> None:
 def plan_record(plans: Plans, chosen: Plan | None = None) -> dict[str, Any]:
     """What a run keeps in plan.json: the plan it was started with, its runners-up in short, and what the estimate rests on."""
     task = plans.task
-    picked = chosen or next((p for p in plans.plans if p.given), None) or plans.best
+    picked = chosen or next((p for p in plans.plans if p.from_recipe), None) or plans.best
     return {
         "version": 1,
         "recipe": task.recipe.name,
@@ -116,12 +116,12 @@ def plan_record(plans: Plans, chosen: Plan | None = None) -> dict[str, Any]:
         "nodes": task.nodes,
         "devices": task.devices,
         "device": task.device.name,
-        "parameters": count(task.shape).total,
+        "parameters": task.model.params.total,
         "plan": plan_json(picked, task),
         "alternatives": [
             {
-                "layout": p.layout.model_dump(mode="json"),
-                "recompute": p.choice.recompute,
+                "layout": p.layout.config().model_dump(mode="json"),
+                "recompute": p.recompute,
                 "days": p.days,
                 "reason": p.reason,
             }

@@ -13,7 +13,7 @@ from windlass.planner.task import make_task
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class ScalingPoint:
     """The best plan at one size; a kind of sharding that does not fit there is absent."""
 
     nodes: int
@@ -37,7 +37,7 @@ def node_counts(nodes: int, most: int | None) -> list[int]:
     return sorted(n for n in wanted if 1 <= n <= min(most or 10**9, max(8, 8 * nodes)))
 
 
-def scaling(recipe: Recipe, cluster: Cluster, counts: Iterable[int], *, weak: bool = False) -> list[Point]:
+def scaling(recipe: Recipe, cluster: Cluster, counts: Iterable[int], *, weak: bool = False) -> list[ScalingPoint]:
     """Sizes at which the batch does not divide or nothing fits are left out."""
     points = []
     for nodes in counts:
@@ -46,20 +46,23 @@ def scaling(recipe: Recipe, cluster: Cluster, counts: Iterable[int], *, weak: bo
         except WindlassError:
             continue
         if found.plans:
-            points.append(Point(nodes=nodes, devices=found.task.devices, best=found.plans[0], kinds=_kinds(found)))
+            points.append(
+                ScalingPoint(nodes=nodes, devices=found.task.devices, best=found.plans[0], kinds=_kinds(found))
+            )
     return points
 
 
 def _at(recipe: Recipe, cluster: Cluster, nodes: int, weak: bool) -> Plans:
     task = make_task(recipe, cluster, nodes)
-    if weak and task.sequences is not None:
-        task = replace(task, sequences=max(1, round(task.sequences * nodes / recipe.nodes)))
+    if weak and task.size.sequences is not None:
+        sequences = max(1, round(task.size.sequences * nodes / recipe.nodes))
+        task = replace(task, size=replace(task.size, sequences=sequences))
     return search(task)
 
 
 def _kinds(plans: Plans) -> dict[str, Plan]:
     found: dict[str, Plan] = {}
     for p in plans.plans:
-        if p.choice.tensor == p.choice.pipeline == p.choice.context == 1:
-            found.setdefault(p.choice.shard, p)
+        if p.layout.tensor == p.layout.pipeline == p.layout.context == 1:
+            found.setdefault(p.layout.shard, p)
     return found

@@ -7,11 +7,11 @@ import time
 import uuid
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from windlass.errors import ProfileError
 from windlass.files import read_json, write_json
 from windlass.runs import Run
+from windlass.runs.events import Profiled
 from windlass.runs.lock import holder
 
 MAX_STEPS = 100
@@ -56,7 +56,7 @@ def ask(
             hint=f"choose 1 to {MAX_STEPS}; three are usually enough",
         )
     if holder(run.lock_file) is None:
-        last = (run.last_metric() or {}).get("step")
+        last = run.last_metrics().step
         where = f" (last step {last})" if last is not None else ""
         raise ProfileError(
             "profile.nobody-training-now",
@@ -106,9 +106,7 @@ def wait_for_trace(run: Run, request: Request, seconds: float, *, poll_seconds: 
 
 
 def _files(run: Run, request: Request) -> list[str]:
-    events: list[dict[str, Any]] = [
-        e for e in run.events() if e.get("event") == "profiled" and e.get("request") == request.id
-    ]
+    events = [e for e in run.events(Profiled) if e.request == request.id]
     if len(events) < max(1, len(request.ranks)):
         return []
-    return [str(f) for e in events for f in e.get("files", [])]
+    return [file for e in events for file in e.files]

@@ -90,7 +90,7 @@ class RunComparison:
 
 def compare_runs(runs: Sequence[Run], *, tolerance: float = LOSS_TOLERANCE) -> RunComparison:
     manifests = [run.manifest() for run in runs]
-    metrics = [list(run.metrics()) for run in runs]
+    metrics = [[line.as_dict() for line in run.metrics_lines()] for run in runs]
     return RunComparison(
         labels=[run.name for run in runs],
         config=differences([_config(run) for run in runs]),

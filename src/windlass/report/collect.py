@@ -17,8 +17,10 @@ from windlass.energy.ledger import Ledger, read_ledger
 from windlass.errors import RunError, WindlassError
 from windlass.files import read_json, read_json_lines
 from windlass.report.columns import Columns, Numbers, highest, last_known, middle
+from windlass.runs.events import parse_event
 from windlass.runs.folder import Run, open_run
-from windlass.runs.life import life
+from windlass.runs.history import read_history
+from windlass.runs.metrics import MetricsLine
 from windlass.units import print_text
 
 FAULTS = ("fault", "hang", "save_failed", "damaged", "rollback", "skipped", "gave_up")
@@ -116,7 +118,7 @@ def collect(
     recipe, problem = _recipe(run)
     manifest: dict[str, Any] = plain(run.manifest())
     cluster = _cluster(recipe)
-    events = [_event(e) for e in run.events()]
+    events = [_event(e.as_dict()) for e in run.events()]
     begin = _last(events, ("started", "resumed")) or {}
     tokens, step = last_known(columns.get("tokens")), last_known(columns.get("step"))
     parameters, active = _parameters(recipe)
@@ -258,10 +260,9 @@ def _parameters(recipe: Recipe | None) -> tuple[int | None, int | None]:
     if recipe is None:
         return None, None
     try:
-        from windlass.cost.params import count
-        from windlass.cost.shapes import shape_of
+        from windlass.models.presets import model_spec
 
-        found = count(shape_of(recipe.model))
+        found = model_spec(recipe.model).params
     except (
         WindlassError,
         OSError,
@@ -387,15 +388,15 @@ MOST_LINES = 20_000
 def _life(events: Sequence[dict[str, Any]], columns: Columns) -> dict[str, Any] | None:
     """What runs.life makes of the events and the metrics; None before the first start."""
     known = [e for e in events if e["time"] is not None]
-    found = life(known, _light(columns))
+    found = read_history([parse_event(e) for e in known], _light(columns))
     if not found.segments:
         return None
     value = asdict(found)
-    value.pop("timeline")
+    value.pop("clock_jumped_at")
     return value
 
 
-def _light(columns: Columns) -> list[dict[str, Any]]:
+def _light(columns: Columns) -> list[MetricsLine]:
     steps = columns.get("step")
     if not len(steps):
         return []
@@ -407,7 +408,7 @@ def _light(columns: Columns) -> list[dict[str, Any]]:
     taken = {key: columns.get(key)[keep].tolist() for key in ("step", "tokens", "step_seconds", "time")}
     rows = zip(*taken.values(), strict=True)
     return [
-        {"step": int(s), "tokens": None if t != t else int(t), "step_seconds": None if x != x else x, "time": at}
+        MetricsLine(step=int(s), tokens=None if t != t else int(t), step_seconds=None if x != x else x, time=at)
         for s, t, x, at in rows
         if at == at
     ]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from windlass.runs.record import METRICS
+from windlass.runs.metrics import METRICS
 
 Numbers = npt.NDArray[np.float64]
 KEYS = tuple(METRICS)

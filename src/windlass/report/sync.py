@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import LaunchError, RunError
-from windlass.files import append_line, read_json_lines, read_last_json_line, write_atomic
+from windlass.files import append_line, read_json_lines, write_atomic
 from windlass.report.redact import redact_text
 from windlass.runs.folder import Run
 from windlass.runs.lock import locked
@@ -85,9 +85,9 @@ def _in_turn(run: Run, dry_run: bool, send: Sender | None) -> list[dict[str, Any
 
 def is_live(run: Run, now: float | None = None) -> bool:
     """Is a job writing here? By files only: what the last start came to, and how old the last line is."""
-    kind = next((e.get("event") for e in reversed(list(run.events())) if e.get("event") in STARTS | ENDS), None)
-    at = (read_last_json_line(run.metrics_file) or {}).get("time")
-    fresh = isinstance(at, (int, float)) and (time.time() if now is None else now) - at < LIVE_SECONDS
+    kind = next((e.event for e in reversed(list(run.events())) if e.event in STARTS | ENDS), None)
+    at = run.last_metrics().time
+    fresh = at is not None and (time.time() if now is None else now) - at < LIVE_SECONDS
     return kind not in ENDS and fresh
 
 
@@ -156,7 +156,7 @@ def sync_watch(
         if due or trigger.exists():
             trigger.unlink(missing_ok=True)  # before sending: what is written meanwhile asks again
             due = failed = not _say_sent(run, say, send)
-        finished = any(e.get("event") in ("finished", "gave_up") for e in run.events())
+        finished = any(e.event in ("finished", "gave_up") for e in run.events())
         if finished and not failed and not trigger.exists():
             return
         rounds = None if rounds is None else rounds - 1

@@ -8,7 +8,7 @@ from typing import Any
 
 from windlass.energy.carbon import print_carbon
 from windlass.report.collect import Energy, RunSummary
-from windlass.runs.life import moment
+from windlass.runs.events import parse_event
 from windlass.units import print_bytes, print_figure, print_joules, print_seconds, print_tokens
 
 Row = tuple[str, str, str]
@@ -16,7 +16,7 @@ Row = tuple[str, str, str]
 
 def event_text(event: Mapping[str, Any]) -> str:
     """One event as a sentence."""
-    return moment(event).text
+    return parse_event(event).describe()
 
 
 def silence(summary: RunSummary, now: float | None = None) -> float | None:

@@ -1,16 +1,16 @@
-"""Where does a run keep what it knows? One folder; every path in it is named here and nowhere else."""
+"""The run folder: every path in it, and what may change between two starts of one run."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
-from windlass.config import Loaded, Recipe, recipe_hash, validate
+from windlass.config import Loaded, Recipe, validate
+from windlass.config.load import flatten
 from windlass.errors import RunError
 from windlass.files import (
     append_line_buffered,
@@ -20,7 +20,22 @@ from windlass.files import (
     write_atomic,
     write_json,
 )
+from windlass.runs.events import Event, LayoutChanged, RecipeChanged, parse_event
+from windlass.runs.faults import FaultRecord, read_faults
 from windlass.runs.lock import holder
+from windlass.runs.metrics import MetricsLine, read_metrics
+
+E = TypeVar("E", bound=Event)
+
+
+class _InFolder:
+    """A path below the run folder, as an attribute of `Run`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: Run, owner: type[Run]) -> Path:
+        return run.path / self.name
 
 
 @dataclass(frozen=True)
@@ -29,78 +44,28 @@ class Run:
 
     path: Path
 
+    recipe_file = _InFolder("recipe.toml")
+    config_file = _InFolder("config.json")
+    plan_file = _InFolder("plan.json")
+    manifest_file = _InFolder("manifest.json")
+    jobs_file = _InFolder("jobs.jsonl")
+    metrics_file = _InFolder("metrics.jsonl")
+    events_file = _InFolder("events.jsonl")
+    energy_file = _InFolder("energy.jsonl")
+    eval_file = _InFolder("eval.jsonl")
+    lock_file = _InFolder("run.lock")
+    report_file = _InFolder("report.html")
+    ranks = _InFolder("ranks")
+    checkpoints = _InFolder("checkpoints")
+    profile = _InFolder("profile")
+    logs = _InFolder("logs")
+    trackers = _InFolder("trackers")
+    requests = _InFolder("requests")
+    """Small files by which another shell asks a live run for something (a profile, a save, a stop)."""
+
     @property
     def name(self) -> str:
         return self.path.resolve().name
-
-    @property
-    def recipe_file(self) -> Path:
-        return self.path / "recipe.toml"
-
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def plan_file(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def manifest_file(self) -> Path:
-        return self.path / "manifest.json"
-
-    @property
-    def jobs_file(self) -> Path:
-        return self.path / "jobs.jsonl"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events_file(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def energy_file(self) -> Path:
-        return self.path / "energy.jsonl"
-
-    @property
-    def eval_file(self) -> Path:
-        return self.path / "eval.jsonl"
-
-    @property
-    def lock_file(self) -> Path:
-        return self.path / "run.lock"
-
-    @property
-    def ranks(self) -> Path:
-        return self.path / "ranks"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def profile(self) -> Path:
-        return self.path / "profile"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def trackers(self) -> Path:
-        return self.path / "trackers"
-
-    @property
-    def requests(self) -> Path:
-        """Small files by which another shell asks a live run for something (a profile, a save, a stop)."""
-        return self.path / "requests"
-
-    @property
-    def report_file(self) -> Path:
-        return self.path / "report.html"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:09d}"
@@ -111,24 +76,41 @@ class Run:
     def error_file(self, rank: int) -> Path:
         return self.ranks / f"error-{rank:05d}.json"
 
-    # -- writing ----------------------------------------------------------------------------------------------------
+    def record(self, event: Event) -> None:
+        """Append an event, with the time where it has none."""
+        stamped = event if event.time is not None else replace(event, time=time.time())
+        append_line_buffered(self.events_file, stamped.as_dict())
 
-    def event(self, kind: str, /, **fields: Any) -> None:
-        """One line of the run's life: `started`, `resumed`, `saved`, `fault`, ... with the time."""
-        append_line_buffered(self.events_file, {"time": time.time(), "event": kind, **fields})
+    @overload
+    def events(self) -> Iterator[Event]: ...
 
-    def metric(self, line: dict[str, Any]) -> None:
-        append_line_buffered(self.metrics_file, line)
+    @overload
+    def events(self, kind: type[E]) -> Iterator[E]: ...
 
-    # -- reading ----------------------------------------------------------------------------------------------------
+    def events(self, kind: type[Event] = Event) -> Iterator[Event]:
+        """The events of one class (all by default), oldest first."""
+        parsed = (parse_event(line) for line in read_json_lines(self.events_file))
+        return (event for event in parsed if isinstance(event, kind))
+
+    def metrics_lines(self) -> Iterator[MetricsLine]:
+        """Every line of metrics.jsonl, oldest first, also those of steps that were repeated later."""
+        return read_metrics(self.metrics_file)
+
+    def last_metrics(self) -> MetricsLine:
+        """The newest line; all values are None when there is no line yet."""
+        return MetricsLine.from_dict(read_last_json_line(self.metrics_file) or {})
+
+    def faults(self) -> list[FaultRecord]:
+        """Fault records of ranks, by rank."""
+        return read_faults(self.ranks)
 
     def recipe(self) -> Recipe:
         value = read_json(self.config_file)
         if value is None:
             raise RunError(
-                "runs.missing-damaged",
+                "runs.config-missing",
                 f"{self.config_file} is missing or damaged",
-                hint="is this a whole copy of a run folder?",
+                hint="copy the complete run folder",
             )
         return validate(Recipe, value, str(self.config_file))
 
@@ -138,64 +120,81 @@ class Run:
     def plan(self) -> dict[str, Any] | None:
         return read_json(self.plan_file)
 
-    def events(self) -> Iterator[dict[str, Any]]:
-        return read_json_lines(self.events_file)
-
-    def metrics(self) -> Iterator[dict[str, Any]]:
-        return read_json_lines(self.metrics_file)
-
-    def last_metric(self) -> dict[str, Any] | None:
-        return read_last_json_line(self.metrics_file)
-
-    def errors(self) -> list[dict[str, Any]]:
-        """Error records of ranks, by rank."""
-        found = (read_json(p) for p in sorted(self.ranks.glob("error-*.json")))
-        return [value for value in found if value is not None]
-
 
 def open_run(path: Path | str) -> Run:
     """An existing run folder; a bare name is looked for in runs/."""
-    given = Path(path)
-    for candidate in (given, Path("runs") / given):
+    wanted = Path(path)
+    for candidate in (wanted, Path("runs") / wanted):
         if (candidate / "config.json").is_file():
             return Run(candidate)
-    known = [p.parent.name for p in Path("runs").glob("*/config.json")]
-    near = get_close_matches(given.name, known, n=3, cutoff=0.3) or sorted(known)[:5]
-    hint = f"runs here: {', '.join(near)}" if near else "`windlass train RECIPE` makes one, by default in runs/<name>"
-    what = "is no run folder (it has no config.json)" if given.exists() else "does not exist"
-    raise RunError("runs.failed", f"{given} {what}", hint=hint)
+    names = [p.parent.name for p in Path("runs").glob("*/config.json")]
+    near = get_close_matches(wanted.name, names, n=3, cutoff=0.3) or sorted(names)[:5]
+    raise RunError(
+        "runs.not-a-run-folder",
+        f"{wanted} " + ("is not a run folder (no config.json)" if wanted.exists() else "does not exist"),
+        hint=f"runs here: {', '.join(near)}"
+        if near
+        else "`windlass train RECIPE` makes one, by default in runs/<name>",
+    )
+
+
+_LEFTOVERS = {
+    "logs",
+    "ranks",
+    "checkpoints",
+    "profile",
+    "trackers",
+    "requests",
+    "starts",
+    "data",
+    "jobs.jsonl",
+    "plan.json",
+    "recipe.toml",
+    "run.lock",
+    "job.sh",
+}
+"""What a launcher or a start that was cut off may have left before config.json is written; `data` is the demo's own."""
 
 
 def create_run(path: Path | str, loaded: Loaded) -> Run:
-    """A new run folder, or the same run's existing one; a folder of another recipe is refused, unless nothing ever came of it."""
+    """A new run folder, or the existing one of the same run.
+
+    A run that never began takes any recipe. Later starts may change the keys in CHANGEABLE and LAYOUT_KEYS, and the
+    change is recorded as an event; any other change is refused.
+    """
     run = Run(Path(path))
     old = read_json(run.config_file)
+    changes: list[Event] = []
     if old is not None and _never_began(run):
         run.plan_file.unlink(missing_ok=True)
     elif old is not None:
-        _refuse_other(run, validate(Recipe, old, str(run.config_file)), loaded.recipe)
-    elif run.path.is_dir() and any(run.path.iterdir()) and not _only_ours(run):
-        raise RunError(
-            "runs.holds-other-files-run",
-            f"{run.path} holds other files and is no run folder",
-            hint="choose an empty or new folder with --run",
-        )
+        changes = accepted_changes(run, validate(Recipe, old, str(run.config_file)), loaded.recipe)
+    elif run.path.is_dir():
+        other = [p.name for p in run.path.iterdir() if p.name not in _LEFTOVERS and not p.name.startswith(".")]
+        if other:
+            raise RunError(
+                "runs.folder-not-empty",
+                f"{run.path} is not a run folder and holds other files ({', '.join(sorted(other)[:3])})",
+                hint="choose an empty or new folder with --run",
+            )
     try:
         for folder in (run.path, run.ranks, run.checkpoints, run.logs):
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(
-            "runs.run-folder-cannot-made",
+            "runs.folder-not-writable",
             f"the run folder {run.path} cannot be made: {error.strerror}",
             hint="choose a folder you may write to with --run",
         ) from None
     write_atomic(run.recipe_file, loaded.text)
     write_json(run.config_file, loaded.recipe.model_dump(mode="json"))
+    for event in changes:
+        run.record(event)
     return run
 
 
 def _never_began(run: Run) -> bool:
-    """Its start was refused, and whoever mends the recipe tries again; not so where a job waits, or a process is about to begin."""
+    """Its start was refused, and the user tries again with a corrected recipe; not so where a job waits for it."""
     traces = (run.events_file, run.metrics_file, run.jobs_file, run.manifest_file)
     return (
         not any(file.exists() for file in traces)
@@ -204,40 +203,41 @@ def _never_began(run: Run) -> bool:
     )
 
 
-def _only_ours(run: Run) -> bool:
-    """Folders that a launcher or an earlier, cut-off start may have left; `data` is the demo's own."""
-    ours = {
-        "logs",
-        "ranks",
-        "checkpoints",
-        "profile",
-        "trackers",
-        "requests",
-        "data",
-        "jobs.jsonl",
-        "plan.json",
-        "recipe.toml",
-        "run.lock",
-        "job.sh",
-    }
-    return all(p.name in ours or p.name.startswith(".") for p in run.path.iterdir())
+CHANGEABLE = (
+    "train.steps", "data.tokens", "save", "trackers", "launch", "profile", "energy", "notes",
+    "cluster", "nodes", "data.store",
+)  # fmt: skip
+"""Keys and tables that may change between two starts. The last three say where the run and its data are: a run may be
+moved, and the token store is checked by its ledger's hash."""
+LAYOUT_KEYS = ("layout", "train.recompute", "train.recompute_budget")
+"""What the planner chooses for a number of devices; it changes no result."""
 
 
-def _refuse_other(run: Run, old: Recipe, new: Recipe) -> None:
-    if recipe_hash(old) == recipe_hash(new):
-        return
-    a, b = json.loads(old.model_dump_json()), json.loads(new.model_dump_json())
-    from windlass.config.load import flatten
+def _is_below(key: str, tables: tuple[str, ...]) -> bool:
+    return any(key == table or key.startswith(f"{table}.") for table in tables)
 
-    left, right = dict(flatten(a)), dict(flatten(b))
-    differ = [
-        k
-        for k in {**left, **right}
-        if left.get(k) != right.get(k) and k.split(".")[0] in ("name", "seed", "model", "data")
-    ]
-    shown = "; ".join(f"{k}: {left.get(k)!r} there, {right.get(k)!r} here" for k in differ[:4])
-    raise RunError(
-        "runs.belongs-another-recipe",
-        f"{run.path} belongs to another recipe ({shown})",
-        hint="choose another folder with --run, or another name in the recipe",
-    )
+
+def accepted_changes(run: Run, old: Recipe, new: Recipe) -> list[Event]:
+    """Events for the keys that differ; RunError with a diff when one of them may not change."""
+    before, after = (dict(flatten(recipe.model_dump(mode="json"))) for recipe in (old, new))
+    changes = {k: (before.get(k), after.get(k)) for k in {**before, **after} if before.get(k) != after.get(k)}
+    refused = {k: v for k, v in changes.items() if not _is_below(k, CHANGEABLE + LAYOUT_KEYS)}
+    if refused:
+        diff = "".join(f"\n  {key}: {a!r} -> {b!r}" for key, (a, b) in refused.items())
+        raise RunError(
+            "runs.recipe-changed",
+            f"{run.path} was started with another recipe; {len(refused)} changed:{diff}",
+            hint="choose a new run folder with --run (or another name in the recipe) to train with the new values, "
+            "or change them back; train.steps, data.tokens, [layout], [save], [trackers], [launch], [profile], "
+            "[energy] and notes may change",
+        )
+    events: list[Event] = []
+    if recorded := {key: value for key, value in changes.items() if _is_below(key, CHANGEABLE)}:
+        events.append(RecipeChanged(changes=recorded))
+    if any(_is_below(k, LAYOUT_KEYS) for k in changes):
+        shown = [
+            {k.removeprefix("layout."): v for k, v in side.items() if _is_below(k, LAYOUT_KEYS)}
+            for side in (before, after)
+        ]
+        events.append(LayoutChanged(old=shown[0], new=shown[1], reason="changed in the recipe or planned again"))
+    return events

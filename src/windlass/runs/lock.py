@@ -1,4 +1,4 @@
-"""How do we keep two jobs from writing one run? A lock file that says who holds it; one left by a dead process is taken over."""
+"""The lock that keeps two jobs from writing one run: a file that names its holder; a dead holder's lock is taken over."""
 
 from __future__ import annotations
 
@@ -18,14 +18,9 @@ STALE_SECONDS = 3600.0
 """A lock of another host that nobody has touched for this long is taken over: its job is gone."""
 
 
-def owner(job: str | None = None) -> dict[str, object]:
-    """What the lock file says of its holder; `job` is the scheduler's id where there is one."""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "job": job, "since": time.time()}
-
-
 @contextlib.contextmanager
 def locked(path: Path, job: str | None = None) -> Iterator[None]:
-    """Hold `path` as a lock for the time of the block.
+    """Hold `path` as a lock during the block; `job` is the scheduler's id where there is one.
 
     flock is dropped by the kernel when the process dies, so a crash leaves nothing to clean up. Where a parallel file
     system has no flock, the file's own record (host, pid, time) decides.
@@ -41,7 +36,8 @@ def locked(path: Path, job: str | None = None) -> Iterator[None]:
                 raise _busy(path) from None
         file.seek(0)
         file.truncate()
-        file.write(json.dumps(owner(job)))
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "job": job, "since": time.time()}
+        file.write(json.dumps(owner))
         file.flush()
         try:
             yield
@@ -95,7 +91,7 @@ def _busy(path: Path) -> RunError:
         f", job {record['job']}" if record.get("job") else ""
     )
     return RunError(
-        "runs.being-written-another-process",
+        "runs.locked",
         f"{path.parent} is being written by another process ({who})",
         hint="wait for it, stop it, or choose another folder with --run",
     )

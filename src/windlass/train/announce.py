@@ -1,4 +1,4 @@
-"""What does a run say of itself before it begins? Its manifest, its first event, and every automatic choice with its reason."""
+"""What a run reports before its first step: manifest, first event, and every automatic choice with its reason."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import torch
 
 from windlass.data.mix import passes_line
 from windlass.runs import manifest
+from windlass.runs.events import Resumed, Started
 from windlass.train.job import Job
 from windlass.train.metrics import peak_of
-from windlass.train.schedule import schedule_note
+from windlass.train.schedules import schedule_note
 
 
 def announce(job: Job, restored: Any) -> None:
-    """The manifest, the first event, and every automatic choice with its reason."""
-    world, recipe = job.world, job.recipe
+    """`restored`: the checkpoint that the run continues from, or None."""
+    world, recipe, geometry = job.world, job.recipe, job.geometry
     if job.meter is not None:
         job.meter.start(job.energy_carried if world.place.node_rank == 0 else None)
     if not world.is_main:
@@ -25,68 +26,65 @@ def announce(job: Job, restored: Any) -> None:
     common = {
         "world_size": world.size,
         "nodes": world.place.nodes,
-        "layout": recipe.layout.model_dump(),
+        "layout": recipe.layout.model_dump() if recipe.layout is not None else {},
         "device": device,
         "devices_per_node": world.place.local_world_size,
     }
-    manifest.write(
-        job.run,
-        manifest.collect(
-            recipe,
-            **common,
-            data_ledger=job.stream.ledger_hash,
-            data=trained_on(job),
-            steps=job.geometry.steps,
-            tokens_per_step=job.geometry.tokens_per_step,
-            mfu_denominator=denominator,
-        ),
+    record = manifest.collect(
+        recipe,
+        **common,
+        data_ledger=job.stream.ledger_hash,
+        data=data_record(job),
+        steps=geometry.steps,
+        tokens_per_step=geometry.tokens_per_step,
+        mfu_denominator=denominator,
     )
+    manifest.write(job.run, record)
     if restored is None:
-        job.run.event("started", **common)
+        job.run.record(Started(**common))
     else:
-        last = job.run.last_metric() or {}
-        lost = max(0, int(last.get("step") or job.step) - job.step)
-        job.run.event(
-            "resumed", step=job.step, tokens=job.tokens, checkpoint=restored.path.name, lost_steps=lost, **common
+        last_step = job.run.last_metrics().step or job.step
+        lost_steps, name = max(0, last_step - job.step), restored.path.name
+        job.run.record(
+            Resumed(step=job.step, tokens=job.tokens, checkpoint=name, lost_steps=lost_steps, **common)
         )
         for sentence in restored.set_aside:
             job.say(f"damaged: {sentence}")
-        job.say(
-            f"resumed at step {job.step} from {restored.path.name}" + (f"; {lost} steps are done again" if lost else "")
-        )
-    for note in [
-        passes_line(job.stream.epochs(job.geometry.total_tokens)),
+        repeated = f"; {lost_steps} steps are repeated" if lost_steps else ""
+        job.say(f"resumed at step {job.step} from {name}{repeated}")
+    notes = [
+        passes_line(job.stream.epochs(geometry.total_tokens)),
         best_note(job),
         *job.parts.notes,
         job.stepper.sync.note,
-        schedule_note(job.recipe.optim, job.geometry.total_tokens),
+        schedule_note(recipe.optim, geometry.total_tokens),
         f"MFU: of {denominator}" if peak else f"MFU: unknown, {denominator}",
-    ]:
+    ]
+    for note in notes:
         if note:
             job.say(note)
 
 
-def trained_on(job: Job) -> dict[str, Any] | None:
-    """The store's ledger, kept with the run: a report must work on a copy of the folder. File lists stay in the store."""
+def data_record(job: Job) -> dict[str, Any] | None:
+    """The store's ledger without its file lists, kept with the run, because a report must work on a copy of the folder."""
     store = job.stream.store
     if store is None:
         return None
-    sources = {
-        name: {key: value for key, value in entry.items() if key != "paths"}
-        for name, entry in store.ledger().get("sources", {}).items()
-    }
-    about = {
+    sources = store.ledger().get("sources", {})
+    return {
         "store": job.recipe.data.store,
         "ledger_hash": store.ledger_hash,
         "settings": store.manifest.get("settings"),
+        "sources": {name: {k: v for k, v in entry.items() if k != "paths"} for name, entry in sources.items()},
     }
-    return {**about, "sources": sources}
 
 
 def best_note(job: Job) -> str:
-    """What save.keep_best can judge by, where that is less than it seems."""
+    """Why save.keep_best keeps less than it seems to; empty when it does not."""
     save, every = job.recipe.save, job.recipe.train.eval_every
     if not save.keep_best or save.metric == "loss" or (job.validator is not None and every):
         return ""
-    why = "nothing is held out" if job.validator is None else "train.eval_every = 0, so only the last step is validated"
-    return f"save.keep_best = {save.keep_best} keeps no checkpoint by {save.metric}: {why}"
+    reason = (
+        "nothing is held out" if job.validator is None else "train.eval_every = 0, so only the last step is validated"
+    )
+    return f"save.keep_best = {save.keep_best} keeps no checkpoint by {save.metric}: {reason}"

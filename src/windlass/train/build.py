@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,24 +16,31 @@ from windlass.config import LayoutConfig, Recipe
 from windlass.data.stream import open_stream
 from windlass.energy.meter import Meter
 from windlass.errors import WindlassError
+from windlass.registry import ENGINES
 from windlass.runs.folder import Run
 from windlass.train.announce import announce
 from windlass.train.check import check, check_metric, make_deterministic
-from windlass.train.geometry import Geometry, geometry_of
+from windlass.train.geometry import geometry_of
 from windlass.train.hooks import Hook
-from windlass.train.interval import Interval
+from windlass.train.interval import SaveTimer
 from windlass.train.job import Job, Say
 from windlass.train.mesh import World, open_world
 from windlass.train.metrics import Recorder
-from windlass.train.optimizers import build_optimizer
-from windlass.train.parallelize import Parts, parallelize
 from windlass.train.signals import StopFlag
 from windlass.train.state import after_restore
-from windlass.train.step import Stepper
 from windlass.train.validate import open_validator
 
 
-def build(recipe: Recipe, run_folder: Run, where: Place, hooks: list[Hook], say: Say, *, announced: bool = True) -> Job:
+def build(
+    recipe: Recipe,
+    run_folder: Run,
+    where: Place,
+    hooks: list[Hook],
+    say: Say,
+    *,
+    announced: bool = True,
+    beat: Callable[[str], None] = lambda phase: None,
+) -> Job:
     """Everything before the first step, in order. Without `announced` nothing is written to the run folder."""
     recipe = recipe if recipe.layout is not None else recipe.model_copy(update={"layout": LayoutConfig()})
     torch.manual_seed(recipe.seed)
@@ -47,7 +55,7 @@ def build(recipe: Recipe, run_folder: Run, where: Place, hooks: list[Hook], say:
     with torch.device("meta"):
         model = models.build(recipe.model, seq_len=recipe.data.seq_len)
     # parallelize, optimizer
-    parts, optimizer, stepper = assemble(model, recipe, world, geometry)
+    parts, optimizer, stepper = ENGINES.load(recipe.train.engine)(model, recipe, world, geometry, beat)
     # stream
     stream = open_stream(recipe.data, seed=recipe.seed, split="train", vocab=model.vocab)
     # A run by train.steps names no tokens, so the stream could not know before how often it repeats a source.
@@ -56,7 +64,7 @@ def build(recipe: Recipe, run_folder: Run, where: Place, hooks: list[Hook], say:
         recipe, run_folder, world, geometry, parts, optimizer, stepper, stream, say, recorder=Recorder(),
         saver=Saver(run_folder, recipe.save, rank=world.rank, world_size=world.size, local_world_size=world.place.local_world_size),
         stop=StopFlag(run_folder, recipe.save, rank=world.rank, world_size=world.size),
-        interval=Interval(recipe.save), meter=open_meter(recipe, run_folder, world),
+        interval=SaveTimer(recipe.save), meter=open_meter(recipe, run_folder, world),
     )  # fmt: skip
     job.validator = open_validator(recipe, world, parts, stepper, model.vocab)
     check_metric(recipe, job.validator)
@@ -67,30 +75,6 @@ def build(recipe: Recipe, run_folder: Run, where: Place, hooks: list[Hook], say:
     if announced:
         announce(job, restored)
     return job
-
-
-def assemble(model: Any, recipe: Recipe, world: World, geometry: Geometry) -> tuple[Parts, Any, Any]:
-    """The model divided over devices, its optimizer and its step, by the recipe's engine."""
-    if recipe.train.engine == "deepspeed":
-        from windlass.train.engines import deepspeed
-
-        return deepspeed.assemble(model, recipe, world, geometry)
-    parts = parallelize(model, recipe, world)
-    for module in parts.modules:
-        module.init_weights(recipe.seed)
-    optimizer = build_optimizer(
-        parts.named_parameters(),
-        recipe.optim,
-        master=parts.shadow,
-        offload=recipe.layout.offload == "optimizer",
-        undecayed=model.undecayed,
-    )
-    if parts.shadow:
-        # The master copy begins with its own fp32 numbers, not with those that bf16 has rounded: as under sharding.
-        for slot in optimizer.slots:
-            parts.modules[0].fill(slot.name, slot.master, recipe.seed)
-        optimizer.refresh()
-    return parts, optimizer, Stepper(parts, optimizer, recipe, world, geometry)
 
 
 def open_meter(recipe: Recipe, run_folder: Run, world: World) -> Meter | None:
@@ -123,7 +107,7 @@ def resume(job: Job) -> Any:
 
 def _energy_so_far(job: Job) -> float | None:
     """What the run has used: the steps since the checkpoint are lost, their energy is spent. Each total contains the ones before it."""
-    last = (job.run.last_metric() or {}).get("energy_joules")
+    last = job.run.last_metrics().energy_joules
     known = [value for value in (job.energy_carried, last) if isinstance(value, (int, float))]
     return max(known, default=None)
 

@@ -1,14 +1,13 @@
-"""When was the device here? Marks that cost nothing while training: events of a GPU, which are read later; the host's clock elsewhere."""
+"""Time marks that cost nothing while training: events on a GPU, which are read later; the host's clock elsewhere."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 
-Mark = Any
-"""A CUDA event, or seconds of the host."""
+Mark = torch.cuda.Event | float
+"""A CUDA event, or seconds of the host's clock."""
 
 
 def mark(cuda: bool) -> Mark:
@@ -20,5 +19,8 @@ def mark(cuda: bool) -> Mark:
 
 
 def seconds_between(begin: Mark, end: Mark) -> float:
-    """Events must have been reached: ask after a synchronisation, or long after."""
-    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)
+    """Both events must have completed: call after a synchronisation, or much later."""
+    if isinstance(begin, float) and isinstance(end, float):
+        return end - begin
+    assert not isinstance(begin, float)
+    return float(begin.elapsed_time(end)) / 1e3

@@ -1,4 +1,4 @@
-"""Which failures do we know better than torch's own words? Out of memory and divergence; `supervise.record_error` writes them down."""
+"""Which failures do we know better than torch's own words? Out of memory and divergence; `runs.faults.record_fault` writes them down."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def explain(error: BaseException) -> BaseException:
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     ):
         known = OutOfMemoryError(
+            "train.out-of-memory",
             f"a device ran out of memory: {_numbers(str(error))}",
             hint="a smaller layout.micro_batch, train.recompute = full, more sharding, or `windlass plan` for layouts that fit",
         )

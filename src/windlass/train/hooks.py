@@ -1,4 +1,8 @@
-"""How does a feature take part in training without a word in the loop? As a hook: a class in its own file with some of these methods."""
+"""The interface of features that take part in training: each is a class in its own file with some of these methods.
+
+The loop calls, in this order: on_start; for each step on_step_begin, on_step_end and, when a line is complete, on_log;
+between steps on_eval after a validation pass and on_wait and on_save around a save; at the end on_stop.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +15,31 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """Every method may be left out. They are called on every rank, in the order of the hooks."""
+    """Every method may be left out. Methods are called on every rank, in the order of the list of hooks."""
 
     def on_start(self, job: Job) -> None:
         """Everything is built and restored; the first step comes next."""
 
     def on_step_begin(self, job: Job) -> None:
-        """The batch is there and the step is about to run."""
+        """The batch is ready and the step is about to run."""
 
     def on_step_end(self, job: Job, result: StepResult) -> None:
-        """The step was given to the device; its numbers are not known yet. Do not wait for the device here."""
+        """The step was handed to the device; its numbers are not known yet. Do not wait for the device here."""
 
     def on_log(self, job: Job, line: dict[str, Any]) -> None:
-        """A metrics line is complete (rank 0 only) and was written."""
+        """A metrics line was written (rank 0 only)."""
 
-    def on_wait(self, job: Job, what: str) -> None:
-        """Training is about to wait for `what` (a save, the next batch of a validation): life without a step."""
+    def on_wait(self, job: Job, phase: str) -> None:
+        """Training is about to wait in `phase` ("save", "validation")."""
 
     def on_save(self, job: Job) -> None:
-        """A save was begun."""
+        """A save was started."""
 
     def on_eval(self, job: Job, val_loss: float) -> None:
-        """A validation pass is done."""
+        """A validation pass is complete."""
 
     def on_stop(self, job: Job, reason: str | None) -> None:
-        """The run ends: finished (None), stopped early, or failing. Called once, also after an error."""
+        """The run ends: finished (None), stopped early, or failed ("error"). Called once, also after an error."""
 
 
 def each(hooks: Sequence[Hook], method: str, *args: Any) -> None:

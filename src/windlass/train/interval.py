@@ -1,79 +1,62 @@
-"""How often is it worth saving? From steps, tokens or minutes, or from what start-up and saving were measured to cost. No torch."""
+"""When the next checkpoint is due: by steps, tokens or minutes, or from measured start-up and save times. No torch."""
 
 from __future__ import annotations
 
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from windlass.config.save import SaveConfig, interval
+from windlass.config.save import SaveConfig, parse_interval
 from windlass.units import print_seconds
 
 STARTUP_LOW, STARTUP_HIGH = 3.0, 5.0
-"""The Italia team found 3 to 5 times the start-up time a good interval: a failure then loses about as much work as the restart costs."""
+"""The Italia team found 3 to 5 times the start-up time a good interval: a failure then loses about as much work as the
+restart costs."""
 STALL_SHARE = 0.02
-"""Training never waits for saves longer than this share of its time."""
+"""The largest share of its time that training waits for saves."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """An interval and why."""
+class IntervalChoice:
+    """The interval that save.every = "auto" uses, and why."""
 
     seconds: float
     reason: str
 
 
-def choose(
+def choose_interval(
     startup_seconds: float, stall_seconds: float | None, write_seconds: float | None, failures_per_day: float
-) -> Choice:
-    """3 to 5 times the start-up, no longer than the optimum for the failure rate, and never so short that saving gets in the way."""
-    high = STARTUP_HIGH * startup_seconds
-    optimum = _optimum(stall_seconds, failures_per_day)
-    words = [
-        f"start-up took {print_seconds(startup_seconds)}, so {print_seconds(STARTUP_LOW * startup_seconds)} to {print_seconds(high)}"
+) -> IntervalChoice:
+    """5 times the start-up, at most the optimum for the failure rate, and never so short that saving gets in the way."""
+    low, seconds = STARTUP_LOW * startup_seconds, STARTUP_HIGH * startup_seconds
+    reasons = [
+        f"start-up took {print_seconds(startup_seconds)}, so {print_seconds(low)} to {print_seconds(seconds)}",
     ]
-    seconds = high
-    if optimum is not None:
-        seconds = min(high, optimum)
-        words.append(
-            f"the optimum for a stall of {print_seconds(stall_seconds)} and {failures_per_day:g} failures a day is {print_seconds(optimum)}"
+    if stall_seconds is not None and failures_per_day > 0:
+        # Young and Daly: sqrt(2 x cost of a save x mean time between failures).
+        optimum = math.sqrt(2 * stall_seconds * 86400.0 / failures_per_day)
+        seconds = min(seconds, optimum)
+        reasons.append(
+            f"the optimum for a stall of {print_seconds(stall_seconds)} and {failures_per_day:g} failures a day "
+            f"is {print_seconds(optimum)}"
         )
-    floor, why = _floor(stall_seconds, write_seconds)
-    if seconds < floor:
-        seconds = floor
-        words.append(why)
-    return Choice(seconds, f"save every {print_seconds(seconds)}: {'; '.join(words)}")
-
-
-def _optimum(stall_seconds: float | None, failures_per_day: float) -> float | None:
-    """Young and Daly: sqrt(2 x cost of a save x mean time between failures)."""
-    if stall_seconds is None or failures_per_day <= 0:
-        return None
-    return math.sqrt(2 * stall_seconds * 86400.0 / failures_per_day)
-
-
-def _floor(stall_seconds: float | None, write_seconds: float | None) -> tuple[float, str]:
-    by_stall = (stall_seconds or 0.0) / STALL_SHARE
-    by_write = 2 * (write_seconds or 0.0)
-    if by_stall >= by_write:
-        return (
-            by_stall,
-            f"but no shorter than {print_seconds(by_stall)}, so that training waits at most {STALL_SHARE:.0%} of the time",
+    by_stall, by_write = (stall_seconds or 0.0) / STALL_SHARE, 2 * (write_seconds or 0.0)
+    if seconds < max(by_stall, by_write):
+        seconds = max(by_stall, by_write)
+        reasons.append(
+            f"but no shorter than {print_seconds(by_stall)}, so that training waits at most {STALL_SHARE:.0%} of the time"
+            if by_stall >= by_write
+            else f"but no shorter than twice the {print_seconds(write_seconds)} that writing takes"
         )
-    return by_write, f"but no shorter than twice the {print_seconds(write_seconds)} that writing takes"
-
-
-def _median(values: list[float]) -> float | None:
-    """Of the newest few, so that one slow save on a busy file system changes little."""
-    newest = sorted(values[-9:])
-    return newest[len(newest) // 2] if newest else None
+    return IntervalChoice(seconds, f"save every {print_seconds(seconds)}: {'; '.join(reasons)}")
 
 
 def process_seconds() -> float:
-    """How long this process has lived: imports, waiting for other ranks and restoring are part of the start-up too."""
+    """Age of this process: imports, waiting for other ranks and restoring are part of the start-up too."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         uptime = float(Path("/proc/uptime").read_text().split()[0])
@@ -82,31 +65,25 @@ def process_seconds() -> float:
     return max(0.0, uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
 
 
-class Interval:
-    """Says when the next save is due. Time is monotonic: a clock that jumps changes nothing.
+class SaveTimer:
+    """Says when the next save is due. Uses a monotonic clock, so that a clock change has no effect.
 
-    Counts are the same on all ranks; clocks are not, so a wish by the clock goes through `signals.StopFlag.agree`.
+    Counts are the same on all ranks; clocks are not, so a save by the clock goes through `signals.StopFlag.agree`.
     """
 
     def __init__(self, config: SaveConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._config, self._clock = config, clock
-        self._kind, self._size = ("seconds", math.inf) if config.every == "auto" else interval(config.every)
+        self._unit, self._size = ("seconds", math.inf) if config.every == "auto" else parse_interval(config.every)
         self._step, self._tokens, self._time = 0, 0, clock()
-        self._startup: float | None = None
-        self._stalls: list[float] = []
-        self._writes: list[float] = []
-        self.choice: Choice | None = None
-        """What "auto" has chosen; None before the start-up was measured, and when the recipe gives the interval."""
+        self._startup_seconds: float | None = None
+        self._stall_seconds: list[float] = []
+        self._write_seconds: list[float] = []
+        self.choice: IntervalChoice | None = None
+        """What "auto" chose; None before the start-up was measured, and when the recipe sets the interval."""
 
-    @property
-    def automatic(self) -> bool:
-        return self._config.every == "auto"
-
-    def began(self, step: int, tokens: int) -> None:
-        """The position of the start or the newest save: the next one is counted from here."""
+    def restart(self, step: int, tokens: int) -> None:
+        """Count from this position: the start, a save or a rollback."""
         self._step, self._tokens, self._time = step, tokens, self._clock()
-
-    saved = began
 
     def measured(
         self,
@@ -114,27 +91,31 @@ class Interval:
         startup_seconds: float | None = None,
         stall_seconds: float | None = None,
         write_seconds: float | None = None,
-    ) -> Choice | None:
-        """Tell what start-up or a save took; the new choice of "auto" when it differs by more than a tenth from the last."""
+    ) -> IntervalChoice | None:
+        """Report how long start-up or a save took; the new choice of "auto" when it changes by more than a tenth."""
         if startup_seconds is not None:
-            self._startup = startup_seconds
-        for value, known in ((stall_seconds, self._stalls), (write_seconds, self._writes)):
-            if value is not None:
-                known.append(value)
-        if not self.automatic or self._startup is None:
+            self._startup_seconds = startup_seconds
+        self._stall_seconds += [] if stall_seconds is None else [stall_seconds]
+        self._write_seconds += [] if write_seconds is None else [write_seconds]
+        if self._config.every != "auto" or self._startup_seconds is None:
             return None
-        new = choose(self._startup, _median(self._stalls), _median(self._writes), self._config.failures_per_day)
+        # The median of the newest few, so that one slow save on a busy file system changes little.
+        stall, write = (
+            statistics.median_high(values[-9:]) if values else None
+            for values in (self._stall_seconds, self._write_seconds)
+        )
+        new = choose_interval(self._startup_seconds, stall, write, self._config.failures_per_day)
         if self.choice is not None and abs(new.seconds - self.choice.seconds) <= 0.1 * self.choice.seconds:
             return None
         self.choice, self._size = new, new.seconds
         return new
 
     def due_by_count(self, step: int, tokens: int) -> bool:
-        """A multiple of the steps or tokens was passed: every rank finds the same without asking."""
-        if self._kind == "steps":
+        """A multiple of the steps or tokens was passed: the same on every rank."""
+        if self._unit == "steps":
             return step // self._size > self._step // self._size
-        return self._kind == "tokens" and tokens // self._size > self._tokens // self._size
+        return self._unit == "tokens" and tokens // self._size > self._tokens // self._size
 
     def due_by_clock(self, step: int) -> bool:
-        """The time is over, on this rank's clock: a wish that the ranks have to agree on."""
-        return self._kind == "seconds" and step > self._step and self._clock() - self._time >= self._size
+        """The time is over on this rank's clock: the ranks have to agree on it."""
+        return self._unit == "seconds" and step > self._step and self._clock() - self._time >= self._size

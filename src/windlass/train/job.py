@@ -15,10 +15,10 @@ from windlass.energy.meter import Meter
 from windlass.runs.folder import Run
 from windlass.train.geometry import Geometry
 from windlass.train.hooks import Hook
-from windlass.train.interval import Choice, Interval
+from windlass.train.interval import IntervalChoice, SaveTimer
 from windlass.train.mesh import World
 from windlass.train.metrics import Recorder
-from windlass.train.optimizers import Optimizer
+from windlass.train.optimizers.base import Optimizer
 from windlass.train.parallelize import Parts
 from windlass.train.signals import StopFlag
 from windlass.train.state import training_state
@@ -44,7 +44,7 @@ class Job:
     recorder: Recorder
     saver: Saver
     stop: StopFlag
-    interval: Interval
+    interval: SaveTimer
     meter: Meter | None
     validator: Validator | None = None
     hooks: list[Hook] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Job:
     """Where this process began."""
     first_done: float = 0.0
     """When its first step was done."""
-    told: Choice | None = None
+    told: IntervalChoice | None = None
     """The saving interval that was last announced."""
 
     def state(self) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import torch
 from windlass.clusters.scheduler import Place, place
 from windlass.config import Recipe
 from windlass.errors import EXIT_DONE, EXIT_RESUMABLE
+from windlass.runs.events import Compiled, Evaluated, Finished, SignalReceived, Stopped
+from windlass.runs.faults import record_fault
 from windlass.runs.folder import Run
 from windlass.train import failure
 from windlass.train.attention import attention_backend
@@ -20,9 +22,8 @@ from windlass.train.hooks import Hook, each
 from windlass.train.interval import process_seconds
 from windlass.train.job import Job, Say
 from windlass.train.saving import final_save, is_best, rollback, save_if, seconds_each, tell_interval
-from windlass.train.schedule import learning_rate
+from windlass.train.schedules import learning_rate
 from windlass.train.signals import listening
-from windlass.train.supervise import record_error
 from windlass.train.trial import trial_step
 from windlass.train.watchdog import Heartbeat
 
@@ -44,12 +45,14 @@ def run(
     ).start()
     try:
         with listening():  # from the start: a signal while the model is built is not lost
-            job = build(recipe, run_folder, where, [heart, *(hooks or [])], say or (lambda text: None))
+            job = build(
+                recipe, run_folder, where, [heart, *(hooks or [])], say or (lambda text: None), beat=heart.step_phase
+            )
             with attention_backend(recipe.train.attention, job.world.device), job.stop.installed():
                 return train(job)
     except BaseException as error:
         known = failure.explain(error)
-        record_error(run_folder, job.world.rank if job else rank, known)
+        record_fault(run_folder, job.world.rank if job else rank, known)
         if job is not None:
             with contextlib.suppress(Exception):
                 each(job.hooks, "on_stop", job, "error")
@@ -70,7 +73,7 @@ def train(job: Job) -> int:
         )
         if job.world.device.type == "cuda" and job.recipe.train.engine == "native":
             job.say(trial_step(job))
-        job.interval.began(job.step, job.tokens)
+        job.interval.restart(job.step, job.tokens)
         job.first_step = job.step
         each(job.hooks, "on_start", job)
         reason = _steps(job)
@@ -136,14 +139,14 @@ def _last_validation(job: Job) -> None:
 def validate_now(job: Job) -> None:
     job.recorder.drain(job, 0)  # waits for the device: from here on its time is the validation's
     begin, before = time.monotonic(), job.energy()["joules"]
-    found = job.validator.judge(lambda: _between_batches(job))
+    found = job.validator.run(lambda: _between_batches(job))
     seconds, after = time.monotonic() - begin, job.energy()["joules"]
     job.recorder.leave_out(seconds, None if before is None or after is None else after - before)
     if found is None:  # asked to stop on the way: the save comes first
         return
-    job.validation, job.val_loss, job.val_step = found, found.whole.loss, job.step
+    job.validation, job.val_loss, job.val_step = found, found.overall.loss, job.step
     if job.world.is_main:
-        job.run.event("evaluated", step=job.step, **found.event(), seconds=seconds)
+        job.run.record(Evaluated(step=job.step, **found.event(), seconds=seconds))
     each(job.hooks, "on_eval", job, job.val_loss)
 
 
@@ -159,7 +162,7 @@ def _first_step(job: Job) -> None:
         torch.cuda.synchronize()
     seconds = process_seconds()
     if job.world.is_main:
-        job.run.event("compiled", seconds=seconds)
+        job.run.record(Compiled(seconds=seconds))
     job.interval.measured(startup_seconds=seconds)
     job.first_done = time.monotonic()
 
@@ -167,9 +170,9 @@ def _first_step(job: Job) -> None:
 def _end(job: Job, reason: str | None) -> int:
     if job.world.is_main:
         if reason is None:
-            job.run.event("finished", step=job.step, tokens=job.tokens, loss=job.recorder.last_loss)
+            job.run.record(Finished(step=job.step, tokens=job.tokens, loss=job.recorder.last_loss))
         else:
-            job.run.event("signal", signal=reason, step=job.step)
-            job.run.event("stopped", step=job.step, tokens=job.tokens, reason=reason)
+            job.run.record(SignalReceived(signal=reason, step=job.step))
+            job.run.record(Stopped(step=job.step, tokens=job.tokens, reason=reason))
     job.world.barrier()
     return EXIT_DONE if reason is None else EXIT_RESUMABLE

@@ -1,10 +1,13 @@
-"""What did each step say? Numbers are read back a little later, so that the device never waits for the log; rank 0 writes the line.
+"""Metrics lines: a step's numbers are read back a little later, so that the device never waits for the log.
 
-Every rank reads the same reduced numbers of a step at the same later step, so that decisions made from them agree.
+Every rank reads the same reduced numbers of a step at the same later step, so that decisions made from them agree; rank 0
+writes the line.
 """
 
 from __future__ import annotations
 
+import math
+import resource
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -12,104 +15,117 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from windlass.clusters.load import device_by_driver_name
 from windlass.cost.flops import hfu, mfu
 from windlass.cost.shapes import shape_of
+from windlass.runs.events import StepSkipped
+from windlass.runs.metrics import MetricsLine, MetricsWriter
 from windlass.train.guard import OK, REASONS
 from windlass.train.hooks import Hook, each
 
 if TYPE_CHECKING:
     from windlass.train.job import Job
-    from windlass.train.step import StepResult
+    from windlass.train.step import StepResult, Stopwatch
 
 LAG = 2
-"""Steps after which a GPU's numbers are read; they are long there by then. A CPU's are read at once."""
+"""Steps after which a GPU's numbers are read; they have long arrived by then. A CPU's are read at once."""
+RANK_FIELDS = ("memory", "forward", "joules", "watts", "utilization", "training_joules")
+"""What each rank contributes to a line, as floats; NaN: not measured."""
 
 
-@dataclass
-class Pending:
+@dataclass(frozen=True)
+class PendingStep:
+    """A step whose numbers are still on their way to the host."""
+
     step: int
     tokens: int
     lr: float
     time: float
-    host: torch.Tensor
-    ready: Any
-    data_seconds: float
-    watch: Any
-    logged: bool
-    steps: int = 1
+    values: Tensor
+    """Host copy of `StepResult.values`, complete when `ready` is."""
+    ready: torch.cuda.Event | None
+    stopwatch: Stopwatch | None
+    logged: PendingLine | None
+
+
+@dataclass(frozen=True)
+class PendingLine:
+    """What only a logged step has."""
+
+    steps: int
     """Steps since the last logged one, this one included."""
-    memory_bytes: int | None = None
-    energy: dict[str, float | None] | None = None
-    gathered: Any = None
+    data_seconds: float
+    """Mean wait for data per step."""
+    rank_values: Tensor
+    """This rank's RANK_FIELDS."""
+    gathered: tuple[dist.Work, list[Tensor]] | None
+    """Those of all ranks, travelling on the CPU while training continues; None for a single rank."""
 
 
-class CostOfTokens:
-    """Joules per token over the last seconds of training: a counter moves ten times a second, so a short step seems to cost nothing or
-    double. Unknown, not 0, until enough of them have passed."""
+class EnergyPerToken:
+    """Joules per token over the last seconds of training.
 
-    LONG, SHORT = 10.0, 2.0
-    """Seconds of training to look back upon; at the beginning of a run, at least."""
+    A counter moves ten times a second, so a single short step seems to cost nothing or double. None until enough seconds
+    have passed."""
+
+    WINDOW_SECONDS, MIN_SECONDS = 10.0, 2.0
 
     def __init__(self) -> None:
-        self._clock, self._nodes = 0.0, 0
+        self._seconds, self._nodes = 0.0, 0
         self._past: deque[tuple[float, int, float]] = deque()
 
-    def now(self, seconds: float, tokens: int, joules: float | None, nodes: int) -> float | None:
+    def add(self, seconds: float, tokens: int, joules: float | None, nodes: int) -> float | None:
         """After `seconds` more of training: tokens trained and joules used so far, as measured on `nodes` nodes."""
-        self._clock += seconds
+        self._seconds += seconds
         if joules is None or nodes != self._nodes:  # sums over other nodes do not compare
             self._past.clear()
             self._nodes = nodes
         if joules is None:
             return None
-        while len(self._past) > 1 and self._clock - self._past[1][0] >= self.LONG:
+        while len(self._past) > 1 and self._seconds - self._past[1][0] >= self.WINDOW_SECONDS:
             self._past.popleft()
-        self._past.append((self._clock, tokens, joules))
-        at, before, used = self._past[0]
-        if self._clock - at < self.SHORT or tokens <= before or joules < used:
+        self._past.append((self._seconds, tokens, joules))
+        first_seconds, first_tokens, first_joules = self._past[0]
+        if self._seconds - first_seconds < self.MIN_SECONDS or tokens <= first_tokens or joules < first_joules:
             return None
-        return (joules - used) / (tokens - before)
+        return (joules - first_joules) / (tokens - first_tokens)
 
 
 class Recorder(Hook):
-    """Turns step results into metrics lines, counts skipped steps, and says when there were too many."""
+    """Turns step results into metrics lines, counts skipped steps, and reports when there were too many."""
 
     def __init__(self) -> None:
-        self.pending: deque[Pending] = deque()
+        self.pending: deque[PendingStep] = deque()
         self.skipped_in_a_row = 0
         self.last_loss: float | None = None
         self.too_many: str | None = None
+        """Why the run must stop or roll back: too many skipped steps in a row."""
         self.validation: dict[str, float | None] = {}
-        self._group: Any = None
-        self._forward: float | None = None
-        """Seconds of this rank's forward passes in the newest step whose times are known."""
-        self._before: tuple[float, int] | None = None
-        self._steps_since, self._data_since = 0, 0.0
-        self._aside = 0.0
-        """Joules of this node that were not training's."""
-        self._cost = CostOfTokens()
+        self._group: dist.ProcessGroup | None = None
+        self._forward_seconds: float | None = None
+        """Of this rank's forward passes in the newest step whose times are known."""
+        self._last_time, self._last_tokens = time.time(), 0
+        self._steps, self._data_seconds = 0, 0.0
+        """Since the last logged step."""
+        self._excluded_joules = 0.0
+        self._energy_per_token = EnergyPerToken()
 
     def on_start(self, job: Job) -> None:
-        self.peak, self.peak_name = peak_of(job.world.device, job.recipe.train.precision)
+        self.peak, _ = peak_of(job.world.device, job.recipe.train.precision)
         self._group = dist.new_group(backend="gloo") if job.world.size > 1 else None
-        self._before = (time.time(), job.tokens)
-        self._steps_since, self._data_since = 0, 0.0
+        self._last_time, self._last_tokens = time.time(), job.tokens
+        self._steps, self._data_seconds = 0, 0.0
 
     def on_step_end(self, job: Job, result: StepResult) -> None:
-        host, ready = to_host(result.values)
-        self._steps_since += 1
-        self._data_since += job.data_seconds
-        logged = job.step % job.recipe.train.log_every == 0 or job.step == job.geometry.steps
-        item = Pending(
-            job.step, job.tokens, result.lr, time.time(), host, ready, self._data_since, result.forward, logged
-        )
-        if logged:
-            item.steps, item.data_seconds = self._steps_since, self._data_since / self._steps_since
-            self._steps_since, self._data_since = 0, 0.0
-            self._measure(job, item)
-        self.pending.append(item)
+        values, ready = to_host(result.values)
+        self._steps += 1
+        self._data_seconds += job.data_seconds
+        now, line = time.time(), None
+        if job.step % job.recipe.train.log_every == 0 or job.step == job.geometry.steps:
+            line = self._start_line(job, result)
+        self.pending.append(PendingStep(job.step, job.tokens, result.lr, now, values, ready, result.forward, line))
         self.drain(job, LAG if job.world.device.type == "cuda" else 0)
 
     def on_eval(self, job: Job, val_loss: float) -> None:
@@ -120,169 +136,132 @@ class Recorder(Hook):
             self.drain(job, 0)
 
     def leave_out(self, seconds: float, joules: float | None) -> None:
-        """What was not training's, such as a validation pass, is in no step's: call after a `drain` to the last step."""
-        if self._before is not None:
-            self._before = (self._before[0] + seconds, self._before[1])
-        self._aside += joules or 0.0
+        """Exclude time and energy that were not training's, such as a validation pass. Call after a complete `drain`."""
+        self._last_time += seconds
+        self._excluded_joules += joules or 0.0
 
     def forget(self) -> None:
-        """After a rollback: what was skipped before it no longer counts."""
+        """After a rollback: steps skipped before it no longer count."""
         self.pending.clear()
-        self._cost = CostOfTokens()
+        self._energy_per_token = EnergyPerToken()
         self.skipped_in_a_row, self.too_many = 0, None
 
     def drain(self, job: Job, keep: int) -> None:
+        """Read the numbers of all but the newest `keep` steps, waiting for them where needed."""
         while len(self.pending) > keep:
-            self._read(job, self.pending.popleft())
-
-    # -- one step ---------------------------------------------------------------------------------------------------
-
-    def _measure(self, job: Job, item: Pending) -> None:
-        """This rank's numbers; they travel to rank 0 on the CPU while training goes on."""
-        item.memory_bytes = memory_bytes(job.world.device)
-        item.energy = job.energy()
-        if self._group is None:
-            return
-        if item.watch is not None and job.world.device.type != "cuda":
-            self._forward = item.watch.seconds()
-        forward = None if self._forward is None else self._forward + item.data_seconds
-        energy = item.energy
-        mine = torch.tensor(
-            [
-                _number(v)
-                for v in (
-                    item.memory_bytes,
-                    forward,
-                    item.data_seconds,
-                    energy["joules"],
-                    energy["watts"],
-                    energy["utilization"],
-                    self._training_joules(energy),
-                )
-            ],
-            dtype=torch.float64,
-        )
-        everyone = [torch.empty_like(mine) for _ in range(job.world.size)]
-        item.gathered = (dist.all_gather(everyone, mine, group=self._group, async_op=True), everyone)
-
-    def _training_joules(self, energy: dict[str, float | None]) -> float | None:
-        return None if energy["joules"] is None else energy["joules"] - self._aside
-
-    def _read(self, job: Job, item: Pending) -> None:
-        if item.ready is not None:
-            item.ready.synchronize()
-        if item.watch is not None and item.ready is not None:
-            # A GPU's own times are known by now; they go into the next line.
-            self._forward = item.watch.seconds()
-        loss, norm, reason, extra = item.host.tolist()
-        self.last_loss = loss
-        self._judge(job, item, int(reason), loss, norm)
-        if item.logged:
-            line = self._line(job, item, loss, norm, int(reason), extra)
+            item = self.pending.popleft()
+            if item.ready is not None:
+                item.ready.synchronize()
+                if item.stopwatch is not None:  # a GPU's own times are known by now; they go into the next line
+                    self._forward_seconds = item.stopwatch.seconds()
+            loss, norm, reason, auxiliary = item.values.tolist()
+            self.last_loss = loss
+            self._count_skipped(job, item.step, int(reason), loss, norm)
+            if item.logged is None:
+                continue
+            line = self._line(job, item, item.logged)
+            line |= {"loss": loss, "grad_norm": norm, "skipped": int(reason != OK)}
+            line |= {"z_loss": auxiliary} if job.recipe.train.z_loss else {}
+            line |= self.validation
+            self.validation = {}
             if job.world.is_main:
-                job.run.metric(line)
+                MetricsWriter(job.run.metrics_file).write(MetricsLine.from_dict(line))
                 each(job.hooks, "on_log", job, line)
 
-    def _judge(self, job: Job, item: Pending, reason: int, loss: float, norm: float) -> None:
+    # -- one step ---------------------------------------------------------------------------------------------------------
+
+    def _start_line(self, job: Job, result: StepResult) -> PendingLine:
+        """Measure this rank and send its numbers on their way."""
+        device, steps, data_seconds = job.world.device, self._steps, self._data_seconds / self._steps
+        self._steps, self._data_seconds = 0, 0.0
+        if result.forward is not None and device.type != "cuda":
+            self._forward_seconds = result.forward.seconds()
+        forward = None if self._forward_seconds is None else self._forward_seconds + data_seconds
+        energy = job.energy()
+        joules = energy["joules"]
+        measured = {
+            **energy,
+            "memory": memory_bytes(device),
+            "forward": forward,
+            "training_joules": None if joules is None else joules - self._excluded_joules,
+        }
+        values = [math.nan if (value := measured[name]) is None else float(value) for name in RANK_FIELDS]
+        mine, gathered = torch.tensor(values, dtype=torch.float64), None
+        if self._group is not None:
+            everyone = [torch.empty_like(mine) for _ in range(job.world.size)]
+            work = dist.all_gather(everyone, mine, group=self._group, async_op=True)
+            assert work is not None
+            gathered = work, everyone
+        return PendingLine(steps, data_seconds, mine, gathered)
+
+    def _count_skipped(self, job: Job, step: int, reason: int, loss: float, norm: float) -> None:
         if reason == OK:
             self.skipped_in_a_row = 0
             return
         self.skipped_in_a_row += 1
         if job.world.is_main:
-            job.run.event("skipped", step=item.step, reason=REASONS[reason], value={"loss": loss, "grad_norm": norm})
+            value = {"loss": loss, "grad_norm": norm}
+            job.run.record(StepSkipped(step=step, reason=REASONS[reason], value=value))
         if self.skipped_in_a_row >= job.recipe.train.max_skipped:
-            self.too_many = f"{self.skipped_in_a_row} steps in a row up to step {item.step} were skipped ({REASONS[reason]}; loss {loss:g}, gradient norm {norm:g})"
+            self.too_many = (
+                f"{self.skipped_in_a_row} steps in a row up to step {step} were skipped "
+                f"({REASONS[reason]}; loss {loss:g}, gradient norm {norm:g})"
+            )
 
-    def _line(self, job: Job, item: Pending, loss: float, norm: float, reason: int, extra: float) -> dict[str, Any]:
-        ranks = self._ranks(item)
-        energy = _energy(ranks, job.world.place.nodes)
-        before_time, before_tokens = self._before
-        seconds = max(1e-9, item.time - before_time)
-        speed = (item.tokens - before_tokens) / seconds
-        self._before = (item.time, item.tokens)
-        line = {
-            "step": item.step, "tokens": item.tokens, "loss": loss, "grad_norm": norm, "lr": item.lr,
-            "step_seconds": seconds / item.steps, "tokens_per_second": speed, "mfu": None, "memory_bytes": _largest(ranks["memory"]),
-            "energy_joules": energy["joules"], "time": item.time, "tokens_per_second_per_device": speed / job.world.size,
-            "watts": energy["watts"], "joules_per_token": self._cost.now(seconds, item.tokens, energy["training_joules"], energy["nodes"]),
-            "energy_nodes": energy["nodes"], "nodes": job.world.place.nodes, "utilization": energy["utilization"],
-            "data_seconds": item.data_seconds, "skipped": int(reason != OK),
-        }  # fmt: skip
-        line |= self._shares(job, speed / job.world.size) | _spread(ranks["forward"])
-        if job.recipe.train.z_loss:
-            line["z_loss"] = extra
-        line |= self.validation
-        self.validation = {}
-        return line
-
-    def _ranks(self, item: Pending) -> dict[str, list[float | None]]:
-        if item.gathered is None:
-            e = item.energy or {}
-            values = [
-                [
-                    _number(v)
-                    for v in (
-                        item.memory_bytes,
-                        None,
-                        item.data_seconds,
-                        e.get("joules"),
-                        e.get("watts"),
-                        e.get("utilization"),
-                        self._training_joules(e) if e else None,
-                    )
-                ]
-            ]
-        else:
-            work, everyone = item.gathered
+    def _line(self, job: Job, item: PendingStep, line: PendingLine) -> dict[str, Any]:
+        """Everything but the step's own numbers. One rank per node reports energy; other values are "not measured"."""
+        rows = [line.rank_values]
+        if line.gathered is not None:
+            work, rows = line.gathered
             work.wait()
-            values = [v.tolist() for v in everyone]
-        names = ("memory", "forward", "data", "joules", "watts", "utilization", "training_joules")
-        return {
-            name: [None if row[i] != row[i] or row[i] < 0 else row[i] for row in values] for i, name in enumerate(names)
+        columns = zip(*(row.tolist() for row in rows), strict=True)
+        ranks = {
+            name: {rank: value for rank, value in enumerate(column) if value >= 0}  # NaN is not
+            for name, column in zip(RANK_FIELDS, columns, strict=True)
         }
+        reported = {name: list(values.values()) for name, values in ranks.items()}
+        totals = {
+            name: sum(reported[name]) if reported[name] else None for name in ("joules", "watts", "training_joules")
+        }
+        seconds = max(1e-9, item.time - self._last_time)
+        tokens_per_second = (item.tokens - self._last_tokens) / seconds
+        self._last_time, self._last_tokens = item.time, item.tokens
+        per_device, nodes = tokens_per_second / job.world.size, len(reported["joules"])
+        busy, forward = reported["utilization"], ranks["forward"]
+        record = {
+            "step": item.step,
+            "tokens": item.tokens,
+            "loss": None,
+            "grad_norm": None,
+            "lr": item.lr,
+            "step_seconds": seconds / line.steps,
+            "tokens_per_second": tokens_per_second,
+            "mfu": None,
+            "memory_bytes": int(max(reported["memory"])) if reported["memory"] else None,
+            "energy_joules": totals["joules"],
+            "time": item.time,
+            "tokens_per_second_per_device": per_device,
+            "watts": totals["watts"],
+            "joules_per_token": self._energy_per_token.add(seconds, item.tokens, totals["training_joules"], nodes),
+            "energy_nodes": nodes,
+            "nodes": job.world.place.nodes,
+            "utilization": sum(busy) / len(busy) if busy else None,
+            "data_seconds": line.data_seconds,
+        }
+        if self.peak is not None and job.recipe.model.family != "hf":
+            shape, recompute = shape_of(job.recipe.model), job.recipe.train.recompute
+            record["mfu"] = mfu(shape, job.geometry.seq_len, per_device, self.peak).value
+            if recompute != "budget":  # the compiler decides what it recomputes, and does not report it
+                record["hfu"] = hfu(shape, job.geometry.seq_len, per_device, self.peak, recompute=recompute).value
+        if len(forward) > 1:
+            slowest_rank = max(forward, key=lambda rank: (forward[rank], rank))
+            record["spread_seconds"] = forward[slowest_rank] - min(forward.values())
+            record["slowest_rank"] = slowest_rank
+        return record
 
-    def _shares(self, job: Job, speed: float) -> dict[str, float | None]:
-        if self.peak is None or job.recipe.model.family == "hf":
-            return {"mfu": None}
-        shape, length, recompute = shape_of(job.recipe.model), job.geometry.seq_len, job.recipe.train.recompute
-        shares: dict[str, float | None] = {"mfu": mfu(shape, length, speed, self.peak).value}
-        if recompute != "budget":  # the compiler decides what it computes again, and does not say
-            shares["hfu"] = hfu(shape, length, speed, self.peak, recompute=recompute).value
-        return shares
 
-
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else float(value)
-
-
-def _largest(values: list[float | None]) -> int | None:
-    known = [v for v in values if v is not None]
-    return int(max(known)) if known else None
-
-
-def _energy(ranks: dict[str, list[float | None]], nodes: int) -> dict[str, Any]:
-    """One rank per node reports; unknown nodes are counted, not guessed."""
-    joules = [v for v in ranks["joules"] if v is not None]
-    watts = [v for v in ranks["watts"] if v is not None]
-    busy = [v for v in ranks["utilization"] if v is not None]
-    return {
-        "joules": sum(joules) if joules else None,
-        "training_joules": sum(v for v in ranks["training_joules"] if v is not None) if joules else None,
-        "watts": sum(watts) if watts else None,
-        "nodes": len(joules),
-        "utilization": sum(busy) / len(busy) if busy else None,
-    }
-
-
-def _spread(forward: list[float | None]) -> dict[str, Any]:
-    known = [(v, rank) for rank, v in enumerate(forward) if v is not None]
-    if len(known) < 2:
-        return {}
-    return {"spread_seconds": max(known)[0] - min(known)[0], "slowest_rank": max(known)[1]}
-
-
-def to_host(values: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """A copy on its way to the host, and the event that says when it is there (None: it is)."""
+def to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A copy on its way to the host, and the event that completes it (None: it is complete)."""
     if values.device.type != "cuda":
         return values.detach().clone(), None
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -292,27 +271,25 @@ def to_host(values: torch.Tensor) -> tuple[torch.Tensor, Any]:
     return host, event
 
 
-def memory_bytes(device: torch.device) -> int | None:
-    """Highest allocator peak on a GPU; highest resident size of the process on a CPU."""
+def memory_bytes(device: torch.device) -> int:
+    """Peak of the allocator on a GPU; peak resident size of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_of(device: torch.device, precision: str) -> tuple[float | None, str]:
-    """The denominator of MFU: the dense bf16 peak (fp8 runs too, so that they can be compared), or None for an unknown device."""
+    """TFLOP/s by which MFU divides, and their description; None for an unknown device.
+
+    The dense bf16 peak also for fp8 runs, so that they can be compared."""
     if device.type != "cuda":
         return None, "no peak is known for this CPU"
     name = torch.cuda.get_device_name(device)
-    known = device_by_driver_name(name)
-    if known is None:
+    known_device = device_by_driver_name(name)
+    if known_device is None:
         return None, f"{name} is in no device file"
-    peak = known.fp32_tflops if precision == "fp32" else known.bf16_tflops
-    return (
-        peak,
-        f"{peak:g} TFLOP/s ({known.name}, dense {'fp32' if precision == 'fp32' else 'bf16'})"
-        if peak
-        else f"{known.name}: peak unknown",
-    )
+    kind = "fp32" if precision == "fp32" else "bf16"
+    peak = known_device.fp32_tflops if kind == "fp32" else known_device.bf16_tflops
+    if not peak:
+        return None, f"{known_device.name}: peak unknown"
+    return peak, f"{peak:g} TFLOP/s ({known_device.name}, dense {kind})"

@@ -20,6 +20,7 @@ from windlass.config import Recipe
 from windlass.errors import ConfigError
 from windlass.models.parts import Model
 from windlass.models.recompute import Recomputed
+from windlass.registry import OBJECTIVES
 from windlass.train.attention import apply_attention
 from windlass.train.mesh import World
 from windlass.train.tie import Tie, find_tie
@@ -154,11 +155,9 @@ def _loss(module: Model, recipe: Recipe, world: World, notes: list[str]) -> None
         notes.append("loss: plain (a network of transformers makes its logits whole)")
     if module.head is None:
         return
-    from windlass.train.losses import choose_loss
-
     rows = (module.embed if module.head.weight is None else module.head).weight.shape[0]
     tokens = recipe.layout.micro_batch * recipe.data.seq_len // world.axes.context
-    module.head.loss, note = choose_loss(recipe.train, world.device, rows, tokens)
+    module.head.loss, note = OBJECTIVES.load(recipe.train.objective).choose_loss(recipe.train, rows=rows, tokens=tokens)
     if world.axes.tensor > 1:  # `apply_tensor` gives the head another, whatever was chosen
         note = f"loss: in chunks of {recipe.train.loss_chunk} tokens (the vocabulary is divided over {world.axes.tensor} ranks)"
     notes.append(note)

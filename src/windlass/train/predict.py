@@ -8,8 +8,8 @@ from windlass.cost.shapes import shape_of
 from windlass.cost.work import Degrees, Work
 from windlass.models import padded_vocab
 from windlass.train.geometry import Geometry
-from windlass.train.losses import WHOLE_LOGITS
 from windlass.train.mesh import Axes
+from windlass.train.objectives.next_token import PLAIN_LOGITS_BYTES
 from windlass.train.parallelize import choose_sync
 
 
@@ -43,8 +43,8 @@ def degrees_of(recipe: Recipe, axes: Axes, geometry: Geometry) -> Degrees:
 
 
 def _loss(recipe: Recipe) -> str:
-    """As `losses.choose_loss` decides, where the model is not built."""
+    """As `objectives.next_token` decides, where the model is not built."""
     if recipe.train.loss != "auto" or recipe.model.vocab is None:
         return "chunked" if recipe.train.loss == "auto" else recipe.train.loss
     tokens = recipe.layout.micro_batch * recipe.data.seq_len // recipe.layout.context
-    return "plain" if tokens * padded_vocab(recipe.model.vocab) * 4 <= WHOLE_LOGITS else "chunked"
+    return "plain" if tokens * padded_vocab(recipe.model.vocab) * 4 <= PLAIN_LOGITS_BYTES else "chunked"

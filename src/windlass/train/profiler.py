@@ -1,6 +1,6 @@
-"""How does a run take a trace of itself? A hook that wakes for a few steps, named in the recipe or asked for while the run lives.
+"""A run's profile of itself: a hook that records a few steps, set in the recipe or requested while the run is alive.
 
-Outside a window it compares two numbers per step and looks for a request once a second; the profiler does not exist then.
+Outside such a window it compares two numbers per step and looks for a request once a second; the profiler does not exist then.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from windlass.config.observe import ProfileConfig, window_of
+from windlass.config.observe import parse_step_range
 from windlass.profile.request import Request, answer, answer_file, read_request, request_file
 from windlass.runs import Run
+from windlass.runs.events import Profiled
 from windlass.train.hooks import Hook
 
 if TYPE_CHECKING:
@@ -32,248 +33,214 @@ MEMORY_EVENTS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
-    """Steps first to end - 1, numbered as in the metrics."""
+class ProfileWindow:
+    """Steps first to end - 1, numbered as in the metrics, and what to record of them."""
 
     first: int
     end: int
-    ranks: tuple[int, ...] = (0,)
+    ranks: tuple[int, ...]
     """Empty: all."""
-    shapes: bool = False
-    stacks: bool = False
-    memory: bool = False
+    shapes: bool
+    stacks: bool
+    memory: bool
     request: str | None = None
+    """The id of the request, if the window was requested."""
 
     def includes(self, rank: int) -> bool:
         return not self.ranks or rank in self.ranks
 
 
-def planned_window(config: ProfileConfig) -> Window | None:
-    if config.steps is None:
-        return None
-    first, end = window_of(config.steps)
-    return Window(
-        first=first,
-        end=end,
-        ranks=tuple(config.ranks),
-        shapes=config.shapes,
-        stacks=config.stacks,
-        memory=config.memory,
-    )
-
-
-def asked_window(request: Request) -> Window:
-    if request.first is None:
-        raise ValueError("rank 0 has not named the first step yet")
-    return Window(
-        first=request.first, end=request.first + request.steps, ranks=tuple(request.ranks),
-        shapes=request.shapes, stacks=request.stacks, memory=request.memory, request=request.id,
-    )  # fmt: skip
-
-
 class Capture:
-    """One window on one rank: warm up, record, write. Knows nothing of the loop, so scripts can use it too."""
+    """One window on one rank: prepare, record, write. Independent of the loop, so that scripts can use it too."""
 
     _active: ClassVar[Capture | None] = None
     """PyTorch has one profiler per process; a second one crashes it."""
 
-    def __init__(self, window: Window, device: torch.device, folder: Path, rank: int) -> None:
+    def __init__(self, window: ProfileWindow, device: torch.device, folder: Path, rank: int) -> None:
         self.window, self.device, self.folder, self.rank = window, device, folder, rank
+        self.cuda = device.type == "cuda"
         self.steps = 0
-        self._mark: Any = None
-        self._number: int | None = None
-        self._recording = False
+        self.recording = False
+        self._step_mark: Any = None
+        self._step: int | None = None
         if Capture._active is not None:
             raise RuntimeError("this process is being profiled already")
         Capture._active = self
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        activities += [torch.profiler.ProfilerActivity.CUDA] if self.cuda else []
         self._profiler = torch.profiler.profile(
-            activities=_activities(device), record_shapes=window.shapes, with_stack=window.stacks, profile_memory=window.memory
-        )  # fmt: skip
-        # The first start loads the device's tracing library; one step ahead, so that it does not fall into the window.
+            activities=activities,
+            record_shapes=window.shapes,
+            with_stack=window.stacks,
+            profile_memory=window.memory,
+        )
+        # The first start loads the device's tracing library; one step ahead, so that this is not inside the window.
         self._profiler.prepare_trace()
 
-    @property
-    def recording(self) -> bool:
-        return self._recording
-
-    def begin_step(self, number: int) -> None:
-        """From here to `end_step` is step `number`; nothing when it has begun already."""
-        if self._number == number:
+    def begin_step(self, step: int) -> None:
+        """From here to `end_step` is `step`; no effect when it has begun already."""
+        if self._step == step:
             return
-        if not self._recording:
-            self._recording = True
-            if self.device.type == "cuda":
-                # Work launched before the window is not in the trace; without this it would look like idle time of the first step.
+        if not self.recording:
+            self.recording = True
+            if self.cuda:
+                # Work launched before the window is not in the trace; without this it would look like idle time.
                 torch.cuda.synchronize(self.device)
-            if self.window.memory and self.device.type == "cuda":
-                torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+                if self.window.memory:
+                    torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
             self._profiler.start_trace()
-        self._number = number
-        self._mark = torch.profiler.record_function(f"ProfilerStep#{number}")
-        self._mark.__enter__()
+        self._step = step
+        self._step_mark = torch.profiler.record_function(f"ProfilerStep#{step}")
+        self._step_mark.__enter__()
 
     def end_step(self) -> None:
-        self._mark.__exit__(None, None, None)
-        self._mark = self._number = None
+        self._step_mark.__exit__(None, None, None)
+        self._step_mark = self._step = None
         self.steps += 1
 
     def finish(self) -> list[Path]:
-        """Wait for the device, stop, and write the files; each appears whole."""
-        if not self._recording:
+        """Wait for the device, stop, and write the files, each atomically."""
+        if not self.recording:
             return []
-        if self.device.type == "cuda":
+        if self.cuda:
             torch.cuda.synchronize(self.device)
         self.abandon()
-        files = [self._write_trace()] if self.steps else []
-        if self.window.memory and self.device.type == "cuda":
-            files.append(self._write_memory())
+        files = []
+        if self.steps:
+            files.append(self.folder / f"rank-{self.rank:05d}.json.gz")
+            with _written(files[0]) as temporary:
+                self._profiler.export_chrome_trace(str(temporary))
+                if self._step is not None:
+                    # The run ended inside this step: its mark must not count as a step.
+                    mark, unfinished = f'"ProfilerStep#{self._step}"', f'"unfinished step {self._step}"'
+                    text = gzip.decompress(temporary.read_bytes()).replace(mark.encode(), unfinished.encode())
+                    temporary.write_bytes(gzip.compress(text, 6))
+        if self.window.memory and self.cuda:
+            files.append(self.folder / f"memory-{self.rank:05d}.pickle")
+            write_memory_snapshot(files[-1])
+            torch.cuda.memory._record_memory_history(enabled=None)
         return files
 
     def abandon(self) -> None:
-        if self._mark is not None:
-            self._mark.__exit__(None, None, None)
-            self._mark = None
-        if self._recording:
-            self._recording = False
+        """Stop without writing."""
+        if self._step_mark is not None:
+            self._step_mark.__exit__(None, None, None)
+            self._step_mark = None
+        if self.recording:
+            self.recording = False
             self._profiler.stop_trace()
         if Capture._active is self:
             Capture._active = None
 
-    def _write_trace(self) -> Path:
-        path = self.folder / f"rank-{self.rank:05d}.json.gz"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.stem}.{os.getpid()}.tmp.gz")
-        self._profiler.export_chrome_trace(str(beside))
-        if self._number is not None:
-            _forget_step(beside, self._number)
-        beside.replace(path)
-        return path
-
-    def _write_memory(self) -> Path:
-        path = self.folder / f"memory-{self.rank:05d}.pickle"
-        _dump_memory(path)
-        torch.cuda.memory._record_memory_history(enabled=None)
-        return path
-
 
 class Profiler(Hook):
-    """The hook. A failure in profiling is told and never ends the run."""
+    """The hook. A failure in profiling is reported and never ends the run."""
 
     def __init__(self, *, poll_seconds: float = POLL_SECONDS) -> None:
         self._poll_seconds = poll_seconds
-        self._polled = time.monotonic()
-        self._window: Window | None = None
+        self._polled_at = time.monotonic()
+        self._window: ProfileWindow | None = None
         self._capture: Capture | None = None
-        self._seen: set[str] = set()
+        self._handled: set[str] = set()
+        """Ids of requests."""
         self._step_seconds: float | None = None
-        self._stepped: float | None = None
+        self._step_began_at: float | None = None
 
     def on_start(self, job: Job) -> None:
-        window = planned_window(job.recipe.profile)
-        if window is not None and job.step + 1 <= window.first:
-            self._window = window
-        if job.world.rank == 0:  # answered in an earlier life of this run
+        config = job.recipe.profile
+        if config.steps is not None:
+            first, end = parse_step_range(config.steps)
+            if job.step < first:
+                self._window = _window(config, first, end)
+        if job.world.rank == 0:  # left by an earlier start of this run
             answer_file(job.run).unlink(missing_ok=True)
         if job.world.device.type == "cuda":
             watch_out_of_memory(job.run, job.world.rank)
 
     def on_step_begin(self, job: Job) -> None:
         if self._window is None:
-            self._look_for_request(job)
-        window, number = self._window, job.step + 1
-        if window is None or number < window.first - 1 or not window.includes(job.world.rank):
-            self._drop_passed(job)
+            self._poll_requests(job)
+        window, step = self._window, job.step + 1
+        if window is None or step < window.first - 1:
             return
-        try:
-            self._step(job, window, number)
-        except Exception as error:
-            self._fail(job, error)
+        if not window.includes(job.world.rank):
+            if step >= window.end:  # forget it, so that this rank notices the next request
+                self._window = None
+            return
+        with self._reported(job):
+            if self._capture is None:
+                folder = job.run.profile / f"step-{window.first:09d}"
+                self._capture = Capture(window, job.world.device, folder, job.world.rank)
+            if step >= window.first:
+                self._capture.begin_step(step)
 
     def on_step_end(self, job: Job, result: StepResult) -> None:
         capture, window = self._capture, self._window
         if capture is None or window is None:
             return
-        try:
+        with self._reported(job):
             if capture.recording:
                 capture.end_step()
             if job.step >= window.end - 1:
-                self._finish(job)
+                self._finish(job, capture)
             elif job.step + 1 >= window.first:
                 # The next step begins here, not at its forward pass: waiting for data and saving are part of it.
                 capture.begin_step(job.step + 1)
-        except Exception as error:
-            self._fail(job, error)
 
     def on_stop(self, job: Job, reason: str | None) -> None:
-        capture, self._capture = self._capture, None
-        if capture is None:
-            return
-        if reason == "error" or not capture.steps:
-            with contextlib.suppress(Exception):
-                capture.abandon()
-        else:
-            self._capture = capture
-            self._finish(job)
-
-    def _step(self, job: Job, window: Window, number: int) -> None:
         if self._capture is None:
-            folder = job.run.profile / f"step-{window.first:09d}"
-            self._capture = Capture(window, job.world.device, folder, job.world.rank)
-        if number >= window.first:
-            self._capture.begin_step(number)
-
-    def _finish(self, job: Job) -> None:
-        capture, window = self._capture, self._window
-        self._capture = self._window = None
-        if capture is None or window is None:
             return
-        began = time.monotonic()
-        files = [str(p.relative_to(job.run.path)) for p in capture.finish()]
+        if reason != "error" and self._capture.steps:
+            self._finish(job, self._capture)
+        else:
+            with contextlib.suppress(Exception):
+                self._capture.abandon()
+
+    def _finish(self, job: Job, capture: Capture) -> None:
+        window, self._capture, self._window = capture.window, None, None
+        began_at = time.monotonic()
+        files = [str(path.relative_to(job.run.path)) for path in capture.finish()]
         steps = f"{window.first}:{window.first + capture.steps}"
-        job.run.event(
-            "profiled",
-            steps=steps,
-            files=files,
-            rank=job.world.rank,
-            seconds=time.monotonic() - began,
-            request=window.request,
+        seconds = time.monotonic() - began_at
+        job.run.record(
+            Profiled(steps=steps, files=files, rank=job.world.rank, seconds=seconds, request=window.request)
         )
         if job.world.rank == 0:
             job.say(
-                f"profiled steps {steps}: {', '.join(files)}; `windlass profile {job.run.name}` shows where the time goes"
+                f"profiled steps {steps}: {', '.join(files)}; "
+                f"`windlass profile {job.run.name}` shows where the time goes"
             )
             answer_file(job.run).unlink(missing_ok=True)
 
-    def _drop_passed(self, job: Job) -> None:
-        """A rank that is not in the window forgets it when it is over, so that it can hear the next request."""
-        if self._window is not None and job.step + 1 >= self._window.end:
-            self._window = None
+    @contextlib.contextmanager
+    def _reported(self, job: Job) -> Iterator[None]:
+        """Report an error of the block and give the window up."""
+        try:
+            yield
+        except Exception as error:
+            if self._capture is not None:
+                with contextlib.suppress(Exception):
+                    self._capture.abandon()
+            self._capture = self._window = None
+            job.say(f"profiling failed on rank {job.world.rank} and was stopped: {type(error).__name__}: {error}")
 
-    def _fail(self, job: Job, error: Exception) -> None:
-        if self._capture is not None:
-            with contextlib.suppress(Exception):
-                self._capture.abandon()
-        self._capture = self._window = None
-        job.say(f"profiling failed on rank {job.world.rank} and was given up: {type(error).__name__}: {error}")
-
-    # -- requests from another shell ------------------------------------------------------------------------------------
-
-    def _look_for_request(self, job: Job) -> None:
+    def _poll_requests(self, job: Job) -> None:
+        """Look for a request of another shell. Rank 0 answers it with the steps; the other ranks read the answer."""
         now = time.monotonic()
-        if self._stepped is not None:
-            self._step_seconds = now - self._stepped
-        self._stepped = now
-        if now - self._polled < self._poll_seconds:
+        if self._step_began_at is not None:
+            self._step_seconds = now - self._step_began_at
+        self._step_began_at = now
+        if now - self._polled_at < self._poll_seconds:
             return
-        self._polled = now
+        self._polled_at = now
         with contextlib.suppress(OSError):
             request = self._answer(job) if job.world.rank == 0 else read_request(answer_file(job.run))
-            if request is None or request.id in self._seen or request.first is None:
+            if request is None or request.id in self._handled or request.first is None:
                 return
-            self._seen.add(request.id)
-            # One step is needed to warm up; a rank that sees the answer too late stays out of this window.
+            self._handled.add(request.id)
+            # One step is needed to prepare; a rank that reads the answer too late skips this window.
             if job.step + 1 < request.first:
-                self._window = asked_window(request)
+                self._window = _window(request, request.first, request.first + request.steps, request.id)
 
     def _answer(self, job: Job) -> Request | None:
         path = request_file(job.run)
@@ -283,18 +250,28 @@ class Profiler(Hook):
         if request is None:
             path.unlink(missing_ok=True)
             return None
-        return answer(job.run, request, job.step + 1 + self._lead(job.world.size))
+        lead_steps = 1
+        if job.world.size > 1:  # the other ranks look once per poll, and a shared file system shows files late
+            seconds = 3 * self._poll_seconds
+            lead_steps = 2 + math.ceil(seconds / max(self._step_seconds or seconds, 1e-3))
+        return answer(job.run, request, job.step + 1 + lead_steps)
 
-    def _lead(self, world_size: int) -> int:
-        """Steps until the window: the other ranks look once per poll, and a shared file system shows files late."""
-        if world_size == 1:
-            return 1
-        seconds = 3 * self._poll_seconds
-        return 2 + math.ceil(seconds / max(self._step_seconds or seconds, 1e-3))
+
+def _window(settings: Any, first: int, end: int, request: str | None = None) -> ProfileWindow:
+    """`settings`: the [profile] table or a request, which have the same keys."""
+    return ProfileWindow(
+        first=first,
+        end=end,
+        ranks=tuple(settings.ranks),
+        shapes=settings.shapes,
+        stacks=settings.stacks,
+        memory=settings.memory,
+        request=request,
+    )
 
 
 def marked(batches: Iterable[Any]) -> Iterator[Any]:
-    """The same batches, the wait for each named as data loading in a trace; a few microseconds per step."""
+    """The same batches, with the wait for each marked as data loading in a trace; a few microseconds per step."""
     items = iter(batches)
     while True:
         with torch.profiler.record_function("enumerate(DataLoader)#windlass.__next__"):
@@ -305,33 +282,27 @@ def marked(batches: Iterable[Any]) -> Iterator[Any]:
         yield item
 
 
-def _forget_step(path: Path, number: int) -> None:
-    """The run ended inside this step: its mark must not count as a step."""
-    text = gzip.decompress(path.read_bytes()).replace(
-        f'"ProfilerStep#{number}"'.encode(), f'"unfinished step {number}"'.encode()
-    )
-    path.write_bytes(gzip.compress(text, 6))
-
-
-def _activities(device: torch.device) -> list[Any]:
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    return [*kinds, torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else kinds
-
-
 def watch_out_of_memory(run: Run, rank: int) -> None:
-    """When the allocator gives up, what held the memory is written before the error unwinds and frees it. Costs nothing until then."""
+    """Write a memory snapshot when the allocator gives up, before the error frees what held the memory. Free until then."""
 
-    def dump(device: int, asked: int, allocated: int, free: int) -> None:
+    def dump(device: int, requested: int, allocated: int, free: int) -> None:
         with contextlib.suppress(Exception):
-            _dump_memory(run.profile / f"out-of-memory-{rank:05d}.pickle")
+            write_memory_snapshot(run.profile / f"out-of-memory-{rank:05d}.pickle")
 
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is not None:
         attach(dump)
 
 
-def _dump_memory(path: Path) -> None:
+def write_memory_snapshot(path: Path) -> None:
+    with _written(path) as temporary:
+        torch.cuda.memory._dump_snapshot(str(temporary))
+
+
+@contextlib.contextmanager
+def _written(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path` that takes its place when the block ends; torch only writes to file names."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    torch.cuda.memory._dump_snapshot(str(beside))
-    beside.replace(path)
+    temporary = path.with_name(f".{path.name.partition('.')[0]}.{os.getpid()}.tmp{path.suffix}")
+    yield temporary
+    temporary.replace(path)

@@ -9,6 +9,7 @@ from typing import Any
 from windlass.checkpoint.load import discard_after, find_latest
 from windlass.checkpoint.save import Outcome
 from windlass.errors import CheckpointError
+from windlass.runs.events import RolledBack, SaveInterval
 from windlass.train import failure
 from windlass.train.batches import open_batches
 from windlass.train.build import go_back
@@ -21,7 +22,7 @@ def save_if(job: Job, due: bool) -> None:
     _heed(job, job.saver.poll())
     if due:
         begin_save(job)
-        job.interval.saved(job.step, job.tokens)
+        job.interval.restart(job.step, job.tokens)
         each(job.hooks, "on_save", job)
 
 
@@ -56,7 +57,7 @@ def tell_interval(job: Job) -> None:
     job.told = choice
     count = max(1, round(choice.seconds / (seconds_each(job) or choice.seconds)))
     if job.world.is_main:
-        job.run.event("interval", seconds=choice.seconds, steps=count, reason=choice.reason)
+        job.run.record(SaveInterval(seconds=choice.seconds, steps=count, reason=choice.reason))
         job.say(f"{choice.reason} (about {count:,} steps)")
 
 
@@ -74,7 +75,7 @@ def _save_metric(job: Job) -> float | None:
     if job.validation is None or job.val_step != job.step:
         return None
     source = name.removeprefix("val_loss/")
-    found = job.validation.whole if name == "val_loss" else job.validation.sources[source]
+    found = job.validation.overall if name == "val_loss" else job.validation.sources[source]
     return found.loss if math.isfinite(found.loss) else None
 
 
@@ -111,13 +112,14 @@ def rollback(job: Job, batches: Any) -> Any:
     why = job.recorder.too_many
     if not job.recipe.train.rollback or job.rolled_back:
         raise failure.DivergedError(
+            "train.diverged",
             why,
             hint="look at the data of these steps and at the learning rate; train.rollback = true skips the range once",
         )
     job.saver.finish()
     found = find_latest(job.run, verify=job.recipe.save.verify, before=job.step - job.recorder.skipped_in_a_row + 1)
     if found is None:
-        raise failure.DivergedError(why, hint="there is no earlier checkpoint to go back to")
+        raise failure.DivergedError("train.diverged", why, hint="there is no earlier checkpoint to go back to")
     batches.close()
     from_step, position = job.step, job.sequences
     go_back(job, found)
@@ -127,10 +129,10 @@ def rollback(job: Job, batches: Any) -> Any:
     if job.world.is_main:  # a crash from here on must not go on from what we turned away from
         discard_after(job.run, job.step, f"rolled back to step {job.step}: {why}")
     job.recorder.forget()
-    job.interval.began(job.step, job.tokens)  # else the saves up to where it went wrong would be left out
+    job.interval.restart(job.step, job.tokens)  # else the saves up to where it went wrong would be left out
     if job.world.is_main:
-        job.run.event(
-            "rollback", step=from_step, to_step=job.step, skipped_tokens=skipped, sequences=left_out, reason=why
+        job.run.record(
+            RolledBack(step=from_step, to_step=job.step, skipped_tokens=skipped, sequences=left_out, reason=why)
         )
     job.say(f"went back from step {from_step} to {job.step} and skip {skipped:,} tokens: {why}")
     return open_batches(job)

@@ -1,7 +1,7 @@
-"""Does anyone want this run to stop or to save? Signals, the scheduler's end time, and request files, agreed by all ranks.
+"""Requests to stop or to save: signals, the wall-time limit and request files, agreed on by all ranks.
 
-The ranks agree by one tiny all-reduce per step on a CPU group of its own. It is started at one step and read at the next, so no
-step waits for it and the device is never synchronised.
+The ranks agree by one tiny all-reduce per step on a CPU group of its own. It is started at one step and read at the next, so
+no step waits for it and the device is never synchronised.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 from windlass.clusters import scheduler
 from windlass.config.save import SaveConfig
@@ -30,38 +30,43 @@ REASONS = {
     SIGHUP: "SIGHUP (the terminal was closed)",
 }
 _CODES = {signal.SIGTERM: SIGTERM, signal.SIGUSR1: SIGUSR1, signal.SIGINT: SIGINT, signal.SIGHUP: SIGHUP}
-_ASK_AGAIN_SECONDS = 300.0
-_LOOK_SECONDS = 2.0
+END_TIME_SECONDS = 300.0
+"""How often the scheduler is asked for the end time, which may be extended."""
+POLL_SECONDS = 2.0
+"""How often rank 0 looks for request files and at the end time."""
 
 
-class _Ears:
-    """The first signal that asked this process to stop; heard from the very start, before there is a flag to ask."""
+class SignalListener:
+    """The first signal that asked this process to stop; used as one value, `listener`, because signals are per process."""
 
-    code = NONE
-    before: ClassVar[dict[signal.Signals, Any]] = {}
+    def __init__(self) -> None:
+        self.code = NONE
+        self._handlers: dict[signal.Signals, Any] = {}
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handle the signals for a block. Only the main thread may do so; elsewhere they keep their meaning."""
+        if self._handlers or threading.current_thread() is not threading.main_thread():
+            yield  # an outer block listens already
+            return
+        self.code = NONE
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # under nohup
+        self._handlers = {number: signal.signal(number, self._handle) for number in _CODES if number not in ignored}
+        try:
+            yield
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            self._handlers, self.code = {}, NONE
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:  # the second Ctrl-C is the kernel's: it ends the process even inside a collective
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        self.code = self.code or _CODES[signal.Signals(number)]
 
 
-@contextlib.contextmanager
-def listening() -> Iterator[None]:
-    """Take the signals over for a block. They can only be taken in the main thread; elsewhere they keep their meaning."""
-    if _Ears.before or threading.current_thread() is not threading.main_thread():
-        yield  # an outer block listens already
-        return
-    _Ears.code = NONE
-    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # under nohup
-    _Ears.before = {number: signal.signal(number, _heard) for number in _CODES if number not in ignored}
-    try:
-        yield
-    finally:
-        for number, handler in _Ears.before.items():
-            signal.signal(number, handler)
-        _Ears.before, _Ears.code = {}, NONE
-
-
-def _heard(number: int, frame: FrameType | None) -> None:
-    if number == signal.SIGINT:  # the second Ctrl-C is the kernel's: it ends the process even inside a collective
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _Ears.code = _Ears.code or _CODES[signal.Signals(number)]
+listener = SignalListener()
+listening = listener.installed
 
 
 @dataclass(frozen=True)
@@ -71,11 +76,11 @@ class Agreed:
     stop: str | None = None
     """Why to stop: finish the step, save, mark the run resumable and exit with EXIT_RESUMABLE."""
     save: bool = False
-    """Save now and go on."""
+    """Save now and continue."""
 
 
 class StopFlag:
-    """Collects wishes to stop or save on this rank, and what all ranks agreed on."""
+    """Collects requests to stop or save on this rank, and lets all ranks agree on them."""
 
     def __init__(
         self,
@@ -86,23 +91,27 @@ class StopFlag:
         world_size: int = 1,
         end_time: Callable[[], float | None] = scheduler.end_time,
     ) -> None:
-        self.run, self.rank, self.world_size = run, rank, world_size
+        self.run, self.rank = run, rank
         self._config = config or SaveConfig()
-        self._code, self._save_requested, self._carried = NONE, False, False
-        self._ask_end, self._end, self._asked = end_time, None, -1e18
-        self._looked = -1e18
+        self._code, self._save_requested, self._save_postponed = NONE, False, False
+        self._ask_end_time, self._end_time = end_time, None
+        self._asked_at = self._polled_at = -1e18
         self._save_seconds: float | None = None
         self._step_seconds: float | None = None
-        self._group, self._vote, self._work = _vote_group(world_size), None, None
+        self._group: Any = None
+        self._vote: Any = None
+        """The tensor and the handle of the all-reduce under way."""
+        if world_size > 1:
+            import torch.distributed as dist
 
-    # -- hearing --------------------------------------------------------------------------------------------------------
+            self._group = dist.new_group(backend="gloo")
 
     def request(self, code: int = REQUEST) -> None:
         """Ask for a stop from inside the process."""
         self._code = self._code or code
 
     def measured(self, *, save_seconds: float | None = None, step_seconds: float | None = None) -> None:
-        """Tell how long a save and a step take: the lead before the wall-time limit follows."""
+        """Report how long a save and a step take: the lead before the wall-time limit follows."""
         self._save_seconds = save_seconds if save_seconds is not None else self._save_seconds
         self._step_seconds = step_seconds if step_seconds is not None else self._step_seconds
 
@@ -111,78 +120,67 @@ class StopFlag:
         """How long before the end of the job to stop."""
         return lead_seconds(self._config, self._save_seconds, self._step_seconds)
 
-    # -- looking --------------------------------------------------------------------------------------------------------
-
-    @property
-    def wanted(self) -> str | None:
-        """Why this rank wants to stop, before the others were asked."""
-        self._look()
-        return REASONS.get(self._code)
-
-    def _look(self) -> None:
-        """Rank 0 looks at the end time and at request files, every few seconds at most."""
-        self._code = self._code or _Ears.code
-        now = time.monotonic()
-        if self.rank or self._code or now - self._looked < _LOOK_SECONDS:
-            return
-        self._looked = now
-        if now - self._asked > _ASK_AGAIN_SECONDS:
-            self._asked = now
-            threading.Thread(target=self._learn_end, name="windlass-end-time", daemon=True).start()
-        if self._end is not None and time.time() >= self._end - self.lead_seconds:
-            self._code = WALL_TIME
-        elif _take(self.run, "stop"):
-            self._code = REQUEST
-        self._save_requested = self._save_requested or _take(self.run, "save")
-
-    def _learn_end(self) -> None:
-        self._end = self._ask_end()
-
-    # -- agreeing -------------------------------------------------------------------------------------------------------
-
     def agree(self, save: bool = False) -> Agreed:
-        """Call once per step on every rank, with this rank's wish to save.
+        """Call once per step on every rank, with this rank's request to save.
 
-        With several ranks the answer is what was wished at the call before, so it is the same on all of them.
+        With several ranks the answer is what was requested at the call before, so it is the same on all of them.
         """
-        self._look()
-        mine = (self._code, int(save or self._save_requested))
-        agreed = Agreed(REASONS.get(mine[0]), bool(mine[1])) if self._group is None else self._exchange(mine)
-        if agreed.save:
+        self._poll()
+        code, save = self._code, save or self._save_requested
+        if self._group is not None:
+            code, save = self._exchange(code, save)
+        if save:
             self._save_requested = False
-        agreed, self._carried = Agreed(agreed.stop, agreed.save or self._carried), False
+        agreed, self._save_postponed = Agreed(REASONS.get(code), save or self._save_postponed), False
         return agreed
 
     def agreed_to_stop(self) -> str | None:
-        """The same between steps (in each batch of a validation pass); a save that was agreed on waits for the next `agree`."""
+        """`agree` between steps (in each batch of a validation pass): a save waits for the next `agree`."""
         agreed = self.agree()
-        self._carried = agreed.save
+        self._save_postponed = agreed.save
         return agreed.stop
 
-    def _exchange(self, mine: tuple[int, int]) -> Agreed:
-        before = self._collect()
-        self._send(mine)
-        return before
+    def _poll(self) -> None:
+        """Read signals; rank 0 also checks the end time and request files, every few seconds at most."""
+        self._code = self._code or listener.code
+        now = time.monotonic()
+        if self.rank or self._code or now - self._polled_at < POLL_SECONDS:
+            return
+        self._polled_at = now
+        if now - self._asked_at > END_TIME_SECONDS:
+            self._asked_at = now
+            threading.Thread(target=self._learn_end_time, name="windlass-end-time", daemon=True).start()
+        if self._end_time is not None and time.time() >= self._end_time - self.lead_seconds:
+            self._code = WALL_TIME
+        elif _consume_request(self.run, "stop"):
+            self._code = REQUEST
+        self._save_requested = self._save_requested or _consume_request(self.run, "save")
 
-    def _send(self, mine: tuple[int, int]) -> None:
+    def _learn_end_time(self) -> None:
+        self._end_time = self._ask_end_time()
+
+    def _exchange(self, code: int, save: bool) -> tuple[int, bool]:
+        """Start the vote on this call's requests; return the result of the one before."""
         import torch
         import torch.distributed as dist
 
-        self._vote = torch.tensor(mine, dtype=torch.int32)
-        self._work = dist.all_reduce(self._vote, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        before = self._result()
+        vote = torch.tensor((code, int(save)), dtype=torch.int32)
+        self._vote = vote, dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return before
 
-    def _collect(self) -> Agreed:
-        if self._work is None or self._vote is None:
-            return Agreed()
-        self._work.wait()
-        code, save = self._vote.tolist()
-        self._work = None
-        return Agreed(REASONS.get(code), bool(save))
+    def _result(self) -> tuple[int, bool]:
+        if self._vote is None:
+            return NONE, False
+        (vote, work), self._vote = self._vote, None
+        work.wait()
+        code, save = vote.tolist()
+        return code, bool(save)
 
     def close(self) -> None:
-        """Read the vote that is still under way."""
+        """Finish the vote that is still under way."""
         with contextlib.suppress(RuntimeError):  # another rank is gone already
-            self._collect()
+            self._result()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[StopFlag]:
@@ -198,18 +196,11 @@ def lead_seconds(config: SaveConfig, save_seconds: float | None, step_seconds: f
     return float(config.lead) if config.lead != "auto" else wall_time_lead_seconds(save_seconds, step_seconds)
 
 
-def _take(run: Run, name: str) -> bool:
+def _consume_request(run: Run, name: str) -> bool:
+    """Whether the request file exists; it is removed, so that a request counts once."""
     path = run.requests / name
     if not path.exists():
         return False
     with contextlib.suppress(OSError):
         path.unlink()
     return True
-
-
-def _vote_group(world_size: int) -> Any:
-    if world_size == 1:
-        return None
-    import torch.distributed as dist
-
-    return dist.new_group(backend="gloo")

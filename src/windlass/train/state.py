@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from windlass.train.guard import Guard
-from windlass.train.optimizers import Optimizer
+from windlass.train.optimizers.base import Optimizer
 from windlass.train.tie import Tie
 
 

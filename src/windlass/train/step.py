@@ -18,7 +18,7 @@ from windlass.train.clock import Mark, mark, seconds_between
 from windlass.train.geometry import Geometry
 from windlass.train.guard import Guard
 from windlass.train.mesh import World
-from windlass.train.optimizers import Optimizer, local
+from windlass.train.optimizers.base import Optimizer, local
 from windlass.train.parallelize import Parts, bind_pipeline, choose_sync, set_sync
 
 
@@ -33,7 +33,15 @@ class StepResult:
 
 
 class Stepper:
-    def __init__(self, parts: Parts, optimizer: Optimizer, recipe: Recipe, world: World, geometry: Geometry) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        optimizer: Optimizer,
+        recipe: Recipe,
+        world: World,
+        geometry: Geometry,
+        beat: Callable[[str], None] = lambda phase: None,
+    ) -> None:
         self.parts, self.optimizer, self.recipe, self.world, self.geometry = parts, optimizer, recipe, world, geometry
         self.sync = choose_sync(recipe, geometry.micro_batches)
         self.guard = Guard(recipe.train, world.device)
@@ -46,8 +54,8 @@ class Stepper:
         self.replication = [replication(p, world) for _, p in parts.named_parameters()]
         if world.size == 1 and recipe.train.precision != "fp32" and geometry.micro_batches > 1:
             optimizer.accumulate_in_fp32()
-        self.beat: Callable[[str], None] = lambda phase: None
-        """Told at each phase, so that the watchdog can say how far this rank came."""
+        self.beat = beat
+        """Called at each phase, so that the watchdog can say how far this rank came."""
 
     def step(self, tokens: Tensor, documents: Tensor | None, lr: float) -> StepResult:
         """One optimizer step on this rank's sequences (n, seq_len + 1)."""
@@ -168,7 +176,7 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
         self.spans: list[tuple[Mark, Mark]] = []
-        self._begin: Mark = None
+        self._begin: Mark = 0.0
 
     def start(self) -> None:
         self._begin = mark(self.cuda)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import os
 import re
 import signal
 import socket
 import subprocess
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +22,8 @@ from typing import IO, Any
 
 from windlass import errors
 from windlass.checkpoint.files import newest_step
-from windlass.files import read_json, write_json
+from windlass.runs.events import FaultEvent, GaveUp, Restarted
+from windlass.runs.faults import INCURABLE, FaultRecord
 from windlass.runs.folder import Run
 
 LONGEST_PAUSE_SECONDS = 60.0
@@ -34,76 +33,6 @@ GRACE_SECONDS = 5.0
 """After the first failure the others get this long to write their own records before they are ended."""
 _POLL_SECONDS = 0.05
 _STOPPED = (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGINT)
-HOPELESS = {
-    errors.ConfigError.exit_code: "the recipe is at fault",
-    errors.PlanError.exit_code: "the layout does not fit",
-    errors.RunError.exit_code: "the run folder is at fault",
-    errors.DataError.exit_code: "the data are at fault",
-    errors.CheckpointError.exit_code: "the checkpoint is at fault",
-    errors.TrainError.exit_code: "training stopped for a reason that a restart does not cure",
-    errors.EXIT_OUT_OF_MEMORY: "a device ran out of memory, and the same layout will again",
-    errors.EXIT_DIVERGED: "training diverged",
-}
-"""Exit codes after which the same workers would only fail again."""
-
-# -- the worker's end: what it leaves behind -------------------------------------------------------------------------------
-
-_KINDS = {
-    errors.ConfigError: "config", errors.DataError: "data", errors.CheckpointError: "checkpoint", errors.RunError: "run",
-    errors.TrainError: "train", errors.PlanError: "config",
-}  # fmt: skip
-_KINDS_BY_CODE = {errors.EXIT_OUT_OF_MEMORY: "oom", errors.EXIT_DIVERGED: "diverged", errors.EXIT_HANG: "hang"}
-_LOST = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|peer|socket|timed out|nccl|ProcessGroup|DistBackendError|DistNetworkError",
-    re.I,
-)
-
-
-def kind_of(error: BaseException) -> str:
-    """oom, diverged, disk, config, data, checkpoint, train, lost (another rank went away), interrupted or crash."""
-    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
-        return "oom"
-    if own := _KINDS_BY_CODE.get(getattr(error, "exit_code", None)):
-        return own
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    for cls, kind in _KINDS.items():
-        if isinstance(error, cls):
-            return kind
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-        return "disk"
-    if "EADDRINUSE" in str(error):  # its own port, not another rank: `lost` would blame nobody
-        return "crash"
-    if type(error).__module__.startswith("torch.distributed") or (
-        isinstance(error, (RuntimeError, ConnectionError)) and _LOST.search(str(error))
-    ):
-        return "lost"
-    return "crash"
-
-
-def exit_code_of(error: BaseException) -> int:
-    """What a worker's exit code says of this error."""
-    if isinstance(error, errors.WindlassError):
-        return error.exit_code
-    return {"oom": errors.EXIT_OUT_OF_MEMORY, "interrupted": 130}.get(kind_of(error), 1)
-
-
-def _summary(error: BaseException) -> str:
-    """The first line; the second too where the first only announces it."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
-
-
-def record_error(run: Run, rank: int, error: BaseException) -> dict[str, Any]:
-    """Write `ranks/error-00001.json`; the record. A disk that takes nothing more does not hide the error itself."""
-    record = {
-        "rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "kind": kind_of(error), "exception": type(error).__name__,
-        "error": _summary(error), "hint": getattr(error, "hint", None), "exit_code": exit_code_of(error),
-        "traceback": [line.rstrip() for line in traceback.format_exception(error)], "time": time.time(),
-    }  # fmt: skip
-    with contextlib.suppress(OSError):
-        write_json(run.error_file(rank), record)
-    return record
 
 
 # -- the supervisor's end --------------------------------------------------------------------------------------------------
@@ -174,23 +103,24 @@ def run_workers(
             code, fault = _attempt(command, devices, run, attempt, env, heard, grace_seconds)
             if fault is None:
                 return code
-            run.event(
-                "fault",
-                rank=fault.rank,
-                kind=fault.kind,
-                error=fault.error,
-                host=fault.host,
-                exit_code=fault.exit_code,
-                attempt=attempt,
+            run.record(
+                FaultEvent(
+                    rank=fault.rank,
+                    kind=fault.kind,
+                    error=fault.error,
+                    host=fault.host,
+                    exit_code=fault.exit_code,
+                    attempt=attempt,
+                )
             )
             history.append((fault.signature, newest_step(run)))
             why = _hopeless(fault, history, heard, max_restarts)
             if why is not None:
-                run.event("gave_up", reason=why, attempts=attempt + 1)
+                run.record(GaveUp(reason=why, attempts=attempt + 1))
                 return fault.exit_code
             if not _pause(pause_seconds * 2 ** _in_a_row(history), heard):
                 return 130 if heard.interrupts > 1 else errors.EXIT_RESUMABLE
-            run.event("restarted", attempt=attempt + 1, reason=f"rank {fault.rank}: {fault.kind}: {fault.error}")
+            run.record(Restarted(attempt=attempt + 1, reason=f"rank {fault.rank}: {fault.kind}: {fault.error}"))
     return 1
 
 
@@ -214,8 +144,8 @@ def _hopeless(
     """Why not to try again, or None."""
     if heard.stopping:
         return f"asked to stop, and rank {fault.rank} failed on the way: {fault.error}"
-    if fault.exit_code in HOPELESS:
-        return f"{HOPELESS[fault.exit_code]}: {fault.error}"
+    if fault.exit_code in INCURABLE:
+        return f"{INCURABLE[fault.exit_code]}: {fault.error}"
     if len(history) >= 2 and history[-1] == history[-2]:
         step = history[-1][1]
         return f"the same failure twice without a new checkpoint (still at step {step if step is not None else 0}): {fault.kind}: {fault.error}"
@@ -351,14 +281,12 @@ def find_fault(run: Run, first: tuple[int, int], codes: Sequence[int | None]) ->
 
     Every record is of this start: those of the last one were removed before it, so that no clock has to tell them apart.
     """
-    records = [r for rank in range(len(codes)) if (r := read_json(run.error_file(rank))) is not None]
-    causes = sorted((r for r in records if r.get("kind") != "lost"), key=lambda r: r["time"])
+    records = sorted((r for r in run.faults() if (r.rank or 0) < len(codes)), key=lambda r: r.time)
+    causes = [r for r in records if r.is_cause]
     if causes:
         return _from_record(causes[0], codes)
     rank, code = first
-    killed = [
-        (r, c) for r, c in enumerate(codes) if c is not None and c < 0 and not any(x["rank"] == r for x in records)
-    ]
+    killed = [(r, c) for r, c in enumerate(codes) if c is not None and c < 0 and not any(x.rank == r for x in records)]
     if killed and not (code < 0):
         rank, code = killed[0]
     if code < 0:
@@ -366,7 +294,7 @@ def find_fault(run: Run, first: tuple[int, int], codes: Sequence[int | None]) ->
         hint = "the kernel kills a process when host memory runs out: see dmesg" if name == "SIGKILL" else None
         return Fault(rank, "killed", f"the process was ended by {name}", 128 - code, socket.gethostname(), hint)
     if records:
-        return _from_record(min(records, key=lambda r: r["time"]), codes)
+        return _from_record(records[0], codes)
     return Fault(
         rank,
         "crash",
@@ -377,18 +305,11 @@ def find_fault(run: Run, first: tuple[int, int], codes: Sequence[int | None]) ->
     )
 
 
-def _from_record(record: Mapping[str, Any], codes: Sequence[int | None]) -> Fault:
-    rank = int(record["rank"])
-    code = errors.EXIT_HANG if record.get("kind") == "hang" else int(record.get("exit_code") or codes[rank] or 1)
-    culprit = record.get("culprit")
-    return Fault(
-        int(culprit) if culprit is not None else rank,
-        str(record.get("kind")),
-        str(record.get("error")),
-        code,
-        str(record.get("host")),
-        record.get("hint"),
-    )
+def _from_record(record: FaultRecord, codes: Sequence[int | None]) -> Fault:
+    rank = record.rank or 0
+    code = errors.EXIT_HANG if record.kind == "hang" else record.exit_code or codes[rank] or 1
+    blamed = rank if record.culprit is None else record.culprit
+    return Fault(blamed, str(record.kind), record.error, code, str(record.host), record.hint)
 
 
 def _log_of(run: Run, rank: int) -> Path:

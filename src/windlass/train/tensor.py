@@ -20,8 +20,9 @@ from torch.distributed.tensor.parallel import (
 from windlass.config import Recipe
 from windlass.errors import ConfigError
 from windlass.models.parts import Model
-from windlass.train.losses import parallel_logits, parallel_loss
+from windlass.registry import OBJECTIVES
 from windlass.train.mesh import World
+from windlass.train.objectives.next_token import parallel_logits
 
 # The embedding hands out this rank's part of a divided tensor, which is a view; nothing here writes into it.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -91,5 +92,5 @@ def _head(module: Model, recipe: Recipe, mesh: DeviceMesh) -> None:
     head = module.head
     if head.weight is not None:  # else it is the embedding's, which is divided already
         head.weight = by_rows(head.weight, mesh)
-    head.loss = partial(parallel_loss, mesh=mesh, chunk=recipe.train.loss_chunk, z_loss=recipe.train.z_loss)
+    head.loss = OBJECTIVES.load(recipe.train.objective).parallel_loss(recipe.train, mesh)
     head.logits = partial(parallel_logits, mesh=mesh)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass.train.mesh import World
-from windlass.train.optimizers import local
+from windlass.train.optimizers.base import local
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from windlass.config import LayoutConfig, Recipe
 from windlass.errors import PlanError
 from windlass.train.geometry import Geometry, geometry_of
 from windlass.train.mesh import World, axes_of, open_world
-from windlass.train.optimizers import build_optimizer
+from windlass.train.optimizers.base import build_optimizer
 from windlass.train.parallelize import Parts, parallelize
 from windlass.train.predict import allocated
 from windlass.train.step import Stepper

@@ -25,7 +25,7 @@ def device_kernels() -> Iterator[None]:
     import windlass.models.llama as llama
     import windlass.models.loss as loss
     import windlass.train.float8 as float8
-    import windlass.train.losses as losses
+    import windlass.train.objectives.next_token as losses
 
     changes: list[tuple[Any, str, Any]] = [
         (loss, "_terms", lambda device: _loss_kernel), (loss, "add_outer", _add_outer), (losses, "add_outer", _add_outer),

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from windlass.train.optimizers import local
+from windlass.train.optimizers.base import local
 
 
 @dataclass(slots=True)

@@ -61,6 +61,7 @@ def _too_big(job: Job, predicted: float | None) -> OutOfMemoryError:
     free: Any = torch.cuda.mem_get_info(job.world.device)[1] if job.world.device.type == "cuda" else None
     layout = job.recipe.layout
     return OutOfMemoryError(
+        "train.out-of-memory",
         f"a trial step of micro_batch {layout.micro_batch} x {job.geometry.seq_len:,} tokens does not fit in {print_bytes(free)}; the planner's arithmetic says {print_bytes(predicted)}",
         hint="`windlass plan` lists layouts that fit; or a smaller layout.micro_batch, train.recompute, more sharding",
     )

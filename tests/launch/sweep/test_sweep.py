@@ -28,6 +28,7 @@ from windlass.launch.sweep.pick import write_pick
 from windlass.launch.sweep.points import make_points
 from windlass.launch.sweep.results import collect_rows, page_sections, read_results, write_page, write_tables
 from windlass.launch.sweep.toml import to_toml
+from windlass.runs.events import FaultEvent
 from windlass.runs.folder import Run
 
 SWEEPS = Path(__file__).parents[3] / "recipes" / "sweeps"
@@ -388,7 +389,7 @@ def test_a_rank_that_only_lost_another_is_not_believed_before_log_and_supervisor
     run = Run(tmp_path)
     write_json(run.error_file(1), {"rank": 1, "kind": "lost", "error": "connection reset", "time": 1.0})
     assert classify(run, 1).detail == "connection reset"
-    run.event("fault", rank=0, kind="killed", error="the process was ended by SIGABRT", host="n1", exit_code=134)
+    run.record(FaultEvent(rank=0, kind="killed", error="the process was ended by SIGABRT", host="n1", exit_code=134))
     found = classify(run, 134)
     assert (found.outcome, found.evidence, found.rank, found.detail) == ("error", "supervisor", 0, "rank 0: the process was ended by SIGABRT")  # fmt: skip
     log = write(tmp_path / "x.log", "terminate called after throwing an instance of 'std::bad_alloc'\n")

@@ -1,6 +1,6 @@
-"""What does a Cray EX node count? /sys/cray/pm_counters: the whole node, its CPU, memory and accelerators, ten times a second.
+"""Cray EX nodes: /sys/cray/pm_counters with the node, its CPU, memory and accelerators, updated ten times a second.
 
-Switches, cooling and cabinet conversion are not in it. The accelerators are inside the node's figure.
+Switches, cooling and cabinet conversion are not included. The accelerators are part of the node's figure.
 """
 
 from __future__ import annotations
@@ -9,41 +9,42 @@ import re
 from pathlib import Path
 
 from windlass.energy.measure import Scope
-from windlass.energy.sensors.base import FileSensor, Sample, SensorMissing
+from windlass.energy.sensors.base import Sample, Sensor, SensorHost, SensorMissing, read_text
 
-DEFAULT = Path("/sys/cray/pm_counters")
-_PARTS: tuple[tuple[str, Scope, str], ...] = (
-    ("node", "node", ""),
-    ("cpu", "cpu", "cpu_"),
-    ("memory", "memory", "memory_"),
-)
+# Reads in a row with the same `freshness` after which the counters count as stopped; at 1 Hz every read differs.
 STALE_READS = 30
-"""Reads in a row with the same `freshness` after which the counters are taken for stopped; at 1 Hz the files change every read."""
 
 
-class CraySensor(FileSensor):
+class CraySensor(Sensor):
     name = "cray"
     update_seconds: float | None = 0.1  # ten times a second, as documented
 
-    def __init__(self, root: Path | None = None) -> None:
-        self._root = root or DEFAULT
-        if not (self._root / "energy").is_file():
-            raise SensorMissing(
-                f"no {self._root}/energy: this is no Cray EX node, or the folder is not bound into the container"
-            )
-        accelerators = sorted(p.name.removesuffix("_energy") for p in self._root.glob("accel*_energy"))
-        self._parts = [p for p in _PARTS if (self._root / f"{p[2]}energy").is_file()]
-        self._parts += [(name, "device", f"{name}_") for name in accelerators if re.fullmatch(r"accel\d+", name)]
-        self._freshness, self._same = "", 0
+    def __init__(self, host: SensorHost) -> None:
+        folder = host.cluster.energy.pm_counters if host.cluster is not None else None
+        self._root = root = host.root / (folder or "/sys/cray/pm_counters").removeprefix("/")
+        if not (root / "energy").is_file():
+            raise SensorMissing(f"no {root}/energy: not a Cray EX node, or the folder is not bound into the container")
+        parts: list[tuple[str, Scope, str]] = [
+            ("node", "node", ""),
+            ("cpu", "cpu", "cpu_"),
+            ("memory", "memory", "memory_"),
+        ]
+        names = sorted(p.name.removesuffix("_energy") for p in root.glob("accel*_energy"))
+        parts += [(name, "device", f"{name}_") for name in names if re.fullmatch(r"accel\d+", name)]
+        self._parts = [p for p in parts if (root / f"{p[2]}energy").is_file()]
+        self._freshness, self._same_reads = "", 0
         if not any(s.part == "node" for s in self.read()):
-            raise SensorMissing(f"{self._root}/energy cannot be read as '<value> J'")
+            raise SensorMissing(f"{root}/energy cannot be read as '<value> J'")
 
     def read(self) -> list[Sample]:
         """Nothing while the counters stand still: a stopped counter is not an idle node."""
-        if self._stale():
+        freshness = read_text(self._root / "freshness")
+        self._same_reads = self._same_reads + 1 if freshness and freshness == self._freshness else 0
+        self._freshness = freshness
+        if self._same_reads >= STALE_READS:
             self.note = f"the counters stood still for {STALE_READS} reads"
             return []
-        epoch = _text(self._root / "startup")
+        epoch = read_text(self._root / "startup")
         samples = []
         for part, scope, prefix in self._parts:
             joules, watts = value(self._root / f"{prefix}energy", "J"), value(self._root / f"{prefix}power", "W")
@@ -51,26 +52,8 @@ class CraySensor(FileSensor):
                 samples.append(Sample(part, scope, joules, watts, epoch=epoch))
         return samples
 
-    def _stale(self) -> bool:
-        now = _text(self._root / "freshness")
-        self._same = self._same + 1 if now and now == self._freshness else 0
-        self._freshness = now
-        return self._same >= STALE_READS
-
 
 def value(path: Path, unit: str) -> float | None:
-    """`3219 W 1697546843471129 us` -> 3219.0; None when the file is absent or in another unit."""
-    words = _text(path).split()
-    if len(words) < 2 or words[1] != unit:
-        return None
-    try:
-        return float(words[0])
-    except ValueError:
-        return None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
+    """`3219 W 1697546843471129 us` -> 3219.0; None when the file is absent or has another unit."""
+    match = re.match(rf"(\d+(?:\.\d+)?)\s+{unit}(?:\s|$)", read_text(path))
+    return float(match[1]) if match else None

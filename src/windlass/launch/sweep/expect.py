@@ -12,9 +12,9 @@ from windlass.config import Recipe
 from windlass.config.sweep import SweepConfig
 from windlass.errors import ConfigError, PlanError, WindlassError
 from windlass.launch.sweep.points import SweepPoint
-from windlass.planner.layouts import from_config, problems
-from windlass.planner.search import evaluate, on_devices, search
-from windlass.planner.task import Task, make_task
+from windlass.planner.candidates import candidate_of, problems
+from windlass.planner.search import estimate_plan, on_devices, search
+from windlass.planner.task import PlanTask, make_task
 
 MEMORY_SPREAD = math.log(1.20) / 1.645
 """Standard deviation of ln(predicted / measured memory): 90 % of 129 published runs lie within 20 % (benchmarks/results/planner_accuracy.md)."""
@@ -116,11 +116,13 @@ def _judge(sweep: SweepConfig, recipe: Recipe, cluster: Cluster) -> Expectation:
     if recipe.layout is None:
         best = search(task, top=1).best
         return _of(sweep, task, best, best.reason)
-    choice = from_config(recipe.layout, recipe.train.recompute, task)
-    illegal = problems(task, choice)
+    candidate = candidate_of(recipe.layout, recipe.train.recompute, task)
+    illegal = problems(task, candidate)
     if illegal:
-        return Expectation(verdict="illegal", reason="; ".join(illegal), nodes=task.nodes, devices=task.devices)
-    return _of(sweep, task, evaluate(task, choice), "")
+        return Expectation(
+            verdict="illegal", reason="; ".join(map(str, illegal)), nodes=task.nodes, devices=task.devices
+        )
+    return _of(sweep, task, estimate_plan(task, candidate), "")
 
 
 def _under_limit(found: Expectation, limit: int | None) -> Expectation:
@@ -141,23 +143,23 @@ def oom_chance(needed: float, limit: float) -> float:
     return 0.5 * (1.0 + math.erf(math.log(needed / limit) / (MEMORY_SPREAD * math.sqrt(2.0))))
 
 
-def _of(sweep: SweepConfig, task: Task, plan: Any, reason: str) -> Expectation:
-    chance = oom_chance(plan.memory.needed, plan.limit)
+def _of(sweep: SweepConfig, task: PlanTask, plan: Any, reason: str) -> Expectation:
+    chance = oom_chance(plan.memory.needed, plan.limit_bytes)
     steps = round(plan.tokens / plan.batch_tokens)
     seconds = sweep.startup + steps * plan.step.seconds
     hours = seconds / 3600 * task.nodes
     billing = task.cluster.billing.per_node_hour
-    share = f"needs {plan.memory.needed / 2**30:.1f} of {plan.limit / 2**30:.1f} GiB"
-    fits = plan.memory.needed <= plan.limit
+    share = f"needs {plan.memory.needed / 2**30:.1f} of {plan.limit_bytes / 2**30:.1f} GiB"
+    fits = plan.memory.needed <= plan.limit_bytes
     joules = None if plan.energy.kwh is None else plan.energy.kwh * 3.6e6
     return Expectation(
         verdict="fits" if fits else "oom", reason=f"{share}, {chance:.0%} sure to be too much" if chance > 0.05 else (reason or share),
         oom_chance=chance, skip=chance >= sweep.skip_oom, memory_bytes=plan.memory.needed,
-        peak_bytes=plan.memory.allocated + (PROCESS_BYTES if task.device.vendor == "cpu" else 0.0), memory_limit_bytes=plan.limit, step_seconds=plan.step.seconds,
+        peak_bytes=plan.memory.allocated + (PROCESS_BYTES if task.device.vendor == "cpu" else 0.0), memory_limit_bytes=plan.limit_bytes, step_seconds=plan.step.seconds,
         tokens_per_second=plan.batch_tokens / plan.step.seconds, tokens_per_second_per_device=plan.step.tokens_per_second_per_device,
         mfu=plan.step.mfu, nodes=task.nodes, devices=task.devices, steps=steps, seconds=seconds, node_hours=hours,
         units=None if billing is None else billing * hours, kwh=plan.energy.kwh, joules_per_token=None if joules is None else joules / plan.tokens,
-        layout={**plan.layout.model_dump(mode="json"), "recompute": plan.choice.recompute},
+        layout={**plan.layout.config().model_dump(mode="json"), "recompute": plan.recompute},
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 from windlass import errors
 from windlass.launch.executor import JobState
 from windlass.launch.logs import read_tail
+from windlass.runs.events import FaultEvent
+from windlass.runs.faults import FaultRecord
 from windlass.runs.folder import Run
 
 OUTCOMES = ("ok", "oom", "timeout", "node-failure", "pre-empted", "error", "skipped")
@@ -34,7 +36,6 @@ LOG_PATTERNS = {
 }
 ERROR_LINE = r"(?:^|\s)(?:[A-Za-z_.]*(?:Error|Exception)\b.*|error: .*|fatal: .*|gave up: .*)"
 COMMAND_MARK = "$ "  # begins the line of a point's log that shows its command
-LOST = "lost"  # the kind of an error record that only says that another rank went away
 LOG_BYTES = 256 * 1024
 
 
@@ -93,10 +94,10 @@ def _evidence(
         yield PointOutcome(
             outcome=OUTCOME_OF_STATE[state.state],
             evidence="scheduler",
-            detail=(state.state + (f" ({state.reason})" if state.reason else "")),
+            detail=state.state + (f" ({state.reason})" if state.reason else ""),
         )
-    rank_errors = sorted((r for r in run.errors() if _time(r) >= since - 1), key=_time)
-    yield from [_from_record(run, r) for r in rank_errors if r.get("kind") != LOST][:1]
+    faults = sorted((f for f in run.faults() if f.time >= since - 1), key=lambda fault: fault.time)
+    yield from [_from_fault(run, fault) for fault in faults if fault.is_cause][:1]
     if oom_kills:
         yield PointOutcome(
             outcome="oom",
@@ -108,38 +109,33 @@ def _evidence(
     lines = [line for line in lines if not line.startswith(COMMAND_MARK)]
     for outcome, pattern in LOG_PATTERNS.items():
         yield from _from_log(outcome, pattern, lines, log)
-    for event in run.events():  # a rank that was killed leaves no record, but the supervisor saw its end
-        if event.get("event") == "fault" and event.get("kind") != LOST and _time(event) >= since - 1:
+    for event in run.events(FaultEvent):  # a rank that was killed leaves no record, but the supervisor saw its end
+        if event.kind != "lost" and (event.time or 0.0) >= since - 1:
             yield _from_supervisor(event)
             break
-    yield from [_from_record(run, r) for r in rank_errors if r.get("kind") == LOST][:1]
+    yield from [_from_fault(run, fault) for fault in faults if not fault.is_cause][:1]
     yield from _from_log("error", ERROR_LINE, lines, log)
     yield _from_code(code)
 
 
-def _time(record: Mapping[str, Any]) -> float:
-    return float(record.get("time") or 0)
-
-
-def _from_record(run: Run, record: Mapping[str, Any]) -> PointOutcome:
-    rank = record.get("rank")
+def _from_fault(run: Run, fault: FaultRecord) -> PointOutcome:
     return PointOutcome(
-        outcome="oom" if record.get("kind") == "oom" else "error",
+        outcome="oom" if fault.kind == "oom" else "error",
         evidence="record",
-        detail=str(record.get("error")),
-        rank=rank if isinstance(rank, int) else None,
-        host=record.get("host"),
-        file=str(run.error_file(int(rank or 0)).relative_to(run.path)),
+        detail=fault.error,
+        rank=fault.rank,
+        host=fault.host,
+        file=str(run.error_file(fault.rank or 0).relative_to(run.path)),
     )
 
 
-def _from_supervisor(event: Mapping[str, Any]) -> PointOutcome:
+def _from_supervisor(event: FaultEvent) -> PointOutcome:
     return PointOutcome(
-        outcome="oom" if event.get("kind") == "oom" else "error",
+        outcome="oom" if event.kind == "oom" else "error",
         evidence="supervisor",
-        detail=f"rank {event.get('rank')}: {event.get('error')}",
-        rank=event.get("rank"),
-        host=event.get("host"),
+        detail=f"rank {event.rank}: {event.error}",
+        rank=event.rank,
+        host=event.host,
     )
 
 

@@ -20,6 +20,7 @@ from windlass.files import read_json_lines, write_atomic, write_json
 from windlass.launch.sweep.expect import Expectation
 from windlass.launch.sweep.folder import SweepRun
 from windlass.launch.sweep.points import SweepPoint
+from windlass.runs.events import Started
 from windlass.runs.folder import Run
 
 COLUMNS = (
@@ -70,8 +71,8 @@ def _column(axis: str) -> str:
 def _settings(recipe: Recipe, run: Run, expected: Expectation) -> Row:
     layout = dict(expected.layout or (recipe.layout.model_dump(mode="json") if recipe.layout else {}))
     train, data = recipe.train, recipe.data
-    started = next((e for e in run.events() if e.get("event") == "started"), {})
-    devices = started.get("world_size") or expected.devices
+    started = next(run.events(Started), Started())
+    devices = started.world_size or expected.devices
     batch_tokens = data.batch_tokens
     if batch_tokens is None and devices is not None and layout.get("micro_batch"):
         # Without `batch_tokens` a step is one micro-batch on every replica.
@@ -85,7 +86,7 @@ def _settings(recipe: Recipe, run: Run, expected: Expectation) -> Row:
         "attention": train.attention,
         "precision": train.precision,
         "compile": train.compile,
-        "nodes": started.get("nodes") or expected.nodes,
+        "nodes": started.nodes or expected.nodes,
         "devices": devices,
         "seq_len": data.seq_len,
         "batch_tokens": batch_tokens,
@@ -116,7 +117,7 @@ def _predicted(expected: Expectation) -> Row:
 
 def measured(run: Run) -> Row:
     """From the run folder: medians after the first steps. None: not measured."""
-    lines = list(run.metrics())
+    lines = [line.as_dict() for line in run.metrics_lines()]
     kept = lines[SKIP_LINES:] if len(lines) > SKIP_LINES + 2 else lines
     steps = _numbers(kept, "step_seconds")
     spread = None

@@ -20,7 +20,7 @@ from windlass.report.dash.store import MOST_POINTS, Folder, RunView, known_axis
 from windlass.report.evaluations import evaluation
 from windlass.report.redact import redact
 from windlass.report.words import energy_card, event_text, state
-from windlass.runs.record import METRICS
+from windlass.runs.metrics import METRICS
 
 Query = Mapping[str, Sequence[str]]
 MOST_RUNS = 30

@@ -151,16 +151,16 @@ def batch_near(q: Question) -> int:
 def ask(q: Question) -> dict[str, Any]:
     """The planner's ranked layouts, in the words of the page."""
     from windlass.planner.record import plan_json
-    from windlass.planner.search import nowhere, search
+    from windlass.planner.search import nothing_fits, search
     from windlass.planner.task import make_task
 
     recipe = recipe_of(q)
     task = make_task(recipe, load_cluster(q.cluster))
     plans = search(task)
     if not plans.plans:
-        raise nowhere(plans)
+        raise nothing_fits(plans)
     rows = [plan_json(p, task) for p in plans.plans[:SHOWN]]
-    words = [p.choice.words() for p in plans.plans[:SHOWN]]
+    words = [p.candidate.describe() for p in plans.plans[:SHOWN]]
     parts = [
         Section("", (_cards(rows[0], words[0], q), *(Note(w, "warning") for w in task.warnings)), id="best"),
         Section("Memory of a device", (_memory(rows, words),), id="memory"),

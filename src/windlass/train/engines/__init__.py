@@ -1,1 +1,7 @@
-"""Other engines than our own under the same loop: same data order, same metrics, same run folder."""
+"""Engines: how a model is divided, updated and stepped. Each is one module with a function `assemble`.
+
+`assemble(model, recipe, world, geometry, beat)` takes the model on the meta device and returns its parts, its optimizer and its
+stepper; `beat(phase)` is to be called at each phase of a step, so that the watchdog can say how far this rank came.
+`windlass.registry.ENGINES` finds engines by module name, and those of other packages by the entry point group
+"windlass.engines".
+"""

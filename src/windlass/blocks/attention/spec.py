@@ -1,0 +1,97 @@
+"""Sizes and costs of causal attention with rotary positions and grouped heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windlass.blocks.interface import Mixing, Product
+from windlass.layout.types import Layout, StepSpec
+
+KEPT_SCORE_BYTES = 4.0
+"""Without a fused kernel torch computes scores in fp32 whatever the precision (69.0 GiB measured on an H200)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope_theta: float = 500_000.0
+    bias: bool = False
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    kind = "attention"
+
+    def params(self) -> dict[str, int]:
+        query = self.width * self.query_width
+        terms = {"query": query, "key and value": 2 * self.width * self.kv_width, "attention output": query}
+        if self.bias:
+            terms["biases"] = self.query_width + 2 * self.kv_width + self.width
+        return terms
+
+    def active_params(self) -> int:
+        return sum(self.params().values())
+
+    def products(self) -> tuple[Product, ...]:
+        return (
+            Product("query", self.query_width, self.width, "outputs", "input"),
+            Product("key", self.kv_width, self.width, "outputs", "input"),
+            Product("value", self.kv_width, self.width, "outputs", "input"),
+            Product("attention output", self.width, self.query_width, "inputs", "mixed"),
+        )
+
+    def mixing_flops(self, seq_len: int) -> float:
+        return 4.0 * seq_len * self.query_width
+
+    def mixing(self, step: StepSpec) -> Mixing:
+        square = self.mixing_flops(step.seq_len)
+        if step.flash:
+            # A causal kernel skips half of the square; behind a document mask it computes all of it.
+            return Mixing(square if step.mask_documents else 0.5 * square, narrow_heads=self.head_dim < 96)
+        # Tensor cores need rows of 16 bytes; other head widths fall back to ordinary units.
+        return Mixing(square * (6.0 if self.head_dim % 8 else 1.0), scores=float(self.heads * step.seq_len))
+
+    masks_documents = True
+    kept_by_selective = True
+
+    def kept_bytes(self, step: StepSpec, layout: Layout) -> float:
+        """Rotated queries and keys, values, the output and its log-sums; fused projections also keep the unrotated ones."""
+        size = step.bytes_per_value
+        keys = self.query_width if step.expand_kv_heads else self.kv_width
+        kept = size * (2.0 * self.query_width + 2.0 * keys) + 4.0 * self.heads
+        if step.fused_projections:
+            kept += size * (self.query_width + self.kv_width)
+        if not step.flash:
+            kept += (KEPT_SCORE_BYTES if step.native else 2.0 * size) * self.heads * step.seq_len
+        return kept / layout.tensor
+
+    def selective_bytes(self, step: StepSpec, layout: Layout) -> float:
+        """The attention output with its log-sums."""
+        return (step.bytes_per_value * self.query_width + 4.0 * self.heads) / layout.tensor
+
+    def transient_bytes(self, step: StepSpec, layout: Layout) -> float:
+        """Gradients of scores and of probabilities lie side by side where no fused kernel avoids them."""
+        return 0.0 if step.flash else 2.0 * KEPT_SCORE_BYTES * self.heads * step.seq_len / layout.tensor
+
+    def constant_bytes(self, step: StepSpec, layout: Layout) -> float:
+        return 0.0
+
+    def moved_bytes(self, step: StepSpec, layout: Layout) -> float:
+        """Rotation: in fp32, operation by operation, when nothing is compiled."""
+        rotated = self.query_width + self.kv_width
+        per_value = 58.0 if step.native and not step.compile else 2.0 * step.bytes_per_value
+        return per_value * rotated / layout.tensor
+
+    def context_bytes(self, step: StepSpec, layout: Layout) -> float:
+        return 2.0 * self.kv_width / layout.tensor * step.bytes_per_value
+
+    def divides(self, axis: str) -> tuple[tuple[str, int], ...] | None:
+        return (("model.heads", self.heads), ("model.kv_heads", self.kv_heads)) if axis == "tensor" else ()

@@ -1,0 +1,25 @@
+"""Sizes of the input embedding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PAD_ROWS = 128
+"""Rows are padded to a multiple of this, so that the head's matrix product uses whole tiles."""
+
+
+def padded_rows(vocab: int, multiple: int = PAD_ROWS) -> int:
+    return -(-vocab // multiple) * multiple
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingSpec:
+    vocab: int
+    """True vocabulary size."""
+    rows: int
+    """Rows as stored: `padded_rows(vocab)` in our own models."""
+    width: int
+    positions: int = 0
+    """Learned position vectors (0: rotary, ALiBi or none)."""
+    norm: bool = False
+    """A LayerNorm after the embedding (BLOOM)."""

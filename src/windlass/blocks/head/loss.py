@@ -1,0 +1,111 @@
+"""Next-token cross-entropy from hidden states: plain, and in chunks whose logits never exist together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ChunkTerms = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""Logits and targets of a chunk -> loss, cross-entropy, gradient of the logits."""
+
+
+def next_token_loss(hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab: int, z_loss: float = 0.0) -> Tensor:
+    """(loss to descend, cross-entropy), both summed over tokens, from full logits in fp32."""
+    return entropy_sums(F.linear(hidden, weight)[..., :vocab].float().flatten(0, -2), targets.flatten(), z_loss)
+
+
+def entropy_sums(logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
+    """(loss to descend, cross-entropy) of full fp32 logits (tokens, vocabulary)."""
+    # torch's own cross-entropy: one pass forward and one back, where logsumexp and its backward take four.
+    entropy = F.cross_entropy(logits, targets, reduction="sum")
+    total = entropy + z_loss * torch.logsumexp(logits, -1).pow(2).sum() if z_loss else entropy
+    return torch.stack((total, entropy.detach()))
+
+
+def chunked_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab: int, chunk: int = 4096, z_loss: float = 0.0
+) -> Tensor:
+    """The same in chunks of `chunk` tokens, with both gradients computed on the way forward."""
+    out: Tensor = ChunkedLoss.apply(hidden.flatten(0, -2), weight, targets.flatten(), vocab, chunk, z_loss)
+    return out
+
+
+def _chunk_terms(logits: Tensor, targets: Tensor, vocab: int, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, cross-entropy and gradient of one chunk's logits; compiled on GPUs, where it becomes one or two kernels."""
+    wide = logits.float()
+    column = torch.arange(wide.shape[1], device=wide.device)
+    wide = torch.where(column < vocab, wide, float("-inf"))
+    lse = torch.logsumexp(wide, -1, keepdim=True)
+    entropy = (lse - wide.gather(1, targets[:, None])).sum()
+    total = entropy + z_loss * lse.pow(2).sum()
+    probability = torch.exp(wide - lse)
+    slope = probability * (1 + 2 * z_loss * lse) - (column == targets[:, None]).to(wide.dtype)
+    return total, entropy, slope.to(logits.dtype)
+
+
+_compiled_terms: Any = None
+
+
+def _terms(device: torch.device) -> Any:
+    global _compiled_terms
+    if device.type == "cpu":
+        return _chunk_terms
+    if _compiled_terms is None:
+        _compiled_terms = torch.compile(_chunk_terms, dynamic=False)
+    return _compiled_terms
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Head and cross-entropy in one: the forward pass leaves only the two gradients behind."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab: int, chunk: int, z_loss: float
+    ) -> Tensor:
+        terms = _terms(hidden.device)
+        return forward_in_chunks(ctx, hidden, weight, targets, chunk, lambda x, y: terms(x, y, vocab, z_loss))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *kept_gradients(ctx, grads[0]), None, None, None, None
+
+
+def forward_in_chunks(
+    ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, terms: ChunkTerms
+) -> Tensor:
+    """Both sums over all chunks; gradients of hidden states and weights are kept in `ctx`."""
+    sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
+    needs_grad = any(ctx.needs_input_grad[:2])
+    grad_hidden = torch.empty_like(hidden) if needs_grad else None
+    grad_weight: Tensor | None = None
+    for start in range(0, hidden.shape[0], chunk):
+        part, goal = hidden[start : start + chunk], targets[start : start + chunk]
+        total, entropy, slope = terms(part @ weight.t(), goal)
+        sums += torch.stack((total, entropy))
+        if needs_grad:
+            torch.mm(slope, weight, out=grad_hidden[start : start + chunk])
+            grad_weight = add_outer(grad_weight, slope, part)
+    ctx.save_for_backward(grad_hidden, grad_weight)
+    ctx.weight_dtype = weight.dtype
+    return sums
+
+
+def kept_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """What `forward_in_chunks` kept, times the gradient of the loss (which is the first of the two sums)."""
+    grad_hidden, grad_weight = ctx.saved_tensors
+    scale = grad[0]
+    return grad_hidden * scale.to(grad_hidden.dtype), (grad_weight * scale).to(ctx.weight_dtype)
+
+
+def add_outer(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """total + left^T right in fp32. On NVIDIA GPUs the GEMM itself adds bf16 products to the fp32 sum; ROCm has no such form."""
+    if left.device.type == "cuda" and left.dtype == torch.bfloat16 and torch.version.hip is None:
+        if total is None:
+            return torch.mm(left.t(), right, out_dtype=torch.float32)
+        return torch.addmm(total, left.t(), right, out_dtype=torch.float32)
+    product = (left.t() @ right).float()
+    return product if total is None else total.add_(product)

@@ -1,0 +1,88 @@
+"""Head and loss with the vocabulary divided over tensor-parallel ranks: in chunks, with three small reductions each."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from windlass.blocks.divide import by_rows, first_row
+from windlass.blocks.head.loss import forward_in_chunks, kept_gradients
+from windlass.blocks.head.module import OutputHead
+
+
+def parallelize(head: OutputHead, tensor_mesh: DeviceMesh, *, chunk: int, z_loss: float) -> None:
+    if head.weight is not None:  # else it is the embedding's, which is divided already
+        head.weight = by_rows(head.weight, tensor_mesh)
+    head.loss = partial(parallel_loss, mesh=tensor_mesh, chunk=chunk, z_loss=z_loss)
+    head.logits = partial(parallel_logits, mesh=tensor_mesh)
+
+
+def full_sequence(hidden: Tensor) -> Tensor:
+    """Sequence-sharded hidden states gathered on each rank; their gradients are partial sums over vocabulary parts."""
+    if not isinstance(hidden, DTensor):
+        return hidden
+    return hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def parallel_logits(hidden: Tensor, weight: Tensor, *, mesh: DeviceMesh) -> Tensor:
+    """Full logits on each rank, for evaluation."""
+    part = F.linear(full_sequence(hidden), weight.to_local())
+    return DTensor.from_local(part, mesh, [Shard(part.ndim - 1)], run_check=False).full_tensor()
+
+
+def parallel_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab: int, mesh: DeviceMesh, chunk: int, z_loss: float
+) -> Tensor:
+    """Like `chunked_loss`, where each rank holds some rows of the head."""
+    hidden = full_sequence(hidden).flatten(0, -2)
+    part = weight.to_local()
+    start = first_row(weight, mesh)
+    out: Tensor = ParallelLoss.apply(hidden, part, targets.flatten(), (start, vocab), chunk, z_loss, mesh.get_group())
+    return out
+
+
+class ParallelLoss(torch.autograd.Function):
+    """`ChunkedLoss` with each chunk's terms brought together over the ranks that hold the vocabulary."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        span: tuple[int, int],
+        chunk: int,
+        z_loss: float,
+        group: Any,
+    ) -> Tensor:
+        return forward_in_chunks(ctx, hidden, weight, targets, chunk, lambda x, y: _chunk(x, y, span, z_loss, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *kept_gradients(ctx, grads[0]), None, None, None, None, None
+
+
+def _chunk(
+    logits: Tensor, targets: Tensor, span: tuple[int, int], z_loss: float, group: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    start, vocab = span
+    column = start + torch.arange(logits.shape[1], device=logits.device)
+    wide = torch.where(column < vocab, logits.float(), float("-inf"))
+    # A rank may hold padding only; its maximum is minus infinity, the group's is not.
+    top = wide.amax(-1, keepdim=True)
+    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    exponent = torch.exp(wide - top)
+    hit = column == targets[:, None]
+    both = torch.stack((exponent.sum(-1), torch.where(hit, wide, 0.0).sum(-1)))
+    dist.all_reduce(both, group=group)
+    lse = top + both[0][:, None].log()
+    entropy = (lse.squeeze(1) - both[1]).sum()
+    slope = exponent / both[0][:, None] * (1 + 2 * z_loss * lse) - hit.to(wide.dtype)
+    return entropy + z_loss * lse.pow(2).sum(), entropy, slope.to(logits.dtype)

@@ -1,0 +1,66 @@
+"""Initial weights: each parameter from a seed and its own name, so that every layout starts from the same numbers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+Filler = Callable[[Tensor, torch.Generator], None]
+
+
+def fill_normal(tensor: Tensor, generator: torch.Generator, std: float = 0.02) -> None:
+    tensor.normal_(0.0, std, generator=generator)
+
+
+def fill_parameter(parameter: Tensor, key: str, fill: Filler) -> None:
+    """Fill the full tensor from `key`, then keep this rank's part. Only one full parameter exists on a device at a time."""
+    with torch.no_grad():
+        if not hasattr(parameter, "device_mesh"):
+            fill(parameter, generator_of(key, parameter.device))
+            return
+        local = parameter.to_local()
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=local.device)
+        fill(full, generator_of(key, local.device))
+        local.copy_(local_part(full, parameter))
+
+
+def generator_of(key: str, device: torch.device) -> torch.Generator:
+    digest = hashlib.sha256(key.encode()).digest()
+    return torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def local_part(full: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a full tensor, divided like the DTensor `like`.
+
+    Tensor parallelism divides first and data parallelism divides its parts, although the mesh lists data axes first:
+    that is what FSDP2's strided placement means.
+    """
+    mesh, part = like.device_mesh, full
+    names = mesh.mesh_dim_names or ()
+    order = sorted(range(mesh.ndim), key=lambda axis: (0 if names and names[axis] == "tp" else 1, axis))
+    for axis in order:
+        placement = like.placements[axis]
+        if not placement.is_shard() and "Shard" not in type(placement).__name__:
+            continue
+        dim, size, rank = placement.dim, mesh.size(axis), mesh.get_local_rank(axis)
+        chunks = part.chunk(size, dim=dim)
+        part = chunks[rank] if rank < len(chunks) else part.narrow(dim, 0, 0)
+    return part
+
+
+def fill_ones(tensor: Tensor, generator: torch.Generator) -> None:
+    tensor.fill_(1.0)
+
+
+def fill_xavier(tensor: Tensor, generator: torch.Generator, gain: float) -> None:
+    bound = gain * (6.0 / sum(tensor.shape)) ** 0.5
+    tensor.uniform_(-bound, bound, generator=generator)
+
+
+def residual_filler(ends_branch: bool, std: float, num_layers: int) -> Filler:
+    """Normal; matrices that end a residual branch begin smaller, by the number of branches."""
+    return partial(fill_normal, std=std / (2 * num_layers) ** 0.5 if ends_branch else std)

@@ -1,0 +1,36 @@
+"""Matrix product whose arithmetic can be replaced (bf16, FP8) without a change of parameter names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+MatrixProduct = Callable[[Tensor, Tensor], Tensor]
+
+
+class Linear(nn.Linear):
+    """Without bias. `product` computes x W^T; FP8 replaces it."""
+
+    product: MatrixProduct | None = None
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight) if self.product is None else self.product(x, self.weight)
+
+
+def project(x: Tensor, layers: Sequence[Linear], fused: bool) -> tuple[Tensor, ...]:
+    """Several products of the same input; `fused` as one.
+
+    The weights are laid side by side on the fly: cheap beside the product, and forward and backward then read x and write its
+    gradient once.
+    """
+    if not fused:
+        return tuple(layer(x) for layer in layers)
+    weight = torch.cat([layer.weight for layer in layers])
+    product = layers[0].product or F.linear
+    return product(x, weight).split([layer.weight.shape[0] for layer in layers], dim=-1)

@@ -1,0 +1,12 @@
+"""Feed-forward block divided over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from windlass.blocks.divide import Meshes, divide_columns_then_rows
+from windlass.blocks.mlp.module import Mlp
+
+
+def parallelize(block: Mlp, meshes: Meshes) -> None:
+    if meshes.tensor is not None:
+        columns = ("w1",) if block.w3 is None else ("w1", "w3")
+        divide_columns_then_rows(block, meshes.tensor, columns, "w2")

@@ -1,0 +1,66 @@
+"""Habits of training engines that memory and step time depend on, as data: ours and those of published measurements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineProfile:
+    fp32_weights: bool
+    """fp32 weights are the master and 16-bit copies are made when needed; False: 16-bit weights and a gradient buffer stay
+    resident, and fp32 masters belong to the optimizer."""
+    gradient_precision: str = "bf16"
+    """Of gradients that stay resident, in bf16 training, where a row does not state it."""
+    keeps_both_gradients: bool = False
+    """Explicit fp32 accumulation lies beside the 16-bit gradients (nanotron, DeepSpeed's BF16Optimizer)."""
+    bucket_bytes: float = 0.0
+    """Reduce and all-gather buckets."""
+    plain_loss_bytes: float = 8.0
+    """Bytes per logit that a plain loss holds at its peak."""
+    plain_loss_bytes_unfused: float = 8.0
+    """The same where attention is not fused either: engines of before 2022 held logits, softmax and gradient apart."""
+    divided_loss_bytes: float = 0.0
+    """More of them on a divided vocabulary, where softmax and its gradient are separate operations."""
+    selective_share: float = 0.0
+    """Share of products and element-wise work that selective recomputation repeats."""
+    eager_kernels: float = 60.0
+    """Kernels of one layer's forward pass without compilation."""
+    eager_update_bytes: float = 34.0
+    """Bytes per parameter that an optimizer update without compilation moves."""
+    copies_shards: bool = False
+    """Every gathered layer is unpacked and its gradients packed, by copies (FSDP)."""
+    overlaps_reduction: bool = True
+    """Gradients of unsharded layouts are reduced while the backward pass runs."""
+
+
+ENGINES = {
+    # Softmax and two gradients in fp32: our plain loss is not compiled.
+    "native": EngineProfile(
+        fp32_weights=True,
+        plain_loss_bytes=12.0,
+        plain_loss_bytes_unfused=12.0,
+        divided_loss_bytes=4.0,
+        eager_kernels=100.0,
+        copies_shards=True,
+    ),
+    # A plain loss holds 8 bytes (logits, softmax, two 16-bit gradients) or 12 (fp32); rows do not say which, so 10 are taken.
+    "torch": EngineProfile(
+        fp32_weights=True,
+        plain_loss_bytes=10.0,
+        plain_loss_bytes_unfused=10.0,
+        divided_loss_bytes=4.0,
+        selective_share=0.35,
+        eager_update_bytes=90.0,
+        copies_shards=True,
+    ),
+    # Softmax overwrites the fp32 logits and is kept for the gradient.
+    "megatron": EngineProfile(fp32_weights=False, gradient_precision="fp32", plain_loss_bytes_unfused=14.0),
+    "deepspeed": EngineProfile(
+        fp32_weights=False,
+        keeps_both_gradients=True,
+        bucket_bytes=2.0e9,  # twice 5e8 values of 16 bits
+        plain_loss_bytes_unfused=14.0,
+        overlaps_reduction=False,
+    ),
+}

@@ -1,0 +1,122 @@
+"""From a recipe's wishes to the complete `Layout` and `StepSpec`. The same functions serve the engine and the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windlass.blocks.attention.spec import AttentionSpec
+from windlass.blocks.head.spec import choose_loss
+from windlass.config import LayoutConfig, Recipe
+from windlass.layout.types import WHOLE_GRADIENTS, GradientSync, Layout, StepSpec
+from windlass.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSize:
+    """What a layout has to divide: devices and the global batch."""
+
+    devices: int
+    devices_per_node: int
+    seq_len: int
+    sequences: int | None
+    """Sequences of one optimizer step over all devices; None: one micro-batch per replica."""
+
+
+def job_size(recipe: Recipe, devices: int, devices_per_node: int) -> JobSize:
+    data = recipe.data
+    sequences = None if data.batch_tokens is None else data.batch_tokens // data.seq_len
+    return JobSize(devices=devices, devices_per_node=devices_per_node, seq_len=data.seq_len, sequences=sequences)
+
+
+def default_shard_size(tensor: int, replicas: int, devices_per_node: int) -> int:
+    """hybrid without shard_size: a node's devices share one copy, as far as tensor parallelism leaves room."""
+    return max(1, min(devices_per_node // tensor, replicas))
+
+
+def complete_layout(wish: LayoutConfig, size: JobSize) -> Layout:
+    """The layout that a `[layout]` table means on this many devices.
+
+    Data-parallel degree and accumulation follow from the devices and the batch; where these do not divide they are rounded
+    down, and `rules.violations` says so.
+    """
+    data = max(1, size.devices // (wish.tensor * wish.pipeline * wish.context))
+    replicas = data * wish.context
+    shard_size = 1 if wish.shard == "none" else replicas
+    if wish.shard == "hybrid":
+        shard_size = wish.shard_size or default_shard_size(wish.tensor, replicas, size.devices_per_node)
+    accumulation = 1 if size.sequences is None else max(1, size.sequences // (data * wish.micro_batch))
+    return Layout(
+        tensor=wish.tensor,
+        pipeline=wish.pipeline,
+        context=wish.context,
+        data=data,
+        shard=wish.shard,
+        shard_size=shard_size,
+        micro_batch=wish.micro_batch,
+        accumulation=accumulation,
+        schedule=wish.schedule,
+        chunks=wish.pipeline_chunks if wish.schedule == "interleaved" else 1,
+        offload=wish.offload,
+        sync=wish.sync,
+    )
+
+
+def gradient_sync(layout: Layout) -> GradientSync:
+    """The wish, or the rule by sharding: where every rank holds whole gradients anyway, one reduction per step is enough."""
+    whole = layout.shard in WHOLE_GRADIENTS
+    every = layout.sync == "every" or (layout.sync == "auto" and not whole)
+    if layout.accumulation == 1:
+        return GradientSync()
+    defer = every and layout.shard == "hybrid" and layout.sync == "auto"
+    if layout.sync != "auto":
+        reason = f"layout.sync = {layout.sync}"
+    else:
+        reason = f"shard = {layout.shard} keeps {'full' if whole else 'divided'} gradients"
+    when = "after each micro-batch" if every else "once per step"
+    when += ", across copies once per step" if defer else ""
+    return GradientSync(every, defer, whole, f"gradient reduction: {when} ({reason})")
+
+
+def resolve_step(
+    recipe: Recipe, model: ModelSpec, layout: Layout, *, gpu: bool, recompute: str | None = None
+) -> StepSpec:
+    """How the engine computes a step of this recipe. `recompute` replaces the recipe's policy, for the planner's search."""
+    train, optim, data = recipe.train, recipe.optim, recipe.data
+    masked = data.mask_documents
+    grouped = any(isinstance(b, AttentionSpec) and b.kv_heads < b.heads for b in model.blocks())
+    if train.engine == "deepspeed":
+        engine = "deepspeed"
+    else:
+        engine = "torch" if model.foreign else "native"
+    tokens = layout.micro_batch * data.seq_len // layout.context
+    loss = "plain" if model.foreign else choose_loss(train.loss, model.embedding.rows, tokens, layout.tensor)[0]
+    fuse_by_default = gpu and train.precision == "fp8"
+    return StepSpec(
+        seq_len=data.seq_len,
+        precision=train.precision,
+        engine=engine,
+        compile=gpu if train.compile is None else train.compile,
+        attention=train.attention,
+        loss=loss,
+        loss_chunk=train.loss_chunk,
+        z_loss=train.z_loss,
+        recompute=train.recompute if recompute is None else recompute,
+        recompute_budget=train.recompute_budget,
+        optimizer=optim.name,
+        moment_tensors=moment_tensors(optim.name),
+        moments=optim.moments,
+        # In bf16 laying weights side by side costs 1.5 % speed and 4 GiB (H200, benchmarks/gpu_train.py); in FP8 one cast of
+        # the shared input instead of three pays for it. Divided products cannot be laid side by side.
+        fused_projections=layout.tensor == 1 and (fuse_by_default if train.fuse is None else train.fuse),
+        fp8_scaling=train.fp8_scaling,
+        fp8_backend=train.fp8_backend,
+        mask_documents=masked,
+        # The memory-efficient kernel, the only one for masks and for fp32 on a GPU, takes no groups of heads.
+        expand_kv_heads=gpu and grouped and (masked or train.precision == "fp32"),
+        sync=gradient_sync(layout),
+    )
+
+
+def moment_tensors(optimizer: str) -> int:
+    """Optimizer states per parameter."""
+    return 2 if optimizer.startswith("adam") else 1

@@ -1,0 +1,282 @@
+"""Which layouts are valid. Every rule stands here once, with a stable code, the numbers and the nearest valid value.
+
+`violations` are layouts that the engine cannot run. `not_ranked` are layouts that it runs, but that the planner does not
+propose: it does not know what they cost, or they never pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from windlass.config import Recipe
+from windlass.errors import ConfigError
+from windlass.layout.resolve import JobSize
+from windlass.layout.types import AXES, Layout
+from windlass.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    code: str
+    message: str
+    """What is wrong, with the numbers."""
+    nearest: str
+    """The nearest valid value or values."""
+
+    def __str__(self) -> str:
+        return f"{self.message}; nearest valid: {self.nearest}"
+
+
+def divisors(value: int) -> list[int]:
+    return [d for d in range(1, value + 1) if value % d == 0]
+
+
+def nearest(value: int, valid: Iterable[int]) -> str:
+    """The nearest valid values below and above, for a message."""
+    others = sorted(set(valid))
+    below, above = [v for v in others if v < value], [v for v in others if v > value]
+    return " or ".join(str(v) for v in (*below[-1:], *above[:1])) or "none"
+
+
+def violations(model: ModelSpec, layout: Layout, size: JobSize, engine: str = "native") -> list[Violation]:
+    """Why the engine cannot run this layout; empty when it can. `engine` is the recipe's `train.engine`."""
+    problems = [*_model_problems(model, layout, size, engine)]
+    device_problems = list(_device_problems(layout, size))
+    problems += device_problems
+    if not device_problems:  # without a whole number of replicas the batch rules would only repeat the trouble
+        problems += _batch_problems(model, layout, size)
+        if layout.replicas % layout.shard_size:
+            problems.append(
+                Violation(
+                    "layout.shard-size-not-divisible",
+                    f"layout.shard_size ({layout.shard_size}) does not divide {layout.replicas} replicas",
+                    nearest(layout.shard_size, divisors(layout.replicas)),
+                )
+            )
+    if engine == "deepspeed" and layout.shard == "hybrid":
+        problems.append(
+            Violation(
+                "layout.hybrid-unsupported",
+                "layout.shard hybrid is not built for the deepspeed engine",
+                "full, zero2 or train.engine native",
+            )
+        )
+    if layout.offload == "parameters" and layout.devices == 1 and engine == "native":
+        problems.append(
+            Violation(
+                "layout.offload-needs-processes",
+                "layout.offload = parameters needs several processes",
+                "layout.offload = optimizer",
+            )
+        )
+    return problems
+
+
+def check_layout(model: ModelSpec, layout: Layout, size: JobSize, engine: str = "native") -> None:
+    """Raise one error for all violations; its code is that of the first."""
+    problems = violations(model, layout, size, engine)
+    if problems:
+        raise ConfigError(
+            problems[0].code,
+            "; ".join(p.message for p in problems),
+            hint="nearest valid: " + "; ".join(p.nearest for p in problems),
+        )
+
+
+def _model_problems(model: ModelSpec, layout: Layout, size: JobSize, engine: str) -> Iterator[Violation]:
+    positions = size.seq_len // layout.context
+    for axis in AXES:
+        degree = getattr(layout, axis)
+        if degree == 1:
+            continue
+        sizes = model.sizes_divided_by(axis)
+        if engine == "deepspeed":
+            yield Violation(
+                "layout.axis-unsupported",
+                f"layout.{axis} ({degree}): the deepspeed engine divides data and states only",
+                "1, or train.engine native",
+            )
+        elif sizes is None:
+            kind = "a Hugging Face model" if model.foreign else "one of the model's blocks"
+            yield Violation("layout.axis-unsupported", f"layout.{axis} ({degree}) is not built for {kind}", "1")
+        for name, value in sizes or ():
+            if value % degree:
+                valid = [d for d in divisors(value) if axis != "tensor" or size.devices_per_node % d == 0]
+                yield Violation(
+                    f"layout.{axis}-not-divisible",
+                    f"layout.{axis} ({degree}) does not divide {name} ({value:,})",
+                    nearest(degree, valid),
+                )
+    if model.num_layers < layout.num_stages:
+        yield Violation(
+            "layout.too-many-stages",
+            f"model.layers ({model.num_layers}) is less than the {layout.num_stages} pipeline stages",
+            f"at most {model.num_layers // layout.stages_per_rank} pipeline ranks",
+        )
+    if size.seq_len % layout.context:
+        valid = [d for d in divisors(size.seq_len) if d <= 2 * layout.context]
+        yield Violation(
+            "layout.context-not-divisible",
+            f"layout.context ({layout.context}) does not divide data.seq_len ({size.seq_len:,})",
+            nearest(layout.context, valid),
+        )
+    elif positions % layout.tensor:
+        valid = [d for d in divisors(size.devices_per_node) if positions % d == 0]
+        yield Violation(
+            "layout.sequence-not-divisible",
+            f"layout.tensor ({layout.tensor}) does not divide the {positions:,} positions of a rank",
+            nearest(layout.tensor, valid),
+        )
+
+
+def _device_problems(layout: Layout, size: JobSize) -> Iterator[Violation]:
+    group = layout.tensor * layout.pipeline * layout.context
+    product = f"tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} = {group}"
+    if group > size.devices:
+        yield Violation(
+            "layout.too-few-devices",
+            f"{product} is more than {size.devices} device{'s' * (size.devices > 1)}",
+            f"{group} devices ({-(-group // size.devices_per_node)} nodes)",
+        )
+    elif size.devices % group:
+        yield Violation(
+            "layout.devices-not-divisible",
+            f"{product} does not divide {size.devices} devices",
+            nearest(group, divisors(size.devices)),
+        )
+
+
+def batch_violation(data: int, micro_batch: int, size: JobSize) -> Violation | None:
+    """A global batch that the replicas and their micro-batches do not divide, with the nearest that they do."""
+    unit = data * micro_batch * size.seq_len
+    batch = (size.sequences or 0) * size.seq_len
+    if size.sequences is None or (batch and batch % unit == 0):
+        return None
+    below, above = batch // unit * unit, (batch // unit + 1) * unit
+    return Violation(
+        "layout.batch-not-divisible",
+        f"data.batch_tokens ({batch:,}) is not a multiple of {unit:,} = micro_batch {micro_batch} x "
+        f"seq_len {size.seq_len:,} x {data:,} replica{'s' * (data > 1)}",
+        f"{above:,}" if below == 0 else f"{below:,} or {above:,}",
+    )
+
+
+def _batch_problems(model: ModelSpec, layout: Layout, size: JobSize) -> Iterator[Violation]:
+    violation = batch_violation(layout.data, layout.micro_batch, size)
+    if violation is not None:
+        yield violation
+    if layout.pipeline == 1:
+        return
+    if layout.accumulation < layout.pipeline:
+        fewer = nearest(layout.accumulation + 1, range(1, layout.accumulation + 1))
+        yield Violation(
+            "layout.pipeline-not-filled",
+            f"{layout.accumulation} micro-batches cannot fill {layout.pipeline} pipeline ranks",
+            f"pipeline {fewer}, a smaller micro_batch or a larger batch",
+        )
+    elif layout.schedule == "interleaved" and layout.accumulation % layout.pipeline:
+        valid = max(layout.pipeline, layout.accumulation // layout.pipeline * layout.pipeline)
+        yield Violation(
+            "layout.interleaved-not-divisible",
+            f"interleaved: {layout.accumulation} micro-batches are not a multiple of pipeline {layout.pipeline}",
+            f"{valid} micro-batches, or schedule 1f1b",
+        )
+
+
+def not_ranked(
+    model: ModelSpec,
+    layout: Layout,
+    size: JobSize,
+    engine: str = "native",
+    *,
+    moments: str = "fp32",
+    host_memory_bytes: float | None = None,
+) -> list[Violation]:
+    """Why the planner does not propose a layout that the engine could run."""
+    problems: list[Violation] = []
+    per_node = size.devices_per_node
+    if layout.tensor > per_node or per_node % layout.tensor:
+        problems.append(
+            Violation(
+                "layout.tensor-across-nodes",
+                f"layout.tensor ({layout.tensor}) does not divide the {per_node} devices of a node",
+                nearest(layout.tensor, divisors(per_node)),
+            )
+        )
+    if layout.context > 1 and not model.prices("context") and not model.foreign:
+        problems.append(
+            Violation(
+                "layout.context-not-priced",
+                f"layout.context ({layout.context}): the engine runs it for this model, but its cost is not known",
+                "1",
+            )
+        )
+    if layout.shard != "none" and layout.replicas == 1:
+        problems.append(
+            Violation(
+                "layout.shard-without-replicas",
+                f"layout.shard ({layout.shard}) has one replica and nothing to divide over",
+                "none",
+            )
+        )
+    elif layout.shard == "hybrid" and layout.shard_size == 1:
+        problems.append(
+            Violation("layout.hybrid-divides-nothing", "hybrid with shard_size 1 divides nothing", "shard none")
+        )
+    if layout.shard in ("zero2", "hybrid") and layout.pipeline > 1:
+        problems.append(
+            Violation(
+                "layout.shard-with-pipeline",
+                f"layout.shard {layout.shard} in a pipeline would reduce gradients after every micro-batch",
+                "zero1",
+            )
+        )
+    # DeepSpeed also moves the states of ZeRO-1 and 2 to the host.
+    whole = ("none",) if engine == "deepspeed" else ("none", "zero1", "zero2")
+    if layout.offload != "none" and layout.shard in whole:
+        problems.append(
+            Violation(
+                "layout.offload-needs-sharding",
+                f"layout.offload ({layout.offload}) needs sharded weights",
+                "shard full or hybrid",
+            )
+        )
+    if layout.offload != "none" and host_memory_bytes is not None:
+        per_parameter = (8.0 if moments == "fp32" else 4.0) + (4.0 if layout.offload == "parameters" else 0.0)
+        share = model.params.stored / (layout.tensor * layout.pipeline * layout.weight_shards)
+        need = per_parameter * share * per_node
+        if need > host_memory_bytes:
+            nodes = -(-need * (size.devices // per_node) // host_memory_bytes)
+            problems.append(
+                Violation(
+                    "layout.host-memory-too-small",
+                    f"layout.offload ({layout.offload}) puts {need / 2**30:,.0f} GiB into a node's "
+                    f"{host_memory_bytes / 2**30:,.0f} GiB of memory",
+                    f"{nodes:.0f} nodes",
+                )
+            )
+    return problems
+
+
+def check_step(recipe: Recipe, model: ModelSpec) -> None:
+    """Refuse settings that a model's blocks do not have, before memory is taken."""
+    train = recipe.train
+    if recipe.data.mask_documents and (model.foreign or not all(b.masks_documents for b in model.blocks())):
+        raise ConfigError(
+            "model.no-document-mask",
+            f"data.mask_documents is not possible with model.family = {recipe.model.family!r}",
+            hint="use family llama, or data.mask_documents = false",
+        )
+    if not model.foreign:
+        return
+    ignored = [f'train.loss = "{train.loss}"'] if train.loss in ("chunked", "fused") else []
+    ignored += ['train.precision = "fp8"'] if train.precision == "fp8" else []
+    ignored += ["train.fuse = true"] if train.fuse else []
+    ignored += ['train.attention = "flash3"'] if train.attention == "flash3" else []
+    if ignored:
+        raise ConfigError(
+            "model.setting-needs-own-blocks",
+            f"{', '.join(ignored)}: only for our own families, not for model.family = 'hf'",
+            hint="leave it out, or describe the network as family llama",
+        )

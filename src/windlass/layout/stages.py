@@ -1,0 +1,43 @@
+"""Which layers each pipeline stage holds. The one split that engine and planner use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windlass.layout.types import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    index: int
+    layers: range
+    has_embedding: bool
+    has_head: bool
+
+
+def stages(num_layers: int, num_stages: int) -> list[Stage]:
+    """Contiguous and as even as possible; the last stages get fewer layers, because the head costs about a layer or two."""
+    size, larger = divmod(num_layers, num_stages)
+    result, start = [], 0
+    for index in range(num_stages):
+        end = start + size + (1 if index < larger else 0)
+        result.append(Stage(index, range(start, end), index == 0, index == num_stages - 1))
+        start = end
+    return result
+
+
+def stages_of_rank(layout: Layout, rank: int) -> list[int]:
+    """Indexes of the stages that a pipeline rank holds, in the order its schedule expects."""
+    if layout.pipeline == 1:
+        return [0]
+    if layout.schedule == "interleaved":
+        return [rank + layout.pipeline * i for i in range(layout.chunks)]
+    if layout.schedule == "zbv":
+        return [rank, 2 * layout.pipeline - 1 - rank]
+    return [rank]
+
+
+def layers_of_rank(num_layers: int, layout: Layout, rank: int) -> int:
+    """Layers of all stages that a pipeline rank holds."""
+    split = stages(num_layers, layout.num_stages)
+    return sum(len(split[index].layers) for index in stages_of_rank(layout, rank))

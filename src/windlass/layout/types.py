@@ -1,0 +1,173 @@
+"""How one training step is divided (`Layout`) and computed (`StepSpec`): the complete types that engine, planner and launcher share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from windlass.config import LayoutConfig
+
+Engine = Literal["native", "torch", "megatron", "deepspeed"]
+"""native: our own. torch: other loops on FSDP or DDP (also ours around a Hugging Face model). The others keep 16-bit weights resident."""
+AXES = ("tensor", "pipeline", "context")
+WHOLE_GRADIENTS = ("none", "zero1")
+"""Kinds of sharding under which every rank holds whole gradients, so that one reduction per step is enough."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Degrees of parallelism, sharding and batch division; nothing is left open. The user's wish is `config.LayoutConfig`."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    data: int = 1
+    """Ranks (or groups of ranks) that read different sequences."""
+    shard: str = "none"
+    shard_size: int = 1
+    """Ranks that share one copy of whatever `shard` divides; 1 for shard "none"."""
+    micro_batch: int = 1
+    accumulation: int = 1
+    """Micro-batches of one optimizer step on each replica; in a pipeline those that flow through it."""
+    schedule: str = "1f1b"
+    chunks: int = 1
+    """interleaved: model chunks per pipeline rank."""
+    offload: str = "none"
+    sync: str = "auto"
+    """The wish for gradient reduction under accumulation; `StepSpec.sync` is what follows from it."""
+    sequence_parallel: bool = True
+    """Tensor parallelism also divides norms and residuals along the sequence; only other engines switch it off."""
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same weights before sharding: data-parallel and context-parallel ones."""
+        return self.data * self.context
+
+    @property
+    def weight_shards(self) -> int:
+        """Ranks over which weights are divided."""
+        return self.shard_size if self.shard in ("full", "hybrid") else 1
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.data * self.micro_batch * self.accumulation
+
+    @property
+    def stages_per_rank(self) -> int:
+        if self.pipeline == 1:
+            return 1
+        return {"interleaved": self.chunks, "zbv": 2}.get(self.schedule, 1)
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline * self.stages_per_rank
+
+    @property
+    def sequence_split(self) -> int:
+        """Ranks over which norms and residuals are divided along the sequence."""
+        return self.tensor if self.sequence_parallel else 1
+
+    def config(self) -> LayoutConfig:
+        """The same as a `[layout]` table."""
+        return LayoutConfig.model_validate(
+            {
+                "shard": self.shard,
+                "shard_size": self.shard_size if self.shard == "hybrid" else None,
+                "micro_batch": self.micro_batch,
+                "tensor": self.tensor,
+                "pipeline": self.pipeline,
+                "context": self.context,
+                "schedule": self.schedule,
+                "pipeline_chunks": max(2, self.chunks),
+                "offload": self.offload,
+                "sync": self.sync,
+            }
+        )
+
+    def describe(self, *, micro_batch: bool = True) -> str:
+        """`hybrid 4, tensor 2, micro_batch 2`: only what differs from the plainest layout."""
+        parts = [f"{self.shard} {self.shard_size}" if self.shard == "hybrid" else self.shard]
+        for axis in AXES:
+            if (degree := getattr(self, axis)) > 1:
+                schedule = f" {self.schedule}" if axis == "pipeline" and self.schedule != "1f1b" else ""
+                parts.append(f"{axis} {degree}{schedule}")
+        parts += [f"micro_batch {self.micro_batch}"] if micro_batch else []
+        parts += [f"offload {self.offload}"] if self.offload != "none" else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSync:
+    """When gradients are reduced under accumulation."""
+
+    every_micro_batch: bool = True
+    """Reduce-scatter after each micro-batch, so that gradients stay divided; False: once per step."""
+    defer_replicas: bool = False
+    """Only the all-reduce across copies (hybrid) waits for the last micro-batch."""
+    keep_weights: bool = False
+    """Weights stay gathered between micro-batches."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSpec:
+    """How one training step is computed: precision, kernels, loss, recomputation, gradient synchronisation."""
+
+    seq_len: int
+    precision: str = "bf16"
+    """bf16, fp32, bf16_pure or fp8; rows of other engines also fp16, mxfp8 and nvfp4."""
+    engine: str = "native"
+    compile: bool = True
+    attention: str = "auto"
+    """Attention kernel: auto, cudnn, flash, flash3, efficient, math; rows of other engines also flash1 and te."""
+    loss: str = "chunked"
+    """plain: whole fp32 logits. chunked: head and cross-entropy over chunks of tokens.
+    Rows of other engines also: compiled (plain in one fused pass), inplace (the gradient overwrites 16-bit logits)."""
+    loss_chunk: int = 4096
+    z_loss: float = 0.0
+    recompute: str = "none"
+    recompute_budget: float = 0.5
+    """recompute = "budget": share of activation memory that is kept."""
+    optimizer: str = "adamw"
+    moment_tensors: int = 2
+    """Optimizer states per parameter."""
+    moments: str = "fp32"
+    """Precision of these states: fp32, bf16 or int8."""
+    gradient_precision: str | None = None
+    """fp32 or bf16 where another engine's row states it; None: the engine's habit."""
+    fused_projections: bool = False
+    """Products of the same input run as one (query, key and value; gate and up)."""
+    fp8_scaling: str = "tensor"
+    fp8_backend: str = "auto"
+    mask_documents: bool = False
+    """Attention does not cross document borders."""
+    expand_kv_heads: bool = False
+    """Keys and values are repeated for every query head, because the attention kernel does not take groups."""
+    sync: GradientSync = field(default_factory=GradientSync)
+
+    @property
+    def native(self) -> bool:
+        return self.engine == "native"
+
+    @property
+    def flash(self) -> bool:
+        """A fused attention kernel: the square of scores never lies in memory."""
+        return self.attention != "math"
+
+    @property
+    def bytes_per_value(self) -> int:
+        """Size of an activation value."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def compiled_fp8(self) -> bool:
+        """Our FP8 products, whose inputs the compiler recomputes from what is kept anyway."""
+        return self.native and self.precision == "fp8" and self.compile
+
+
+def step_from_json(value: dict[str, Any]) -> StepSpec:
+    return StepSpec(**{**value, "sync": GradientSync(**value["sync"])})

@@ -1,0 +1,158 @@
+"""A decoder built from a `ModelSpec`: embedding, layers of residual branches, norm, head. Knows no mesh and no rank."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.blocks import block_part
+from windlass.blocks.attention.kernels import document_mask
+from windlass.blocks.context import BlockContext, Table
+from windlass.blocks.embedding.module import TokenEmbedding
+from windlass.blocks.head.module import OutputHead
+from windlass.blocks.initial_values import Filler, fill_normal, fill_ones, fill_parameter
+from windlass.blocks.norm.module import RmsNorm
+from windlass.models.recompute import Carried, Recomputed, added
+from windlass.models.spec import LayerSpec, ModelSpec
+
+
+class Layer(Recomputed):
+    """Residual branches, each a block with norms around it: x + post_norm(block(pre_norm(x)))."""
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        for branch in spec.branches:
+            if branch.pre_norm is not None:
+                self.add_module(branch.pre_norm_name, RmsNorm(branch.pre_norm))
+            self.add_module(branch.name, block_part(branch.block.kind, "module").BLOCK(branch.block))
+            if branch.post_norm is not None:
+                self.add_module(branch.post_norm_name, RmsNorm(branch.post_norm))
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.get_submodule(branch.name) for branch in self.spec.branches]
+
+    def norms(self) -> list[nn.Module]:
+        names = [name for branch in self.spec.branches for name in (branch.pre_norm_name, branch.post_norm_name)]
+        return [self.get_submodule(name) for name in names if name]
+
+    def branches(self, x: Tensor, context: BlockContext) -> Carried:
+        delta: Tensor | None = None
+        for branch in self.spec.branches:
+            x = x if delta is None else x + delta
+            delta = x if branch.pre_norm is None else getattr(self, branch.pre_norm_name)(x)
+            delta = getattr(self, branch.name)(delta, context)
+            if branch.post_norm is not None:
+                delta = getattr(self, branch.post_norm_name)(delta)
+        assert delta is not None
+        return x, delta
+
+    def decode(
+        self, x: Tensor, states: list[Any], places: Tensor, start: int | None, tables: dict[str, Table]
+    ) -> Tensor:
+        """New tokens after those that the blocks' states hold."""
+        for branch, block, state in zip(self.spec.branches, self.blocks(), states, strict=True):
+            delta = x if branch.pre_norm is None else getattr(self, branch.pre_norm_name)(x)
+            delta = block.decode(delta, state, places, start, tables.get(block.table_key))
+            x = x + (delta if branch.post_norm is None else getattr(self, branch.post_norm_name)(delta))
+        return x
+
+
+class DecoderModel(nn.Module):
+    """Layers are keyed "0".."N-1". A pipeline stage keeps some of them: the names stay the same."""
+
+    divisible = True
+    """Made of our own blocks: can be divided into stages, by heads and by positions."""
+    has_dropout = False
+    undecayed = frozenset({"embed.weight"})
+    """Matrices without weight decay."""
+
+    def __init__(self, spec: ModelSpec, seq_len: int) -> None:
+        super().__init__()
+        self.spec, self.seq_len = spec, seq_len
+        self.vocab, self.tied, self.width = spec.embedding.vocab, spec.tied, spec.width
+        self.num_layers = spec.num_layers
+        rows = spec.embedding.rows
+        self.embed: TokenEmbedding | None = TokenEmbedding(rows, self.width)
+        self.layers = nn.ModuleDict({str(i): Layer(layer) for i, layer in enumerate(spec.layers())})
+        self.norm: RmsNorm | None = RmsNorm(spec.norm)
+        self.head: OutputHead | None = OutputHead(self.width, rows, self.vocab, self.tied)
+        self.embeds = True
+        """Tokens come in. Not so in a later pipeline stage, even where it holds the embedding's weights for a tied head."""
+        self.position_start = 0
+        """First position of this rank's part of the sequence."""
+        self.shares_mask = True
+        """One document mask serves all blocks; under context parallelism blocks build their own from document numbers."""
+        self.tables: dict[str, Table] = {}
+        self._table_end = 0
+
+    def keep_stage(self, layers: range, *, first: bool, last: bool) -> None:
+        """Drop what belongs to other pipeline stages. A tied head takes the embedding's weights with it."""
+        for key in [k for k in self.layers if int(k) not in layers]:
+            del self.layers[key]
+        self.embeds = first
+        if not first and not (last and self.tied):
+            self.embed = None
+        if not last:
+            self.norm = self.head = None
+
+    def start_at(self, position: int) -> None:
+        """Hold the part of each sequence that begins at `position` (context parallelism)."""
+        self.position_start, self.shares_mask = position, False
+
+    def blocks(self) -> list[Any]:
+        return [block for layer in self.layers.values() for block in layer.blocks()]
+
+    def prepare(self, device: torch.device | str, length: int | None = None) -> None:
+        """Make what is derived and not trained. Call once the parameters are on their device."""
+        self._table_end = self.position_start + (length or self.seq_len)
+        distinct = {block.table_key: block for block in self.blocks() if block.table_key is not None}
+        self.tables = {
+            key: block.make_table(self.position_start, self._table_end, torch.device(device))
+            for key, block in distinct.items()
+        }
+
+    def init_weights(self, seed: int) -> None:
+        """Every parameter from (seed, its name) alone, so that the layout does not matter; then `prepare`."""
+        for name, parameter in self.named_parameters():
+            self.fill(name, parameter, seed)
+        self.prepare(next(self.parameters()).device)
+
+    def fill(self, name: str, tensor: Tensor, seed: int) -> None:
+        """Give `tensor` the initial values of the parameter `name`; also used for the fp32 master copy of bf16 weights."""
+        fill_parameter(tensor, f"{seed}/{name}", self.filler(name))
+
+    def filler(self, name: str) -> Filler:
+        """Initial values of a parameter: norms at one, blocks by their own rule, the others normal."""
+        if name.endswith("norm.weight"):
+            return fill_ones
+        if name.startswith("layers."):
+            _, number, branch, local = name.split(".", 3)
+            filler: Filler = getattr(self.layers[number], branch).filler(local, self.spec.init_std, self.num_layers)
+            return filler
+        return partial(fill_normal, std=self.spec.init_std)
+
+    def body(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Tokens (or the previous stage's hidden states) -> hidden states."""
+        if self.embeds and self.position_start + x.shape[1] > self._table_end:
+            self.prepare(x.device, x.shape[1])
+        if documents is not None and self.shares_mask:
+            documents = document_mask(documents, documents)
+        context = BlockContext(self.tables, documents)
+        if self.embeds:
+            x = self.embed(x)
+        for layer in self.layers.values():
+            x = layer(x, context)
+        x = added(x)
+        return x if self.norm is None else self.norm(x)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """Logits; with `targets` instead the two sums (loss to descend, cross-entropy) over all tokens."""
+        hidden = self.body(x, documents)
+        if self.head is None:
+            return hidden
+        return self.head(hidden, targets, self.embed.weight if self.tied else None)
+

@@ -1,0 +1,103 @@
+"""Sizes of a Hugging Face model, read from its config.json. The modules are transformers' own; only costs come from here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from windlass.blocks.attention.spec import AttentionSpec
+from windlass.blocks.embedding.spec import EmbeddingSpec
+from windlass.blocks.mlp.spec import MlpSpec
+from windlass.blocks.norm.spec import NormSpec
+from windlass.config import ModelConfig
+from windlass.errors import ConfigError
+from windlass.models.spec import Branch, LayerGroup, LayerSpec, ModelSpec
+
+CLASSIC = {"gpt2": "gpt", "gpt_neox": "gpt", "opt": "gpt", "bloom": "bloom", "mpt": "mpt"}
+"""Model types with LayerNorm and a plain feed-forward block; every other type is taken to be like Llama."""
+
+
+def spec(config: ModelConfig) -> ModelSpec:
+    if config.config is None:
+        raise ConfigError(
+            "model.config-missing",
+            "model.config is not given",
+            hint='family = "hf" needs the folder or file of a Hugging Face config.json',
+        )
+    path = Path(config.config)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "model.config-unreadable",
+            f"model.config: cannot read {path}: {error}",
+            hint="give a folder with config.json, or the file",
+        ) from error
+    return spec_of_config_json(raw)
+
+
+def spec_of_config_json(raw: dict[str, Any]) -> ModelSpec:
+    """By the names that the families of transformers use."""
+
+    def pick(*names: str, default: int | None = None) -> int:
+        value = next((raw[name] for name in names if raw.get(name) is not None), default)
+        if value is None:
+            raise ConfigError(
+                "model.config-lacks-size",
+                f"config.json has none of {', '.join(names)}",
+                hint="the planner cannot count this model's parameters",
+            )
+        return int(value)
+
+    kind = str(raw.get("model_type", "llama"))
+    family = CLASSIC.get(kind, "llama")
+    width, heads = pick("hidden_size", "n_embd", "d_model"), pick("num_attention_heads", "n_head", "n_heads")
+    vocab = pick("vocab_size")
+    return classic_spec(
+        family=family,
+        layers=pick("num_hidden_layers", "n_layer", "n_layers"),
+        width=width,
+        hidden=pick("intermediate_size", "n_inner", "ffn_dim", default=4 * width),
+        heads=heads,
+        kv_heads=pick("num_key_value_heads", default=heads),
+        head_dim=pick("head_dim", default=width // heads),
+        vocab=vocab,
+        rows=vocab,  # transformers stores exactly the rows that it is told
+        tied=bool(raw.get("tie_word_embeddings", family != "llama" and kind != "gpt_neox")),
+        positions=pick("n_positions", "max_position_embeddings", default=0) if kind in ("gpt2", "opt") else 0,
+    )
+
+
+def classic_spec(
+    *,
+    family: str,
+    layers: int,
+    width: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    vocab: int,
+    rows: int,
+    tied: bool,
+    gated: bool | None = None,
+    positions: int = 0,
+) -> ModelSpec:
+    """An attention model with the habits of its family: gpt and bloom have biases and LayerNorm, mpt has neither.
+
+    `gated` None: as the family does (Llama gated, the others not).
+    """
+    bias = family in ("gpt", "bloom")
+    norm = NormSpec(width=width, bias=bias)
+    attention = AttentionSpec(width=width, heads=heads, kv_heads=kv_heads, head_dim=head_dim, bias=bias)
+    mlp = MlpSpec(width=width, hidden=hidden, gated=family == "llama" if gated is None else gated, bias=bias)
+    layer = LayerSpec((Branch("attention", attention, norm), Branch("feed_forward", mlp, norm)))
+    return ModelSpec(
+        embedding=EmbeddingSpec(vocab=vocab, rows=rows, width=width, positions=positions, norm=family == "bloom"),
+        groups=(LayerGroup(layer, layers),),
+        norm=norm,
+        tied=tied,
+        foreign=True,
+    )

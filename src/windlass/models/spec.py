@@ -1,0 +1,170 @@
+"""A model as plain values: embedding, groups of equal layers, final norm, head. Torch-free; parameter counts and FLOPs are sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from windlass.blocks.embedding.spec import EmbeddingSpec
+from windlass.blocks.interface import BlockSpec, Product
+from windlass.blocks.norm.spec import NormSpec
+from windlass.layout.types import Layout, StepSpec
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One residual branch of a layer: x + post_norm(block(pre_norm(x)))."""
+
+    name: str
+    """Name of the module, and so of its parameters ("attention", "feed_forward")."""
+    block: BlockSpec
+    pre_norm: NormSpec | None
+    pre_norm_name: str = ""
+    post_norm: NormSpec | None = None
+    post_norm_name: str = ""
+
+    @property
+    def norms(self) -> list[NormSpec]:
+        return [norm for norm in (self.pre_norm, self.post_norm) if norm is not None]
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    branches: tuple[Branch, ...]
+
+    @cached_property
+    def products(self) -> tuple[tuple[Product, int], ...]:
+        """All matrix products in execution order, each with the index of its branch."""
+        return tuple((p, i) for i, branch in enumerate(self.branches) for p in branch.block.products())
+
+    @cached_property
+    def params(self) -> dict[str, int]:
+        """Parameters by name of the part."""
+        terms: dict[str, int] = {}
+        for branch in self.branches:
+            for name, value in branch.block.params().items():
+                terms[name] = terms.get(name, 0) + value
+        terms["norms"] = sum(norm.params() for branch in self.branches for norm in branch.norms)
+        return terms
+
+    @cached_property
+    def num_params(self) -> int:
+        return sum(self.params.values())
+
+    @cached_property
+    def active_params(self) -> int:
+        return self.params["norms"] + sum(branch.block.active_params() for branch in self.branches)
+
+    @cached_property
+    def fusable_weights(self) -> int:
+        """Weights of products that read the same tensor, which a fused projection lays side by side."""
+        return sum(sum(p.weights for p in group) for group in self.product_groups if len(group) > 1)
+
+    @cached_property
+    def product_groups(self) -> tuple[tuple[Product, ...], ...]:
+        """Products of the same input, in execution order; each group runs (and is priced) as one product."""
+        groups: dict[tuple[int, str], list[Product]] = {}
+        for product, branch in self.products:
+            groups.setdefault((branch, product.reads), []).append(product)
+        return tuple(tuple(group) for group in groups.values())
+
+    def mixing_flops(self, seq_len: int) -> float:
+        return sum(branch.block.mixing_flops(seq_len) for branch in self.branches)
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Consecutive equal layers."""
+
+    layer: LayerSpec
+    count: int
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    total: int
+    """With the true vocabulary: what a paper prints."""
+    stored: int
+    """With the padded vocabulary: what lies in memory and in a checkpoint."""
+    body: int
+    """All layers and the norms outside them."""
+    active: int
+    """Parameters that multiply each token: without the input embedding, with the head even where it is tied."""
+    terms: dict[str, int]
+    """By part; sums to `total`."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    embedding: EmbeddingSpec
+    groups: tuple[LayerGroup, ...]
+    norm: NormSpec
+    tied: bool = False
+    """Input embedding and output head share their weights."""
+    init_std: float = 0.02
+    foreign: bool = False
+    """The modules are not ours (Hugging Face): sharding works, tensor, pipeline and context parallelism do not."""
+    measured: bool = True
+    """Blocks of this kind were compared with measured runs; False: predictions are outside the validated range."""
+
+    @property
+    def width(self) -> int:
+        return self.embedding.width
+
+    @cached_property
+    def num_layers(self) -> int:
+        return sum(group.count for group in self.groups)
+
+    @cached_property
+    def params(self) -> ParameterCount:
+        table = self.embedding.vocab * self.width
+        terms: dict[str, int] = {}
+        for group in self.groups:
+            for name, value in group.layer.params.items():
+                terms[name] = terms.get(name, 0) + value * group.count
+        layers = sum(terms.values())
+        terms["final norm"] = self.norm.params() * (2 if self.embedding.norm else 1)
+        terms["embedding"] = table
+        terms["positions"] = self.embedding.positions * self.width
+        terms["head"] = 0 if self.tied else table
+        total = sum(terms.values())
+        padding = (self.embedding.rows - self.embedding.vocab) * self.width * (1 if self.tied else 2)
+        active = sum(group.layer.active_params * group.count for group in self.groups)
+        return ParameterCount(
+            total=total,
+            stored=total + padding,
+            body=layers + terms["final norm"],
+            active=active + terms["final norm"] + table,
+            terms=terms,
+        )
+
+    def layers(self) -> Iterator[LayerSpec]:
+        """One by one, first to last."""
+        for group in self.groups:
+            yield from (group.layer for _ in range(group.count))
+
+    def blocks(self) -> list[BlockSpec]:
+        """Each distinct block once."""
+        return list(dict.fromkeys(branch.block for group in self.groups for branch in group.layer.branches))
+
+    def mixing_flops(self, seq_len: int) -> float:
+        """FLOPs between positions in a forward pass over all layers, per token."""
+        return sum(group.count * group.layer.mixing_flops(seq_len) for group in self.groups)
+
+    def sizes_divided_by(self, axis: str) -> tuple[tuple[str, int], ...] | None:
+        """Sizes that a degree of this axis must divide, each once; None: some block does not support the axis."""
+        if self.foreign:
+            return None
+        sizes: list[tuple[str, int]] = []
+        for block in self.blocks():
+            divided = block.divides(axis)
+            if divided is None:
+                return None
+            sizes += divided
+        return tuple(dict.fromkeys(sizes))
+
+    def prices(self, axis: str) -> bool:
+        """The planner knows what this axis costs."""
+        probe = StepSpec(seq_len=1), Layout()
+        return axis != "context" or all(block.context_bytes(*probe) is not None for block in self.blocks())

@@ -1,0 +1,142 @@
+"""Layouts worth estimating for a model, a batch and a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from windlass.config import LayoutConfig
+from windlass.layout.resolve import complete_layout, default_shard_size, resolve_step
+from windlass.layout.rules import Violation, divisors, not_ranked, violations
+from windlass.layout.types import Layout, StepSpec
+from windlass.planner.task import PlanTask
+
+MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+MAX_PIPELINE = 32
+MIN_CONTEXT_TOKENS = 8192
+"""Tokens that a context rank keeps at least: shorter sequences are not worth dividing."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutCandidate:
+    """One layout and the recomputation policy it is estimated with."""
+
+    layout: Layout
+    recompute: str
+
+    @property
+    def family(self) -> tuple[object, ...]:
+        """Candidates of one family differ in micro-batch, recompute, schedule and shard_size only; the best of each is shown."""
+        layout = self.layout
+        return layout.shard, layout.tensor, layout.pipeline, layout.context, layout.offload
+
+    def step(self, task: PlanTask) -> StepSpec:
+        return resolve_step(task.recipe, task.model, self.layout, gpu=task.gpu, recompute=self.recompute)
+
+    def describe(self, *, micro_batch: bool = True) -> str:
+        text = self.layout.describe(micro_batch=micro_batch)
+        return text if self.recompute == "none" else f"{text}, recompute {self.recompute}"
+
+
+def candidate_of(wish: LayoutConfig, recompute: str, task: PlanTask) -> LayoutCandidate:
+    """A `[layout]` table completed for the task's devices and batch; `problems` says whether it is valid."""
+    return LayoutCandidate(complete_layout(wish, task.size), recompute)
+
+
+def problems(task: PlanTask, candidate: LayoutCandidate) -> list[Violation]:
+    """Why a layout cannot run or is not ranked; empty when it can be."""
+    engine, node = task.recipe.train.engine, task.cluster.node
+    return [
+        *violations(task.model, candidate.layout, task.size, engine),
+        *not_ranked(
+            task.model,
+            candidate.layout,
+            task.size,
+            engine,
+            moments=task.recipe.optim.moments,
+            host_memory_bytes=node.memory_usable or node.memory,
+        ),
+    ]
+
+
+def ruled_out(task: PlanTask) -> list[tuple[LayoutCandidate, Violation]]:
+    """Degrees that somebody might try and that a rule forbids: one at a time, all else plain, each reason once."""
+    tried = [{"tensor": t} for t in (2, 4, 8) if t <= 2 * task.per_node]
+    tried += [{"pipeline": p} for p in (2, 4, 8, 16) if p <= task.devices]
+    tried += [{"micro_batch": m} for m in (2, 4, 8, 16, 32)]
+    forbidden: dict[Violation, LayoutCandidate] = {}
+    for values in tried:
+        candidate = candidate_of(LayoutConfig.model_validate(values), task.recipe.train.recompute, task)
+        for violation in problems(task, candidate)[:1]:
+            forbidden.setdefault(violation, candidate)
+    return [(candidate, violation) for violation, candidate in forbidden.items()]
+
+
+def enumerate_candidates(task: PlanTask, offload: str = "none") -> Iterator[LayoutCandidate]:
+    """Every layout worth estimating; rules that cost nothing to keep are kept here already."""
+    for tensor, pipeline, context in _groups(task):
+        data = task.devices // (tensor * pipeline * context)
+        sequences = task.size.sequences
+        if sequences is not None and sequences % data:
+            continue
+        each = None if sequences is None else sequences // data
+        for micro_batch in MICRO_BATCHES:
+            if each is not None and each % micro_batch:
+                continue
+            accumulation = 1 if each is None else each // micro_batch
+            if accumulation < pipeline:
+                continue
+            for shard, shard_size in _shards(task, tensor, pipeline, data * context):
+                for schedule, chunks in _schedules(task, pipeline, accumulation):
+                    layout = Layout(
+                        tensor=tensor,
+                        pipeline=pipeline,
+                        context=context,
+                        data=data,
+                        shard=shard,
+                        shard_size=shard_size,
+                        micro_batch=micro_batch,
+                        accumulation=accumulation,
+                        schedule=schedule,
+                        chunks=chunks,
+                        offload=offload,
+                    )
+                    for recompute in task.recomputes:
+                        yield LayoutCandidate(layout, recompute)
+
+
+def _degrees(task: PlanTask, axis: str, worth_trying: list[int]) -> list[int]:
+    sizes = task.model.sizes_divided_by(axis)
+    if sizes is None or task.recipe.train.engine == "deepspeed" or not task.model.prices(axis):
+        return [1]
+    return [d for d in worth_trying if all(value % d == 0 for _, value in sizes)]
+
+
+def _groups(task: PlanTask) -> Iterator[tuple[int, int, int]]:
+    seq_len = task.size.seq_len
+    most_stages = min(MAX_PIPELINE, task.nodes, task.model.num_layers)
+    contexts = [c for c in (1, 2, 4, 8, 16) if c == 1 or seq_len // c >= MIN_CONTEXT_TOKENS]
+    for tensor in _degrees(task, "tensor", divisors(task.per_node)):
+        for pipeline in _degrees(task, "pipeline", list(range(1, most_stages + 1))):
+            for context in _degrees(task, "context", contexts):
+                divides = task.devices % (tensor * pipeline * context) == 0 and seq_len % context == 0
+                if divides and seq_len // context % tensor == 0:
+                    yield tensor, pipeline, context
+
+
+def _shards(task: PlanTask, tensor: int, pipeline: int, replicas: int) -> list[tuple[str, int]]:
+    if replicas == 1:
+        return [("none", 1)]
+    if pipeline > 1:
+        return [("none", 1), ("zero1", replicas)]
+    kinds = [("none", 1), ("zero1", replicas), ("zero2", replicas), ("full", replicas)]
+    if task.recipe.train.engine == "native":
+        node = default_shard_size(tensor, replicas, task.per_node)
+        sizes = {node * k for k in (1, 2, 4, 8, 16)} if task.nodes > 1 else {node}
+        kinds += [("hybrid", size) for size in sorted(sizes) if 1 < size < replicas and replicas % size == 0]
+    return kinds
+
+
+def _schedules(task: PlanTask, pipeline: int, accumulation: int) -> list[tuple[str, int]]:
+    even = task.model.num_layers % (2 * pipeline) == 0 and accumulation % pipeline == 0
+    return [("1f1b", 1), ("interleaved", 2)] if pipeline > 1 and even else [("1f1b", 1)]

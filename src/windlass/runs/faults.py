@@ -1,0 +1,155 @@
+"""Failures of ranks: their records, their kinds, their exit codes, and which of them a restart cannot cure."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import socket
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windlass import errors
+from windlass.files import read_json, write_json
+from windlass.runs.events import known_float, known_int
+
+if TYPE_CHECKING:
+    from windlass.runs.folder import Run
+
+INCURABLE = {
+    errors.ConfigError.exit_code: "the recipe is at fault",
+    errors.PlanError.exit_code: "the layout does not fit",
+    errors.DataError.exit_code: "the data are at fault",
+    errors.CheckpointError.exit_code: "the checkpoint is at fault",
+    errors.TrainError.exit_code: "training stopped for a reason that a restart does not cure",
+    errors.EXIT_OUT_OF_MEMORY: "a device ran out of memory, and the same layout will again",
+    errors.EXIT_DIVERGED: "training diverged",
+}
+"""Exit code -> why the same workers would only fail again. Supervisor and job chain use this one table.
+
+A RunError is not in it: the folder may only be locked by a job that is still ending. A RunError that stays stops both
+after the second failure without a new checkpoint.
+"""
+
+_KINDS = {
+    errors.ConfigError: "config",
+    errors.DataError: "data",
+    errors.CheckpointError: "checkpoint",
+    errors.RunError: "run",
+    errors.TrainError: "train",
+    errors.PlanError: "config",
+}
+_KINDS_BY_CODE = {errors.EXIT_OUT_OF_MEMORY: "oom", errors.EXIT_DIVERGED: "diverged", errors.EXIT_HANG: "hang"}
+_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|peer|socket|timed out|nccl|ProcessGroup"
+    r"|DistBackendError|DistNetworkError",
+    re.I,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultRecord:
+    """What a rank wrote about its own end to ranks/error-00001.json."""
+
+    rank: int | None = None
+    host: str | None = None
+    pid: int | None = None
+    kind: str | None = None
+    """See `kind_of`."""
+    exception: str | None = None
+    error: str = ""
+    hint: str | None = None
+    exit_code: int | None = None
+    culprit: int | None = None
+    """The rank that the watchdog names, in records of a hang."""
+    traceback: list[str] = field(default_factory=list)
+    time: float = 0.0
+
+    @property
+    def is_cause(self) -> bool:
+        """False: the record only says that another rank went away."""
+        return self.kind != "lost"
+
+
+def parse_fault(value: Mapping[str, Any]) -> FaultRecord:
+    """A record of this or an older version (which wrote `message`)."""
+    numbers = {name: known_int(value.get(name)) for name in ("rank", "pid", "exit_code", "culprit")}
+    texts = {
+        name: None if value.get(name) is None else str(value[name]) for name in ("host", "kind", "exception", "hint")
+    }
+    lines = value.get("traceback")
+    return FaultRecord(
+        **numbers,  # type: ignore[arg-type]
+        **texts,  # type: ignore[arg-type]
+        error=str(value.get("error") or value.get("message") or ""),
+        traceback=[str(line) for line in lines] if isinstance(lines, list) else [],
+        time=known_float(value.get("time")) or 0.0,
+    )
+
+
+def read_faults(folder: Path) -> list[FaultRecord]:
+    """The records in a run's ranks/ folder, by rank."""
+    values = (read_json(path) for path in sorted(folder.glob("error-*.json")))
+    return [parse_fault(value) for value in values if value is not None]
+
+
+def write_fault(run: Run, record: FaultRecord) -> None:
+    """Write ranks/error-RANK.json. A full disk must not hide the error itself."""
+    value = asdict(record)
+    if record.kind != "hang":
+        value.pop("culprit")
+    with contextlib.suppress(OSError):
+        write_json(run.error_file(record.rank or 0), value)
+
+
+def record_fault(run: Run, rank: int, error: BaseException) -> FaultRecord:
+    """Write down an exception of a rank: the first line of its text, and the second where the first only announces it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    record = FaultRecord(
+        rank=rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        kind=kind_of(error),
+        exception=type(error).__name__,
+        error=" ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1]),
+        hint=getattr(error, "hint", None),
+        exit_code=exit_code_of(error),
+        traceback=[line.rstrip() for line in traceback.format_exception(error)],
+        time=time.time(),
+    )
+    write_fault(run, record)
+    return record
+
+
+def kind_of(error: BaseException) -> str:
+    """oom, diverged, hang, disk, config, data, checkpoint, run, train, lost (another rank went away), interrupted or crash."""
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+        return "oom"
+    if kind := _KINDS_BY_CODE.get(getattr(error, "exit_code", 0)):
+        return kind
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    for cls, kind in _KINDS.items():
+        if isinstance(error, cls):
+            return kind
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return "disk"
+    if "EADDRINUSE" in str(error):  # its own port, not another rank: `lost` would blame nobody
+        return "crash"
+    if type(error).__module__.startswith("torch.distributed") or (
+        isinstance(error, (RuntimeError, ConnectionError)) and _LOST.search(str(error))
+    ):
+        return "lost"
+    return "crash"
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code with which a worker leaves after this error."""
+    if isinstance(error, errors.WindlassError):
+        return error.exit_code
+    return {"oom": errors.EXIT_OUT_OF_MEMORY, "interrupted": 130}.get(kind_of(error), 1)

@@ -1,0 +1,206 @@
+"""History of a run: its starts, its timeline, and the share of its time that moved it forward (goodput).
+
+Pure functions of the events and the metrics lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from windlass.runs.events import (
+    Compiled,
+    Event,
+    FaultEvent,
+    Finished,
+    GaveUp,
+    Hang,
+    ProcessStart,
+    Restarted,
+    Resumed,
+    RolledBack,
+    Saved,
+    SaveFailed,
+    Stopped,
+)
+from windlass.runs.metrics import MetricsLine
+
+CLOCK_SECONDS = 60.0
+"""The clocks of two hosts, of which one resumes what the other began, differ by less."""
+_ENDS = (Stopped, Finished, FaultEvent, Hang, GaveUp)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One process group, from its start to its end."""
+
+    began_at: float
+    ended_at: float
+    """The last sign of life when the end itself was not recorded (after a SIGKILL)."""
+    end: str
+    """stopped, finished, fault, hang, gave_up, cut off, or running."""
+    world_size: int | None
+    first_step: int
+    last_step: int
+    """The last step that was trained."""
+    kept_step: int
+    """The step that the next segment resumed from; steps after it were lost and done again."""
+    startup_seconds: float | None
+    stall_seconds: float
+    train_seconds: float
+    """Time in training steps, from the metrics."""
+    lost_seconds: float
+    """Training time of the steps that were lost, at the end of the segment or by a rollback."""
+    lost_steps: int
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """A run's history in numbers; None: unknown."""
+
+    segments: list[Segment] = field(default_factory=list)
+    wall_seconds: float | None = None
+    """From the first start to the last sign of life, waits between jobs included."""
+    active_seconds: float | None = None
+    """Time in which a process group existed."""
+    useful_seconds: float | None = None
+    """Time in training steps that the final weights contain."""
+    goodput: float | None = None
+    """useful / wall: the share of wall time that moved the run forward."""
+    goodput_active: float | None = None
+    """useful / active: the same without the waits in the queue."""
+    lost_steps: int = 0
+    lost_tokens: int | None = None
+    """Tokens trained on and lost with a fault; the resumed run trained on them again."""
+    saves: int = 0
+    failed_saves: int = 0
+    faults: int = 0
+    resumes: int = 0
+    stall_seconds: float = 0.0
+    median_stall_seconds: float | None = None
+    clock_jumped_at: float | None = None
+    """Time of the first line that is older than the one before it: shares of time are then unknown."""
+
+
+def read_history(events: Iterable[Event], lines: Iterable[MetricsLine]) -> RunHistory:
+    """Segments and goodput. Events and lines may be missing or repeated; those without a time are left out."""
+    events = [e for e in events if e.time is not None]
+    lines = [m for m in lines if m.time is not None and m.step is not None]
+    begins = [i for i, e in enumerate(events) if isinstance(e, ProcessStart)]
+    stalls = sorted(e.stall_seconds for e in events if isinstance(e, Saved) and e.stall_seconds is not None)
+    times = [[_time(item) for item in items] for items in (events, lines)]
+    jumps = [b for series in times for a, b in pairwise(series) if b < a - CLOCK_SECONDS]
+    segments: list[Segment] = []
+    wall = active = useful = None
+    if begins and not jumps:
+        ends = [*begins[1:], None]
+        segments = [_segment(events, lines, begin, end) for begin, end in zip(begins, ends, strict=True)]
+        wall = segments[-1].ended_at - segments[0].began_at
+        active = sum(s.ended_at - s.began_at for s in segments)
+        useful = sum(s.train_seconds - s.lost_seconds for s in segments)
+        lost = sum(s.lost_steps for s in segments)
+    else:  # without comparable times only what the events count themselves is known
+        rollbacks = [e for e in events if isinstance(e, RolledBack)]
+        lost = sum(e.lost_steps or 0 for e in events if isinstance(e, Resumed))
+        lost += sum(max(0, (e.step or 0) - (e.to_step or 0)) for e in rollbacks)
+    return RunHistory(
+        segments=segments,
+        wall_seconds=wall,
+        active_seconds=active,
+        useful_seconds=useful,
+        goodput=_share(useful, wall),
+        goodput_active=_share(useful, active),
+        lost_steps=lost,
+        lost_tokens=_tokens_of(lost, lines),
+        saves=_count(events, Saved),
+        failed_saves=_count(events, SaveFailed),
+        faults=_count(events, FaultEvent) + sum(s.end == "cut off" for s in segments),
+        resumes=_count(events, Resumed),
+        stall_seconds=sum(stalls),
+        median_stall_seconds=stalls[len(stalls) // 2] if stalls else None,
+        clock_jumped_at=jumps[0] if jumps and begins else None,
+    )
+
+
+def _time(item: Event | MetricsLine) -> float:
+    return item.time or 0.0
+
+
+def _segment(events: Sequence[Event], all_lines: Sequence[MetricsLine], begin: int, end: int | None) -> Segment:
+    own = events[begin:end]
+    start = own[0]
+    assert isinstance(start, ProcessStart)
+    until = float("inf") if end is None else _time(events[end])
+    lines = [m for m in all_lines if _time(start) <= _time(m) < until]
+    first = _start_step(start)
+    last = max([first, *(m.step or 0 for m in lines)])
+    kept = last if end is None else _start_step(events[end])
+    stretches = _stretches(own, lines, first, kept)
+    close = next((e for e in own if isinstance(e, _ENDS)), None)
+    signs = [_time(m) for m in lines]
+    signs += [_time(e) for e in own if not isinstance(e, Restarted)] if close is None else [_time(close)]
+    compiled = next((e for e in own if isinstance(e, Compiled) and e.seconds is not None), None)
+    began_at, startup = _time(start), None
+    if compiled is not None:  # processes exist before their first event: imports, waiting for each other, the model
+        startup = compiled.seconds or 0.0
+        lived_since = _time(compiled) - startup
+        began_at = min(began_at, max(lived_since, _time(events[begin - 1]) if begin else lived_since))
+    return Segment(
+        began_at=began_at,
+        ended_at=max(signs),
+        end=close.event if close is not None else ("running" if end is None else "cut off"),
+        world_size=start.world_size,
+        first_step=first,
+        last_step=last,
+        kept_step=min(kept, last),
+        startup_seconds=startup,
+        stall_seconds=sum(e.stall_seconds or 0.0 for e in own if isinstance(e, Saved)),
+        train_seconds=sum(_train_seconds(part, at) for part, at, _ in stretches),
+        lost_seconds=sum(
+            _train_seconds([m for m in part if (m.step or 0) > to], max(at, to)) for part, at, to in stretches
+        ),
+        lost_steps=sum(max([0, *((m.step or 0) - max(at, to) for m in part)]) for part, at, to in stretches),
+    )
+
+
+def _start_step(event: Event) -> int:
+    return event.step or 0 if isinstance(event, Resumed) else 0
+
+
+def _stretches(
+    own: Sequence[Event], lines: list[MetricsLine], first: int, kept: int
+) -> list[tuple[list[MetricsLine], int, int]]:
+    """(lines, step it began from, step that was kept) between rollbacks; each rollback drops what follows its target."""
+    parts, at = [], first
+    for rollback in [e for e in own if isinstance(e, RolledBack)]:
+        part = [m for m in lines if _time(m) <= _time(rollback)]
+        lines = lines[len(part) :]
+        parts.append((part, at, rollback.to_step or 0))
+        at = rollback.to_step or 0
+    return [*parts, (lines, at, kept)]
+
+
+def _train_seconds(lines: Iterable[MetricsLine], first: int) -> float:
+    """Each line's step_seconds is the mean over the steps since the line before."""
+    total, before = 0.0, first
+    for line in lines:
+        step = line.step or 0
+        total += max(0, step - before) * (line.step_seconds or 0.0)
+        before = max(before, step)
+    return total
+
+
+def _tokens_of(lost_steps: int, lines: Sequence[MetricsLine]) -> int | None:
+    if not lost_steps:
+        return 0
+    last = max((m for m in lines if m.tokens is not None), key=lambda m: m.step or 0, default=None)
+    return round(lost_steps * (last.tokens or 0) / last.step) if last is not None and last.step else None
+
+
+def _count(events: Sequence[Event], kind: type[Event]) -> int:
+    return sum(isinstance(e, kind) for e in events)
+
+
+def _share(part: float | None, total: float | None) -> float | None:
+    return min(1.0, part / total) if part is not None and total else None

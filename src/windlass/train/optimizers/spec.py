@@ -1,0 +1,17 @@
+"""Description of an optimizer without torch: which state it keeps for each parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    moments: tuple[str, ...]
+    """Names of the tensors kept for each parameter; they are part of the checkpoint format."""
+    update: str
+    """Import path of the `windlass.train.optimizers.base.Optimizer` subclass, "package.module:Class"."""
+
+    def state_bytes(self, moment_bytes: float) -> float:
+        """Bytes of state per parameter, where one moment takes `moment_bytes` (4 in fp32, 2 in bf16)."""
+        return len(self.moments) * moment_bytes
