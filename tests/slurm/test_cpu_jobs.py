@@ -1,4 +1,4 @@
-"""Do CPU jobs, the doctor and the probe work on a real scheduler?"""
+"""CPU jobs, the doctor and the probe on a real scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do points share allocations on a real scheduler, as an array of packs; and does its word become a point's outcome?"""
+"""Points share allocations on a real scheduler, as an array of packs, and its states become the points' outcomes."""
 
 from __future__ import annotations
 

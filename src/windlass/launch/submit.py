@@ -88,11 +88,14 @@ def prepare(
         cluster,
         run_dir.absolute(),
         workdir=Path.cwd(),
-        overrides=[*(word for word in overrides if not word.startswith("launch.")), *plan.words],
+        overrides=[*(word for word in overrides if not word.startswith("launch.")), *plan.overrides],
         active_venv=active_venv(),
         save_seconds=longest_save(run),
         step_seconds=run.last_metrics().step_seconds,
-        about=[*plan.about, "on this machine, without a scheduler" if local else ranks],
+        about=[
+            *([f"layout: {plan.reason}"] if plan.reason else []),
+            "on this machine, without a scheduler" if local else ranks,
+        ],
     )
     if local:
         seconds, count = recipe.launch.time or math.inf, devices or cluster.node.devices
