@@ -427,9 +427,10 @@ def write_run(run: Any, point: Any, result: dict[str, Any], device: str) -> None
 
 
 def mfu_of(recipe: Any, speed: float, device: str) -> float | None:
+    from windlass.cost.shapes import shape_of
+
     from windlass.clusters.load import load_device
     from windlass.cost.flops import mfu
-    from windlass.cost.shapes import shape_of
 
     known = load_device(device)
     peak = known.fp32_tflops if recipe.train.precision == "fp32" else known.bf16_tflops

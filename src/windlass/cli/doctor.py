@@ -1,4 +1,4 @@
-"""`windlass doctor`: devices, links, disks, clocks and environment before the real job; here, or as a short job on N nodes."""
+"""`windlass doctor`: checks devices, links, disks, clocks and environment, here or as a short job on N nodes."""
 
 from __future__ import annotations
 

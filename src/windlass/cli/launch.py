@@ -152,7 +152,8 @@ def _print_dry_run(prepared: PreparedLaunch, before: dict[str, str]) -> None:
         if hours is None:
             return "unknown"
         rate = prepared.cluster.billing.per_node_hour
-        return f"{hours:,.1f} node-hours" + (f" ({cost.unit}: rate unknown)" if rate is None else f" = {hours * rate:,.0f} {cost.unit}")  # fmt: skip
+        charged = f"({cost.unit}: rate unknown)" if rate is None else f"= {hours * rate:,.0f} {cost.unit}"
+        return f"{hours:,.1f} node-hours {charged}"
 
     out, plan, cost, job = console(), prepared.plan, prepared.cost, prepared.job
     for kind, text in before.items():
@@ -203,7 +204,7 @@ def jobs(
     folder: Annotated[Path, typer.Option("--folder", help="With --ledger: where the runs are.")] = Path("runs"),
     as_json: JSON = False,
 ) -> None:
-    """A run's jobs: states, node-hours used and left, estimated end. With --ledger: usage across all runs and projects."""
+    """A run's jobs: states, node-hours, estimated end. With --ledger: usage across all runs and projects."""
     from windlass.cli.output import console, print_json, table
     from windlass.errors import RunError
     from windlass.launch.ledger import entries, forecast_chain, runs_below, totals

@@ -36,7 +36,7 @@ def show_dry(
                 "values": dict(p.values),
                 "devices": p.devices,
                 "problem": p.problem,
-                "expected": e.as_dict(),
+                "expected": e,
             }
             for p, e in pairs
         ]

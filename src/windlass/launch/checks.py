@@ -1,4 +1,4 @@
-"""Checks before submission: would the job be refused, wait forever or run badly? Each names its rule and source.
+"""Checks before submission, for jobs that would be refused, wait forever or run badly. Each names its rule and source.
 
 `check_request` compares the job with the cluster file and touches nothing. `check_site` looks at this machine: files,
 disks, image, token store. Both return findings; only `refuse` raises.
@@ -15,20 +15,20 @@ from pathlib import Path
 
 from windlass.clusters import describe
 from windlass.clusters.lint import lint_masks
-from windlass.clusters.model import Cluster, Partition
+from windlass.clusters.model import Cluster, SlurmLimits
 from windlass.config import Recipe
 from windlass.errors import LaunchError, WindlassError
 from windlass.launch.job import BatchJob, find_partition, fits_nodes
 from windlass.units import print_bytes, print_seconds
 
+# How much earlier than asked SLURM may send --signal (man sbatch).
 EARLY_SECONDS = 60.0
-"""How much earlier than asked SLURM may send --signal (man sbatch)."""
+# What a job needs at least until its ranks listen for signals.
 START_SECONDS = 60.0
-"""What a job needs at least until its ranks listen for signals."""
 LOCAL_TYPES = ("tmpfs", "ramfs", "devtmpfs")
 LOCAL_PREFIXES = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+# Units of sbatch's --mem.
 MEGABYTES = {"K": 1e-3, "M": 1.0, "G": 1e3, "T": 1e6}
-"""Units of sbatch's --mem."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Finding:
     source: str | None = None  # where the rule was read, with its date and how reliable it is
 
 
+# Condition, rule, level, message, hint, source: a finding when the condition holds.
 Row = tuple[bool, str, str, str, str | None, str | None]
-"""Condition, rule, level, message, hint, source: a finding when the condition holds."""
 
 
 def _findings(rows: Sequence[Row]) -> list[Finding]:
@@ -67,123 +67,218 @@ def check_request(job: BatchJob, cluster: Cluster) -> list[Finding]:
     if cluster.slurm is None:
         return []
     checks = (_check_queue, _check_account, _check_shape, _check_memory, _check_masks, _check_options)
-    return [finding for check in checks for finding in check(job, cluster)]
+    return [finding for check in checks for finding in check(job, cluster, cluster.slurm)]
 
 
-def _check_queue(job: BatchJob, cluster: Cluster) -> list[Finding]:
-    slurm, source = cluster.slurm, source_of(cluster, "slurm.partitions")
-    assert slurm is not None
+def _check_queue(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Finding]:
+    source = source_of(cluster, "slurm.partitions")
     queue = find_partition(cluster, job.partition, job.qos)
     if queue is None:
         same_name = [p for p in slurm.partitions if p.name == job.partition]
         qos = ", ".join(str(p.qos) for p in same_name)
         names = ", ".join(sorted({p.name for p in slurm.partitions}))
-        return _findings([
-            (bool(same_name), "qos", "refuse", f"QOS {job.qos!r} is not one of partition {job.partition} ({qos})", "set launch.qos", source),
-            (not same_name and bool(names), "partition", "refuse", f"{cluster.name} has no partition {job.partition!r} in its cluster file", f"known: {names}; `windlass clusters {cluster.name} --probe` asks the machine", source),
-        ])  # fmt: skip
+        return _findings(
+            [
+                (
+                    bool(same_name),
+                    "qos",
+                    "refuse",
+                    f"QOS {job.qos!r} is not one of partition {job.partition} ({qos})",
+                    "set launch.qos",
+                    source,
+                ),
+                (
+                    not same_name and bool(names),
+                    "partition",
+                    "refuse",
+                    f"{cluster.name} has no partition {job.partition!r} in its cluster file",
+                    f"known: {names}; `windlass clusters {cluster.name} --probe` asks the machine",
+                    source,
+                ),
+            ]
+        )
     name = queue.name + (f" with QOS {queue.qos}" if queue.qos else "")
     limit = print_seconds(queue.max_time)
     minimum = slurm.rules.get("bprod_minimum", f"{name} begins at {queue.min_nodes} nodes")
-    return _findings([
-        (
-            job.seconds > (queue.max_time or math.inf), "wall_time", "refuse", f"{print_seconds(job.seconds)} is more than the {limit} of {name}: the job would stay pending forever",
-            f"set launch.time to at most {limit} and use --chain", source,
-        ),
-        (
-            job.nodes > (queue.max_nodes or math.inf), "nodes", "refuse",
-            f"{job.nodes} nodes are more than the {queue.max_nodes} of {name}", _larger_queues(job, cluster), source,
-        ),
-        (
-            job.nodes < queue.min_nodes, "nodes", "refuse", f"{job.nodes} nodes are fewer than the {queue.min_nodes} of {name}: {minimum}",
-            "ask for more nodes, or leave out partition and QOS", source,
-        ),
-        (job.nodes > (cluster.nodes or math.inf), "nodes", "refuse", f"{job.nodes} nodes are more than the {cluster.nodes} that {cluster.title} has", None, source_of(cluster, "nodes")),
-        (
-            bool(job.devices_per_node) and not queue.gpus, "gpus", "refuse", f"{name} has no accelerators",
-            "choose a partition with devices", source,
-        ),
-        (job.links > (slurm.max_submitted or job.links), "max_jobs", "refuse", f"a chain of {job.links} jobs is more than the {slurm.max_submitted} jobs that may be queued", "use --chain self", source),
-    ])  # fmt: skip
+    return _findings(
+        [
+            (
+                job.seconds > (queue.max_time or math.inf),
+                "wall_time",
+                "refuse",
+                f"{print_seconds(job.seconds)} is more than the {limit} of {name}: the job would stay pending forever",
+                f"set launch.time to at most {limit} and use --chain",
+                source,
+            ),
+            (
+                job.nodes > (queue.max_nodes or math.inf),
+                "nodes",
+                "refuse",
+                f"{job.nodes} nodes are more than the {queue.max_nodes} of {name}",
+                _larger_queues(job, slurm),
+                source,
+            ),
+            (
+                job.nodes < queue.min_nodes,
+                "nodes",
+                "refuse",
+                f"{job.nodes} nodes are fewer than the {queue.min_nodes} of {name}: {minimum}",
+                "ask for more nodes, or leave out partition and QOS",
+                source,
+            ),
+            (
+                job.nodes > (cluster.nodes or math.inf),
+                "nodes",
+                "refuse",
+                f"{job.nodes} nodes are more than the {cluster.nodes} that {cluster.title} has",
+                None,
+                source_of(cluster, "nodes"),
+            ),
+            (
+                bool(job.devices_per_node) and not queue.gpus,
+                "gpus",
+                "refuse",
+                f"{name} has no accelerators",
+                "choose a partition with devices",
+                source,
+            ),
+            (
+                job.links > (slurm.max_submitted or job.links),
+                "max_jobs",
+                "refuse",
+                f"a chain of {job.links} jobs is more than the {slurm.max_submitted} jobs that may be queued",
+                "use --chain self",
+                source,
+            ),
+        ]
+    )
 
 
-def _larger_queues(job: BatchJob, cluster: Cluster) -> str:
-    rows: list[Partition] = cluster.slurm.partitions if cluster.slurm else []
-    fitting = [p.name + (f"/{p.qos}" if p.qos else "") for p in rows if p.gpus and fits_nodes(p, job.nodes)]
+def _larger_queues(job: BatchJob, slurm: SlurmLimits) -> str:
+    fitting = [p.name + (f"/{p.qos}" if p.qos else "") for p in slurm.partitions if p.gpus and fits_nodes(p, job.nodes)]
     if not fitting:
         return "no queue in the cluster file takes so many nodes"
     return "queues that take it: " + ", ".join(fitting)
 
 
-def _check_account(job: BatchJob, cluster: Cluster) -> list[Finding]:
-    slurm, source = cluster.slurm, source_of(cluster, "slurm")
-    assert slurm is not None
+def _check_account(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Finding]:
+    source = source_of(cluster, "slurm")
     no_account = slurm.account_required and not (job.account or os.environ.get("SBATCH_ACCOUNT"))
     rule = slurm.rules.get("account", "--account is compulsory here")
-    return _findings([
-        (
-            no_account, "account", "refuse", f"no account is given: {rule}",
-            "set launch.account in the recipe or on the command line: launch.account=NAME", source,
-        ),
-        (
-            slurm.qos_required and not job.qos, "qos", "refuse", "no QOS is given, and it is compulsory here",
-            "set launch.qos", source,
-        ),
-    ])  # fmt: skip
+    return _findings(
+        [
+            (
+                no_account,
+                "account",
+                "refuse",
+                f"no account is given: {rule}",
+                "set launch.account in the recipe or on the command line: launch.account=NAME",
+                source,
+            ),
+            (
+                slurm.qos_required and not job.qos,
+                "qos",
+                "refuse",
+                "no QOS is given, and it is compulsory here",
+                "set launch.qos",
+                source,
+            ),
+        ]
+    )
 
 
-def _check_shape(job: BatchJob, cluster: Cluster) -> list[Finding]:
-    slurm, node, devices, source = cluster.slurm, cluster.node, job.devices_per_node, source_of(cluster, "slurm")
-    assert slurm is not None
+def _check_shape(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Finding]:
+    node, devices, source = cluster.node, job.devices_per_node, source_of(cluster, "slurm")
     usable = node.cores_usable or node.cores
     cores = job.tasks_per_node * (job.cpus_per_task or 1)
     per_gpu = slurm.rules.get("cores_per_gpu", "")
     uneven = devices > 0 and cores != devices * (slurm.cpus_per_task or cores // devices)
-    whole = slurm.rules.get("whole_nodes", f"several nodes only with all {node.devices} devices")
+    whole_nodes = slurm.rules.get("whole_nodes", f"several nodes only with all {node.devices} devices")
     core_rule = slurm.rules.get("usable_cores", f"a node gives a job {usable} cores")
-    return _findings([
-        (
-            devices > node.devices, "devices", "refuse", f"{devices} devices per node, but a node has {node.devices}",
-            None, source_of(cluster, "node.devices"),
-        ),
-        (
-            devices > 0 and not job.torchrun and job.tasks_per_node != devices, "tasks", "refuse", f"{job.tasks_per_node} tasks for {devices} devices on a node: one rank drives one device",
-            'set launch.starter = "srun"', source,
-        ),
-        (
-            slurm.whole_node and job.nodes > 1 and 0 < devices < node.devices, "whole_nodes", "refuse", whole, None,
-            source,
-        ),
-        (cores > usable, "cores", "refuse", f"{job.tasks_per_node} tasks x {job.cpus_per_task} cores = {cores}, more than {usable}: {core_rule}", None, source_of(cluster, "node.cores")),
-        (
-            bool(per_gpu) and uneven, "cores_per_gpu", "refuse", f"{cores} cores for {devices} devices: {per_gpu}",
-            None, source,
-        ),
-    ])  # fmt: skip
+    return _findings(
+        [
+            (
+                devices > node.devices,
+                "devices",
+                "refuse",
+                f"{devices} devices per node, but a node has {node.devices}",
+                None,
+                source_of(cluster, "node.devices"),
+            ),
+            (
+                devices > 0 and not job.torchrun and job.tasks_per_node != devices,
+                "tasks",
+                "refuse",
+                f"{job.tasks_per_node} tasks for {devices} devices on a node: one rank drives one device",
+                'set launch.starter = "srun"',
+                source,
+            ),
+            (
+                slurm.whole_node and job.nodes > 1 and 0 < devices < node.devices,
+                "whole_nodes",
+                "refuse",
+                whole_nodes,
+                None,
+                source,
+            ),
+            (
+                cores > usable,
+                "cores",
+                "refuse",
+                f"{job.tasks_per_node} tasks x {job.cpus_per_task} cores = {cores}, more than {usable}: {core_rule}",
+                None,
+                source_of(cluster, "node.cores"),
+            ),
+            (
+                bool(per_gpu) and uneven,
+                "cores_per_gpu",
+                "refuse",
+                f"{cores} cores for {devices} devices: {per_gpu}",
+                None,
+                source,
+            ),
+        ]
+    )
 
 
-def _check_memory(job: BatchJob, cluster: Cluster) -> list[Finding]:
-    slurm, source = cluster.slurm, source_of(cluster, "slurm")
-    assert slurm is not None
+def _check_memory(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Finding]:
+    source = source_of(cluster, "slurm")
     asked = str(job.sbatch.get("mem", job.mem or ""))
     number, unit = (asked[:-1], asked[-1].upper()) if asked and asked[-1].isalpha() else (asked, "M")
     asked_bytes = float(number) * MEGABYTES[unit] * 1e6 if number.isdigit() and unit in MEGABYTES else 0.0
     limit = cluster.node.memory_usable or cluster.node.memory
     remove = "remove launch.sbatch.mem"
-    return _findings([
-        (slurm.mem_forbidden and bool(asked), "mem", "refuse", f"--mem={asked}: {slurm.rules.get('no_mem', '--mem must not be set here')}", remove, source),
-        (
-            asked == "0" and "mem_zero" in slurm.rules, "mem_zero", "refuse", slurm.rules.get("mem_zero", ""), remove,
-            source,
-        ),
-        (
-            asked_bytes > (limit or math.inf) * 1.05, "mem", "refuse", f"--mem={asked} is more than the {print_bytes(limit)} a node gives: the job would stay pending forever", None,
-            source_of(cluster, "node.memory"),
-        ),
-    ])  # fmt: skip
+    return _findings(
+        [
+            (
+                slurm.mem_forbidden and bool(asked),
+                "mem",
+                "refuse",
+                f"--mem={asked}: {slurm.rules.get('no_mem', '--mem must not be set here')}",
+                remove,
+                source,
+            ),
+            (
+                asked == "0" and "mem_zero" in slurm.rules,
+                "mem_zero",
+                "refuse",
+                slurm.rules.get("mem_zero", ""),
+                remove,
+                source,
+            ),
+            (
+                asked_bytes > (limit or math.inf) * 1.05,
+                "mem",
+                "refuse",
+                f"--mem={asked} is more than the {print_bytes(limit)} a node gives: the job would stay pending forever",
+                None,
+                source_of(cluster, "node.memory"),
+            ),
+        ]
+    )
 
 
-def _check_masks(job: BatchJob, cluster: Cluster) -> Iterator[Finding]:
+def _check_masks(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> Iterator[Finding]:
     if cluster.binding.kind != "mask" or job.torchrun or not job.devices_per_node:
         return
     for fault in lint_masks(cluster, list(cluster.binding.masks)):
@@ -195,7 +290,7 @@ def _check_masks(job: BatchJob, cluster: Cluster) -> Iterator[Finding]:
             source_of(cluster, "binding"),
         )
     if job.tasks_per_node != len(cluster.binding.masks):
-        rule = cluster.slurm.rules.get("full_node_masks", "masks need a full node") if cluster.slurm else ""
+        rule = slurm.rules.get("full_node_masks", "masks need a full node")
         yield Finding(
             "full_node_masks",
             "warn",
@@ -205,7 +300,7 @@ def _check_masks(job: BatchJob, cluster: Cluster) -> Iterator[Finding]:
         )
 
 
-def _check_options(job: BatchJob, cluster: Cluster) -> list[Finding]:
+def _check_options(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Finding]:
     lead, early, total = map(print_seconds, (job.lead_seconds, EARLY_SECONDS, job.seconds))
     short = job.kind == "train" and job.seconds - job.lead_seconds < EARLY_SECONDS + START_SECONDS
     warning = (
@@ -217,29 +312,50 @@ def _check_options(job: BatchJob, cluster: Cluster) -> list[Finding]:
     constraint = [*disk.partition("--constraint=")[2].split(")")[0].split(), ""][0]
     some_nodes = job.staging is not None and job.staging.per_node and "constraint" not in job.sbatch
     container = job.environment.kind == "container"
-    return _findings([
-        (
-            short, "signal_lead", "warn", warning, "use a longer launch.time or a shorter launch.signal_lead",
-            "man sbatch, --signal; seen on SLURM 22.05",
-        ),
-        (
-            job.requeue and job.chain != "none", "requeue", "note",
-            "a job that SLURM requeues counts as one more start when progress is judged", None, None,
-        ),
-        (
-            not job.account and "$PROJECT" in target, "staging", "refuse", unnamed,
-            "set launch.account or launch.stage_data=false", source_of(cluster, "storage"),
-        ),
-        (
-            some_nodes and bool(constraint), "local_disk", "warn",
-            f"the store is copied to a node's own disk, and only some nodes have one: {disk}",
-            f"launch.sbatch.constraint={constraint}", source_of(cluster, "node.local_disk"),
-        ),
-        (
-            container and cluster.node.arch == "aarch64", "arch", "note",
-            "the nodes are aarch64: an x86 image ends with 'exec format error'", None, source_of(cluster, "node.arch"),
-        ),
-    ])  # fmt: skip
+    return _findings(
+        [
+            (
+                short,
+                "signal_lead",
+                "warn",
+                warning,
+                "use a longer launch.time or a shorter launch.signal_lead",
+                "man sbatch, --signal; seen on SLURM 22.05",
+            ),
+            (
+                job.requeue and job.chain != "none",
+                "requeue",
+                "note",
+                "a job that SLURM requeues counts as one more start when progress is judged",
+                None,
+                None,
+            ),
+            (
+                not job.account and "$PROJECT" in target,
+                "staging",
+                "refuse",
+                unnamed,
+                "set launch.account or launch.stage_data=false",
+                source_of(cluster, "storage"),
+            ),
+            (
+                some_nodes and bool(constraint),
+                "local_disk",
+                "warn",
+                f"the store is copied to a node's own disk, and only some nodes have one: {disk}",
+                f"launch.sbatch.constraint={constraint}",
+                source_of(cluster, "node.local_disk"),
+            ),
+            (
+                container and cluster.node.arch == "aarch64",
+                "arch",
+                "note",
+                "the nodes are aarch64: an x86 image ends with 'exec format error'",
+                None,
+                source_of(cluster, "node.arch"),
+            ),
+        ]
+    )
 
 
 # -- this machine -----------------------------------------------------------------------------------------------------

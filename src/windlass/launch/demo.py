@@ -112,8 +112,9 @@ def clear(story: Story) -> None:
     if holder(run.lock_file) is not None:
         raise RunError("demo.running", f"a demo is running in {story.folder}", hint=f"wait for it, or {hint}")
     if config is not None and config.get("name") != "demo":
-        message = f"{story.folder} holds the run {config.get('name')!r}, not a demo"
-        raise RunError("demo.folder-of-other-run", message, hint=hint)
+        raise RunError(
+            "demo.folder-of-other-run", f"{story.folder} holds the run {config.get('name')!r}, not a demo", hint=hint
+        )
     if config is None and any(p.name != "data" for p in story.folder.iterdir()):
         raise RunError("demo.folder-not-empty", f"{story.folder} holds other files", hint=hint)
     shutil.rmtree(story.folder)

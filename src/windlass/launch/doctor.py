@@ -40,6 +40,7 @@ MIN_SHARED_BYTES = 2**30
 WORKER_SECONDS = 300.0
 JOB_SECONDS = 900.0
 RECORD_SECONDS = 10.0  # a parallel file system may show the records some seconds after the job has ended
+# Environment variables that cause problems: the harmful values (None: any), and why.
 HARMFUL = {
     "CUDA_LAUNCH_BLOCKING": (("1",), "every kernel waits for the one before it"),
     "NCCL_P2P_DISABLE": (("1",), "devices of a node talk through the host"),
@@ -55,9 +56,8 @@ HARMFUL = {
     "SINGULARITY_BIND": (None, "travels with a job from the submitting shell and breaks it where the path is missing"),
     "APPTAINER_BIND": (None, "travels with a job from the submitting shell and breaks it where the path is missing"),
 }  # fmt: skip
-"""Environment variables that cause problems: the harmful values (None: any), and why."""
+# What one worker measured (`doctor_worker.py`).
 RankRecord = Mapping[str, Any]
-"""What one worker measured (`doctor_worker.py`)."""
 
 
 @dataclass(frozen=True)
@@ -463,7 +463,8 @@ def _matrix_rates(rank_records: Sequence[RankRecord]) -> Iterator[DoctorCheck]:
         "matrix rate",
         "all",
         "warn" if best and median < CLASS_SHARE * best else "ok",
-        f"median {median:.3g} TFLOP/s ({rank_records[0].get('matmul_dtype')}){share}; slowest {min(rates.values()):.3g}",
+        f"median {median:.3g} TFLOP/s ({rank_records[0].get('matmul_dtype')}){share}"
+        f"; slowest {min(rates.values()):.3g}",
         None,
         {"median_tflops": median, "ranks": len(rates)},
     )

@@ -11,10 +11,10 @@ from windlass.clusters.model import Cluster, Partition
 from windlass.config import Recipe
 from windlass.runs.walltime import wall_time_lead_seconds
 
+# Wall time when neither the recipe nor the cluster file has one.
 DEFAULT_SECONDS = 24 * 3600.0
-"""Wall time when neither the recipe nor the cluster file has one."""
+# Paths that begin like this are on a node's own disk.
 NODE_LOCAL = ("$TMPDIR", "/tmp", "$SLURM_TMPDIR", "$LOCALSCRATCH")
-"""Paths that begin like this are on a node's own disk."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from windlass.errors import RunError
 from windlass.runs import Run
 
 POLL_SECONDS = 0.5
+# How often the scheduler is asked while a log is followed; sites dislike more.
 STATE_SECONDS = 3.0
-"""How often the scheduler is asked while a log is followed; sites dislike more."""
 
 
 def log_files(run: Run, job: str | None = None) -> list[Path]:

@@ -11,8 +11,8 @@ from windlass.launch.checks import Finding
 from windlass.models.presets import model_spec
 from windlass.planner.search import nothing_fits, plan
 
+# Bytes per parameter on disk by the precision of AdamW's moments: fp32 master weights and two moments.
 CHECKPOINT_BYTES = {"fp32": 12, "bf16": 8}
-"""Bytes per parameter on disk by the precision of AdamW's moments: fp32 master weights and two moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,9 @@ def planned(recipe: Recipe, cluster: Cluster) -> Planned:
     if best is None:
         why = next((r.reason for r in plans.rejected if r.from_recipe), "it is not valid here")
         hint = f"the planner would choose {plans.plans[0].candidate.describe()}" if plans.plans else None
-        message = f"the recipe's layout does not fit: {why}"
-        return _not_planned(recipe, Finding("fit", "refuse", message, hint, "windlass plan"))
+        return _not_planned(
+            recipe, Finding("fit", "refuse", f"the recipe's layout does not fit: {why}", hint, "windlass plan")
+        )
     overrides, reason = [], best.reason
     if recipe.layout is None:
         overrides = [*layout_overrides(best.layout.config()), f"train.recompute={best.recompute}"]
@@ -79,7 +80,7 @@ def _not_planned(recipe: Recipe, finding: Finding) -> Planned:
 
 
 def layout_overrides(layout: LayoutConfig) -> list[str]:
-    """`layout.shard=hybrid` for every value that is not the default; at least one, so that the layout counts as chosen."""
+    """`layout.shard=hybrid` for every value that is not the default; at least one, so that the layout is fixed."""
     value, default = layout.model_dump(), LayoutConfig().model_dump()
     overrides = [f"layout.{key}={item}" for key, item in value.items() if item not in (default[key], None)]
     return overrides or [f"layout.shard={layout.shard}"]

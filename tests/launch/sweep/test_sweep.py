@@ -24,9 +24,15 @@ from windlass.launch.sweep.expect import expect_all, oom_chance
 from windlass.launch.sweep.folder import SweepRun, open_sweep_folder
 from windlass.launch.sweep.outcome import classify, parse_only
 from windlass.launch.sweep.pack import make_packs
-from windlass.launch.sweep.pick import write_pick
 from windlass.launch.sweep.points import make_points
-from windlass.launch.sweep.results import collect_rows, page_sections, read_results, write_page, write_tables
+from windlass.launch.sweep.results import (
+    collect_rows,
+    page_sections,
+    read_results,
+    write_page,
+    write_pick,
+    write_tables,
+)
 from windlass.launch.sweep.toml import to_toml
 from windlass.runs.events import FaultEvent
 from windlass.runs.folder import Run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from windlass.clusters import Cluster, load_cluster
@@ -16,11 +16,11 @@ from windlass.planner.candidates import candidate_of, problems
 from windlass.planner.search import Plan, estimate_plan, on_devices, search
 from windlass.planner.task import PlanTask, make_task
 
+# Standard deviation of ln(predicted / measured memory): 90 % of 129 published runs lie within 20 %
+# (benchmarks/results/planner_accuracy.md).
 MEMORY_SPREAD = math.log(1.20) / 1.645
-"""Standard deviation of ln(predicted / measured memory): 90 % of 129 published runs lie within 20 %
-(benchmarks/results/planner_accuracy.md)."""
+# Python with torch and our training code, before a model: 282 MiB with torch 2.13. On a CPU it is part of the peak.
 PROCESS_BYTES = 300e6
-"""Python with torch and our training code, before a model: 282 MiB with torch 2.13. On a CPU it is part of the peak."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +47,6 @@ class Expectation:
     kwh: float | None = None
     joules_per_token: float | None = None
     layout: dict[str, Any] | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from windlass import errors
 from windlass.launch.executor import JobState
@@ -52,9 +51,6 @@ class PointOutcome:
     exit_code: int | None = None
     further: tuple[str, ...] = ()  # the next pieces of evidence, in order
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def classify(
     run: Run,
@@ -66,7 +62,7 @@ def classify(
     since: float = 0.0,
     oom_kills: int = 0,
 ) -> PointOutcome:
-    """`timed_out`: the limit in seconds that ended the point; `since`: when it began, so that older records do not count."""
+    """`timed_out`: the limit in seconds that ended the point; `since`: when it began (older records do not count)."""
     # A cancelled job has exit code 0 too: the scheduler's state comes first.
     scheduler_knows = state is not None and state.state in OUTCOME_OF_STATE
     if exit_code == errors.EXIT_DONE and timed_out is None and not scheduler_knows:
@@ -102,7 +98,7 @@ def _evidence(
         yield PointOutcome(
             outcome="oom",
             evidence="kernel",
-            detail=f"the kernel killed {oom_kills} process{'es' * (oom_kills > 1)} because the job's memory was used up",
+            detail=f"the kernel killed {oom_kills} process{'es' * (oom_kills > 1)}: the job's memory was used up",
         )
     # The line with the command itself, which we wrote, is not evidence.
     lines = read_tail(log, LOG_BYTES).splitlines() if log else []
@@ -153,8 +149,8 @@ def _from_code(code: int | None) -> PointOutcome:
         outcome, detail = "pre-empted", f"exit code {code}: stopped on request"
     elif code is not None and (code < 0 or code > 128):
         number = -code if code < 0 else code - 128
-        known = number in {s.value for s in signal.Signals}
-        detail = f"ended by {signal.Signals(number).name if known else f'signal {number}'}"
+        is_signal = number in {s.value for s in signal.Signals}
+        detail = f"ended by {signal.Signals(number).name if is_signal else f'signal {number}'}"
     return PointOutcome(outcome=outcome, evidence="exit", detail=detail)
 
 

@@ -1,4 +1,4 @@
-"""Short points share allocations: points of one shape are packed into few jobs of one array, each below the wall-time limit."""
+"""Points of one shape packed into few jobs of one array, each below the wall-time limit."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def submit_packs(
     stage: str | None = None,
     executor: Executor | None = None,
 ) -> dict[str, Any]:
-    """Write the packs and submit one array per shape; returns at once. Points that need no job get their outcome now."""
+    """Write the packs and submit one array per shape; returns at once. Points without a job get their outcome now."""
     if not points:
         raise LaunchError(
             "sweep.no-points",
@@ -228,7 +228,7 @@ def settle(sweep_run: SweepRun, executor: Executor) -> list[str]:
             ran_here = now[name] == tries.get(name, 0) and folder.begun(name).get("job") == task
             if state is not None and state.over and ran_here:
                 outcome = classify(folder.point(name), state.exit_code, log=folder.log(name), state=state)
-                folder.add_outcome({"point": name, "seconds": None, "job": task, **outcome.as_dict()})
+                folder.add_outcome({"point": name, "seconds": None, "job": task, **asdict(outcome)})
                 settled.append(name)
     return settled
 

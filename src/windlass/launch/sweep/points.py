@@ -24,8 +24,8 @@ from windlass.units import parse_bytes, parse_seconds
 
 MAX_POINTS = 100_000
 MAX_NAME_LENGTH = 180  # a folder's name has at most 255 bytes
+# (axis, value) pairs.
 Cell = list[tuple[str, Any]]
-"""(axis, value) pairs."""
 
 
 class ArgumentFormatter(string.Formatter):
@@ -136,7 +136,7 @@ def _included(sweep: SweepConfig, table: Mapping[str, Any]) -> Cell:
 
 
 def _names(cells: Sequence[Cell], sweep: SweepConfig) -> list[str]:
-    """One name per point: its own, else made from its values. Different values that make one text (`x y`, `x/y`) get a number."""
+    """One name per point: its own, else made from its values. Values of the same text (`x y`, `x/y`) get a number."""
     # A limit names a point only where it is an axis: it says how the point is run.
     keys = {key for table in sweep.include for key in table} - {"name", "memory_limit", "time_limit"}
     keys |= set(axes_of(sweep))
