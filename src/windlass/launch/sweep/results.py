@@ -32,8 +32,8 @@ from windlass.runs.folder import Run
 COLUMNS = (
     "point", "outcome", "evidence", "detail", "engine", "layout", "shard", "micro_batch", "tensor", "pipeline",
     "context", "offload", "recompute", "attention", "precision", "compile", "nodes", "devices", "seq_len",
-    "batch_tokens", "steps", "tokens_per_second", "tokens_per_second_per_device", "predicted_tokens_per_second_per_device", "mfu",
-    "predicted_mfu", "memory_bytes", "predicted_memory_bytes", "needed_memory_bytes", "memory_limit_bytes",
+    "batch_tokens", "steps", "tokens_per_second", "tokens_per_second_per_device", "predicted_tokens_per_second_per_device",
+    "mfu", "predicted_mfu", "memory_bytes", "predicted_memory_bytes", "needed_memory_bytes", "memory_limit_bytes",
     "oom_chance", "step_seconds", "predicted_step_seconds", "step_spread", "joules_per_token", "kwh_per_step",
     "energy_joules", "loss", "seconds",
 )  # fmt: skip
