@@ -72,9 +72,9 @@ def test_launch_on_this_machine_end_to_end(tmp_path):
     recipe.write_text('name = "here"\n[model]\nlayers = 1\nwidth = 32\nffn = 64\nheads = 2\nvocab = 128\n[data]\nseq_len = 32\nbatch_tokens = 64\n[train]\nsteps = 3\nprecision = "fp32"\n[layout]\n[energy]\nenabled = false\n')  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
 
-    def windlass(*words):
+    def windlass(*argv):
         return subprocess.run(
-            [sys.executable, "-m", "windlass", *words], cwd=tmp_path, env=env, capture_output=True, text=True
+            [sys.executable, "-m", "windlass", *argv], cwd=tmp_path, env=env, capture_output=True, text=True
         )
 
     started = windlass("launch", "r.toml", "--devices", "1")

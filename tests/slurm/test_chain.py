@@ -17,9 +17,9 @@ pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]  # one schedu
 def chain(site):
     """`chain("name", "stop", "--chain", 3)`: launch a run of the stand-in and return its job ids."""
 
-    def start(name, mode, *words, **launch):
+    def start(name, mode, *argv, **launch):
         recipe = site.recipe(name, launch={"venv": str(site.standin), "env": {"STANDIN": mode}, **launch})
-        return site.launch(recipe, *words)
+        return site.launch(recipe, *argv)
 
     return start
 

@@ -65,8 +65,8 @@ def test_a_benchmark_with_parameters_a_folder_and_shapes_runs_as_under_dvc(here)
     (here / "more.toml").write_text('[common]\nword = "shared"\n[other]\nword = "not asked for"\n')
     work = work_of(here / "dvc.yaml")
     assert set(run_all(work).values()) == {"ok"}
-    made = sorted(p.name for p in (here / "inner").iterdir())
-    assert made == [f"{d}-shape{i}-true.json" for d in ("abusive clauses", "polemo2") for i in (0, 1)]
+    items = sorted(p.name for p in (here / "inner").iterdir())
+    assert items == [f"{d}-shape{i}-true.json" for d in ("abusive clauses", "polemo2") for i in (0, 1)]
     rows = collect_rows(work)
     assert [r["text"] for r in rows[:3:2]] == ["polemo2 0.001 true shared ${HOME}", "abusive clauses 0.001 true shared ${HOME}"]  # fmt: skip
     assert rows[1]["point"] == "dataset-polemo2.nodes-2-devices-4.flag"

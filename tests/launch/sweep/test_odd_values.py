@@ -148,8 +148,10 @@ def test_the_kernels_own_counter_tells_a_kill_for_memory(tmp_path):
     write(tmp_path / "memory" / "mine" / "memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
     assert oom_kills(write(tmp_path / "v1", "9:cpu,memory:/mine\n3:pids:/\n"), tmp_path) == 1
     assert oom_kills(tmp_path / "none", tmp_path) is None
-    found = classify(Run(tmp_path), -9, oom_kills=1)
-    assert (found.outcome, found.evidence) == ("oom", "kernel") and found.further == ("exit: error: ended by SIGKILL",)
+    result = classify(Run(tmp_path), -9, oom_kills=1)
+    assert (result.outcome, result.evidence) == ("oom", "kernel") and result.further == (
+        "exit: error: ended by SIGKILL",
+    )
     assert classify(Run(tmp_path), 0, oom_kills=1).outcome == "ok", "the command lived through it"
 
 

@@ -87,9 +87,9 @@ def test_the_scheduler_speaks_for_what_its_job_ran_and_for_nothing_else(tmp_path
     assert settle(work, fake) == [], "the first job's end says nothing about the second's run"
     fake.answers[second] = JobState(job=second, state="NODE_FAIL", reason="n7")
     assert settle(work, fake) == ["n-1"] and settle(work, fake) == []
-    found = work.folder.outcomes()
-    assert (found["n-1"]["outcome"], found["n-1"]["job"]) == ("node-failure", second)
-    assert "n-2" not in found, "what had not begun waits for the next submission"
+    result = work.folder.outcomes()
+    assert (result["n-1"]["outcome"], result["n-1"]["job"]) == ("node-failure", second)
+    assert "n-2" not in result, "what had not begun waits for the next submission"
     kept = json.loads((work.folder.point("n-1").path / "outcome.json").read_text())
     assert kept["evidence"] == "scheduler" and kept["detail"] == "NODE_FAIL (n7)"
 

@@ -178,8 +178,8 @@ def test_every_shipped_sweep_has_points(path):
 def test_outcomes_are_results_with_their_evidence_and_finished_points_stay(tmp_path):
     path = command_sweep(tmp_path, "time_limit = '20s'\n[matrix]\nkind = ['fine', 'oom', 'bad', 'torn']\nsize = [3]\n[[include]]\nkind = 'slow'\nsize = 1\ntime_limit = '1s'\n")  # fmt: skip
     work = work_of(path, tmp_path / "run")
-    found = run_all(work)
-    assert found == {"kind-fine.size-3": "ok", "kind-oom.size-3": "oom", "kind-bad.size-3": "error", "kind-torn.size-3": "error", "kind-slow.size-1": "timeout"}  # fmt: skip
+    result = run_all(work)
+    assert result == {"kind-fine.size-3": "ok", "kind-oom.size-3": "oom", "kind-bad.size-3": "error", "kind-torn.size-3": "error", "kind-slow.size-1": "timeout"}  # fmt: skip
     outcomes = work.folder.outcomes()
     assert outcomes["kind-oom.size-3"]["evidence"] == "log" and "out of memory" in outcomes["kind-oom.size-3"]["detail"]
     assert outcomes["kind-bad.size-3"]["detail"] == "ValueError: no such dataset"
@@ -250,13 +250,13 @@ def test_the_scheduler_speaks_first_then_records_then_the_log(tmp_path):
     write_json(run.error_file(1), {"rank": 1, "kind": "crash", "error": "bad things", "host": "n1", "time": 5.0})
     write_json(run.error_file(0), {"rank": 0, "kind": "lost", "error": "connection reset", "time": 1.0})
     state = JobState(job="1", state="NODE_FAIL", reason="n7 is gone")
-    found = classify(run, 1, log=log, state=state)
-    assert (found.outcome, found.evidence) == ("node-failure", "scheduler") and "n7" in found.detail
-    assert len(found.further) == 3
-    found = classify(run, 1, log=log)
-    assert (found.outcome, found.evidence, found.rank, found.detail) == ("error", "record", 1, "bad things")
-    found = classify(run, 1, log=log, since=100.0)  # records of an earlier try do not count
-    assert (found.outcome, found.evidence) == ("oom", "log")
+    result = classify(run, 1, log=log, state=state)
+    assert (result.outcome, result.evidence) == ("node-failure", "scheduler") and "n7" in result.detail
+    assert len(result.further) == 3
+    result = classify(run, 1, log=log)
+    assert (result.outcome, result.evidence, result.rank, result.detail) == ("error", "record", 1, "bad things")
+    result = classify(run, 1, log=log, since=100.0)  # records of an earlier try do not count
+    assert (result.outcome, result.evidence) == ("oom", "log")
     assert classify(run, 12, since=100.0).outcome == "oom"
     assert classify(run, 75, since=100.0).outcome == "pre-empted"
     assert classify(run, -9, since=100.0).detail == "ended by SIGKILL"
@@ -266,8 +266,8 @@ def test_the_scheduler_speaks_first_then_records_then_the_log(tmp_path):
 @pytest.mark.parametrize(("state", "outcome"), [("OUT_OF_MEMORY", "oom"), ("TIMEOUT", "timeout"), ("PREEMPTED", "pre-empted"), ("CANCELLED", "error")])  # fmt: skip
 def test_scheduler_states(tmp_path, state, outcome):
     for code in (1, 0):  # a cancelled job says exit code 0
-        found = classify(Run(tmp_path), code, state=JobState(job="1", state=state))
-        assert (found.outcome, found.evidence) == (outcome, "scheduler")
+        result = classify(Run(tmp_path), code, state=JobState(job="1", state=state))
+        assert (result.outcome, result.evidence) == (outcome, "scheduler")
 
 
 def test_only_accepts_outcomes():
@@ -378,9 +378,9 @@ def test_short_points_share_allocations(tmp_path):
 def test_the_command_prints_one_json_document(tmp_path, capsys):
     path = command_sweep(tmp_path, "[matrix]\nkind = ['fine', 'bad']\nsize = [4]\n")
     command(path, run=tmp_path / "run", as_json=True)
-    said = json.loads(capsys.readouterr().out)
-    assert said["best"] == "kind-fine.size-4" and said["counts"] == {"ok": 1, "error": 1}
-    assert Path(said["page"]).is_file()
+    output = json.loads(capsys.readouterr().out)
+    assert output["best"] == "kind-fine.size-4" and output["counts"] == {"ok": 1, "error": 1}
+    assert Path(output["page"]).is_file()
     command(path, dry_run=True, as_json=True)
     assert json.loads(capsys.readouterr().out)["total"]["points"] == 2
 
@@ -396,10 +396,10 @@ def test_a_rank_that_only_lost_another_is_not_believed_before_log_and_supervisor
     write_json(run.error_file(1), {"rank": 1, "kind": "lost", "error": "connection reset", "time": 1.0})
     assert classify(run, 1).detail == "connection reset"
     run.record(FaultEvent(rank=0, kind="killed", error="the process was ended by SIGABRT", host="n1", exit_code=134))
-    found = classify(run, 134)
-    assert (found.outcome, found.evidence, found.rank, found.detail) == ("error", "supervisor", 0, "rank 0: the process was ended by SIGABRT")  # fmt: skip
+    result = classify(run, 134)
+    assert (result.outcome, result.evidence, result.rank, result.detail) == ("error", "supervisor", 0, "rank 0: the process was ended by SIGABRT")  # fmt: skip
     log = write(tmp_path / "x.log", "terminate called after throwing an instance of 'std::bad_alloc'\n")
-    assert (found := classify(run, 134, log=log)).outcome == "oom" and found.evidence == "log"
+    assert (result := classify(run, 134, log=log)).outcome == "oom" and result.evidence == "log"
 
 
 @pytest.mark.parametrize(("rank_by", "stated", "goal"), [("joules_per_token", "", "min"), ("tokens_per_second", "", "max"), ("f1", "", "max"), ("error_rate", 'goal = "min"', "min")])  # fmt: skip
