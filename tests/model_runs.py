@@ -22,8 +22,46 @@ from windlass.data.tokenizer import Tokenizer, train_bpe
 from windlass.models import build
 from windlass.runs.folder import Run, create_run
 
-DUTCH = ["de", "het", "een", "water", "schip", "lier", "touw", "wind", "kracht", "samen", "draait", "grote", "zware", "last", "hijst", "mannen", "zee", "haven"]
-ENGLISH = ["the", "a", "water", "ship", "winch", "rope", "wind", "power", "together", "turns", "great", "heavy", "load", "lifts", "men", "sea", "harbour", "naïve"]
+DUTCH = [
+    "de",
+    "het",
+    "een",
+    "water",
+    "schip",
+    "lier",
+    "touw",
+    "wind",
+    "kracht",
+    "samen",
+    "draait",
+    "grote",
+    "zware",
+    "last",
+    "hijst",
+    "mannen",
+    "zee",
+    "haven",
+]
+ENGLISH = [
+    "the",
+    "a",
+    "water",
+    "ship",
+    "winch",
+    "rope",
+    "wind",
+    "power",
+    "together",
+    "turns",
+    "great",
+    "heavy",
+    "load",
+    "lifts",
+    "men",
+    "sea",
+    "harbour",
+    "naïve",
+]
 LLAMA = {"family": "llama", "layers": 2, "width": 48, "ffn": 96, "heads": 4, "kv_heads": 2}
 RETNET = {"family": "retnet", "layers": 2, "width": 48, "ffn": 80, "heads": 4, "chunk": 16}
 

@@ -65,9 +65,7 @@ def test_a_spike_leads_back_to_an_earlier_checkpoint_and_past_the_data(tmp_path:
     back = next(e for e in events if e.event == "rollback")
     assert {e.reason for e in skipped} <= {"loss spike", "gradient norm spike"} and len(skipped) == 15
     assert (back.step, back.to_step) == (60, 40)
-    assert (
-        back.sequences == [160, 240] and back.skipped_tokens == 80 * 16 and "15 steps in a row" in back.reason
-    )
+    assert back.sequences == [160, 240] and back.skipped_tokens == 80 * 16 and "15 steps in a row" in back.reason
     lines = [m.as_dict() for m in run.metrics_lines()]
     after = lines[next(i for i, line in enumerate(lines) if line["step"] == 60) + 1 :]
     assert [line["step"] for line in after] == list(range(41, 71)) and not any(line["skipped"] for line in after)

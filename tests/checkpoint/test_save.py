@@ -35,12 +35,7 @@ def test_a_save_is_complete_named_and_recorded(run, net) -> None:
     assert saved.bytes == sum(p.stat().st_size for p in saved.path.iterdir() if p.name != files.MANIFEST)
     assert files.temporaries(run) == []
     [event] = events(run, "saved")
-    assert (
-        event.step == 5
-        and event.bytes == saved.bytes
-        and event.stall_seconds >= 0
-        and event.write_seconds > 0
-    )
+    assert event.step == 5 and event.bytes == saved.bytes and event.stall_seconds >= 0 and event.write_seconds > 0
 
 
 def test_training_may_change_the_weights_while_they_are_written(run, net, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""Does a chain end when it is finished or hopeless, and go on otherwise?"""
+"""A chain ends when it is finished or hopeless, and continues otherwise."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_two_links_without_a_checkpoint_stop_it(run):
     link(run, "1", saves=10, code=75)
     link(run, "2", code=1)
     verdict = link(run, "3", code=1)
-    assert verdict.answer == "hopeless" and "links 2 and 3" in verdict.reason and "step 10" in verdict.reason
+    assert verdict.answer == "hopeless" and "2 and 3" in verdict.reason and "step 10" in verdict.reason
     assert chain.before(run, "4", 0, "node01").answer == "hopeless"
     assert [e.reason for e in run.events() if e.event == "gave_up"] == [verdict.reason]
 

@@ -1,4 +1,4 @@
-"""Is every bad request refused with its rule, its numbers and its source, and every good one passed?"""
+"""Bad requests are refused with their rule, numbers and source; good ones pass."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def findings(recipe, **changes):
     return checks.check_request(job, cluster)
 
 
-def refused(found) -> dict[str, str]:
-    return {f.rule: f.message for f in checks.refusals(found)}
+def refused(result) -> dict[str, str]:
+    return {f.rule: f.message for f in checks.refusals(result)}
 
 
 @pytest.mark.parametrize(
@@ -30,31 +30,31 @@ def test_a_sensible_request_passes_everywhere(name, make_recipe):
 
 
 CASES = [
-    ("wall_time", {"launch": {"time": "30h"}}, {}, "30 h is more than the 24 h of boost_usr_prod"),
-    ("nodes", {"nodes": 65, "launch": {"qos": "normal"}}, {}, "65 nodes are more than the 64"),
-    ("nodes", {"nodes": 8, "launch": {"qos": "boost_qos_bprod"}}, {}, "65 to 256 nodes"),
-    ("account", {"launch": {"account": None}}, {}, "no account is given"),
-    ("partition", {"launch": {"partition": "gpu"}}, {}, "no partition 'gpu'"),
-    ("qos", {"launch": {"qos": "vip"}}, {}, "QOS 'vip' is not one of"),
-    ("account", {"cluster": "lumi-g", "launch": {"account": None, "stage_data": False}}, {}, "AssocMaxSubmitJobLimit"),
-    ("cores", {"cluster": "lumi-g"}, {"cpus_per_task": 8}, "8 tasks x 8 cores = 64, more than 56"),
-    ("whole_nodes", {"cluster": "snellius-h100"}, {"devices_per_node": 2, "tasks_per_node": 2}, "all 4 GPUs"),
-    ("mem_zero", {"cluster": "snellius-h100", "launch": {"sbatch": {"mem": 0}}}, {}, "--mem=0 is refused"),
-    ("mem", {"cluster": "marenostrum5-acc", "launch": {"sbatch": {"mem": "100G"}}}, {}, "must not be set"),
-    ("mem", {"cluster": "lumi-g", "launch": {"sbatch": {"mem": "900G"}}}, {}, "480 GiB a node gives"),
-    ("cores_per_gpu", {"cluster": "marenostrum5-acc"}, {"cpus_per_task": 10}, "exactly 20 cores per GPU"),
-    ("tasks", {"cluster": "juwels-booster"}, {"tasks_per_node": 2}, "2 tasks for 4 devices"),
-    ("devices", {"cluster": "juwels-booster"}, {"devices_per_node": 8, "tasks_per_node": 8, "cpus_per_task": 6}, "a node has 4"),
-    ("max_jobs", {"cluster": "lumi-g", "launch": {"chain": 300}}, {}, "300 links are more than the 210"),
+    ("wall_time", {"launch": {"time": "30h"}}, {}, ["30 h", "24 h", "boost_usr_prod"]),
+    ("nodes", {"nodes": 65, "launch": {"qos": "normal"}}, {}, ["65", "64"]),
+    ("nodes", {"nodes": 8, "launch": {"qos": "boost_qos_bprod"}}, {}, ["65 to 256"]),
+    ("account", {"launch": {"account": None}}, {}, []),
+    ("partition", {"launch": {"partition": "gpu"}}, {}, ["'gpu'"]),
+    ("qos", {"launch": {"qos": "vip"}}, {}, ["'vip'"]),
+    ("account", {"cluster": "lumi-g", "launch": {"account": None, "stage_data": False}}, {}, ["AssocMaxSubmitJobLimit"]),
+    ("cores", {"cluster": "lumi-g"}, {"cpus_per_task": 8}, ["8 tasks x 8", "64", "56"]),
+    ("whole_nodes", {"cluster": "snellius-h100"}, {"devices_per_node": 2, "tasks_per_node": 2}, ["4 GPUs"]),
+    ("mem_zero", {"cluster": "snellius-h100", "launch": {"sbatch": {"mem": 0}}}, {}, ["--mem=0"]),
+    ("mem", {"cluster": "marenostrum5-acc", "launch": {"sbatch": {"mem": "100G"}}}, {}, ["--mem=100G"]),
+    ("mem", {"cluster": "lumi-g", "launch": {"sbatch": {"mem": "900G"}}}, {}, ["480 GiB"]),
+    ("cores_per_gpu", {"cluster": "marenostrum5-acc"}, {"cpus_per_task": 10}, ["20 cores"]),
+    ("tasks", {"cluster": "juwels-booster"}, {"tasks_per_node": 2}, ["2 tasks", "4 devices"]),
+    ("devices", {"cluster": "juwels-booster"}, {"devices_per_node": 8, "tasks_per_node": 8, "cpus_per_task": 6}, ["8 devices", "has 4"]),
+    ("max_jobs", {"cluster": "lumi-g", "launch": {"chain": 300}}, {}, ["300", "210"]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("rule, recipe, job, words", CASES)
-def test_each_rule_refuses_with_numbers_and_a_source(rule, recipe, job, words, make_recipe, monkeypatch):
+@pytest.mark.parametrize("rule, recipe, job, parts", CASES)
+def test_each_rule_refuses_with_numbers_and_a_source(rule, recipe, job, parts, make_recipe, monkeypatch):
     monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
     recipe.setdefault("launch", {}).setdefault("account", "project_1")
-    found = [f for f in checks.refusals(findings(make_recipe(**recipe), **job)) if f.rule == rule]
-    assert found and words in found[0].message and found[0].source
+    result = [f for f in checks.refusals(findings(make_recipe(**recipe), **job)) if f.rule == rule]
+    assert result and all(part in result[0].message for part in parts) and result[0].source
 
 
 def test_overlapping_masks_are_found(make_recipe):
@@ -63,30 +63,31 @@ def test_overlapping_masks_are_found(make_recipe):
     masks = [cluster.binding.masks[0], cluster.binding.masks[0], *cluster.binding.masks[2:]]
     wrong = cluster.model_copy(update={"binding": cluster.binding.model_copy(update={"masks": masks})})
     job = train_job(make_recipe(cluster="lumi-g"), wrong, "/x", workdir="/x")
-    found = [f.message for f in checks.check_request(job, wrong) if f.rule == "masks"]
-    assert any("shares cores with rank 0" in text for text in found)
+    result = [f.message for f in checks.check_request(job, wrong) if f.rule == "masks"]
+    assert any("shares cores with rank 0" in text for text in result)
 
 
 def test_a_short_job_is_warned_that_the_signal_may_come_too_early(make_recipe):
-    found = findings(make_recipe(launch={"time": "2m"}))
-    assert [f.rule for f in found if f.level == "warn"] == ["signal_lead"]
+    result = findings(make_recipe(launch={"time": "2m"}))
+    assert [f.rule for f in result if f.level == "warn"] == ["signal_lead"]
 
 
 def test_a_disk_that_only_some_nodes_have(make_recipe):
-    found = findings(make_recipe(cluster="snellius-h100", launch={"stage_data": True}))
-    assert [f.hint for f in found if f.rule == "local_disk"] == ["launch.sbatch.constraint=scratch-node"]
+    result = findings(make_recipe(cluster="snellius-h100", launch={"stage_data": True}))
+    assert [f.hint for f in result if f.rule == "local_disk"] == ["launch.sbatch.constraint=scratch-node"]
     asked = make_recipe(cluster="snellius-h100", launch={"stage_data": True, "sbatch": {"constraint": "scratch-node"}})
     assert not [f for f in findings(asked) if f.rule == "local_disk"]
 
 
 def test_refusals_come_together_and_force_overrides(make_recipe):
-    found = findings(make_recipe(launch={"time": "30h", "account": None}))
-    with pytest.raises(LaunchError, match="2 checks failed") as caught:
-        checks.refuse(found, force=False)
+    result = findings(make_recipe(launch={"time": "30h", "account": None}))
+    with pytest.raises(LaunchError) as caught:
+        checks.refuse(result, force=False)
+    assert caught.value.code == "launch.checks-failed"
     assert (
         "wall_time" in caught.value.message and "account" in caught.value.message and "CINECA" in caught.value.message
     )
-    checks.refuse(found, force=True)
+    checks.refuse(result, force=True)
 
 
 # -- this machine -------------------------------------------------------------------------------------------------------
@@ -95,13 +96,13 @@ def test_refusals_come_together_and_force_overrides(make_recipe):
 def site(recipe, run_dir="/nowhere/runs/x", **more):
     cluster = load_cluster(recipe.cluster)
     job = train_job(recipe, cluster, run_dir, workdir="/project")
-    found = checks.check_site(job, recipe, cluster, checkpoint_bytes=more.get("bytes", 100), steps=10)
-    return {f.rule: f for f in found}
+    result = checks.check_site(job, recipe, cluster, checkpoint_bytes=more.get("bytes", 100), steps=10)
+    return {f.rule: f for f in result}
 
 
 def test_a_folder_of_this_node_only(make_recipe):
-    found = site(make_recipe(), "/dev/shm/runs/x")
-    assert found["shared_folder"].level == "refuse" and "compute nodes cannot see it" in found["shared_folder"].message
+    result = site(make_recipe(), "/dev/shm/runs/x")
+    assert result["shared_folder"].level == "refuse" and "/dev/shm/runs/x" in result["shared_folder"].message
     assert "shared_folder" not in site(make_recipe(), "/nowhere/runs/x")
 
 
@@ -113,9 +114,9 @@ def test_no_room_for_the_forecast_checkpoints(make_recipe):
 
 
 def test_missing_image_venv_and_store(make_recipe, tmp_path):
-    found = site(make_recipe(cluster="lumi-g", launch={"container": str(tmp_path / "no.sif"), "account": "project_1"}))
-    assert found["image"].level == "refuse" and "no.sif does not exist" in found["image"].message
-    assert found["store"].level == "refuse"
+    result = site(make_recipe(cluster="lumi-g", launch={"container": str(tmp_path / "no.sif"), "account": "project_1"}))
+    assert result["image"].level == "refuse" and "no.sif" in result["image"].message
+    assert result["store"].level == "refuse"
     assert site(make_recipe(launch={"venv": str(tmp_path)}))["venv"].level == "refuse"
 
 

@@ -1,10 +1,6 @@
-"""Does the doctor name the slow device, the odd node and the variable that hurts?"""
+"""The doctor names the slow device, the different node and the harmful variable."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +8,7 @@ from windlass.launch import doctor
 
 
 def records(count: int, per_node: int = 4, **changes):
-    made = [
+    rank_records = [
         {
             "rank": rank, "local_rank": rank % per_node, "host": f"n{rank // per_node:02d}", "device": "NVIDIA H100 80GB HBM3", "torch": "2.11.0", "driver": "570", "runtime": "12.8",
             "matmul_tflops": 700.0, "matmul_dtype": "bfloat16", "backend": "nccl", "intra_busbw_gbs": 300.0, "inter_busbw_gbs": 130.0, "clock": 1000.0,
@@ -20,8 +16,8 @@ def records(count: int, per_node: int = 4, **changes):
         for rank in range(count)
     ]  # fmt: skip
     for rank, change in changes.items():
-        made[int(rank.removeprefix("r"))].update(change)
-    return made
+        rank_records[int(rank.removeprefix("r"))].update(change)
+    return rank_records
 
 
 def by_level(checks, level):
@@ -29,30 +25,30 @@ def by_level(checks, level):
 
 
 def test_a_healthy_set_of_nodes():
-    found = doctor.examine(records(8), 8)
-    assert not by_level(found, "warn") and not by_level(found, "fail")
-    assert doctor.Diagnosis(tuple(found)).verdict == "fit" and doctor.Diagnosis(tuple(found)).exit_code == 0
+    result = doctor.examine(records(8), 8)
+    assert not by_level(result, "warn") and not by_level(result, "fail")
+    assert doctor.Diagnosis(tuple(result)).verdict == "fit" and doctor.Diagnosis(tuple(result)).exit_code == 0
 
 
 def test_the_slow_device_is_named_with_its_share():
-    found = by_level(doctor.examine(records(8, r5={"matmul_tflops": 350.0}), 8), "warn")
+    result = by_level(doctor.examine(records(8, r5={"matmul_tflops": 350.0}), 8), "warn")
     assert (
-        [c.where for c in found] == ["n01:1"]
-        and "50% of the median" in found[0].text
-        and "exclude=n01" in (found[0].hint or "")
+        [c.where for c in result] == ["n01:1"]
+        and "50% of the median" in result[0].text
+        and "exclude=n01" in (result[0].hint or "")
     )
 
 
 def test_a_slow_class_of_devices():
-    found = by_level(doctor.examine(records(4, **{f"r{i}": {"matmul_tflops": 300.0} for i in range(4)}), 4), "warn")
-    assert len(found) == 1 and "of the" in found[0].text
+    result = by_level(doctor.examine(records(4, **{f"r{i}": {"matmul_tflops": 300.0} for i in range(4)}), 4), "warn")
+    assert len(result) == 1 and "of the" in result[0].text
 
 
 def test_a_rank_that_left_no_record_makes_it_unfit(tmp_path):
     (tmp_path / "worker-00003.log").write_text("Traceback\nModuleNotFoundError: No module named 'torch'\n")
-    found = by_level(doctor.examine(records(3), 4, tmp_path), "fail")
-    assert "1 of 4 ranks left no record: 3" in found[0].text and "No module named 'torch'" in found[0].text
-    assert doctor.Diagnosis(tuple(found)).exit_code == 6
+    result = by_level(doctor.examine(records(3), 4, tmp_path), "fail")
+    assert "1 of 4 ranks left no record: 3" in result[0].text and "No module named 'torch'" in result[0].text
+    assert doctor.Diagnosis(tuple(result)).exit_code == 6
 
 
 def test_mixed_devices_versions_slow_links_and_clocks():
@@ -61,59 +57,52 @@ def test_mixed_devices_versions_slow_links_and_clocks():
         **{f"r{i}": {"clock": 1005.0, "intra_busbw_gbs": 60.0} for i in range(4, 7)},
     }
     changes["r7"] |= {"clock": 1005.0, "intra_busbw_gbs": 60.0}
-    found = {(c.topic, c.level) for c in doctor.examine(records(8, **changes), 8)}
+    result = {(c.topic, c.level) for c in doctor.examine(records(8, **changes), 8)}
     assert {
         ("devices", "fail"),
         ("torch", "fail"),
         ("driver", "warn"),
         ("clocks", "warn"),
         ("all-reduce in a node", "warn"),
-    } <= found
+    } <= result
 
 
-@pytest.mark.parametrize("env, words", [
-    ({"CUDA_LAUNCH_BLOCKING": "1"}, "waits for the one before"),
-    ({"NCCL_IB_DISABLE": "1"}, "TCP"),
-    ({"SINGULARITY_BIND": "/scratch"}, "travels with a job"),
-    ({"OMP_NUM_THREADS": "100000"}, "fight for cores"),
-    ({"ROCR_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "0"}, "chosen twice"),
+@pytest.mark.parametrize("env, part", [
+    ({"CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING=1"),
+    ({"NCCL_IB_DISABLE": "1"}, "NCCL_IB_DISABLE=1"),
+    ({"SINGULARITY_BIND": "/scratch"}, "/scratch"),
+    ({"OMP_NUM_THREADS": "100000"}, "OMP_NUM_THREADS"),
+    ({"ROCR_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "0"}, "HIP_VISIBLE_DEVICES"),
 ])  # fmt: skip
-def test_variables_that_hurt(env, words):
-    found = list(doctor.environment("n1", env))
-    assert [c.level for c in found] == ["warn"] and words in found[0].text
+def test_harmful_variables(env, part):
+    result = list(doctor.environment("n1", env))
+    assert [c.level for c in result] == ["warn"] and part in result[0].text
     assert [c.level for c in doctor.environment("n1", {"CUDA_LAUNCH_BLOCKING": "0"})] == ["ok"]
 
 
 def test_an_interface_that_does_not_exist():
-    found = [c for c in doctor.network("localhost", {"NCCL_SOCKET_IFNAME": "hsn0,hsn1"}) if c.topic == "interface"]
-    assert found[0].level == "fail" and "there is no hsn0, hsn1" in found[0].text
+    result = [c for c in doctor.network("localhost", {"NCCL_SOCKET_IFNAME": "hsn0,hsn1"}) if c.topic == "interface"]
+    assert result[0].level == "fail" and "hsn0, hsn1" in result[0].text
 
 
 def test_disks(tmp_path):
-    (found,) = doctor.disk("n1", tmp_path, 1)
-    assert found.values["write_mbs"] > 0 and found.values["latency_ms"] >= 0 and not list(tmp_path.iterdir())
-    (missing,) = doctor.disk("n1", tmp_path / "no", 1)
+    result = doctor.disk("n1", tmp_path, 1)
+    assert result.values["write_mbs"] > 0 and result.values["latency_ms"] >= 0 and not list(tmp_path.iterdir())
+    missing = doctor.disk("n1", tmp_path / "no", 1)
     assert missing.level == "fail"
 
 
 def test_store_and_tokenizer(tmp_path):
-    found = {c.topic: c for c in doctor.data_checks(str(tmp_path / "store"), str(tmp_path / "tokenizer.json"))}
-    assert found["token store"].level == "fail" and found["tokenizer"].level == "fail"
+    result = {c.topic: c for c in doctor.data_checks(str(tmp_path / "store"), str(tmp_path / "tokenizer.json"))}
+    assert result["token store"].level == "fail" and result["tokenizer"].level == "fail"
 
 
 @pytest.mark.multi
 def test_two_workers_here(tmp_path):
-    found = doctor.examine(doctor.run_workers(tmp_path, 2), 2, tmp_path)
-    topics = {c.topic: c for c in reversed(found)}  # on a busy machine a second line may name the slower process
+    result = doctor.examine(doctor.run_workers(tmp_path, 2), 2, tmp_path)
+    topics = {c.topic: c for c in reversed(result)}  # on a busy machine a second line may name the slower process
     assert (
         topics["ranks"].level == "ok"
         and topics["all-reduce in a node"].values["busbw_gbs"] > 0
         and topics["matrix rate"].values["ranks"] == 2
     )
-
-
-def test_the_command_without_devices_needs_no_torch(tmp_path):
-    code = "import sys; sys.argv = ['windlass', 'doctor', '--no-devices', '--megabytes', '1', '--json']; import windlass.cli as c\ntry: c.main()\nexcept SystemExit as e: assert not e.code\nassert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and '"verdict"' in done.stdout, done.stderr
-    assert Path(tmp_path).exists()

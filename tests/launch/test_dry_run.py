@@ -1,94 +1,80 @@
-"""Can every shipped recipe be looked at before anything is submitted? Script, plan, cost, checks; and nothing is written."""
+"""Every shipped recipe can be inspected before anything is submitted: script, plan, cost, checks; nothing is written."""
 
 from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from windlass.cli.launch import launch
 from windlass.config import load_recipe
+from windlass.errors import ConfigError
 from windlass.launch.checks import refusals
 from windlass.launch.submit import prepare
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*_*.toml"))
+ITALIA = next(p for p in RECIPES if p.stem == "italia_9b_leonardo")
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    """Commands run in an empty folder, which must be empty afterwards."""
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    assert list(tmp_path.iterdir()) == []
+
+
+def assert_bash_reads(script: str) -> None:
+    assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
 
 
 @pytest.mark.parametrize("path", [p for p in RECIPES if p.stem != "tiny_cpu"], ids=lambda p: p.stem)
 def test_every_recipe_would_be_submitted(path, tmp_path):
     loaded = load_recipe(path, ["launch.account=project_1"])
-    found = prepare(loaded, run_dir=tmp_path / "run", dry_run=True)
-    assert refusals(found.findings) == []
-    assert (
-        found.script.startswith("#!/bin/bash")
-        and "#SBATCH --nodes=" in found.script
-        and "windlass train" in found.script
-    )
-    assert found.plan.run_seconds and found.cost.node_hours > 0 and found.cost.expected_links
-    assert subprocess.run(["bash", "-n"], input=found.script, text=True, capture_output=True).stderr == ""
-    assert not (tmp_path / "run").exists()
+    prepared = prepare(loaded, run_dir=tmp_path / "run", dry_run=True)
+    assert refusals(prepared.findings) == []
+    assert prepared.script.startswith("#!/bin/bash") and "#SBATCH --nodes=" in prepared.script
+    assert prepared.plan.run_seconds and prepared.cost.node_hours > 0 and prepared.cost.expected_links
+    assert_bash_reads(prepared.script)
 
 
-def test_the_command_itself(tmp_path):
-    recipe = next(p for p in RECIPES if p.stem == "italia_9b_leonardo")
-    words = [
-        sys.executable,
-        "-m",
-        "windlass",
-        "launch",
-        str(recipe),
-        "--dry-run",
-        "--chain",
-        "4",
-        "--nodes",
-        "32",
-        "--sbatch",
-        "exclude=lrdn0001",
-        "launch.account=EUHPC_A01",
-    ]
-    text = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
-    assert (
-        text.returncode == 0
-        and "#SBATCH --exclude=lrdn0001" in text.stdout
-        and "nothing was written or submitted" in text.stdout
-    ), text.stderr
-    value = json.loads(subprocess.run([*words, "--json"], cwd=tmp_path, capture_output=True, text=True).stdout)
+def test_the_command_prints_script_and_cost(capsys):
+    options = {"nodes": 32, "chain": "4", "sbatch": ["exclude=lrdn0001"], "dry_run": True}
+    launch(ITALIA, ["launch.account=EUHPC_A01"], **options)
+    assert "#SBATCH --exclude=lrdn0001" in capsys.readouterr().out
+    launch(ITALIA, ["launch.account=EUHPC_A01"], **options, as_json=True)
+    value = json.loads(capsys.readouterr().out)
     assert value["would_submit"] and value["links"] == 4 and value["nodes"] == 32
-    assert (
-        value["cost"]["node_hours"] == 32 * 4 * 24 and value["cost"]["units"] == 32 * 4 * 24 * 32
-    )  # 32 core-hours per node-hour
-    assert list(tmp_path.iterdir()) == []
+    assert value["cost"]["node_hours"] == 32 * 4 * 24
+    assert value["cost"]["units"] == 32 * 4 * 24 * 32  # 32 core-hours per node-hour
 
 
-def test_a_dry_run_shows_the_tokenizing_jobs_before_the_training(tmp_path):
-    recipe = next(p for p in RECIPES if p.stem == "italia_9b_leonardo")
-    words = [sys.executable, "-m", "windlass", "launch", str(recipe), "--dry-run", "--pretokenize", "data.toml", "--array", "12",
-             "launch.account=EUHPC_A01"]  # fmt: skip
-    text = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
-    assert text.returncode == 0, text.stderr
-    assert "#SBATCH --array=0-11" in text.stdout and "--array-task auto" in text.stdout
-    assert text.stdout.index("--array-task") < text.stdout.index("after it, training")
-    scripts = json.loads(subprocess.run([*words, "--json"], cwd=tmp_path, capture_output=True, text=True).stdout)
-    for script in scripts["pretokenize"].values():
-        assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
-    assert list(tmp_path.iterdir()) == []
+def test_a_dry_run_shows_the_tokenizing_jobs_before_the_training(capsys):
+    options = {"dry_run": True, "pretokenize": Path("data.toml"), "array": 12}
+    launch(ITALIA, ["launch.account=EUHPC_A01"], **options)
+    text = capsys.readouterr().out
+    assert "#SBATCH --array=0-11" in text
+    assert text.index("--array-task auto") < text.index("link before")
+    launch(ITALIA, ["launch.account=EUHPC_A01"], **options, as_json=True)
+    scripts = json.loads(capsys.readouterr().out)["pretokenize"]
+    assert list(scripts) == ["array", "merge"]
+    for script in scripts.values():
+        assert_bash_reads(script)
 
 
-def test_a_layout_that_does_not_fit_is_refused_with_the_planners_words(tmp_path):
-    recipe = next(p for p in RECIPES if p.stem == "italia_9b_leonardo")
-    loaded = load_recipe(recipe, ["launch.account=x", "layout.shard=none"])
-    found = [f for f in refusals(prepare(loaded, run_dir=tmp_path / "run", dry_run=True).findings) if f.rule == "fit"]
-    assert found and "GiB" in found[0].message and found[0].source == "windlass plan"
+def test_a_layout_that_does_not_fit_is_refused_by_the_planner(tmp_path):
+    loaded = load_recipe(ITALIA, ["launch.account=x", "layout.shard=none"])
+    refused = refusals(prepare(loaded, run_dir=tmp_path / "run", dry_run=True).findings)
+    (fit,) = [finding for finding in refused if finding.rule == "fit"]
+    assert "GiB" in fit.message and fit.source == "windlass plan"
 
 
-def test_unknown_cluster(tmp_path):
-    recipe = next(p for p in RECIPES if p.stem == "italia_9b_leonardo")
-    done = subprocess.run(
-        [sys.executable, "-m", "windlass", "launch", str(recipe), "--dry-run", "cluster=leonardo"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and "unknown cluster 'leonardo'" in done.stderr and "leonardo-booster" in done.stderr
+def test_unknown_cluster_and_unnamed_sbatch_option():
+    with pytest.raises(ConfigError) as caught:
+        launch(ITALIA, ["cluster=leonardo"], dry_run=True)
+    assert "leonardo-booster" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        launch(ITALIA, sbatch=["=x"], dry_run=True)
+    assert caught.value.code == "launch.sbatch-option"

@@ -1,4 +1,4 @@
-"""Does the ledger add up, also when the scheduler has forgotten?"""
+"""The ledger adds up, also when the scheduler has forgotten a job."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Fake:
     name = "slurm"
 
     def __init__(self, **states):
-        self.known = {state.job: state for state in states.values()}
+        self.by_job = {state.job: state for state in states.values()}
         self.cancelled = []
 
     def states(self, jobs):
-        return {job: self.known[job] for job in jobs if job in self.known}
+        return {job: self.by_job[job] for job in jobs if job in self.by_job}
 
     def cancel(self, jobs):
         self.cancelled += jobs
@@ -106,9 +106,9 @@ def test_energy_of_a_link_is_the_meters_rise_in_it(run):
         submit(run, job)
         append_line(run.jobs_file, {"record": "began", "time": began, "job": job, "restart": 0})
     for moment, joules in ((110, 5.0), (190, 30.0), (210, 45.0), (290, 90.0)):
-        run.metric({"time": float(moment), "energy_joules": joules})
-    found = {e.job: e.energy_joules for e in ledger.entries(run, {})}
-    assert found == {"1": 30.0, "2": 60.0}
+        append_line(run.metrics_file, {"time": float(moment), "energy_joules": joules})
+    result = {e.job: e.energy_joules for e in ledger.entries(run, {})}
+    assert result == {"1": 30.0, "2": 60.0}
 
 
 def test_what_waits_and_runs_is_committed_in_full(run):
@@ -119,16 +119,16 @@ def test_what_waits_and_runs_is_committed_in_full(run):
         b=JobState(job="2", state="RUNNING", elapsed_seconds=60, nodes=4),
         c=JobState(job="3", state="PENDING"),
     )
-    found = ledger.entries(run, {"slurm": fake})
-    assert ledger.committed_node_hours(found, cluster="lumi-g", account="p1") == pytest.approx(4 + 8 + 8)
-    assert ledger.committed_node_hours(found, cluster="lumi-g", account="p2") == 0
+    result = ledger.entries(run, {"slurm": fake})
+    assert ledger.committed_node_hours(result, cluster="lumi-g", account="p1") == pytest.approx(4 + 8 + 8)
+    assert ledger.committed_node_hours(result, cluster="lumi-g", account="p2") == 0
 
 
 def test_outlook_from_speed_and_target(run):
     submit(run, "1")
-    run.metric({"step": 50, "tokens": 102_400, "tokens_per_second": 1024.0, "time": time.time()})
-    found = ledger.entries(run, {"slurm": Fake(a=JobState(job="1", state="RUNNING", elapsed_seconds=3600, nodes=4))})
-    view = forecast_chain(run, found)
+    append_line(run.metrics_file, {"step": 50, "tokens": 102_400, "tokens_per_second": 1024.0, "time": time.time()})
+    result = ledger.entries(run, {"slurm": Fake(a=JobState(job="1", state="RUNNING", elapsed_seconds=3600, nodes=4))})
+    view = forecast_chain(run, result)
     assert view.tokens_target == 204_800 and view.remaining_seconds == pytest.approx(100.0)
     assert (
         view.node_hours_used == 4.0
@@ -142,7 +142,7 @@ def test_a_controller_that_is_away_leaves_what_the_folder_knows(run):
 
     class Away(Fake):
         def states(self, jobs):
-            raise LaunchError("launch.squeue", "squeue said: Unable to contact slurm controller")
+            raise LaunchError("launch.slurm-error", "squeue said: Unable to contact slurm controller")
 
     submit(run, "1")
     append_line(run.jobs_file, {"record": "began", "time": time.time(), "job": "1", "restart": 0})

@@ -1,4 +1,4 @@
-"""Is the batch script what a site engineer would accept? Golden files for every cluster, and the rules one by one."""
+"""The batch scripts: golden files for every cluster, and the rules one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do we read what SLURM's commands print? Texts as SLURM 22.05 and later sites print them, and a recorded-output fake."""
+"""The output of SLURM's commands, as SLURM 22.05 and later sites print it, and fakes with recorded output."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def test_job_id_among_banners(text):
 
 
 def test_no_job_id_is_an_error_that_shows_the_answer():
-    with pytest.raises(LaunchError, match="quota exceeded"):
+    with pytest.raises(LaunchError) as caught:
         slurm.read_job_id("quota exceeded")
+    assert caught.value.code == "launch.no-job-id"
 
 
 SQUEUE = """\
@@ -31,14 +32,14 @@ SQUEUE = """\
 
 
 def test_squeue():
-    found = slurm.read_squeue(SQUEUE, ["12", "13", "20"])
-    assert set(found) == {"12", "13", "20"}
-    running = found["12"]
+    result = slurm.read_squeue(SQUEUE, ["12", "13", "20"])
+    assert set(result) == {"12", "13", "20"}
+    running = result["12"]
     assert (
         running.active and running.elapsed_seconds == 90 and running.limit_seconds == 86400 and running.ended_at is None
     )
-    assert found["13"].never_starts and not found["13"].over
-    array = found["20"]
+    assert result["13"].never_starts and not result["13"].over
+    array = result["20"]
     assert (
         array.state == "FAILED"
         and array.reason == "1 of 2 tasks completed; NonZeroExitCode"
@@ -54,29 +55,30 @@ SACCT = """\
 
 
 def test_sacct():
-    found = slurm.read_sacct(SACCT, ["12", "13", "14"])
-    assert found["12"].state == "CANCELLED" and found["12"].energy_joules == 987654 and found["12"].nodes == 4
-    assert found["13"].state == "TIMEOUT" and found["13"].limit_seconds == 600 and found["13"].energy_joules is None
-    assert found["14"].limit_seconds is None and found["14"].started_at is None and found["14"].energy_joules is None
+    result = slurm.read_sacct(SACCT, ["12", "13", "14"])
+    assert result["12"].state == "CANCELLED" and result["12"].energy_joules == 987654 and result["12"].nodes == 4
+    assert result["13"].state == "TIMEOUT" and result["13"].limit_seconds == 600 and result["13"].energy_joules is None
+    assert result["14"].limit_seconds is None and result["14"].started_at is None and result["14"].energy_joules is None
 
 
-@pytest.mark.parametrize("said, hint", [
+@pytest.mark.parametrize("output, hint", [
     ("sbatch: error: invalid partition specified: nosuch", "sinfo -s"),
     ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified", "launch.account"),
     ("sbatch: error: AssocMaxSubmitJobLimit", "no account was given"),
-    ("scancel: error: Kill job error on job id 7: Access/permission denied", "somebody else"),
-    ("squeue: error: Unable to contact slurm controller (connect failure)", "controller is away"),
+    ("scancel: error: Kill job error on job id 7: Access/permission denied", "another user"),
+    ("squeue: error: Unable to contact slurm controller (connect failure)", "controller does not answer"),
     ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "--probe"),
 ])  # fmt: skip
-def test_the_schedulers_own_words_and_our_hint(said, hint):
-    error = slurm.slurm_error("sbatch", said)
-    assert said in error.message and hint in (error.hint or "")
+def test_the_schedulers_own_words_and_our_hint(output, hint):
+    error = slurm.slurm_error("sbatch", output)
+    assert output in error.message and hint in (error.hint or "")
 
 
 def test_no_slurm_here(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(LaunchError, match="no SLURM on this machine") as caught:
+    with pytest.raises(LaunchError) as caught:
         slurm.SlurmScheduler().states(["1"])
+    assert caught.value.code == "launch.slurm-not-available"
     assert "--local" in (caught.value.hint or "")
 
 
@@ -88,9 +90,9 @@ def test_no_slurm_here(monkeypatch):
     ("slurmstepd: error: *** JOB 5 ON n1 CANCELLED AT 2026-11-15T03:57:10 ***", "CANCELLED"),
 ])  # fmt: skip
 def test_the_log_is_the_last_resort(text, state):
-    found = slurm.state_from_log("5", f"step 1 loss 3\n{text}\n")
+    result = slurm.state_from_log("5", f"step 1 loss 3\n{text}\n")
     # A plain CANCELLED stands in the reasons' lines too; the reason stands later in the line and wins.
-    assert isinstance(found, JobState) and found.state == state
+    assert isinstance(result, JobState) and result.state == state
 
 
 def fake(folder, name, text):
@@ -104,8 +106,8 @@ def test_squeue_forgets_and_sacct_remembers(tmp_path, monkeypatch):
     fake(tmp_path, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     fake(tmp_path, "sacct", f"cat <<'E'\n{SACCT}E")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    found = slurm.SlurmScheduler().states(["13"])
-    assert found["13"].state == "TIMEOUT" and found["13"].evidence == "sacct"
+    result = slurm.SlurmScheduler().states(["13"])
+    assert result["13"].state == "TIMEOUT" and result["13"].evidence == "sacct"
     fake(tmp_path, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
     assert slurm.SlurmScheduler().states(["13"]) == {}
 
@@ -113,8 +115,9 @@ def test_squeue_forgets_and_sacct_remembers(tmp_path, monkeypatch):
 def test_a_controller_that_is_away_is_an_error_not_an_end(tmp_path, monkeypatch):
     fake(tmp_path, "squeue", "echo 'squeue: error: Unable to contact slurm controller (connect failure)' >&2; exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(LaunchError, match="Unable to contact"):
+    with pytest.raises(LaunchError) as caught:
         slurm.SlurmScheduler().states(["13"])
+    assert caught.value.code == "launch.slurm-error"
 
 
 def test_variables_of_an_outer_job_do_not_reach_sbatch(tmp_path, monkeypatch):

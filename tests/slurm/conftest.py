@@ -53,19 +53,19 @@ class Site:
     script: Path
     standin: Path
 
-    def windlass(self, *words: Any, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def windlass(self, *argv: Any, check: bool = True) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            [str(BIN / "windlass"), *map(str, words)], cwd=self.folder, capture_output=True, text=True, timeout=120
+            [str(BIN / "windlass"), *map(str, argv)], cwd=self.folder, capture_output=True, text=True, timeout=120
         )
         if check:
             assert done.returncode == 0, done.stdout + done.stderr
         return done
 
-    def json(self, *words: Any) -> Any:
-        return json.loads(self.windlass(*words, "--json").stdout)
+    def json(self, *argv: Any) -> Any:
+        return json.loads(self.windlass(*argv, "--json").stdout)
 
-    def launch(self, recipe: Path, *words: Any) -> list[str]:
-        return self.json("launch", recipe, *words)["jobs"]
+    def launch(self, recipe: Path, *argv: Any) -> list[str]:
+        return self.json("launch", recipe, *argv)["jobs"]
 
     def states(self, run: str) -> list[str]:
         """As `windlass jobs` has them, asked in this process: a command line a second would be most of the load."""
@@ -73,12 +73,12 @@ class Site:
         from windlass.launch.submit import executors
         from windlass.runs import Run
 
-        found = Run(self.folder / "runs" / run)
-        return [entry.state.state for entry in entries(found, executors(found))]
+        result = Run(self.folder / "runs" / run)
+        return [entry.state.state for entry in entries(result, executors(result))]
 
-    def tool(self, *words: str) -> str:
-        done = subprocess.run(words, capture_output=True, text=True)
-        assert done.returncode == 0, f"{words}: {done.stderr}"
+    def tool(self, *argv: str) -> str:
+        done = subprocess.run(argv, capture_output=True, text=True)
+        assert done.returncode == 0, f"{argv}: {done.stderr}"
         return done.stdout
 
     def recipe(self, name: str, **changes: Any) -> Path:
@@ -96,10 +96,10 @@ class Site:
 
     def wait(self, what: str, ready: Callable[[], Any], seconds: float = 150.0) -> Any:
         end = time.monotonic() + seconds
-        while not (found := ready()):
+        while not (result := ready()):
             assert time.monotonic() < end, f"{what}: not within {seconds:.0f} s\n{self.tool('squeue', '-t', 'all')}"
             time.sleep(0.3)
-        return found
+        return result
 
     def wait_over(self, run: str, seconds: float = 150.0) -> list[str]:
         """Until no job of the run waits or runs; their states."""

@@ -1,4 +1,4 @@
-"""Do chains behave on a real scheduler? With a stand-in for training, so that only the scheduler's time counts."""
+"""Job chains on a real scheduler, with a stand-in for training, so that only the scheduler's time counts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]  # one schedu
 def chain(site):
     """`chain("name", "stop", "--chain", 3)`: launch a run of the stand-in and return its job ids."""
 
-    def start(name, mode, *words, **launch):
+    def start(name, mode, *argv, **launch):
         recipe = site.recipe(name, launch={"venv": str(site.standin), "env": {"STANDIN": mode}, **launch})
-        return site.launch(recipe, *words)
+        return site.launch(recipe, *argv)
 
     return start
 
@@ -34,7 +34,7 @@ def test_the_next_link_resumes_and_the_spare_one_ends_at_once(site, chain):
     ]  # 75 is no success to SLURM, and afterany does not mind
     began = [r for r in site.records("spare") if r["record"] == "began"]
     assert [r["job"] for r in began] == jobs[:2] and [r["step"] for r in began] == [None, 10]
-    assert "ends at once: the run is finished" in site.log("spare")
+    assert "the run is finished" in site.log("spare")
     view = site.json("jobs", "spare")
     assert view["verdict"] == "finished" and view["node_hours_left"] == 0
     assert [job["state"]["exit_code"] for job in view["jobs"]] == [75, 0, 0]  # without an accounting database
@@ -47,7 +47,7 @@ def test_a_job_that_fails_twice_in_the_same_way_stops_the_chain(site, chain):
     site.wait_over("broken")
     assert len([r for r in site.records("broken") if r["record"] == "began"]) == 2
     gave_up = site.events("broken", "gave_up")
-    assert len(gave_up) == 1 and "without a checkpoint newer than step 0" in gave_up[0]["reason"]
+    assert len(gave_up) == 1 and "step 0" in gave_up[0]["reason"]
     assert site.json("jobs", "broken")["verdict"] == "hopeless"
 
 
@@ -64,13 +64,13 @@ def test_cancel_ends_every_link_and_says_so(site, chain):
     site.wait("start", lambda: "begins at step 0" in site.log("unwanted"))
     assert site.json("cancel", "unwanted")["cancelled"] == jobs[::-1]
     assert set(site.wait_over("unwanted")) == {"CANCELLED"}
-    assert "nothing to cancel" in site.windlass("cancel", "unwanted").stdout
+    assert site.json("cancel", "unwanted")["cancelled"] == []
 
 
 def test_a_run_that_is_active_is_not_launched_twice(site, chain):
     chain("once", "hold")
     again = site.windlass("launch", site.folder / "once.toml", check=False)
-    assert again.returncode == 6 and "already active" in again.stderr
+    assert again.returncode == 6 and "once" in again.stderr
 
 
 def test_a_condition_that_cannot_be_met_ends_the_job_instead_of_leaving_it(site, chain):
@@ -83,13 +83,13 @@ def test_a_condition_that_cannot_be_met_ends_the_job_instead_of_leaving_it(site,
 def test_an_unknown_job_is_no_condition(site, chain):
     recipe = site.recipe("ghost", launch={"venv": str(site.standin), "env": {"STANDIN": "finish"}})
     done = site.windlass("launch", recipe, "--after", "999999", check=False)
-    assert done.returncode == 6 and "999999 is unknown" in done.stderr and "count as met" in done.stderr
+    assert done.returncode == 6 and "999999" in done.stderr
 
 
 def test_following_the_log_goes_from_link_to_link(site, chain):
     chain("told", "stop", "--chain", 2)
     text = site.windlass("logs", "told", "--follow").stdout
-    assert "begins at step 0" in text and "begins at step 10" in text and "no further link is needed" in text
+    assert "begins at step 0" in text and "begins at step 10" in text and "the run is finished" in text
 
 
 def test_the_warning_before_the_wall_time_reaches_every_rank(site, chain):
@@ -152,7 +152,7 @@ def test_a_partition_that_does_not_exist(site):
     refused = site.windlass("launch", recipe, check=False)
     assert (
         refused.returncode == 6
-        and "no partition 'nosuch'" in refused.stderr
+        and "'nosuch'" in refused.stderr
         and "main, short" in refused.stderr.replace("low, ", "")
     )
     forced = site.windlass("launch", recipe, "--force", check=False)
@@ -166,11 +166,11 @@ def test_a_partition_that_does_not_exist(site):
 def test_a_request_that_would_pend_for_ever_is_refused(site):
     recipe = site.recipe("big", nodes=5)
     done = site.windlass("launch", recipe, check=False)
-    assert done.returncode == 6 and "5 nodes are more than the 4" in done.stderr
+    assert done.returncode == 6 and "5 nodes" in done.stderr
     long = site.windlass(
         "launch", site.recipe("long", nodes=1, launch={"partition": "short", "time": "10m"}), check=False
     )
-    assert long.returncode == 6 and "10 min is more than the 5 min of short" in long.stderr
+    assert long.returncode == 6 and "10 min" in long.stderr and "5 min of short" in long.stderr
     assert subprocess.run(["squeue", "-h"], capture_output=True, text=True).stdout == ""
 
 
@@ -178,10 +178,10 @@ def test_somebody_elses_job_is_not_ours_to_cancel(site, chain):
     other = site.tool("sbatch", "--parsable", "-o", "/dev/null", "--wrap", "sleep 60").strip()
     chain("mine", "hold")
     done = site.windlass("cancel", "mine", "--job", other, check=False)
-    assert done.returncode == 6 and f"job {other} is not one of this run" in done.stderr
+    assert done.returncode == 6 and f"job {other}" in done.stderr
 
 
 def test_a_folder_that_compute_nodes_cannot_see(site):
     recipe = site.recipe("hidden")
     done = site.windlass("launch", recipe, "--run", "/dev/shm/windlass-hidden", check=False)
-    assert done.returncode == 6 and "compute nodes cannot see it" in done.stderr
+    assert done.returncode == 6 and "shared_folder" in done.stderr

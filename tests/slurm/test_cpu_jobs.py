@@ -1,4 +1,4 @@
-"""Do CPU jobs, the doctor and the probe work on a real scheduler?"""
+"""CPU jobs, the doctor and the probe on a real scheduler."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def test_a_task_that_fails_leaves_no_job_waiting(site):
     """The merge is cancelled, not pending for ever with DependencyNeverSatisfied."""
     from windlass.launch.array import submit_array
 
-    made = submit_array(["false"], count=2, then=["true"], cluster="dev", folder=site.folder / "runs/bad")
+    submitted = submit_array(["false"], count=2, then=["true"], cluster="dev", folder=site.folder / "runs/bad")
     site.wait_over("bad")
     states = dict(zip(("array", "merge"), site.states("bad"), strict=True))
-    assert states == {"array": "FAILED", "merge": "CANCELLED"} and made.array_job != made.merge_job
+    assert states == {"array": "FAILED", "merge": "CANCELLED"} and submitted.array_job != submitted.merge_job
 
 
 def test_any_command_as_a_cpu_job(site):
@@ -78,26 +78,26 @@ def test_any_command_as_a_cpu_job(site):
 
 @pytest.mark.timeout(600)
 def test_the_doctor_visits_two_nodes(site):
-    found = site.json("doctor", "--cluster", "dev", "--nodes", 2, "--path", site.folder)
-    assert found["verdict"].startswith("fit")
-    topics = {check["topic"]: check for check in found["checks"]}
+    result = site.json("doctor", "--cluster", "dev", "--nodes", 2, "--path", site.folder)
+    assert result["verdict"].startswith("fit")
+    topics = {check["topic"]: check for check in result["checks"]}
     assert "2 ranks on 2 nodes" in topics["ranks"]["text"]
     assert topics["all-reduce over all"]["values"]["busbw_gbs"] > 0 and topics["clocks"]["values"]["skew_seconds"] < 30
-    assert {c["where"] for c in found["checks"] if c["topic"] == "disk"} == {"node01", "node02"}
+    assert {c["where"] for c in result["checks"] if c["topic"] == "disk"} == {"node01", "node02"}
 
 
 def test_the_probe_sees_what_the_file_has_wrong(site):
     own = Path(os.environ["XDG_CONFIG_HOME"]) / "windlass/clusters/dev.toml"
     text = own.read_text().replace('max_time = "5m"', 'max_time = "10m"').replace("cores = 8", "cores = 16")
     own.write_text(text.replace('{ name = "low",', '{ name = "old",'))
-    found = {d["key"]: d for d in site.json("clusters", "dev", "--probe")["differences"]}
+    result = {d["key"]: d for d in site.json("clusters", "dev", "--probe")["differences"]}
     assert (
-        found["partition short max_time"]["verdict"] == "differs"
-        and found["partition short max_time"]["machine"] == "5 min"
+        result["partition short max_time"]["verdict"] == "differs"
+        and result["partition short max_time"]["machine"] == "5 min"
     )
-    assert found["node.cores"]["verdict"] == "differs" and found["node.cores"]["machine"] == "8"
+    assert result["node.cores"]["verdict"] == "differs" and result["node.cores"]["machine"] == "8"
     assert (
-        found["partition old"]["verdict"] == "not on the machine"
-        and found["partition low"]["verdict"] == "not in the file"
+        result["partition old"]["verdict"] == "not on the machine"
+        and result["partition low"]["verdict"] == "not in the file"
     )
-    assert found["nodes"]["verdict"] == "same"
+    assert result["nodes"]["verdict"] == "same"

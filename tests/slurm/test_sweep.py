@@ -1,4 +1,4 @@
-"""Do points share allocations on a real scheduler, as an array of packs; and does its word become a point's outcome?"""
+"""Points share allocations on a real scheduler, as an array of packs, and its states become the points' outcomes."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ seed = 6
 def test_points_run_packed_in_an_array_and_are_reported(site):
     site.recipe("base", nodes=1, train__steps=4, save__every=1000, save__at_end=False)
     (site.folder / "sweep.toml").write_text(SWEEP)
-    said = site.json("sweep", "sweep.toml", "--slurm")
-    shapes = [(pack["nodes"], len(pack["points"])) for pack in said["packs"]]
-    assert shapes == [(1, 2), (1, 2), (2, 1)], said
-    assert len({pack["job"].split("_")[0] for pack in said["packs"]}) == 2  # one array per shape
+    output = site.json("sweep", "sweep.toml", "--slurm")
+    shapes = [(pack["nodes"], len(pack["points"])) for pack in output["packs"]]
+    assert shapes == [(1, 2), (1, 2), (2, 1)], output
+    assert len({pack["job"].split("_")[0] for pack in output["packs"]}) == 2  # one array per shape
     file = site.folder / "runs" / "packed" / "outcomes.jsonl"
     site.wait("all outcomes", lambda: file.exists() and len(file.read_text().splitlines()) == 6, 240.0)
-    found = {line["point"]: line for line in map(json.loads, file.read_text().splitlines())}
-    assert {n: o["outcome"] for n, o in found.items()} == {
+    result = {line["point"]: line for line in map(json.loads, file.read_text().splitlines())}
+    assert {n: o["outcome"] for n, o in result.items()} == {
         "seed-1": "ok", "seed-2": "ok", "seed-3": "ok", "two-nodes": "ok", "failing": "error", "illegal": "error"
-    }, found  # fmt: skip
-    assert "no/such/store" in found["failing"]["detail"] and found["illegal"]["evidence"] == "plan"
+    }, result  # fmt: skip
+    assert "no/such/store" in result["failing"]["detail"] and result["illegal"]["evidence"] == "plan"
     report = site.json("sweep", "sweep.toml", "--report")
     rows = {r["point"]: r for r in report["rows"]}
     assert rows["two-nodes"]["nodes"] == 2 and rows["two-nodes"]["tokens_per_second"] > 0

@@ -1,4 +1,4 @@
-"""Does real training run under the scheduler? Ranks on several nodes over gloo, cut by the wall time, resumed, in a container."""
+"""Real training under the scheduler: ranks on several nodes over gloo, cut by the wall time, resumed, in a container."""
 
 from __future__ import annotations
 

@@ -216,13 +216,13 @@ class Saver:
             with contextlib.suppress(OSError):  # a full disk must not turn a good save into a failed one
                 self.run.record(
                     Saved(
-                    step=request.step,
-                    tokens=request.extra.get("tokens"),
-                    bytes=result.bytes,
-                    stall_seconds=result.stall_seconds,
-                    write_seconds=result.write_seconds,
-                    checkpoint=result.path.name,
-                    metric=request.metric,
+                        step=request.step,
+                        tokens=request.extra.get("tokens"),
+                        bytes=result.bytes,
+                        stall_seconds=result.stall_seconds,
+                        write_seconds=result.write_seconds,
+                        checkpoint=result.path.name,
+                        metric=request.metric,
                     )
                 )
                 result.removed = keep.tidy(self.run, self.config)

@@ -151,7 +151,7 @@ def plan(story: Story, tale: Tale) -> None:
 
 
 def training(story: Story, tale: Tale) -> None:
-    from windlass.launch.demo import Fault
+    from windlass.launch.demo import WorkerKill
     from windlass.runs.folder import Run
 
     tale.chapter(
@@ -164,7 +164,7 @@ def training(story: Story, tale: Tale) -> None:
             "bold yellow",
         )
 
-    fault = Fault(Run(story.folder), 1, story.kill_after, told).start()
+    fault = WorkerKill(Run(story.folder), 1, story.kill_after, told).start()
     try:
         tale.run("train", story.recipe_file, "--devices", "2", "--run", story.folder, threads=1)
     finally:

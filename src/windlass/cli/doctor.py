@@ -1,4 +1,4 @@
-"""`windlass doctor`: devices, links, disks, clocks and environment before the real job; here, or as a short job on N nodes."""
+"""`windlass doctor`: checks devices, links, disks, clocks and environment, here or as a short job on N nodes."""
 
 from __future__ import annotations
 
@@ -60,14 +60,23 @@ def doctor(
             cluster, nodes or 1, places, full=full, account=account, partition=partition, wait_seconds=wait
         )
     elif nodes is not None:
-        message, hint = f"--nodes {nodes} needs a cluster", "windlass doctor --cluster lumi-g --nodes 2"
-        raise ConfigError("launch.cluster-missing", message, hint=hint)
+        raise ConfigError(
+            "launch.cluster-missing",
+            f"--nodes {nodes} needs a cluster",
+            hint="windlass doctor --cluster lumi-g --nodes 2",
+        )
     else:
         rows = checks.host_checks(places, megabytes=megabytes)
         if not no_devices and find_spec("torch") is None:
-            hint = "pip install 'windlass[train]', or the site's own torch"
-            missing = "torch is not installed in this environment"
-            rows.append(checks.DoctorCheck("torch", "here", "fail", missing, hint))
+            rows.append(
+                checks.DoctorCheck(
+                    "torch",
+                    "here",
+                    "fail",
+                    "torch is not installed in this environment",
+                    "pip install 'windlass[train]', or the site's own torch",
+                )
+            )
         elif not no_devices:
             count = devices or checks.count_devices()
             with TemporaryDirectory(prefix="windlass-doctor-") as folder:

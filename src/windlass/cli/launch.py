@@ -112,8 +112,11 @@ def _sbatch_overrides(options: list[str]) -> list[str]:
     for option in options:
         key, equals, value = option.lstrip("-").partition("=")
         if not key:
-            hint = "write --sbatch exclude=nid001234 or --sbatch hold"
-            raise ConfigError("launch.sbatch-option", f"--sbatch {option!r} names no option", hint=hint)
+            raise ConfigError(
+                "launch.sbatch-option",
+                f"--sbatch {option!r} names no option",
+                hint="write --sbatch exclude=nid001234 or --sbatch hold",
+            )
         overrides.append(f'launch.sbatch.{key}="{value}"' if equals else f"launch.sbatch.{key}=true")
     return overrides
 
@@ -148,7 +151,8 @@ def _print_dry_run(prepared: PreparedLaunch, before: dict[str, str]) -> None:
         if hours is None:
             return "unknown"
         rate = prepared.cluster.billing.per_node_hour
-        return f"{hours:,.1f} node-hours" + (f" ({cost.unit}: rate unknown)" if rate is None else f" = {hours * rate:,.0f} {cost.unit}")  # fmt: skip
+        charged = f"({cost.unit}: rate unknown)" if rate is None else f"= {hours * rate:,.0f} {cost.unit}"
+        return f"{hours:,.1f} node-hours {charged}"
 
     out, plan, cost, job = console(), prepared.plan, prepared.cost, prepared.job
     for kind, text in before.items():
@@ -199,7 +203,7 @@ def jobs(
     folder: Annotated[Path, typer.Option("--folder", help="With --ledger: where the runs are.")] = Path("runs"),
     as_json: JSON = False,
 ) -> None:
-    """A run's jobs: states, node-hours used and left, estimated end. With --ledger: usage across all runs and projects."""
+    """A run's jobs: states, node-hours, estimated end. With --ledger: usage across all runs and projects."""
     from windlass.cli.output import console, print_json, table
     from windlass.errors import RunError
     from windlass.launch.ledger import entries, forecast_chain, runs_below, totals
@@ -226,9 +230,17 @@ def jobs(
             for total in group:
                 notes = [f"length of {total.unknown_hours} jobs unknown"] if total.unknown_hours else []
                 notes += [f"energy not measured in {total.unmeasured} of {total.jobs} jobs"] if total.unmeasured else []
-                units = "unknown" if total.units is None else f"{total.units:,.1f} {total.unit}"
                 energy, hours = print_joules(total.energy_joules), f"{total.node_hours:,.2f}"
-                lines.append((total.name, total.jobs, hours, units, energy, "; ".join(notes)))
+                lines.append(
+                    (
+                        total.name,
+                        total.jobs,
+                        hours,
+                        "unknown" if total.units is None else f"{total.units:,.1f} {total.unit}",
+                        energy,
+                        "; ".join(notes),
+                    )
+                )
             columns = ("", "jobs", "node-hours", "units", "energy", "notes")
             out.print(table(title, columns, lines, right=(1, 2, 3, 4)))
     elif run:
@@ -368,6 +380,7 @@ def link(
         print(f"windlass: job {me} ended with code {code}; {text}: {verdict.reason}", flush=True)
         raise typer.Exit(LINK_AGAIN if verdict.answer == "go" else LINK_STOP)
     if action != "next":
-        hint = "this command is for job scripts"
-        raise ConfigError("launch.link-action", f"{action!r} is not before, after or next", hint=hint)
+        raise ConfigError(
+            "launch.link-action", f"{action!r} is not before, after or next", hint="this command is for job scripts"
+        )
     chain.record_next(folder, me, job)

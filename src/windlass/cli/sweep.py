@@ -53,8 +53,8 @@ def sweep(
     from windlass.launch.sweep.folder import SweepRun, open_sweep_folder
     from windlass.launch.sweep.outcome import parse_only
     from windlass.launch.sweep.pack import pack_of_this_task, settle, submit_packs
-    from windlass.launch.sweep.pick import check_pick
     from windlass.launch.sweep.points import make_points
+    from windlass.launch.sweep.results import check_pick
 
     loaded = read_dvc(file, stage) if file.suffix in (".yaml", ".yml") else load_sweep(file)
     points = make_points(loaded)
@@ -141,15 +141,17 @@ def _finish(sweep_run: SweepRun, rank_by: str | None, pick: Path | None, as_json
     from windlass.config.sweep import with_goal
     from windlass.errors import ConfigError
     from windlass.figures.sweep import best_first, counts, numbers
-    from windlass.launch.sweep.pick import write_pick
-    from windlass.launch.sweep.results import collect_rows, write_page, write_tables
+    from windlass.launch.sweep.results import collect_rows, write_page, write_pick, write_tables
 
     rows = collect_rows(sweep_run)
     if rank_by is not None:
         columns = numbers(rows)
         if any(row.get("outcome") == "ok" for row in rows) and rank_by not in columns:
-            hint = f"columns with numbers: {', '.join(columns) or 'none'}"
-            raise ConfigError("sweep.unknown-column", f"--rank-by {rank_by}: no point has such a number", hint=hint)
+            raise ConfigError(
+                "sweep.unknown-column",
+                f"--rank-by {rank_by}: no point has such a number",
+                hint=f"columns with numbers: {', '.join(columns) or 'none'}",
+            )
         loaded = replace(sweep_run.loaded, sweep=with_goal(sweep_run.sweep, rank_by))
         sweep_run = replace(sweep_run, loaded=loaded)
     sweep, key = sweep_run.sweep, sweep_run.sweep.rank_by

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from windlass.config.sweep import LoadedSweep
-    from windlass.launch.sweep.expect import Expectation, Total
+    from windlass.launch.sweep.expect import Expectation, SweepTotal
     from windlass.launch.sweep.folder import SweepRun
     from windlass.launch.sweep.points import SweepPoint
 
@@ -23,7 +23,7 @@ def show_dry(
     loaded: LoadedSweep,
     points: Sequence[SweepPoint],
     expected: Sequence[Expectation],
-    total: Total,
+    total: SweepTotal,
     as_json: bool,
 ) -> None:
     """The points, the predictions for each, and what all of them cost."""
@@ -36,11 +36,11 @@ def show_dry(
                 "values": dict(p.values),
                 "devices": p.devices,
                 "problem": p.problem,
-                "expected": e.as_dict(),
+                "expected": e,
             }
             for p, e in pairs
         ]
-        print_json({"sweep": sweep.name, "points": rows, "total": total.as_dict(), "equivalence": sweep.equivalence})
+        print_json({"sweep": sweep.name, "points": rows, "total": total, "equivalence": sweep.equivalence})
         return
     out, title = console(), f"{sweep.title or sweep.name}: {len(points)} point{'s' * (len(points) != 1)}"
     if sweep.command is not None:

@@ -26,7 +26,8 @@ RESULT_COLUMNS = (
 )  # fmt: skip
 """Columns of results: an axis of such a name would hide one."""
 LESS_IS_BETTER = (
-    "step_seconds", "step_spread", "memory_bytes", "joules_per_token", "kwh_per_step", "energy_joules", "loss", "seconds",
+    "step_seconds", "step_spread", "memory_bytes", "joules_per_token", "kwh_per_step", "energy_joules", "loss",
+    "seconds",
 )  # fmt: skip
 HINT = "docs/guides/sweep.md shows a complete sweep file; recipes/sweeps/ has more"
 
@@ -43,8 +44,8 @@ class SweepConfig(Table):
     command: str | None = None
     """Instead of a recipe: any command with {placeholders}; {folder} is the point's own folder, {name} its name."""
     results: str | None = None
-    """With `command`: the file, relative to the point's folder, in which the command leaves its numbers (JSON, JSON lines
-    or CSV)."""
+    """With `command`: the file, relative to the point's folder, in which the command leaves its numbers (JSON, JSON
+    lines or CSV)."""
     metrics: dict[str, str] = Field(default_factory=dict)
     """With `command`: our column -> key in the results file, for example tokens_per_second = "samples_per_second"."""
     set: dict[str, Any] = Field(default_factory=dict)
@@ -80,7 +81,7 @@ class SweepConfig(Table):
     heat: list[str] = Field(default_factory=list, max_length=2)
     """The two axes of the heat map, down and across (default: the two with most values)."""
     scaling: Literal["strong", "weak", "none"] = "none"
-    """What points with different device counts show: the same batch (strong), or a batch that grows with them (weak)."""
+    """What points with different device counts show: the same batch (strong), or a growing batch (weak)."""
     equivalence: dict[str, dict[str, str]] = Field(default_factory=dict)
     """Strategy -> engine -> its name there; shown with the results."""
 
@@ -109,8 +110,9 @@ def load_sweep(path: Path | str) -> LoadedSweep:
     sweep = validate(SweepConfig, raw, str(path))
     if problems := find_problems(sweep):
         lines = "".join(f"\n  {problem}" for problem in problems)
-        message = f"{path}: {len(problems)} problem{'s' * (len(problems) > 1)}{lines}"
-        raise ConfigError("sweep.invalid-file", message, hint=HINT)
+        raise ConfigError(
+            "sweep.invalid-file", f"{path}: {len(problems)} problem{'s' * (len(problems) > 1)}{lines}", hint=HINT
+        )
     return LoadedSweep(with_goal(sweep), text, path, _base_recipe(sweep, path))
 
 

@@ -1,1 +1,1 @@
-"""Batch scripts, SLURM, local runs, chains, sweeps, doctor."""
+"""Jobs: batch scripts, checks, job chains, SLURM, sweeps and the doctor."""

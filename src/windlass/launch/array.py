@@ -20,8 +20,9 @@ from windlass.launch.script import render
 from windlass.launch.slurm import SlurmScheduler
 from windlass.launch.submit import active_venv, check_known, submit_job
 
+# Wall time of a CPU job unless the partition's limit is shorter: tokenizing restarts where it stopped, so short is
+# fine.
 CPU_SECONDS = 4 * 3600.0
-"""Wall time of a CPU job unless the partition's limit is shorter: tokenizing restarts where it stopped, so short is fine."""
 CPU_CORES = 8
 
 

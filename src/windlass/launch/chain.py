@@ -3,8 +3,8 @@
 `jobs.jsonl` holds what launch and the jobs wrote, one record a line:
   submitted   job, link, kind, nodes, seconds, cluster, account, ...     by `windlass launch`
   began       job, restart, step, saves (so far)                         by a job's first command
-  ended       job, restart, step, code, by                               by its last one; missing when the job was cut off
-  settled     job, state, elapsed_seconds, nodes, energy_joules          by `windlass jobs`, once the scheduler has the end
+  ended       job, restart, step, code, by                               by its last one; missing after a cut
+  settled     job, state, elapsed_seconds, nodes, energy_joules          by `windlass jobs`, once the end is known
   cancelled   job                                                        by `windlass cancel`
 """
 
@@ -21,8 +21,8 @@ from windlass.runs import Run
 from windlass.runs.events import Finished, GaveUp, ProcessStart, Saved
 from windlass.runs.faults import INCURABLE, FaultRecord
 
+# Starts without a new checkpoint after which a chain stops.
 MAX_IDLE_STARTS = 2
-"""Starts without a new checkpoint after which a chain stops."""
 
 
 @dataclass(frozen=True)

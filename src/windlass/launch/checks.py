@@ -1,4 +1,4 @@
-"""Checks before submission: would the job be refused, wait forever or run badly? Each names its rule and source.
+"""Checks before submission, for jobs that would be refused, wait forever or run badly. Each names its rule and source.
 
 `check_request` compares the job with the cluster file and touches nothing. `check_site` looks at this machine: files,
 disks, image, token store. Both return findings; only `refuse` raises.
@@ -15,20 +15,20 @@ from pathlib import Path
 
 from windlass.clusters import describe
 from windlass.clusters.lint import lint_masks
-from windlass.clusters.model import Cluster, Partition
+from windlass.clusters.model import Cluster, SlurmLimits
 from windlass.config import Recipe
 from windlass.errors import LaunchError, WindlassError
 from windlass.launch.job import BatchJob, find_partition, fits_nodes
 from windlass.units import print_bytes, print_seconds
 
+# How much earlier than asked SLURM may send --signal (man sbatch).
 EARLY_SECONDS = 60.0
-"""How much earlier than asked SLURM may send --signal (man sbatch)."""
+# What a job needs at least until its ranks listen for signals.
 START_SECONDS = 60.0
-"""What a job needs at least until its ranks listen for signals."""
 LOCAL_TYPES = ("tmpfs", "ramfs", "devtmpfs")
 LOCAL_PREFIXES = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+# Units of sbatch's --mem.
 MEGABYTES = {"K": 1e-3, "M": 1.0, "G": 1e3, "T": 1e6}
-"""Units of sbatch's --mem."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Finding:
     source: str | None = None  # where the rule was read, with its date and how reliable it is
 
 
+# Condition, rule, level, message, hint, source: a finding when the condition holds.
 Row = tuple[bool, str, str, str, str | None, str | None]
-"""Condition, rule, level, message, hint, source: a finding when the condition holds."""
 
 
 def _findings(rows: Sequence[Row]) -> list[Finding]:
@@ -67,146 +67,240 @@ def check_request(job: BatchJob, cluster: Cluster) -> list[Finding]:
     if cluster.slurm is None:
         return []
     checks = (_check_queue, _check_account, _check_shape, _check_memory, _check_masks, _check_options)
-    return [finding for check in checks for finding in check(job, cluster)]
+    return [finding for check in checks for finding in check(job, cluster, cluster.slurm)]
 
 
-def _check_queue(job: BatchJob, cluster: Cluster) -> list[Finding]:
-    slurm, source = cluster.slurm, source_of(cluster, "slurm.partitions")
-    assert slurm is not None
+def _check_queue(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Finding]:
+    source = source_of(cluster, "slurm.partitions")
     queue = find_partition(cluster, job.partition, job.qos)
     if queue is None:
         same_name = [p for p in slurm.partitions if p.name == job.partition]
         qos = ", ".join(str(p.qos) for p in same_name)
         names = ", ".join(sorted({p.name for p in slurm.partitions}))
-        probe = f"known: {names}; `windlass clusters {cluster.name} --probe` asks the machine"
-        wrong_qos = f"QOS {job.qos!r} is not one of partition {job.partition} ({qos})"
-        unknown = f"{cluster.name} has no partition {job.partition!r} in its cluster file"
-        return _findings([
-            (bool(same_name), "qos", "refuse", wrong_qos, "set launch.qos", source),
-            (not same_name and bool(names), "partition", "refuse", unknown, probe, source),
-        ])  # fmt: skip
+        return _findings(
+            [
+                (
+                    bool(same_name),
+                    "qos",
+                    "refuse",
+                    f"QOS {job.qos!r} is not one of partition {job.partition} ({qos})",
+                    "set launch.qos",
+                    source,
+                ),
+                (
+                    not same_name and bool(names),
+                    "partition",
+                    "refuse",
+                    f"{cluster.name} has no partition {job.partition!r} in its cluster file",
+                    f"known: {names}; `windlass clusters {cluster.name} --probe` asks the machine",
+                    source,
+                ),
+            ]
+        )
     name = queue.name + (f" with QOS {queue.qos}" if queue.qos else "")
     limit = print_seconds(queue.max_time)
-    too_long = f"{print_seconds(job.seconds)} is more than the {limit} of {name}: the job would stay pending forever"
     minimum = slurm.rules.get("bprod_minimum", f"{name} begins at {queue.min_nodes} nodes")
-    too_small = f"{job.nodes} nodes are fewer than the {queue.min_nodes} of {name}: {minimum}"
-    machine = f"{job.nodes} nodes are more than the {cluster.nodes} that {cluster.title} has"
-    too_many = f"a chain of {job.links} jobs is more than the {slurm.max_submitted} jobs that may be queued"
-    return _findings([
-        (
-            job.seconds > (queue.max_time or math.inf), "wall_time", "refuse", too_long,
-            f"set launch.time to at most {limit} and use --chain", source,
-        ),
-        (
-            job.nodes > (queue.max_nodes or math.inf), "nodes", "refuse",
-            f"{job.nodes} nodes are more than the {queue.max_nodes} of {name}", _larger_queues(job, cluster), source,
-        ),
-        (
-            job.nodes < queue.min_nodes, "nodes", "refuse", too_small,
-            "ask for more nodes, or leave out partition and QOS", source,
-        ),
-        (job.nodes > (cluster.nodes or math.inf), "nodes", "refuse", machine, None, source_of(cluster, "nodes")),
-        (
-            bool(job.devices_per_node) and not queue.gpus, "gpus", "refuse", f"{name} has no accelerators",
-            "choose a partition with devices", source,
-        ),
-        (job.links > (slurm.max_submitted or job.links), "max_jobs", "refuse", too_many, "use --chain self", source),
-    ])  # fmt: skip
+    return _findings(
+        [
+            (
+                job.seconds > (queue.max_time or math.inf),
+                "wall_time",
+                "refuse",
+                f"{print_seconds(job.seconds)} is more than the {limit} of {name}: the job would stay pending forever",
+                f"set launch.time to at most {limit} and use --chain",
+                source,
+            ),
+            (
+                job.nodes > (queue.max_nodes or math.inf),
+                "nodes",
+                "refuse",
+                f"{job.nodes} nodes are more than the {queue.max_nodes} of {name}",
+                _larger_queues(job, slurm),
+                source,
+            ),
+            (
+                job.nodes < queue.min_nodes,
+                "nodes",
+                "refuse",
+                f"{job.nodes} nodes are fewer than the {queue.min_nodes} of {name}: {minimum}",
+                "ask for more nodes, or leave out partition and QOS",
+                source,
+            ),
+            (
+                job.nodes > (cluster.nodes or math.inf),
+                "nodes",
+                "refuse",
+                f"{job.nodes} nodes are more than the {cluster.nodes} that {cluster.title} has",
+                None,
+                source_of(cluster, "nodes"),
+            ),
+            (
+                bool(job.devices_per_node) and not queue.gpus,
+                "gpus",
+                "refuse",
+                f"{name} has no accelerators",
+                "choose a partition with devices",
+                source,
+            ),
+            (
+                job.links > (slurm.max_submitted or job.links),
+                "max_jobs",
+                "refuse",
+                f"a chain of {job.links} jobs is more than the {slurm.max_submitted} jobs that may be queued",
+                "use --chain self",
+                source,
+            ),
+        ]
+    )
 
 
-def _larger_queues(job: BatchJob, cluster: Cluster) -> str:
-    rows: list[Partition] = cluster.slurm.partitions if cluster.slurm else []
-    fitting = [p.name + (f"/{p.qos}" if p.qos else "") for p in rows if p.gpus and fits_nodes(p, job.nodes)]
+def _larger_queues(job: BatchJob, slurm: SlurmLimits) -> str:
+    fitting = [p.name + (f"/{p.qos}" if p.qos else "") for p in slurm.partitions if p.gpus and fits_nodes(p, job.nodes)]
     if not fitting:
         return "no queue in the cluster file takes so many nodes"
     return "queues that take it: " + ", ".join(fitting)
 
 
-def _check_account(job: BatchJob, cluster: Cluster) -> list[Finding]:
-    slurm, source = cluster.slurm, source_of(cluster, "slurm")
-    assert slurm is not None
+def _check_account(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Finding]:
+    source = source_of(cluster, "slurm")
     no_account = slurm.account_required and not (job.account or os.environ.get("SBATCH_ACCOUNT"))
     rule = slurm.rules.get("account", "--account is compulsory here")
-    return _findings([
-        (
-            no_account, "account", "refuse", f"no account is given: {rule}",
-            "set launch.account in the recipe or on the command line: launch.account=NAME", source,
-        ),
-        (
-            slurm.qos_required and not job.qos, "qos", "refuse", "no QOS is given, and it is compulsory here",
-            "set launch.qos", source,
-        ),
-    ])  # fmt: skip
+    return _findings(
+        [
+            (
+                no_account,
+                "account",
+                "refuse",
+                f"no account is given: {rule}",
+                "set launch.account in the recipe or on the command line: launch.account=NAME",
+                source,
+            ),
+            (
+                slurm.qos_required and not job.qos,
+                "qos",
+                "refuse",
+                "no QOS is given, and it is compulsory here",
+                "set launch.qos",
+                source,
+            ),
+        ]
+    )
 
 
-def _check_shape(job: BatchJob, cluster: Cluster) -> list[Finding]:
-    slurm, node, devices, source = cluster.slurm, cluster.node, job.devices_per_node, source_of(cluster, "slurm")
-    assert slurm is not None
+def _check_shape(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Finding]:
+    node, devices, source = cluster.node, job.devices_per_node, source_of(cluster, "slurm")
     usable = node.cores_usable or node.cores
     cores = job.tasks_per_node * (job.cpus_per_task or 1)
     per_gpu = slurm.rules.get("cores_per_gpu", "")
     uneven = devices > 0 and cores != devices * (slurm.cpus_per_task or cores // devices)
-    whole = slurm.rules.get("whole_nodes", f"several nodes only with all {node.devices} devices")
-    tasks = f"{job.tasks_per_node} tasks for {devices} devices on a node: one rank drives one device"
+    whole_nodes = slurm.rules.get("whole_nodes", f"several nodes only with all {node.devices} devices")
     core_rule = slurm.rules.get("usable_cores", f"a node gives a job {usable} cores")
-    product = f"{job.tasks_per_node} tasks x {job.cpus_per_task} cores = {cores}, more than {usable}: {core_rule}"
-    return _findings([
-        (
-            devices > node.devices, "devices", "refuse", f"{devices} devices per node, but a node has {node.devices}",
-            None, source_of(cluster, "node.devices"),
-        ),
-        (
-            devices > 0 and not job.torchrun and job.tasks_per_node != devices, "tasks", "refuse", tasks,
-            'set launch.starter = "srun"', source,
-        ),
-        (
-            slurm.whole_node and job.nodes > 1 and 0 < devices < node.devices, "whole_nodes", "refuse", whole, None,
-            source,
-        ),
-        (cores > usable, "cores", "refuse", product, None, source_of(cluster, "node.cores")),
-        (
-            bool(per_gpu) and uneven, "cores_per_gpu", "refuse", f"{cores} cores for {devices} devices: {per_gpu}",
-            None, source,
-        ),
-    ])  # fmt: skip
+    return _findings(
+        [
+            (
+                devices > node.devices,
+                "devices",
+                "refuse",
+                f"{devices} devices per node, but a node has {node.devices}",
+                None,
+                source_of(cluster, "node.devices"),
+            ),
+            (
+                devices > 0 and not job.torchrun and job.tasks_per_node != devices,
+                "tasks",
+                "refuse",
+                f"{job.tasks_per_node} tasks for {devices} devices on a node: one rank drives one device",
+                'set launch.starter = "srun"',
+                source,
+            ),
+            (
+                slurm.whole_node and job.nodes > 1 and 0 < devices < node.devices,
+                "whole_nodes",
+                "refuse",
+                whole_nodes,
+                None,
+                source,
+            ),
+            (
+                cores > usable,
+                "cores",
+                "refuse",
+                f"{job.tasks_per_node} tasks x {job.cpus_per_task} cores = {cores}, more than {usable}: {core_rule}",
+                None,
+                source_of(cluster, "node.cores"),
+            ),
+            (
+                bool(per_gpu) and uneven,
+                "cores_per_gpu",
+                "refuse",
+                f"{cores} cores for {devices} devices: {per_gpu}",
+                None,
+                source,
+            ),
+        ]
+    )
 
 
-def _check_memory(job: BatchJob, cluster: Cluster) -> list[Finding]:
-    slurm, source = cluster.slurm, source_of(cluster, "slurm")
-    assert slurm is not None
+def _check_memory(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Finding]:
+    source = source_of(cluster, "slurm")
     asked = str(job.sbatch.get("mem", job.mem or ""))
     number, unit = (asked[:-1], asked[-1].upper()) if asked and asked[-1].isalpha() else (asked, "M")
     asked_bytes = float(number) * MEGABYTES[unit] * 1e6 if number.isdigit() and unit in MEGABYTES else 0.0
     limit = cluster.node.memory_usable or cluster.node.memory
-    too_much = f"--mem={asked} is more than the {print_bytes(limit)} a node gives: the job would stay pending forever"
-    forbidden = f"--mem={asked}: {slurm.rules.get('no_mem', '--mem must not be set here')}"
     remove = "remove launch.sbatch.mem"
-    return _findings([
-        (slurm.mem_forbidden and bool(asked), "mem", "refuse", forbidden, remove, source),
-        (
-            asked == "0" and "mem_zero" in slurm.rules, "mem_zero", "refuse", slurm.rules.get("mem_zero", ""), remove,
-            source,
-        ),
-        (
-            asked_bytes > (limit or math.inf) * 1.05, "mem", "refuse", too_much, None,
-            source_of(cluster, "node.memory"),
-        ),
-    ])  # fmt: skip
+    return _findings(
+        [
+            (
+                slurm.mem_forbidden and bool(asked),
+                "mem",
+                "refuse",
+                f"--mem={asked}: {slurm.rules.get('no_mem', '--mem must not be set here')}",
+                remove,
+                source,
+            ),
+            (
+                asked == "0" and "mem_zero" in slurm.rules,
+                "mem_zero",
+                "refuse",
+                slurm.rules.get("mem_zero", ""),
+                remove,
+                source,
+            ),
+            (
+                asked_bytes > (limit or math.inf) * 1.05,
+                "mem",
+                "refuse",
+                f"--mem={asked} is more than the {print_bytes(limit)} a node gives: the job would stay pending forever",
+                None,
+                source_of(cluster, "node.memory"),
+            ),
+        ]
+    )
 
 
-def _check_masks(job: BatchJob, cluster: Cluster) -> Iterator[Finding]:
+def _check_masks(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> Iterator[Finding]:
     if cluster.binding.kind != "mask" or job.torchrun or not job.devices_per_node:
         return
     for fault in lint_masks(cluster, list(cluster.binding.masks)):
-        hint = "two ranks on one core run at half speed without a message"
-        yield Finding("masks", "refuse", fault, hint, source_of(cluster, "binding"))
+        yield Finding(
+            "masks",
+            "refuse",
+            fault,
+            "two ranks on one core run at half speed without a message",
+            source_of(cluster, "binding"),
+        )
     if job.tasks_per_node != len(cluster.binding.masks):
-        rule = cluster.slurm.rules.get("full_node_masks", "masks need a full node") if cluster.slurm else ""
-        message = f"{job.tasks_per_node} tasks: {rule}; the script binds to cores instead"
-        yield Finding("full_node_masks", "warn", message, None, source_of(cluster, "node"))
+        rule = slurm.rules.get("full_node_masks", "masks need a full node")
+        yield Finding(
+            "full_node_masks",
+            "warn",
+            f"{job.tasks_per_node} tasks: {rule}; the script binds to cores instead",
+            None,
+            source_of(cluster, "node"),
+        )
 
 
-def _check_options(job: BatchJob, cluster: Cluster) -> list[Finding]:
+def _check_options(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Finding]:
     lead, early, total = map(print_seconds, (job.lead_seconds, EARLY_SECONDS, job.seconds))
     short = job.kind == "train" and job.seconds - job.lead_seconds < EARLY_SECONDS + START_SECONDS
     warning = (
@@ -218,29 +312,50 @@ def _check_options(job: BatchJob, cluster: Cluster) -> list[Finding]:
     constraint = [*disk.partition("--constraint=")[2].split(")")[0].split(), ""][0]
     some_nodes = job.staging is not None and job.staging.per_node and "constraint" not in job.sbatch
     container = job.environment.kind == "container"
-    return _findings([
-        (
-            short, "signal_lead", "warn", warning, "use a longer launch.time or a shorter launch.signal_lead",
-            "man sbatch, --signal; seen on SLURM 22.05",
-        ),
-        (
-            job.requeue and job.chain != "none", "requeue", "note",
-            "a job that SLURM requeues counts as one more start when progress is judged", None, None,
-        ),
-        (
-            not job.account and "$PROJECT" in target, "staging", "refuse", unnamed,
-            "set launch.account or launch.stage_data=false", source_of(cluster, "storage"),
-        ),
-        (
-            some_nodes and bool(constraint), "local_disk", "warn",
-            f"the store is copied to a node's own disk, and only some nodes have one: {disk}",
-            f"launch.sbatch.constraint={constraint}", source_of(cluster, "node.local_disk"),
-        ),
-        (
-            container and cluster.node.arch == "aarch64", "arch", "note",
-            "the nodes are aarch64: an x86 image ends with 'exec format error'", None, source_of(cluster, "node.arch"),
-        ),
-    ])  # fmt: skip
+    return _findings(
+        [
+            (
+                short,
+                "signal_lead",
+                "warn",
+                warning,
+                "use a longer launch.time or a shorter launch.signal_lead",
+                "man sbatch, --signal; seen on SLURM 22.05",
+            ),
+            (
+                job.requeue and job.chain != "none",
+                "requeue",
+                "note",
+                "a job that SLURM requeues counts as one more start when progress is judged",
+                None,
+                None,
+            ),
+            (
+                not job.account and "$PROJECT" in target,
+                "staging",
+                "refuse",
+                unnamed,
+                "set launch.account or launch.stage_data=false",
+                source_of(cluster, "storage"),
+            ),
+            (
+                some_nodes and bool(constraint),
+                "local_disk",
+                "warn",
+                f"the store is copied to a node's own disk, and only some nodes have one: {disk}",
+                f"launch.sbatch.constraint={constraint}",
+                source_of(cluster, "node.local_disk"),
+            ),
+            (
+                container and cluster.node.arch == "aarch64",
+                "arch",
+                "note",
+                "the nodes are aarch64: an x86 image ends with 'exec format error'",
+                None,
+                source_of(cluster, "node.arch"),
+            ),
+        ]
+    )
 
 
 # -- this machine -----------------------------------------------------------------------------------------------------
@@ -268,9 +383,13 @@ def _check_run_folder(job: BatchJob, cluster: Cluster) -> Iterator[Finding]:
     is_local = kind in LOCAL_TYPES or any(path.is_relative_to(prefix) for prefix in LOCAL_PREFIXES)
     if is_local and not any(path.is_relative_to(place) for place in shared if place.startswith("/")):
         places = [s.path for s in cluster.storage.values() if not s.path.startswith(("$TMPDIR", "$HOME"))]
-        message = f"{path} is on this node's own {kind or 'disk'}: compute nodes cannot see it"
-        hint = f"choose a folder on {' or '.join(places) or 'a shared file system'} with --run"
-        yield Finding("shared_folder", "refuse", message, hint, source_of(cluster, "storage"))
+        yield Finding(
+            "shared_folder",
+            "refuse",
+            f"{path} is on this node's own {kind or 'disk'}: compute nodes cannot see it",
+            f"choose a folder on {' or '.join(places) or 'a shared file system'} with --run",
+            source_of(cluster, "storage"),
+        )
 
 
 def file_system(path: Path) -> str | None:
@@ -295,21 +414,38 @@ def _check_room(job: BatchJob, recipe: Recipe, checkpoint_bytes: int | None, ste
     need = forecast(checkpoint_bytes, recipe.save, steps=steps, batch_tokens=batch_tokens, free_bytes=free_bytes)
     if need.fits is not False:
         return Finding("disk", "ok", need.text)
-    hint = "keep fewer (save.keep_last, save.keep_best, save.keep_every) or use a larger file system"
-    return Finding("disk", "refuse", need.text, hint, "[save] of the recipe and the free space now")
+    return Finding(
+        "disk",
+        "refuse",
+        need.text,
+        "keep fewer (save.keep_last, save.keep_best, save.keep_every) or use a larger file system",
+        "[save] of the recipe and the free space now",
+    )
 
 
 def _check_environment(job: BatchJob) -> list[Finding]:
     """The container's image and binds, or the virtual environment."""
     env = job.environment
     if env.kind == "venv" and env.venv and not Path(env.venv, "bin", "activate").is_file():
-        message = f"{env.venv} is not a virtual environment (bin/activate is missing)"
-        return [Finding("venv", "refuse", message, "set launch.venv")]
+        return [
+            Finding(
+                "venv",
+                "refuse",
+                f"{env.venv} is not a virtual environment (bin/activate is missing)",
+                "set launch.venv",
+            )
+        ]
     if env.kind != "container":
         return []
     if not env.image:
-        hint = "set launch.container to a .sif file or an unpacked folder"
-        return [Finding("image", "refuse", "the environment is a container, but no image is named", hint)]
+        return [
+            Finding(
+                "image",
+                "refuse",
+                "the environment is a container, but no image is named",
+                "set launch.container to a .sif file or an unpacked folder",
+            )
+        ]
     image = Path(os.path.expandvars(env.image))
     sources = [os.path.expandvars(bind.split(":")[0]) for bind in env.binds]
     lost = [s for s in sources if s.startswith("/") and "$" not in s and not Path(s).exists()]
@@ -338,8 +474,12 @@ def _check_store(recipe: Recipe) -> Finding:
         size = shard.file.stat().st_size if shard.file.is_file() else None
         if size is None or size < needed:
             fault = f"{shard.file.name} {'is missing' if size is None else f'has {size:,} bytes'} of {needed:,}"
-            message = f"the token store {recipe.data.store} is not complete: {fault}"
-            return Finding("store", "refuse", message, "run `windlass tokenize` again: it makes what is missing")
+            return Finding(
+                "store",
+                "refuse",
+                f"the token store {recipe.data.store} is not complete: {fault}",
+                "run `windlass tokenize` again: it makes what is missing",
+            )
     return Finding("store", "ok", f"token store {recipe.data.store}: complete")
 
 
@@ -355,9 +495,15 @@ def check_budget(asked_node_hours: float, used_node_hours: float, budget: float 
     text = f"up to {asked_node_hours:,.1f} node-hours asked, {available}"
     if asked_node_hours <= left:
         return [Finding("budget", "ok", text)]
-    hint = "shorten launch.time or --chain, or correct launch.budget_node_hours"
-    source = "launch.budget_node_hours and the ledger (`windlass jobs --ledger`)"
-    return [Finding("budget", "refuse", text, hint, source)]
+    return [
+        Finding(
+            "budget",
+            "refuse",
+            text,
+            "shorten launch.time or --chain, or correct launch.budget_node_hours",
+            "launch.budget_node_hours and the ledger (`windlass jobs --ledger`)",
+        )
+    ]
 
 
 def refusals(findings: Sequence[Finding]) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""What does the first ride consist of? Files and one deliberate fault; the commands it runs are the ones everybody uses."""
+"""The files of `windlass demo` and its deliberate fault; the demo runs the ordinary commands."""
 
 from __future__ import annotations
 
@@ -79,8 +79,7 @@ class Story:
     corpus_bytes: int = 3_000_000
     steps: int = 140
     save_every: int = 35
-    kill_after: int = 45
-    """The fault strikes after this step, once a checkpoint is there."""
+    kill_after: int = 45  # the worker is killed after this step, once there is a checkpoint
 
     @property
     def data(self) -> Path:
@@ -104,27 +103,20 @@ class Story:
 
 
 def clear(story: Story) -> None:
-    """Start afresh: an earlier demo goes, anything else stays and is an error."""
-    run = Run(story.folder)
+    """Start afresh: an earlier demo is removed, anything else stays and is an error."""
     if not story.folder.exists():
         return
+    run = Run(story.folder)
     config = read_json(run.config_file)
+    hint = "choose another folder with --run"
     if holder(run.lock_file) is not None:
-        raise RunError(
-            "launch.demo-running",
-            f"a demo is running in {story.folder}",
-            hint="wait for it, or choose another folder with --run",
-        )
+        raise RunError("demo.running", f"a demo is running in {story.folder}", hint=f"wait for it, or {hint}")
     if config is not None and config.get("name") != "demo":
         raise RunError(
-            "launch.holds-run-demo",
-            f"{story.folder} holds the run {config.get('name')!r}, not a demo",
-            hint="choose another folder with --run",
+            "demo.folder-of-other-run", f"{story.folder} holds the run {config.get('name')!r}, not a demo", hint=hint
         )
     if config is None and any(p.name != "data" for p in story.folder.iterdir()):
-        raise RunError(
-            "launch.holds-other-files", f"{story.folder} holds other files", hint="choose another folder with --run"
-        )
+        raise RunError("demo.folder-not-empty", f"{story.folder} holds other files", hint=hint)
     shutil.rmtree(story.folder)
 
 
@@ -134,48 +126,45 @@ def write_data_file(story: Story, sources: list[dict[str, str]]) -> None:
 
 
 def write_recipe(story: Story) -> None:
-    text = RECIPE.format(
-        store=story.data, vocab=story.vocab, steps=story.steps, save_every=story.save_every, eval_every=story.save_every
-    )
-    write_atomic(story.recipe_file, text)
+    sizes = {"vocab": story.vocab, "steps": story.steps, "save_every": story.save_every, "eval_every": story.save_every}
+    write_atomic(story.recipe_file, RECIPE.format(store=story.data, **sizes))
 
 
-def command(*words: str | Path) -> list[str]:
+def command(*arguments: str | Path) -> list[str]:
     """A windlass command line for a subprocess, with this very interpreter."""
-    return [sys.executable, "-m", "windlass", *map(str, words)]
+    return [sys.executable, "-m", "windlass", *map(str, arguments)]
 
 
-def run_command(words: list[str], threads: int | None = None) -> int:
-    """Run it in the foreground with its own output; Ctrl-C reaches it as well. `threads`: of each process, for arithmetic."""
+def run_command(argv: list[str], threads: int | None = None) -> int:
+    """Run it in the foreground with its own output; Ctrl-C reaches it too. `threads`: per process, for arithmetic."""
     extra = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-    return subprocess.run(words, env={**os.environ, **extra}, check=False).returncode
+    return subprocess.run(argv, env={**os.environ, **extra}, check=False).returncode
 
 
 @dataclass
-class Fault:
+class WorkerKill:
     """Kills one worker of a live run, once, as a node failure would."""
 
     run: Run
     rank: int
     after_step: int
-    told: Callable[[int, int], None]
-    """Called with pid and step after the deed."""
+    on_kill: Callable[[int, int], None]  # called with pid and step
     done: threading.Event = field(default_factory=threading.Event)
-    struck_at: int | None = None
+    killed_at: int | None = None
 
-    def start(self) -> Fault:
-        threading.Thread(target=self._wait_and_strike, daemon=True).start()
+    def start(self) -> WorkerKill:
+        threading.Thread(target=self._wait_and_kill, daemon=True).start()
         return self
 
-    def _wait_and_strike(self) -> None:
+    def _wait_and_kill(self) -> None:
         while not self.done.wait(0.2):
             step = self.run.last_metrics().step or 0
-            saved = any(p.name.startswith("step-") for p in self.run.checkpoints.glob("step-*"))
+            saved = any(self.run.checkpoints.glob("step-*"))
             pid = (read_json(self.run.heartbeat_file(self.rank)) or {}).get("pid")
             if step >= self.after_step and saved and isinstance(pid, int) and _is_worker(pid):
                 os.kill(pid, signal.SIGKILL)
-                self.struck_at = step
-                self.told(pid, step)
+                self.killed_at = step
+                self.on_kill(pid, step)
                 return
 
 

@@ -40,6 +40,7 @@ MIN_SHARED_BYTES = 2**30
 WORKER_SECONDS = 300.0
 JOB_SECONDS = 900.0
 RECORD_SECONDS = 10.0  # a parallel file system may show the records some seconds after the job has ended
+# Environment variables that cause problems: the harmful values (None: any), and why.
 HARMFUL = {
     "CUDA_LAUNCH_BLOCKING": (("1",), "every kernel waits for the one before it"),
     "NCCL_P2P_DISABLE": (("1",), "devices of a node talk through the host"),
@@ -55,9 +56,8 @@ HARMFUL = {
     "SINGULARITY_BIND": (None, "travels with a job from the submitting shell and breaks it where the path is missing"),
     "APPTAINER_BIND": (None, "travels with a job from the submitting shell and breaks it where the path is missing"),
 }  # fmt: skip
-"""Environment variables that cause problems: the harmful values (None: any), and why."""
+# What one worker measured (`doctor_worker.py`).
 RankRecord = Mapping[str, Any]
-"""What one worker measured (`doctor_worker.py`)."""
 
 
 @dataclass(frozen=True)
@@ -111,19 +111,34 @@ def host_checks(
 def limits(host: str) -> Iterator[DoctorCheck]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text, values = f"{soft:,} (up to {hard:,})", {"soft": soft, "hard": hard}
-    hint = f"ulimit -n {min(hard, 65536)} in the job script: shards, workers and sockets need many"
-    yield _limit_check("open files", host, soft >= MIN_OPEN_FILES, text, hint, values)
+    yield _limit_check(
+        "open files",
+        host,
+        soft >= MIN_OPEN_FILES,
+        text,
+        f"ulimit -n {min(hard, 65536)} in the job script: shards, workers and sockets need many",
+        values,
+    )
     if Path("/dev/shm").is_dir():
         free = shutil.disk_usage("/dev/shm").free
-        text, hint = (
+        yield _limit_check(
+            "shared memory",
+            host,
+            free >= MIN_SHARED_BYTES,
             f"{print_bytes(free)} free in /dev/shm",
             "data-loader workers and NCCL use it; ask for a larger one",
+            {"free_bytes": free},
         )
-        yield _limit_check("shared memory", host, free >= MIN_SHARED_BYTES, text, hint, {"free_bytes": free})
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked != resource.RLIM_INFINITY and locked < 2**30 and Path("/sys/class/infiniband").is_dir():
-        hint = "RDMA pins memory: ulimit -l unlimited"
-        yield DoctorCheck("locked memory", host, "warn", print_bytes(locked), hint, {"bytes": locked})
+        yield DoctorCheck(
+            "locked memory",
+            host,
+            "warn",
+            print_bytes(locked),
+            "RDMA pins memory: ulimit -l unlimited",
+            {"bytes": locked},
+        )
 
 
 def environment(host: str, env: Mapping[str, str]) -> list[DoctorCheck]:
@@ -134,11 +149,21 @@ def environment(host: str, env: Mapping[str, str]) -> list[DoctorCheck]:
     ]
     threads, cores = env.get("OMP_NUM_THREADS", ""), usable_cores()
     if threads.isdigit() and int(threads) > cores:
-        text = f"OMP_NUM_THREADS={threads} on {cores} cores: threads compete for cores"
-        warnings.append((text, f"OMP_NUM_THREADS={cores} or less", {}))
+        warnings.append(
+            (
+                f"OMP_NUM_THREADS={threads} on {cores} cores: threads compete for cores",
+                f"OMP_NUM_THREADS={cores} or less",
+                {},
+            )
+        )
     if env.get("ROCR_VISIBLE_DEVICES") and env.get("HIP_VISIBLE_DEVICES"):
-        text = "ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES are both set: devices are chosen twice"
-        warnings.append((text, "keep one of them", {}))
+        warnings.append(
+            (
+                "ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES are both set: devices are chosen twice",
+                "keep one of them",
+                {},
+            )
+        )
     checks = [DoctorCheck("environment", host, "warn", *warning) for warning in warnings]
     return checks or [DoctorCheck("environment", host, "ok", "no known problematic variables")]
 
@@ -148,20 +173,37 @@ def network(host: str, env: Mapping[str, str]) -> Iterator[DoctorCheck]:
     try:
         address = socket.getaddrinfo(host, None)[0][4][0]
     except OSError as error:
-        hint = "ranks meet by host name: ask the site, or set MASTER_ADDR to an address"
-        yield DoctorCheck("name service", host, "fail", f"{host} has no address: {error}", hint)
+        yield DoctorCheck(
+            "name service",
+            host,
+            "fail",
+            f"{host} has no address: {error}",
+            "ranks meet by host name: ask the site, or set MASTER_ADDR to an address",
+        )
     else:
         seconds = time.perf_counter() - started_at
-        text, hint = f"{host} is {address} ({print_seconds(seconds)})", "a slow name service delays every start"
-        yield _limit_check("name service", host, seconds <= 1.0, text, hint, {"seconds": seconds})
+        yield _limit_check(
+            "name service",
+            host,
+            seconds <= 1.0,
+            f"{host} is {address} ({print_seconds(seconds)})",
+            "a slow name service delays every start",
+            {"seconds": seconds},
+        )
     interfaces = [name for _, name in socket.if_nameindex()]
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         wanted = [w.lstrip("=") for w in env.get(variable, "").split(",") if w and not w.startswith("^")]
         missing = ", ".join(w for w in wanted if not any(name.startswith(w) for name in interfaces))
         if wanted:
-            text = f"{variable}={env[variable]}" + (f", but there is no {missing}" if missing else "")
-            hint = f"interfaces here: {', '.join(sorted(interfaces))}"
-            yield _limit_check("interface", host, not missing, text, hint, {}, bad="fail")
+            yield _limit_check(
+                "interface",
+                host,
+                not missing,
+                (f"{variable}={env[variable]}" + (f", but there is no {missing}" if missing else "")),
+                f"interfaces here: {', '.join(sorted(interfaces))}",
+                {},
+                bad="fail",
+            )
 
 
 def disk(host: str, path: Path, megabytes: int) -> DoctorCheck:
@@ -170,14 +212,24 @@ def disk(host: str, path: Path, megabytes: int) -> DoctorCheck:
         with tempfile.TemporaryDirectory(prefix=".windlass-doctor-", dir=path) as folder:
             speed = measure_disk(Path(folder), megabytes)
     except OSError as error:
-        hint = "choose a folder that exists and that you may write to"
-        return DoctorCheck("disk", host, "fail", f"{path}: {error.strerror or error}", hint)
+        return DoctorCheck(
+            "disk",
+            host,
+            "fail",
+            f"{path}: {error.strerror or error}",
+            "choose a folder that exists and that you may write to",
+        )
     free = shutil.disk_usage(path).free
     rates = f"write {speed['write_mbs']:,.0f} MB/s, read {speed['read_mbs']:,.0f} MB/s"
-    text = f"{path}: {rates}, small file {speed['latency_ms']:.1f} ms, {print_bytes(free)} free"
     fast = speed["write_mbs"] >= 50 and speed["latency_ms"] <= 100
-    hint = "checkpoints and small files will be slow here"
-    return _limit_check("disk", host, fast, text, hint, {**speed, "free_bytes": free})
+    return _limit_check(
+        "disk",
+        host,
+        fast,
+        f"{path}: {rates}, small file {speed['latency_ms']:.1f} ms, {print_bytes(free)} free",
+        "checkpoints and small files will be slow here",
+        {**speed, "free_bytes": free},
+    )
 
 
 def measure_disk(folder: Path, megabytes: int) -> dict[str, float]:
@@ -215,14 +267,22 @@ def data_checks(store: str | None, tokenizer: str | None) -> Iterator[DoctorChec
 
         try:
             sources = open_store(store).sources
-            text = f"{store}: {len(sources)} sources, {sum(s.tokens for s in sources.values()):,} tokens"
-            yield DoctorCheck("token store", host, "ok", text)
+            yield DoctorCheck(
+                "token store",
+                host,
+                "ok",
+                f"{store}: {len(sources)} sources, {sum(s.tokens for s in sources.values()):,} tokens",
+            )
         except WindlassError as error:
             yield DoctorCheck("token store", host, "fail", error.message, error.hint)
     if tokenizer is not None:
         readable = os.access(tokenizer, os.R_OK)
-        text = f"{tokenizer} {'can be read' if readable else 'is missing or cannot be read'}"
-        yield DoctorCheck("tokenizer", host, "ok" if readable else "fail", text)
+        yield DoctorCheck(
+            "tokenizer",
+            host,
+            "ok" if readable else "fail",
+            f"{tokenizer} {'can be read' if readable else 'is missing or cannot be read'}",
+        )
 
 
 # -- workers, here or as a job ----------------------------------------------------------------------------------------
@@ -355,14 +415,20 @@ def examine(rank_records: Sequence[RankRecord], ranks: int, out: Path | None = N
 def _presence(rank_records: Sequence[RankRecord], ranks: int, out: Path | None) -> DoctorCheck:
     if len(rank_records) >= ranks:
         nodes = len({record["host"] for record in rank_records})
-        text = f"{len(rank_records)} ranks on {nodes} node{'s' if nodes > 1 else ''} answered"
-        return DoctorCheck("ranks", "all", "ok", text)
+        return DoctorCheck(
+            "ranks", "all", "ok", f"{len(rank_records)} ranks on {nodes} node{'s' if nodes > 1 else ''} answered"
+        )
     lost = sorted(set(range(ranks)) - {int(record["rank"]) for record in rank_records})
     log = out / f"worker-{lost[0]:05d}.log" if out else None
     lines = log.read_text(errors="replace").strip().splitlines() if log and log.is_file() else []
     reason = f" ({lines[-1]})" if lines else ""
-    text = f"{len(lost)} of {ranks} ranks left no record: {', '.join(map(str, lost[:8]))}{reason}"
-    return DoctorCheck("ranks", "all", "fail", text, "see their logs; is torch installed in this environment?")
+    return DoctorCheck(
+        "ranks",
+        "all",
+        "fail",
+        f"{len(lost)} of {ranks} ranks left no record: {', '.join(map(str, lost[:8]))}{reason}",
+        "see their logs; is torch installed in this environment?",
+    )
 
 
 def _same_everywhere(rank_records: Sequence[RankRecord]) -> Iterator[DoctorCheck]:
@@ -372,9 +438,13 @@ def _same_everywhere(rank_records: Sequence[RankRecord]) -> Iterator[DoctorCheck
             groups.setdefault(str(record.get(key)), []).append(f"{record['host']}:{record['local_rank']}")
         if len(groups) > 1:
             parts = (f"{v} on {', '.join(at[:4])}{' ...' if len(at) > 4 else ''}" for v, at in groups.items())
-            hint = "mixed machines train at the slowest one's pace, if at all"
-            level = "warn" if key == "driver" else "fail"
-            yield DoctorCheck(topic, "all", level, f"different: {'; '.join(parts)}", hint)
+            yield DoctorCheck(
+                topic,
+                "all",
+                "warn" if key == "driver" else "fail",
+                f"different: {'; '.join(parts)}",
+                "mixed machines train at the slowest one's pace, if at all",
+            )
         elif "None" not in groups:
             yield DoctorCheck(topic, "all", "ok", f"{next(iter(groups))} on all {len(rank_records)} ranks")
 
@@ -389,16 +459,25 @@ def _matrix_rates(rank_records: Sequence[RankRecord]) -> Iterator[DoctorCheck]:
     device = device_by_driver_name(str(rank_records[0].get("device")))
     best = device.matmul_tflops if device else None
     share = f", {median / best:.0%} of the {best:g} that such a device has reached" if best else ", class unknown"
-    text = (
-        f"median {median:.3g} TFLOP/s ({rank_records[0].get('matmul_dtype')}){share}; slowest {min(rates.values()):.3g}"
+    yield DoctorCheck(
+        "matrix rate",
+        "all",
+        "warn" if best and median < CLASS_SHARE * best else "ok",
+        f"median {median:.3g} TFLOP/s ({rank_records[0].get('matmul_dtype')}){share}"
+        f"; slowest {min(rates.values()):.3g}",
+        None,
+        {"median_tflops": median, "ranks": len(rates)},
     )
-    level = "warn" if best and median < CLASS_SHARE * best else "ok"
-    yield DoctorCheck("matrix rate", "all", level, text, None, {"median_tflops": median, "ranks": len(rates)})
     for (host, local_rank), rate in sorted(rates.items(), key=lambda item: item[1]):
         if rate < SLOW_SHARE * median:
-            text = f"{rate:.3g} TFLOP/s, {rate / median:.0%} of the median: the whole job waits for this device"
-            hint = f"exclude the node: launch.sbatch.exclude={host}"
-            yield DoctorCheck("matrix rate", f"{host}:{local_rank}", "warn", text, hint, {"tflops": rate})
+            yield DoctorCheck(
+                "matrix rate",
+                f"{host}:{local_rank}",
+                "warn",
+                f"{rate:.3g} TFLOP/s, {rate / median:.0%} of the median: the whole job waits for this device",
+                f"exclude the node: launch.sbatch.exclude={host}",
+                {"tflops": rate},
+            )
 
 
 def _all_reduce_rates(rank_records: Sequence[RankRecord]) -> Iterator[DoctorCheck]:
@@ -410,13 +489,23 @@ def _all_reduce_rates(rank_records: Sequence[RankRecord]) -> Iterator[DoctorChec
         if not by_host:
             continue
         median = statistics.median(map(min, by_host.values()))
-        text = f"{median:.3g} GB/s bus bandwidth over {rank_records[0].get('backend')}"
-        yield DoctorCheck(topic, "all", "ok", text, None, {"busbw_gbs": median})
+        yield DoctorCheck(
+            topic,
+            "all",
+            "ok",
+            f"{median:.3g} GB/s bus bandwidth over {rank_records[0].get('backend')}",
+            None,
+            {"busbw_gbs": median},
+        )
         for host, rate in ((host, min(rates)) for host, rates in by_host.items()):
             if key == "intra_busbw_gbs" and rate < SLOW_LINK_SHARE * median:
-                hint = f"a link of this node may be faulty: launch.sbatch.exclude={host}"
-                text = f"{rate:.3g} GB/s, {rate / median:.0%} of the median"
-                yield DoctorCheck(topic, host, "warn", text, hint)
+                yield DoctorCheck(
+                    topic,
+                    host,
+                    "warn",
+                    f"{rate:.3g} GB/s, {rate / median:.0%} of the median",
+                    f"a link of this node may be faulty: launch.sbatch.exclude={host}",
+                )
 
 
 def _clocks(rank_records: Sequence[RankRecord]) -> Iterator[DoctorCheck]:
@@ -424,6 +513,11 @@ def _clocks(rank_records: Sequence[RankRecord]) -> Iterator[DoctorCheck]:
     clocks = {str(r["host"]): float(r["clock"]) for r in reversed(rank_records) if r.get("clock") is not None}
     if len(clocks) > 1:
         skew = max(clocks.values()) - min(clocks.values())
-        text = f"{print_seconds(skew)} apart over {len(clocks)} nodes"
-        hint = "logs and energy windows of the nodes will not match"
-        yield _limit_check("clocks", "all", skew <= MAX_SKEW_SECONDS, text, hint, {"skew_seconds": skew})
+        yield _limit_check(
+            "clocks",
+            "all",
+            skew <= MAX_SKEW_SECONDS,
+            f"{print_seconds(skew)} apart over {len(clocks)} nodes",
+            "logs and energy windows of the nodes will not match",
+            {"skew_seconds": skew},
+        )

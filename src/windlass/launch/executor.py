@@ -14,6 +14,7 @@ ENDED = (
     "REVOKED",
 )  # fmt: skip
 UNKNOWN = "UNKNOWN"
+# Reasons for which SLURM leaves a job pending forever, and what they mean.
 NEVER_STARTS = {
     "DependencyNeverSatisfied": "the job it waits for did not end as asked",
     "PartitionNodeLimit": "more nodes than the partition allows",
@@ -27,7 +28,6 @@ NEVER_STARTS = {
     "InvalidQOS": "the QOS is not valid",
     "BadConstraints": "no node has what the job asks for",
 }
-"""Reasons for which SLURM leaves a job pending forever, and what they mean."""
 
 
 @dataclass(frozen=True, kw_only=True)

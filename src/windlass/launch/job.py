@@ -11,12 +11,12 @@ from windlass.clusters.model import Cluster, Partition
 from windlass.config import Recipe
 from windlass.runs.walltime import wall_time_lead_seconds
 
+# Wall time when neither the recipe nor the cluster file has one.
 DEFAULT_SECONDS = 24 * 3600.0
-"""Wall time when neither the recipe nor the cluster file has one."""
+# What every rank of a training job starts; it reads the run folder and its start.
 WORKER = ("python", "-m", "windlass.train.worker")
-"""What every rank of a training job starts; it reads the run folder and its start."""
+# Paths that begin like this are on a node's own disk.
 NODE_LOCAL = ("$TMPDIR", "/tmp", "$SLURM_TMPDIR", "$LOCALSCRATCH")
-"""Paths that begin like this are on a node's own disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,8 +208,7 @@ def choose_environment(recipe: Recipe, cluster: Cluster, active_venv: str | None
 
 def plain_environment(cluster: Cluster, active_venv: str | None) -> JobEnvironment:
     """For jobs without a recipe: the cluster's modules, and the virtual environment that submits."""
-    kind = "venv" if active_venv else "module"
-    return JobEnvironment(kind=kind, modules=tuple(cluster.modules), venv=active_venv)
+    return JobEnvironment(kind="venv" if active_venv else "module", modules=tuple(cluster.modules), venv=active_venv)
 
 
 def choose_staging(recipe: Recipe, cluster: Cluster) -> StoreStaging | None:
@@ -224,8 +223,9 @@ def choose_staging(recipe: Recipe, cluster: Cluster) -> StoreStaging | None:
         return None
     shared = f"the fast file system ({fast.use_for or 'for hot data'})"
     reason = "a node's own disk, as the recipe asks" if per_node else shared
-    target = f"{fast.path}/windlass/{PurePosixPath(store).name}"
-    return StoreStaging(source=store, target=target, per_node=per_node, reason=reason)
+    return StoreStaging(
+        source=store, target=f"{fast.path}/windlass/{PurePosixPath(store).name}", per_node=per_node, reason=reason
+    )
 
 
 def tracker_env(recipe: Recipe, cluster: Cluster, run_dir: Path | str) -> dict[str, str]:

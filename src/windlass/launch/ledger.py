@@ -20,8 +20,8 @@ from windlass.launch.slurm import state_from_log
 from windlass.runs import Run
 from windlass.units import print_seconds, print_tokens
 
+# A heartbeat younger than this means that the run trains, even if the scheduler has forgotten its job.
 HEARTBEAT_SECONDS = 300.0
-"""A heartbeat younger than this means that the run trains, even if the scheduler has forgotten its job."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from windlass.errors import LaunchError
 from windlass.files import read_json, write_json
 from windlass.launch.executor import JobState
 
+# Keeps the exit code, which no process waits for once the launching shell is gone.
 WRAPPER = 'bash "$1"; code=$?; echo $code > "$2.part"; mv "$2.part" "$2"; exit $code'
-"""Keeps the exit code, which no process waits for once the launching shell is gone."""
 
 
 class LocalExecutor:

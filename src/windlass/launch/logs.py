@@ -10,8 +10,8 @@ from windlass.errors import RunError
 from windlass.runs import Run
 
 POLL_SECONDS = 0.5
+# How often the scheduler is asked while a log is followed; sites dislike more.
 STATE_SECONDS = 3.0
-"""How often the scheduler is asked while a log is followed; sites dislike more."""
 
 
 def log_files(run: Run, job: str | None = None) -> list[Path]:
@@ -36,10 +36,16 @@ def last_lines(run: Run, *, job: str | None = None, lines: int = 40) -> str:
         return _last_lines(files[-1], lines)
     with_log = ", ".join(p.stem for p in log_files(run))
     if job is not None:
-        hint = f"jobs with a log: {with_log or 'none yet'}; a job that waits has none"
-        raise RunError("launch.no-log", f"job {job} has no log in {run.logs}", hint=hint)
-    hint = f"`windlass jobs {run.name}` shows whether its jobs still wait"
-    raise RunError("launch.no-log", f"{run.path} has no logs yet", hint=hint)
+        raise RunError(
+            "launch.no-log",
+            f"job {job} has no log in {run.logs}",
+            hint=f"jobs with a log: {with_log or 'none yet'}; a job that waits has none",
+        )
+    raise RunError(
+        "launch.no-log",
+        f"{run.path} has no logs yet",
+        hint=f"`windlass jobs {run.name}` shows whether its jobs still wait",
+    )
 
 
 def _last_lines(path: Path, lines: int) -> str:

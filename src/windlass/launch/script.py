@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator
 
@@ -10,12 +11,12 @@ from windlass.errors import EXIT_RESUMABLE
 from windlass.launch.job import BatchJob, JobEnvironment
 from windlass.units import print_seconds, print_slurm_time
 
+# Exit codes of `windlass link`: start the ranks; nothing left to do; another job is needed.
 LINK_GO, LINK_STOP, LINK_AGAIN = 0, 10, EXIT_RESUMABLE
-"""Exit codes of `windlass link`: start the ranks; nothing left to do; another job is needed."""
+# How long the other ranks may live once the first has ended: time to finish a save, but not to waste hours.
 RANK_GRACE_SECONDS = 120
-"""How long the other ranks may live once the first has ended: time to finish a save, but not to waste hours."""
+# Rounds of a local self-chain: the run folder ends it long before.
 LOCAL_SELF_CHAIN_LIMIT = 1000
-"""Rounds of a local self-chain: the run folder ends it long before."""
 
 PREAMBLE = """\
 export USER=${USER:-$(id -un)}   # not set where the submitter had none; cache paths and containers need it
@@ -91,14 +92,13 @@ def render(job: BatchJob, cluster: Cluster) -> str:
 
 def render_local(job: BatchJob, cluster: Cluster) -> str:
     """The same steps without a scheduler: the jobs of a chain follow each other in one process."""
-    stop_after = "" if job.seconds == float("inf") else (
-        f"timeout --signal=USR1 --kill-after={int(job.lead_seconds)} {int(job.seconds - job.lead_seconds)} "
-    )  # fmt: skip
+    limit = f"timeout --signal=USR1 --kill-after={int(job.lead_seconds)} "
+    limit = "" if math.isinf(job.seconds) else f"{limit}{int(job.seconds - job.lead_seconds)} "
     loop = LOCAL.format(
         workdir=job.workdir,
         rounds=job.links if job.chain != "self" else LOCAL_SELF_CHAIN_LIMIT,
         before=_link(job, cluster, "before"),
-        limit=stop_after,
+        limit=limit,
         train=inside(job, cluster, ("windlass", "resume", job.run_dir, "--devices", str(job.devices_per_node))),
         after=_link(job, cluster, "after", "--code", "$code"),
         stop=LINK_STOP,
@@ -109,10 +109,14 @@ def render_local(job: BatchJob, cluster: Cluster) -> str:
 
 
 def _header(job: BatchJob, cluster: Cluster) -> str:
-    title = (
-        f"# {job.kind} job of {job.name} on {cluster.title}; written by windlass, which writes it anew at every launch."
+    return "\n".join(
+        [
+            "#!/bin/bash -l",
+            f"# {job.kind} job of {job.name} on {cluster.title}; written by windlass, which writes it anew at every "
+            "launch.",
+            *(f"# {line}" for line in job.about),
+        ]
     )
-    return "\n".join(["#!/bin/bash -l", title, *(f"# {line}" for line in job.about)])
 
 
 def directives(job: BatchJob, cluster: Cluster) -> list[str]:
@@ -164,8 +168,11 @@ def _variables(job: BatchJob, cluster: Cluster) -> Iterator[str]:
     """`export NAME=value   # reason`; what the recipe sets comes last and wins."""
     yield "# Environment: each with its reason"
     if cluster.slurm and cluster.slurm.export_srun_cpus:
-        reason = "srun no longer inherits it (SLURM 22.05): one core per task otherwise"
-        yield _export("SRUN_CPUS_PER_TASK", "$SLURM_CPUS_PER_TASK", reason)
+        yield _export(
+            "SRUN_CPUS_PER_TASK",
+            "$SLURM_CPUS_PER_TASK",
+            "srun no longer inherits it (SLURM 22.05): one core per task otherwise",
+        )
     rows: list[tuple[str, str, str]] = []
     if job.cpus_per_task:
         threads = 1 if job.torchrun else job.cpus_per_task
@@ -232,7 +239,9 @@ def _staging(job: BatchJob) -> str:
         copy = f"{_once_per_node(job)}bash -c {shlex.quote(copy)}"
     return (
         f"# The token store goes to {job.staging.reason}. A finished copy is marked; a store that has changed since is "
-        f"copied again.\nexport store={_double(job.staging.source)} fast={_double(job.staging.target)}\n{copy} || exit 1"
+        "copied again.\n"
+        f"export store={_double(job.staging.source)} fast={_double(job.staging.target)}\n"
+        f"{copy} || exit 1"
     )
 
 
@@ -281,7 +290,8 @@ def srun_argv(job: BatchJob, cluster: Cluster) -> list[str]:
 
 def _after(job: BatchJob, cluster: Cluster) -> str:
     lines = [
-        "# Write down how the link ended. srun can say 0 after a node failure, so the run folder decides, not its code.",
+        "# Write down how the link ended. srun can say 0 after a node failure, so the run folder decides, not its "
+        "code.",
         _link(job, cluster, "after", "--code", "$code", "--by", "${ended_by:-none}"),
         "answer=$?",
     ]

@@ -1,4 +1,4 @@
-"""SLURM by its five commands: their arguments, their output and their errors with a hint. Needs no accounting database."""
+"""SLURM by its five commands: arguments, output, and errors with a hint. Needs no accounting database."""
 
 from __future__ import annotations
 
@@ -23,27 +23,40 @@ T = TypeVar("T")
 TIMEOUT_SECONDS = 60.0
 SQUEUE = "%i|%F|%T|%r|%D|%M|%l|%S|%e|%N|%u"
 SACCT = "JobID,State,ExitCode,ElapsedRaw,NNodes,Start,End,TimelimitRaw,NodeList,User,ConsumedEnergyRaw"
+# Part of a SLURM message -> what to do about it.
 HINTS = (
-    ("invalid partition", "`sinfo -s` lists the partitions; set launch.partition, or correct the cluster file (`windlass clusters NAME --probe`)"),
-    ("Invalid account", "set launch.account to one of yours: `sacctmgr show assoc user=$USER format=account,partition,qos`"),
+    (
+        "invalid partition",
+        "`sinfo -s` lists the partitions; set launch.partition, or correct the cluster file "
+        "(`windlass clusters NAME --probe`)",
+    ),
+    (
+        "Invalid account",
+        "set launch.account to one of yours: `sacctmgr show assoc user=$USER format=account,partition,qos`",
+    ),
     ("Invalid qos", "set launch.qos to one of yours: `sacctmgr show assoc user=$USER format=account,qos`"),
-    ("AssocMaxSubmitJobLimit", "either no account was given (set launch.account) or you have too many jobs in the queue"),
+    (
+        "AssocMaxSubmitJobLimit",
+        "either no account was given (set launch.account) or you have too many jobs in the queue",
+    ),
     ("QOSMaxSubmitJobPerUserLimit", "this QOS takes no more of your jobs now: use a shorter --chain"),
-    ("Requested node configuration is not available", "no node has that many devices, cores or that much memory; compare with `windlass clusters NAME --probe`"),
+    (
+        "Requested node configuration is not available",
+        "no node has that many devices, cores or that much memory; compare with `windlass clusters NAME --probe`",
+    ),
     ("Memory specification can not be satisfied", "ask for less memory, or remove launch.sbatch.mem"),
     ("Requested time limit is invalid", "shorten launch.time to the partition's limit"),
-    ("Unable to contact slurm controller", "the controller does not answer; running jobs continue. Try again in a few minutes"),
+    ("Unable to contact slurm controller", "the controller does not answer; running jobs continue. Try again later"),
     ("Access/permission denied", "the job belongs to another user"),
     ("Job dependency problem", "SLURM does not know the job to wait for"),
     ("Unable to open file", "the script must be on a file system that this node can read"),
     ("Batch job submission failed", "the message above is sbatch's own; --dry-run shows the script"),
-)  # fmt: skip
-"""Part of a SLURM message -> what to do about it."""
+)
+# What SLURM writes into a job's log at its end -> the job's state.
 LOG_MARKS = (
     ("DUE TO TIME LIMIT", "TIMEOUT"), ("DUE TO NODE FAILURE", "NODE_FAIL"), ("DUE TO PREEMPTION", "PREEMPTED"),
     ("oom-kill event", "OUT_OF_MEMORY"), ("oom_kill event", "OUT_OF_MEMORY"), ("CANCELLED AT", "CANCELLED"),
 )  # fmt: skip
-"""What SLURM writes into a job's log at its end -> the job's state."""
 
 
 def slurm_available() -> bool:
@@ -82,8 +95,7 @@ class SlurmScheduler:
         for job in (job for job in no_code if states[job].exit_code is None):
             with contextlib.suppress(LaunchError):  # scontrol forgets a job some minutes after its end
                 codes = re.findall(r"\bExitCode=(\d+):", self.call(["scontrol", "show", "job", job]))
-                code = max(map(int, codes), default=None)  # one for each task of an array
-                states[job] = replace(states[job], exit_code=code)
+                states[job] = replace(states[job], exit_code=max(map(int, codes), default=None))
         return states
 
     def _squeue(self, jobs: Sequence[str]) -> dict[str, JobState]:

@@ -91,7 +91,10 @@ def prepare(
         active_venv=active_venv(),
         save_seconds=longest_save(run),
         step_seconds=run.last_metrics().step_seconds,
-        about=[*plan.about, "on this machine, without a scheduler" if local else ranks],
+        about=[
+            *([f"layout: {plan.reason}"] if plan.reason else []),
+            "on this machine, without a scheduler" if local else ranks,
+        ],
     )
     if local:
         seconds, count = recipe.launch.time or math.inf, devices or cluster.node.devices
@@ -101,8 +104,13 @@ def prepare(
         site = checks.check_site(job, recipe, cluster, checkpoint_bytes=plan.checkpoint_bytes, steps=plan.steps)
         findings += [finding for finding in site if expect_store or finding.rule != "store"]
     else:
-        text = f"this machine is not {cluster.title}: disks, image, token store and queue were not checked"
-        findings.append(Finding("site", "note", text))
+        findings.append(
+            Finding(
+                "site",
+                "note",
+                f"this machine is not {cluster.title}: disks, image, token store and queue were not checked",
+            )
+        )
     cost = forecast_cost(job, cluster, plan)
     if not local:
         budget, used = recipe.launch.budget_node_hours, 0.0
@@ -187,8 +195,9 @@ def submit(
             if not ids:
                 raise
             queued = f"jobs 1 to {len(ids)} of the chain are queued ({', '.join(ids)})"
-            message = f"{queued}, job {number} was refused: {error.message}"
-            raise LaunchError("launch.chain-incomplete", message, hint=error.hint) from None
+            raise LaunchError(
+                "launch.chain-incomplete", f"{queued}, job {number} was refused: {error.message}", hint=error.hint
+            ) from None
         ids.append(job_id)
         record = submission_record(job, prepared.cluster, executor.name, job_id)
         record |= {"link": number, "links": job.links, "chain": job.chain, "after": condition}

@@ -167,7 +167,8 @@ def budget_page(result: BudgetResult, target: float | None = None) -> str:
     columns = (*COLUMNS, *(law.name for law in LAWS), "layout")
     sections = [
         Section(
-            "What the budget buys", [*cards, DataTable(columns, rows, right=tuple(range(1, 11))), Note(caveats, "warning")]
+            "What the budget buys",
+            [*cards, DataTable(columns, rows, right=tuple(range(1, 11))), Note(caveats, "warning")],
         ),
         Section("Tokens vs. training time", [curves(result, target)]),
         Section("What fits", [fit_map(result)]),

@@ -255,6 +255,7 @@ def _silent_after(times: Numbers) -> float:
 
 def _parameters(recipe: Recipe | None) -> tuple[int | None, int | None]:
     from windlass.models.presets import model_spec
+
     if recipe is None:
         return None, None
     try:

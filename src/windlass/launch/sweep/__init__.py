@@ -1,1 +1,1 @@
-"""Which settings are fastest, and which fail? A matrix of runs, their outcomes with evidence, tables, charts and the winner."""
+"""Sweeps: a matrix of runs or commands, their outcomes with evidence, tables, charts and the winner."""

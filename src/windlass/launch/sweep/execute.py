@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -101,8 +102,9 @@ def run_point(
     expected, folder = sweep_run.expectation(point), sweep_run.folder
     seconds = None
     if expected.verdict == "illegal" or (expected.skip and not everything):
-        skipped = "error" if expected.verdict == "illegal" else "skipped"
-        outcome = PointOutcome(outcome=skipped, evidence="plan", detail=expected.reason)
+        outcome = PointOutcome(
+            outcome="error" if expected.verdict == "illegal" else "skipped", evidence="plan", detail=expected.reason
+        )
     else:
         folder.set_aside(point.name)
         run, log = folder.point(point.name), folder.log(point.name)
@@ -118,7 +120,7 @@ def run_point(
         if outcome.outcome == "ok" and results is not None and (fault := _results_fault(results, stamp)):
             outcome = PointOutcome(outcome="error", evidence="results", detail=fault, file=str(results), exit_code=0)
         seconds = time.time() - started_at
-    folder.add_outcome({"point": point.name, "seconds": seconds, **outcome.as_dict()})
+    folder.add_outcome({"point": point.name, "seconds": seconds, **asdict(outcome)})
     return outcome
 
 
@@ -146,7 +148,8 @@ def command_of(sweep_run: SweepRun, point: SweepPoint, launcher: Sequence[str] =
     run_dir = sweep_run.folder.point(point.name).path
     if point.recipe is None:
         return [*launcher, *point.command(run_dir)]
-    # A point is not resumed: it uses its allocation to the end. A lead for a last save would stop the last points of every pack.
+    # A point is not resumed: it uses its allocation to the end. A lead for a last save would stop
+    # the last points of a pack.
     lead = ["save.lead=0"] if job_id() is not None and point.recipe.save.lead == "auto" else []
     recipe = str(sweep_run.folder.recipe(point.name))
     argv = [sys.executable, "-m", "windlass", "train", recipe, *lead, "--run", str(run_dir)]
@@ -191,7 +194,7 @@ def _execute(command: Sequence[str], log: Path, point: SweepPoint) -> tuple[int,
 
 
 def end_leftovers(folder: Path) -> int:
-    """Kill what still runs of a point: a sweep that was killed could not end it, and it would write into the new try."""
+    """Kill what still runs of a point after its sweep was killed: it would write into the new try."""
     mark, count = f"{POINT_VARIABLE}={folder.absolute()}".encode(), 0
     for entry in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # gone meanwhile, or of another user

@@ -1,4 +1,4 @@
-"""The folder of a sweep: every path in it, its points' outcomes, and the sweep that is being run. Points are run folders."""
+"""The folder of a sweep: its paths, its points' outcomes, and the sweep that is being run. Points are run folders."""
 
 from __future__ import annotations
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from windlass import errors
 from windlass.launch.executor import JobState
@@ -52,9 +51,6 @@ class PointOutcome:
     exit_code: int | None = None
     further: tuple[str, ...] = ()  # the next pieces of evidence, in order
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def classify(
     run: Run,
@@ -66,7 +62,7 @@ def classify(
     since: float = 0.0,
     oom_kills: int = 0,
 ) -> PointOutcome:
-    """`timed_out`: the limit in seconds that ended the point; `since`: when it began, so that older records do not count."""
+    """`timed_out`: the limit in seconds that ended the point; `since`: when it began (older records do not count)."""
     # A cancelled job has exit code 0 too: the scheduler's state comes first.
     scheduler_knows = state is not None and state.state in OUTCOME_OF_STATE
     if exit_code == errors.EXIT_DONE and timed_out is None and not scheduler_knows:
@@ -89,16 +85,21 @@ def _evidence(
 ) -> Iterator[PointOutcome]:
     """All evidence of a point that did not end well, strongest first."""
     if timed_out is not None:
-        detail = f"ended after its limit of {timed_out:g} s"
-        yield PointOutcome(outcome="timeout", evidence="limit", detail=detail)
+        yield PointOutcome(outcome="timeout", evidence="limit", detail=f"ended after its limit of {timed_out:g} s")
     if state is not None and state.state in OUTCOME_OF_STATE:
-        detail = state.state + (f" ({state.reason})" if state.reason else "")
-        yield PointOutcome(outcome=OUTCOME_OF_STATE[state.state], evidence="scheduler", detail=detail)
+        yield PointOutcome(
+            outcome=OUTCOME_OF_STATE[state.state],
+            evidence="scheduler",
+            detail=state.state + (f" ({state.reason})" if state.reason else ""),
+        )
     faults = sorted((f for f in run.faults() if f.time >= since - 1), key=lambda fault: fault.time)
     yield from [_from_fault(run, fault) for fault in faults if fault.is_cause][:1]
     if oom_kills:
-        detail = f"the kernel killed {oom_kills} process{'es' * (oom_kills > 1)} because the job's memory was used up"
-        yield PointOutcome(outcome="oom", evidence="kernel", detail=detail)
+        yield PointOutcome(
+            outcome="oom",
+            evidence="kernel",
+            detail=f"the kernel killed {oom_kills} process{'es' * (oom_kills > 1)}: the job's memory was used up",
+        )
     # The line with the command itself, which we wrote, is not evidence.
     lines = read_tail(log, LOG_BYTES).splitlines() if log else []
     lines = [line for line in lines if not line.startswith(COMMAND_MARK)]
@@ -148,8 +149,8 @@ def _from_code(code: int | None) -> PointOutcome:
         outcome, detail = "pre-empted", f"exit code {code}: stopped on request"
     elif code is not None and (code < 0 or code > 128):
         number = -code if code < 0 else code - 128
-        known = number in {s.value for s in signal.Signals}
-        detail = f"ended by {signal.Signals(number).name if known else f'signal {number}'}"
+        is_signal = number in {s.value for s in signal.Signals}
+        detail = f"ended by {signal.Signals(number).name if is_signal else f'signal {number}'}"
     return PointOutcome(outcome=outcome, evidence="exit", detail=detail)
 
 
@@ -158,8 +159,11 @@ def parse_only(text: str) -> set[str]:
     outcomes: set[str] = set()
     for name in (part.strip() for part in text.split(",") if part.strip()):
         if name not in (*OUTCOMES, *OUTCOME_GROUPS):
-            hint = f"known: {', '.join((*OUTCOMES, 'fail'))}"
-            raise errors.ConfigError("sweep.unknown-outcome", f"--only {name}: there is no such outcome", hint=hint)
+            raise errors.ConfigError(
+                "sweep.unknown-outcome",
+                f"--only {name}: there is no such outcome",
+                hint=f"known: {', '.join((*OUTCOMES, 'fail'))}",
+            )
         outcomes.update(OUTCOME_GROUPS.get(name, (name,)))
     return outcomes
 

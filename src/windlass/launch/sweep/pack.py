@@ -1,4 +1,4 @@
-"""Short points share allocations: points of one shape are packed into few jobs of one array, each below the wall-time limit."""
+"""Points of one shape packed into few jobs of one array, each below the wall-time limit."""
 
 from __future__ import annotations
 
@@ -88,10 +88,13 @@ def submit_packs(
     stage: str | None = None,
     executor: Executor | None = None,
 ) -> dict[str, Any]:
-    """Write the packs and submit one array per shape; returns at once. Points that need no job get their outcome now."""
+    """Write the packs and submit one array per shape; returns at once. Points without a job get their outcome now."""
     if not points:
-        hint = "--only oom,fail repeats some; --report writes the page"
-        raise LaunchError("sweep.no-points", "there is no point to submit", hint=hint)
+        raise LaunchError(
+            "sweep.no-points",
+            "there is no point to submit",
+            hint="--only oom,fail repeats some; --report writes the page",
+        )
     machine = _find_machine(points, cluster)
     expected = [sweep_run.expectation(point) for point in points]
     runs = [e.verdict != "illegal" and (everything or not e.skip) for e in expected]
@@ -109,8 +112,19 @@ def submit_packs(
     )
     for number, group in enumerate(groups):
         packs = make_packs(sweep_run, group, _limit_seconds(sweep_run, group, machine), machine.node.devices)
-        folder = f"{packs[0].nodes}x{packs[0].devices}-{time.time_ns()}-{number}"
-        arrays.append((packs, _pack_job(sweep_run, group[0], packs, machine, folder, options)))
+        arrays.append(
+            (
+                packs,
+                _pack_job(
+                    sweep_run,
+                    group[0],
+                    packs,
+                    machine,
+                    f"{packs[0].nodes}x{packs[0].devices}-{time.time_ns()}-{number}",
+                    options,
+                ),
+            )
+        )
     submitted, tries = [], sweep_run.folder.tries()
     for packs, job in arrays:  # every shape was checked before the first is submitted
         listed = {name: tries[name] for pack in packs for name in pack.points}
@@ -124,12 +138,16 @@ def submit_packs(
 def _find_machine(points: Sequence[SweepPoint], cluster: str | None) -> Cluster:
     name = cluster or next((p.recipe.cluster for p in points if p.recipe is not None), None)
     if name is None:
-        message = "a sweep of a command does not name a cluster"
-        raise ConfigError("sweep.cluster-missing", message, hint="add --cluster NAME")
+        raise ConfigError(
+            "sweep.cluster-missing", "a sweep of a command does not name a cluster", hint="add --cluster NAME"
+        )
     machine = load_cluster(name)
     if machine.slurm is None:
-        hint = "leave out --slurm: the points run here one after another"
-        raise LaunchError("launch.cluster-without-slurm", f"{machine.name} has no SLURM", hint=hint)
+        raise LaunchError(
+            "launch.cluster-without-slurm",
+            f"{machine.name} has no SLURM",
+            hint="leave out --slurm: the points run here one after another",
+        )
     return machine
 
 
@@ -210,7 +228,7 @@ def settle(sweep_run: SweepRun, executor: Executor) -> list[str]:
             ran_here = now[name] == tries.get(name, 0) and folder.begun(name).get("job") == task
             if state is not None and state.over and ran_here:
                 outcome = classify(folder.point(name), state.exit_code, log=folder.log(name), state=state)
-                folder.add_outcome({"point": name, "seconds": None, "job": task, **outcome.as_dict()})
+                folder.add_outcome({"point": name, "seconds": None, "job": task, **asdict(outcome)})
                 settled.append(name)
     return settled
 

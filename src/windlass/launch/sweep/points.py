@@ -24,8 +24,8 @@ from windlass.units import parse_bytes, parse_seconds
 
 MAX_POINTS = 100_000
 MAX_NAME_LENGTH = 180  # a folder's name has at most 255 bytes
+# (axis, value) pairs.
 Cell = list[tuple[str, Any]]
-"""(axis, value) pairs."""
 
 
 class ArgumentFormatter(string.Formatter):
@@ -136,7 +136,7 @@ def _included(sweep: SweepConfig, table: Mapping[str, Any]) -> Cell:
 
 
 def _names(cells: Sequence[Cell], sweep: SweepConfig) -> list[str]:
-    """One name per point: its own, else made from its values. Different values that make one text (`x y`, `x/y`) get a number."""
+    """One name per point: its own, else made from its values. Values of the same text (`x y`, `x/y`) get a number."""
     # A limit names a point only where it is an axis: it says how the point is run.
     keys = {key for table in sweep.include for key in table} - {"name", "memory_limit", "time_limit"}
     keys |= set(axes_of(sweep))
@@ -195,8 +195,11 @@ def _point(loaded: LoadedSweep, cell: Cell, name: str) -> SweepPoint:
     try:
         limits = {key: None if value is None else parsers[key](value) for key, value in limits.items()}
     except (ConfigError, ValueError) as error:
-        hint = 'for example devices = 2, memory_limit = "2 GiB", time_limit = "5m"'
-        raise ConfigError("sweep.invalid-limit", f"{origin}: {error}", hint=hint) from None
+        raise ConfigError(
+            "sweep.invalid-limit",
+            f"{origin}: {error}",
+            hint='for example devices = 2, memory_limit = "2 GiB", time_limit = "5m"',
+        ) from None
     if sweep.command is not None:
         argv, settings = tuple(shlex.split(sweep.command)), {**sweep.set, **settings}
         return SweepPoint(name=name, values=shown, settings=settings, in_grid=in_grid, argv_template=argv, **limits)

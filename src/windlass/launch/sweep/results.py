@@ -1,38 +1,42 @@
-"""One row per point: settings, outcome, speed, memory, energy. Written as CSV, JSON, Parquet and one page."""
+"""One row per point: settings, outcome, speed, memory, energy. Written as CSV, JSON, Parquet, one page and a recipe."""
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from windlass.config import Recipe
-from windlass.errors import ConfigError
+from windlass.config import Recipe, validate
+from windlass.errors import ConfigError, RunError
 from windlass.figures import Chart, Heat, Section, page, save_page, save_picture
 from windlass.figures.sweep import sweep_sections
 from windlass.files import read_json_lines, write_atomic, write_json
 from windlass.launch.sweep.expect import Expectation
 from windlass.launch.sweep.folder import SweepRun
 from windlass.launch.sweep.points import SweepPoint
+from windlass.launch.sweep.toml import to_toml
 from windlass.runs.events import Started
 from windlass.runs.folder import Run
 
+# Of a sweep over recipes, with the sweep's axes after the first four. `step_spread` is (90th - 10th percentile) /
+# median of the step times; predicted memory is what the run would show as its peak, needed memory what must fit
+# below the limit.
 COLUMNS = (
-    "point", "outcome", "evidence", "detail", "engine", "layout", "shard", "micro_batch", "tensor", "pipeline", "context",
-    "offload", "recompute", "attention", "precision", "compile", "nodes", "devices", "seq_len", "batch_tokens", "steps",
-    "tokens_per_second", "tokens_per_second_per_device", "predicted_tokens_per_second_per_device", "mfu",
-    "predicted_mfu", "memory_bytes", "predicted_memory_bytes", "needed_memory_bytes", "memory_limit_bytes", "oom_chance",
-    "step_seconds", "predicted_step_seconds", "step_spread", "joules_per_token", "kwh_per_step", "energy_joules", "loss",
-    "seconds",
+    "point", "outcome", "evidence", "detail", "engine", "layout", "shard", "micro_batch", "tensor", "pipeline",
+    "context", "offload", "recompute", "attention", "precision", "compile", "nodes", "devices", "seq_len",
+    "batch_tokens", "steps", "tokens_per_second", "tokens_per_second_per_device", "predicted_tokens_per_second_per_device",
+    "mfu", "predicted_mfu", "memory_bytes", "predicted_memory_bytes", "needed_memory_bytes", "memory_limit_bytes",
+    "oom_chance", "step_seconds", "predicted_step_seconds", "step_spread", "joules_per_token", "kwh_per_step",
+    "energy_joules", "loss", "seconds",
 )  # fmt: skip
-"""Of a sweep over recipes, with the sweep's axes after the first four. `step_spread` is (90th - 10th percentile) / median
-of the step times; predicted memory is what the run would show as its peak, needed memory what must fit below the limit."""
 COMMAND_COLUMNS = ("point", "outcome", "evidence", "detail", "devices", "seconds")
 LAYOUT_KEYS = ("shard", "micro_batch", "tensor", "pipeline", "context", "offload")
 MEDIAN_KEYS = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "step_seconds")
@@ -162,10 +166,13 @@ def _command_numbers(sweep_run: SweepRun, point: SweepPoint, run: Run) -> Row:
 
 
 def read_results(path: Path) -> Row:
-    """The numbers a command left: a JSON object, the last of JSON lines, or the last row of a CSV. Nested keys are dotted."""
+    """The numbers of a command: a JSON object, the last of JSON lines, or the last row of a CSV. Keys are dotted."""
     if not path.is_file():
-        hint = "`results` names the file relative to {folder}"
-        raise ConfigError("sweep.results-missing", f"the results file {path} is missing", hint=hint)
+        raise ConfigError(
+            "sweep.results-missing",
+            f"the results file {path} is missing",
+            hint="`results` names the file relative to {folder}",
+        )
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix == ".jsonl":
         value, fault = next(reversed(list(read_json_lines(path))), None), "it has no line that is a JSON object"
@@ -181,8 +188,11 @@ def read_results(path: Path) -> Row:
         except ValueError as error:
             value, fault = None, f"it is not valid JSON ({error})"
     if not isinstance(value, dict):
-        hint = "JSON object, JSON lines or CSV"
-        raise ConfigError("sweep.results-invalid", f"the results file {path} is not valid: {fault}", hint=hint)
+        raise ConfigError(
+            "sweep.results-invalid",
+            f"the results file {path} is not valid: {fault}",
+            hint="JSON object, JSON lines or CSV",
+        )
     return _flat(value)
 
 
@@ -210,7 +220,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Row:
 
 
 def write_tables(sweep_run: SweepRun, rows: Sequence[Row]) -> list[Path]:
-    """results.csv, results.json and, where pyarrow is installed, results.parquet; the columns of the axes come first."""
+    """results.csv, results.json and, where pyarrow is installed, results.parquet; the axes come first."""
     sweep, folder = sweep_run.sweep, sweep_run.folder
     axes = [_column(key) for point in sweep_run.points for key in point.values]
     common = COLUMNS if sweep.command is None else COMMAND_COLUMNS
@@ -250,11 +260,17 @@ def write_page(sweep_run: SweepRun, rows: Sequence[Row], rank_by: str) -> Path:
     """report.html, and its heat map and bars as pictures where matplotlib is installed."""
     sweep, folder = sweep_run.sweep, sweep_run.folder
     sections = page_sections(sweep_run, rows, rank_by)
-    footer = f"windlass sweep {sweep_run.loaded.path.name}"
-    save_page(folder.page, page(sweep.title or sweep.name, sections, subtitle=sweep.notes, footer=footer))
+    save_page(
+        folder.page,
+        page(
+            sweep.title or sweep.name,
+            sections,
+            subtitle=sweep.notes,
+            footer=f"windlass sweep {sweep_run.loaded.path.name}",
+        ),
+    )
     for section in sections if find_spec("matplotlib") else ():
-        charts = [item for item in section.items if isinstance(item, (Chart, Heat))]
-        for index, chart in enumerate(charts):
+        for index, chart in enumerate([item for item in section.items if isinstance(item, (Chart, Heat))]):
             folder.pictures.mkdir(exist_ok=True)
             save_picture(chart, folder.pictures / f"{section.id}{index or ''}.png")
     return folder.page
@@ -262,3 +278,40 @@ def write_page(sweep_run: SweepRun, rows: Sequence[Row], rank_by: str) -> Path:
 
 def page_sections(sweep_run: SweepRun, rows: Sequence[Row], rank_by: str) -> list[Section]:
     return sweep_sections(sweep_run.sweep, rows, rank_by, {p.name for p in sweep_run.points if p.in_grid})
+
+
+# -- the winner --------------------------------------------------------------------------------------------------------
+
+
+def check_pick(sweep_run: SweepRun, path: Path) -> None:
+    """What can be refused before hours of points have run."""
+    if sweep_run.loaded.base is None:
+        raise ConfigError(
+            "sweep.pick-needs-recipe",
+            "--pick writes a recipe, and this sweep runs a command",
+            hint="results.csv has the ranking",
+        )
+    if path.exists():
+        raise RunError("sweep.file-exists", f"{path} already exists", hint="choose another file name for --pick")
+
+
+def write_pick(sweep_run: SweepRun, ranked: Sequence[dict[str, Any]], rank_by: str, path: Path) -> None:
+    """The best point's recipe; refuses to overwrite a file, and a sweep without a winner."""
+    check_pick(sweep_run, path)
+    if not ranked:
+        raise RunError(
+            "sweep.no-winner",
+            f"no point succeeded with a number for {rank_by}",
+            hint="look at results.csv, or repeat points with --only oom,fail",
+        )
+    point, source = sweep_run.point(ranked[0]["point"]), sweep_run.loaded
+    comment = [
+        f"Picked by `windlass sweep {source.path.name}` on {time.strftime('%Y-%m-%d', time.gmtime())}:",
+        f"point {point.name},",
+        f"the best of {len(ranked)} that succeeded, by {rank_by} ({ranked[0][rank_by]:.6g}).",
+        *(f"Next: {row['point']} ({row[rank_by]:.6g})." for row in ranked[1:2]),
+        *([f"It ran with `windlass train FILE --devices {point.devices}`."] if point.devices is not None else []),
+    ]
+    raw = copy.deepcopy(point.raw or {}) | {"name": (source.base or {}).get("name", sweep_run.sweep.name)}
+    validate(Recipe, raw, str(path))
+    write_atomic(path, to_toml(raw, "\n".join(comment)))

@@ -107,10 +107,10 @@ def classic_spec(
 PRESET = Preset(
     spec=spec,
     hf=HFFormat(
-    family="hf",
-    wraps_transformers=True,
-    prefix="net.",
-    # GPT-NeoX and Pythia folders call the head otherwise than transformers 5 does.
-    older_names={"gpt_neox": {"lm_head.weight": "embed_out.weight"}},
-),
+        family="hf",
+        wraps_transformers=True,
+        prefix="net.",
+        # GPT-NeoX and Pythia folders call the head otherwise than transformers 5 does.
+        older_names={"gpt_neox": {"lm_head.weight": "embed_out.weight"}},
+    ),
 )

@@ -43,17 +43,17 @@ def spec(config: ModelConfig) -> ModelSpec:
 PRESET = Preset(
     spec=spec,
     hf=HFFormat(
-    family="retnet",
-    config={
-        "model_type": "windlass_retnet",
-        "architectures": ["WindlassRetNet"],
-        "torch_dtype": ConfigSlot("dtype"),
-        "dtype": ConfigSlot("dtype"),
-        "vocab_size": ConfigSlot("vocab"),
-        "max_position_embeddings": ConfigSlot("positions"),
-        "model": ConfigSlot("*"),
-    },
-    model_types=("windlass_retnet",),
-    library="windlass",
-),
+        family="retnet",
+        config={
+            "model_type": "windlass_retnet",
+            "architectures": ["WindlassRetNet"],
+            "torch_dtype": ConfigSlot("dtype"),
+            "dtype": ConfigSlot("dtype"),
+            "vocab_size": ConfigSlot("vocab"),
+            "max_position_embeddings": ConfigSlot("positions"),
+            "model": ConfigSlot("*"),
+        },
+        model_types=("windlass_retnet",),
+        library="windlass",
+    ),
 )

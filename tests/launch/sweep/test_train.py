@@ -51,12 +51,12 @@ devices = 2
 def test_a_sweep_of_recipes_ends_with_outcomes_measurements_page_and_a_calibrated_planner(tmp_path):
     (tmp_path / "s.toml").write_text(SWEEP)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(tmp_path / "config"), "HOME": str(tmp_path)}
-    words = [sys.executable, "-m", "windlass", "sweep", "s.toml", "--pick", "won.toml", "--json"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=env, timeout=240)
+    argv = [sys.executable, "-m", "windlass", "sweep", "s.toml", "--pick", "won.toml", "--json"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, env=env, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
-    said = json.loads(done.stdout)
-    rows = {r["point"]: r for r in said["rows"]}
-    assert said["counts"] == {"ok": 1, "oom": 1, "error": 1}
+    output = json.loads(done.stdout)
+    rows = {r["point"]: r for r in output["rows"]}
+    assert output["counts"] == {"ok": 1, "oom": 1, "error": 1}
     good, big, bad = rows["micro_batch-4.shard-none"], rows["micro_batch-64.shard-none"], rows["failing"]
     assert good["tokens_per_second"] > 0 and good["memory_bytes"] > 0 and good["predicted_memory_bytes"] > 0
     assert good["step_spread"] is not None and good["loss"] == pytest.approx(9.7, abs=0.3)
@@ -65,8 +65,8 @@ def test_a_sweep_of_recipes_ends_with_outcomes_measurements_page_and_a_calibrate
     folder = tmp_path / "runs" / "tiny"
     assert (folder / "report.html").is_file() and (folder / "results.csv").is_file()
     assert "micro_batch = 4" in (tmp_path / "won.toml").read_text()
-    again = subprocess.run([*words[:5], "--json"], cwd=tmp_path, capture_output=True, text=True, env=env, timeout=60)
-    assert json.loads(again.stdout)["rows"] == said["rows"]  # nothing ran again
+    again = subprocess.run([*argv[:5], "--json"], cwd=tmp_path, capture_output=True, text=True, env=env, timeout=60)
+    assert json.loads(again.stdout)["rows"] == output["rows"]  # nothing ran again
     fitted = subprocess.run([sys.executable, "-m", "windlass", "plan", "--calibrate", str(folder), "--json"],
                             cwd=tmp_path, capture_output=True, text=True, env=env, timeout=60)  # fmt: skip
     assert [r["name"] for r in json.loads(fitted.stdout)["runs"]] == ["micro_batch-4.shard-none"], fitted.stderr

@@ -1,4 +1,4 @@
-"""Points that share allocations: what is submitted, what runs inside, and whose word counts when an allocation ends. The scheduler is a fake."""
+"""Points that share allocations: what is submitted, what runs inside, and which outcome counts when an allocation ends. The scheduler is a fake."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def two_points_on(cluster: str) -> str:
 
 
 class Fake:
-    """Takes every job; says of tasks what the test told it."""
+    """Takes every job; answers as the test set it."""
 
     name = "fake"
 
     def __init__(self) -> None:
         self.scripts: list[str] = []
-        self.told: dict[str, JobState] = {}
+        self.answers: dict[str, JobState] = {}
 
     def submit(self, script: Path, **more) -> str:
         self.scripts.append(script.read_text())
         return str(len(self.scripts))
 
     def states(self, jobs):
-        return {job: self.told[job] for job in jobs if job in self.told}
+        return {job: self.answers[job] for job in jobs if job in self.answers}
 
 
 def work_of(folder: Path, text: str, cluster: str | None = None) -> SweepRun:
@@ -71,10 +71,10 @@ def test_a_repeated_point_runs_again_inside_and_a_requeued_job_goes_on_where_it_
     work.folder.add_outcome({"point": "n-1", "outcome": "oom"})
     work.folder.add_outcome({"point": "n-2", "outcome": "oom"})
     (pack,) = submit_packs(work, work.points[:2], cluster="snellius-h100", executor=fake)["packs"]
-    here = inside(work, pack["job"], monkeypatch)
-    assert [p.name for p in here.points] == ["n-1", "n-2"], "an old outcome does not count"
-    assert run_points(work, here.points[:1]) == {"n-1": "ok"}
-    assert [p.name for p in inside(work, pack["job"], monkeypatch).points] == ["n-2"]
+    points, _ = inside(work, pack["job"], monkeypatch)
+    assert [p.name for p in points] == ["n-1", "n-2"], "an old outcome does not count"
+    assert run_points(work, points[:1]) == {"n-1": "ok"}
+    assert [p.name for p in inside(work, pack["job"], monkeypatch)[0]] == ["n-2"]
 
 
 def test_the_scheduler_speaks_for_what_its_job_ran_and_for_nothing_else(tmp_path, monkeypatch, fake):
@@ -83,13 +83,13 @@ def test_the_scheduler_speaks_for_what_its_job_ran_and_for_nothing_else(tmp_path
     work.folder.begin("n-1", first)
     second = submit_packs(work, work.points[:1], cluster="snellius-h100", executor=fake)["packs"][0]["job"]
     work.folder.begin("n-1", second)  # a second submission runs it by now
-    fake.told = {first: JobState(job=first, state="CANCELLED"), second: JobState(job=second, state="RUNNING")}
+    fake.answers = {first: JobState(job=first, state="CANCELLED"), second: JobState(job=second, state="RUNNING")}
     assert settle(work, fake) == [], "the first job's end says nothing about the second's run"
-    fake.told[second] = JobState(job=second, state="NODE_FAIL", reason="n7")
+    fake.answers[second] = JobState(job=second, state="NODE_FAIL", reason="n7")
     assert settle(work, fake) == ["n-1"] and settle(work, fake) == []
-    found = work.folder.outcomes()
-    assert (found["n-1"]["outcome"], found["n-1"]["job"]) == ("node-failure", second)
-    assert "n-2" not in found, "what had not begun waits for the next submission"
+    result = work.folder.outcomes()
+    assert (result["n-1"]["outcome"], result["n-1"]["job"]) == ("node-failure", second)
+    assert "n-2" not in result, "what had not begun waits for the next submission"
     kept = json.loads((work.folder.point("n-1").path / "outcome.json").read_text())
     assert kept["evidence"] == "scheduler" and kept["detail"] == "NODE_FAIL (n7)"
 
@@ -109,7 +109,7 @@ def test_a_sweeps_job_has_what_a_training_job_of_its_shape_has(tmp_path, fake):
     assert f"--mem={machine.slurm.mem}" in one
     assert machine.env and all(f"export {name}=" in one for name in machine.env), "the site's own settings"
     assert "MASTER_ADDR" in two and "MASTER_ADDR" not in one
-    assert "--nodes=2" in two and "TRITON_CACHE_DIR" in two and "WANDB_RUN_ID" not in two
+    assert "--nodes=2" in two and "WANDB_DIR" not in two
     file = json.loads(next((work.folder.path / "packs").glob("2x*/packs.json")).read_text())
     assert file["step"][0] == "srun"
 
@@ -117,8 +117,9 @@ def test_a_sweeps_job_has_what_a_training_job_of_its_shape_has(tmp_path, fake):
 def test_points_over_several_nodes_cannot_start_from_inside_a_container(tmp_path, fake):
     text = two_points_on("snellius-h100") + "[set]\n'launch.environment' = 'container'\n'launch.container' = 'x.sif'\n"  # fmt: skip
     work = work_of(tmp_path, text)
-    with pytest.raises(LaunchError, match="over 2 nodes"):
+    with pytest.raises(LaunchError) as caught:
         submit_packs(work, work.points, cluster=None, executor=fake)
+    assert caught.value.code == "sweep.container-several-nodes"
     assert not fake.scripts and not (work.folder.path / "jobs.jsonl").exists(), "nothing was submitted"
 
 
@@ -127,4 +128,4 @@ def test_a_point_uses_its_allocation_to_the_end(tmp_path, monkeypatch):
     assert "save.lead=0" not in command_of(work, work.points[0])
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert "save.lead=0" in command_of(work, work.points[0])
-    assert work.expected[1].verdict == "illegal" and "more than workstation has" in work.expected[1].reason
+    assert work.expected[1].verdict == "illegal" and "workstation" in work.expected[1].reason

@@ -1,4 +1,4 @@
-"""Odd values, odd numbers, odd ends: what a sweep makes of them must be right, or be said."""
+"""Unusual values, numbers and ends of points: a sweep handles them correctly or reports them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from windlass.launch.sweep.points import make_points
 from windlass.launch.sweep.results import collect_rows, read_results, write_tables
 from windlass.runs.folder import Run
 
-ECHO = f"{sys.executable} -c 'import json, sys; json.dump(dict(words=sys.argv[2:], score=float(sys.argv[2])), open(sys.argv[1], \"w\"))' {{folder}}/o.json"
+ECHO = f"{sys.executable} -c 'import json, sys; json.dump(dict(argv=sys.argv[2:], score=float(sys.argv[2])), open(sys.argv[1], \"w\"))' {{folder}}/o.json"
 
 
 def write(path: Path, text: str) -> Path:
@@ -36,8 +36,8 @@ def work_of(path: Path, run: Path) -> SweepRun:
     return SweepRun(loaded=loaded, folder=open_sweep_folder(run, loaded, points), points=points, expected=expect_all(loaded.sweep, points)[0])  # fmt: skip
 
 
-def echo(folder: Path, axes: str, words: str) -> SweepRun:
-    head = f"name = 'odd'\nresults = 'o.json'\nrank_by = 'score'\ncommand = '''{ECHO} {words}'''\n"
+def echo(folder: Path, axes: str, arguments: str) -> SweepRun:
+    head = f"name = 'odd'\nresults = 'o.json'\nrank_by = 'score'\ncommand = '''{ECHO} {arguments}'''\n"
     return work_of(write(folder / "s.toml", head + axes), folder / "run")
 
 
@@ -63,13 +63,15 @@ def test_an_included_name_stays_inside_the_sweeps_folder(tmp_path):
 
 @pytest.mark.parametrize("text", ["[matrix]\na = [1, 2, 1]\n", "[matrix]\na = [1]\n[[include]]\na = 1\n", "[[matrix.a]]\nname = 'x'\nb = 1\n[[matrix.a]]\nname = 'x'\nb = 2\n"])  # fmt: skip
 def test_the_same_point_twice_is_refused(tmp_path, text):
-    with pytest.raises(ConfigError, match="two points are called"):
+    with pytest.raises(ConfigError) as caught:
         names(tmp_path, COMMAND.replace("{a}", "{b}" if "b =" in text else "{a}") + text)
+    assert caught.value.code == "sweep.duplicate-point"
 
 
 def test_an_axis_cannot_hide_a_result(tmp_path):
-    with pytest.raises(ConfigError, match="loss: an axis cannot have the name of a column"):
+    with pytest.raises(ConfigError) as caught:
         names(tmp_path, "name = 's'\ncommand = 'true {loss}'\n[matrix]\nloss = [1]\n")
+    assert caught.value.code == "sweep.invalid-file"
 
 
 def test_values_reach_the_command_as_they_are_written(tmp_path):
@@ -78,8 +80,8 @@ def test_values_reach_the_command_as_they_are_written(tmp_path):
     )
     work = echo(tmp_path, axes, "{n:03d} {b} {l} {learning-rate} {s}")
     assert set(run_points(work, work.points).values()) == {"ok"}
-    said = [json.loads(r["words"]) for r in collect_rows(work)]
-    assert said == [["002", word, '["a b", 1]', "1e-05", '$HOME; {x} "its"'] for word in ("true", "false")]
+    argvs = [json.loads(r["argv"]) for r in collect_rows(work)]
+    assert argvs == [["002", flag, '["a b", 1]', "1e-05", '$HOME; {x} "its"'] for flag in ("true", "false")]
 
 
 def test_inside_a_shell_a_value_is_quoted_on_request(tmp_path):
@@ -146,8 +148,10 @@ def test_the_kernels_own_counter_tells_a_kill_for_memory(tmp_path):
     write(tmp_path / "memory" / "mine" / "memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
     assert oom_kills(write(tmp_path / "v1", "9:cpu,memory:/mine\n3:pids:/\n"), tmp_path) == 1
     assert oom_kills(tmp_path / "none", tmp_path) is None
-    found = classify(Run(tmp_path), -9, oom_kills=1)
-    assert (found.outcome, found.evidence) == ("oom", "kernel") and found.further == ["exit: error: ended by SIGKILL"]
+    result = classify(Run(tmp_path), -9, oom_kills=1)
+    assert (result.outcome, result.evidence) == ("oom", "kernel") and result.further == (
+        "exit: error: ended by SIGKILL",
+    )
     assert classify(Run(tmp_path), 0, oom_kills=1).outcome == "ok", "the command lived through it"
 
 

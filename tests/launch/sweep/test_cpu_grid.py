@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.multi
@@ -19,11 +19,11 @@ ROOT = Path(__file__).parents[2]
 def test_every_strategy_in_both_engines_ends_as_expected(tmp_path):
     done = subprocess.run([sys.executable, "benchmarks/cpu_grid.py", "--out", str(tmp_path / "grid")], cwd=ROOT, capture_output=True, text=True, timeout=1500)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    said = json.loads((tmp_path / "grid.json").read_text())
-    assert said["counts"] == {"ok": 30, "oom": 1, "error": 1} and not said["problems"]
-    points = {row["point"]: row for row in said["points"]}
+    summary = json.loads((tmp_path / "grid.json").read_text())
+    assert summary["counts"] == {"ok": 30, "oom": 1, "error": 1} and not summary["problems"]
+    points = {row["point"]: row for row in summary["points"]}
     assert points["out-of-memory"]["evidence"] == "record" and "out of memory" in points["out-of-memory"]["detail"]
     assert "no/such/store" in points["failing"]["detail"]
-    assert {(r["engine"], r["devices"]) for r in said["points"] if r["outcome"] == "ok"} == {(e, n) for e in ("native", "deepspeed") for n in (2, 4)}  # fmt: skip
+    assert {(r["engine"], r["devices"]) for r in summary["points"] if r["outcome"] == "ok"} == {(e, n) for e in ("native", "deepspeed") for n in (2, 4)}  # fmt: skip
     # Wall time is the machine's: six minutes of two cores, in CPU time of all processes together.
-    assert said["cpu_seconds"] < 2 * said["goal_seconds"]
+    assert summary["cpu_seconds"] < 2 * summary["goal_seconds"]

@@ -65,8 +65,8 @@ def test_a_benchmark_with_parameters_a_folder_and_shapes_runs_as_under_dvc(here)
     (here / "more.toml").write_text('[common]\nword = "shared"\n[other]\nword = "not asked for"\n')
     work = work_of(here / "dvc.yaml")
     assert set(run_all(work).values()) == {"ok"}
-    made = sorted(p.name for p in (here / "inner").iterdir())
-    assert made == [f"{d}-shape{i}-true.json" for d in ("abusive clauses", "polemo2") for i in (0, 1)]
+    items = sorted(p.name for p in (here / "inner").iterdir())
+    assert items == [f"{d}-shape{i}-true.json" for d in ("abusive clauses", "polemo2") for i in (0, 1)]
     rows = collect_rows(work)
     assert [r["text"] for r in rows[:3:2]] == ["polemo2 0.001 true shared ${HOME}", "abusive clauses 0.001 true shared ${HOME}"]  # fmt: skip
     assert rows[1]["point"] == "dataset-polemo2.nodes-2-devices-4.flag"
@@ -114,38 +114,39 @@ def test_numbers_of_an_earlier_run_are_not_this_points(here):
     (here / "dvc.yaml").write_text("stages:\n  a:\n    matrix: {n: [1]}\n    cmd: ls m.json\n    metrics: [m.json]\n")
     work = work_of(here / "dvc.yaml")
     assert run_all(work) == {"n-1": "error"}
-    assert "was there before" in work.folder.outcomes()["n-1"]["detail"]
+    assert work.folder.outcomes()["n-1"]["evidence"] == "results"
     assert (here / "m.json").read_text() == '{"f1": 9}'
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "code", "part"),
     [
-        ("stages: {a: {cmd: x}}", "has no matrix stage"),
-        ("stages: {a: {matrix: {n: [1]}, cmd: x}, b: {matrix: {n: [1]}, cmd: x}}", "has 2 matrix stages (matrix stages: a, b)"),
-        ("stages: {a: {matrix: {n: [1]}, cmd: 'x ${lr}'}}", "${lr} has no value: there is no lr"),
-        ("stages: {a: {matrix: {n: [1]}, cmd: 'x ${item.m}'}}", "there is no m"),
-        ("stages: {a: {matrix: {n: [{x: 1}, {y: 2}]}, cmd: 'x ${item.n.x}'}}", "there is no x"),
-        ("stages: {a: {matrix: '${n}', cmd: x}}\nvars: [{n: 3}]", "not axes with lists"),
-        ("stages: {a: {matrix: {n: []}, cmd: x}}", "matrix.n: no values"),
-        ("stages: {a: {matrix: {loss: [1]}, cmd: x}}", "a column of the results"),
-        ("stages: {a: {matrix: {n: [1]}, cmd: x}}\nvars: [gone.yaml]", "gone.yaml cannot be read"),
-        ("stages: {a: {matrix: {n: [1]}, cmd: x}}\nvars: [p.py]", "YAML, JSON and TOML only"),
-        ("stages: [", "not valid YAML"),
+        ("stages: {a: {cmd: x}}", "sweep.dvc-stage", "none"),
+        ("stages: {a: {matrix: {n: [1]}, cmd: x}, b: {matrix: {n: [1]}, cmd: x}}", "sweep.dvc-stage", "a, b"),
+        ("stages: {a: {matrix: {n: [1]}, cmd: 'x ${lr}'}}", "sweep.dvc-value-missing", "${lr}"),
+        ("stages: {a: {matrix: {n: [1]}, cmd: 'x ${item.m}'}}", "sweep.dvc-value-missing", "no m"),
+        ("stages: {a: {matrix: {n: [{x: 1}, {y: 2}]}, cmd: 'x ${item.n.x}'}}", "sweep.dvc-value-missing", "no x"),
+        ("stages: {a: {matrix: '${n}', cmd: x}}\nvars: [{n: 3}]", "sweep.dvc-matrix", "stage a"),
+        ("stages: {a: {matrix: {n: []}, cmd: x}}", "sweep.invalid-file", "matrix.n"),
+        ("stages: {a: {matrix: {loss: [1]}, cmd: x}}", "sweep.invalid-file", "loss"),
+        ("stages: {a: {matrix: {n: [1]}, cmd: x}}\nvars: [gone.yaml]", "sweep.dvc-values-unreadable", "gone.yaml"),
+        ("stages: {a: {matrix: {n: [1]}, cmd: x}}\nvars: [p.py]", "sweep.dvc-values-format", "p.py"),
+        ("stages: [", "sweep.dvc-invalid", "dvc.yaml"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_said(here, text, words):
+def test_what_cannot_be_read_is_refused(here, text, code, part):
     (here / "dvc.yaml").write_text(text)
     (here / "p.py").write_text("x = 1")
     with pytest.raises(ConfigError) as caught:
         read_dvc(here / "dvc.yaml")
-    assert words in caught.value.message and caught.value.hint
+    assert caught.value.code == code and part in caught.value.message and caught.value.hint
 
 
 def test_an_unknown_stage_is_named(here):
     (here / "dvc.yaml").write_text("stages: {a: {matrix: {n: [1]}, cmd: x}}")
-    with pytest.raises(ConfigError, match="no matrix stage train"):
+    with pytest.raises(ConfigError) as caught:
         read_dvc(here / "dvc.yaml", "train")
+    assert caught.value.code == "sweep.dvc-stage"
 
 
 def sweep_file(here: Path) -> Path:
@@ -160,8 +161,9 @@ def test_to_dvc_writes_a_matrix_over_the_points(here):
     stage = yaml.safe_load((here / "dvc.yaml").read_text())["stages"]["cmd"]
     assert stage["matrix"]["point"] == ["n-1", "n-2"] and "wdir" not in stage
     assert stage["cmd"].endswith("--point ${item.point}")
-    with pytest.raises(RunError, match="exists already"):
+    with pytest.raises(RunError) as caught:
         write_dvc(loaded, make_points(loaded), here / "dvc.yaml")
+    assert caught.value.code == "sweep.file-exists"
 
 
 def test_a_dvc_file_in_another_folder_runs_the_sweep_from_here(here):
