@@ -1,4 +1,4 @@
-"""Continued pre-training: another tokenizer, another mix, a learning rate warmed up again, and the old data replayed."""
+"""Continued pre-training with another tokenizer, another mix and a new warm-up; the old data is replayed."""
 
 from __future__ import annotations
 
@@ -26,10 +26,21 @@ def train(path: Path, store: Store, vocab: int, steps: int, **tables: Any) -> Ru
     from windlass.config import Loaded
 
     value = {
-        "name": path.name, "model": {**SMALL, "vocab": vocab}, "train": {"steps": steps, "precision": "fp32"}, "layout": {"micro_batch": 4},
-        "energy": {"enabled": False}, "data": {"store": str(store.path), "seq_len": 32, "batch_tokens": 512, "max_epochs": 100, **tables.pop("data", {})},
-        "optim": {"lr": 5e-3, "warmup": 2048, **tables.pop("optim", {})}, "save": {"every": 1000, **tables.pop("save", {})},
-    }  # fmt: skip
+        "name": path.name,
+        "model": {**SMALL, "vocab": vocab},
+        "train": {"steps": steps, "precision": "fp32"},
+        "layout": {"micro_batch": 4},
+        "energy": {"enabled": False},
+        "data": {
+            "store": str(store.path),
+            "seq_len": 32,
+            "batch_tokens": 512,
+            "max_epochs": 100,
+            **tables.pop("data", {}),
+        },
+        "optim": {"lr": 5e-3, "warmup": 2048, **tables.pop("optim", {})},
+        "save": {"every": 1000, **tables.pop("save", {})},
+    }
     run = create_run(path, Loaded(recipe=Recipe.model_validate(value), text="", path=None, origins={}))
     assert loop.run(run.recipe(), run, where=ALONE, hooks=[]) == 0
     return run

@@ -139,9 +139,11 @@ def test_an_import_keeps_the_settings_of_its_tokenizer(folder_of: Any, tokenizer
     shutil.copyfile(tokenizer.path, folder / "tokenizer.json")
     begin = tokenizer.decode([5])
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": {"content": begin}, "eos_token": tokenizer.decode([tokenizer.eos or 0]),
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": {"content": begin},
+        "eos_token": tokenizer.decode([tokenizer.eos or 0]),
         "chat_template": "{{ messages }}",
-    }  # fmt: skip
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     grown = {**weights_of(folder)}
@@ -156,9 +158,6 @@ def test_an_import_keeps_the_settings_of_its_tokenizer(folder_of: Any, tokenizer
     assert (tmp_path / "back/chat_template.jinja").read_text() == "{{ messages }}"
     made = json.loads((tmp_path / "back/generation_config.json").read_text())
     assert (made["bos_token_id"], made["eos_token_id"]) == (5, tokenizer.eos)
-
-
-# -- folders with a fault -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -241,10 +240,15 @@ def test_a_trained_model_with_a_tied_head_is_opened_exported_and_gone_on_from(
 
     def train(name: str, **save: Any) -> Path:
         value = {
-            "name": name, "model": {"family": "hf", "config": str(folder), "vocab": tokenizer.vocab_size}, "layout": {"micro_batch": 2},
-            "train": {"steps": 2, "precision": "fp32"}, "energy": {"enabled": False}, "save": {"every": 1000, **save},
-            "data": {"store": str(store.path), "seq_len": 32, "batch_tokens": 64, "max_epochs": 100}, "optim": {"lr": 1e-3},
-        }  # fmt: skip
+            "name": name,
+            "model": {"family": "hf", "config": str(folder), "vocab": tokenizer.vocab_size},
+            "layout": {"micro_batch": 2},
+            "train": {"steps": 2, "precision": "fp32"},
+            "energy": {"enabled": False},
+            "save": {"every": 1000, **save},
+            "data": {"store": str(store.path), "seq_len": 32, "batch_tokens": 64, "max_epochs": 100},
+            "optim": {"lr": 1e-3},
+        }
         loaded = Loaded(recipe=Recipe.model_validate(value), text="", path=None, origins={})
         run = create_run(tmp_path / name, loaded)
         assert loop.run(run.recipe(), run, where=Place(0, 1, 0, 1, 0, 1, None, None, "single"), hooks=[]) == 0

@@ -8,11 +8,11 @@ import sys
 from typing import Any
 
 import pytest
+from windlass.models.presets.format import ConfigSlot, HFFormat
 
 from windlass.config import ModelConfig
 from windlass.convert.config_json import match_format
 from windlass.models.presets import PRESETS
-from windlass.models.presets.format import ConfigSlot, HFFormat
 
 
 def test_llama_names_and_config_go_both_ways() -> None:

@@ -2,12 +2,12 @@ import dataclasses
 import time
 
 import pytest
-
-from windlass.clusters.model import Efficiency, Links
 from windlass.cost.params import count
 from windlass.cost.shapes import make_shape
-from windlass.cost.step import DEFAULTS, bubble_share, estimate, sustained_tflops
 from windlass.cost.work import Degrees, Work
+
+from windlass.clusters.model import Efficiency, Links
+from windlass.cost.step import DEFAULTS, bubble_share, estimate, sustained_tflops
 from windlass.errors import PlanError
 
 FULL = Degrees(data=64, shard="full")

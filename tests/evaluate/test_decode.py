@@ -74,9 +74,14 @@ def test_memory_grows_for_llama_and_not_for_retnet(llama_run: Any, retnet_run: A
 def test_a_transformers_model_decodes_with_its_own_cache(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     transformers.Qwen2Config(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=120,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=120,
         max_position_embeddings=64,
-    ).save_pretrained(tmp_path)  # fmt: skip
+    ).save_pretrained(tmp_path)
     model = build(ModelConfig(family="hf", config=str(tmp_path)), seq_len=32)
     model.init_weights(0)
     tokens = torch.randint(0, 120, (1, 12))

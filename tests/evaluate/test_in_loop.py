@@ -68,12 +68,17 @@ def test_means_are_put_together_by_share_and_bytes() -> None:
 
 @pytest.fixture(scope="module")
 def trained(store: Store, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    recipe = Recipe.model_validate({
-        "name": "in-loop", "model": {"layers": 1, "width": 32, "ffn": 48, "heads": 2, "vocab": tokenizer.vocab_size},
-        "data": {"store": str(store.path), "seq_len": 32, "batch_tokens": 128}, "optim": {"lr": 1e-2},
-        "train": {"steps": 6, "precision": "fp32", "eval_every": 3, "eval_tokens": 1_000_000}, "layout": {"micro_batch": 1},
-        "energy": {"enabled": False},
-    })  # fmt: skip
+    recipe = Recipe.model_validate(
+        {
+            "name": "in-loop",
+            "model": {"layers": 1, "width": 32, "ffn": 48, "heads": 2, "vocab": tokenizer.vocab_size},
+            "data": {"store": str(store.path), "seq_len": 32, "batch_tokens": 128},
+            "optim": {"lr": 1e-2},
+            "train": {"steps": 6, "precision": "fp32", "eval_every": 3, "eval_tokens": 1_000_000},
+            "layout": {"micro_batch": 1},
+            "energy": {"enabled": False},
+        }
+    )
     run = create_run(tmp_path_factory.mktemp("in-loop") / "run", Loaded(recipe=recipe, text="", path=None, origins={}))
     assert loop.run(recipe, run, where=ALONE) == 0
     return run

@@ -75,9 +75,11 @@ def test_groups_cover_sources_languages_and_lengths() -> None:
 def test_bytes_are_those_of_the_text(store: Store, tokenizer: Tokenizer, corpus: dict[str, Path]) -> None:
     total = sum(
         byte_count(array[start:stop], tokenizer, store.eos)
-        for name in store.sources for split in store.splits
-        for array in [store.tokens(name, split)] for start, stop in array.documents()
-    )  # fmt: skip
+        for name in store.sources
+        for split in store.splits
+        for array in [store.tokens(name, split)]
+        for start, stop in array.documents()
+    )
     assert total == sum(info.bytes or 0 for info in store.sources.values())
 
 
@@ -181,7 +183,7 @@ def test_refusals(
 
 
 def test_a_token_that_nothing_stands_before_is_not_counted(llama_run: Run, store: Store, tokenizer: Tokenizer) -> None:
-    """Without an end token the very first token cannot be predicted: it costs nothing, and must not lower the mean either."""
+    """Without an end token the very first token cannot be predicted: it must not lower the mean."""
     opened, bare = open_model(llama_run.path), replace(store, eos=None)
     with_end, without = (evaluate_text(opened, held, tokenizer, max_tokens=500) for held in (store, bare))
     first, second = with_end.scores[0].detail, without.scores[0].detail

@@ -34,9 +34,14 @@ def write(path: Path, items: list[Any]) -> Path:
 def questions(count: int = 12) -> list[dict[str, Any]]:
     words = ["water", "schip", "touw", "haven", "wind", "zee"]
     return [
-        {"context": f"de {words[i % 6]} en het", "choices": [f" {words[(i + k) % 6]}" for k in range(3)], "answer": i % 3, "language": "nl" if i % 2 else "en"}
+        {
+            "context": f"de {words[i % 6]} en het",
+            "choices": [f" {words[(i + k) % 6]}" for k in range(3)],
+            "answer": i % 3,
+            "language": "nl" if i % 2 else "en",
+        }
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("which", ["llama_run", "retnet_run"])
@@ -67,9 +72,18 @@ def test_multiple_choice_counts_what_is_most_probable(llama_run: Run, tokenizer:
     opened = open_model(llama_run.path)
     items = questions()
     best = [
-        int(np.argmax([a[0] for a in likelihoods(opened, [token_pair(tokenizer, q["context"], c) for c in q["choices"]], first=tokenizer.eos)]))
+        int(
+            np.argmax(
+                [
+                    a[0]
+                    for a in likelihoods(
+                        opened, [token_pair(tokenizer, q["context"], c) for c in q["choices"]], first=tokenizer.eos
+                    )
+                ]
+            )
+        )
         for q in items
-    ]  # fmt: skip
+    ]
     items = [{**q, "answer": b if n < 9 else (b + 1) % 3} for n, (q, b) in enumerate(zip(items, best, strict=True))]
     scores = run_task(opened, tokenizer, read_task_file(write(tmp_path / "choice.jsonl", items)), SuiteOptions())
     whole = next(s for s in scores if (s.group, s.metric) == ("all", "accuracy"))
@@ -245,9 +259,14 @@ def test_the_harness_says_the_same_three_ways(
     }
     export(llama_run.path, tmp_path / "hf")
     hf = lm_eval.simple_evaluate(
-        model="hf", model_args=f"pretrained={tmp_path / 'hf'},dtype=float32", tasks=["ours"], device="cpu", batch_size=4,
-        task_manager=TaskManager(include_path=str(folder), include_defaults=False), log_samples=False,
-    )["results"]["ours"]  # fmt: skip
+        model="hf",
+        model_args=f"pretrained={tmp_path / 'hf'},dtype=float32",
+        tasks=["ours"],
+        device="cpu",
+        batch_size=4,
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        log_samples=False,
+    )["results"]["ours"]
     assert native["acc"] == hf["acc,none"] == light["accuracy"]
     assert native["acc_norm"] == hf["acc_norm,none"]
     assert 0 < native["acc"] < 1

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from windlass.planner.layouts import enumerate_choices, from_config, problems, work_of
 
 from windlass.clusters import load_cluster
 from windlass.config import LayoutConfig, load_recipe
 from windlass.cost.memory import WORKSPACE_BYTES, memory
 from windlass.cost.step import estimate
-from windlass.planner.layouts import enumerate_choices, from_config, problems, work_of
 from windlass.planner.task import Task, make_task
 
 ROOT = Path(__file__).resolve().parents[2]

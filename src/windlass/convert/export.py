@@ -16,8 +16,8 @@ from windlass.config import ModelConfig
 from windlass.convert.config_json import config_json, format_of, positions_of
 from windlass.convert.source import DTYPES, ModelSource, ProgressCallback, dtype_of_name, find_source, find_tokenizer
 from windlass.convert.tokenizer_files import special_ids, write_tokenizer
-from windlass.convert.verify import LogitComparison, compare_logits, exported_names
-from windlass.convert.weights import StoredWeights, open_weights
+from windlass.convert.verify import LogitComparison, compare_logits
+from windlass.convert.weights import StoredWeights, exported_names, open_weights
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import CheckpointError, ConfigError, DataError, RunError
 from windlass.files import read_json, write_atomic, write_json
@@ -117,7 +117,7 @@ def export_dtype(source: ModelSource, named: str | None) -> str:
 def write_weights(
     model: ModelConfig, weights: StoredWeights, folder: Path, dtype: str, shard_bytes: int, progress: ProgressCallback
 ) -> tuple[dict[str, int], int]:
-    """Write shards of at most `shard_bytes` (or one tensor), one in memory at a time: file -> bytes, and the tensors."""
+    """Write shards of at most `shard_bytes`, one in memory at a time: file -> bytes, and the number of tensors."""
     from safetensors.torch import save_file
 
     names, format, torch_dtype = exported_names(model, weights), format_of(model), DTYPES[dtype]

@@ -5,7 +5,7 @@ layer: the same text runs through both sides, and only one layer of each is in m
 """
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from windlass.checkpoint.stage import available_bytes
-from windlass.config import ModelConfig, Recipe
-from windlass.convert.config_json import format_of, original_config, recipe_of_folder
+from windlass.config import Recipe
+from windlass.convert.config_json import format_of, recipe_of_folder
 from windlass.convert.source import load_model
-from windlass.convert.weights import StoredWeights, open_weights
+from windlass.convert.weights import StoredWeights, exported_names, open_weights
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import ConfigError, DataError
 from windlass.models.build import build_model
@@ -26,25 +26,6 @@ TOLERANCE = 1e-4
 MIN_AGREEMENT = 0.999
 SEQUENCES, MAX_LENGTH = 4, 256
 BYTES_PER_WEIGHT = 9  # both models in fp32, and some room
-
-
-def exported_names(model: ModelConfig, weights: StoredWeights) -> dict[str, str]:
-    """Name in the exported folder -> name in the checkpoint, in the folder's order."""
-    format = format_of(model)
-    twins: Mapping[str, str] = {}
-    older: Mapping[str, str] = {}
-    if format.wraps_transformers:
-        with torch.device("meta"):  # only transformers knows which of its names stand for one weight
-            twins = build_model(model, seq_len=1).twins
-        model_type = original_config(model).get("model_type") or ""
-        older = next((table for start, table in format.older_names.items() if model_type.startswith(start)), {})
-    exported = {}
-    for name in weights:
-        hf_name = format.hf_name(name)
-        # As save_pretrained does: a weight with two names is written under its first.
-        if hf_name is not None and name not in twins and format.prefix + name not in twins:
-            exported[older.get(hf_name, hf_name)] = name
-    return exported or {name: name for name in weights}  # already under Hugging Face's names
 
 
 @dataclass(frozen=True)
@@ -71,7 +52,7 @@ def compare_logits(
     tokenizer: Tokenizer | None,
     text: str | None = None,
 ) -> LogitComparison:
-    """Compare a Hugging Face folder with the checkpoint of the same model, whose weights are rounded to `dtype` first."""
+    """Compare a Hugging Face folder with a checkpoint of the same model, rounded to `dtype` first."""
     tokens, description = sample_tokens(recipe, tokenizer, text)
     weights = open_weights(checkpoint)
     needed_bytes = sum(torch.Size(weights.shape(name)).numel() for name in weights) * BYTES_PER_WEIGHT
@@ -170,9 +151,9 @@ def _layer_by_layer(
 
     x, y = (table[tokens] for table in both("embed.weight"))
     for number in range(model.layers or 0):
-        stage.load_state_dict({
-            name: both(name.replace("layers.0.", f"layers.{number}.", 1))[0] for name in stage.state_dict()
-        })  # fmt: skip
+        stage.load_state_dict(
+            {name: both(name.replace("layers.0.", f"layers.{number}.", 1))[0] for name in stage.state_dict()}
+        )
         start = f"model.layers.{number}."
         layer.load_state_dict({name: exported[start + name].float() for name in layer.state_dict()})
         x = stage(x)

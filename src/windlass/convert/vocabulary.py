@@ -1,4 +1,4 @@
-"""Embedding rows for a new tokenizer, made from the old tokenizer's pieces of the same text: no row starts from noise."""
+"""Embedding rows for a new tokenizer, from the old tokenizer's pieces of the same text: no row starts from noise."""
 
 from typing import Any
 

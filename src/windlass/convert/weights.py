@@ -1,4 +1,4 @@
-"""Weights of a checkpoint or a Hugging Face folder, read one tensor at a time: the whole model need not fit in memory."""
+"""Weights of a checkpoint or a Hugging Face folder, read one tensor at a time: the model need not fit in memory."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,10 @@ from torch import Tensor
 
 from windlass.checkpoint.files import MANIFEST
 from windlass.checkpoint.load import safetensors_files
+from windlass.config import ModelConfig
+from windlass.convert.config_json import format_of, original_config
 from windlass.errors import CheckpointError
+from windlass.models.build import build_model
 
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -94,3 +97,22 @@ def _open_checkpoint(folder: Path) -> StoredWeights:
             hint="was it written by another program?",
         )
     return StoredWeights(tensors)
+
+
+def exported_names(model: ModelConfig, weights: StoredWeights) -> dict[str, str]:
+    """Name in the exported folder -> name in the checkpoint, in the folder's order."""
+    format = format_of(model)
+    twins: Mapping[str, str] = {}
+    older: Mapping[str, str] = {}
+    if format.wraps_transformers:
+        with torch.device("meta"):  # only transformers knows which of its names stand for one weight
+            twins = build_model(model, seq_len=1).twins
+        model_type = original_config(model).get("model_type") or ""
+        older = next((table for start, table in format.older_names.items() if model_type.startswith(start)), {})
+    exported = {}
+    for name in weights:
+        hf_name = format.hf_name(name)
+        # As save_pretrained does: a weight with two names is written under its first.
+        if hf_name is not None and name not in twins and format.prefix + name not in twins:
+            exported[older.get(hf_name, hf_name)] = name
+    return exported or {name: name for name in weights}  # already under Hugging Face's names

@@ -1,4 +1,4 @@
-"""Fine-tuning of a text classifier: a linear head on the last token's hidden state, trained on a TSV of texts and labels.
+"""Fine-tuning of a text classifier: a linear head on the last token's hidden state, trained on texts and labels.
 
 Frozen: only the head learns, and the hidden states are computed once. Full: every weight learns. Several seeds give a
 spread. Several processes share each batch and average their gradients: their number changes the speed, not the task.

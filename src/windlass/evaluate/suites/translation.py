@@ -80,10 +80,16 @@ def translation_scores(
             value = metric.corpus_score(texts, [references]).score
             scores.append(
                 EvalScore(
-                    task=task, group=group, metric=name, value=value, low=low, high=high,
-                    count=len(inside), detail={"kind": Translation.kind, **detail},
+                    task=task,
+                    group=group,
+                    metric=name,
+                    value=value,
+                    low=low,
+                    high=high,
+                    count=len(inside),
+                    detail={"kind": Translation.kind, **detail},
                 )
-            )  # fmt: skip
+            )
     return scores
 
 
