@@ -40,7 +40,7 @@ def default_name(parameters: float, cluster: str) -> str:
 
 
 def batch_tokens(parameters: float, seq_len: int, devices: int) -> int:
-    """About 0.5Mi tokens up to 1B parameters, 2Mi up to 5B, 4Mi beyond; the same number of sequences on every device."""
+    """About 0.5Mi tokens up to 1B parameters, 2Mi up to 5B, 4Mi beyond; equal sequences on every device."""
     usual = 2**19 if parameters <= 1.5e9 else 2**21 if parameters <= 5e9 else 2**22
     unit = seq_len * devices
     return max(1, round(usual / unit)) * unit
@@ -69,7 +69,8 @@ def recipe_text(a: StarterRecipe) -> str:
     store = (
         f"store        = {_text(a.store)}\n"
         if a.store
-        else '# store      = "data/mine"      # written by windlass tokenize; without it training reads synthetic tokens\n'
+        else '# store      = "data/mine"      # written by windlass tokenize; '
+        "without it training reads synthetic tokens\n"
     )
     batch = batch_tokens(a.parameters, a.seq_len, a.nodes * a.devices_per_node)
     shape = "".join(f"{key:<8} = {value}\n" for key, value in a.model.items())

@@ -93,7 +93,7 @@ def with_exposed_communication(activity: Activity) -> Activity:
 def _launched_by_collective(trace: Trace, launches: Launches, named: Mask) -> Mask:
     """Kernels of libraries with other names, recognised by the External id of a collective.
 
-    Some profilers write the correlation id there, so the launching call must also lie inside the collective's host range.
+    Some profilers write the correlation id there, so the launching call must also lie inside the host range.
     """
     launched = np.zeros(len(trace.kind), dtype=bool)
     collective = trace.mask(Kind.OPERATOR) & trace.names_where(is_communication_operator)

@@ -14,7 +14,7 @@ class Mode(StrEnum):
     FIXED = "fixed"  # communication by kernel name, every step adding up to 100 %
 
 
-# -- lists of the plugin; mode `tb` uses exactly these ------------------------------------------------------------------
+# -- lists of the plugin; mode `tb` uses exactly these ---------------------------------------------------------------
 
 _TB_COLLECTIVES = ("broadcast", "reduce", "all_reduce", "all_gather", "reduce_scatter")
 TB_COMMUNICATION = frozenset(f"{library}:{name}" for library in ("nccl", "gloo") for name in _TB_COLLECTIVES)
@@ -37,7 +37,7 @@ TENSOR_CORE_OPERATORS = frozenset(
        "MvBackward", "AddmmBackward", "AddbmmBackward"]
 )  # fmt: skip
 
-# -- patterns of mode `fixed` -------------------------------------------------------------------------------------------
+# -- patterns of mode `fixed` ----------------------------------------------------------------------------------------
 
 # Anchored at the start of a word: a compute kernel with "nccl" inside another word is not a collective.
 _COMMUNICATION_KERNEL = re.compile(

@@ -205,7 +205,7 @@ def _owners_by_time(trace: Trace, launches: Launches, rows: Ints, parent: Ints, 
 
 
 def _merge_repeats(trace: Trace, rows: Ints, parent: Ints, owner: Ints, mode: Mode) -> tuple[Ints, Ints, Ints]:
-    """An operator whose only child is the same operator is one call. The plugin forgets the outer one's runtime calls."""
+    """An operator whose only child is the same operator is one call. The plugin forgets the outer runtime calls."""
     children = np.bincount(parent[parent >= 0], minlength=len(rows))
     operator = trace.kind[rows] == Kind.OPERATOR
     above = np.maximum(parent, 0)

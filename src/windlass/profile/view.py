@@ -60,7 +60,7 @@ def _shorten(name: str, length: int) -> str:
     return name if len(name) <= length else name[: length - 1] + "…"
 
 
-# -- one profile --------------------------------------------------------------------------------------------------------
+# -- one profile -----------------------------------------------------------------------------------------------------
 
 
 def summary_table(job: JobProfile) -> DataTable:
@@ -277,7 +277,7 @@ def _cached_profile(stamps: tuple[tuple[str, int, int], ...], mode: Mode, label:
     return profile_traces([path for path, _, _ in stamps], mode, label=label)
 
 
-# -- several profiles -----------------------------------------------------------------------------------------------------
+# -- several profiles ------------------------------------------------------------------------------------------------
 
 
 def side_by_side(jobs: Sequence[JobProfile]) -> DataTable:
