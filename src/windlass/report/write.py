@@ -85,13 +85,16 @@ def json_report(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> dict[s
 
 def write_figures(runs: Sequence[Run], folder: Path, kind: str = "svg", sweeps: Sequence[SweepView] = ()) -> list[Path]:
     """Every chart of the report as a picture of its own, named after its section and title."""
-    paths: list[Path] = []
+    paths: dict[Path, Chart | Heat] = {}
     for section in report_sections(runs, sweeps)[2]:
         for item in section.items:
             if isinstance(item, (Chart, Heat)):
                 name = re.sub(r"[^a-z0-9]+", "-", f"{section.id} {item.title}".lower()).strip("-")[:80]
-                paths.append(save_picture(item, folder / f"{name}.{kind}"))
-    return paths
+                path = folder / f"{name}.{kind}"
+                if path in paths:  # two long titles that differ at their ends
+                    path = folder / f"{name}-{len(paths)}.{kind}"
+                paths[path] = item
+    return [save_picture(item, path) for path, item in paths.items()]
 
 
 def write_report(run: Run, path: Path | None = None) -> Path:

@@ -45,7 +45,7 @@ const picked = new Set();
 const compare = { key: "loss", x: "step", log: false };
 let wanted = "", sortBy = "updated_at", down = true;
 const COLUMNS = [
-  ["", null], ["run", "name"], ["state", "status"], ["loss", "loss"], ["", null], ["tokens", "tokens"], ["tokens/s", "tokens_per_second"], ["MFU", "mfu"], ["goodput", "goodput"], ["energy", "joules"], ["devices", "devices"], ["last line", "updated_at"],
+  ["", null], ["run", "name"], ["state", "status"], ["loss", "loss"], ["", null], ["tokens", "tokens"], ["tokens/s", "tokens_per_second"], ["MFU", "mfu"], ["goodput", "goodput"], ["energy", "joules"], ["devices", "devices"], ["last update", "updated_at"],
 ];
 
 async function runsPage(mine) {
@@ -62,7 +62,7 @@ async function runsPage(mine) {
   for (const key of Object.keys(data.metrics)) if (!["step", "time", "tokens"].includes(key)) keys.append(el("option", { value: key, selected: key === compare.key, title: data.metrics[key] }, key));
   const about = el("p", { class: "caption" });
   const panel = el("section", { id: "comparison", hidden: true }, el("h2", null, "Compare"), el("div", { class: "bar" }, el("label", null, "show ", keys), el("label", null, "over ", axes), el("label", null, log, "logarithmic"), el("button", { id: "none", on: { click: () => { picked.clear(); fill(); draw(true); } } }, "untick all")), el("div", { class: "panel" }, box), about);
-  page.replaceChildren(el("h1", null, "Runs"), el("p", { class: "sub" }, data.root), el("div", { class: "bar" }, filter, count), el("div", { class: "wide" }, el("table", { id: "runs" }, el("thead", null, head), body)), el("p", { class: "caption" }, "Tick several runs to see their curves on one axis."), panel);
+  page.replaceChildren(el("h1", null, "Runs"), el("p", { class: "sub" }, data.root), el("div", { class: "bar" }, filter, count), el("div", { class: "wide" }, el("table", { id: "runs" }, el("thead", null, head), body)), el("p", { class: "caption" }, "Select runs to overlay their curves."), panel);
 
   function fill() {
     const words = wanted.toLowerCase().split(/\s+/).filter(Boolean);
@@ -231,7 +231,7 @@ async function sweepPage(id, mine) {
     bar.hidden = !reply.sweeps.length;
     const shown = reply.sweeps.find((s) => s.id === reply.id);
     title.textContent = shown ? shown.title : "All runs against each other";
-    about.textContent = shown ? `sweep ${shown.name}, ${shown.progress}; the same rows as its results.csv and report.html` : "every run of this folder with a measured speed; no sweep asked for them together";
+    about.textContent = shown ? `sweep ${shown.name}, ${shown.progress}; the same rows as its results.csv and report.html` : "every run of this folder with a measured speed; these runs are not part of a sweep";
     const scroll = window.scrollY;
     body.replaceChildren(...sections(reply.sections));
     window.scrollTo(0, scroll);
