@@ -19,11 +19,10 @@ from windlass.config import LayoutConfig, Loaded, Recipe
 from windlass.errors import WindlassError
 from windlass.layout.resolve import complete_layout, job_size, resolve_step
 from windlass.layout.rules import check_layout, violations
-from windlass.layout.types import Layout
 from windlass.models.presets import model_spec
 from windlass.planner import plan, write_plan
 from windlass.planner.search import fill_recipe, on_devices
-from windlass.runs.events import LayoutChanged
+from windlass.runs.events import LayoutChanged, ProcessStart
 from windlass.runs.folder import Run, create_run
 from windlass.runs.starts import Start, last_start, write_start
 
@@ -95,10 +94,11 @@ def bind_start(
     model = model_spec(recipe.model)
     size = job_size(recipe, devices, devices_per_node)
     layout = complete_layout(recipe.layout or LayoutConfig(), size)
-    recompute = recipe.train.recompute
-    if violations(model, layout, size, recipe.train.engine):
-        if run.layout_from() != "planner":
-            check_layout(model, layout, size, recipe.train.engine)
+    recompute: str = recipe.train.recompute
+    planned = run.layout_from() == "planner"
+    if not planned:
+        check_layout(model, layout, size, recipe.train.engine)
+    elif recipe.layout is None or violations(model, layout, size, recipe.train.engine):
         cluster = local_cluster(recipe, devices_per_node)
         best = plan(recipe.model_copy(update={"layout": None}), cluster, nodes=devices // devices_per_node).best
         layout, recompute = best.layout, best.recompute
@@ -113,15 +113,21 @@ def bind_start(
         devices_per_node=devices_per_node,
         reason=reason,
     )
-    _record_change(run, last_start(run), start)
+    _record_change(run, start)
     write_start(run, start)
     return start
 
 
-def _record_change(run: Run, before: Start | None, start: Start) -> None:
-    old: Layout | None = before.layout if before else None
-    if before is not None and old != start.layout:
-        reason = "the recipe's layout changed"
-        if before.devices != start.devices:
-            reason = f"{before.devices} -> {start.devices} devices"
-        run.record(LayoutChanged(old=asdict(before.layout), new=asdict(start.layout), reason=reason))
+def _record_change(run: Run, start: Start) -> None:
+    """A layout that follows another number of devices is an event; one that the recipe changed was recorded with it."""
+    before = last_start(run)
+    if before is not None:
+        devices, per_node, old = before.devices, before.devices_per_node, asdict(before.layout)
+    else:  # a run folder of version 0.1 has only the events of its processes
+        last = [ProcessStart(), *run.events(ProcessStart)][-1]
+        devices, per_node, old = last.world_size or start.devices, start.devices_per_node, last.layout or {}
+    if (devices, per_node) != (start.devices, start.devices_per_node):
+        reason = f"{devices} -> {start.devices} devices"
+        if devices == start.devices:
+            reason = f"{per_node} -> {start.devices_per_node} devices per node"
+        run.record(LayoutChanged(old=old, new=asdict(start.layout), reason=reason))
