@@ -16,10 +16,11 @@ from pathlib import Path
 from windlass.clusters import Cluster, load_cluster
 from windlass.clusters.here import with_gpus
 from windlass.config import LayoutConfig, Loaded, Recipe
-from windlass.errors import WindlassError
+from windlass.errors import ConfigError, WindlassError
 from windlass.layout.resolve import complete_layout, job_size, resolve_step
 from windlass.layout.rules import check_layout, violations
 from windlass.models.presets import model_spec
+from windlass.models.spec import ModelSpec
 from windlass.planner import plan, write_plan
 from windlass.planner.search import fill_recipe, on_devices
 from windlass.runs.events import LayoutChanged, ProcessStart
@@ -97,7 +98,12 @@ def bind_start(
     recompute: str = recipe.train.recompute
     planned = run.layout_from() == "planner"
     if not planned:
-        check_layout(model, layout, size, recipe.train.engine)
+        try:
+            check_layout(model, layout, size, recipe.train.engine)
+        except ConfigError as error:
+            valid = valid_sizes(recipe, model, devices, devices_per_node)
+            hint = f"this layout is valid on {' or '.join(map(str, valid))} devices" if valid else ""
+            raise ConfigError(error.code, error.message, hint="; ".join(filter(None, (error.hint, hint)))) from None
     elif recipe.layout is None or violations(model, layout, size, recipe.train.engine):
         cluster = local_cluster(recipe, devices_per_node)
         best = plan(recipe.model_copy(update={"layout": None}), cluster, nodes=devices // devices_per_node).best
@@ -116,6 +122,23 @@ def bind_start(
     _record_change(run, start)
     write_start(run, start)
     return start
+
+
+def valid_sizes(recipe: Recipe, model: ModelSpec, devices: int, devices_per_node: int) -> list[int]:
+    """The nearest smaller and the nearest larger number of devices for the recipe's layout, where there are such.
+
+    On one node any number counts, on several nodes only full nodes; beyond four times the devices nobody looks.
+    """
+
+    def valid(count: int) -> bool:
+        size = job_size(recipe, count, min(count, devices_per_node))
+        layout = complete_layout(recipe.layout or LayoutConfig(), size)
+        return not violations(model, layout, size, recipe.train.engine)
+
+    step = devices_per_node if devices > devices_per_node else 1
+    smaller = next((count for count in range(devices - step, 0, -step) if valid(count)), None)
+    larger = next((count for count in range(devices + step, 4 * devices + 1, step) if valid(count)), None)
+    return [count for count in (smaller, larger) if count is not None]
 
 
 def _record_change(run: Run, start: Start) -> None:
