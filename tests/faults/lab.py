@@ -276,7 +276,7 @@ def bad_gradients(positions: range, ranks: tuple[int, ...]) -> Harm:
     return harm
 
 
-WATCHDOG_SECONDS = 8.0
+WATCHDOG_SECONDS = 5.0
 
 
 def patient_start(then: Harm | None = None) -> Harm:
