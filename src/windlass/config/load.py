@@ -228,11 +228,11 @@ def _cross_problems(recipe: Recipe) -> Iterator[str]:
     if any(weight < 0 for weight in data.mix.values()) or (data.mix and sum(data.mix.values()) <= 0):
         yield "data.mix: weights must be at least 0 and not all 0"
     if layout and model.heads and model.heads % layout.tensor:
-        yield f"layout.tensor ({layout.tensor}) does not divide model.heads ({model.heads}); nearest legal: {nearest(layout.tensor, divisors(model.heads))}"
+        yield f"layout.tensor ({layout.tensor}) does not divide model.heads ({model.heads}); nearest valid: {nearest(layout.tensor, divisors(model.heads))}"
     if layout and model.kv_heads and model.kv_heads % layout.tensor:
-        yield f"layout.tensor ({layout.tensor}) does not divide model.kv_heads ({model.kv_heads}); nearest legal: {nearest(layout.tensor, divisors(model.kv_heads))}"
+        yield f"layout.tensor ({layout.tensor}) does not divide model.kv_heads ({model.kv_heads}); nearest valid: {nearest(layout.tensor, divisors(model.kv_heads))}"
     if layout and model.ffn and model.ffn % layout.tensor:
-        yield f"layout.tensor ({layout.tensor}) does not divide model.ffn ({model.ffn}); nearest legal: {nearest(layout.tensor, divisors(model.ffn))}"
+        yield f"layout.tensor ({layout.tensor}) does not divide model.ffn ({model.ffn}); nearest valid: {nearest(layout.tensor, divisors(model.ffn))}"
     if layout and model.layers and layout.pipeline > model.layers:
         yield f"layout.pipeline ({layout.pipeline}) is more than model.layers ({model.layers})"
 
@@ -248,7 +248,7 @@ def _head_problems(model: ModelConfig) -> Iterator[str]:
         return
     values = model.value_width or model.ffn
     if values and values % model.heads:
-        key = "value_width" if model.value_width else "ffn (also the width of values when value_width is left out)"
+        key = "value_width" if model.value_width else "ffn (the default of value_width)"
         up = -(-values // model.heads) * model.heads
         yield f"model.heads ({model.heads}) does not divide model.{key} ({values}); the next larger one is {up}"
     if model.kv_heads not in (None, model.heads):
@@ -261,10 +261,10 @@ def divisors(value: int) -> list[int]:
     return [d for d in range(1, value + 1) if value % d == 0]
 
 
-def nearest(value: int, legal: Iterable[int]) -> str:
-    """The nearest legal values on both sides, as words for a message."""
-    known = sorted(set(legal))
-    below, above = [v for v in known if v < value], [v for v in known if v > value]
+def nearest(value: int, valid: Iterable[int]) -> str:
+    """The nearest valid values below and above, for a message."""
+    others = sorted(set(valid))
+    below, above = [v for v in others if v < value], [v for v in others if v > value]
     return " or ".join(str(v) for v in (*below[-1:], *above[:1])) or "none"
 
 
