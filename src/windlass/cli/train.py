@@ -60,45 +60,34 @@ def train(
 def run_start(run: Run, start: Start, here: Place, *, restarts: int, quiet: bool) -> int:
     """Train a bound start: in this process, or one worker per device under a supervisor; the exit code."""
     import contextlib
-
-    from windlass.clusters.scheduler import job_id
-    from windlass.errors import ConfigError
-    from windlass.runs.lock import locked
-
-    with locked(run.lock_file, job_id()) if here.rank == 0 else contextlib.nullcontext():
-        if here.source == "single" and start.devices > 1:
-            return supervise(run, start, restarts, quiet=quiet)
-        from windlass.train.worker import work
-
-        try:
-            return work(run, start, here, quiet=quiet)
-        except ConfigError as error:
-            if here.rank == 0:
-                raise
-            return error.exit_code  # every rank finds the same; rank 0 says it once, and each has left its record
-
-
-def supervise(run: Run, start: Start, restarts: int, *, quiet: bool = False) -> int:
-    """One worker per device of this machine, restarted when they fail."""
     from dataclasses import replace
 
     from windlass.cli.output import console
-    from windlass.errors import EXIT_DONE, EXIT_RESUMABLE
+    from windlass.clusters.scheduler import job_id
+    from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError
     from windlass.runs.events import GaveUp
+    from windlass.runs.lock import locked
     from windlass.runs.starts import write_start
-    from windlass.train.supervisor import run_workers
+    from windlass.train import supervisor, worker
 
-    def argv(attempt: int) -> list[str]:
-        current = replace(start, restart=attempt)
-        write_start(run, current)
-        arguments = [str(run.path), "--start", current.name, *(["--quiet"] if quiet else [])]
-        return [sys.executable, "-m", "windlass.train.worker", *arguments]
+    def arguments(attempt: int) -> list[str]:
+        current = replace(start, restart=start.restart + attempt)
+        if attempt:
+            write_start(run, current)
+        return [str(run.path), "--start", current.name, *(["--quiet"] if quiet else [])]
 
-    code = run_workers(argv, start.devices, run, restarts)
+    with locked(run.lock_file, job_id()) if here.rank == 0 else contextlib.nullcontext():
+        if here.source != "single" or start.devices == 1:
+            try:
+                return worker.main(arguments(0))
+            except ConfigError as error:
+                if here.rank == 0:
+                    raise
+                return error.exit_code  # every rank finds the same; rank 0 says it once, and each has left its record
+        program = [sys.executable, "-m", "windlass.train.worker"]
+        code = supervisor.run_workers(lambda n: [*program, *arguments(n)], start.devices, run, restarts)
     if code == EXIT_RESUMABLE:
         console().print(f"to resume: windlass resume {run.path}", markup=False)
-    elif code != EXIT_DONE:
-        last = next(reversed(list(run.events(GaveUp))), None)
-        if last is not None:
-            console().print(f"gave up: {last.reason}", markup=False, style="red")
+    elif code != EXIT_DONE and (given_up := list(run.events(GaveUp))):
+        console().print(f"gave up: {given_up[-1].reason}", markup=False, style="red")
     return code

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -205,7 +205,7 @@ def check(recipe: Recipe) -> None:
 
 
 def _cross_problems(recipe: Recipe) -> Iterator[str]:
-    model, data, layout = recipe.model, recipe.data, recipe.layout
+    model, data = recipe.model, recipe.data
     if model.family == "hf":
         if model.config is None:
             yield 'model.config: needed when model.family = "hf" (a folder with config.json)'
@@ -227,14 +227,6 @@ def _cross_problems(recipe: Recipe) -> Iterator[str]:
         yield f"data.batch_tokens ({data.batch_tokens:,}) is not a multiple of data.seq_len ({data.seq_len:,}); the next larger one is {up:,}"
     if any(weight < 0 for weight in data.mix.values()) or (data.mix and sum(data.mix.values()) <= 0):
         yield "data.mix: weights must be at least 0 and not all 0"
-    if layout and model.heads and model.heads % layout.tensor:
-        yield f"layout.tensor ({layout.tensor}) does not divide model.heads ({model.heads}); nearest legal: {nearest(layout.tensor, divisors(model.heads))}"
-    if layout and model.kv_heads and model.kv_heads % layout.tensor:
-        yield f"layout.tensor ({layout.tensor}) does not divide model.kv_heads ({model.kv_heads}); nearest legal: {nearest(layout.tensor, divisors(model.kv_heads))}"
-    if layout and model.ffn and model.ffn % layout.tensor:
-        yield f"layout.tensor ({layout.tensor}) does not divide model.ffn ({model.ffn}); nearest legal: {nearest(layout.tensor, divisors(model.ffn))}"
-    if layout and model.layers and layout.pipeline > model.layers:
-        yield f"layout.pipeline ({layout.pipeline}) is more than model.layers ({model.layers})"
 
 
 def _head_problems(model: ModelConfig) -> Iterator[str]:
@@ -255,17 +247,6 @@ def _head_problems(model: ModelConfig) -> Iterator[str]:
         yield f"model.kv_heads ({model.kv_heads}): retention has no groups of heads; leave it out, or say model.kv_heads = {model.heads}"
     if model.head_dim is not None and model.head_dim * model.heads != model.width:
         yield f"model.head_dim ({model.head_dim}): retention's heads divide model.width ({model.width}) by {model.heads}; leave it out"
-
-
-def divisors(value: int) -> list[int]:
-    return [d for d in range(1, value + 1) if value % d == 0]
-
-
-def nearest(value: int, legal: Iterable[int]) -> str:
-    """The nearest legal values on both sides, as words for a message."""
-    known = sorted(set(legal))
-    below, above = [v for v in known if v < value], [v for v in known if v > value]
-    return " or ".join(str(v) for v in (*below[-1:], *above[:1])) or "none"
 
 
 def recipe_hash(recipe: Recipe) -> str:

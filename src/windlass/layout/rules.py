@@ -76,12 +76,11 @@ def violations(model: ModelSpec, layout: Layout, size: JobSize, engine: str = "n
 def check_layout(model: ModelSpec, layout: Layout, size: JobSize, engine: str = "native") -> None:
     """Raise one error for all violations; its code is that of the first."""
     problems = violations(model, layout, size, engine)
+    if len(problems) == 1:
+        raise ConfigError(problems[0].code, problems[0].message, hint=f"nearest valid: {problems[0].nearest}")
     if problems:
-        raise ConfigError(
-            problems[0].code,
-            "; ".join(p.message for p in problems),
-            hint="nearest valid: " + "; ".join(p.nearest for p in problems),
-        )
+        lines = "".join(f"\n  {problem}" for problem in problems)
+        raise ConfigError(problems[0].code, f"the layout has {len(problems)} problems:{lines}")
 
 
 def _model_problems(model: ModelSpec, layout: Layout, size: JobSize, engine: str) -> Iterator[Violation]:

@@ -128,6 +128,8 @@ def kind_of(error: BaseException) -> str:
     """oom, diverged, hang, disk, config, data, checkpoint, run, train, lost (another rank), interrupted, crash."""
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
         return "oom"
+    if type(error).__name__ == "LostWorkerError":
+        return "lost"
     if kind := _KINDS_BY_CODE.get(getattr(error, "exit_code", 0)):
         return kind
     if isinstance(error, KeyboardInterrupt):

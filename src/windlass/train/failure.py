@@ -1,4 +1,4 @@
-"""Which failures do we know better than torch's own words? Out of memory and divergence; `runs.faults.record_fault` writes them down."""
+"""Failures that we explain better than torch does: out of memory, a lost worker, divergence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import resource
 
 import torch
 
-from windlass.errors import EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, TrainError
+from windlass.errors import EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, TrainError, WindlassError
+from windlass.runs.faults import kind_of
+from windlass.runs.folder import Run
 from windlass.units import print_bytes
 
 
@@ -19,30 +21,41 @@ class DivergedError(TrainError):
     exit_code = EXIT_DIVERGED
 
 
-def explain(error: BaseException) -> BaseException:
-    """The same error in our words where we know better; torch's own stays behind it as the cause."""
+class LostWorkerError(WindlassError):
+    """Another worker went away; this one is not at fault, and a restart may help."""
+
+
+def explain(error: BaseException, run: Run) -> BaseException:
+    """The same error with numbers and a hint where we can give them; torch's own stays behind it as the cause."""
+    text = str(error).strip()
     if isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+        isinstance(error, RuntimeError) and "can't allocate memory" in text
     ):
-        known = OutOfMemoryError(
+        return OutOfMemoryError(
             "train.out-of-memory",
-            f"a device ran out of memory: {_numbers(str(error))}",
-            hint="a smaller layout.micro_batch, train.recompute = full, more sharding, or `windlass plan` for layouts that fit",
+            f"a device ran out of memory: {_memory_numbers(text)}",
+            hint="a smaller layout.micro_batch, train.recompute = full, more sharding, or `windlass plan` for layouts "
+            "that fit",
         )
-        known.__cause__ = error
-        return known
+    if not isinstance(error, WindlassError) and kind_of(error) == "lost":
+        first = text.splitlines()[0] if text else type(error).__name__
+        return LostWorkerError(
+            "train.worker-lost",
+            f"another worker went away while this one waited for it ({first[:160]})",
+            hint=f"see {run.ranks} for that worker's error; the run continues from its last checkpoint when restarted",
+        )
     return error
 
 
-def _numbers(text: str) -> str:
-    """What was asked for, what was held and what there is; the first of them from torch's words."""
-    asked = re.search(r"tried to allocate ([\d.]+) (\w+)", text, re.IGNORECASE)
-    wanted = "torch does not say how much was asked for"
-    if asked is not None:
-        size = print_bytes(int(asked[1])) if asked[2] == "bytes" else f"{asked[1]} {asked[2]}"
-        wanted = f"{size} more were asked for"
+def _memory_numbers(text: str) -> str:
+    """What was requested (from torch's message), what was in use and what the device has."""
+    match = re.search(r"tried to allocate ([\d.]+) (\w+)", text, re.IGNORECASE)
+    requested = "torch does not report the requested size"
+    if match is not None:
+        size = print_bytes(int(match[1])) if match[2] == "bytes" else f"{match[1]} {match[2]}"
+        requested = f"{size} more were requested"
     if not torch.cuda.is_available():
-        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return f"{wanted}; the process has held up to {print_bytes(held)}"
-    total = torch.cuda.mem_get_info()[1]
-    return f"{wanted}; {print_bytes(torch.cuda.max_memory_allocated())} of the device's {print_bytes(total)} were in use at the peak"
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return f"{requested}; the process has used up to {print_bytes(peak)}"
+    peak, total = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
+    return f"{requested}; {print_bytes(peak)} of the device's {print_bytes(total)} were in use at the peak"

@@ -50,20 +50,30 @@ def run(recipe: Recipe, folder: Run, start: Start, place: Place, hooks: Sequence
     heartbeat = Heartbeat(
         folder, place.rank, world_size=place.world_size, timeout_seconds=recipe.train.watchdog_seconds
     ).start()
-    training: Training | None = None
     recorder = Recorder(listeners=[heartbeat, *hooks])
     all_hooks: list[Hook] = [recorder, heartbeat, *hooks]
+    training: Training | None = None
+    checkpoints: Checkpointing | None = None
+    gc.disable()
     try:
         with listening():  # from the start: a signal while the model is built is not lost
             training = build(recipe, folder, start, place, heartbeat, say)
             stop = StopFlag(folder, recipe.save, rank=place.rank, world_size=place.world_size)
             checkpoints = Checkpointing(training, recorder, stop)
+            # restore
             announce(training, checkpoints, checkpoints.resume())
-            with attention_kernel(recipe.train.attention, training.world.device), stop.installed():
-                return train(training, checkpoints, all_hooks)
+            with attention_kernel(recipe.train.attention, training.world.device), contextlib.closing(stop):
+                prepare(training, checkpoints)
+                # loop
+                each(all_hooks, "on_start", training)
+                reason = run_steps(training, checkpoints, all_hooks)
+                if reason is None and training.validator is not None and not _validates_at(training):
+                    validate(training, checkpoints, all_hooks)
+                checkpoints.final_save(reason, all_hooks)
+                each(all_hooks, "on_stop", training, reason)
+                return finish(training, checkpoints, reason)
     except BaseException as error:
-        explained = explain(error)
-        record_fault(folder, place.rank, explained)
+        record_fault(folder, place.rank, explained := explain(error, folder))
         if training is not None:
             with contextlib.suppress(Exception):
                 each(all_hooks, "on_stop", training, "error")
@@ -71,6 +81,11 @@ def run(recipe: Recipe, folder: Run, start: Start, place: Place, hooks: Sequence
             raise
         raise explained from error
     finally:
+        gc.enable()
+        if checkpoints is not None:
+            checkpoints.saver.close()
+        if training is not None and training.meter is not None:
+            training.meter.stop()
         heartbeat.close()
 
 
@@ -119,40 +134,6 @@ def build(
         progress=Progress(),
         say=say,
     )
-
-
-def train(training: Training, checkpoints: Checkpointing, hooks: Sequence[Hook]) -> int:
-    """Steps until the end or until somebody asks to stop, then the last save."""
-    plan, progress = training.plan, training.progress
-    gc.disable()
-    try:
-        state = checkpoints.state()
-        training.say(checkpoints.saver.prepare(state))
-        forecast = checkpoints.saver.forecast(state, steps=plan.steps, batch_tokens=plan.tokens_per_step)
-        training.say(forecast.text)
-        if training.world.cuda and training.recipe.train.engine == "native":
-            training.say(trial_step(training))
-        checkpoints.timer.restart(progress.step, progress.tokens)
-        each(hooks, "on_start", training)
-        reason = run_steps(training, checkpoints, hooks)
-        if reason is None and training.validator is not None and not _validates_at(training):
-            validate(training, checkpoints, hooks)
-        checkpoints.final_save(reason, hooks)
-        each(hooks, "on_stop", training, reason)
-        if training.world.is_main:
-            if reason is None:
-                loss = checkpoints.recorder.last_loss
-                training.run.record(Finished(step=progress.step, tokens=progress.tokens, loss=loss))
-            else:
-                training.run.record(SignalReceived(signal=reason, step=progress.step))
-                training.run.record(Stopped(step=progress.step, tokens=progress.tokens, reason=reason))
-        training.world.barrier()
-        return EXIT_DONE if reason is None else EXIT_RESUMABLE
-    finally:
-        gc.enable()
-        checkpoints.saver.close()
-        if training.meter is not None:
-            training.meter.stop()
 
 
 def run_steps(training: Training, checkpoints: Checkpointing, hooks: Sequence[Hook]) -> str | None:
@@ -242,6 +223,20 @@ def _first_step_done(training: Training, checkpoints: Checkpointing) -> float:
     return time.monotonic()
 
 
+def finish(training: Training, checkpoints: Checkpointing, reason: str | None) -> int:
+    """Record how the run ended; the exit code."""
+    progress = training.progress
+    if training.world.is_main:
+        if reason is None:
+            loss = checkpoints.recorder.last_loss
+            training.run.record(Finished(step=progress.step, tokens=progress.tokens, loss=loss))
+        else:
+            training.run.record(SignalReceived(signal=reason, step=progress.step))
+            training.run.record(Stopped(step=progress.step, tokens=progress.tokens, reason=reason))
+    training.world.barrier()
+    return EXIT_DONE if reason is None else EXIT_RESUMABLE
+
+
 # -- before the first step ----------------------------------------------------------------------------------------------
 
 
@@ -277,6 +272,17 @@ def open_meter(recipe: Recipe, folder: Run, world: World) -> Meter | None:
     # A launcher may show each rank one device only; the node's meter wants those of all its ranks.
     devices = list(range(world.place.local_world_size)) if world.cuda else None
     return Meter(cluster, recipe.energy, run=folder, devices=devices)
+
+
+def prepare(training: Training, checkpoints: Checkpointing) -> None:
+    """Reserve memory for saves, forecast their disk use, and try one step on a GPU."""
+    plan, state = training.plan, checkpoints.state()
+    training.say(checkpoints.saver.prepare(state))
+    forecast = checkpoints.saver.forecast(state, steps=plan.steps, batch_tokens=plan.tokens_per_step)
+    training.say(forecast.text)
+    if training.world.cuda and training.recipe.train.engine == "native":
+        training.say(trial_step(training))
+    checkpoints.timer.restart(training.step, training.tokens)
 
 
 def trial_step(training: Training) -> str:

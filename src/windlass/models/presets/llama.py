@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from windlass.blocks.attention.spec import AttentionSpec
 from windlass.blocks.embedding.spec import EmbeddingSpec, padded_rows
+from windlass.blocks.interface import BlockSpec
 from windlass.blocks.mlp.spec import MlpSpec
 from windlass.blocks.norm.spec import NormSpec
 from windlass.config import ModelConfig
@@ -21,22 +22,25 @@ def default_hidden(width: int) -> int:
 
 
 def spec(config: ModelConfig) -> ModelSpec:
-    assert config.layers and config.width and config.heads and config.vocab  # config.check has asked for them
-    width = config.width
-    norm = NormSpec(width=width, eps=config.norm_eps)
+    assert config.width and config.heads  # config.check has asked for them
     attention = AttentionSpec(
-        width=width,
+        width=config.width,
         heads=config.heads,
         kv_heads=config.kv_heads or config.heads,
-        head_dim=config.head_dim or width // config.heads,
+        head_dim=config.head_dim or config.width // config.heads,
         rope_theta=config.rope_theta,
     )
-    mlp = MlpSpec(width=width, hidden=config.ffn or default_hidden(width), gated=config.activation == "swiglu")
-    layer = LayerSpec(
-        (Branch("attention", attention, norm, "attention_norm"), Branch("feed_forward", mlp, norm, "ffn_norm"))
-    )
+    return decoder_spec(config, "attention", attention, config.ffn or default_hidden(config.width))
+
+
+def decoder_spec(config: ModelConfig, name: str, mixer: BlockSpec, hidden: int) -> ModelSpec:
+    """Equal layers of a mixer and a feed-forward block, each behind an RMSNorm; the mixer's parameters begin with `name`."""
+    assert config.layers and config.width and config.vocab
+    norm = NormSpec(width=config.width, eps=config.norm_eps)
+    mlp = MlpSpec(width=config.width, hidden=hidden, gated=config.activation == "swiglu")
+    layer = LayerSpec((Branch(name, mixer, norm, f"{name}_norm"), Branch("feed_forward", mlp, norm, "ffn_norm")))
     return ModelSpec(
-        embedding=EmbeddingSpec(vocab=config.vocab, rows=padded_rows(config.vocab), width=width),
+        embedding=EmbeddingSpec(vocab=config.vocab, rows=padded_rows(config.vocab), width=config.width),
         groups=(LayerGroup(layer, config.layers),),
         norm=norm,
         tied=config.tied,

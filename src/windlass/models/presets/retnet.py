@@ -5,39 +5,25 @@ transformers does not have it: its folder holds our parameter names and the reci
 
 from __future__ import annotations
 
-from windlass.blocks.embedding.spec import EmbeddingSpec, padded_rows
-from windlass.blocks.mlp.spec import MlpSpec
-from windlass.blocks.norm.spec import NormSpec
+from dataclasses import replace
+
 from windlass.blocks.retention.spec import RetentionSpec
 from windlass.config import ModelConfig
 from windlass.models.hf_format import ConfigSlot, HFFormat, Preset
-from windlass.models.presets.llama import default_hidden
-from windlass.models.spec import Branch, LayerGroup, LayerSpec, ModelSpec
+from windlass.models.presets.llama import decoder_spec, default_hidden
+from windlass.models.spec import ModelSpec
 
 
 def spec(config: ModelConfig) -> ModelSpec:
-    assert config.layers and config.width and config.heads and config.vocab  # config.check has asked for them
-    width = config.width
-    hidden = config.ffn or config.value_width or default_hidden(width)
-    norm = NormSpec(width=width, eps=config.norm_eps)
+    assert config.width and config.heads  # config.check has asked for them
+    hidden = config.ffn or config.value_width or default_hidden(config.width)
     retention = RetentionSpec(
-        width=width,
+        width=config.width,
         value_width=config.value_width or hidden,
         heads=config.heads,
         chunk=config.chunk if config.retention == "chunkwise" else 0,
     )
-    mlp = MlpSpec(width=width, hidden=hidden, gated=config.activation == "swiglu")
-    layer = LayerSpec(
-        (Branch("retention", retention, norm, "retention_norm"), Branch("feed_forward", mlp, norm, "ffn_norm"))
-    )
-    return ModelSpec(
-        embedding=EmbeddingSpec(vocab=config.vocab, rows=padded_rows(config.vocab), width=width),
-        groups=(LayerGroup(layer, config.layers),),
-        norm=norm,
-        tied=config.tied,
-        init_std=config.init_std,
-        measured=False,
-    )
+    return replace(decoder_spec(config, "retention", retention, hidden), measured=False)
 
 
 PRESET = Preset(
