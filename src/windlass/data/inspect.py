@@ -7,7 +7,7 @@ from typing import Any
 
 from windlass.config.sources import DataFile
 from windlass.data.inputs import find_files
-from windlass.data.permute import key_of, permute
+from windlass.data.mix import key_of, permute
 from windlass.data.readers import read_records
 from windlass.data.store import Store
 from windlass.data.tokenizer import Tokenizer, load_tokenizer

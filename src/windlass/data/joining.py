@@ -24,10 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.config.sources import DataFile
-from windlass.data import megatron
-from windlass.data.chunk_schedule import ChunkKey, last_chunks
 from windlass.data.chunks import SPLITS, TokenizeTask, piece_name, write_fully
-from windlass.data.inputs import WorkItem
+from windlass.data.inputs import ChunkKey, WorkItem, last_chunks
+from windlass.data.shards import index_parts
 from windlass.data.store import CHECKSUMS, FILES, KIND, LEDGER, MANIFEST, REJECTS, TERMS, hash_file, hash_json
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import DataError
@@ -229,7 +228,7 @@ def _write_shard(task: TokenizeTask, pieces: list[Piece], path: Path) -> dict[st
         stretches = [_append_piece(file, piece, task.dtype) for piece in pieces]
     index = hashlib.sha256()
     with _temporary(path.with_suffix(".idx")) as file:
-        for part in megatron.index_parts(lengths, task.dtype, marks=task.file.document_marks):
+        for part in index_parts(lengths, task.dtype, marks=task.file.document_marks):
             index.update(part)
             write_fully(file, part)
     return {

@@ -21,15 +21,21 @@ from pathlib import Path
 from typing import Any
 
 from windlass.config.sources import DataFile
-from windlass.data import megatron
-from windlass.data.chunk_schedule import make_schedule, unfinished_files
 from windlass.data.chunks import ChunkWorker, TokenizeTask, piece_name
 from windlass.data.engines import choose
-from windlass.data.inputs import ROW_FORMATS, WorkItem, find_files, format_of, plan_items
+from windlass.data.inputs import (
+    ROW_FORMATS,
+    WorkItem,
+    find_files,
+    format_of,
+    make_schedule,
+    plan_items,
+    unfinished_files,
+)
 from windlass.data.joining import Journal, reject_lines, undo_joining, update_terms, was_joining, write_store
-from windlass.data.provenance import refuse_unlawful
 from windlass.data.readers import first_texts
-from windlass.data.store import MANIFEST, REJECTS, hash_json
+from windlass.data.shards import dtype_for
+from windlass.data.store import MANIFEST, REJECTS, hash_json, refuse_unlawful
 from windlass.data.tokenizer import Tokenizer, load_tokenizer
 from windlass.errors import EXIT_RESUMABLE, DataError, WindlassError
 from windlass.files import append_line, read_json, read_json_lines, write_atomic, write_json
@@ -113,7 +119,7 @@ def tokenize(
             settings: dict[str, Any] = {"tokenizer": tokenizer.hash, "vocab_size": tokenizer.vocab_size}
             settings |= {"eos": tokenizer.eos, **{key: getattr(file, key) for key in _SETTINGS}}
             items = plan_items(file, files, hash_json(settings))
-            eos, dtype = tokenizer.eos if file.add_eos else None, megatron.dtype_for(tokenizer.vocab_size)
+            eos, dtype = tokenizer.eos if file.add_eos else None, dtype_for(tokenizer.vocab_size)
             shared = TokenizeTask(file, settings, None, eos, dtype, target / "work")
             return _tokenize(shared, tokenizer, items, task, on_progress or (lambda progress: None))
         finally:

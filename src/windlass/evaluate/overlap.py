@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.convert.source import ModelSource, ProgressCallback, own_store
-from windlass.data.permute import mix64
+from windlass.data.mix import mix64
 from windlass.data.store import Store
 from windlass.data.tokenizer import Tokenizer
 from windlass.evaluate.perplexity import choose_documents
