@@ -109,11 +109,11 @@ def recipe_of(c: dict[str, Any]) -> Any:
 
 def measure_one(c: dict[str, Any], warm: int = 3, timed: int = 5) -> dict[str, Any]:
     import torch
+    from windlass.train.attention import attention_backend
 
     from windlass.clusters.scheduler import Place
     from windlass.runs.folder import Run
     from windlass.train import loop
-    from windlass.train.attention import attention_backend
 
     torch._dynamo.reset()  # each configuration compiles anew; otherwise the recompile limit is hit
     torch.cuda.empty_cache()
@@ -167,9 +167,10 @@ def measure(out: Path, budget_seconds: float) -> None:
 
 def ask(c: dict[str, Any], device_name: str) -> tuple[Any, Any]:
     """The planner's question for one configuration on one such device: task and layout."""
+    from windlass.planner.layouts import from_config
+
     from windlass.clusters import device_by_driver_name
     from windlass.clusters.model import Cluster, Links, Node
-    from windlass.planner.layouts import from_config
     from windlass.planner.task import make_task
 
     device = device_by_driver_name(device_name)
@@ -207,8 +208,9 @@ def fit(rows: list[dict[str, Any]], device: str) -> Any:
 
 
 def time_error(row: dict[str, Any], device: str, constants: Any) -> float:
-    from windlass.cost.step import estimate
     from windlass.planner.layouts import work_of
+
+    from windlass.cost.step import estimate
 
     task, choice = ask(row, device)
     found = estimate(

@@ -272,8 +272,9 @@ def windlass_job(row: Row, steps: int) -> Any:
 
 
 def run_windlass(row: Row, warm: int, timed: int) -> dict[str, Any]:
-    from windlass.train import loop
     from windlass.train.attention import attention_backend
+
+    from windlass.train import loop
 
     job = windlass_job(row, warm + timed + 2)
     batches = loop.open_batches(job)
@@ -293,9 +294,9 @@ def run_windlass(row: Row, warm: int, timed: int) -> dict[str, Any]:
 def run_loss(row: Row, warm: int, timed: int) -> dict[str, Any]:
     """300 steps on the bytes of a text; the curve's end is what is compared."""
     import numpy as np
+    from windlass.train.attention import attention_backend
 
     from windlass.train import loop
-    from windlass.train.attention import attention_backend
 
     text = os.environ.get("WINDLASS_BENCH_TEXT")
     if not text:

@@ -14,9 +14,8 @@ from windlass.clusters.model import Cluster
 from windlass.clusters.scheduler import job_id
 from windlass.config.observe import EnergyConfig
 from windlass.energy.measure import Measurement, reconcile, sum_or_unknown
-from windlass.energy.sampler import Sampler
 from windlass.energy.sensors import Sensor, SensorHost, open_sensors
-from windlass.energy.window import Ticker
+from windlass.energy.window import Sampler, Ticker
 from windlass.files import append_line
 from windlass.runs.folder import Run
 
