@@ -169,19 +169,16 @@ def without_overlap(rows: list[EarRow]) -> list[EarRow]:
     ]
     kept: list[EarRow] = []
     for row in sorted(steps, key=lambda r: -r.seconds):
-        if not any(_ran_together(row, other) for other in kept):
+        overlaps = [
+            min(row.end, other.end) - max(row.start, other.start)
+            for other in kept
+            if (row.job, row.node) == (other.job, other.node)
+            and not (row.start is None or row.end is None or other.start is None or other.end is None)
+        ]
+        # Together: they overlap for more than half of this one's time.
+        if not any(seconds > max(0.0, ((row.end or 0.0) - (row.start or 0.0)) / 2) for seconds in overlaps):
             kept.append(row)
     return [row for row in steps if row in kept]
-
-
-def _ran_together(row: EarRow, other: EarRow) -> bool:
-    """Whether two programs of one node overlap for more than half of the first one's time."""
-    if (row.job, row.node) != (other.job, other.node):
-        return False
-    if row.start is None or row.end is None or other.start is None or other.end is None:
-        return False
-    overlap_seconds = min(row.end, other.end) - max(row.start, other.start)
-    return overlap_seconds > 0 and overlap_seconds > (row.end - row.start) / 2
 
 
 SACCT_FORMAT = "JobID,ConsumedEnergyRaw,ElapsedRaw,NNodes,State"

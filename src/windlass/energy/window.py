@@ -198,25 +198,21 @@ def _source_energy(sensor: Sensor, scope: Scope, parts: Mapping[str, PartEnergy]
 VISIT_SECONDS = 30.0
 
 
-class Ticker:
-    """A thread that calls a function at a fixed interval until it is stopped; the last call has then returned."""
+def call_every(seconds: float, call: Callable[[], None], name: str) -> Callable[[], None]:
+    """Call a function at a fixed interval in a thread; returns the function that waits for the last call and ends it."""
+    stop = threading.Event()
 
-    def __init__(self, call: Callable[[], None], seconds: float, name: str) -> None:
-        self._call, self._seconds = call, seconds
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+    def run() -> None:
+        while not stop.wait(seconds):
+            call()
 
-    def start(self) -> None:
-        self._thread.start()
+    def end() -> None:
+        stop.set()
+        thread.join(timeout=max(5.0, 2 * seconds))
 
-    def _run(self) -> None:
-        while not self._stop.wait(self._seconds):
-            self._call()
-
-    def stop(self) -> None:
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=max(5.0, 2 * self._seconds))
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return end
 
 
 class MeasurementWindow:
@@ -237,20 +233,18 @@ class MeasurementWindow:
         opened, missing = open_sensors(SensorHost(cluster, devices)) if sensors is None else (list(sensors), {})
         self._sampler = Sampler(opened, missing)
         self._interval_seconds = interval_seconds
-        self._ticker: Ticker | None = None
+        self._end_sampling: Callable[[], None] = lambda: None
         self.result: Measurement | None = None
 
     def begin(self) -> None:
         self._sampler.read()
         seconds = self._interval_seconds if self._sampler.needs_sampling() else VISIT_SECONDS
-        self._ticker = Ticker(self._sampler.read, seconds, "windlass-energy-window")
-        self._ticker.start()
+        self._end_sampling = call_every(seconds, self._sampler.read, "windlass-energy-window")
 
     def end(self) -> Measurement:
         self._sampler.read()  # before the thread is joined: waiting for it would be part of the span
         self.result = self._sampler.measurement()
-        if self._ticker is not None:
-            self._ticker.stop()
+        self._end_sampling()
         self._sampler.close()
         return self.result
 
