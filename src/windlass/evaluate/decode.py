@@ -24,7 +24,7 @@ class TextDecoder:
         self.model, self.position = model, 0  # tokens taken so far
         self.device = next(model.parameters()).device
         self.replays = replays and self.device.type == "cuda"
-        self.states = [[block.new_state(batch, limit) for block in layer.blocks()] for layer in model.layers.values()]
+        self.states = [[block.new_state(batch, limit) for block in layer.blocks()] for layer in model.typed_layers()]
         blocks = model.blocks()
         keyed = {block.table_key: block for block in blocks if block.table_key is not None}
         self.tables = {key: block.make_table(0, limit, self.device) for key, block in keyed.items()}
@@ -52,15 +52,15 @@ class TextDecoder:
         model = self.model
         assert model.embed is not None and model.norm is not None
         x = model.embed(tokens)
-        for layer, states in zip(model.layers.values(), self.states, strict=True):
+        for layer, states in zip(model.typed_layers(), self.states, strict=True):
             x = layer.decode(x, states, places, start, self.tables)
         return F.linear(model.norm(x[:, -1]), head_weight(model)).float()
 
     def state_bytes(self) -> int:
         """Memory carried from token to token."""
-        pairs = zip(self.model.layers.values(), self.states, strict=True)
+        pairs = zip(self.model.typed_layers(), self.states, strict=True)
         return sum(
-            int(block.state_bytes(state, self.position))
+            block.state_bytes(state, self.position)
             for layer, states in pairs
             for block, state in zip(layer.blocks(), states, strict=True)
         )

@@ -7,8 +7,8 @@ from typing import Any
 
 from windlass.errors import RunError
 from windlass.evaluate.scores import EvalScore
-from windlass.figures import Chart, Section, Series, Table
-from windlass.figures.page import page
+from windlass.figures import Chart, DataTable, Section, Series
+from windlass.figures.html import page
 from windlass.files import read_json_lines
 from windlass.runs.folder import open_run
 
@@ -49,7 +49,7 @@ def scores_page(name: str, step: int | None, scores: Sequence[EvalScore]) -> str
             for s in inside
         ]
         columns = ("group", "metric", "value", "low", "high", "items")
-        table = Table(columns, rows, right=(2, 3, 4, 5), caption="low and high: the 95 % interval")
+        table = DataTable(columns, rows, right=(2, 3, 4, 5), caption="low and high: the 95 % interval")
         sections.append(Section(task, (*charts, table), id=task.replace(" ", "-")))
     return page(f"Evaluation of {name}", sections, subtitle="" if step is None else f"checkpoint of step {step:,}")
 
@@ -165,6 +165,6 @@ def language_charts(rows: Sequence[LanguageRow]) -> list[Chart]:
 
 def language_page(rows: Sequence[LanguageRow]) -> str:
     columns, cells = language_table(rows)
-    table = Table(columns, cells, right=tuple(range(3, len(columns))), caption="± half of the 95 % interval")
+    table = DataTable(columns, cells, right=tuple(range(3, len(columns))), caption="± half of the 95 % interval")
     models = " vs. ".join(dict.fromkeys(row.model for row in rows))
     return page("By language", [Section("", (*language_charts(rows), table))], subtitle=models)
