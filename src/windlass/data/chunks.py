@@ -5,8 +5,6 @@ tokens, then the length of each document in tokens (int32) and, if duplicates ar
 (int32) and a 16-byte hash of its text.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -3,8 +3,6 @@
 Engines are loaded once, before workers are forked, and used only after that: their thread pools do not survive a fork.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 from collections.abc import Callable, Iterable, Sequence

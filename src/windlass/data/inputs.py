@@ -5,8 +5,6 @@ the lines that *begin* in its byte range, so that neighbours never share or miss
 compressed file has is known only at its end. The same files give the same chunks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import json

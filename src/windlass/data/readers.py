@@ -3,8 +3,6 @@
 A bad line costs that line; a file that was cut costs what is missing. Both are reported.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Callable, Iterator

@@ -9,8 +9,6 @@ tokenizer...         the tokenizer's own file
 SOURCE-SPLIT-00000.bin and .idx    Megatron's indexed dataset
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zlib

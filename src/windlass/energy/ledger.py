@@ -4,8 +4,6 @@ Each line holds the joules of one meter since its process started, so the last l
 line loses only itself. Records of EAR and SLURM are lines of the same file with sessions of their own.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace

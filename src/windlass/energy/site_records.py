@@ -9,8 +9,6 @@ adds up all its steps, batch and extern included, and would count a node twice: 
 nodes, other jobs included where a node is shared.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import subprocess

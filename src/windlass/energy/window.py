@@ -3,12 +3,11 @@
 A window reads counters at both ends and samples power in between.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from windlass.clusters.model import Cluster
 from windlass.energy.measure import Measurement, Method, Scope, SourceEnergy, measurement
@@ -248,7 +247,7 @@ class MeasurementWindow:
         self._sampler.close()
         return self.result
 
-    def __enter__(self) -> MeasurementWindow:
+    def __enter__(self) -> Self:
         self.begin()
         return self
 

@@ -1,7 +1,5 @@
 """Communication, tensor cores and data loading, recognised by the names of events."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """Tables of operators and kernels: calls, host and device time, with and without nested operators."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
