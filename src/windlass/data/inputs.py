@@ -224,7 +224,7 @@ def _work_item(
     return WorkItem(digest, source, tuple(files), chunks, rows, step)
 
 
-# -- the order of chunks: big compressed files first, with one reader each; a second one joins only at the end ----------
+# -- the order of chunks: big compressed files first, with one reader each; a second one joins at the end ------------
 
 
 @dataclass

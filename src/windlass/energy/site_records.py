@@ -239,7 +239,7 @@ def sacct(jobs: Sequence[str]) -> str:
 
 
 def read_sacct(text: str, path: str = "sacct") -> list[JobEnergy]:
-    """Energy per job from lines of `sacct --parsable2`: by the names in its header, else in the order of SACCT_FORMAT."""
+    """Energy per job from lines of `sacct --parsable2`: by the names in its header, else as in SACCT_FORMAT."""
     header = SACCT_FORMAT.lower().split(",")
     jobs: dict[str, list[_SacctRow]] = {}
     for line in text.splitlines():

@@ -198,7 +198,7 @@ VISIT_SECONDS = 30.0
 
 
 def call_every(seconds: float, call: Callable[[], None], name: str) -> Callable[[], None]:
-    """Call a function at a fixed interval in a thread; returns the function that waits for the last call and ends it."""
+    """Call a function at a fixed interval in a thread; returns the function that ends it after the last call."""
     stop = threading.Event()
 
     def run() -> None:
