@@ -4,8 +4,6 @@ In incremental decoding each block keeps its own state of the past (keys and val
 decoder takes tokens and returns the logits after the last one.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence
