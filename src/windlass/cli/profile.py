@@ -83,10 +83,10 @@ def compare(
     sort: Annotated[
         str,
         typer.Option(
-            help="Order of the operator diff: matters (change of own time), calls, host, self_host, device, "
+            help="Order of the operator diff: impact (change of own time), calls, host, self_host, device, "
             "self_device or name."
         ),
-    ] = "matters",
+    ] = "impact",
     per_step: Annotated[
         bool, typer.Option("--per-step", help="Operator diff per step, for windows of different length.")
     ] = False,
@@ -101,7 +101,14 @@ def compare(
     """Compare runs or traces: summaries side by side, operator diff, scaling, configs, throughput, energy and loss."""
     from windlass.profile import view
 
-    comparison = _comparison(targets, mode, sort=sort, per_step=per_step, tolerance=tolerance, quiet=as_json)
+    comparison = _comparison(
+        targets,
+        mode,
+        sort="impact" if sort == "matters" else sort,
+        per_step=per_step,
+        tolerance=tolerance,
+        quiet=as_json,
+    )
     if html is not None:
         title = "Comparison of " + " and ".join(comparison.labels)
         _write_page(html, title, view.comparison_sections(comparison, top), quiet=as_json)
