@@ -178,7 +178,7 @@ def evaluation(story: Story, output: DemoOutput) -> None:
 
 def sample(story: Story, output: DemoOutput) -> None:
     output.section("Generate a few lines", "a model this small writes nonsense, but it looks like Python")
-    output.run("generate", story.folder, "--prompt", "def read(self, ", "--tokens", "60", "--go-on")
+    output.run("generate", story.folder, "--prompt", "def read(self, ", "--tokens", "60", "--ignore-eos")
 
 
 def energy(story: Story, output: DemoOutput) -> None:

@@ -5,8 +5,6 @@ the lines that *begin* in its byte range, so that neighbours never share or miss
 compressed file has is known only at its end. The same files give the same chunks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import json
@@ -181,6 +179,8 @@ def _describe(path: str, source: DataSource, problems: list[str]) -> InputFile |
 
 def plan_items(file: DataFile, files: Mapping[str, list[InputFile]], settings: str) -> list[WorkItem]:
     """All work of a data file in the order of the store. `settings` is a hash of what shapes every output."""
+    from windlass.data.readers import count_rows
+
     items: list[WorkItem] = []
     for source, source_files in files.items():
         group: list[InputFile] = []
@@ -190,8 +190,19 @@ def plan_items(file: DataFile, files: Mapping[str, list[InputFile]], settings: s
                 group = []
             if one.weight <= file.chunk:
                 group.append(one)
+            elif one.format in ROW_FORMATS:
+                rows, size = count_rows(one)
+                rows_per_chunk = max(1, int(rows * file.chunk / max(1, size)))
+                chunks = max(1, -(-rows // rows_per_chunk))
+                items.append(_work_item(file, source, [one], settings, chunks, rows_per_chunk))
+            elif one.format == "text" and file.sources[source].document == "file":
+                items.append(_work_item(file, source, [one], settings, 1))
             else:
-                items.append(_big_file(file, source, one, settings))
+                step = file.chunk
+                while step >= 2 * _MIN_CHUNK_BYTES and one.weight < _MIN_CHUNKS * step:
+                    step //= 2
+                length = None if one.packing else max(1, -(-one.size // step))
+                items.append(_work_item(file, source, [one], settings, length, step=step))
         if group:
             items.append(_work_item(file, source, group, settings, 1))
     return items
@@ -213,23 +224,7 @@ def _work_item(
     return WorkItem(digest, source, tuple(files), chunks, rows, step)
 
 
-def _big_file(file: DataFile, source: str, one: InputFile, settings: str) -> WorkItem:
-    if one.format in ROW_FORMATS:
-        from windlass.data.readers import count_rows
-
-        rows, size = count_rows(one)
-        rows_per_chunk = max(1, int(rows * file.chunk / max(1, size)))
-        return _work_item(file, source, [one], settings, max(1, -(-rows // rows_per_chunk)), rows_per_chunk)
-    if one.format == "text" and file.sources[source].document == "file":
-        return _work_item(file, source, [one], settings, 1)
-    step = file.chunk
-    while step >= 2 * _MIN_CHUNK_BYTES and one.weight < _MIN_CHUNKS * step:
-        step //= 2
-    chunks = None if one.packing else max(1, -(-one.size // step))
-    return _work_item(file, source, [one], settings, chunks, step=step)
-
-
-# -- the order of chunks: big compressed files first, with one reader each; a second one joins only at the end ----------
+# -- the order of chunks: big compressed files first, with one reader each; a second one joins at the end ------------
 
 
 @dataclass
