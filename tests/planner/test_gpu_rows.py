@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from windlass.planner.layouts import enumerate_choices, from_config, problems, work_of
 
 from windlass.clusters import load_cluster
 from windlass.config import LayoutConfig, load_recipe
 from windlass.cost.memory import WORKSPACE_BYTES, memory
-from windlass.cost.step import estimate
-from windlass.planner.task import Task, make_task
+from windlass.cost.step import estimate_step
+from windlass.planner.candidates import candidate_of, enumerate_candidates, problems
+from windlass.planner.task import PlanTask, make_task
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def task(name: str, **train: Any) -> Task:
+def task(name: str, **train: Any) -> PlanTask:
     recipe = load_recipe(ROOT / "recipes" / name, [f"train.{k}={v}" for k, v in train.items()]).recipe
     return make_task(recipe, load_cluster(recipe.cluster))
 
@@ -25,28 +25,20 @@ def task(name: str, **train: Any) -> Task:
 def test_tied_tables_and_products_in_fp8_are_divided_as_the_engine_does() -> None:
     tied, fp8 = task("teuken_7b_juwels.toml"), task("gptnl_8b_snellius.toml", precision="fp8")
     for given in (tied, fp8):
-        choice = from_config(LayoutConfig.model_validate({"tensor": 2}), "none", given)
-        assert not any("layout.tensor" in reason for reason in problems(given, choice))
-        assert {c.tensor for c in enumerate_choices(given)} >= {1, 2}
-    assert {c.pipeline for c in enumerate_choices(tied)} >= {1, 2, 4}
-    assert work_of(fp8, from_config(LayoutConfig(), "none", fp8)).fuse
+        candidate = candidate_of(LayoutConfig.model_validate({"tensor": 2}), "none", given)
+        assert not any(p.code.startswith("layout.tensor") for p in problems(given, candidate))
+        assert {c.layout.tensor for c in enumerate_candidates(given)} >= {1, 2}
+    assert {c.layout.pipeline for c in enumerate_candidates(tied)} >= {1, 2, 4}
+    assert candidate_of(LayoutConfig(), "none", fp8).step(fp8).fused_projections
 
 
 def test_a_divided_embedding_has_a_divided_gradient() -> None:
     """Traced: 8B over 80 devices, zero1, tensor 2, micro_batch 2: 69.12 GiB without library workspaces."""
     given = task("gptnl_8b_snellius.toml")
     layout = LayoutConfig.model_validate({"shard": "zero1", "tensor": 2, "micro_batch": 2})
-    choice = from_config(layout, "none", given)
-    found = memory(given.shape, work_of(given, choice), choice.degrees(), given.per_node)
+    candidate = candidate_of(layout, "none", given)
+    found = memory(given.model, candidate.step(given), candidate.layout)
     assert (found.allocated - WORKSPACE_BYTES) / 2**30 == pytest.approx(69.12, rel=0.005)
-
-
-@pytest.mark.parametrize(
-    ("shard", "sync"), [("none", "last"), ("zero1", "last"), ("zero2", "every"), ("full", "every")]
-)
-def test_gradients_are_reduced_when_the_engine_does(shard: str, sync: str) -> None:
-    choice = from_config(LayoutConfig.model_validate({"shard": shard}), "none", task("gptnl_8b_snellius.toml"))
-    assert choice.degrees().sync == sync
 
 
 @pytest.mark.parametrize(
@@ -55,27 +47,25 @@ def test_gradients_are_reduced_when_the_engine_does(shard: str, sync: str) -> No
 def test_attention_kernels_of_the_sweep_on_an_h200(attention: str, step_ms: float, allocated_gib: float) -> None:
     """0.4B, eight sequences of 2,048 on one device, from benchmarks/results/gpu_sweep.json: a stored square in fp32 costs 4.6 times."""
     given = _one_gpu(f"train.attention={attention}")
-    choice = from_config(LayoutConfig.model_validate({"shard": "none", "micro_batch": 8}), "none", given)
-    work = work_of(given, choice)
-    step = estimate(given.shape, work, choice.degrees(), given.device, given.cluster.links, given.per_node)
+    candidate = candidate_of(LayoutConfig.model_validate({"shard": "none", "micro_batch": 8}), "none", given)
+    spec = candidate.step(given)
+    step = estimate_step(given.model, spec, candidate.layout, given.machine)
     assert step.seconds * 1e3 == pytest.approx(step_ms, rel=0.04)
-    held = memory(given.shape, work, choice.degrees(), given.per_node)
+    held = memory(given.model, spec, candidate.layout)
     assert held.allocated / 2**30 == pytest.approx(allocated_gib, rel=0.015)
 
 
 def test_documents_apart_cost_a_mask_and_a_slower_kernel() -> None:
     plain, masked = _one_gpu(), _one_gpu("data.mask_documents=true")
-    choice = from_config(LayoutConfig.model_validate({"shard": "none", "micro_batch": 8}), "none", plain)
-    steps = [
-        estimate(t.shape, work_of(t, choice), choice.degrees(), t.device, t.cluster.links, 1) for t in (plain, masked)
-    ]
+    candidate = candidate_of(LayoutConfig.model_validate({"shard": "none", "micro_batch": 8}), "none", plain)
+    steps = [estimate_step(t.model, candidate.step(t), candidate.layout, t.machine) for t in (plain, masked)]
     assert steps[1].terms["attention"] > 2 * steps[0].terms["attention"]
-    held = memory(masked.shape, work_of(masked, choice), choice.degrees(), 1)
+    held = memory(masked.model, candidate.step(masked), candidate.layout)
     assert held.terms["document mask"] == 8 * 2048**2 * (1 + 2 * 24)
     assert any("mask_documents" in text for text in masked.warnings) and not any("mask" in t for t in plain.warnings)
 
 
-def _one_gpu(*overrides: str) -> Task:
+def _one_gpu(*overrides: str) -> PlanTask:
     """The recipe of recipes/sweeps/one_gpu.toml on one H200."""
     model = {"layers": 24, "width": 1024, "ffn": 2816, "heads": 16, "kv_heads": 8, "vocab": 32000, "tied": "false"}
     words = [f"model.{k}={v}" for k, v in model.items()] + [

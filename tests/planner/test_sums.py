@@ -7,12 +7,11 @@ import pytest
 from windlass.clusters import load_cluster, load_device
 from windlass.clusters.model import Grid
 from windlass.config import LayoutConfig
-from windlass.cost.params import count
 from windlass.cost.power import energy_of
-from windlass.cost.shapes import shape_of
+from windlass.models.presets import model_spec
 from windlass.planner.budget import Budget, budget
-from windlass.planner.layouts import from_config, problems
-from windlass.planner.search import GIB, evaluate
+from windlass.planner.candidates import candidate_of, problems
+from windlass.planner.search import estimate_plan
 from windlass.planner.task import make_task
 
 
@@ -21,21 +20,21 @@ def test_italia_needs_more_than_one_a100(recipe_of, cluster_of):
     recipe = recipe_of(
         "italia_9b_leonardo", "layout=none", "nodes=1", "data.batch_tokens=65536", "train.precision=fp32"
     )
-    whole = evaluate(make_task(recipe, cluster_of("leonardo-booster")), _ddp(recipe, cluster_of))
-    parameters = count(shape_of(recipe.model)).stored
-    assert whole.memory.terms["weights"] == pytest.approx(36e9, rel=0.02)
-    assert whole.memory.terms["weights"] == pytest.approx(4 * parameters)
-    assert whole.memory.terms["gradients"] + whole.memory.terms["optimizer states"] == pytest.approx(
-        3 * whole.memory.terms["weights"]
+    unsharded = estimate_plan(make_task(recipe, cluster_of("leonardo-booster")), _ddp(recipe, cluster_of))
+    parameters = model_spec(recipe.model).params.stored
+    assert unsharded.memory.terms["weights"] == pytest.approx(36e9, rel=0.02)
+    assert unsharded.memory.terms["weights"] == pytest.approx(4 * parameters)
+    assert unsharded.memory.terms["gradients"] + unsharded.memory.terms["optimizer states"] == pytest.approx(
+        3 * unsharded.memory.terms["weights"]
     )
-    assert not whole.fits and whole.memory.needed / GIB > 2 * whole.limit / GIB
+    assert not unsharded.fits and unsharded.memory.needed > 2 * unsharded.limit_bytes
 
 
 def _ddp(recipe, cluster_of):
     task = make_task(recipe, cluster_of("leonardo-booster"))
-    choice = from_config(LayoutConfig(micro_batch=1), "full", task)
-    assert problems(task, choice) == []
-    return choice
+    candidate = candidate_of(LayoutConfig(micro_batch=1), "full", task)
+    assert problems(task, candidate) == []
+    return candidate
 
 
 def gptnl(**changes):
@@ -99,7 +98,7 @@ def test_the_olmo_papers_energy_table(mwh, pue, intensity, tonnes):
 
 
 def test_140b_needs_five_gcds_for_its_weights(recipe_of):
-    parameters = count(shape_of(recipe_of("study_140b_lumi").model)).total
+    parameters = model_spec(recipe_of("study_140b_lumi").model).params.total
     size = 2 * parameters
     assert size == pytest.approx(280e9, rel=0.01)
     assert math.ceil(280e9 / 64e9) == 5  # the slide's 64 GB

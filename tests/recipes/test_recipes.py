@@ -6,8 +6,7 @@ import pytest
 
 from windlass.clusters import load_cluster
 from windlass.config import load_recipe
-from windlass.cost.params import count
-from windlass.cost.shapes import shape_of
+from windlass.models.presets import model_spec
 from windlass.planner import plan
 
 FOLDER = Path(__file__).parents[2] / "recipes"
@@ -29,20 +28,20 @@ def test_every_recipe_has_a_published_size_here():
 def test_recipe_loads_for_a_known_cluster_and_has_its_published_size(path):
     recipe = load_recipe(path).recipe
     assert load_cluster(recipe.cluster).name == recipe.cluster
-    assert count(shape_of(recipe.model)).total / 1e9 == pytest.approx(SIZES[path.stem], rel=0.025)
+    assert model_spec(recipe.model).params.total / 1e9 == pytest.approx(SIZES[path.stem], rel=0.025)
     assert set(recipe.model.assumed) <= set(type(recipe.model).model_fields)
 
 
 def test_salamandra_counts_exactly_what_its_card_says():
     recipe = load_recipe(FOLDER / "salamandra_7b_marenostrum5.toml").recipe
-    assert count(shape_of(recipe.model)).total == 7_768_117_248
+    assert model_spec(recipe.model).params.total == 7_768_117_248
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_recipe_is_planned_and_its_own_layout_fits(path):
     recipe = load_recipe(path).recipe
-    found = plan(recipe, load_cluster(recipe.cluster))
-    best = found.best
+    plans = plan(recipe, load_cluster(recipe.cluster))
+    best = plans.best
     assert best.fits and best.days > 0 and best.reason
     assert best.step.mfu is not None and 0.05 < best.step.mfu < 0.85
-    assert recipe.layout is None or any(p.given for p in found.plans)
+    assert recipe.layout is None or any(p.from_recipe for p in plans.plans)

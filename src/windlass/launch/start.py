@@ -18,7 +18,7 @@ from windlass.clusters.here import with_gpus
 from windlass.config import LayoutConfig, Loaded, Recipe
 from windlass.errors import ConfigError, WindlassError
 from windlass.layout.resolve import complete_layout, job_size, resolve_step
-from windlass.layout.rules import check_layout, violations
+from windlass.layout.rules import check_degrees, check_layout, violations
 from windlass.models.presets import model_spec
 from windlass.models.spec import ModelSpec
 from windlass.planner import plan, write_plan
@@ -54,6 +54,8 @@ def resolve_recipe(loaded: Loaded, run: Run, cluster: Cluster, nodes: int) -> tu
     A run that exists keeps the layout that the planner chose for it at creation.
     """
     if loaded.recipe.layout is not None:
+        size = job_size(loaded.recipe, nodes * cluster.node.devices, cluster.node.devices)
+        check_degrees(model_spec(loaded.recipe.model), complete_layout(loaded.recipe.layout, size), size)
         return loaded, "recipe", ""
     if run.layout_from() == "planner":
         before = run.recipe()

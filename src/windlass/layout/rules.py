@@ -75,7 +75,16 @@ def violations(model: ModelSpec, layout: Layout, size: JobSize, engine: str = "n
 
 def check_layout(model: ModelSpec, layout: Layout, size: JobSize, engine: str = "native") -> None:
     """Raise one error for all violations; its code is that of the first."""
-    problems = violations(model, layout, size, engine)
+    _refuse(violations(model, layout, size, engine))
+
+
+def check_degrees(model: ModelSpec, layout: Layout, size: JobSize) -> None:
+    """Refuse degrees that do not divide the model, which no number of devices and no batch would change."""
+    codes = ("layout.tensor-not-divisible", "layout.too-many-stages")
+    _refuse([problem for problem in _model_problems(model, layout, size, "native") if problem.code in codes])
+
+
+def _refuse(problems: list[Violation]) -> None:
     if len(problems) == 1:
         raise ConfigError(problems[0].code, problems[0].message, hint=f"nearest valid: {problems[0].nearest}")
     if problems:

@@ -9,7 +9,8 @@ from windlass.clusters.model import Grid
 from windlass.config import Recipe
 from windlass.cost.step import Machine
 from windlass.errors import ConfigError
-from windlass.layout.resolve import JobSize, job_size, masks_documents
+from windlass.layout.resolve import JobSize, complete_layout, job_size, masks_documents
+from windlass.layout.rules import check_degrees
 from windlass.models.presets import model_spec
 from windlass.models.spec import ModelSpec
 
@@ -101,6 +102,8 @@ def make_task(recipe: Recipe, cluster: Cluster, nodes: int | None = None, *, kee
         grid=_grid(recipe, cluster),
         recomputes=(recipe.train.recompute,) if keep_recompute else policies,
     )
+    if recipe.layout is not None:
+        check_degrees(task.model, complete_layout(recipe.layout, task.size), task.size)
     return replace(task, warnings=(*outside_validated(task), *_site_limits(task), *_assumptions(task)))
 
 
