@@ -17,7 +17,7 @@ from windlass.config.base import Table
 from windlass.config.files import CALLED, TAKEN_BY, kind_of, missing_hint
 from windlass.config.model import ModelConfig
 from windlass.errors import ConfigError
-from windlass.registry import PRESETS
+from windlass.registry import BLOCKS, PRESETS
 
 if TYPE_CHECKING:
     from windlass.config.recipe import Recipe
@@ -189,7 +189,8 @@ def _keys_at(model: type[BaseModel], loc: Sequence[str]) -> list[str]:
         if inner is None:
             return []
         here = inner
-    return list(here.model_fields)
+    tables = [name for name in BLOCKS.names() if here.extra_table(name)] if issubclass(here, ModelConfig) else []
+    return [*here.model_fields, *tables]
 
 
 def _table_of(annotation: Any) -> type[BaseModel] | None:

@@ -70,6 +70,12 @@ class ModelConfig(Table):
         table: type[Table] | None = getattr(import_target(f"{BLOCKS.target(key)}.spec"), "TABLE", None)
         return table
 
+    def block_table(self, block: str) -> Any:
+        """The keys of a block of an installed package, with its defaults where the recipe leaves them out."""
+        values = (self.model_extra or {}).get(block)
+        table = self.extra_table(block)
+        return table() if values is None and table is not None else values
+
     @model_validator(mode="wrap")
     @classmethod
     def _check_block_tables(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
