@@ -1,7 +1,7 @@
-"""argv -> config -> one call per command. The only room that prints and exits.
+"""The command line: parse the arguments, call one function, print. No other package prints or exits.
 
-Every file beside this one defines one command or a small family, imports nothing heavy at the top, and offers
-`register(app)`; the part that does the work is imported inside the command, so `windlass --help` starts at once.
+Every other file of this package defines one command or a few related ones and has `register(app)`. It imports the code that
+does the work inside the command, so that `windlass --help` starts at once.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import typer
 
 from windlass.errors import WindlassError
 
-# In the order of the story; `windlass --help` lists commands in this order.
+# `windlass --help` lists the commands in this order, which is the order of a project.
 COMMANDS = (
     "demo", "init", "show", "clusters", "plan", "budget", "data", "train", "resume", "checkpoints", "launch", "sweep", "watch", "dash",
     "profile", "evaluate", "generate", "export", "finetune", "energy", "report", "doctor",
 )  # fmt: skip
 
 
-# Commands that live in a file of another name.
-HOMES = {
+# Commands that are defined in a file of another name.
+FILE_OF_COMMAND = {
     "tokenize": "data", "tokenizer": "data", "jobs": "launch", "logs": "launch", "cancel": "launch", "submit": "launch", "link": "launch",
     "compare": "profile", "sync": "report", "eval": "evaluate", "import": "export",
 }  # fmt: skip
 
 
-# The extra of pyproject.toml that brings a package: what the base installation leaves out.
+# Package -> the extra of pyproject.toml that installs it.
 EXTRAS = {
     "torch": "train", "safetensors": "train", "psutil": "train", "tokenizers": "data", "tiktoken": "data", "sentencepiece": "data",
     "zstandard": "data", "pyarrow": "data", "transformers": "eval", "lm_eval": "eval", "sacrebleu": "eval", "matplotlib": "png",
@@ -37,13 +37,13 @@ EXTRAS = {
 }  # fmt: skip
 
 
-def home(word: str | None) -> str | None:
-    """The one file that a command needs; None: all of them, for `--help` and for words that are no command."""
-    return HOMES.get(word or "") or (word if word in COMMANDS and word != "evaluate" else None)
+def defining_file(name: str | None) -> str | None:
+    """The file that defines a command; None (all files) for `--help` and for unknown commands."""
+    return FILE_OF_COMMAND.get(name or "") or (name if name in COMMANDS and name != "evaluate" else None)
 
 
-def build(word: str | None = None) -> typer.Typer:
-    """The command line as one typer application; with a command's name only that part of it, which starts sooner."""
+def build(name: str | None = None) -> typer.Typer:
+    """The typer application; with a command's name only the part that this command needs, which starts sooner."""
     from windlass.cli.start import start
 
     app = typer.Typer(
@@ -54,34 +54,34 @@ def build(word: str | None = None) -> typer.Typer:
         rich_markup_mode="rich",
         context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
-        epilog="Any command takes --debug: the whole traceback of an error instead of one message.",
+        epilog="Every command accepts --debug, which prints the full traceback of an error.",
     )
     app.callback(invoke_without_command=True)(start)
-    only = home(word)
-    for name in COMMANDS if only is None else (only,):
-        import_module(f"windlass.cli.{name}").register(app)
+    only = defining_file(name)
+    for module in COMMANDS if only is None else (only,):
+        import_module(f"windlass.cli.{module}").register(app)
     return app
 
 
-def command(word: str | None = None) -> Any:
-    """The application as it is run: one way to write arguments, and flags that do not look as if they took a value."""
+def command(name: str | None = None) -> Any:
+    """The application with uniform help texts: metavars in capitals, flags without a value."""
     import typer.main
 
-    root: Any = typer.main.get_command(build(word))
-    # typer lists groups last; the story has tokenizers beside tokens.
+    root: Any = typer.main.get_command(build(name))
+    # typer lists groups last; `tokenizer` belongs after `tokenize`.
     order = list(root.commands)
     if {"tokenize", "tokenizer"} <= set(order):
         order.insert(order.index("tokenize") + 1, order.pop(order.index("tokenizer")))
     root.commands = {name: root.commands[name] for name in order}
-    _plain_words(root)
+    _simplify_help(root)
     return root
 
 
-def _plain_words(part: Any) -> None:
-    made = part.get_help_option
+def _simplify_help(part: Any) -> None:
+    original = part.get_help_option
 
     def help_option(context: Any) -> Any:
-        option = made(context)
+        option = original(context)
         if option is not None:
             option.metavar = ""
         return option
@@ -93,44 +93,44 @@ def _plain_words(part: Any) -> None:
         elif param.param_type_name == "argument":
             param.metavar = (param.metavar or param.name.upper()).removesuffix("...").strip("[]")
     for inner in getattr(part, "commands", {}).values():
-        _plain_words(inner)
+        _simplify_help(inner)
 
 
 def main() -> None:
     """Entry point of the `windlass` command: errors become one message, a hint and an exit code."""
-    # Looking for plugins of pydantic reads what every installed package says of itself; no model of ours has use for one.
+    # Searching for pydantic plugins reads the metadata of every installed package, and no model of ours uses one.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     debug = _take_debug_flag()
-    if sys.argv[1:2] == ["help"]:  # what many tools answer to
+    if sys.argv[1:2] == ["help"]:  # as in git and many other tools
         sys.argv[1:] = [*sys.argv[2:3], "--help"]
     if "_WINDLASS_COMPLETE" in os.environ:
         _complete()
     try:
         code = command(sys.argv[1] if len(sys.argv) > 1 else None)(standalone_mode=False)
-        if isinstance(code, int) and code:  # outside standalone mode typer.Exit(75) comes back as a value
+        if isinstance(code, int) and code:  # outside standalone mode typer.Exit(75) is returned as a value
             sys.exit(code)
     except WindlassError as error:
         if debug:
             raise
-        _complain(error.message, error.hint)
+        _print_error(error.message, error.hint)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        _complain(
-            "stopped by Ctrl-C", "files are written whole or not at all, so the same command can simply be run again"
+        _print_error(
+            "stopped by Ctrl-C", "files are written completely or not at all, so you can run the same command again"
         )
         sys.exit(130)
-    except BrokenPipeError:  # `windlass ... | head`: the reader has seen enough
+    except BrokenPipeError:  # `windlass ... | head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except OSError as error:
         if debug:
             raise
-        _complain(_os_message(error), _os_hint(error))
+        _print_error(_os_message(error), _os_hint(error))
         sys.exit(1)
     except ModuleNotFoundError as error:
         if debug or (extra := EXTRAS.get((error.name or "").split(".")[0])) is None:
             _finish(error, debug)
-        _complain(
+        _print_error(
             f"this command needs {error.name}, which is not installed",
             f"pip install 'windlass[{extra}]'; docs/install.md",
         )
@@ -140,7 +140,7 @@ def main() -> None:
 
 
 def _complete() -> None:
-    """The shell asks for words: the whole command tree, with names of machines and runs."""
+    """Answer the shell's completion request, with names of clusters and runs."""
     from windlass.cli.complete import add_completions
 
     root = command()
@@ -159,9 +159,9 @@ def _finish(error: Exception, debug: bool) -> None:
         sys.exit(130)
     if debug:
         raise error
-    _complain(
+    _print_error(
         f"{type(error).__name__}: {error}",
-        "this is a fault in windlass; run again with --debug for the traceback and report it",
+        "this is a bug in windlass: run again with --debug for the traceback, and report it",
     )
     sys.exit(70)
 
@@ -175,21 +175,21 @@ def _take_debug_flag() -> bool:
 
 def _os_message(error: OSError) -> str:
     where = f" {error.filename}" if error.filename else ""
-    return f"the system refused{where}: {error.strerror or error}"
+    return f"cannot access{where}: {error.strerror or error}" if where else str(error.strerror or error)
 
 
 def _os_hint(error: OSError) -> str:
     import errno
 
     return {
-        errno.ENOSPC: "the disk is full: free some space or choose another folder with --run; what was complete is still there",
+        errno.ENOSPC: "the disk is full: free some space or choose another folder with --run; complete files are kept",
         errno.EDQUOT: "your quota is used up: free some space or choose another file system",
-        errno.EACCES: "you may not read or write there: ask whoever owns it, or choose another folder",
+        errno.EACCES: "no permission to read or write there: ask the owner, or choose another folder",
         errno.EROFS: "that file system is read-only: choose another folder",
     }.get(error.errno or 0, "check the path and its permissions; run with --debug for the traceback")
 
 
-def _complain(message: str, hint: str | None) -> None:
+def _print_error(message: str, hint: str | None) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -200,14 +200,14 @@ def _complain(message: str, hint: str | None) -> None:
 
 
 def with_pages(hint: str) -> str:
-    """`docs/guides/data.md` as the page's path on this disk: beside the package in a wheel, at the top of a checkout."""
+    """Replace `docs/guides/data.md` by the page's path on this disk: inside the package in a wheel, else in the checkout."""
     import re
     from pathlib import Path
 
     package = Path(__file__).resolve().parents[1]
 
-    def found(match: re.Match[str]) -> str:
+    def on_disk(match: re.Match[str]) -> str:
         places = (package / match.group(), package.parents[1] / match.group())
         return next((str(p) for p in places if p.is_file()), match.group())
 
-    return re.sub(r"\bdocs/[\w/-]+\.md", found, hint)
+    return re.sub(r"\bdocs/[\w/-]+\.md", on_disk, hint)

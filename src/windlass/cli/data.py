@@ -303,7 +303,7 @@ def _verify(store: Store, as_json: bool) -> None:
 
 def _ledger(store: Store, out: Path | None, as_json: bool) -> None:
     from windlass.cli.output import console, print_json, table
-    from windlass.data.provenance import summary
+    from windlass.data.store import summary
     from windlass.files import write_atomic
 
     target = out or store.path / "training-content.md"

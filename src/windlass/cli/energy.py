@@ -55,9 +55,7 @@ def energy(
 
 
 def _add_site_records(run: Run, ear: list[Path], sacct_file: Path | None, slurm: bool) -> list[str]:
-    from windlass.energy.ear import read_ear
-    from windlass.energy.sacct import read_sacct, sacct
-    from windlass.energy.site_records import record_ear, record_slurm
+    from windlass.energy.site_records import read_ear, read_sacct, record_ear, record_slurm, sacct
     from windlass.errors import RunError
     from windlass.files import read_json_lines
 

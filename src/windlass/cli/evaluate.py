@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
     from windlass.evaluate.open_model import OpenModel
     from windlass.evaluate.perplexity import HeldOutResult
-    from windlass.evaluate.scores import EvalScore
-    from windlass.evaluate.tables import LanguageRow
+    from windlass.evaluate.scores import EvalScore, LanguageRow
     from windlass.evaluate.task_files import TaskFile
 
     Keep = Callable[..., None]
@@ -68,21 +67,21 @@ def eval_(
         bool, typer.Option("--recorded", help="Compute nothing: show the scores in eval.jsonl by language.")
     ] = False,
     beside: Annotated[
-        list[Path] | None, typer.Option("--beside", help="With --recorded: add another run to the table; repeatable.")
+        list[Path] | None,
+        typer.Option("--compare-with", "--beside", help="With --recorded: add another run to the table; repeatable."),
     ] = None,
     all_steps: Annotated[
         bool, typer.Option("--all-steps", help="With --recorded: every evaluated checkpoint, not only the newest.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Perplexity and bits per byte on held-out documents, by source, language and length; or tasks."""
+    """Compute perplexity and bits per byte on held-out documents, by source, language and length; or run tasks."""
     if recorded or beside or all_steps:
         _show_recorded([run, *(beside or [])], all_steps, html, as_json)
         return
     from windlass.cli.output import console, print_json
     from windlass.evaluate.open_model import open_model
-    from windlass.evaluate.scores import append_scores
-    from windlass.evaluate.tables import scores_page
+    from windlass.evaluate.scores import append_scores, scores_page
     from windlass.evaluate.task_files import read_task_file
     from windlass.files import write_atomic
     from windlass.units import parse_tokens
@@ -139,9 +138,8 @@ def _run_tasks(
 ) -> None:
     from windlass.cli.output import bar
     from windlass.convert.source import find_tokenizer
-    from windlass.evaluate.overlap import task_overlap
     from windlass.evaluate.suites import SuiteOptions
-    from windlass.evaluate.task_files import run_task
+    from windlass.evaluate.task_files import run_task, task_overlap
 
     for task in tasks:
         tokenizer = find_tokenizer(opened.source)
@@ -168,8 +166,8 @@ def _held_out(
     from windlass.cli.output import bar
     from windlass.convert.source import find_tokenizer
     from windlass.evaluate.open_model import find_store
-    from windlass.evaluate.overlap import document_overlap
     from windlass.evaluate.perplexity import evaluate_text
+    from windlass.evaluate.task_files import document_overlap
 
     held_out = find_store(opened, store)
     tokenizer = find_tokenizer(opened.source, held_out.tokenizer_file)
@@ -214,7 +212,7 @@ def score_table(scores: Sequence[EvalScore]) -> Table:
 
 
 def _task_tables(opened: OpenModel, scores: Sequence[EvalScore]) -> list[Any]:
-    from windlass.evaluate.tables import language_rows, languages
+    from windlass.evaluate.scores import language_rows, languages
 
     cut = {score.task: score.detail["cut"] for score in scores if score.group == "all" and score.detail.get("cut")}
     notes = [
@@ -234,7 +232,7 @@ def _interval_text(score: EvalScore | None, digits: int) -> str:
 
 def _show_recorded(runs: list[Path], every_step: bool, html: Path | None, as_json: bool) -> None:
     from windlass.cli.output import console, print_json
-    from windlass.evaluate.tables import language_page, recorded_rows
+    from windlass.evaluate.scores import language_page, recorded_rows
     from windlass.files import write_atomic
 
     rows = recorded_rows(runs, every_step=every_step)
@@ -248,7 +246,7 @@ def _show_recorded(runs: list[Path], every_step: bool, html: Path | None, as_jso
 
 def _language_table(rows: list[LanguageRow]) -> Table:
     from windlass.cli.output import table
-    from windlass.evaluate.tables import language_table
+    from windlass.evaluate.scores import language_table
 
     columns, cells = language_table(rows)
     return table("By language (± half of the 95 % interval)", columns, cells, right=tuple(range(3, len(columns))))

@@ -11,11 +11,10 @@ import typer
 
 if TYPE_CHECKING:
     from windlass.figures import DataTable, Section
+    from windlass.profile.captures import ProfileTarget, TraceRequest
     from windlass.profile.compare import Comparison
     from windlass.profile.event_names import Mode
-    from windlass.profile.find_traces import ProfileTarget
     from windlass.profile.job_profile import ReadProgress
-    from windlass.profile.trace_request import TraceRequest
 
 MODE_HELP = (
     "`fixed`: communication by kernel name, adding up to 100 %. `tb`: the numbers of the removed torch-tb-profiler."
@@ -57,7 +56,7 @@ def profile(
     if now:
         from uuid import uuid4
 
-        from windlass.profile.trace_request import TraceRequest
+        from windlass.profile.captures import TraceRequest
 
         request = TraceRequest(
             id=uuid4().hex[:12], steps=steps, ranks=_ranks(ranks), shapes=shapes, stacks=stacks, memory=memory
@@ -84,10 +83,10 @@ def compare(
     sort: Annotated[
         str,
         typer.Option(
-            help="Order of the operator diff: matters (change of own time), calls, host, self_host, device, "
+            help="Order of the operator diff: impact (change of own time), calls, host, self_host, device, "
             "self_device or name."
         ),
-    ] = "matters",
+    ] = "impact",
     per_step: Annotated[
         bool, typer.Option("--per-step", help="Operator diff per step, for windows of different length.")
     ] = False,
@@ -102,7 +101,14 @@ def compare(
     """Compare runs or traces: summaries side by side, operator diff, scaling, configs, throughput, energy and loss."""
     from windlass.profile import view
 
-    comparison = _comparison(targets, mode, sort=sort, per_step=per_step, tolerance=tolerance, quiet=as_json)
+    comparison = _comparison(
+        targets,
+        mode,
+        sort="impact" if sort == "matters" else sort,
+        per_step=per_step,
+        tolerance=tolerance,
+        quiet=as_json,
+    )
     if html is not None:
         title = "Comparison of " + " and ".join(comparison.labels)
         _write_page(html, title, view.comparison_sections(comparison, top), quiet=as_json)
@@ -136,7 +142,7 @@ def _capture_now(targets: Sequence[Path], request: TraceRequest, wait_seconds: f
     """Ask the running run for a trace and wait until it is written."""
     from windlass.cli.output import console
     from windlass.errors import ProfileError
-    from windlass.profile.trace_request import submit_request, wait_for_trace
+    from windlass.profile.captures import submit_request, wait_for_trace
     from windlass.runs import open_run
 
     if len(targets) != 1:
@@ -159,7 +165,7 @@ def _capture_now(targets: Sequence[Path], request: TraceRequest, wait_seconds: f
 def _one_target(targets: Sequence[Path], step: int | None) -> ProfileTarget:
     """Several files are the ranks of one job."""
     from windlass.errors import ProfileError
-    from windlass.profile.find_traces import ProfileTarget, find_target, require_traces
+    from windlass.profile.captures import ProfileTarget, find_target, require_traces
 
     resolved = [find_target(t, step=step) for t in targets]
     if len(resolved) == 1:
@@ -177,10 +183,9 @@ def _comparison(
     targets: Sequence[Path], mode: str, *, sort: str, per_step: bool, tolerance: float | None, quiet: bool
 ) -> Comparison:
     from windlass.errors import ConfigError, ProfileError
-    from windlass.profile.compare import SORT_KEYS, compare_jobs
-    from windlass.profile.find_traces import find_target
+    from windlass.profile.captures import find_target
+    from windlass.profile.compare import LOSS_TOLERANCE, SORT_KEYS, compare_jobs, compare_runs
     from windlass.profile.job_profile import profile_traces
-    from windlass.profile.run_comparison import LOSS_TOLERANCE, compare_runs
 
     if len(targets) < 2:
         message = "compare needs at least two runs or traces"

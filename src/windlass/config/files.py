@@ -1,4 +1,4 @@
-"""Which file was meant? What kind of file a TOML table is, and where a missing one may lie."""
+"""Kinds of TOML files, and suggestions for a file that is missing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TAKEN_BY = {
 
 
 def kind_of(raw: Mapping[str, Any]) -> Kind | None:
-    """By the tables a file has; None: none of ours, or not to be told."""
+    """The kind of file, by its tables; None: not one of ours, or not clear."""
     if "sources" in raw:
         return "data"
     if {"matrix", "zip", "include"} & raw.keys():
@@ -26,7 +26,7 @@ def kind_of(raw: Mapping[str, Any]) -> Kind | None:
 
 
 def missing_hint(path: Path) -> str:
-    """What to do about a file that is not there: a neighbour with a like name, or a recipe that comes with windlass."""
+    """Hint for a file that does not exist: a file with a similar name, or a recipe that comes with windlass."""
     near = [str(path.parent / name) for name in _near(path)]
     if near:
         return f"did you mean {' or '.join(near)}?"

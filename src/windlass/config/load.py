@@ -245,7 +245,7 @@ def _head_problems(model: ModelConfig) -> Iterator[str]:
         return
     values = model.value_width or model.ffn
     if values and values % model.heads:
-        key = "value_width" if model.value_width else "ffn (also the width of values when value_width is left out)"
+        key = "value_width" if model.value_width else "ffn (the default of value_width)"
         up = -(-values // model.heads) * model.heads
         yield f"model.heads ({model.heads}) does not divide model.{key} ({values}); the next larger one is {up}"
     if model.kv_heads not in (None, model.heads):

@@ -5,8 +5,6 @@ tokens, then the length of each document in tokens (int32) and, if duplicates ar
 (int32) and a 16-byte hash of its text.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -108,16 +106,14 @@ class PieceWriter:
         if len(ids):
             self.max_token = max(self.max_token, int(ids.max()))
         # Ids of four bytes are the same bytes with and without a sign.
-        self._write(ids if self.dtype.itemsize == 4 else ids.astype(self.dtype))
-        self._lengths.append(lengths)
-        self.tokens, self.documents = self.tokens + len(ids), self.documents + len(lengths)
-        return len(ids)
-
-    def _write(self, tokens: npt.NDArray[Any]) -> None:
+        tokens = ids if self.dtype.itemsize == 4 else ids.astype(self.dtype)
         self._crc32 = zlib.crc32(tokens, self._crc32)  # type: ignore[arg-type]
         if self._file is None:
             self._file = self.temporary.open("wb", buffering=0)
         write_fully(self._file, tokens)
+        self._lengths.append(lengths)
+        self.tokens, self.documents = self.tokens + len(ids), self.documents + len(lengths)
+        return len(ids)
 
     def close(self) -> dict[str, Any] | None:
         """Complete the piece and give it its name; returns its entry in the journal, None for an empty piece."""
@@ -181,28 +177,13 @@ class ChunkWriter:
     def add(self, records: list[Record]) -> None:
         """Add records of the file that `counts` ends with; every document is counted exactly once."""
         counts, rejected = self.counts[-1], len(self.rejects)
+        texts: dict[str, list[str]] = {}  # by split, without what is rejected or filtered out
         hashes: dict[str, list[bytes]] = {}
         plain: list[Any] = records if self.is_plain and set(map(type, records)) == {str} else []
         if plain and min(map(len, plain)) >= self.min_chars:  # the usual block: nothing to reject, filter or hash
-            texts: dict[str, list[str]] = {"train": plain}
+            texts["train"] = plain
             counts.documents += len(records)
-        else:
-            texts, hashes = self._sort_out(counts, records)
-        counts.lines += len(records)
-        tokens = 0
-        for split, split_texts in texts.items():
-            counts.out[split] += len(split_texts)
-            tokens += self.pieces[split].add(split_texts, hashes.get(split, ()))
-        chars = sum(len(text) for split_texts in texts.values() for text in split_texts)
-        self._report(chars, tokens, sum(map(len, texts.values())), len(self.rejects) - rejected)
-
-    def _sort_out(
-        self, counts: FileCounts, records: list[Record]
-    ) -> tuple[dict[str, list[str]], dict[str, list[bytes]]]:
-        """(texts, hashes) by split, without the records that are rejected or filtered out."""
-        texts: dict[str, list[str]] = {}
-        hashes: dict[str, list[bytes]] = {}
-        for line, record in enumerate(records, start=counts.lines):
+        for line, record in enumerate(() if texts else records, start=counts.lines):
             if record is None:
                 continue
             counts.documents += 1
@@ -226,7 +207,13 @@ class ChunkWriter:
                     if self.removes_duplicates:
                         hashes.setdefault(split, []).append(digest)
                 texts.setdefault(split, []).append(record)
-        return texts, hashes
+        counts.lines += len(records)
+        tokens = 0
+        for split, split_texts in texts.items():
+            counts.out[split] += len(split_texts)
+            tokens += self.pieces[split].add(split_texts, hashes.get(split, ()))
+        chars = sum(len(text) for split_texts in texts.values() for text in split_texts)
+        self._report(chars, tokens, sum(map(len, texts.values())), len(self.rejects) - rejected)
 
     def _report(self, chars: int, tokens: int, documents: int, rejects: int, *, now: bool = False) -> None:
         """Report in larger steps: one message per block would cost the receiving process too much."""
@@ -290,7 +277,14 @@ class ChunkWorker:
             out.add([readers.read_text_file(file, config.utf8, config.max_document)])
             return True
         has_parts = item.chunks != 1
-        lines = self._open(item, file, chunk * item.step if has_parts else 0)
+        start = chunk * item.step if has_parts else 0
+        # A compressed file that is open is used again if it is not beyond `start`.
+        if self._lines and (self._item != item.id or self._lines.position > start + config.max_document):
+            self.close()
+        if self._lines is None:
+            self._item, self._lines = item.id, LineReader(file, config.max_document)
+        lines = self._lines
+        lines.go_to(start)
         parse = readers.line_parser(source, file.format, config.utf8, config.max_document)
         for part in lines.until((chunk + 1) * item.step if has_parts else None):
             out.add([parse(line) for line in part])
@@ -299,17 +293,6 @@ class ChunkWorker:
         if ended:
             self.close()
         return ended
-
-    def _open(self, item: WorkItem, file: InputFile, start: int) -> LineReader:
-        """The lines of a file from `start` on; an open compressed file is used again if it is not beyond `start`."""
-        if self._lines is not None and (
-            self._item != item.id or self._lines.position > start + self.task.file.max_document
-        ):
-            self.close()
-        if self._lines is None:
-            self._item, self._lines = item.id, LineReader(file, self.task.file.max_document)
-        self._lines.go_to(start)
-        return self._lines
 
     @property
     def decompressed_bytes(self) -> int:
