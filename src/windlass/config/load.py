@@ -17,6 +17,7 @@ from windlass.config.base import Table
 from windlass.config.files import CALLED, TAKEN_BY, kind_of, missing_hint
 from windlass.config.model import ModelConfig
 from windlass.errors import ConfigError
+from windlass.registry import BLOCKS, PRESETS
 
 if TYPE_CHECKING:
     from windlass.config.recipe import Recipe
@@ -179,13 +180,17 @@ def _problem(model: type[BaseModel], item: Any) -> str:
 def _keys_at(model: type[BaseModel], loc: Sequence[str]) -> list[str]:
     here: type[BaseModel] = model
     for part in loc:
-        if part.isdigit() or part not in here.model_fields:
+        inner: type[BaseModel] | None = None
+        if issubclass(here, ModelConfig) and part not in here.model_fields:
+            inner = here.extra_table(part)
+        if inner is None and (part.isdigit() or part not in here.model_fields):
             continue
-        inner = _table_of(here.model_fields[part].annotation)
+        inner = inner or _table_of(here.model_fields[part].annotation)
         if inner is None:
             return []
         here = inner
-    return list(here.model_fields)
+    tables = [name for name in BLOCKS.names() if here.extra_table(name)] if issubclass(here, ModelConfig) else []
+    return [*here.model_fields, *tables]
 
 
 def _table_of(annotation: Any) -> type[BaseModel] | None:
@@ -209,7 +214,7 @@ def _cross_problems(recipe: Recipe) -> Iterator[str]:
     if model.family == "hf":
         if model.config is None:
             yield 'model.config: needed when model.family = "hf" (a folder with config.json)'
-    else:
+    elif model.family in PRESETS.builtin:  # families of other packages check their own keys
         for key in ("layers", "width", "heads", "vocab"):
             if getattr(model, key) is None:
                 yield f"model.{key}: missing, and there is no default for family {model.family!r}"
