@@ -65,7 +65,7 @@ def _print_table(path: Path, config: SaveConfig, entries: list[CheckpointEntry],
     rows = []
     for entry in entries:
         reason = entry.problem or "; ".join(entry.kept_by) or ("the next save removes it" if entry.usable else "")
-        saved_at = "" if entry.written_at is None else time.localtime(entry.written_at)
+        saved_at = None if entry.written_at is None else time.localtime(entry.written_at)
         rows.append((
             "unknown" if entry.step is None else f"{entry.step:,}",
             "" if entry.tokens is None else print_tokens(entry.tokens),

@@ -1,7 +1,5 @@
 """The scheduler's environment variables: rank, world size, job, array task and end time of this process."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

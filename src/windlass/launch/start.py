@@ -95,7 +95,7 @@ def bind_start(
     model = model_spec(recipe.model)
     size = job_size(recipe, devices, devices_per_node)
     layout = complete_layout(recipe.layout or LayoutConfig(), size)
-    recompute = recipe.train.recompute
+    recompute: str = recipe.train.recompute
     if violations(model, layout, size, recipe.train.engine):
         if run.layout_from() != "planner":
             check_layout(model, layout, size, recipe.train.engine)

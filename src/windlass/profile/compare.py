@@ -1,7 +1,5 @@
 """Differences between runs or traces: config, packages, machine, throughput, energy, loss curves, kernels, scaling."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
