@@ -32,7 +32,7 @@ from windlass.checkpoint import files, save
 from windlass.checkpoint.load import read_extra
 from windlass.clusters.scheduler import place
 from windlass.config import Loaded, Recipe, validate
-from windlass.data import megatron
+from windlass.data import shards as megatron
 from windlass.data.stream import open_stream
 from windlass.errors import EXIT_HANG, EXIT_RESUMABLE, CheckpointError
 from windlass.files import append_line_buffered, read_json_lines
