@@ -3,15 +3,15 @@
 import math
 
 import pytest
-from windlass.cost.params import count
-from windlass.cost.shapes import shape_of
-from windlass.planner.layouts import from_config, problems
 
 from windlass.clusters import load_cluster, load_device
 from windlass.clusters.model import Grid
 from windlass.config import LayoutConfig
+from windlass.cost.params import count
 from windlass.cost.power import energy_of
+from windlass.cost.shapes import shape_of
 from windlass.planner.budget import Budget, budget
+from windlass.planner.layouts import from_config, problems
 from windlass.planner.search import GIB, evaluate
 from windlass.planner.task import make_task
 

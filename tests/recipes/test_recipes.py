@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from windlass.cost.params import count
-from windlass.cost.shapes import shape_of
 
 from windlass.clusters import load_cluster
 from windlass.config import load_recipe
+from windlass.cost.params import count
+from windlass.cost.shapes import shape_of
 from windlass.planner import plan
 
 FOLDER = Path(__file__).parents[2] / "recipes"
