@@ -139,7 +139,7 @@ def write_results(rows: list[Row], given: argparse.Namespace) -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "faults.json").write_text(json.dumps({**facts, "rows": [vars(r) for r in rows]}, indent=2) + "\n")
     words = "\n".join(f"- {k}: {v}" for k, v in facts.items())
-    text = f"# What happens when: every fault we can cause\n\n{words}\n\n{table(rows)}\n\nLosses are compared as hexadecimal floats, weights and moments bit by bit, "
+    text = f"# Faults and recovery\n\n{words}\n\n{table(rows)}\n\nLosses are compared as hexadecimal floats, weights and moments bit by bit, "
     text += "sequences by their checksums, against the uninterrupted run at the same number of processes. Seconds to recover: median from the fault (or the end of the start that it ended) to the first step of the next start, on a shared machine.\n"
     (given.out / "faults.md").write_text(text)
 

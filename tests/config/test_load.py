@@ -96,7 +96,7 @@ def test_rules_over_several_keys(recipe_file):
         (["model.head_dim=9"], "of width 9 each"),
         (["model.ffn=99", "layout.tensor=2"], "layout.tensor (2) does not divide model.ffn (99); nearest legal: 1 or 3"),
         (["model.family=retnet", "model.value_width=50"], "does not divide model.value_width (50); the next larger one is 52"),
-        (["model.family=retnet", "model.ffn=90"], "(also the width of values when value_width is left out) (90)"),
+        (["model.family=retnet", "model.ffn=90"], "(the default of value_width) (90)"),
         (["model.family=retnet", "model.kv_heads=1"], "model.kv_heads (1): retention has no groups of heads"),
         (["model.family=retnet", "model.head_dim=4"], "model.head_dim (4): retention's heads divide model.width"),
     ],

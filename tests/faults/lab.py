@@ -660,7 +660,7 @@ def disk_full(lab: Lab, world: int = 2, steps: int = 40) -> Row:
         failed = [e for e in run.events() if e.event == "save_failed"]
         if codes != [0] * world or not failed or not noted:
             return Row("disk full", 1, f"exit codes {codes}, {len(failed)} failed saves", None, None, False)
-        text = f"{len(failed)} failed saves recorded, training went on, saved again once there was room; same to the last bit"
+        text = f"{len(failed)} failed saves recorded, training continued, saved again when there was space; same to the last bit"
         return judged(lab, "disk full, then freed", made, world, run, [moment], text)
 
 
@@ -697,7 +697,7 @@ def read_only(lab: Lab, world: int = 2, steps: int = 24) -> Row:
         if not turned or codes[0] != CheckpointError.exit_code:
             return Row("read-only folder", 1, f"remounted: {turned}, exit codes {codes}", None, None, False)
         lab.finish(made, run, world)
-        text = f"exit code {codes[0]}, earlier checkpoints whole; then the same to the last bit"
+        text = f"exit code {codes[0]}, earlier checkpoints complete; then the same to the last bit"
         row = judged(lab, "folder turns read-only", made, world, run, [moment], text)
         # It trained to its end on a disk that took no metrics: everything after the last save was lost.
         row.steps_lost = steps - next(e.step for e in run.events() if e.event == "resumed")
@@ -716,14 +716,14 @@ def hung(lab: Lab, world: int = 2, steps: int = 24) -> Row:
 
 
 def stuck(lab: Lab, world: int = 2, steps: int = 24) -> Row:
-    """One rank waits for data for ever, the others for it: the one is named, not the others."""
+    """One rank waits for data forever, the others for it: the one is named, not the others."""
     made = recipe(lab.store, steps=steps, train={"watchdog_seconds": WATCHDOG_SECONDS})
     run = lab.new_run(made, "stuck")
     workers = start(made, run, world, patient_start(stuck_data(9, (1,))))
     workers.wait_for_step(9)
     return named(
         lab,
-        "one rank waits for data for ever",
+        "one rank waits for data forever",
         made,
         run,
         workers,
