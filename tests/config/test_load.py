@@ -7,7 +7,7 @@ import pytest
 from windlass.config import Recipe, load_recipe, recipe_hash
 from windlass.config.load import parse_override
 from windlass.config.save import parse_interval
-from windlass.config.show import recipe_schema, recipe_values
+from windlass.config.recipe import recipe_schema
 from windlass.errors import ConfigError
 
 GOOD = """
@@ -53,7 +53,7 @@ def test_overrides_win_and_are_marked(recipe_file):
         recipe_file(),
         ["layout.micro_batch=4", "optim.lr=1e-3", "data.tokens=2B", 'train.precision="fp32"', "cluster=lumi-g"],
     )
-    origins = {v.key: (v.value, v.origin) for v in recipe_values(loaded)}
+    origins = {key: (value, origin) for key, value, origin in loaded.values()}
     assert origins["layout.micro_batch"] == (4, "override")
     assert origins["optim.lr"] == (1e-3, "override")
     assert origins["data.tokens"] == (2_000_000_000, "override")

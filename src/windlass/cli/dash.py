@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import socket
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-
-def register(app: typer.Typer) -> None:
-    app.command("dash")(dash)
+from windlass.cli.output import console
 
 
 def dash(
@@ -20,11 +21,7 @@ def dash(
     ] = False,
 ) -> None:
     """Serve live pages on localhost: runs, comparison, one run, sweep, planner, data, profile. Works offline."""
-    import contextlib
-    import json
-    import socket
 
-    from windlass.cli.output import console
     from windlass.report.dash.server import make_server
 
     server = make_server(folder, port=port)

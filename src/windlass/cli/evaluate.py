@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windlass.cli.model_options import DeviceOption, DtypeOption, JsonOption, RunArgument, SaveOption, StepOption
+from windlass.cli.output import bar, show, table
+from windlass.files import write_atomic
+from windlass.units import parse_tokens
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,10 +23,6 @@ if TYPE_CHECKING:
     from windlass.evaluate.task_files import TaskFile
 
     Keep = Callable[..., None]
-
-
-def register(app: typer.Typer) -> None:
-    app.command("eval")(eval_)
 
 
 def eval_(
@@ -79,13 +78,10 @@ def eval_(
     if recorded or beside or all_steps:
         _show_recorded([run, *(beside or [])], all_steps, html, as_json)
         return
-    from windlass.cli.output import console, print_json
     from windlass.evaluate.open_model import open_model
     from windlass.evaluate.scores import append_scores
     from windlass.evaluate.tables import scores_page
     from windlass.evaluate.task_files import read_task_file
-    from windlass.files import write_atomic
-    from windlass.units import parse_tokens
 
     # What can be wrong with the arguments is checked first: a bad file must not cost a model load.
     limit_tokens = parse_tokens(max_tokens) if max_tokens is not None else None
@@ -101,43 +97,25 @@ def eval_(
 
     answer: dict[str, Any] = {}
     if tasks or harness:
-        names = harness.split(",") if harness else []
-        options = {"shots": shots or 0, "template": template, "batch": batch}
-        _run_tasks(opened, tasks, options, overlap, keep, quiet=as_json)
-        if names:
-            from windlass.convert.source import find_tokenizer
-            from windlass.evaluate.harness import run_harness
-
-            tokenizer = find_tokenizer(source)
-            keep(run_harness(opened, tokenizer, names, folder=harness_folder, shots=shots, limit=limit, batch=batch))
+        _run_tasks(opened, tasks, {"shots": shots or 0, "template": template, "batch": batch}, overlap, keep, as_json)
+        if harness:
+            options = {"folder": harness_folder, "shots": shots, "limit": limit, "batch": batch}
+            _run_harness(opened, harness.split(","), options, keep)
         printed = _task_tables(opened, scores)
     else:
         split = split or opened.recipe.data.validation or "validation"
         answer, printed = _held_out(opened, store, split, limit_tokens, batch, overlap, keep, quiet=as_json)
     if html is not None:
         write_atomic(html, scores_page(opened.recipe.name, opened.step, scores))
-    if as_json:
-        about = {"source": source.folder, "step": opened.step, "trained_tokens": opened.tokens}
-        print_json(
-            {
-                **about,
-                "device": opened.device_text,
-                "note": source.note,
-                **answer,
-                "scores": [score.line() for score in scores],
-            }
-        )
-        return
-    for part in [*([source.note] if source.note else []), *printed]:
-        console().print(part, markup=False)
-    if save and source.run is not None:
-        console().print(f"written to {source.run.eval_file}", markup=False, soft_wrap=True)
+    about = {"source": source.folder, "step": opened.step, "trained_tokens": opened.tokens, "note": source.note}
+    document = {**about, "device": opened.device_text, **answer, "scores": [score.line() for score in scores]}
+    written = f"written to {source.run.eval_file}" if save and source.run is not None else None
+    show(as_json, document, source.note or None, *printed, written)
 
 
 def _run_tasks(
-    opened: OpenModel, tasks: Sequence[TaskFile], options: dict[str, Any], overlap: bool, keep: Keep, *, quiet: bool
+    opened: OpenModel, tasks: Sequence[TaskFile], options: dict[str, Any], overlap: bool, keep: Keep, quiet: bool
 ) -> None:
-    from windlass.cli.output import bar
     from windlass.convert.source import find_tokenizer
     from windlass.evaluate.overlap import task_overlap
     from windlass.evaluate.suites import SuiteOptions
@@ -153,6 +131,13 @@ def _run_tasks(
         keep(scores)
 
 
+def _run_harness(opened: OpenModel, names: list[str], options: dict[str, Any], keep: Keep) -> None:
+    from windlass.convert.source import find_tokenizer
+    from windlass.evaluate.harness import run_harness
+
+    keep(run_harness(opened, find_tokenizer(opened.source), names, **options))
+
+
 def _held_out(
     opened: OpenModel,
     store: Path | None,
@@ -165,7 +150,6 @@ def _held_out(
     quiet: bool,
 ) -> tuple[dict[str, Any], list[Any]]:
     """Score held-out documents: what `--json` adds, and what is printed."""
-    from windlass.cli.output import bar
     from windlass.convert.source import find_tokenizer
     from windlass.evaluate.open_model import find_store
     from windlass.evaluate.overlap import document_overlap
@@ -189,7 +173,6 @@ def _held_out(
 
 
 def _held_out_tables(opened: OpenModel, result: HeldOutResult) -> list[Any]:
-    from windlass.cli.output import table
 
     bits = {score.group: score for score in result.scores if score.metric == "bits_per_byte"}
     rows = [
@@ -207,7 +190,6 @@ def _held_out_tables(opened: OpenModel, result: HeldOutResult) -> list[Any]:
 
 
 def score_table(scores: Sequence[EvalScore]) -> Table:
-    from windlass.cli.output import table
 
     rows = [(s.task, s.group, s.metric, _interval_text(s, 3), f"{s.count:,}") for s in scores]
     return table("Tasks", ("task", "group", "metric", "value (95 %)", "items"), rows, right=(3, 4))
@@ -233,21 +215,15 @@ def _interval_text(score: EvalScore | None, digits: int) -> str:
 
 
 def _show_recorded(runs: list[Path], every_step: bool, html: Path | None, as_json: bool) -> None:
-    from windlass.cli.output import console, print_json
     from windlass.evaluate.tables import language_page, recorded_rows
-    from windlass.files import write_atomic
 
     rows = recorded_rows(runs, every_step=every_step)
     if html is not None:
         write_atomic(html, language_page(rows))
-    if as_json:
-        print_json({"rows": [row.to_json() for row in rows]})
-        return
-    console().print(_language_table(rows))
+    show(as_json, {"rows": [row.to_json() for row in rows]}, _language_table(rows))
 
 
 def _language_table(rows: list[LanguageRow]) -> Table:
-    from windlass.cli.output import table
     from windlass.evaluate.tables import language_table
 
     columns, cells = language_table(rows)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from windlass.cli.output import console, print_json, show, table
+from windlass.errors import ConfigError
+from windlass.units import GIB, print_joules, print_tokens
 
 if TYPE_CHECKING:
     from windlass.planner.explain import LayoutExplanation
@@ -13,10 +18,6 @@ if TYPE_CHECKING:
 
 NARROW_COLUMNS = 100
 """In a terminal narrower than this the table has no columns for energy and CO2e."""
-
-
-def register(app: typer.Typer) -> None:
-    app.command("plan")(plan)
 
 
 def plan(
@@ -41,11 +42,9 @@ def plan(
     ] = False,
 ) -> None:
     """Rank the layouts of a recipe on a cluster by memory, tokens/s, MFU, duration, energy and CO2e, with reasons."""
-    from windlass.cli.output import console, print_json
     from windlass.clusters import load_cluster
     from windlass.clusters.here import with_gpus
     from windlass.config import load_recipe
-    from windlass.errors import ConfigError
     from windlass.planner import plan as search_layouts
     from windlass.planner.explain import explain_layout
     from windlass.planner.record import explanation_json, plans_json
@@ -86,9 +85,7 @@ def plan(
 
 
 def _print_plans(plans: Plans) -> None:
-    from windlass.cli.output import console, table
     from windlass.planner.page import carbon, training_time
-    from windlass.units import GIB, print_joules, print_tokens
 
     task, best, out = plans.task, plans.best, console()
     for r in (r for r in plans.rejected if r.from_recipe):
@@ -131,14 +128,12 @@ def _print_plans(plans: Plans) -> None:
 
 def _footnotes(plans: Plans) -> list[str]:
     """Conventions, cost of the best, what was searched, and every warning."""
-    import os
 
     from windlass.clusters import load_cluster
     from windlass.clusters.here import with_gpus
     from windlass.planner.page import amount, carbon
     from windlass.planner.record import mfu_denominator
     from windlass.planner.search import TIE
-    from windlass.units import GIB
 
     task, best, grid = plans.task, plans.best, plans.task.grid
     source = task.device.sources.get("matmul_tflops") or task.device.sources.get("*")
@@ -179,8 +174,6 @@ def _footnotes(plans: Plans) -> list[str]:
 
 
 def _print_explanation(explanation: LayoutExplanation) -> None:
-    from windlass.cli.output import console, table
-    from windlass.units import GIB
 
     out, plan, best = console(), explanation.plan, explanation.best
     verdict = "not valid" if explanation.verdict == "illegal" else explanation.verdict
@@ -205,18 +198,10 @@ def _print_explanation(explanation: LayoutExplanation) -> None:
 
 
 def _calibrate(folders: list[str], cluster: str | None, as_json: bool) -> None:
-    from windlass.cli.output import console, print_json
-    from windlass.errors import ConfigError
     from windlass.planner.calibrate import calibrate
 
     if not folders:
-        raise ConfigError(
-            "cli.argument-missing",
-            "--calibrate needs at least one run or sweep folder",
-            hint="windlass plan --calibrate runs/my-sweep",
-        )
+        message = "--calibrate needs at least one run or sweep folder"
+        raise ConfigError("cli.argument-missing", message, hint="windlass plan --calibrate runs/my-sweep")
     result = calibrate([Path(folder) for folder in folders], cluster=cluster)
-    if as_json:
-        print_json(result.json())
-    else:
-        console().print(result.text())
+    show(as_json, result.json(), result.text())

@@ -1,4 +1,4 @@
-"""What do all tables of a recipe share? Frozen, strict about names, and units parsed on the way in."""
+"""The base of all tables: frozen, strict about names, with units parsed on the way in."""
 
 from __future__ import annotations
 

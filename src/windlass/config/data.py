@@ -1,4 +1,4 @@
-"""What is read, in which mix and order? The `[data]` table."""
+"""The `[data]` table: what is read, in which mix and order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt
 from windlass.config.base import Table, Tokens
 
 
-class Stage(Table):
+class DataStage(Table):
     """From this token position on, this mix."""
 
     start: Tokens = 0
@@ -27,7 +27,7 @@ class DataConfig(Table):
     """Source name -> the most passes over it that are allowed. Without `mix` it is also the weight: 2.0 is read twice as often."""
     max_epochs: float = Field(default=4.0, gt=0)
     """The most passes over any source that is not named in `epochs`."""
-    stages: list[Stage] = Field(default_factory=list)
+    stages: list[DataStage] = Field(default_factory=list)
     """Mixes that take over at a token position (annealing, continued pre-training)."""
     tokens: Tokens | None = None
     """How many tokens to train on."""

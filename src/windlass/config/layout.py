@@ -1,4 +1,4 @@
-"""How is the work divided over devices? The `[layout]` table; the planner fills it when it is left out."""
+"""The `[layout]` table: how work is divided over devices; the planner fills it when it is left out."""
 
 from __future__ import annotations
 

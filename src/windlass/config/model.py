@@ -1,4 +1,4 @@
-"""Which network is trained? The `[model]` table."""
+"""The `[model]` table: the network that is trained."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from windlass.config.secret import looks_secret
+from windlass.config.launch import looks_secret
 from windlass.figures import Cards, DataTable, Html, Item, Note, Section
 
 HIDDEN = "(hidden)"
