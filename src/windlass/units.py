@@ -1,10 +1,9 @@
-"""How do people write sizes, token counts, times and energies, and how do we print them? One place for both."""
+"""Sizes, token counts, times and energies: parsing what people write, and printing."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from difflib import get_close_matches
 
 from windlass.errors import ConfigError
@@ -201,14 +200,3 @@ _MANY_LINES = {**_UNSEEN, 9: "\t", 10: "\n", 13: " "}
 def print_text(text: str, *, lines: bool = False) -> str:
     """What came from a file, fit to be shown: no control character gets through, and only with `lines` a new line."""
     return text.translate(_MANY_LINES if lines else _ONE_LINE)
-
-
-def divisors(value: int) -> list[int]:
-    return [d for d in range(1, value + 1) if value % d == 0]
-
-
-def nearest(value: int, valid: Iterable[int]) -> str:
-    """The nearest valid values below and above, for a message."""
-    others = sorted(set(valid))
-    below, above = [v for v in others if v < value], [v for v in others if v > value]
-    return " or ".join(str(v) for v in (*below[-1:], *above[:1])) or "none"

@@ -3,7 +3,7 @@
 import pytest
 
 from windlass.config import LayoutConfig
-from windlass.units import divisors, nearest
+from windlass.layout.rules import divisors, nearest
 from windlass.planner.layouts import enumerate_choices, from_config, problems, work_of
 from windlass.planner.task import make_task
 

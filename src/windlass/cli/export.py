@@ -76,9 +76,9 @@ def _model_card(run: Path) -> str | None:
     """README.md from the ledger, the energy and the report; None where there is no run folder."""
     from windlass.registry import PRESETS
     from windlass.report.collect import collect
-    from windlass.report.evaluations import evaluation
-    from windlass.report.markdown import markdown
     from windlass.report.model_card import content_summary, data_section, model_card
+    from windlass.report.sections import evaluation
+    from windlass.report.write import markdown
     from windlass.runs import open_run
 
     try:

@@ -17,7 +17,6 @@ from pydantic import BaseModel, ValidationError
 from windlass.config.base import Table
 from windlass.config.model import ModelConfig
 from windlass.errors import ConfigError
-from windlass.units import divisors, nearest
 
 if TYPE_CHECKING:
     from windlass.config.recipe import Recipe
@@ -238,7 +237,7 @@ def _keys_at(model: type[BaseModel], loc: Sequence[str]) -> list[str]:
 
 def check(recipe: Recipe) -> None:
     """Rules that span several keys; changes nothing and lists every problem."""
-    problems = [*_model_problems(recipe.model), *_data_problems(recipe), *_layout_problems(recipe)]
+    problems = [*_model_problems(recipe.model), *_data_problems(recipe)]
     refuse("config.invalid", recipe.name, problems, "each line names the keys that disagree")
 
 
@@ -294,17 +293,3 @@ def _data_problems(recipe: Recipe) -> Iterator[str]:
         )
     if any(weight < 0 for weight in data.mix.values()) or (data.mix and sum(data.mix.values()) <= 0):
         yield "data.mix: weights must be at least 0 and not all 0"
-
-
-def _layout_problems(recipe: Recipe) -> Iterator[str]:
-    """What is wrong whatever the number of devices; `layout.rules` has the rules that need it."""
-    model, layout = recipe.model, recipe.layout
-    if layout is None:
-        return
-    for key in ("heads", "kv_heads", "ffn"):
-        size, degree = getattr(model, key), layout.tensor
-        if size and size % degree:
-            valid = nearest(degree, divisors(size))
-            yield f"layout.tensor ({degree}) does not divide model.{key} ({size}); nearest valid: {valid}"
-    if model.layers and layout.pipeline > model.layers:
-        yield f"layout.pipeline ({layout.pipeline}) is more than model.layers ({model.layers})"

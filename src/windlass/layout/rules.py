@@ -6,7 +6,7 @@ propose: it does not know what they cost, or they never pay.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from windlass.config import Recipe
@@ -14,7 +14,6 @@ from windlass.errors import ConfigError
 from windlass.layout.resolve import JobSize
 from windlass.layout.types import AXES, Layout
 from windlass.models.spec import ModelSpec
-from windlass.units import divisors, nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +26,17 @@ class Violation:
 
     def __str__(self) -> str:
         return f"{self.message}; nearest valid: {self.nearest}"
+
+
+def divisors(value: int) -> list[int]:
+    return [d for d in range(1, value + 1) if value % d == 0]
+
+
+def nearest(value: int, valid: Iterable[int]) -> str:
+    """The nearest valid values below and above, for a message."""
+    others = sorted(set(valid))
+    below, above = [v for v in others if v < value], [v for v in others if v > value]
+    return " or ".join(str(v) for v in (*below[-1:], *above[:1])) or "none"
 
 
 def violations(model: ModelSpec, layout: Layout, size: JobSize, engine: str = "native") -> list[Violation]:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from windlass.config import LayoutConfig
 from windlass.layout.resolve import complete_layout, default_shard_size, resolve_step
-from windlass.layout.rules import Violation, not_ranked, violations
+from windlass.layout.rules import Violation, divisors, not_ranked, violations
 from windlass.layout.types import Layout, StepSpec
 from windlass.planner.task import PlanTask
-from windlass.units import divisors
 
 MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 MAX_PIPELINE = 32

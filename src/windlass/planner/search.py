@@ -13,7 +13,7 @@ from windlass.cost.memory import MemoryEstimate, memory
 from windlass.cost.power import EnergyEstimate, PowerEstimate, allocation_units, energy, node_power
 from windlass.cost.step import StepEstimate, estimate_step
 from windlass.errors import PlanError
-from windlass.layout.rules import batch_violation
+from windlass.layout.rules import batch_violation, nearest
 from windlass.layout.types import Layout, StepSpec
 from windlass.planner.candidates import (
     LayoutCandidate,
@@ -23,7 +23,7 @@ from windlass.planner.candidates import (
     ruled_out,
 )
 from windlass.planner.task import PlanTask, make_task
-from windlass.units import GIB, nearest
+from windlass.units import GIB
 
 TIGHT = 0.92
 """Above this share of a device's memory the estimate's own error decides whether a layout runs."""

@@ -12,7 +12,10 @@ from windlass.config import Recipe
 from windlass.config.load import check, validate
 from windlass.errors import ConfigError, WindlassError
 from windlass.figures import Card, Cards, DataTable, Mark, Note, Section
-from windlass.report.dash.blocks import section_json
+from windlass.planner.page import carbon, number, stacked
+from windlass.planner.record import plan_json
+from windlass.planner.search import nothing_fits, search
+from windlass.planner.task import make_task
 from windlass.report.tables import percent
 from windlass.units import parse_tokens, print_tokens
 
@@ -117,13 +120,8 @@ def recipe_of(q: PlannerQuestion) -> Recipe:
 
 
 @lru_cache(maxsize=256)
-def ask(q: PlannerQuestion) -> dict[str, Any]:
-    """The planner's ranked layouts as sections of the page."""
-    from windlass.planner.page import carbon, stacked
-    from windlass.planner.record import plan_json
-    from windlass.planner.search import nothing_fits, search
-    from windlass.planner.task import make_task
-
+def ask(q: PlannerQuestion) -> tuple[dict[str, Any], list[Section]]:
+    """The planner's answer: its best layout, and the ranked layouts as sections of the page."""
     task = make_task(recipe_of(q), load_cluster(q.cluster))
     plans = search(task)
     if not plans.plans:
@@ -153,14 +151,11 @@ def ask(q: PlannerQuestion) -> dict[str, Any]:
         Section("Memory of a device", (memory,), id="memory"),
         Section("Ranked layouts", (ranking,), id="ranking"),
     ]
-    sections = [section_json(p) for p in parts]
-    answer = {"question": asdict(q), "best": rows[0], "layout": layouts[0], "sections": sections}
-    return {**answer, "considered": plans.considered}
+    answer = {"question": asdict(q), "best": rows[0], "layout": layouts[0], "considered": plans.considered}
+    return answer, parts
 
 
 def _cards(best: dict[str, Any], layout: str, q: PlannerQuestion) -> Cards:
-    from windlass.planner.page import carbon, number
-
     note = f"{best['node_hours']:,.0f} node-hours"
     if q.days is not None:
         short = best["days"] - q.days
