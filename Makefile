@@ -1,4 +1,4 @@
-# Each target makes its own virtual environment when it is missing or older than what it is made from.
+# Each target creates or updates the virtual environment when pyproject.toml or constraints.txt changed.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -6,18 +6,20 @@ READY  := $(VENV)/.ready
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-bench lint unit bench docs clean help
+.PHONY: demo test test-all test-bench lint unit bench docs clean help
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   the whole story on this machine's CPU, ending in runs/demo/report.html"
-	@echo "make test   format, lint, types, import contract, all tests"
-	@echo "make lint   only the static checks"
-	@echo "make test-bench   tests of the code in benchmarks/ (published runs, memory trace)"
-	@echo "make bench  the CPU benchmarks, written to benchmarks/results"
-	@echo "make docs   the documentation site, into site/"
+	@echo "make demo        run a small project on this machine's CPU; writes runs/demo/report.html"
+	@echo "make test        format, lint, types, import contracts, all tests except slow ones"
+	@echo "make test-all    the same with slow tests"
+	@echo "make unit        fast tests only (about a minute)"
+	@echo "make lint        static checks only"
+	@echo "make test-bench  tests of the code in benchmarks/ (published runs, memory trace)"
+	@echo "make bench       CPU benchmarks; writes benchmarks/results"
+	@echo "make docs        build the documentation site in site/"
 
-# The environment is built with pip's own resolver: constraints.txt pins what the tests run with.
+# constraints.txt pins the versions that the tests run with.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("windlass needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -27,7 +29,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 $(STAMP): $(READY)
-	@echo "installing what the tests need into $(VENV)"
+	@echo "installing the test requirements into $(VENV)"
 	DS_BUILD_OPS=0 $(PIP) -e '.[train,data,trackers,dash,eval,deepspeed,docs,dev]'
 	@touch $@
 
@@ -36,6 +38,9 @@ demo: $(READY)
 
 test: lint
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not gpu and not slow"
+
+test-all: lint
+	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not gpu"
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -41,7 +41,7 @@ from windlass.checkpoint import files, save
 from windlass.checkpoint.load import read_extra
 from windlass.clusters.scheduler import place
 from windlass.config import Loaded, Recipe, validate
-from windlass.data import megatron
+from windlass.data.shards import index_parts
 from windlass.data.stream import open_stream
 from windlass.errors import EXIT_HANG, EXIT_RESUMABLE, CheckpointError, WindlassError
 from windlass.files import append_line_buffered, read_json_lines
@@ -84,7 +84,7 @@ def write_store(folder: Path, train_tokens: int = 40_000, validation_tokens: int
         name = f"noise-{split}-00000.bin"
         rng.integers(0, 128, count, dtype=np.uint16).astype(dtype).tofile(folder / name)
         lengths = np.full(count // 100, 100, dtype=np.int32)
-        (folder / name).with_suffix(".idx").write_bytes(b"".join(megatron.index_parts(lengths, dtype)))
+        (folder / name).with_suffix(".idx").write_bytes(b"".join(index_parts(lengths, dtype)))
         shards[split] = [{"file": name, "tokens": count, "documents": len(lengths)}]
     source = {
         "tokens": train_tokens + validation_tokens,

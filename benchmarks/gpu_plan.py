@@ -17,13 +17,13 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT / "src")  # instead of this folder, where tokenize.py hides a module of Python's own
+# Instead of this folder, where tokenize.py hides a module of Python's own.
+sys.path[:1] = [str(ROOT / "src"), str(ROOT)]
 
 SIZES: dict[str, dict[str, int]] = {
     "0.1b": {"layers": 12, "width": 768, "ffn": 2048, "heads": 12, "kv_heads": 12, "vocab": 32000},
@@ -109,32 +109,21 @@ def recipe_of(c: dict[str, Any]) -> Any:
 
 def measure_one(c: dict[str, Any], warm: int = 3, timed: int = 5) -> dict[str, Any]:
     import torch
-
-    from windlass.clusters.scheduler import Place
-    from windlass.runs.folder import Run
-    from windlass.train import loop
-    from windlass.train.attention import attention_backend
+    from benchmarks.one_process import open_training, stepping
 
     torch._dynamo.reset()  # each configuration compiles anew; otherwise the recompile limit is hit
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    folder = Run(Path(tempfile.mkdtemp(prefix="windlass-plan-")))
-    quiet: Any = lambda *_: None  # noqa: E731
-    job = loop.build(recipe_of(c), folder, Place(0, 1, 0, 1, 0, 1, None, None, "single"), [], quiet, announced=False)
-    batches = loop.open_batches(job)
     marks = []
-    with attention_backend(job.recipe.train.attention, job.world.device):
+    with stepping(open_training(recipe_of(c))) as step:
         for index in range(warm + timed + 1):
             if index >= warm:
                 marks.append(torch.cuda.Event(enable_timing=True))
                 marks[-1].record()
             if index == warm + timed:
                 break
-            tokens, documents = next(batches)
-            job.stepper.step(tokens, documents, 1e-4)
-            loop.advance(job)
-    torch.cuda.synchronize()
-    batches.close()
+            step(1e-4)
+        torch.cuda.synchronize()
     seconds = statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks))
     return {
         "step_seconds": seconds, "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
@@ -165,11 +154,11 @@ def measure(out: Path, budget_seconds: float) -> None:
         (out / "gpu_plan.json").write_text(json.dumps({**facts, "rows": rows}, indent=1))
 
 
-def ask(c: dict[str, Any], device_name: str) -> tuple[Any, Any]:
-    """The planner's question for one configuration on one such device: task and layout."""
+def question(c: dict[str, Any], device_name: str) -> tuple[Any, Any]:
+    """One configuration on one such device: the planner's task and its candidate."""
     from windlass.clusters import device_by_driver_name
     from windlass.clusters.model import Cluster, Links, Node
-    from windlass.planner.layouts import from_config
+    from windlass.planner.candidates import candidate_of
     from windlass.planner.task import make_task
 
     device = device_by_driver_name(device_name)
@@ -178,14 +167,14 @@ def ask(c: dict[str, Any], device_name: str) -> tuple[Any, Any]:
     cluster = Cluster(name="one", title="one device", device=device.name, node=node, links=links)
     recipe = recipe_of(c)
     task = make_task(recipe, cluster)
-    return task, from_config(recipe.layout, recipe.train.recompute, task)
+    return task, candidate_of(recipe.layout, recipe.train.recompute, task)
 
 
 def predict(c: dict[str, Any], device_name: str) -> Any:
     """What `windlass plan` says of the same recipe on one such device."""
-    from windlass.planner.search import evaluate
+    from windlass.planner.search import estimate_plan
 
-    return evaluate(*ask(c, device_name))
+    return estimate_plan(*question(c, device_name))
 
 
 FITTED = {"own_edge": (60.0, 180.0), "own_narrow": (1.0, 1.4), "own_eager": (2.0, 4.5), "own_fixed_ms": (0.2, 6.0)}
@@ -207,14 +196,11 @@ def fit(rows: list[dict[str, Any]], device: str) -> Any:
 
 
 def time_error(row: dict[str, Any], device: str, constants: Any) -> float:
-    from windlass.cost.step import estimate
-    from windlass.planner.layouts import work_of
+    from windlass.cost.step import estimate_step
 
-    task, choice = ask(row, device)
-    found = estimate(
-        task.shape, work_of(task, choice), choice.degrees(), task.device, task.cluster.links, 1, constants=constants
-    )
-    return error_pct(found.seconds, row["step_seconds"])
+    task, candidate = question(row, device)
+    estimate = estimate_step(task.model, candidate.step(task), candidate.layout, task.machine, constants=constants)
+    return error_pct(estimate.seconds, row["step_seconds"])
 
 
 def leave_out(out: Path) -> None:

@@ -26,15 +26,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from windlass.files import append_line
-
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT / "src")  # instead of this folder, where tokenize.py hides a module of Python's own
+# Instead of this folder, where tokenize.py hides a module of Python's own.
+sys.path[:1] = [str(ROOT / "src"), str(ROOT)]
 
 SWEEP = ROOT / "recipes/sweeps/one_gpu.toml"
 TINY = {"layers": 2, "width": 64, "ffn": 96, "heads": 4, "kv_heads": 2, "vocab": 256}
@@ -245,36 +244,24 @@ def attempt(point: Any, cuda: bool) -> dict[str, Any]:
 
 
 def measure_point(point: Any, cuda: bool) -> dict[str, Any]:
-    from windlass.train.attention import attention_backend
-
-    from windlass.clusters.scheduler import Place
-    from windlass.runs.folder import Run
-    from windlass.train import loop
+    from benchmarks.one_process import open_training, stepping
 
     folder = Path(tempfile.mkdtemp(prefix="windlass-sweep-"))
-    quiet: Any = lambda *_: None  # noqa: E731
-    place = Place(0, 1, 0, 1, 0, 1, None, None, "single")
-    job = loop.build(point.recipe, Run(folder), place, [], quiet, announced=False)
-    batches = loop.open_batches(job)
     try:
-        with attention_backend(job.recipe.train.attention, job.world.device):
-            return timed_steps(job, batches, cuda)
+        training = open_training(point.recipe, folder)
+        with stepping(training) as next_step:
+            return timed_steps(training, next_step, cuda)
     finally:
-        batches.close()
-        job.saver.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def timed_steps(job: Any, batches: Iterator[Any], cuda: bool) -> dict[str, Any]:
-    from windlass.train import loop
+def timed_steps(training: Any, next_step: Callable[[float], Any], cuda: bool) -> dict[str, Any]:
     from windlass.train.metrics import memory_bytes
 
     losses: list[Any] = []
 
     def step() -> None:
-        tokens, documents = next(batches)
-        losses[:] = [job.stepper.step(tokens, documents, 1e-4).values]
-        loop.advance(job)
+        losses[:] = [next_step(1e-4).values]
 
     clock = Clock(cuda)
     began = time.perf_counter()
@@ -289,8 +276,8 @@ def timed_steps(job: Any, batches: Iterator[Any], cuda: bool) -> dict[str, Any]:
     clock.steps(step, count)
     span, joules = time.perf_counter() - began, meter()
     return {
-        "step_seconds": clock.seconds(), "warm_seconds": warm, "span_seconds": span, "energy_joules": joules, "tokens_per_step": job.geometry.tokens_per_step,
-        "memory_bytes": memory_bytes(job.world.device), "first_steps_seconds": first, "loss": float(losses[0][0]), **reserved(cuda),
+        "step_seconds": clock.seconds(), "warm_seconds": warm, "span_seconds": span, "energy_joules": joules, "tokens_per_step": training.plan.tokens_per_step,
+        "memory_bytes": memory_bytes(training.world.device), "first_steps_seconds": first, "loss": float(losses[0][0]), **reserved(cuda),
     }  # fmt: skip
 
 
@@ -413,6 +400,8 @@ def sweep_folder(path: Path, loaded: Any, points: Sequence[Any], record: dict[st
 
 def write_run(run: Any, point: Any, result: dict[str, Any], device: str) -> None:
     """The timed steps as metrics lines; energy in equal parts, as it was read once for all of them."""
+    from windlass.files import append_line
+
     if result["outcome"] != "ok":
         return
     seconds, tokens, joules = result["step_seconds"], result["tokens_per_step"], result.get("energy_joules")
@@ -428,14 +417,13 @@ def write_run(run: Any, point: Any, result: dict[str, Any], device: str) -> None
 
 
 def mfu_of(recipe: Any, speed: float, device: str) -> float | None:
-    from windlass.cost.shapes import shape_of
-
     from windlass.clusters.load import load_device
     from windlass.cost.flops import mfu
+    from windlass.models.presets import model_spec
 
     known = load_device(device)
     peak = known.fp32_tflops if recipe.train.precision == "fp32" else known.bf16_tflops
-    return mfu(shape_of(recipe.model), recipe.data.seq_len, speed, peak).value
+    return mfu(model_spec(recipe.model), recipe.data.seq_len, speed, peak).value
 
 
 def draw(work: Any, out: Path) -> list[dict[str, Any]]:

@@ -31,7 +31,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 # Ours first, and this folder not at all: its files have names of the standard library.
-sys.path[:] = [str(ROOT / "src"), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks")]
+others = [p for p in sys.path if Path(p or ".").resolve() != ROOT / "benchmarks"]
+sys.path[:] = [str(ROOT / "src"), str(ROOT), *others]
 
 
 @dataclass(frozen=True)
@@ -260,42 +261,24 @@ def recipe_of(row: Row, steps: int) -> Any:
     })  # fmt: skip
 
 
-def windlass_job(row: Row, steps: int) -> Any:
-    from windlass.clusters.scheduler import Place
-    from windlass.runs.folder import Run
-    from windlass.train import loop
-
-    folder = Run(Path(tempfile.mkdtemp(prefix="windlass-bench-")))
-    return loop.build(
-        recipe_of(row, steps), folder, Place(0, 1, 0, 1, 0, 1, None, None, "single"), [], print, announced=False
-    )
-
-
 def run_windlass(row: Row, warm: int, timed: int) -> dict[str, Any]:
-    from windlass.train import loop
-    from windlass.train.attention import attention_backend
+    from benchmarks.one_process import open_training, stepping
 
-    job = windlass_job(row, warm + timed + 2)
-    batches = loop.open_batches(job)
+    training = open_training(recipe_of(row, warm + timed + 2), say=print)
     last: list[Any] = []
+    with stepping(training) as next_step:
 
-    def step() -> None:
-        tokens, documents = next(batches)
-        last[:] = [job.stepper.step(tokens, documents, 3e-4)]
-        loop.advance(job)
+        def step() -> None:
+            last[:] = [next_step(3e-4)]
 
-    with attention_backend(job.recipe.train.attention, job.world.device):
         result = measure(step, row.shape.tokens, warm=warm, timed=timed, flops_per_token=row.shape.flops_per_token)
-    batches.close()
     return result | {"loss": last[0].values[0].item()}
 
 
 def run_loss(row: Row, warm: int, timed: int) -> dict[str, Any]:
     """300 steps on the bytes of a text; the curve's end is what is compared."""
     import numpy as np
-
-    from windlass.train import loop
-    from windlass.train.attention import attention_backend
+    from benchmarks.one_process import open_training, stepping
 
     text = os.environ.get("WINDLASS_BENCH_TEXT")
     if not text:
@@ -305,18 +288,12 @@ def run_loss(row: Row, warm: int, timed: int) -> dict[str, Any]:
         row.shape, layers=min(row.shape.layers, 12), vocab=256, seq=min(1024, row.shape.seq), micro_batch=16
     )
     steps = timed if timed < 10 else 300
-    job = windlass_job(replace(row, shape=shape), steps)
-    job.stream.sequences = lambda indexes: np.stack(
+    training = open_training(recipe_of(replace(row, shape=shape), steps), say=print)
+    training.stream.sequences = lambda indexes: np.stack(
         [_window(data, int(i), shape.seq, 1 if "seed1" in row.name else 0) for i in indexes]
     )
-    losses = []
-    batches = loop.open_batches(job)
-    with attention_backend(job.recipe.train.attention, job.world.device):
-        for _ in range(steps):
-            tokens, documents = next(batches)
-            losses.append(job.stepper.step(tokens, documents, 3e-4).values[0])
-            loop.advance(job)
-    batches.close()
+    with stepping(training) as next_step:
+        losses = [next_step(3e-4).values[0] for _ in range(steps)]
     values = [float(v) for v in losses]
     return {"loss": sum(values[-30:]) / len(values[-30:]), "losses": values[:: max(1, steps // 30)]}
 
@@ -610,8 +587,8 @@ def warm_imports(kind: str) -> None:
     import importlib
 
     for module in {
-        "windlass": ("torch", "windlass.train.loop"),
-        "loss": ("torch", "windlass.train.loop"),
+        "windlass": ("torch", "benchmarks.one_process"),
+        "loss": ("torch", "benchmarks.one_process"),
         "hf": ("torch", "transformers.models.llama.modeling_llama"),
         "titan": ("torch", "torchtitan.models.llama3"),
     }.get(kind, ("torch",)):

@@ -78,11 +78,11 @@ def event(cat: str, name: str, ts: float, dur: float, args: dict, pid: int = 1, 
 
 def measure(path: Path, plain: bool) -> dict:
     """In this process: read and summarise."""
-    from windlass.profile import trace_file
+    from windlass.profile import trace
     from windlass.profile.job_profile import profile_traces
 
     if plain:
-        trace_file.orjson = None
+        trace.orjson = None
     began, wall = time.process_time(), time.monotonic()
     job = profile_traces([path])
     return {
@@ -92,7 +92,7 @@ def measure(path: Path, plain: bool) -> dict:
         "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
         "steps": job.steps,
         "step_us": job.step_us,
-        "parser": "json" if trace_file.orjson is None else "orjson",
+        "parser": "json" if trace.orjson is None else "orjson",
     }
 
 

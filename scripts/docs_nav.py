@@ -1,4 +1,4 @@
-"""A hook of mkdocs: pages that the navigation does not name yet join the section of their folder, so that a new page is never lost."""
+"""A hook of mkdocs: pages that the navigation does not list are added to the section of their folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 SECTIONS = {
-    "guides": "Guides", "concepts": "Concepts", "clusters": "Machines", "reference": "Reference", "decisions": "Decisions",
+    "guides": "Guides", "concepts": "Concepts", "clusters": "Clusters", "reference": "Reference", "decisions": "Decisions",
 }  # fmt: skip
 
 
@@ -17,17 +17,17 @@ def on_config(config: Any) -> Any:
 
 
 def complete(nav: list[dict[str, Any]], pages: list[str]) -> list[dict[str, Any]]:
-    """The navigation with every page of a known folder in it."""
+    """The navigation with every page of the folders in SECTIONS."""
     named = set(_paths(nav))
-    made = [dict(entry) for entry in nav]
+    sections = [dict(entry) for entry in nav]
     for folder, title in SECTIONS.items():
         missing = [p for p in pages if p.startswith(f"{folder}/") and p not in named]
-        section = next((entry for entry in made if title in entry), None)
+        section = next((entry for entry in sections if title in entry), None)
         if section is not None:
             section[title] = [*section[title], *missing]
         elif missing:
-            made.append({title: missing})
-    return made
+            sections.append({title: missing})
+    return sections
 
 
 def _paths(value: Any) -> list[str]:

@@ -1,8 +1,8 @@
-"""docs/clusters/*.md from the cluster files: what is known of each machine, how sure we are, and the script that would be submitted.
+"""Writes docs/clusters/*.md from the cluster files: the facts of each cluster with their reliability, and a sample job script.
 
     python scripts/make_cluster_pages.py [--check]
 
---check writes nothing and exits 1 when a page is out of date; a test runs it.
+--check writes nothing and exits with 1 if a page is out of date; a test runs it.
 """
 
 from __future__ import annotations
@@ -21,62 +21,61 @@ from windlass.launch.script import render
 from windlass.units import print_seconds
 
 WIDE = "---\nhide: [toc]\n---\n"
-"""Front matter: the tables get the width of the list of headings."""
+"""Front matter: tables use the width of the table of contents."""
 FOLDER = Path(__file__).parents[1] / "docs" / "clusters"
 CONTAINERS = {
-    "singularity": "The Singularity command line was rendered and compared with a golden file; SingularityCE was never executed by our tests.",
-    "apptainer": "The Apptainer command line was rendered and compared with a golden file; Apptainer was never executed by our tests.",
-    "charliecloud": "The Charliecloud path is executed by tests/slurm on every change.",
+    "singularity": "The Singularity command line was rendered and compared with a golden file; SingularityCE was not executed by our tests.",
+    "apptainer": "The Apptainer command line was rendered and compared with a golden file; Apptainer was not executed by our tests.",
+    "charliecloud": "tests/slurm executes jobs in a Charliecloud container.",
     "none": "No container runtime is described.",
 }
 
 
 def page(cluster: Cluster) -> str:
-    sure, unsure = [], []
-    given = set(written(cluster.name))
+    verified, unverified = [], []
+    keys_in_file = set(written(cluster.name))
     for fact in facts(cluster):
         read = f" ({fact.on})" if fact.on else ""
-        row = f"| `{fact.key}` | {_cell(_toml_words(fact.shown))} | {fact.status} | {_cell(fact.source)}{read} |"
+        row = f"| `{fact.key}` | {_cell(_as_toml(fact.shown))} | {fact.status} | {_cell(fact.source)}{read} |"
         if (
-            fact.key not in given
+            fact.key not in keys_in_file
             or fact.key.startswith(("env.", "container.env.", "notes", "name", "title", "site"))
             or fact.source == ""
         ):
             continue
-        (unsure if fact.status in ("unverified", "assumed", "derived") else sure).append(row)
+        (unverified if fact.status in ("unverified", "assumed", "derived") else verified).append(row)
     head = "| key | value | status | source (read) |\n|---|---|---|---|\n"
     parts = [
         WIDE + f"# {cluster.title}",
-        f"{cluster.site}. Made from `src/windlass/clusters/data/{cluster.name}.toml` by `scripts/make_cluster_pages.py`; edit the file, not this page.",
+        f"{cluster.site}. Generated from `src/windlass/clusters/data/{cluster.name}.toml` by `scripts/make_cluster_pages.py`: edit that file, not this page.",
         _verified(cluster),
-        "## Queues\n\n" + _queues(cluster)
+        "## Partitions\n\n" + _queues(cluster)
         if cluster.slurm
-        else "No scheduler: `windlass launch` starts a detached process here, with the same commands.",
-        "## Read in documentation or measured by others\n\n" + head + "\n".join(sure),
-        "## Not verified: derived, assumed or second hand\n\n" + (head + "\n".join(unsure) if unsure else "Nothing."),
+        else "No scheduler: `windlass launch` starts a detached process on this machine, with the same commands.",
+        "## Documented, or measured by others\n\n" + head + "\n".join(verified),
+        "## Not verified: derived, assumed or from secondary sources\n\n"
+        + (head + "\n".join(unverified) if unverified else "Nothing."),
         "## Environment\n\n" + _environment(cluster) if cluster.env else "",
-        "## Traps\n\n"
+        "## Known pitfalls\n\n"
         + "\n".join(f"- {note}" for note in [*cluster.notes, *(cluster.slurm.rules.values() if cluster.slurm else [])]),
-        "## A script as it would be submitted\n\n```bash\n" + render(_example(cluster), cluster) + "```"
-        if cluster.slurm
-        else "",
+        "## Sample job script\n\n```bash\n" + render(_example(cluster), cluster) + "```" if cluster.slurm else "",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def written(name: str) -> list[str]:
-    """Dotted keys that the file itself has: a default of ours is no fact about a machine."""
+    """Dotted keys that the file itself has; a default of ours is not a fact about a cluster."""
     return [key for key, _ in flatten(tomllib.loads((SHIPPED / f"{name}.toml").read_text()))]
 
 
 def _verified(cluster: Cluster) -> str:
     live = (
-        f"It was compared with the live machine on {cluster.verified_on}."
+        f"Verified on the live system on {cluster.verified_on}."
         if cluster.verified_on
-        else "**It was never compared with the live machine**, and no job of ours has run there."
+        else "**Not yet verified on the live system**; no job of ours has run there."
     )
     probe = (
-        f"`windlass clusters {cluster.name} --probe` on a login node shows where it is out of date."
+        f"`windlass clusters {cluster.name} --probe` on a login node shows which values are out of date."
         if cluster.slurm
         else ""
     )
@@ -84,11 +83,11 @@ def _verified(cluster: Cluster) -> str:
 
 
 def _queues(cluster: Cluster) -> str:
-    rows = ["| partition | QOS | longest | nodes | for |", "|---|---|---|---|---|"]
+    rows = ["| partition | QOS | wall-time limit | nodes | use |", "|---|---|---|---|---|"]
     for p in cluster.slurm.partitions if cluster.slurm else []:
         nodes = f"{p.min_nodes} to {p.max_nodes or 'all'}"
         rows.append(
-            f"| {p.name} | {p.qos or ''} | {print_seconds(p.max_time) if p.max_time else 'not known'} | {nodes} | {p.use_for} |"
+            f"| {p.name} | {p.qos or ''} | {print_seconds(p.max_time) if p.max_time else 'unknown'} | {nodes} | {p.use_for} |"
         )
     return "\n".join(rows)
 
@@ -103,7 +102,7 @@ def _environment(cluster: Cluster) -> str:
     )
 
 
-def _toml_words(shown: str) -> str:
+def _as_toml(shown: str) -> str:
     return {"True": "true", "False": "false"}.get(shown, shown)
 
 
@@ -112,7 +111,7 @@ def _cell(text: str) -> str:
 
 
 def _example(cluster: Cluster):
-    """A seven-billion-parameter model on four nodes, in this site's way."""
+    """A model of seven billion parameters on four nodes."""
     raw = {
         "name": "example", "cluster": cluster.name, "nodes": 4, "data": {"store": "data/store", "tokens": "1T", "seq_len": 4096, "batch_tokens": "4Mi"},
         "model": {"layers": 32, "width": 4096, "ffn": 11008, "heads": 32, "vocab": 32000}, "layout": {"shard": "hybrid", "micro_batch": 1},
@@ -124,22 +123,22 @@ def _example(cluster: Cluster):
 
 def index() -> str:
     rows = [
-        "# Machines we know",
+        "# Known clusters",
         "",
-        "| machine | site | devices of a node | compared with the live machine |",
+        "| cluster | site | devices per node | verified on the live system |",
         "|---|---|---|---|",
     ]
     for name in shipped():
         c = load_cluster(name)
         rows.append(
-            f"| [{c.title}]({name}.md) | {c.site} | {c.node.devices} x {load_device(c.device).name} | {c.verified_on or 'never'} |"
+            f"| [{c.title}]({name}.md) | {c.site} | {c.node.devices} x {load_device(c.device).name} | {c.verified_on or 'not yet'} |"
         )
     return (
         "\n".join(
             [
                 *rows,
                 "",
-                "Add your own as `~/.config/windlass/clusters/NAME.toml`; a file of the same name is laid over ours.",
+                "Add your own as `~/.config/windlass/clusters/NAME.toml`; a file with the name of one of ours is merged over it.",
             ]
         )
         + "\n"

@@ -1,4 +1,4 @@
-"""Writes docs/reference/*.md from the code, so that the reference cannot go stale. Run by `make docs` and checked by a test."""
+"""Writes docs/reference/*.md from the code. Run by `make docs`; a test checks that the pages are up to date."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ UNITS = "Tokens, sizes and durations may be written with units: `450B`, `4Mi`, `
 def recipe_page() -> str:
     from windlass.config import Recipe
 
-    what = "A recipe is one TOML file. Every key, its type, its default and what it means; made from the code."
+    introduction = "A recipe is one TOML file. This page lists every key with type, default and meaning. It is generated from the code."
     tables = {name: _table(field.annotation) for name, field in Recipe.model_fields.items() if _table(field.annotation)}
-    notes = {"layout": "Leave the table out and the planner fills it, printing its reason."}
-    return keys_page("Recipe keys", what, Recipe, tables, notes)
+    notes = {"layout": "Without this table the planner chooses a layout and prints its reason."}
+    return keys_page("Recipe keys", introduction, Recipe, tables, notes)
 
 
 def data_file_page() -> str:
     from windlass.config.sources import DataFile, DataSource
 
-    what = "The file that `windlass tokenize` reads: [how to use it](../guides/data.md). Every key; made from the code."
-    return keys_page("Data file keys", what, DataFile, {"sources.NAME": DataSource}, {}, hidden=("sources",))
+    introduction = "The file that `windlass tokenize` reads: [how to use it](../guides/data.md). This page lists every key and is generated from the code."
+    return keys_page("Data file keys", introduction, DataFile, {"sources.NAME": DataSource}, {}, hidden=("sources",))
 
 
 def sweep_file_page() -> str:
     from windlass.config.sweep import SweepConfig
 
-    what = "The file that `windlass sweep` reads: [how to use it](../guides/sweep.md). Every key; made from the code."
-    return keys_page("Sweep file keys", what, SweepConfig, {}, {})
+    introduction = "The file that `windlass sweep` reads: [how to use it](../guides/sweep.md). This page lists every key and is generated from the code."
+    return keys_page("Sweep file keys", introduction, SweepConfig, {}, {})
 
 
 def cluster_file_page() -> str:
     from windlass.clusters.model import Cluster, Device, FactSource
 
-    what = (
-        "The file that describes a machine, yours in `~/.config/windlass/clusters/NAME.toml`. Every key; made from the code. The numbers of each machine are "
-        "on [its own page](../clusters/index.md)."
+    introduction = (
+        "The file that describes a cluster; your own are `~/.config/windlass/clusters/NAME.toml`. This page lists every key and is "
+        "generated from the code. The numbers of each cluster are on [its own page](../clusters/index.md)."
     )
     tables = {
         name: _table(field.annotation) for name, field in Cluster.model_fields.items() if _table(field.annotation)
@@ -50,17 +50,17 @@ def cluster_file_page() -> str:
     inner = _table(tables["slurm"].model_fields["partitions"].annotation)
     more = {"slurm.partitions": inner, "sources.KEY": FactSource, "devices.toml: NAME": Device}
     notes = {
-        "sources.KEY": "KEY is a dotted key, or a table for all of its keys: where its value was read.",
-        "devices.toml: NAME": "An accelerator that no file knows goes to `~/.config/windlass/clusters/devices.toml`.",
+        "sources.KEY": "Source of a value. KEY is a dotted key, or a table for all of its keys.",
+        "devices.toml: NAME": "Add an unknown accelerator to `~/.config/windlass/clusters/devices.toml`.",
         "slurm.partitions": "One `[[slurm.partitions]]` per queue.",
     }
-    return keys_page("Cluster file keys", what, Cluster, {**tables, **more}, notes, hidden=("name", "sources"))
+    return keys_page("Cluster file keys", introduction, Cluster, {**tables, **more}, notes, hidden=("name", "sources"))
 
 
 def keys_page(
-    title: str, what: str, top: Any, tables: dict[str, Any], notes: dict[str, str], hidden: tuple[str, ...] = ()
+    title: str, introduction: str, top: Any, tables: dict[str, Any], notes: dict[str, str], hidden: tuple[str, ...] = ()
 ) -> str:
-    lines = [f"# {title}", "", what, "", UNITS, ""]
+    lines = [f"# {title}", "", introduction, "", UNITS, ""]
     for name, table in {"": top, **tables}.items():
         lines += [f"## `[{name}]`" if name else "## Top level", ""]
         lines += [notes[name], ""] if name in notes else []
@@ -87,7 +87,7 @@ def _names(field: Any) -> str | None:
 
 
 def _unit(field: Any) -> str | None:
-    """What a number with a unit counts, by the note that its type carries for editors."""
+    """The kind of a number with a unit, by the note that its type carries for editors."""
     notes = f"{field.annotation} {field.metadata}"
     kinds = {"A token count": "tokens", "A size": "size", "A duration": "duration"}
     return next((kind for note, kind in kinds.items() if note in notes), None)
@@ -141,9 +141,9 @@ def _is_constraint(value: Any) -> bool:
     return not isinstance(value, type) and get_origin(value) is None
 
 
-def vocabulary_page(title: str, what: str, words: dict[str, str]) -> str:
-    rows = [f"| `{key}` | {meaning} |" for key, meaning in words.items()]
-    return "\n".join([f"# {title}", "", what, "", "| name | meaning |", "|---|---|", *rows, ""])
+def names_page(title: str, introduction: str, meanings: dict[str, str]) -> str:
+    rows = [f"| `{key}` | {meaning} |" for key, meaning in meanings.items()]
+    return "\n".join([f"# {title}", "", introduction, "", "| name | meaning |", "|---|---|", *rows, ""])
 
 
 def cli_page() -> str:
@@ -155,7 +155,7 @@ def cli_page() -> str:
     lines = [
         "# Commands",
         "",
-        "Made from the code. Errors end with one message, a hint and a non-zero exit code; `--debug` shows the traceback.",
+        "Generated from the code. An error prints one message and a hint and ends with a non-zero exit code; `--debug` prints the traceback.",
         "",
     ]
     for name, command in sorted(root.commands.items()):
@@ -165,24 +165,24 @@ def cli_page() -> str:
 
 
 def exit_codes() -> list[str]:
-    """What a script can rely on: each class of error has its own code, and so has each way in which training ends."""
+    """Each class of error has its own code, and so has each way in which training ends."""
     from windlass import errors
 
     kinds = {
         0: "done",
-        1: "any other error: the system refused, a package is missing",
-        70: "a fault in windlass: please report it",
+        1: "any other error, such as a file that cannot be read or a missing package",
+        70: "a bug in windlass: please report it",
         130: "Ctrl-C",
     }
     for value in vars(errors).values():
         if isinstance(value, type) and issubclass(value, errors.WindlassError) and value is not errors.WindlassError:
             kinds[value.exit_code] = str(value.__doc__)
-    kinds[2] = "The command line, a recipe, a sweep or a cluster file says something that cannot be"
+    kinds[2] = "The command line, a recipe, a sweep, data or cluster file has invalid values"
     kinds |= {
-        errors.EXIT_OUT_OF_MEMORY: "training: a device ran out of memory; the same layout would again",
+        errors.EXIT_OUT_OF_MEMORY: "training: a device ran out of memory; the same layout would run out again",
         errors.EXIT_HANG: "training: a rank made no progress; the error record names it",
         errors.EXIT_DIVERGED: "training: too many non-finite or spiking steps in a row",
-        errors.EXIT_RESUMABLE: "training: stopped early after a good save; the same command goes on",
+        errors.EXIT_RESUMABLE: "training: stopped early after a successful save; the same command continues",
     }
     return [f"| {code} | {' '.join(kinds[code].split()).rstrip('.')} |" for code in sorted(kinds)]
 
@@ -201,7 +201,7 @@ def _parameter(p: Any) -> str:
     value = p.default() if callable(p.default) else p.default
     shown = "" if value in (None, False, (), []) else f"`{p.opts[0] if value is True else value}`"
     cells = (f"`{name}`", " ".join((getattr(p, "help", "") or "").split()), shown)
-    # a bar or a line's end in a cell would make a column or a row of its own
+    # a bar or a line break in a cell would start a new column or row
     return f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), chr(92) + 'n') for cell in cells)} |"
 
 
@@ -215,17 +215,15 @@ def pages() -> dict[str, str]:
         "sweep-file.md": sweep_file_page(),
         "cluster-file.md": cluster_file_page(),
         "cli.md": cli_page(),
-        "metrics.md": vocabulary_page(
-            "metrics.jsonl", "One line per logged step. A key that is unknown is null, never 0.", METRICS
+        "metrics.md": names_page(
+            "metrics.jsonl", "One line per logged step. Unknown values are null, never 0.", METRICS
         ),
-        "events.md": vocabulary_page(
-            "events.jsonl", "The life of a run, one line per event, each with `time` and `event`.", EVENTS
-        ),
+        "events.md": names_page("events.jsonl", "One line per event of a run, each with `time` and `event`.", EVENTS),
     }
 
 
 def main() -> int:
-    """Write the pages; with --check only say whether they are up to date."""
+    """Write the pages; with --check only report whether they are up to date."""
     DOCS.mkdir(parents=True, exist_ok=True)
     stale = [name for name, text in pages().items() if not (DOCS / name).is_file() or (DOCS / name).read_text() != text]
     if "--check" in sys.argv:

@@ -1,9 +1,9 @@
-"""What do the stories' pages ask to be typed? Reads their "on this machine" blocks, runs them, and keeps what they gave.
+"""Runs the "on this machine" blocks of the stories and records their results.
 
 python scripts/stories.py              # run every story in a new folder; write benchmarks/results/stories.json and docs/pictures/story-*
 python scripts/stories.py --show       # only print the commands
 
-A page's block counts when its fence says so: ```console title="on this machine". tests/story runs the same lines, so page and test cannot differ.
+These are the blocks with the fence ```console title="on this machine". tests/story runs the same lines.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def commands(page: Path) -> list[str]:
 
 
 def joined(body: str) -> str:
-    """A block in which a command that goes on after a backslash is one line."""
+    """A block with commands that continue after a backslash joined into one line."""
     return re.sub(r" *\\\n *", " ", body)
 
 
@@ -51,10 +51,10 @@ def prepare(folder: Path) -> dict[str, str]:
         (folder / name).symlink_to(TOP / name)
     binaries = folder / "bin"
     binaries.mkdir()
-    for name, words in (("windlass", "-m windlass"), ("python", "")):
-        (binaries / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+    for name, arguments in (("windlass", "-m windlass"), ("python", "")):
+        (binaries / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
         (binaries / name).chmod(0o755)
-    # One thread per process: the stories' models are too small for more, and two workers share a laptop.
+    # One thread per process: the models are too small for more, and two workers share a laptop.
     return {**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}", "COLUMNS": "140", "OMP_NUM_THREADS": "1"}
 
 

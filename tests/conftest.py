@@ -1,9 +1,10 @@
-"""What tests of several rooms share: forked processes with a gloo process group."""
+"""What several test packages share: a private configuration folder, and forked processes with a gloo process group."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,12 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Cluster files of the user, and constants that a test calibrates, must not change predictions.
+os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="windlass-test-config-")
 
 INTEGRATION = ("docs/", "story/", "faults/", "evaluate/", "convert/", "cli/", "data/test_tokenize", "data/test_bad_input", "data/test_cli_data", "data/test_corpus",
                "data/test_megatron_core", "launch/test_cli_exit", "launch/test_dry_run", "checkpoint/test_names", "profile/test_recorded")  # fmt: skip
-"""Files that run whole commands or real libraries: in `make test`, not in `make unit`, which must end within a minute."""
+"""Files that run complete commands or real libraries: part of `make test`, not of `make unit`, which takes under a minute."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

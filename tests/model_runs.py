@@ -15,60 +15,22 @@ import pytest
 
 from windlass.checkpoint.save import Saver
 from windlass.config import DataConfig, Loaded, ModelConfig, Recipe, SaveConfig, TrainConfig
-from windlass.config.sources import DataFile, Source
+from windlass.config.sources import DataFile, DataSource
 from windlass.data.store import Store, open_store
 from windlass.data.tokenize import tokenize
 from windlass.data.tokenizer import Tokenizer, train_bpe
-from windlass.models import build
+from windlass.models.build import build_model
 from windlass.runs.folder import Run, create_run
 
-DUTCH = [
-    "de",
-    "het",
-    "een",
-    "water",
-    "schip",
-    "lier",
-    "touw",
-    "wind",
-    "kracht",
-    "samen",
-    "draait",
-    "grote",
-    "zware",
-    "last",
-    "hijst",
-    "mannen",
-    "zee",
-    "haven",
-]
-ENGLISH = [
-    "the",
-    "a",
-    "water",
-    "ship",
-    "winch",
-    "rope",
-    "wind",
-    "power",
-    "together",
-    "turns",
-    "great",
-    "heavy",
-    "load",
-    "lifts",
-    "men",
-    "sea",
-    "harbour",
-    "naïve",
-]
+DUTCH = "de het een water schip lier touw wind kracht samen draait grote zware last hijst mannen zee haven"
+ENGLISH = "the a water ship winch rope wind power together turns great heavy load lifts men sea harbour naïve"
 LLAMA = {"family": "llama", "layers": 2, "width": 48, "ffn": 96, "heads": 4, "kv_heads": 2}
 RETNET = {"family": "retnet", "layers": 2, "width": 48, "ffn": 80, "heads": 4, "chunk": 16}
 
 
-def make_text(words: list[str], seed: int, count: int) -> str:
-    dice = random.Random(seed)
-    return " ".join(dice.choice(words) + dice.choice(["", "", ".", ",", "\n"]) for _ in range(count))
+def make_text(word_list: str, seed: int, count: int) -> str:
+    dice, choices = random.Random(seed), word_list.split()
+    return " ".join(dice.choice(choices) + dice.choice(["", "", ".", ",", "\n"]) for _ in range(count))
 
 
 def write_texts(path: Path, texts: list[str]) -> Path:
@@ -81,8 +43,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("corpus")
     lengths = [20, 60, 200, 600]
     return {
-        name: write_texts(folder / f"{name}.jsonl", [make_text(words, i, lengths[i % 4]) for i in range(80)])
-        for name, words in (("dutch", DUTCH), ("english", ENGLISH))
+        name: write_texts(folder / f"{name}.jsonl", [make_text(text, i, lengths[i % 4]) for i in range(80)])
+        for name, text in (("dutch", DUTCH), ("english", ENGLISH))
     }
 
 
@@ -96,7 +58,7 @@ def tokenizer(corpus: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
 def make_store(corpus: dict[str, Path]) -> Callable[[Path, Tokenizer], Store]:
     def make(folder: Path, trained: Tokenizer) -> Store:
         sources = {
-            name: Source(paths=[str(path)], language=name[:2], licence="CC0", origin="made")
+            name: DataSource(paths=[str(path)], language=name[:2], licence="CC0", origin="made")
             for name, path in corpus.items()
         }
         tokenize(
@@ -128,7 +90,7 @@ def make_run(store: Store, tokenizer: Tokenizer) -> Callable[..., Run]:
         data = DataConfig(store=str(store.path), seq_len=seq_len)
         recipe = Recipe(name="small", model=config, data=data, train=TrainConfig(precision=precision, steps=1))
         run = create_run(folder, Loaded(recipe=recipe, text="", path=None, origins={}))
-        net = build(config, seq_len=seq_len)
+        net = build_model(config, seq_len=seq_len)
         net.init_weights(3)
         saver = Saver(run, SaveConfig(asynchronous=False))
         saver.save(7, {"model": dict(net.state_dict())}, {"tokens": 700}, block=True)

@@ -32,7 +32,7 @@ class ConfigError(WindlassError):
 
 
 class PlanError(WindlassError):
-    """No legal layout of this model exists on this machine, or none fits into its memory."""
+    """No valid layout of this model exists on this cluster, or none fits into its memory."""
 
     exit_code = 3
 

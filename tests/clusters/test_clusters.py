@@ -7,7 +7,7 @@ import pytest
 import windlass.clusters
 from windlass.clusters import cluster_names, device_by_driver_name, devices, find_device, load_cluster, load_device
 from windlass.clusters.describe import facts, leaves, source_of
-from windlass.clusters.lint import cores_of_list, cores_of_mask, lint_masks
+from windlass.clusters.load import cores_of_list, cores_of_mask, lint_masks
 from windlass.errors import ConfigError
 
 SHIPPED = (

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from windlass.config.sources import DataFile, DataSource
-from windlass.data import megatron
+from windlass.data.shards import index_bytes
 from windlass.data.tokenizer import Tokenizer, train_bpe
 
 WORDS = [
@@ -104,9 +104,7 @@ def write_megatron() -> Callable[[Path, list[list[int]], str], Path]:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         kind = np.dtype(dtype)
         prefix.with_suffix(".bin").write_bytes(np.array([t for d in documents for t in d], dtype=kind).tobytes())
-        prefix.with_suffix(".idx").write_bytes(
-            megatron.index_bytes(np.array([len(d) for d in documents], dtype=np.int32), kind)
-        )
+        prefix.with_suffix(".idx").write_bytes(index_bytes(np.array([len(d) for d in documents], dtype=np.int32), kind))
         return prefix
 
     return write

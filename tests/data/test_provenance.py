@@ -13,8 +13,7 @@ from windlass.config import validate
 from windlass.config.sources import DataFile, DataSource
 from windlass.data import joining
 from windlass.data.inspect import by_language, by_source, compare_tokenizers, samples
-from windlass.data.provenance import summary
-from windlass.data.store import open_store
+from windlass.data.store import open_store, summary
 from windlass.data.tokenize import tokenize
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import ConfigError

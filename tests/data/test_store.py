@@ -15,7 +15,7 @@ import pytest
 from tests.data.helpers import refused
 
 from windlass.config.sources import DataFile, DataSource
-from windlass.data import megatron
+from windlass.data.shards import CODES, dtype_for, index_bytes, read_index
 from windlass.data.store import open_store
 from windlass.data.tokenize import tokenize
 from windlass.data.tokenizer import Tokenizer
@@ -144,7 +144,7 @@ def test_unknown_source_and_unfinished_store(store: Path, tmp_path: Path) -> Non
 
 def test_index_has_megatrons_bytes() -> None:
     # Worked by hand from the format: two documents of 3 and 2 tokens, uint16.
-    raw = megatron.index_bytes(np.array([3, 2], dtype=np.int32), np.dtype("<u2"))
+    raw = index_bytes(np.array([3, 2], dtype=np.int32), np.dtype("<u2"))
     wanted = (
         b"MMIDIDX\x00\x00"
         + struct.pack("<QBQQ", 1, 8, 2, 3)
@@ -159,18 +159,18 @@ def test_an_index_without_marks_names_beginning_and_end_and_loses_no_document(tm
     lengths = np.array([3, 2, 4], dtype=np.int32)
     read = {}
     for marks in (True, False):
-        (tmp_path / "a.idx").write_bytes(megatron.index_bytes(lengths, np.dtype("<u2"), marks=marks))
-        index = megatron.read_index(tmp_path / "a.idx")
+        (tmp_path / "a.idx").write_bytes(index_bytes(lengths, np.dtype("<u2"), marks=marks))
+        index = read_index(tmp_path / "a.idx")
         read[marks] = (index.documents, index.tokens, index.ends.tolist())
     assert read[True] == read[False] == (3, 9, [3, 5, 9])
     assert index.marks.tolist() == [0, 3]
-    assert megatron.index_bytes(lengths[:0], np.dtype("<u2"), marks=False) == megatron.index_bytes(lengths[:0], np.dtype("<u2"))  # fmt: skip
+    assert index_bytes(lengths[:0], np.dtype("<u2"), marks=False) == index_bytes(lengths[:0], np.dtype("<u2"))  # fmt: skip
 
 
 def test_large_vocabularies_take_four_bytes_and_megatrons_code_for_int32() -> None:
-    assert megatron.dtype_for(65_536) == np.dtype("<u2")
-    assert megatron.dtype_for(65_537) == np.dtype("<i4")
-    assert megatron.CODES[np.dtype("<i4")] == 4
+    assert dtype_for(65_536) == np.dtype("<u2")
+    assert dtype_for(65_537) == np.dtype("<i4")
+    assert CODES[np.dtype("<i4")] == 4
 
 
 def test_a_store_of_ten_billion_tokens_opens_at_once(store: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_store_of_ten_billion_tokens_opens_at_once(store: Path) -> None:
 
 
 def test_borders_across_shards(write_megatron: Any, tmp_path: Path) -> None:
-    from windlass.data.store import Shard, TokenArray
+    from windlass.data.shards import Shard, TokenArray
 
     shards = []
     for number, documents in enumerate([[[1, 2, 3], [4, 5]], [[6], [7, 8, 9, 10]]]):

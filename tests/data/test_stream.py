@@ -172,7 +172,7 @@ def test_the_system_is_told_of_every_sequence_before_the_first_is_read(
             assert option == mmap.MADV_WILLNEED
             calls.append((start, start + length))
 
-    monkeypatch.setattr("windlass.data.store.mmap.mmap", Mapped)
+    monkeypatch.setattr("windlass.data.shards.mmap.mmap", Mapped)
     stream = open_stream(config(store), seed=11)
     assert isinstance(stream, StoreStream)
     for array in stream.arrays:

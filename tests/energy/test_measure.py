@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from windlass.energy.measure import SourceEnergy, measurement, reconcile
-from windlass.energy.sampler import Sampler
 from windlass.energy.sensors import Sample
-from windlass.energy.window import MeasurementWindow
+from windlass.energy.window import MeasurementWindow, Sampler
 
 
 def source(name: str, scope: str, joules: float, method: str = "counter") -> SourceEnergy:

@@ -7,9 +7,15 @@ import json
 import pytest
 
 from windlass.energy import ledger as ledgers
-from windlass.energy.ear import BATCH_STEP, parse, read_ear, without_overlap
-from windlass.energy.sacct import read_sacct
-from windlass.energy.site_records import record_ear, record_slurm
+from windlass.energy.site_records import (
+    BATCH_STEP,
+    parse_ear,
+    read_ear,
+    read_sacct,
+    record_ear,
+    record_slurm,
+    without_overlap,
+)
 from windlass.errors import RunError
 from windlass.runs.events import parse_event
 from windlass.runs.folder import Run
@@ -29,35 +35,35 @@ V52 = (
 
 class TestEar:
     def test_v4_by_hand(self):
-        row = parse(V4, "f")[0]
+        row = parse_ear(V4, "f")[0]
         assert row.joules == pytest.approx(259.0 * 1937.9)
         assert row.joules / 3.6e6 == pytest.approx(0.139, abs=0.001)
         assert row.gpu_joules == {"gpu0": pytest.approx(400.0 * 259), "gpu1": pytest.approx(390.0 * 259)}
         assert row.cpu_joules == pytest.approx(320.0 * 259)
 
     def test_legacy_header(self):
-        row = parse(LEGACY, "f")[0]
+        row = parse_ear(LEGACY, "f")[0]
         assert (row.node, row.job, row.step, row.joules, row.cpu_joules) == ("tcn12", "1001", "0", 30_000.0, 18_000.0)
 
     def test_v52_takes_node_power_not_the_managers_and_leaves_the_batch_step_out(self):
-        rows = without_overlap(parse(V52, "f"))
+        rows = without_overlap(parse_ear(V52, "f"))
         assert sum(r.joules for r in rows) == 2_800_000.0 + 2_600_000.0
 
     def test_a_job_of_only_a_batch_step_keeps_it(self):
         only = "\n".join([V52.splitlines()[0], V52.splitlines()[3]])
-        assert [r.step for r in without_overlap(parse(only, "f"))] == [BATCH_STEP]
+        assert [r.step for r in without_overlap(parse_ear(only, "f"))] == [BATCH_STEP]
 
     @pytest.mark.parametrize(
         ("column", "value", "joules"), [("ENERGY(J)", "7200", 7200.0), ("ENERGY(kWh)", "0.002", 7200.0)]
     )
     def test_energy_column_by_its_own_unit(self, column, value, joules):
-        assert parse(f"NODENAME;JOBID;STEPID;TIME_SEC;{column}\nn;1;0;10;{value}\n", "f")[0].joules == pytest.approx(
-            joules
-        )
+        assert parse_ear(f"NODENAME;JOBID;STEPID;TIME_SEC;{column}\nn;1;0;10;{value}\n", "f")[
+            0
+        ].joules == pytest.approx(joules)
 
     def test_power_times_time_wins_over_a_column_whose_unit_changed(self):
         assert (
-            parse("NODENAME;JOBID;STEPID;TIME_SEC;DC_NODE_POWER_W;ENERGY_J\nn;1;0;10;100;1.0\n", "f")[0].joules
+            parse_ear("NODENAME;JOBID;STEPID;TIME_SEC;DC_NODE_POWER_W;ENERGY_J\nn;1;0;10;100;1.0\n", "f")[0].joules
             == 1000.0
         )
 
@@ -74,12 +80,12 @@ class TestEar:
 
     @pytest.mark.parametrize("cells", ["10;", "10;0.000000", "0;0", "0;300"])
     def test_blank_or_zero_is_unknown_not_zero(self, cells):
-        assert parse(f"NODENAME;JOBID;STEPID;TIME_SEC;DC_NODE_POWER_W\nn;1;0;{cells}\n", "f")[0].joules is None
+        assert parse_ear(f"NODENAME;JOBID;STEPID;TIME_SEC;DC_NODE_POWER_W\nn;1;0;{cells}\n", "f")[0].joules is None
 
     def test_a_program_without_ears_library_has_the_node_managers_figures(self):
         """EAR 5.2 and later write 0 into the library's columns for such a program (EARL_ENABLED 0): Python under srun is one."""
         head = "JOBID;STEPID;EARL_ENABLED;NODENAME;TIME_SEC;DC_NODE_POWER_W;DRAM_POWER_W;PCK_POWER_W;NODEMGR_DC_NODE_POWER_W;NODEMGR_DRAM_POWER_W;NODEMGR_PCK_POWER_W;NODEMGR_TIME_SEC"
-        row = parse(f"{head}\n77;0;0;gcn5;0.000000;0.000000;0.000000;0.000000;2700.0;40.0;310.0;1001\n", "f")[0]
+        row = parse_ear(f"{head}\n77;0;0;gcn5;0.000000;0.000000;0.000000;0.000000;2700.0;40.0;310.0;1001\n", "f")[0]
         assert (row.joules, row.seconds) == (2700.0 * 1001, 1001.0)
         assert (row.cpu_joules, row.memory_joules) == (310.0 * 1001, 40.0 * 1001)
 
@@ -87,14 +93,14 @@ class TestEar:
         """Four ranks are four programs to EAR, each with the whole node's power; one that ran before them is added."""
         head = "NODENAME;JOBID;STEPID;APPID;START_TIME;END_TIME;TIME_SEC;DC_NODE_POWER_W"
         ranks = [f"n;9;0;{100 + i};2000;3000;{1000 - i};2000" for i in range(4)]
-        rows = without_overlap(parse("\n".join([head, "n;9;0;99;1000;1900;900;500", *ranks]), "f"))
+        rows = without_overlap(parse_ear("\n".join([head, "n;9;0;99;1000;1900;900;500", *ranks]), "f"))
         assert [(r.app, r.joules) for r in rows] == [("99", 450_000.0), ("100", 2_000_000.0)]
         assert len({r.name for r in rows}) == 2
 
     def test_a_real_job_of_batch_short_and_long_step(self):
         """As eacct writes it (a CPU node, v5 header): 0.031 kWh; the absent GPUs' zeros are no measurement."""
         head = "NODENAME;JOBID;STEPID;APPID;POLICY;START_TIME;END_TIME;TIME_SEC;DC_NODE_POWER_W;DRAM_POWER_W;PCK_POWER_W;GPU0_POWER_W;GPU1_POWER_W"
-        rows = without_overlap(parse(
+        rows = without_overlap(parse_ear(
             f"{head}\nn2;253;{BATCH_STEP};0; ;1754636620;1754636947;327.0;337.767578;0.0;106.9;0.0;0.0\n"
             "n2;253;1;3574071;monitoring;1754636623;1754636946;322.834564;340.891113;0.0;308.5;0.0;0.0\n"
             "n2;253;0;0; ;1754636622;1754636623;1.0;50.0;0.0;41.4;0.0;0.0\n", "f"))  # fmt: skip
@@ -308,7 +314,7 @@ class TestWhoseRecordIsIt:
 
     def test_rows_of_other_jobs_are_left_out(self, run):
         other = V52.splitlines()[1].replace("77;", "78;", 1)
-        assert record_ear(run, parse(V52 + other + "\n", "f")[:2]) == 2
+        assert record_ear(run, parse_ear(V52 + other + "\n", "f")[:2]) == 2
         assert record_slurm(run, read_sacct("77.0|7000|50|2|COMPLETED\n78.0|9000|50|2|COMPLETED\n")) == 1
         assert "78" not in {json.loads(text)["job"] for text in run.energy_file.read_text().splitlines()}
 
@@ -320,7 +326,7 @@ class TestWhoseRecordIsIt:
 
     def test_a_file_without_any_of_our_jobs_is_refused(self, run):
         with pytest.raises(RunError) as error:
-            record_ear(run, parse(LEGACY, "f"), "file.csv")
+            record_ear(run, parse_ear(LEGACY, "f"), "file.csv")
         assert error.value.code == "energy.no-job-of-this-run"
         assert all(text in error.value.message for text in ("file.csv", "1001", "(77)"))
 
@@ -329,7 +335,7 @@ class TestWhoseRecordIsIt:
         run.energy_file.write_text(
             json.dumps(line("gcn1", "nvml", "device", 300_000.0, job=None, seconds=259.0)) + "\n"
         )
-        record_ear(run, parse(V4, "f"))
+        record_ear(run, parse_ear(V4, "f"))
         ledger = build([json.loads(text) for text in run.energy_file.read_text().splitlines()])
         assert ledger.joules == pytest.approx(259.0 * 1937.9)
 
@@ -337,7 +343,7 @@ class TestWhoseRecordIsIt:
 def test_records_are_taken_once_however_often_they_are_given(tmp_path):
     run = Run(tmp_path)
     for _ in range(2):
-        assert record_ear(run, without_overlap(parse(V52, "f"))) == 2
+        assert record_ear(run, without_overlap(parse_ear(V52, "f"))) == 2
         assert record_slurm(run, read_sacct("88.0|7000|50|2|COMPLETED\n")) == 1
     ledger = build([json.loads(text) for text in run.energy_file.read_text().splitlines()])
     assert ledger.joules == 5_400_000.0 + 7000.0

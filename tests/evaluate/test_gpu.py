@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from windlass.evaluate.decode import make_decoder
-from windlass.evaluate.generate import Sampling, generate
+from windlass.evaluate.generate import Sampling, generate, make_decoder
 from windlass.evaluate.open_model import open_model
 from windlass.evaluate.perplexity import evaluate_text
 

@@ -18,11 +18,10 @@ from windlass.errors import ConfigError, DataError
 from windlass.evaluate.generate import Sampling, generate, prompt_room
 from windlass.evaluate.likelihood import likelihoods, token_pair
 from windlass.evaluate.open_model import open_model
-from windlass.evaluate.overlap import find_overlap, ngram_hashes
 from windlass.evaluate.scores import EvalScore
 from windlass.evaluate.suites import SUITES, Item, SuiteOptions, solved_examples
 from windlass.evaluate.suites.translation import translation_scores
-from windlass.evaluate.task_files import TaskFile, read_task_file, run_task
+from windlass.evaluate.task_files import TaskFile, find_overlap, ngram_hashes, read_task_file, run_task
 from windlass.runs.folder import Run
 
 
@@ -314,9 +313,7 @@ def test_overlap_finds_what_was_trained_on(store: Store) -> None:
 
 
 def test_ngrams_across_stretches_are_seen(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    from windlass.evaluate import overlap
-
-    monkeypatch.setattr(overlap, "READ_TOKENS", 50)
+    monkeypatch.setattr("windlass.evaluate.task_files.READ_TOKENS", 50)
     item = store.tokens("english", "train")[40:60]
     assert find_overlap(store, [item]).shares == [1.0]
     assert len(ngram_hashes(item, 13)) == 8

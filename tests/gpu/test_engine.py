@@ -1,4 +1,4 @@
-"""What only a GPU can tell: compiled blocks and optimizer, FP8 units, kernels of attention. `pytest tests/gpu/test_engine.py`."""
+"""Training on a GPU: compiled layers and optimizers, FP8 products, attention kernels. `pytest tests/gpu/test_engine.py`."""
 
 from __future__ import annotations
 
@@ -7,35 +7,31 @@ from typing import Any
 
 import pytest
 import torch
-from windlass.train.attention import attention_backend
+from tests.train.helpers import build, steps
 
-from windlass.clusters.scheduler import Place
+from windlass.blocks.attention.kernels import attention_kernel
 from windlass.config import OptimConfig, Recipe
-from windlass.runs.folder import Run
-from windlass.train import loop
 from windlass.train.optimizers.base import build_optimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 
-def curve(steps: int = 6, **tables: Any) -> list[float]:
+def curve(count: int = 6, **tables: Any) -> list[float]:
+    """Losses of the first steps of a small model."""
     base: dict[str, Any] = {
-        "model": {"layers": 4, "width": 512, "ffn": 1408, "heads": 8, "kv_heads": 4, "vocab": 8000}, "data": {"seq_len": 512, "batch_tokens": 8192},
-        "train": {"steps": steps}, "layout": {"micro_batch": 8}, "optim": {"lr": 1e-3}, "energy": {"enabled": False}, "save": {"at_end": False},
-    }  # fmt: skip
+        "model": {"layers": 4, "width": 512, "ffn": 1408, "heads": 8, "kv_heads": 4, "vocab": 8000},
+        "data": {"seq_len": 512, "batch_tokens": 8192},
+        "train": {"steps": count},
+        "layout": {"micro_batch": 8},
+        "optim": {"lr": 1e-3},
+        "energy": {"enabled": False},
+        "save": {"at_end": False},
+    }
     recipe = Recipe.model_validate({"name": "g", **{k: {**v, **tables.get(k, {})} for k, v in base.items()}})
-    job = loop.build(
-        recipe, Run(Path("/nonexistent")), Place(0, 1, 0, 1, 0, 1, None, None, "single"), [], print, announced=False
-    )
     torch.compiler.reset()  # or the curves of other tests would count towards the recompile limit
-    out, batches = [], loop.open_batches(job)
-    with attention_backend(recipe.train.attention, job.world.device):
-        for _ in range(steps):
-            tokens, documents = next(batches)
-            out.append(job.stepper.step(tokens, documents, 1e-3).values[0].item())
-            loop.advance(job)
-    batches.close()
-    return out
+    training = build(recipe)
+    with attention_kernel(recipe.train.attention, training.world.device):
+        return [loss for loss, _ in steps(training, count)]
 
 
 def test_bf16_follows_fp32() -> None:
@@ -66,15 +62,15 @@ def test_fp8_follows_bf16(scaling: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_compiled_update_equals_the_host_s(name: str) -> None:
+def test_compiled_update_equals_the_cpu(name: str) -> None:
     torch.manual_seed(0)
-    start, slopes = torch.randn(300, 70), [torch.randn(300, 70) for _ in range(4)]
+    weights, gradients = torch.randn(300, 70), [torch.randn(300, 70) for _ in range(4)]
     results = []
     for device in ("cpu", "cuda"):
-        weight = torch.nn.Parameter(start.to(device, copy=True))
+        weight = torch.nn.Parameter(weights.to(device, copy=True))
         optimizer = build_optimizer([("w", weight)], OptimConfig(name=name))
-        for slope in slopes:
-            weight.grad = slope.to(device)
+        for gradient in gradients:
+            weight.grad = gradient.to(device)
             optimizer.step(1e-2, torch.tensor(0.5, device=device), torch.tensor(True, device=device))
         results.append(weight.detach().cpu())
     assert torch.allclose(*results, atol=1e-5)
@@ -82,7 +78,7 @@ def test_compiled_update_equals_the_host_s(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_bf16_moments_are_rounded_by_the_step_and_not_by_the_rank_s_generator(name: str) -> None:
-    seen = []
+    states = []
     for rank in range(2):
         torch.cuda.manual_seed(rank)
         weight = torch.nn.Parameter(torch.ones(300, 70, device="cuda"))
@@ -90,9 +86,9 @@ def test_bf16_moments_are_rounded_by_the_step_and_not_by_the_rank_s_generator(na
         for step in range(3):
             weight.grad = torch.full_like(weight, 0.1 + step)
             optimizer.step(1e-2)
-        seen.append((weight.detach().clone(), *optimizer.slots[0].moments.values()))
-    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
-    assert len(seen[0][-1].unique()) > 1, "nothing was rounded at random"
+        states.append((weight.detach().clone(), *optimizer.slots[0].moments.values()))
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+    assert len(states[0][-1].unique()) > 1, "nothing was rounded at random"
 
 
 def test_retnet_forms_agree_in_bf16() -> None:
@@ -104,12 +100,12 @@ def test_retnet_forms_agree_in_bf16() -> None:
 def test_the_attention_kernel_changes_although_the_compile_cache_is_warm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's cache key does not name the kernel that attention chose; ours must."""
+    """torch's cache key does not name the attention kernel; ours must."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     names = []
     for kernel in ("cudnn", "flash"):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            curve(steps=2, train={"attention": kernel})
+            curve(2, train={"attention": kernel})
         names.append({event.key for event in profile.key_averages()})
     assert any("cudnn" in name for name in names[0])
     assert any("flash" in name for name in names[1] - names[0])

@@ -1,4 +1,4 @@
-"""Does a model of transformers train under our roof? Same loss as its own, built with and without memory."""
+"""A model of transformers behind the decoder's interface: its own loss, and its own initial weights on any device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from windlass.config import ModelConfig
 from windlass.errors import ConfigError
-from windlass.models import build
+from windlass.models.build import build_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_loss_is_the_network_s_own(folder: Path) -> None:
-    model = build(ModelConfig(family="hf", config=str(folder)), seq_len=16)
+    model = build_model(ModelConfig(family="hf", config=str(folder)), seq_len=16)
     model.init_weights(0)
     tokens = torch.randint(0, 120, (2, 17))
     sums = model(tokens[:, :-1], tokens[:, 1:])
@@ -34,22 +34,25 @@ def test_loss_is_the_network_s_own(folder: Path) -> None:
 
 
 def test_meta_build_begins_with_the_same_numbers(folder: Path) -> None:
-    whole = build(ModelConfig(family="hf", config=str(folder)), seq_len=16)
-    whole.init_weights(0)
+    full = build_model(ModelConfig(family="hf", config=str(folder)), seq_len=16)
+    full.init_weights(0)
     with torch.device("meta"):
-        lazy = build(ModelConfig(family="hf", config=str(folder)), seq_len=16)
+        lazy = build_model(ModelConfig(family="hf", config=str(folder)), seq_len=16)
     assert all(p.is_meta for p in lazy.parameters())
     lazy.to_empty(device="cpu")
     lazy.init_weights(0)
     tokens = torch.randint(0, 120, (2, 16))
-    assert torch.allclose(whole(tokens), lazy(tokens), atol=1e-6)
+    assert torch.allclose(full(tokens), lazy(tokens), atol=1e-6)
 
 
 def test_refusals(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no"):
-        build(ModelConfig(family="hf", config=str(folder / "absent")), seq_len=16)
-    with pytest.raises(ConfigError, match=r"data.seq_len \(65\) is more than the model's 64 positions"):
-        build(ModelConfig(family="hf", config=str(folder)), seq_len=65)
+    with pytest.raises(ConfigError) as caught:
+        build_model(ModelConfig(family="hf", config=str(folder / "absent")), seq_len=16)
+    assert caught.value.code == "model.config-missing" and "absent" in caught.value.message
+    with pytest.raises(ConfigError) as caught:
+        build_model(ModelConfig(family="hf", config=str(folder)), seq_len=65)
+    assert caught.value.code == "model.sequence-too-long"
+    assert "65" in caught.value.message and "64" in caught.value.message
 
 
 COMMON = {
@@ -73,16 +76,16 @@ def test_weights_begin_as_transformers_begins_them(tmp_path: Path, kind: str) ->
     config = getattr(transformers, f"{kind}Config")(**KINDS[kind], bos_token_id=1, eos_token_id=1)
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
-        model = build(ModelConfig(family="hf", config=str(tmp_path)), seq_len=16)
+        model = build_model(ModelConfig(family="hf", config=str(tmp_path)), seq_len=16)
     model.to_empty(device="cpu")
     model.init_weights(0)
     torch.manual_seed(0)
     theirs = dict(transformers.AutoModelForCausalLM.from_config(config).named_parameters())
     for name, mine in model.net.named_parameters():
-        seen, expected = mine.detach(), theirs[name].detach()
+        values, expected = mine.detach(), theirs[name].detach()
         spread = float(expected.std())
-        assert float(seen.std()) == pytest.approx(spread, rel=0.35, abs=1e-6), name
-        assert float(seen.mean()) == pytest.approx(float(expected.mean()), abs=0.25 * spread + 1e-6), name
+        assert float(values.std()) == pytest.approx(spread, rel=0.35, abs=1e-6), name
+        assert float(values.mean()) == pytest.approx(float(expected.mean()), abs=0.25 * spread + 1e-6), name
     before = [p.detach().clone() for p in model.parameters()]
     model.init_weights(0)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

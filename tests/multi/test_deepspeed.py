@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 from pathlib import Path
 
 import pytest
+from tests.train.helpers import build, new_run, run_here, steps
 
-from windlass.config import Recipe, validate
+from windlass.config import LayoutConfig, Recipe, validate
 from windlass.errors import ConfigError
+from windlass.layout.resolve import complete_layout, job_size
+from windlass.layout.types import Layout
 from windlass.train.engines import deepspeed
 
 RAW = {
@@ -30,6 +32,10 @@ def recipe(**tables) -> Recipe:
     return validate(Recipe, {**raw, **{k: v for k, v in tables.items() if k not in raw}}, "test")
 
 
+def layout_of(value: Recipe, devices: int = 2) -> Layout:
+    return complete_layout(value.layout or LayoutConfig(), job_size(value, devices, devices))
+
+
 @pytest.mark.parametrize(
     ("tables", "key"),
     [
@@ -45,22 +51,20 @@ def recipe(**tables) -> Recipe:
 )
 def test_unsupported_settings_are_refused(tables, key):
     with pytest.raises(ConfigError) as caught:
-        deepspeed.check_supported(recipe(**tables))
+        deepspeed.check_supported(value := recipe(**tables), layout_of(value))
     assert caught.value.code == "train.deepspeed-unsupported" and key in caught.value.message
 
 
 def test_without_deepspeed_the_message_has_the_pip_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
-        deepspeed.check_supported(recipe())
+        deepspeed.check_supported(recipe(), layout_of(recipe()))
     assert caught.value.code == "train.deepspeed-not-installed" and "pip install" in caught.value.hint
 
 
 def test_its_settings_follow_from_the_recipe():
-    from windlass.train.geometry import geometry_of
-
     settings = recipe(layout={"shard": "full", "offload": "parameters"}, train={"precision": "bf16"})
-    config = deepspeed.deepspeed_config(settings, geometry_of(settings, 2))
+    config = deepspeed.deepspeed_config(settings, layout_of(settings))
     assert config["zero_optimization"] == {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}  # fmt: skip
     assert (config["train_batch_size"], config["gradient_accumulation_steps"]) == (16, 2)
     assert config["bf16"]["enabled"] and config["communication_data_type"] == "fp32"
@@ -76,20 +80,13 @@ def same(one: list[dict], other: list[dict]) -> None:
         assert [m[key] for m in one] == pytest.approx([m[key] for m in other], rel=2e-5), key
 
 
-def run_here(runs: list[tuple[str, str, str, str | None]], folder: Path) -> None:
+def run_all(runs: list[tuple[str, str, str, str | None]], folder: Path) -> None:
     """Run after run on this rank: (name, engine, shard, run whose checkpoint of step 3 it continues or None)."""
     import torch.distributed as dist
 
-    from windlass.clusters.scheduler import Place
-    from windlass.runs.folder import Run
-    from windlass.train import loop
-
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for name, engine, shard, source in runs:
-        if rank == 0:
-            run = Run(folder / name)
-            for path in (run.checkpoints, run.ranks, run.logs):
-                path.mkdir(parents=True, exist_ok=True)
+        if dist.get_rank() == 0:
+            run = new_run(folder / name)
             if source is not None:
                 step = "step-000000003"
                 shutil.copytree(folder / source / "checkpoints" / step, run.checkpoints / step)
@@ -97,8 +94,7 @@ def run_here(runs: list[tuple[str, str, str, str | None]], folder: Path) -> None
         table = recipe(
             train={"engine": engine}, layout={"shard": shard}, optim={"lr": 1e-2, "warmup": 2048}, save={"every": 3}
         )
-        place = Place(rank, world, rank, world, 0, 1, None, None, "test")
-        assert loop.run(table, Run(folder / name), where=place) == 0
+        assert run_here(table, new_run(folder / name)) == 0
 
 
 @needs_deepspeed
@@ -110,7 +106,7 @@ def test_losses_are_the_native_engines_and_each_reads_the_others_checkpoint(spaw
         ("native-then-zero1", "deepspeed", "zero1", "native"),
         ("zero3-then-native", "native", "zero2", "zero3"),
     ]
-    spawn(run_here, 2, runs, tmp_path)
+    spawn(run_all, 2, runs, tmp_path)
     native = metrics_of(tmp_path / "native")
     assert [line["step"] for line in native] == [1, 2, 3, 4, 5, 6]
     same(metrics_of(tmp_path / "zero3"), native)
@@ -133,23 +129,7 @@ STRATEGIES = [
 def losses_here(tables: list[dict]) -> list[list[float]]:
     """Four steps of each recipe on this rank, one recipe after the other: loss and gradient norm of each step in a
     row."""
-    from windlass.clusters.scheduler import Place
-    from windlass.runs.folder import Run
-    from windlass.train import loop
-
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    losses = []
-    for table in tables:
-        place = Place(rank, world, rank, world, 0, 1, None, None, "test")
-        job = loop.build(recipe(**table), Run(Path("/nonexistent")), place, [], lambda text: None, announced=False)
-        batches = loop.open_batches(job)
-        values = []
-        for _ in range(4):
-            values.extend(job.stepper.step(*next(batches), 1e-2).values[:2].tolist())
-            loop.advance(job)
-        batches.close()
-        losses.append(values)
-    return losses
+    return [[value for pair in steps(build(recipe(**table)), 4, lr=1e-2) for value in pair] for table in tables]
 
 
 def all_alike(spawn, groups: list[list[dict]]) -> None:

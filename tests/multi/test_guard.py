@@ -1,17 +1,14 @@
-"""Do all ranks decide alike when only one of them sees trouble? A gradient that is not finite on one rank is skipped by all."""
+"""All ranks decide alike when only one of them has a problem: a gradient that is not finite on one rank is skipped by all."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.train.helpers import build
 
-from windlass.clusters.scheduler import Place
 from windlass.config import Recipe
-from windlass.runs.folder import Run
 from windlass.train import loop
 
 
@@ -23,21 +20,18 @@ def recipe(**layout: Any) -> Recipe:
     })  # fmt: skip
 
 
-def one_rank_is_ill(value: Recipe, trouble: float) -> tuple[list[int], list[float], list[torch.Tensor]]:
-    """Reasons and losses of six steps; in the third the gradients of rank 1 alone are multiplied by `trouble`."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    where = Place(rank, world, rank, world, 0, 1, None, None, "test")
-    job = loop.build(value, Run(Path("/nonexistent")), where, [], lambda text: None, announced=False)
-    batches = loop.open_batches(job)
-    scale = job.stepper.scale
+def one_rank_fails(value: Recipe, factor: float) -> tuple[list[int], list[float], list[torch.Tensor]]:
+    """Reasons and losses of six steps; in the third the gradients of rank 1 alone are multiplied by `factor`."""
+    training = build(value)
+    batches, scale = loop.open_batches(training), training.stepper.scale
     reasons, losses, weights = [], [], []
     for step in range(6):
-        job.stepper.scale = scale * trouble if step == 2 and rank == 1 else scale
-        values = job.stepper.step(*next(batches), 1e-2).values.tolist()
-        loop.advance(job)
+        training.stepper.scale = scale * factor if step == 2 and training.world.rank == 1 else scale
+        values = training.stepper.step(*next(batches), 1e-2).values.tolist()
+        training.progress.advance(training.plan)
         reasons.append(int(values[2]))
         losses.append(values[0])
-        weight = next(p for _, p in job.parts.named_parameters())
+        weight: Any = next(p for _, p in training.parts.named_parameters())
         weights.append((weight.to_local() if hasattr(weight, "to_local") else weight).detach().clone())
     batches.close()
     return reasons, losses, weights
@@ -46,7 +40,7 @@ def one_rank_is_ill(value: Recipe, trouble: float) -> tuple[list[int], list[floa
 @pytest.mark.multi
 @pytest.mark.parametrize("layout", [{"shard": "full"}, {"pipeline": 2}], ids=str)
 def test_all_ranks_skip_together(spawn: Any, layout: dict[str, Any]) -> None:
-    for reasons, losses, weights in spawn(one_rank_is_ill, 2, recipe(**layout), float("nan")):
+    for reasons, losses, weights in spawn(one_rank_fails, 2, recipe(**layout), float("nan")):
         assert reasons == [0, 0, 1, 0, 0, 0]
         assert all(torch.isfinite(torch.tensor(losses[3:])))
         assert torch.equal(weights[2], weights[1]) and not torch.equal(weights[3], weights[2])

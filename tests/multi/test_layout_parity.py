@@ -1,21 +1,20 @@
-"""Does every layout train the same model? Losses and gradient norms of ten steps against a single process, in fp32."""
+"""Every layout trains the same model: losses and gradient norms of ten steps against a single process, in fp32."""
 
 from __future__ import annotations
 
 import itertools
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.train.helpers import build, steps
 
-from windlass.clusters.scheduler import Place
-from windlass.config import ModelConfig, Recipe
+from windlass.config import LayoutConfig, ModelConfig, Recipe
 from windlass.data.stream import open_stream
-from windlass.runs.folder import Run
-from windlass.train import loop
+from windlass.layout.resolve import complete_layout, job_size
+from windlass.train.batches import batch_plan
 from windlass.train.validate import Validator
 
 STEPS = 10
@@ -51,52 +50,46 @@ def make_recipe(
 
 def train_here(recipe: Recipe, validate: bool = False) -> list[tuple[float, float]]:
     """Ten steps on this rank of whatever world there is: (loss, gradient norm) of each, and the validation loss on the way."""
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    where = Place(rank, world, rank, world, 0, 1, None, None, "test")
-    job = loop.build(recipe, Run(Path("/nonexistent")), where, [], lambda text: None, announced=False)
-    out = []
-    batches = loop.open_batches(job)
+    training = build(recipe)
     if recipe.data.mask_documents:
         # Two documents in each sequence, cut at a place that depends on the sequence.
-        job.stream.document_ids = lambda indexes: np.arange(33)[None] >= np.asarray(indexes)[:, None] % 29 + 2
-    validator = Validator(job.stream, 32, job.recipe, job.world, job.parts, job.stepper)
-    for step in range(STEPS):
-        if validate and step in (3, 4):
-            out.append((validator.run().overall.loss, 1.0))
-        tokens, documents = next(batches)
-        result = job.stepper.step(tokens, documents, recipe.optim.lr)
-        loop.advance(job)
-        loss, norm, reason, _ = result.values.tolist()
-        assert reason == 0
-        out.append((loss, norm))
-    batches.close()
-    return out
+        training.stream.document_ids = lambda indexes: np.arange(33)[None] >= np.asarray(indexes)[:, None] % 29 + 2
+    if not validate:
+        return steps(training, STEPS)
+    validator = Validator(training.stream, 32, recipe, training.world, training.parts, training.stepper)
+    values = []
+    for count in (3, 1):
+        values += steps(training, count)
+        validation = validator.run()
+        assert validation is not None
+        values.append((validation.overall.loss, 1.0))
+    return values + steps(training, STEPS - 4)
 
 
 @pytest.fixture(scope="module")
 def alone() -> Any:
     """The single process, once per optimizer and family."""
-    known: dict[Any, Any] = {}
+    curves: dict[Any, Any] = {}
 
     def get(optimizer: str, family: str = "llama") -> list[tuple[float, float]]:
-        if (optimizer, family) not in known:
+        if (optimizer, family) not in curves:
             torch.set_num_threads(1)
-            known[optimizer, family] = train_here(make_recipe(optimizer, family, micro_batch=16))
-        return known[optimizer, family]
+            curves[optimizer, family] = train_here(make_recipe(optimizer, family, micro_batch=16))
+        return curves[optimizer, family]
 
     return get
 
 
 def compare(
-    seen: list[list[tuple[float, float]]],
+    curves: list[list[tuple[float, float]]],
     expected: list[tuple[float, float]],
-    what: str = "",
+    case: str = "",
     norms: float = 10 * TOLERANCE,
 ) -> None:
-    for rank, values in enumerate(seen):
+    for rank, values in enumerate(curves):
         for step, ((loss, norm), (loss0, norm0)) in enumerate(zip(values, expected, strict=True)):
-            assert loss == pytest.approx(loss0, rel=TOLERANCE), f"loss of step {step} on rank {rank} {what}"
-            assert norm == pytest.approx(norm0, rel=norms), f"gradient norm of step {step} on rank {rank} {what}"
+            assert loss == pytest.approx(loss0, rel=TOLERANCE), f"loss of step {step} on rank {rank} {case}"
+            assert norm == pytest.approx(norm0, rel=norms), f"gradient norm of step {step} on rank {rank} {case}"
 
 
 Case = tuple[str, int, int, dict[str, Any]]
@@ -162,11 +155,11 @@ def test_quick_grid_matches_one_process(
 @pytest.mark.parametrize(("world", "cases"), groups(), ids=[f"{world}-{i}" for i, (world, _) in enumerate(groups())])
 def test_whole_grid_matches_one_process(alone: Any, spawn: Any, world: int, cases: list[Case], family: str) -> None:
     recipes = [make_recipe(optimizer, family, micro_batch=micro, **layout) for optimizer, _, micro, layout in cases]
-    seen = spawn(train_all, world, recipes, timeout=1200.0)
+    curves = spawn(train_all, world, recipes, timeout=1200.0)
     for number, case in enumerate(cases):
         # The norm of each head's output makes RetNet's gradient steep: one process alone differs by 1e-4 in other micro-batches.
         norms = 1e-3 if (case[0], family) == ("adamw", "retnet") else 10 * TOLERANCE
-        compare([values[number] for values in seen], alone(case[0], family), str(case), norms)
+        compare([values[number] for values in curves], alone(case[0], family), str(case), norms)
 
 
 MORE = [
@@ -231,9 +224,9 @@ def test_odd_shapes_on_three_processes_match_one(spawn: Any) -> None:
     """Nothing here is a power of two, and neither rows, layers nor parameters divide evenly."""
     recipes = [make_recipe("sgd", micro_batch=micro, **ODD, **layout) for micro, layout in THREE]
     one = train_here(make_recipe("sgd", micro_batch=12, **ODD))
-    seen = spawn(train_all, 3, recipes)
+    curves = spawn(train_all, 3, recipes)
     for number, case in enumerate(THREE):
-        compare([values[number] for values in seen], one, str(case))
+        compare([values[number] for values in curves], one, str(case))
 
 
 def masked() -> dict[str, Any]:
@@ -288,15 +281,17 @@ def test_tied_weights_match_one_process(
     spawn: Any, optimizer: str, world: int, micro: int, layout: dict[str, Any]
 ) -> None:
     """A tied head under tensor parallelism shares the divided rows; under a pipeline first and last stage share one gradient."""
-    seen = spawn(train_here, world, make_recipe(optimizer, micro_batch=micro, tied=True, **layout))
-    compare(seen, train_here(make_recipe(optimizer, micro_batch=4, tied=True)))
+    curves = spawn(train_here, world, make_recipe(optimizer, micro_batch=micro, tied=True, **layout))
+    compare(curves, train_here(make_recipe(optimizer, micro_batch=4, tied=True)))
 
 
 def embedding_gradient() -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
     """How the embedding's gradient lies on this rank of two, the whole of it, and what a whole table would have given."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
-    from windlass.train.tensor import by_rows, parallel_lookup
+
+    from windlass.blocks.divide import by_rows
+    from windlass.blocks.embedding.parallel import parallel_lookup
 
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
@@ -307,39 +302,37 @@ def embedding_gradient() -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]
     for _ in range(2):  # as accumulation does
         part.backward(mine, retain_graph=True)
     assert isinstance(weight.grad, DTensor)
-    whole = table.clone().requires_grad_()
-    out = torch.nn.functional.embedding(tokens, whole)
+    full = table.clone().requires_grad_()
+    out = torch.nn.functional.embedding(tokens, full)
     out.backward(2 * slope)
     assert torch.equal(part, out.chunk(2, dim=1)[mesh.get_local_rank()])
-    return str(weight.grad.placements), weight.grad.to_local(), weight.grad.full_tensor(), whole.grad
+    return str(weight.grad.placements), weight.grad.to_local(), weight.grad.full_tensor(), full.grad
 
 
 def notes_here(recipe: Recipe) -> list[str]:
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    where = Place(rank, world, rank, world, 0, 1, None, None, "test")
-    return loop.build(recipe, Run(Path("/nonexistent")), where, [], lambda text: None, announced=False).parts.notes
+    return build(recipe).parts.notes
 
 
 @pytest.mark.multi
-def test_what_is_said_of_the_loss_is_what_runs(spawn: Any) -> None:
-    for seen in spawn(notes_here, 2, make_recipe(tensor=2, train={"loss": "plain"})):
-        assert "loss: in chunks of 48 tokens (the vocabulary is divided over 2 ranks)" in seen
-        assert not any("plain" in note for note in seen)
+def test_the_note_on_the_loss_is_what_runs(spawn: Any) -> None:
+    for notes in spawn(notes_here, 2, make_recipe(tensor=2, train={"loss": "plain"})):
+        losses = [note for note in notes if note.startswith("loss: ")]
+        assert len(losses) == 1 and "chunks of 48" in losses[0] and "2 ranks" in losses[0]
 
 
 @pytest.mark.multi
 def test_a_divided_embedding_has_a_divided_gradient(spawn: Any) -> None:
-    for placements, part, seen, expected in spawn(embedding_gradient, 2):
+    for placements, part, gradient, expected in spawn(embedding_gradient, 2):
         assert placements == "(Shard(dim=0),)"
         assert part.shape == (5, 4)
-        torch.testing.assert_close(seen, expected)
+        torch.testing.assert_close(gradient, expected)
 
 
 def train_in_float8(recipe: Recipe) -> list[tuple[float, float]]:
     """FP8's numbers without its units: the product is imitated on a CPU."""
     from windlass.train import float8
 
-    float8.choose_backend = lambda wish, device: ("torch", "imitated")
+    float8.choose_backend = lambda setting, device: ("torch", "imitated")
     return train_here(recipe)
 
 
@@ -365,10 +358,11 @@ def test_single_process_does_not_depend_on_accumulation(alone: Any) -> None:
 def test_stream_is_the_same_everywhere() -> None:
     recipe = make_recipe()
     stream = open_stream(recipe.data, seed=0, vocab=250)
-    from windlass.train.geometry import geometry_of
 
-    whole = geometry_of(recipe, 1).indexes(32, 0)
+    def indexes(ranks: int) -> list[int]:
+        plan = batch_plan(recipe, complete_layout(LayoutConfig(micro_batch=1), job_size(recipe, ranks, ranks)))
+        return [index for rank in range(ranks) for index in plan.indexes(32, rank).tolist()]
+
     for ranks in (2, 4, 8):
-        parts = [i for rank in range(ranks) for i in geometry_of(recipe, ranks).indexes(32, rank)]
-        assert parts == whole.tolist()
-        assert (stream.sequences(parts) == stream.sequences(whole)).all()
+        assert indexes(ranks) == indexes(1)
+        assert (stream.sequences(indexes(ranks)) == stream.sequences(indexes(1))).all()

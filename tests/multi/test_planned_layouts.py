@@ -1,25 +1,22 @@
-"""Does every layout that the planner lists as legal really run? Its own list for small machines, one step of each class."""
+"""Every layout that the planner lists as valid runs: its own list for small machines, one of each class."""
 
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.train.helpers import build, place_here, steps
 
 from windlass.clusters import load_cluster
 from windlass.clusters.scheduler import Place
 from windlass.config import Recipe
-from windlass.planner import layouts
-from windlass.planner.layouts import Choice
+from windlass.planner import candidates
+from windlass.planner.candidates import LayoutCandidate
 from windlass.planner.task import make_task
-from windlass.runs.folder import Run
-from windlass.train import loop
 
 SEQUENCES = 8
 TOGETHER = 12
@@ -35,47 +32,48 @@ def make_recipe(family: str = "llama", **model: Any) -> Recipe:
     })  # fmt: skip
 
 
-def listed(recipe: Recipe, nodes: int, per_node: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Choice]:
+def listed(recipe: Recipe, nodes: int, per_node: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[LayoutCandidate]:
     """What the planner enumerates and finds no fault with, on `nodes` x `per_node` devices; short sequences count as long here."""
-    monkeypatch.setattr(layouts, "LONG", 8)
+    monkeypatch.setattr(candidates, "MIN_CONTEXT_TOKENS", 8)
     machine = load_cluster("workstation")
     node = machine.node.model_copy(update={"devices": per_node})
     task = make_task(recipe, machine.model_copy(update={"nodes": nodes, "node": node}), nodes)
     for offload in ("none", "optimizer", "parameters"):
-        for choice in layouts.enumerate_choices(task, offload):
-            if not layouts.problems(task, choice):
+        for choice in candidates.enumerate_candidates(task, offload):
+            if not candidates.problems(task, choice):
                 yield choice
 
 
-def features(c: Choice) -> dict[str, Any]:
+def features(c: LayoutCandidate) -> dict[str, Any]:
+    layout = c.layout
     return {
-        "shard": c.shard, "tensor": c.tensor > 1, "pipeline": c.pipeline > 1 and c.schedule, "context": c.context > 1,
-        "offload": c.offload, "recompute": c.recompute, "accumulates": c.accumulation > 1,
+        "shard": layout.shard, "tensor": layout.tensor > 1, "pipeline": layout.pipeline > 1 and layout.schedule,
+        "context": layout.context > 1, "offload": layout.offload, "recompute": c.recompute, "accumulates": layout.accumulation > 1,
     }  # fmt: skip
 
 
-def classes(choices: Iterator[Choice]) -> list[Choice]:
+def classes(choices: Iterator[LayoutCandidate]) -> list[LayoutCandidate]:
     """One choice for each way of dividing: degrees above two and the exact micro-batch make no class of their own.
 
     Of a class one with the fewest micro-batches: each costs every rank a pass through DTensor, which is most of the time here.
     """
-    found: dict[Any, list[Choice]] = {}
+    by_class: dict[Any, list[LayoutCandidate]] = {}
     for c in choices:
-        found.setdefault(tuple(v for k, v in features(c).items() if k != "recompute"), []).append(c)
-    return [short[(7 * number) % len(short)] for number, short in enumerate(map(_shortest, found.values()))]
+        by_class.setdefault(tuple(v for k, v in features(c).items() if k != "recompute"), []).append(c)
+    return [short[(7 * number) % len(short)] for number, short in enumerate(map(_shortest, by_class.values()))]
 
 
-def _shortest(members: list[Choice]) -> list[Choice]:
-    least = min(c.accumulation for c in members)
-    return [c for c in members if c.accumulation == least]
+def _shortest(members: list[LayoutCandidate]) -> list[LayoutCandidate]:
+    least = min(c.layout.accumulation for c in members)
+    return [c for c in members if c.layout.accumulation == least]
 
 
-def pairs(choices: Iterator[Choice]) -> list[Choice]:
+def pairs(choices: Iterator[LayoutCandidate]) -> list[LayoutCandidate]:
     """Few choices in which any two features that occur together in the list occur together: always the one with most new pairs."""
     waiting = {c: set(itertools.combinations(features(c).items(), 2)) for c in choices}
-    chosen: list[Choice] = []
+    chosen: list[LayoutCandidate] = []
     while waiting:
-        best = max(waiting, key=lambda c: (len(waiting[c]), -c.accumulation))
+        best = max(waiting, key=lambda c: (len(waiting[c]), -c.layout.accumulation))
         new = waiting.pop(best)
         if not new:
             break
@@ -85,39 +83,35 @@ def pairs(choices: Iterator[Choice]) -> list[Choice]:
     return chosen
 
 
-def run_all(recipe: Recipe, choices: list[Choice], per_node: int) -> list[tuple[str, float | str, float]]:
-    """Two steps of each on this rank: (layout, loss of the second, seconds), or what it said instead."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    where = Place(rank, world, rank % per_node, per_node, rank // per_node, world // per_node, None, None, "test")
-    return [(c.words(), *_two_steps(recipe, c, where)) for c in choices]
+def run_all(recipe: Recipe, choices: list[LayoutCandidate], per_node: int) -> list[tuple[str, float | str, float]]:
+    """Two steps of each on this rank: (layout, loss of the second, seconds), or the error instead."""
+    return [(c.describe(), *_two_steps(recipe, c, place_here(per_node))) for c in choices]
 
 
-def _two_steps(recipe: Recipe, choice: Choice, where: Place) -> tuple[float | str, float]:
+def _two_steps(recipe: Recipe, choice: LayoutCandidate, here: Place) -> tuple[float | str, float]:
     train = recipe.train.model_copy(update={"recompute": choice.recompute})
-    chosen = recipe.model_copy(update={"layout": choice.config(), "train": train})
-    begin = time.monotonic()
+    chosen = recipe.model_copy(update={"layout": choice.layout.config(), "train": train})
+    started_at = time.monotonic()
     try:
-        job = loop.build(chosen, Run(Path("/nonexistent")), where, [], lambda text: None, announced=False)
-        batches = loop.open_batches(job)
-        for _ in range(2):
-            loss = float(job.stepper.step(*next(batches), 1e-2).values[0])
-        batches.close()
+        loss = steps(build(chosen, here), 2)[1][0]
     except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - begin
-    return loss, time.monotonic() - begin
+        return f"{type(error).__name__}: {error}", time.monotonic() - started_at
+    return loss, time.monotonic() - started_at
 
 
-def needs_eight(c: Choice) -> bool:
-    """What four processes cannot hold; the rest was shown there."""
-    return c.offload == "none" and c.tensor > 1 and (c.shard == "hybrid" or (c.pipeline > 1 and c.context > 1))
+def needs_eight(c: LayoutCandidate) -> bool:
+    """What four processes cannot hold; they have shown all else."""
+    layout = c.layout
+    deep = layout.pipeline > 1 and layout.context > 1
+    return layout.offload == "none" and layout.tensor > 1 and (layout.shard == "hybrid" or deep)
 
 
 CASES: list[Any] = [
     ("llama", 1, 2, lambda c: True),
     ("llama", 2, 2, lambda c: True),
     ("llama", 2, 4, needs_eight),
-    ("retnet", 1, 2, lambda c: c.offload == "none"),
-    ("retnet", 2, 2, lambda c: c.offload == "none" and c.pipeline > 1),
+    ("retnet", 1, 2, lambda c: c.layout.offload == "none"),
+    ("retnet", 2, 2, lambda c: c.layout.offload == "none" and c.layout.pipeline > 1),
 ]
 
 
@@ -142,15 +136,19 @@ def test_every_class_that_the_planner_lists_runs(
     check(spawn, recipe, classes(listed(recipe, nodes, per_node, monkeypatch)), nodes, per_node, timeout=900.0)
 
 
-def check(spawn: Any, recipe: Recipe, chosen: list[Choice], nodes: int, per_node: int, timeout: float = 240.0) -> None:
+def check(
+    spawn: Any, recipe: Recipe, chosen: list[LayoutCandidate], nodes: int, per_node: int, timeout: float = 240.0
+) -> None:
     assert len(chosen) >= 4
     torch.set_num_threads(1)
-    seen = []
+    results = []
     for start in range(0, len(chosen), TOGETHER):
-        seen += spawn(run_all, nodes * per_node, recipe, chosen[start : start + TOGETHER], per_node, timeout=timeout)[0]
-    print(*(f"{seconds:5.1f} s  {words}: {loss}" for words, loss, seconds in seen), sep="\n")
-    failed = [f"{words}: {loss}" for words, loss, _ in seen if isinstance(loss, str)]
+        results += spawn(
+            run_all, nodes * per_node, recipe, chosen[start : start + TOGETHER], per_node, timeout=timeout
+        )[0]
+    print(*(f"{seconds:5.1f} s  {name}: {loss}" for name, loss, seconds in results), sep="\n")
+    failed = [f"{name}: {loss}" for name, loss, _ in results if isinstance(loss, str)]
     assert not failed, "\n".join(failed)
     # The second loss follows from the gradients of the first step, so it is the same for all layouts up to bf16.
-    losses = {words: loss for words, loss, _ in seen}
+    losses = {name: loss for name, loss, _ in results}
     assert max(losses.values()) - min(losses.values()) < 0.02, losses

@@ -1,4 +1,4 @@
-"""Can a run stop in one layout and go on in another? The curve is that of a run that never stopped."""
+"""A run stops in one layout and continues in another; its curve is that of a run that never stopped."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from tests.train import helpers
 
-from windlass.clusters.scheduler import Place
 from windlass.config import Recipe
 from windlass.runs.folder import Run
-from windlass.train import loop
 
 TOLERANCE = 3e-6
 
@@ -27,12 +25,7 @@ def recipe(steps: int, micro: int, tied: bool = False, **layout: Any) -> Recipe:
 
 
 def run_here(folder: str, value: Recipe) -> int:
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    torch.set_num_threads(1)
-    run = Run(Path(folder))
-    for path in (run.path, run.ranks, run.checkpoints, run.logs):
-        path.mkdir(parents=True, exist_ok=True)
-    return loop.run(value, run, where=Place(rank, world, rank, world, 0, 1, None, None, "test"))
+    return helpers.run_here(value, helpers.new_run(Path(folder)))
 
 
 def curve(folder: Path) -> dict[int, tuple[float, float]]:
@@ -40,17 +33,17 @@ def curve(folder: Path) -> dict[int, tuple[float, float]]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[float, float]]:
-    folder = tmp_path_factory.mktemp("whole")
+def uncut(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[float, float]]:
+    folder = tmp_path_factory.mktemp("uncut")
     assert run_here(str(folder), recipe(10, 16)) == 0
     return curve(folder)
 
 
-def same(seen: dict[int, tuple[float, float]], expected: dict[int, tuple[float, float]]) -> None:
-    assert sorted(seen) == sorted(expected)
+def same(curve: dict[int, tuple[float, float]], expected: dict[int, tuple[float, float]]) -> None:
+    assert sorted(curve) == sorted(expected)
     for step, (loss, norm) in expected.items():
-        assert seen[step][0] == pytest.approx(loss, rel=TOLERANCE), f"loss of step {step}"
-        assert seen[step][1] == pytest.approx(norm, rel=10 * TOLERANCE), f"norm of step {step}"
+        assert curve[step][0] == pytest.approx(loss, rel=TOLERANCE), f"loss of step {step}"
+        assert curve[step][1] == pytest.approx(norm, rel=10 * TOLERANCE), f"norm of step {step}"
 
 
 PAIRS = [
@@ -64,7 +57,7 @@ PAIRS = [
 
 @pytest.mark.multi
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=str)
-def test_another_layout_goes_on(whole: Any, spawn: Any, tmp_path: Path, first: Any, second: Any) -> None:
+def test_another_layout_goes_on(uncut: Any, spawn: Any, tmp_path: Path, first: Any, second: Any) -> None:
     for steps, (world, micro, layout) in ((5, first), (10, second)):
         if world == 1:
             os.environ.pop("RANK", None)
@@ -73,7 +66,7 @@ def test_another_layout_goes_on(whole: Any, spawn: Any, tmp_path: Path, first: A
         else:
             codes = spawn(run_here, world, str(tmp_path), recipe(steps, micro, **layout))
         assert codes == [0] * world
-    same(curve(tmp_path), whole)
+    same(curve(tmp_path), uncut)
     assert [e.event for e in Run(tmp_path).events() if e.event in ("started", "resumed")] == [
         "started",
         "resumed",
@@ -83,20 +76,20 @@ def test_another_layout_goes_on(whole: Any, spawn: Any, tmp_path: Path, first: A
 @pytest.mark.multi
 def test_tied_weights_go_on_from_a_pipeline(spawn: Any, tmp_path: Path) -> None:
     """The checkpoint holds the shared matrix once; a pipeline's last stage has it again after a restart."""
-    assert run_here(str(tmp_path / "whole"), recipe(9, 4, tied=True)) == 0
+    assert run_here(str(tmp_path / "uncut"), recipe(9, 4, tied=True)) == 0
     split = {"shard": "none", "pipeline": 2, "tied": True}
     for steps, layout in ((3, split), (6, split), (9, {"tied": True})):
         world = layout.get("pipeline", 1)
         value = recipe(steps, 4, **layout)
         codes = spawn(run_here, 2, str(tmp_path / "b"), value) if world > 1 else [run_here(str(tmp_path / "b"), value)]
         assert codes == [0] * world
-    same(curve(tmp_path / "b"), curve(tmp_path / "whole"))
+    same(curve(tmp_path / "b"), curve(tmp_path / "uncut"))
 
 
-def test_same_layout_goes_on_bit_for_bit(whole: Any, tmp_path: Path) -> None:
+def test_same_layout_goes_on_bit_for_bit(uncut: Any, tmp_path: Path) -> None:
     assert run_here(str(tmp_path), recipe(5, 16)) == 0
     assert run_here(str(tmp_path), recipe(10, 16)) == 0
-    assert curve(tmp_path) == whole
+    assert curve(tmp_path) == uncut
 
 
 def test_bf16_goes_on_bit_for_bit(tmp_path: Path) -> None:

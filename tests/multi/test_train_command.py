@@ -1,4 +1,4 @@
-"""Does `windlass train` do what its help says? One process, two, a stop, a refusal; by the real command."""
+"""`windlass train` as a command: one process, two, and a world that the batch does not divide."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ enabled = false
 """
 
 
-def windlass(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def windlass(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         environment.pop(name, None)
     return subprocess.run(
-        [sys.executable, "-m", "windlass", "train", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-m", "windlass", "train", *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
     )  # fmt: skip
 
 
@@ -60,13 +60,9 @@ def test_one_and_two_devices_write_the_same_curve(tmp_path: Path) -> None:
 
 
 @pytest.mark.multi
-def test_a_world_that_does_not_fit_is_refused_once_by_all(tmp_path: Path) -> None:
+def test_a_batch_that_the_devices_do_not_divide_is_refused_once(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text(RECIPE)
     done = windlass(tmp_path, "r.toml", "layout.micro_batch=8", "--devices", "2", "--run", "x")
     assert done.returncode == 2
-    assert done.stderr.count("is not a multiple of 256") == 1, done.stderr
-    assert sorted(p.name for p in (tmp_path / "x" / "ranks").glob("error-*")) == [
-        "error-00000.json",
-        "error-00001.json",
-    ]
-    assert "gave up" in done.stdout + done.stderr
+    assert done.stderr.count("128") == 1 and "256" in done.stderr, done.stderr
+    assert not list((tmp_path / "x" / "ranks").glob("error-*")), "refused before a worker starts"

@@ -1,10 +1,10 @@
 """What cannot run is refused with the numbers and the nearest value that can."""
 
 import pytest
+from windlass.planner.layouts import enumerate_choices, from_config, problems, work_of
 
 from windlass.config import LayoutConfig
 from windlass.layout.rules import divisors, nearest
-from windlass.planner.layouts import enumerate_choices, from_config, problems, work_of
 from windlass.planner.task import make_task
 
 

@@ -14,16 +14,16 @@ torch = pytest.importorskip("torch")
 from windlass.config.observe import ProfileConfig  # noqa: E402
 from windlass.errors import ProfileError  # noqa: E402
 from windlass.files import write_json  # noqa: E402
-from windlass.profile.find_traces import find_target  # noqa: E402
-from windlass.profile.job_profile import profile_traces  # noqa: E402
-from windlass.profile.trace_request import (  # noqa: E402
+from windlass.profile.captures import (  # noqa: E402
     TraceRequest,
     answer_file,
+    find_target,
     read_request,
     request_file,
     submit_request,
     wait_for_trace,
 )
+from windlass.profile.job_profile import profile_traces  # noqa: E402
 from windlass.runs import Run  # noqa: E402
 from windlass.runs.lock import locked  # noqa: E402
 from windlass.train.profiler import Profiler  # noqa: E402

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from windlass.files import append_line, write_json
-from windlass.profile.run_comparison import compare_loss, compare_runs, find_differences, measure_performance
+from windlass.profile.compare import compare_loss, compare_runs, find_differences, measure_performance
 from windlass.runs import Run
 
 

@@ -9,8 +9,8 @@ import re
 import pytest
 
 from windlass.errors import ProfileError
-from windlass.profile import trace_file
-from windlass.profile.trace_file import TraceFile
+from windlass.profile import trace as trace_module
+from windlass.profile.trace import TraceFile
 
 EVENTS = [{"ph": "X", "name": f"op {i}", "ts": i, "args": {"list": [{"a": 1}, {"b": "},{"}]}} for i in range(500)]
 
@@ -29,7 +29,7 @@ def document(events=EVENTS, **meta):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("chunk", [64, 1000, 1 << 20])
 def test_events_and_metadata_come_back_whole(tmp_path, monkeypatch, indent, packed, chunk):
-    monkeypatch.setattr(trace_file, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(trace_module, "READ_BYTES", chunk)
     text = json.dumps(document(deviceProperties=[{"id": 0}, {"id": 1}]), indent=indent).encode()
     path = tmp_path / "trace"  # the name does not matter, the content does
     path.write_bytes(gzip.compress(text) if packed else text)
@@ -39,7 +39,7 @@ def test_events_and_metadata_come_back_whole(tmp_path, monkeypatch, indent, pack
 
 
 def test_metadata_behind_the_events_is_not_taken_for_events(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace_file, "CHUNK_BYTES", 256)
+    monkeypatch.setattr(trace_module, "READ_BYTES", 256)
     path = tmp_path / "t.json"
     path.write_text(json.dumps({"traceEvents": EVENTS[:3], "deviceProperties": [{"id": i} for i in range(200)]}))
     events, meta = read(path)
@@ -58,7 +58,7 @@ def test_the_standard_library_reads_the_same_as_orjson(tmp_path, monkeypatch):
     path = tmp_path / "t.json"
     path.write_text(json.dumps(document()))
     fast = read(path)
-    monkeypatch.setattr(trace_file, "orjson", None)
+    monkeypatch.setattr(trace_module, "orjson", None)
     assert read(path) == fast
 
 
@@ -76,7 +76,7 @@ def test_known_faults_of_old_profilers_are_repaired(tmp_path):
 
 
 def test_a_truncated_file_reports_how_far_it_was_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace_file, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(trace_module, "READ_BYTES", 1000)
     path = tmp_path / "t.json"
     path.write_text(json.dumps(document())[:20_000])
     with pytest.raises(ProfileError) as error:
@@ -119,8 +119,8 @@ def test_a_missing_file_is_refused(tmp_path):
 
 
 def test_one_endless_event_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace_file, "CHUNK_BYTES", 1 << 12)
-    monkeypatch.setattr(trace_file, "LARGEST_EVENT_BYTES", 1 << 14)
+    monkeypatch.setattr(trace_module, "READ_BYTES", 1 << 12)
+    monkeypatch.setattr(trace_module, "LARGEST_EVENT_BYTES", 1 << 14)
     path = tmp_path / "t.json"
     path.write_text('{"traceEvents": [{"name": "' + "x" * 100_000)
     with pytest.raises(ProfileError) as error:

@@ -83,7 +83,7 @@ def test_what_is_missing_is_said_before_the_first_chapter(tmp_path, monkeypatch)
     monkeypatch.setattr(demo, "NEEDED", ("json", "no_such_package"))
     with pytest.raises(WindlassError) as caught:
         demo.demo(tmp_path / "demo")
-    assert caught.value.code == "cli.demo-packages-missing"
+    assert caught.value.code == "cli.demo-package-missing"
     assert "windlass[train,data]" in caught.value.hint
     assert not (tmp_path / "demo").exists()
 

@@ -1,4 +1,4 @@
-"""Schedule, geometry, mesh arithmetic, guard and stages: the parts of training that need no second process."""
+"""Schedules, batches and the guard: parts of training that need no second process."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from windlass.train.attention import apply_attention
-from windlass.train.geometry import geometry_of
 
-from windlass.config import LayoutConfig, OptimConfig, Recipe, TrainConfig
+from windlass.blocks.attention.kernels import attention_core
+from windlass.config import OptimConfig, Recipe, TrainConfig
 from windlass.errors import ConfigError
-from windlass.models import build
+from windlass.layout.resolve import complete_layout, job_size
+from windlass.train.batches import BatchPlan, batch_plan
 from windlass.train.guard import LOSS_SPIKE, NONFINITE, NORM_SPIKE, OK, Guard
-from windlass.train.mesh import axes_of
-from windlass.train.parallelize import choose_sync, stage_layers, stage_numbers
 from windlass.train.progress import utilization_advice
 from windlass.train.schedules import learning_rate, schedule_note
 
@@ -54,57 +52,18 @@ def test_a_run_shorter_than_its_schedule_gets_a_note() -> None:
     assert "0%" in schedule_note(OptimConfig(lr=0.0, warmup=4000), 1000)
 
 
-def test_geometry_by_hand() -> None:
-    g = geometry_of(recipe(), 4)
-    assert (g.batch, g.per_rank, g.micro_batches, g.tokens_per_step, g.steps) == (16, 4, 2, 128, 5)
-    assert g.indexes(32, 3).tolist() == [44, 45, 46, 47]
-    tokens = geometry_of(recipe(train={"steps": None}, data={"tokens": 1300}), 1)
-    assert tokens.steps == 10
+def plan_on(devices: int, **tables: Any) -> BatchPlan:
+    value = recipe(**tables)
+    assert value.layout is not None
+    return batch_plan(value, complete_layout(value.layout, job_size(value, devices, devices)))
 
 
-def test_batch_that_ranks_do_not_divide() -> None:
-    with pytest.raises(ConfigError, match=r"128\) is not a multiple of 48") as caught:
-        geometry_of(recipe(), 3)
-    assert "144" in caught.value.hint
-
-
-def test_pipeline_needs_micro_batches() -> None:
-    with pytest.raises(ConfigError, match="2 micro-batches cannot fill a pipeline of 4"):
-        geometry_of(recipe(layout={"pipeline": 4, "micro_batch": 8}), 1)
-    with pytest.raises(ConfigError, match="interleaved schedule"):
-        geometry_of(recipe(layout={"pipeline": 3, "schedule": "interleaved"}), 1)
-
-
-def test_axes() -> None:
-    assert axes_of(LayoutConfig(shard="full", tensor=2), 8, 8).shard == 4
-    hybrid = axes_of(LayoutConfig(shard="hybrid"), 16, 4)
-    assert (hybrid.replicate, hybrid.shard, hybrid.data) == (4, 4, 16)
-    assert axes_of(LayoutConfig(shard="none"), 8, 8).replicate == 8
-    context = axes_of(LayoutConfig(shard="full", context=2), 8, 8)
-    assert (context.shard, context.data) == (8, 4)
-    with pytest.raises(ConfigError, match="6 devices cannot hold"):
-        axes_of(LayoutConfig(tensor=2, pipeline=2), 6, 6)
-    with pytest.raises(ConfigError, match=r"shard_size \(3\)"):
-        axes_of(LayoutConfig(shard="hybrid", shard_size=3), 8, 8)
-
-
-def test_stages() -> None:
-    assert [len(r) for r in stage_layers(10, 4)] == [3, 3, 2, 2]
-    assert stage_layers(10, 4)[3] == range(8, 10)
-    assert stage_numbers("1f1b", 1, 4, 2) == [1]
-    assert stage_numbers("interleaved", 1, 4, 2) == [1, 5]
-    assert stage_numbers("zbv", 1, 4, 2) == [1, 6]
-
-
-@pytest.mark.parametrize(
-    ("layout", "every", "deferred"),
-    [({"shard": "none"}, False, False), ({"shard": "zero1"}, False, False), ({"shard": "zero2"}, True, False), ({"shard": "full"}, True, False),
-     ({"shard": "hybrid"}, True, True), ({"shard": "full", "sync": "last"}, False, False), ({"shard": "none", "sync": "every"}, True, False)],
-)  # fmt: skip
-def test_when_gradients_are_reduced(layout: dict[str, Any], every: bool, deferred: bool) -> None:
-    sync = choose_sync(recipe(layout=layout), 4)
-    assert (sync.every, sync.defer_replicas) == (every, deferred)
-    assert sync.note.startswith("gradient reduction")
+def test_batches_by_hand() -> None:
+    plan = plan_on(4)
+    assert (plan.layout.sequences_per_step, plan.sequences_per_rank, plan.layout.accumulation) == (16, 4, 2)
+    assert (plan.tokens_per_step, plan.total_tokens, plan.steps) == (128, 640, 5)
+    assert plan.indexes(32, 3).tolist() == [44, 45, 46, 47]
+    assert plan_on(1, train={"steps": None}, data={"tokens": 1300}).steps == 10
 
 
 def values(*pair: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,8 +97,7 @@ def test_utilization_advice() -> None:
 
 
 def test_flash3_needs_its_package() -> None:
-    with torch.device("meta"):
-        model = build(recipe().model, seq_len=8)
-    apply_attention(model, "auto")
-    with pytest.raises(ConfigError, match="flash_attn_interface is not installed"):
-        apply_attention(model, "flash3")
+    attention_core("auto")
+    with pytest.raises(ConfigError) as caught:
+        attention_core("flash3")
+    assert caught.value.code == "train.flash3-missing"

@@ -1,7 +1,7 @@
-"""The command line: argv -> config -> one call per command. Only this package prints and exits.
+"""The command line: parse the arguments, call one function, print. No other package prints or exits.
 
-Every file beside this one holds one command or a small family and imports nothing heavy at the top; the part that does
-the work is imported inside the command, so `windlass --help` starts at once.
+Every other file of this package defines one command or a few related ones. It imports the code that does the work
+inside the command, so that `windlass --help` starts at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import typer
 
 from windlass.errors import WindlassError
 
-# Command -> its file and function, in the order of `windlass --help`.
+# Command -> its file and function, in the order of `windlass --help`, which is the order of a project.
 COMMANDS = {
     "demo": "demo.demo", "init": "init.init", "show": "show.show", "clusters": "clusters.clusters", "plan": "plan.plan",
     "budget": "budget.budget", "tokenize": "data.tokenize", "tokenizer train": "data.train",
@@ -34,23 +34,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "submit": {"context_settings": {"ignore_unknown_options": True}},
     "link": {"hidden": True},
 }
-# Package that the base installation leaves out -> the extra of pyproject.toml that installs it.
+# Package -> the extra of pyproject.toml that installs it.
 EXTRAS = {
     "torch": "train", "safetensors": "train", "psutil": "train", "tokenizers": "data", "tiktoken": "data",
     "sentencepiece": "data", "zstandard": "data", "pyarrow": "data", "transformers": "eval", "lm_eval": "eval",
     "sacrebleu": "eval", "matplotlib": "png", "wandb": "trackers", "tensorboard": "trackers", "mlflow": "trackers",
 }  # fmt: skip
 OS_HINTS = {
-    errno.ENOSPC: "the disk is full: free some space or choose another folder with --run; what was complete is still "
-    "there",
+    errno.ENOSPC: "the disk is full: free some space or choose another folder with --run; complete files are kept",
     errno.EDQUOT: "your quota is used up: free some space or choose another file system",
-    errno.EACCES: "you may not read or write there: ask whoever owns it, or choose another folder",
+    errno.EACCES: "no permission to read or write there: ask the owner, or choose another folder",
     errno.EROFS: "that file system is read-only: choose another folder",
 }
 
 
-def build(word: str | None = None) -> typer.Typer:
-    """The command line as one typer application; with a command's name only that command, which starts sooner."""
+def build(only: str | None = None) -> typer.Typer:
+    """The typer application; with a command's name only that command, which starts sooner."""
     from windlass.cli.start import start
 
     app = typer.Typer(
@@ -62,12 +61,12 @@ def build(word: str | None = None) -> typer.Typer:
         rich_markup_mode="rich",
         context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
-        epilog="Any command takes --debug: the whole traceback of an error instead of one message.",
+        epilog="Every command accepts --debug, which prints the full traceback of an error.",
     )
     app.callback(invoke_without_command=True)(start)
     tokenizer_help = "Train a tokenizer, and compare how well it fits each language."
     tokenizer = typer.Typer(name="tokenizer", help=tokenizer_help, no_args_is_help=True)
-    for name in [name for name in COMMANDS if name.split()[0] == word] or COMMANDS:
+    for name in [name for name in COMMANDS if name.split()[0] == only] or COMMANDS:
         file, _, function = COMMANDS[name].partition(".")
         implementation = getattr(import_module(f"windlass.cli.{file}"), function)
         group = tokenizer if name.startswith("tokenizer ") else app
@@ -77,23 +76,23 @@ def build(word: str | None = None) -> typer.Typer:
     return app
 
 
-def command(word: str | None = None) -> Any:
-    """The application as it is run: one way to write arguments, and flags that do not look as if they took a value."""
+def command(only: str | None = None) -> Any:
+    """The application with uniform help texts: metavars in capitals, flags without a value."""
     import typer.main
 
-    root: Any = typer.main.get_command(build(word))
-    # typer lists groups last; here tokenizers stand beside tokens.
+    root: Any = typer.main.get_command(build(only))
+    # typer lists groups last; `tokenizer` belongs after `tokenize`.
     order = list(dict.fromkeys(name.split()[0] for name in COMMANDS))
     root.commands = {name: root.commands[name] for name in order if name in root.commands}
-    _simplify_metavars(root)
+    _simplify_help(root)
     return root
 
 
-def _simplify_metavars(part: Any) -> None:
-    make_help_option = part.get_help_option
+def _simplify_help(part: Any) -> None:
+    original = part.get_help_option
 
     def help_option(context: Any) -> Any:
-        option = make_help_option(context)
+        option = original(context)
         if option is not None:
             option.metavar = ""
         return option
@@ -105,16 +104,16 @@ def _simplify_metavars(part: Any) -> None:
         elif param.param_type_name == "argument":
             param.metavar = (param.metavar or param.name.upper()).removesuffix("...").strip("[]")
     for inner in getattr(part, "commands", {}).values():
-        _simplify_metavars(inner)
+        _simplify_help(inner)
 
 
 def main() -> None:
     """Entry point of the `windlass` command: errors become one message, a hint and an exit code."""
-    # Pydantic's search for plugins reads the metadata of every installed package; no model of ours needs one.
+    # Searching for pydantic plugins reads the metadata of every installed package, and no model of ours uses one.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     is_debug = "--debug" in sys.argv[1:] or bool(os.environ.get("WINDLASS_DEBUG"))
     sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != "--debug"]
-    if sys.argv[1:2] == ["help"]:  # as in many other tools
+    if sys.argv[1:2] == ["help"]:  # as in git and many other tools
         sys.argv[1:] = [*sys.argv[2:3], "--help"]
     if "_WINDLASS_COMPLETE" in os.environ:  # the shell asks for completions
         from windlass.cli.complete import add_completions
@@ -124,7 +123,7 @@ def main() -> None:
         root(prog_name="windlass")
     try:
         code = command(sys.argv[1] if len(sys.argv) > 1 else None)(standalone_mode=False)
-    except BrokenPipeError:  # `windlass ... | head`: the reader has seen enough
+    except BrokenPipeError:  # `windlass ... | head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except (Exception, KeyboardInterrupt) as error:
@@ -138,7 +137,7 @@ def main() -> None:
         message, hint, code = describe_failure(error)
         _print_error(message, hint)
         sys.exit(code)
-    if isinstance(code, int) and code:  # outside standalone mode typer.Exit(75) comes back as a value
+    if isinstance(code, int) and code:  # outside standalone mode typer.Exit(75) is returned as a value
         sys.exit(code)
 
 
@@ -147,17 +146,18 @@ def describe_failure(error: BaseException) -> tuple[str, str | None, int]:
     if isinstance(error, WindlassError):
         return error.message, error.hint, error.exit_code
     if isinstance(error, KeyboardInterrupt):
-        hint = "files are written whole or not at all, so the same command can simply be run again"
+        hint = "files are written completely or not at all, so you can run the same command again"
         return "stopped by Ctrl-C", hint, 130
     if isinstance(error, OSError):
-        where = f" {error.filename}" if error.filename else ""
+        reason = str(error.strerror or error)
+        message = f"cannot access {error.filename}: {reason}" if error.filename else reason
         default = "check the path and its permissions; run with --debug for the traceback"
-        return f"the system refused{where}: {error.strerror or error}", OS_HINTS.get(error.errno or 0, default), 1
+        return message, OS_HINTS.get(error.errno or 0, default), 1
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if extra := EXTRAS.get((name or "").split(".")[0]):
         hint = f"pip install 'windlass[{extra}]'; docs/install.md"
         return f"this command needs {name}, which is not installed", hint, 1
-    hint = "this is a fault in windlass; run again with --debug for the traceback and report it"
+    hint = "this is a bug in windlass: run again with --debug for the traceback, and report it"
     return f"{type(error).__name__}: {error}", hint, 70
 
 
@@ -172,7 +172,7 @@ def _print_error(message: str, hint: str | None) -> None:
 
 
 def with_pages(hint: str) -> str:
-    """`docs/guides/data.md` as the page's path on this disk: beside the package in a wheel, at the top of a checkout."""
+    """Replace `docs/guides/data.md` by the page's path on this disk: in the package in a wheel, else in the checkout."""
     package = Path(__file__).resolve().parents[1]
 
     def page_path(match: re.Match[str]) -> str:

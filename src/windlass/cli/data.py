@@ -267,7 +267,7 @@ def _verify(store: Store, as_json: bool) -> None:
 
 
 def _ledger(store: Store, out: Path | None, as_json: bool) -> None:
-    from windlass.data.provenance import summary
+    from windlass.data.store import summary
 
     target = out or store.path / "training-content.md"
     if store.kind == "windlass" or out is not None:

@@ -66,9 +66,7 @@ def energy(
 
 
 def _add_site_records(run: Run, ear: list[Path], sacct_file: Path | None, slurm: bool) -> list[str]:
-    from windlass.energy.ear import read_ear
-    from windlass.energy.sacct import read_sacct, sacct
-    from windlass.energy.site_records import record_ear, record_slurm
+    from windlass.energy.site_records import read_ear, read_sacct, record_ear, record_slurm, sacct
 
     def counted(taken: int, total: int, unit: str, origin: str) -> str:
         left_out = f" ({total - taken} left out: of other jobs, or without a figure)" if total > taken else ""

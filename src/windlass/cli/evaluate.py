@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from windlass.evaluate.open_model import OpenModel
     from windlass.evaluate.perplexity import HeldOutResult
-    from windlass.evaluate.scores import EvalScore
-    from windlass.evaluate.tables import LanguageRow
+    from windlass.evaluate.scores import EvalScore, LanguageRow
     from windlass.evaluate.task_files import TaskFile
 
     Keep = Callable[..., None]
@@ -79,8 +78,7 @@ def eval_(
         _show_recorded([run, *(beside or [])], all_steps, html, as_json)
         return
     from windlass.evaluate.open_model import open_model
-    from windlass.evaluate.scores import append_scores
-    from windlass.evaluate.tables import scores_page
+    from windlass.evaluate.scores import append_scores, scores_page
     from windlass.evaluate.task_files import read_task_file
 
     # What can be wrong with the arguments is checked first: a bad file must not cost a model load.
@@ -117,9 +115,8 @@ def _run_tasks(
     opened: OpenModel, tasks: Sequence[TaskFile], options: dict[str, Any], overlap: bool, keep: Keep, quiet: bool
 ) -> None:
     from windlass.convert.source import find_tokenizer
-    from windlass.evaluate.overlap import task_overlap
     from windlass.evaluate.suites import SuiteOptions
-    from windlass.evaluate.task_files import run_task
+    from windlass.evaluate.task_files import run_task, task_overlap
 
     for task in tasks:
         tokenizer = find_tokenizer(opened.source)
@@ -152,8 +149,8 @@ def _held_out(
     """Score held-out documents: what `--json` adds, and what is printed."""
     from windlass.convert.source import find_tokenizer
     from windlass.evaluate.open_model import find_store
-    from windlass.evaluate.overlap import document_overlap
     from windlass.evaluate.perplexity import evaluate_text
+    from windlass.evaluate.task_files import document_overlap
 
     held_out = find_store(opened, store)
     tokenizer = find_tokenizer(opened.source, held_out.tokenizer_file)
@@ -196,7 +193,7 @@ def score_table(scores: Sequence[EvalScore]) -> Table:
 
 
 def _task_tables(opened: OpenModel, scores: Sequence[EvalScore]) -> list[Any]:
-    from windlass.evaluate.tables import language_rows, languages
+    from windlass.evaluate.scores import language_rows, languages
 
     cut = {score.task: score.detail["cut"] for score in scores if score.group == "all" and score.detail.get("cut")}
     notes = [
@@ -215,7 +212,7 @@ def _interval_text(score: EvalScore | None, digits: int) -> str:
 
 
 def _show_recorded(runs: list[Path], every_step: bool, html: Path | None, as_json: bool) -> None:
-    from windlass.evaluate.tables import language_page, recorded_rows
+    from windlass.evaluate.scores import language_page, recorded_rows
 
     rows = recorded_rows(runs, every_step=every_step)
     if html is not None:
@@ -224,7 +221,7 @@ def _show_recorded(runs: list[Path], every_step: bool, html: Path | None, as_jso
 
 
 def _language_table(rows: list[LanguageRow]) -> Table:
-    from windlass.evaluate.tables import language_table
+    from windlass.evaluate.scores import language_table
 
     columns, cells = language_table(rows)
     return table("By language (± half of the 95 % interval)", columns, cells, right=tuple(range(3, len(columns))))

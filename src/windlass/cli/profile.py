@@ -17,11 +17,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from windlass.figures import DataTable, Section
+    from windlass.profile.captures import ProfileTarget, TraceRequest
     from windlass.profile.compare import Comparison
     from windlass.profile.event_names import Mode
-    from windlass.profile.find_traces import ProfileTarget
     from windlass.profile.job_profile import ReadProgress
-    from windlass.profile.trace_request import TraceRequest
 
 MODE_HELP = (
     "`fixed`: communication by kernel name, adding up to 100 %. `tb`: the numbers of the removed torch-tb-profiler."
@@ -58,7 +57,7 @@ def profile(
     if now:
         from uuid import uuid4
 
-        from windlass.profile.trace_request import TraceRequest
+        from windlass.profile.captures import TraceRequest
 
         request = TraceRequest(
             id=uuid4().hex[:12], steps=steps, ranks=_ranks(ranks), shapes=shapes, stacks=stacks, memory=memory
@@ -131,7 +130,7 @@ def _ranks(text: str) -> list[int]:
 
 def _capture_now(targets: Sequence[Path], request: TraceRequest, wait_seconds: float, *, quiet: bool) -> None:
     """Ask the running run for a trace and wait until it is written."""
-    from windlass.profile.trace_request import submit_request, wait_for_trace
+    from windlass.profile.captures import submit_request, wait_for_trace
     from windlass.runs import open_run
 
     if len(targets) != 1:
@@ -154,7 +153,7 @@ def _capture_now(targets: Sequence[Path], request: TraceRequest, wait_seconds: f
 
 def _one_target(targets: Sequence[Path], step: int | None) -> ProfileTarget:
     """Several files are the ranks of one job."""
-    from windlass.profile.find_traces import ProfileTarget, find_target, require_traces
+    from windlass.profile.captures import ProfileTarget, find_target, require_traces
 
     resolved = [find_target(t, step=step) for t in targets]
     if len(resolved) == 1:
@@ -171,10 +170,9 @@ def _one_target(targets: Sequence[Path], step: int | None) -> ProfileTarget:
 def _comparison(
     targets: Sequence[Path], mode: str, *, sort: str, per_step: bool, tolerance: float | None, quiet: bool
 ) -> Comparison:
-    from windlass.profile.compare import SORT_KEYS, compare_jobs
-    from windlass.profile.find_traces import find_target
+    from windlass.profile.captures import find_target
+    from windlass.profile.compare import LOSS_TOLERANCE, SORT_KEYS, compare_jobs, compare_runs
     from windlass.profile.job_profile import profile_traces
-    from windlass.profile.run_comparison import LOSS_TOLERANCE, compare_runs
 
     if len(targets) < 2:
         message = "compare needs at least two runs or traces"

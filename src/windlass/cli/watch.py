@@ -15,13 +15,13 @@ from windlass.cli.output import print_json
 
 def watch(
     run: Annotated[Path, typer.Argument(help="Run folder, or its name in runs/.")],
-    every: Annotated[float, typer.Option("--every", help="Seconds between updates.", min=0.1)] = 2.0,
+    every: Annotated[float, typer.Option("--every", help="Refresh interval in seconds.", min=0.1)] = 2.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Print one picture and exit; the default without a terminal.")
+        bool, typer.Option("--once", help="Print a single snapshot and exit (default if stdout is not a terminal).")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON and exit.")] = False,
 ) -> None:
-    """Show loss, speed, power, saves and time left while the run goes on. Leave with Ctrl-C; the run is not touched."""
+    """Show loss, speed, power, saves and remaining time of a run. Press Ctrl-C to quit; the run continues."""
 
     from rich.console import Console
     from rich.live import Live

@@ -99,7 +99,7 @@ class NumaDomain(Table):
 class Node(Table):
     devices: PositiveInt = Field(description="Addressable devices per node.")
     cores: PositiveInt = Field(description="Physical cores.")
-    cores_usable: PositiveInt | None = Field(default=None, description="Cores that jobs may use; all when left out.")
+    cores_usable: PositiveInt | None = Field(default=None, description="Cores that jobs may use (default: all).")
     reserved_cores: list[int] = Field(
         default_factory=list, description="Cores reserved for the system; masks must not use them."
     )
@@ -171,7 +171,7 @@ class SlurmLimits(Table):
     exclusive: bool = Field(default=False, description="Write --exclusive.")
     whole_node: bool = Field(default=False, description="Jobs on several nodes must use all their devices.")
     requeue_default: bool | None = Field(
-        default=None, description="Whether the site requeues jobs by default; unknown when left out."
+        default=None, description="Whether the site requeues jobs by default; None: unknown."
     )
     extra: dict[str, str] = Field(default_factory=dict, description="Additional sbatch options, name = value.")
     srun_extra: list[str] = Field(default_factory=list, description="Additional srun arguments.")

@@ -134,37 +134,15 @@ def compare(cluster: Cluster, raw: Mapping[str, str | None]) -> Iterator[ProbeDi
         machine = f"{live[name].nodes} nodes, {_time(live[name].max_time)}"
         yield ProbeDifference(f"partition {name}", "absent", machine, "not in the file")
     if limits.partition in live:
-        yield from _compare_node(cluster, live[limits.partition])
-    yield from _compare_site(cluster, limits, raw)
-
-
-def _compare_partition(
-    row: Partition, live: LivePartition | None, max_nodes: str | None, qos_seconds: Mapping[str, float | None]
-) -> Iterator[ProbeDifference]:
-    key = f"partition {row.name}" + (f" qos {row.qos}" if row.qos else "")
-    if live is None:
-        yield ProbeDifference(key, "listed", "absent", "not on the machine")
-        return
-    seconds = [s for s in (live.max_time, qos_seconds.get(row.qos or "")) if s is not None]
-    yield _difference(f"{key} max_time", _time(row.max_time), _time(min(seconds, default=None)))
-    if row.qos not in qos_seconds:  # a QOS has node limits of its own, in TRES
-        nodes = min(int(max_nodes), live.nodes) if max_nodes else live.nodes
-        yield _difference(f"{key} max_nodes", row.max_nodes or "no limit", nodes)
-
-
-def _compare_node(cluster: Cluster, live: LivePartition) -> Iterator[ProbeDifference]:
-    node = cluster.node
-    yield _difference("nodes", cluster.nodes, live.nodes)
-    yield _difference("node.devices", node.devices, live.devices)
-    yield _difference("node.cores", node.cores, live.cores, also=node.cores_usable)
-    if live.memory_mb is not None:
-        memory, live_bytes = node.memory_usable or node.memory, live.memory_mb * 2**20
-        is_close = memory is not None and abs(memory / live_bytes - 1) < 0.06
-        shown = "unknown" if memory is None else f"{memory / 1e9:.0f} GB"
-        yield ProbeDifference("node.memory", shown, f"{live_bytes / 1e9:.0f} GB", "same" if is_close else "differs")
-
-
-def _compare_site(cluster: Cluster, limits: SlurmLimits, raw: Mapping[str, str | None]) -> Iterator[ProbeDifference]:
+        node, live_node = cluster.node, live[limits.partition]
+        yield _difference("nodes", cluster.nodes, live_node.nodes)
+        yield _difference("node.devices", node.devices, live_node.devices)
+        yield _difference("node.cores", node.cores, live_node.cores, also=node.cores_usable)
+        if live_node.memory_mb is not None:
+            memory, live_bytes = node.memory_usable or node.memory, live_node.memory_mb * 2**20
+            is_close = memory is not None and abs(memory / live_bytes - 1) < 0.06
+            shown = "unknown" if memory is None else f"{memory / 1e9:.0f} GB"
+            yield ProbeDifference("node.memory", shown, f"{live_bytes / 1e9:.0f} GB", "same" if is_close else "differs")
     pairs = (line.partition("=") for line in (raw.get("config") or "").splitlines())
     config = {key.strip(): value.strip() for key, equals, value in pairs if equals}
     if config.get("JobRequeue") in ("0", "1"):
@@ -180,6 +158,20 @@ def _compare_site(cluster: Cluster, limits: SlurmLimits, raw: Mapping[str, str |
         if path.startswith("/") and "$" not in path:
             state, verdict = ("exists", "same") if Path(path).exists() else ("absent", "not on the machine")
             yield ProbeDifference(f"storage {path}", "listed", state, verdict)
+
+
+def _compare_partition(
+    row: Partition, live: LivePartition | None, max_nodes: str | None, qos_seconds: Mapping[str, float | None]
+) -> Iterator[ProbeDifference]:
+    key = f"partition {row.name}" + (f" qos {row.qos}" if row.qos else "")
+    if live is None:
+        yield ProbeDifference(key, "listed", "absent", "not on the machine")
+        return
+    seconds = [s for s in (live.max_time, qos_seconds.get(row.qos or "")) if s is not None]
+    yield _difference(f"{key} max_time", _time(row.max_time), _time(min(seconds, default=None)))
+    if row.qos not in qos_seconds:  # a QOS has node limits of its own, in TRES
+        nodes = min(int(max_nodes), live.nodes) if max_nodes else live.nodes
+        yield _difference(f"{key} max_nodes", row.max_nodes or "no limit", nodes)
 
 
 def _difference(key: str, file: object, machine: object, also: object = None) -> ProbeDifference:

@@ -1,4 +1,4 @@
-"""The base of all tables: frozen, strict about names, with units parsed on the way in."""
+"""What all tables of a recipe share: frozen values, unknown keys refused, units parsed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from windlass.units import parse_bytes, parse_seconds, parse_tokens
 
 
 class Table(BaseModel):
-    """One table of a recipe: frozen data; an unknown key is an error that names its neighbours."""
+    """One table of a recipe: frozen data; an unknown key is an error that names similar keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, str_strip_whitespace=True)
 

@@ -10,7 +10,7 @@ from windlass.config.base import Table, Tokens
 
 
 class DataStage(Table):
-    """From this token position on, this mix."""
+    """Token position from which this mix applies."""
 
     start: Tokens = 0
     mix: dict[str, float]
@@ -20,15 +20,15 @@ class DataConfig(Table):
     store: str | None = None
     """Folder written by `windlass tokenize` (or a Megatron, OLMo or datatrove store). None: synthetic tokens, for benchmarks."""
     tokenizer: str | None = None
-    """Tokenizer file or folder; the store's own when left out."""
+    """Tokenizer file or folder (default: the store's)."""
     mix: dict[str, float] = Field(default_factory=dict)
     """Source name -> weight. Empty: every source in proportion to its tokens, times its `epochs` where given."""
     epochs: dict[str, float] = Field(default_factory=dict)
-    """Source name -> the most passes over it that are allowed. Without `mix` it is also the weight: 2.0 is read twice as often."""
+    """Source name -> maximum number of epochs. Without `mix` it is also the weight: 2.0 is read twice as often."""
     max_epochs: float = Field(default=4.0, gt=0)
-    """The most passes over any source that is not named in `epochs`."""
+    """Maximum number of epochs of a source that is not named in `epochs`."""
     stages: list[DataStage] = Field(default_factory=list)
-    """Mixes that take over at a token position (annealing, continued pre-training)."""
+    """Mixes that replace `mix` from a token position on (annealing, continued pre-training)."""
     tokens: Tokens | None = None
     """How many tokens to train on."""
     seq_len: PositiveInt = 2048
@@ -40,6 +40,6 @@ class DataConfig(Table):
     pack: Literal["stream"] = "stream"
     """stream: documents are concatenated and cut every seq_len tokens; `mask_documents` keeps attention inside a document."""
     validation: str | None = None
-    """Which split is held out for validation; `validation` of the store when it has one."""
+    """Split that is held out for validation (default: `validation`, if the store has one)."""
     policy: Literal["any", "lawful"] = "any"
     """lawful refuses a source without licence and origin."""

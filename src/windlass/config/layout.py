@@ -1,4 +1,4 @@
-"""The `[layout]` table: how work is divided over devices; the planner fills it when it is left out."""
+"""The `[layout]` table: how the work is divided over devices. Without the table the planner chooses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LayoutConfig(Table):
     """none: every device holds everything (DDP). zero1: optimizer states are divided. zero2: gradients too.
     full: weights too (FSDP). hybrid: full inside a group of `shard_size` devices, copies across groups."""
     shard_size: PositiveInt | None = None
-    """hybrid: devices that share one copy; a node's devices when left out."""
+    """hybrid: devices that share one copy (default: the devices of a node)."""
     micro_batch: PositiveInt = 1
     """Sequences per device and forward pass."""
     tensor: PositiveInt = 1

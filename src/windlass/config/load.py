@@ -88,7 +88,7 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def kind_of(raw: Mapping[str, Any]) -> FileKind | None:
-    """The kind of a file by its tables; None where they do not tell."""
+    """The kind of file, by its tables; None: not one of ours, or not clear."""
     if "sources" in raw:
         return "data"
     if {"matrix", "zip", "include"} & raw.keys():
@@ -97,7 +97,7 @@ def kind_of(raw: Mapping[str, Any]) -> FileKind | None:
 
 
 def missing_hint(path: Path) -> str:
-    """What to do about a file that is not there: a neighbour with a like name, or a recipe that comes with windlass."""
+    """Hint for a file that does not exist: a file with a similar name, or a recipe that comes with windlass."""
     # Without the suffix, which would make all of them alike.
     stems = [p.stem for p in path.parent.glob("*.toml")]
     near = get_close_matches(path.name.removesuffix(".toml"), stems, n=3, cutoff=0.6)
@@ -266,7 +266,7 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
         return
     values = model.value_width or model.ffn
     if values and values % heads:
-        key = "value_width" if model.value_width else "ffn (also the width of values when value_width is left out)"
+        key = "value_width" if model.value_width else "ffn (the default of value_width)"
         up = -(-values // heads) * heads
         yield f"model.heads ({heads}) does not divide model.{key} ({values}); the next larger one is {up}"
     if model.kv_heads not in (None, heads):

@@ -2,44 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from windlass.config.base import Table
+from windlass.config.base import Registered, Table
+from windlass.registry import PRESETS
 
 
 class ModelConfig(Table):
-    family: Literal["llama", "retnet", "hf"] = "llama"
-    """llama and retnet are ours; hf builds any causal language model from a local Hugging Face config."""
+    family: Annotated[str, Registered(PRESETS)] = "llama"
+    """llama and retnet are our own modules; hf builds any causal language model from a local Hugging Face config. Installed
+    packages may add families."""
     layers: PositiveInt | None = None
-    """Transformer blocks."""
+    """Number of transformer layers."""
     width: PositiveInt | None = None
     """Hidden size of the residual stream."""
     ffn: PositiveInt | None = None
     """Inner size of the feed-forward block (for SwiGLU: of each of the two branches)."""
     heads: PositiveInt | None = None
-    """Attention heads (RetNet: retention heads)."""
+    """Number of attention heads (RetNet: retention heads)."""
     kv_heads: PositiveInt | None = None
-    """Key/value heads of grouped-query attention; as many as `heads` when left out."""
+    """Key/value heads of grouped-query attention (default: as many as `heads`)."""
     head_dim: PositiveInt | None = None
-    """Width of one head; width / heads when left out."""
+    """Width of one head (default: width / heads)."""
     vocab: PositiveInt | None = None
     """True vocabulary size; the embedding is padded up to a multiple of 128."""
     tied: bool = False
     """Input embedding and output head share their weights."""
     activation: Literal["swiglu", "gelu"] = "swiglu"
-    """Of the feed-forward block."""
+    """Activation of the feed-forward block."""
     rope_theta: PositiveFloat = 500_000.0
-    """Base of the rotary positions."""
+    """Base of the rotary position embedding."""
     norm_eps: PositiveFloat = 1e-5
-    """Added inside the norms."""
+    """Added to the variance inside the norms."""
     init_std: PositiveFloat = 0.02
-    """Standard deviation of the first weights."""
+    """Standard deviation of the initial weights."""
     value_width: PositiveInt | None = None
-    """RetNet: width of values and gate (dv); the feed-forward's when left out."""
+    """RetNet: width of values and gate (dv) (default: the feed-forward width)."""
     retention: Literal["parallel", "chunkwise"] = "chunkwise"
-    """RetNet: which of the equal forms training uses."""
+    """RetNet: which of the two equivalent forms training uses."""
     chunk: PositiveInt = 512
     """RetNet: chunk length of the chunkwise form."""
     config: str | None = None

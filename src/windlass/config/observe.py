@@ -75,7 +75,7 @@ class TrackersConfig(Table):
     online: bool = False
     """W&B writes offline files unless this is set; `windlass sync RUN` uploads them later."""
     every: PositiveInt = 1
-    """Export every so-many-th metrics line."""
+    """Export one of this many metrics lines."""
 
     @model_validator(mode="before")
     @classmethod

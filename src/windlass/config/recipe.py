@@ -1,4 +1,4 @@
-"""The recipe: one TOML file that describes a run, frozen once loaded."""
+"""A recipe: one TOML file that describes one run, frozen once loaded."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Recipe(Table):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=120)
     """Letters, digits, dot, dash and underscore: it becomes the run folder's name."""
     cluster: str = "workstation"
-    """The machine it runs on; `windlass clusters` lists them."""
+    """Cluster that the run uses; `windlass clusters` lists them."""
     nodes: PositiveInt = 1
-    """Nodes of one job; the devices follow from the machine."""
+    """Number of nodes of one job; the number of devices follows from the cluster."""
     seed: NonNegativeInt = 0
-    """Decides first weights and the order of sequences, on any number of devices."""
+    """Determines the initial weights and the order of sequences, on any number of devices."""
     notes: str = ""
     """Anything a reader should know: what was published, what is assumed."""
     model: ModelConfig

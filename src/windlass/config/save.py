@@ -26,7 +26,7 @@ class SaveConfig(Table):
     metric: str = "val_loss"
     """What keep_best compares: val_loss, val_loss/NAME of a source, or loss (of the training step)."""
     keep_every: str | int | None = None
-    """Also keep one every so many steps (1000) or tokens ("50B tokens") forever."""
+    """Also keep one checkpoint per this many steps (1000) or tokens ("50B tokens") forever."""
     asynchronous: bool = True
     """Training continues while the checkpoint is written."""
     at_end: bool = True

@@ -57,7 +57,7 @@ class DataFile(Table):
     tokenizer: str
     """Tokenizer file or folder: tokenizers JSON, tiktoken ranks, tekken JSON or SentencePiece model."""
     eos: str | int | None = None
-    """Token that ends a document; the tokenizer's own when left out."""
+    """Token that ends a document (default: the tokenizer's own)."""
     add_eos: bool = True
     """End every document with the end token."""
     special_tokens: Literal["text", "parse"] = "text"
@@ -81,7 +81,7 @@ class DataFile(Table):
     allow_damaged: bool = False
     """Use what can be read of a cut .gz or .zst, instead of failing."""
     workers: PositiveInt | None = None
-    """Worker processes; one per CPU core that this job may use when left out."""
+    """Worker processes (default: one per CPU core that this job may use)."""
     chunk: Bytes = Field(default=32 * 2**20, gt=0)
     """Largest part of the (decompressed) input that is done as one; files of fewer than 32 chunks are cut finer, down
     to 8 MiB. A killed job repeats at most one chunk per worker."""

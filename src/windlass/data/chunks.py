@@ -108,16 +108,14 @@ class PieceWriter:
         if len(ids):
             self.max_token = max(self.max_token, int(ids.max()))
         # Ids of four bytes are the same bytes with and without a sign.
-        self._write(ids if self.dtype.itemsize == 4 else ids.astype(self.dtype))
-        self._lengths.append(lengths)
-        self.tokens, self.documents = self.tokens + len(ids), self.documents + len(lengths)
-        return len(ids)
-
-    def _write(self, tokens: npt.NDArray[Any]) -> None:
+        tokens = ids if self.dtype.itemsize == 4 else ids.astype(self.dtype)
         self._crc32 = zlib.crc32(tokens, self._crc32)  # type: ignore[arg-type]
         if self._file is None:
             self._file = self.temporary.open("wb", buffering=0)
         write_fully(self._file, tokens)
+        self._lengths.append(lengths)
+        self.tokens, self.documents = self.tokens + len(ids), self.documents + len(lengths)
+        return len(ids)
 
     def close(self) -> dict[str, Any] | None:
         """Complete the piece and give it its name; returns its entry in the journal, None for an empty piece."""
@@ -290,7 +288,14 @@ class ChunkWorker:
             out.add([readers.read_text_file(file, config.utf8, config.max_document)])
             return True
         has_parts = item.chunks != 1
-        lines = self._open(item, file, chunk * item.step if has_parts else 0)
+        start = chunk * item.step if has_parts else 0
+        # A compressed file that is open is used again if it is not beyond `start`.
+        if self._lines and (self._item != item.id or self._lines.position > start + config.max_document):
+            self.close()
+        if self._lines is None:
+            self._item, self._lines = item.id, LineReader(file, config.max_document)
+        lines = self._lines
+        lines.go_to(start)
         parse = readers.line_parser(source, file.format, config.utf8, config.max_document)
         for part in lines.until((chunk + 1) * item.step if has_parts else None):
             out.add([parse(line) for line in part])
@@ -299,17 +304,6 @@ class ChunkWorker:
         if ended:
             self.close()
         return ended
-
-    def _open(self, item: WorkItem, file: InputFile, start: int) -> LineReader:
-        """The lines of a file from `start` on; an open compressed file is used again if it is not beyond `start`."""
-        if self._lines is not None and (
-            self._item != item.id or self._lines.position > start + self.task.file.max_document
-        ):
-            self.close()
-        if self._lines is None:
-            self._item, self._lines = item.id, LineReader(file, self.task.file.max_document)
-        self._lines.go_to(start)
-        return self._lines
 
     @property
     def decompressed_bytes(self) -> int:

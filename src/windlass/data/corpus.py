@@ -53,9 +53,14 @@ def gather(out_dir: Path | str, max_bytes: int = 4_000_000) -> dict[str, CorpusS
         ("code", _sources(library), 0.6, "python", "source files"),
         ("docs", _docstrings(library), 1.0, "en", "docstrings"),
     ):
-        documents = dict(_limited(texts, int(left * share)))
-        size = sum(len(text.encode()) for text in documents.values())
-        lines = [json.dumps({"id": key, "text": text}, ensure_ascii=False) for key, text in documents.items()]
+        limit = int(left * share)
+        lines, size = [], 0
+        for key, text in texts:
+            if size + len(text.encode()) <= limit:
+                size += len(text.encode())
+                lines.append(json.dumps({"id": key, "text": text}, ensure_ascii=False))
+            if limit - size < limit // 100:
+                break
         file = Path(out_dir) / f"{name}.jsonl"
         write_atomic(file, "".join(f"{line}\n" for line in lines))
         gathered[name] = CorpusSource(name, file, len(lines), size, language, "PSF-2.0", f"{origin}, {kind}")
@@ -84,17 +89,6 @@ def _docstrings(library: Path) -> Iterator[tuple[str, str]]:
         parts = [f"{getattr(node, 'name', module)}\n\n{doc}" for node in nodes if (doc := ast.get_docstring(node))]
         if sum(map(len, parts)) > _MIN_CHARS:
             yield name, "\n\n\n".join(parts) + "\n"
-
-
-def _limited(texts: Iterator[tuple[str, str]], max_bytes: int) -> Iterator[tuple[str, str]]:
-    left = max_bytes
-    for name, text in texts:
-        size = len(text.encode())
-        if size <= left:
-            left -= size
-            yield name, text
-        if left < max_bytes // 100:
-            return
 
 
 def data_file(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,7 @@ from windlass.processes import ForkedWorkers, WorkerDiedError
 
 FlatIds = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
 EncodeFunction = Callable[[list[str], int | None], FlatIds]
-# By CPU time of complete runs: the bare loops of benchmarks/results/tokenize.md.
-ORDER = ("gigatoken", "fastokens", "tiktoken", "tokenizers", "sentencepiece")
+_ZERO = np.zeros(1, dtype=np.int64)
 SAMPLE = (
     "",
     " ",
@@ -80,12 +78,6 @@ class Engine:
         self.encode = self.load()
 
 
-@dataclass(frozen=True)
-class EngineChoice:
-    engine: Engine
-    reason: str
-
-
 def choose(
     tokenizer: Tokenizer,
     wanted: str = "auto",
@@ -93,9 +85,9 @@ def choose(
     specials: bool = False,
     sample: Sequence[str] = (),
     cache: Path | None = None,
-) -> EngineChoice:
-    """The first engine of ORDER that is installed, supports this tokenizer and equals the reference on every sample
-    text.
+) -> tuple[Engine, str]:
+    """The first engine of ENGINES that is installed, supports this tokenizer and equals the reference on every sample
+    text, and the reason for it.
 
     `cache` is a folder for a converted tokenizer, so that a restart and the tasks of an array need not convert it
     again.
@@ -107,13 +99,13 @@ def choose(
             f"a {tokenizer.kind} tokenizer never reads them from text",
             hint="use the model's tokenizer.json, which does, or leave special_tokens out",
         )
-    names = [wanted] if wanted != "auto" else list(ORDER)
+    names = [wanted] if wanted != "auto" else list(ENGINES)
     rejected: list[str] = []
     texts = [*SAMPLE, *sample]
     try:
         for name in names:
             try:
-                engine = _LOADERS[name](tokenizer, specials, cache)
+                engine = ENGINES[name](tokenizer, specials, cache)
             except UnsupportedTokenizerError:
                 continue
             except Exception as error:  # an engine that cannot load this tokenizer is skipped; the reason is kept
@@ -122,7 +114,7 @@ def choose(
             if (difference := _compare_in_child(engine, tokenizer, specials, texts)) is None:
                 version = importlib.metadata.version(name)
                 skipped = f"; skipped {'; '.join(rejected)}" if rejected else ""
-                return EngineChoice(engine, f"{name} {version}, exact on {len(texts)} sample texts{skipped}")
+                return engine, (f"{name} {version}, exact on {len(texts)} sample texts{skipped}")
             rejected.append(f"{name}: {difference}")
     finally:
         if isinstance(tokenizer, JsonTokenizer):
@@ -159,14 +151,13 @@ def _compare_in_child(engine: Engine, tokenizer: Tokenizer, specials: bool, samp
 
     child = ForkedWorkers(compare, 1)
     try:
-        difference: str | None = next(child.messages(timeout_seconds=300))[1]
+        return next(child.messages(timeout_seconds=300))[1]  # type: ignore[no-any-return]
     except WorkerDiedError:
         return "it crashed on the sample"
     except TimeoutError:
         return "it did not answer within 300 s"
     finally:
         child.close()
-    return difference
 
 
 def first_difference(engine: Engine, tokenizer: Tokenizer, specials: bool, sample: list[str]) -> str | None:
@@ -209,7 +200,7 @@ def _unsupported(tokenizer: Tokenizer) -> UnsupportedTokenizerError:
     return UnsupportedTokenizerError("data.tokenizer-unsupported", f"does not support a {tokenizer.kind} tokenizer")
 
 
-def _load_gigatoken(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engine:
+def load_gigatoken(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engine:
     import gigatoken
 
     offset = np.uint32(tokenizer.offset)
@@ -238,7 +229,7 @@ def _load_gigatoken(tokenizer: Tokenizer, specials: bool, cache: Path | None) ->
     return engine
 
 
-def _load_fastokens(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engine:
+def load_fastokens(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engine:
     os.environ.setdefault("RAYON_NUM_THREADS", "1")  # parallelism comes from processes; idle thread pools only cost
     import fastokens
 
@@ -258,7 +249,7 @@ def _load_fastokens(tokenizer: Tokenizer, specials: bool, cache: Path | None) ->
     return Engine("fastokens", load)
 
 
-def _load_tiktoken(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engine:
+def load_tiktoken(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engine:
     if not isinstance(tokenizer, RanksTokenizer):
         raise _unsupported(tokenizer)
     inner, offset = tokenizer.inner, np.uint32(tokenizer.offset)
@@ -271,7 +262,7 @@ def _load_tiktoken(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> 
     return Engine("tiktoken", lambda: encode)
 
 
-def _load_tokenizers(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engine:
+def load_tokenizers(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engine:
     inner = load_json_tokenizer(_json_file(tokenizer, specials, cache))
     inner.encode_special_tokens = not specials
     offset = np.uint32(tokenizer.offset)
@@ -283,7 +274,7 @@ def _load_tokenizers(tokenizer: Tokenizer, specials: bool, cache: Path | None) -
     return Engine("tokenizers", lambda: encode)
 
 
-def _load_sentencepiece(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engine:
+def load_sentencepiece(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engine:
     if not isinstance(tokenizer, SentencePieceTokenizer):
         raise _unsupported(tokenizer)
     inner = tokenizer.inner
@@ -305,9 +296,6 @@ def _join(parts: Iterable[Any], offset: np.uint32, eos: int | None) -> FlatIds:
     return flat, np.concatenate([_ZERO, np.cumsum(lengths)])
 
 
-_ZERO = np.zeros(1, dtype=np.int64)
-
-
 def _add_eos(ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], eos: int | None) -> FlatIds:
     """A flat array with `eos` after each text."""
     if eos is None:
@@ -320,10 +308,11 @@ def _add_eos(ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], eos: i
     return out, ends
 
 
-_LOADERS: dict[str, Callable[[Tokenizer, bool, Path | None], Engine]] = {
-    "gigatoken": _load_gigatoken,
-    "fastokens": _load_fastokens,
-    "tiktoken": _load_tiktoken,
-    "tokenizers": _load_tokenizers,
-    "sentencepiece": _load_sentencepiece,
+# By CPU time of complete runs: the bare loops of benchmarks/results/tokenize.md.
+ENGINES: dict[str, Callable[[Tokenizer, bool, Path | None], Engine]] = {
+    "gigatoken": load_gigatoken,
+    "fastokens": load_fastokens,
+    "tiktoken": load_tiktoken,
+    "tokenizers": load_tokenizers,
+    "sentencepiece": load_sentencepiece,
 }

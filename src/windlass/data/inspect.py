@@ -7,7 +7,7 @@ from typing import Any
 
 from windlass.config.sources import DataFile
 from windlass.data.inputs import find_files
-from windlass.data.permute import key_of, permute
+from windlass.data.mix import key_of, permute
 from windlass.data.readers import read_records
 from windlass.data.store import Store
 from windlass.data.tokenizer import Tokenizer, load_tokenizer
@@ -96,11 +96,11 @@ def compare_tokenizers(
         texts.setdefault(language, []).append(text)
     rows = []
     for language, language_texts in texts.items():
-        words = sum(len(text.split()) for text in language_texts)
+        word_count = sum(len(text.split()) for text in language_texts)
         size = sum(len(text.encode()) for text in language_texts)
         for name, tokenizer in tokenizers.items():
             tokens = sum(len(tokenizer.encode(text)) for text in language_texts)
             row = {"language": language, "tokenizer": name, "vocab_size": tokenizer.vocab_size}
-            row |= {"tokens_per_word": tokens / words if words else None}
+            row |= {"tokens_per_word": tokens / word_count if word_count else None}
             rows.append(row | {"tokens_per_byte": tokens / size if size else None, "bytes": size})
     return rows

@@ -24,10 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.config.sources import DataFile
-from windlass.data import megatron
-from windlass.data.chunk_schedule import ChunkKey, last_chunks
 from windlass.data.chunks import SPLITS, TokenizeTask, piece_name, write_fully
-from windlass.data.inputs import WorkItem
+from windlass.data.inputs import ChunkKey, WorkItem, last_chunks
+from windlass.data.shards import index_parts
 from windlass.data.store import CHECKSUMS, FILES, KIND, LEDGER, MANIFEST, REJECTS, TERMS, hash_file, hash_json
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import DataError
@@ -89,7 +88,15 @@ def write_store(
         for split, entry in line["pieces"].items()
     ]
     if task.file.dedup == "exact":
-        pieces = _mark_duplicates(pieces, task.folder / "duplicates.npz")
+        # Documents whose text came before, in the order of the store, are dropped.
+        saved = task.folder / "duplicates.npz"
+        if not saved.is_file():
+            buffer = io.BytesIO()
+            repeated = {piece.path.name: rows for piece, rows in zip(pieces, find_duplicates(pieces), strict=True)}
+            np.savez(buffer, **{name: rows for name, rows in repeated.items() if len(rows)})  # type: ignore[arg-type]
+            write_atomic(saved, buffer.getvalue())
+        with np.load(saved) as dropped:
+            pieces = [replace(p, dropped=dropped[p.path.name]) if p.path.name in dropped else p for p in pieces]
     counts = _count_files(items, journal, {piece.path.name: piece.dropped for piece in pieces})
     # Read before the pieces are removed, and kept for a restart after that.
     dropped_bytes = read_json(task.folder / "removed.json")
@@ -108,14 +115,32 @@ def write_store(
             source_pieces = [piece for piece in pieces if piece.source == name]
             shards = _write_shards(task, name, source_pieces, target)
             source_counts = [count for count in counts if count["source"] == name]
-            entry = _source_entry(source_pieces, shards, source_counts, dropped_bytes.get(name, 0))
+            entries, lines_of_source = [p.entry for p in source_pieces], [s for split in shards.values() for s in split]
+            reasons: dict[str, Counter[str]] = {
+                kind: sum((Counter(count[kind]) for count in source_counts), Counter())
+                for kind in ("rejected", "filtered")
+            }
             listed = {
                 split: [{key: line[key] for key in ("file", "tokens", "documents")} for line in lines]
                 for split, lines in shards.items()
             }
             terms = {key: getattr(task.file.sources[name], key) for key in (*TERMS, "paths")}
-            sources[name] = {**entry, **terms, "items": hash_json(sorted(ids)), "shards": listed}
-            for shard in (shard for split in shards.values() for shard in split):
+            sources[name] = {
+                "tokens": sum(shard["tokens"] for shard in lines_of_source),
+                "documents": sum(shard["documents"] for shard in lines_of_source),
+                "bytes": sum(entry["bytes"] for entry in entries) - dropped_bytes.get(name, 0),
+                "sample_words": sum(entry["sample_words"] for entry in entries),
+                "sample_tokens": sum(entry["sample_tokens"] for entry in entries),
+                "max_token": max((entry["max_token"] for entry in entries), default=-1),
+                "files": len(source_counts),
+                "documents_in": sum(count["documents"] for count in source_counts),
+                **{kind: dict(sorted(counter.items())) for kind, counter in reasons.items()},
+                "damaged_files": sum(count["damage"] is not None for count in source_counts),
+                **terms,
+                "items": hash_json(sorted(ids)),
+                "shards": listed,
+            }
+            for shard in lines_of_source:
                 checksums[shard["file"]] = shard["stretches"]
                 checksums[str(Path(shard["file"]).with_suffix(".idx"))] = shard["index"]
     # Late, so that a store that is added to keeps its old lines almost as long as its old manifest.
@@ -125,17 +150,6 @@ def write_store(
 
 
 # -- duplicates ----------------------------------------------------------------------------------------------------
-
-
-def _mark_duplicates(pieces: list[Piece], saved: Path) -> list[Piece]:
-    """The pieces with the documents to drop: those whose text came before, in the order of the store."""
-    if not saved.is_file():
-        buffer = io.BytesIO()
-        repeated = {piece.path.name: rows for piece, rows in zip(pieces, find_duplicates(pieces), strict=True)}
-        np.savez(buffer, **{name: rows for name, rows in repeated.items() if len(rows)})  # type: ignore[arg-type]
-        write_atomic(saved, buffer.getvalue())
-    with np.load(saved) as dropped:
-        return [replace(p, dropped=dropped[p.path.name]) if p.path.name in dropped else p for p in pieces]
 
 
 def find_duplicates(pieces: list[Piece]) -> list[Ints]:
@@ -175,9 +189,13 @@ def _write_shards(
     complete = {line["file"]: line for line in read_json_lines(shard_list)}
     groups: dict[str, tuple[str, list[Piece]]] = {}
     for split in SPLITS:
-        kept = [p for p in pieces if p.split == split and p.entry["documents"] > len(p.dropped)]
-        for number, group in enumerate(_group(kept, task.file.shard_tokens)):
-            groups[f"{source}-{split}-{number:05d}.bin"] = (split, group)
+        number = tokens = 0
+        for piece in (p for p in pieces if p.split == split and p.entry["documents"] > len(p.dropped)):
+            is_open = f"{source}-{split}-{number:05d}.bin" in groups
+            if is_open and tokens + piece.entry["tokens"] > task.file.shard_tokens:
+                number, tokens = number + 1, 0
+            groups.setdefault(f"{source}-{split}-{number:05d}.bin", (split, []))[1].append(piece)
+            tokens += piece.entry["tokens"]
     for name in groups:
         for torn in target.glob(f".{name.removesuffix('.bin')}.*.tmp"):  # left by a killed run
             torn.unlink()
@@ -210,26 +228,13 @@ def _remove(pieces: list[Piece]) -> None:
         piece.path.unlink(missing_ok=True)
 
 
-def _group(pieces: list[Piece], max_tokens: int) -> Iterator[list[Piece]]:
-    group: list[Piece] = []
-    tokens = 0
-    for piece in pieces:
-        if group and tokens + piece.entry["tokens"] > max_tokens:
-            yield group
-            group, tokens = [], 0
-        group.append(piece)
-        tokens += piece.entry["tokens"]
-    if group:
-        yield group
-
-
 def _write_shard(task: TokenizeTask, pieces: list[Piece], path: Path) -> dict[str, Any]:
     lengths = np.concatenate([np.delete(piece.lengths(), piece.dropped) for piece in pieces])
     with _temporary(path) as file:
         stretches = [_append_piece(file, piece, task.dtype) for piece in pieces]
     index = hashlib.sha256()
     with _temporary(path.with_suffix(".idx")) as file:
-        for part in megatron.index_parts(lengths, task.dtype, marks=task.file.document_marks):
+        for part in index_parts(lengths, task.dtype, marks=task.file.document_marks):
             index.update(part)
             write_fully(file, part)
     return {
@@ -352,36 +357,6 @@ def reject_lines(task: TokenizeTask, items: list[WorkItem], journal: Journal) ->
             yield {"source": item.source, "file": file, "line": number} | {k: reject[k] for k in ("reason", "text")}
         for part in line["files"]:
             lines_before[(item.source, part["file"])] += part["lines"]
-
-
-def _source_entry(
-    pieces: list[Piece], shards: Mapping[str, list[dict[str, Any]]], counts: list[dict[str, Any]], dropped_bytes: int
-) -> dict[str, Any]:
-    """The numbers of a source in the manifest."""
-
-    def total(key: str) -> int:
-        return sum(piece.entry[key] for piece in pieces)
-
-    def in_shards(key: str) -> int:
-        return sum(shard[key] for split in shards.values() for shard in split)
-
-    def by_reason(kind: str) -> dict[str, int]:
-        reasons: Counter[str] = sum((Counter(count[kind]) for count in counts), Counter())
-        return dict(sorted(reasons.items()))
-
-    return {
-        "tokens": in_shards("tokens"),
-        "documents": in_shards("documents"),
-        "bytes": total("bytes") - dropped_bytes,
-        "sample_words": total("sample_words"),
-        "sample_tokens": total("sample_tokens"),
-        "max_token": max((piece.entry["max_token"] for piece in pieces), default=-1),
-        "files": len(counts),
-        "documents_in": sum(count["documents"] for count in counts),
-        "rejected": by_reason("rejected"),
-        "filtered": by_reason("filtered"),
-        "damaged_files": sum(count["damage"] is not None for count in counts),
-    }
 
 
 # -- the store's own files -----------------------------------------------------------------------------------------

@@ -151,18 +151,14 @@ class LineReader:
                 cut = self._buffer.index(b"\n", stop - self.position - 1) + 1
             block, self._buffer = self._buffer, self._buffer[cut:]
             self.position += cut
-            yield self._split(block, cut)
-
-    def _split(self, block: bytes, stop: int) -> list[Line]:
-        """The lines of block[:stop], which ends in a line end."""
-        view, lines, start = memoryview(block), list[Line](), 0
-        while start < stop:
-            end = block.index(b"\n", start)
-            lines.append(view[start:end])
-            start = end + 1
-        if stop > self.max_document:
-            return [line if line is not None and len(line) <= self.max_document else None for line in lines]
-        return lines
+            view, lines, start = memoryview(block), list[Line](), 0
+            while start < cut:
+                end = block.index(b"\n", start)
+                lines.append(view[start:end])
+                start = end + 1
+            if cut > self.max_document:
+                lines = [line if line is not None and len(line) <= self.max_document else None for line in lines]
+            yield lines
 
     def at_end(self) -> bool:
         """Whether no line is left; reads ahead to know it."""

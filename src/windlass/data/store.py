@@ -13,19 +13,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import zlib
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from windlass.data import megatron
-from windlass.data.megatron import map_array
+from windlass.config.sources import DataSource
+from windlass.data.shards import (
+    Shard,
+    TokenArray,
+    open_datatrove_shard,
+    open_megatron_shard,
+    open_olmo_shard,
+    read_header,
+)
 from windlass.errors import DataError
 from windlass.files import read_json
 
@@ -34,8 +39,6 @@ MANIFEST, LEDGER, CHECKSUMS = "manifest.json", "ledger.json", "checksums.json"
 FILES, REJECTS = "files.jsonl", "rejects.jsonl"
 # Keys of a source that change no token: they can be corrected in a finished store.
 TERMS = ("language", "licence", "origin", "consent", "kind", "collected", "crawler", "opt_out", "notes")
-Array = npt.NDArray[Any]
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,129 +60,6 @@ class SourceInfo:
     opt_out: str | None = None
     notes: str | None = None
     splits: Mapping[str, int] = field(default_factory=dict)  # split -> tokens
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One flat file of tokens and its index of documents, if it has one."""
-
-    file: Path
-    tokens: int
-    dtype: np.dtype[Any]
-    documents: int | None
-    index: Path | None = None  # Megatron .idx, or a file of 8-byte document ends
-    offset: int = 0  # bytes before the first token
-
-
-_WILLNEED, _PAGE_MASK = getattr(mmap, "MADV_WILLNEED", 0), -mmap.PAGESIZE
-_Advice = tuple[Callable[..., None], int, int]  # a shard's madvise, bytes before its first token, bytes per token
-
-
-class TokenArray:
-    """The tokens of one source and split, shard after shard, as one array. Shards are mapped on first use."""
-
-    def __init__(self, shards: list[Shard]) -> None:
-        self.shards = shards
-        self.starts = np.concatenate([[0], np.cumsum([shard.tokens for shard in shards], dtype=np.int64)])
-        self._begins: list[int] = self.starts.tolist()  # plain integers are faster to look up one by one
-        self._arrays: list[Array | None] = [None] * len(shards)
-        self._advice: list[_Advice | None] = [None] * len(shards)
-        self._ends: list[Ints | None] = [None] * len(shards)
-
-    def __len__(self) -> int:
-        return int(self.starts[-1])
-
-    def __getitem__(self, where: slice) -> Array:
-        start, stop, step = where.indices(len(self))
-        out = np.empty(max(0, stop - start), dtype=np.int32)
-        self.copy(start, out)
-        return out[::step]
-
-    def expect(self, start: int, count: int) -> None:
-        """Announce a read, so that the system fetches exactly these tokens at once.
-
-        Without it the system takes a jump for the beginning of a long read, and fetches megabytes for kilobytes.
-        """
-        number = bisect_right(self._begins, start) - 1
-        if self._advice[number] is None:
-            self._array(number)
-        advise, offset, size = self._advice[number]  # type: ignore[misc]
-        begin = offset + (start - self._begins[number]) * size
-        page = begin & _PAGE_MASK
-        try:  # once per sequence: contextlib.suppress would cost as much as the advice
-            advise(_WILLNEED, page, begin + count * size - page)
-        except OSError:  # only advice; tokens in the next shard are left to the system
-            pass
-
-    def copy(self, start: int, out: npt.NDArray[np.int32]) -> None:
-        """Fill `out` with the tokens from `start` on."""
-        number = bisect_right(self._begins, start) - 1
-        first, need = start - self._begins[number], len(out)
-        part = self._array(number)[first : first + need]
-        out[: len(part)] = part
-        done = len(part)
-        while done < need:  # rare: a sequence that continues in the next shard
-            number += 1
-            part = self._array(number)[: need - done]
-            out[done : done + len(part)] = part
-            done += len(part)
-
-    def borders(self, start: int, stop: int) -> Ints:
-        """Positions in [start, stop) at which a document begins."""
-        borders: list[Ints] = [np.empty(0, dtype=np.int64)]
-        number = int(np.searchsorted(self.starts, start, side="right")) - 1
-        while number < len(self.shards) and int(self.starts[number]) < stop:
-            base, ends = int(self.starts[number]), self._document_ends(number)
-            low, high = np.searchsorted(ends, (start - base, stop - base), side="left")
-            inside = ends[low:high] + base
-            borders += [np.array([base])] if start <= base else []
-            borders.append(inside[inside < min(stop, int(self.starts[number + 1]))])
-            number += 1
-        return np.concatenate(borders)
-
-    def documents(self) -> Iterator[tuple[int, int]]:
-        """(start, stop) of every document, in stored order."""
-        for number, base in enumerate(self._begins[:-1]):
-            begin = base
-            for end in self._document_ends(number):
-                yield begin, base + int(end)
-                begin = base + int(end)
-
-    def document(self, number: int) -> tuple[int, int]:
-        """(start, stop) of the document with this number."""
-        for shard, base in enumerate(self._begins[:-1]):
-            ends = self._document_ends(shard)
-            if number < len(ends):
-                return base + (int(ends[number - 1]) if number else 0), base + int(ends[number])
-            number -= len(ends)
-        raise DataError("data.document-missing", f"there is no document {number} beyond the last one")
-
-    def _array(self, number: int) -> Array:
-        array = self._arrays[number]
-        if array is None:
-            shard = self.shards[number]
-            array = self._arrays[number] = map_array(shard.file, shard.dtype, shard.tokens, shard.offset)
-            mapped = array.base.obj if isinstance(array.base, memoryview) else array.base
-            advise = getattr(mapped, "madvise", lambda *_: None)
-            self._advice[number] = (advise, shard.offset, shard.dtype.itemsize)
-        return array
-
-    def _document_ends(self, number: int) -> Ints:
-        ends = self._ends[number]
-        if ends is None:
-            shard = self.shards[number]
-            if shard.index is None:
-                raise DataError(
-                    "data.document-index-missing",
-                    f"{shard.file} has no index of its documents",
-                    hint="data.mask_documents needs a store whose documents are indexed",
-                )
-            if shard.index.suffix == ".idx":
-                ends = megatron.read_index(shard.index).ends
-            else:
-                ends = map_array(shard.index, np.dtype(np.int64), shard.index.stat().st_size // 8)
-            self._ends[number] = ends
-        return ends
 
 
 @dataclass(frozen=True)
@@ -220,7 +100,44 @@ class Store:
 
     def verify(self) -> list[StoreProblem]:
         """Check every size, index and checksum; an empty list means the store is complete and undamaged."""
-        return list(_verify(self))
+        return list(self._problems())
+
+    def _problems(self) -> Iterator[StoreProblem]:
+        shards = [shard for by_split in self.shards.values() for split in by_split.values() for shard in split]
+        if self.kind != "windlass":
+            for shard in shards:
+                needed = shard.offset + shard.tokens * shard.dtype.itemsize
+                if not shard.file.is_file() or shard.file.stat().st_size < needed:
+                    yield StoreProblem(str(shard.file), f"is missing or shorter than {needed:,} bytes")
+            return
+        if self.ledger_hash != hash_json(self.ledger()):
+            yield StoreProblem(LEDGER, "is not the ledger that the manifest was written with")
+        if self.tokenizer_file is None or hash_file(self.tokenizer_file) != self.tokenizer_hash:
+            problem = "the tokenizer is missing or not the one the tokens were made with"
+            yield StoreProblem(str(self.tokenizer_file), problem)
+        checksums = (read_json(self.path / CHECKSUMS) or {}).get("files")
+        if checksums is None:
+            yield StoreProblem(CHECKSUMS, "is missing or damaged: nothing can be checked")
+            return
+        problems = [p for name, stretches in checksums.items() for p in _check_file(self.path / name, stretches)]
+        yield from problems
+        if problems:
+            return
+        # The numbers of the manifest against files whose checksums are right.
+        for shard in shards:
+            if shard.file.name not in checksums or shard.index is None or shard.index.name not in checksums:
+                yield StoreProblem(MANIFEST, f"lists {shard.file.name}, which has no checksum")
+                continue
+            tokens, documents = shard.file.stat().st_size // shard.dtype.itemsize, read_header(shard.index)[1]
+            if (tokens, documents) != (shard.tokens, shard.documents):
+                listed = f"lists {shard.tokens:,} tokens in {shard.documents:,} documents of {shard.file.name}"
+                yield StoreProblem(MANIFEST, f"{listed}, which has {tokens:,} in {documents:,}")
+        for key in ("tokens", "documents"):
+            total, by_source = self.manifest[key], sum(source[key] for source in self.manifest["sources"].values())
+            by_shard = sum(getattr(shard, key) for shard in shards)
+            if not total == by_source == by_shard:
+                counts = f"lists {total:,} {key}, {by_source:,} in its sources, {by_shard:,} in its shards"
+                yield StoreProblem(MANIFEST, counts)
 
 
 def open_store(path: Path | str) -> Store:
@@ -233,8 +150,6 @@ def open_store(path: Path | str) -> Store:
                 f"{path} is not finished",
                 hint="run the same `windlass tokenize` again: it does only what is missing",
             )
-        from windlass.data.foreign import open_foreign
-
         return open_foreign(path)
     manifest = read_json(path / MANIFEST)
     if manifest is None or manifest.get("kind") != KIND:
@@ -275,49 +190,39 @@ def open_store(path: Path | str) -> Store:
     )
 
 
-# -- verification --------------------------------------------------------------------------------------------------
-
-
-def _verify(store: Store) -> Iterator[StoreProblem]:
-    shards = [shard for by_split in store.shards.values() for split in by_split.values() for shard in split]
-    if store.kind != "windlass":
-        for shard in shards:
-            needed = shard.offset + shard.tokens * shard.dtype.itemsize
-            if not shard.file.is_file() or shard.file.stat().st_size < needed:
-                yield StoreProblem(str(shard.file), f"is missing or shorter than {needed:,} bytes")
-        return
-    if store.ledger_hash != hash_json(store.ledger()):
-        yield StoreProblem(LEDGER, "is not the ledger that the manifest was written with")
-    if store.tokenizer_file is None or hash_file(store.tokenizer_file) != store.tokenizer_hash:
-        yield StoreProblem(
-            str(store.tokenizer_file), "the tokenizer is missing or not the one the tokens were made with"
-        )
-    checksums = (read_json(store.path / CHECKSUMS) or {}).get("files")
-    if checksums is None:
-        yield StoreProblem(CHECKSUMS, "is missing or damaged: nothing can be checked")
-        return
-    problems = [p for name, stretches in checksums.items() for p in _check_file(store.path / name, stretches)]
-    yield from problems or _check_counts(store, shards, checksums)
-
-
-def _check_counts(store: Store, shards: list[Shard], checksums: Mapping[str, Any]) -> Iterator[StoreProblem]:
-    """The numbers of the manifest against files whose checksums are right."""
-    for shard in shards:
-        if shard.file.name not in checksums or shard.index is None or shard.index.name not in checksums:
-            yield StoreProblem(MANIFEST, f"lists {shard.file.name}, which has no checksum")
-            continue
-        tokens = shard.file.stat().st_size // shard.dtype.itemsize
-        documents = megatron.read_header(shard.index)[1]
-        if (tokens, documents) != (shard.tokens, shard.documents):
-            listed = f"{shard.tokens:,} tokens in {shard.documents:,} documents"
-            yield StoreProblem(MANIFEST, f"lists {listed} of {shard.file.name}, which has {tokens:,} in {documents:,}")
-    for key in ("tokens", "documents"):
-        total, by_source = store.manifest[key], sum(source[key] for source in store.manifest["sources"].values())
-        by_shard = sum(getattr(shard, key) for shard in shards)
-        if not total == by_source == by_shard:
-            yield StoreProblem(
-                MANIFEST, f"lists {total:,} {key}, {by_source:,} in its sources, {by_shard:,} in its shards"
-            )
+def open_foreign(path: Path) -> Store:
+    """The store in a folder, or behind a Megatron prefix; one source per folder or prefix."""
+    prefix = path.with_name(path.name + ".idx")
+    for kind, suffix, read_shard in (
+        ("megatron", ".idx", open_megatron_shard),
+        ("datatrove", ".ds", open_datatrove_shard),
+        ("olmo", ".npy", open_olmo_shard),
+    ):
+        if kind == "megatron" and prefix.is_file():
+            files = [prefix]
+        else:
+            files = sorted(path.rglob(f"*{suffix}")) if path.is_dir() else []
+        shards: dict[str, list[Shard]] = {}
+        for file in files:
+            if kind == "megatron":
+                place = file.relative_to(path).with_suffix("") if path.is_dir() else Path(file.stem)
+            else:
+                place = file.parent.relative_to(path) if file.parent != path else Path(path.resolve().name)
+            shards.setdefault(str(place).replace("/", "."), []).append(read_shard(file))
+        if shards:
+            sources = {}
+            for name, parts in shards.items():
+                tokens, counts = sum(shard.tokens for shard in parts), [shard.documents for shard in parts]
+                documents = None if None in counts else sum(count or 0 for count in counts)
+                sources[name] = SourceInfo(name=name, tokens=tokens, documents=documents, splits={"train": tokens})
+            by_split = {name: {"train": parts} for name, parts in shards.items()}
+            return Store(path=path, kind=kind, sources=sources, shards=by_split)
+    raise DataError(
+        "data.store-missing",
+        f"{path} {'is not a token store' if path.exists() else 'does not exist'}",
+        hint="a store is a folder written by `windlass tokenize`, or one with Megatron .bin/.idx, OLMo .npy "
+        "or datatrove .ds files",
+    )
 
 
 def _check_file(path: Path, stretches: list[list[Any]]) -> Iterator[StoreProblem]:
@@ -359,3 +264,91 @@ def hash_file(path: Path) -> str | None:
 def hash_json(value: Any) -> str:
     """A hash that does not depend on the order of keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+# -- provenance ----------------------------------------------------------------------------------------------------
+
+
+def refuse_unlawful(sources: Mapping[str, DataSource] | Mapping[str, SourceInfo], place: str) -> None:
+    """policy = "lawful": every source has a licence and an origin, or the error lists what is missing."""
+    gaps = {name: [key for key in ("licence", "origin") if not getattr(s, key)] for name, s in sources.items()}
+    lines = [f"{name}: {' and '.join(missing)} missing" for name, missing in gaps.items() if missing]
+    if lines:
+        raise DataError(
+            "data.source-unlawful",
+            f'{place}: policy = "lawful" refuses {len(lines)} of {len(gaps)} sources:\n  ' + "\n  ".join(lines),
+            hint="write licence and origin into the source's table of the data file, or leave the source out",
+        )
+
+
+def summary(store: Store) -> str:
+    """The summary of training content in Markdown, for the model card and for anyone who asks about the training
+    data."""
+    sources = list(store.sources.values())
+    total = sum(source.tokens for source in sources) or 1
+    languages: Counter[str] = Counter()
+    for source in sources:
+        languages[source.language or "not stated"] += source.tokens
+    hashes = f"Ledger sha256 `{store.ledger_hash or 'none'}`, tokenizer sha256 `{store.tokenizer_hash or 'unknown'}`."
+    lines = [
+        "# Summary of training content",
+        "",
+        f"Token store `{store.path.resolve().name}`: {total:,} tokens from {len(sources)} sources. {hashes}",
+        "",
+        "## Sources",
+        "",
+        "| source | language | licence | origin | basis of use | kind | documents | tokens | share |",
+        "|---|---|---|---|---|---|---:|---:|---:|",
+        *(_source_row(source, total) for source in sources),
+        "",
+        "## Languages",
+        "",
+        "| language | tokens | share |",
+        "|---|---:|---:|",
+        *(f"| {name} | {tokens:,} | {tokens / total:.1%} |" for name, tokens in languages.most_common()),
+        "",
+        "## Processing",
+        "",
+        *(f"- {line}" for line in _processing(store)),
+        "",
+    ]
+    for title, key in (
+        ("Period of collection", "collected"),
+        ("Crawlers", "crawler"),
+        ("Reservations of rights (opt-outs)", "opt_out"),
+        ("Notes", "notes"),
+    ):
+        entries = [f"- {source.name}: {text}" for source in sources if (text := getattr(source, key))]
+        lines += [f"## {title}", "", *entries, ""] if entries else []
+    return "\n".join(lines)
+
+
+def _source_row(source: SourceInfo, total: int) -> str:
+    texts = [
+        source.name,
+        source.language or "not stated",
+        source.licence or "**missing**",
+        source.origin or "**missing**",
+        source.consent or "not stated",
+        source.kind or "not stated",
+    ]
+    documents = "unknown" if source.documents is None else f"{source.documents:,}"
+    numbers = [documents, f"{source.tokens:,}", f"{source.tokens / total:.1%}"]
+    cells = [*(text.replace("|", "\\|").replace("\n", " ") for text in texts), *numbers]
+    return f"| {' | '.join(cells)} |"
+
+
+def _processing(store: Store) -> list[str]:
+    settings, entries = store.manifest.get("settings", {}), store.manifest.get("sources", {}).values()
+    if not settings:
+        return ["unknown: the store was written by another tool"]
+    rejected = sum(sum(entry["rejected"].values()) for entry in entries)
+    filtered = sum(sum(entry["filtered"].values()) for entry in entries)
+    documents = sum(entry["documents_in"] for entry in entries)
+    special = "kept as text" if settings["special_tokens"] == "text" else "turned into that token"
+    return [
+        f"documents read: {documents:,}; rejected as unreadable: {rejected:,}; filtered out: {filtered:,}",
+        f"exact duplicates: {'removed' if settings['dedup'] == 'exact' else 'not looked for'}",
+        f"held out for validation: {settings['validation']:.3%} of documents, by hash of their text",
+        f"texts were neither stripped nor normalised; text that looks like a special token was {special}",
+    ]

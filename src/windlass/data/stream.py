@@ -1,17 +1,21 @@
-"""The tokens of sequence number i of a run: a function of seed and number, the same for any number of ranks."""
+"""The tokens of sequence number i of a run, the same for any number of ranks, and batches of them read ahead."""
 
 from __future__ import annotations
 
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from windlass.config import DataConfig
-from windlass.data.mix import Mixture, SourcePasses, plan_phases, refuse_repeats, source_passes
-from windlass.data.permute import key_of, mix64
-from windlass.data.provenance import refuse_unlawful
-from windlass.data.store import Store, open_store
+from windlass.data.mix import Mixture, SourcePasses, key_of, mix64, plan_phases, refuse_repeats, source_passes
+from windlass.data.store import Store, open_store, refuse_unlawful
 from windlass.errors import ConfigError, DataError
 
 Ints = npt.NDArray[np.int64]
@@ -145,3 +149,76 @@ def open_stream(config: DataConfig, *, seed: int, split: str = "train", vocab: i
     if config.tokens is not None and split == "train":
         stream.check(config.tokens)
     return stream
+
+
+class Loader(Iterator[Any]):
+    """Yields `stream.sequences(indexes)` for each batch of indexes, in order, read ahead by one thread.
+
+    `batches` is an iterator of index arrays, or a function from a count (0, 1, 2, ...) to one; None or the end of the
+    iterator ends it. With `documents` each item is a pair (tokens, document ids). With `pin` the arrays lie in page-
+    locked memory, so that copies to the device can overlap; without a GPU it changes nothing.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        batches: Iterable[npt.ArrayLike] | Callable[[int], npt.ArrayLike | None],
+        *,
+        prefetch: int = 2,
+        pin: bool = False,
+        documents: bool = False,
+    ) -> None:
+        self.stream, self.documents = stream, documents
+        self.wait_seconds = 0.0  # that all calls of `next` have waited
+        self.last_wait_seconds = 0.0
+        self._settle = pinned if pin else np.asarray
+        self._batches: Iterator[Any] = map(batches, itertools.count()) if callable(batches) else iter(batches)
+        self._reader = ThreadPoolExecutor(1, "windlass-loader")
+        self._pending: deque[Future[Any]] = deque(self._reader.submit(self._read) for _ in range(1 + max(1, prefetch)))
+
+    def __next__(self) -> Any:
+        if not self._pending:
+            raise StopIteration
+        started = time.perf_counter()
+        try:
+            item = self._pending.popleft().result()
+        except BaseException:
+            self.close()
+            raise
+        self.last_wait_seconds = time.perf_counter() - started
+        self.wait_seconds += self.last_wait_seconds
+        if item is None:
+            self.close()
+            raise StopIteration
+        self._pending.append(self._reader.submit(self._read))
+        return item
+
+    def _read(self) -> Any:
+        """The next batch; None after the last."""
+        indexes = next(self._batches, None)
+        if indexes is None:
+            return None
+        tokens = self._settle(self.stream.sequences(indexes))
+        return (tokens, self._settle(self.stream.document_ids(indexes))) if self.documents else tokens
+
+    def close(self) -> None:
+        """Stop reading ahead; safe to call twice and from a `finally`."""
+        self._pending.clear()
+        self._reader.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def pinned(array: Tokens) -> Tokens:
+    """The same numbers in page-locked memory; `torch.from_numpy` of it is a pinned tensor. Unchanged without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return array
+    view: Tokens = torch.empty(array.shape, dtype=torch.int32, pin_memory=True).numpy()
+    view[...] = array
+    return view

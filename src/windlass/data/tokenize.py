@@ -21,15 +21,21 @@ from pathlib import Path
 from typing import Any
 
 from windlass.config.sources import DataFile
-from windlass.data import megatron
-from windlass.data.chunk_schedule import make_schedule, unfinished_files
 from windlass.data.chunks import ChunkWorker, TokenizeTask, piece_name
 from windlass.data.engines import choose
-from windlass.data.inputs import ROW_FORMATS, WorkItem, find_files, format_of, plan_items
+from windlass.data.inputs import (
+    ROW_FORMATS,
+    WorkItem,
+    find_files,
+    format_of,
+    make_schedule,
+    plan_items,
+    unfinished_files,
+)
 from windlass.data.joining import Journal, reject_lines, undo_joining, update_terms, was_joining, write_store
-from windlass.data.provenance import refuse_unlawful
 from windlass.data.readers import first_texts
-from windlass.data.store import MANIFEST, REJECTS, hash_json
+from windlass.data.shards import dtype_for
+from windlass.data.store import MANIFEST, REJECTS, hash_json, refuse_unlawful
 from windlass.data.tokenizer import Tokenizer, load_tokenizer
 from windlass.errors import EXIT_RESUMABLE, DataError, WindlassError
 from windlass.files import append_line, read_json, read_json_lines, write_atomic, write_json
@@ -113,7 +119,7 @@ def tokenize(
             settings: dict[str, Any] = {"tokenizer": tokenizer.hash, "vocab_size": tokenizer.vocab_size}
             settings |= {"eos": tokenizer.eos, **{key: getattr(file, key) for key in _SETTINGS}}
             items = plan_items(file, files, hash_json(settings))
-            eos, dtype = tokenizer.eos if file.add_eos else None, megatron.dtype_for(tokenizer.vocab_size)
+            eos, dtype = tokenizer.eos if file.add_eos else None, dtype_for(tokenizer.vocab_size)
             shared = TokenizeTask(file, settings, None, eos, dtype, target / "work")
             return _tokenize(shared, tokenizer, items, task, on_progress or (lambda progress: None))
         finally:
@@ -150,7 +156,15 @@ def _tokenize(
     if old_plan is not None and (old_plan != plan or list(old_plan["items"]) != list(plan["items"])):
         undo_joining(work, target, manifest)
     write_json(work / "plan.json", plan)
-    journal = _read_journal(work, items)
+    # Lines of changed files or settings are ignored, and so are those whose pieces are gone.
+    ids = {item.id for item in items}
+    pieces = None if was_joining(work) else {entry.name for entry in os.scandir(work / "pieces")}
+    journal: Journal = {}
+    for line in (line for path in sorted((work / "journal").glob("*.jsonl")) for line in read_json_lines(path)):
+        if line.get("item") in ids and "files" in line:
+            names = {piece_name(line["item"], line["chunk"], split) for split in line["pieces"]}
+            if pieces is None or names <= pieces:
+                journal.setdefault((line["item"], line["chunk"]), line)
     kept = len(journal)
     progress = _process_chunks(shared, tokenizer, items, journal, task, show)
     done = len(journal) - kept
@@ -228,20 +242,6 @@ def _new_items(
             hint="the hashes of its documents are gone: make a new store of all sources",
         )
     return new
-
-
-def _read_journal(work: Path, items: list[WorkItem]) -> Journal:
-    """Every finished chunk. Lines of changed files or settings are ignored, and so are those whose pieces are gone."""
-    ids = {item.id for item in items}
-    pieces = None if was_joining(work) else {entry.name for entry in os.scandir(work / "pieces")}
-    journal: Journal = {}
-    for path in sorted((work / "journal").glob("*.jsonl")):
-        for line in read_json_lines(path):
-            if line.get("item") in ids and "files" in line:
-                names = {piece_name(line["item"], line["chunk"], split) for split in line["pieces"]}
-                if pieces is None or names <= pieces:
-                    journal.setdefault((line["item"], line["chunk"]), line)
-    return journal
 
 
 # -- locks and failures --------------------------------------------------------------------------------------------
@@ -336,11 +336,11 @@ def _process_chunks(
         first = next((item for item in items if item.source == name), None)
         sample += first_texts(first, source, 8, 4000) if first is not None else []
     specials, cache = file.special_tokens == "parse", shared.folder / "tokenizer"
-    choice = choose(tokenizer, file.engine, specials=specials, sample=sample[:32], cache=cache)
-    shared, progress.engine = replace(shared, engine=choice.engine), choice.reason
+    engine, progress.engine = choose(tokenizer, file.engine, specials=specials, sample=sample[:32], cache=cache)
+    shared = replace(shared, engine=engine)
     workers = file.workers or usable_cores()
     show(progress)
-    _log(shared.folder, "started", task=task, engine=choice.reason, chunks_kept=len(journal))
+    _log(shared.folder, "started", task=task, engine=progress.engine, chunks_kept=len(journal))
 
     def receive(message: dict[str, Any] | tuple[int, int, int]) -> None:
         """A finished chunk's journal line, or numbers of progress."""
@@ -365,12 +365,26 @@ def _process_chunks(
         return shared.folder / "journal" / f"{'main' if task is None else f'task-{task[0]:05d}'}-{name}.jsonl"
 
     def serve(connection: Connection, number: int) -> bool:
+        """In a worker: ask for chunks and process them. True: its memory is full and another should continue."""
         worker = ChunkWorker(shared, journal_path(f"{number:03d}"), lambda *numbers: connection.send(numbers))
-        return _serve_chunks(shared, worker, by_id, connection)
+        max_bytes = max(engine.max_worker_bytes, resident_bytes() + _MIN_GROWTH_BYTES)
+        while True:
+            connection.send(None)
+            if (chunk := connection.recv()) is None:
+                return False
+            connection.send(worker.process(by_id[chunk[0]], chunk[1]))
+            gc.collect()  # cheap: what was loaded before the fork is frozen
+            if resident_bytes() > max_bytes:
+                if worker.decompressed_bytes < _REREAD_BYTES:
+                    return True
+                engine.reload()
+                with contextlib.suppress(OSError, AttributeError):
+                    ctypes.CDLL(None).malloc_trim(0)
+                max_bytes = max(engine.max_worker_bytes, resident_bytes() + _MIN_GROWTH_BYTES)
 
     with _stop_on_sigterm(), _explain_failures(shared.folder):
         # What the engine learns from a chunk before the fork, all workers know.
-        if choice.engine.usable_before_fork and workers > 1 and schedule.chunks_left() >= _WARM_UP_CHUNKS * workers:
+        if engine.usable_before_fork and workers > 1 and schedule.chunks_left() >= _WARM_UP_CHUNKS * workers:
             worker = ChunkWorker(shared, journal_path("first"), lambda *numbers: receive(numbers))
             try:
                 if (chunk := schedule.next(_PARENT)) is not None:
@@ -391,28 +405,6 @@ def _process_chunks(
             pool.close()
             gc.unfreeze()
     return progress
-
-
-def _serve_chunks(
-    shared: TokenizeTask, worker: ChunkWorker, items: dict[str, WorkItem], connection: Connection
-) -> bool:
-    """In a worker: ask for chunks and process them. True: the worker's memory is full and another should continue."""
-    engine = shared.engine
-    assert engine is not None
-    max_bytes = max(engine.max_worker_bytes, resident_bytes() + _MIN_GROWTH_BYTES)
-    while True:
-        connection.send(None)
-        if (chunk := connection.recv()) is None:
-            return False
-        connection.send(worker.process(items[chunk[0]], chunk[1]))
-        gc.collect()  # cheap: what was loaded before the fork is frozen
-        if resident_bytes() > max_bytes:
-            if worker.decompressed_bytes < _REREAD_BYTES:
-                return True
-            engine.reload()
-            with contextlib.suppress(OSError, AttributeError):
-                ctypes.CDLL(None).malloc_trim(0)
-            max_bytes = max(engine.max_worker_bytes, resident_bytes() + _MIN_GROWTH_BYTES)
 
 
 def resident_bytes() -> int:

@@ -28,6 +28,7 @@ try:
 except ImportError:  # ten times slower, same result
     orjson = None
 
+_FILE_NAMES = ("tokenizer.json", "tekken.json", "tokenizer.model", "*.model", "*.tiktoken", "tekken*.json")
 _EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CL100K = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -189,7 +190,16 @@ def load_tokenizer(path: Path | str, *, eos: str | int | None = None, glance: bo
     `glance`: read only what must be known before the first token off a JSON. The library then loads the file when a
     text is first encoded, and complains there if it cannot.
     """
-    file = _find_file(Path(path))
+    path = Path(path)
+    candidates = [file for name in _FILE_NAMES for file in sorted(path.glob(name))] if path.is_dir() else [path]
+    file = next((file for file in candidates if file.is_file()), None)
+    if file is None:
+        raise DataError(
+            "data.tokenizer-missing",
+            f"the tokenizer {path} {'has no tokenizer file' if path.is_dir() else 'does not exist'}",
+            hint="name a tokenizer.json, a tokenizer.model (tiktoken ranks or SentencePiece), a tekken.json, "
+            "or their folder",
+        )
     try:
         with file.open("rb") as opened:
             head = opened.read(4096)
@@ -229,21 +239,6 @@ def load_tokenizer(path: Path | str, *, eos: str | int | None = None, glance: bo
     if isinstance(tokenizer, JsonTokenizer) and not glance:
         tokenizer.forget()
     return tokenizer
-
-
-def _find_file(path: Path) -> Path:
-    names = ("tokenizer.json", "tekken.json", "tokenizer.model", "*.model", "*.tiktoken", "tekken*.json")
-    candidates = [path] if not path.is_dir() else [file for name in names for file in sorted(path.glob(name))]
-    for file in candidates:
-        if file.is_file():
-            return file
-    reason = "has no tokenizer file" if path.is_dir() else "does not exist"
-    raise DataError(
-        "data.tokenizer-missing",
-        f"the tokenizer {path} {reason}",
-        hint="name a tokenizer.json, a tokenizer.model (tiktoken ranks or SentencePiece), a tekken.json, "
-        "or their folder",
-    )
 
 
 def parse_json(raw: bytes) -> Any:

@@ -23,6 +23,9 @@ WHOLE_JOB = "*"
 MAX_JOULES = 1e15
 # Between the clocks of two nodes, and between the starts of their processes.
 CLOCK_SKEW_SECONDS = 2.0
+# What a figure covers: by its widest scope, or else by the parts of a node that it has.
+COVERS_MOST = {"node": "whole nodes", "module": "GPU and CPU modules, without memory, network and fans"}
+PART_NAMES = {"device": "devices", "cpu": "CPUs", "memory": "memory"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +85,6 @@ class SessionKey:
 ByPlace = dict[tuple[str | None, str], list[SourceEnergy]]
 
 
-@dataclass
-class _Record:
-    """What energy.jsonl holds."""
-
-    totals: dict[SessionKey, SourceEnergy] = field(default_factory=dict)
-    startup_joules: dict[SessionKey, float] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-
-
 def read_ledger(run: Run) -> Ledger:
     """The energy of a run from its folder alone."""
     return build(read_json_lines(run.energy_file), run.events())
@@ -105,8 +99,28 @@ def build(lines: Iterable[dict[str, Any]], events: Iterable[Event] = ()) -> Ledg
             starts.append((event.time, event.nodes if event.nodes and event.nodes > 0 else None))
         elif event.time is not None and isinstance(event, Compiled):
             first_steps.append(event.time)
-    record = _read_lines(lines, first_steps)
-    merged = _add_sessions(record.totals)
+    # The last line of each session, and its last line before the first step.
+    totals: dict[SessionKey, SourceEnergy] = {}
+    startup_joules: dict[SessionKey, float] = {}
+    missing: dict[str, str] = {}
+    begun: dict[SessionKey, float] = {}
+    for line in lines:
+        if isinstance(line.get("missing"), dict):
+            missing |= {print_text(str(k)): print_text(str(v)) for k, v in line["missing"].items()}
+        elif (energy := _source_energy(line)) is not None:
+            node = str(line.get("node"))
+            if not node.replace(".", "").isdigit():  # EAR writes `gcn7` where the host is `gcn7.local`; no address
+                node = node.split(".")[0]
+            job, is_modelled = line.get("job"), energy.method == "modelled"
+            place = (None if job is None else str(job), node)
+            key = SessionKey(*place, str(line.get("session")), energy.source, energy.scope, is_modelled)
+            totals[key] = energy
+            if (at := _number(line.get("time"))) is not None:
+                begun.setdefault(key, at)
+                first_step = next((t for t in first_steps if t >= begun[key]), None)
+                if first_step is not None and at <= first_step:
+                    startup_joules[key] = energy.joules
+    merged = _add_sessions(totals)
     chosen = _choose(merged)
     job_seconds: dict[str | None, float] = defaultdict(float)
     job_nodes: dict[str | None, int] = defaultdict(int)
@@ -116,48 +130,37 @@ def build(lines: Iterable[dict[str, Any]], events: Iterable[Event] = ()) -> Ledg
     counted = {(place, s.source, s.scope) for place, sources in chosen.items() for s in sources}
     whole_jobs = {job for job, node in chosen if node == WHOLE_JOB}
     unmeasured = [s for place, s in merged.items() if place not in chosen and place[0] not in whole_jobs]
+    groups: dict[tuple[bool, str, str, str], list[tuple[str, SourceEnergy]]] = defaultdict(list)
+    for place, s in ((place, s) for place, sources in merged.items() for s in sources):
+        groups[(place, s.source, s.scope) not in counted, s.source, s.scope, s.method].append((place[1], s))
+    source_totals = tuple(
+        SourceTotal(
+            source=source,
+            scope=scope,
+            method=method,
+            counted=not is_uncounted,
+            joules=sum(s.joules for _, s in group),
+            nodes=sum({node: s.nodes for node, s in group}.values()),
+            resets=sum(s.resets for _, s in group),
+            note=next((s.note for _, s in group if s.note), ""),
+        )
+        for (is_uncounted, source, scope, method), group in sorted(groups.items(), key=lambda item: item[0])
+    )
     return Ledger(
         joules=sum_or_unknown(s.joules for sources in chosen.values() for s in sources),
         modelled_joules=sum_or_unknown(s.joules for ss in unmeasured for s in ss if s.method == "modelled"),
-        sources=_source_totals(merged, counted),
+        sources=source_totals,
         nodes_expected=max((nodes for _, nodes in starts if nodes), default=None),
         nodes_measured=max(job_nodes.values(), default=0),
         node_seconds=sum(max(s.seconds for s in sources) for sources in chosen.values()),
         wall_seconds=sum(job_seconds.values()),
-        coverage=_coverage(record.totals, chosen, starts),
-        missing=record.missing,
+        coverage=_coverage(totals, chosen, starts),
+        missing=missing,
         startup_joules=sum_or_unknown(
-            joules for k, joules in record.startup_joules.items() if (k.place, k.source, k.scope) in counted
+            joules for k, joules in startup_joules.items() if (k.place, k.source, k.scope) in counted
         ),
         resolution_joules=sum_or_unknown(s.resolution_joules for sources in chosen.values() for s in sources),
     )
-
-
-def _read_lines(lines: Iterable[dict[str, Any]], first_steps: Sequence[float]) -> _Record:
-    """The last line of each session, and its last line before the first step."""
-    record = _Record()
-    begun: dict[SessionKey, float] = {}
-    for line in lines:
-        if isinstance(line.get("missing"), dict):
-            record.missing |= {print_text(str(k)): print_text(str(v)) for k, v in line["missing"].items()}
-            continue
-        energy = _source_energy(line)
-        if energy is None:
-            continue
-        job, node = line.get("job"), str(line.get("node"))
-        if not node.replace(".", "").isdigit():  # EAR writes `gcn7` where the host is `gcn7.local`; not so an address
-            node = node.split(".")[0]
-        is_modelled = energy.method == "modelled"
-        job_name = None if job is None else str(job)
-        key = SessionKey(job_name, node, str(line.get("session")), energy.source, energy.scope, is_modelled)
-        record.totals[key] = energy
-        at = _number(line.get("time"))
-        if at is not None:
-            begun.setdefault(key, at)
-            first_step = next((t for t in first_steps if t >= begun[key]), None)
-            if first_step is not None and at <= first_step:
-                record.startup_joules[key] = energy.joules
-    return record
 
 
 def _source_energy(line: dict[str, Any]) -> SourceEnergy | None:
@@ -228,27 +231,6 @@ def _choose(merged: ByPlace) -> ByPlace:
     return chosen
 
 
-def _source_totals(merged: ByPlace, counted: set[tuple[Any, str, Scope]]) -> tuple[SourceTotal, ...]:
-    groups: dict[tuple[bool, str, str, str], list[tuple[str, SourceEnergy]]] = defaultdict(list)
-    for place, sources in merged.items():
-        for s in sources:
-            is_counted = (place, s.source, s.scope) in counted
-            groups[not is_counted, s.source, s.scope, s.method].append((place[1], s))
-    return tuple(
-        SourceTotal(
-            source=source,
-            scope=scope,
-            method=method,
-            counted=not is_uncounted,
-            joules=sum(s.joules for _, s in group),
-            nodes=sum({node: s.nodes for node, s in group}.values()),
-            resets=sum(s.resets for _, s in group),
-            note=next((s.note for _, s in group if s.note), ""),
-        )
-        for (is_uncounted, source, scope, method), group in sorted(groups.items(), key=lambda item: item[0])
-    )
-
-
 def meter_started_at(session: str) -> float | None:
     """When the meter of a session started; None for records of the site."""
     milliseconds = session.partition("-")[0]
@@ -261,22 +243,18 @@ def _coverage(
     """One sentence on what the figure covers and what it does not."""
     if not chosen:
         return "not measured on any node; the figure is modelled" if totals else "not measured: no energy record"
-    kinds = sorted({_covered({s.scope for s in sources}) for sources in chosen.values()}, key=len)
-    text = kinds[0] if len(kinds) == 1 else "in part " + ", in part ".join(kinds)
+    kinds = set()
+    for scopes in ({s.scope for s in sources} for sources in chosen.values()):
+        names = [name for scope, name in PART_NAMES.items() if scope in scopes]
+        parts_only = f"{' and '.join(names)} only, not the rest of the node"
+        kinds.add(next((text for scope, text in COVERS_MOST.items() if scope in scopes), parts_only))
+    ordered = sorted(kinds, key=len)
+    text = ordered[0] if len(ordered) == 1 else "in part " + ", in part ".join(ordered)
     gap_nodes, attempt, nodes = _largest_gap(totals, chosen, starts)
     if gap_nodes:
         return f"{text}; not measured on {gap_nodes} of {nodes} nodes (attempt {attempt})"
     expected = max((nodes for _, nodes in starts if nodes), default=1)
     return f"{text}, on all {expected} nodes" if expected > 1 else text
-
-
-def _covered(scopes: set[Scope]) -> str:
-    if "node" in scopes:
-        return "whole nodes"
-    if "module" in scopes:
-        return "GPU and CPU modules, without memory, network and fans"
-    names = [name for scope, name in (("device", "devices"), ("cpu", "CPUs"), ("memory", "memory")) if scope in scopes]
-    return f"{' and '.join(names)} only, not the rest of the node"
 
 
 def _largest_gap(

@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,9 +14,8 @@ from windlass.clusters.model import Cluster
 from windlass.clusters.scheduler import job_id
 from windlass.config.observe import EnergyConfig
 from windlass.energy.measure import Measurement, reconcile, sum_or_unknown
-from windlass.energy.sampler import Sampler
 from windlass.energy.sensors import Sensor, SensorHost, open_sensors
-from windlass.energy.window import Ticker
+from windlass.energy.window import Sampler, call_every
 from windlass.files import append_line
 from windlass.runs.folder import Run
 
@@ -50,8 +49,7 @@ class Meter:
             self._sampler = Sampler(sensors)
         else:
             self._sampler = Sampler(*open_sensors(SensorHost(cluster, devices)))
-        # A counter that wraps must be read in time, however rarely the recipe wants power to be sampled.
-        self._ticker = Ticker(self._tick, min(config.interval_seconds, MAX_GAP_SECONDS), "windlass-energy")
+        self._end_sampling: Callable[[], None] = lambda: None
         self._carried_joules: float | None = None
         self._started_at = self._written_at = 0.0
         self._is_stopped = False
@@ -65,7 +63,9 @@ class Meter:
             self._append({"missing": self._sampler.missing})
         self._write(final=False)
         if self._config.enabled:
-            self._ticker.start()
+            # A counter that wraps must be read in time, however rarely the recipe wants power to be sampled.
+            seconds = min(self._config.interval_seconds, MAX_GAP_SECONDS)
+            self._end_sampling = call_every(seconds, self._tick, "windlass-energy")
 
     def joules(self) -> float | None:
         """Energy of this node since the run began, carried energy included; None when nothing is measured here."""
@@ -87,7 +87,7 @@ class Meter:
         """Energy of this process on this node; safe to call twice."""
         if not self._is_stopped:
             self._is_stopped = True
-            self._ticker.stop()
+            self._end_sampling()
             self._sampler.read()
             self._write(final=True)
             self._sampler.close()

@@ -1,41 +1,218 @@
-"""Energy of a block of code on this node. Counters are read at both ends; power is sampled in between."""
+"""Energy of a span on this node, from repeated sensor readings: differences of counters, or the area under power.
+
+A window reads counters at both ends and samples power in between.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from windlass.energy.measure import Measurement
-from windlass.energy.sampler import Sampler
-from windlass.energy.sensors import Sensor, SensorHost, open_sensors
+from windlass.clusters.model import Cluster
+from windlass.energy.measure import Measurement, Method, Scope, SourceEnergy, measurement
+from windlass.energy.sensors import Sample, Sensor, SensorHost, open_sensors
 
-if TYPE_CHECKING:
-    from windlass.clusters.model import Cluster
+# More than any such part draws: a larger jump is a broken reading, not energy.
+PLAUSIBLE_WATTS: dict[Scope, float] = {
+    "node": 50_000.0,
+    "module": 5_000.0,
+    "device": 5_000.0,
+    "cpu": 5_000.0,
+    "memory": 2_000.0,
+}
+# A counter that falls but stays above this share of its last value has jittered; below it, the counter was reset.
+JITTER_SHARE = 0.9
+# A counter that differs this much from the sensor's own power is wrong (AMD SMI before ROCm 6.3 on some boards).
+DOUBTFUL_FACTOR = 4.0
+# How long counter and power must overlap to be compared, and the longest gap over which power is interpolated.
+COMPARE_SECONDS, COMPARE_GAP_SECONDS = 30.0, 10.0
+
+
+@dataclass
+class PartEnergy:
+    """Joules of one part so far."""
+
+    scope: Scope
+    method: Method
+    joules: float = 0.0
+    resets: int = 0
+    watts: float | None = None
+    started_at: float | None = None
+    power_joules: float = 0.0  # area under power over `compared_seconds`, where counter and power are read together
+    counter_joules: float = 0.0  # the counter's energy over `compared_seconds`
+    compared_seconds: float = 0.0
+    _last: Sample | None = None
+    _last_at: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """How long it was read: the time of a sensor that fails or stands still does not go on."""
+        return 0.0 if self.started_at is None else self._last_at - self.started_at
+
+    @property
+    def is_doubtful(self) -> bool:
+        """The counter contradicts the power that the same sensor reports."""
+        if self.method != "counter" or self.compared_seconds < COMPARE_SECONDS or self.power_joules <= 0:
+            return False
+        return not 1 / DOUBTFUL_FACTOR <= self.counter_joules / self.power_joules <= DOUBTFUL_FACTOR
+
+    def add(self, sample: Sample, at: float) -> None:
+        last, seconds = self._last, at - self._last_at
+        if last is None:
+            self.watts, self.started_at = sample.watts, at
+        elif seconds > 0:
+            has_power = last.watts is not None and sample.watts is not None
+            power_joules = ((last.watts or 0.0) + (sample.watts or 0.0)) / 2 * seconds if has_power else 0.0
+            gained = power_joules
+            if last.joules is not None and sample.joules is not None:
+                difference = self._counter_difference(last, sample, seconds)
+                if difference is None:  # keep the old reading, so that jitter is neither counted nor lost
+                    return
+                gained = difference
+            if has_power and seconds <= COMPARE_GAP_SECONDS:
+                self.power_joules += power_joules
+                self.counter_joules += gained
+                self.compared_seconds += seconds
+            self.joules += gained
+            self.watts = sample.watts if sample.watts is not None else gained / seconds
+        self._last, self._last_at = sample, at
+
+    def _counter_difference(self, old: Sample, new: Sample, seconds: float) -> float | None:
+        """Joules between two counter readings; None for jitter. After a reset, what the new counter has gathered."""
+        before, after = old.joules or 0.0, new.joules or 0.0
+        # Counters move in steps (NVML's every 20 to 100 ms), so one second more than the span is allowed.
+        limit_joules = PLAUSIBLE_WATTS[self.scope] * (seconds + 1.0)
+        gained, is_reset = after - before, new.epoch != old.epoch
+        if gained < 0 and not is_reset:
+            if new.wraps_at is not None and new.wraps_at > before:
+                gained += new.wraps_at
+            elif after >= JITTER_SHARE * before:
+                return None
+            else:
+                is_reset = True
+        if is_reset:
+            gained = after
+        self.resets += is_reset or gained > limit_joules
+        return gained if gained <= limit_joules else 0.0
+
+
+class Sampler:
+    """Reads sensors and sums their energy; `measurement()` may be called at any time. Thread-safe."""
+
+    def __init__(
+        self,
+        sensors: Sequence[Sensor],
+        missing: dict[str, str] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.sensors = list(sensors)
+        self.missing = dict(missing or {})
+        self.read_at = float("-inf")
+        self.utilization: float | None = None  # device utilisation at the last reading, 0 to 1
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._parts: dict[tuple[str, str], PartEnergy] = {}
+        self._started_at: float | None = None
+
+    def read(self) -> None:
+        """Read every sensor once; a sensor that fails is recorded as missing and skipped."""
+        with self._lock:
+            for sensor in self.sensors:
+                try:
+                    samples, utilization = sensor.read(), sensor.utilization()
+                except Exception as error:  # a failing driver must not end training
+                    self.missing[sensor.name] = f"{type(error).__name__} while reading: {error}"
+                    continue
+                at = self._clock()
+                for sample in samples:
+                    key = (sensor.name, sample.part)
+                    if key not in self._parts:
+                        measured: Method = "counter" if sample.joules is not None else "power"
+                        self._parts[key] = PartEnergy(sample.scope, "modelled" if sample.modelled else measured)
+                    self._parts[key].add(sample, at)
+                self.utilization = utilization if utilization is not None else self.utilization
+            self.read_at = self._clock()
+            self._started_at = self.read_at if self._started_at is None else self._started_at
+
+    def measurement(self) -> Measurement:
+        """Energy since the first reading."""
+        with self._lock:
+            groups: dict[tuple[str, Scope], dict[str, PartEnergy]] = {}
+            for (source, name), part in self._parts.items():
+                groups.setdefault((source, part.scope), {})[name] = part
+            sensors = {s.name: s for s in self.sensors}
+            sources = [_source_energy(sensors[source], scope, parts) for (source, scope), parts in groups.items()]
+            seconds = 0.0 if self._started_at is None else self.read_at - self._started_at
+            return measurement(sources, seconds, self.missing)
+
+    def watts(self) -> dict[tuple[str, str], float | None]:
+        """(source, scope) -> power at the last reading."""
+        with self._lock:
+            sums: dict[tuple[str, str], float | None] = {}
+            for (source, _), part in self._parts.items():
+                key = (source, part.scope)
+                sums[key] = None if part.watts is None else (sums.get(key) or 0.0) + part.watts
+            return sums
+
+    def needs_sampling(self) -> bool:
+        """Whether some part has no counter, so that its power must be read between start and end."""
+        with self._lock:
+            return any(part.method != "counter" for part in self._parts.values())
+
+    def close(self) -> None:
+        for sensor in self.sensors:
+            sensor.close()
+
+
+def _source_energy(sensor: Sensor, scope: Scope, parts: Mapping[str, PartEnergy]) -> SourceEnergy:
+    """One source and scope. Where a counter is doubtful, summed power replaces it and the note says so."""
+    doubtful = [p for p in parts.values() if p.is_doubtful]
+    methods = {p.method for p in parts.values()} | ({"power"} if doubtful else set())
+    # The weakest of them: some devices of a node may have a counter and others only power.
+    method: Method = "modelled" if "modelled" in methods else "power" if "power" in methods else "counter"
+    part_joules = {name: p.power_joules if p.is_doubtful else p.joules for name, p in parts.items()}
+    joules, seconds = sum(part_joules.values()), max(p.seconds for p in parts.values())
+    note = sensor.note
+    if doubtful:
+        counter, power = sum(p.counter_joules for p in doubtful), sum(p.power_joules for p in doubtful)
+        doubt = f"its counter shows {counter:,.0f} J and its power {power:,.0f} J: summed power is used instead"
+        note = f"{note}; {doubt}" if note else doubt
+    has_resolution = method == "counter" and sensor.update_seconds is not None and seconds > 0
+    return SourceEnergy(
+        source=sensor.name,
+        scope=scope,
+        method=method,
+        joules=joules,
+        seconds=seconds,
+        parts=part_joules,
+        resets=sum(p.resets for p in parts.values()),
+        note=note,
+        resolution_joules=joules / seconds * (sensor.update_seconds or 0.0) if has_resolution else None,
+    )
+
 
 # Counters wrap (RAPL's within minutes under load) and restart: a long window is read in between to notice it.
 VISIT_SECONDS = 30.0
 
 
-class Ticker:
-    """A thread that calls a function at a fixed interval until it is stopped; the last call has then returned."""
+def call_every(seconds: float, call: Callable[[], None], name: str) -> Callable[[], None]:
+    """Call a function at a fixed interval in a thread; returns the function that waits for the last call and ends it."""
+    stop = threading.Event()
 
-    def __init__(self, call: Callable[[], None], seconds: float, name: str) -> None:
-        self._call, self._seconds = call, seconds
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+    def run() -> None:
+        while not stop.wait(seconds):
+            call()
 
-    def start(self) -> None:
-        self._thread.start()
+    def end() -> None:
+        stop.set()
+        thread.join(timeout=max(5.0, 2 * seconds))
 
-    def _run(self) -> None:
-        while not self._stop.wait(self._seconds):
-            self._call()
-
-    def stop(self) -> None:
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=max(5.0, 2 * self._seconds))
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return end
 
 
 class MeasurementWindow:
@@ -56,20 +233,18 @@ class MeasurementWindow:
         opened, missing = open_sensors(SensorHost(cluster, devices)) if sensors is None else (list(sensors), {})
         self._sampler = Sampler(opened, missing)
         self._interval_seconds = interval_seconds
-        self._ticker: Ticker | None = None
+        self._end_sampling: Callable[[], None] = lambda: None
         self.result: Measurement | None = None
 
     def begin(self) -> None:
         self._sampler.read()
         seconds = self._interval_seconds if self._sampler.needs_sampling() else VISIT_SECONDS
-        self._ticker = Ticker(self._sampler.read, seconds, "windlass-energy-window")
-        self._ticker.start()
+        self._end_sampling = call_every(seconds, self._sampler.read, "windlass-energy-window")
 
     def end(self) -> Measurement:
         self._sampler.read()  # before the thread is joined: waiting for it would be part of the span
         self.result = self._sampler.measurement()
-        if self._ticker is not None:
-            self._ticker.stop()
+        self._end_sampling()
         self._sampler.close()
         return self.result
 

@@ -1,15 +1,19 @@
-"""Evaluation scores with 95 % intervals, one line of eval.jsonl each. No torch."""
+"""Evaluation scores with 95 % intervals, one line of eval.jsonl each, and their tables and charts. No torch."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from windlass.files import append_line
-from windlass.runs.folder import Run
+from windlass.errors import RunError
+from windlass.figures import Chart, DataTable, Section, Series
+from windlass.figures.html import page
+from windlass.files import append_line, read_json_lines
+from windlass.runs.folder import Run, open_run
 
 Floats = npt.NDArray[np.float64]
 Interval = tuple[float | None, float | None]
@@ -81,3 +85,161 @@ def wilson_interval(hits: int, count: int) -> Interval:
     half = z / (1 + z * z / count) * (share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5
     # Exactly 0 and 1 at the ends, where rounding leaves a trace.
     return (max(0.0, middle - half) if hits else 0.0), (min(1.0, middle + half) if hits < count else 1.0)
+
+
+LOWER_IS_BETTER = ("bits_per_byte", "perplexity", "overlap_with_training")
+ALL = "all"
+LANGUAGE_PREFIX = "language "
+
+
+def number_text(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.4g}"
+
+
+def scores_page(name: str, step: int | None, scores: Sequence[EvalScore]) -> str:
+    """A self-contained page of one model: a section per task with bars by group and the table."""
+    sections = []
+    for task in dict.fromkeys(score.task for score in scores):
+        inside = [score for score in scores if score.task == task]
+        charts = []
+        for metric in dict.fromkeys(score.metric for score in inside):
+            bars = [score for score in inside if score.metric == metric]
+            hover = [
+                f"{s.group}: {number_text(s.value)} ({number_text(s.low)} to {number_text(s.high)}), {s.count:,} items"
+                for s in bars
+            ]
+            series = Series(
+                name=metric,
+                x=tuple(score.group for score in bars),
+                y=tuple(score.value for score in bars),
+                kind="bar",
+                hover=tuple(hover),
+            )
+            title, height = metric.replace("_", " "), 140 + 32 * len(bars)
+            charts.append(
+                Chart(title=title, series=(series,), y_title=title, horizontal=True, from_zero=True, height=height)
+            )
+        rows = [
+            (s.group, s.metric, number_text(s.value), number_text(s.low), number_text(s.high), f"{s.count:,}")
+            for s in inside
+        ]
+        columns = ("group", "metric", "value", "low", "high", "items")
+        table = DataTable(columns, rows, right=(2, 3, 4, 5), caption="low and high: the 95 % interval")
+        sections.append(Section(task, (*charts, table), id=task.replace(" ", "-")))
+    return page(f"Evaluation of {name}", sections, subtitle="" if step is None else f"checkpoint of step {step:,}")
+
+
+@dataclass(frozen=True)
+class LanguageRow:
+    """One metric of one task of one model."""
+
+    model: str
+    task: str
+    metric: str
+    step: int | None
+    cells: dict[str, EvalScore]  # by language, or "all"
+
+    def to_json(self) -> dict[str, Any]:
+        cells = {
+            name: {key: getattr(score, key) for key in ("value", "low", "high", "count")}
+            for name, score in self.cells.items()
+        }
+        return {"model": self.model, "task": self.task, "metric": self.metric, "step": self.step, "languages": cells}
+
+    def text(self, name: str) -> str:
+        """The value of a language and half of its interval's width; empty when there is none."""
+        score = self.cells.get(name)
+        if score is None or score.value is None:
+            return "" if score is None else "unknown"
+        value = _rounded(score.value, 3)
+        if score.low is None or score.high is None:
+            return value
+        return f"{value} ± {_rounded((score.high - score.low) / 2, 2)}"
+
+
+def _rounded(value: float, digits: int) -> str:
+    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+
+
+def recorded_rows(folders: Sequence[Path], *, every_step: bool = False) -> list[LanguageRow]:
+    """Scores that `windlass eval` wrote into these runs: the newest of each, or those of every checkpoint."""
+    runs = [open_run(folder) for folder in folders]
+    names = [run.path.resolve().name for run in runs]
+    rows: list[LanguageRow] = []
+    for run, name in zip(runs, names, strict=True):
+        lines = list(read_json_lines(run.eval_file))
+        if not lines:
+            raise RunError(
+                "evaluate.nothing-recorded",
+                f"{run.path} has no recorded evaluation",
+                hint=f"`windlass eval {run.path}` writes {run.eval_file.name}",
+            )
+        # Two runs of one name are told apart by their paths.
+        model = name if names.count(name) == 1 else str(run.path)
+        if not every_step:
+            rows += language_rows(model, lines)
+            continue
+        for step in sorted({line.get("step") for line in lines}, key=lambda step: -1 if step is None else step):
+            at_step = [line for line in lines if line.get("step") == step]
+            rows += language_rows(model if step is None else f"{model}, step {step:,}", at_step)
+    # Models stand together in each task and metric, in the order they were named.
+    kinds = list(dict.fromkeys((row.task, row.metric) for row in rows))
+    return sorted(rows, key=lambda row: kinds.index((row.task, row.metric)))
+
+
+def language_rows(model: str, lines: Iterable[Mapping[str, Any]]) -> list[LanguageRow]:
+    """One row per task and metric, from lines of eval.jsonl; of several checkpoints the last one counts."""
+    rows: dict[tuple[str, str], LanguageRow] = {}
+    for line in lines:
+        group, key, step = str(line.get("group")), (str(line.get("task")), str(line.get("metric"))), line.get("step")
+        if group != ALL and not group.startswith(LANGUAGE_PREFIX):
+            continue
+        if key not in rows or rows[key].step != step:  # scores of different checkpoints never share a row
+            rows[key] = LanguageRow(model, *key, step, {})
+        rows[key].cells[group.removeprefix(LANGUAGE_PREFIX)] = EvalScore(
+            task=key[0],
+            group=group,
+            metric=key[1],
+            value=line.get("value"),
+            low=line.get("low"),
+            high=line.get("high"),
+            count=int(line.get("count") or 0),
+        )
+    return list(rows.values())
+
+
+def languages(rows: Iterable[LanguageRow]) -> list[str]:
+    return [name for name in dict.fromkeys(name for row in rows for name in row.cells) if name != ALL]
+
+
+def language_table(rows: Sequence[LanguageRow]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and cells: a column per language."""
+    names = [ALL, *languages(rows)]
+    cells = [(row.task, row.metric.replace("_", " "), row.model, *(row.text(name) for name in names)) for row in rows]
+    return ("task", "metric", "model", *names), cells
+
+
+def language_charts(rows: Sequence[LanguageRow]) -> list[Chart]:
+    """One chart per task and metric: languages side by side, a colour for each model."""
+    charts = []
+    for task, metric in dict.fromkeys((row.task, row.metric) for row in rows):
+        inside = [row for row in rows if (row.task, row.metric) == (task, metric)]
+        names = (ALL, *languages(inside))
+        series = []
+        for row in inside:
+            values = tuple(row.cells[name].value if name in row.cells else None for name in names)
+            hover = tuple(f"{row.model}, {name}: {row.text(name) or 'not measured'}" for name in names)
+            series.append(Series(name=row.model, x=names, y=values, kind="bar", hover=hover))
+        better = "lower is better" if metric in LOWER_IS_BETTER else "higher is better"
+        title = metric.replace("_", " ")
+        charts.append(
+            Chart(title=f"{task}: {title}", series=tuple(series), y_title=f"{title} ({better})", from_zero=True)
+        )
+    return charts
+
+
+def language_page(rows: Sequence[LanguageRow]) -> str:
+    columns, cells = language_table(rows)
+    table = DataTable(columns, cells, right=tuple(range(3, len(columns))), caption="± half of the 95 % interval")
+    models = " vs. ".join(dict.fromkeys(row.model for row in rows))
+    return page("By language", [Section("", (*language_charts(rows), table))], subtitle=models)

@@ -1,15 +1,28 @@
-"""Task files: JSON lines whose fields name the evaluation suite. Every bad line is reported with its number."""
+"""Task files: one JSON object per line, the scores of a task, and the overlap of its texts with the training split.
+
+For the overlap, hashes of all n-grams of the evaluation items are kept (8 bytes each); the training tokens are read
+once, in parts. A hit is an equal hash: with 64 bits a false one is expected once in 2^64 / (n-grams x training tokens)
+cases.
+"""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from windlass.convert.source import ModelSource, ProgressCallback, own_store
+from windlass.data.mix import mix64
+from windlass.data.store import Store
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import ConfigError, DataError
 from windlass.evaluate.open_model import OpenModel
-from windlass.evaluate.scores import EvalScore
-from windlass.evaluate.suites import SUITES, Suite, SuiteOptions
+from windlass.evaluate.perplexity import choose_documents
+from windlass.evaluate.scores import EvalScore, share_score
+from windlass.evaluate.suites import SUITES, Suite, SuiteOptions, groups
 
 
 @dataclass(frozen=True)
@@ -83,3 +96,90 @@ def run_task(opened: OpenModel, tokenizer: Tokenizer, task: TaskFile, options: S
             hint="lower --shots",
         )
     return task.suite.run(opened, tokenizer, task.name, task.items, options)
+
+
+NGRAM = 13
+OVERLAPPING_SHARE = 0.5  # of an item's n-grams in the training split
+READ_TOKENS = 1 << 22
+Hashes = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class TrainingOverlap:
+    shares: list[float | None]  # of each item's n-grams; None for an item shorter than n
+    n: int
+    trained_tokens: int  # training tokens that were read
+
+    def scores(self, task: str, groups: Mapping[str, Sequence[int]]) -> list[EvalScore]:
+        """Share of overlapping items in each group (item numbers); items that are too short are left out."""
+        scores = []
+        for group, numbers in groups.items():
+            shares = [share for i in numbers if (share := self.shares[i]) is not None]
+            hits = sum(share >= OVERLAPPING_SHARE for share in shares)
+            detail = {
+                "n": self.n,
+                "at_least": OVERLAPPING_SHARE,
+                "trained_tokens": self.trained_tokens,
+                "too_short": len(numbers) - len(shares),
+            }
+            scores.append(share_score(task, group, "overlap_with_training", hits, len(shares), detail))
+        return scores
+
+
+def find_overlap(
+    store: Store,
+    items: Sequence[npt.NDArray[Any]],
+    *,
+    split: str = "train",
+    n: int = NGRAM,
+    progress: ProgressCallback = lambda done, total: None,
+) -> TrainingOverlap:
+    """Compare items (arrays of token ids) with a split of the store."""
+    item_hashes = [ngram_hashes(item, n) for item in items]
+    wanted = np.unique(np.concatenate([np.empty(0, np.uint64), *item_hashes]))
+    trained, done = np.zeros(len(wanted), dtype=bool), 0
+    arrays = [store.tokens(name, split) for name in store.sources if store.shards[name].get(split)]
+    total = sum(map(len, arrays))
+    for array in arrays:
+        for start in range(0, len(array), READ_TOKENS):
+            stop = min(len(array), start + READ_TOKENS)
+            hashes = ngram_hashes(array[start : min(len(array), stop + n - 1)], n)  # none is lost at a border
+            if len(wanted):
+                place = np.minimum(np.searchsorted(wanted, hashes), len(wanted) - 1)
+                trained[place[wanted[place] == hashes]] = True
+            done += stop - start
+            progress(done, total)
+    shares = [float(trained[np.searchsorted(wanted, part)].mean()) if len(part) else None for part in item_hashes]
+    return TrainingOverlap(shares, n, done)
+
+
+def ngram_hashes(tokens: npt.NDArray[Any], n: int) -> Hashes:
+    """One 64-bit hash for each run of n tokens."""
+    count = max(0, len(tokens) - n + 1)
+    mixed = mix64(tokens.astype(np.uint64))
+    hashes = np.zeros(count, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for offset in range(n if count else 0):
+            hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + mixed[offset : offset + count]
+    return hashes
+
+
+def task_overlap(
+    source: ModelSource, tokenizer: Tokenizer, task: TaskFile, progress: ProgressCallback
+) -> list[EvalScore]:
+    """Overlap of a task's items, with their answers, with the text that the model was trained on."""
+    items = [np.array(tokenizer.encode(task.suite.solved_text(item))) for item in task.items]
+    return find_overlap(own_store(source), items, progress=progress).scores(task.name, groups(task.items))
+
+
+def document_overlap(
+    source: ModelSource, held_out: Store, split: str, max_tokens: int | None, progress: ProgressCallback
+) -> list[EvalScore]:
+    """Overlap of held-out documents with the text that the model was trained on, by source."""
+    items: list[npt.NDArray[Any]] = []
+    numbers: dict[str, list[int]] = {"all": []}
+    for name, spans in choose_documents(held_out, split, max_tokens):
+        numbers[f"source {name}"] = list(range(len(items), len(items) + len(spans)))
+        items += [held_out.tokens(name, split)[start:stop] for start, stop in spans]
+    numbers["all"] = list(range(len(items)))
+    return find_overlap(own_store(source), items, progress=progress).scores("overlap", numbers)

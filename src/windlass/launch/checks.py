@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windlass.clusters import describe
-from windlass.clusters.lint import lint_masks
+from windlass.clusters.load import lint_masks
 from windlass.clusters.model import Cluster, SlurmLimits
 from windlass.config import Recipe
 from windlass.errors import LaunchError, WindlassError

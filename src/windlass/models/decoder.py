@@ -32,7 +32,7 @@ class Layer(Recomputed):
             if branch.post_norm is not None:
                 self.add_module(branch.post_norm_name, RmsNorm(branch.post_norm))
 
-    def blocks(self) -> list[nn.Module]:
+    def blocks(self) -> list[Any]:
         return [self.get_submodule(branch.name) for branch in self.spec.branches]
 
     def norms(self) -> list[nn.Module]:

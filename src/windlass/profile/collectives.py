@@ -62,7 +62,15 @@ def collective_table(trace: Trace, steps: Steps, activity: Activity) -> list[Col
     ranges = np.flatnonzero(trace.names_where(is_collective_range) & (trace.external != MISSING))
     range_names = {int(trace.external[row]): trace.name_of(row) for row in ranges.tolist()}
     rows_by_kind: dict[str, list[int]] = {}
-    for row in _collective_rows(trace, activity).tolist():
+    rows = activity.communication_rows
+    if not len(rows) and not len(trace.rows(Kind.KERNEL)):
+        # Without a device the ranges of the library, or else the operators that start them.
+        host = trace.mask(Kind.OPERATOR, Kind.ANNOTATION, Kind.PYTHON)
+        rows = np.flatnonzero(host & trace.names_where(is_collective_range))
+        if not len(rows):
+            named = trace.names_where(lambda n: is_communication_operator(n) and collective_kind(n) != OTHER)
+            rows = np.flatnonzero(host & named)
+    for row in rows.tolist():
         if not steps.first <= trace.start[row] < steps.last:
             continue
         # By the profiler's arguments, else by the range that started it (an all-to-all consists of sends and
@@ -75,20 +83,10 @@ def collective_table(trace: Trace, steps: Steps, activity: Activity) -> list[Col
     if len(activity.spans["Kernel"]):
         device_work = [activity.spans[name] for name in ("Kernel", "Memcpy", "Memset")]
         hiding = union(np.concatenate([s.start for s in device_work]), np.concatenate([s.end for s in device_work]))
-    table = [_collective_row(trace, steps, hiding, kind, np.array(rows)) for kind, rows in rows_by_kind.items()]
+    table = [
+        _collective_row(trace, steps, hiding, kind, np.array(kind_rows)) for kind, kind_rows in rows_by_kind.items()
+    ]
     return sorted(table, key=lambda r: -r.total_us)
-
-
-def _collective_rows(trace: Trace, activity: Activity) -> Ints:
-    """The device's kernels; without a device the ranges of the library, or else the operators that start them."""
-    if len(activity.communication_rows) or len(trace.rows(Kind.KERNEL)):
-        return activity.communication_rows
-    host = trace.mask(Kind.OPERATOR, Kind.ANNOTATION, Kind.PYTHON)
-    ranges = np.flatnonzero(host & trace.names_where(is_collective_range))
-    if len(ranges):
-        return ranges
-    named = trace.names_where(lambda n: is_communication_operator(n) and collective_kind(n) != OTHER)
-    return np.flatnonzero(host & named)
 
 
 def _collective_row(trace: Trace, steps: Steps, hiding: Spans, kind: str, rows: Ints) -> CollectiveRow:

@@ -79,7 +79,11 @@ class OperatorTree:
 
 
 def build_tree(trace: Trace, launches: Launches, mode: Mode) -> OperatorTree:
-    thread = _thread_ids(trace, mode)
+    thread = trace.thread.astype(np.int64)
+    if mode is Mode.TB:  # the plugin told threads apart by tid alone
+        ids: dict[str, int] = {}
+        by_tid = [ids.setdefault(tid.strip(), len(ids)) for _, tid in trace.threads]
+        thread = np.array(by_tid, dtype=np.int64)[trace.thread]
     rows, parent = _nest(trace, _node_rows(trace, mode), thread)
     if mode is Mode.TB:
         owner = _owners_by_id(trace, launches, rows)
@@ -144,15 +148,6 @@ def _node_rows(trace: Trace, mode: Mode) -> Ints:
     named = trace.names_where(lambda n: n in TB_COMMUNICATION or is_data_loading(n) or n.startswith("Optimizer.step"))
     annotations = trace.mask(Kind.ANNOTATION, Kind.GPU_ANNOTATION) & named
     return np.flatnonzero(nodes | trace.mask(Kind.GPU_STEP) | annotations)
-
-
-def _thread_ids(trace: Trace, mode: Mode) -> Ints:
-    """A number per thread; the plugin told threads apart by tid alone."""
-    if mode is Mode.FIXED:
-        return trace.thread.astype(np.int64)
-    ids: dict[str, int] = {}
-    by_tid = [ids.setdefault(tid.strip(), len(ids)) for _, tid in trace.threads]
-    return np.array(by_tid, dtype=np.int64)[trace.thread]
 
 
 def _nest(trace: Trace, rows: Ints, thread: Ints) -> tuple[Ints, Ints]:
@@ -229,7 +224,14 @@ def operator_table(trace: Trace, tree: OperatorTree, mode: Mode, *, by_shape: bo
         key = key * (len(trace.shapes) + 1) + trace.shape[tree.rows[nodes]]
     unique, first, group = np.unique(key, return_index=True, return_inverse=True)
     # Inside a call of the same operator the time is already counted; the plugin counted it twice.
-    outermost = np.ones(len(nodes)) if mode is Mode.TB else _outermost(trace, tree, nodes)
+    outermost = np.ones(len(nodes))
+    if mode is Mode.FIXED:
+        names, parents = trace.name[tree.rows].tolist(), tree.parent.tolist()
+        for i, node in enumerate(nodes.tolist()):
+            above = parents[node]
+            while above >= 0 and names[above] != names[node]:
+                above = parents[above]
+            outermost[i] = above < 0
 
     def total(weights: Floats) -> list[float]:
         sums: list[float] = np.bincount(group, weights=weights, minlength=len(unique)).tolist()
@@ -254,18 +256,6 @@ def operator_table(trace: Trace, tree: OperatorTree, mode: Mode, *, by_shape: bo
         for i, row in enumerate(tree.rows[nodes[first]].tolist())
     ]
     return sorted(table, key=lambda r: (-r.self_device_us, -r.self_host_us, r.name))
-
-
-def _outermost(trace: Trace, tree: OperatorTree, nodes: Ints) -> Floats:
-    """1 for a call that no call of the same operator encloses, else 0."""
-    names, parents = trace.name[tree.rows].tolist(), tree.parent.tolist()
-    marks = np.ones(len(nodes))
-    for i, node in enumerate(nodes.tolist()):
-        above = parents[node]
-        while above >= 0 and names[above] != names[node]:
-            above = parents[above]
-        marks[i] = above < 0
-    return marks
 
 
 def measure_tensor_cores(trace: Trace, tree: OperatorTree, mode: Mode) -> TensorCoreUse:
@@ -293,9 +283,9 @@ def kernel_table(trace: Trace, mode: Mode) -> list[KernelRow]:
     count = len(names)
 
     def weighted_mean(value: Floats) -> list[float | None]:
-        known = ~np.isnan(value)
-        weight = np.bincount(group[known], weights=work[known], minlength=count)
-        total = np.bincount(group[known], weights=(value * work)[known], minlength=count)
+        present = ~np.isnan(value)
+        weight = np.bincount(group[present], weights=work[present], minlength=count)
+        total = np.bincount(group[present], weights=(value * work)[present], minlength=count)
         return [float(t / w) if w > 0 else None for t, w in zip(total, weight, strict=True)]
 
     calls, total = np.bincount(group, minlength=count), np.bincount(group, weights=work, minlength=count)

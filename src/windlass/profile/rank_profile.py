@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from windlass.profile.categories import CATEGORIES, Activity, assign_moments, find_activity, with_exposed_communication
+from windlass.profile.categories import CATEGORIES, assign_moments, find_activity, with_exposed_communication
 from windlass.profile.collectives import CollectiveRow, collective_table
-from windlass.profile.device_use import DeviceUse, IdleTime, measure_devices, measure_idle_time
 from windlass.profile.event_names import Mode
-from windlass.profile.intervals import Spans, intersect, union
+from windlass.profile.intervals import Spans, gaps, intersect, running_sum, union
 from windlass.profile.operators import (
     KernelRow,
     OperatorRow,
@@ -22,8 +21,95 @@ from windlass.profile.operators import (
     measure_tensor_cores,
     operator_table,
 )
-from windlass.profile.steps import Steps, find_launches, find_steps
-from windlass.profile.trace import DEVICE_KINDS, Kind, Trace
+from windlass.profile.steps import Launches, Steps, find_launches, find_steps
+from windlass.profile.trace import DEVICE_KINDS, MISSING, Floats, Ints, Kind, Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceUse:
+    """One device over all steps; None where the trace does not have the value."""
+
+    device: int
+    utilization: float  # share of the steps in which at least one kernel ran, communication included, copies not
+    sm_efficiency: float | None  # blocks per SM of the running kernels, at most 1, averaged over the steps
+    occupancy_pct: float | None  # estimated achieved occupancy, weighted by kernel time
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdleTime:
+    """Mean per step: time in which the device ran nothing, by what the next work on it was waiting for."""
+
+    idle_us: float
+    host_wait_us: float  # the next kernel was not launched yet: the host is too slow
+    kernel_wait_us: float  # the next kernel was launched but did not start
+    other_us: float  # no launch is known for the next kernel, or no kernel follows
+
+
+def measure_devices(trace: Trace, steps: Steps, mode: Mode) -> list[DeviceUse]:
+    low, high = steps.first, steps.last
+    if high <= low:
+        return []
+
+    def length_in_steps(start: Floats, end: Floats) -> Floats:
+        return np.asarray(np.maximum(np.minimum(end, high) - np.maximum(start, low), 0.0))
+
+    kernels = trace.rows(Kind.KERNEL)
+    ids = _device_ids(trace, kernels, mode)
+    devices = []
+    for device in np.unique(ids[ids != MISSING]):
+        rows = kernels[ids == device]
+        busy = union(trace.start[rows], trace.end[rows]).within(np.array([low]), np.array([high]))[0]
+
+        with_blocks = rows[trace.blocks[rows] > 0.0]
+        start, end, blocks = running_sum(trace.start[with_blocks], trace.end[with_blocks], trace.blocks[with_blocks])
+        level_length = length_in_steps(start, end)
+        filled = float((np.minimum(blocks, 1.0) * level_length).sum())
+
+        with_occupancy = rows[trace.occupancy[rows] >= 0.0]
+        kernel_length = length_in_steps(trace.start[with_occupancy], trace.end[with_occupancy])
+        occupied = float((trace.occupancy[with_occupancy] * kernel_length).sum())
+        devices.append(
+            DeviceUse(
+                device=int(device),
+                utilization=float(busy) / (high - low),
+                sm_efficiency=filled / (high - low) if (level_length > 0).any() else None,
+                occupancy_pct=occupied / float(kernel_length.sum()) if kernel_length.sum() > 0 else None,
+            )
+        )
+    return devices
+
+
+def measure_idle_time(trace: Trace, launches: Launches, steps: Steps, mode: Mode) -> IdleTime | None:
+    """Each gap on a device's timeline is split at the launch of the work that ends it. None without a device."""
+    if not len(launches.device_rows):
+        return None
+    ids = _device_ids(trace, launches.device_rows, mode)
+    devices = np.unique(ids[ids != MISSING]) if (ids != MISSING).any() else np.array([MISSING])
+    totals = np.zeros(4)
+    for device in devices:
+        rows, calls = launches.device_rows[ids == device], launches.call_of[ids == device]
+        idle = gaps(union(trace.start[rows], trace.end[rows]), steps.first, steps.last)
+        length = idle.end - idle.start
+        following = np.searchsorted(trace.start[rows], idle.end, side="left")
+        call = np.where(following < len(rows), calls[np.minimum(following, len(rows) - 1)], MISSING)
+        host_wait, kernel_wait = np.zeros(len(idle)), np.zeros(len(idle))
+        launched = call >= 0
+        launched_at = trace.start[launches.calls[call[launched]]]
+        host_wait[launched] = np.clip(launched_at - idle.start[launched], 0.0, length[launched])
+        kernel_wait[launched] = length[launched] - host_wait[launched]
+        other = length - host_wait - kernel_wait
+        totals += np.array([length.sum(), host_wait.sum(), kernel_wait.sum(), other.sum()])
+    idle_us, host_us, kernel_us, other_us = (float(v) for v in totals / len(steps) / len(devices))
+    return IdleTime(idle_us=idle_us, host_wait_us=host_us, kernel_wait_us=kernel_us, other_us=other_us)
+
+
+def _device_ids(trace: Trace, rows: Ints, mode: Mode) -> Ints:
+    """The device of each row. Where an event does not name it, the process id is the device; the plugin had no id."""
+    ids = trace.device[rows].astype(np.int64)
+    if mode is Mode.TB:
+        return ids
+    pids = [int(pid) if pid.isdigit() and int(pid) < 1024 else MISSING for pid, _ in trace.threads]
+    return np.where(ids == MISSING, np.array(pids, dtype=np.int64)[trace.thread[rows]], ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +192,9 @@ def profile_rank(
     assigned = assign_moments(step_spans, counted, mode)
     categories = {name: _mean_per_step(assigned[name], steps) for name in CATEGORIES}
     step_us = float((steps.end - steps.start).mean())
+    running = activity.spans["Communication"]
+    total_us, computation_us = _mean_per_step(running, steps), _mean_per_step(activity.compute, steps)
+    overlap_us = _mean_per_step(intersect(activity.compute, running), steps)
     device_starts = trace.start[trace.rows(*DEVICE_KINDS)]
     launched = np.count_nonzero((device_starts >= steps.first) & (device_starts < steps.last))
     memory_bytes = {p.get("id"): p.get("totalGlobalMem") for p in trace.device_properties}
@@ -118,7 +207,14 @@ def profile_rank(
         categories_us=categories,
         categories_pct=percent_of_step(categories, step_us),
         running_us={name: _mean_per_step(activity.spans[name], steps) for name in CATEGORIES[:-1]},
-        communication=_communication(activity, steps, step_us, categories["Communication"]),
+        communication=CommunicationTime(
+            total_us=total_us,
+            exposed_us=categories["Communication"],
+            overlap_us=overlap_us,
+            computation_us=computation_us,
+            other_us=step_us + overlap_us - computation_us - total_us,
+            overlap_pct=overlap_us / total_us * 100 if total_us > 0 else None,
+        ),
         collectives=collective_table(trace, steps, activity),
         gpu_utilization=mean_of_measured([d.utilization for d in devices]),
         sm_efficiency=mean_of_measured([d.sm_efficiency for d in devices]),
@@ -153,20 +249,6 @@ def mean_of_measured(values: Sequence[float | None]) -> float | None:
 
 def _mean_per_step(spans: Spans, steps: Steps) -> float:
     return float(spans.within(steps.start, steps.end).mean())
-
-
-def _communication(activity: Activity, steps: Steps, step_us: float, exposed_us: float) -> CommunicationTime:
-    running = activity.spans["Communication"]
-    total_us, computation_us = _mean_per_step(running, steps), _mean_per_step(activity.compute, steps)
-    overlap_us = _mean_per_step(intersect(activity.compute, running), steps)
-    return CommunicationTime(
-        total_us=total_us,
-        exposed_us=exposed_us,
-        overlap_us=overlap_us,
-        computation_us=computation_us,
-        other_us=step_us + overlap_us - computation_us - total_us,
-        overlap_pct=overlap_us / total_us * 100 if total_us > 0 else None,
-    )
 
 
 def _notes(trace: Trace, steps: Steps, mode: Mode) -> list[str]:

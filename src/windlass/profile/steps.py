@@ -66,7 +66,12 @@ def find_launches(trace: Trace, mode: Mode) -> Launches:
 def find_steps(trace: Trace, launches: Launches, mode: Mode) -> Steps:
     """The host's marks, extended to the end of their kernels, without a last step that the window cut off."""
     start, end, numbers = _marked_steps(trace, mode)
-    step_of = _step_of_device_rows(trace, launches, start, end)
+    step_of = np.full(len(launches.device_rows), MISSING)  # the step whose host span holds the launching call
+    if len(calls := launches.calls):
+        step = np.searchsorted(np.maximum.accumulate(end), trace.start[calls], side="right")
+        safe = np.minimum(step, len(start) - 1)
+        fits = (step < len(start)) & (trace.start[calls] >= start[safe]) & (trace.end[calls] <= end[safe])
+        step_of = np.where(launches.call_of >= 0, np.where(fits, safe, MISSING)[launches.call_of], MISSING)
     inside = step_of >= 0
     if not inside.any():
         return Steps(start, end, numbers)
@@ -104,15 +109,3 @@ def _marked_steps(trace: Trace, mode: Mode) -> tuple[Floats, Floats, list[int]]:
     if not len(host):
         host = np.arange(len(trace.kind))
     return trace.start[host].min(keepdims=True), trace.end[host].max(keepdims=True), []
-
-
-def _step_of_device_rows(trace: Trace, launches: Launches, start: Floats, end: Floats) -> Ints:
-    """For each device row: the step whose host span holds its launching call, or MISSING."""
-    calls = launches.calls
-    if not len(calls):
-        return np.full(len(launches.device_rows), MISSING)
-    step = np.searchsorted(np.maximum.accumulate(end), trace.start[calls], side="right")
-    safe = np.minimum(step, len(start) - 1)
-    fits = (step < len(start)) & (trace.start[calls] >= start[safe]) & (trace.end[calls] <= end[safe])
-    step_of_call = np.where(fits, safe, MISSING)
-    return np.where(launches.call_of >= 0, step_of_call[launches.call_of], MISSING)

@@ -8,13 +8,20 @@ from functools import lru_cache
 from pathlib import Path
 
 from windlass.figures import Chart, DataTable, Item, Note, Section, bars, line
+from windlass.profile.captures import find_target
 from windlass.profile.categories import CATEGORIES
-from windlass.profile.compare import Change, Comparison, RowChange, ScalingRow, change_between
+from windlass.profile.compare import (
+    Change,
+    Comparison,
+    KeyDifference,
+    RowChange,
+    RunPerformance,
+    ScalingRow,
+    change_between,
+)
 from windlass.profile.event_names import Mode
-from windlass.profile.find_traces import find_target
 from windlass.profile.job_profile import JobProfile, profile_traces
 from windlass.profile.operators import KernelRow, OperatorRow
-from windlass.profile.run_comparison import KeyDifference, LossComparison, RunPerformance
 from windlass.runs import Run
 from windlass.units import print_bytes, print_joules, print_tokens
 
@@ -422,24 +429,13 @@ def comparison_sections(comparison: Comparison, top: int) -> list[Section]:
         )
         sections.insert(0, Section("Step time", (step_bars(comparison.jobs), chart)))
     if comparison.runs:
-        charts: list[Item] = [*_loss_charts(comparison.runs.loss, comparison.labels)]
-        sections.append(Section("Loss", (*charts, *(Note(text) for text in loss_verdicts(comparison)))))
+        items: list[Item] = [Note(text) for text in loss_verdicts(comparison)]
+        losses = zip(comparison.runs.loss, comparison.labels[1:], strict=True)
+        if compared := [(loss, label) for loss, label in losses if loss.tokens]:
+            first = compared[0][0]
+            curves = [line(label, loss.tokens, loss.experiment) for loss, label in compared]
+            series = (line(comparison.labels[0], first.tokens, first.baseline), *curves)
+            title, y_title = "Loss, mean per bin of tokens", "nats per token"
+            items.insert(0, Chart(title=title, series=series, x_title="tokens", y_title=y_title, height=320))
+        sections.append(Section("Loss", tuple(items)))
     return sections
-
-
-def _loss_charts(losses: Sequence[LossComparison], labels: Sequence[str]) -> list[Chart]:
-    """One chart of all curves; none when no curve can be compared with the first."""
-    compared = [(loss, label) for loss, label in zip(losses, labels[1:], strict=True) if loss.tokens]
-    if not compared:
-        return []
-    first = compared[0][0]
-    curves = [line(label, loss.tokens, loss.experiment) for loss, label in compared]
-    return [
-        Chart(
-            title="Loss, mean per bin of tokens",
-            series=(line(labels[0], first.tokens, first.baseline), *curves),
-            x_title="tokens",
-            y_title="nats per token",
-            height=320,
-        )
-    ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from windlass.config import Recipe
-from windlass.data.loader import Loader
+from windlass.data.stream import Loader
 from windlass.errors import DataError
 from windlass.layout.types import Layout
 from windlass.train.mesh import World

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from windlass.config.observe import ProfileConfig, parse_step_range
-from windlass.profile.trace_request import TraceRequest, answer_file, answer_request, read_request, request_file
+from windlass.profile.captures import TraceRequest, answer_file, answer_request, read_request, request_file
 from windlass.runs import Run
 from windlass.runs.events import Profiled
 from windlass.train.hooks import Hook

@@ -60,17 +60,12 @@ class NvmlSensor(Sensor):
                 if name.isdigit() and int(name) < count:
                     handles.append((f"gpu{name}", self._nvml.nvmlDeviceGetHandleByIndex(int(name))))
                 elif not name.isdigit():
-                    handles.append((name, self._nvml.nvmlDeviceGetHandleByUUID(self._full_uuid(name, count))))
+                    # CUDA accepts a shortened UUID; NVML wants the full one.
+                    raw = map(self._nvml.nvmlDeviceGetUUID, map(self._nvml.nvmlDeviceGetHandleByIndex, range(count)))
+                    uuids = (uuid.decode() if isinstance(uuid, bytes) else str(uuid) for uuid in raw)
+                    full = next((uuid for uuid in uuids if uuid.startswith(name)), name)
+                    handles.append((name, self._nvml.nvmlDeviceGetHandleByUUID(full)))
         return handles
-
-    def _full_uuid(self, prefix: str, count: int) -> str:
-        """CUDA accepts a shortened UUID; NVML wants the full one."""
-        for index in range(count):
-            uuid = self._nvml.nvmlDeviceGetUUID(self._nvml.nvmlDeviceGetHandleByIndex(index))
-            text = uuid.decode() if isinstance(uuid, bytes) else str(uuid)
-            if text.startswith(prefix):
-                return text
-        return prefix
 
     def read(self) -> list[Sample]:
         read_energy, read_power = self._nvml.nvmlDeviceGetTotalEnergyConsumption, self._nvml.nvmlDeviceGetPowerUsage

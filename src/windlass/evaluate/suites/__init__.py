@@ -1,7 +1,12 @@
-"""Evaluation suites: kinds of task that a JSON-lines file can hold. Listing their names imports nothing heavy."""
+"""Evaluation suites: kinds of task that a JSON-lines file can hold. Listing their names imports nothing heavy.
+
+A file `short_answer.py` in this folder with a class `ShortAnswer` is the suite "short answer"; no list names it.
+Other packages register a class with an entry point in the group "windlass.suites".
+"""
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,9 +22,8 @@ Item = Mapping[str, Any]
 SUITES = Registry(
     "windlass.suites",
     {
-        "multiple choice": "windlass.evaluate.suites.multiple_choice:MultipleChoice",
-        "translation": "windlass.evaluate.suites.translation:Translation",
-        "cloze": "windlass.evaluate.suites.cloze:Cloze",
+        module.name.replace("_", " "): f"{__name__}.{module.name}:{module.name.title().replace('_', '')}"
+        for module in pkgutil.iter_modules(__path__)
     },
 )
 

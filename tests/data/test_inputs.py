@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 
 from windlass.config.sources import DataFile, DataSource
-from windlass.data.chunk_schedule import ChunkSchedule, last_chunks, make_schedule, unfinished_files
-from windlass.data.inputs import InputFile, WorkItem, plan_items
+from windlass.data.inputs import (
+    ChunkSchedule,
+    InputFile,
+    WorkItem,
+    last_chunks,
+    make_schedule,
+    plan_items,
+    unfinished_files,
+)
 
 MB = 2**20
 

@@ -1,16 +1,14 @@
-"""Is our Llama the Llama of transformers? The same weights give the same logits; and our own promises about names and beginnings."""
+"""The decoder: logits equal to transformers' Llama, initial weights by name, fused products, recomputation, documents."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import pytest
 import torch
 
+from windlass.blocks.attention.kernels import document_numbers
+from windlass.blocks.embedding.spec import padded_rows
 from windlass.config import ModelConfig
-from windlass.models import build, padded_vocab
-from windlass.models.attention import document_numbers
-from windlass.models.loss import chunked_loss
+from windlass.models.build import build_model
 
 SMALL = ModelConfig(layers=3, width=64, ffn=160, heads=8, kv_heads=2, vocab=250, rope_theta=10000.0)
 TOP = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}
@@ -32,10 +30,10 @@ def hf_name(name: str) -> str:
 def test_logits_equal_transformers(tied: bool) -> None:
     transformers = pytest.importorskip("transformers")
     config = SMALL.model_copy(update={"tied": tied})
-    model = build(config, seq_len=48)
+    model = build_model(config, seq_len=48)
     model.init_weights(3)
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, vocab_size=padded_vocab(250),
+        hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, vocab_size=padded_rows(250),
         rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, max_position_embeddings=64, tie_word_embeddings=tied,
     ))  # fmt: skip
     weights = {hf_name(name): value for name, value in model.state_dict().items()}
@@ -48,7 +46,7 @@ def test_logits_equal_transformers(tied: bool) -> None:
 
 
 def test_padding_never_wins() -> None:
-    model = build(SMALL, seq_len=16)
+    model = build_model(SMALL, seq_len=16)
     model.init_weights(0)
     with torch.no_grad():
         model.head.weight[250:] = 10.0  # what a padded row could learn at worst
@@ -58,22 +56,22 @@ def test_padding_never_wins() -> None:
     assert float(torch.softmax(logits, -1)[..., 250:].max()) == 0.0
 
 
-def test_beginning_depends_on_seed_and_name_only() -> None:
-    whole, other = build(SMALL, seq_len=16), build(SMALL, seq_len=16)
-    whole.init_weights(1)
-    other.keep(range(2, 3), first=False, last=True)
+def test_initial_values_depend_on_seed_and_name_only() -> None:
+    full, other = build_model(SMALL, seq_len=16), build_model(SMALL, seq_len=16)
+    full.init_weights(1)
+    other.keep_stage(range(2, 3), first=False, last=True)
     other.init_weights(1)
     names = dict(other.named_parameters())
-    assert set(names) < set(dict(whole.named_parameters()))
+    assert set(names) < set(dict(full.named_parameters()))
     for name, value in names.items():
-        assert torch.equal(value, whole.get_parameter(name)), name
-    again = build(SMALL, seq_len=16)
+        assert torch.equal(value, full.get_parameter(name)), name
+    again = build_model(SMALL, seq_len=16)
     again.init_weights(2)
-    assert not torch.equal(again.embed.weight, whole.embed.weight)
+    assert not torch.equal(again.embed.weight, full.embed.weight)
 
 
-def test_beginning_has_the_stated_spread() -> None:
-    model = build(SMALL.model_copy(update={"width": 256, "ffn": 512}), seq_len=16)
+def test_initial_values_have_the_stated_spread() -> None:
+    model = build_model(SMALL.model_copy(update={"width": 256, "ffn": 512}), seq_len=16)
     model.init_weights(0)
     assert float(model.embed.weight.detach().std()) == pytest.approx(0.02, rel=0.05)
     block = model.layers["0"]
@@ -83,7 +81,7 @@ def test_beginning_has_the_stated_spread() -> None:
 
 
 def test_fused_products_change_nothing() -> None:
-    model = build(SMALL, seq_len=16)
+    model = build_model(SMALL, seq_len=16)
     model.init_weights(0)
     tokens = torch.randint(0, 250, (2, 16))
     before = model(tokens)
@@ -95,7 +93,7 @@ def test_fused_products_change_nothing() -> None:
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_recompute_gives_the_same_gradients(recompute: str) -> None:
-    model = build(SMALL, seq_len=16)
+    model = build_model(SMALL, seq_len=16)
     model.init_weights(0)
     tokens = torch.randint(0, 250, (2, 17))
     gradients = []
@@ -108,29 +106,8 @@ def test_recompute_gives_the_same_gradients(recompute: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("chunk", [7, 32, 1000])
-@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-def test_chunked_loss_equals_plain(chunk: int, z_loss: float) -> None:
-    model = build(SMALL, seq_len=16)
-    model.init_weights(0)
-    tokens = torch.randint(0, 250, (2, 17))
-    model.head.loss = partial(model.head.loss, z_loss=z_loss)
-    results = []
-    for loss in (model.head.loss, partial(chunked_loss, chunk=chunk, z_loss=z_loss)):
-        model.head.loss = loss
-        model.zero_grad()
-        sums = model(tokens[:, :-1], tokens[:, 1:])
-        (sums[0] * 0.5).backward()
-        results.append((sums.detach(), [p.grad.clone() for p in model.parameters()]))
-    assert torch.allclose(results[0][0], results[1][0], rtol=1e-6)
-    if z_loss:
-        assert float(results[0][0][0]) > float(results[0][0][1])
-    for a, b in zip(results[0][1], results[1][1], strict=True):
-        assert torch.allclose(a, b, atol=2e-6)
-
-
 def test_documents_do_not_see_each_other() -> None:
-    model = build(SMALL, seq_len=24)
+    model = build_model(SMALL, seq_len=24)
     model.init_weights(0)
     tokens = torch.randint(1, 250, (1, 24))
     tokens[0, 9] = 0
@@ -144,10 +121,10 @@ def test_documents_do_not_see_each_other() -> None:
 
 
 def test_longer_than_trained_is_possible() -> None:
-    model = build(SMALL, seq_len=8)
+    model = build_model(SMALL, seq_len=8)
     model.init_weights(0)
     tokens = torch.randint(0, 250, (1, 20))
-    long = build(SMALL, seq_len=20)
+    long = build_model(SMALL, seq_len=20)
     long.init_weights(0)
     assert torch.allclose(model(tokens), long(tokens), atol=1e-6)
     assert torch.allclose(model(tokens[:, :5]), long(tokens)[:, :5], atol=1e-5)

@@ -10,8 +10,7 @@ import torch
 
 from windlass.config import ModelConfig
 from windlass.errors import ConfigError
-from windlass.evaluate.decode import make_decoder
-from windlass.evaluate.generate import Sampling, generate, pick_token
+from windlass.evaluate.generate import Sampling, generate, make_decoder, pick_token
 from windlass.evaluate.open_model import open_model
 from windlass.models import build
 

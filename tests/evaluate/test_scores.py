@@ -10,8 +10,16 @@ from typer.testing import CliRunner
 
 from windlass.cli import build
 from windlass.errors import RunError
-from windlass.evaluate.scores import EvalScore, append_scores, wilson_interval
-from windlass.evaluate.tables import language_charts, language_rows, language_table, languages, recorded_rows
+from windlass.evaluate.scores import (
+    EvalScore,
+    append_scores,
+    language_charts,
+    language_rows,
+    language_table,
+    languages,
+    recorded_rows,
+    wilson_interval,
+)
 from windlass.runs.folder import Run
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from windlass.errors import ProfileError
 from windlass.files import write_json
-from windlass.profile.find_traces import find_target, rank_of_name, require_traces
+from windlass.profile.captures import find_target, rank_of_name, require_traces
 from windlass.runs import Run
 
 

@@ -1,13 +1,13 @@
-"""Are the three forms of retention one function? Parallel, recurrent and chunkwise, in float64."""
+"""The three forms of retention are one function: parallel, recurrent and chunkwise, in float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from windlass.blocks.retention.module import decay_matrix, decays, retain_chunkwise, retain_parallel, retain_recurrent
 from windlass.config import ModelConfig
-from windlass.models import build
-from windlass.models.retnet import decay_matrix, decays, retain_chunkwise, retain_parallel, retain_recurrent
+from windlass.models.build import build_model
 
 
 def inputs(time: int) -> tuple[torch.Tensor, ...]:
@@ -26,10 +26,10 @@ def test_three_forms_agree(time: int, chunk: int) -> None:
 
 def test_recurrent_form_can_be_cut_anywhere() -> None:
     q, k, v, gamma = inputs(20)
-    whole, last = retain_recurrent(q, k, v, gamma)
+    full, last = retain_recurrent(q, k, v, gamma)
     first, state = retain_recurrent(q[..., :13, :], k[..., :13, :], v[..., :13, :], gamma)
     second, end = retain_recurrent(q[..., 13:, :], k[..., 13:, :], v[..., 13:, :], gamma, state)
-    assert torch.allclose(torch.cat((first, second), -2), whole)
+    assert torch.allclose(torch.cat((first, second), -2), full)
     assert torch.allclose(end, last)
 
 
@@ -47,7 +47,9 @@ def test_decay_by_hand() -> None:
 
 def test_medium_has_the_published_size() -> None:
     with torch.device("meta"):
-        model = build(ModelConfig(family="retnet", layers=16, width=1024, ffn=1728, heads=4, vocab=50304), seq_len=2048)
+        model = build_model(
+            ModelConfig(family="retnet", layers=16, width=1024, ffn=1728, heads=4, vocab=50304), seq_len=2048
+        )
     layer = sum(p.numel() for p in model.layers["0"].parameters())
     assert layer / 1e6 == pytest.approx(12.716, abs=1e-3)
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(306.5, abs=0.5)
@@ -58,14 +60,14 @@ def test_forms_give_the_same_model() -> None:
     tokens = torch.randint(0, 100, (2, 30))
     logits = []
     for form in ("parallel", "chunkwise"):
-        model = build(ModelConfig(**common, retention=form), seq_len=30)
+        model = build_model(ModelConfig(**common, retention=form), seq_len=30)
         model.init_weights(0)
         logits.append(model(tokens))
     assert torch.allclose(*logits, atol=1e-5)
 
 
 def test_beginning_of_retention_is_xavier() -> None:
-    model = build(ModelConfig(family="retnet", layers=1, width=64, ffn=96, heads=2, vocab=100), seq_len=8)
+    model = build_model(ModelConfig(family="retnet", layers=1, width=64, ffn=96, heads=2, vocab=100), seq_len=8)
     model.init_weights(0)
     bound = 2**-2.5 * (6 / 128) ** 0.5
     weight = model.layers["0"].retention.wq.weight.detach()

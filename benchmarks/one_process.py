@@ -1,0 +1,58 @@
+"""A training in this process, built as `windlass train` builds it, for benchmarks that time bare steps."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from windlass.blocks.attention.kernels import attention_kernel
+from windlass.clusters.scheduler import Place
+from windlass.config import LayoutConfig, Recipe
+from windlass.layout.resolve import complete_layout, job_size, resolve_step
+from windlass.layout.rules import check_layout
+from windlass.models.presets import model_spec
+from windlass.runs.folder import Run
+from windlass.runs.starts import Start
+from windlass.train import loop
+from windlass.train.step import StepResult
+from windlass.train.training import Say, Training
+
+ONE_PROCESS = Place(0, 1, 0, 1, 0, 1, None, None, "single")
+
+
+def start_of(recipe: Recipe) -> Start:
+    """The recipe's layout and step on one device of this machine."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, size = model_spec(recipe.model), job_size(recipe, 1, 1)
+    layout = complete_layout(recipe.layout or LayoutConfig(), size)
+    check_layout(model, layout, size, recipe.train.engine)
+    step = resolve_step(recipe, model, layout, gpu=device == "cuda")
+    return Start(job="benchmark", layout=layout, step=step, device=device, devices=1, devices_per_node=1)
+
+
+def open_training(recipe: Recipe, folder: Path | None = None, say: Say = lambda line: None) -> Training:
+    """Model, optimizer and data of a recipe; `folder` is an empty one under the temporary folder where none is named."""
+    path = folder or Path(tempfile.mkdtemp(prefix="windlass-benchmark-"))
+    return loop.build(recipe, Run(path), start_of(recipe), ONE_PROCESS, say=say)
+
+
+@contextlib.contextmanager
+def stepping(training: Training) -> Iterator[Callable[[float], StepResult]]:
+    """A function that takes the next batch and does one optimizer step with the given learning rate."""
+    batches = loop.open_batches(training)
+
+    def step(lr: float) -> StepResult:
+        tokens, documents = next(batches)
+        result: StepResult = training.stepper.step(tokens, documents, lr)
+        training.progress.advance(training.plan)
+        return result
+
+    try:
+        with attention_kernel(training.recipe.train.attention, training.world.device):
+            yield step
+    finally:
+        batches.close()
