@@ -82,12 +82,18 @@ def _num_nodes(cluster: Cluster, nodes: int | None, devices: int | None) -> int:
         return nodes
     if devices is not None:
         if nodes is not None and nodes * per_node != devices:
-            message = f"{nodes} nodes have {nodes * per_node} devices, not {devices}"
-            raise ConfigError("cli.nodes-and-devices-differ", message, hint="give --nodes or --devices")
+            raise ConfigError(
+                "cli.nodes-and-devices-differ",
+                f"{nodes} nodes have {nodes * per_node} devices, not {devices}",
+                hint="give --nodes or --devices",
+            )
         if devices < 1 or devices % per_node:
             below, above = max(1, devices // per_node) * per_node, (max(0, devices) // per_node + 1) * per_node
-            message = f"{devices} devices are not a multiple of the {per_node} devices of a node"
-            raise ConfigError("cli.partial-node", message, hint=f"nearest valid value: {below} or {above}")
+            raise ConfigError(
+                "cli.partial-node",
+                f"{devices} devices are not a multiple of the {per_node} devices of a node",
+                hint=f"nearest valid value: {below} or {above}",
+            )
         return devices // per_node
     limits = [p.max_nodes for p in (cluster.slurm.partitions if cluster.slurm else []) if p.gpus and p.max_nodes]
     return max(limits, default=cluster.nodes or 1)

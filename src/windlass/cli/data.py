@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windlass.cli.model_options import JsonOption
-from windlass.cli.output import show, table
+from windlass.cli.output import bar, show, table
 from windlass.errors import ConfigError, DataError
 from windlass.files import write_atomic
 from windlass.units import parse_bytes, print_seconds, print_text, print_tokens
@@ -68,8 +65,12 @@ def tokenize(
             f"to train after it: windlass launch RECIPE --after {jobs.merge_job}",
         )
         return
-    with _progress_bar(hidden=as_json) as show_progress:
-        result = run(config, task=_parse_task(array_task), on_progress=show_progress)
+    with bar("tokenizing", quiet=as_json) as update:
+        result = run(
+            config,
+            task=_parse_task(array_task),
+            on_progress=lambda now: update(min(now.done_bytes, now.total_bytes), now.total_bytes, _progress_text(now)),
+        )
     skipped = {name: counts for name, source in config.sources.items() if (counts := count_skipped(source))}
     keys = ("complete", "tokens", "documents", "rejects", "chunks_done", "chunks_kept", "seconds", "restated")
     document = {
@@ -97,39 +98,26 @@ def _parse_task(text: str | None) -> tuple[int, int] | None:
     if text == "auto":
         task = array_task()
         if task is None:
-            message = "--array-task auto, but this process is not a task of a job array"
-            hint = "the scheduler's variables are missing; write --array-task 0/4"
-            raise ConfigError("data.array-task-missing", message, hint=hint)
+            raise ConfigError(
+                "data.array-task-missing",
+                "--array-task auto, but this process is not a task of a job array",
+                hint="the scheduler's variables are missing; write --array-task 0/4",
+            )
         return task
     index, slash, count = text.partition("/")
     if not slash or not index.isdigit() or not count.isdigit() or int(index) >= int(count):
-        hint = "write I/N with I from 0 to N-1, for example 0/4"
-        raise ConfigError("data.array-task-invalid", f"--array-task {text!r} is not a task", hint=hint)
+        raise ConfigError(
+            "data.array-task-invalid",
+            f"--array-task {text!r} is not a task",
+            hint="write I/N with I from 0 to N-1, for example 0/4",
+        )
     return int(index), int(count)
 
 
-@contextlib.contextmanager
-def _progress_bar(*, hidden: bool) -> Iterator[Callable[[TokenizeProgress], None] | None]:
-    """The function that shows progress; None with --json and when stderr is not a terminal."""
-    if hidden or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    texts = [TextColumn(text) for text in ("{task.description}", "{task.percentage:>3.0f} %", "{task.fields[rate]}")]
-    columns = (texts[0], BarColumn(), *texts[1:], TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        line = bar.add_task("tokenizing", total=None, rate="")
-
-        def show(now: TokenizeProgress) -> None:
-            seconds = max(1e-3, time.monotonic() - now.started)
-            rejects = f", {now.rejects:,} rejected" if now.rejects else ""
-            rate = f"{print_tokens(now.tokens)} tokens, {print_tokens(now.tokens / seconds)}/s{rejects}"
-            done = min(now.done_bytes, now.total_bytes)
-            bar.update(line, total=now.total_bytes, completed=done, rate=rate, description=now.phase)
-
-        yield show
+def _progress_text(now: TokenizeProgress) -> str:
+    rate = print_tokens(now.tokens / max(1e-3, time.monotonic() - now.started))
+    rejects = f", {now.rejects:,} rejected" if now.rejects else ""
+    return f"{now.phase}: {print_tokens(now.tokens)} tokens, {rate}/s{rejects}"
 
 
 def _result_parts(result: TokenizeResult) -> list[Table | str]:

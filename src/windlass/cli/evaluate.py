@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from windlass.evaluate.open_model import OpenModel
-    from windlass.evaluate.perplexity import HeldOutResult
     from windlass.evaluate.scores import EvalScore, LanguageRow
     from windlass.evaluate.task_files import TaskFile
 
@@ -75,7 +74,12 @@ def eval_(
 ) -> None:
     """Perplexity and bits per byte on held-out documents, by source, language and length; or tasks."""
     if recorded or beside or all_steps:
-        _show_recorded([run, *(beside or [])], all_steps, html, as_json)
+        from windlass.evaluate.scores import language_page, recorded_rows
+
+        rows = recorded_rows([run, *(beside or [])], every_step=all_steps)
+        if html is not None:
+            write_atomic(html, language_page(rows))
+        show(as_json, {"rows": [row.to_json() for row in rows]}, _language_table(rows))
         return
     from windlass.evaluate.open_model import open_model
     from windlass.evaluate.scores import append_scores, scores_page
@@ -97,8 +101,11 @@ def eval_(
     if tasks or harness:
         _run_tasks(opened, tasks, {"shots": shots or 0, "template": template, "batch": batch}, overlap, keep, as_json)
         if harness:
-            options = {"folder": harness_folder, "shots": shots, "limit": limit, "batch": batch}
-            _run_harness(opened, harness.split(","), options, keep)
+            from windlass.convert.source import find_tokenizer
+            from windlass.evaluate.harness import run_harness
+
+            options: dict[str, Any] = {"folder": harness_folder, "shots": shots, "limit": limit, "batch": batch}
+            keep(run_harness(opened, find_tokenizer(source), harness.split(","), **options))
         printed = _task_tables(opened, scores)
     else:
         split = split or opened.recipe.data.validation or "validation"
@@ -128,13 +135,6 @@ def _run_tasks(
         keep(scores)
 
 
-def _run_harness(opened: OpenModel, names: list[str], options: dict[str, Any], keep: Keep) -> None:
-    from windlass.convert.source import find_tokenizer
-    from windlass.evaluate.harness import run_harness
-
-    keep(run_harness(opened, find_tokenizer(opened.source), names, **options))
-
-
 def _held_out(
     opened: OpenModel,
     store: Path | None,
@@ -159,18 +159,6 @@ def _held_out(
             opened, held_out, tokenizer, split=split, max_tokens=max_tokens, batch=batch, progress=progress
         )
     keep(result.scores, store=str(held_out.path))
-    printed = _held_out_tables(opened, result)
-    if overlap:
-        with bar("looking for overlap", quiet=quiet) as progress:
-            scores = document_overlap(opened.source, held_out, split, max_tokens, progress)
-        keep(scores, store=str(held_out.path))
-        printed.append(score_table(scores))
-    rate = result.tokens_per_second
-    return {"store": held_out.path, "tokens": result.tokens, "tokens_per_second": rate}, printed
-
-
-def _held_out_tables(opened: OpenModel, result: HeldOutResult) -> list[Any]:
-
     bits = {score.group: score for score in result.scores if score.metric == "bits_per_byte"}
     rows = [
         (s.group, f"{s.count:,}", f"{s.detail['tokens']:,}", _interval_text(bits.get(s.group), 3), _interval_text(s, 2))
@@ -180,10 +168,17 @@ def _held_out_tables(opened: OpenModel, result: HeldOutResult) -> list[Any]:
     at_step = "" if opened.step is None else f", step {opened.step:,}"
     columns = ("group", "documents", "tokens", "bits per byte (95 %)", "perplexity (95 %)")
     rate = "not measured" if result.tokens_per_second is None else f"{result.tokens_per_second:,.0f}"
-    return [
+    printed: list[Any] = [
         table(f"Held-out text{at_step} ({opened.source.folder})", columns, rows, right=(1, 2, 3, 4)),
         f"{result.tokens:,} tokens at {rate} tokens/s ({opened.device_text})",
     ]
+    if overlap:
+        with bar("looking for overlap", quiet=quiet) as progress:
+            scores = document_overlap(opened.source, held_out, split, max_tokens, progress)
+        keep(scores, store=str(held_out.path))
+        printed.append(score_table(scores))
+    speed = {"tokens_per_second": result.tokens_per_second}
+    return {"store": held_out.path, "tokens": result.tokens, **speed}, printed
 
 
 def score_table(scores: Sequence[EvalScore]) -> Table:
@@ -209,15 +204,6 @@ def _interval_text(score: EvalScore | None, digits: int) -> str:
         return "unknown"
     interval = "" if score.low is None else f" ({score.low:.{digits}f} to {score.high:.{digits}f})"
     return f"{score.value:.{digits}f}{interval}"
-
-
-def _show_recorded(runs: list[Path], every_step: bool, html: Path | None, as_json: bool) -> None:
-    from windlass.evaluate.scores import language_page, recorded_rows
-
-    rows = recorded_rows(runs, every_step=every_step)
-    if html is not None:
-        write_atomic(html, language_page(rows))
-    show(as_json, {"rows": [row.to_json() for row in rows]}, _language_table(rows))
 
 
 def _language_table(rows: list[LanguageRow]) -> Table:

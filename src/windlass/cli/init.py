@@ -58,8 +58,11 @@ def init(
 
     interactive = _is_interactive() and not (yes or as_json)
     if file is not None and file.suffix != ".toml":
-        hint = f"recipes are TOML files: windlass init {file}.toml"
-        raise ConfigError("init.file-not-toml", f"{file} is not a recipe name", hint=hint)
+        raise ConfigError(
+            "init.file-not-toml",
+            f"{file} is not a recipe name",
+            hint=f"recipes are TOML files: windlass init {file}.toml",
+        )
     _refuse_existing(file)
     machine, how_chosen = _choose_cluster(cluster, interactive)
     default_size = "1B" if machine.slurm else "20M"
@@ -88,8 +91,11 @@ def _is_interactive() -> bool:
 def _refuse_existing(file: Path | None) -> None:
 
     if file is not None and file.exists():
-        hint = "init overwrites nothing: choose another name, or edit the file"
-        raise ConfigError("init.file-exists", f"{file} already exists", hint=hint)
+        raise ConfigError(
+            "init.file-exists",
+            f"{file} already exists",
+            hint="init overwrites nothing: choose another name, or edit the file",
+        )
 
 
 def _choose_cluster(name: str | None, interactive: bool) -> tuple[Cluster, str]:
@@ -113,8 +119,9 @@ def _read_size(text: str) -> float:
     try:
         size = float(parse_tokens(text))
     except WindlassError:
-        message = f"{text!r} is not a number of parameters"
-        raise ConfigError("init.size-invalid", message, hint='write it like "300M" or "8B"') from None
+        raise ConfigError(
+            "init.size-invalid", f"{text!r} is not a number of parameters", hint='write it like "300M" or "8B"'
+        ) from None
     if not MIN_PARAMETERS <= size <= MAX_PARAMETERS:
         too_small = size < MIN_PARAMETERS
         raise ConfigError(
@@ -176,8 +183,9 @@ def _create_recipe(
     stored_vocab = store.vocab_size if store else None
     vocab = vocab or (32_768 if has_texts else None)
     if tokens is not None and parse_tokens(tokens) <= 0:
-        hint = "omit --tokens for 20 per parameter"
-        raise ConfigError("init.tokens-not-positive", f"cannot train on {tokens} tokens", hint=hint)
+        raise ConfigError(
+            "init.tokens-not-positive", f"cannot train on {tokens} tokens", hint="omit --tokens for 20 per parameter"
+        )
     # Eight key/value heads, so that tensor parallelism up to 8 divides them; small models need no tensor parallelism.
     model = model_near(parameters, heads_multiple=8 if parameters >= 1e9 else 1)
     if known_vocab := vocab or stored_vocab:

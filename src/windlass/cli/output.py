@@ -70,11 +70,12 @@ def table(
 
 
 @contextlib.contextmanager
-def bar(label: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """A bar on the error stream, so that standard output stays clean; call it with the done and the total amount."""
+def bar(label: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
+    """A bar on the error stream, if a person watches it. Call it with the done and the total amount, and a new label."""
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:
+    is_hidden = quiet or not sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), transient=True, disable=is_hidden) as progress:
         task = progress.add_task(label, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+        yield lambda done, total, text=label: progress.update(task, completed=done, total=total, description=text)

@@ -46,12 +46,21 @@ def plan(
     from windlass.clusters.here import with_gpus
     from windlass.config import load_recipe
     from windlass.planner import plan as search_layouts
+    from windlass.planner.calibrate import calibrate as fit_constants
     from windlass.planner.explain import explain_layout
     from windlass.planner.record import explanation_json, plans_json
     from windlass.planner.search import nothing_fits
 
     if calibrate:
-        _calibrate([path for path in (recipe, *(overrides or ())) if path], cluster, as_json)
+        folders = [Path(path) for path in (recipe, *(overrides or ())) if path]
+        if not folders:
+            raise ConfigError(
+                "cli.argument-missing",
+                "--calibrate needs at least one run or sweep folder",
+                hint="windlass plan --calibrate runs/my-sweep",
+            )
+        result = fit_constants(folders, cluster=cluster)
+        show(as_json, result.json(), result.text())
         return
     if recipe is None:
         raise ConfigError(
@@ -195,13 +204,3 @@ def _print_explanation(explanation: LayoutExplanation) -> None:
         terms = [*((name, own.get(name), others.get(name)) for name in dict.fromkeys([*own, *others])), totals]
         rows = [(name, *("-" if v is None else f"{v / scale:,.3f}" for v in values)) for name, *values in terms]
         out.print(table(title, columns, rows, right=(1, 2)))
-
-
-def _calibrate(folders: list[str], cluster: str | None, as_json: bool) -> None:
-    from windlass.planner.calibrate import calibrate
-
-    if not folders:
-        message = "--calibrate needs at least one run or sweep folder"
-        raise ConfigError("cli.argument-missing", message, hint="windlass plan --calibrate runs/my-sweep")
-    result = calibrate([Path(folder) for folder in folders], cluster=cluster)
-    show(as_json, result.json(), result.text())

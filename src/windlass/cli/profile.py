@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,8 +58,14 @@ def profile(
 
         from windlass.profile.captures import TraceRequest
 
+        try:
+            chosen = [] if ranks.strip() == "all" else [int(part) for part in ranks.split(",")]  # empty: all ranks
+        except ValueError:
+            raise ConfigError(
+                "profile.ranks-invalid", f"--ranks {ranks} is not a list of ranks", hint="write it like 0,8,16, or all"
+            ) from None
         request = TraceRequest(
-            id=uuid4().hex[:12], steps=steps, ranks=_ranks(ranks), shapes=shapes, stacks=stacks, memory=memory
+            id=uuid4().hex[:12], steps=steps, ranks=chosen, shapes=shapes, stacks=stacks, memory=memory
         )
         _capture_now(targets, request, wait, quiet=as_json)
     target = _one_target(targets, step)
@@ -118,16 +123,6 @@ def _mode(text: str) -> Mode:
     return Mode(text)
 
 
-def _ranks(text: str) -> list[int]:
-    """Empty for all ranks."""
-
-    try:
-        return [] if text.strip() == "all" else [int(part) for part in text.split(",")]
-    except ValueError:
-        message = f"--ranks {text} is not a list of ranks"
-        raise ConfigError("profile.ranks-invalid", message, hint="write it like 0,8,16, or all") from None
-
-
 def _capture_now(targets: Sequence[Path], request: TraceRequest, wait_seconds: float, *, quiet: bool) -> None:
     """Ask the running run for a trace and wait until it is written."""
     from windlass.profile.captures import submit_request, wait_for_trace
@@ -175,11 +170,15 @@ def _comparison(
     from windlass.profile.job_profile import profile_traces
 
     if len(targets) < 2:
-        message = "compare needs at least two runs or traces"
-        raise ProfileError("profile.compare-needs-two", message, hint="windlass compare BASELINE EXPERIMENT")
+        raise ProfileError(
+            "profile.compare-needs-two",
+            "compare needs at least two runs or traces",
+            hint="windlass compare BASELINE EXPERIMENT",
+        )
     if sort not in SORT_KEYS:
-        hint = f"choose one of {', '.join(SORT_KEYS)}"
-        raise ConfigError("profile.sort-unknown", f"--sort {sort} is unknown", hint=hint)
+        raise ConfigError(
+            "profile.sort-unknown", f"--sort {sort} is unknown", hint=f"choose one of {', '.join(SORT_KEYS)}"
+        )
     counting = _mode(mode)
     resolved = [find_target(t) for t in targets]
     labels = [t.label for t in resolved]
@@ -213,19 +212,15 @@ def _comparison(
 
 
 @contextmanager
-def _reading(paths: Sequence[Path], *, quiet: bool) -> Iterator[ReadProgress | None]:
-    """A progress bar over the bytes of all files, only when a person watches."""
-
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
+def _reading(paths: Sequence[Path], *, quiet: bool) -> Iterator[ReadProgress]:
+    """A progress bar over the bytes of all files."""
     total_bytes = sum(p.stat().st_size for p in paths if p.exists())
     done: dict[Path, int] = {}
-    with bar("reading traces") as show:
+    with bar("reading traces", quiet=quiet) as show_progress:
 
         def report(path: Path, count: int) -> None:
             done[path] = count
-            show(sum(done.values()), total_bytes)
+            show_progress(sum(done.values()), total_bytes)
 
         yield report
 

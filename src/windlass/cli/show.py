@@ -34,8 +34,11 @@ def show(
         print_json(recipe_schema())
         return
     if recipe is None:
-        hint = "windlass show recipes/tiny_cpu.toml, or windlass show --schema"
-        raise ConfigError("cli.argument-missing", "missing argument: RECIPE", hint=hint)
+        raise ConfigError(
+            "cli.argument-missing",
+            "missing argument: RECIPE",
+            hint="windlass show recipes/tiny_cpu.toml, or windlass show --schema",
+        )
     loaded = load_recipe(recipe, overrides or ())
     values = [value for value in loaded.values() if all_values or value[2] != "default"]
     rows = [(key, _print_value(key, value), origin) for key, value, origin in values]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from windlass.cli.output import console, print_json, table
-from windlass.figures.sweep import cells, counts, no_winner, shown_columns
+from windlass.figures.sweep import counts, equivalence_table, no_winner, points_table
 from windlass.units import print_seconds
 
 if TYPE_CHECKING:
@@ -52,10 +52,9 @@ def show_dry(
         return
     columns = ("point", "prediction", "GiB", "oom", "tokens/s/device", "MFU", "time", "node-h", "kWh")
     out.print(table(title, columns, [(p.name, *_predicted_cells(e)) for p, e in pairs], right=(2, 3, 4, 5, 6, 7, 8)))
-    engines = list(dict.fromkeys(engine for row in sweep.equivalence.values() for engine in row))
-    if engines:
-        names = [(name, *(row.get(engine, "") for engine in engines)) for name, row in sweep.equivalence.items()]
-        out.print(table("Names of the strategies in each engine", ("strategy", *engines), names))
+    names = equivalence_table(sweep)
+    if names.rows:
+        out.print(table("Names of the strategies in each engine", names.columns, names.rows))
     skipped = f"{total.skipped} are skipped as out of memory (at least {sweep.skip_oom:.0%} sure)"
     out.print(f"{total.run} of {total.points} points would run, {skipped}, {total.illegal} are invalid")
     if total.node_hours is not None:
@@ -92,12 +91,10 @@ def print_rows(
     out: Console, sweep_run: SweepRun, rows: Sequence[dict[str, Any]], ranked: Sequence[dict[str, Any]], key: str
 ) -> None:
     """Best first, then what did not succeed; and why there is no winner."""
-    sweep, columns, total = sweep_run.sweep, shown_columns(sweep_run.sweep, rows, key), counts(rows)
-    body = [cells(row, columns) for row in (*ranked, *(row for row in rows if row not in ranked))]
+    sweep, total = sweep_run.sweep, counts(rows)
+    content = points_table(sweep, rows, ranked, key)
     listed = ", ".join(f"{count} {outcome}" for outcome, count in total.items())
-    right = [index for index, column in enumerate(columns) if column.right]
-    titles = [column.title for column in columns]
-    out.print(table(f"{sweep.title or sweep.name}: {listed}", titles, body, right=right))
+    out.print(table(f"{sweep.title or sweep.name}: {listed}", content.columns, content.rows, right=content.right))
     if sweep.command is None and total.get("ok") and all(row.get("joules_per_token") is None for row in rows):
         out.print("energy: not measured on any point")
     if not ranked and total.get("ok"):

@@ -10,16 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from windlass.config.base import Table
 from windlass.config.model import ModelConfig
+from windlass.config.recipe import Recipe
 from windlass.errors import ConfigError
-
-if TYPE_CHECKING:
-    from windlass.config.recipe import Recipe
 
 T = TypeVar("T", bound=Table)
 FileKind = Literal["recipe", "data", "sweep"]
@@ -72,11 +70,15 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
     except FileNotFoundError:
         raise ConfigError("config.file-missing", f"there is no file {path}", hint=missing_hint(path)) from None
     except IsADirectoryError:
-        message = f"{path} is a folder, not a TOML file"
-        raise ConfigError("config.not-a-file", message, hint="name the file itself") from None
+        raise ConfigError(
+            "config.not-a-file", f"{path} is a folder, not a TOML file", hint="name the file itself"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
-        hint = "a recipe is a UTF-8 text file that you may read"
-        raise ConfigError("config.file-unreadable", f"{path} cannot be read: {error}", hint=hint) from None
+        raise ConfigError(
+            "config.file-unreadable",
+            f"{path} cannot be read: {error}",
+            hint="a recipe is a UTF-8 text file that you may read",
+        ) from None
     try:
         return tomllib.loads(text), text
     except tomllib.TOMLDecodeError as error:
@@ -125,8 +127,11 @@ def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
     key, equals, value = override.partition("=")
     parts = tuple(part.strip() for part in key.split("."))
     if not equals or not all(parts):
-        hint = "write key=value, for example layout.micro_batch=4"
-        raise ConfigError("config.override-invalid", f"{override!r} is not an override", hint=hint)
+        raise ConfigError(
+            "config.override-invalid",
+            f"{override!r} is not an override",
+            hint="write key=value, for example layout.micro_batch=4",
+        )
     try:
         return parts, tomllib.loads(f"v = {value}")["v"]
     except tomllib.TOMLDecodeError:
@@ -157,8 +162,6 @@ def flatten(raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Loaded:
     """Read, override, check. Raises one ConfigError that lists every problem with its dotted path."""
-    from windlass.config.recipe import Recipe  # all tables: only where a recipe is read
-
     path = Path(path)
     raw, text = read_toml(path)
     origins = {key: "recipe" for key, _ in flatten(raw)}

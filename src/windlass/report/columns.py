@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -14,6 +15,11 @@ import numpy.typing as npt
 from windlass.runs.events import Event
 from windlass.runs.metrics import METRICS
 
+parse_json: Callable[[bytes], Any] = json.loads
+with contextlib.suppress(ImportError):
+    import orjson
+
+    parse_json = orjson.loads  # three times as fast
 Numbers = npt.NDArray[np.float64]
 # Lines, evenly spread over the file, that the first look at a long file takes.
 SAMPLE_LINES = 3000
@@ -34,13 +40,6 @@ class Columns:
         self.path = path
         self.is_sample = False  # lines from all over the file, not all of them
         self._lock = threading.Lock()
-        self._parse: Callable[[bytes], Any] = json.loads
-        try:
-            import orjson
-
-            self._parse = orjson.loads
-        except ImportError:
-            pass
         self._reset()
 
     def _reset(self) -> None:
@@ -98,9 +97,12 @@ class Columns:
 
     def _add(self, lines: Sequence[bytes]) -> None:
         try:  # one call for the whole block is three times as fast; one torn line makes it fail
-            values = list(self._parse(b"[" + b",".join(lines) + b"]"))
+            values = list(parse_json(b"[" + b",".join(lines) + b"]"))
         except ValueError:
-            values = [self._parse_line(line) for line in lines]
+            values = []
+            for line in lines:
+                with contextlib.suppress(ValueError):
+                    values.append(parse_json(line))
         rows = [v for v in values if isinstance(v, dict) and is_number(v.get("step")) and -1 < v["step"] < 2**53]
         if not rows:
             return
@@ -108,12 +110,6 @@ class Columns:
             self._extend(key, [row.get(key) for row in rows])
         self._rows += len(rows)
         self.version += 1
-
-    def _parse_line(self, line: bytes) -> Any:
-        try:
-            return self._parse(line)
-        except ValueError:
-            return None
 
     def _extend(self, key: str, values: list[Any]) -> None:
         try:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from windlass.config.launch import looks_secret
-from windlass.figures import Cards, DataTable, Html, Item, Note, Section
+from windlass.figures import Card, Cards, DataTable, Html, Note, Section
 
 HIDDEN = "(hidden)"
 _OURS = {"tokens", "keys"}
@@ -50,18 +50,15 @@ def without_paths(text: str) -> str:
 
 
 def publishable(sections: Iterable[Section]) -> list[Section]:
-    """The same sections without the paths of this machine."""
-    return [replace(s, title=without_paths(s.title), items=tuple(_published(i) for i in s.items)) for s in sections]
+    """The same sections without the paths of this machine; charts have none."""
+    return [_strip_paths(section) for section in sections]
 
 
-def _published(item: Item) -> Item:
-    if isinstance(item, DataTable):
-        rows = [tuple(without_paths(c) if isinstance(c, str) else c for c in row) for row in item.rows]
-        return replace(item, rows=rows)
-    if isinstance(item, Note):
-        return replace(item, text=without_paths(item.text))
-    if isinstance(item, Html):
-        return replace(item, html=without_paths(item.html))
-    if isinstance(item, Cards):
-        return replace(item, cards=[replace(c, note=without_paths(c.note)) for c in item.cards])
-    return item
+def _strip_paths(value: Any) -> Any:
+    if isinstance(value, str):
+        return without_paths(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(_strip_paths(inner) for inner in value)
+    if isinstance(value, (Section, DataTable, Note, Html, Cards, Card)):
+        return replace(value, **{f.name: _strip_paths(getattr(value, f.name)) for f in fields(value)})
+    return value
