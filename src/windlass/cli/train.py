@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from windlass.runs.starts import Start
 
 
-def register(app: typer.Typer) -> None:
-    app.command("train")(train)
-
-
 def train(
     recipe: Annotated[Path, typer.Argument(help="Recipe file.")],
     overrides: Annotated[

@@ -29,10 +29,15 @@ KIND_TEXTS = {
     "data": ("a data file", "windlass tokenize takes data files"),
     "sweep": ("a sweep file", "windlass sweep takes sweep files"),
 }
-# Models whose keys have a page of their own.
-REFERENCE_PAGES = {
-    "DataFile": "data-file", "SweepConfig": "sweep-file", "Cluster": "cluster-file", "Device": "cluster-file",
-}  # fmt: skip
+# Model -> where its keys are described; the recipe where it is not named.
+KEY_HINTS = {
+    "Recipe": "`windlass show --schema` lists every key; see docs/reference/recipe.md",
+    "DataFile": "every key with its meaning: docs/reference/data-file.md",
+    "SweepConfig": "every key with its meaning: docs/reference/sweep-file.md",
+    "Cluster": "every key with its meaning: docs/reference/cluster-file.md",
+    "Device": "every key with its meaning: docs/reference/cluster-file.md",
+    "PlannerQuestion": "see docs/guides/observe.md",
+}
 
 
 @dataclass(frozen=True)
@@ -204,9 +209,7 @@ def validate(model: type[T], raw: Mapping[str, Any], where: str) -> T:
             (name, readers), (wanted_name, wanted_readers) = KIND_TEXTS[kind], KIND_TEXTS[wanted]
             message, hint = f"{where} is {name}, not {wanted_name}", f"{readers}; {wanted_readers}"
             raise ConfigError("config.other-kind", message, hint=hint) from None
-        page = REFERENCE_PAGES.get(model.__name__)
-        hint = "`windlass show --schema` lists every key; see docs/reference/recipe.md"
-        hint = f"every key with its meaning: docs/reference/{page}.md" if page else hint
+        hint = KEY_HINTS.get(model.__name__, KEY_HINTS["Recipe"])
         refuse("config.invalid", where, [_problem(model, item) for item in error.errors()], hint)
         raise
 

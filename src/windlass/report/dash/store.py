@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class RunView:
         self._sample: Columns | None = None
         self._looked_at = -1e9
         self._summary: tuple[tuple[float, ...], RunSummary] | None = None
-        self._series: dict[tuple[Any, ...], Curve] = {}
+        self._thinned = lru_cache(MAX_CACHED_SERIES)(self._thin)
 
     def columns(self) -> Columns:
         with self._lock:
@@ -86,16 +87,12 @@ class RunView:
 
     def series(self, key: str, x: str, points: int) -> Curve:
         columns = self.columns()
-        entry = (columns.version, columns.is_sample, key, x, points)
-        with self._lock:
-            curve = self._series.get(entry)
-        if curve is None:
-            curve = thin(axis(columns, x), columns.get(key), points)
-            with self._lock:
-                if len(self._series) >= MAX_CACHED_SERIES or any(old[:2] != entry[:2] for old in self._series):
-                    self._series.clear()
-                self._series[entry] = curve
-        return curve
+        return self._thinned(columns.version, columns.is_sample, key, x, points)
+
+    def _thin(self, version: int, is_sample: bool, key: str, x: str, points: int) -> Curve:
+        """Kept by version: of many viewers who ask for a curve, one waits for it."""
+        columns = self.columns()
+        return thin(axis(columns, x), columns.get(key), points)
 
 
 class Folder:
