@@ -172,7 +172,7 @@ def _print_error(message: str, hint: str | None) -> None:
 
 
 def with_pages(hint: str) -> str:
-    """Replace `docs/guides/data.md` by the page's path on this disk: in the package in a wheel, else in the checkout."""
+    """Replace `docs/guides/data.md` by the page's path on this disk: in the package (wheel) or in the checkout."""
     package = Path(__file__).resolve().parents[1]
 
     def page_path(match: re.Match[str]) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windlass.cli.output import show, table
+from windlass.cli.output import show, table, text_of
 from windlass.units import print_bytes
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def _show_list(as_json: bool) -> None:
         longest = max((p.max_time for p in partitions if p.max_time and p.gpus), default=None)
         rows.append((
             c.name, c.nodes or "unknown", f"{c.node.devices} x {device.name}", print_bytes(device.memory),
-            _number(device.bf16_tflops), _number(c.links.inter_gbs_per_node),
-            f"{longest / 3600:g} h" if longest else "no limit", c.network.internet, _number(c.grid.pue),
-            _number(c.grid.g_per_kwh), c.verified_on or "never",
+            text_of(device.bf16_tflops, "g"), text_of(c.links.inter_gbs_per_node, "g"),
+            f"{longest / 3600:g} h" if longest else "no limit", c.network.internet, text_of(c.grid.pue, "g"),
+            text_of(c.grid.g_per_kwh, "g"), c.verified_on or "never",
         ))  # fmt: skip
         documents.append(_document(c, device))
     title = "Known clusters (figures are per device unless noted)"
@@ -92,15 +92,11 @@ def _show_devices(as_json: bool) -> None:
                "unverified or assumed")  # fmt: skip
     rows = [
         (
-            d.name, d.vendor, print_bytes(d.memory), _number(d.bf16_tflops), _number(d.fp8_tflops, "none"),
-            _number(d.matmul_tflops), _number(d.bandwidth_gbs), _number(d.tdp_watts),
+            d.name, d.vendor, print_bytes(d.memory), text_of(d.bf16_tflops, "g"), text_of(d.fp8_tflops, "g", "none"),
+            text_of(d.matmul_tflops, "g"), text_of(d.bandwidth_gbs, "g"), text_of(d.tdp_watts, "g"),
             ", ".join(key for key, source in d.sources.items() if source.status in ("unverified", "assumed")),
         )
         for d in devices().values()
     ]  # fmt: skip
     document = {"devices": [device.model_dump(mode="json") for device in devices().values()]}
     show(as_json, document, table("Devices (dense peaks)", columns, rows, right=(2, 3, 4, 5, 6, 7)))
-
-
-def _number(value: float | None, unknown: str = "unknown") -> str:
-    return unknown if value is None else f"{value:g}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windlass.cli.model_options import JsonOption
-from windlass.cli.output import bar, show, table
+from windlass.cli.output import bar, show, table, text_of
 from windlass.errors import ConfigError, DataError
 from windlass.files import write_atomic
 from windlass.units import parse_bytes, print_seconds, print_text, print_tokens
@@ -191,7 +191,7 @@ def data(
         "samples": decoded,
     }
     tokenizer = store.tokenizer_hash[:16] if store.tokenizer_hash else "unknown"
-    numbers = f"vocabulary {_number(store.vocab_size)}, largest id {_number(store.max_token)}"
+    numbers = f"vocabulary {text_of(store.vocab_size, ',')}, largest id {text_of(store.max_token, ',')}"
     commands = f"`windlass data {store.path} --ledger` prints it, --verify checks every byte"
     texts = [
         f"--- {s['source']}, document {s['document']:,}, {s['tokens']:,} tokens\n{print_text(s['text'], lines=True)}"
@@ -213,8 +213,11 @@ def _source_tables(store: Store) -> list[Table]:
     columns = ("documents", "tokens", "text bytes", "tokens/word", "tokens/byte")
 
     def cells(row: dict[str, Any]) -> tuple[str, ...]:
-        ratios = (_ratio(row["tokens_per_word"]), _ratio(row["tokens_per_byte"]))
-        return _number(row["documents"]), f"{row['tokens']:,}", _number(row["bytes"]), *ratios
+        ratios = (
+            text_of(row["tokens_per_word"], ".3f", "not measured"),
+            text_of(row["tokens_per_byte"], ".3f", "not measured"),
+        )
+        return text_of(row["documents"], ","), f"{row['tokens']:,}", text_of(row["bytes"], ","), *ratios
 
     rows = []
     for name, row in by_source(store).items():
@@ -228,14 +231,6 @@ def _source_tables(store: Store) -> list[Table]:
     if len(languages) > 1:
         tables.append(table("by language", ("language", *columns), languages, right=range(1, 6)))
     return tables
-
-
-def _number(value: int | None) -> str:
-    return "unknown" if value is None else f"{value:,}"
-
-
-def _ratio(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.3f}"
 
 
 def _verify(store: Store, as_json: bool) -> None:
@@ -315,8 +310,9 @@ def compare(
 
 def _show_fertility(rows: list[dict[str, Any]], path: str | None, as_json: bool) -> None:
     cells = [
-        (row["language"], row["tokenizer"], f"{row['vocab_size']:,}", _ratio(row["tokens_per_word"]),
-         _ratio(row["tokens_per_byte"]), f"{row['bytes']:,}")
+        (row["language"], row["tokenizer"], f"{row['vocab_size']:,}",
+         text_of(row["tokens_per_word"], ".3f", "not measured"),
+         text_of(row["tokens_per_byte"], ".3f", "not measured"), f"{row['bytes']:,}")
         for row in rows
     ]  # fmt: skip
     titles = ("language", "tokenizer", "vocabulary", "tokens/word", "tokens/byte", "bytes measured")

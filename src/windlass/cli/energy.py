@@ -46,20 +46,22 @@ def energy(
 ) -> None:
     """Print the run's energy table. EAR and SLURM figures become part of the run's record, so every view has them."""
     from windlass.report.collect import collect
-    from windlass.report.tables import SOURCE_COLUMNS, energy_rows, source_rows
+    from windlass.report.tables import energy_rows, source_table
     from windlass.runs.folder import open_run
 
     folder = open_run(run)
     notes = _add_site_records(folder, ear or [], sacct, slurm)
     factors = {"pue": pue, "grid_g_per_kwh": grid, "market_g_per_kwh": market}
     summary = collect(folder, factors={name: value for name, value in factors.items() if value is not None})
-    rows, missing = source_rows(summary.energy), sorted(summary.energy.ledger.missing.items())
-    title = None if rows else f"{summary.name}: energy"
+    sources, missing = source_table(summary.energy), sorted(summary.energy.ledger.missing.items())
+    title = None if sources.rows else f"{summary.name}: energy"
     show(
         as_json,
         _document(summary, notes),
         *notes,
-        table(f"{summary.name}: energy by source", SOURCE_COLUMNS, rows, right=(3, 4)) if rows else None,
+        table(f"{summary.name}: energy by source", sources.columns, sources.rows, right=(3, 4))
+        if sources.rows
+        else None,
         table(title, ("", "", "source or method"), energy_rows(summary), right=(1,)),
         table("not read on at least one node", ("source", "reason"), missing) if missing else None,
     )

@@ -24,15 +24,17 @@ def console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
-def show(as_json: bool, document: Any, *parts: Table | str | None) -> None:
+def show(as_json: bool, document: Any, *parts: Any) -> None:
     """The end of a command: its result as one JSON document, or as tables and lines. None is left out."""
     if as_json:
         print_json(document)
         return
+    from rich.table import Table
+
     out = console()
     for part in parts:
         if part is not None:
-            out.print(part, markup=False, soft_wrap=isinstance(part, str))
+            out.print(part, markup=False, soft_wrap=not isinstance(part, Table))
 
 
 def print_json(value: Any) -> None:
@@ -46,6 +48,11 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "__dataclass_fields__"):
         return json_safe(asdict(value))
     return json_safe(value.item()) if hasattr(value, "item") else str(value)
+
+
+def text_of(value: float | None, form: str, unknown: str = "unknown") -> str:
+    """`text_of(0.4, ".1%")` is `40.0%`; None is unknown."""
+    return unknown if value is None else format(value, form)
 
 
 def table(
@@ -71,7 +78,7 @@ def table(
 
 @contextlib.contextmanager
 def bar(label: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """A bar on the error stream, if a person watches it. Call it with the done and the total amount, and a new label."""
+    """A bar on the error stream, if it is a terminal. Call it with the done and the total amount, and a new label."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windlass.cli.output import console, print_json, show, table
+from windlass.cli.output import console, show, table
 from windlass.errors import ConfigError
 from windlass.units import GIB, print_joules, print_tokens
 
@@ -80,29 +80,27 @@ def plan(
         counts = node_counts(plans.task.nodes, used_cluster.nodes)
         strong, weak = (scaling(loaded, used_cluster, counts, weak=is_weak) for is_weak in (False, True))
         save_page(html, plan_page(plans, strong, weak))
-    if as_json:
-        extra = {"why": explanation_json(explanation, plans.task)} if explanation else {}
-        print_json({**plans_json(plans), **extra})
-    elif explanation:
-        _print_explanation(explanation)
-    elif plans.plans:
-        _print_plans(plans)
-    if html is not None and plans.plans and not as_json:
-        console().print(f"page: {html}")
+    why_document = {"why": explanation_json(explanation, plans.task)} if explanation else {}
+    parts = _explanation_parts(explanation) if explanation else _plan_parts(plans) if plans.plans else []
+    page = f"page: {html}" if html is not None and plans.plans else None
+    if plans.plans or explanation or as_json:
+        show(as_json, {**plans_json(plans), **why_document}, *parts, page)
     if not plans.plans and explanation is None:
         raise nothing_fits(plans)
 
 
-def _print_plans(plans: Plans) -> None:
+def _plan_parts(plans: Plans) -> list[Any]:
+    """The ranked layouts, the reason for each rank, and the footnotes."""
+    from rich.text import Text
+
     from windlass.planner.page import carbon, training_time
 
-    task, best, out = plans.task, plans.best, console()
-    for r in (r for r in plans.rejected if r.from_recipe):
-        out.print(
-            f"The recipe's own layout ({r.candidate.describe()}) is rejected: {r.reason}",
-            style="yellow",
-            soft_wrap=True,
-        )
+    task, best = plans.task, plans.best
+    rejected = [
+        Text(f"The recipe's own layout ({r.candidate.describe()}) is rejected: {r.reason}", style="yellow")
+        for r in plans.rejected
+        if r.from_recipe
+    ]
     rows = [
         (
             rank,
@@ -118,21 +116,18 @@ def _print_plans(plans: Plans) -> None:
         for rank, p in enumerate(plans.plans, 1)
     ]
     columns = ("", "layout", "batch", "GiB", "tokens/s", "MFU", "time", "energy", "CO2e")
-    is_narrow = out.width < NARROW_COLUMNS  # the layout column would be cut; energy and CO2e of the best follow below
-    shown = 7 if is_narrow else 9
     title = (
         f"{task.recipe.name}: {task.model.params.total / 1e9:.3g}B parameters, {print_tokens(best.tokens)} tokens, "
         f"batch {best.batch_tokens:,} tokens, {task.nodes} x {task.per_node} {task.device.name} ({task.cluster.name})"
     )
-    out.print(table(title, columns[:shown], [row[:shown] for row in rows], right=(0, 2, 3, 4, 5, 6, 7, 8)))
-    for rank, p in enumerate(plans.plans, 1):
-        out.print(f"{rank:>2}. {p.reason}")
-    out.print()
+    is_narrow = console().width < NARROW_COLUMNS  # the layout column would be cut
+    shown, narrow_note = 7 if is_narrow else 9, None
     if is_narrow and best.energy.kwh is not None:
         used = f"{print_joules(best.energy.kwh * 3.6e6, 1)}, {carbon(best.energy.tco2e)} CO2e"
-        out.print(f"The best uses {used} (all layouts: in a terminal of {NARROW_COLUMNS} columns, or --json).")
-    for line in _footnotes(plans):
-        out.print(line)
+        narrow_note = f"The best uses {used} (all layouts: in a terminal of {NARROW_COLUMNS} columns, or --json)."
+    ranking = table(title, columns[:shown], [row[:shown] for row in rows], right=(0, 2, 3, 4, 5, 6, 7, 8))
+    reasons = [f"{rank:>2}. {p.reason}" for rank, p in enumerate(plans.plans, 1)]
+    return [*rejected, ranking, *reasons, "", narrow_note, *_footnotes(plans)]
 
 
 def _footnotes(plans: Plans) -> list[str]:
@@ -160,11 +155,12 @@ def _footnotes(plans: Plans) -> list[str]:
     nearest = "" if near is None else f"; nearest that does not fit: {near.candidate.describe()}, {near.reason}"
     lines = [
         "batch: micro-batch x accumulation x replicas, in sequences. tokens/s and GiB are per device.",
-        f"Ranked by time; times within {TIE:.0%} count as ties, then more replicas, less accumulation, fewer mechanisms.",
+        f"Ranked by time; times within {TIE:.0%} count as ties, then more replicas, less accumulation, "
+        "fewer mechanisms.",
         f"MFU counts {best.step.mfu_convention} of {mfu_denominator(task)}{achievable}. "
         f"{task.limit_bytes / GIB:.1f} GiB are usable per device.",
-        f"The best takes {amount(best.node_hours)} node-hours{units}. Energy is at the meter (PUE {best.energy.pue:g}); "
-        f"CO2e is location-based ({intensity} g/kWh){market}.",
+        f"The best takes {amount(best.node_hours)} node-hours{units}. "
+        f"Energy is at the meter (PUE {best.energy.pue:g}); CO2e is location-based ({intensity} g/kWh){market}.",
         f"{plans.considered:,} layouts considered, {plans.fitting:,} fit, {plans.search_seconds:.2f} s of CPU{nearest}",
     ]
     rules = dict.fromkeys(r.reason for r in plans.rejected if not r.from_recipe and r.memory_gib is None)
@@ -182,20 +178,14 @@ def _footnotes(plans: Plans) -> list[str]:
     return [*lines, *(f"note: {text}" for text in notes)]
 
 
-def _print_explanation(explanation: LayoutExplanation) -> None:
-
-    out, plan, best = console(), explanation.plan, explanation.best
+def _explanation_parts(explanation: LayoutExplanation) -> list[Any]:
+    plan, best = explanation.plan, explanation.best
     verdict = "not valid" if explanation.verdict == "illegal" else explanation.verdict
-    out.print(f"{explanation.asked} -> {explanation.candidate.describe()}: {verdict}")
-    for sentence in explanation.sentences:
-        out.print(f"  {sentence}")
+    parts: list[Any] = [f"{explanation.asked} -> {explanation.candidate.describe()}: {verdict}"]
+    parts += [f"  {sentence}" for sentence in explanation.sentences]
     if plan is None:
-        return
-    columns = (
-        "term",
-        explanation.candidate.describe(),
-        f"best: {best.candidate.describe()}" if best else "nothing fits",
-    )
+        return parts
+    best_title = f"best: {best.candidate.describe()}" if best else "nothing fits"
     for title, scale, own, others in (
         ("memory per device, GiB", GIB, plan.memory_terms, best.memory_terms if best else {}),
         ("one optimizer step, seconds", 1.0, plan.step.terms, best.step.terms if best else {}),
@@ -203,4 +193,5 @@ def _print_explanation(explanation: LayoutExplanation) -> None:
         totals = ("total", sum(own.values()), sum(others.values()) if others else None)
         terms = [*((name, own.get(name), others.get(name)) for name in dict.fromkeys([*own, *others])), totals]
         rows = [(name, *("-" if v is None else f"{v / scale:,.3f}" for v in values)) for name, *values in terms]
-        out.print(table(title, columns, rows, right=(1, 2)))
+        parts.append(table(title, ("term", explanation.candidate.describe(), best_title), rows, right=(1, 2)))
+    return parts

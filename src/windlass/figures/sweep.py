@@ -299,7 +299,7 @@ class Column:
     missing: str = ""
 
 
-COLUMNS = (
+POINT_COLUMNS = (
     Column("devices", "devices"),
     Column(SPEED, "tokens/s", "{:,.0f}".format),
     Column(DEVICE_SPEED, "per device", "{:,.0f}".format),
@@ -320,10 +320,12 @@ def shown_columns(sweep: SweepConfig, rows: Sequence[Row], rank_by: str) -> list
         hidden |= {"devices", DEVICE_SPEED}
     if len({r.get("batch_tokens") for r in rows}) > 1:  # energy of steps of different size does not compare
         hidden.add("kwh_per_step")
-    own = {c.key for c in COLUMNS}
+    own = {c.key for c in POINT_COLUMNS}
     further = [Column(k, k, lambda v: number(v) if isinstance(v, (int, float)) else str(v))
                for k in dict.fromkeys([rank_by, *sweep.metrics]) if k not in own]  # fmt: skip
-    present = [c for c in (*COLUMNS, *further) if c.key not in hidden and any(r.get(c.key) is not None for r in rows)]
+    present = [
+        c for c in (*POINT_COLUMNS, *further) if c.key not in hidden and any(r.get(c.key) is not None for r in rows)
+    ]
     columns = [Column("point", "point", right=False), Column("outcome", "outcome", right=False), *present]
     has_reason = any(_reason(r) for r in rows)
     return [*columns, Column("detail", "reason", right=False)] if has_reason else columns

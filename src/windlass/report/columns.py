@@ -25,7 +25,7 @@ Numbers = npt.NDArray[np.float64]
 SAMPLE_LINES = 3000
 # Files beyond this are sampled before they are read completely.
 LONG_FILE_BYTES = 8 << 20
-BLOCK_BYTES = 4 << 20
+READ_BYTES = 4 << 20
 TAIL_BYTES = 16384
 # Keys beyond METRICS that are kept: a run that invents thousands must not fill the memory.
 MAX_EXTRA_KEYS = 64
@@ -85,7 +85,7 @@ class Columns:
         while self._offset < stop:
             file.seek(self._offset)
             left = size - self._offset
-            block = file.read(min(BLOCK_BYTES, left))
+            block = file.read(min(READ_BYTES, left))
             if b"\n" not in block and len(block) < left:  # one line longer than a block: take all of it
                 block += file.readline(left - len(block))
             end = block.rfind(b"\n") + 1
@@ -174,11 +174,11 @@ def thin(x: Numbers, y: Numbers, points: int = 1200) -> tuple[list[float], list[
     return x.tolist(), [None if value != value else value for value in y.tolist()]
 
 
-AXES = {"step": "step", "tokens": "tokens", "time": "hours", "kwh": "kWh"}
+X_AXES = {"step": "step", "tokens": "tokens", "time": "hours", "kwh": "kWh"}
 
 
 def axis(columns: Columns, name: str) -> Numbers:
-    """The x axis by its name in AXES; time is hours since the first line."""
+    """The x axis by its name in X_AXES; time is hours since the first line."""
     if name == "time":
         times = columns.get("time")
         return (times - first_known(times)) / 3600

@@ -20,11 +20,7 @@ from windlass.report.columns import Columns, axis, step_of, thin
 from windlass.report.model_card import content_summary, data_section, model_card, store_name
 from windlass.report.redact import redact, redact_text
 from windlass.report.tables import (
-    CHECKPOINT_COLUMNS,
-    PLAN_COLUMNS,
-    SEGMENT_COLUMNS,
-    SOURCE_COLUMNS,
-    checkpoint_rows,
+    checkpoint_table,
     counted,
     energy_card,
     energy_rows,
@@ -33,10 +29,10 @@ from windlass.report.tables import (
     life_rows,
     number,
     percent,
-    plan_rows,
+    plan_table,
     rate,
-    segment_rows,
-    source_rows,
+    segment_table,
+    source_table,
     state,
     watts,
     when,
@@ -238,9 +234,7 @@ def life(s: RunSummary, columns: Columns | None = None) -> Section:
     if columns is not None and (chart := progress(s, columns)) is not None:
         items.append(chart)
     if rows := life_rows(s):
-        caption = "Each attempt is one group of processes; an interruption ends one, a resume begins the next."
-        items.append(DataTable(("", ""), rows))
-        items.append(DataTable(SEGMENT_COLUMNS, segment_rows(s), right=(2, 4, 5, 6, 7), caption=caption))
+        items += [DataTable(("", ""), rows), segment_table(s)]
     shown = [e for e in s.events if e.event not in ("removed", "interval")][-MAX_EVENTS:]
     events = [
         (
@@ -264,9 +258,8 @@ ENERGY_KINDS = {"in the total": 0, "inside another": 7, "modelled, not in the to
 
 def energy(s: RunSummary) -> Section:
     items: list[Item] = []
-    if rows := source_rows(s.energy):
-        strong = [i for i, r in enumerate(rows) if r[5] == "yes"]
-        items += [DataTable(SOURCE_COLUMNS, rows, right=(3, 4), strong=strong), _energy_chart(s)]
+    if s.energy.ledger.sources:
+        items += [source_table(s.energy), _energy_chart(s)]
     items.append(DataTable(("", "", "source"), energy_rows(s)))
     if missing := sorted((name, redact_text(reason)) for name, reason in s.energy.ledger.missing.items()):
         items.append(DataTable(("not read", "reason"), missing, caption="On at least one node."))
@@ -304,12 +297,7 @@ def _energy_chart(s: RunSummary) -> Chart:
 
 
 def plan_sections(s: RunSummary) -> list[Section]:
-    rows = plan_rows(s.plan_rows)
-    return (
-        [Section("Predicted vs. measured", (DataTable(PLAN_COLUMNS, rows, right=(1, 2, 3)),), id="plan")]
-        if rows
-        else []
-    )
+    return [Section("Predicted vs. measured", (plan_table(s.plan_rows),), id="plan")] if s.plan_rows else []
 
 
 def evaluation(s: RunSummary) -> Section:
@@ -362,9 +350,8 @@ def eval_rows(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def saves(s: RunSummary) -> Section:
-    rows = checkpoint_rows(s)
-    table = DataTable(CHECKPOINT_COLUMNS, rows, right=(0, 1, 2, 3, 4))
-    return Section("Checkpoints", (table if rows else Note("No checkpoint was saved."),), id="checkpoints")
+    item = checkpoint_table(s) if s.checkpoints else Note("No checkpoint was saved.")
+    return Section("Checkpoints", (item,), id="checkpoints")
 
 
 def environment(s: RunSummary) -> Section:

@@ -126,8 +126,8 @@ def compared(runs: Sequence[RunSummary], root: Path) -> list[Section]:
     table = DataTable(
         ("run", "state", *keys[:4], "speed", "MFU", "memory", "energy"),
         [
-            (r.name, state(r), *(str(values[id(r)].get(k)) for k in keys[:4]), rate(r.tokens_per_second), percent(r.mfu),
-             print_bytes(r.memory_bytes), energy_card(r.energy)[0])
+            (r.name, state(r), *(str(values[id(r)].get(k)) for k in keys[:4]),
+             rate(r.tokens_per_second), percent(r.mfu), print_bytes(r.memory_bytes), energy_card(r.energy)[0])
             for r in sorted(runs, key=lambda r: -(r.tokens_per_second or 0.0))
         ],
         right=tuple(range(2 + len(keys[:4]), 6 + len(keys[:4]))),

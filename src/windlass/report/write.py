@@ -21,7 +21,8 @@ from windlass.units import print_text
 
 # What came from a run is shown as text, never as markup.
 _SPECIAL = str.maketrans({
-    "\\": "\\\\", "*": "\\*", "|": "\\|", "<": "&lt;", ">": "&gt;", "\n": " ", "\r": " ", "`": "'", "[": "\\[", "]": "\\]",
+    "\\": "\\\\", "*": "\\*", "|": "\\|", "<": "&lt;", ">": "&gt;", "\n": " ", "\r": " ",
+    "`": "'", "[": "\\[", "]": "\\]",
 })  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from windlass.errors import WindlassError
 from windlass.figures import Cards, Chart, DataTable, Heat, Html, Item, Note, Section
 from windlass.figures.html import spec
 from windlass.report.collect import RunSummary
-from windlass.report.columns import AXES, Columns, first_known, step_of
+from windlass.report.columns import X_AXES, Columns, first_known, step_of
 from windlass.report.dash.planner import ask, choices, question
 from windlass.report.dash.store import Folder, RunView
 from windlass.report.model_card import data_section
@@ -36,7 +36,7 @@ MAX_RUNS = 30
 MAX_KEYS = 12
 MAX_POINTS = 4000
 SPARK_POINTS = 60
-MAX_EVENTS = 60
+MAX_MARKED_EVENTS = 60
 MARKED = (
     "started", "resumed", "fault", "hang", "stopped", "signal", "restarted", "rollback", "saved", "finished", "gave_up",
 )  # fmt: skip
@@ -97,7 +97,7 @@ def _run_page(view: RunView, s: RunSummary, columns: Columns) -> dict[str, Any]:
     top = Section("", (cards(s), *warnings), id="top")
     parts = [top, overview(s), life(s, columns), energy(s), *plan_sections(s), evaluation(s), saves(s)]
     parts += [data_section(s), environment(s), conventions()]
-    marked = [e for e in s.events if e.event in MARKED][-MAX_EVENTS:]
+    marked = [e for e in s.events if e.event in MARKED][-MAX_MARKED_EVENTS:]
     events = [{"time": e.time, "event": e.event, "step": step_of(e, columns), "text": e.describe()} for e in marked]
     return {
         "id": view.id,
@@ -122,7 +122,7 @@ def _series(folder: Folder, query: Query) -> dict[str, Any]:
         raise NotFound("run")
     keys = _one(query, "keys", "loss").split(",")[:MAX_KEYS]
     x, points = _one(query, "x", "step"), _one(query, "points", "800")
-    x = x if x in AXES else "step"
+    x = x if x in X_AXES else "step"
     count = max(10, min(MAX_POINTS, int(points))) if points.isdigit() and len(points) < 8 else 800
     version = ".".join(view.version() for view in views)
     if _one(query, "have", "") == version:
@@ -132,7 +132,7 @@ def _series(folder: Folder, query: Query) -> dict[str, Any]:
         curves = {key: view.series(key, x, count) for key in keys}
         series = {key: {"x": xs, "y": ys} for key, (xs, ys) in curves.items()}
         runs.append({"id": view.id, "name": view.summary().name, "path": view.name, "series": series})
-    return {"version": version, "axis": x, "axis_title": AXES[x], "runs": runs}
+    return {"version": version, "axis": x, "axis_title": X_AXES[x], "runs": runs}
 
 
 def _data(folder: Folder, query: Query) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def _one(query: Query, name: str, default: str | None = None) -> str:
 
 ROUTES: dict[str, Callable[[Folder, Query], dict[str, Any]]] = {
     "runs": lambda folder, query: {
-        "root": str(folder.root), "runs": [_row(view) for view in folder.views()], "axes": AXES, "metrics": METRICS,
+        "root": str(folder.root), "runs": [_row(view) for view in folder.views()], "axes": X_AXES, "metrics": METRICS,
     },
      "run": _run, "series": _series, "data": _data, "profile": _profile, "sweep": _sweep, "plan": _plan,
     "plan-choices": lambda folder, query: choices(),

@@ -121,7 +121,8 @@ def ask(q: PlannerQuestion) -> tuple[dict[str, Any], list[Section]]:
         ("layout", "days", "tokens/s per device", "MFU", "GiB", "MWh", "CO2e", "reason"),
         [
             (layout, f"{r['days']:,.1f}", f"{r['tokens_per_second_per_device']:,.0f}", percent(r["mfu"]),
-             f"{r['memory_gib']:.1f}", "unknown" if r["mwh"] is None else f"{r['mwh']:,.2f}", carbon(r["tco2e"]), r["reason"])
+             f"{r['memory_gib']:.1f}", "unknown" if r["mwh"] is None else f"{r['mwh']:,.2f}", carbon(r["tco2e"]),
+             r["reason"])
             for layout, r in zip(layouts, rows, strict=True)
         ],
         right=(1, 2, 3, 4, 5, 6),

@@ -15,7 +15,7 @@ from windlass.runs.folder import Run
 from windlass.units import print_text
 
 # Files are looked at again at most this often, however many viewers ask.
-FRESH_SECONDS = 0.5
+LOOK_SECONDS = 0.5
 LIST_SECONDS = 5.0
 PIECE_BYTES = 4 << 20
 MAX_CACHED_SERIES = 256
@@ -42,7 +42,7 @@ class RunView:
     def columns(self) -> Columns:
         with self._lock:
             now = time.monotonic()
-            if self._sample is None and now - self._looked_at >= FRESH_SECONDS:
+            if self._sample is None and now - self._looked_at >= LOOK_SECONDS:
                 self._looked_at = now
                 file = self.run.metrics_file
                 try:
