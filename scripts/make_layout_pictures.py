@@ -2,7 +2,7 @@
 
 python scripts/make_layout_pictures.py
 
-Who stands where comes from the engine itself (`train.mesh`, `train.parallelize`), so a picture cannot show another mesh than runs.
+Degrees and stages come from `windlass.layout`, which the engine uses too.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from html import escape
 from pathlib import Path
 
 from windlass.config import LayoutConfig
-from windlass.train.mesh import Axes, axes_of
-from windlass.train.parallelize import stage_layers
+from windlass.layout.resolve import JobSize, complete_layout
+from windlass.layout.stages import stages as stages_of
+from windlass.layout.types import Layout
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 DEVICES, PER_NODE = 8, 4
@@ -33,7 +34,7 @@ text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;font-size:
 
 @dataclass
 class Sheet:
-    """Shapes so far, and how far down they reach."""
+    """The shapes drawn so far, and their lowest point."""
 
     title: str
     parts: list[str] = field(default_factory=list)
@@ -61,7 +62,7 @@ class Sheet:
 
 @dataclass(frozen=True)
 class Rank:
-    """Where a device stands; the order is the mesh's: pipeline, replicate, shard, tensor."""
+    """Coordinates of a device in the mesh: pipeline, replicate, shard, tensor."""
 
     number: int
     pipeline: int
@@ -72,16 +73,17 @@ class Rank:
     data: int
 
 
-def ranks(layout: LayoutConfig) -> tuple[Axes, list[Rank]]:
-    axes = axes_of(layout, DEVICES, PER_NODE)
-    found = []
+def ranks(config: LayoutConfig) -> tuple[Layout, list[Rank]]:
+    layout = complete_layout(config, JobSize(devices=DEVICES, devices_per_node=PER_NODE, seq_len=4096, sequences=16))
+    coordinates = []
     for number in range(DEVICES):
-        rest, tensor = divmod(number, axes.tensor)
-        rest, shard = divmod(rest, axes.shard)
-        pipeline, replicate = divmod(rest, axes.replicate)
-        place = replicate * axes.shard + shard
-        found.append(Rank(number, pipeline, replicate, shard, tensor, place % axes.context, place // axes.context))
-    return axes, found
+        outer, tensor = divmod(number, layout.tensor)
+        outer, shard = divmod(outer, layout.shard_size)
+        pipeline, replicate = divmod(outer, layout.replicas // layout.shard_size)
+        replica = replicate * layout.shard_size + shard
+        data, context = divmod(replica, layout.context)
+        coordinates.append(Rank(number, pipeline, replicate, shard, tensor, context, data))
+    return layout, coordinates
 
 
 def column(number: int) -> float:
@@ -125,9 +127,9 @@ SHARDED = {
 }
 
 
-def held(shard: str, rank: Rank, axes: Axes) -> dict[str, list[str]]:
+def held(shard: str, rank: Rank, layout: Layout) -> dict[str, list[str]]:
     """For each of 8 slices of the model: what is there of weights, gradients and moments."""
-    mine = [axes.shard * slice_ // DEVICES == rank.shard for slice_ in range(DEVICES)]
+    mine = [layout.shard_size * slice_ // DEVICES == rank.shard for slice_ in range(DEVICES)]
     whole = shard == "none"
     copied = {"zero1": "copy", "zero2": "copy"}.get(shard, "empty")
     weights = ["weights" if whole or own else copied for own in mine]
@@ -145,14 +147,14 @@ def sharding() -> None:
     heading(sheet, 30)
     top = 66.0
     for shard, (what, how) in SHARDED.items():
-        axes, all_ranks = ranks(LayoutConfig(shard=shard))
+        layout, all_ranks = ranks(LayoutConfig(shard=shard))
         nodes(sheet, top, DEVICES * CELL + 48)
         sheet.text(8, top + 20, shard, "ink name")
         for rank in all_ranks:
-            _stacks(sheet, held(shard, rank, axes), column(rank.number) + 8, top + 6)
+            _stacks(sheet, held(shard, rank, layout), column(rank.number) + 8, top + 6)
             if shard in ("full", "hybrid"):
                 sheet.box(column(rank.number) + 6, top + 4, STACK + 4, 2 * CELL + 3, "passing", 2)
-            _reads(sheet, rank, axes, top + 6 + DEVICES * CELL + 6)
+            _reads(sheet, rank, layout, top + 6 + DEVICES * CELL + 6)
         sheet.text(column(0) + 6, top + DEVICES * CELL + 40, f"{what}; {how}", "dim small")
         top += DEVICES * CELL + 60
     sheet.save("layout-sharding")
@@ -164,17 +166,17 @@ def _stacks(sheet: Sheet, holding: dict[str, list[str]], x: float, y: float) -> 
             sheet.box(x + number * (STACK + GAP), y + slice_ * CELL, STACK, CELL - 2, kind, 1)
 
 
-def _all_read(sheet: Sheet, all_ranks: list[Rank], axes: Axes, top: float, words: str) -> None:
+def _all_read(sheet: Sheet, all_ranks: list[Rank], layout: Layout, top: float, words: str) -> None:
     """The last row of a picture: which sequences of the batch each rank reads."""
     nodes(sheet, top, 40)
     sheet.text(8, top + 20, "reads", "ink small")
     for rank in all_ranks:
-        _reads(sheet, rank, axes, top + 6)
+        _reads(sheet, rank, layout, top + 6)
     sheet.text(column(0) + 6, top + 34, words, "dim small")
 
 
-def _reads(sheet: Sheet, rank: Rank, axes: Axes, y: float) -> None:
-    each = 16 // axes.data
+def _reads(sheet: Sheet, rank: Rank, layout: Layout, y: float) -> None:
+    each = 16 // layout.data
     first = rank.data * each
     sheet.box(column(rank.number) + 8, y, 3 * STACK + 2 * GAP, 14, "batch", 3)
     words = f"{first}-{first + each - 1}" if each > 1 else str(first)
@@ -186,7 +188,7 @@ def _reads(sheet: Sheet, rank: Rank, axes: Axes, y: float) -> None:
 
 def tensor() -> None:
     """Tensor 4 inside each node, two data-parallel replicas."""
-    axes, all_ranks = ranks(LayoutConfig(tensor=4, shard="none"))
+    layout, all_ranks = ranks(LayoutConfig(tensor=4, shard="none"))
     sheet = Sheet("Tensor and sequence parallelism: 4 devices of a node share each layer, 2 replicas")
     legend(sheet, 10, [
         ("weights", "the part of a matrix that is here"), ("copy", "positions of the sequence that are here"), ("batch", "sequences of a batch of 16"),
@@ -205,15 +207,15 @@ def tensor() -> None:
         for line, words in enumerate(name.split("\n")):
             sheet.text(8, top + 20 + 14 * line, words, "ink small")
         for rank in all_ranks:
-            _quarter(sheet, column(rank.number) + 20, top + 8, kind, rank.tensor, axes.tensor)
+            _quarter(sheet, column(rank.number) + 20, top + 8, kind, rank.tensor, layout.tensor)
         sheet.text(column(0) + 6, top + 84, what, "dim small")
         top += 104
-    _all_read(sheet, all_ranks, axes, top, "the ranks of a tensor group read the same sequences; gradients are all-reduced between the nodes")  # fmt: skip
+    _all_read(sheet, all_ranks, layout, top, "the ranks of a tensor group read the same sequences; gradients are all-reduced between the nodes")  # fmt: skip
     sheet.save("layout-tensor")
 
 
 def _quarter(sheet: Sheet, x: float, y: float, kind: str, number: int, parts: int) -> None:
-    """A square cut into strips, of which one is here."""
+    """A square cut into strips, one of which is on this device."""
     size = 56
     for part in range(parts):
         here = ("copy" if kind == "time" else "weights") if part == number else "empty"
@@ -226,7 +228,7 @@ def _quarter(sheet: Sheet, x: float, y: float, kind: str, number: int, parts: in
 
 def context() -> None:
     """Context 4, two replicas, sharding over all."""
-    axes, all_ranks = ranks(LayoutConfig(context=4, shard="full"))
+    layout, all_ranks = ranks(LayoutConfig(context=4, shard="full"))
     sheet = Sheet("Context parallelism: 4 devices share each long sequence, 2 groups")
     legend(sheet, 10, [
         ("weights", "queries that this rank answers"), ("copy", "keys and values it gathers"), ("batch", "sequences of a batch of 16"), ("empty", "not needed"),
@@ -238,14 +240,14 @@ def context() -> None:
     sheet.text(8, top + 34, "query down,", "dim small")
     sheet.text(8, top + 46, "key across", "dim small")
     for rank in all_ranks:
-        step = size / axes.context
-        for q in range(axes.context):
-            for k in range(axes.context):
+        step = size / layout.context
+        for q in range(layout.context):
+            for k in range(layout.context):
                 here = "empty" if q != rank.context or k > q else ("weights" if k == q else "copy")
                 sheet.box(column(rank.number) + 14 + k * step, top + 8 + q * step, step - 2, step - 2, here, 1)
     sheet.text(column(0) + 6, top + 92, "each rank holds a quarter of the positions; the last one of a group looks back at most", "dim small")  # fmt: skip
     top += 112
-    _all_read(sheet, all_ranks, axes, top, "ranks of a context group take stretches of the same sequences; weights, gradients and moments are divided as shard says, over all 8")  # fmt: skip
+    _all_read(sheet, all_ranks, layout, top, "ranks of a context group take stretches of the same sequences; weights, gradients and moments are divided as shard says, over all 8")  # fmt: skip
     sheet.save("layout-context")
 
 
@@ -300,8 +302,8 @@ def _needs(stage: int, forward: bool, number: int, stages: int) -> tuple[int, bo
 
 def pipeline() -> None:
     """Pipeline 4, two replicas; 8 micro-batches in a step."""
-    axes, all_ranks = ranks(LayoutConfig(pipeline=4, shard="none"))
-    layers = stage_layers(16, axes.pipeline)
+    layout, all_ranks = ranks(LayoutConfig(pipeline=4, shard="none"))
+    layers = [stage.layers for stage in stages_of(16, layout.pipeline)]
     sheet = Sheet(
         "Pipeline parallelism: 4 stages of a model of 16 layers, 2 replicas, and the 1F1B schedule of 8 micro-batches"
     )
@@ -319,11 +321,11 @@ def pipeline() -> None:
         for layer in range(16):
             here = "weights" if layer in layers[rank.pipeline] else "empty"
             sheet.box(x, top + 6 + layer * 5.5, 44, 4, here, 1)
-        ends = {0: "embedding", axes.pipeline - 1: "norm, head"}.get(rank.pipeline, "")
+        ends = {0: "embedding", layout.pipeline - 1: "norm, head"}.get(rank.pipeline, "")
         sheet.text(x + 22, top + 106, ends, "dim small", "middle")
-        _reads(sheet, rank, axes, top + 112)
+        _reads(sheet, rank, layout, top + 112)
     top += 144
-    _gantt(sheet, top, axes.pipeline, 8)
+    _gantt(sheet, top, layout.pipeline, 8)
     sheet.save("layout-pipeline")
 
 

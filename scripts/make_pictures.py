@@ -1,8 +1,8 @@
-"""Makes pictures of README and stories by running the commands they show, or by asking the planner: docs/pictures/NAME.svg.
+"""Writes docs/pictures/NAME.svg for README and stories, from the output of commands or from the planner.
 
-python scripts/make_pictures.py plan          # or no name for all that need no long run
+python scripts/make_pictures.py plan          # without a name: all of them
 
-Pictures of the stories' small runs come from scripts/stories.py.
+scripts/stories.py writes those of the small runs.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ COMMANDS = {
 }
 
 
-def record(words: list[str], lines: int, width: int) -> str:
-    """The command's own output as a picture of so many columns, cut after `lines`."""
+def record(arguments: list[str], lines: int, width: int) -> str:
+    """The output of a command as an SVG of `width` columns, cut after `lines`."""
     from rich.console import Console
     from rich.text import Text
 
     env = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(width), "TERM": "xterm-256color"}
     done = subprocess.run(
-        [sys.executable, "-m", "windlass", *words], capture_output=True, text=True, cwd=TOP, env=env, check=True
+        [sys.executable, "-m", "windlass", *arguments], capture_output=True, text=True, cwd=TOP, env=env, check=True
     )
     shown = [line.rstrip() for line in done.stdout.splitlines()]
     if len(shown) > lines:
         shown = [*shown[:lines], "..."]
     console = Console(record=True, width=width, file=io.StringIO())
-    console.print(Text(f"$ windlass {' '.join(words)}", style="bold green"))
+    console.print(Text(f"$ windlass {' '.join(arguments)}", style="bold green"))
     console.print(Text.from_ansi("\n".join(shown)))
     svg = console.export_svg(title="windlass")
-    # The picture must open without a network: no fonts from elsewhere.
+    # The image must open without a network: no fonts from other sites.
     return re.sub(r"@font-face\s*\{[^}]*\}", "", svg)
 
 
@@ -48,7 +48,7 @@ def record(words: list[str], lines: int, width: int) -> str:
 
 def budget_curves(target: Path) -> None:
     """GPT-NL's slide: six sizes, 88 H100 at an MFU of 0.4."""
-    words = [
+    options = [
         "--cluster",
         "snellius-h100",
         "--nodes",
@@ -61,7 +61,7 @@ def budget_curves(target: Path) -> None:
         "1B,2B,7B,13B,30B,70B",
     ]
     subprocess.run(
-        [sys.executable, "-m", "windlass", "budget", *words, "--png", str(target)],
+        [sys.executable, "-m", "windlass", "budget", *options, "--png", str(target)],
         cwd=TOP,
         check=True,
         capture_output=True,
@@ -69,7 +69,7 @@ def budget_curves(target: Path) -> None:
 
 
 def strong_scaling(target: Path, title: str, recipes: dict[str, str], counts: list[int]) -> None:
-    """Predicted tokens/s over devices, with the perfect line of each model from its first size."""
+    """Predicted tokens/s over devices, with linear scaling from each model's first size."""
     from windlass.clusters import load_cluster
     from windlass.config import load_recipe
     from windlass.figures import Chart, line, save_picture
@@ -78,11 +78,11 @@ def strong_scaling(target: Path, title: str, recipes: dict[str, str], counts: li
     series = []
     for index, (name, label) in enumerate(recipes.items()):
         recipe = load_recipe(TOP / "recipes" / f"{name}.toml").recipe
-        found = scaling(recipe.model_copy(update={"layout": None}), load_cluster(recipe.cluster), counts)
-        devices, rates = [p.devices for p in found], [p.tokens_per_second() or 0.0 for p in found]
+        plans = scaling(recipe.model_copy(update={"layout": None}), load_cluster(recipe.cluster), counts)
+        devices, rates = [p.devices for p in plans], [p.tokens_per_second() or 0.0 for p in plans]
         series.append(line(label, devices, rates, colour=index))
         series.append(
-            line(f"{label}, perfect", devices, [rates[0] / devices[0] * d for d in devices], dashed=True, colour=index)
+            line(f"{label}, linear", devices, [rates[0] / devices[0] * d for d in devices], dashed=True, colour=index)
         )
     caption = "Predicted; the best layout at each size, the same batch throughout."
     chart = Chart(
@@ -98,35 +98,37 @@ def strong_scaling(target: Path, title: str, recipes: dict[str, str], counts: li
 
 
 def oom_map(target: Path) -> None:
-    """8B on four nodes of four H100: tokens/s of a device for each way to shard and to recompute, or OOM."""
+    """8B on four nodes of four H100: tokens/s per device for each sharding and recomputation, or OOM."""
     from windlass.clusters import load_cluster
     from windlass.config import load_recipe
     from windlass.figures import Heat, save_picture
     from windlass.planner import plan
     from windlass.planner.explain import explain_layout
 
-    words = ["nodes=4", "data.batch_tokens=4Mi", "data.seq_len=4096"]
-    recipe = load_recipe(TOP / "recipes" / "gptnl_8b_snellius.toml", words).recipe.model_copy(update={"layout": None})
+    overrides = ["nodes=4", "data.batch_tokens=4Mi", "data.seq_len=4096"]
+    recipe = load_recipe(TOP / "recipes" / "gptnl_8b_snellius.toml", overrides).recipe.model_copy(
+        update={"layout": None}
+    )
     plans = plan(recipe, load_cluster(recipe.cluster))
     batches = [1, 2, 4, 8, 16]
     rows = [
-        (shard, again)
+        (shard, recompute)
         for shard in ("none", "zero1", "zero2", "hybrid", "full")
-        for again in ("none", "selective", "full")
+        for recompute in ("none", "selective", "full")
     ]
 
-    def cell(shard: str, again: str, batch: int) -> tuple[float | None, str]:
-        found = explain_layout(plans, f"shard={shard},micro_batch={batch},recompute={again}").plan
-        if found is None or not found.fits:
+    def cell(shard: str, recompute: str, batch: int) -> tuple[float | None, str]:
+        plan_of_cell = explain_layout(plans, f"shard={shard},micro_batch={batch},recompute={recompute}").plan
+        if plan_of_cell is None or not plan_of_cell.fits:
             return None, "OOM"
-        rate = found.step.tokens_per_second_per_device
+        rate = plan_of_cell.step.tokens_per_second_per_device
         return rate, f"{rate:,.0f}"
 
-    made = [[cell(*row, batch) for batch in batches] for row in rows]
+    cells = [[cell(*row, batch) for batch in batches] for row in rows]
     heat = Heat(
-        title="8B on four nodes of four H100: tokens/s of a device, or OOM (predicted)", x=tuple(map(str, batches)), x_title="micro-batch, sequences of 4,096 tokens",
-        y=tuple(f"{shard}, recompute {again}" for shard, again in rows), values=tuple(tuple(v for v, _ in r) for r in made),
-        labels=tuple(tuple(w for _, w in r) for r in made), unit="tokens/s", height=560,
+        title="8B on four nodes of four H100: tokens/s per device, or OOM (predicted)", x=tuple(map(str, batches)), x_title="micro-batch, sequences of 4,096 tokens",
+        y=tuple(f"{shard}, recompute {recompute}" for shard, recompute in rows), values=tuple(tuple(v for v, _ in r) for r in cells),
+        labels=tuple(tuple(w for _, w in r) for r in cells), unit="tokens/s", height=560,
     )  # fmt: skip
     save_picture(heat, target)
 
@@ -134,9 +136,9 @@ def oom_map(target: Path) -> None:
 CHARTS: dict[str, Callable[[Path], None]] = {
     "story-gptnl-budget": budget_curves,
     "story-gptnl-scaling": lambda target: strong_scaling(
-        target, "Snellius, four H100 a node", {"gptnl_1b_snellius": "1.1B", "gptnl_8b_snellius": "8B", "gptnl_30b_snellius": "30B"}, [1, 2, 4, 8, 16]),
+        target, "Snellius, four H100 per node", {"gptnl_1b_snellius": "1.1B", "gptnl_8b_snellius": "8B", "gptnl_30b_snellius": "30B"}, [1, 2, 4, 8, 16]),
     "story-lumi-scaling": lambda target: strong_scaling(
-        target, "LUMI, eight GCDs a node", {"viking_33b_lumi": "Viking 33B", "study_140b_lumi": "140B"}, [16, 32, 64, 128, 256]),
+        target, "LUMI, eight GCDs per node", {"viking_33b_lumi": "Viking 33B", "study_140b_lumi": "140B"}, [16, 32, 64, 128, 256]),
     "story-ultrascale-oom": oom_map,
 }  # fmt: skip
 

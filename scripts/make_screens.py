@@ -1,7 +1,7 @@
-"""Makes the browser pictures of README and guides from a folder of runs: docs/images/dash-*.png and report.png. Needs Chromium and playwright.
+"""Takes the browser screenshots of README and guides from a folder of runs: docs/images/dash-*.png and report.png. Needs Chromium and playwright.
 
 python scripts/make_screens.py runs demo                   # the folder, and the run whose own page and report are shown
-python scripts/make_screens.py runs demo dash-run report   # only these pictures
+python scripts/make_screens.py runs demo dash-run report   # only these images
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FLAGS = [
 ]
 
 
-def shoot(page: Any, address: str, name: str, height: int, wait_for: str) -> None:
+def screenshot(page: Any, address: str, name: str, height: int, wait_for: str) -> None:
     if len(sys.argv) > 3 and name not in sys.argv[3:]:
         return
     page.set_viewport_size({"width": WIDTH, "height": height})
@@ -46,8 +46,10 @@ def main() -> int:
     view = next(v for v in server.folder.views() if v.run.name == name)
     base = server.url.split("?")[0]
     browser = next(b for n in ("chromium", "chromium-browser", "google-chrome") if (b := shutil.which(n)))
-    with sync_playwright() as made, tempfile.TemporaryDirectory() as profile:
-        context = made.chromium.launch_persistent_context(profile, executable_path=browser, headless=True, args=FLAGS)
+    with sync_playwright() as playwright, tempfile.TemporaryDirectory() as profile:
+        context = playwright.chromium.launch_persistent_context(
+            profile, executable_path=browser, headless=True, args=FLAGS
+        )
         page = context.new_page()
         page.set_default_timeout(60_000)
         page.goto(server.url)
@@ -55,11 +57,11 @@ def main() -> int:
         for box in page.query_selector_all("#rows input[type=checkbox]")[-3:]:
             box.click()
         page.evaluate("window.scrollTo(0, 0)")
-        shoot(page, f"{base}#/", "dash-runs", 860, "#compare .main-svg")
-        shoot(page, f"{base}#/run/{view.id}", "dash-run", 1000, ".plot[data-key=loss] .main-svg")
-        shoot(page, f"{base}#/sweep", "dash-sweep", 1000, "#page[data-ready=sweep]")
-        shoot(page, f"{base}#/planner", "dash-planner", 860, "#memory .main-svg")
-        shoot(page, write_report(view.run).resolve().as_uri(), "report", 1000, ".plot .main-svg")
+        screenshot(page, f"{base}#/", "dash-runs", 860, "#compare .main-svg")
+        screenshot(page, f"{base}#/run/{view.id}", "dash-run", 1000, ".plot[data-key=loss] .main-svg")
+        screenshot(page, f"{base}#/sweep", "dash-sweep", 1000, "#page[data-ready=sweep]")
+        screenshot(page, f"{base}#/planner", "dash-planner", 860, "#memory .main-svg")
+        screenshot(page, write_report(view.run).resolve().as_uri(), "report", 1000, ".plot .main-svg")
         context.close()
     server.shutdown()
     return 0

@@ -1,7 +1,7 @@
-"""Fills the tables of the documentation whose figures come from a program: planner, benchmarks, recorded traces. No figure there is typed.
+"""Fills tables of the documentation with figures of the planner, the benchmarks and recorded traces.
 
 python scripts/make_tables.py            # write them
-python scripts/make_tables.py --check    # say which are out of date
+python scripts/make_tables.py --check    # report which are out of date
 
 A page holds a table between two comments: <!-- table: NAME (made by scripts/make_tables.py) --> and <!-- end -->.
 """
@@ -34,7 +34,7 @@ FIGURE = re.compile(r"[+-]?[\d,]+(?:\.\d+)?(?: ?[%x])?|")
 
 
 def rule(columns: Sequence[Sequence[str]]) -> str:
-    """The line below the head: columns of figures stand to the right."""
+    """The line below the heading: columns of figures are aligned to the right."""
     return "|" + "".join("---:|" if any(c) and all(map(FIGURE.fullmatch, c)) else "---|" for c in columns)
 
 
@@ -43,30 +43,30 @@ def number(value: float | None, digits: int = 0, unit: str = "") -> str:
 
 
 @cache
-def ask(*words: str) -> Any:
-    """What a command of windlass says as JSON; called here and not as a process, which would cost more than its answer."""
+def ask(*arguments: str) -> Any:
+    """JSON output of a windlass command, called in this process, because starting another one takes longer than the command."""
     from typer.testing import CliRunner
 
     from windlass.cli import build
 
     with contextlib.chdir(TOP):
-        done = CliRunner().invoke(build(words[0]), [*words, "--json"])
+        done = CliRunner().invoke(build(arguments[0]), [*arguments, "--json"])
     if done.exit_code != 0:
-        raise RuntimeError(f"windlass {' '.join(words)}: {done.exception or done.output}")
+        raise RuntimeError(f"windlass {' '.join(arguments)}: {done.exception or done.output}")
     return json.loads(done.stdout)
 
 
-def best(recipe: str, *words: str) -> Any:
-    return ask("plan", f"recipes/{recipe}.toml", *words)["plans"][0]
+def best(recipe: str, *arguments: str) -> Any:
+    return ask("plan", f"recipes/{recipe}.toml", *arguments)["plans"][0]
 
 
-def layout_words(plan: Any) -> str:
+def layout_text(plan: Any) -> str:
     layout = plan["layout"]
-    words = [
+    parts = [
         layout["shard"],
         *(f"{axis} {layout[axis]}" for axis in ("tensor", "pipeline", "context") if layout[axis] > 1),
     ]
-    return ", ".join([*words, *([f"recompute {plan['recompute']}"] if plan["recompute"] != "none" else [])])
+    return ", ".join([*parts, *([f"recompute {plan['recompute']}"] if plan["recompute"] != "none" else [])])
 
 
 def results(name: str) -> Any:
@@ -81,13 +81,13 @@ def italia() -> str:
     why = ask("plan", "recipes/italia_9b_leonardo.toml", "--why", "shard=none,micro_batch=1")["why"]
     terms = why["plan"]["memory_terms_gib"]
     gb = {k: v * 2**30 / 1e9 for k, v in terms.items()}
-    given = next(p for p in ask("plan", "recipes/italia_9b_leonardo.toml")["plans"] if p["given"])
+    from_recipe = next(p for p in ask("plan", "recipes/italia_9b_leonardo.toml")["plans"] if p["given"])
     dry = ask("launch", "recipes/italia_9b_leonardo.toml", "--dry-run", "launch.account=EUHPC_A01", "--chain", "4")
     rows = [
         ["fp32 parameters of 9B", "36 GB", f"{gb['weights']:.0f} GB, and {gb['16-bit copy']:.0f} GB of 16-bit copy (9.1B)"],
         ["gradients and two moments", "3 x 36 GB", f"{gb['gradients'] + gb['optimizer states']:.0f} GB"],
-        ["strategy", "FSDP hybrid: full inside a node, copies across", f"the same, marked (recipe): {given['memory_gib']:.0f} GiB, MFU {given['mfu']:.0%}, {given['days']:.0f} days"],
-        ["job limit", "the same job again, as a dependency", f"a chain: about {dry['cost']['expected_links']:.0f} links of {dry['seconds'] / 3600:.0f} h"],
+        ["strategy", "FSDP hybrid: full inside a node, copies across", f"the same, marked (recipe): {from_recipe['memory_gib']:.0f} GiB, MFU {from_recipe['mfu']:.0%}, {from_recipe['days']:.0f} days"],
+        ["job limit", "submit the same job again, as a dependency", f"a chain: about {dry['cost']['expected_links']:.0f} jobs of {dry['seconds'] / 3600:.0f} h"],
     ]  # fmt: skip
     small = (results("stories") or {}).get("italia")
     if small:
@@ -97,27 +97,27 @@ def italia() -> str:
             ["fewer checkpoints, by a metric", "metric-based checkpoints", f"small run: kept steps {', '.join(map(str, small['kept']))}; step {step} has the lowest validation loss ({loss:.2f})"],
             ["after a failure", "restart from the last checkpoint", f"small run: killed, resumed at step {small['resumed_at']}, finished {small['steps']}"],
         ]  # fmt: skip
-    return table(["", "their slide", "windlass"], rows)
+    return table(["", "slide", "windlass"], rows)
 
 
 # -- GPT-NL --------------------------------------------------------------------------------------------------------------
 
 
 def gptnl() -> str:
-    given = ask("budget", "--cluster", "snellius-h100", "--nodes", "22", "--days", "34", "--mfu", "0.32", "--sizes", "30B", "--tokens", "450B")  # fmt: skip
-    pair = next(p for p in given["pairs"] if p["tokens"] == 450e9)
+    budget = ask("budget", "--cluster", "snellius-h100", "--nodes", "22", "--days", "34", "--mfu", "0.32", "--sizes", "30B", "--tokens", "450B")  # fmt: skip
+    pair = next(p for p in budget["pairs"] if p["tokens"] == 450e9)
     own = best("gptnl_30b_snellius")
     rows = [
         ["days for 450B tokens", 34, number(pair["days"], 1), f"about {own['days']:.0f}"],
         ["tonnes of CO2", 14, f"{pair['tco2e']:.0f} (location-based)", f"about {own['tco2e']:.0f}"],
         ["MFU", "0.32 (derived)", "0.32 (given)", number(own["mfu"], 2)],
     ]
-    return table(["", "published", "windlass at MFU 0.32", "windlass, its own plan"], rows)
+    return table(["", "published", "windlass at MFU 0.32", "windlass plan"], rows)
 
 
 def gptnl_grid() -> str:
-    found = (results("stories") or {}).get("gptnl")
-    if not found:
+    story = (results("stories") or {}).get("gptnl")
+    if not story:
         return NOT_YET
     rows = [
         [
@@ -127,9 +127,9 @@ def gptnl_grid() -> str:
             number(_mib(r["memory_bytes"])),
             number(r["loss"], 4),
         ]
-        for r in found["grid"]
+        for r in story["grid"]
     ]
-    return table(["point", "outcome", "tokens/s", "MiB of a process", "loss after 6 steps"], rows)
+    return table(["point", "outcome", "tokens/s", "MiB per process", "loss after 6 steps"], rows)
 
 
 def _mib(value: float | None) -> float | None:
@@ -169,7 +169,7 @@ def lumi_scaling() -> str:
                 [
                     title,
                     f"{nodes * 8:,}",
-                    layout_words(plan),
+                    layout_text(plan),
                     f"{rate:,.0f}",
                     f"{rate / nodes / base:.0%}",
                     f"{plan['mfu']:.0%}",
@@ -182,10 +182,10 @@ LANGUAGES = {"en": "English", "it": "Italian", "nl": "Dutch", "fi": "Finnish", "
 
 
 def lumi_languages() -> str:
-    found = (results("stories") or {}).get("lumi")
-    if not found:
+    story = (results("stories") or {}).get("lumi")
+    if not story:
         return NOT_YET
-    ranked = sorted(found["languages"].items(), key=lambda item: item[1][0])
+    ranked = sorted(story["languages"].items(), key=lambda item: item[1][0])
     rows = [
         [
             LANGUAGES[code],
@@ -228,14 +228,14 @@ def hackathon() -> str:
             ]
         )
     for name in TRACES:
-        found = ask("profile", f"tests/profile/data/{name}.json.gz")
-        parts = [found["categories_us"][p] for p in PARTS]
+        summary = ask("profile", f"tests/profile/data/{name}.json.gz")
+        parts = [summary["categories_us"][p] for p in PARTS]
         rows.append(
             [
                 f"H200, {name}",
                 "recorded",
-                f"{found['step_us'] / 1e3:,.1f}",
-                *(f"{p / found['step_us']:.1%}" for p in parts),
+                f"{summary['step_us'] / 1e3:,.1f}",
+                *(f"{p / summary['step_us']:.1%}" for p in parts),
                 "",
                 "",
             ]
@@ -243,19 +243,19 @@ def hackathon() -> str:
     return table(
         [
             "run",
-            "from",
+            "source",
             "step, ms",
             *(p.lower() if p != "CPU Exec" else "CPU" for p in PARTS),
             "efficiency",
-            "lost most to",
+            "largest loss",
         ],
         rows,
     )
 
 
 def hackathon_matrix() -> str:
-    found = (results("stories") or {}).get("hackathon")
-    if not found:
+    story = (results("stories") or {}).get("hackathon")
+    if not story:
         return NOT_YET
     rows = [
         [
@@ -266,7 +266,7 @@ def hackathon_matrix() -> str:
             number(r["accuracy"], 3),
             number(r["macro_f1"], 3),
         ]
-        for r in found["matrix"]
+        for r in story["matrix"]
     ]
     return table(["nodes", "processes", "outcome", "texts/s", "accuracy", "macro F1"], rows)
 
@@ -275,49 +275,47 @@ def hackathon_matrix() -> str:
 
 
 def techniques_cpu() -> str:
-    found = results("techniques")
-    if not found:
+    record = results("techniques")
+    if not record:
         return NOT_YET
     named: list[str] = []
     rows = [
         [_once(named, r["technique"] + ("" if not r.get("link") else f", link of {r['link'] / 1e9:g} Gb/s")), r["variant"], number(r["step_ms"]), r.get("reductions") or "",
          number(r.get("sent_mib"), 1), number(r.get("peak_mib")), number(r.get("states_mib"), 1)]
-        for r in found["rows"]
+        for r in record["rows"]
     ]  # fmt: skip
-    about = found["about"]
-    # The load is read at the end, so it counts our own processes.
+    about = record["about"]
+    # The load is read at the end, so it includes our own processes.
     busy = (
         ""
         if (about.get("load") or 1e9) <= about.get("cores", 0) + about.get("processes", 0)
-        else (
-            " **The machine was busy with other work**, so take counts and bytes, which are exact, and not the times."
-        )
+        else (" **The machine was busy with other work**: counts and bytes are exact, times are not.")
     )
-    words = f"`{about['command']}` on {about['hardware']}, torch {about['torch']}, commit {about['commit']}, {about['time']}. Empty: not measured in that row."
+    source = f"`{about['command']}` on {about['hardware']}, torch {about['torch']}, commit {about['commit']}, {about['time']}. Empty: not measured in that row."
     return (
         table(["technique", "variant", "step, ms", "reductions", "MiB reduced", "peak MiB", "states MiB"], rows)
-        + f"\n\n{words}{busy}"
+        + f"\n\n{source}{busy}"
     )
 
 
 def _once(named: list[str], name: str) -> str:
-    """A name stands in the first of its rows only."""
+    """The name in the first of its rows, empty in the others."""
     named.append(name)
     return "" if named[-2:-1] == [name] else name
 
 
 CHANGES = {
-    "no-compile": "not compiled", "flash2": "flash attention 2 instead of the automatic choice", "plain-loss": "whole logits instead of chunks",
+    "no-compile": "not compiled", "flash2": "flash attention 2 instead of the automatic choice", "plain-loss": "full logits instead of chunks",
     "fuse": "fused projections", "no-fuse": "separate projections", "recompute-full": "full recompute", "recompute-selective": "selective recompute",
     "bf16-moments": "moments in bf16", "pure": "everything in bf16, stochastic rounding", "no-overlap": "no overlap",
 }  # fmt: skip
 
 
 def gpu_rows() -> list[dict[str, Any]]:
-    """Every row of the H200's record with its run's commit; of rows measured several times the newest."""
-    found = results("gpu_train") or {"runs": []}
+    """Every row of the H200 measurements with its commit; the newest where a row was measured several times."""
+    record = results("gpu_train") or {"runs": []}
     newest: dict[str, dict[str, Any]] = {}
-    for run in found.get("runs", [found]):
+    for run in record.get("runs", [record]):
         for row in run["rows"]:
             if row.get("tokens_per_second") or row.get("error"):
                 newest[row["row"]] = {**row, "about": run.get("about", {})}
@@ -337,14 +335,14 @@ def techniques_gpu() -> str:
         ]
         if base is None or not tests:
             continue
-        out.append([f"**{shape}**, as it is", *_gpu_cells(base, None)])
-        out += [[_change_words(r["row"], shape), *_gpu_cells(r, base)] for r in tests]
+        out.append([f"**{shape}**, baseline", *_gpu_cells(base, None)])
+        out += [[_change_text(r["row"], shape), *_gpu_cells(r, base)] for r in tests]
     if not out:
         return NOT_YET
     return table(["shape and change", "tokens/s", "speed", "GiB", "memory", "mJ/token"], out)
 
 
-def _change_words(row: str, shape: str) -> str:
+def _change_text(row: str, shape: str) -> str:
     name = row.removeprefix(f"ablation-{shape}-").removeprefix(f"windlass-{shape}-")
     if name.startswith("chunk-"):
         return f"loss in chunks of {int(name.removeprefix('chunk-')):,} tokens"
@@ -364,18 +362,18 @@ PEERS = {
     "windlass": "windlass",
     "titan": "torchtitan, compiled",
     "hf": "Hugging Face, compiled loop",
-    "floor": "floor: its products, attention and optimizer traffic alone",
+    "floor": "floor: matrix products, attention and optimizer traffic alone",
 }
 
 
 def gpu_peers() -> str:
-    """Who is how fast on the same shape, in the same run."""
+    """Speeds of windlass and other tools on the same shape, measured in one session."""
     by_name = {r["row"]: r for r in gpu_rows()}
     rows = []
     for shape in ("1.1b", "8b-half"):
-        found = [(words, by_name.get(f"{kind}-{shape}")) for kind, words in PEERS.items()]
-        rows += [[shape, f"{words}{_noted(r)}", number(r["tokens_per_second"]), number(r["mfu"] and 100 * r["mfu"], 1, " %"), number(r["peak_gib"], 1), number(r["mj_per_token"], 2)]
-                 for words, r in found if r and r.get("tokens_per_second")]  # fmt: skip
+        rows_of_shape = [(label, by_name.get(f"{kind}-{shape}")) for kind, label in PEERS.items()]
+        rows += [[shape, f"{label}{_noted(r)}", number(r["tokens_per_second"]), number(r["mfu"] and 100 * r["mfu"], 1, " %"), number(r["peak_gib"], 1), number(r["mj_per_token"], 2)]
+                 for label, r in rows_of_shape if r and r.get("tokens_per_second")]  # fmt: skip
     return table(["shape", "", "tokens/s", "MFU", "GiB", "mJ/token"], rows) if rows else NOT_YET
 
 
@@ -384,7 +382,7 @@ def _noted(row: dict[str, Any]) -> str:
 
 
 def techniques_pairs() -> str:
-    """Two forms of the same thing, which are no change of one baseline: RetNet's parallel and chunkwise form."""
+    """RetNet in its parallel and its chunkwise form, which have no common baseline."""
     by_name = {r["row"]: r for r in gpu_rows()}
     rows = []
     for length in (2048, 8192):
@@ -393,17 +391,17 @@ def techniques_pairs() -> str:
             slow, fast = pair
             rows.append([f"RetNet 300M, {length:,} tokens: chunkwise instead of parallel", number(slow["tokens_per_second"]), number(fast["tokens_per_second"]),
                          f"{fast['tokens_per_second'] / slow['tokens_per_second']:.2f} x", f"{fast['peak_gib'] - slow['peak_gib']:+.1f}"])  # fmt: skip
-    return table(["", "off: tokens/s", "on: tokens/s", "speed", "GiB"], rows) if rows else NOT_YET
+    return table(["", "parallel: tokens/s", "chunkwise: tokens/s", "speed", "GiB"], rows) if rows else NOT_YET
 
 
 def fits() -> str:
-    """The fewest nodes of each machine on which some layout fits."""
+    """The smallest number of nodes of each cluster on which some layout fits."""
     from windlass.clusters import load_cluster
     from windlass.config import load_recipe
     from windlass.errors import WindlassError
     from windlass.planner import plan
 
-    machines = ("leonardo-booster", "snellius-h100", "lumi-g", "marenostrum5-acc", "jupiter-booster")
+    clusters = ("leonardo-booster", "snellius-h100", "lumi-g", "marenostrum5-acc", "jupiter-booster")
     models = {
         "gptnl_1b_snellius": "1.1B",
         "gptnl_8b_snellius": "8B",
@@ -412,20 +410,22 @@ def fits() -> str:
         "study_140b_lumi": "140B",
     }
 
-    def fewest(recipe: str, machine: str) -> str:
+    def fewest(recipe: str, cluster: str) -> str:
         for nodes in (1, 2, 4, 8, 16, 32):
-            words = [f"nodes={nodes}", "data.batch_tokens=4Mi", f"cluster={machine}"]
-            loaded = load_recipe(TOP / "recipes" / f"{recipe}.toml", words).recipe.model_copy(update={"layout": None})
+            overrides = [f"nodes={nodes}", "data.batch_tokens=4Mi", f"cluster={cluster}"]
+            loaded = load_recipe(TOP / "recipes" / f"{recipe}.toml", overrides).recipe.model_copy(
+                update={"layout": None}
+            )
             try:
-                found = plan(loaded, load_cluster(machine))
+                plans = plan(loaded, load_cluster(cluster))
             except WindlassError:
                 continue
-            if found.plans and found.best.fits:
+            if plans.plans and plans.best.fits:
                 return str(nodes)
         return "more than 32"
 
-    rows = [[title, *(fewest(recipe, machine) for machine in machines)] for recipe, title in models.items()]
-    return table(["fewest nodes for", *machines], rows)
+    rows = [[title, *(fewest(recipe, cluster) for cluster in clusters)] for recipe, title in models.items()]
+    return table(["smallest number of nodes for", *clusters], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -434,11 +434,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "techniques-pairs": techniques_pairs, "gpu-peers": gpu_peers, "fits": fits,
 }  # fmt: skip
 FROM_PLANNER = {"italia", "gptnl", "lumi-carbon", "lumi-scaling", "fits"}
-"""Their figures move a little with every change of the planner: a table within a tenth of them is not out of date."""
+"""Tables whose figures change a little with the planner: within 10 % they count as up to date."""
 
 
 def filled(text: str) -> str:
-    """The page with its tables as the programs say them now."""
+    """The page with current tables."""
     return PLACE.sub(lambda m: f"{m[1]}{TABLES[m[2]]()}\n{m[4]}", text)
 
 
@@ -459,15 +459,17 @@ def _same(old: str, new: str, about: bool) -> bool:
     pairs = zip(figure.findall(old), figure.findall(new), strict=False)
     values = [(float(a.replace(",", "")), float(b.replace(",", ""))) for a, b in pairs]
     close = all(abs(a - b) <= max(0.1 * abs(b), 1.0) for a, b in values)
-    # Layouts within the planner's tie may change places; the shape of the table and its figures may not.
+    # Layouts that tie may change places; the shape of the table and its figures may not.
     return close and len(figure.findall(old)) == len(figure.findall(new)) and old.count("\n") == new.count("\n")
 
 
 def main() -> int:
     if "--check" in sys.argv:
-        found = {p.relative_to(TOP).as_posix(): s for p in pages() if (s := stale(p))}
-        print("\n".join(f"{page}: {', '.join(names)}" for page, names in found.items()) or "all tables are up to date")
-        return int(bool(found))
+        outdated = {p.relative_to(TOP).as_posix(): s for p in pages() if (s := stale(p))}
+        print(
+            "\n".join(f"{page}: {', '.join(names)}" for page, names in outdated.items()) or "all tables are up to date"
+        )
+        return int(bool(outdated))
     for page in pages():
         page.write_text(filled(page.read_text()))
         print(f"filled {page.relative_to(TOP)}")

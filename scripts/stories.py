@@ -59,14 +59,14 @@ def prepare(folder: Path) -> dict[str, str]:
 
 
 def run(command: str, folder: Path, env: dict[str, str], timeout: float = 1500) -> str:
-    """What the command printed; an error of the command is an error here, with all it said."""
+    """The output of a command; raises an error with its output if it fails."""
     done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=timeout)
     if done.returncode != 0:
         raise RuntimeError(f"$ {command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}\nended with {done.returncode}")
     return done.stdout
 
 
-# -- what is kept ----------------------------------------------------------------------------------------------------
+# -- recorded results ----------------------------------------------------------------------------------------------------
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -100,8 +100,8 @@ def sweep_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def lumi(folder: Path) -> dict[str, Any]:
-    found = [e for e in lines(folder / "runs" / "viking-small" / "eval.jsonl") if e["group"].startswith("language ")]
-    by = {(e["group"].removeprefix("language "), e["metric"]): e for e in found}
+    scores = [e for e in lines(folder / "runs" / "viking-small" / "eval.jsonl") if e["group"].startswith("language ")]
+    by = {(e["group"].removeprefix("language "), e["metric"]): e for e in scores}
     return {
         "languages": {
             k[0]: [e["value"], e["low"], e["high"], e["count"]] for k, e in by.items() if k[1] == "bits_per_byte"
@@ -120,7 +120,7 @@ PICKED = {
     "pictures/run0-training-loss.svg": "story-italia-loss.svg",
     "runs/grid-small/pictures/best.png": "story-gptnl-best.png",
 }
-"""Pictures that the commands leave, and their names in the documentation."""
+"""Images that the commands write, and their names in the documentation."""
 COLLECT = {"italia": italia, "gptnl": gptnl, "lumi": lumi, "hackathon": hackathon}
 
 
@@ -135,20 +135,20 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, help="work here and keep it; stories that ran here before are only collected"
     )
-    given = parser.parse_args()
-    if given.show:
+    options = parser.parse_args()
+    if options.show:
         print("\n".join(c for story in ("start", *STORIES) for c in commands(page_of(story))))
         return 0
-    folder = given.folder or Path(tempfile.mkdtemp(prefix="stories-"))
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="stories-"))
     folder.mkdir(exist_ok=True)
     before = (folder / "runs").is_dir()
     env, kept = {} if before else prepare(folder), {}
     for story in ("start", *STORIES):
         for command in [] if before else commands(page_of(story)):
-            began = cpu_seconds()
+            started = cpu_seconds()
             print(f"$ {command}", flush=True)
             run(command, folder, env)
-            print(f"  {cpu_seconds() - began:.1f} s of CPU", flush=True)
+            print(f"  {cpu_seconds() - started:.1f} s of CPU", flush=True)
         if story in COLLECT:
             kept[story] = COLLECT[story](folder)
     about = {"command": "python scripts/stories.py", "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}", "python": platform.python_version()}  # fmt: skip
@@ -156,7 +156,7 @@ def main() -> int:
         shutil.copy(folder / source, PICTURES / name)
     RESULTS.write_text(json.dumps({"about": about, **kept}, indent=1) + "\n")
     print(f"wrote {RESULTS.relative_to(TOP)}")
-    if given.folder is None:
+    if options.folder is None:
         shutil.rmtree(folder)
     return 0
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from windlass.train.optimizers.base import local
+from windlass.blocks.initial_values import local_tensor as local
 
 
 @dataclass(slots=True)

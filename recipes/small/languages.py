@@ -1,4 +1,4 @@
-"""Makes a small classification task of the declaration's texts: which language is it? Writes train.tsv and test.tsv into a folder.
+"""Writes a small classification task (the language of an article of the declaration) as train.tsv and test.tsv to a folder.
 
 python recipes/small/languages.py data/languages
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 TEXTS = Path(__file__).parent / "texts"
 HELD_OUT = 5
-"""Every fifth article is tested on, in all languages, so that no article is on both sides."""
+"""Every fifth article is a test article in all languages, so that no article is in both files."""
 
 
 def rows(test: bool) -> list[tuple[str, str]]:

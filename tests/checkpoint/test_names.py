@@ -9,14 +9,14 @@ from windlass.checkpoint.load import load_model_weights
 from windlass.checkpoint.names import from_hf
 from windlass.config import ModelConfig
 from windlass.errors import CheckpointError
-from windlass.models import build
-from windlass.models.presets import PRESETS
+from windlass.models.build import build_model
+from windlass.registry import PRESETS
 
 SHAPE = {"layers": 2, "width": 32, "ffn": 48, "heads": 4, "kv_heads": 2, "vocab": 100}
 
 
 def ours(**changes: object) -> torch.nn.Module:
-    model = build(ModelConfig(family="llama", **{**SHAPE, **changes}), seq_len=16)
+    model = build_model(ModelConfig(family="llama", **{**SHAPE, **changes}), seq_len=16)
     model.init_weights(seed=3)
     return model
 
@@ -45,15 +45,15 @@ def test_logits_agree_after_a_warm_start(tmp_path, tied) -> None:
 
 def test_every_weight_has_its_name_there_and_back() -> None:
     own = dict(ours().state_dict())
-    there = {PRESETS.load("llama").hf_name(name): tensor for name, tensor in own.items()}
+    there = {PRESETS.load("llama").hf.hf_name(name): tensor for name, tensor in own.items()}
     assert None not in there and len(there) == len(own)
     assert all(torch.equal(v, own[k]) for k, v in from_hf(there, own).items()) and set(from_hf(there, own)) == set(own)
 
 
 def test_added_rows_of_a_padded_vocabulary_are_zero() -> None:
     own = {"embed.weight": torch.empty(8, 4)}
-    found = from_hf({"model.embed_tokens.weight": torch.ones(5, 4)}, own)["embed.weight"]
-    assert found.shape == (8, 4) and found[:5].eq(1).all() and found[5:].eq(0).all()
+    rows = from_hf({"model.embed_tokens.weight": torch.ones(5, 4)}, own)["embed.weight"]
+    assert rows.shape == (8, 4) and rows[:5].eq(1).all() and rows[5:].eq(0).all()
 
 
 def test_another_architecture_is_refused_by_name(tmp_path) -> None:

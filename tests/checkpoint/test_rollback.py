@@ -7,16 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.train.helpers import run_here
 
 from windlass.checkpoint import files
-from windlass.clusters.scheduler import Place
 from windlass.config import Recipe
 from windlass.runs.folder import Run
-from windlass.train import loop
 from windlass.train.failure import DivergedError
 from windlass.train.hooks import Hook
 
-ALONE = Place(0, 1, 0, 1, 0, 1, None, None, "single")
 BAD = range(45 * 4, 60 * 4)
 """Sequences of steps 46 to 60, four a step."""
 
@@ -27,8 +25,8 @@ class BadStretch(Hook):
     def __init__(self) -> None:
         self.served: list[int] = []
 
-    def on_start(self, job: Any) -> None:
-        seq, random = job.stream.seq_len, np.random.default_rng(0)
+    def on_start(self, training: Any) -> None:
+        seq, random = training.stream.seq_len, np.random.default_rng(0)
 
         def sequences(indexes: Any) -> np.ndarray:
             numbers = np.asarray(indexes, dtype=np.int64)
@@ -38,7 +36,7 @@ class BadStretch(Hook):
             rows[bad] = random.integers(50, 100, (int(bad.sum()), seq + 1))
             return rows.astype(np.int32)
 
-        job.stream.sequences = sequences
+        training.stream.sequences = sequences
 
 
 def recipe(**train: Any) -> Recipe:
@@ -59,7 +57,7 @@ def run_at(path: Path) -> Run:
 def test_a_spike_leads_back_to_an_earlier_checkpoint_and_past_the_data(tmp_path: Path) -> None:
     run, bad = run_at(tmp_path), BadStretch()
     # Fifteen bad steps in a row are all skipped; the fifteenth is one too many and leads back to the checkpoint before the first.
-    assert loop.run(recipe(rollback=True, max_skipped=15), run, where=ALONE, hooks=[bad]) == 0
+    assert run_here(recipe(rollback=True, max_skipped=15), run, bad) == 0
     events = list(run.events())
     skipped = [e for e in events if e.event == "skipped"]
     back = next(e for e in events if e.event == "rollback")
@@ -78,33 +76,33 @@ def test_a_spike_leads_back_to_an_earlier_checkpoint_and_past_the_data(tmp_path:
 
 def test_the_same_spike_twice_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(DivergedError) as error:
-        loop.run(recipe(rollback=True), run_at(tmp_path), where=ALONE, hooks=[BadStretch()])
+        run_here(recipe(rollback=True), run_at(tmp_path), BadStretch())
     assert "3 steps" in error.value.message
     assert sum(e.event == "rollback" for e in Run(tmp_path).events()) == 1
 
 
 def test_without_rollback_a_spike_is_skipped_and_then_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(DivergedError) as error:
-        loop.run(recipe(), run_at(tmp_path), where=ALONE, hooks=[BadStretch()])
+        run_here(recipe(), run_at(tmp_path), BadStretch())
     assert "train.rollback" in error.value.hint
 
 
 def test_the_automatic_interval_says_its_steps(tmp_path: Path) -> None:
     value = recipe(steps=6).model_copy(update={"save": recipe().save.model_copy(update={"every": "auto"})})
     run = run_at(tmp_path)
-    assert loop.run(value, run, where=ALONE, hooks=[]) == 0
+    assert run_here(value, run) == 0
     event = next(e for e in run.events() if e.event == "interval")
     assert event.steps >= 1 and event.seconds > 0 and event.reason
 
 
 def test_a_resume_names_the_damaged_checkpoint(tmp_path: Path) -> None:
     run, said = run_at(tmp_path), []
-    assert loop.run(recipe(steps=20), run, where=ALONE) == 0
+    assert run_here(recipe(steps=20), run) == 0
     shard = run.checkpoint(20) / "__0_0.distcp"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    assert loop.run(recipe(steps=22), run, where=ALONE, say=said.append) == 0
+    assert run_here(recipe(steps=22), run, say=said.append) == 0
     assert any(
         line.startswith("damaged: step-000000020: __0_0.distcp") and "damaged-step-000000020" in line for line in said
     ), said

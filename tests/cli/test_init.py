@@ -12,7 +12,7 @@ from windlass.config import load_recipe
 from windlass.config.sources import load_data_file
 from windlass.config.starter import batch_tokens, default_name, is_text_path, warmup_tokens
 from windlass.errors import ConfigError, PlanError, WindlassError
-from windlass.planner import plan, plan_json
+from windlass.planner import plan
 
 
 @pytest.fixture
@@ -36,9 +36,9 @@ def test_what_it_writes_plans_at_once(go, cluster, size):
     result = json.loads(done.stdout)
     recipe = load_recipe(result["recipe"]).recipe
     assert (recipe.cluster, recipe.launch.account, recipe.nodes) == (cluster, "P1", result["nodes"])
-    plans = plan(recipe, load_cluster(cluster), top=1)
-    assert plans.best.days == pytest.approx(result["plan"]["days"])
-    assert plan_json(plans.best, plans.task)["layout"] == result["plan"]["layout"]
+    best = plan(recipe, load_cluster(cluster), top=1).best
+    assert best.days == pytest.approx(result["plan"]["days"])
+    assert best.layout.config().model_dump(mode="json") == result["plan"]["layout"]
     assert result["parameters"] == pytest.approx(float(size[:-1]) * 1e9, rel=0.1)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.train.helpers import run_here
 
-from windlass.clusters.scheduler import Place
 from windlass.config import Recipe
 from windlass.convert.imports import import_model
 from windlass.data.store import Store
@@ -16,9 +16,7 @@ from windlass.data.tokenizer import Tokenizer, train_bpe
 from windlass.evaluate.open_model import open_model
 from windlass.evaluate.perplexity import evaluate_text
 from windlass.runs.folder import Run, create_run
-from windlass.train import loop
 
-ALONE = Place(0, 1, 0, 1, 0, 1, None, None, "single")
 SMALL = {"family": "llama", "layers": 2, "width": 48, "ffn": 96, "heads": 4, "kv_heads": 2}
 
 
@@ -42,7 +40,7 @@ def train(path: Path, store: Store, vocab: int, steps: int, **tables: Any) -> Ru
         "save": {"every": 1000, **tables.pop("save", {})},
     }
     run = create_run(path, Loaded(recipe=Recipe.model_validate(value), text="", path=None, origins={}))
-    assert loop.run(run.recipe(), run, where=ALONE, hooks=[]) == 0
+    assert run_here(run.recipe(), run) == 0
     return run
 
 

@@ -170,7 +170,7 @@ def llama_folder(folder_of: Any, tmp_path: Path) -> Path:
     [
         ({"intermediate_size": 80}, "convert.weights-do-not-fit", r"6 .*\(64, 32\) .*\(80, 32\)"),
         ({"hidden_size": None}, "convert.config-keys-missing", "hidden_size"),
-        ({"model_type": "foobar"}, "models.", "foobar"),
+        ({"model_type": "foobar"}, "model.", "foobar"),
         ({"model_type": None}, "convert.config-json-damaged", "config.json"),
         ({"quantization_config": {"quant_method": "gptq"}}, "convert.weights-quantized", "gptq"),
     ],
@@ -231,10 +231,10 @@ def test_a_trained_model_with_a_tied_head_is_opened_exported_and_gone_on_from(
     family: str, folder_of: Any, store: Any, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     """Training saves a weight with two names once; whoever reads it asks for it once."""
-    from windlass.clusters.scheduler import Place
+    from tests.train.helpers import run_here
+
     from windlass.config import Loaded, Recipe
     from windlass.runs.folder import create_run
-    from windlass.train import loop
 
     folder = folder_of(family, vocab_size=tokenizer.vocab_size)
 
@@ -251,7 +251,7 @@ def test_a_trained_model_with_a_tied_head_is_opened_exported_and_gone_on_from(
         }
         loaded = Loaded(recipe=Recipe.model_validate(value), text="", path=None, origins={})
         run = create_run(tmp_path / name, loaded)
-        assert loop.run(run.recipe(), run, where=Place(0, 1, 0, 1, 0, 1, None, None, "single"), hooks=[]) == 0
+        assert run_here(run.recipe(), run) == 0
         return run.path
 
     base = train("base")

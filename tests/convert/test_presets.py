@@ -8,15 +8,15 @@ import sys
 from typing import Any
 
 import pytest
-from windlass.models.presets.format import ConfigSlot, HFFormat
 
 from windlass.config import ModelConfig
 from windlass.convert.config_json import match_format
-from windlass.models.presets import PRESETS
+from windlass.models.hf_format import ConfigSlot, HFFormat, Preset
+from windlass.registry import PRESETS
 
 
 def test_llama_names_and_config_go_both_ways() -> None:
-    llama = PRESETS.load("llama")
+    llama = PRESETS.load("llama").hf
     assert llama.hf_name("layers.31.feed_forward.w2.weight") == "model.layers.31.mlp.down_proj.weight"
     assert llama.hf_name("layers.0.retention.wq.weight") is None
     assert llama.transform("lm_head.weight") == "pad-vocabulary" and llama.transform("model.norm.weight") is None
@@ -45,19 +45,20 @@ def test_config_is_matched_to_a_format(changes: dict[str, Any], family: str, rea
 
 
 FORMAT = HFFormat(family="other", model_types=("other",), config={"model_type": "other", "size": ConfigSlot("width")})
+PRESET = Preset(spec=PRESETS.load("llama").spec, hf=FORMAT)
 
 
 def test_another_package_adds_a_preset(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = importlib.metadata.EntryPoint("other", f"{__name__}:FORMAT", "windlass.presets")
+    point = importlib.metadata.EntryPoint("other", f"{__name__}:PRESET", "windlass.presets")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point] if group == point.group else [])
     monkeypatch.setitem(sys.modules, __name__, sys.modules[test_config_is_matched_to_a_format.__module__])
     assert PRESETS.names()[-1] == "other"
-    assert match_format({"model_type": "other"})[0] is PRESETS.load("other")
+    assert match_format({"model_type": "other"})[0] is PRESETS.load("other").hf
 
 
 def test_presets_do_not_import_torch() -> None:
     code = (
-        "import sys; from windlass.models.presets import PRESETS; [PRESETS.load(n) for n in PRESETS.names()];"
+        "import sys; from windlass.registry import PRESETS; [PRESETS.load(n) for n in PRESETS.names()];"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -341,7 +341,7 @@ def test_trouble_in_the_chunk_before_the_fork(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(chunks.PieceWriter, "_write", full)
+        patch.setattr(chunks, "write_fully", full)
         with refused("data.disk-failed", "No space left on device"):
             tokenize(file)
     assert pids == [os.getpid()]

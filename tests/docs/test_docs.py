@@ -1,4 +1,4 @@
-"""Are the pages true? Links lead somewhere, commands and options exist, shown commands run, generated pages are up to date."""
+"""Pages are correct: links, commands and options exist, shown commands run, generated pages are up to date."""
 
 import importlib.util
 import os
@@ -230,7 +230,7 @@ def test_the_container_definition_has_its_parts():
 
 @pytest.mark.parametrize(
     "words, part",
-    [((), "which folder?"), (("a", "b"), "one folder"), (("--moon",), "unknown option"), (("a", "--extras"), "needs a list")],
+    [((), "missing argument: FOLDER"), (("a", "b"), "only one folder"), (("--moon",), "unknown option"), (("a", "--extras"), "needs a list")],
 )  # fmt: skip
 def test_the_wheelhouse_script_refuses(words, part, tmp_path):
     bash = shutil.which("bash")

@@ -9,18 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.train.helpers import run_here
 
-from windlass.clusters.scheduler import Place
 from windlass.config import Loaded, Recipe
 from windlass.data.store import Store
 from windlass.data.tokenizer import Tokenizer
 from windlass.evaluate.open_model import open_model
 from windlass.evaluate.perplexity import evaluate_text
 from windlass.runs.folder import Run, create_run
-from windlass.train import loop
 from windlass.train.validate import HeldOutSource, combine, hold_out
-
-ALONE = Place(0, 1, 0, 1, 0, 1, None, None, "single")
 
 
 class Stream:
@@ -80,7 +77,7 @@ def trained(store: Store, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPat
         }
     )
     run = create_run(tmp_path_factory.mktemp("in-loop") / "run", Loaded(recipe=recipe, text="", path=None, origins={}))
-    assert loop.run(recipe, run, where=ALONE) == 0
+    assert run_here(recipe, run) == 0
     return run
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks import faults
-from benchmarks.faults import Lab, Row, kill_in, kill_while_writing
+from tests.faults import lab as faults
+from tests.faults.lab import Lab, Row, kill_in, kill_while_writing
 
 pytestmark = [pytest.mark.multi, pytest.mark.xdist_group("faults")]
 root = pytest.mark.skipif(os.geteuid() != 0, reason="a small tmpfs needs root")

@@ -30,7 +30,7 @@ def test_loss_is_the_network_s_own(folder: Path) -> None:
     sums = model(tokens[:, :-1], tokens[:, 1:])
     theirs = model.net(input_ids=tokens, labels=tokens).loss
     assert float(sums[1].detach()) / 32 == pytest.approx(float(theirs.detach()), rel=1e-5)
-    assert len(model.layers) == 2
+    assert len(model.layer_modules()) == 2
 
 
 def test_meta_build_begins_with_the_same_numbers(folder: Path) -> None:

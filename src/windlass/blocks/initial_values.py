@@ -5,9 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Filler = Callable[[Tensor, torch.Generator], None]
 
@@ -22,10 +26,15 @@ def fill_parameter(parameter: Tensor, key: str, fill: Filler) -> None:
         if not hasattr(parameter, "device_mesh"):
             fill(parameter, generator_of(key, parameter.device))
             return
-        local = parameter.to_local()
+        local = local_tensor(parameter)
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=local.device)
         fill(full, generator_of(key, local.device))
         local.copy_(local_part(full, parameter))
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; a plain tensor itself."""
+    return cast("DTensor", tensor).to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def generator_of(key: str, device: torch.device) -> torch.Generator:
@@ -39,11 +48,12 @@ def local_part(full: Tensor, like: Tensor) -> Tensor:
     Tensor parallelism divides first and data parallelism divides its parts, although the mesh lists data axes first:
     that is what FSDP2's strided placement means.
     """
-    mesh, part = like.device_mesh, full
+    divided = cast("DTensor", like)
+    mesh, part = divided.device_mesh, full
     names = mesh.mesh_dim_names or ()
     order = sorted(range(mesh.ndim), key=lambda axis: (0 if names and names[axis] == "tp" else 1, axis))
     for axis in order:
-        placement = like.placements[axis]
+        placement = cast(Any, divided.placements[axis])
         if not placement.is_shard() and "Shard" not in type(placement).__name__:
             continue
         dim, size, rank = placement.dim, mesh.size(axis), mesh.get_local_rank(axis)

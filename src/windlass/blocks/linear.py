@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,10 @@ MatrixProduct = Callable[[Tensor, Tensor], Tensor]
 
 class Linear(nn.Linear):
     """Without bias. `product` computes x W^T; FP8 replaces it."""
+
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor) -> Tensor: ...
 
     product: MatrixProduct | None = None
 
@@ -32,5 +37,6 @@ def project(x: Tensor, layers: Sequence[Linear], fused: bool) -> tuple[Tensor, .
     if not fused:
         return tuple(layer(x) for layer in layers)
     weight = torch.cat([layer.weight for layer in layers])
-    product = layers[0].product or F.linear
-    return product(x, weight).split([layer.weight.shape[0] for layer in layers], dim=-1)
+    product: MatrixProduct = layers[0].product or F.linear
+    parts: tuple[Tensor, ...] = product(x, weight).split([layer.weight.shape[0] for layer in layers], dim=-1)
+    return parts

@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
 from windlass.checkpoint import files, names, rng
 from windlass.checkpoint.files import SavedCheckpoint
@@ -156,7 +158,7 @@ def read_extra(path: Path) -> dict[str, Any]:
     return record
 
 
-class ParallelReader(dcp.FileSystemReader):  # type: ignore[misc]
+class ParallelReader(FileSystemReader):
     """Reads with several threads: one alone does not saturate a fast disk, and the tensors are independent."""
 
     def read_data(self, plan: Any, planner: Any) -> Any:
@@ -174,10 +176,12 @@ class ParallelReader(dcp.FileSystemReader):  # type: ignore[misc]
 
 def _read(path: Path, state: dict[str, Any]) -> None:
     try:
-        dcp.load(state, storage_reader=ParallelReader(path), planner=DefaultLoadPlanner(), no_dist=_world_size() == 1)
-    except (dcp.CheckpointException, RuntimeError, ValueError, KeyError) as error:
+        load_distributed(
+            state, storage_reader=ParallelReader(path), planner=DefaultLoadPlanner(), no_dist=_world_size() == 1
+        )
+    except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
         cause: BaseException = error
-        if isinstance(error, dcp.CheckpointException):  # it holds the failures of all ranks: report the first
+        if isinstance(error, CheckpointException):  # it holds the failures of all ranks: report the first
             cause = next(iter(error.failures.values()))[0]
         first_line = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         raise CheckpointError(

@@ -18,8 +18,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 import windlass
 from windlass.checkpoint import files, keep, rng
@@ -240,17 +242,17 @@ class Saver:
             raise CheckpointError("checkpoint.disk-full", f"{message} and a checkpoint needs {print_bytes(need)}")
 
     def _write_tensors(self, request: SaveRequest, folder: Path) -> None:
-        writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+        writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
         try:
             with _without_zip_checksums():
-                dcp.save(
+                save_distributed(
                     request.state,
                     storage_writer=writer,
                     planner=DefaultSavePlanner(),
                     process_group=self._group,
                     no_dist=self._group is None,
                 )
-        except dcp.CheckpointException as error:  # it holds the failures of all ranks: name the first
+        except CheckpointException as error:  # it holds the failures of all ranks: name the first
             rank, (failure, _) = next(iter(error.failures.items()))
             raise CheckpointError(
                 "checkpoint.write-failed", f"rank {rank} could not write: {_first_line(failure)}"

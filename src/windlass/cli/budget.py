@@ -40,7 +40,7 @@ def budget(
     png: Annotated[Path | None, typer.Option(help="Write the curves as an image (.png, .svg or .pdf).")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with curves, map and caveats.")] = None,
 ) -> None:
-    """Tokens vs. training time for each model size, what fits the budget, and a rough loss estimate."""
+    """Show tokens vs. training time for each model size, what fits the budget, and a rough loss estimate."""
     from windlass.clusters import load_cluster
     from windlass.figures import save_page, save_picture
     from windlass.planner.budget import TOKENS, Budget

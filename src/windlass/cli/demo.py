@@ -33,7 +33,7 @@ SECTIONS = (
      ("train", "{recipe_file}", "--devices", "2", "--run", "{folder}")),
     ("Evaluate", "bits per byte on held-out documents, so that tokenizers can be compared", ("eval", "{folder}")),
     ("Generate a few lines", "a model this small writes nonsense, but it looks like Python",
-     ("generate", "{folder}", "--prompt", "def read(self, ", "--tokens", "60", "--go-on")),
+     ("generate", "{folder}", "--prompt", "def read(self, ", "--tokens", "60", "--ignore-eos")),
     ("Account for energy", "energy that no sensor measured is shown as modelled or not measured, never as 0",
      ("energy", "{folder}")),
     ("Write the report", "one file that opens from disk, for a colleague or a funder", ("report", "{folder}")),

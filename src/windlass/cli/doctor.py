@@ -33,7 +33,7 @@ def doctor(
     wait: Annotated[float, typer.Option("--wait", help="Seconds to wait for the job (job mode).")] = 1800.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check devices, links, disks, clocks and environment; a verdict and an exit code (6: unfit)."""
+    """Check devices, links, disks, clocks and environment. Exit code 6: not fit for training."""
     import os
     from importlib.util import find_spec
     from tempfile import TemporaryDirectory

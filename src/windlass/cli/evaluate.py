@@ -65,14 +65,15 @@ def eval_(
         bool, typer.Option("--recorded", help="Compute nothing: show the scores in eval.jsonl by language.")
     ] = False,
     beside: Annotated[
-        list[Path] | None, typer.Option("--beside", help="With --recorded: add another run to the table; repeatable.")
+        list[Path] | None,
+        typer.Option("--compare-with", "--beside", help="With --recorded: add another run to the table; repeatable."),
     ] = None,
     all_steps: Annotated[
         bool, typer.Option("--all-steps", help="With --recorded: every evaluated checkpoint, not only the newest.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Perplexity and bits per byte on held-out documents, by source, language and length; or tasks."""
+    """Compute perplexity and bits per byte on held-out documents, by source, language and length; or run tasks."""
     if recorded or beside or all_steps:
         from windlass.evaluate.scores import language_page, recorded_rows
 

@@ -25,7 +25,9 @@ def generate(
     top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Sample from the k most likely tokens.")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="Stop string; repeatable.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same text.")] = 0,
-    go_on: Annotated[bool, typer.Option("--go-on", help="Keep generating past the end-of-text token.")] = False,
+    go_on: Annotated[
+        bool, typer.Option("--ignore-eos", "--go-on", help="Keep generating past the end-of-text token.")
+    ] = False,
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", help="Tokenizer to use (default: the store's).")
     ] = None,

@@ -194,7 +194,7 @@ def jobs(
     folder: Annotated[Path, typer.Option("--folder", help="With --ledger: where the runs are.")] = Path("runs"),
     as_json: JSON = False,
 ) -> None:
-    """A run's jobs: states, node-hours, estimated end. With --ledger: usage across all runs and projects."""
+    """List the jobs of a run: states, node-hours, estimated end. With --ledger: usage across all runs and projects."""
     from windlass.cli.output import console, print_json, table
     from windlass.errors import RunError
     from windlass.launch.ledger import entries, forecast_chain, runs_below, totals
@@ -349,7 +349,7 @@ def link(
     by: Annotated[str, typer.Option("--by", help="Signal that the batch shell received.")] = "none",
     job: Annotated[str | None, typer.Option("--job", help="next: the job that was submitted.")] = None,
 ) -> None:
-    """For job scripts: is there anything left to do (before), how did it end (after)? Answers by its exit code."""
+    """For job scripts: decide whether work is left (before) and record how the job ended (after). Answers by exit code."""
     import socket
 
     from windlass.clusters.scheduler import job_id, restart_count

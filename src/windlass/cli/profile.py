@@ -88,10 +88,10 @@ def compare(
     sort: Annotated[
         str,
         typer.Option(
-            help="Order of the operator diff: matters (change of own time), calls, host, self_host, device, "
+            help="Order of the operator diff: impact (change of own time), calls, host, self_host, device, "
             "self_device or name."
         ),
-    ] = "matters",
+    ] = "impact",
     per_step: Annotated[
         bool, typer.Option("--per-step", help="Operator diff per step, for windows of different length.")
     ] = False,
@@ -106,7 +106,8 @@ def compare(
     """Compare runs or traces: summaries side by side, operator diff, scaling, configs, throughput, energy and loss."""
     from windlass.profile import view
 
-    comparison = _comparison(targets, mode, sort=sort, per_step=per_step, tolerance=tolerance, quiet=as_json)
+    order = "impact" if sort == "matters" else sort
+    comparison = _comparison(targets, mode, sort=order, per_step=per_step, tolerance=tolerance, quiet=as_json)
     title = "Comparison of " + " and ".join(comparison.labels)
     _write_page(html, title, view.comparison_sections(comparison, top), quiet=as_json)
     parts = _parts(view.comparison_tables(comparison, top))

@@ -28,9 +28,11 @@ def report(
     figures: Annotated[
         Path | None, typer.Option("--figures", help="Also write every chart to this folder, for slides and papers.")
     ] = None,
-    picture: Annotated[str, typer.Option("--picture", help="Image format for --figures: svg, png or pdf.")] = "svg",
+    picture: Annotated[
+        str, typer.Option("--format", "--picture", help="Image format for --figures: svg, png or pdf.")
+    ] = "svg",
 ) -> None:
-    """Write a report: what was trained on which data, how fast, with which energy, and what happened on the way."""
+    """Write a report: model, data, speed, energy and the events of one or several runs."""
     from windlass.figures import save_page
     from windlass.report.collect import find_runs
     from windlass.report.sweeps import read_sweep
@@ -63,13 +65,14 @@ def report(
 def sync(
     run: Annotated[Path, typer.Argument(help="Run folder (or a copy of it on a machine with internet).")],
     watch: Annotated[
-        bool, typer.Option("--watch", help="Keep running, and send whenever the running job asks (a trigger file).")
+        bool,
+        typer.Option("--watch", help="Keep running, and upload whenever the running job asks for it (a trigger file)."),
     ] = False,
     every: Annotated[float, typer.Option("--every", help="Seconds between checks with --watch.", min=0.2)] = 30.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be sent.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be uploaded; upload nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Send offline W&B parts, the oldest first and each once; a running job is asked to close its part first."""
+    """Upload offline W&B files, the oldest first and each once; a running job is asked to close its files first."""
     from windlass.report.sync import ask_for_part, is_live, parts, sync_once, sync_watch
     from windlass.runs.folder import open_run
 

@@ -38,7 +38,7 @@ def sweep(
     stage: Annotated[str | None, typer.Option(help="With a dvc.yaml: which stage.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Run a matrix of recipes or of any command; classify, rank, draw, pick the winner. Restartable."""
+    """Run a matrix of recipes or of any command, and rank the results. Run it again to resume an interrupted sweep."""
     from windlass.cli.output import console, print_json
     from windlass.cli.sweep_text import show_dry
     from windlass.config.sweep import load_sweep

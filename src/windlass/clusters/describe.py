@@ -1,7 +1,5 @@
 """The facts of a cluster or device file with their sources, as rows for a table or JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

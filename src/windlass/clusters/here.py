@@ -1,7 +1,5 @@
 """The GPUs of this machine that this process may use, from the driver's files and the environment. No torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reads and checks cluster and device files: those shipped with windlass, overlaid with the user's own."""
 
-from __future__ import annotations
-
 import os
 import re
 import tomllib

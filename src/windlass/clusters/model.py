@@ -3,8 +3,6 @@
 Numbers carry their source: the `[sources]` table maps a dotted key, or a whole table ("node"), to document and date.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt

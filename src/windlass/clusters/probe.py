@@ -3,8 +3,6 @@
 The raw answers are kept, so a probe doubles as test data.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The scheduler's environment variables: rank, world size, job, array task and end time of this process."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -75,6 +73,12 @@ def job_id(env: Mapping[str, str] = os.environ) -> str | None:
 def restart_count(env: Mapping[str, str] = os.environ) -> int:
     """How often SLURM has requeued this job; the variable is unset before the first time."""
     return int(env.get("SLURM_RESTART_COUNT", "0"))
+
+
+def job_shape(env: Mapping[str, str] = os.environ) -> tuple[int | None, int | None]:
+    """(nodes, tasks per node) of this SLURM job as its batch script sees them; None where SLURM does not say."""
+    nodes, tasks = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES"), env.get("SLURM_NTASKS_PER_NODE")
+    return int(nodes) if nodes else None, int(tasks) if tasks else None
 
 
 def array_task(env: Mapping[str, str] = os.environ) -> tuple[int, int] | None:

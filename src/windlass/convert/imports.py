@@ -33,6 +33,7 @@ from windlass.data.tokenizer import Tokenizer, load_tokenizer
 from windlass.errors import CheckpointError, ConfigError, DataError, RunError
 from windlass.files import read_json
 from windlass.models.build import build_model
+from windlass.runs.events import WeightsImported
 from windlass.runs.folder import Run, create_run
 
 
@@ -203,7 +204,7 @@ def write_run(
             f"the checkpoint could not be written: {outcome.error if outcome else 'unknown'}",
             hint="is the disk full?",
         )
-    run.event("imported", origin=str(origin), dtype=dtype)
+    run.record(WeightsImported(origin=str(origin), dtype=dtype))
     return run
 
 

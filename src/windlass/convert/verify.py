@@ -132,7 +132,7 @@ def _layer_by_layer(
     own_names = exported_names(model, weights)
     with torch.device("meta"):
         stage = build_model(model.model_copy(update={"layers": 1}), seq_len=tokens.shape[1])
-    stage.keep(range(1), first=False, last=False)  # one layer: hidden states in, hidden states out
+    stage.keep_stage(range(1), first=False, last=False)  # one layer: hidden states in, hidden states out
     stage = stage.to_empty(device="cpu")
     stage.prepare("cpu")
     transformers = _transformers()

@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
 from windlass.checkpoint.files import MANIFEST
 from windlass.checkpoint.load import safetensors_files
 from windlass.config import ModelConfig
 from windlass.convert.config_json import format_of, original_config
 from windlass.errors import CheckpointError
-from windlass.models.build import build_model
+from windlass.models.hf import build_hf
 
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -82,12 +84,12 @@ def open_weights(folder: Path) -> StoredWeights:
 def _open_checkpoint(folder: Path) -> StoredWeights:
     def read(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
         state = {"model": {name: torch.empty(size, dtype=dtype)}}
-        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+        load_distributed(state, storage_reader=FileSystemReader(folder), no_dist=True)
         return state["model"][name]
 
     tensors = {}
-    for full_name, entry in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.items():
-        if full_name.startswith("model.") and hasattr(entry, "size"):
+    for full_name, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
+        if full_name.startswith("model.") and isinstance(entry, TensorStorageMetadata):
             name, dtype = full_name.removeprefix("model."), entry.properties.dtype
             tensors[name] = StoredTensor(tuple(entry.size), dtype, partial(read, name, entry.size, dtype))
     if not tensors:
@@ -106,7 +108,7 @@ def exported_names(model: ModelConfig, weights: StoredWeights) -> dict[str, str]
     older: Mapping[str, str] = {}
     if format.wraps_transformers:
         with torch.device("meta"):  # only transformers knows which of its names stand for one weight
-            twins = build_model(model, seq_len=1).twins
+            twins = build_hf(model, seq_len=1).twins
         model_type = original_config(model).get("model_type") or ""
         older = next((table for start, table in format.older_names.items() if model_type.startswith(start)), {})
     exported = {}

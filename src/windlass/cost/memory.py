@@ -52,12 +52,23 @@ class MemoryEstimate:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """Activations of one layer per token, the same on every pipeline rank."""
+
+    layer: LayerSpec
+    kept: float
+    """From the forward to the backward pass."""
+    transient: float
+    """While its backward pass runs."""
+
+
+@dataclass(frozen=True, slots=True)
 class RankLoad:
     """Parameters and layers of one pipeline rank, after tensor division."""
 
     index: int
-    layers: tuple[tuple[LayerSpec, float], ...]
-    """Distinct layers with their number."""
+    layers: tuple[tuple[LayerBytes, float], ...]
+    """Layers of each group of the model that the rank holds a part of, with their number."""
     num_layers: float
     embedding: float
     head: float
@@ -78,34 +89,38 @@ class RankLoad:
 def memory(model: ModelSpec, step: StepSpec, layout: Layout) -> MemoryEstimate:
     """Peak memory of the fullest device: of the first pipeline rank (embedding, most micro-batches) or the last (head)."""
     ranks = [0] if layout.pipeline == 1 else [0, layout.pipeline - 1]
-    estimates = [_rank_memory(model, step, layout, rank_load(model, step, layout, rank)) for rank in ranks]
+    layers = [_layer_bytes(group.layer, step, layout) for group in model.groups]
+    estimates = [_rank_memory(model, step, layout, rank_load(model, step, layout, rank, layers)) for rank in ranks]
     return max(estimates, key=lambda estimate: estimate.allocated)
 
 
-def rank_load(model: ModelSpec, step: StepSpec, layout: Layout, rank: int) -> RankLoad:
+def _layer_bytes(layer: LayerSpec, step: StepSpec, layout: Layout) -> LayerBytes:
+    full, kept = layer_activations(layer, step, layout), kept_activations(layer, step, layout)
+    again = max(0.0, full - kept)
+    return LayerBytes(layer, kept, again + backward_gradients(layer, step, layout) if step.native else again)
+
+
+def rank_load(model: ModelSpec, step: StepSpec, layout: Layout, rank: int, layers: list[LayerBytes]) -> RankLoad:
     held = stages_of_rank(layout, rank)
     has_embedding, has_head = 0 in held, layout.num_stages - 1 in held
-    split = stages(model.num_layers, layout.num_stages)
-    num_layers: float = sum(len(split[index].layers) for index in held)
-    if not step.native:  # rows of other engines do not say how an uneven pipeline is split: the mean is taken
-        num_layers = model.num_layers / layout.pipeline
-    if len(model.groups) == 1 or not step.native:
-        share = num_layers / model.num_layers
-        layers: tuple[tuple[LayerSpec, float], ...] = tuple((g.layer, g.count * share) for g in model.groups)
-    else:
-        every, counts = list(model.layers()), dict[LayerSpec, float]()
-        for number in (number for index in held for number in split[index].layers):
-            counts[every[number]] = counts.get(every[number], 0) + 1
-        layers = tuple(counts.items())
+    counts: list[float] = []
+    if step.native:
+        split, first = stages(model.num_layers, layout.num_stages), 0
+        for group in model.groups:
+            ranges = [split[index].layers for index in held]
+            counts.append(sum(max(0, min(r.stop, first + group.count) - max(r.start, first)) for r in ranges))
+            first += group.count
+    else:  # rows of other engines do not say how an uneven pipeline is split: the mean is taken
+        counts = [group.count / layout.pipeline for group in model.groups]
     table = model.embedding.rows * model.width / layout.tensor
     own_head = table if not model.tied or layout.pipeline > 1 else 0.0
     return RankLoad(
         index=rank,
-        layers=layers,
-        num_layers=num_layers,
+        layers=tuple((layer, count) for layer, count in zip(layers, counts, strict=True) if count),
+        num_layers=sum(counts),
         embedding=table + model.embedding.positions * model.width if has_embedding else 0.0,
         head=float(model.params.terms["final norm"]) + own_head if has_head else 0.0,
-        body=sum(layer.num_params * count for layer, count in layers) / layout.tensor,
+        body=sum(each.layer.num_params * count for each, count in zip(layers, counts, strict=True)) / layout.tensor,
         in_flight=1.0 if layout.pipeline == 1 else _in_flight(layout, rank),
         has_loss=has_head,
     )
@@ -147,12 +162,8 @@ def _published_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: R
     states = _states(step, layout, rank)
     gathered, reduce_buffers = _gathered_weights(step, layout, rank)
     tokens = layout.micro_batch * step.seq_len / layout.context
-    activations = sum(kept_activations(layer, step, layout) * count for layer, count in rank.layers)
-    activations *= tokens * rank.in_flight
-    one_layer = tokens * max(
-        max(0.0, layer_activations(layer, step, layout) - kept_activations(layer, step, layout))
-        for layer, _ in rank.layers
-    )
+    activations = sum(each.kept * count for each, count in rank.layers) * tokens * rank.in_flight
+    one_layer = max(each.transient for each, _ in rank.layers) * tokens
     # Without recompute the backward pass frees a layer's activations before the last gradients appear.
     late = activations + one_layer
     if step.recompute == "none":
@@ -183,12 +194,12 @@ def _native_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: Rank
     states = _states(step, layout, rank)
     _, reduce_buffers = _gathered_weights(step, layout, rank)
     tokens = layout.micro_batch * step.seq_len / layout.context
-    kept = sum(kept_activations(layer, step, layout) * count for layer, count in rank.layers) * tokens
+    kept = sum(each.kept * count for each, count in rank.layers) * tokens
     if step.fused_projections:  # fused weights are kept for the backward pass: 16 bits, in FP8 the cast ones
         size = 1.0 if step.precision == "fp8" else 2.0
-        kept += size * sum(layer.fusable_weights * count for layer, count in rank.layers) / layout.tensor
+        kept += size * sum(each.layer.fusable_weights * count for each, count in rank.layers) / layout.tensor
     activations = kept * rank.in_flight
-    one_layer = max(backward_transient(layer, step, layout) for layer, _ in rank.layers) * tokens
+    one_layer = max(each.transient for each, _ in rank.layers) * tokens
     weight_bytes = 4.0 if step.precision == "fp32" else 2.0
     head = weight_bytes * (rank.embedding if model.tied else rank.head) if rank.has_loss else 0.0
     always = {
@@ -251,8 +262,8 @@ def _mask_bytes(step: StepSpec, layout: Layout, rank: RankLoad) -> float:
     pairs = layout.micro_batch * float(step.seq_len) ** 2 / layout.context
     masked = sum(
         count
-        for layer, count in rank.layers
-        if any(isinstance(branch.block, AttentionSpec) for branch in layer.branches)
+        for each, count in rank.layers
+        if any(isinstance(branch.block, AttentionSpec) for branch in each.layer.branches)
     )
     return pairs * (1.0 + step.bytes_per_value * masked * rank.in_flight)
 
@@ -281,14 +292,11 @@ def _lingering_reduction(step: StepSpec, layout: Layout, rank: RankLoad) -> floa
     return rank.embedding * (6.0 if step.precision != "fp32" and layout.shard == "zero2" else 4.0)
 
 
-def backward_transient(layer: LayerSpec, step: StepSpec, layout: Layout) -> float:
-    """Bytes per token that live only while one layer's backward pass runs: recomputed activations and gradients."""
+def backward_gradients(layer: LayerSpec, step: StepSpec, layout: Layout) -> float:
+    """Bytes per token of gradients that live only while one layer's backward pass runs."""
     stream = step.bytes_per_value * _width(layer) / layout.sequence_split
     largest = max(branch.block.transient_bytes(step, layout) for branch in layer.branches)
-    if step.recompute == "none":
-        return stream + largest
-    again = max(0.0, layer_activations(layer, step, layout) - kept_activations(layer, step, layout))
-    return again + stream * (2.0 if step.recompute == "full" else 1.0) + largest
+    return stream * (2.0 if step.recompute == "full" else 1.0) + largest
 
 
 def _width(layer: LayerSpec) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from windlass.blocks.attention.spec import KEPT_SCORE_BYTES
 from windlass.clusters.model import Device, Efficiency, Links
@@ -113,7 +114,7 @@ def estimate_step(
     if machine.efficiency is not None:
         c = with_efficiency(c, machine.efficiency)
     if step.native:
-        c = replace(c, edge=c.own_edge, fixed_ms=c.own_fixed_ms)
+        c = _own_constants(c)
     rates = _rates(machine, step, layout, c)
     engine = ENGINES[step.engine]
     tokens = layout.micro_batch * step.seq_len / layout.context
@@ -272,6 +273,12 @@ def with_efficiency(c: Constants, efficiency: Efficiency) -> Constants:
     if "matmul" in measured:
         measured["tflops_per_watt"] = math.inf
     return replace(c, **measured) if measured else c
+
+
+@lru_cache(maxsize=64)
+def _own_constants(c: Constants) -> Constants:
+    """Those of our own engine in place of the general ones."""
+    return replace(c, edge=c.own_edge, fixed_ms=c.own_fixed_ms)
 
 
 def _product_seconds(m: float, n: float, k: float, rate: float, c: Constants) -> float:

@@ -1,7 +1,5 @@
 """From text files to training batches: readers, tokenization, token stores, mixing and the loader."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -5,8 +5,6 @@ tokens, then the length of each document in tokens (int32) and, if duplicates ar
 (int32) and a 16-byte hash of its text.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -179,28 +177,13 @@ class ChunkWriter:
     def add(self, records: list[Record]) -> None:
         """Add records of the file that `counts` ends with; every document is counted exactly once."""
         counts, rejected = self.counts[-1], len(self.rejects)
+        texts: dict[str, list[str]] = {}  # by split, without what is rejected or filtered out
         hashes: dict[str, list[bytes]] = {}
         plain: list[Any] = records if self.is_plain and set(map(type, records)) == {str} else []
         if plain and min(map(len, plain)) >= self.min_chars:  # the usual block: nothing to reject, filter or hash
-            texts: dict[str, list[str]] = {"train": plain}
+            texts["train"] = plain
             counts.documents += len(records)
-        else:
-            texts, hashes = self._sort_out(counts, records)
-        counts.lines += len(records)
-        tokens = 0
-        for split, split_texts in texts.items():
-            counts.out[split] += len(split_texts)
-            tokens += self.pieces[split].add(split_texts, hashes.get(split, ()))
-        chars = sum(len(text) for split_texts in texts.values() for text in split_texts)
-        self._report(chars, tokens, sum(map(len, texts.values())), len(self.rejects) - rejected)
-
-    def _sort_out(
-        self, counts: FileCounts, records: list[Record]
-    ) -> tuple[dict[str, list[str]], dict[str, list[bytes]]]:
-        """(texts, hashes) by split, without the records that are rejected or filtered out."""
-        texts: dict[str, list[str]] = {}
-        hashes: dict[str, list[bytes]] = {}
-        for line, record in enumerate(records, start=counts.lines):
+        for line, record in enumerate(() if texts else records, start=counts.lines):
             if record is None:
                 continue
             counts.documents += 1
@@ -224,7 +207,13 @@ class ChunkWriter:
                     if self.removes_duplicates:
                         hashes.setdefault(split, []).append(digest)
                 texts.setdefault(split, []).append(record)
-        return texts, hashes
+        counts.lines += len(records)
+        tokens = 0
+        for split, split_texts in texts.items():
+            counts.out[split] += len(split_texts)
+            tokens += self.pieces[split].add(split_texts, hashes.get(split, ()))
+        chars = sum(len(text) for split_texts in texts.values() for text in split_texts)
+        self._report(chars, tokens, sum(map(len, texts.values())), len(self.rejects) - rejected)
 
     def _report(self, chars: int, tokens: int, documents: int, rejects: int, *, now: bool = False) -> None:
         """Report in larger steps: one message per block would cost the receiving process too much."""

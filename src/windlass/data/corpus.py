@@ -1,7 +1,5 @@
 """A demo corpus for a machine without a network: the code of Python's own library, and its docstrings as prose."""
 
-from __future__ import annotations
-
 import ast
 import json
 import sysconfig

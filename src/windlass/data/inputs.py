@@ -5,8 +5,6 @@ the lines that *begin* in its byte range, so that neighbours never share or miss
 compressed file has is known only at its end. The same files give the same chunks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import json
@@ -226,7 +224,7 @@ def _work_item(
     return WorkItem(digest, source, tuple(files), chunks, rows, step)
 
 
-# -- the order of chunks: big compressed files first, with one reader each; a second one joins only at the end ----------
+# -- the order of chunks: big compressed files first, with one reader each; a second one joins at the end ------------
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """The content of a store or data file: fertility by source and language, sample documents, tokenizers compared."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

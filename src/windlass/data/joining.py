@@ -4,8 +4,6 @@ Each step leaves a complete file or none, and a second run does only what is mis
 which worker did what.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -10,8 +10,6 @@ walking, fewer than four rounds on average). It depends on its key only, so ever
 version of numpy, computes the same order.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A bad line costs that line; a file that was cut costs what is missing. Both are reported.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Callable, Iterator
@@ -313,13 +311,22 @@ def read_rows(
 ) -> Iterator[list[Record]]:
     """Lists of the texts of rows start..stop-1."""
     pyarrow = import_optional("pyarrow")
+    null = RejectedDocument(f"{source.field!r} is null, not a text")
     try:
         for first, column in _columns(file, source.field, start):
             if stop is not None and first >= stop:
                 return
             low, high = max(start - first, 0), len(column) if stop is None else min(len(column), stop - first)
             if low < high:
-                yield _row_texts(column.slice(low, high - low), source.field, utf8)
+                rows = column.slice(low, high - low)
+                try:
+                    values = rows.to_pylist()
+                except UnicodeDecodeError:
+                    values = rows.cast("binary").to_pylist()
+                yield [
+                    null if value is None else (_decode(value, utf8) or "") if isinstance(value, bytes) else str(value)
+                    for value in values
+                ]
     except (pyarrow.ArrowException, OSError) as error:
         raise _unreadable(file, error) from None
 
@@ -358,18 +365,6 @@ def _check_column(schema: Any, path: str, field: str) -> None:
             f"{path}: column {field!r} has type {kind}, not text",
             hint="set `field` to the column that holds the text",
         )
-
-
-def _row_texts(column: Any, field: str, utf8: str) -> list[Record]:
-    try:
-        values = column.to_pylist()
-    except UnicodeDecodeError:
-        values = column.cast("binary").to_pylist()
-    null = RejectedDocument(f"{field!r} is null, not a text")
-    return [
-        null if value is None else (_decode(value, utf8) or "") if isinstance(value, bytes) else str(value)
-        for value in values
-    ]
 
 
 # -- whole files ---------------------------------------------------------------------------------------------------

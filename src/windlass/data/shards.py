@@ -12,8 +12,6 @@ models go by sequences, so a shard has two marks, its beginning and its end, unl
 OLMo's .npy and datatrove's .ds files are read without conversion.
 """
 
-from __future__ import annotations
-
 import gzip
 import mmap
 import struct

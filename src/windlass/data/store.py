@@ -9,8 +9,6 @@ tokenizer...         the tokenizer's own file
 SOURCE-SPLIT-00000.bin and .idx    Megatron's indexed dataset
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zlib
@@ -289,6 +287,25 @@ def summary(store: Store) -> str:
     languages: Counter[str] = Counter()
     for source in sources:
         languages[source.language or "not stated"] += source.tokens
+    source_rows = []
+    for source in sources:
+        texts = [source.name, source.language or "not stated", source.licence or "**missing**"]
+        texts += [source.origin or "**missing**", source.consent or "not stated", source.kind or "not stated"]
+        cells = [text.replace("|", "\\|").replace("\n", " ") for text in texts]
+        cells.append("unknown" if source.documents is None else f"{source.documents:,}")
+        source_rows.append(f"| {' | '.join(cells)} | {source.tokens:,} | {source.tokens / total:.1%} |")
+    processing = ["unknown: the store was written by another tool"]
+    if settings := store.manifest.get("settings"):
+        entries = store.manifest["sources"].values()
+        rejected, filtered = (sum(sum(entry[kind].values()) for entry in entries) for kind in ("rejected", "filtered"))
+        documents = sum(entry["documents_in"] for entry in entries)
+        special = "kept as text" if settings["special_tokens"] == "text" else "turned into that token"
+        processing = [
+            f"documents read: {documents:,}; rejected as unreadable: {rejected:,}; filtered out: {filtered:,}",
+            f"exact duplicates: {'removed' if settings['dedup'] == 'exact' else 'not looked for'}",
+            f"held out for validation: {settings['validation']:.3%} of documents, by hash of their text",
+            f"texts were neither stripped nor normalised; text that looks like a special token was {special}",
+        ]
     hashes = f"Ledger sha256 `{store.ledger_hash or 'none'}`, tokenizer sha256 `{store.tokenizer_hash or 'unknown'}`."
     lines = [
         "# Summary of training content",
@@ -299,7 +316,7 @@ def summary(store: Store) -> str:
         "",
         "| source | language | licence | origin | basis of use | kind | documents | tokens | share |",
         "|---|---|---|---|---|---|---:|---:|---:|",
-        *(_source_row(source, total) for source in sources),
+        *source_rows,
         "",
         "## Languages",
         "",
@@ -309,7 +326,7 @@ def summary(store: Store) -> str:
         "",
         "## Processing",
         "",
-        *(f"- {line}" for line in _processing(store)),
+        *(f"- {line}" for line in processing),
         "",
     ]
     for title, key in (
@@ -321,34 +338,3 @@ def summary(store: Store) -> str:
         entries = [f"- {source.name}: {text}" for source in sources if (text := getattr(source, key))]
         lines += [f"## {title}", "", *entries, ""] if entries else []
     return "\n".join(lines)
-
-
-def _source_row(source: SourceInfo, total: int) -> str:
-    texts = [
-        source.name,
-        source.language or "not stated",
-        source.licence or "**missing**",
-        source.origin or "**missing**",
-        source.consent or "not stated",
-        source.kind or "not stated",
-    ]
-    documents = "unknown" if source.documents is None else f"{source.documents:,}"
-    numbers = [documents, f"{source.tokens:,}", f"{source.tokens / total:.1%}"]
-    cells = [*(text.replace("|", "\\|").replace("\n", " ") for text in texts), *numbers]
-    return f"| {' | '.join(cells)} |"
-
-
-def _processing(store: Store) -> list[str]:
-    settings, entries = store.manifest.get("settings", {}), store.manifest.get("sources", {}).values()
-    if not settings:
-        return ["unknown: the store was written by another tool"]
-    rejected = sum(sum(entry["rejected"].values()) for entry in entries)
-    filtered = sum(sum(entry["filtered"].values()) for entry in entries)
-    documents = sum(entry["documents_in"] for entry in entries)
-    special = "kept as text" if settings["special_tokens"] == "text" else "turned into that token"
-    return [
-        f"documents read: {documents:,}; rejected as unreadable: {rejected:,}; filtered out: {filtered:,}",
-        f"exact duplicates: {'removed' if settings['dedup'] == 'exact' else 'not looked for'}",
-        f"held out for validation: {settings['validation']:.3%} of documents, by hash of their text",
-        f"texts were neither stripped nor normalised; text that looks like a special token was {special}",
-    ]

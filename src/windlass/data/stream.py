@@ -1,14 +1,12 @@
 """The tokens of sequence number i of a run, the same for any number of ranks, and batches of them read ahead."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -206,7 +204,7 @@ class Loader(Iterator[Any]):
         self._pending.clear()
         self._reader.shutdown(cancel_futures=True)
 
-    def __enter__(self) -> Loader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

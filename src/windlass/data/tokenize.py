@@ -4,8 +4,6 @@ The folder `work/` inside the store holds pieces and journals until the store is
 loses at most the chunks under way; the same command, also with more workers, continues and ends in the same bytes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc
@@ -308,8 +306,11 @@ def _explain_failures(work: Path) -> Iterator[None]:
             hint="run the same command again: at most the chunks under way are repeated",
         ) from None
     except WorkerFailedError as error:
-        hint = "this is a bug in windlass; please report it with the traceback above"
-        raise DataError("data.worker-failed", str(error), hint=hint) from None
+        raise DataError(
+            "data.worker-failed",
+            str(error),
+            hint="this is a bug in windlass; please report it with the traceback above",
+        ) from None
 
 
 # -- chunks --------------------------------------------------------------------------------------------------------

@@ -5,8 +5,6 @@ Kinds: `json` (Hugging Face tokenizers), `ranks` (base64 ranks of tiktoken, such
 nothing is stripped.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import hashlib

@@ -1,7 +1,5 @@
 """Facility energy (PUE) and CO2 of a run, with the source of every factor, and an everyday equivalent."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

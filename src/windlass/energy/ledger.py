@@ -4,8 +4,6 @@ Each line holds the joules of one meter since its process started, so the last l
 line loses only itself. Records of EAR and SLURM are lines of the same file with sessions of their own.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -250,17 +248,6 @@ def _coverage(
         kinds.add(next((text for scope, text in COVERS_MOST.items() if scope in scopes), parts_only))
     ordered = sorted(kinds, key=len)
     text = ordered[0] if len(ordered) == 1 else "in part " + ", in part ".join(ordered)
-    gap_nodes, attempt, nodes = _largest_gap(totals, chosen, starts)
-    if gap_nodes:
-        return f"{text}; not measured on {gap_nodes} of {nodes} nodes (attempt {attempt})"
-    expected = max((nodes for _, nodes in starts if nodes), default=1)
-    return f"{text}, on all {expected} nodes" if expected > 1 else text
-
-
-def _largest_gap(
-    totals: dict[SessionKey, SourceEnergy], chosen: ByPlace, starts: Sequence[tuple[float, int | None]]
-) -> tuple[int, int, int]:
-    """(nodes not measured, attempt, nodes) of the start with the largest gap."""
     meters: list[list[SessionKey]] = [[] for _ in starts]
     for key in totals:
         at = meter_started_at(key.session)
@@ -279,4 +266,8 @@ def _largest_gap(
         measured |= {key.node for key in records} - {WHOLE_JOB}
         whole_job_nodes = max((totals[key].nodes for key in records if key.node == WHOLE_JOB), default=0)
         gaps.append(((nodes or 0) - max(len(measured), whole_job_nodes), attempt, nodes or 0))
-    return max(gaps, key=lambda gap: gap[0])
+    gap_nodes, attempt, nodes_of_start = max(gaps, key=lambda gap: gap[0])
+    if gap_nodes:
+        return f"{text}; not measured on {gap_nodes} of {nodes_of_start} nodes (attempt {attempt})"
+    expected = max((nodes for _, nodes in starts if nodes), default=1)
+    return f"{text}, on all {expected} nodes" if expected > 1 else text

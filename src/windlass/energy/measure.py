@@ -1,7 +1,5 @@
 """Energy of a span, and which of several nested sources counts. Pure values: no sensors, no files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,7 +1,5 @@
 """Energy of one node while a run trains: one sampler per node, never per rank; its record is energy.jsonl."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

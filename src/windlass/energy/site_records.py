@@ -9,8 +9,7 @@ adds up all its steps, batch and extern included, and would count a node twice: 
 nodes, other jobs included where a node is shared.
 """
 
-from __future__ import annotations
-
+import contextlib
 import csv
 import io
 import subprocess
@@ -241,7 +240,7 @@ def sacct(jobs: Sequence[str]) -> str:
 
 
 def read_sacct(text: str, path: str = "sacct") -> list[JobEnergy]:
-    """Energy per job from lines of `sacct --parsable2`: by the names in its header, else in the order of SACCT_FORMAT."""
+    """Energy per job from lines of `sacct --parsable2`: by the names in its header, else as in SACCT_FORMAT."""
     header = SACCT_FORMAT.lower().split(",")
     jobs: dict[str, list[_SacctRow]] = {}
     for line in text.splitlines():
@@ -253,7 +252,14 @@ def read_sacct(text: str, path: str = "sacct") -> list[JobEnergy]:
         values = {key: next((by_name[n] for n in names if n in by_name), "") for key, names in SACCT_COLUMNS.items()}
         job, _, step = values["job"].partition(".")
         if len(cells) > 1 and job:
-            jobs.setdefault(job, []).append(_row(step, values))
+            seconds, nodes = (int(values[key]) if values[key].isdigit() else 0 for key in ("seconds", "nodes"))
+            consumed, number = values["joules"], 0.0
+            scale = SUFFIXES.get(consumed[-1:])
+            with contextlib.suppress(ValueError):
+                number = 0.0 if consumed in UNKNOWN else float(consumed[:-1]) * scale if scale else float(consumed)
+            joules = number if 0 < number < 1e18 else None
+            row = _SacctRow(step, joules, scale is not None, float(seconds), nodes, values["state"])
+            jobs.setdefault(job, []).append(row)
     if not jobs and text.strip():
         raise RunError(
             "energy.not-sacct-output",
@@ -261,18 +267,6 @@ def read_sacct(text: str, path: str = "sacct") -> list[JobEnergy]:
             hint=f"write it with: sacct --parsable2 --duplicates --format={SACCT_FORMAT} --jobs JOBS",
         )
     return [_job_energy(job, rows) for job, rows in jobs.items()]
-
-
-def _row(step: str, values: dict[str, str]) -> _SacctRow:
-    seconds, nodes = (int(values[key]) if values[key].isdigit() else 0 for key in ("seconds", "nodes"))
-    text, joules = values["joules"], None
-    scale = SUFFIXES.get(text[-1:])
-    try:
-        number = 0.0 if text in UNKNOWN else float(text[:-1]) * scale if scale else float(text)
-        joules = number if 0 < number < 1e18 else None
-    except ValueError:
-        pass
-    return _SacctRow(step, joules, scale is not None, float(seconds), nodes, values["state"])
 
 
 def _job_energy(job: str, rows: Sequence[_SacctRow]) -> JobEnergy:

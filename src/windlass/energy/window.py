@@ -3,12 +3,11 @@
 A window reads counters at both ends and samples power in between.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from windlass.clusters.model import Cluster
 from windlass.energy.measure import Measurement, Method, Scope, SourceEnergy, measurement
@@ -199,7 +198,7 @@ VISIT_SECONDS = 30.0
 
 
 def call_every(seconds: float, call: Callable[[], None], name: str) -> Callable[[], None]:
-    """Call a function at a fixed interval in a thread; returns the function that waits for the last call and ends it."""
+    """Call a function at a fixed interval in a thread; returns the function that ends it after the last call."""
     stop = threading.Event()
 
     def run() -> None:
@@ -248,7 +247,7 @@ class MeasurementWindow:
         self._sampler.close()
         return self.result
 
-    def __enter__(self) -> MeasurementWindow:
+    def __enter__(self) -> Self:
         self.begin()
         return self
 

@@ -4,8 +4,6 @@ In incremental decoding each block keeps its own state of the past (keys and val
 decoder takes tokens and returns the logits after the last one.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +28,7 @@ class TextDecoder:
         self.model, self.position = model, 0  # tokens taken so far
         self.device = next(model.parameters()).device
         self.replays = replays and self.device.type == "cuda"
-        self.layers = [cast(Layer, layer) for layer in model.layers.values()]
+        self.layers = [cast(Layer, layer) for layer in model.typed_layers()]
         self.states = [[block.new_state(batch, limit) for block in layer.blocks()] for layer in self.layers]
         blocks = model.blocks()
         keyed = {block.table_key: block for block in blocks if block.table_key is not None}
@@ -67,7 +65,7 @@ class TextDecoder:
         """Memory carried from token to token."""
         pairs = zip(self.layers, self.states, strict=True)
         return sum(
-            int(block.state_bytes(state, self.position))
+            block.state_bytes(state, self.position)
             for layer, states in pairs
             for block, state in zip(layer.blocks(), states, strict=True)
         )

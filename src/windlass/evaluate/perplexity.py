@@ -24,7 +24,6 @@ from windlass.errors import DataError
 from windlass.evaluate.likelihood import TokenNats, token_losses, token_nats
 from windlass.evaluate.open_model import OpenModel
 from windlass.evaluate.scores import EvalScore, ratio_score
-from windlass.models.recompute import Recomputed
 
 # Document lengths in bytes of text: tokens differ in length between tokenizers.
 LENGTHS = ((2 * 1024, "under 2 KiB"), (8 * 1024, "2 to 8 KiB"), (32 * 1024, "8 to 32 KiB"), (math.inf, "over 32 KiB"))
@@ -164,9 +163,9 @@ def compile_model(model: Any) -> TokenNats:
     """Compile the blocks as training does, for one shape; returns the compiled loss."""
     if model.head is None:
         return token_nats
-    for block in model.layers.values():
-        block.compile(dynamic=False)
-        block.carries = isinstance(block, Recomputed)
+    for layer in model.typed_layers():
+        layer.compile(dynamic=False)
+        layer.carries = True
     nats: TokenNats = torch.compile(token_nats, dynamic=False)
     return nats
 

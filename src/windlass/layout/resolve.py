@@ -83,7 +83,7 @@ def resolve_step(
 ) -> StepSpec:
     """How the engine computes a step of this recipe. `recompute` replaces the recipe's policy, for the planner's search."""
     train, optim, data = recipe.train, recipe.optim, recipe.data
-    masked = data.mask_documents
+    masked = masks_documents(recipe, model)
     grouped = any(isinstance(b, AttentionSpec) and b.kv_heads < b.heads for b in model.blocks)
     if train.engine == "deepspeed":
         engine = "deepspeed"
@@ -116,6 +116,11 @@ def resolve_step(
         expand_kv_heads=gpu and grouped and (masked or train.precision == "fp32"),
         sync=gradient_sync(layout),
     )
+
+
+def masks_documents(recipe: Recipe, model: ModelSpec) -> bool:
+    """The recipe asks for it and the blocks can do it; `rules.check_step` refuses the others before a training."""
+    return recipe.data.mask_documents and all(block.masks_documents for block in model.blocks)
 
 
 def moment_tensors(optimizer: str) -> int:

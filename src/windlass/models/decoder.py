@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from windlass.blocks import block_part
 from windlass.blocks.attention.kernels import document_mask
+from windlass.blocks.base import Block
 from windlass.blocks.context import BlockContext, Table
 from windlass.blocks.embedding.module import TokenEmbedding
 from windlass.blocks.head.module import OutputHead
@@ -32,12 +33,12 @@ class Layer(Recomputed):
             if branch.post_norm is not None:
                 self.add_module(branch.post_norm_name, RmsNorm(branch.post_norm))
 
-    def blocks(self) -> list[Any]:
-        return [self.get_submodule(branch.name) for branch in self.spec.branches]
+    def blocks(self) -> list[Block]:
+        return [cast(Block, self.get_submodule(branch.name)) for branch in self.spec.branches]
 
-    def norms(self) -> list[nn.Module]:
+    def norms(self) -> list[RmsNorm]:
         names = [name for branch in self.spec.branches for name in (branch.pre_norm_name, branch.post_norm_name)]
-        return [self.get_submodule(name) for name in names if name]
+        return [cast(RmsNorm, self.get_submodule(name)) for name in names if name]
 
     def branches(self, x: Tensor, context: BlockContext) -> Carried:
         delta: Tensor | None = None
@@ -56,13 +57,17 @@ class Layer(Recomputed):
         """New tokens after those that the blocks' states hold."""
         for branch, block, state in zip(self.spec.branches, self.blocks(), states, strict=True):
             delta = x if branch.pre_norm is None else getattr(self, branch.pre_norm_name)(x)
-            delta = block.decode(delta, state, places, start, tables.get(block.table_key))
+            delta = block.decode(delta, state, places, start, tables.get(block.table_key or ""))
             x = x + (delta if branch.post_norm is None else getattr(self, branch.post_norm_name)(delta))
         return x
 
 
 class DecoderModel(nn.Module):
     """Layers are keyed "0".."N-1". A pipeline stage keeps some of them: the names stay the same."""
+
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor: ...
 
     divisible = True
     """Made of our own blocks: can be divided into stages, by heads and by positions."""
@@ -103,8 +108,21 @@ class DecoderModel(nn.Module):
         """Hold the part of each sequence that begins at `position` (context parallelism)."""
         self.position_start, self.shares_mask = position, False
 
-    def blocks(self) -> list[Any]:
-        return [block for layer in self.layers.values() for block in layer.blocks()]
+    def typed_layers(self) -> list[Layer]:
+        """Our own layers, first to last; none where transformers built the model."""
+        return [cast(Layer, layer) for layer in self.layers.values()]
+
+    def layer_modules(self) -> list[nn.Module]:
+        """The units of sharding and compilation."""
+        return list(self.layers.values())
+
+    def blocks(self) -> list[Block]:
+        return [block for layer in self.typed_layers() for block in layer.blocks()]
+
+    def set_recompute(self, policy: str) -> None:
+        """What the backward pass computes again: none, selective or full."""
+        for layer in self.typed_layers():
+            layer.recompute = policy
 
     def prepare(self, device: torch.device | str, length: int | None = None) -> None:
         """Make what is derived and not trained. Call once the parameters are on their device."""
@@ -142,16 +160,18 @@ class DecoderModel(nn.Module):
         if documents is not None and self.shares_mask:
             documents = document_mask(documents, documents)
         context = BlockContext(self.tables, documents)
+        hidden: Tensor | Carried = x
         if self.embeds:
-            x = self.embed(x)
-        for layer in self.layers.values():
-            x = layer(x, context)
-        x = added(x)
-        return x if self.norm is None else self.norm(x)
+            assert self.embed is not None
+            hidden = self.embed(x)
+        for layer in self.typed_layers():
+            hidden = layer(hidden, context)
+        return added(hidden) if self.norm is None else self.norm(added(hidden))
 
     def forward(self, x: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Logits; with `targets` instead the two sums (loss to descend, cross-entropy) over all tokens."""
         hidden = self.body(x, documents)
         if self.head is None:
             return hidden
-        return self.head(hidden, targets, self.embed.weight if self.tied else None)
+        tied_weight = self.embed.weight if self.tied and self.embed is not None else None
+        return self.head(hidden, targets, tied_weight)

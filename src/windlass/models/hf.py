@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from windlass.models.decoder import DecoderModel
 
 
 class HFModel(DecoderModel):
-    """The decoder's interface around a model of transformers: `net` holds all parameters, `layers` its layers for sharding."""
+    """The decoder's interface around a model of transformers: `net` holds all parameters."""
 
     divisible = False
     has_dropout = True
@@ -43,7 +43,9 @@ class HFModel(DecoderModel):
         self.position_start = 0
         self.hf_layers = find_layers(net)
         self.num_layers = len(self.hf_layers)
+        self.layers = nn.ModuleDict()  # parameters keep their one name, inside `net`
         self.z_loss = 0.0
+        self.recompute = "none"
         modules = dict(self.named_modules())
         self.undecayed = frozenset(f"{name}.weight" for name, part in modules.items() if isinstance(part, nn.Embedding))
         layers = set(map(id, self.hf_layers))
@@ -58,13 +60,11 @@ class HFModel(DecoderModel):
         self._initialised: tuple[Any, nn.Module] | None = None
         self._constants = {name: value.clone() for name, value in net.named_buffers() if not value.is_meta}
 
-    @property
-    def layers(self) -> Any:
-        """Layers by number; a view, so that parameters keep their one name."""
-        return {str(i): layer for i, layer in enumerate(self.hf_layers)}
+    def layer_modules(self) -> list[nn.Module]:
+        return self.hf_layers
 
-    def blocks(self) -> list[Any]:
-        return []
+    def set_recompute(self, policy: str) -> None:
+        self.recompute = policy
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> HFModel:
         """Memory for the parameters; buffers (rotary frequencies) are constants and keep their values."""
@@ -78,7 +78,7 @@ class HFModel(DecoderModel):
         return self
 
     def prepare(self, device: torch.device | str, length: int | None = None) -> None:
-        if any(getattr(layer, "recompute", "none") != "none" for layer in self.hf_layers):
+        if self.recompute != "none":
             self.net.gradient_checkpointing_enable({"use_reentrant": False})
 
     def init_weights(self, seed: int) -> None:
@@ -133,8 +133,8 @@ def twin_names(net: nn.Module) -> dict[str, str]:
 
 def find_layers(net: nn.Module) -> list[nn.Module]:
     """The longest list of equal modules: the decoder's layers."""
-    lists = [m for m in net.modules() if isinstance(m, nn.ModuleList) and len({type(b) for b in m}) == 1]
-    return list(max(lists, key=len)) if lists else []
+    lists = [list(m) for m in net.modules() if isinstance(m, nn.ModuleList) and len({type(b) for b in m}) == 1]
+    return max(lists, key=len, default=[])
 
 
 @contextlib.contextmanager
@@ -147,12 +147,12 @@ def parameters_on_meta() -> Iterator[None]:
         if parameter is not None:
             module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    cast(Any, nn.Module).register_parameter = register
     try:
         with torch.device("cpu"):
             yield
     finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
+        cast(Any, nn.Module).register_parameter = original
 
 
 def build_hf(config: ModelConfig, seq_len: int) -> HFModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,8 @@ class Recomputed(nn.Module):
     The choice sits inside the module, so that neither parameter names nor the hooks of sharding around it change.
     """
 
+    __call__: Callable[..., Tensor | Carried]
+
     def __init__(self) -> None:
         super().__init__()
         self.recompute = "none"
@@ -61,8 +64,9 @@ class Recomputed(nn.Module):
             return self.branches(added(x), *args)
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self.run(added(x), *args)
-        extra = {"context_fn": partial(selective)} if self.recompute == "selective" else {}
-        return checkpoint(self.run, added(x), *args, use_reentrant=False, **extra)
+        extra: dict[str, Any] = {"context_fn": partial(selective)} if self.recompute == "selective" else {}
+        out: Tensor = checkpoint(self.run, added(x), *args, use_reentrant=False, **extra)
+        return out
 
 
 def added(x: Tensor | Carried) -> Tensor:

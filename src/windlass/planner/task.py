@@ -9,7 +9,7 @@ from windlass.clusters.model import Grid
 from windlass.config import Recipe
 from windlass.cost.step import Machine
 from windlass.errors import ConfigError
-from windlass.layout.resolve import JobSize, job_size
+from windlass.layout.resolve import JobSize, job_size, masks_documents
 from windlass.models.presets import model_spec
 from windlass.models.spec import ModelSpec
 
@@ -136,7 +136,7 @@ def outside_validated(task: PlanTask) -> list[str]:
         outside.append(f"device {task.device.name} (compared: {', '.join(VALIDATED_ARCHS.values())})")
     if task.recipe.train.precision not in VALIDATED_PRECISIONS:
         outside.append(f"precision {task.recipe.train.precision} (compared: {', '.join(VALIDATED_PRECISIONS)})")
-    if task.recipe.data.mask_documents:
+    if masks_documents(task.recipe, task.model):
         outside.append("data.mask_documents (the time of its attention kernel was not measured)")
     if not task.model.measured:
         outside.append("blocks other than attention (compared: attention models only)")

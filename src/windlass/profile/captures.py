@@ -1,7 +1,5 @@
 """The trace files that a run folder, a folder or a file stands for, and the request to capture one."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time
@@ -46,18 +44,27 @@ def find_target(path: Path | str, *, step: int | None = None) -> ProfileTarget:
         complete = {first: traces for first, traces in sorted(windows.items()) if traces}
         if step is not None and step not in complete:
             message = f"{run.name} has no window that begins at step {step}"
-            hint = f"windows of this run begin at: {', '.join(map(str, complete)) or 'none'}"
-            raise ProfileError("profile.window-missing", message, hint=hint)
+            raise ProfileError(
+                "profile.window-missing",
+                message,
+                hint=f"windows of this run begin at: {', '.join(map(str, complete)) or 'none'}",
+            )
         newest = max(complete, default=None) if step is None else step
         return ProfileTarget(run.name, run, _traces_in(run.profile) if newest is None else complete[newest])
     if not path.is_dir():
-        hint = "give a run folder, a folder of traces, or trace files (.json or .json.gz)"
-        raise ProfileError("profile.path-missing", f"{path} does not exist", hint=hint)
+        raise ProfileError(
+            "profile.path-missing",
+            f"{path} does not exist",
+            hint="give a run folder, a folder of traces, or trace files (.json or .json.gz)",
+        )
     subfolders = sorted((p for p in path.iterdir() if p.is_dir()), reverse=True)
     traces = next((traces for folder in (path, *subfolders) if (traces := _traces_in(folder))), [])
     if not traces:
-        hint = 'traces end in .json or .json.gz; `profile.steps = "20:23"` in a recipe captures one'
-        raise ProfileError("profile.folder-without-traces", f"{path} contains no traces", hint=hint)
+        raise ProfileError(
+            "profile.folder-without-traces",
+            f"{path} contains no traces",
+            hint='traces end in .json or .json.gz; `profile.steps = "20:23"` in a recipe captures one',
+        )
     return ProfileTarget(path.resolve().name, None, traces)
 
 
@@ -115,8 +122,11 @@ def submit_request(run: Run, request: TraceRequest) -> None:
     if holder(run.lock_file) is None:
         last_step = run.last_metrics().step
         where = f" (last step {last_step})" if last_step is not None else ""
-        hint = 'start it, or set profile.steps = "20:23" in its recipe before it starts'
-        raise ProfileError("profile.run-not-training", f"{run.name} is not training now{where}", hint=hint)
+        raise ProfileError(
+            "profile.run-not-training",
+            f"{run.name} is not training now{where}",
+            hint='start it, or set profile.steps = "20:23" in its recipe before it starts',
+        )
     write_json(request_file(run), asdict(request))
 
 

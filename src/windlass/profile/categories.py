@@ -1,7 +1,5 @@
 """The eight categories of a step's time: when each was running, and which moments of a step belong to it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Calls, time, exposed time, bytes and bus bandwidth of each kind of collective."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

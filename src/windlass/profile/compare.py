@@ -1,7 +1,5 @@
 """Differences between runs or traces: config, packages, machine, throughput, energy, loss curves, kernels, scaling."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -193,7 +191,7 @@ def _bin_means(tokens: Floats, loss: Floats, edges: Floats) -> Floats:
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
-SORT_KEYS = ("matters", "calls", "host", "self_host", "device", "self_device", "name")
+SORT_KEYS = ("impact", "calls", "host", "self_host", "device", "self_device", "name")
 # Columns of the diffs: the attribute of the row, and its value on a side that does not have the row.
 _OPERATOR_COLUMNS = {
     "calls": ("calls", 0), "host": ("host_us", 0), "self_host": ("self_host_us", 0),
@@ -285,7 +283,7 @@ def compare_jobs(
     runs: RunComparison | None,
     *,
     manifests: Sequence[Mapping[str, Any]] = (),
-    sort: str = "matters",
+    sort: str = "impact",
     per_step: bool = False,
 ) -> Comparison:
     """`manifests` of the run folders tell devices and tokens per step; empty when there are no run folders."""
@@ -320,16 +318,16 @@ def change_between(baseline: float, experiment: float) -> Change:
 
 
 def diff_operators(
-    baseline: Sequence[OperatorRow], experiment: Sequence[OperatorRow], *, sort: str = "matters"
+    baseline: Sequence[OperatorRow], experiment: Sequence[OperatorRow], *, sort: str = "impact"
 ) -> list[RowChange]:
     """Every operator of either side; a side without it counts as 0, as in the plugin.
 
-    "matters" sorts by the change of the operator's own time: on the device if there is one, else on the host.
+    "impact" sorts by the change of the operator's own time: on the device if there is one, else on the host.
     """
     rows = _diff_rows(baseline, experiment, _OPERATOR_COLUMNS)
     if sort == "name":
         return sorted(rows, key=lambda r: r.name)
-    if sort != "matters":
+    if sort != "impact":
         return sorted(rows, key=lambda r: (-abs(r.columns[sort].delta), r.name))
     on_device = any(r.columns["self_device"].baseline or r.columns["self_device"].experiment for r in rows)
     keys = ("self_device" if on_device else "self_host", "self_host")

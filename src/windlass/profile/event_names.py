@@ -1,7 +1,5 @@
 """Communication, tensor cores and data loading, recognised by the names of events."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from enum import StrEnum
@@ -88,3 +86,9 @@ def tensor_core_test(mode: Mode) -> Callable[[str], bool]:
 def is_lightning(name: str) -> bool:
     """Ranges that PyTorch Lightning's profiler puts around hooks and modules; the plugin left them out."""
     return name.startswith(("[pl][profile]", "[pl][module]"))
+
+
+def is_wrapper(name: str) -> bool:
+    """Operators that only hold others; the tables leave them out."""
+    wrapper = name in ("DataParallel.forward", "DistributedDataParallel.forward") or name.startswith("Optimizer.")
+    return wrapper or is_data_loading(name) or is_lightning(name)

@@ -1,7 +1,5 @@
 """Unions, intersections and differences of time spans, on numpy arrays."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

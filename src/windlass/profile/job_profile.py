@@ -1,7 +1,5 @@
 """The profile of a job: the traces of several ranks as one set, with means, spread and advice."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -177,8 +175,11 @@ def profile_traces(
 ) -> JobProfile:
     """Read the files one after the other; only one is in memory at a time."""
     if not paths:
-        hint = "give a run folder, or trace files (.json or .json.gz)"
-        raise ProfileError("profile.no-traces-given", "no trace files were given", hint=hint)
+        raise ProfileError(
+            "profile.no-traces-given",
+            "no trace files were given",
+            hint="give a run folder, or trace files (.json or .json.gz)",
+        )
     mode = Mode(mode)
     ranks: list[RankProfile] = []
     for index, path in enumerate(Path(p) for p in paths):

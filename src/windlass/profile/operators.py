@@ -1,7 +1,5 @@
 """Tables of operators and kernels: calls, host and device time, with and without nested operators."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +10,7 @@ from windlass.profile.event_names import (
     Mode,
     is_communication_kernel,
     is_data_loading,
-    is_lightning,
+    is_wrapper,
     tensor_core_test,
 )
 from windlass.profile.steps import Launches
@@ -130,13 +128,8 @@ def build_tree(trace: Trace, launches: Launches, mode: Mode) -> OperatorTree:
         self_tensor=self_tensor,
         eligible=np.array(eligible, dtype=bool),
         lowest_eligible=np.array(eligible, dtype=bool) & ~np.array(eligible_below, dtype=bool),
-        listed=is_operator & ~trace.names_where(_is_wrapper)[rows],
+        listed=is_operator & ~trace.names_where(is_wrapper)[rows],
     )
-
-
-def _is_wrapper(name: str) -> bool:
-    wrapper = name in ("DataParallel.forward", "DistributedDataParallel.forward") or name.startswith("Optimizer.")
-    return wrapper or is_data_loading(name) or is_lightning(name)
 
 
 def _node_rows(trace: Trace, mode: Mode) -> Ints:

@@ -1,7 +1,5 @@
 """The profile of one rank: execution summary, communication, device use and tables of one trace."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any

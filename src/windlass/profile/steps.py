@@ -4,8 +4,6 @@ The host marks a step, but its kernels may still run when the mark ends. So a st
 launched inside it, and the next one begins where that kernel ended.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

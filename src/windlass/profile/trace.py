@@ -3,8 +3,6 @@
 The file (Kineto or Chrome JSON, plain or gzipped) is read in batches of events, in bounded memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json
@@ -68,8 +66,11 @@ class TraceFile:
             self._raw.seek(0)
             for mark, description in _UNSUPPORTED_ARCHIVES.items():
                 if magic.startswith(mark):
-                    hint = "unpack it first; plain .json and .json.gz are read directly"
-                    raise self._error("archive-unsupported", f"is {description}", hint)
+                    raise self._error(
+                        "archive-unsupported",
+                        f"is {description}",
+                        "unpack it first; plain .json and .json.gz are read directly",
+                    )
             self._file = gzip.GzipFile(fileobj=self._raw) if magic[:2] == b"\x1f\x8b" else self._raw
             data = self._skip_to_events()
             while True:
@@ -99,11 +100,15 @@ class TraceFile:
         try:
             return self.path.open("rb")
         except FileNotFoundError:
-            hint = "give a run folder, or trace files (.json or .json.gz)"
-            raise ProfileError("profile.path-missing", f"{self.path} does not exist", hint=hint) from None
+            raise ProfileError(
+                "profile.path-missing",
+                f"{self.path} does not exist",
+                hint="give a run folder, or trace files (.json or .json.gz)",
+            ) from None
         except OSError as error:
-            hint = "check the path and its permissions"
-            raise self._error("unreadable", f"cannot be read: {error.strerror}", hint) from None
+            raise self._error(
+                "unreadable", f"cannot be read: {error.strerror}", "check the path and its permissions"
+            ) from None
 
     def _read(self) -> bytes:
         """The next bytes; empty at the end."""
@@ -119,8 +124,11 @@ class TraceFile:
         """Read up to the bracket that opens the event list; returns the bytes after it."""
         data = self._read().removeprefix(b"\xef\xbb\xbf").lstrip()
         if not data:
-            hint = "the profiler writes the file when its window closes; the run may have ended before that"
-            raise self._error("empty", "is empty", hint)
+            raise self._error(
+                "empty",
+                "is empty",
+                "the profiler writes the file when its window closes; the run may have ended before that",
+            )
         if data[:1] == b"[":
             return data[1:]
         if data[:1] != b"{":
@@ -156,8 +164,11 @@ class TraceFile:
 
     def _damaged(self, reason: str) -> ProfileError:
         message = f"is damaged: {reason}; {self._events_read:,} events before that could be read"
-        hint = "copy it again, or capture again; a trace is complete only when the profiler has closed its window"
-        return self._error("damaged", message, hint)
+        return self._error(
+            "damaged",
+            message,
+            "copy it again, or capture again; a trace is complete only when the profiler has closed its window",
+        )
 
 
 def _leading_events(data: bytes) -> tuple[list[dict[str, Any]], bytes] | None:
@@ -448,8 +459,11 @@ class _TraceReader:
 
     def finish(self, file: TraceFile) -> Trace:
         if not self.events:
-            hint = "check that the profiler's window was open during a step"
-            raise ProfileError("profile.trace-no-events", f"{file.path} has no events", hint=hint)
+            raise ProfileError(
+                "profile.trace-no-events",
+                f"{file.path} has no events",
+                hint="check that the profiler's window was open during a step",
+            )
         if not self.columns["kind"]:
             categories = ", ".join(name for name, _ in self.skipped_categories.most_common(5)) or "none"
             raise ProfileError(

@@ -1,7 +1,5 @@
 """Profiles and comparisons as tables and charts, for the terminal, HTML pages, the report and the dashboard."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache

@@ -71,7 +71,7 @@ def choose_backend(setting: str, device: torch.device) -> tuple[str, str]:
 def apply_float8(module: DecoderModel, device: torch.device, config: TrainConfig) -> str:
     """Compute every product inside the blocks in FP8, where its shape allows; returns the sentence for the log."""
     backend, reason = choose_backend(config.fp8_backend, device)
-    linears: list[Any] = [part for block in module.layers.values() for part in block.modules() if _is_supported(part)]
+    linears: list[Any] = [part for layer in module.layer_modules() for part in layer.modules() if _is_supported(part)]
     if backend == "torchao":
         _convert_by_torchao(module, linears, config.fp8_scaling, emulate=device.type == "cpu")
     else:
@@ -101,7 +101,7 @@ def _convert_by_torchao(module: DecoderModel, linears: list[Any], scaling: str, 
     recipe = Float8LinearConfig.from_recipe_name({"tensor": "tensorwise", "row": "rowwise"}[scaling])
     config = dataclasses.replace(recipe, emulate=emulate)
     selected = set(map(id, linears))
-    for block in module.layers.values():
+    for block in module.layer_modules():
         convert_to_float8_training(block, config=config, module_filter_fn=lambda part, _: id(part) in selected)
         part: Any
         for part in block.modules():

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from windlass.blocks.divide import Meshes
@@ -137,7 +138,7 @@ def _join(place: Place, device: torch.device, timeout_seconds: float) -> None:
     handle = os.environ.get(LISTEN_HANDLE)
     if handle is not None and place.master_addr is not None and place.master_port is not None:
         # The supervisor has bound the socket already, so that nobody takes the port while torch is imported.
-        store = dist.TCPStore(
+        store = TCPStore(
             place.master_addr,
             place.master_port,
             place.world_size,

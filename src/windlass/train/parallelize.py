@@ -26,8 +26,8 @@ from windlass.config import Recipe
 from windlass.errors import ConfigError
 from windlass.layout.stages import stages, stages_of_rank
 from windlass.layout.types import GradientSync, StepSpec
-from windlass.models.decoder import DecoderModel
-from windlass.models.recompute import Recomputed
+from windlass.models.decoder import DecoderModel, Layer
+from windlass.models.hf import HFModel
 from windlass.registry import OBJECTIVES
 from windlass.train.mesh import World
 from windlass.train.tie import Tie, find_tie
@@ -60,10 +60,9 @@ def parallelize(model: DecoderModel, recipe: Recipe, step: StepSpec, world: Worl
     single = world.size == 1
     for module in parts.modules:
         for block in module.blocks():
-            if hasattr(block, "core"):
+            if block.core is not None:
                 block.core = attention_core(step.attention)
-            if hasattr(block, "fused"):
-                block.fused = step.fused_projections
+            block.fused = step.fused_projections
         if world.layout.context > 1:
             module.start_at(world.context_rank * (module.seq_len // world.layout.context))
         set_loss(module, recipe, step, world, parts.notes)
@@ -103,6 +102,7 @@ def split_stages(model: DecoderModel, world: World) -> ModelParts:
 def set_loss(module: DecoderModel, recipe: Recipe, step: StepSpec, world: World, notes: list[str]) -> None:
     """Give the head its loss function; a divided vocabulary gets another one in `divide_blocks`."""
     if not module.divisible:  # a Hugging Face model has its own head and returns full logits
+        assert isinstance(module, HFModel)
         module.z_loss = step.z_loss
         notes.append("loss: plain (a Hugging Face model returns full logits)")
     if module.head is None:
@@ -124,14 +124,14 @@ def divide_blocks(module: DecoderModel, step: StepSpec, world: World, objective:
             f"train.objective = {objective!r} is not computed on a divided vocabulary (layout.tensor {world.layout.tensor})",
             hint="set layout.tensor = 1",
         )
-    for layer in module.layers.values():
+    for layer in module.typed_layers():
         for branch, block in zip(layer.spec.branches, layer.blocks(), strict=True):
             block_part(branch.block.kind, "parallel").parallelize(block, meshes)
     if meshes.tensor is None:
         return
-    for norm in [norm for layer in module.layers.values() for norm in layer.norms()] + [module.norm]:
-        if norm is not None:
-            parallel_norm.parallelize(norm, meshes.tensor)
+    norms = [norm for layer in module.typed_layers() for norm in layer.norms()]
+    for norm in norms if module.norm is None else [*norms, module.norm]:
+        parallel_norm.parallelize(norm, meshes.tensor)
     if module.embed is not None:
         parallel_embedding.parallelize(module.embed, meshes.tensor)
     if module.head is not None:
@@ -141,8 +141,7 @@ def divide_blocks(module: DecoderModel, step: StepSpec, world: World, objective:
 def set_recompute(module: DecoderModel, step: StepSpec, notes: list[str]) -> None:
     if step.recompute == "selective" and not module.divisible:
         notes.append("recompute: full (selective is for our own blocks)")
-    for layer in module.layers.values():
-        layer.recompute = step.recompute if step.recompute in ("full", "selective") else "none"
+    module.set_recompute(step.recompute if step.recompute in ("full", "selective") else "none")
 
 
 def _compile(module: DecoderModel, step: StepSpec, world: World, notes: list[str], *, asked: bool) -> None:
@@ -156,12 +155,11 @@ def _compile(module: DecoderModel, step: StepSpec, world: World, notes: list[str
     # warm cache would go on with cuDNN after train.attention = "flash" (seen on the H200).
     compiler.cache_key_tag = f"attention={step.attention}"
     functorch.activation_memory_budget = step.recompute_budget if step.recompute == "budget" else 1.0
-    for layer in module.layers.values():
-        ours = isinstance(layer, Recomputed)
+    for layer in module.layer_modules():
         # Dynamic shapes would cost speed and are not needed: every layer sees one shape in training and one in evaluation.
-        layer.compile(fullgraph=ours, dynamic=False)
-        # With recomputation a layer would have to keep two tensors instead of one: only without it.
-        layer.carries = step.recompute == "none" and ours
+        layer.compile(fullgraph=isinstance(layer, Layer), dynamic=False)
+        if isinstance(layer, Layer):  # with recomputation it would have to keep two tensors instead of one
+            layer.carries = step.recompute == "none"
     if module.norm is not None and world.layout.tensor == 1:
         module.norm.compile(fullgraph=True, dynamic=False)
     notes.append("compile: each layer (train.compile)" if asked else "compile: each layer (running on a GPU)")
@@ -195,11 +193,11 @@ def _shard(module: DecoderModel, step: StepSpec, world: World) -> None:
     }
     # Under a pipeline every micro-batch would gather the weights again, so they stay until the step is done.
     reshard = layout.shard in ("full", "hybrid") and layout.pipeline == 1
-    for layer in module.layers.values():
+    for layer in module.layer_modules():
         fully_shard(layer, reshard_after_forward=reshard, **common)
     if module.embed is not None and not module.tied:
         fully_shard(module.embed, reshard_after_forward=reshard, **common)
-    if module.head is not None and not module.tied:
+    if module.head is not None and module.norm is not None and not module.tied:
         fully_shard([module.norm, module.head], reshard_after_forward=False, **common)
     fully_shard(module, reshard_after_forward=False, **common)
     for part in module.modules():

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from windlass.blocks.initial_values import local_tensor
 from windlass.config import Recipe
 from windlass.layout.types import StepSpec
 from windlass.train.batches import BatchPlan, cut
 from windlass.train.clock import Mark, mark, seconds_between
 from windlass.train.guard import Guard
 from windlass.train.mesh import World
-from windlass.train.optimizers.base import Optimizer, local
+from windlass.train.optimizers.base import Optimizer
 from windlass.train.parallelize import ModelParts, bind_pipeline, set_sync
 
 
@@ -142,7 +143,9 @@ def norm_square(gradients: list[Tensor], copies: list[float], device: torch.devi
     """This rank's share of the squared gradient norm: each number counts once over all ranks that hold it."""
     total = torch.zeros((), dtype=torch.float32, device=device)
     for count in sorted(set(copies)):
-        group = [local(g) for g, c in zip(gradients, copies, strict=True) if c == count and local(g).numel()]
+        group = [
+            local_tensor(g) for g, c in zip(gradients, copies, strict=True) if c == count and local_tensor(g).numel()
+        ]
         if group:
             norms = torch.stack(torch._foreach_norm(group, 2, dtype=torch.float32))
             total = total + norms.to(device).square().sum() / count
@@ -155,7 +158,7 @@ class Stopwatch:
     def __init__(self, cuda: bool) -> None:
         self._cuda = cuda
         self._spans: list[tuple[Mark, Mark]] = []
-        self._started: Mark = None
+        self._started: Mark = 0.0
 
     def start(self) -> None:
         self._started = mark(self._cuda)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from windlass.blocks.initial_values import local_tensor
 from windlass.train.mesh import World
-from windlass.train.optimizers.base import local
 
 
 @dataclass(frozen=True)
@@ -33,28 +33,33 @@ class Tie:
     def collect(self) -> None:
         """The owner's gradient becomes the sum of both uses; the copy's is gone."""
         if self.copy is not None:
-            gradient = local(self.copy.grad)
+            gradient = _gradient(self.copy)
             self.copy.grad = None
             if self.owner is None:
                 dist.send(gradient.contiguous(), self.first, group=self.group)
             else:
-                local(self.owner.grad).add_(gradient)
+                _gradient(self.owner).add_(gradient)
         elif self.owner is not None:
-            gradient = torch.empty_like(local(self.owner.grad))
+            gradient = torch.empty_like(_gradient(self.owner))
             dist.recv(gradient, self.last, group=self.group)
-            local(self.owner.grad).add_(gradient)
+            _gradient(self.owner).add_(gradient)
 
     @torch.no_grad()
     def spread(self) -> None:
         """The copy becomes what the owner is."""
         if self.owner is not None and self.copy is not None:
-            local(self.copy).copy_(local(self.owner))
+            local_tensor(self.copy).copy_(local_tensor(self.owner))
         elif self.owner is not None:
-            dist.send(local(self.owner).detach().contiguous(), self.last, group=self.group)
+            dist.send(local_tensor(self.owner).detach().contiguous(), self.last, group=self.group)
         elif self.copy is not None:
-            weights = torch.empty_like(local(self.copy))
+            weights = torch.empty_like(local_tensor(self.copy))
             dist.recv(weights, self.first, group=self.group)
-            local(self.copy).copy_(weights)
+            local_tensor(self.copy).copy_(weights)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return local_tensor(parameter.grad)
 
 
 def find_tie(modules: list[Any], stages: list[int], num_stages: int, world: World) -> Tie | None:

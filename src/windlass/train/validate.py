@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -110,7 +110,7 @@ class Validator:
         tokens, *documents = [torch.from_numpy(array).to(self.world.device).long() for array in arrays]
         batch = cut(tokens, documents[0] if documents else None, self.world)
         run = self.parts.modules[0] if self.stepper.schedule is None else self.stepper.pipeline_sums
-        loss = cast(Tensor, run(*batch))[1].double()
+        loss = run(*batch)[1].double()
         return loss if self.world.counts_loss else torch.zeros_like(loss)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from windlass.blocks.attention.kernels import AttentionCore, causal_attention
 from windlass.blocks.attention.spec import AttentionSpec
+from windlass.blocks.base import Block
 from windlass.blocks.context import BlockContext, Table
 from windlass.blocks.initial_values import Filler, residual_filler
 from windlass.blocks.linear import Linear, project
@@ -27,22 +28,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x.float() * cos + turned * sin).to(x.dtype)
 
 
-class Attention(nn.Module):
-    prefill_chunk: int | None = None
-    """Tokens of a prompt that are decoded at once; None: all of them."""
-
+class Attention(Block):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
         self.head_dim, self.theta = spec.head_dim, spec.rope_theta
-        self.table_key = f"rope-{spec.head_dim}-{spec.rope_theta}"
+        self.table_key: str = f"rope-{spec.head_dim}-{spec.rope_theta}"
         self.wq = Linear(spec.width, spec.query_width)
         self.wk = Linear(spec.width, spec.kv_width)
         self.wv = Linear(spec.width, spec.kv_width)
         self.wo = Linear(spec.query_width, spec.width)
         self.core: AttentionCore = causal_attention
         """Replaced by another kernel, and by `parallel.py` under context parallelism."""
-        self.fused = False
-        """One product for queries, keys and values (`StepSpec.fused_projections`)."""
 
     def make_table(self, start: int, end: int, device: torch.device) -> Table:
         return rope_table(start, end, self.head_dim, self.theta, device)
@@ -70,8 +66,8 @@ class Attention(nn.Module):
         # Zeros, not what memory happens to hold: what lies behind the last token is multiplied by a weight of 0.
         return torch.zeros(shape, dtype=weight.dtype, device=weight.device)
 
-    def decode(self, x: Tensor, state: Tensor, places: Tensor, start: int | None, table: Table) -> Tensor:
-        """New tokens at `places`, which begin at `start`; None: one token, by kernels that do not depend on the place."""
+    def decode(self, x: Tensor, state: Tensor, places: Tensor, start: int | None, table: Table | None) -> Tensor:
+        assert table is not None
         batch, time = x.shape[:2]
         q, k, v = self.heads(x)
         cos, sin = (part.index_select(0, places) for part in table)

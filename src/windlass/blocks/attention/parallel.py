@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -29,6 +30,6 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None
     rank, width = mesh.get_local_rank(), q.shape[2]
     end = (rank + 1) * width
     k, v = (gather_with_gradient(part.contiguous(), 2, mesh.get_group())[:, :, :end] for part in (k, v))
-    numbers = documents if documents is not None else q.new_zeros((1, end), dtype=int)
+    numbers = documents if documents is not None else q.new_zeros((1, end), dtype=torch.long)
     mask = document_mask(numbers[:, rank * width : end], numbers[:, :end], query_start=rank * width)
     return masked_attention(q, k, v, mask)

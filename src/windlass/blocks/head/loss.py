@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ def chunked_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab: int, chunk: int = 4096, z_loss: float = 0.0
 ) -> Tensor:
     """The same in chunks of `chunk` tokens, with both gradients computed on the way forward."""
-    out: Tensor = ChunkedLoss.apply(hidden.flatten(0, -2), weight, targets.flatten(), vocab, chunk, z_loss)
+    out: Tensor = cast(Any, ChunkedLoss).apply(hidden.flatten(0, -2), weight, targets.flatten(), vocab, chunk, z_loss)
     return out
 
 
@@ -86,7 +86,7 @@ def forward_in_chunks(
         part, goal = hidden[start : start + chunk], targets[start : start + chunk]
         total, entropy, slope = terms(part @ weight.t(), goal)
         sums += torch.stack((total, entropy))
-        if needs_grad:
+        if grad_hidden is not None:
             torch.mm(slope, weight, out=grad_hidden[start : start + chunk])
             grad_weight = add_outer(grad_weight, slope, part)
     ctx.save_for_backward(grad_hidden, grad_weight)

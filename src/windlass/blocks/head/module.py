@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,10 @@ LossFunction = Callable[..., Tensor]
 
 
 class OutputHead(nn.Module):
+    if TYPE_CHECKING:
+
+        def __call__(self, hidden: Tensor, targets: Tensor | None = None, weight: Tensor | None = None) -> Tensor: ...
+
     def __init__(self, width: int, rows: int, vocab: int, tied: bool = False) -> None:
         super().__init__()
         self.vocab = vocab
@@ -26,6 +31,7 @@ class OutputHead(nn.Module):
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
         weight = self.weight if weight is None else weight
+        assert weight is not None, "a tied head gets the embedding's weights"
         if targets is not None:
             return self.loss(hidden, weight, targets, vocab=self.vocab)
         logits = nn.functional.linear(hidden, weight) if self.logits is None else self.logits(hidden, weight)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from windlass.blocks.divide import by_rows, first_row
 from windlass.blocks.head.loss import forward_in_chunks, kept_gradients
 from windlass.blocks.head.module import OutputHead
+from windlass.blocks.initial_values import local_tensor
 
 
 def parallelize(head: OutputHead, tensor_mesh: DeviceMesh, *, chunk: int, z_loss: float) -> None:
@@ -33,7 +34,7 @@ def full_sequence(hidden: Tensor) -> Tensor:
 
 def parallel_logits(hidden: Tensor, weight: Tensor, *, mesh: DeviceMesh) -> Tensor:
     """Full logits on each rank, for evaluation."""
-    part = F.linear(full_sequence(hidden), weight.to_local())
+    part = F.linear(full_sequence(hidden), local_tensor(weight))
     return DTensor.from_local(part, mesh, [Shard(part.ndim - 1)], run_check=False).full_tensor()
 
 
@@ -42,9 +43,10 @@ def parallel_loss(
 ) -> Tensor:
     """Like `chunked_loss`, where each rank holds some rows of the head."""
     hidden = full_sequence(hidden).flatten(0, -2)
-    part = weight.to_local()
+    part = local_tensor(weight)
     start = first_row(weight, mesh)
-    out: Tensor = ParallelLoss.apply(hidden, part, targets.flatten(), (start, vocab), chunk, z_loss, mesh.get_group())
+    arguments = (hidden, part, targets.flatten(), (start, vocab), chunk, z_loss, mesh.get_group())
+    out: Tensor = cast(Any, ParallelLoss).apply(*arguments)
     return out
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,10 @@ from windlass.blocks.norm.spec import NormSpec
 
 
 class RmsNorm(nn.Module):
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor) -> Tensor: ...
+
     def __init__(self, spec: NormSpec) -> None:
         super().__init__()
         self.eps = spec.eps

@@ -7,8 +7,9 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from windlass.blocks.base import Block
 from windlass.blocks.context import BlockContext, Table
 from windlass.blocks.initial_values import Filler, fill_xavier
 from windlass.blocks.linear import Linear, project
@@ -99,7 +100,7 @@ def _before(left: Tensor, gamma: Tensor) -> Tensor:
     return (weight @ left.flatten(-2)).view(left.shape)
 
 
-class Retention(nn.Module):
+class Retention(Block):
     prefill_chunk: int | None = 512
     """A long prompt is decoded in chunks, so that memory does not grow with it."""
 
@@ -107,14 +108,12 @@ class Retention(nn.Module):
         super().__init__()
         self.heads, self.chunk = spec.heads, spec.chunk
         self.key_dim, self.value_dim = spec.width // spec.heads, spec.value_width // spec.heads
-        self.table_key = f"retention-{self.heads}-{self.key_dim}"
+        self.table_key: str = f"retention-{self.heads}-{self.key_dim}"
         self.first_head = 0
         """Under tensor parallelism a rank holds some heads only, and each head has its own decay."""
         self.wq, self.wk = Linear(spec.width, spec.width), Linear(spec.width, spec.width)
         self.wv, self.wg = Linear(spec.width, spec.value_width), Linear(spec.width, spec.value_width)
         self.wo = Linear(spec.value_width, spec.width)
-        self.fused = False
-        """One product for queries, keys, values and gate (`StepSpec.fused_projections`)."""
         self.carried: Callable[..., Tensor] | None = None
         """What earlier positions on other ranks add; `parallel.py` sets it under context parallelism."""
 
@@ -151,12 +150,13 @@ class Retention(nn.Module):
         shape = (batch, self.heads, self.key_dim, self.value_dim)
         return torch.zeros(shape, dtype=torch.float32, device=self.wq.weight.device)
 
-    def decode(self, x: Tensor, state: Tensor, places: Tensor, start: int | None, table: Table) -> Tensor:
+    def decode(self, x: Tensor, state: Tensor, places: Tensor, start: int | None, table: Table | None) -> Tensor:
         """The state after the new tokens replaces the one before them; the kernels do not depend on the places."""
         batch, time = x.shape[:2]
         both = torch.stack((self.wq(x), self.wk(x))).view(2, batch, time, -1, self.key_dim)
         q, k = rotate_every_two(both.transpose(2, 3), *angles_at(places, self.key_dim)).float()
         v = self.wv(x).view(batch, time, -1, self.value_dim).transpose(1, 2).float()
+        assert table is not None
         retain = retain_one if time == 1 else retain_from
         out = retain(q, k * self.key_dim**-0.5, v, table[2], state)
         out = self.head_norm(out).to(x.dtype).transpose(1, 2).reshape(batch, time, -1)

@@ -1,7 +1,5 @@
 """AMD GPUs without the AMD SMI package (inside a container): power from the hwmon files of the kernel driver."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from windlass.clusters.here import visible_amd_devices

@@ -4,8 +4,6 @@ The even die of a module carries the counter of both; the odd one answers "not s
 module therefore gets the energy of the whole module, and the note says so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from typing import Any

@@ -62,9 +62,6 @@ class Sensor:
     def close(self) -> None: ...
 
 
-FileSensor = Sensor  # the name in older extensions
-
-
 def read_text(path: Path) -> str:
     """The stripped content of a driver's file; empty where it cannot be read."""
     try:

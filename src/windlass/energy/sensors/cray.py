@@ -3,8 +3,6 @@
 Switches, cooling and cabinet conversion are not included. The accelerators are part of the node's figure.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Grace-Hopper nodes: ACPI power meters of each socket's module (GPU and CPU together) and of its CPU."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Power by the data sheet, a fallback where nothing can be read. Everything it reports is labelled "modelled"."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """NVIDIA GPUs: the driver's total-energy counter (millijoules, Volta and later), else its power reading."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Callable

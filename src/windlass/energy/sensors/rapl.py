@@ -1,7 +1,5 @@
 """CPUs: RAPL counters of packages and DRAM (microjoules, wrapping); since 2020 mostly readable by root only."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from windlass.energy.measure import Scope

@@ -43,7 +43,7 @@ def assemble(
     check_supported(recipe, world.layout)
     stage, notes = STAGES[world.layout.shard], list[str]()
     for block in model.blocks():
-        if hasattr(block, "core"):
+        if block.core is not None:
             block.core = attention_core(step.attention)
     set_loss(model, recipe, step, world, notes)
     set_recompute(model, step, notes)

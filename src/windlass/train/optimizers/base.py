@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from windlass.blocks.initial_values import generator_of
+from windlass.blocks.initial_values import generator_of, local_tensor
 from windlass.config import OptimConfig
 from windlass.models.decoder import DecoderModel
 from windlass.registry import OPTIMIZERS, import_target
@@ -26,11 +26,6 @@ from windlass.train.optimizers.spec import OptimizerSpec
 Tensors = list[Tensor]
 Rule = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
 """See `Optimizer.rule`."""
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; a plain tensor itself."""
-    return cast(Any, tensor).to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def decays(name: str, parameter: Tensor, undecayed: Collection[str] = DecoderModel.undecayed) -> bool:
@@ -62,7 +57,7 @@ class ParameterState:
     def add_gradient(self, parameter: Tensor) -> None:
         """Hook of `parameter`: move its bf16 gradient into the fp32 sum as soon as it is complete."""
         if self.main_grad is not None and parameter.grad is not None:
-            local(self.main_grad).add_(local(parameter.grad))
+            local_tensor(self.main_grad).add_(local_tensor(parameter.grad))
             parameter.grad = None
 
 
@@ -96,7 +91,7 @@ class Optimizer:
             )
             for name, parameter in named
         ]
-        device = torch.device("cpu") if offload or not self.slots else local(self.slots[0].parameter).device
+        device = torch.device("cpu") if offload or not self.slots else local_tensor(self.slots[0].parameter).device
         self.count = torch.zeros((), dtype=torch.float32, device=device)
         """Steps that changed weights; on the device, because only the device knows whether a step was skipped."""
         self.calls = 0
@@ -141,7 +136,7 @@ class Optimizer:
     def zero_grad(self) -> None:
         for slot in self.slots:
             slot.parameter.grad = None
-        sums = [local(slot.main_grad) for slot in self.slots if slot.main_grad is not None]
+        sums = [local_tensor(slot.main_grad) for slot in self.slots if slot.main_grad is not None]
         if sums:
             torch._foreach_zero_(sums)
 
@@ -153,7 +148,7 @@ class Optimizer:
         """Copy the master weights into the parameters, after a checkpoint was read into them."""
         for slot in self.slots:
             if slot.master is not None:
-                local(slot.parameter).copy_(local(slot.master))
+                local_tensor(slot.parameter).copy_(local_tensor(slot.master))
         self.calls = int(self.count)
 
     @torch.no_grad()
@@ -161,12 +156,12 @@ class Optimizer:
         """Copy the parameters into the master weights, after they were initialised or loaded."""
         for slot in self.slots:
             if slot.master is not None:
-                local(slot.master).copy_(local(slot.parameter))
+                local_tensor(slot.master).copy_(local_tensor(slot.parameter))
 
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor | float = 1.0, good: Tensor | None = None) -> None:
         """Update with gradients x `scale`; where `good` is false nothing changes."""
-        slots = [slot for slot in self.slots if slot.gradient is not None and local(slot.weights).numel()]
+        slots = [slot for slot in self.slots if slot.gradient is not None and local_tensor(slot.weights).numel()]
         device = self.count.device
         if device.type == "cpu":
             if good is None or bool(good):
@@ -183,19 +178,19 @@ class Optimizer:
 
     def step_host(self, slots: list[ParameterState], lr: float, scale: float) -> None:
         fp32: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
-        weights = [local(slot.weights).to(**fp32) for slot in slots]
-        gradients = [local(gradient).to(**fp32) for slot in slots if (gradient := slot.gradient) is not None]
+        weights = [local_tensor(slot.weights).to(**fp32) for slot in slots]
+        gradients = [local_tensor(gradient).to(**fp32) for slot in slots if (gradient := slot.gradient) is not None]
         if scale != 1.0:
             gradients = list(torch._foreach_mul(gradients, scale))
-        moments = [[local(slot.moments[name]).to(torch.float32) for slot in slots] for name in self.moment_names]
+        moments = [[local_tensor(slot.moments[name]).to(torch.float32) for slot in slots] for name in self.moment_names]
         self.update_lists(weights, gradients, moments, [slot.decay for slot in slots], lr)
         for index, slot in enumerate(slots):
             for name, values in zip(self.moment_names, moments, strict=True):
-                self._store(slot, name, local(slot.moments[name]), values[index])
+                self._store(slot, name, local_tensor(slot.moments[name]), values[index])
             # bf16 weights without a master copy are rounded stochastically, so that small updates survive on average.
-            self._store(slot, "weights", local(slot.weights), weights[index])
+            self._store(slot, "weights", local_tensor(slot.weights), weights[index])
             if slot.master is not None:
-                local(slot.parameter).copy_(weights[index])
+                local_tensor(slot.parameter).copy_(weights[index])
 
     def _store(self, slot: ParameterState, kind: str, target: Tensor, value: Tensor) -> None:
         """Rounding is seeded by step and name alone: copies on other ranks and resumed runs round alike."""
@@ -209,10 +204,10 @@ class Optimizer:
         numbers, update = self.numbers(lr, scale), compiled_update(self.rule)
         for slot in slots:
             update(
-                local(slot.weights).view(-1),
-                local(slot.parameter).view(-1) if slot.master is not None else None,
-                local(cast(Tensor, slot.gradient)).view(-1),
-                tuple(local(slot.moments[name]).view(-1) for name in self.moment_names),
+                local_tensor(slot.weights).view(-1),
+                local_tensor(slot.parameter).view(-1) if slot.master is not None else None,
+                local_tensor(cast(Tensor, slot.gradient)).view(-1),
+                tuple(local_tensor(slot.moments[name]).view(-1) for name in self.moment_names),
                 numbers,
                 good,
                 slot.decay,
@@ -225,7 +220,7 @@ class Optimizer:
 
         Ranks must round copies alike, but their generators differ after a restart on another number of ranks.
         """
-        dtypes = {local(slot.weights).dtype for slot in self.slots}
+        dtypes = {local_tensor(slot.weights).dtype for slot in self.slots}
         if self.config.moments != "bf16" and torch.bfloat16 not in dtypes:
             yield
             return

@@ -1,0 +1,52 @@
+"""The torch side of a block: what the decoder, the engine and text generation call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.blocks.context import BlockContext, Table
+from windlass.blocks.initial_values import Filler, residual_filler
+
+
+class Block(nn.Module):
+    """One residual branch. A block's `module.py` names its class as `BLOCK`; the class takes the block's spec.
+
+    The defaults serve a block that treats each position alone. One that mixes positions overrides the decoding methods.
+    """
+
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor, context: BlockContext) -> Tensor: ...
+
+    table_key: str | None = None
+    """Blocks with the same key share one table of positions; None: it needs none."""
+    core: Callable[..., Tensor] | None = None
+    """Attention kernel, which the engine and `parallel.py` may replace; None: the block has none."""
+    fused = False
+    """Products of the same input run as one (`StepSpec.fused_projections`)."""
+    prefill_chunk: int | None = None
+    """Tokens of a prompt that are decoded at once; None: all of them."""
+
+    def make_table(self, start: int, end: int, device: torch.device) -> Table:
+        """Constants of positions start..end (rotary angles, decays)."""
+        raise NotImplementedError
+
+    def filler(self, name: str, std: float, num_layers: int) -> Filler:
+        """Initial values of the parameter `name` of this block."""
+        return residual_filler(False, std, num_layers)
+
+    def new_state(self, batch: int, limit: int) -> Any:
+        """What decoding carries from token to token, for at most `limit` tokens; None: nothing."""
+        return None
+
+    def decode(self, x: Tensor, state: Any, places: Tensor, start: int | None, table: Table | None) -> Tensor:
+        """New tokens at `places`, which begin at `start`; None: one token, by kernels that do not depend on the place."""
+        return self(x, BlockContext({}))
+
+    def state_bytes(self, state: Any, position: int) -> int:
+        """Memory of the state after `position` tokens."""
+        return 0

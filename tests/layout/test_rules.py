@@ -1,0 +1,205 @@
+"""Every rule by its code, its numbers and the nearest valid value."""
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windlass.config import LayoutConfig, Recipe
+from windlass.errors import ConfigError
+from windlass.layout import rules
+from windlass.layout.resolve import JobSize, complete_layout
+from windlass.layout.rules import Violation, check_layout, check_step, divisors, nearest, not_ranked, violations
+from windlass.layout.types import Layout
+from windlass.models.presets import model_spec
+from windlass.models.spec import ModelSpec
+
+# recipe tables, [layout] table, JobSize, code, numbers in the message, nearest value
+INVALID: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, tuple[str, ...], str]] = [
+    ({}, {"tensor": 8}, {}, "layout.tensor-not-divisible", ("8", "12", "model.heads"), "4"),
+    ({"model": {"kv_heads": 2}}, {"tensor": 4}, {}, "layout.tensor-not-divisible", ("4", "2", "kv_heads"), "2"),
+    ({"model": {"ffn": 2050}}, {"tensor": 4}, {}, "layout.tensor-not-divisible", ("4", "2,050", "ffn"), "2"),
+    ({}, {"pipeline": 16}, {"devices": 16}, "layout.too-many-stages", ("12", "16"), "12"),
+    (
+        {},
+        {"pipeline": 8, "schedule": "interleaved"},
+        {},
+        "layout.too-many-stages",
+        ("12", "16"),
+        "6",
+    ),
+    ({}, {"context": 3}, {"devices": 3}, "layout.context-not-divisible", ("3", "2,048"), "2 or 4"),
+    ({"data": {"seq_len": 2050}}, {"tensor": 4}, {}, "layout.sequence-not-divisible", ("4", "2,050"), "2"),
+    ({}, {"pipeline": 12}, {}, "layout.too-few-devices", ("12", "8 devices"), "12 devices (3 nodes)"),
+    ({}, {"pipeline": 3}, {}, "layout.devices-not-divisible", ("3", "8"), "2 or 4"),
+    # 128 sequences over 8 replicas x 3: a unit is 24 sequences; 5 x 24 = 120 and 6 x 24 = 144 sequences of 2,048 tokens.
+    ({}, {"micro_batch": 3}, {}, "layout.batch-not-divisible", ("262,144", "49,152", "8 replicas"), "245,760 or 294,912"),
+    ({}, {"micro_batch": 32}, {}, "layout.batch-not-divisible", ("262,144", "524,288"), "524,288"),
+    ({}, {"pipeline": 4, "micro_batch": 64}, {}, "layout.pipeline-not-filled", ("1", "4"), "pipeline 1"),
+    (
+        {},
+        {"pipeline": 4, "schedule": "interleaved", "micro_batch": 2},
+        {"sequences": 20},
+        "layout.interleaved-not-divisible",
+        ("5", "4"),
+        "4 micro-batches",
+    ),
+    ({}, {"shard": "hybrid", "shard_size": 3}, {}, "layout.shard-size-not-divisible", ("3", "8"), "2 or 4"),
+    ({"train": {"engine": "deepspeed"}}, {"tensor": 2}, {}, "layout.axis-unsupported", ("2", "deepspeed"), "1"),
+    ({"train": {"engine": "deepspeed"}}, {"shard": "hybrid"}, {}, "layout.hybrid-unsupported", ("hybrid",), "zero2"),
+    ({}, {"offload": "parameters"}, {"devices": 1}, "layout.offload-needs-processes", ("parameters",), "optimizer"),
+]  # fmt: skip
+
+NOT_RANKED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, tuple[str, ...], str]] = [
+    ({}, {"tensor": 4}, {"devices_per_node": 2}, "layout.tensor-across-nodes", ("4", "2 devices"), "2"),
+    ({"model": {"family": "retnet"}}, {"context": 2}, {}, "layout.context-not-priced", ("2",), "1"),
+    ({}, {"shard": "full", "tensor": 4}, {"devices": 4}, "layout.shard-without-replicas", ("full",), "none"),
+    ({}, {"shard": "hybrid", "shard_size": 1}, {}, "layout.hybrid-divides-nothing", ("1",), "none"),
+    ({}, {"shard": "zero2", "pipeline": 2}, {}, "layout.shard-with-pipeline", ("zero2",), "zero1"),
+    ({}, {"shard": "hybrid", "pipeline": 2}, {}, "layout.shard-with-pipeline", ("hybrid",), "zero1"),
+    ({}, {"offload": "optimizer"}, {}, "layout.offload-needs-sharding", ("optimizer",), "full or hybrid"),
+]  # fmt: skip
+
+
+def case(recipe: Recipe, wish: dict[str, Any], size: dict[str, Any]) -> tuple[ModelSpec, Layout, JobSize]:
+    sizes = {"devices": 8, "devices_per_node": 4, "seq_len": recipe.data.seq_len, "sequences": 128, **size}
+    job = JobSize(**sizes)
+    return model_spec(recipe.model), complete_layout(LayoutConfig.model_validate(wish), job), job
+
+
+def check_case(problems: list[Violation], code: str, numbers: tuple[str, ...], expected: str) -> None:
+    problem = next(p for p in problems if p.code == code)
+    assert all(number in problem.message for number in numbers), problem.message
+    assert expected in problem.nearest, problem.nearest
+
+
+@pytest.mark.parametrize(
+    "tables, wish, size, code, numbers, expected", INVALID, ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_invalid_layout(
+    recipe: Callable[..., Recipe],
+    tables: dict[str, Any],
+    wish: dict[str, Any],
+    size: dict[str, Any],
+    code: str,
+    numbers: tuple[str, ...],
+    expected: str,
+) -> None:
+    made = recipe(**tables)
+    model, layout, job = case(made, wish, size)
+    check_case(violations(model, layout, job, made.train.engine), code, numbers, expected)
+
+
+@pytest.mark.parametrize(
+    "tables, wish, size, code, numbers, expected", NOT_RANKED, ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_layout_that_runs_but_is_not_proposed(
+    recipe: Callable[..., Recipe],
+    tables: dict[str, Any],
+    wish: dict[str, Any],
+    size: dict[str, Any],
+    code: str,
+    numbers: tuple[str, ...],
+    expected: str,
+) -> None:
+    made = recipe(**tables)
+    model, layout, job = case(made, wish, size)
+    assert code not in {p.code for p in violations(model, layout, job, made.train.engine)}
+    check_case(not_ranked(model, layout, job, made.train.engine), code, numbers, expected)
+
+
+def test_offload_that_overflows_the_host(recipe: Callable[..., Recipe]) -> None:
+    made = recipe()
+    model, layout, job = case(made, {"shard": "full", "offload": "optimizer"}, {})
+    # 8 bytes a parameter, an eighth of them on each of the node's four devices.
+    need = 8 * model.params.stored / 8 * 4
+    problems = not_ranked(model, layout, job, host_memory_bytes=need / 2)
+    check_case(problems, "layout.host-memory-too-small", (f"{need / 2**30:,.0f} GiB",), "4 nodes")
+    assert not_ranked(model, layout, job, host_memory_bytes=need) == []
+    assert not_ranked(model, layout, job, moments="bf16", host_memory_bytes=need / 2) == []
+
+
+def test_a_hugging_face_model_is_not_divided(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_hidden_layers": 4, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "intermediate_size": 640, **sizes}))
+    made = recipe(model={"family": "hf", "config": str(tmp_path)})
+    for axis in ("tensor", "pipeline", "context"):
+        model, layout, job = case(made, {axis: 2}, {})
+        check_case(violations(model, layout, job), "layout.axis-unsupported", (axis, "2"), "1")
+        assert not_ranked(model, layout, job) == []
+    model, layout, job = case(made, {"shard": "full"}, {})
+    assert violations(model, layout, job) == []
+
+
+def test_all_codes_of_the_rules_are_provoked_here() -> None:
+    codes = set(re.findall(r'"(layout\.[a-z-]+)"', inspect.getsource(rules)))
+    provoked = {row[3] for row in INVALID + NOT_RANKED} | {"layout.host-memory-too-small"}
+    assert codes - provoked == set()
+    assert "layout.{axis}-not-divisible" in inspect.getsource(rules)  # tensor and context of it are in the table
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"micro_batch": 4},
+        {"pipeline": 8},  # uneven: 12 layers in 8 stages
+        {"pipeline": 2, "schedule": "interleaved", "micro_batch": 4, "pipeline_chunks": 5},
+        {"pipeline": 2, "schedule": "zbv"},
+        {"shard": "hybrid"},
+        {"tensor": 2, "context": 2, "shard": "full"},
+    ],
+    ids=str,
+)
+def test_valid_layouts_have_no_violation(recipe: Callable[..., Recipe], wish: dict[str, Any]) -> None:
+    model, layout, job = case(recipe(), wish, {})
+    assert violations(model, layout, job) == []
+    check_layout(model, layout, job)
+
+
+def test_device_trouble_is_not_repeated_by_the_batch_rules(recipe: Callable[..., Recipe]) -> None:
+    model, layout, job = case(recipe(), {"pipeline": 3, "micro_batch": 3}, {})
+    assert [p.code for p in violations(model, layout, job)] == ["layout.devices-not-divisible"]
+
+
+def test_check_layout_raises_all_violations_with_the_first_code(recipe: Callable[..., Recipe]) -> None:
+    model, layout, job = case(recipe(), {"tensor": 8, "micro_batch": 3}, {})
+    with pytest.raises(ConfigError) as error:
+        check_layout(model, layout, job)
+    assert error.value.code == "layout.tensor-not-divisible"
+    assert "12" in error.value.message and "micro_batch 3" in error.value.message
+    assert "nearest valid: 4" in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("tables", "code"),
+    [
+        ({"model": {"family": "retnet"}, "data": {"mask_documents": True}}, "model.no-document-mask"),
+        ({"model": {"family": "hf"}, "data": {"mask_documents": True}}, "model.no-document-mask"),
+        ({"model": {"family": "hf"}, "train": {"loss": "chunked"}}, "model.setting-needs-own-blocks"),
+        ({"model": {"family": "hf"}, "train": {"precision": "fp8"}}, "model.setting-needs-own-blocks"),
+        ({"model": {"family": "hf"}, "train": {"fuse": True}}, "model.setting-needs-own-blocks"),
+        ({"model": {"family": "hf"}, "train": {"attention": "flash3"}}, "model.setting-needs-own-blocks"),
+    ],
+)
+def test_settings_that_a_models_blocks_do_not_have(
+    recipe: Callable[..., Recipe], tmp_path: Path, tables: dict[str, Any], code: str
+) -> None:
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_hidden_layers": 4, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    if tables["model"]["family"] == "hf":
+        tables = {**tables, "model": {"family": "hf", "config": str(tmp_path)}}
+    made = recipe(**tables)
+    with pytest.raises(ConfigError) as error:
+        check_step(made, model_spec(made.model))
+    assert error.value.code == code
+
+
+def test_nearest_and_divisors() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert nearest(5, [1, 2, 4, 8]) == "4 or 8"
+    assert nearest(9, [1, 2]) == "2"
+    assert nearest(3, []) == "none"
