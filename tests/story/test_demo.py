@@ -41,7 +41,7 @@ def test_the_whole_story(tmp_path):
     assert str((run / "report.html").resolve()) in done.stdout.replace("\n", "")
     assert "killed on purpose" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
-    assert "fault in windlass" not in done.stderr
+    assert "bug in windlass" not in done.stderr
     assert list(read_json_lines(run / "eval.jsonl"))
     # what it leaves is what recipes/tiny_cpu.toml trains on
     listing = subprocess.run(
