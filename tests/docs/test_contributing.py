@@ -212,7 +212,7 @@ def test_the_command(tmp_path: Path) -> None:
 
     app = typer.Typer()
     app.callback()(lambda: None)
-    names_in(example("A command", "python"))["register"](app)
+    app.command("age")(names_in(example("A command", "python"))["age"])
     with pytest.raises(RunError) as caught:
         CliRunner().invoke(app, ["age", str(tmp_path)], catch_exceptions=False)
     assert caught.value.code == "runs.no-metrics"

@@ -11,10 +11,6 @@ if TYPE_CHECKING:
     from windlass.runs.folder import Run
 
 
-def register(app: typer.Typer) -> None:
-    app.command("resume")(resume)
-
-
 def resume(
     run: Annotated[Path, typer.Argument(help="Run folder, or its name in runs/.")],
     overrides: Annotated[

@@ -12,10 +12,6 @@ if TYPE_CHECKING:
     from windlass.runs.folder import Run
 
 
-def register(app: typer.Typer) -> None:
-    app.command("train")(train)
-
-
 def train(
     recipe: Annotated[Path, typer.Argument(help="Recipe file.")],
     overrides: Annotated[
