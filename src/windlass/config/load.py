@@ -254,9 +254,8 @@ def check(recipe: Recipe) -> None:
 
 def _model_problems(model: ModelConfig) -> Iterator[str]:
     heads, width = model.heads, model.width
-    if model.family == "hf":
-        if model.config is None:
-            yield 'model.config: needed when model.family = "hf" (a folder with config.json)'
+    if model.family == "hf" and model.config is None:
+        yield 'model.config: needed when model.family = "hf" (a folder with config.json)'
     if model.family == "hf" or model.family not in PRESETS.builtin:  # families of other packages check their own keys
         return
     for key in ("layers", "width", "heads", "vocab", "ffn"):
