@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any
 
 # In place of this folder, whose files have names of the standard library.
-sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:1] = [str(ROOT / "src"), str(ROOT)]
 
 import torch  # noqa: E402
+from benchmarks.one_process import open_training  # noqa: E402
 
-from windlass.clusters.scheduler import Place  # noqa: E402
 from windlass.config import Recipe  # noqa: E402
-from windlass.models import build  # noqa: E402
+from windlass.models.build import build_model  # noqa: E402
 from windlass.runs import manifest  # noqa: E402
-from windlass.runs.folder import Run  # noqa: E402
 from windlass.train import loop  # noqa: E402
 from windlass.train.metrics import Recorder  # noqa: E402
 
@@ -51,7 +51,7 @@ def recipe(shape: str, steps: int) -> Recipe:
 
 def bare(value: Recipe) -> Callable[[torch.Tensor], float]:
     """The loop everybody writes first."""
-    model = build(value.model, seq_len=value.data.seq_len)
+    model = build_model(value.model, seq_len=value.data.seq_len)
     model.init_weights(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
 
@@ -69,17 +69,16 @@ def bare(value: Recipe) -> Callable[[torch.Tensor], float]:
 
 def ours(value: Recipe, folder: Path) -> tuple[Callable[[], torch.Tensor], Callable[[], None]]:
     """One step as `windlass train` does it, returning its batch; and how to end."""
-    run = Run(folder)
-    job = loop.build(value, run, Place(0, 1, 0, 1, 0, 1, None, None, "single"), [], lambda text: None, announced=False)
+    training = open_training(value, folder)
     recorder = Recorder()
-    recorder.on_start(job)
-    batches = loop.open_batches(job)
+    recorder.on_start(training)
+    batches = loop.open_batches(training)
 
     def step() -> torch.Tensor:
         tokens, documents = next(batches)
-        result = job.stepper.step(tokens, documents, 3e-4)
-        loop.advance(job)
-        recorder.on_step_end(job, result)
+        result = training.stepper.step(tokens, documents, 3e-4)
+        training.progress.advance(training.plan)
+        recorder.on_step_end(training, result)
         return tokens
 
     return step, batches.close
@@ -126,7 +125,7 @@ def table(found: dict[str, Any]) -> str:
     for shape, rows in found["rows"].items():
         mine, other, ratios = ([r[k] for r in rows] for k in ("windlass", "bare", "ratio"))
         config = recipe(shape, 1).model
-        size = sum(p.numel() for p in build(config, seq_len=8).parameters()) / 1e6
+        size = sum(p.numel() for p in build_model(config, seq_len=8).parameters()) / 1e6
         lines.append(
             f"| {config.layers} x {config.width}, vocab {config.vocab} | {size:.1f} M | {statistics.median(mine):.1f} | {statistics.median(other):.1f} "
             f"| {found['ratio'][shape]:.3f} | {min(ratios):.3f} | {max(ratios):.3f} |"

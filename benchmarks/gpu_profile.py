@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 WARM, STEPS = 6, 3
 LIMIT_BYTES = 1_500_000
@@ -66,7 +66,8 @@ def recipe_of(name: str, tiny: bool) -> Any:
 
 def capture(name: str, folder: Path, tiny: bool) -> None:
     """One run in this process."""
-    from windlass.clusters.scheduler import Place
+    from benchmarks.one_process import ONE_PROCESS, start_of
+
     from windlass.files import write_json
     from windlass.runs.folder import Run
     from windlass.train import loop
@@ -77,8 +78,7 @@ def capture(name: str, folder: Path, tiny: bool) -> None:
     for path in (run.path, run.ranks, run.checkpoints, run.logs):
         path.mkdir(parents=True, exist_ok=True)
     write_json(run.config_file, recipe.model_dump(mode="json"))
-    where = Place(0, 1, 0, 1, 0, 1, None, None, "single")
-    code = loop.run(recipe, run, where=where, hooks=[Profiler()], say=print)
+    code = loop.run(recipe, run, start_of(recipe), ONE_PROCESS, [Profiler()], print)
     if code:
         sys.exit(code)
 

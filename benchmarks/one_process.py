@@ -1,4 +1,4 @@
-"""A training in this process, built as `windlass train` builds it, for benchmarks that time bare steps."""
+"""A training (in this process, or this rank's part of it) built as `windlass train` builds it, for benchmarks that time bare steps."""
 
 from __future__ import annotations
 
@@ -24,20 +24,23 @@ from windlass.train.training import Say, Training
 ONE_PROCESS = Place(0, 1, 0, 1, 0, 1, None, None, "single")
 
 
-def start_of(recipe: Recipe) -> Start:
-    """The recipe's layout and step on one device of this machine."""
+def start_of(recipe: Recipe, place: Place = ONE_PROCESS) -> Start:
+    """The recipe's layout and step on the devices of this machine."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, size = model_spec(recipe.model), job_size(recipe, 1, 1)
+    devices, per_node = place.world_size, place.local_world_size
+    model, size = model_spec(recipe.model), job_size(recipe, devices, per_node)
     layout = complete_layout(recipe.layout or LayoutConfig(), size)
     check_layout(model, layout, size, recipe.train.engine)
     step = resolve_step(recipe, model, layout, gpu=device == "cuda")
-    return Start(job="benchmark", layout=layout, step=step, device=device, devices=1, devices_per_node=1)
+    return Start(job="benchmark", layout=layout, step=step, device=device, devices=devices, devices_per_node=per_node)
 
 
-def open_training(recipe: Recipe, folder: Path | None = None, say: Say = lambda line: None) -> Training:
+def open_training(
+    recipe: Recipe, folder: Path | None = None, say: Say = lambda line: None, place: Place = ONE_PROCESS
+) -> Training:
     """Model, optimizer and data of a recipe; `folder` is an empty one under the temporary folder where none is named."""
     path = folder or Path(tempfile.mkdtemp(prefix="windlass-benchmark-"))
-    return loop.build(recipe, Run(path), start_of(recipe), ONE_PROCESS, say=say)
+    return loop.build(recipe, Run(path), start_of(recipe, place), place, say=say)
 
 
 @contextlib.contextmanager

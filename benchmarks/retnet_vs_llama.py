@@ -29,7 +29,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 # In place of this folder, whose files have names of the standard library.
-sys.path[0] = str(ROOT / "src")
+sys.path[:1] = [str(ROOT / "src"), str(ROOT)]
 
 RECIPE = ROOT / "recipes" / "retnet_300m_lumi.toml"
 # 4 x 1024^2 of attention and 3 x 1024 x 3392 of feed-forward: 14.6 M parameters a layer, where the RetNet has 14.7 M.
@@ -154,28 +154,33 @@ def train(
 ) -> tuple[Any, dict[str, Any]]:
     """By the loop of `windlass train`; what it wrote into its run folder is what is reported."""
     import torch
-    from windlass.train.attention import attention_backend
+    from benchmarks.one_process import open_training
 
-    from windlass.clusters.scheduler import Place
+    from windlass.blocks.attention.kernels import attention_kernel
     from windlass.runs.events import Evaluated
     from windlass.runs.folder import Run
     from windlass.train import loop
+    from windlass.train.checkpointing import Checkpointing
+    from windlass.train.metrics import Recorder
+    from windlass.train.signals import StopFlag
 
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     run = Run(folder)
     run.checkpoints.mkdir(parents=True)
-    alone = Place(0, 1, 0, 1, 0, 1, None, None, "single")
-    job = loop.build(recipe_of(name, shape, store, asked), run, alone, [], print)
-    with attention_backend(job.recipe.train.attention, job.world.device):
-        loop.train(job)
+    recipe, recorder = recipe_of(name, shape, store, asked), Recorder()
+    job = open_training(recipe, folder, print)
+    checkpoints = Checkpointing(job, recorder, StopFlag(run, recipe.save, rank=0, world_size=1))
+    loop.announce(job, checkpoints, None)
+    with attention_kernel(recipe.train.attention, job.world.device):
+        loop.train(job, checkpoints, [recorder])
     lines = [m.as_dict() for m in run.metrics_lines()]
     return job, {
         "parameters": sum(p.numel() for p in job.parts.modules[0].parameters()), "losses": [line["loss"] for line in lines],
         "final_loss": statistics.mean(line["loss"] for line in lines[-max(1, len(lines) // 20) :]),
         "validation": [{"step": e.step, "loss": e.val_loss} for e in run.events(Evaluated)],
-        "validation_loss": job.val_loss, **steady(lines),
+        "validation_loss": checkpoints.validation.overall.loss if checkpoints.validation else None, **steady(lines),
         "memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
     }  # fmt: skip
 
@@ -207,7 +212,7 @@ def evaluate(job: Any, store: Path, device: Any) -> tuple[Any, dict[str, Any]]:
     from windlass.data.tokenizer import load_tokenizer
     from windlass.evaluate import perplexity
     from windlass.evaluate.open_model import OpenModel
-    from windlass.models import build
+    from windlass.models.build import build_model
 
     forward = forward_rate(job)
     torch._dynamo.reset()
@@ -215,14 +220,14 @@ def evaluate(job: Any, store: Path, device: Any) -> tuple[Any, dict[str, Any]]:
     words = load_tokenizer(held.tokenizer_file, eos=held.eos)
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
     with torch.device("meta"):
-        model = build(job.recipe.model, seq_len=job.recipe.data.seq_len)
+        model = build_model(job.recipe.model, seq_len=job.recipe.data.seq_len)
     model = model.to(kind).to_empty(device=device)
     model.load_state_dict({k: v.detach().to(kind) for k, v in job.parts.modules[0].state_dict().items()})
     model.prepare(device)
     source = ModelSource(job.run, job.recipe, store)
     opened = OpenModel(model.eval().requires_grad_(False), source, job.step, job.tokens, device, kind)
     passes = [
-        perplexity.evaluate_text(opened, held, words, batch=job.geometry.micro_batch, compiles=device.type == "cuda")
+        perplexity.evaluate_text(opened, held, words, batch=job.plan.layout.micro_batch, compiles=device.type == "cuda")
         for _ in range(4)
     ]
     rate = max(done.tokens_per_second or 0.0 for done in passes)
@@ -239,15 +244,16 @@ def evaluate(job: Any, store: Path, device: Any) -> tuple[Any, dict[str, Any]]:
 def forward_rate(job: Any, passes: int = 8) -> float:
     """Tokens per second of the compiled training model without gradients, as validation in the loop runs it; the best of some passes."""
     import torch
-    from windlass.train.attention import attention_backend
+
+    from windlass.blocks.attention.kernels import attention_kernel
 
     wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
-    tokens, seconds = job.geometry.micro_batch * job.recipe.data.seq_len, []
-    with torch.no_grad(), attention_backend(job.recipe.train.attention, job.world.device):
+    tokens, seconds = job.plan.layout.micro_batch * job.recipe.data.seq_len, []
+    with torch.no_grad(), attention_kernel(job.recipe.train.attention, job.world.device):
         for _ in range(2 + passes):
             wait()
             began = time.perf_counter()
-            job.validator._batch(job.validator.held[0].indexes[: job.validator._width()])
+            job.validator._batch(job.validator.held[0].indexes[: job.validator._batch_size])
             wait()
             seconds.append(time.perf_counter() - began)
     return float(tokens / min(seconds[2:]))
@@ -294,14 +300,14 @@ def decode_only(asked: argparse.Namespace, store: Path, device: Any) -> dict[str
     """Decoding again, of models with random weights (its cost is the same), put into the results that are there."""
     import torch
 
-    from windlass.models import build
+    from windlass.models.build import build_model
 
     found: dict[str, Any] = json.loads((asked.source / f"{asked.name}.json").read_text(encoding="utf-8"))
     found["decode"], found["decode_about"] = {}, about(device, asked)
     for name, shape in shapes(asked).items():
         recipe = recipe_of(name, shape, store, asked)
         with torch.device("meta"):
-            model = build(recipe.model, seq_len=asked.seq)
+            model = build_model(recipe.model, seq_len=asked.seq)
         model = model.to(torch.bfloat16 if device.type == "cuda" else torch.float32).to_empty(device=device)
         model.init_weights(0)
         model.prepare(device)

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 # In place of this folder, whose files have names of the standard library.
-sys.path[0] = str(Path(__file__).resolve().parents[1] / "src")
+TOP = Path(__file__).resolve().parents[1]
+sys.path[:1] = [str(TOP / "src"), str(TOP)]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Freed blocks go back to the system at once, so that a later peak is not hidden in an earlier one's room.
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
@@ -34,15 +35,13 @@ import torch.distributed as dist  # noqa: E402
 import torch.distributed._composable.fsdp  # noqa: E402
 import torch.distributed.tensor.parallel  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
+from benchmarks.one_process import open_training, stepping  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from windlass.clusters.scheduler import Place  # noqa: E402
 from windlass.config import Recipe  # noqa: E402
-from windlass.models import build  # noqa: E402
-from windlass.runs.folder import Run  # noqa: E402
-from windlass.train import loop  # noqa: E402
+from windlass.models.build import build_model  # noqa: E402
 
-TOP = Path(__file__).resolve().parents[1]
 SMALL_BUCKET, BUCKET = 1e-6, 4.0
 """MiB of a bucket: none (each parameter by itself), and a fifth of the model's gradients."""
 
@@ -82,10 +81,6 @@ def spawn(function: Callable[..., Any], world: int, *args: Any) -> Any:
 def here() -> Place:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return Place(rank, world, rank, world, 0, 1, None, None, "benchmark")
-
-
-def job_of(value: Recipe) -> Any:
-    return loop.build(value, Run(Path("/nonexistent")), here(), [], lambda text: None, announced=False)
 
 
 def fastest(times: list[float]) -> float:
@@ -128,7 +123,7 @@ class Link:
 
 def data_parallel(value: Recipe, kind: str, bits: float | None, steps: int) -> dict[str, Any]:
     """One way to reduce gradients, on torch's own DDP, because its switches are the playbook's."""
-    model = build(value.model, seq_len=value.data.seq_len)
+    model = build_model(value.model, seq_len=value.data.seq_len)
     model.init_weights(0)
     link, tokens = Link(bits), torch.randint(0, value.model.vocab, (value.layout.micro_batch, value.data.seq_len + 1))
     if kind == "naive":
@@ -171,24 +166,21 @@ def timed(step: Callable[[], None], steps: int, reset: Callable[[], None] = lamb
 def engine(value: Recipe, steps: int) -> dict[str, Any]:
     """Whole steps of windlass: time, peak memory above what the process had before, bytes of states, the last loss."""
     before = resident()
-    job = job_of(value)
-    batches, losses = loop.open_batches(job), []
+    training, losses = open_training(value, Path("/nonexistent"), place=here()), []
+    with stepping(training) as next_step:
 
-    def step() -> None:
-        tokens, documents = next(batches)
-        losses.append(job.stepper.step(tokens, documents, 1e-3).values[0].item())
-        loop.advance(job)
+        def step() -> None:
+            losses.append(next_step(1e-3).values[0].item())
 
-    collectives = count_collectives()
-    times = timed(step, steps, collectives.clear)
-    batches.close()
+        collectives = count_collectives()
+        times = timed(step, steps, collectives.clear)
     whole = dist.is_initialized() and value.layout.shard == "none"
     return {
         "step_ms": fastest(times),
         "reductions": len(collectives) // steps if whole else None,
         "sent_mib": sum(collectives) / steps / 2**20 if whole else None,
         "peak_mib": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / 2**20,
-        "states_mib": states(job) / 2**20,
+        "states_mib": states(training) / 2**20,
         "loss": losses[-1],
     }
 
@@ -212,9 +204,9 @@ def count_collectives() -> list[int]:
     return seen
 
 
-def states(job: Any) -> int:
+def states(training: Any) -> int:
     """Bytes of weights and moments that this rank holds."""
-    held = [t for slot in job.optimizer.slots for t in (slot.weights, *slot.moments.values())]
+    held = [t for slot in training.optimizer.slots for t in (slot.weights, *slot.moments.values())]
     return sum((t.to_local() if hasattr(t, "to_local") else t).nbytes for t in held)
 
 

@@ -50,9 +50,9 @@ def planned(recipe: Recipe, cluster: Cluster) -> Planned:
     try:
         plans = plan(recipe, cluster)
         chosen = plans.best if recipe.layout is None else next((p for p in plans.plans if p.from_recipe), None)
-    except PlanError as error:
-        return without(Finding("fit", "refuse", error.message, error.hint, "windlass plan"))
     except WindlassError as error:
+        if isinstance(error, PlanError) or error.code.startswith("layout."):
+            return without(Finding("fit", "refuse", error.message, error.hint, "windlass plan"))
         return without(Finding("fit", "note", f"not planned: {error.message}", error.hint))
     if chosen is None:
         reason = next((r.reason for r in plans.rejected if r.from_recipe), "it is not valid here")
