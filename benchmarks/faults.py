@@ -35,7 +35,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from windlass.train.supervise import LISTEN_HANDLE, find_fault, listen
+from benchmarks.one_process import start_of
 
 from windlass.checkpoint import files, save
 from windlass.checkpoint.load import read_extra
@@ -48,9 +48,12 @@ from windlass.files import append_line_buffered, read_json_lines
 from windlass.runs.faults import exit_code_of
 from windlass.runs.folder import Run, create_run
 from windlass.runs.lock import locked
-from windlass.train import hooks, loop, watchdog
+from windlass.train import checkpointing, hooks, loop, watchdog
 from windlass.train import validate as validation
+from windlass.train.batches import BatchReader
 from windlass.train.step import Stepper
+from windlass.train.supervisor import LISTEN_HANDLE, find_fault
+from windlass.train.training import Progress
 
 Harm = Callable[[int], None]
 """Called in a worker (with its rank) before it trains: it arms the fault."""
@@ -167,7 +170,7 @@ class Workers:
 
 def start(recipe: Recipe, run: Run, world: int, harm: Harm | None = None, logs: Path | None = None) -> Workers:
     """Fork the workers of one start. With `logs` elsewhere the run's own folder is not locked and holds no open file."""
-    meeting, pids = listen(), []
+    meeting, pids = socket.create_server(("127.0.0.1", 0), backlog=1024), []
     os.environ["FAULTS_BEGUN"] = str(time.time())
     for rank in range(world):
         pid = os.fork()
@@ -199,7 +202,8 @@ def _worker(
         if harm is not None:
             harm(rank)
         with locked(run.lock_file) if rank == 0 and logs is None else contextlib.nullcontext():
-            code = loop.run(recipe, run, where=place(), hooks=[Witness()])
+            here = place()
+            code = loop.run(recipe, run, start_of(recipe, here), here, [Witness()])
     except BaseException as error:
         code = exit_code_of(error)
     finally:
@@ -266,7 +270,7 @@ def bad_gradients(positions: range, ranks: tuple[int, ...]) -> Harm:
 
         def poisoned(self: Any, *args: Any) -> Any:
             result = gradients(self, *args)
-            if rank in ranks and current["job"].sequences in positions:
+            if rank in ranks and current["job"].progress.sequences in positions:
                 for slot in self.optimizer.gradients():
                     (slot.to_local() if hasattr(slot, "to_local") else slot).fill_(float("nan"))
             return result
@@ -294,15 +298,16 @@ def stuck_data(batch: int, ranks: tuple[int, ...]) -> Harm:
     """Reading a batch never comes to an end, as on a file server that has gone away."""
 
     def harm(rank: int) -> None:
-        inner = loop.open_batches
+        inner, count = BatchReader.__next__, [0]
 
-        def batches(job: Any) -> Any:
-            for number, item in enumerate(inner(job)):
-                if rank in ranks and number == batch:
-                    time.sleep(3600)
-                yield item
+        def stuck(self: BatchReader) -> Any:
+            item = inner(self)
+            if rank in ranks and count[0] == batch:
+                time.sleep(3600)
+            count[0] += 1
+            return item
 
-        loop.open_batches = batches
+        BatchReader.__next__ = stuck  # type: ignore[method-assign]
 
     return harm
 
@@ -311,13 +316,13 @@ def slow_steps(seconds: float) -> Harm:
     """Steps that take a while, so that a fault from outside finds the run at work; a failed save is tried again soon."""
 
     def harm(rank: int) -> None:
-        inner, save.RETRY_SECONDS = loop.advance, 0.1
+        inner, save.RETRY_SECONDS = Progress.advance, 0.1
 
-        def slow(job: Any) -> None:
+        def slow(self: Progress, plan: Any) -> None:
             time.sleep(seconds)
-            inner(job)
+            inner(self, plan)
 
-        loop.advance = slow
+        Progress.advance = slow  # type: ignore[method-assign]
 
     return harm
 
@@ -563,7 +568,7 @@ def killed_while_restoring(lab: Lab, times: int = 2) -> Row:
     return killed_in(
         lab,
         "SIGKILL while a checkpoint is read",
-        first + [kill_in(loop, "restore", ranks=(i % 2,)) for i in range(times)],
+        first + [kill_in(checkpointing, "restore", ranks=(i % 2,)) for i in range(times)],
     )
 
 
