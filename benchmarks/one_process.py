@@ -7,8 +7,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
-
 from windlass.blocks.attention.kernels import attention_kernel
 from windlass.clusters.scheduler import Place
 from windlass.config import LayoutConfig, Recipe
@@ -18,6 +16,7 @@ from windlass.models.presets import model_spec
 from windlass.runs.folder import Run
 from windlass.runs.starts import Start
 from windlass.train import loop
+from windlass.train.mesh import device_type
 from windlass.train.step import StepResult
 from windlass.train.training import Say, Training
 
@@ -26,7 +25,7 @@ ONE_PROCESS = Place(0, 1, 0, 1, 0, 1, None, None, "single")
 
 def start_of(recipe: Recipe, place: Place = ONE_PROCESS) -> Start:
     """The recipe's layout and step on the devices of this machine."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_type()
     devices, per_node = place.world_size, place.local_world_size
     model, size = model_spec(recipe.model), job_size(recipe, devices, per_node)
     layout = complete_layout(recipe.layout or LayoutConfig(), size)

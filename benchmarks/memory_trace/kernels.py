@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from windlass.config import Recipe
-from windlass.train.parallelize import Parts
+from windlass.layout.types import StepSpec
+from windlass.models.presets import model_spec
+from windlass.train.parallelize import ModelParts
 
 # GPU kernels keep less in memory than the CPU implementations that fake tensors would run.
 
@@ -21,22 +23,17 @@ from windlass.train.parallelize import Parts
 @contextlib.contextmanager
 def device_kernels() -> Iterator[None]:
     """Loss, attention and FP8 products allocate as their GPU kernels do: outputs only, no intermediate copies."""
-    import windlass.models.attention as attention
-    import windlass.models.llama as llama
-    import windlass.models.loss as loss
-
+    import windlass.blocks.attention.kernels as attention
+    import windlass.blocks.head.loss as loss
     import windlass.train.float8 as float8
-    import windlass.train.objectives.next_token as losses
 
     changes: list[tuple[Any, str, Any]] = [
-        (loss, "_terms", lambda device: _loss_kernel), (loss, "add_outer", _add_outer), (losses, "add_outer", _add_outer),
-        (llama, "causal_attention", fused_attention), (attention, "causal_attention", fused_attention),
+        (loss, "_terms", lambda device: _loss_kernel), (loss, "add_outer", _add_outer), (attention, "causal_attention", fused_attention),
         (float8, "choose_backend", lambda wish, device: ("torch", "traced")), (float8, "scaled_product", _scaled_product),
     ]  # fmt: skip
     with contextlib.ExitStack() as stack:
         for where, name, new in changes:
-            if hasattr(where, name):  # not every module imports every name
-                stack.enter_context(mock.patch.object(where, name, new))
+            stack.enter_context(mock.patch.object(where, name, new))
         yield
 
 
@@ -123,13 +120,13 @@ def _norm_kernel(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def _fused_feed_forward(self: Any, x: Tensor) -> Tensor:
-    from windlass.models.linear import together
+def _fused_feed_forward(self: Any, x: Tensor, context: Any) -> Tensor:
+    from windlass.blocks.linear import project
 
     if self.w3 is None:
         hidden = self.w1(x)
         return self.w2(Fused.apply(hidden.detach(), hidden))
-    gate, up = together(x, (self.w1, self.w3)) if self.fused else (self.w1(x), self.w3(x))
+    gate, up = project(x, (self.w1, self.w3), self.fused)
     return self.w2(Fused.apply(up.detach(), gate, up))
 
 
@@ -196,11 +193,10 @@ class _Silent:
         return gate
 
 
-def _products(recipe: Recipe) -> int:
+def _products(recipe: Recipe, step: StepSpec) -> int:
     """Number of matrix products of a block."""
-    if recipe.train.fuse and recipe.layout.tensor == 1:
-        return 4
-    return (5 if recipe.model.family == "retnet" else 4) + (3 if recipe.model.activation == "swiglu" else 2)
+    layer = model_spec(recipe.model).groups[0].layer
+    return len(layer.product_groups if step.fused_projections else layer.products)
 
 
 def _fused_selective(products: int) -> Any:
@@ -225,31 +221,39 @@ def _fused_selective(products: int) -> Any:
 
 
 @contextlib.contextmanager
-def compiled_blocks(recipe: Recipe) -> Iterator[None]:
+def compiled_blocks(recipe: Recipe, step: StepSpec) -> Iterator[None]:
     """Blocks that keep what compiled blocks keep (the compiler does not run under fake tensors)."""
-    if not recipe.train.compile:
+    if not step.compile:
         yield
         return
-    import windlass.models.llama as llama
-    import windlass.models.parts as parts
-    import windlass.models.retnet as retnet
-
+    import windlass.blocks.attention.module as attention
+    import windlass.blocks.mlp.module as mlp
+    import windlass.blocks.norm.module as norm
+    import windlass.blocks.retention.module as retention
     import windlass.models.recompute as recompute
     import windlass.train.float8 as float8
 
+    selective = partial(_fused_selective, _products(recipe, step))
     changes: list[tuple[Any, str, Any]] = [
-        (float8, "local_product", _narrow_product), (parts.Norm, "forward", _fused_norm), (llama.FeedForward, "forward", _fused_feed_forward), (llama, "rotate", _fused_rotation),
-        (retnet, "rotate_every_two", _fused_rotation), (retnet.Retention, "_norm", _fused_head_norm), (recompute, "selective", partial(_fused_selective, _products(recipe))),
-        (retnet, "retain_parallel", _fused_parallel), (retnet, "retain_chunkwise", _fused_chunkwise), (retnet, "F", _Silent),
-    ]  # fmt: skip
+        (float8, "local_product", _narrow_product),
+        (norm.RmsNorm, "forward", _fused_norm),
+        (mlp.Mlp, "forward", _fused_feed_forward),
+        (attention, "rotate", _fused_rotation),
+        (retention, "rotate_every_two", _fused_rotation),
+        (retention.Retention, "head_norm", _fused_head_norm),
+        (recompute, "selective", selective),
+        (retention, "retain_parallel", _fused_parallel),
+        (retention, "retain_chunkwise", _fused_chunkwise),
+        (retention, "F", _Silent),
+    ]
     with contextlib.ExitStack() as stack:
         for where, name, new in changes:
             stack.enter_context(mock.patch.object(where, name, new))
         yield
 
 
-def carry(parts: Parts, recipe: Recipe) -> None:
-    """Set `carries` as `parallelize` does for compiled blocks."""
+def carry(parts: ModelParts, step: StepSpec) -> None:
+    """Set `carries` as `parallelize` does for compiled layers."""
     for module in parts.modules:
-        for block in module.layers.values():
-            block.carries = bool(recipe.train.compile) and recipe.train.recompute == "none"
+        for layer in module.typed_layers():
+            layer.carries = step.compile and step.recompute == "none"

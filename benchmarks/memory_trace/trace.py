@@ -24,17 +24,20 @@ from benchmarks.memory_trace.kernels import carry, compiled_blocks, device_kerne
 from benchmarks.memory_trace.tracker import Tracker
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from windlass.train.geometry import Geometry, geometry_of
-from windlass.train.predict import allocated
 
-from windlass import models
 from windlass.clusters import Cluster, load_device
 from windlass.clusters.scheduler import Place
-from windlass.config import LayoutConfig, Recipe
+from windlass.config import Recipe
+from windlass.cost.memory import memory
 from windlass.errors import PlanError
-from windlass.train.mesh import World, axes_of, open_world
+from windlass.layout.resolve import complete_layout, job_size, resolve_step
+from windlass.layout.types import Layout, StepSpec
+from windlass.models.build import build_model
+from windlass.models.presets import model_spec
+from windlass.train.batches import BatchPlan
+from windlass.train.mesh import World, open_world
 from windlass.train.optimizers.base import build_optimizer
-from windlass.train.parallelize import Parts, parallelize
+from windlass.train.parallelize import ModelParts, parallelize
 from windlass.train.step import Stepper
 
 GIB = 2**30
@@ -101,13 +104,12 @@ def trace(
     """Trace the step of `recipe` on `nodes` of `cluster`. `layers`: how many to run; None: two numbers, extrapolated."""
     _check(recipe)
     began = time.process_time()
-    recipe = _as_on_device(recipe, cluster)
     size = (recipe.nodes if nodes is None else nodes) * cluster.node.devices
-    stages = recipe.layout.pipeline * _chunks(recipe.layout)
-    wanted = layers or _few(recipe.model.layers, stages)
+    layout, step = _layout(recipe, cluster, size), _step(recipe, cluster, size)
+    wanted = layers or _few(recipe.model.layers, layout.num_stages)
     best: list[_Run] | None = None
     elsewhere = 0.0
-    for stage in (0,) if recipe.layout.pipeline == 1 else (0, recipe.layout.pipeline - 1):
+    for stage in (0,) if layout.pipeline == 1 else (0, layout.pipeline - 1):
         runs = _stage_runs(recipe, cluster, size, stage, wanted)
         if best is None or _line(runs, wanted, recipe.model.layers)[0] > _line(best, wanted, recipe.model.layers)[0]:
             best = runs
@@ -116,8 +118,8 @@ def trace(
     peak, terms, moment = _line(best, wanted, recipe.model.layers)
     return Trace(
         name=recipe.name, world_size=size, layers=recipe.model.layers, traced_layers=wanted, peak=peak, terms=terms,
-        moment=moment, stage=best[-1].stage, seconds=time.process_time() - began + elsewhere, compiled=bool(recipe.train.compile),
-        predicted=_predicted(recipe, cluster, size),
+        moment=moment, stage=best[-1].stage, seconds=time.process_time() - began + elsewhere, compiled=step.compile,
+        predicted=memory(model_spec(recipe.model), step, layout).allocated,
     )  # fmt: skip
 
 
@@ -154,17 +156,14 @@ def _check(recipe: Recipe) -> None:
         )
 
 
-def _as_on_device(recipe: Recipe, cluster: Cluster) -> Recipe:
-    """The recipe with the engine's automatic choices for the cluster's devices."""
+def _layout(recipe: Recipe, cluster: Cluster, size: int) -> Layout:
+    return complete_layout(recipe.layout, job_size(recipe, size, min(size, cluster.node.devices)))
+
+
+def _step(recipe: Recipe, cluster: Cluster, size: int) -> StepSpec:
+    """The step as it is computed on the cluster's devices."""
     gpu = load_device(cluster.device).vendor != "cpu"
-    train = recipe.train
-    fuse = train.fuse if train.fuse is not None else gpu and train.precision == "fp8"
-    compile_ = train.compile if train.compile is not None else gpu
-    return recipe.model_copy(update={"train": train.model_copy(update={"fuse": fuse, "compile": compile_})})
-
-
-def _chunks(layout: LayoutConfig) -> int:
-    return {"interleaved": layout.pipeline_chunks, "zbv": 2}.get(layout.schedule, 1) if layout.pipeline > 1 else 1
+    return resolve_step(recipe, model_spec(recipe.model), _layout(recipe, cluster, size), gpu=gpu)
 
 
 def _few(layers: int, stages: int) -> tuple[int, ...]:
@@ -222,45 +221,42 @@ def _stage_runs(recipe: Recipe, cluster: Cluster, size: int, stage: int, wanted:
 def _run(recipe: Recipe, cluster: Cluster, size: int, stage: int) -> _Run:
     began = time.process_time()
     per_node = min(size, cluster.node.devices)
-    axes = axes_of(recipe.layout, size, per_node)
-    rank = stage * (size // axes.pipeline)
+    layout, step = _layout(recipe, cluster, size), _step(recipe, cluster, size)
+    layout = replace(layout, accumulation=min(layout.accumulation, max(MICRO_BATCHES, 2 * layout.pipeline)))
+    rank = stage * (size // layout.pipeline)
     with (
         _no_peers(rank, size),
         device_kernels(),
-        compiled_blocks(recipe),
+        compiled_blocks(recipe, step),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        place = Place(
-            rank, size, rank % per_node, per_node, rank // per_node, max(1, size // per_node), None, None, "single"
-        )
-        world = open_world(recipe.layout, place)
-        geometry = geometry_of(recipe, world.axes.data)
-        most = max(MICRO_BATCHES, 2 * axes.pipeline)
-        geometry = replace(
-            geometry, batch=min(geometry.micro_batches, most) * geometry.micro_batch * geometry.data_ranks
-        )
+        nodes = max(1, size // per_node)
+        place = Place(rank, size, rank % per_node, per_node, rank // per_node, nodes, None, None, "single")
+        world = open_world(layout, place, "cpu")
         with torch.device("meta"):
-            model = models.build(recipe.model, seq_len=recipe.data.seq_len)
+            model = build_model(recipe.model, seq_len=recipe.data.seq_len)
         changes = _static_stages(recipe, world)
-        plain = recipe.model_copy(update={"train": recipe.train.model_copy(update={"compile": False})})
-        parts = parallelize(model, plain, replace(world, device=torch.device("meta")))
-        carry(parts, recipe)
+        # The compiler does not run under fake tensors: `compiled_blocks` stands in for it.
+        on_meta = replace(world, device=torch.device("meta"))
+        parts = parallelize(model, recipe, replace(step, compile=False), on_meta)
+        carry(parts, step)
         with changes:
-            tracker = _steps(recipe, parts, world, geometry)
+            tracker = _steps(recipe, step, parts, world)
     return _Run({name: terms for name, (_, terms) in tracker.phases.items()}, stage, time.process_time() - began)
 
 
-def _steps(recipe: Recipe, parts: Parts, world: World, geometry: Geometry) -> Tracker:
+def _steps(recipe: Recipe, step: StepSpec, parts: ModelParts, world: World) -> Tracker:
     """Two steps, because the first starts without gradients; the update is one fused kernel on a device and allocates nothing."""
+    plan = BatchPlan(world.layout, recipe.data.seq_len, steps=2)
     with FakeTensorMode(allow_non_fake_inputs=True):
         for module in parts.modules:
             module.to_empty(device="cpu")
             module.prepare("cpu")
-        optimizer = build_optimizer(parts.named_parameters(), recipe.optim, master=parts.shadow)
-        stepper = Stepper(parts, optimizer, recipe, world, geometry)
-        tokens = torch.zeros((geometry.per_rank, geometry.seq_len + 1), dtype=torch.long)
-        documents = torch.zeros_like(tokens) if recipe.data.mask_documents else None
+        optimizer = build_optimizer(parts.named_parameters(), recipe.optim, master=parts.master_copy)
+        stepper = Stepper(parts, optimizer, recipe, step, world, plan)
+        tokens = torch.zeros((plan.sequences_per_rank, plan.seq_len + 1), dtype=torch.long)
+        documents = torch.zeros_like(tokens) if step.mask_documents else None
         tracker = Tracker()
         stepper.beat = tracker.enter_phase
         for slot in optimizer.slots:
@@ -283,7 +279,7 @@ def _steps(recipe: Recipe, parts: Parts, world: World, geometry: Geometry) -> Tr
     return tracker
 
 
-def _mark_phases(parts: Parts, tracker: Tracker) -> None:
+def _mark_phases(parts: ModelParts, tracker: Tracker) -> None:
     """Hooks that tell the tracker the phase: a pipeline schedule does not, and the embedding's gradient (the largest) comes last."""
     for module in parts.modules:
         if parts.num_stages > 1:
@@ -320,14 +316,14 @@ def _static_stages(recipe: Recipe, world: World) -> contextlib.ExitStack:
     from torch.distributed.pipelining import schedules
 
     stack = contextlib.ExitStack()
-    if world.axes.pipeline == 1:
+    if world.layout.pipeline == 1:
         return stack
-    rows, time_ = recipe.layout.micro_batch, recipe.data.seq_len // world.axes.context
+    rows, time_ = recipe.layout.micro_batch, recipe.data.seq_len // world.layout.context
     real = pipelining.PipelineStage
 
     def between() -> Tensor:
         dtype = torch.float32 if recipe.train.precision == "fp32" else torch.bfloat16
-        return torch.empty(rows, time_ // world.axes.tensor, recipe.model.width, dtype=dtype, requires_grad=True)
+        return torch.empty(rows, time_ // world.layout.tensor, recipe.model.width, dtype=dtype, requires_grad=True)
 
     def make(module: Any, number: int, total: int, device: torch.device, group: Any) -> Any:
         first = torch.zeros(rows, time_, dtype=torch.long) if number == 0 else between()
@@ -342,11 +338,3 @@ def _static_stages(recipe: Recipe, world: World) -> contextlib.ExitStack:
     if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):  # torch 2.12 and later ask the neighbours
         stack.enter_context(mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", static_shapes))
     return stack
-
-
-def _predicted(recipe: Recipe, cluster: Cluster, size: int) -> float:
-    """The planner's prediction of the same step in bytes."""
-    axes = axes_of(recipe.layout, size, min(size, cluster.node.devices))
-    fused = bool(recipe.train.fuse) and recipe.layout.tensor == 1
-    geometry = geometry_of(recipe, axes.data)
-    return allocated(recipe, axes, geometry, cluster.node.devices, compiled=bool(recipe.train.compile), fused=fused)

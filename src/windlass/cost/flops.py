@@ -9,17 +9,18 @@ from windlass.errors import ConfigError
 from windlass.models.spec import LayerSpec, ModelSpec
 
 Convention = Literal["6N", "6N+attention", "6N+causal attention"]
+CONVENTIONS = get_args(Convention)
 DEFAULT: Convention = "6N+attention"
 """What PaLM, torchtitan and most published figures count: attention as if it were not causal."""
 
 
 def flops_per_token(model: ModelSpec, seq_len: int, convention: Convention = DEFAULT) -> float:
     """Model FLOPs of one token, forward and backward. N leaves out the input embedding and counts the head, tied or not."""
-    if convention not in get_args(Convention):
+    if convention not in CONVENTIONS:
         raise ConfigError(
             "cost.unknown-flops-convention",
             f"unknown FLOPs convention {convention!r}",
-            hint=f"one of: {', '.join(get_args(Convention))}",
+            hint=f"one of: {', '.join(CONVENTIONS)}",
         )
     base = 6.0 * model.params.active
     if convention == "6N":
@@ -36,15 +37,16 @@ def hardware_flops_per_token(
     chose is not known beforehand and not counted.
     """
     flops = flops_per_token(model, seq_len, convention)
+    if recompute not in ("full", "selective"):
+        return flops
     scale = (flops - flops_per_token(model, seq_len, "6N")) / max(1e-9, 3.0 * model.mixing_flops(seq_len))
     if recompute == "full":
         return flops + 2.0 * model.params.body + scale * model.mixing_flops(seq_len)
-    if recompute == "selective":
-        for group in model.groups:
-            flops += 2.0 * group.count * group.layer.num_params * recomputed_share(group.layer, "selective")
-            for branch in group.layer.branches:
-                if not branch.block.kept_by_selective:
-                    flops += group.count * scale * branch.block.mixing_flops(seq_len)
+    for group in model.groups:
+        flops += 2.0 * group.count * group.layer.num_params * recomputed_share(group.layer, "selective")
+        for branch in group.layer.branches:
+            if not branch.block.kept_by_selective:
+                flops += group.count * scale * branch.block.mixing_flops(seq_len)
     return flops
 
 

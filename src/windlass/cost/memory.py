@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from windlass.blocks.attention.spec import AttentionSpec
 from windlass.blocks.head.spec import loss_bytes
 from windlass.cost.engines import ENGINES
-from windlass.layout.stages import stages, stages_of_rank
+from windlass.layout.stages import layers_of_rank, stages, stages_of_rank
 from windlass.layout.types import Layout, StepSpec
 from windlass.models.spec import LayerSpec, ModelSpec
 
@@ -104,14 +104,16 @@ def rank_load(model: ModelSpec, step: StepSpec, layout: Layout, rank: int, layer
     held = stages_of_rank(layout, rank)
     has_embedding, has_head = 0 in held, layout.num_stages - 1 in held
     counts: list[float] = []
-    if step.native:
+    if not step.native:  # rows of other engines do not say how an uneven pipeline is split: the mean is taken
+        counts = [group.count / layout.pipeline for group in model.groups]
+    elif len(model.groups) == 1:
+        counts = [layers_of_rank(model.num_layers, layout, rank)]
+    else:
         split, first = stages(model.num_layers, layout.num_stages), 0
+        ranges = [split[index].layers for index in held]
         for group in model.groups:
-            ranges = [split[index].layers for index in held]
             counts.append(sum(max(0, min(r.stop, first + group.count) - max(r.start, first)) for r in ranges))
             first += group.count
-    else:  # rows of other engines do not say how an uneven pipeline is split: the mean is taken
-        counts = [group.count / layout.pipeline for group in model.groups]
     table = model.embedding.rows * model.width / layout.tensor
     own_head = table if not model.tied or layout.pipeline > 1 else 0.0
     return RankLoad(
@@ -140,7 +142,8 @@ def _in_flight(layout: Layout, rank: int) -> float:
 
 def _rank_memory(model: ModelSpec, step: StepSpec, layout: Layout, rank: RankLoad) -> MemoryEstimate:
     moments = (_native_moments if step.native else _published_moments)(model, step, layout, rank)
-    moment = max(moments, key=lambda name: sum(moments[name].values()))
+    sums = {name: sum(terms.values()) for name, terms in moments.items()}
+    moment = max(sums, key=sums.__getitem__)
     terms = {name: size for name, size in moments[moment].items() if size > 0}
     allocated = sum(terms.values())
     reserved = allocated * (1 + (SHARDED_SLACK if layout.weight_shards > 1 else SLACK))
