@@ -1,4 +1,5 @@
-"""Crash-safe files: whole files are written beside their target and renamed; logs are appended one JSON line at a time."""
+"""Crash-safe files: whole files are written beside their target and renamed; logs are appended one JSON line at a
+time."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
 
 
 def append_line(path: Path, value: Any) -> None:
-    """Append one JSON line in one write call; after a torn line (crash, full disk) the next one starts on a new line."""
+    """Append one JSON line in one write call; after a torn line (crash, full disk) the next one starts on a new
+    line."""
     line = (json.dumps(json_safe(value), default=str, allow_nan=False) + "\n").encode()
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -58,7 +60,8 @@ _MAX_BUFFERED_LINES = 100_000
 
 
 def append_line_buffered(path: Path, value: Any) -> bool:
-    """Append a line, or keep it in memory while the disk is full: logging must not stop training. False: kept in memory."""
+    """Append a line, or keep it in memory while the disk is full: logging must not stop training. False: kept in
+    memory."""
     lines = [*_buffered.pop(path, []), value]
     while lines:
         try:

@@ -158,7 +158,8 @@ WATT_HOURS_FROM = 360.0
 
 
 def print_joules(joules: float | None, digits: int = 2) -> str:
-    """Small energies in joules, the rest in watt-hours: `7.13 mJ`, `250 J`, `0.568 Wh`, `14.2 MWh`; None is `not measured`, never 0."""
+    """Small energies in joules, the rest in watt-hours: `7.13 mJ`, `250 J`, `0.568 Wh`, `14.2 MWh`; None is `not
+    measured`, never 0."""
     if joules is None:
         return "not measured"
     if 0 < abs(joules) < 0.9995:
@@ -171,7 +172,8 @@ def print_joules(joules: float | None, digits: int = 2) -> str:
 
 
 def print_figure(value: float, digits: int = 3) -> str:
-    """So many digits that count, and never an exponent where a person would write the number out: `0.0123`, `14.2`, `1,040`."""
+    """So many digits that count, and never an exponent where a person would write the number out: `0.0123`, `14.2`,
+    `1,040`."""
     if 10 ** (digits - 1) <= abs(value) < 1e9:
         return f"{value:,.0f}"
     return f"{value:,.{digits}g}"
@@ -186,8 +188,9 @@ def print_slurm_time(seconds: float) -> str:
 
 
 _LINES = dict.fromkeys((9, 10, 13), " ")
-# Control characters, and those that turn the direction of what follows: a terminal obeys the first, a reader is misled by the second.
-# Last what stands for the bytes of a file name that is no UTF-8: no file can be written with it.
+# Control characters, and those that turn the direction of what follows: a terminal obeys the first, a reader is
+# misled by the second. Last what stands for the bytes of a file name that is no UTF-8: no file can be written with
+# it.
 _UNSEEN = dict.fromkeys(
     (*range(32), *range(127, 160), 0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A),
      *range(0xD800, 0xE000)), "\ufffd"

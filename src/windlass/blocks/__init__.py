@@ -1,8 +1,8 @@
 """Blocks of a model, one folder each: `spec.py` (sizes and costs, no torch), `module.py`, `parallel.py`.
 
 `windlass.registry.BLOCKS` finds them by folder name. Another package adds one with an entry point of the group
-"windlass.blocks", whose name is the block's `kind` and whose value is a package with these three modules. Its recipe keys
-are the table `[model.<kind>]`, described by a class `TABLE` (a `windlass.config.base.Table`) in its `spec.py`.
+"windlass.blocks", whose name is the block's `kind` and whose value is a package with these three modules. Its recipe
+keys are the table `[model.<kind>]`, described by a class `TABLE` (a `windlass.config.base.Table`) in its `spec.py`.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ class Block(nn.Module):
         return None
 
     def decode(self, x: Tensor, state: Any, places: Tensor, start: int | None, table: Table | None) -> Tensor:
-        """New tokens at `places`, which begin at `start`; None: one token, by kernels that do not depend on the place."""
+        """New tokens at `places`, which begin at `start`; None: one token, by kernels that do not depend on the
+        place."""
         return self(x, BlockContext({}))
 
     def state_bytes(self, state: Any, position: int) -> int:

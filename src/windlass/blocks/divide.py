@@ -42,7 +42,8 @@ def first_row(weight: Tensor, mesh: DeviceMesh) -> int:
 
 
 def divide_columns_then_rows(block: nn.Module, mesh: DeviceMesh, columns: tuple[str, ...], row: str) -> None:
-    """The sequence is gathered before the block, `columns` divide their outputs, `row` sums over ranks and scatters again."""
+    """The sequence is gathered before the block, `columns` divide their outputs, `row` sums over ranks and scatters
+    again."""
     # A block takes (x, context); only x is divided along the sequence.
     parallelize_module(
         block,

@@ -21,7 +21,8 @@ def fill_normal(tensor: Tensor, generator: torch.Generator, std: float = 0.02) -
 
 
 def fill_parameter(parameter: Tensor, key: str, fill: Filler) -> None:
-    """Fill the full tensor from `key`, then keep this rank's part. Only one full parameter exists on a device at a time."""
+    """Fill the full tensor from `key`, then keep this rank's part. Only one full parameter exists on a device at a
+    time."""
     with torch.no_grad():
         if not hasattr(parameter, "device_mesh"):
             fill(parameter, generator_of(key, parameter.device))

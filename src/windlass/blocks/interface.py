@@ -1,4 +1,5 @@
-"""What a block tells the planner and the layout rules. Torch-free; every block folder has a `spec.py` that implements it."""
+"""What a block tells the planner and the layout rules. Torch-free; every block folder has a `spec.py` that implements
+it."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class BlockSpec(Protocol):
         """Matrix products in execution order."""
 
     def mixing_flops(self, seq_len: int) -> float:
-        """FLOPs between positions in a forward pass, per token, by the convention of published MFU (not halved for causality)."""
+        """FLOPs between positions in a forward pass, per token, by the convention of published MFU (not halved for
+        causality)."""
 
     def mixing(self, step: StepSpec) -> Mixing | None:
         """What the engine's kernel does for it; None for blocks that treat each position alone."""
@@ -84,7 +86,8 @@ class BlockSpec(Protocol):
         """Bytes that element-wise kernels of a forward pass move."""
 
     def context_bytes(self, step: StepSpec, layout: Layout) -> float | None:
-        """Bytes of this rank's positions that the other context ranks need; None: not known, so the planner does not rank it."""
+        """Bytes of this rank's positions that the other context ranks need; None: not known, so the planner does not
+        rank it."""
 
     def divides(self, axis: str) -> tuple[tuple[str, int], ...] | None:
         """Sizes (recipe key, value) that a degree must divide; None: the block does not support the axis."""

@@ -31,9 +31,8 @@ class Linear(nn.Linear):
 def project(x: Tensor, layers: Sequence[Linear], fused: bool) -> tuple[Tensor, ...]:
     """Several products of the same input; `fused` as one.
 
-    The weights are laid side by side on the fly: cheap beside the product, and forward and backward then read x and write its
-    gradient once.
-    """
+    The weights are laid side by side on the fly: cheap beside the product, and forward and backward then read x and
+    write its gradient once."""
     if not fused:
         return tuple(layer(x) for layer in layers)
     weight = torch.cat([layer.weight for layer in layers])

@@ -349,7 +349,8 @@ def link(
     by: Annotated[str, typer.Option("--by", help="Signal that the batch shell received.")] = "none",
     job: Annotated[str | None, typer.Option("--job", help="next: the job that was submitted.")] = None,
 ) -> None:
-    """For job scripts: decide whether work is left (before) and record how the job ended (after). Answers by exit code."""
+    """For job scripts: decide whether work is left (before) and record how the job ended (after). Answers by exit
+    code."""
     import socket
 
     from windlass.clusters.scheduler import job_id, restart_count

@@ -44,7 +44,8 @@ def train(
 def train_start(
     run: Run, prepare: Callable[[int, int], str], *, devices: int, restarts: int = 0, quiet: bool = False
 ) -> int:
-    """Bind a new start of a run and train it: in this process, under a supervisor, or as one rank of a job; the exit code.
+    """Bind a new start of a run and train it: in this process, under a supervisor, or as one rank of a job; the exit
+    code.
 
     `prepare(devices per node, nodes)` brings the run folder up to date and returns the reason for its layout. In a job,
     rank 0 prepares and binds, and `devices` does not count; the other ranks wait for the start.

@@ -18,7 +18,8 @@ class DataStage(Table):
 
 class DataConfig(Table):
     store: str | None = None
-    """Folder written by `windlass tokenize` (or a Megatron, OLMo or datatrove store). None: synthetic tokens, for benchmarks."""
+    """Folder written by `windlass tokenize` (or a Megatron, OLMo or datatrove store). None: synthetic tokens, for
+    benchmarks."""
     tokenizer: str | None = None
     """Tokenizer file or folder (default: the store's)."""
     mix: dict[str, float] = Field(default_factory=dict)
@@ -38,7 +39,8 @@ class DataConfig(Table):
     mask_documents: bool = False
     """Attention does not cross document borders inside a packed sequence."""
     pack: Literal["stream"] = "stream"
-    """stream: documents are concatenated and cut every seq_len tokens; `mask_documents` keeps attention inside a document."""
+    """stream: documents are concatenated and cut every seq_len tokens; `mask_documents` keeps attention inside a
+    document."""
     validation: str | None = None
     """Split that is held out for validation (default: `validation`, if the store has one)."""
     policy: Literal["any", "lawful"] = "any"

@@ -25,8 +25,8 @@ class ModelConfig(Table):
     __pydantic_extra__: dict[str, Any] = Field(init=False)
 
     family: Annotated[str, Registered(PRESETS)] = "llama"
-    """llama and retnet are our own modules; hf builds any causal language model from a local Hugging Face config. Installed
-    packages may add families."""
+    """llama and retnet are our own modules; hf builds any causal language model from a local Hugging Face config.
+    Installed packages may add families."""
     layers: PositiveInt | None = None
     """Number of transformer layers."""
     width: PositiveInt | None = None

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineProfile:
     fp32_weights: bool
-    """fp32 weights are the master and 16-bit copies are made when needed; False: 16-bit weights and a gradient buffer stay
-    resident, and fp32 masters belong to the optimizer."""
+    """fp32 weights are the master and 16-bit copies are made when needed; False: 16-bit weights and a gradient buffer
+    stay resident, and fp32 masters belong to the optimizer."""
     gradient_precision: str = "bf16"
     """Of gradients that stay resident, in bf16 training, where a row does not state it."""
     keeps_both_gradients: bool = False
@@ -44,7 +44,8 @@ ENGINES = {
         eager_kernels=100.0,
         copies_shards=True,
     ),
-    # A plain loss holds 8 bytes (logits, softmax, two 16-bit gradients) or 12 (fp32); rows do not say which, so 10 are taken.
+    # A plain loss holds 8 bytes (logits, softmax, two 16-bit gradients) or 12 (fp32); rows do not say which, so 10
+    # are taken.
     "torch": EngineProfile(
         fp32_weights=True,
         plain_loss_bytes=10.0,

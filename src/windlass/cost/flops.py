@@ -15,7 +15,8 @@ DEFAULT: Convention = "6N+attention"
 
 
 def flops_per_token(model: ModelSpec, seq_len: int, convention: Convention = DEFAULT) -> float:
-    """Model FLOPs of one token, forward and backward. N leaves out the input embedding and counts the head, tied or not."""
+    """Model FLOPs of one token, forward and backward. N leaves out the input embedding and counts the head, tied or
+    not."""
     if convention not in CONVENTIONS:
         raise ConfigError(
             "cost.unknown-flops-convention",

@@ -1,8 +1,8 @@
 """Peak device memory of one training step. Pure arithmetic: no torch, no I/O.
 
-Memory can peak when the forward pass is done and the loss is computed (all activations live), in the backward pass of the
-first layers (all gradients live), and in the optimizer. The estimate is the highest of these on the fullest pipeline rank.
-"""
+Memory can peak when the forward pass is done and the loss is computed (all activations live), in the backward pass of
+the first layers (all gradients live), and in the optimizer. The estimate is the highest of these on the fullest
+pipeline rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ SLACK = 0.12
 SHARDED_SLACK = 0.25
 """The same under full sharding, whose gathers and reductions run on streams of their own, each with its own pool."""
 TIGHT = 0.10
-"""What remains of that slack when memory is short and cached blocks are returned; also covers the error of the estimate."""
+"""What remains of that slack when memory is short and cached blocks are returned; also covers the error of the
+estimate."""
 WORKSPACE_BYTES = 72e6
 """Scratch of cuBLAS and cuDNN inside the allocator: the same on every H200 row of ours."""
 
@@ -87,7 +88,8 @@ class RankLoad:
 
 
 def memory(model: ModelSpec, step: StepSpec, layout: Layout) -> MemoryEstimate:
-    """Peak memory of the fullest device: of the first pipeline rank (embedding, most micro-batches) or the last (head)."""
+    """Peak memory of the fullest device: of the first pipeline rank (embedding, most micro-batches) or the last
+    (head)."""
     ranks = [0] if layout.pipeline == 1 else [0, layout.pipeline - 1]
     layers = [_layer_bytes(group.layer, step, layout) for group in model.groups]
     estimates = [_rank_memory(model, step, layout, rank_load(model, step, layout, rank, layers)) for rank in ranks]
@@ -193,7 +195,8 @@ def _published_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: R
 
 
 def _native_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: RankLoad) -> Moments:
-    """Our engine: the loss, the last layer's backward pass (everything kept still lives), the first layer's, the optimizer."""
+    """Our engine: the loss, the last layer's backward pass (everything kept still lives), the first layer's, the
+    optimizer."""
     states = _states(step, layout, rank)
     _, reduce_buffers = _gathered_weights(step, layout, rank)
     tokens = layout.micro_batch * step.seq_len / layout.context
@@ -246,8 +249,8 @@ def _native_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: Rank
     }
     reduced_once = layout.devices > 1 and (not step.sync.every_micro_batch or layout.pipeline > 1)
     if layout.accumulation > 1 and reduced_once and rank.embedding and step.precision not in ("fp32", "bf16_pure"):
-        # Gradients are summed over micro-batches before the one reduction. The embedding's comes last and lies there as the
-        # old sum, the new one, and both in 16 bits: 12 bytes a value of this rank's rows.
+        # Gradients are summed over micro-batches before the one reduction. The embedding's comes last and lies there
+        # as the old sum, the new one, and both in 16 bits: 12 bytes a value of this rank's rows.
         share = 1.0 - 1.0 / (layout.chunks * max(1.0, rank.in_flight))
         moments["backward, embedding"] = {
             **always,
@@ -259,7 +262,8 @@ def _native_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: Rank
 
 
 def _mask_bytes(step: StepSpec, layout: Layout, rank: RankLoad) -> float:
-    """Document borders: one byte per pair of positions, and the values that each layer's kernel makes of it and keeps."""
+    """Document borders: one byte per pair of positions, and the values that each layer's kernel makes of it and
+    keeps."""
     if not step.mask_documents:
         return 0.0
     pairs = layout.micro_batch * float(step.seq_len) ** 2 / layout.context
@@ -272,10 +276,11 @@ def _mask_bytes(step: StepSpec, layout: Layout, rank: RankLoad) -> float:
 
 
 def _native_gathered(model: ModelSpec, step: StepSpec, layout: Layout, rank: RankLoad) -> tuple[float, float]:
-    """Gathered weights at the loss (head, and the buffer of the newest gather) and in the backward pass (head, two layers).
+    """Gathered weights at the loss (head, and the buffer of the newest gather) and in the backward pass (head, two
+    layers).
 
-    zero1 and zero2 keep all of them as the 16-bit copy, and the buffer. A tied table belongs to the whole model and stays.
-    """
+    zero1 and zero2 keep all of them as the 16-bit copy, and the buffer. A tied table belongs to the whole model and
+    stays."""
     if layout.devices == 1 or layout.shard == "none" or layout.pipeline > 1:
         return 0.0, 0.0
     size = 2.0 if step.precision != "fp32" else 4.0
@@ -287,8 +292,8 @@ def _native_gathered(model: ModelSpec, step: StepSpec, layout: Layout, rank: Ran
 
 
 def _lingering_reduction(step: StepSpec, layout: Layout, rank: RankLoad) -> float:
-    """Between micro-batches FSDP holds the input of its last reduction: the embedding's gradient in fp32, under zero2 also
-    in 16 bits."""
+    """Between micro-batches FSDP holds the input of its last reduction: the embedding's gradient in fp32, under zero2
+    also in 16 bits."""
     one_reduction = layout.accumulation == 1 or layout.pipeline > 1 or not step.sync.every_micro_batch
     if layout.devices == 1 or one_reduction:
         return 0.0
@@ -334,9 +339,8 @@ def _states(step: StepSpec, layout: Layout, rank: RankLoad) -> _States:
 def _fp32_states(step: StepSpec, layout: Layout, params: float, moments: float, gradient_shards: int) -> _States:
     """fp32 weights are the master (bf16_pure: everything in 16 bits); gradients vanish after the step.
 
-    zero1 and zero2 divide masters, moments and (at the end) gradients as full sharding does, but keep the gathered 16-bit
-    weights.
-    """
+    zero1 and zero2 divide masters, moments and (at the end) gradients as full sharding does, but keep the gathered
+    16-bit weights."""
     pure = step.precision == "bf16_pure"
     divided = layout.shard_size if layout.shard in ("zero1", "zero2") else layout.weight_shards
     always = {
@@ -358,7 +362,8 @@ def _fp32_states(step: StepSpec, layout: Layout, params: float, moments: float, 
 
 
 def _resident_states(step: StepSpec, layout: Layout, params: float, moments: float, gradient_shards: int) -> _States:
-    """16-bit weights and a gradient buffer stay; fp32 masters and moments belong to the optimizer, which is often divided."""
+    """16-bit weights and a gradient buffer stay; fp32 masters and moments belong to the optimizer, which is often
+    divided."""
     engine = ENGINES[step.engine]
     habit = "bf16" if step.precision == "fp16" else engine.gradient_precision
     if step.gradient_precision == "fp32" and engine.keeps_both_gradients:
@@ -378,7 +383,8 @@ def _resident_states(step: StepSpec, layout: Layout, params: float, moments: flo
 
 
 def _gathered_weights(step: StepSpec, layout: Layout, rank: RankLoad) -> tuple[float, float]:
-    """Full sharding: gathered weights (embedding and head stay, two layers live at a time), and gradients being reduced."""
+    """Full sharding: gathered weights (embedding and head stay, two layers live at a time), and gradients being
+    reduced."""
     if layout.weight_shards <= 1:
         return 0.0, 0.0
     size = 2.0 if step.precision != "fp32" else 4.0

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from windlass.clusters.model import Billing, Device, Grid, Node
 
 IDLE_SHARE = 0.12
-"""Idle power as a share of the limit where it was not measured: 80 to 90 W of 700 W (H100, H200), 55 of 400 W (A100)."""
+"""Idle power as a share of the limit where it was not measured: 80 to 90 W of 700 W (H100, H200), 55 of 400 W
+(A100)."""
 BUSY_SHARE = 0.40
-"""Power above idle that a device draws as soon as it computes at all: clocks, memory and spinning collectives; the rest follows the MFU."""
+"""Power above idle that a device draws as soon as it computes at all: clocks, memory and spinning collectives; the
+rest follows the MFU."""
 FULL_AT = 0.45
 """MFU at which a device reaches its power limit: an H200 draws 690 of 700 W in compiled loops from 40 % MFU on."""
 NODE_OVERHEAD = 0.25
@@ -42,7 +44,8 @@ class EnergyEstimate:
 
 
 def device_watts(device: Device, mfu: float | None) -> float | None:
-    """Mean power of one device while training at an MFU (dense peak): idle, plus a step for being busy, plus a part that follows the work."""
+    """Mean power of one device while training at an MFU (dense peak): idle, plus a step for being busy, plus a part
+    that follows the work."""
     if device.tdp_watts is None:
         return None
     idle = device.idle_watts if device.idle_watts is not None else IDLE_SHARE * device.tdp_watts
@@ -98,5 +101,6 @@ def energy_of(it_kwh: float, grid: Grid, tokens: float | None = None, assumed: t
 
 
 def allocation_units(billing: Billing, nodes: float, hours: float) -> float | None:
-    """What the run is charged, in the site's own unit (GPU-hours, SBU, core-hours); None when the site's rule is unknown."""
+    """What the run is charged, in the site's own unit (GPU-hours, SBU, core-hours); None when the site's rule is
+    unknown."""
     return None if billing.per_node_hour is None else billing.per_node_hour * nodes * hours

@@ -1,8 +1,8 @@
 """Time of one training step: matrix products, attention, memory traffic, collectives, pipeline bubble, each a term.
 
-Work is divided by a rate that the device reaches. What physics leaves open stands in `Constants`, fitted to published runs by
-benchmarks/planner_accuracy.py. A cluster's own `[efficiency]` table replaces the four that depend on the machine.
-"""
+Work is divided by a rate that the device reaches. What physics leaves open stands in `Constants`, fitted to published
+runs by benchmarks/planner_accuracy.py. A cluster's own `[efficiency]` table replaces the four that depend on the
+machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Constants:
     matmul: float = 0.765
     """Share of the dense peak that large matrix products hold inside a model, where power allows it."""
     tflops_per_watt: float = 0.985
-    """bf16 products per watt of the limit on Hopper: 500 W parts and, in long runs, 700 W parts are limited by power, not by the peak."""
+    """bf16 products per watt of the limit on Hopper: 500 W parts and, in long runs, 700 W parts are limited by power,
+    not by the peak."""
     edge: float = 150.0
     """Tile and pipeline-fill losses: a product costs as much as if each of its sides were this much longer."""
     misaligned: float = 1.45
@@ -47,11 +48,13 @@ class Constants:
     network: float = 0.80
     """Share of a link that large collectives reach."""
     inside: float = 0.84
-    """The same inside a node relative to that: four H100 of Snellius reach 300.8 of 450 GB/s (all-reduce), 0.67 = 0.80 x 0.84."""
+    """The same inside a node relative to that: four H100 of Snellius reach 300.8 of 450 GB/s (all-reduce), 0.67 =
+    0.80 x 0.84."""
     overlap: float = 0.95
     """Share of compute behind which data-parallel traffic can hide."""
     contention: float = 0.50
-    """What hidden traffic still costs, relative to its time on the links inside a node: collectives take multiprocessors and bandwidth."""
+    """What hidden traffic still costs, relative to its time on the links inside a node: collectives take
+    multiprocessors and bandwidth."""
     tensor_overlap: float = 0.2
     """Share of tensor-parallel traffic that hides behind the products it belongs to, in engines that try."""
     launch_us: float = 12.5
@@ -59,8 +62,8 @@ class Constants:
     fixed_ms: float = 5.0
     """Per step outside the model: data, logging, clipping, synchronisation."""
     host_gbs: float = 20.0
-    """GB/s of one device to and from host memory, and of the cores that update its share there: PCIe 4 reaches about 25, and the devices
-    of a socket share its memory. Textbook, not fitted: no published row offloads."""
+    """GB/s of one device to and from host memory, and of the cores that update its share there: PCIe 4 reaches about
+    25, and the devices of a socket share its memory. Textbook, not fitted: no published row offloads."""
     straggle: float = 0.005
     """Relative slowdown per doubling of nodes: the slowest of many decides."""
     fp8: float = 0.75
@@ -130,7 +133,8 @@ def estimate_step(
     gathers = micro_batches if layout.pipeline == 1 else 1
     reductions = gathers if step.sync.every_micro_batch else 1
     if layout.shard in ("full", "hybrid") and engine.copies_shards and layout.replicas > 1:
-        # FSDP unpacks every gathered layer (read and write 16-bit weights, twice) and packs gradients for their reduction.
+        # FSDP unpacks every gathered layer (read and write 16-bit weights, twice) and packs gradients for their
+        # reduction.
         terms["shard copies"] = (8.0 * gathers + 6.0 * reductions) * stored / rates.memory
     compute = sum(terms.values())
     traffic, size = _data_traffic(model, stored, step, layout, rates, gathers, reductions)
@@ -186,10 +190,10 @@ class _Rates:
 
 
 AMD_BURST = 0.6
-"""Best matrix product relative to the peak that training on a part of AMD shows, where none is stated: 758 of 1,307 TFLOP/s
-on MI300X; OLMo's 9,500 tokens/s of a 1.2B model on LUMI's MI250X (36 % MFU) and ORNL's 22B on Frontier (38 %) agree. A burst
-of 147 of 191.5 was measured on a GCD (ml-engineering, ROCm 6.2), and MosaicML's MPT-7B on MI250 needs about 130: there the
-estimate is a fifth too slow."""
+"""Best matrix product relative to the peak that training on a part of AMD shows, where none is stated: 758 of 1,307
+TFLOP/s on MI300X; OLMo's 9,500 tokens/s of a 1.2B model on LUMI's MI250X (36 % MFU) and ORNL's 22B on Frontier (38 %)
+agree. A burst of 147 of 191.5 was measured on a GCD (ml-engineering, ROCm 6.2), and MosaicML's MPT-7B on MI250 needs
+about 130: there the estimate is a fifth too slow."""
 
 
 def sustained_tflops(device: Device, precision: str = "bf16", constants: Constants | None = None) -> float:
@@ -404,7 +408,8 @@ def _head_seconds(model: ModelSpec, step: StepSpec, layout: Layout, r: _Rates, t
 def _exposed(
     seconds: float, size: float, compute: float, step: StepSpec, layout: Layout, r: _Rates, c: Constants
 ) -> float:
-    """Seconds of data-parallel traffic that the step pays: what finds no compute to hide behind, and what it takes from it."""
+    """Seconds of data-parallel traffic that the step pays: what finds no compute to hide behind, and what it takes
+    from it."""
     if not ENGINES[step.engine].overlaps_reduction and layout.shard != "full":
         return seconds  # reduced after the last backward pass, gathered after the step
     local = min(seconds, size / r.intra)
@@ -417,10 +422,9 @@ def _ring_seconds(
 ) -> float:
     """Seconds for all-gathers or reduce-scatters of `size` bytes in total, sent as `messages` collectives over `ranks`.
 
-    An all-reduce is two of them. `span` is how far apart the ranks of the group are in devices (1: neighbours). A ring's
-    latency grows with the number of ranks, which is what makes full sharding collapse at thousands of devices. An all-reduce
-    may use a `tree`, whose latency grows with the logarithm.
-    """
+    An all-reduce is two of them. `span` is how far apart the ranks of the group are in devices (1: neighbours). A
+    ring's latency grows with the number of ranks, which is what makes full sharding collapse at thousands of devices.
+    An all-reduce may use a `tree`, whose latency grows with the logarithm."""
     if ranks <= 1:
         return 0.0
     share = (ranks - 1) / ranks
@@ -453,8 +457,8 @@ def _optimizer_seconds(stored: float, step: StepSpec, layout: Layout, r: _Rates)
 def _host_seconds(stored: float, layout: Layout, passes: int, c: Constants) -> float:
     """Offload: gradients go down and 16-bit weights come back once a step, and the cores read and write the states.
 
-    Parameters on the host are also read in every forward and backward pass. Nothing of it is taken to hide behind compute.
-    """
+    Parameters on the host are also read in every forward and backward pass. Nothing of it is taken to hide behind
+    compute."""
     mine = stored / layout.shard_size
     moved = (4.0 + 2.0 + 34.0) * mine
     if layout.offload == "parameters":
@@ -465,7 +469,8 @@ def _host_seconds(stored: float, layout: Layout, passes: int, c: Constants) -> f
 def _data_traffic(
     model: ModelSpec, stored: float, step: StepSpec, layout: Layout, r: _Rates, gathers: int, reductions: int
 ) -> tuple[float, float]:
-    """Gathering weights and reducing gradients of one step: seconds if nothing hides them, and bytes through a device."""
+    """Gathering weights and reducing gradients of one step: seconds if nothing hides them, and bytes through a
+    device."""
     group, span = layout.replicas, layout.tensor
     if group == 1:
         return 0.0, 0.0

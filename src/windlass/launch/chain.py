@@ -169,10 +169,10 @@ def before(run: Run, job: str | None, restart: int, host: str) -> ChainVerdict:
 def _bind(run: Run, job: str | None, restart: int) -> None:
     """Write the start that this job's workers wait for: `job` and `restart` are read from the same variables there.
 
-    Scripts are also submitted by hand, by the job before (which records it a moment later) and as arrays, so the newest
-    request of the run counts where none has this id, and SLURM's own numbers come before it. The local loop has no SLURM:
-    its `windlass resume` binds its own start. So does `srun windlass train` in scripts of version 0.1, under another name.
-    """
+    Scripts are also submitted by hand, by the job before (which records it a moment later) and as arrays, so the
+    newest request of the run counts where none has this id, and SLURM's own numbers come before it. The local loop
+    has no SLURM: its `windlass resume` binds its own start. So does `srun windlass train` in scripts of version 0.1,
+    under another name."""
     requests = [r for r in records(run) if r.get("record") == "submitted" and r.get("executor") == "slurm"]
     if job is None or not requests or job.startswith("local-"):
         return

@@ -1,8 +1,8 @@
 """Creates runs and binds their starts: the one place where a layout is chosen for workers.
 
-A run is resolved once, at creation: the recipe with every default and a layout, written to config.json. Each start is bound
-once, by one process: layout and step for the devices that are really there, written to starts/<job>.<restart>.json.
-"""
+A run is resolved once, at creation: the recipe with every default and a layout, written to config.json. Each start is
+bound once, by one process: layout and step for the devices that are really there, written to
+starts/<job>.<restart>.json."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from windlass.runs.starts import Start, last_start, write_start
 
 
 def device_type() -> str:
-    """The device type that workers on this machine will find: "cuda" (NVIDIA or AMD) or "cpu". Does not import torch."""
+    """The device type that workers on this machine will find: "cuda" (NVIDIA or AMD) or "cpu". Does not import
+    torch."""
     if os.environ.get("WINDLASS_DEVICE") == "cpu":
         return "cpu"
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
@@ -67,10 +68,12 @@ def resolve_recipe(loaded: Loaded, run: Run, cluster: Cluster, nodes: int) -> tu
 
 
 def create_planned_run(folder: Path, loaded: Loaded, cluster: Cluster, nodes: int) -> tuple[Run, str]:
-    """The run folder of a recipe, created or the existing one, and the reason for its layout; keeps the plan beside it."""
+    """The run folder of a recipe, created or the existing one, and the reason for its layout; keeps the plan beside
+    it."""
     loaded, layout_from, reason = resolve_recipe(loaded, Run(folder), cluster, nodes)
     run = create_run(folder, loaded, layout_from=layout_from)
-    # What the planner expects is compared with measurements later; a recipe that it cannot price is trained all the same.
+    # What the planner expects is compared with measurements later; a recipe that it cannot price is trained all the
+    # same.
     with contextlib.suppress(WindlassError):
         if cluster.device != "cpu" or device_type() == "cpu":
             write_plan(run, plan(loaded.recipe, cluster, nodes=nodes))
@@ -89,10 +92,10 @@ def bind_start(
 ) -> Start:
     """Write the start of a run on these devices.
 
-    On another number of devices the layout keeps its tensor, pipeline and context degrees, its sharding and its micro-batch;
-    the data-parallel degree and accumulation follow. Where that is not valid, a layout of the planner is searched again and
-    one of the recipe is refused with the nearest valid values. Global batch and data order never change.
-    """
+    On another number of devices the layout keeps its tensor, pipeline and context degrees, its sharding and its
+    micro-batch; the data-parallel degree and accumulation follow. Where that is not valid, a layout of the planner is
+    searched again and one of the recipe is refused with the nearest valid values. Global batch and data order never
+    change."""
     recipe, device = run.recipe(), device or device_type()
     model = model_spec(recipe.model)
     size = job_size(recipe, devices, devices_per_node)

@@ -1,4 +1,5 @@
-"""From a recipe's wishes to the complete `Layout` and `StepSpec`. The same functions serve the engine and the planner."""
+"""From a recipe's wishes to the complete `Layout` and `StepSpec`. The same functions serve the engine and the
+planner."""
 
 from __future__ import annotations
 
@@ -37,9 +38,8 @@ def default_shard_size(tensor: int, replicas: int, devices_per_node: int) -> int
 def complete_layout(wish: LayoutConfig, size: JobSize) -> Layout:
     """The layout that a `[layout]` table means on this many devices.
 
-    Data-parallel degree and accumulation follow from the devices and the batch; where these do not divide they are rounded
-    down, and `rules.violations` says so.
-    """
+    Data-parallel degree and accumulation follow from the devices and the batch; where these do not divide they are
+    rounded down, and `rules.violations` says so."""
     data = max(1, size.devices // (wish.tensor * wish.pipeline * wish.context))
     replicas = data * wish.context
     shard_size = 1 if wish.shard == "none" else replicas
@@ -63,7 +63,8 @@ def complete_layout(wish: LayoutConfig, size: JobSize) -> Layout:
 
 
 def gradient_sync(layout: Layout) -> GradientSync:
-    """The wish, or the rule by sharding: where every rank holds whole gradients anyway, one reduction per step is enough."""
+    """The wish, or the rule by sharding: where every rank holds whole gradients anyway, one reduction per step is
+    enough."""
     whole = layout.shard in WHOLE_GRADIENTS
     every = layout.sync == "every" or (layout.sync == "auto" and not whole)
     if layout.accumulation == 1:
@@ -81,7 +82,8 @@ def gradient_sync(layout: Layout) -> GradientSync:
 def resolve_step(
     recipe: Recipe, model: ModelSpec, layout: Layout, *, gpu: bool, recompute: str | None = None
 ) -> StepSpec:
-    """How the engine computes a step of this recipe. `recompute` replaces the recipe's policy, for the planner's search."""
+    """How the engine computes a step of this recipe. `recompute` replaces the recipe's policy, for the planner's
+    search."""
     train, optim, data = recipe.train, recipe.optim, recipe.data
     masked = masks_documents(recipe, model)
     grouped = any(isinstance(b, AttentionSpec) and b.kv_heads < b.heads for b in model.blocks)
@@ -106,8 +108,8 @@ def resolve_step(
         optimizer=optim.name,
         moment_tensors=moment_tensors(optim.name),
         moments=optim.moments,
-        # In bf16 laying weights side by side costs 1.5 % speed and 4 GiB (H200, benchmarks/gpu_train.py); in FP8 one cast of
-        # the shared input instead of three pays for it. Divided products cannot be laid side by side.
+        # In bf16 laying weights side by side costs 1.5 % speed and 4 GiB (H200, benchmarks/gpu_train.py); in FP8 one
+        # cast of the shared input instead of three pays for it. Divided products cannot be laid side by side.
         fused_projections=layout.tensor == 1 and (fuse_by_default if train.fuse is None else train.fuse),
         fp8_scaling=train.fp8_scaling,
         fp8_backend=train.fp8_backend,

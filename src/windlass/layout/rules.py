@@ -1,8 +1,7 @@
 """Which layouts are valid. Every rule stands here once, with a stable code, the numbers and the nearest valid value.
 
-`violations` are layouts that the engine cannot run. `not_ranked` are layouts that it runs, but that the planner does not
-propose: it does not know what they cost, or they never pay.
-"""
+`violations` are layouts that the engine cannot run. `not_ranked` are layouts that it runs, but that the planner does
+not propose: it does not know what they cost, or they never pay."""
 
 from __future__ import annotations
 

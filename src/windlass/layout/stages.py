@@ -18,7 +18,8 @@ class Stage:
 
 @lru_cache(maxsize=256)
 def stages(num_layers: int, num_stages: int) -> tuple[Stage, ...]:
-    """Contiguous and as even as possible; the last stages get fewer layers, because the head costs about a layer or two."""
+    """Contiguous and as even as possible; the last stages get fewer layers, because the head costs about a layer or
+    two."""
     size, larger = divmod(num_layers, num_stages)
     result, start = [], 0
     for index in range(num_stages):

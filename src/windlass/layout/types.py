@@ -1,4 +1,5 @@
-"""How one training step is divided (`Layout`) and computed (`StepSpec`): the complete types that engine, planner and launcher share."""
+"""How one training step is divided (`Layout`) and computed (`StepSpec`): the complete types that engine, planner and
+launcher share."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Literal
 from windlass.config import LayoutConfig
 
 Engine = Literal["native", "torch", "megatron", "deepspeed"]
-"""native: our own. torch: other loops on FSDP or DDP (also ours around a Hugging Face model). The others keep 16-bit weights resident."""
+"""native: our own. torch: other loops on FSDP or DDP (also ours around a Hugging Face model). The others keep 16-bit
+weights resident."""
 AXES = ("tensor", "pipeline", "context")
 WHOLE_GRADIENTS = ("none", "zero1")
 """Kinds of sharding under which every rank holds whole gradients, so that one reduction per step is enough."""
@@ -16,7 +18,8 @@ WHOLE_GRADIENTS = ("none", "zero1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Degrees of parallelism, sharding and batch division; nothing is left open. The user's wish is `config.LayoutConfig`."""
+    """Degrees of parallelism, sharding and batch division; nothing is left open. The user's wish is
+    `config.LayoutConfig`."""
 
     tensor: int = 1
     pipeline: int = 1

@@ -90,11 +90,13 @@ class DecoderModel(nn.Module):
         self.norm: RmsNorm | None = RmsNorm(spec.norm)
         self.head: OutputHead | None = OutputHead(self.width, rows, self.vocab, self.tied)
         self.embeds = True
-        """Tokens come in. Not so in a later pipeline stage, even where it holds the embedding's weights for a tied head."""
+        """Tokens come in. Not so in a later pipeline stage, even where it holds the embedding's weights for a tied
+        head."""
         self.position_start = 0
         """First position of this rank's part of the sequence."""
         self.shares_mask = True
-        """One document mask serves all blocks; under context parallelism blocks build their own from document numbers."""
+        """One document mask serves all blocks; under context parallelism blocks build their own from document
+        numbers."""
         self.tables: dict[str, Table] = {}
         self._table_end = 0
 
@@ -144,7 +146,8 @@ class DecoderModel(nn.Module):
         self.prepare(next(self.parameters()).device)
 
     def fill(self, name: str, tensor: Tensor, seed: int) -> None:
-        """Give `tensor` the initial values of the parameter `name`; also used for the fp32 master copy of bf16 weights."""
+        """Give `tensor` the initial values of the parameter `name`; also used for the fp32 master copy of bf16
+        weights."""
         fill_parameter(tensor, f"{seed}/{name}", self.filler(name))
 
     def filler(self, name: str) -> Filler:

@@ -1,8 +1,7 @@
 """Any causal language model of transformers, built from a local config and trained under its own parameter names.
 
-It can be sharded (none, zero1, zero2, full, hybrid), compiled and recomputed. It is not divided by tensor, pipeline or context
-parallelism; `layout.rules` refuses those degrees.
-"""
+It can be sharded (none, zero1, zero2, full, hybrid), compiled and recomputed. It is not divided by tensor, pipeline
+or context parallelism; `layout.rules` refuses those degrees."""
 
 from __future__ import annotations
 
@@ -56,7 +55,8 @@ class HFModel(DecoderModel):
             if id(part) in layers
             or (next(part.parameters(recurse=False), None) is not None and not name.startswith(inside))
         }
-        """Layers, and what owns parameters beside them, without memory: the model's own rule initialises one at a time."""
+        """Layers, and what owns parameters beside them, without memory: the model's own rule initialises one at a
+        time."""
         self._initialised: tuple[Any, nn.Module] | None = None
         self._constants = {name: value.clone() for name, value in net.named_buffers() if not value.is_meta}
 
@@ -86,7 +86,8 @@ class HFModel(DecoderModel):
         self._initialised = None
 
     def fill(self, name: str, tensor: Tensor, seed: int) -> None:
-        """As transformers itself does: Gemma's norms at zero, GPT-2's last products smaller. Its rules need whole modules."""
+        """As transformers itself does: Gemma's norms at zero, GPT-2's last products smaller. Its rules need whole
+        modules."""
         unit = max((u for u in self._templates if name.startswith(f"{u}.")), key=len)
         fill_parameter(tensor, f"{seed}/{unit}", partial(self._fill_by_their_rule, name, unit))
 
@@ -104,7 +105,8 @@ class HFModel(DecoderModel):
             fill_normal(tensor, generator, self.init_std)
 
     def _initialised_unit(self, unit: str, device: torch.device, seed: int) -> nn.Module:
-        """One unit with initial values; kept until the next one is asked for, because its parameters come one by one."""
+        """One unit with initial values; kept until the next one is asked for, because its parameters come one by
+        one."""
         key = unit, device, seed
         if self._initialised is None or self._initialised[0] != key:
             self._initialised = None  # frees the memory of the last one first

@@ -1,4 +1,5 @@
-"""A model as plain values: embedding, groups of equal layers, final norm, head. Torch-free; parameter counts and FLOPs are sums."""
+"""A model as plain values: embedding, groups of equal layers, final norm, head. Torch-free; parameter counts and
+FLOPs are sums."""
 
 from __future__ import annotations
 

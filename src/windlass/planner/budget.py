@@ -183,7 +183,8 @@ def _recipe(b: Budget, size: float) -> Recipe:
 
 @cache
 def model_near(size: float, vocab: int = 128_256, heads_multiple: int = 1) -> ModelConfig:
-    """A Llama-3-like model with the nearest parameter count: heads of 128, 8 key/value heads, feed-forward 3.5 times the width.
+    """A Llama-3-like model with the nearest parameter count: heads of 128, 8 key/value heads, feed-forward 3.5 times
+    the width.
 
     The number of heads is a multiple of `heads_multiple`, so that tensor parallelism can divide it.
     """

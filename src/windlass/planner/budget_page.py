@@ -87,7 +87,8 @@ def curves(result: BudgetResult, target: float | None = None) -> Chart:
 
 
 def fit_map(result: BudgetResult) -> Heat:
-    """Days for each model size and token count; outside the budget the cell has no colour and its days are in brackets."""
+    """Days for each model size and token count; outside the budget the cell has no colour and its days are in
+    brackets."""
     sizes = list(dict.fromkeys(p.parameters for p in result.pairs))
     tokens = list(dict.fromkeys(p.tokens for p in result.pairs))
     by_key = {(p.parameters, p.tokens): p for p in result.pairs}

@@ -183,7 +183,8 @@ def _median(errors: Sequence[float | None]) -> float | None:
 
 
 def identifiable(runs: Sequence[MeasuredRun], start: Constants) -> tuple[str, ...]:
-    """Constants that these runs can decide: network and overlap only if halving them changes a prediction by more than 1 %."""
+    """Constants that these runs can decide: network and overlap only if halving them changes a prediction by more
+    than 1 %."""
     names = ["matmul", "memory"]
     for name in ("network", "overlap"):
         halved = replace(start, **{name: getattr(start, name) / 2})

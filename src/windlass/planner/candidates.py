@@ -26,7 +26,8 @@ class LayoutCandidate:
 
     @property
     def family(self) -> tuple[object, ...]:
-        """Candidates of one family differ in micro-batch, recompute, schedule and shard_size only; the best of each is shown."""
+        """Candidates of one family differ in micro-batch, recompute, schedule and shard_size only; the best of each
+        is shown."""
         layout = self.layout
         return layout.shard, layout.tensor, layout.pipeline, layout.context, layout.offload
 

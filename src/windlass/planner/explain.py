@@ -66,7 +66,8 @@ def explain_layout(plans: Plans, question: str) -> LayoutExplanation:
 
 
 def parse_question(question: str) -> dict[str, object]:
-    """`"shard=full, micro_batch=8"` -> {"shard": "full", "micro_batch": 8}; keys are those of `[layout]`, and recompute."""
+    """`"shard=full, micro_batch=8"` -> {"shard": "full", "micro_batch": 8}; keys are those of `[layout]`, and
+    recompute."""
     wanted: dict[str, object] = {}
     for override in filter(None, (part.strip() for part in question.replace(";", ",").split(","))):
         key_path, value = parse_override(override)
@@ -134,7 +135,8 @@ def _compare(p: Plan, best: Plan, plans: Plans) -> list[str]:
 
 
 def largest_differences(p: Plan, best: Plan, count: int = 3) -> list[tuple[str, float, float]]:
-    """The step terms in which two plans differ most: name, seconds in `p` and in `best` for the same number of tokens."""
+    """The step terms in which two plans differ most: name, seconds in `p` and in `best` for the same number of
+    tokens."""
     scale = best.batch_tokens / p.batch_tokens
     names = {*p.step.terms, *best.step.terms}
     terms = [(name, p.step.terms.get(name, 0.0) * scale, best.step.terms.get(name, 0.0)) for name in names]
@@ -155,7 +157,8 @@ def _too_big(task: PlanTask, p: Plan) -> list[str]:
 
 
 def _smallest_change(task: PlanTask, candidate: LayoutCandidate) -> str | None:
-    """The fastest fitting layout that differs in one value, as text: `micro_batch=4 (52.1 GiB, 900 tokens/s per device)`."""
+    """The fastest fitting layout that differs in one value, as text: `micro_batch=4 (52.1 GiB, 900 tokens/s per
+    device)`."""
     layout, recompute = candidate.layout, candidate.recompute
     sequences = layout.micro_batch * layout.accumulation
     changes: dict[str, LayoutCandidate] = {}

@@ -1,4 +1,5 @@
-"""Speed of a recipe on fewer and more nodes: with the same batch (strong scaling) or a batch that grows (weak scaling)."""
+"""Speed of a recipe on fewer and more nodes: with the same batch (strong scaling) or a batch that grows (weak
+scaling)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class ScalingPoint:
     devices: int
     best: Plan
     kinds: dict[str, Plan]
-    """By kind of sharding: the best without tensor, pipeline and context parallelism. A kind that does not fit is absent."""
+    """By kind of sharding: the best without tensor, pipeline and context parallelism. A kind that does not fit is
+    absent."""
 
     def tokens_per_second(self, kind: str | None = None) -> float | None:
         p = self.best if kind is None else self.kinds.get(kind)

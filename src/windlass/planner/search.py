@@ -105,11 +105,11 @@ class Plans:
 
 
 def plan(recipe: Recipe, cluster: Cluster, *, nodes: int | None = None, top: int | None = None) -> Plans:
-    """Rank the valid layouts. The recipe's own layout, if it has one, is always among the plans or the rejected, and marked.
+    """Rank the valid layouts. The recipe's own layout, if it has one, is always among the plans or the rejected, and
+    marked.
 
-    A recipe that names a recompute policy and no layout keeps its policy. Beside a layout of its own, alternatives may use
-    another policy; `Plan.recompute` says which.
-    """
+    A recipe that names a recompute policy and no layout keeps its policy. Beside a layout of its own, alternatives
+    may use another policy; `Plan.recompute` says which."""
     keep = recipe.layout is None and "recompute" in recipe.train.model_fields_set
     return search(make_task(recipe, cluster, nodes, keep_recompute=keep), top=top)
 
@@ -199,8 +199,9 @@ def estimate_plan(
 
 
 def rank(plans: Iterable[Plan]) -> list[Plan]:
-    """Days first, in steps of 3 % from the best (the estimate is no finer); then more data parallelism, less accumulation,
-    fewer mechanisms, less memory. Layouts so tight that the estimate's error decides whether they run count 5 % slower."""
+    """Days first, in steps of 3 % from the best (the estimate is no finer); then more data parallelism, less
+    accumulation, fewer mechanisms, less memory. Layouts so tight that the estimate's error decides whether they run
+    count 5 % slower."""
 
     def cost(p: Plan) -> float:
         return p.days * (1.05 if p.memory_share > TIGHT else 1.0)
@@ -275,7 +276,8 @@ def _tie_reason(layout: Layout, best: Layout) -> str:
 
 def _difference(p: Plan, best: Plan) -> str:
     """The term in which a plan differs most from the best, and what fewer replicas mean."""
-    # Both do the same global batch, so seconds per step compare; without a fixed batch they are scaled to the same tokens.
+    # Both do the same global batch, so seconds per step compare; without a fixed batch they are scaled to the same
+    # tokens.
     scale = best.batch_tokens / p.batch_tokens
     names = {*p.step.terms, *best.step.terms}
     deltas = {n: p.step.terms.get(n, 0.0) * scale - best.step.terms.get(n, 0.0) for n in names}

@@ -14,7 +14,8 @@ from windlass.layout.rules import check_degrees
 from windlass.models.presets import model_spec
 from windlass.models.spec import ModelSpec
 
-# The published runs by which the estimates are judged (benchmarks/planner_accuracy.py) lie inside these; beyond them we extrapolate.
+# The published runs by which the estimates are judged (benchmarks/planner_accuracy.py) lie inside these; beyond them
+# we extrapolate.
 VALIDATED_PARAMS = (0.1e9, 410e9)
 VALIDATED_DEVICES = 2304
 VALIDATED_SEQ_LEN = (512, 65_536)

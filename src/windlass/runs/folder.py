@@ -179,9 +179,8 @@ def create_run(path: Path | str, loaded: Loaded, *, layout_from: str = "recipe")
     """A new run folder, or the existing one of the same run.
 
     A run that never began takes any recipe. Later starts may change the keys in CHANGEABLE and LAYOUT_KEYS, and the
-    change is recorded as an event; any other change is refused. `layout_from` says who chose the layout: the recipe or the
-    planner.
-    """
+    change is recorded as an event; any other change is refused. `layout_from` says who chose the layout: the recipe
+    or the planner."""
     run = Run(Path(path))
     old = read_json(run.config_file)
     changes: list[Event] = []
@@ -226,8 +225,8 @@ def _never_began(run: Run) -> bool:
     )
 
 
-# Keys and tables that may change between two starts. The second line changes no result. The last three say where the run
-# and its data are: a run may be moved, and the token store is checked by its ledger's hash.
+# Keys and tables that may change between two starts. The second line changes no result. The last three say where the
+# run and its data are: a run may be moved, and the token store is checked by its ledger's hash.
 CHANGEABLE = (
     "train.steps", "data.tokens", "save", "trackers", "launch", "profile", "energy", "notes",
     "train.log_every", "train.eval_every", "train.watchdog_seconds",

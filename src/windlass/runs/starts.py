@@ -37,7 +37,8 @@ class Start:
     reason: str = ""
     """Why this layout, for the log."""
     lead_seconds: float | None = None
-    """How long before the wall-time limit the workers stop, where the launcher decided it; None: from measured times."""
+    """How long before the wall-time limit the workers stop, where the launcher decided it; None: from measured
+    times."""
     created_at: float = field(default_factory=time.time)
 
     @property

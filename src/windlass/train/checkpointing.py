@@ -45,14 +45,15 @@ class Checkpointing:
         self._announced: object = None
         """The saving interval that was last announced."""
 
-    # -- content ----------------------------------------------------------------------------------------------------------
+    # -- content
+    # ----------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Tensors for torch.distributed.checkpoint, to be saved from or filled in place.
 
-        Names are the model's own and do not depend on the layout; a DTensor knows its part of the full tensor, so that every
-        layout reads every other's checkpoints. Where weights are computed in bf16, the fp32 master copy is what is saved.
-        """
+        Names are the model's own and do not depend on the layout; a DTensor knows its part of the full tensor, so
+        that every layout reads every other's checkpoints. Where weights are computed in bf16, the fp32 master copy is
+        what is saved."""
         optimizer = self.training.optimizer
         return {
             "model": {slot.name: slot.weights.detach() for slot in optimizer.slots},
@@ -83,7 +84,8 @@ class Checkpointing:
             },
         }
 
-    # -- restoring --------------------------------------------------------------------------------------------------------
+    # -- restoring
+    # --------------------------------------------------------------------------------------------------------
 
     def resume(self) -> Any:
         """Continue from the newest complete checkpoint; else begin, from given weights if the recipe names some."""
@@ -149,7 +151,8 @@ class Checkpointing:
             f"went back from step {from_step} to {progress.step}, skipping {skipped_tokens:,} tokens: {reason}"
         )
 
-    # -- saving -----------------------------------------------------------------------------------------------------------
+    # -- saving
+    # -----------------------------------------------------------------------------------------------------------
 
     def validated(self, validation: Validation) -> None:
         self.validation, self._validated_step = validation, self.training.step

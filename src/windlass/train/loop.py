@@ -46,7 +46,8 @@ from windlass.units import print_bytes
 
 
 def run(recipe: Recipe, folder: Run, start: Start, place: Place, hooks: Sequence[Hook] = (), say: Say = print) -> int:
-    """Train; the exit code says whether the run is finished or can be resumed. An error leaves a fault record per rank."""
+    """Train; the exit code says whether the run is finished or can be resumed. An error leaves a fault record per
+    rank."""
     heartbeat = Heartbeat(
         folder, place.rank, world_size=place.world_size, timeout_seconds=recipe.train.watchdog_seconds
     ).start()
@@ -237,7 +238,8 @@ def finish(training: Training, checkpoints: Checkpointing, reason: str | None) -
     return EXIT_DONE if reason is None else EXIT_RESUMABLE
 
 
-# -- before the first step ----------------------------------------------------------------------------------------------
+# -- before the first step
+# ----------------------------------------------------------------------------------------------
 
 
 def check_precision(recipe: Recipe, world: World) -> None:
@@ -288,9 +290,8 @@ def prepare(training: Training, checkpoints: Checkpointing) -> None:
 def trial_step(training: Training) -> str:
     """One forward and backward pass over token 0, so that running out of memory costs seconds, not hours.
 
-    Gradients are thrown away: weights, moments, random numbers and data position stay as they were. The line for the log
-    gives the memory it needed beside the planner's prediction.
-    """
+    Gradients are thrown away: weights, moments, random numbers and data position stay as they were. The line for the
+    log gives the memory it needed beside the planner's prediction."""
     device, plan, layout = training.world.device, training.plan, training.start.layout
     shape = (plan.sequences_per_rank, plan.seq_len + 1)
     tokens = torch.zeros(shape, dtype=torch.long, device=device)

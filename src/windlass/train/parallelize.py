@@ -1,7 +1,8 @@
-"""Divides a model over devices, in one ordered list: stages, kernels, context, tensor, precision, recompute, compile, shard.
+"""Divides a model over devices, in one ordered list: stages, kernels, context, tensor, precision, recompute, compile,
+shard.
 
-Which rank holds what, and what that costs in memory, is described in docs/concepts/layouts.md; the planner counts the same way.
-"""
+Which rank holds what, and what that costs in memory, is described in docs/concepts/layouts.md; the planner counts the
+same way."""
 
 from __future__ import annotations
 
@@ -155,12 +156,13 @@ def _compile(module: DecoderModel, step: StepSpec, world: World, notes: list[str
     import torch._functorch.config as functorch
     import torch.compiler.config as compiler
 
-    # The cached graph holds the attention kernel that was chosen when it was made; torch's own key does not name it, so a
-    # warm cache would go on with cuDNN after train.attention = "flash" (seen on the H200).
+    # The cached graph holds the attention kernel that was chosen when it was made; torch's own key does not name it,
+    # so a warm cache would go on with cuDNN after train.attention = "flash" (seen on the H200).
     compiler.cache_key_tag = f"attention={step.attention}"
     functorch.activation_memory_budget = step.recompute_budget if step.recompute == "budget" else 1.0
     for layer in module.layer_modules():
-        # Dynamic shapes would cost speed and are not needed: every layer sees one shape in training and one in evaluation.
+        # Dynamic shapes would cost speed and are not needed: every layer sees one shape in training and one in
+        # evaluation.
         layer.compile(fullgraph=isinstance(layer, Layer), dynamic=False)
         if isinstance(layer, Layer):  # with recomputation it would have to keep two tensors instead of one
             layer.carries = step.recompute == "none"

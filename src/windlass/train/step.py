@@ -1,7 +1,7 @@
 """One optimizer step: forward and backward over the micro-batches, one reduction of loss and norm, clip, guard, update.
 
-Nothing here waits for the device: clipping, the decision to skip and the numbers for the log stay tensors until they are read back.
-"""
+Nothing here waits for the device: clipping, the decision to skip and the numbers for the log stay tensors until they
+are read back."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ class Stepper:
         return StepResult(torch.stack((loss, norm, reason.to(loss.dtype), auxiliary)), lr, forward)
 
     def gradients(self, tokens: Tensor, documents: Tensor | None) -> Stopwatch | None:
-        """Gradients of the batch's mean loss, summed over this rank's micro-batches (and over ranks by the sharding)."""
+        """Gradients of the batch's mean loss, summed over this rank's micro-batches (and over ranks by the
+        sharding)."""
         self._sums.clear()
         inputs, targets, numbers = cut(tokens, documents, self.world)
         if self.schedule is not None:

@@ -1,8 +1,7 @@
 """Starts one worker per device on this machine and restarts them from the last checkpoint when one fails.
 
-This process never imports torch: it stays small, receives every signal at once and outlives whatever kills a worker. It forwards
-signals, reads the fault records, and stops trying when a restart cannot help.
-"""
+This process never imports torch: it stays small, receives every signal at once and outlives whatever kills a worker.
+It forwards signals, reads the fault records, and stops trying when a restart cannot help."""
 
 from __future__ import annotations
 
@@ -191,7 +190,8 @@ def run_workers(
 def reason_to_stop(
     fault: WorkerFault, history: Sequence[tuple[str, int | None]], stopping: bool, max_restarts: int
 ) -> str | None:
-    """Why not to restart, or None. `history`: signature of each failure and the newest checkpoint's step at that time."""
+    """Why not to restart, or None. `history`: signature of each failure and the newest checkpoint's step at that
+    time."""
     if stopping:
         return f"asked to stop, and rank {fault.rank} failed on the way: {fault.error}"
     if fault.exit_code in INCURABLE:
@@ -282,8 +282,8 @@ def _start_workers(argv: Sequence[str], devices: int, run: Run, env: Mapping[str
 def find_fault(run: Run, first: tuple[int, int], codes: Sequence[int | None]) -> WorkerFault:
     """The failure that came first. A rank that was killed writes nothing, and those that lost it only report that.
 
-    Every record is of this attempt: those of the last one were removed before it, so that no clock has to tell them apart.
-    """
+    Every record is of this attempt: those of the last one were removed before it, so that no clock has to tell them
+    apart."""
     records = sorted((r for r in run.faults() if (r.rank or 0) < len(codes)), key=lambda r: r.time)
     causes = [r for r in records if r.is_cause]
     if causes:

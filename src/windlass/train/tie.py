@@ -1,9 +1,8 @@
 """Tied embedding and head in different pipeline stages: one owner, one copy, two messages per step.
 
-The first stage owns the weights: its optimizer moves them and its checkpoint holds them. The last stage computes with a copy; it
-sends the gradient to the owner and gets the new weights back. The copy has no moments, and both stay equal to the last bit even
-where weights are rounded at random.
-"""
+The first stage owns the weights: its optimizer moves them and its checkpoint holds them. The last stage computes with
+a copy; it sends the gradient to the owner and gets the new weights back. The copy has no moments, and both stay equal
+to the last bit even where weights are rounded at random."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ AttentionCore = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-    """q is (batch, heads, time, head_dim); k and v may have fewer heads. `documents` is what `document_mask` made, or None."""
+    """q is (batch, heads, time, head_dim); k and v may have fewer heads. `documents` is what `document_mask` made, or
+    None."""
     if documents is not None:
         return masked_attention(q, k, v, documents)
     k, v = _expanded(q, k, v, masked=False)
@@ -36,8 +37,8 @@ def _expanded(q: Tensor, k: Tensor, v: Tensor, *, masked: bool) -> tuple[Tensor,
 
 
 def needs_expanded_heads(device: str, dtype: torch.dtype, grouped: bool, masked: bool) -> bool:
-    """On a GPU, fp32 and masks need the memory-efficient kernel, which does not take groups of heads. Left grouped, torch falls
-    back to full score matrices: 78 GiB instead of 28 for a 0.4B model in fp32 on an H200."""
+    """On a GPU, fp32 and masks need the memory-efficient kernel, which does not take groups of heads. Left grouped,
+    torch falls back to full score matrices: 78 GiB instead of 28 for a 0.4B model in fp32 on an H200."""
     return device == "cuda" and grouped and (masked or dtype == torch.float32)
 
 
@@ -47,7 +48,8 @@ def expand_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def document_mask(query: Tensor, key: Tensor, query_start: int = 0) -> Tensor:
-    """(batch, 1, queries, keys): same document and not in the future. Queries begin at position `query_start` of the keys."""
+    """(batch, 1, queries, keys): same document and not in the future. Queries begin at position `query_start` of the
+    keys."""
     position = query_start + torch.arange(query.shape[1], device=query.device)
     past = torch.arange(key.shape[1], device=key.device) <= position[:, None]
     return ((query[:, :, None] == key[:, None, :]) & past).unsqueeze(1)
@@ -66,7 +68,8 @@ KERNELS = {
     "efficient": (SDPBackend.EFFICIENT_ATTENTION,),
     "math": (SDPBackend.MATH,),
 }
-"""cuDNN first: on the H200 it was 1.5 to 1.7 times as fast as flash-2, forward and backward. AMD does not have it; flash is next."""
+"""cuDNN first: on the H200 it was 1.5 to 1.7 times as fast as flash-2, forward and backward. AMD does not have it;
+flash is next."""
 
 
 @contextlib.contextmanager
@@ -80,7 +83,8 @@ def attention_kernel(name: str, device: torch.device) -> Iterator[None]:
 
 
 def attention_core(name: str) -> AttentionCore:
-    """The attention function of `train.attention`: FlashAttention 3 by its package, torch's own for every other name."""
+    """The attention function of `train.attention`: FlashAttention 3 by its package, torch's own for every other
+    name."""
     if name != "flash3":
         return causal_attention
     try:

@@ -15,7 +15,8 @@ from windlass.blocks.linear import Linear, project
 
 
 def rope_table(start: int, end: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of positions start..end, each (positions, head_dim), halves repeated as in Hugging Face's convention."""
+    """Cosine and sine of positions start..end, each (positions, head_dim), halves repeated as in Hugging Face's
+    convention."""
     frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
     angle = torch.outer(torch.arange(end, dtype=torch.float32, device=device), frequency).repeat(1, 2)
     return angle.cos()[start:], angle.sin()[start:]
@@ -44,7 +45,8 @@ class Attention(Block):
         return rope_table(start, end, self.head_dim, self.theta, device)
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values, each (batch, heads, time, head_dim); a tensor-parallel rank holds some heads only."""
+        """Queries, keys and values, each (batch, heads, time, head_dim); a tensor-parallel rank holds some heads
+        only."""
         batch, time = x.shape[:2]
         parts = project(x, (self.wq, self.wk, self.wv), self.fused)
         return tuple(part.view(batch, time, -1, self.head_dim).transpose(1, 2) for part in parts)

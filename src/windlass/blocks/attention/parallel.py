@@ -1,9 +1,8 @@
 """Attention divided over ranks: heads by tensor parallelism, positions by context parallelism.
 
-Under context parallelism each rank holds a contiguous stretch of positions, gathers keys and values, and keeps its queries.
-torch's own context parallelism knows only CUDA's attention operators; this runs on any device and over gloo. The last rank
-attends to more keys than the first; the planner counts that.
-"""
+Under context parallelism each rank holds a contiguous stretch of positions, gathers keys and values, and keeps its
+queries. torch's own context parallelism knows only CUDA's attention operators; this runs on any device and over gloo.
+The last rank attends to more keys than the first; the planner counts that."""
 
 from __future__ import annotations
 

@@ -63,7 +63,8 @@ class AttentionSpec:
     kept_by_selective = True
 
     def kept_bytes(self, step: StepSpec, layout: Layout) -> float:
-        """Rotated queries and keys, values, the output and its log-sums; fused projections also keep the unrotated ones."""
+        """Rotated queries and keys, values, the output and its log-sums; fused projections also keep the unrotated
+        ones."""
         size = step.bytes_per_value
         keys = self.query_width if step.expand_kv_heads else self.kv_width
         kept = size * (2.0 * self.query_width + 2.0 * keys) + 4.0 * self.heads

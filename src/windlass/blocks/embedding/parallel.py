@@ -25,9 +25,8 @@ def parallelize(embedding: TokenEmbedding, tensor_mesh: DeviceMesh) -> None:
 def parallel_lookup(tokens: Tensor, weight: DTensor, *, mesh: DeviceMesh) -> Tensor:
     """This rank's stretch of the sequence, looked up by whichever rank holds the row.
 
-    torch's own row-wise embedding has no rule for its backward pass that keeps rows divided: the gradient was as large as the
-    full table on every rank. Here it is made from the local rows and stays as small as they are.
-    """
+    torch's own row-wise embedding has no rule for its backward pass that keeps rows divided: the gradient was as
+    large as the full table on every rank. Here it is made from the local rows and stays as small as they are."""
     part = weight.to_local()
     index = tokens - first_row(weight, mesh)
     elsewhere = (index < 0) | (index >= part.shape[0])

@@ -102,7 +102,8 @@ def kept_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_outer(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """total + left^T right in fp32. On NVIDIA GPUs the GEMM itself adds bf16 products to the fp32 sum; ROCm has no such form."""
+    """total + left^T right in fp32. On NVIDIA GPUs the GEMM itself adds bf16 products to the fp32 sum; ROCm has no
+    such form."""
     if left.device.type == "cuda" and left.dtype == torch.bfloat16 and torch.version.hip is None:
         if total is None:
             return torch.mm(left.t(), right, out_dtype=torch.float32)

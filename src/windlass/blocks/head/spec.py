@@ -5,7 +5,8 @@ from __future__ import annotations
 from windlass.layout.types import Layout, StepSpec
 
 MAX_PLAIN_LOGITS_BYTES = 64 * 2**20
-"""train.loss = "auto": fp32 logits of a micro-batch up to this size are made whole; larger ones are computed in chunks."""
+"""train.loss = "auto": fp32 logits of a micro-batch up to this size are made whole; larger ones are computed in
+chunks."""
 
 
 def choose_loss(wish: str, rows: int, tokens: int, tensor: int) -> tuple[str, str]:
@@ -25,7 +26,8 @@ def loss_bytes(width: int, rows: int, tokens: float, step: StepSpec, layout: Lay
     vocab = rows / layout.tensor
     if step.loss not in ("chunked", "fused") and not (step.native and divided):
         return tokens * vocab * plain_bytes
-    # One chunk's logits, their gradient and that of the chunk before; then the old and the new sum of the weights' gradient.
+    # One chunk's logits, their gradient and that of the chunk before; then the old and the new sum of the weights'
+    # gradient.
     chunk = min(tokens, step.loss_chunk)
     hidden = tokens * width * step.bytes_per_value
     if not step.native:

@@ -20,8 +20,8 @@ class NormSpec:
     def kept_bytes(self, step: StepSpec, layout: Layout) -> float:
         """Input and output of a norm in front of a block, per token.
 
-        FP8 products compute the output again; eager code also keeps the input in fp32 and what is multiplied with the weight.
-        """
+        FP8 products compute the output again; eager code also keeps the input in fp32 and what is multiplied with the
+        weight."""
         size = float(step.bytes_per_value)
         stream = size * self.width / layout.sequence_split
         if not step.native:

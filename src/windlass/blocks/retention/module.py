@@ -167,7 +167,8 @@ class Retention(Block):
 
 
 def retain_from(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor) -> Tensor:
-    """Retention of some tokens after a state, which becomes the state after them: the recurrence, all tokens at once."""
+    """Retention of some tokens after a state, which becomes the state after them: the recurrence, all tokens at
+    once."""
     time = q.shape[-2]
     place = torch.arange(time, device=q.device)
     grown = (gamma[:, None] ** (place + 1))[:, :, None]

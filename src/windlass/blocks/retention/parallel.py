@@ -24,7 +24,8 @@ def parallelize(block: Retention, meshes: Meshes) -> None:
 
 
 def carried_retention(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, *, mesh: DeviceMesh) -> Tensor:
-    """What all earlier ranks' positions add to this rank's. The first rank adds zeros, because every rank takes part."""
+    """What all earlier ranks' positions add to this rank's. The first rank adds zeros, because every rank takes
+    part."""
     left = gather_with_gradient(state_left(k, v, gamma).unsqueeze(0).contiguous(), 0, mesh.get_group())
     gap = mesh.get_local_rank() - 1 - torch.arange(left.shape[0], device=q.device)
     decay = gamma[None] ** (gap.clamp(min=0)[:, None] * q.shape[-2])

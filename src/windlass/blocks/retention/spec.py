@@ -52,7 +52,8 @@ class RetentionSpec:
     """Retention is made of batched products, which the policy does not keep."""
 
     def kept_bytes(self, step: StepSpec, layout: Layout) -> float:
-        """Rotated queries and keys; values, gate, output, its norm and the gated output; decayed scores; states between chunks."""
+        """Rotated queries and keys; values, gate, output, its norm and the gated output; decayed scores; states
+        between chunks."""
         size, span = step.bytes_per_value, self.span(step.seq_len)
         values = 2.0 * self.width + 4.0 * self.value_width
         if step.fused_projections:  # beside the gate, unrotated queries and keys and the values stay too

@@ -1,4 +1,5 @@
-"""Any other causal language model: transformers builds it; only its sizes are read here, from config.json, for the planner."""
+"""Any other causal language model: transformers builds it; only its sizes are read here, from config.json, for the
+planner."""
 
 from __future__ import annotations
 

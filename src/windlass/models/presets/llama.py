@@ -1,8 +1,7 @@
 """The Llama family: grouped-query attention with rotary positions, RMSNorm, SwiGLU (or GELU).
 
-Mistral without a sliding window has the same form. Our rotary embedding turns the two halves of a head as Hugging Face's does,
-so no weight is reordered.
-"""
+Mistral without a sliding window has the same form. Our rotary embedding turns the two halves of a head as Hugging
+Face's does, so no weight is reordered."""
 
 from __future__ import annotations
 
@@ -17,7 +16,8 @@ from windlass.models.spec import Branch, LayerGroup, LayerSpec, ModelSpec
 
 
 def default_hidden(width: int) -> int:
-    """Inner width of a gated feed-forward block with as many weights as one of four times the width, rounded up to 256."""
+    """Inner width of a gated feed-forward block with as many weights as one of four times the width, rounded up to
+    256."""
     return -(-(8 * width // 3) // 256) * 256
 
 
@@ -34,7 +34,8 @@ def spec(config: ModelConfig) -> ModelSpec:
 
 
 def decoder_spec(config: ModelConfig, name: str, mixer: BlockSpec, hidden: int) -> ModelSpec:
-    """Equal layers of a mixer and a feed-forward block, each behind an RMSNorm; the mixer's parameters begin with `name`."""
+    """Equal layers of a mixer and a feed-forward block, each behind an RMSNorm; the mixer's parameters begin with
+    `name`."""
     assert config.layers and config.width and config.vocab
     norm = NormSpec(width=config.width, eps=config.norm_eps)
     mlp = MlpSpec(width=config.width, hidden=hidden, gated=config.activation == "swiglu")

@@ -16,6 +16,5 @@ class Objective(Protocol):
     def loss_function(self, step: StepSpec) -> LossFunction:
         """The loss function of a model's head.
 
-        It takes (hidden, weight, targets, *, vocab), hidden states before the head and the head's weights, and returns one
-        tensor of two sums over tokens: the loss to minimize and the cross-entropy to report.
-        """
+        It takes (hidden, weight, targets, *, vocab), hidden states before the head and the head's weights, and
+        returns one tensor of two sums over tokens: the loss to minimize and the cross-entropy to report."""
