@@ -337,7 +337,7 @@ def main() -> int:
     parser.add_argument("--saves", type=int, default=2, help="saves, as far as the time allows")
     parser.add_argument("--step-seconds", type=float, help="measured time of a training step of this shape")
     parser.add_argument("--seconds", type=float, default=85, help="begin no stage that would not end in this time")
-    parser.add_argument("--folder", type=Path, help="where to write; a temporary folder when left out")
+    parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
     parser.add_argument("--out", type=Path, help="a JSON file for the result, or a folder for it")
     given = parser.parse_args()
     if given.out and given.out.suffix != ".json":

@@ -255,7 +255,7 @@ def compare(out: Path) -> None:
             "",
             f"{name}: median {statistics.median(sizes):.1f} %, worst {sizes[-1]:.1f} % over {len(sizes)} configurations",
         ]
-    lines += ["", f"fits or not: {sum(verdicts)} of {len(verdicts)} right"]
+    lines += ["", f"fit or out of memory: {sum(verdicts)} of {len(verdicts)} right"]
     (out / "gpu_plan.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 

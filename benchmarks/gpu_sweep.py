@@ -489,7 +489,7 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
 def errors_of(rows: Sequence[dict[str, Any]]) -> list[str]:
     judged = [r for r in rows if r.get("outcome") in ("ok", "oom") and r.get("oom_chance") is not None]
     right = sum((r["oom_chance"] > 0.5) == (r["outcome"] == "oom") for r in judged)
-    lines = [f"- fits or not: {right} of {len(judged)} right ({sum(r['outcome'] == 'oom' for r in judged)} ran out of memory)."]  # fmt: skip
+    lines = [f"- fit or out of memory: {right} of {len(judged)} predicted correctly ({sum(r['outcome'] == 'oom' for r in judged)} ran out of memory)."]  # fmt: skip
     for what, seen, said in (("step time", "step_seconds", "predicted_step_seconds"), ("memory", "memory_bytes", "predicted_memory_bytes")):  # fmt: skip
         errors = [abs(r[said] / r[seen] - 1) for r in rows if r.get("outcome") == "ok" and r.get(seen) and r.get(said)]
         if errors:

@@ -694,7 +694,7 @@ def join(files: list[Path], args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", help="comma-separated names or prefixes; default rows when left out")
+    parser.add_argument("--rows", help="comma-separated names or prefixes; default: the standard rows")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)

@@ -363,7 +363,7 @@ def page_with(text: str, found: dict[str, Any]) -> str:
 def markdown(found: dict[str, Any]) -> str:
     about = found["about"]
     lines = [
-        "# RetNet beside a Llama of equal size", "",
+        "# RetNet compared with a Llama of equal size", "",
         f"`python benchmarks/retnet_vs_llama.py{' --tiny' if about['tiny'] else ''}` on {about['device']}, torch {about['torch']}, commit {about['commit'] or 'unknown'}; "
         f"{about['steps']} steps of {about['batch']} x {about['sequence']} tokens, the same for both.", "",
         *trained(found), "", *evaluated(found), "", *decoded(found),
@@ -405,7 +405,7 @@ def decoded(found: dict[str, Any]) -> list[str]:
     lines = [
         "Decoding, one sequence:",
         "",
-        "| model | context | ms per token | as a recorded graph | state | peak beside the weights | prompt |",
+        "| model | context | ms per token | as a recorded graph | state | peak without the weights | prompt |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     lines += [

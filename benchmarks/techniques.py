@@ -220,7 +220,7 @@ def overlap_rows(quick: bool, processes: int, bits: float) -> list[Row]:
     value, steps = recipe(quick, micro_batch=2, seq_len=64 if quick else 128), 3 if quick else 20
     names = {
         "naive": "off: after the backward pass, one reduction per tensor",
-        "overlap": "overlap: each tensor while the pass goes on",
+        "overlap": "overlap: each tensor during the backward pass",
         "buckets": "overlap and buckets of 4 MiB",
     }
     rows = []
@@ -256,7 +256,7 @@ def all_rows(quick: bool, processes: int, bits: float, only: list[str]) -> list[
     }
     loss = {
         words: recipe(quick, layers=1, seq_len=256, micro_batch=4, vocab=vocab, train={"loss": kind, "loss_chunk": 128})
-        for kind, words in (("plain", "whole logits"), ("chunked", "logits in chunks of 128 tokens"))
+        for kind, words in (("plain", "full logits"), ("chunked", "logits in chunks of 128 tokens"))
     }
     shard = {
         f"shard = {kind}": recipe(quick, seq_len=short, processes=processes, layout={"shard": kind})

@@ -456,7 +456,7 @@ def versions() -> dict[str, str]:
 
 def page(sections: dict[str, Any]) -> str:
     """The whole page from the stored sections: nothing in it is written by hand, so nothing is lost by measuring again."""
-    text = ["# Tokenizing: CPU time beside other tools", "", "Written by `benchmarks/tokenize.py` from `tokenize.json`; a section is replaced when it is measured again.", ""]  # fmt: skip
+    text = ["# Tokenizing: CPU time compared with other tools", "", "Written by `benchmarks/tokenize.py` from `tokenize.json`; a section is replaced when it is measured again.", ""]  # fmt: skip
     for name, section in sections.items():
         drawn = {"skew": skew_text, "read": read_text}.get(name.partition("-")[0], run_text)
         text += [
@@ -471,7 +471,7 @@ def page(sections: dict[str, Any]) -> str:
 
 
 TITLES = {
-    "run": "Beside other tools", "run-big": "Beside other tools, three times the corpus", "skew": "One file 100 times larger than the others",
+    "run": "Compared with other tools", "run-big": "Compared with other tools, three times the corpus", "skew": "One file 100 times larger than the others",
     "read": "Reading a store",
 }  # fmt: skip
 
@@ -523,19 +523,19 @@ def goals(rows: list[dict[str, Any]], shards: int) -> Iterator[str]:
             continue
         shares = by_round(rows, shards, tool)
         share = statistics.median(shares)
-        rounds = f"the middle of {len(shares)} rounds, {shares[0]:.2f} to {shares[-1]:.2f}; " if len(shares) > 1 else ""
+        rounds = f"median of {len(shares)} rounds, {shares[0]:.2f} to {shares[-1]:.2f}; " if len(shares) > 1 else ""
         whole = ours["cpu_seconds"] / peer["cpu_seconds"]
         yield (
             f"- {tool}: windlass takes {share:.2f} of its CPU time on {shards} shards ({rounds}{whole:.2f} by the table's medians; goal at most {limit:.2f}): "
             f"{'met' if share <= limit else '**not met**'}."
         )
     first = middle(rows, min(r["shards"] for r in rows), "windlass") or ours
-    yield f"- First token within 3 CPU-seconds: a whole run on {first['shards']} shard{'s' if first['shards'] > 1 else ''} takes {first['cpu_seconds']:.1f}."
+    yield f"- First token within 3 CPU-seconds: a complete run on {first['shards']} shard{'s' if first['shards'] > 1 else ''} takes {first['cpu_seconds']:.1f}."
     yield f"- At most 350 MB per process: {ours['peak_process_bytes'] / 1e6:.0f} MB."
     extra = (ours["bytes"] - 4 * ours["tokens"]) / ours["documents"]
     size, length = ours["bytes"] / ours["tokens"], ours["tokens"] / ours["documents"]
     yield (
-        f"- At most 4.01 bytes per token: {size:.4f}, {'met' if size <= 4.01 else '**not met** on this corpus'}. The tokens take 4 bytes each, the .idx {extra:.1f} bytes a document "
+        f"- At most 4.01 bytes per token: {size:.4f}, {'met' if size <= 4.01 else '**not met** on this corpus'}. The tokens take 4 bytes each, the .idx {extra:.1f} bytes per document "
         f"(of {length:,.0f} tokens here)."
     )
 
@@ -616,7 +616,7 @@ def skew_text(section: dict[str, Any]) -> list[str]:
     return [
         f"The corpus as one file of {section['big_bytes'] / 1e6:.0f} MB beside {section['small_files']} files of a hundredth of it, {rows[0]['tokens'] / 1e6:.1f} M tokens, {rows[0]['workers']} workers. "
         f"Share of the wall time that the last tenth of the tokens takes, goal at most 15 %: {within}.", "",
-        "| files | run | of the tokenizing | of the whole command, start and join included |", "|---|---:|---:|---:|",
+        "| files | run | of the tokenizing | of the complete command, with start and join |", "|---|---:|---:|---:|",
         *(f"| {'.jsonl' + row['packing'] if row['packing'] != 'plain' else 'plain .jsonl'} | {row['repeat'] + 1} | {row['last_tenth_of_work']:.1%} | {row['last_tenth_of_command']:.1%} |" for row in rows),
     ]  # fmt: skip
 

@@ -147,7 +147,7 @@ def outside_lines(outside: dict[str, Any], cell: Callable[[dict[str, Any]], str]
     by_source = "; ".join(f"{name} {cell(part['throughput'])}" for name, part in outside["by_source"].items())
     fit = outside["fit"]
     return [
-        f"Runs of other publications (`benchmarks/{OUTSIDE.name}`, written down by hand, never fitted to): throughput "
-        f"{cell(outside['throughput'])}, called fitting {fit['working_kept']} of {fit['working_rows']}; {by_source}.",
+        f"Runs of other publications (`benchmarks/{OUTSIDE.name}`, copied by hand, not used in any fit): throughput "
+        f"{cell(outside['throughput'])}, predicted to fit {fit['working_kept']} of {fit['working_rows']}; {by_source}.",
         "",
     ]

@@ -50,9 +50,10 @@ class Registry:
 
 
 def import_target(target: str) -> Any:
-    """The object that an import path ("package.module:attribute") names."""
-    module, _, attribute = target.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    """The object that an import path ("package.module:attribute", or a module alone) names."""
+    name, _, attribute = target.partition(":")
+    module = importlib.import_module(name)
+    return getattr(module, attribute) if attribute else module
 
 
 def package_entries(package: str, target: str) -> dict[str, str]:
@@ -73,4 +74,9 @@ SCHEDULES = Registry("windlass.schedules", package_entries("windlass.train.sched
 OBJECTIVES = Registry("windlass.objectives", package_entries("windlass.train.objectives", ":OBJECTIVE"))
 TRACKERS = Registry("windlass.trackers", package_entries("windlass.train.trackers", ":open_tracker"))
 ENGINES = Registry("windlass.engines", package_entries("windlass.train.engines", ":assemble"))
+# A block's entry names its package, which has the modules spec, module and parallel.
+BLOCKS = Registry(
+    "windlass.blocks",
+    {name: path.removesuffix(".spec") for name, path in package_entries("windlass.blocks", ".spec").items()},
+)
 PRESETS = Registry("windlass.presets", package_entries("windlass.models.presets", ":PRESET"))

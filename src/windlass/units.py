@@ -1,4 +1,4 @@
-"""How do people write sizes, token counts, times and energies, and how do we print them? One place for both."""
+"""Sizes, token counts, times and energies: parsing what people write, and printing."""
 
 from __future__ import annotations
 

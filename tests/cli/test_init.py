@@ -38,7 +38,7 @@ def test_what_it_writes_plans_at_once(go, cluster, size):
     assert (recipe.cluster, recipe.launch.account, recipe.nodes) == (cluster, "P1", result["nodes"])
     best = plan(recipe, load_cluster(cluster), top=1).best
     assert best.days == pytest.approx(result["plan"]["days"])
-    assert best.layout.model_dump(mode="json") == result["plan"]["layout"]
+    assert best.layout.config().model_dump(mode="json") == result["plan"]["layout"]
     assert result["parameters"] == pytest.approx(float(size[:-1]) * 1e9, rel=0.1)
 
 

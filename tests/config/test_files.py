@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from windlass.config.files import kind_of, missing_hint, shipped
-from windlass.config.load import load_recipe, read_toml
+from windlass.config.load import kind_of, load_recipe, missing_hint, read_toml, shipped
 from windlass.config.sources import load_data_file
 from windlass.config.sweep import load_sweep
 from windlass.errors import ConfigError

@@ -6,8 +6,8 @@ import pytest
 
 from windlass.config import Recipe, load_recipe, recipe_hash
 from windlass.config.load import parse_override
+from windlass.config.recipe import recipe_schema
 from windlass.config.save import parse_interval
-from windlass.config.show import recipe_schema, recipe_values
 from windlass.errors import ConfigError
 
 GOOD = """
@@ -53,7 +53,7 @@ def test_overrides_win_and_are_marked(recipe_file):
         recipe_file(),
         ["layout.micro_batch=4", "optim.lr=1e-3", "data.tokens=2B", 'train.precision="fp32"', "cluster=lumi-g"],
     )
-    origins = {v.key: (v.value, v.origin) for v in recipe_values(loaded)}
+    origins = {key: (value, origin) for key, value, origin in loaded.values()}
     assert origins["layout.micro_batch"] == (4, "override")
     assert origins["optim.lr"] == (1e-3, "override")
     assert origins["data.tokens"] == (2_000_000_000, "override")
@@ -81,12 +81,10 @@ def test_all_problems_come_at_once_with_their_paths(recipe_file):
 
 def test_rules_over_several_keys(recipe_file):
     error = problems(
-        recipe_file(GOOD.replace("heads = 4", "heads = 5").replace("batch_tokens = 512", "batch_tokens = 500")),
-        "layout.tensor=2",
+        recipe_file(GOOD.replace("heads = 4", "heads = 5").replace("batch_tokens = 512", "batch_tokens = 500"))
     )
     assert "model.heads (5) does not divide model.width (64)" in error.message
     assert "data.batch_tokens (500) is not a multiple of data.seq_len (64); the next larger one is 512" in error.message
-    assert "layout.tensor (2) does not divide model.heads (5)" in error.message
 
 
 @pytest.mark.parametrize(
@@ -94,9 +92,8 @@ def test_rules_over_several_keys(recipe_file):
     [
         (["model.heads=4", "model.width=60", "model.kv_heads=2"], "model.heads (4) of width 15 each"),
         (["model.head_dim=9"], "of width 9 each"),
-        (["model.ffn=99", "layout.tensor=2"], "layout.tensor (2) does not divide model.ffn (99); nearest legal: 1 or 3"),
         (["model.family=retnet", "model.value_width=50"], "does not divide model.value_width (50); the next larger one is 52"),
-        (["model.family=retnet", "model.ffn=90"], "(also the width of values when value_width is left out) (90)"),
+        (["model.family=retnet", "model.ffn=90"], "(the default of value_width) (90)"),
         (["model.family=retnet", "model.kv_heads=1"], "model.kv_heads (1): retention has no groups of heads"),
         (["model.family=retnet", "model.head_dim=4"], "model.head_dim (4): retention's heads divide model.width"),
     ],
@@ -122,7 +119,6 @@ def test_tokens_or_steps_are_needed(recipe_file):
         ("save.every=0", "more than 0"),
         ("train.precision=fp7", "precision"),
         ("data.mix.a=-1", "weights must be at least 0"),
-        ("layout.pipeline=9", "more than model.layers"),
         ("model=3", "model"),
     ],
 )

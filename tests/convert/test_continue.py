@@ -45,7 +45,7 @@ def train(path: Path, store: Store, vocab: int, steps: int, **tables: Any) -> Ru
 
 
 def losses(run: Run) -> list[float]:
-    return [line["loss"] for line in run.metrics()]
+    return [line.loss for line in run.metrics_lines()]
 
 
 def bits(run: Path, store: Store, tokenizer: Tokenizer) -> dict[str, float]:
@@ -64,7 +64,7 @@ def test_grow_and_go_on(
     mixed = {"data": {"mix": {"dutch": 0.5, "english": 0.5}}, "optim": {"lr": 3e-3, "warmup": 5 * 512}}
     went_on = train(tmp_path / "cpt", other, new.vocab_size, 40, save={"load": str(grown.run)}, **mixed)
     anew = train(tmp_path / "anew", other, new.vocab_size, 2, **mixed)
-    rates = [line["lr"] for line in went_on.metrics()]
+    rates = [line.lr for line in went_on.metrics_lines()]
     assert rates[0] < rates[2] < rates[4] == pytest.approx(3e-3, rel=0.05) and rates[-1] < rates[4]
     assert losses(went_on)[0] < losses(anew)[0] - 0.3  # what was learned came along
     assert losses(went_on)[-1] < losses(went_on)[0]

@@ -14,10 +14,10 @@ from windlass.data.tokenizer import train_bpe
 
 
 def test_gather_and_tokenize(tmp_path: Path) -> None:
-    one, two = gather(tmp_path / "a", 300_000), gather(tmp_path / "b", 300_000)
+    one, two = gather(tmp_path / "a", 100_000), gather(tmp_path / "b", 100_000)
     assert set(one) == {"code", "docs"}
     assert all(one[name].file.read_bytes() == two[name].file.read_bytes() for name in one)
-    assert 200_000 < sum(source.bytes for source in one.values()) <= 300_000
+    assert 60_000 < sum(source.bytes for source in one.values()) <= 100_000
     texts = [json.loads(line)["text"] for source in one.values() for line in source.file.open()]
     tokenizer = train_bpe(texts, 512, tmp_path / "tok")
     tokenize(data_file(one, tokenizer=tokenizer.path, output=tmp_path / "store").model_copy(update={"workers": 1}))

@@ -101,6 +101,6 @@ def test_the_end_of_document_stands_after_every_text_the_empty_ones_too(offset: 
     assert flat.tolist() == [5 + offset, 6 + offset, 3, 3, 7 + offset, 3] and offsets.tolist() == [0, 3, 4, 6]
     bare = engines._join(parts, np.uint32(offset), None)
     assert bare[1].tolist() == [0, 2, 2, 3]
-    again = engines._add_eos(*bare, eos)
+    again = engines.add_eos(*bare, eos)
     assert again[0].tolist() == flat.tolist() and again[1].tolist() == offsets.tolist()
     assert engines._join([], np.uint32(0), eos)[1].tolist() == [0]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.data.helpers import refused
 
-from windlass.config import DataConfig, Stage
+from windlass.config import DataConfig, DataStage
 from windlass.data.mix import Mixture, plan_phases, refuse_repeats, shares, source_passes
 
 
@@ -98,7 +98,7 @@ def test_natural_mix_is_by_size_and_epochs() -> None:
 
 
 def test_stage_at_zero_replaces_the_mix() -> None:
-    config = DataConfig(stages=[Stage(start=0, mix={"a": 1.0}), Stage(start=1000, mix={"b": 1.0})], seq_len=10)
+    config = DataConfig(stages=[DataStage(start=0, mix={"a": 1.0}), DataStage(start=1000, mix={"b": 1.0})], seq_len=10)
     assert plan_phases(config, ["a", "b"], [100, 50], 10) == [(0, [1.0, 0.0]), (100, [0.0, 1.0])]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tests.data.helpers import refused
 
-from windlass.config import DataConfig, Stage
+from windlass.config import DataConfig, DataStage
 from windlass.config.sources import DataFile, DataSource
 from windlass.data.store import open_store
 from windlass.data.stream import StoreStream, SyntheticStream, open_stream
@@ -71,7 +71,7 @@ def test_no_token_is_an_input_twice_in_one_pass(store: Path) -> None:
 
 
 def test_stage_takes_over_at_its_token(store: Path) -> None:
-    stream = open_stream(config(store, mix={"a": 1.0}, stages=[Stage(start=16 * 40, mix={"b": 1.0})]), seed=3)
+    stream = open_stream(config(store, mix={"a": 1.0}, stages=[DataStage(start=16 * 40, mix={"b": 1.0})]), seed=3)
     source, _ = stream.identity(np.arange(80))
     assert source.tolist() == [0] * 40 + [1] * 40
 

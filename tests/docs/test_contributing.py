@@ -117,15 +117,16 @@ def test_the_block_decodes_as_it_trains_and_refuses_tensor_parallelism(installed
     from my_windlass.average.spec import AverageSpec
     from my_windlass.averaging import PRESET
 
+    from windlass.blocks.context import BlockContext
     from windlass.config import ModelConfig
     from windlass.layout.resolve import JobSize
     from windlass.layout.rules import violations
     from windlass.layout.types import Layout
 
     block, x = Average(AverageSpec(width=8)), torch.randn(2, 5, 8)
-    state, whole = block.new_state(2, 5), block(x)
+    state, complete = block.new_state(2, 5), block(x, BlockContext({}))
     parts = [block.decode(x[:, i : i + 1], state, torch.tensor([i]), i, None) for i in range(5)]
-    assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-6)
+    assert torch.allclose(torch.cat(parts, 1), complete, atol=1e-6)
     assert sum(p.numel() for p in block.parameters()) == AverageSpec(width=8).params()["average"] == 64
 
     model = PRESET.spec(ModelConfig(family="averaging", layers=2, width=8, ffn=16, heads=2, vocab=50))
@@ -211,7 +212,7 @@ def test_the_command(tmp_path: Path) -> None:
 
     app = typer.Typer()
     app.callback()(lambda: None)
-    names_in(example("A command", "python"))["register"](app)
+    app.command("age")(names_in(example("A command", "python"))["age"])
     with pytest.raises(RunError) as caught:
         CliRunner().invoke(app, ["age", str(tmp_path)], catch_exceptions=False)
     assert caught.value.code == "runs.no-metrics"

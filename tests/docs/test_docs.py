@@ -19,9 +19,9 @@ PAGES = sorted(DOCS.rglob("*.md"))
 ALL = [*PAGES, TOP / "README.md", TOP / "ARCHITECTURE.md", TOP / "CONTRIBUTING.md"]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.M | re.S)
 ELSEWHERE = 'title="on this machine"'
-"""Blocks that train: run by tests/story, in order and in one folder."""
+"""Marks blocks that train; tests/story runs them in order and in one folder."""
 CHEAP = {"clusters", "plan", "budget", "show", "init", "profile", "compare"}
-"""Commands that are executed when a page shows them in a console block; launch only as a dry run."""
+"""Commands that are executed if a page shows them in a console block; launch only as a dry run."""
 COMMANDS = typer.main.get_command(build()).commands
 
 
@@ -53,39 +53,39 @@ def shown(text):
 
 
 def test_the_reference_is_up_to_date():
-    made = script("make_reference").pages()
-    stale = [name for name, text in made.items() if (DOCS / "reference" / name).read_text() != text]
+    pages = script("make_reference").pages()
+    stale = [name for name, text in pages.items() if (DOCS / "reference" / name).read_text() != text]
     assert not stale, f"run scripts/make_reference.py: {stale}"
 
 
 def test_the_reference_has_every_command_and_key():
-    made = script("make_reference").pages()
-    assert all(f"`windlass {name}`" in made["cli.md"] for name in COMMANDS)
-    assert "`batch_tokens`" in made["recipe.md"] and "`energy_joules`" in made["metrics.md"]
+    pages = script("make_reference").pages()
+    assert all(f"`windlass {name}`" in pages["cli.md"] for name in COMMANDS)
+    assert "`batch_tokens`" in pages["recipe.md"] and "`energy_joules`" in pages["metrics.md"]
 
 
 def test_every_key_has_a_meaning_and_is_written_as_in_the_file():
-    made = script("make_reference").pages()
+    pages = script("make_reference").pages()
     for name in ("recipe.md", "data-file.md", "sweep-file.md", "cluster-file.md"):
-        rows = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \| (.*) \|$", made[name], re.M)
+        rows = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \| (.*) \|$", pages[name], re.M)
         assert len(rows) > 10, name
         assert not [key for key, _, _, meaning in rows if not meaning.strip()], name
         assert not [key for key, _, default, _ in rows if default in ("`True`", "`False`", "`None`")], name
-    cells = {line.replace("\\|", "").count("|") for line in made["cli.md"].splitlines() if line.startswith("| `")}
-    assert cells == {4}, "a bar in a cell makes a column of its own"
+    cells = {line.replace("\\|", "").count("|") for line in pages["cli.md"].splitlines() if line.startswith("| `")}
+    assert cells == {4}, "a bar in a cell starts a new column"
 
 
 @pytest.mark.timeout(900)
 def test_tables_of_figures_are_up_to_date():
-    """Of the planner's a tenth is allowed; what comes from a benchmark's file is compared to the letter."""
-    made = script("make_tables")
-    pages = made.pages()
+    """Tables of the planner may differ by 10 %; tables of benchmark results must be equal."""
+    tables = script("make_tables")
+    pages = tables.pages()
     assert {DOCS / "concepts" / "techniques.md", DOCS / "guides" / "story-gptnl.md"} <= set(pages)
-    stale = {p.name: names for p in pages if (names := made.stale(p))}
+    stale = {p.name: names for p in pages if (names := tables.stale(p))}
     assert not stale, f"run scripts/make_tables.py: {stale}"
 
 
-def test_a_table_that_moved_is_out_of_date():
+def test_a_table_with_other_figures_is_out_of_date():
     same = script("make_tables")._same
     assert same("| a | 10.0 |", "| a | 10.4 |", True)
     assert not same("| a | 10 |", "| a | 20 |", True)
@@ -100,12 +100,12 @@ def test_pictures_that_pages_show_exist_and_are_shown():
 
 
 WIDE = 95
-"""Characters of a code block that a page of the site shows without folding."""
+"""Characters of a line of code that a page of the site shows without wrapping."""
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name not in ("clusters", "reference")], ids=page_id)
 def test_code_fits_the_page(page):
-    """A folded command is hard to read and a cut comment is lost; a command goes on after a backslash instead."""
+    """Wrapped commands are hard to read; a long command continues after a backslash instead."""
     lines = [line for _, body in FENCE.findall(page.read_text()) for line in body.splitlines()]
     assert not [line for line in lines if len(line) > WIDE]
 
@@ -135,24 +135,26 @@ def test_files_that_a_page_names_exist(page):
 def test_commands_and_options_that_a_page_shows_exist(page):
     wrong = []
     for line in shown(page.read_text()):
-        words = line.split()[1:]
-        if words[0].startswith("-") or not words[0].islower():
+        arguments = line.split()[1:]
+        if arguments[0].startswith("-") or not arguments[0].islower():
             continue
-        command = COMMANDS.get(words[0])
+        command = COMMANDS.get(arguments[0])
         if command is None:
             wrong.append(line)
             continue
         inner = getattr(command, "commands", {})
-        command = inner.get(words[1], command) if len(words) > 1 else command
+        command = inner.get(arguments[1], command) if len(arguments) > 1 else command
         options = {o for p in command.params for o in (*p.opts, *p.secondary_opts)} | {"--debug", "--help"}
         wrong += [
-            line for w in words[1:] if w.startswith("--") and w != "--" and w.strip("[]").split("=")[0] not in options
+            line
+            for w in arguments[1:]
+            if w.startswith("--") and w != "--" and w.strip("[]").split("=")[0] not in options
         ]
     assert not wrong
 
 
 def test_pages_that_the_program_names_exist():
-    """An error that sends a tired person to a page that is not there is worse than none."""
+    """Pages that error messages and recipes name exist."""
     sources = [*(TOP / "src").rglob("*.py"), *(TOP / "recipes").rglob("*.toml")]
     named = {m for p in sources for m in re.findall(r"\bdocs/[\w/-]+\.md", p.read_text())}
     assert named and not [n for n in named if not (TOP / n).is_file()]
@@ -162,8 +164,8 @@ def test_pages_that_the_program_names_exist():
 
 
 def console_lines(page):
-    found = FENCE.finditer(page.read_text())
-    blocks = [m[2] for m in found if m[1] == "console" and ELSEWHERE not in m[0].splitlines()[0]]
+    fences = FENCE.finditer(page.read_text())
+    blocks = [m[2] for m in fences if m[1] == "console" and ELSEWHERE not in m[0].splitlines()[0]]
     return [line[2:] for body in map(joined, blocks) for line in body.splitlines() if line.startswith("$ windlass ")]
 
 
@@ -177,8 +179,8 @@ def test_console_blocks_run(page, tmp_path):
     program.chmod(0o755)
     env = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "COLUMNS": "160"}
     for line in console_lines(page):
-        word = line.split()[1]
-        assert word in CHEAP or "--dry-run" in line, f"{line}: not cheap; show it in a bash block"
+        name = line.split()[1]
+        assert name in CHEAP or "--dry-run" in line, f"{line} takes long: show it in a bash block"
         done = subprocess.run(line, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{line}\n{done.stderr}"
         assert done.stdout.strip()
@@ -198,7 +200,7 @@ def test_new_pages_join_the_section_of_their_folder():
     assert nav[1] == {"Guides": ["guides/a.md"]}
 
 
-def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path):
+def test_the_site_builds_without_a_warning_and_loads_nothing_external(tmp_path):
     if importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("material") is None:
         pytest.skip("pip install 'windlass[docs]'")
     done = subprocess.run(
@@ -207,12 +209,12 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
-    outside = re.compile(
+    external = re.compile(
         r'(?:<script[^>]+src|<link[^>]+(?:stylesheet|preconnect|icon)[^>]+href|<img[^>]+src)="https?://'
     )
     pages = list((tmp_path / "site").rglob("*.html"))
     assert len(pages) >= len(PAGES)
-    assert not [p.name for p in pages if outside.search(p.read_text()) or "fonts.googleapis" in p.read_text()]
+    assert not [p.name for p in pages if external.search(p.read_text()) or "fonts.googleapis" in p.read_text()]
 
 
 # -- offline installation --------------------------------------------------------------------------------------------------
@@ -223,19 +225,19 @@ def test_the_container_definition_has_its_parts():
     sections = re.findall(r"^%(\w+)", text, re.M)
     assert sections == ["files", "post", "environment", "runscript", "test", "labels", "help"]
     assert re.search(r"^Bootstrap: docker\nFrom: \{\{ FROM \}\}$", text, re.M)
-    assert "--no-index" in text, "nothing may be fetched while the image is built"
+    assert "--no-index" in text, "nothing may be downloaded while the image is built"
     post = re.search(r"^%post\n(.*?)^%", text, re.M | re.S).group(1)
     assert subprocess.run(["sh", "-n"], input=post, text=True).returncode == 0
 
 
 @pytest.mark.parametrize(
-    "words, part",
+    "arguments, message",
     [((), "missing argument: FOLDER"), (("a", "b"), "only one folder"), (("--moon",), "unknown option"), (("a", "--extras"), "needs a list")],
 )  # fmt: skip
-def test_the_wheelhouse_script_refuses(words, part, tmp_path):
+def test_the_wheelhouse_script_refuses(arguments, message, tmp_path):
     bash = shutil.which("bash")
     done = subprocess.run(
-        [bash, str(TOP / "scripts" / "wheelhouse.sh"), *words], cwd=tmp_path, capture_output=True, text=True
+        [bash, str(TOP / "scripts" / "wheelhouse.sh"), *arguments], cwd=tmp_path, capture_output=True, text=True
     )
-    assert done.returncode == 2 and part in done.stderr
+    assert done.returncode == 2 and message in done.stderr
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Does `pip install windlass` work where there is nothing else? Wheel and sdist are built, and the wheel runs in a clean environment."""
+"""Wheel and sdist build, and the wheel works in a clean environment."""
 
 import json
 import os
@@ -14,17 +14,17 @@ import pytest
 TOP = Path(__file__).resolve().parents[2]
 
 
-def run(*words, cwd, env=None):
+def run(*argv, cwd, env=None):
     done = subprocess.run(
-        [str(w) for w in words], cwd=cwd, env=env or os.environ, capture_output=True, text=True, timeout=280
+        [str(a) for a in argv], cwd=cwd, env=env or os.environ, capture_output=True, text=True, timeout=280
     )
-    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, f"{argv}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The wheel and the sdist, built by the project's own backend."""
+    """The wheel and the sdist, built by the project's build backend."""
     folder = tmp_path_factory.mktemp("built")
     tools = folder / "tools"
     run(sys.executable, "-m", "pip", "install", "--quiet", "--target", tools, "hatchling>=1.24", cwd=folder)
@@ -43,7 +43,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def clean(built, tmp_path_factory):
-    """A virtual environment with the wheel and its base dependencies, and nothing else."""
+    """A virtual environment with only the wheel and its base dependencies."""
     folder = tmp_path_factory.mktemp("clean")
     run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
     run(folder / "venv/bin/pip", "install", "--quiet", built[0], cwd=folder)
@@ -104,8 +104,8 @@ def test_a_command_that_needs_torch_says_how_to_get_it(clean, tmp_path):
 
 @pytest.mark.slow
 def test_a_recipe_of_the_readme_is_found_in_the_wheel_and_plans(clean, tmp_path):
-    asked = [clean / "windlass", "plan", "recipes/gptnl_8b_snellius.toml"]
-    done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True)
+    argv = [clean / "windlass", "plan", "recipes/gptnl_8b_snellius.toml"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
     path = next(
         w.rstrip(";")
         for w in done.stderr.split()
@@ -119,7 +119,7 @@ def test_a_recipe_of_the_readme_is_found_in_the_wheel_and_plans(clean, tmp_path)
 def test_the_demo_says_at_once_what_it_needs(clean, tmp_path):
     done = subprocess.run([clean / "windlass", "demo"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and "torch" in done.stderr and "windlass[train,data]" in done.stderr
-    assert not list(tmp_path.iterdir()), "nothing is begun that cannot be ended"
+    assert not list(tmp_path.iterdir()), "the demo checks its requirements before it writes anything"
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_every_extra_that_an_error_names_brings_that_package():
 
     from windlass.cli import EXTRAS
 
-    offered = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for package, extra in EXTRAS.items():
-        brings = [re.split(r"[<>=;\s]", d)[0].replace("-", "_") for d in offered[extra]]
+        brings = [re.split(r"[<>=;\s]", d)[0].replace("-", "_") for d in extras[extra]]
         assert any(name == package or name.startswith(f"{package}_") for name in brings), (package, brings)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from windlass.errors import EXIT_RESUMABLE
+from windlass.cli.resume import resume
+from windlass.errors import EXIT_RESUMABLE, RunError
 from windlass.files import read_json
 from windlass.runs.folder import Run
 
@@ -82,8 +83,6 @@ def test_a_lost_worker_is_replaced_a_stop_is_resumable_and_resume_finishes(tmp_p
     output = resumed.communicate(timeout=120)[0].decode()
     assert resumed.returncode == 0, output
     assert [e.step for e in run.events() if e.event == "finished"] == [60]
-    again = windlass("resume", "run", folder=tmp_path)
-    assert (
-        again.communicate(timeout=60)[0].decode().startswith("error: run is finished (step 60")
-        and again.returncode == 4
-    )
+    with pytest.raises(RunError) as caught:
+        resume(run.path)
+    assert caught.value.code == "runs.finished" and "step 60" in caught.value.message and caught.value.exit_code == 4

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks import faults
-from benchmarks.faults import Lab, Row, kill_in, kill_while_writing
+from tests.faults import lab as faults
+from tests.faults.lab import Lab, Row, kill_in, kill_while_writing
 
 pytestmark = [pytest.mark.multi, pytest.mark.xdist_group("faults")]
 root = pytest.mark.skipif(os.geteuid() != 0, reason="a small tmpfs needs root")
@@ -27,11 +27,11 @@ def good(row: Row, times: int | None = None) -> None:
 
 
 def test_all_ranks_killed_at_random_moments(lab: Lab) -> None:
-    good(faults.killed_at_random(lab, kills=3, steps=STEPS))
+    good(faults.killed_at_random(lab, kills=2, steps=STEPS))
 
 
 def test_one_rank_killed_at_a_random_moment(lab: Lab) -> None:
-    good(faults.killed_at_random(lab, kills=2, one=True, steps=STEPS))
+    good(faults.killed_at_random(lab, kills=1, one=True, steps=STEPS))
 
 
 def test_killed_at_exact_places_of_a_save_and_in_validation(lab: Lab) -> None:

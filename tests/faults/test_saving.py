@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.faults import recipe as fault_recipe
-from benchmarks.faults import write_store
+from tests.faults.lab import recipe as fault_recipe
+from tests.faults.lab import write_store
 
 from windlass.checkpoint import files
 from windlass.checkpoint.load import read_extra
@@ -18,7 +18,8 @@ from windlass.checkpoint.save import Saver
 from windlass.clusters.scheduler import Place
 from windlass.config import Recipe
 from windlass.errors import CheckpointError, ConfigError
-from windlass.files import append_line
+from windlass.files import append_line, write_json
+from windlass.launch.start import bind_start
 from windlass.runs.folder import Run
 from windlass.train import loop, validate
 from windlass.train.hooks import Hook
@@ -37,8 +38,10 @@ def small(store: Path, *, steps: int, **tables: Any) -> Recipe:
     return fault_recipe(store, steps=steps, **tables)
 
 
-def train(run: Run, recipe: Recipe, *hooks: Hook, said: list[str] | None = None) -> int:
-    return loop.run(recipe, run, where=ALONE, hooks=list(hooks), say=None if said is None else said.append)
+def train(run: Run, recipe: Recipe, *hooks: Hook, said: list[str] | None = None, say: Any = None) -> int:
+    write_json(run.config_file, recipe.model_dump(mode="json"))
+    start = bind_start(run, devices=1, devices_per_node=1)
+    return loop.run(recipe, run, start, ALONE, hooks, say or (([] if said is None else said).append))
 
 
 def judged_as(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
@@ -91,8 +94,9 @@ def test_failures_in_a_row_are_said_less_and_less_often(run, store, monkeypatch)
 
     monkeypatch.setattr(files, "publish", fail)
     said: list[str] = []
-    with pytest.raises(CheckpointError, match="failed twice"):
+    with pytest.raises(CheckpointError) as caught:
         train(run, small(store, steps=9, train={"eval_every": 0}, save={"every": 1, "keep_best": 0}), said=said)
+    assert caught.value.code == "checkpoint.last-save-failed"
     told = [text for text in said if "could not be saved" in text]
     assert ["times in a row" in text for text in told][:2] == [False, True] and 3 <= len(told) <= 5
     assert "newest good one is step" not in told[0]
@@ -127,18 +131,13 @@ def lagging(steps: int) -> Any:
 
 
 class Look(Hook):
-    """What the loop knew and when it showed life."""
+    """When the loop showed life."""
 
     def __init__(self) -> None:
-        self.lead: float | None = None
         self.waits: list[str] = []
-        self.carried: float | None = None
 
-    def on_start(self, job: Any) -> None:
-        self.lead, self.carried = job.stop.lead_seconds, job.energy_carried
-
-    def on_wait(self, job: Any, what: str) -> None:
-        self.waits.append(what)
+    def on_wait(self, training: Any, phase: str) -> None:
+        self.waits.append(phase)
 
 
 def test_a_long_validation_and_a_save_show_life_to_the_watchdog(run, store) -> None:
@@ -151,28 +150,40 @@ def test_a_long_validation_and_a_save_show_life_to_the_watchdog(run, store) -> N
     assert look.waits == ["validation"] * 40 + ["save"]
 
 
-def test_what_the_last_start_measured_and_used_is_known_at_the_next(run, store) -> None:
-    first, second = Look(), Look()
+@pytest.fixture
+def begins(monkeypatch) -> list[tuple[float, float | None]]:
+    """(lead before the wall-time limit, energy of earlier starts) at the first step of each start."""
+    values, run_steps = [], loop.run_steps
+
+    def watched(training: Any, checkpoints: Any, hooks: Any) -> Any:
+        values.append((checkpoints.stop.lead_seconds, checkpoints.carried_joules))
+        return run_steps(training, checkpoints, hooks)
+
+    monkeypatch.setattr(loop, "run_steps", watched)
+    return values
+
+
+def test_what_the_last_start_measured_and_used_is_known_at_the_next(run, store, begins) -> None:
     save = {"every": 2, "keep_best": 0}
-    train(run, small(store, steps=2, train={"eval_every": 0}, save=save), first)
+    train(run, small(store, steps=2, train={"eval_every": 0}, save=save))
     # Two steps that were lost with a kill: they are trained again, their energy is spent.
     append_line(run.metrics_file, {"step": 4, "tokens": 512, "energy_joules": 1234.5, "time": 0})
-    train(run, small(store, steps=4, train={"eval_every": 0}, save=save), second)
-    assert first.lead == 300 and 30 < second.lead < 200  # five minutes before anything is known; then from the manifest
-    assert (first.carried, second.carried) == (None, 1234.5)
+    train(run, small(store, steps=4, train={"eval_every": 0}, save=save))
+    (first_lead, first_energy), (second_lead, second_energy) = begins
+    assert first_lead == 300 and 30 < second_lead < 200  # five minutes before the first save; then from the manifest
+    assert (first_energy, second_energy) == (None, 1234.5)
 
 
-def test_energy_before_the_first_checkpoint_counts_too(run, store) -> None:
-    look = Look()
+def test_energy_before_the_first_checkpoint_counts_too(run, store, begins) -> None:
     append_line(run.metrics_file, {"step": 3, "tokens": 384, "energy_joules": 70.0, "time": 0})
-    train(run, small(store, steps=1, train={"eval_every": 0}, save={"keep_best": 0}), look)
-    assert look.carried == 70.0
+    train(run, small(store, steps=1, train={"eval_every": 0}, save={"keep_best": 0}))
+    assert begins[0][1] == 70.0
 
 
 def test_a_source_that_is_not_held_out_cannot_judge(run, store) -> None:
-    with pytest.raises(ConfigError, match="nothing of 'dutch' is held out") as caught:
+    with pytest.raises(ConfigError) as caught:
         train(run, small(store, steps=1, save={"metric": "val_loss/dutch"}))
-    assert "noise" in caught.value.hint
+    assert caught.value.code == "train.metric-source-missing" and "noise" in caught.value.hint
     assert train(run, small(store, steps=1, save={"metric": "val_loss/noise"})) == 0
     assert metrics_on_disk(run)[1] is not None
 
@@ -196,5 +207,5 @@ class Full(io.StringIO):
 def test_a_log_that_takes_nothing_more_does_not_end_the_run(run, store) -> None:
     progress = ProgressDisplay()
     progress.console.file = Full()
-    assert loop.run(small(store, steps=2), run, where=ALONE, hooks=[progress], say=progress.say) == 0
+    assert train(run, small(store, steps=2), progress, say=progress.say) == 0
     assert [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()] == [1, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -10,27 +11,33 @@ import threading
 import time
 
 import pytest
-from windlass.train.supervise import run_workers
 
 from windlass import errors
 from windlass.checkpoint import files
 from windlass.files import write_json
-from windlass.runs.faults import exit_code_of, kind_of, record_fault
-from windlass.train import supervise
+from windlass.runs.faults import INCURABLE, exit_code_of, kind_of, record_fault
+from windlass.train import supervisor
+from windlass.train.supervisor import run_workers
 
 HEAD = """
-import os, sys, time, signal
+import json, os, signal, sys, time
 from pathlib import Path
-from windlass.runs.folder import Run
-from windlass.runs.faults import record_fault
-from windlass import errors
-run, rank, attempt = Run(Path(sys.argv[1])), int(os.environ["RANK"]), int(os.environ["WINDLASS_ATTEMPT"])
+run, rank, attempt = Path(sys.argv[1]), int(os.environ["RANK"]), int(sys.argv[2])
+def fail(error, kind="crash", code=1):
+    record = {"rank": rank, "kind": kind, "error": error, "exit_code": code, "time": time.time()}
+    (run / "ranks" / f"error-{rank:05d}.json").write_text(json.dumps(record))
+    sys.exit(code)
 """
+"""Workers without windlass and torch: they begin within 30 ms."""
 
 
 def go(run, body: str, devices: int = 2, **options) -> int:
     options = {"grace_seconds": 0.5, "pause_seconds": 0.01, **options}
-    return run_workers([sys.executable, "-c", HEAD + body, str(run.path)], devices, run, **options)
+
+    def argv(attempt: int) -> list[str]:
+        return [sys.executable, "-S", "-c", HEAD + body, str(run.path), str(attempt)]
+
+    return run_workers(argv, devices, run, **options)
 
 
 def events(run, kind: str) -> list[dict]:
@@ -42,41 +49,30 @@ def put_checkpoint(run, step: int) -> None:
     write_json(run.checkpoint(step) / files.MANIFEST, {"format": 1, "step": step, "files": {}})
 
 
-def test_done_and_resumable_pass_through(run) -> None:
-    assert go(run, "") == errors.EXIT_DONE
-    assert go(run, "sys.exit(75)") == errors.EXIT_RESUMABLE
-    assert list(run.events()) == []
-
-
-def test_ranks_get_their_places(run) -> None:
-    body = "Path(sys.argv[1], f'seen-{rank}').write_text(' '.join(os.environ[k] for k in ('WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR')))"
-    assert go(run, body, devices=3) == 0
-    assert [(run.path / f"seen-{r}").read_text() for r in range(3)] == [f"3 {r} 3 127.0.0.1" for r in range(3)]
-
-
-def test_the_port_where_ranks_meet_is_held_from_the_start(run) -> None:
-    """Rank 0 inherits the bound socket, so that nobody can take its port while torch is imported."""
+def test_places_port_and_exit_codes_of_workers_that_end_well(run) -> None:
+    """Rank 0 inherits the bound socket where the ranks meet, so that nobody can take its port while torch is imported."""
     body = """
 import socket
-handle, port = int(os.environ["WINDLASS_LISTEN_HANDLE"]), int(os.environ["MASTER_PORT"])
+names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+(run / f"place-{rank}").write_text(" ".join(os.environ[name] for name in names))
 if rank == 0:
-    held = socket.socket(fileno=handle)
+    held, port = socket.socket(fileno=int(os.environ["WINDLASS_LISTEN_HANDLE"])), int(os.environ["MASTER_PORT"])
     assert held.getsockname() == ("127.0.0.1", port)
     try: socket.socket().bind(("127.0.0.1", port))
     except OSError: pass
     else: sys.exit(1)
 """
-    assert go(run, body) == errors.EXIT_DONE
+    assert go(run, body, devices=3) == errors.EXIT_DONE
+    assert [(run.path / f"place-{r}").read_text() for r in range(3)] == [f"3 {r} 3 127.0.0.1" for r in range(3)]
+    assert go(run, "sys.exit(75)") == errors.EXIT_RESUMABLE
+    assert list(run.events()) == []
 
 
 def test_a_crash_is_restarted_and_the_cause_is_named_not_its_victims(run) -> None:
     code = go(run, """
 if attempt == 0:
-    if rank == 1:
-        record_fault(run, rank, ValueError("the cause"))
-        sys.exit(1)
-    record_fault(run, rank, RuntimeError("Connection closed by peer [127.0.0.1]:1234"))
-    sys.exit(1)
+    if rank == 1: fail("the cause")
+    fail("Connection closed by peer [127.0.0.1]:1234", "lost")
 """)  # fmt: skip
     assert code == 0
     [fault] = events(run, "fault")
@@ -90,45 +86,87 @@ def test_a_killed_rank_is_the_cause_although_it_says_nothing(run) -> None:
 if attempt == 0:
     if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.2)
-    record_fault(run, rank, RuntimeError("Connection closed by peer"))
-    sys.exit(1)
+    fail("Connection closed by peer", "lost")
 """)  # fmt: skip
     assert code == 0
     [fault] = events(run, "fault")
     assert (fault.rank, fault.kind) == (1, "killed") and "SIGKILL" in fault.error
 
 
-def test_the_others_are_ended_after_a_grace(run) -> None:
-    begin = time.monotonic()
-    assert go(run, "sys.exit(3) if rank == 0 else time.sleep(60)") == 3
-    assert time.monotonic() - begin < 15
-    assert events(run, "gave_up")[0].reason.startswith("the layout does not fit")
+def test_every_worker_is_polled_so_a_dead_rank_other_than_0_is_noticed_at_once(run) -> None:
+    """Ranks 0 and 1 would work for a minute; after rank 2 they get a grace of half a second, then they are ended."""
+    body = "Path(sys.argv[1], 'died').write_text(str(time.time())) and sys.exit(3) if rank == 2 else time.sleep(60)"
+    assert go(run, body, devices=3) == 3
+    seconds = time.time() - float((run.path / "died").read_text())
+    [fault] = events(run, "fault")
+    assert (fault.rank, fault.exit_code) == (2, 3) and seconds < 5
 
 
-def test_two_identical_failures_without_a_new_checkpoint_end_it(run) -> None:
-    put_checkpoint(run, 10)
-    assert (
-        go(
-            run,
-            "record_fault(run, rank, ValueError(f'bad thing {os.getpid()}')); sys.exit(1)",
-            devices=1,
-            max_restarts=9,
-        )
-        == 1
+class FakeTime:
+    """A clock that only pauses move."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def decide(run, monkeypatch):
+    """`decide(outcomes)`: the supervisor with attempts that end so, without processes; exit code and pauses in seconds.
+
+    An outcome is (newest checkpoint's step, error, exit code), or None for an attempt that ends well.
+    """
+
+    def supervise(*outcomes: tuple[int, str, int] | None, **options) -> tuple[int, list[float]]:
+        clock, left, begun_at = FakeTime(), iter(outcomes), []
+
+        def attempt(*args) -> tuple[int, supervisor.WorkerFault | None]:
+            begun_at.append(clock.now)
+            outcome = next(left)
+            if outcome is None:
+                return 0, None
+            step, error, code = outcome
+            put_checkpoint(run, step)
+            return 0, supervisor.WorkerFault(0, "crash", error, code, "node01")
+
+        monkeypatch.setattr(supervisor, "_run_attempt", attempt)
+        monkeypatch.setattr(supervisor, "time", clock)
+        code = run_workers(lambda number: [], 1, run, **options)
+        return code, [later - earlier for earlier, later in itertools.pairwise(begun_at)]
+
+    return supervise
+
+
+def test_two_identical_failures_without_a_new_checkpoint_end_it(run, decide) -> None:
+    code, pauses = decide((10, "bad thing 123", 1), (10, "bad thing 456", 1), max_restarts=9)
+    assert code == 1 and len(pauses) == 1
+    assert len(events(run, "fault")) == 2 and "step 10" in events(run, "gave_up")[0].reason
+
+
+def test_with_new_checkpoints_the_same_failure_may_come_until_the_limit(run, decide) -> None:
+    code, _ = decide(*((step, "bad thing", 1) for step in range(4)), max_restarts=3)
+    assert code == 1 and len(events(run, "fault")) == 4
+    reason = events(run, "gave_up")[0].reason
+    assert "4 failures" in reason and "3 restarts" in reason
+
+
+@pytest.mark.parametrize("code", sorted(INCURABLE))
+def test_what_a_restart_cannot_cure_is_not_tried_again(run, decide, code) -> None:
+    assert decide((0, "bad recipe", code)) == (code, [])
+    assert len(events(run, "fault")) == 1 and INCURABLE[code] in events(run, "gave_up")[0].reason
+
+
+def test_pauses_double_at_the_same_checkpoint_up_to_a_minute_and_a_new_one_ends_that(run, decide) -> None:
+    steps = [0, 0, 0, 10, 10, *[20] * 8]
+    code, pauses = decide(
+        *((step, f"error {'abcdefghijklm'[n]}", 1) for n, step in enumerate(steps)), None, max_restarts=20
     )
-    assert len(events(run, "fault")) == 2
-    assert "the same failure twice without a new checkpoint (still at step 10)" in events(run, "gave_up")[0].reason
-
-
-def test_with_new_checkpoints_the_same_failure_may_come_until_the_limit(run) -> None:
-    body = """
-from windlass.files import write_json
-folder = run.checkpoint(attempt); folder.mkdir(parents=True)
-write_json(folder / "manifest.json", {"format": 1, "step": attempt, "files": {}})
-record_fault(run, rank, ValueError("bad thing")); sys.exit(1)
-"""
-    assert go(run, body, devices=1, max_restarts=3) == 1
-    assert len(events(run, "fault")) == 4 and "4 failures with 3 restarts allowed" in events(run, "gave_up")[0].reason
+    assert code == 0
+    assert pauses == pytest.approx([1, 2, 4, 1, 2, 1, 2, 4, 8, 16, 32, 60, 60], abs=0.06)
 
 
 def test_a_port_that_is_taken_is_no_lost_peer() -> None:
@@ -136,19 +174,6 @@ def test_a_port_that_is_taken_is_no_lost_peer() -> None:
         kind_of(RuntimeError("The server socket has failed to listen: EADDRINUSE, address already in use")) == "crash"
     )
     assert kind_of(RuntimeError("Connection reset by peer")) == "lost"
-
-
-@pytest.mark.parametrize(
-    ("raised", "code", "words"),
-    [
-        ("errors.ConfigError('x.bad', 'bad recipe')", 2, "the recipe is at fault: bad recipe"),
-        ("MemoryError('too much')", errors.EXIT_OUT_OF_MEMORY, "ran out of memory"),
-        ("errors.DataError('x.missing', 'no store')", 5, "the data are at fault"),
-    ],
-)
-def test_what_a_restart_cannot_cure_is_not_tried_again(run, raised, code, words) -> None:
-    assert go(run, f"sys.exit(record_fault(run, rank, {raised}).exit_code)", devices=1) == code
-    assert len(events(run, "fault")) == 1 and words in events(run, "gave_up")[0].reason
 
 
 def test_a_signal_reaches_every_worker_and_their_answer_is_passed_on(run) -> None:
@@ -190,9 +215,9 @@ def test_workers_die_with_their_supervisor(run) -> None:
 import sys
 from pathlib import Path
 from windlass.runs.folder import Run
-from windlass.train.supervise import run_workers
+from windlass.train.supervisor import run_workers
 body = "import os, sys, time; from pathlib import Path; Path(sys.argv[1], 'pid-' + os.environ['RANK']).write_text(str(os.getpid())); time.sleep(60)"
-run_workers([sys.executable, "-c", body, {str(run.path)!r}], 2, Run(Path({str(run.path)!r})))
+run_workers(lambda attempt: [sys.executable, "-c", body, {str(run.path)!r}], 2, Run(Path({str(run.path)!r})))
 assert "torch" not in sys.modules
 """
     supervisor = subprocess.Popen([sys.executable, "-c", script])
@@ -220,7 +245,7 @@ def _runs(pid: int) -> bool:
 
 def test_the_supervisor_needs_no_torch() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "import sys, windlass.train.supervise; sys.exit('torch' in sys.modules)"]
+        [sys.executable, "-c", "import sys, windlass.train.supervisor; sys.exit('torch' in sys.modules)"]
     )
     assert done.returncode == 0
 
@@ -242,46 +267,26 @@ def test_kinds_of_errors(run) -> None:
     assert (record.error, record.hint, run.faults()[0].rank) == ("first line", "do this", 3)
 
 
-def test_the_pause_grows_only_while_nothing_new_is_saved_and_never_beyond_a_minute() -> None:
-    assert supervise._in_a_row([("a", None)]) == 0
-    assert supervise._in_a_row([("a", 10), ("b", 10), ("c", 10)]) == 2
-    assert supervise._in_a_row([("a", 10), ("b", 10), ("c", 20)]) == 0  # it gets on: no longer wait than the first time
-    assert supervise.LONGEST_PAUSE_SECONDS == 60
-
-
-def test_many_restarts_of_a_run_that_gets_on_do_not_wait_ever_longer(run, monkeypatch) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr(supervise, "_pause", lambda seconds, heard: pauses.append(seconds) or True)
-    body = """
-from windlass.files import write_json
-folder = run.checkpoint(attempt // 2); folder.mkdir(parents=True, exist_ok=True)
-write_json(folder / "manifest.json", {"format": 1, "step": attempt // 2, "files": {}})
-if attempt < 4: record_fault(run, rank, ValueError(f"bad thing {'ab'[attempt % 2]}")); sys.exit(1)
-"""
-    assert go(run, body, devices=1, max_restarts=20, pause_seconds=1.0) == 0
-    assert pauses == [1.0, 2.0, 1.0, 2.0]  # at steps 0, 0, 1, 1
-
-
 def test_a_worker_whose_supervisor_died_while_it_was_made_does_not_live_on() -> None:
     """The kernel's promise to end it begins only with the worker's own call: whoever was orphaned before that leaves by itself."""
     script = """
 import os, time
-from windlass.train.supervise import _die_with_parent
-hook, parent = _die_with_parent(), os.getpid()
+from windlass.processes import end_with_parent
+hook, parent = end_with_parent(), os.getpid()
 if os.fork() == 0:  # a worker
     while os.getppid() == parent: time.sleep(0.01)
     hook()
     print("lives on", flush=True)
 os._exit(0)
 """
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
-    assert said.stdout == b"" and said.stderr == b""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert done.stdout == b"" and done.stderr == b""
 
 
 def test_a_signal_in_the_pause_ends_it_without_another_start(run) -> None:
     body = """
 Path(sys.argv[1], f"start-{attempt}").touch()
-record_fault(run, rank, ValueError("bad thing")); sys.exit(1)
+fail("bad thing")
 """
 
     def send() -> None:

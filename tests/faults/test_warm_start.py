@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from benchmarks import faults
-from benchmarks.faults import Lab, start, tensors
+from tests.faults import lab as faults
+from tests.faults.lab import Lab, start, tensors
 
 pytestmark = [pytest.mark.multi, pytest.mark.xdist_group("faults")]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 
 import pytest
+from typer.testing import CliRunner
 
+from windlass.cli import build
 from windlass.clusters import load_cluster
 from windlass.errors import LaunchError
 from windlass.launch.job import train_job
@@ -66,19 +67,18 @@ def test_the_local_script_is_read_by_bash_and_limits_time_only_when_asked(make_r
 
 
 @pytest.mark.multi
-def test_launch_on_this_machine_end_to_end(tmp_path):
+def test_launch_on_this_machine_end_to_end(tmp_path, monkeypatch):
     """recipe -> launch --local -> jobs -> finished, as a person does it."""
     recipe = tmp_path / "r.toml"
     recipe.write_text('name = "here"\n[model]\nlayers = 1\nwidth = 32\nffn = 64\nheads = 2\nvocab = 128\n[data]\nseq_len = 32\nbatch_tokens = 64\n[train]\nsteps = 3\nprecision = "fp32"\n[layout]\n[energy]\nenabled = false\n')  # fmt: skip
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
 
     def windlass(*argv):
-        return subprocess.run(
-            [sys.executable, "-m", "windlass", *argv], cwd=tmp_path, env=env, capture_output=True, text=True
-        )
+        return CliRunner().invoke(build(argv[0]), list(argv))
 
     started = windlass("launch", "r.toml", "--devices", "1")
-    assert started.returncode == 0 and "submitted: local-" in started.stdout, started.stderr
+    assert started.exit_code == 0 and "submitted: local-" in started.stdout, started.output
     followed = windlass("logs", "here", "-f")
     assert "the run is finished" in followed.stdout
     jobs = windlass("jobs", "here")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from windlass.profile.compare import ScalingPoint, change_between, diff_kernels, diff_operators, mean_step, scaling_rows
+from windlass.profile.compare import ScalingInput, change_between, diff_kernels, diff_operators, mean_step, scaling_rows
 from windlass.profile.operators import KernelRow, OperatorRow
 from windlass.profile.rank_profile import percent_of_step
 
@@ -22,7 +22,7 @@ SHARES = {
 }  # fmt: skip
 
 
-def point(label: str, **more) -> ScalingPoint:
+def point(label: str, **more) -> ScalingInput:
     step, kernel, memcpy, memset, comm, cpu, other = SLIDES[label]
     parts = {
         "Kernel": kernel,
@@ -34,7 +34,7 @@ def point(label: str, **more) -> ScalingPoint:
         "CPU Exec": cpu,
         "Other": other,
     }
-    return ScalingPoint(label=label, step_us=step, categories_us=parts, **more)
+    return ScalingInput(label=label, step_us=step, categories_us=parts, **more)
 
 
 @pytest.mark.parametrize("label", SLIDES)

@@ -85,7 +85,7 @@ def test_a_truncated_file_reports_how_far_it_was_read(tmp_path, monkeypatch):
     assert re.search(r"\d\d+ events", error.value.message)
 
 
-PACKED = gzip.compress(json.dumps(document()).encode())
+PACKED = gzip.compress(json.dumps(document()).encode(), mtime=0)
 MIDDLE = len(PACKED) // 2
 
 
@@ -101,6 +101,7 @@ MIDDLE = len(PACKED) // 2
         (b"PK\x03\x04rest", "archive-unsupported", "zip"),
         (b'{"traceEvents": [{"ph": "X"}], "a": }', "damaged", ""),
     ],
+    ids=["cut", "flipped", "empty", "html", "no-events", "cut-json", "zip", "bad-json"],
 )
 def test_damaged_and_foreign_files_are_refused(tmp_path, content, code, detail):
     path = tmp_path / "t.json"

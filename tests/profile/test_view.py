@@ -8,7 +8,7 @@ import pytest
 
 from windlass.figures import Chart, Note, page
 from windlass.files import write_json
-from windlass.profile.compare import ScalingPoint, change_between, scaling_rows
+from windlass.profile.compare import ScalingInput, change_between, scaling_rows
 from windlass.profile.job_profile import profile_traces
 from windlass.profile.view import (
     print_percent,
@@ -66,8 +66,8 @@ def test_scaling_says_when_the_work_is_assumed():
     parts = {"Kernel": 80.0, "Other": 20.0}
     rows = scaling_rows(
         [
-            ScalingPoint(label="1x1", step_us=100, categories_us=parts),
-            ScalingPoint(label="2x8", step_us=150, categories_us={"Kernel": 80.0, "Other": 70.0}),
+            ScalingInput(label="1x1", step_us=100, categories_us=parts),
+            ScalingInput(label="2x8", step_us=150, categories_us={"Kernel": 80.0, "Other": 70.0}),
         ]
     )
     table = scaling_table(rows)

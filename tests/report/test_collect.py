@@ -11,7 +11,7 @@ from tests.report.sample_run import BATCH, BEGIN, make_run
 from windlass.errors import RunError
 from windlass.files import append_line
 from windlass.report.collect import collect, find_runs
-from windlass.report.tables import energy_rows, life_rows, plan_rows
+from windlass.report.tables import energy_rows, life_rows, plan_table
 from windlass.report.watch import Watch
 from windlass.report.write import html_report, markdown_report
 from windlass.runs.folder import Run
@@ -59,7 +59,7 @@ def test_energy_by_hand(run):
 
 def test_plan_and_measured_stand_in_units_that_people_read():
     rows = [("tokens/s", 412_345.6, None), ("step, s", 0.0631, 75.0), ("energy of the whole run, kWh", 0.00157, 2500.0)]
-    assert plan_rows(rows) == [
+    assert plan_table(rows).rows == [
         ("tokens/s", "412,346", "not measured", ""),
         ("step", "63.1 ms", "1 min 15 s", "+118759.0 %"),
         ("energy of the whole run", "1.57 Wh", "2.5 MWh", "+159235568.8 %"),

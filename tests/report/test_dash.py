@@ -232,7 +232,7 @@ def test_a_run_that_grows_between_two_columns_is_drawn_as_it_was(run, monkeypatc
     before = len(columns)
     xs = axis(columns, "step")
     append_line(run.metrics_file, metric(301, BEGIN + 1e4, 1.0))
-    monkeypatch.setattr("windlass.report.dash.store.FRESH_SECONDS", 0.0)
+    monkeypatch.setattr("windlass.report.dash.store.LOOK_SECONDS", 0.0)
     assert len(view.columns()) == before + 1
     assert len(thin(xs, columns.get("loss"))[0]) >= before
 

@@ -46,6 +46,12 @@ def test_a_bare_name_is_looked_for_in_runs(tmp_path, loaded, monkeypatch):
     [
         ((), None, None),
         (("train.steps=9", "data.tokens=2M"), {"train.steps": [None, 9], "data.tokens": [10**6, 2 * 10**6]}, None),
+        (("train.log_every=5", "train.eval_every=9"), {"train.log_every": [1, 5], "train.eval_every": [0, 9]}, None),
+        (
+            ("train.watchdog_seconds=60", "launch.account=P", "trackers.wandb=true"),
+            {"train.watchdog_seconds": [600.0, 60.0], "launch.account": [None, "P"], "trackers.wandb": [False, True]},
+            None,
+        ),
         (("save.keep_last=7", "notes=x"), {"save.keep_last": [3, 7], "notes": ["", "x"]}, None),
         (("nodes=8", "layout.shard=full"), {"nodes": [1, 8]}, "full"),
         (("train.recompute=full",), None, None),
@@ -69,6 +75,8 @@ def test_what_may_change_between_two_starts_is_recorded(tmp_path, loaded, overri
         ("seed=7", "seed: 0 -> 7"),
         ("data.seq_len=32", "data.seq_len: 64 -> 32"),
         ("train.precision=fp32", "train.precision: 'bf16' -> 'fp32'"),
+        ("train.eval_tokens=1k", "train.eval_tokens: 262144 -> 1000"),
+        ("data.batch_tokens=128", "data.batch_tokens: None -> 128"),
     ],
 )
 def test_any_other_change_is_refused_with_a_diff(tmp_path, loaded, override, diff):
@@ -78,7 +86,7 @@ def test_any_other_change_is_refused_with_a_diff(tmp_path, loaded, override, dif
     with pytest.raises(RunError) as caught:
         create_run(tmp_path / "r", loaded(override, "train.steps=9"))
     assert caught.value.code == "runs.recipe-changed" and diff in caught.value.message
-    assert "--run" in (caught.value.hint or "") and "train.steps" not in caught.value.message
+    assert f"save.load={run.path}" in (caught.value.hint or "") and "train.steps" not in caught.value.message
     assert before == (run.config_file.read_bytes(), run.recipe_file.read_bytes(), run.events_file.read_bytes())
 
 

@@ -156,12 +156,14 @@ def site(scheduler, tmp_path, monkeypatch):
 
 
 def make_standin(folder: Path) -> Path:
-    """A virtual environment whose `windlass train` is standin.py: the scheduler's side without waiting for torch."""
+    """A virtual environment whose training worker is standin.py: the scheduler's side without waiting for torch."""
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "activate").write_text(f'export PATH="{folder}/bin:{BIN}:$PATH"\n')
-    shim = folder / "bin" / "windlass"
+    shim = folder / "bin" / "python"
+    is_worker = '[ "$2" = windlass.train.worker ]'
     shim.write_text(
-        f'#!/bin/bash\nif [ "$1" = train ]; then exec {sys.executable} {HERE}/standin.py "$@"; fi\nexec {BIN}/windlass "$@"\n'
+        f'#!/bin/bash\nif {is_worker}; then exec {sys.executable} {HERE}/standin.py "${{@:3}}"; fi\n'
+        f'exec {sys.executable} "$@"\n'
     )
     shim.chmod(0o755)
     return folder

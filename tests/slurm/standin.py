@@ -1,4 +1,4 @@
-"""A stand-in for `windlass train` that keeps its contract with the launcher (events, exit codes, signals) without torch.
+"""A stand-in for `python -m windlass.train.worker` that keeps its contract with the launcher (events, exit codes, signals) without torch.
 
 STANDIN says what it does: finish; stop (saves, stops with 75, and finishes when started again); fail (code 1, nothing
 saved); hold (works until SIGUSR1 or SIGTERM, then saves and stops with 75; finishes when
@@ -13,13 +13,18 @@ import sys
 import time
 from pathlib import Path
 
+from windlass.clusters.scheduler import job_id, restart_count
 from windlass.runs import Run
 from windlass.runs.events import Finished, Resumed, Saved, Started
+from windlass.runs.starts import start_name, wait_for_start
 
 
 def main() -> int:
-    run = Run(Path(sys.argv[sys.argv.index("--run") + 1]))
+    run = Run(Path(sys.argv[1]))
     rank, mode = int(os.environ["SLURM_PROCID"]), os.environ["STANDIN"]
+    # As the worker does it: the job's first command must have written exactly this start.
+    start = wait_for_start(run, start_name(job_id() or "", restart_count()), 10)
+    assert start.devices == int(os.environ["SLURM_NTASKS"]), start
     steps = [e.step for e in run.events() if e.event == "saved"]
     done = max(steps, default=10 if "SLURM_RESTART_COUNT" in os.environ else 0)
     heard: list[int] = []

@@ -144,7 +144,7 @@ def test_the_token_store_is_staged_and_training_reads_the_copy(site, fast):
     site.launch(recipe, "--chain", 2, "--force")  # the store is no real one
     assert site.wait_over("staged") == ["FAILED", "COMPLETED"]
     assert (fast / "windlass/store/shard.bin").read_bytes() == b"tokens"
-    assert f"data.store={fast}/windlass/store" in (site.folder / "runs/staged/job.sh").read_text()
+    assert f"--store {fast}/windlass/store" in (site.folder / "runs/staged/job.sh").read_text()
 
 
 def test_a_partition_that_does_not_exist(site):

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from windlass.config import load_recipe
+from windlass.runs import create_run
+
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]  # one scheduler, one worker
 
 PATIENT = 240.0
@@ -85,10 +88,12 @@ def image(tmp_path) -> Path:
         (root / name).mkdir(parents=True)
     for place in bound():
         (root / place.lstrip("/")).mkdir(parents=True, exist_ok=True)
-    shim = root / "opt" / "bin" / "windlass"  # found only inside: the host has no such file
-    shim.parent.mkdir(parents=True)
-    shim.write_text(f'#!/bin/bash\necho "inside the image: $1"\nexec {Path(sys.executable).parent}/windlass "$@"\n')
-    shim.chmod(0o755)
+    programs = root / "opt" / "bin"  # found only inside: the host has no such files
+    programs.mkdir(parents=True)
+    for name in ("windlass", "python"):
+        shim = programs / name
+        shim.write_text(f'#!/bin/bash\necho "inside the image: $*"\nexec {Path(sys.executable).parent}/{name} "$@"\n')
+        shim.chmod(0o755)
     for name in ("passwd", "group", "hosts", "resolv.conf", "nsswitch.conf"):
         (root / "etc" / name).write_text(Path("/etc", name).read_text() if Path("/etc", name).exists() else "")
     return root
@@ -116,5 +121,21 @@ def test_training_in_a_charliecloud_container(site, image):
     assert site.wait_over("boxed", PATIENT) == ["COMPLETED"], site.log("boxed")
     script = (site.folder / "runs/boxed/job.sh").read_text()
     assert "ch-run --bind=/usr" in script and site.events("boxed", "finished")
-    for command in ("link", "train"):
+    for command in ("link before", "-m windlass.train.worker"):
         assert f"inside the image: {command}" in site.log("boxed")
+
+
+@pytest.mark.timeout(600)
+def test_a_queued_script_of_version_0_1_still_trains(site):
+    """Written before the update: `srun windlass train RECIPE --run DIR`, in a folder without starts."""
+    recipe = site.recipe("queued", train__steps=4, save__every=4)
+    text = site.json("launch", recipe, "--dry-run")["script"]
+    run = create_run(site.folder / "runs" / "queued", load_recipe(recipe))
+    worker = f"python -m windlass.train.worker {run.path}"
+    assert text.count(worker) == 1
+    script = run.path / "job.sh"
+    script.write_text(text.replace(worker, f"windlass train {run.recipe_file} --run {run.path}"))
+    job = site.tool("sbatch", "--parsable", str(script)).strip()
+    site.wait("the end", lambda: site.tool("squeue", "-h", "-j", job).strip() == "", PATIENT)
+    assert site.events("queued", "finished"), site.log("queued")
+    assert [p.name for p in run.starts.iterdir()] == [f"{job}-0.0.json"]

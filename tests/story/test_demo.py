@@ -41,7 +41,7 @@ def test_the_whole_story(tmp_path):
     assert str((run / "report.html").resolve()) in done.stdout.replace("\n", "")
     assert "killed on purpose" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
-    assert "fault in windlass" not in done.stderr
+    assert "bug in windlass" not in done.stderr
     assert list(read_json_lines(run / "eval.jsonl"))
     # what it leaves is what recipes/tiny_cpu.toml trains on
     listing = subprocess.run(
@@ -76,14 +76,16 @@ def test_the_recipe_of_the_demo_loads(tmp_path):
     assert story.save_every < story.kill_after < story.steps
 
 
-def test_what_is_missing_is_said_before_the_first_chapter():
-    from windlass.cli.demo import refuse_without
+def test_what_is_missing_is_said_before_the_first_chapter(tmp_path, monkeypatch):
+    from windlass.cli import demo
     from windlass.errors import WindlassError
 
-    refuse_without(("json",))
-    with pytest.raises(WindlassError, match="needs no_such_package") as caught:
-        refuse_without(("json", "no_such_package"))
+    monkeypatch.setattr(demo, "NEEDED", ("json", "no_such_package"))
+    with pytest.raises(WindlassError) as caught:
+        demo.demo(tmp_path / "demo")
+    assert caught.value.code == "cli.demo-package-missing"
     assert "windlass[train,data]" in caught.value.hint
+    assert not (tmp_path / "demo").exists()
 
 
 def test_the_next_commands_can_be_typed_as_they_stand(tmp_path, monkeypatch):

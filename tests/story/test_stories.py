@@ -83,7 +83,7 @@ def test_italia_memory_sum():
     assert why["verdict"] == "does not fit"
     terms = why["plan"]["memory_terms_gib"]
     states = sum(terms[k] for k in ("weights", "16-bit copy", "gradients", "optimizer states"))
-    assert number(re.search(r"parameters are (\d+) GiB", page("italia")).group(1)) == pytest.approx(states, rel=0.01)
+    assert number(re.search(r"parameters take (\d+) GiB", page("italia")).group(1)) == pytest.approx(states, rel=0.01)
 
 
 def test_italia_layouts():

@@ -1,21 +1,17 @@
-"""Do compiled blocks compute what eager ones do, and does a budget save memory? The compiler's front end only: no
-code is generated."""
+"""Compiled layers compute what eager ones do, and a budget saves memory. The compiler's front end only: no code is
+generated."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.train.helpers import build
 
-from windlass.clusters.scheduler import Place
 from windlass.config import Recipe
 from windlass.errors import ConfigError
-from windlass.runs.folder import Run
 from windlass.train import loop
-
-ALONE = Place(0, 1, 0, 1, 0, 1, None, None, "single")
 
 
 def recipe(family: str = "llama", **train: Any) -> Recipe:
@@ -33,7 +29,7 @@ def front_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
     real = torch.nn.Module.compile
     monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda self, **how: real(self, backend="aot_eager_decomp_partition", **how)
+        torch.nn.Module, "compile", lambda self, **options: real(self, backend="aot_eager_decomp_partition", **options)
     )
     monkeypatch.setattr(functorch, "activation_memory_budget", 1.0)
 
@@ -42,9 +38,9 @@ def three_steps(value: Recipe) -> tuple[list[list[float]], int]:
     """Losses and norms, and the bytes that the first forward pass kept for its backward pass."""
     torch.set_num_threads(1)
     torch._dynamo.reset()
-    job = loop.build(value, Run(Path("/nonexistent")), ALONE, [], lambda text: None, announced=False)
-    batches = loop.open_batches(job)
-    own = {p.untyped_storage().data_ptr() for _, p in job.parts.named_parameters()}
+    training = build(value)
+    batches = loop.open_batches(training)
+    own = {p.untyped_storage().data_ptr() for _, p in training.parts.named_parameters()}
     kept: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,16 +49,16 @@ def three_steps(value: Recipe) -> tuple[list[list[float]], int]:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    seen = []
+    values = []
     for step in range(3):
         tokens, documents = next(batches)
         if step == 0:
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                seen.append(job.stepper.step(tokens, documents, 0.1).values[:2].tolist())
+                values.append(training.stepper.step(tokens, documents, 0.1).values[:2].tolist())
         else:
-            seen.append(job.stepper.step(tokens, documents, 0.1).values[:2].tolist())
+            values.append(training.stepper.step(tokens, documents, 0.1).values[:2].tolist())
     batches.close()
-    return seen, sum(kept.values())
+    return values, sum(kept.values())
 
 
 @pytest.mark.parametrize("family", ["llama", "retnet"])
@@ -73,14 +69,15 @@ def test_compiled_blocks_compute_the_same(front_end: None, family: str) -> None:
 
 
 def test_a_budget_keeps_less_and_computes_the_same(front_end: None) -> None:
-    whole, most = three_steps(recipe(compile=True))
+    full, most = three_steps(recipe(compile=True))
     tight, least = three_steps(recipe(compile=True, recompute="budget", recompute_budget=0.0))
     middle, between = three_steps(recipe(compile=True, recompute="budget", recompute_budget=0.5))
     assert least < between < most
-    for seen in (tight, middle):
-        torch.testing.assert_close(torch.tensor(seen), torch.tensor(whole), rtol=1e-5, atol=1e-6)
+    for values in (tight, middle):
+        torch.testing.assert_close(torch.tensor(values), torch.tensor(full), rtol=1e-5, atol=1e-6)
 
 
 def test_a_budget_needs_the_compiler() -> None:
-    with pytest.raises(ConfigError, match=r'recompute = "budget" needs train.compile'):
+    with pytest.raises(ConfigError) as caught:
         three_steps(recipe(recompute="budget"))
+    assert caught.value.code == "train.budget-needs-compile"

@@ -10,7 +10,7 @@ import torch
 
 from windlass.config import ModelConfig, TrainConfig
 from windlass.errors import ConfigError
-from windlass.models import build
+from windlass.models.build import build_model
 from windlass.train import float8
 from windlass.train.float8 import apply_float8, cast, choose_backend, float8_product
 
@@ -18,7 +18,7 @@ CUDA = torch.device("cuda", 0)
 
 
 def tiny() -> Any:
-    model = build(ModelConfig(layers=1, width=32, ffn=48, heads=2, vocab=100), seq_len=8)
+    model = build_model(ModelConfig(layers=1, width=32, ffn=48, heads=2, vocab=100), seq_len=8)
     model.init_weights(0)
     return model
 

@@ -1,17 +1,18 @@
 """Blocks of a model, one folder each: `spec.py` (sizes and costs, no torch), `module.py`, `parallel.py`.
 
-Another package adds a block with an entry point of the group `windlass.blocks` that names its package (a module, no attribute).
+`windlass.registry.BLOCKS` finds them by folder name. Another package adds one with an entry point of the group
+"windlass.blocks", whose name is the block's `kind` and whose value is a package with these three modules. Its recipe keys
+are the table `[model.<kind>]`, described by a class `TABLE` (a `windlass.config.base.Table`) in its `spec.py`.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from types import ModuleType
+
+from windlass.registry import BLOCKS
 
 
 def block_part(kind: str, part: str) -> ModuleType:
     """The module `part` ("module", "parallel") of a block's folder."""
-    for point in importlib.metadata.entry_points(group="windlass.blocks", name=kind):
-        return importlib.import_module(f"{point.value}.{part}")
-    return importlib.import_module(f"windlass.blocks.{kind}.{part}")
+    return importlib.import_module(f"{BLOCKS.target(kind)}.{part}")

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from windlass.cli.output import show, table
+from windlass.errors import ConfigError
+from windlass.units import parse_tokens, print_tokens
+
 if TYPE_CHECKING:
     from windlass.clusters import Cluster
     from windlass.planner.budget import BudgetResult
-
-
-def register(app: typer.Typer) -> None:
-    app.command("budget")(budget)
 
 
 def budget(
@@ -41,13 +41,11 @@ def budget(
     html: Annotated[Path | None, typer.Option(help="Write a page with curves, map and caveats.")] = None,
 ) -> None:
     """Show tokens vs. training time for each model size, what fits the budget, and a rough loss estimate."""
-    from windlass.cli.output import console, print_json
     from windlass.clusters import load_cluster
     from windlass.figures import save_page, save_picture
     from windlass.planner.budget import TOKENS, Budget
     from windlass.planner.budget import budget as compute_budget
-    from windlass.planner.budget_page import budget_json, budget_page, curves
-    from windlass.units import parse_tokens
+    from windlass.planner.budget_page import COLUMNS, budget_json, budget_page, curves, limits_text, table_rows
 
     loaded = load_cluster(cluster)
     target = float(parse_tokens(tokens)) if tokens else None
@@ -69,18 +67,19 @@ def budget(
     result = compute_budget(question, [float(parse_tokens(s)) for s in sizes.split(",") if s.strip()], token_counts)
     written = [save_picture(curves(result, target), png)] if png is not None else []
     written += [save_page(html, budget_page(result, target))] if html is not None else []
-    if as_json:
-        print_json(budget_json(result))
-        return
-    for path in written:
-        console().print(f"written: {path}")
-    _print(result, target)
+    title = (
+        f"{limits_text(question)} on {question.nodes} x {loaded.node.devices} {result.device.name} ({loaded.name}), "
+        f"{result.device.bf16_tflops:g} TFLOP/s dense bf16 each"
+    )
+    ranked = table(title, COLUMNS, table_rows(result), right=tuple(range(1, 9)))
+    show(as_json, budget_json(result), *(f"written: {path}" for path in written), ranked, *_lines(result, target))
 
 
 def _num_nodes(cluster: Cluster, nodes: int | None, devices: int | None) -> int:
-    from windlass.errors import ConfigError
 
     per_node = cluster.node.devices
+    if devices is None and nodes is not None:
+        return nodes
     if devices is not None:
         if nodes is not None and nodes * per_node != devices:
             raise ConfigError(
@@ -96,48 +95,37 @@ def _num_nodes(cluster: Cluster, nodes: int | None, devices: int | None) -> int:
                 hint=f"nearest valid value: {below} or {above}",
             )
         return devices // per_node
-    if nodes is not None:
-        return nodes
     limits = [p.max_nodes for p in (cluster.slurm.partitions if cluster.slurm else []) if p.gpus and p.max_nodes]
     return max(limits, default=cluster.nodes or 1)
 
 
-def _print(result: BudgetResult, target: float | None) -> None:
-    from windlass.cli.output import console, table
+def _lines(result: BudgetResult, target: float | None) -> list[str]:
+    """What follows the table."""
     from windlass.planner.budget import size_text
-    from windlass.planner.budget_page import COLUMNS, limits_text, table_rows
     from windlass.planner.laws import CAVEATS, LAWS
-    from windlass.units import print_tokens
 
-    out, b = console(), result.budget
-    title = (
-        f"{limits_text(b)} on {b.nodes} x {b.cluster.node.devices} {result.device.name} ({b.cluster.name}), "
-        f"{result.device.bf16_tflops:g} TFLOP/s dense bf16 each"
-    )
-    out.print(table(title, COLUMNS, table_rows(result), right=tuple(range(1, 9))))
+    b, lines = result.budget, []
     if target:
         needs = []
         for pair in (p for p in result.pairs if p.tokens == target):
-            if pair.days is None:
-                needs.append(f"{size_text(pair.parameters)} does not fit on any layout")
-                continue
             energy = "" if pair.kwh is None else f", {pair.kwh / 1000:,.1f} MWh"
             over = "" if pair.fits else " (over budget)"
-            needs.append(f"{size_text(pair.parameters)} {pair.days:,.1f} days{energy}{over}")
-        out.print(f"{print_tokens(target)} tokens take: " + "; ".join(needs))
+            needed = "does not fit on any layout" if pair.days is None else f"{pair.days:,.1f} days{energy}{over}"
+            needs.append(f"{size_text(pair.parameters)} {needed}")
+        lines.append(f"{print_tokens(target)} tokens take: " + "; ".join(needs))
     longest_days = max((row.days for row in result.rows if row.days), default=None)
     if longest_days and b.mfu:
         flops = b.devices * (result.device.bf16_tflops or 0) * 1e12 * 86_400 * longest_days * b.mfu
-        out.print(f"Compute in {longest_days:,.1f} days at MFU {b.mfu:g}: {flops:.3g} FLOP ({flops / 1e24:.2f} YFLOP)")
+        total = f"{flops:.3g} FLOP ({flops / 1e24:.2f} YFLOP)"
+        lines.append(f"Compute in {longest_days:,.1f} days at MFU {b.mfu:g}: {total}")
     if b.mfu is None:
         layouts = [f"{size_text(row.parameters)} {row.layout}" for row in result.rows if row.tokens_per_second]
-        out.print("planned: " + "; ".join(layouts))
+        lines.append("planned: " + "; ".join(layouts))
     if result.best is not None:
         size, tokens = size_text(result.best.parameters), print_tokens(result.best.tokens)
-        out.print(f"Lowest expected loss: {size} on {tokens} tokens")
-    out.print(
+        lines.append(f"Lowest expected loss: {size} on {tokens} tokens")
+    lines.append(
         f"MFU counts {b.flops_per_parameter if b.mfu else 6:g}N of the dense peak. "
         f"Loss: {' / '.join(law.name for law in LAWS)}, nats per token; * is extrapolated."
     )
-    for text in (*CAVEATS, *result.warnings):
-        out.print(f"note: {text}")
+    return [*lines, *(f"note: {text}" for text in (*CAVEATS, *result.warnings))]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from windlass.cli.output import bar, show, table
+from windlass.errors import CheckpointError
+from windlass.units import print_bytes, print_tokens
+
 if TYPE_CHECKING:
     from windlass.checkpoint.inventory import CheckpointEntry
-    from windlass.config import SaveConfig
-
-
-def register(app: typer.Typer) -> None:
-    app.command("checkpoints")(checkpoints)
 
 
 def checkpoints(
@@ -26,58 +26,42 @@ def checkpoints(
     Changes nothing; exit code 7 when one is damaged.
     """
     from windlass.checkpoint.inventory import inventory, resumes_from
-    from windlass.cli.output import bar, print_json
-    from windlass.errors import CheckpointError
+    from windlass.checkpoint.keep import rules
     from windlass.runs import open_run
 
     folder = open_run(run)
     config = folder.recipe().save
     with bar("checking", quiet=not verify or as_json) as progress:
         entries = inventory(folder, config, verify=verify, progress=progress)
-    sizes = [entry.bytes for entry in entries]
+    sizes, step = [entry.bytes for entry in entries], resumes_from(entries)
     total_bytes = None if None in sizes else sum(size for size in sizes if size is not None)
-    if as_json:
-        print_json({
-            "run": folder.path,
-            "rules": config.model_dump(include={"every", "keep_last", "keep_best", "keep_every", "metric", "quota"}),
-            "bytes": total_bytes,
-            "resumes_from": resumes_from(entries),
-            "checkpoints": entries,
-        })  # fmt: skip
+    document = {
+        "run": folder.path,
+        "rules": config.model_dump(include={"every", "keep_last", "keep_best", "keep_every", "metric", "quota"}),
+        "bytes": total_bytes,
+        "resumes_from": step,
+        "checkpoints": entries,
+    }
+    if entries:
+        columns = ("step", "tokens", "size", config.metric, "saved", "devices", "state", "kept because / problem")
+        resume = "No checkpoint can be resumed." if step is None else f"Resume starts at step {step:,}."
+        total = f"Total {print_bytes(total_bytes)}. Retention: {rules(config)}. {resume}"
+        show(as_json, document, table(None, columns, [_row(e) for e in entries], right=(0, 1, 2, 3, 5)), total)
     else:
-        _print_table(folder.path, config, entries, total_bytes)
+        show(as_json, document, f"{folder.path} has no checkpoints yet")
     if any(entry.state == "damaged" for entry in entries):
         raise typer.Exit(CheckpointError.exit_code)
 
 
-def _print_table(path: Path, config: SaveConfig, entries: list[CheckpointEntry], total_bytes: int | None) -> None:
-    import time
-
-    from windlass.checkpoint.inventory import resumes_from
-    from windlass.checkpoint.keep import rules
-    from windlass.cli.output import console, table
-    from windlass.units import print_bytes, print_tokens
-
-    out = console()
-    if not entries:
-        out.print(f"{path} has no checkpoints yet", markup=False)
-        return
-    rows = []
-    for entry in entries:
-        reason = entry.problem or "; ".join(entry.kept_by) or ("the next save removes it" if entry.usable else "")
-        saved_at = None if entry.written_at is None else time.localtime(entry.written_at)
-        rows.append((
-            "unknown" if entry.step is None else f"{entry.step:,}",
-            "" if entry.tokens is None else print_tokens(entry.tokens),
-            print_bytes(entry.bytes),
-            "" if entry.metric is None else f"{entry.metric:.4f}",
-            time.strftime("%Y-%m-%d %H:%M", saved_at) if saved_at else "",
-            "" if entry.world_size is None else str(entry.world_size),
-            entry.state,
-            reason,
-        ))  # fmt: skip
-    columns = ("step", "tokens", "size", config.metric, "saved", "devices", "state", "kept because / problem")
-    out.print(table(None, columns, rows, right=(0, 1, 2, 3, 5)))
-    step = resumes_from(entries)
-    resume = "No checkpoint can be resumed." if step is None else f"Resume starts at step {step:,}."
-    out.print(f"Total {print_bytes(total_bytes)}. Retention: {rules(config)}. {resume}", markup=False, soft_wrap=True)
+def _row(entry: CheckpointEntry) -> tuple[str, ...]:
+    saved_at = None if entry.written_at is None else time.localtime(entry.written_at)
+    return (
+        "unknown" if entry.step is None else f"{entry.step:,}",
+        "" if entry.tokens is None else print_tokens(entry.tokens),
+        print_bytes(entry.bytes),
+        "" if entry.metric is None else f"{entry.metric:.4f}",
+        time.strftime("%Y-%m-%d %H:%M", saved_at) if saved_at else "",
+        "" if entry.world_size is None else str(entry.world_size),
+        entry.state,
+        entry.problem or "; ".join(entry.kept_by) or ("the next save removes it" if entry.usable else ""),
+    )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import socket
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-
-def register(app: typer.Typer) -> None:
-    app.command("dash")(dash)
+from windlass.cli.output import show
 
 
 def dash(
@@ -20,11 +21,7 @@ def dash(
     ] = False,
 ) -> None:
     """Serve live pages on localhost: runs, comparison, one run, sweep, planner, data, profile. Works offline."""
-    import contextlib
-    import json
-    import socket
 
-    from windlass.cli.output import console
     from windlass.report.dash.server import make_server
 
     server = make_server(folder, port=port)
@@ -33,12 +30,13 @@ def dash(
         typer.echo(json.dumps({"url": server.url, "port": port, "folder": str(folder), "runs": runs}))
     else:
         tunnel = f"ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}"
-        for text in (
+        show(
+            False,
+            None,
             f"{runs} runs in {folder}",
             f"open {server.url}",
             f"from another machine: {tunnel}, then the same address",
             "only this machine can connect, and only with that token; Ctrl-C ends it",
-        ):
-            console().print(text, markup=False, soft_wrap=True)
+        )
     with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server.socket):
         server.serve_forever(poll_interval=0.2)

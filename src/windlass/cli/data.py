@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from windlass.cli.model_options import JsonOption
+from windlass.cli.output import bar, show, table, text_of
+from windlass.errors import ConfigError, DataError
+from windlass.files import write_atomic
+from windlass.units import parse_bytes, print_seconds, print_text, print_tokens
+
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from windlass.data.store import Store
     from windlass.data.tokenize import TokenizeProgress, TokenizeResult
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-def register(app: typer.Typer) -> None:
-    app.command("tokenize")(tokenize)
-    app.command("data")(data)
-    family = typer.Typer(
-        name="tokenizer", help="Train a tokenizer, and compare how well it fits each language.", no_args_is_help=True
-    )
-    family.command("train")(train)
-    family.command("compare")(compare)
-    app.add_typer(family)
 
 
 # -- tokenize ------------------------------------------------------------------------------------------------------
@@ -49,59 +42,56 @@ def tokenize(
         str | None, typer.Option("--cluster", help="With --array: cluster name, if it is not recognised.")
     ] = None,
     account: Annotated[str | None, typer.Option("--account", help="With --array: SLURM account to charge.")] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Turn sources into a token store with exact counts and a ledger. Run it again to resume an interrupted run."""
     # There is no linear algebra here: numpy's threads would only spin, and get in the way of forking workers.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from windlass.cli.output import console, print_json
     from windlass.config.sources import load_data_file
     from windlass.data.inputs import count_skipped
     from windlass.data.tokenize import tokenize as run
+    from windlass.launch.array import submit_array
 
     config = load_data_file(file, overrides or ())
     if array is not None:
-        from windlass.launch.array import submit_array
-
         argv = ["windlass", "tokenize", str(file.absolute()), *(overrides or [])]
         jobs = submit_array([*argv, "--array-task", "auto"], count=array, then=argv, cluster=cluster, account=account)
-        if as_json:
-            ids = {"array_job": jobs.array_job, "merge_job": jobs.merge_job}
-            print_json({**ids, "folder": str(jobs.folder), "tasks": array})
-        else:
-            submitted = f"submitted {array} tasks as job {jobs.array_job}, joined by job {jobs.merge_job}"
-            console().print(f"{submitted}; scripts and logs: {jobs.folder}")
-            console().print(f"to train after it: windlass launch RECIPE --after {jobs.merge_job}")
-        return
-    with _progress_bar(hidden=as_json) as show:
-        result = run(config, task=_parse_task(array_task), on_progress=show)
-    skipped = {name: counts for name, source in config.sources.items() if (counts := count_skipped(source))}
-    if as_json:
-        keys = ("complete", "tokens", "documents", "rejects", "chunks_done", "chunks_kept")
-        print_json(
-            {
-                "store": str(result.store),
-                **{key: getattr(result, key) for key in keys},
-                "engine": result.engine or None,
-                "seconds": result.seconds,
-                "restated": result.restated,
-                "ledger_hash": result.manifest.get("ledger_hash"),
-                "passed_over": skipped,
-            }
+        ids = {"array_job": jobs.array_job, "merge_job": jobs.merge_job}
+        submitted = f"submitted {array} tasks as job {jobs.array_job}, joined by job {jobs.merge_job}"
+        show(
+            as_json,
+            {**ids, "folder": str(jobs.folder), "tasks": array},
+            f"{submitted}; scripts and logs: {jobs.folder}",
+            f"to train after it: windlass launch RECIPE --after {jobs.merge_job}",
         )
         return
-    _print_result(result)
+    with bar("tokenizing", quiet=as_json) as update:
+        result = run(
+            config,
+            task=_parse_task(array_task),
+            on_progress=lambda now: update(min(now.done_bytes, now.total_bytes), now.total_bytes, _progress_text(now)),
+        )
+    skipped = {name: counts for name, source in config.sources.items() if (counts := count_skipped(source))}
+    keys = ("complete", "tokens", "documents", "rejects", "chunks_done", "chunks_kept", "seconds", "restated")
+    document = {
+        "store": str(result.store),
+        **{key: getattr(result, key) for key in keys},
+        "engine": result.engine or None,
+        "ledger_hash": result.manifest.get("ledger_hash"),
+        "passed_over": skipped,
+    }
+    notes = []
     for name, counts in skipped.items():
         listed = ", ".join(f"{count:,} {suffix}" for suffix, count in list(counts.items())[:5])
         total = sum(counts.values())
-        note = f"{name}: {total:,} file{'s' * (total != 1)} of other formats below its folders skipped ({listed})"
-        console().print(f"note: {note}; a pattern such as FOLDER/**/*.py includes them", markup=False)
+        files = f"{total:,} file{'s' * (total != 1)} of other formats below its folders skipped ({listed})"
+        notes.append(f"note: {name}: {files}; a pattern such as FOLDER/**/*.py includes them")
+    show(as_json, document, *_result_parts(result), *notes)
 
 
 def _parse_task(text: str | None) -> tuple[int, int] | None:
     """`3/8` -> (3, 8); `auto`: from the scheduler's environment."""
     from windlass.clusters.scheduler import array_task
-    from windlass.errors import ConfigError
 
     if text is None:
         return None
@@ -124,56 +114,33 @@ def _parse_task(text: str | None) -> tuple[int, int] | None:
     return int(index), int(count)
 
 
-@contextlib.contextmanager
-def _progress_bar(*, hidden: bool) -> Iterator[Callable[[TokenizeProgress], None] | None]:
-    """The function that shows progress; None with --json and when stderr is not a terminal."""
-    if hidden or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from windlass.units import print_tokens
-
-    texts = [TextColumn(text) for text in ("{task.description}", "{task.percentage:>3.0f} %", "{task.fields[rate]}")]
-    columns = (texts[0], BarColumn(), *texts[1:], TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        line = bar.add_task("tokenizing", total=None, rate="")
-
-        def show(now: TokenizeProgress) -> None:
-            seconds = max(1e-3, time.monotonic() - now.started)
-            rejects = f", {now.rejects:,} rejected" if now.rejects else ""
-            rate = f"{print_tokens(now.tokens)} tokens, {print_tokens(now.tokens / seconds)}/s{rejects}"
-            done = min(now.done_bytes, now.total_bytes)
-            bar.update(line, total=now.total_bytes, completed=done, rate=rate, description=now.phase)
-
-        yield show
+def _progress_text(now: TokenizeProgress) -> str:
+    rate = print_tokens(now.tokens / max(1e-3, time.monotonic() - now.started))
+    rejects = f", {now.rejects:,} rejected" if now.rejects else ""
+    return f"{now.phase}: {print_tokens(now.tokens)} tokens, {rate}/s{rejects}"
 
 
-def _print_result(result: TokenizeResult) -> None:
-    from windlass.cli.output import console
+def _result_parts(result: TokenizeResult) -> list[Table | str]:
+    """What was done, and the sources of a complete store."""
     from windlass.data.store import REJECTS, open_store
-    from windlass.units import print_seconds
 
-    out, seconds = console(), print_seconds(result.seconds)
-    if result.engine:
-        out.print(f"engine: {result.engine}")
+    parts: list[Table | str] = [f"engine: {result.engine}"] if result.engine else []
+    seconds = print_seconds(result.seconds)
     if result.chunks_kept:
         chunks = "1 chunk was" if result.chunks_kept == 1 else f"{result.chunks_kept:,} chunks were"
-        out.print(f"resumed: {chunks} already done")
+        parts.append(f"resumed: {chunks} already done")
     if not result.complete:
-        out.print(f"this task's share is done: {result.tokens:,} tokens in {seconds}")
-        out.print("`windlass tokenize` without --array-task joins the shares")
-        return
+        share = f"this task's share is done: {result.tokens:,} tokens in {seconds}"
+        return [*parts, share, "`windlass tokenize` without --array-task joins the shares"]
     state = "complete, nothing to do"
     if result.restated:
         state = "complete, ledger updated from the data file"
     elif result.chunks_done or result.chunks_kept or result.engine:
         state = "written"
-    out.print(f"{result.store}: {state}, {result.tokens:,} tokens in {result.documents:,} documents, {seconds}")
+    parts.append(f"{result.store}: {state}, {result.tokens:,} tokens in {result.documents:,} documents, {seconds}")
     if result.rejects:
-        out.print(f"rejected: {result.rejects:,}, each with its reason in {result.store / REJECTS}", soft_wrap=True)
-    _print_sources(open_store(result.store))
+        parts.append(f"rejected: {result.rejects:,}, each with its reason in {result.store / REJECTS}")
+    return [*parts, *_source_tables(open_store(result.store))]
 
 
 # -- data ----------------------------------------------------------------------------------------------------------
@@ -196,14 +163,10 @@ def data(
         Path | None,
         typer.Option("--out", help="With --ledger: file for the summary (default: STORE/training-content.md)."),
     ] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show the content of a token store: counts, fertility, samples, provenance."""
-    from dataclasses import asdict
 
-    from rich.text import Text
-
-    from windlass.cli.output import console, print_json
     from windlass.data.inspect import by_source
     from windlass.data.inspect import samples as decode_samples
     from windlass.data.store import open_store
@@ -215,49 +178,46 @@ def data(
     if ledger:
         _ledger(store, out, as_json)
         return
-    decoded = decode_samples(store, samples) if samples else []
-    if as_json:
-        ratios = {
-            name: {key: row[key] for key in ("tokens_per_word", "tokens_per_byte")}
-            for name, row in by_source(store).items()
-        }
-        print_json(
-            {
-                "store": str(store.path),
-                "kind": store.kind,
-                "tokens": sum(source.tokens for source in store.sources.values()),
-                **{key: getattr(store, key) for key in ("vocab_size", "eos", "max_token")},
-                "splits": list(store.splits),
-                "tokenizer_file": str(store.tokenizer_file) if store.tokenizer_file else None,
-                "tokenizer_hash": store.tokenizer_hash,
-                "ledger_hash": store.ledger_hash,
-                "sources": {name: {**asdict(info), **ratios[name]} for name, info in store.sources.items()},
-                "samples": decoded,
-            }
-        )
-        return
+    rows, decoded = by_source(store), decode_samples(store, samples) if samples else []
+    ratios = {name: {key: rows[name][key] for key in ("tokens_per_word", "tokens_per_byte")} for name in store.sources}
+    document = {
+        "store": str(store.path),
+        "kind": store.kind,
+        "tokens": sum(source.tokens for source in store.sources.values()),
+        **{key: getattr(store, key) for key in ("vocab_size", "eos", "max_token", "tokenizer_hash", "ledger_hash")},
+        "splits": list(store.splits),
+        "tokenizer_file": str(store.tokenizer_file) if store.tokenizer_file else None,
+        "sources": {name: {**asdict(info), **ratios[name]} for name, info in store.sources.items()},
+        "samples": decoded,
+    }
     tokenizer = store.tokenizer_hash[:16] if store.tokenizer_hash else "unknown"
-    numbers = f"vocabulary {_number(store.vocab_size)}, largest id {_number(store.max_token)}"
-    console().print(f"{store.path} ({store.kind} store), tokenizer {tokenizer}, {numbers}")
-    _print_sources(store)
-    if store.ledger_hash:
-        commands = f"`windlass data {store.path} --ledger` prints it, --verify checks every byte"
-        console().print(f"ledger {store.ledger_hash[:16]}; {commands}")
-    for sample in decoded:
-        title = f"--- {sample['source']}, document {sample['document']:,}, {sample['tokens']:,} tokens"
-        console().print(Text(title, style="bold"))
-        console().print(Text(sample["text"]))
+    numbers = f"vocabulary {text_of(store.vocab_size, ',')}, largest id {text_of(store.max_token, ',')}"
+    commands = f"`windlass data {store.path} --ledger` prints it, --verify checks every byte"
+    texts = [
+        f"--- {s['source']}, document {s['document']:,}, {s['tokens']:,} tokens\n{print_text(s['text'], lines=True)}"
+        for s in decoded
+    ]
+    show(
+        as_json,
+        document,
+        f"{store.path} ({store.kind} store), tokenizer {tokenizer}, {numbers}",
+        *_source_tables(store),
+        f"ledger {store.ledger_hash[:16]}; {commands}" if store.ledger_hash else None,
+        *texts,
+    )
 
 
-def _print_sources(store: Store) -> None:
-    from windlass.cli.output import console, table
+def _source_tables(store: Store) -> list[Table]:
     from windlass.data.inspect import by_language, by_source
 
     columns = ("documents", "tokens", "text bytes", "tokens/word", "tokens/byte")
 
     def cells(row: dict[str, Any]) -> tuple[str, ...]:
-        ratios = (_ratio(row["tokens_per_word"]), _ratio(row["tokens_per_byte"]))
-        return _number(row["documents"]), f"{row['tokens']:,}", _number(row["bytes"]), *ratios
+        ratios = (
+            text_of(row["tokens_per_word"], ".3f", "not measured"),
+            text_of(row["tokens_per_byte"], ".3f", "not measured"),
+        )
+        return text_of(row["documents"], ","), f"{row['tokens']:,}", text_of(row["bytes"], ","), *ratios
 
     rows = []
     for name, row in by_source(store).items():
@@ -266,32 +226,20 @@ def _print_sources(store: Store) -> None:
         documents, tokens, *others = cells(row)
         rows.append((name, info.language or "unknown", documents, tokens, held_out, *others))
     titles = ("source", "language", *columns[:2], "validation", *columns[2:])
-    console().print(table(None, titles, rows, right=range(2, 8)))
-    languages = by_language(store)
+    tables = [table(None, titles, rows, right=range(2, 8))]
+    languages = [(name, *cells(row)) for name, row in by_language(store).items()]
     if len(languages) > 1:
-        rows = [(name, *cells(row)) for name, row in languages.items()]
-        console().print(table("by language", ("language", *columns), rows, right=range(1, 6)))
-
-
-def _number(value: int | None) -> str:
-    return "unknown" if value is None else f"{value:,}"
-
-
-def _ratio(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.3f}"
+        tables.append(table("by language", ("language", *columns), languages, right=range(1, 6)))
+    return tables
 
 
 def _verify(store: Store, as_json: bool) -> None:
-    from windlass.cli.output import console, print_json
-    from windlass.errors import DataError
 
     problems = store.verify()
-    if as_json:
-        listed = [{"file": problem.file, "what": problem.what} for problem in problems]
-        print_json({"store": str(store.path), "whole": not problems, "problems": listed})
-    elif not problems:
-        checked = "checksums" if store.kind == "windlass" else "file sizes (a foreign store has no checksums)"
-        console().print(f"{store.path}: complete, all {checked} are right")
+    checked = "checksums" if store.kind == "windlass" else "file sizes (a foreign store has no checksums)"
+    listed = [{"file": problem.file, "what": problem.what} for problem in problems]
+    document = {"store": str(store.path), "whole": not problems, "problems": listed}
+    show(as_json, document, None if problems else f"{store.path}: complete, all {checked} are right")
     if problems:
         lines = "\n  ".join(f"{problem.file} {problem.what}" for problem in problems[:20])
         raise DataError(
@@ -302,29 +250,23 @@ def _verify(store: Store, as_json: bool) -> None:
 
 
 def _ledger(store: Store, out: Path | None, as_json: bool) -> None:
-    from windlass.cli.output import console, print_json, table
     from windlass.data.store import summary
-    from windlass.files import write_atomic
 
     target = out or store.path / "training-content.md"
     if store.kind == "windlass" or out is not None:
         write_atomic(target, summary(store))
-    if as_json:
-        print_json({"ledger": store.ledger(), "ledger_hash": store.ledger_hash, "summary_file": str(target)})
-        return
-    unknown = {
-        "language": "unknown",
-        "licence": "missing",
-        "origin": "missing",
-        "consent": "not stated",
-        "kind": "not stated",
-    }
+    unknown = {"language": "unknown", "licence": "missing", "origin": "missing"}
+    unknown |= dict.fromkeys(("consent", "kind"), "not stated")
     rows = [
         (info.name, *(getattr(info, key) or text for key, text in unknown.items()), f"{info.tokens:,}")
         for info in store.sources.values()
     ]
-    console().print(table(f"ledger {store.ledger_hash or '(none)'}", ("source", *unknown, "tokens"), rows, right=(6,)))
-    console().print(f"summary of training content: {target}")
+    show(
+        as_json,
+        {"ledger": store.ledger(), "ledger_hash": store.ledger_hash, "summary_file": str(target)},
+        table(f"ledger {store.ledger_hash or '(none)'}", ("source", *unknown, "tokens"), rows, right=(6,)),
+        f"summary of training content: {target}",
+    )
 
 
 # -- tokenizer -----------------------------------------------------------------------------------------------------
@@ -338,25 +280,24 @@ def train(
         str, typer.Option("--max-bytes", help="Text to learn from, shared by the sources in proportion to their size.")
     ] = "500 MB",
     reference: Annotated[Path | None, typer.Option("--reference", help="Tokenizer to compare with.")] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Train a byte-level BPE tokenizer on the sources of a data file, and show how it fits each language."""
     from windlass.config.sources import load_data_file
     from windlass.data.inspect import compare_tokenizers, source_texts
     from windlass.data.tokenizer import load_tokenizer, train_bpe
-    from windlass.units import parse_bytes
 
     config = load_data_file(file)
     texts = (text for _, text in source_texts(config, parse_bytes(max_bytes)))
     tokenizer = train_bpe(texts, vocab, out, progress=not as_json)
     others = {"reference": load_tokenizer(reference)} if reference else {}
-    _print_fertility(compare_tokenizers(config, {"trained": tokenizer, **others}), str(tokenizer.path), as_json)
+    _show_fertility(compare_tokenizers(config, {"trained": tokenizer, **others}), str(tokenizer.path), as_json)
 
 
 def compare(
     file: Annotated[Path, typer.Argument(help="Data file with the sources to measure on.", metavar="DATA.toml")],
     tokenizers: Annotated[list[Path], typer.Argument(help="Tokenizers to compare.")],
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Compare tokenizers: tokens per word and per byte, by language."""
     from windlass.config.sources import load_data_file
@@ -364,27 +305,16 @@ def compare(
     from windlass.data.tokenizer import load_tokenizer
 
     named = {str(path): load_tokenizer(path) for path in tokenizers}
-    _print_fertility(compare_tokenizers(load_data_file(file), named), None, as_json)
+    _show_fertility(compare_tokenizers(load_data_file(file), named), None, as_json)
 
 
-def _print_fertility(rows: list[dict[str, Any]], path: str | None, as_json: bool) -> None:
-    from windlass.cli.output import console, print_json, table
-
-    if as_json:
-        print_json({"tokenizer": path, "fertility": rows})
-        return
-    if path:
-        console().print(f"tokenizer: {path}")
+def _show_fertility(rows: list[dict[str, Any]], path: str | None, as_json: bool) -> None:
     cells = [
-        (
-            row["language"],
-            row["tokenizer"],
-            f"{row['vocab_size']:,}",
-            _ratio(row["tokens_per_word"]),
-            _ratio(row["tokens_per_byte"]),
-            f"{row['bytes']:,}",
-        )
+        (row["language"], row["tokenizer"], f"{row['vocab_size']:,}",
+         text_of(row["tokens_per_word"], ".3f", "not measured"),
+         text_of(row["tokens_per_byte"], ".3f", "not measured"), f"{row['bytes']:,}")
         for row in rows
-    ]
+    ]  # fmt: skip
     titles = ("language", "tokenizer", "vocabulary", "tokens/word", "tokens/byte", "bytes measured")
-    console().print(table("fertility (fewer tokens per word is better)", titles, cells, right=(2, 3, 4, 5)))
+    fertility = table("fertility (fewer tokens per word is better)", titles, cells, right=(2, 3, 4, 5))
+    show(as_json, {"tokenizer": path, "fertility": rows}, f"tokenizer: {path}" if path else None, fertility)

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
 import time
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from windlass.cli.output import console
+from windlass.errors import RunError, WindlassError
 
 if TYPE_CHECKING:
     from windlass.launch.demo import Story
 
-
-def register(app: typer.Typer) -> None:
-    app.command("demo")(demo)
+# Packages that the demo uses and the base installation does not have.
+NEEDED = ("torch", "safetensors", "psutil", "tokenizers")
+# (title, reason, the command with the names of the story's files)
+SECTIONS = (
+    ("Gather a corpus", "from Python's own library: real text, known licence, no network", ()),
+    ("Train a tokenizer", "byte-level BPE, so that no byte of any language is unknown",
+     ("tokenizer", "train", "{data_file}", "--vocab", "{vocab}", "--out", "{tokenizer}")),
+    ("Tokenise", "once, before any GPU time is used; the token count is exact from here on",
+     ("tokenize", "{data_file}")),
+    ("Plan the run", "memory, speed and days before a node-hour is spent", ("plan", "{recipe_file}", "--top", "3")),
+    ("Train on two processes, and lose one", "nodes fail in long runs, so one worker is killed on purpose",
+     ("train", "{recipe_file}", "--devices", "2", "--run", "{folder}")),
+    ("Evaluate", "bits per byte on held-out documents, so that tokenizers can be compared", ("eval", "{folder}")),
+    ("Generate a few lines", "a model this small writes nonsense, but it looks like Python",
+     ("generate", "{folder}", "--prompt", "def read(self, ", "--tokens", "60", "--ignore-eos")),
+    ("Account for energy", "energy that no sensor measured is shown as modelled or not measured, never as 0",
+     ("energy", "{folder}")),
+    ("Write the report", "one file that opens from disk, for a colleague or a funder", ("report", "{folder}")),
+)  # fmt: skip
 
 
 def demo(
@@ -23,171 +47,84 @@ def demo(
     steps: Annotated[int, typer.Option("--steps", min=60, help="Optimizer steps to train.")] = 140,
 ) -> None:
     """Run a small project on this machine's CPU in about two minutes: data, plan, training, a fault, resume, report."""
-    from windlass.launch.demo import Story, clear
+    from windlass.launch.demo import Story, clear, write_recipe
+    from windlass.units import print_seconds
 
-    refuse_without(NEEDED)
-    started_at = time.monotonic()
-    story = Story(run, steps=steps)
-    clear(story)
-    output = DemoOutput(total=9)
-    for section in (corpus, tokenizer, tokens, plan, training, evaluation, sample, energy, report):
-        section(story, output)
-    output.finish(story, time.monotonic() - started_at)
-
-
-NEEDED = ("torch", "safetensors", "psutil", "tokenizers")
-"""Packages that the demo uses and the base installation does not have."""
-
-
-def refuse_without(packages: tuple[str, ...]) -> None:
-    """Fail before the first section, not in the middle of the second."""
-    from importlib.util import find_spec
-
-    from windlass.errors import WindlassError
-
-    missing = [name for name in packages if find_spec(name) is None]
+    missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise WindlassError(
             "cli.demo-package-missing",
             f"the demo trains a model and needs {', '.join(missing)}, which the base installation does not have",
             hint="pip install 'windlass[train,data]'; docs/install.md",
         )
-
-
-class DemoOutput:
-    """Prints one line per section (what happens and why), runs its commands, and stops when one fails."""
-
-    def __init__(self, total: int) -> None:
-        from windlass.cli.output import console
-
-        self.out, self.number, self.total = console(), 0, total
-
-    def section(self, title: str, reason: str) -> None:
-        self.number += 1
-        self.out.print(f"\n[bold cyan]\\[{self.number}/{self.total}] {title}:[/bold cyan] [dim]{reason}[/dim]")
-
-    def run(self, *arguments: Any, threads: int | None = None) -> None:
-        import shlex
-
-        from windlass.errors import RunError
-        from windlass.launch.demo import command, run_command
-
+    out, started_at, story = console(), time.monotonic(), Story(run, steps=steps)
+    clear(story)
+    values = {key: str(getattr(story, key)) for key in ("data_file", "recipe_file", "tokenizer", "vocab", "folder")}
+    for number, (title, reason, template) in enumerate(SECTIONS, 1):
+        out.print(f"\n[bold cyan]\\[{number}/{len(SECTIONS)}] {title}:[/bold cyan] [dim]{reason}[/dim]")
+        argv = [part.format(**values) for part in template]
+        if not argv:
+            _gather_corpus(story, lambda text: out.print(text, markup=False))
+            continue
+        if argv[0] == "plan":
+            write_recipe(story)
         # As a user would type it: names with spaces in quotes, on one line.
-        line = f"$ windlass {shlex.join(map(str, arguments))}"
-        self.out.print(line, style="green", markup=False, soft_wrap=True)
-        code = run_command(command(*arguments), threads)
+        out.print(f"$ windlass {shlex.join(argv)}", style="green", markup=False, soft_wrap=True)
+        code = _run(argv, story, lambda text: out.print(text, style="bold yellow", markup=False))
         if code:
             raise RunError(
                 "cli.demo-command-failed",
-                f"windlass {arguments[0]} ended with exit code {code}",
+                f"windlass {argv[0]} ended with exit code {code}",
                 hint="see the lines above for the reason; the demo stops here",
             )
+    seconds = print_seconds(time.monotonic() - started_at)
+    out.print(f"\n[bold green]Done in {seconds}.[/bold green] Open the report in a browser:")
+    for line in (f"  {(run / 'report.html').resolve()}", "Next:", *(f"  {line}" for line in next_lines(run))):
+        out.print(line, markup=False, soft_wrap=True)
 
-    def say(self, text: str, style: str = "") -> None:
-        self.out.print(text, style=style, markup=False)
 
-    def finish(self, story: Story, seconds: float) -> None:
-        from windlass.units import print_seconds
+def _gather_corpus(story: Story, say: Callable[[str], None]) -> None:
+    from windlass.data.corpus import gather
+    from windlass.launch.demo import write_data_file
+    from windlass.units import print_bytes
 
-        self.out.print(f"\n[bold green]Done in {print_seconds(seconds)}.[/bold green] Open the report in a browser:")
-        self.out.print(f"  {(story.folder / 'report.html').resolve()}", markup=False, soft_wrap=True)
-        self.out.print("Next:")
-        for line in next_lines(story.folder):
-            self.out.print(f"  {line}", markup=False, soft_wrap=True)
+    sources = gather(story.raw, story.corpus_bytes).values()
+    for source in sources:
+        say(f"  {source.name}: {source.documents} documents, {print_bytes(source.bytes)}, {source.licence}")
+    keys = ("name", "file", "language", "licence", "origin")
+    write_data_file(story, [{key: str(getattr(source, key)) for key in keys} for source in sources])
+
+
+def _run(argv: list[str], story: Story, say: Callable[[str], None]) -> int:
+    """Run a command; training loses a worker on the way."""
+    from windlass.launch.demo import WorkerKill, command, run_command
+    from windlass.runs.folder import Run
+
+    if argv[0] != "train":
+        return run_command(command(*argv))
+
+    def announce(pid: int, step: int) -> None:
+        say(
+            f"*** worker 1 (process {pid}) killed on purpose after step {step}: "
+            "the run resumes from its last checkpoint ***"
+        )
+
+    fault = WorkerKill(Run(story.folder), 1, story.kill_after, announce).start()
+    try:
+        return run_command(command(*argv), 1)
+    finally:
+        fault.done.set()
 
 
 def next_lines(folder: Path) -> list[str]:
-    """Commands that work as they are printed: with the paths of recipes on this disk, and first a PATH if it is needed."""
-    import shlex
-    import shutil
-    import sys
-
-    from windlass.config.files import shipped
+    """Commands that work as they are printed: with the paths of recipes on this disk, and first a PATH if needed."""
+    from windlass.config.load import shipped
 
     program = Path(sys.argv[0]).resolve().parent
     lines = [] if shutil.which("windlass") else [f"export PATH={shlex.quote(str(program))}:$PATH"]
     lines += [f"windlass watch {shlex.quote(str(folder))}", "windlass dash"]
     for command, name in (("train", "tiny_cpu"), ("plan", "gptnl_8b_snellius")):
-        here = Path("recipes") / f"{name}.toml"
-        path = here if here.is_file() else shipped(here)
+        local = Path("recipes") / f"{name}.toml"
+        path = local if local.is_file() else shipped(local)
         lines += [] if path is None else [f"windlass {command} {shlex.quote(str(path))}"]
     return lines
-
-
-def corpus(story: Story, output: DemoOutput) -> None:
-    from windlass.data.corpus import gather
-    from windlass.launch.demo import write_data_file
-    from windlass.units import print_bytes
-
-    output.section("Gather a corpus", "from Python's own library: real text, known licence, no network")
-    sources = gather(story.raw, story.corpus_bytes).values()
-    for source in sources:
-        output.say(f"  {source.name}: {source.documents} documents, {print_bytes(source.bytes)}, {source.licence}")
-    write_data_file(
-        story,
-        [
-            {"name": s.name, "file": str(s.file), "language": s.language, "licence": s.licence, "origin": s.origin}
-            for s in sources
-        ],
-    )
-
-
-def tokenizer(story: Story, output: DemoOutput) -> None:
-    output.section("Train a tokenizer", "byte-level BPE, so that no byte of any language is unknown")
-    output.run("tokenizer", "train", story.data_file, "--vocab", story.vocab, "--out", story.tokenizer)
-
-
-def tokens(story: Story, output: DemoOutput) -> None:
-    output.section("Tokenise", "once, before any GPU time is used; the token count is exact from here on")
-    output.run("tokenize", story.data_file)
-
-
-def plan(story: Story, output: DemoOutput) -> None:
-    from windlass.launch.demo import write_recipe
-
-    output.section("Plan the run", "memory, speed and days before a node-hour is spent")
-    write_recipe(story)
-    output.run("plan", story.recipe_file, "--top", "3")
-
-
-def training(story: Story, output: DemoOutput) -> None:
-    from windlass.launch.demo import WorkerKill
-    from windlass.runs.folder import Run
-
-    output.section(
-        "Train on two processes, and lose one", "nodes fail in long runs, so one worker is killed on purpose"
-    )
-
-    def report_kill(pid: int, step: int) -> None:
-        output.say(
-            f"*** worker 1 (process {pid}) killed on purpose after step {step}: the run resumes from its last checkpoint ***",
-            "bold yellow",
-        )
-
-    fault = WorkerKill(Run(story.folder), 1, story.kill_after, report_kill).start()
-    try:
-        output.run("train", story.recipe_file, "--devices", "2", "--run", story.folder, threads=1)
-    finally:
-        fault.done.set()
-
-
-def evaluation(story: Story, output: DemoOutput) -> None:
-    output.section("Evaluate", "bits per byte on held-out documents, so that tokenizers can be compared")
-    output.run("eval", story.folder)
-
-
-def sample(story: Story, output: DemoOutput) -> None:
-    output.section("Generate a few lines", "a model this small writes nonsense, but it looks like Python")
-    output.run("generate", story.folder, "--prompt", "def read(self, ", "--tokens", "60", "--ignore-eos")
-
-
-def energy(story: Story, output: DemoOutput) -> None:
-    output.section(
-        "Account for energy", "energy that no sensor measured is shown as modelled or not measured, never as 0"
-    )
-    output.run("energy", story.folder)
-
-
-def report(story: Story, output: DemoOutput) -> None:
-    output.section("Write the report", "one file that opens from disk, for a colleague or a funder")
-    output.run("report", story.folder)

@@ -8,10 +8,6 @@ from typing import Annotated
 import typer
 
 
-def register(app: typer.Typer) -> None:
-    app.command("doctor")(doctor)
-
-
 def doctor(
     recipe: Annotated[Path | None, typer.Argument(help="Also check this recipe's token store and tokenizer.")] = None,
     cluster: Annotated[

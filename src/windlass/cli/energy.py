@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from windlass.cli.output import show, table
+from windlass.errors import RunError
+from windlass.files import read_json_lines
 
 if TYPE_CHECKING:
     from windlass.report.collect import RunSummary
     from windlass.runs.folder import Run
-
-
-def register(app: typer.Typer) -> None:
-    app.command("energy")(energy)
 
 
 def energy(
@@ -45,19 +46,29 @@ def energy(
 ) -> None:
     """Print the run's energy table. EAR and SLURM figures become part of the run's record, so every view has them."""
     from windlass.report.collect import collect
+    from windlass.report.tables import energy_rows, source_table
     from windlass.runs.folder import open_run
 
     folder = open_run(run)
     notes = _add_site_records(folder, ear or [], sacct, slurm)
     factors = {"pue": pue, "grid_g_per_kwh": grid, "market_g_per_kwh": market}
     summary = collect(folder, factors={name: value for name, value in factors.items() if value is not None})
-    _print_json(summary, notes) if as_json else _print_table(summary, notes)
+    sources, missing = source_table(summary.energy), sorted(summary.energy.ledger.missing.items())
+    title = None if sources.rows else f"{summary.name}: energy"
+    show(
+        as_json,
+        _document(summary, notes),
+        *notes,
+        table(f"{summary.name}: energy by source", sources.columns, sources.rows, right=(3, 4))
+        if sources.rows
+        else None,
+        table(title, ("", "", "source or method"), energy_rows(summary), right=(1,)),
+        table("not read on at least one node", ("source", "reason"), missing) if missing else None,
+    )
 
 
 def _add_site_records(run: Run, ear: list[Path], sacct_file: Path | None, slurm: bool) -> list[str]:
     from windlass.energy.site_records import read_ear, read_sacct, record_ear, record_slurm, sacct
-    from windlass.errors import RunError
-    from windlass.files import read_json_lines
 
     def counted(taken: int, total: int, unit: str, origin: str) -> str:
         left_out = f" ({total - taken} left out: of other jobs, or without a figure)" if total > taken else ""
@@ -92,50 +103,21 @@ def _add_site_records(run: Run, ear: list[Path], sacct_file: Path | None, slurm:
     return notes
 
 
-def _print_json(summary: RunSummary, notes: list[str]) -> None:
-    from dataclasses import asdict
-
-    from windlass.cli.output import print_json
-
+def _document(summary: RunSummary, notes: list[str]) -> dict[str, Any]:
     energy, ledger = summary.energy, summary.energy.ledger
-    document = {
+    keys = ("basis", "joules", "joules_per_token", "joules_per_step", "kwh_per_billion_tokens", "mean_watts",
+            "forecast_kwh")  # fmt: skip
+    ledger_keys = ("resolution_joules", "startup_joules", "coverage", "nodes_expected", "nodes_measured", "missing")
+    return {
         "run": summary.name,
         "path": summary.path,
-        "basis": energy.basis,
-        "joules": energy.joules,
+        **{key: getattr(energy, key) for key in keys},
         "measured_joules": ledger.joules,
         "modelled_joules": ledger.modelled_joules,
-        "joules_per_token": energy.joules_per_token,
-        "joules_per_step": energy.joules_per_step,
-        "kwh_per_billion_tokens": energy.kwh_per_billion_tokens,
-        "mean_watts": energy.mean_watts,
-        "forecast_kwh": energy.forecast_kwh,
-        "resolution_joules": ledger.resolution_joules,
-        "startup_joules": ledger.startup_joules,
-        "coverage": ledger.coverage,
-        "nodes_expected": ledger.nodes_expected,
-        "nodes_measured": ledger.nodes_measured,
-        "missing": ledger.missing,
+        **{key: getattr(ledger, key) for key in ledger_keys},
         "sources": [asdict(source) for source in ledger.sources],
         "carbon": None if energy.carbon is None else asdict(energy.carbon),
         "tokens": summary.tokens,
         "step": summary.step,
         "notes": notes,
     }
-    print_json(document)
-
-
-def _print_table(summary: RunSummary, notes: list[str]) -> None:
-    from windlass.cli.output import console, table
-    from windlass.report.tables import SOURCE_COLUMNS, energy_rows, source_rows
-
-    out = console()
-    for note in notes:
-        out.print(note, markup=False)
-    rows = source_rows(summary.energy)
-    if rows:
-        out.print(table(f"{summary.name}: energy by source", SOURCE_COLUMNS, rows, right=(3, 4)))
-    title = None if rows else f"{summary.name}: energy"
-    out.print(table(title, ("", "", "source or method"), energy_rows(summary), right=(1,)))
-    if missing := sorted(summary.energy.ledger.missing.items()):
-        out.print(table("not read on at least one node", ("source", "reason"), missing))

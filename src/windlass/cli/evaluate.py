@@ -9,20 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windlass.cli.model_options import DeviceOption, DtypeOption, JsonOption, RunArgument, SaveOption, StepOption
+from windlass.cli.output import bar, show, table
+from windlass.files import write_atomic
+from windlass.units import parse_tokens
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from windlass.evaluate.open_model import OpenModel
-    from windlass.evaluate.perplexity import HeldOutResult
     from windlass.evaluate.scores import EvalScore, LanguageRow
     from windlass.evaluate.task_files import TaskFile
 
     Keep = Callable[..., None]
-
-
-def register(app: typer.Typer) -> None:
-    app.command("eval")(eval_)
 
 
 def eval_(
@@ -77,14 +75,16 @@ def eval_(
 ) -> None:
     """Compute perplexity and bits per byte on held-out documents, by source, language and length; or run tasks."""
     if recorded or beside or all_steps:
-        _show_recorded([run, *(beside or [])], all_steps, html, as_json)
+        from windlass.evaluate.scores import language_page, recorded_rows
+
+        rows = recorded_rows([run, *(beside or [])], every_step=all_steps)
+        if html is not None:
+            write_atomic(html, language_page(rows))
+        show(as_json, {"rows": [row.to_json() for row in rows]}, _language_table(rows))
         return
-    from windlass.cli.output import console, print_json
     from windlass.evaluate.open_model import open_model
     from windlass.evaluate.scores import append_scores, scores_page
     from windlass.evaluate.task_files import read_task_file
-    from windlass.files import write_atomic
-    from windlass.units import parse_tokens
 
     # What can be wrong with the arguments is checked first: a bad file must not cost a model load.
     limit_tokens = parse_tokens(max_tokens) if max_tokens is not None else None
@@ -100,43 +100,28 @@ def eval_(
 
     answer: dict[str, Any] = {}
     if tasks or harness:
-        names = harness.split(",") if harness else []
-        options = {"shots": shots or 0, "template": template, "batch": batch}
-        _run_tasks(opened, tasks, options, overlap, keep, quiet=as_json)
-        if names:
+        _run_tasks(opened, tasks, {"shots": shots or 0, "template": template, "batch": batch}, overlap, keep, as_json)
+        if harness:
             from windlass.convert.source import find_tokenizer
             from windlass.evaluate.harness import run_harness
 
-            tokenizer = find_tokenizer(source)
-            keep(run_harness(opened, tokenizer, names, folder=harness_folder, shots=shots, limit=limit, batch=batch))
+            options: dict[str, Any] = {"folder": harness_folder, "shots": shots, "limit": limit, "batch": batch}
+            keep(run_harness(opened, find_tokenizer(source), harness.split(","), **options))
         printed = _task_tables(opened, scores)
     else:
         split = split or opened.recipe.data.validation or "validation"
         answer, printed = _held_out(opened, store, split, limit_tokens, batch, overlap, keep, quiet=as_json)
     if html is not None:
         write_atomic(html, scores_page(opened.recipe.name, opened.step, scores))
-    if as_json:
-        about = {"source": source.folder, "step": opened.step, "trained_tokens": opened.tokens}
-        print_json(
-            {
-                **about,
-                "device": opened.device_text,
-                "note": source.note,
-                **answer,
-                "scores": [score.line() for score in scores],
-            }
-        )
-        return
-    for part in [*([source.note] if source.note else []), *printed]:
-        console().print(part, markup=False)
-    if save and source.run is not None:
-        console().print(f"written to {source.run.eval_file}", markup=False, soft_wrap=True)
+    about = {"source": source.folder, "step": opened.step, "trained_tokens": opened.tokens, "note": source.note}
+    document = {**about, "device": opened.device_text, **answer, "scores": [score.line() for score in scores]}
+    written = f"written to {source.run.eval_file}" if save and source.run is not None else None
+    show(as_json, document, source.note or None, *printed, written)
 
 
 def _run_tasks(
-    opened: OpenModel, tasks: Sequence[TaskFile], options: dict[str, Any], overlap: bool, keep: Keep, *, quiet: bool
+    opened: OpenModel, tasks: Sequence[TaskFile], options: dict[str, Any], overlap: bool, keep: Keep, quiet: bool
 ) -> None:
-    from windlass.cli.output import bar
     from windlass.convert.source import find_tokenizer
     from windlass.evaluate.suites import SuiteOptions
     from windlass.evaluate.task_files import run_task, task_overlap
@@ -163,7 +148,6 @@ def _held_out(
     quiet: bool,
 ) -> tuple[dict[str, Any], list[Any]]:
     """Score held-out documents: what `--json` adds, and what is printed."""
-    from windlass.cli.output import bar
     from windlass.convert.source import find_tokenizer
     from windlass.evaluate.open_model import find_store
     from windlass.evaluate.perplexity import evaluate_text
@@ -176,19 +160,6 @@ def _held_out(
             opened, held_out, tokenizer, split=split, max_tokens=max_tokens, batch=batch, progress=progress
         )
     keep(result.scores, store=str(held_out.path))
-    printed = _held_out_tables(opened, result)
-    if overlap:
-        with bar("looking for overlap", quiet=quiet) as progress:
-            scores = document_overlap(opened.source, held_out, split, max_tokens, progress)
-        keep(scores, store=str(held_out.path))
-        printed.append(score_table(scores))
-    rate = result.tokens_per_second
-    return {"store": held_out.path, "tokens": result.tokens, "tokens_per_second": rate}, printed
-
-
-def _held_out_tables(opened: OpenModel, result: HeldOutResult) -> list[Any]:
-    from windlass.cli.output import table
-
     bits = {score.group: score for score in result.scores if score.metric == "bits_per_byte"}
     rows = [
         (s.group, f"{s.count:,}", f"{s.detail['tokens']:,}", _interval_text(bits.get(s.group), 3), _interval_text(s, 2))
@@ -198,14 +169,20 @@ def _held_out_tables(opened: OpenModel, result: HeldOutResult) -> list[Any]:
     at_step = "" if opened.step is None else f", step {opened.step:,}"
     columns = ("group", "documents", "tokens", "bits per byte (95 %)", "perplexity (95 %)")
     rate = "not measured" if result.tokens_per_second is None else f"{result.tokens_per_second:,.0f}"
-    return [
+    printed: list[Any] = [
         table(f"Held-out text{at_step} ({opened.source.folder})", columns, rows, right=(1, 2, 3, 4)),
         f"{result.tokens:,} tokens at {rate} tokens/s ({opened.device_text})",
     ]
+    if overlap:
+        with bar("looking for overlap", quiet=quiet) as progress:
+            scores = document_overlap(opened.source, held_out, split, max_tokens, progress)
+        keep(scores, store=str(held_out.path))
+        printed.append(score_table(scores))
+    speed = {"tokens_per_second": result.tokens_per_second}
+    return {"store": held_out.path, "tokens": result.tokens, **speed}, printed
 
 
 def score_table(scores: Sequence[EvalScore]) -> Table:
-    from windlass.cli.output import table
 
     rows = [(s.task, s.group, s.metric, _interval_text(s, 3), f"{s.count:,}") for s in scores]
     return table("Tasks", ("task", "group", "metric", "value (95 %)", "items"), rows, right=(3, 4))
@@ -230,22 +207,7 @@ def _interval_text(score: EvalScore | None, digits: int) -> str:
     return f"{score.value:.{digits}f}{interval}"
 
 
-def _show_recorded(runs: list[Path], every_step: bool, html: Path | None, as_json: bool) -> None:
-    from windlass.cli.output import console, print_json
-    from windlass.evaluate.scores import language_page, recorded_rows
-    from windlass.files import write_atomic
-
-    rows = recorded_rows(runs, every_step=every_step)
-    if html is not None:
-        write_atomic(html, language_page(rows))
-    if as_json:
-        print_json({"rows": [row.to_json() for row in rows]})
-        return
-    console().print(_language_table(rows))
-
-
 def _language_table(rows: list[LanguageRow]) -> Table:
-    from windlass.cli.output import table
     from windlass.evaluate.scores import language_table
 
     columns, cells = language_table(rows)

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from windlass.cli.model_options import JsonOption, RunArgument, StepOption
+from windlass.cli.output import bar, show
+from windlass.errors import WindlassError
+from windlass.units import parse_bytes, print_bytes
 
 if TYPE_CHECKING:
     from windlass.convert.verify import LogitComparison
-
-
-def register(app: typer.Typer) -> None:
-    app.command("export")(export)
-    app.command("import")(import_)
 
 
 def export(
@@ -39,10 +37,8 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write a Hugging Face folder: weights, config, tokenizer and model card, verified by its logits."""
-    from windlass.cli.output import bar, console, print_json
     from windlass.convert.export import export as write_folder
     from windlass.evaluate.task_files import read_text_file
-    from windlass.units import parse_bytes, print_bytes
 
     sample = read_text_file(text, "text to compare on") if text is not None else None
     with bar("exporting", quiet=as_json) as progress:
@@ -58,18 +54,15 @@ def export(
             shard_bytes=parse_bytes(shard),
             progress=progress,
         )
-    if as_json:
-        print_json(exported)
-        return
     at_step = "" if exported.step is None else f"step {exported.step:,}, "
-    lines = [
+    show(
+        as_json,
+        exported,
         f"{exported.folder}: {at_step}{exported.tensors} tensors, {print_bytes(exported.bytes)} of {exported.dtype} "
         f"in {exported.files} file(s); tokenizer: {exported.tokenizer}",
-        *([exported.note] if exported.note is not None else []),
+        exported.note,
         "not verified (--no-verify)" if exported.check is None else _check_text(exported.check),
-    ]
-    for line in lines:
-        console().print(line, markup=False, soft_wrap=True)
+    )
 
 
 def _check_text(check: LogitComparison) -> str:
@@ -81,12 +74,11 @@ def _check_text(check: LogitComparison) -> str:
 
 def _model_card(run: Path) -> str | None:
     """README.md from the ledger, the energy and the report; None where there is no run folder."""
-    from windlass.errors import WindlassError
     from windlass.registry import PRESETS
     from windlass.report.collect import collect
-    from windlass.report.evaluations import evaluation
-    from windlass.report.markdown import markdown
     from windlass.report.model_card import content_summary, data_section, model_card
+    from windlass.report.sections import evaluation
+    from windlass.report.write import markdown
     from windlass.runs import open_run
 
     try:
@@ -116,21 +108,17 @@ def import_(
     as_json: JsonOption = False,
 ) -> None:
     """Read a Hugging Face model into a run folder: `save.load = "RUN"` starts from it at any layout."""
-    from windlass.cli.output import bar, console, print_json
     from windlass.convert.imports import import_model
 
     target = run or Path("runs") / folder.resolve().name
     with bar("importing", quiet=as_json):
         imported = import_model(folder, target, tokenizer=tokenizer, seq_len=seq_len, verify=verify)
-    if as_json:
-        print_json(imported)
-        return
-    lines = [
+    show(
+        as_json,
+        imported,
         f"{imported.run}: {imported.family}, {imported.parameters:,} parameters, {imported.dtype}, "
         f"vocabulary {imported.vocab:,}",
         *imported.notes,
-        *([_check_text(imported.check)] if imported.check is not None else []),
+        None if imported.check is None else _check_text(imported.check),
         f'to continue training from it: [save] load = "{imported.run}"',
-    ]
-    for line in lines:
-        console().print(line, markup=False, soft_wrap=True)
+    )

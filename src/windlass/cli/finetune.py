@@ -8,10 +8,8 @@ from typing import Annotated
 import typer
 
 from windlass.cli.model_options import DeviceOption, JsonOption, RunArgument, SaveOption, StepOption
-
-
-def register(app: typer.Typer) -> None:
-    app.command("finetune")(finetune)
+from windlass.cli.output import show
+from windlass.files import write_json
 
 
 def finetune(
@@ -37,11 +35,9 @@ def finetune(
 ) -> None:
     """Fine-tune a classifier on texts and labels; accuracy and macro-F1 over several seeds."""
     from windlass.cli.evaluate import score_table
-    from windlass.cli.output import console, print_json
     from windlass.clusters.scheduler import place
     from windlass.evaluate.finetune import TuneOptions, start_workers
     from windlass.evaluate.finetune import finetune as run_finetune
-    from windlass.files import write_json
 
     rank_place = place()
     if devices is not None and devices > 1 and rank_place.source == "single":
@@ -61,9 +57,5 @@ def finetune(
     }
     if output is not None:
         write_json(output, answer)
-    if as_json:
-        print_json(answer)
-        return
-    console().print(score_table(result.scores))
     summary = f"{len(result.labels)} labels, {result.processes} process(es), {rate:,.1f} texts/s in training"
-    console().print(summary, markup=False)
+    show(as_json, answer, score_table(result.scores), summary)

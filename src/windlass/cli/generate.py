@@ -8,10 +8,8 @@ from typing import Annotated
 import typer
 
 from windlass.cli.model_options import DeviceOption, DtypeOption, JsonOption, RunArgument, StepOption
-
-
-def register(app: typer.Typer) -> None:
-    app.command("generate")(generate)
+from windlass.cli.output import console, print_json
+from windlass.units import print_bytes
 
 
 def generate(
@@ -39,13 +37,11 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text: with a key/value cache (Llama) or a state of constant size (RetNet)."""
-    from windlass.cli.output import console, print_json
     from windlass.convert.config_json import positions_of
     from windlass.convert.source import find_tokenizer
     from windlass.evaluate.generate import Sampling, stop_condition, text_before
     from windlass.evaluate.generate import generate as continue_text
     from windlass.evaluate.open_model import open_model
-    from windlass.units import print_bytes
 
     sampling = Sampling(tokens=tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, ignore_eos=go_on)
     opened = open_model(run, step=step, device=device, dtype=dtype)
@@ -56,20 +52,9 @@ def generate(
     )
     text, rate = text_before(loaded.decode(result.ids), stops), result.tokens_per_second
     if as_json:
-        print_json(
-            {
-                "prompt": prompt,
-                "text": text,
-                "ids": result.ids,
-                "tokens_per_second": rate,
-                "prompt_tokens": result.prompt_tokens,
-                "prompt_seconds": result.prompt_seconds,
-                "state_bytes": result.state_bytes,
-                "ended": result.ended,
-                "step": opened.step,
-                "device": opened.device_text,
-            }
-        )
+        keys = ("ids", "tokens_per_second", "prompt_tokens", "prompt_seconds", "state_bytes", "ended")
+        about = {"prompt": prompt, "text": text, "step": opened.step, "device": opened.device_text}
+        print_json({**about, **{key: getattr(result, key) for key in keys}})
         return
     out = console()
     out.print(prompt, style="bold", markup=False, end="", soft_wrap=True)

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
+import tomllib
+import unicodedata
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from windlass.cli.output import show, table
+from windlass.errors import ConfigError, LaunchError, WindlassError
+from windlass.files import write_atomic
+from windlass.units import parse_tokens, print_tokens
+
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from windlass.clusters import Cluster
     from windlass.config.starter import StarterRecipe
     from windlass.planner.search import Plans
 
 MIN_PARAMETERS, MAX_PARAMETERS = 2e7, 1e12
 T = TypeVar("T")
-
-
-def register(app: typer.Typer) -> None:
-    app.command("init")(init)
 
 
 def init(
@@ -47,13 +55,14 @@ def init(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; implies --yes.")] = False,
 ) -> None:
     """Ask a few questions (cluster, account, size, data), write a recipe, plan it and print the next commands."""
-    from windlass.cli.output import print_json
-    from windlass.errors import ConfigError
 
     interactive = _is_interactive() and not (yes or as_json)
     if file is not None and file.suffix != ".toml":
-        hint = f"recipes are TOML files: windlass init {file}.toml"
-        raise ConfigError("init.file-not-toml", f"{file} is not a recipe name", hint=hint)
+        raise ConfigError(
+            "init.file-not-toml",
+            f"{file} is not a recipe name",
+            hint=f"recipes are TOML files: windlass init {file}.toml",
+        )
     _refuse_existing(file)
     machine, how_chosen = _choose_cluster(cluster, interactive)
     default_size = "1B" if machine.slurm else "20M"
@@ -69,10 +78,7 @@ def init(
         file, machine, how_chosen, account=account, parameters=parameters, data=data,
         tokens=tokens, nodes=nodes, seq_len=seq_len or (4096 if machine.slurm else 1024), vocab=vocab,
     )  # fmt: skip
-    if as_json:
-        print_json(result)
-    else:
-        _print(result)
+    show(as_json, result, *_parts(result))
 
 
 # -- questions --------------------------------------------------------------------------------------------------------
@@ -83,18 +89,19 @@ def _is_interactive() -> bool:
 
 
 def _refuse_existing(file: Path | None) -> None:
-    from windlass.errors import ConfigError
 
     if file is not None and file.exists():
-        hint = "init overwrites nothing: choose another name, or edit the file"
-        raise ConfigError("init.file-exists", f"{file} already exists", hint=hint)
+        raise ConfigError(
+            "init.file-exists",
+            f"{file} already exists",
+            hint="init overwrites nothing: choose another name, or edit the file",
+        )
 
 
 def _choose_cluster(name: str | None, interactive: bool) -> tuple[Cluster, str]:
     """The cluster and how it was chosen."""
     from windlass.clusters import cluster_names, load_cluster
     from windlass.clusters.probe import recognise
-    from windlass.errors import LaunchError
 
     if name is not None:
         return load_cluster(name), "given"
@@ -108,14 +115,13 @@ def _choose_cluster(name: str | None, interactive: bool) -> tuple[Cluster, str]:
 
 
 def _read_size(text: str) -> float:
-    from windlass.errors import ConfigError, WindlassError
-    from windlass.units import parse_tokens
 
     try:
         size = float(parse_tokens(text))
     except WindlassError:
-        message = f"{text!r} is not a number of parameters"
-        raise ConfigError("init.size-invalid", message, hint='write it like "300M" or "8B"') from None
+        raise ConfigError(
+            "init.size-invalid", f"{text!r} is not a number of parameters", hint='write it like "300M" or "8B"'
+        ) from None
     if not MIN_PARAMETERS <= size <= MAX_PARAMETERS:
         too_small = size < MIN_PARAMETERS
         raise ConfigError(
@@ -128,7 +134,6 @@ def _read_size(text: str) -> float:
 
 def _ask_until_valid(question: str, default: str, read: Callable[[str], T]) -> T:
     """Ask again after an invalid answer, with the reason, so that the earlier answers are not lost."""
-    from windlass.errors import WindlassError
 
     while True:
         try:
@@ -149,8 +154,6 @@ def _create_recipe(
     tokens: str | None, nodes: int | None, seq_len: int, vocab: int | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Choose the remaining values, plan, and write the recipe and, for texts, a data file. Returns the JSON result."""
-    import re
-    import unicodedata
 
     from windlass.config.starter import (
         TOKENS_PER_PARAMETER,
@@ -162,11 +165,8 @@ def _create_recipe(
         round_to_two_digits,
     )
     from windlass.data.store import open_store
-    from windlass.errors import ConfigError
-    from windlass.files import write_atomic
     from windlass.models.presets import model_spec
     from windlass.planner.budget import model_near
-    from windlass.units import parse_tokens
 
     # The name of a run folder goes through shells and job scripts: "mein größtes" -> "mein-grotes".
     ascii_stem = unicodedata.normalize("NFKD", file.stem if file else "").encode("ascii", "ignore").decode()
@@ -183,8 +183,9 @@ def _create_recipe(
     stored_vocab = store.vocab_size if store else None
     vocab = vocab or (32_768 if has_texts else None)
     if tokens is not None and parse_tokens(tokens) <= 0:
-        hint = "omit --tokens for 20 per parameter"
-        raise ConfigError("init.tokens-not-positive", f"cannot train on {tokens} tokens", hint=hint)
+        raise ConfigError(
+            "init.tokens-not-positive", f"cannot train on {tokens} tokens", hint="omit --tokens for 20 per parameter"
+        )
     # Eight key/value heads, so that tensor parallelism up to 8 divides them; small models need no tensor parallelism.
     model = model_near(parameters, heads_multiple=8 if parameters >= 1e9 else 1)
     if known_vocab := vocab or stored_vocab:
@@ -223,8 +224,6 @@ def _create_recipe(
 
 def _choose_nodes(recipe: StarterRecipe, cluster: Cluster, *, fixed: bool) -> tuple[StarterRecipe, Plans, str]:
     """The recipe on its own number of nodes if `fixed`, else on as few (doubling) as finish within a month."""
-    import tomllib
-    from dataclasses import replace
 
     from windlass.config import Recipe, check, validate
     from windlass.config.starter import MAX_DAYS, recipe_text
@@ -258,7 +257,6 @@ def _result(
     target: Path, data_file: Path | None, recipe: StarterRecipe, plans: Plans, reasons: dict[str, str], *,
     store_exists: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    import shlex
 
     from windlass.planner import plan_json
 
@@ -289,10 +287,9 @@ def _result(
     }
 
 
-def _print(result: dict[str, Any]) -> None:
+def _parts(result: dict[str, Any]) -> list[Table | str]:
+    """The chosen values, the best layout and the next commands."""
     from windlass.cli import with_pages
-    from windlass.cli.output import console, table
-    from windlass.units import print_tokens
 
     plan, reasons = result["plan"], result["reasons"]
     mfu = "MFU unknown" if plan["mfu"] is None else f"MFU {plan['mfu']:.0%}"
@@ -305,18 +302,16 @@ def _print(result: dict[str, Any]) -> None:
         ("tokens", print_tokens(result["tokens"]), reasons["tokens"]),
         ("store", result["store"] or "none yet: training would read synthetic tokens", missing_store),
     ]
-    out = console()
-    out.print(table(f"wrote {result['recipe']}", ("", "value", "reason"), rows))
-    if result["data_file"]:
-        out.print(f"wrote {result['data_file']}: add licence and origin of the texts there")
+    data_file = f"wrote {result['data_file']}: add licence and origin of the texts there"
     shown = ("shard", "micro_batch", "tensor", "pipeline")
     layout = ", ".join(f"{k}={v}" for k, v in plan["layout"].items() if k in shown and v != 1)
-    out.print(f"best layout: {layout}: {plan['reason']}", soft_wrap=True)
-    out.print(
+    return [
+        table(f"wrote {result['recipe']}", ("", "value", "reason"), rows),
+        *([data_file] if result["data_file"] else []),
+        f"best layout: {layout}: {plan['reason']}",
         f"it needs {plan['memory_gib']:.1f} of {plan['memory_limit_gib']:.1f} GiB, "
         f"{plan['tokens_per_second']:,.0f} tokens/s ({mfu}), {plan['days']:.3g} days, "
-        f"{plan['node_hours']:,.0f} node-hours"
-    )
-    out.print("next:")
-    for command in result["next"]:
-        out.print(f"  {with_pages(command)}", soft_wrap=True)
+        f"{plan['node_hours']:,.0f} node-hours",
+        "next:",
+        *(f"  {with_pages(command)}" for command in result["next"]),
+    ]

@@ -29,15 +29,6 @@ JOB_COLUMNS = (
 )
 
 
-def register(app: typer.Typer) -> None:
-    app.command("launch")(launch)
-    app.command("jobs")(jobs)
-    app.command("logs")(logs)
-    app.command("cancel")(cancel)
-    app.command("submit", context_settings={"ignore_unknown_options": True})(submit_any)
-    app.command("link", hidden=True)(link)
-
-
 def launch(
     recipe: Annotated[Path, typer.Argument(help="Recipe file.")],
     overrides: Annotated[

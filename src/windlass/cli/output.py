@@ -1,4 +1,4 @@
-"""How do commands print? Tables for people, `--json` for programs, the same numbers in both."""
+"""Printing of commands: tables and lines for people, `--json` for programs, with the same numbers in both."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+from windlass.files import json_safe
+from windlass.units import print_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,69 +24,65 @@ def console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
+def show(as_json: bool, document: Any, *parts: Any) -> None:
+    """The end of a command: its result as one JSON document, or as tables and lines. None is left out."""
+    if as_json:
+        print_json(document)
+        return
+    from rich.table import Table
+
+    out = console()
+    for part in parts:
+        if part is not None:
+            out.print(part, markup=False, soft_wrap=not isinstance(part, Table))
+
+
 def print_json(value: Any) -> None:
     """One JSON document on standard output, nothing else. NaN and infinity become null: they are not JSON."""
-    sys.stdout.write(json.dumps(finite(value), indent=2, default=_plain, allow_nan=False) + "\n")
-
-
-def finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if value == value and abs(value) != float("inf") else None
-    if isinstance(value, dict):
-        return {str(k): finite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(v) for v in value]
-    return value
+    sys.stdout.write(json.dumps(json_safe(value), indent=2, default=_plain, allow_nan=False) + "\n")
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     if hasattr(value, "__dataclass_fields__"):
-        from dataclasses import asdict
+        return json_safe(asdict(value))
+    return json_safe(value.item()) if hasattr(value, "item") else str(value)
 
-        return finite(asdict(value))
-    if hasattr(value, "item"):
-        return finite(value.item())
-    return str(value)
+
+def text_of(value: float | None, form: str, unknown: str = "unknown") -> str:
+    """`text_of(0.4, ".1%")` is `40.0%`; None is unknown."""
+    return unknown if value is None else format(value, form)
 
 
 def table(
     title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[int] = ()
 ) -> Table:
-    """A plain table; `right` lists the columns with numbers. Texts are shown as they are, never as markup or control codes."""
+    """A plain table; `right`: columns with numbers. Texts are shown as they are, never as markup or control codes."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    from windlass.units import print_text
-
     def shown(text: object) -> Text:
         return Text("" if text is None else print_text(str(text), lines=True))
 
-    made = Table(
-        title=None if title is None else shown(title),
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        title_style="bold",
-        header_style="bold",
-        pad_edge=False,
-    )
+    heading = None if title is None else shown(title)
+    styles: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "header_style": "bold"}
+    result = Table(title=heading, box=box.SIMPLE_HEAD, pad_edge=False, **styles)
     for index, name in enumerate(columns):
-        made.add_column(shown(name), justify="right" if index in right else "left", overflow="fold")
+        result.add_column(shown(name), justify="right" if index in right else "left", overflow="fold")
     for row in rows:
-        made.add_row(*map(shown, row))
-    return made
+        result.add_row(*map(shown, row))
+    return result
 
 
 @contextlib.contextmanager
-def bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """A bar on the error stream, so that what is printed stays clean; call it with what is done and the whole."""
+def bar(label: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
+    """A bar on the error stream, if it is a terminal. Call it with the done and the total amount, and a new label."""
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as shown:
-        task = shown.add_task(what, total=None)
-        yield lambda done, total: shown.update(task, completed=done, total=total)
+    is_hidden = quiet or not sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), transient=True, disable=is_hidden) as progress:
+        task = progress.add_task(label, total=None)
+        yield lambda done, total, text=label: progress.update(task, completed=done, total=total, description=text)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from windlass.cli.output import console, show, table
+from windlass.errors import ConfigError
+from windlass.units import GIB, print_joules, print_tokens
 
 if TYPE_CHECKING:
     from windlass.planner.explain import LayoutExplanation
@@ -13,10 +18,6 @@ if TYPE_CHECKING:
 
 NARROW_COLUMNS = 100
 """In a terminal narrower than this the table has no columns for energy and CO2e."""
-
-
-def register(app: typer.Typer) -> None:
-    app.command("plan")(plan)
 
 
 def plan(
@@ -41,18 +42,25 @@ def plan(
     ] = False,
 ) -> None:
     """Rank the layouts of a recipe on a cluster by memory, tokens/s, MFU, duration, energy and CO2e, with reasons."""
-    from windlass.cli.output import console, print_json
     from windlass.clusters import load_cluster
     from windlass.clusters.here import with_gpus
     from windlass.config import load_recipe
-    from windlass.errors import ConfigError
     from windlass.planner import plan as search_layouts
+    from windlass.planner.calibrate import calibrate as fit_constants
     from windlass.planner.explain import explain_layout
     from windlass.planner.record import explanation_json, plans_json
     from windlass.planner.search import nothing_fits
 
     if calibrate:
-        _calibrate([path for path in (recipe, *(overrides or ())) if path], cluster, as_json)
+        folders = [Path(path) for path in (recipe, *(overrides or ())) if path]
+        if not folders:
+            raise ConfigError(
+                "cli.argument-missing",
+                "--calibrate needs at least one run or sweep folder",
+                hint="windlass plan --calibrate runs/my-sweep",
+            )
+        result = fit_constants(folders, cluster=cluster)
+        show(as_json, result.json(), result.text())
         return
     if recipe is None:
         raise ConfigError(
@@ -72,31 +80,27 @@ def plan(
         counts = node_counts(plans.task.nodes, used_cluster.nodes)
         strong, weak = (scaling(loaded, used_cluster, counts, weak=is_weak) for is_weak in (False, True))
         save_page(html, plan_page(plans, strong, weak))
-    if as_json:
-        extra = {"why": explanation_json(explanation, plans.task)} if explanation else {}
-        print_json({**plans_json(plans), **extra})
-    elif explanation:
-        _print_explanation(explanation)
-    elif plans.plans:
-        _print_plans(plans)
-    if html is not None and plans.plans and not as_json:
-        console().print(f"page: {html}")
+    why_document = {"why": explanation_json(explanation, plans.task)} if explanation else {}
+    parts = _explanation_parts(explanation) if explanation else _plan_parts(plans) if plans.plans else []
+    page = f"page: {html}" if html is not None and plans.plans else None
+    if plans.plans or explanation or as_json:
+        show(as_json, {**plans_json(plans), **why_document}, *parts, page)
     if not plans.plans and explanation is None:
         raise nothing_fits(plans)
 
 
-def _print_plans(plans: Plans) -> None:
-    from windlass.cli.output import console, table
-    from windlass.planner.page import carbon, training_time
-    from windlass.units import GIB, print_joules, print_tokens
+def _plan_parts(plans: Plans) -> list[Any]:
+    """The ranked layouts, the reason for each rank, and the footnotes."""
+    from rich.text import Text
 
-    task, best, out = plans.task, plans.best, console()
-    for r in (r for r in plans.rejected if r.from_recipe):
-        out.print(
-            f"The recipe's own layout ({r.candidate.describe()}) is rejected: {r.reason}",
-            style="yellow",
-            soft_wrap=True,
-        )
+    from windlass.planner.page import carbon, training_time
+
+    task, best = plans.task, plans.best
+    rejected = [
+        Text(f"The recipe's own layout ({r.candidate.describe()}) is rejected: {r.reason}", style="yellow")
+        for r in plans.rejected
+        if r.from_recipe
+    ]
     rows = [
         (
             rank,
@@ -112,33 +116,28 @@ def _print_plans(plans: Plans) -> None:
         for rank, p in enumerate(plans.plans, 1)
     ]
     columns = ("", "layout", "batch", "GiB", "tokens/s", "MFU", "time", "energy", "CO2e")
-    is_narrow = out.width < NARROW_COLUMNS  # the layout column would be cut; energy and CO2e of the best follow below
-    shown = 7 if is_narrow else 9
     title = (
         f"{task.recipe.name}: {task.model.params.total / 1e9:.3g}B parameters, {print_tokens(best.tokens)} tokens, "
         f"batch {best.batch_tokens:,} tokens, {task.nodes} x {task.per_node} {task.device.name} ({task.cluster.name})"
     )
-    out.print(table(title, columns[:shown], [row[:shown] for row in rows], right=(0, 2, 3, 4, 5, 6, 7, 8)))
-    for rank, p in enumerate(plans.plans, 1):
-        out.print(f"{rank:>2}. {p.reason}")
-    out.print()
+    is_narrow = console().width < NARROW_COLUMNS  # the layout column would be cut
+    shown, narrow_note = 7 if is_narrow else 9, None
     if is_narrow and best.energy.kwh is not None:
         used = f"{print_joules(best.energy.kwh * 3.6e6, 1)}, {carbon(best.energy.tco2e)} CO2e"
-        out.print(f"The best uses {used} (all layouts: in a terminal of {NARROW_COLUMNS} columns, or --json).")
-    for line in _footnotes(plans):
-        out.print(line)
+        narrow_note = f"The best uses {used} (all layouts: in a terminal of {NARROW_COLUMNS} columns, or --json)."
+    ranking = table(title, columns[:shown], [row[:shown] for row in rows], right=(0, 2, 3, 4, 5, 6, 7, 8))
+    reasons = [f"{rank:>2}. {p.reason}" for rank, p in enumerate(plans.plans, 1)]
+    return [*rejected, ranking, *reasons, "", narrow_note, *_footnotes(plans)]
 
 
 def _footnotes(plans: Plans) -> list[str]:
     """Conventions, cost of the best, what was searched, and every warning."""
-    import os
 
     from windlass.clusters import load_cluster
     from windlass.clusters.here import with_gpus
     from windlass.planner.page import amount, carbon
     from windlass.planner.record import mfu_denominator
     from windlass.planner.search import TIE
-    from windlass.units import GIB
 
     task, best, grid = plans.task, plans.best, plans.task.grid
     source = task.device.sources.get("matmul_tflops") or task.device.sources.get("*")
@@ -156,11 +155,12 @@ def _footnotes(plans: Plans) -> list[str]:
     nearest = "" if near is None else f"; nearest that does not fit: {near.candidate.describe()}, {near.reason}"
     lines = [
         "batch: micro-batch x accumulation x replicas, in sequences. tokens/s and GiB are per device.",
-        f"Ranked by time; times within {TIE:.0%} count as ties, then more replicas, less accumulation, fewer mechanisms.",
+        f"Ranked by time; times within {TIE:.0%} count as ties, then more replicas, less accumulation, "
+        "fewer mechanisms.",
         f"MFU counts {best.step.mfu_convention} of {mfu_denominator(task)}{achievable}. "
         f"{task.limit_bytes / GIB:.1f} GiB are usable per device.",
-        f"The best takes {amount(best.node_hours)} node-hours{units}. Energy is at the meter (PUE {best.energy.pue:g}); "
-        f"CO2e is location-based ({intensity} g/kWh){market}.",
+        f"The best takes {amount(best.node_hours)} node-hours{units}. "
+        f"Energy is at the meter (PUE {best.energy.pue:g}); CO2e is location-based ({intensity} g/kWh){market}.",
         f"{plans.considered:,} layouts considered, {plans.fitting:,} fit, {plans.search_seconds:.2f} s of CPU{nearest}",
     ]
     rules = dict.fromkeys(r.reason for r in plans.rejected if not r.from_recipe and r.memory_gib is None)
@@ -178,22 +178,14 @@ def _footnotes(plans: Plans) -> list[str]:
     return [*lines, *(f"note: {text}" for text in notes)]
 
 
-def _print_explanation(explanation: LayoutExplanation) -> None:
-    from windlass.cli.output import console, table
-    from windlass.units import GIB
-
-    out, plan, best = console(), explanation.plan, explanation.best
+def _explanation_parts(explanation: LayoutExplanation) -> list[Any]:
+    plan, best = explanation.plan, explanation.best
     verdict = "not valid" if explanation.verdict == "illegal" else explanation.verdict
-    out.print(f"{explanation.asked} -> {explanation.candidate.describe()}: {verdict}")
-    for sentence in explanation.sentences:
-        out.print(f"  {sentence}")
+    parts: list[Any] = [f"{explanation.asked} -> {explanation.candidate.describe()}: {verdict}"]
+    parts += [f"  {sentence}" for sentence in explanation.sentences]
     if plan is None:
-        return
-    columns = (
-        "term",
-        explanation.candidate.describe(),
-        f"best: {best.candidate.describe()}" if best else "nothing fits",
-    )
+        return parts
+    best_title = f"best: {best.candidate.describe()}" if best else "nothing fits"
     for title, scale, own, others in (
         ("memory per device, GiB", GIB, plan.memory_terms, best.memory_terms if best else {}),
         ("one optimizer step, seconds", 1.0, plan.step.terms, best.step.terms if best else {}),
@@ -201,22 +193,5 @@ def _print_explanation(explanation: LayoutExplanation) -> None:
         totals = ("total", sum(own.values()), sum(others.values()) if others else None)
         terms = [*((name, own.get(name), others.get(name)) for name in dict.fromkeys([*own, *others])), totals]
         rows = [(name, *("-" if v is None else f"{v / scale:,.3f}" for v in values)) for name, *values in terms]
-        out.print(table(title, columns, rows, right=(1, 2)))
-
-
-def _calibrate(folders: list[str], cluster: str | None, as_json: bool) -> None:
-    from windlass.cli.output import console, print_json
-    from windlass.errors import ConfigError
-    from windlass.planner.calibrate import calibrate
-
-    if not folders:
-        raise ConfigError(
-            "cli.argument-missing",
-            "--calibrate needs at least one run or sweep folder",
-            hint="windlass plan --calibrate runs/my-sweep",
-        )
-    result = calibrate([Path(folder) for folder in folders], cluster=cluster)
-    if as_json:
-        print_json(result.json())
-    else:
-        console().print(result.text())
+        parts.append(table(title, ("term", explanation.candidate.describe(), best_title), rows, right=(1, 2)))
+    return parts

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from windlass.cli.output import bar, show, table
+from windlass.errors import ConfigError, ProfileError
+
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from windlass.figures import DataTable, Section
     from windlass.profile.captures import ProfileTarget, TraceRequest
     from windlass.profile.compare import Comparison
@@ -19,11 +24,6 @@ if TYPE_CHECKING:
 MODE_HELP = (
     "`fixed`: communication by kernel name, adding up to 100 %. `tb`: the numbers of the removed torch-tb-profiler."
 )
-
-
-def register(app: typer.Typer) -> None:
-    app.command("profile")(profile)
-    app.command("compare")(compare)
 
 
 def profile(
@@ -58,17 +58,22 @@ def profile(
 
         from windlass.profile.captures import TraceRequest
 
+        try:
+            chosen = [] if ranks.strip() == "all" else [int(part) for part in ranks.split(",")]  # empty: all ranks
+        except ValueError:
+            raise ConfigError(
+                "profile.ranks-invalid", f"--ranks {ranks} is not a list of ranks", hint="write it like 0,8,16, or all"
+            ) from None
         request = TraceRequest(
-            id=uuid4().hex[:12], steps=steps, ranks=_ranks(ranks), shapes=shapes, stacks=stacks, memory=memory
+            id=uuid4().hex[:12], steps=steps, ranks=chosen, shapes=shapes, stacks=stacks, memory=memory
         )
         _capture_now(targets, request, wait, quiet=as_json)
     target = _one_target(targets, step)
     with _reading(target.traces, quiet=as_json) as progress:
         job = profile_traces(target.traces, counting, label=target.label, by_shape=shapes, progress=progress)
     lines = [f"advice: {a.text}" for a in job.advice] + [f"note: {note}" for note in view.profile_notes(job)]
-    if html is not None:
-        _write_page(html, f"Profile of {job.label}", view.profile_sections(job, top=top), quiet=as_json)
-    _show(job.to_json() if as_json else None, view.profile_tables(job, top), lines)
+    _write_page(html, f"Profile of {job.label}", view.profile_sections(job, top=top), quiet=as_json)
+    show(as_json, job.to_json(), *_parts(view.profile_tables(job, top)), *lines)
 
 
 def compare(
@@ -101,25 +106,17 @@ def compare(
     """Compare runs or traces: summaries side by side, operator diff, scaling, configs, throughput, energy and loss."""
     from windlass.profile import view
 
-    comparison = _comparison(
-        targets,
-        mode,
-        sort="impact" if sort == "matters" else sort,
-        per_step=per_step,
-        tolerance=tolerance,
-        quiet=as_json,
-    )
-    if html is not None:
-        title = "Comparison of " + " and ".join(comparison.labels)
-        _write_page(html, title, view.comparison_sections(comparison, top), quiet=as_json)
-    tables = view.comparison_tables(comparison, top)
-    _show(comparison.to_json() if as_json else None, tables, view.loss_verdicts(comparison))
+    order = "impact" if sort == "matters" else sort
+    comparison = _comparison(targets, mode, sort=order, per_step=per_step, tolerance=tolerance, quiet=as_json)
+    title = "Comparison of " + " and ".join(comparison.labels)
+    _write_page(html, title, view.comparison_sections(comparison, top), quiet=as_json)
+    parts = _parts(view.comparison_tables(comparison, top))
+    show(as_json, comparison.to_json(), *parts, *view.loss_verdicts(comparison))
     if check and comparison.runs is not None and any(loss.same is False for loss in comparison.runs.loss):
         raise typer.Exit(1)
 
 
 def _mode(text: str) -> Mode:
-    from windlass.errors import ConfigError
     from windlass.profile.event_names import Mode
 
     if text not in list(Mode):
@@ -127,21 +124,8 @@ def _mode(text: str) -> Mode:
     return Mode(text)
 
 
-def _ranks(text: str) -> list[int]:
-    """Empty for all ranks."""
-    from windlass.errors import ConfigError
-
-    try:
-        return [] if text.strip() == "all" else [int(part) for part in text.split(",")]
-    except ValueError:
-        message = f"--ranks {text} is not a list of ranks"
-        raise ConfigError("profile.ranks-invalid", message, hint="write it like 0,8,16, or all") from None
-
-
 def _capture_now(targets: Sequence[Path], request: TraceRequest, wait_seconds: float, *, quiet: bool) -> None:
     """Ask the running run for a trace and wait until it is written."""
-    from windlass.cli.output import console
-    from windlass.errors import ProfileError
     from windlass.profile.captures import submit_request, wait_for_trace
     from windlass.runs import open_run
 
@@ -152,7 +136,8 @@ def _capture_now(targets: Sequence[Path], request: TraceRequest, wait_seconds: f
     run = open_run(targets[0])
     submit_request(run, request)
     if not quiet:
-        console().print(f"requested a trace of {request.steps} steps from {run.name}; waiting up to {wait_seconds:g} s")
+        waiting = f"waiting up to {wait_seconds:g} s"
+        show(False, None, f"requested a trace of {request.steps} steps from {run.name}; {waiting}")
     if not wait_for_trace(run, request, wait_seconds):
         raise ProfileError(
             "profile.request-unanswered",
@@ -164,7 +149,6 @@ def _capture_now(targets: Sequence[Path], request: TraceRequest, wait_seconds: f
 
 def _one_target(targets: Sequence[Path], step: int | None) -> ProfileTarget:
     """Several files are the ranks of one job."""
-    from windlass.errors import ProfileError
     from windlass.profile.captures import ProfileTarget, find_target, require_traces
 
     resolved = [find_target(t, step=step) for t in targets]
@@ -182,17 +166,20 @@ def _one_target(targets: Sequence[Path], step: int | None) -> ProfileTarget:
 def _comparison(
     targets: Sequence[Path], mode: str, *, sort: str, per_step: bool, tolerance: float | None, quiet: bool
 ) -> Comparison:
-    from windlass.errors import ConfigError, ProfileError
     from windlass.profile.captures import find_target
     from windlass.profile.compare import LOSS_TOLERANCE, SORT_KEYS, compare_jobs, compare_runs
     from windlass.profile.job_profile import profile_traces
 
     if len(targets) < 2:
-        message = "compare needs at least two runs or traces"
-        raise ProfileError("profile.compare-needs-two", message, hint="windlass compare BASELINE EXPERIMENT")
+        raise ProfileError(
+            "profile.compare-needs-two",
+            "compare needs at least two runs or traces",
+            hint="windlass compare BASELINE EXPERIMENT",
+        )
     if sort not in SORT_KEYS:
-        hint = f"choose one of {', '.join(SORT_KEYS)}"
-        raise ConfigError("profile.sort-unknown", f"--sort {sort} is unknown", hint=hint)
+        raise ConfigError(
+            "profile.sort-unknown", f"--sort {sort} is unknown", hint=f"choose one of {', '.join(SORT_KEYS)}"
+        )
     counting = _mode(mode)
     resolved = [find_target(t) for t in targets]
     labels = [t.label for t in resolved]
@@ -226,47 +213,31 @@ def _comparison(
 
 
 @contextmanager
-def _reading(paths: Sequence[Path], *, quiet: bool) -> Iterator[ReadProgress | None]:
-    """A progress bar over the bytes of all files, only when a person watches."""
-    import sys
-
-    from windlass.cli.output import bar
-
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
+def _reading(paths: Sequence[Path], *, quiet: bool) -> Iterator[ReadProgress]:
+    """A progress bar over the bytes of all files."""
     total_bytes = sum(p.stat().st_size for p in paths if p.exists())
     done: dict[Path, int] = {}
-    with bar("reading traces") as show:
+    with bar("reading traces", quiet=quiet) as show_progress:
 
         def report(path: Path, count: int) -> None:
             done[path] = count
-            show(sum(done.values()), total_bytes)
+            show_progress(sum(done.values()), total_bytes)
 
         yield report
 
 
-def _write_page(path: Path, title: str, sections: list[Section], *, quiet: bool) -> None:
-    from windlass.cli.output import console
+def _write_page(path: Path | None, title: str, sections: list[Section], *, quiet: bool) -> None:
     from windlass.figures import page, save_page
 
-    save_page(path, page(title, sections))
-    if not quiet:
-        console().print(f"page: {path}", markup=False)
+    if path is not None:
+        save_page(path, page(title, sections))
+        if not quiet:
+            show(False, None, f"page: {path}")
 
 
-def _show(value: dict[str, Any] | None, tables: Sequence[tuple[str, DataTable]], lines: Sequence[str]) -> None:
-    """Print `value` as JSON, or the tables and lines if it is None."""
-    from windlass.cli.output import console, print_json, table
-
-    if value is not None:
-        print_json(value)
-        return
-    out = console()
+def _parts(tables: Sequence[tuple[str, DataTable]]) -> Iterator[Table | str]:
     for title, content in tables:
         if content.rows:
-            out.print(table(title, content.columns, content.rows, right=content.right))
+            yield table(title, content.columns, content.rows, right=content.right)
         if content.caption:
-            out.print(f"  {content.caption}\n" if content.rows else f"{title}: {content.caption}\n", markup=False)
-    for text in lines:
-        out.print(text, markup=False)
+            yield f"  {content.caption}\n" if content.rows else f"{title}: {content.caption}\n"

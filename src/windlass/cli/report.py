@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from windlass.cli.output import console, print_json, show
+from windlass.units import print_text
+
 if TYPE_CHECKING:
     from windlass.runs.folder import Run
-
-
-def register(app: typer.Typer) -> None:
-    app.command("report")(report)
-    app.command("sync")(sync)
 
 
 def report(
@@ -35,13 +33,18 @@ def report(
     ] = "svg",
 ) -> None:
     """Write a report: model, data, speed, energy and the events of one or several runs."""
-    from windlass.cli.output import console, print_json
     from windlass.figures import save_page
+    from windlass.report.collect import find_runs
     from windlass.report.sweeps import read_sweep
     from windlass.report.write import html_report, json_report, markdown_report, write_figures
-    from windlass.units import print_text
+    from windlass.runs.folder import open_run
 
-    folders = _folders(runs)
+    # A folder that is not a run itself counts as all runs in it; a sweep of commands has none.
+    named: list[Run] = []
+    for path in runs:
+        inside = find_runs(path) if path.is_dir() and not (path / "config.json").is_file() else []
+        named += inside or ([] if (path / "sweep.json").is_file() else [open_run(path)])
+    folders = list({run.path.resolve(): run for run in named}.values())
     sweeps = [read_sweep(path) for path in runs if (path / "sweep.json").is_file()]
     if figures is not None:
         paths = write_figures(folders, figures, picture, sweeps)
@@ -55,22 +58,8 @@ def report(
     target = out or (folders[0].report_file if len(folders) == 1 else Path("report.html"))
     as_markdown = markdown or target.suffix.lower() in (".md", ".markdown")
     save_page(target, markdown_report(folders, sweeps) if as_markdown else html_report(folders, sweeps))
-    console().print(
-        f"wrote {print_text(str(target))} ({target.stat().st_size / 1e6:.1f} MB, opens from disk without a network)",
-        markup=False,
-    )
-
-
-def _folders(runs: list[Path]) -> list[Run]:
-    """The named run folders, or all runs in a folder that is not a run itself; a sweep of commands has none."""
-    from windlass.report.collect import find_runs
-    from windlass.runs.folder import open_run
-
-    folders: list[Run] = []
-    for path in runs:
-        inside = find_runs(path) if path.is_dir() and not (path / "config.json").is_file() else []
-        folders += inside or ([] if (path / "sweep.json").is_file() else [open_run(path)])
-    return list({run.path.resolve(): run for run in folders}.values())
+    size = f"{target.stat().st_size / 1e6:.1f} MB, opens from disk without a network"
+    show(False, None, f"wrote {print_text(str(target))} ({size})")
 
 
 def sync(
@@ -84,7 +73,6 @@ def sync(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Upload offline W&B files, the oldest first and each once; a running job is asked to close its files first."""
-    from windlass.cli.output import console, print_json
     from windlass.report.sync import ask_for_part, is_live, parts, sync_once, sync_watch
     from windlass.runs.folder import open_run
 
@@ -99,12 +87,6 @@ def sync(
         typer.echo("the job is asked to close its part (at its next line, a minute at most) ...", err=True)
         ask_for_part(folder)
     done = sync_once(folder, dry_run=dry_run)
-    if as_json:
-        print_json({"run": str(folder.path), "dry_run": dry_run, "parts": done})
-        return
-    for part in done:
-        console().print(f"{part['part']}: {part['state']}", markup=False)
-    if not done:
-        console().print(
-            "nothing to send: the run has no offline W&B parts (trackers.wandb = true writes them)", markup=False
-        )
+    nothing = "nothing to send: the run has no offline W&B parts (trackers.wandb = true writes them)"
+    lines = [f"{part['part']}: {part['state']}" for part in done] or [nothing]
+    show(as_json, {"run": str(folder.path), "dry_run": dry_run, "parts": done}, *lines)

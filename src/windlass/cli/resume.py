@@ -11,10 +11,6 @@ if TYPE_CHECKING:
     from windlass.runs.folder import Run
 
 
-def register(app: typer.Typer) -> None:
-    app.command("resume")(resume)
-
-
 def resume(
     run: Annotated[Path, typer.Argument(help="Run folder, or its name in runs/.")],
     overrides: Annotated[
@@ -28,32 +24,30 @@ def resume(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress lines.")] = False,
 ) -> None:
     """Continue a stopped run from its newest complete checkpoint; the layout and the number of devices may change."""
-    from windlass.cli.train import run_start
-    from windlass.clusters.scheduler import place
+    from windlass.cli.train import train_start
     from windlass.errors import RunError
     from windlass.launch.chain import finished
-    from windlass.launch.start import bind_start
     from windlass.runs import open_run
     from windlass.runs.events import Finished, ProcessStart
-    from windlass.runs.lock import refuse_held
 
-    folder, here = open_run(run), place()
-    refuse_held(folder.lock_file)
-    if overrides:  # the new values are the run's from now on
-        _change_recipe(folder, overrides)
-    if finished(folder):
-        last = list(folder.events(Finished))[-1]
-        raise RunError(
-            "runs.finished",
-            f"{folder.path} is finished (step {last.step}, {last.tokens or 0:,} tokens)",
-            hint=f"to train further: windlass resume {folder.path} train.steps=... (or data.tokens=...)",
-        )
+    folder = open_run(run)
+
+    def prepare(devices_per_node: int, nodes: int) -> str:
+        if overrides:  # the new values are the run's from now on
+            _change_recipe(folder, overrides)
+        if finished(folder):
+            last = list(folder.events(Finished))[-1]
+            raise RunError(
+                "runs.finished",
+                f"{folder.path} is finished (step {last.step}, {last.tokens or 0:,} tokens)",
+                hint=f"to train further: windlass resume {folder.path} train.steps=... (or data.tokens=...)",
+            )
+        return ""
+
     # Devices at the last start; 1 when that is unknown or it ran on several nodes.
     starts = [ProcessStart(), *folder.events(ProcessStart)]
     last_count = (starts[-1].world_size or 1) if starts[-1].nodes in (None, 1) else 1
-    count = devices or last_count
-    start = bind_start(folder, devices=count, devices_per_node=count)
-    raise typer.Exit(run_start(folder, start, here, restarts=restarts, quiet=quiet))
+    raise typer.Exit(train_start(folder, prepare, devices=devices or last_count, restarts=restarts, quiet=quiet))
 
 
 def _change_recipe(run: Run, overrides: list[str]) -> None:

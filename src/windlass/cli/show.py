@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-
-def register(app: typer.Typer) -> None:
-    app.command("show")(show)
+from windlass.cli.output import print_json, table
+from windlass.cli.output import show as show_result
+from windlass.errors import ConfigError
+from windlass.units import print_tokens
 
 
 def show(
@@ -25,33 +26,31 @@ def show(
     ] = True,
 ) -> None:
     """Print every value of a recipe and where it came from."""
-    from dataclasses import asdict
 
-    from windlass.cli.output import console, print_json, table
     from windlass.config import load_recipe
-    from windlass.config.show import recipe_schema, recipe_values
-    from windlass.errors import ConfigError
+    from windlass.config.recipe import recipe_schema
 
     if schema:
         print_json(recipe_schema())
         return
     if recipe is None:
-        hint = "windlass show recipes/tiny_cpu.toml, or windlass show --schema"
-        raise ConfigError("cli.recipe-missing", "missing argument: RECIPE", hint=hint)
+        raise ConfigError(
+            "cli.argument-missing",
+            "missing argument: RECIPE",
+            hint="windlass show recipes/tiny_cpu.toml, or windlass show --schema",
+        )
     loaded = load_recipe(recipe, overrides or ())
-    values = [v for v in recipe_values(loaded) if all_values or v.origin != "default"]
-    if as_json:
-        print_json({"recipe": str(recipe), "values": [asdict(v) for v in values]})
-        return
-    rows = [(v.key, _print_value(v.key, v.value), v.origin) for v in values]
-    console().print(table(f"{loaded.recipe.name} ({recipe})", ("key", "value", "from"), rows))
-    if loaded.recipe.layout is None:
-        console().print("layout: not set; `windlass plan` chooses one and says why")
+    values = [value for value in loaded.values() if all_values or value[2] != "default"]
+    rows = [(key, _print_value(key, value), origin) for key, value, origin in values]
+    document = {
+        "recipe": str(recipe),
+        "values": [dict(zip(("key", "value", "origin"), v, strict=True)) for v in values],
+    }
+    no_layout = "layout: not set; `windlass plan` chooses one and says why" if loaded.recipe.layout is None else None
+    show_result(as_json, document, table(f"{loaded.recipe.name} ({recipe})", ("key", "value", "from"), rows), no_layout)
 
 
 def _print_value(key: str, value: object) -> str:
-    from windlass.units import print_tokens
-
     if value is None:
         return "not set"
     counts_tokens = key.endswith(("tokens", "warmup", "decay"))

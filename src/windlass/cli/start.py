@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import tomllib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from shlex import quote
 from typing import Annotated
 
 import typer
+
+from windlass.cli.output import show, table
+from windlass.files import read_json
+from windlass.units import print_tokens
 
 STEPS = (
     ("plan", "windlass plan RECIPE", "memory, tokens/s, days, kWh and CO2 before a node-hour is spent"),
@@ -70,30 +75,25 @@ def start(
     """From a compute allocation to a trained language model on a public supercomputer."""
     if context.invoked_subcommand is not None:
         return
-    from windlass.cli.output import console, print_json, table
 
     contents = scan_folder(Path())
     next_command, reason = find_next_command(contents)
-    if as_json:
-        print_json({**asdict(contents), "next": {"command": next_command, "reason": reason}})
-        return
     present = summarize(contents)
     rows = [(i, command, result, present[name]) for i, (name, command, result) in enumerate(STEPS, 1)]
     title = "windlass: seven steps from an allocation to a model"
-    out = console()
-    out.print(table(title, ("", "command", "what it gives you", "in this folder"), rows))
-    out.print(f"next: {next_command}   ({reason})", soft_wrap=True)
-    out.print(
-        "`windlass demo` runs all steps on this machine in about two minutes; `windlass --help` lists all commands."
+    show(
+        as_json,
+        {**asdict(contents), "next": {"command": next_command, "reason": reason}},
+        table(title, ("", "command", "what it gives you", "in this folder"), rows),
+        f"next: {next_command}   ({reason})",
+        "`windlass demo` runs all steps on this machine in about two minutes; `windlass --help` lists all commands.",
     )
 
 
 def scan_folder(folder: Path) -> FolderContents:
     """Recipes, data files, stores and runs of a folder, in the places where they usually are."""
-    import tomllib
 
-    from windlass.config.files import kind_of
-    from windlass.files import read_json
+    from windlass.config.load import kind_of
 
     def matches(*patterns: str) -> list[Path]:
         return [path for pattern in patterns for path in sorted(folder.glob(pattern))][:MAX_FILES]
@@ -146,7 +146,6 @@ def _run_status(folder: Path, path: Path) -> RunStatus:
 
 def summarize(contents: FolderContents) -> dict[str, str]:
     """What the folder has of each step; empty where it has nothing."""
-    from windlass.units import print_tokens
 
     def count(number: int, noun: str, suffix: str = "") -> str:
         return f"{number} {noun}{'s' if number > 1 else ''}{suffix}" if number else ""

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from windlass.launch.sweep.points import SweepPoint
 
 
-def register(app: typer.Typer) -> None:
-    app.command("sweep")(sweep)
-
-
 def sweep(
     file: Annotated[Path, typer.Argument(help="Sweep file (TOML), or a dvc.yaml with a matrix stage.")],
     dry_run: Annotated[

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from windlass.cli.output import console, print_json, table
-from windlass.figures.sweep import cells, counts, no_winner, shown_columns
+from windlass.cli.output import show, table, text_of
+from windlass.figures.sweep import counts, equivalence_table, no_winner, points_table
 from windlass.units import print_seconds
 
 if TYPE_CHECKING:
@@ -27,44 +27,38 @@ def show_dry(
     as_json: bool,
 ) -> None:
     """The points, the predictions for each, and what all of them cost."""
-    sweep = loaded.sweep
-    pairs = list(zip(points, expected, strict=True))
-    if as_json:
-        rows = [
-            {
-                "point": p.name,
-                "values": dict(p.values),
-                "devices": p.devices,
-                "problem": p.problem,
-                "expected": e,
-            }
-            for p, e in pairs
-        ]
-        print_json({"sweep": sweep.name, "points": rows, "total": total, "equivalence": sweep.equivalence})
-        return
-    out, title = console(), f"{sweep.title or sweep.name}: {len(points)} point{'s' * (len(points) != 1)}"
+    sweep, pairs = loaded.sweep, list(zip(points, expected, strict=True))
+    title = f"{sweep.title or sweep.name}: {len(points)} point{'s' * (len(points) != 1)}"
+    rows = [
+        {"point": p.name, "values": dict(p.values), "devices": p.devices, "problem": p.problem, "expected": e}
+        for p, e in pairs
+    ]
+    document = {"sweep": sweep.name, "points": rows, "total": total, "equivalence": sweep.equivalence}
     if sweep.command is not None:
-        out.print(title, style="bold", markup=False)
         width = max(len(p.name) for p in points)
-        for point in points:  # not a table: a folded command cannot be copied
-            out.print(f"{point.name:{width}}  {point.shown_command()}", markup=False, soft_wrap=True)
-        out.print("cost unknown: the planner predicts recipes only")
+        # Not a table: a folded command cannot be copied.
+        commands = [f"{point.name:{width}}  {point.shown_command()}" for point in points]
+        show(as_json, document, title, *commands, "cost unknown: the planner predicts recipes only")
         return
     columns = ("point", "prediction", "GiB", "oom", "tokens/s/device", "MFU", "time", "node-h", "kWh")
-    out.print(table(title, columns, [(p.name, *_predicted_cells(e)) for p, e in pairs], right=(2, 3, 4, 5, 6, 7, 8)))
-    engines = list(dict.fromkeys(engine for row in sweep.equivalence.values() for engine in row))
-    if engines:
-        names = [(name, *(row.get(engine, "") for engine in engines)) for name, row in sweep.equivalence.items()]
-        out.print(table("Names of the strategies in each engine", ("strategy", *engines), names))
-    skipped = f"{total.skipped} are skipped as out of memory (at least {sweep.skip_oom:.0%} sure)"
-    out.print(f"{total.run} of {total.points} points would run, {skipped}, {total.illegal} are invalid")
+    names, sums = equivalence_table(sweep), None
     if total.node_hours is not None:
         charged = total.units is not None and total.unit not in ("", "hour")
         units = f", {total.units:,.0f} {total.unit}s" if charged else ""
         kwh = "unknown" if total.kwh is None else f"{total.kwh:,.3g}"
-        in_turn = f"one after another {print_seconds(total.seconds)}"
-        out.print(f"total {total.node_hours:,.1f} node-hours{units}, {kwh} kWh; {in_turn}")
-    out.print("oom: chance that the point runs out of memory, from the errors of the estimate on 129 published runs.")
+        sums = f"total {total.node_hours:,.1f} node-hours{units}, {kwh} kWh; one after another "
+        sums += print_seconds(total.seconds)
+    skipped = f"{total.skipped} are skipped as out of memory (at least {sweep.skip_oom:.0%} sure)"
+    engines_title = "Names of the strategies in each engine"
+    show(
+        as_json,
+        document,
+        table(title, columns, [(p.name, *_predicted_cells(e)) for p, e in pairs], right=(2, 3, 4, 5, 6, 7, 8)),
+        table(engines_title, names.columns, names.rows) if names.rows else None,
+        f"{total.run} of {total.points} points would run, {skipped}, {total.illegal} are invalid",
+        sums,
+        "oom: chance that the point runs out of memory, from the errors of the estimate on 129 published runs.",
+    )
 
 
 def _predicted_cells(e: Expectation) -> tuple[str, ...]:
@@ -80,11 +74,11 @@ def _predicted_cells(e: Expectation) -> tuple[str, ...]:
         text,
         gib,
         chance,
-        "unknown" if e.tokens_per_second_per_device is None else f"{e.tokens_per_second_per_device:,.0f}",
-        "unknown" if e.mfu is None else f"{e.mfu:.1%}",
+        text_of(e.tokens_per_second_per_device, ",.0f"),
+        text_of(e.mfu, ".1%"),
         print_seconds(e.seconds),
-        "unknown" if e.node_hours is None else f"{e.node_hours:.2f}",
-        "unknown" if e.kwh is None else f"{e.kwh:.3g}",
+        text_of(e.node_hours, ".2f"),
+        text_of(e.kwh, ".3g"),
     )
 
 
@@ -92,12 +86,10 @@ def print_rows(
     out: Console, sweep_run: SweepRun, rows: Sequence[dict[str, Any]], ranked: Sequence[dict[str, Any]], key: str
 ) -> None:
     """Best first, then what did not succeed; and why there is no winner."""
-    sweep, columns, total = sweep_run.sweep, shown_columns(sweep_run.sweep, rows, key), counts(rows)
-    body = [cells(row, columns) for row in (*ranked, *(row for row in rows if row not in ranked))]
+    sweep, total = sweep_run.sweep, counts(rows)
+    content = points_table(sweep, rows, ranked, key)
     listed = ", ".join(f"{count} {outcome}" for outcome, count in total.items())
-    right = [index for index, column in enumerate(columns) if column.right]
-    titles = [column.title for column in columns]
-    out.print(table(f"{sweep.title or sweep.name}: {listed}", titles, body, right=right))
+    out.print(table(f"{sweep.title or sweep.name}: {listed}", content.columns, content.rows, right=content.right))
     if sweep.command is None and total.get("ok") and all(row.get("joules_per_token") is None for row in rows):
         out.print("energy: not measured on any point")
     if not ranked and total.get("ok"):

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from windlass.clusters.scheduler import Place
     from windlass.runs.folder import Run
-    from windlass.runs.starts import Start
-
-
-def register(app: typer.Typer) -> None:
-    app.command("train")(train)
 
 
 def train(
@@ -34,58 +28,59 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress lines.")] = False,
 ) -> None:
     """Train a recipe on this machine, or as one rank of a job. A second start of the same run resumes it."""
-    from windlass.clusters.scheduler import place, step_start
     from windlass.config import load_recipe
-    from windlass.launch.start import bind_start, create_planned_run, local_cluster
+    from windlass.launch.start import create_planned_run, local_cluster
     from windlass.runs.folder import Run
-    from windlass.runs.lock import refuse_held
-    from windlass.runs.starts import start_name, wait_for_start
 
-    loaded, here = load_recipe(recipe, overrides or ()), place()
-    folder = run or Path("runs") / loaded.recipe.name
-    single = here.source == "single"
-    count = (devices or 1) if single else here.world_size
-    per_node = count if single else here.local_world_size
-    job, restart = (None, 0) if single else step_start()
-    if here.rank == 0:
-        refuse_held(Run(folder).lock_file)
-        target, reason = create_planned_run(folder, loaded, local_cluster(loaded.recipe, per_node), here.nodes)
-        start = bind_start(target, devices=count, devices_per_node=per_node, job=job, restart=restart, reason=reason)
-    else:  # rank 0 of this srun step writes the start
-        target = Run(folder)
-        start = wait_for_start(target, start_name(job or "", restart))
-    raise typer.Exit(run_start(target, start, here, restarts=restarts, quiet=quiet))
+    loaded = load_recipe(recipe, overrides or ())
+    folder = Run(run or Path("runs") / loaded.recipe.name)
+
+    def create(devices_per_node: int, nodes: int) -> str:
+        return create_planned_run(folder.path, loaded, local_cluster(loaded.recipe, devices_per_node), nodes)[1]
+
+    raise typer.Exit(train_start(folder, create, devices=devices or 1, restarts=restarts, quiet=quiet))
 
 
-def run_start(run: Run, start: Start, here: Place, *, restarts: int, quiet: bool) -> int:
-    """Train a bound start: in this process, or one worker per device under a supervisor; the exit code."""
+def train_start(
+    run: Run, prepare: Callable[[int, int], str], *, devices: int, restarts: int = 0, quiet: bool = False
+) -> int:
+    """Bind a new start of a run and train it: in this process, under a supervisor, or as one rank of a job; the exit code.
+
+    `prepare(devices per node, nodes)` brings the run folder up to date and returns the reason for its layout. In a job,
+    rank 0 prepares and binds, and `devices` does not count; the other ranks wait for the start.
+    """
     import contextlib
-    from dataclasses import replace
 
     from windlass.cli.output import console
-    from windlass.clusters.scheduler import job_id
+    from windlass.clusters.scheduler import job_id, place, step_start
     from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError
+    from windlass.launch.start import bind_start
     from windlass.runs.events import GaveUp
-    from windlass.runs.lock import locked
-    from windlass.runs.starts import write_start
+    from windlass.runs.lock import locked, refuse_held
+    from windlass.runs.starts import start_name, wait_for_start
     from windlass.train import supervisor, worker
 
-    def arguments(attempt: int) -> list[str]:
-        current = replace(start, restart=start.restart + attempt)
-        if attempt:
-            write_start(run, current)
-        return [str(run.path), "--start", current.name, *(["--quiet"] if quiet else [])]
-
+    here = place()
+    single = here.source == "single"
+    count, per_node = (devices, devices) if single else (here.world_size, here.local_world_size)
+    job, restart = (None, 0) if single else step_start()
+    options, reason = ["--quiet"] if quiet else [], ""
+    if here.rank == 0:
+        refuse_held(run.lock_file)
+        reason = prepare(per_node, here.nodes)
     with locked(run.lock_file, job_id()) if here.rank == 0 else contextlib.nullcontext():
-        if here.source != "single" or start.devices == 1:
+        if here.rank == 0:
+            start = bind_start(run, devices=count, devices_per_node=per_node, job=job, restart=restart, reason=reason)
+        else:
+            start = wait_for_start(run, start_name(job or "", restart), reused_name=job_id() is None)
+        if not single or count == 1:
             try:
-                return worker.main(arguments(0))
+                return worker.main([str(run.path), "--start", start.name, "--locked", *options])
             except ConfigError as error:
                 if here.rank == 0:
                     raise
                 return error.exit_code  # every rank finds the same; rank 0 says it once, and each has left its record
-        program = [sys.executable, "-m", "windlass.train.worker"]
-        code = supervisor.run_workers(lambda n: [*program, *arguments(n)], start.devices, run, restarts)
+        code = supervisor.run_workers(supervisor.worker_argv(run, start, *options), count, run, restarts)
     if code == EXIT_RESUMABLE:
         console().print(f"to resume: windlass resume {run.path}", markup=False)
     elif code != EXIT_DONE and (given_up := list(run.events(GaveUp))):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-
-def register(app: typer.Typer) -> None:
-    app.command("watch")(watch)
+from windlass.cli.output import print_json
 
 
 def watch(
@@ -21,14 +22,10 @@ def watch(
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON and exit.")] = False,
 ) -> None:
     """Show loss, speed, power, saves and remaining time of a run. Press Ctrl-C to quit; the run continues."""
-    import contextlib
-    import sys
-    import time
 
     from rich.console import Console
     from rich.live import Live
 
-    from windlass.cli.output import print_json
     from windlass.report.redact import redact
     from windlass.report.watch import Watch
     from windlass.runs.folder import open_run

@@ -75,6 +75,12 @@ def restart_count(env: Mapping[str, str] = os.environ) -> int:
     return int(env.get("SLURM_RESTART_COUNT", "0"))
 
 
+def job_shape(env: Mapping[str, str] = os.environ) -> tuple[int | None, int | None]:
+    """(nodes, tasks per node) of this SLURM job as its batch script sees them; None where SLURM does not say."""
+    nodes, tasks = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES"), env.get("SLURM_NTASKS_PER_NODE")
+    return int(nodes) if nodes else None, int(tasks) if tasks else None
+
+
 def array_task(env: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
     """(index, count) of an array task, counted from 0, or None."""
     if "SLURM_ARRAY_TASK_ID" not in env:

@@ -31,9 +31,9 @@ def _with_unit(parse: Any) -> BeforeValidator:
     return BeforeValidator(validator)
 
 
-def _schema(example: str, what: str) -> WithJsonSchema:
+def _schema(example: str, meaning: str) -> WithJsonSchema:
     return WithJsonSchema(
-        {"anyOf": [{"type": "number"}, {"type": "string"}], "description": f"{what}, for example {example}"}
+        {"anyOf": [{"type": "number"}, {"type": "string"}], "description": f"{meaning}, for example {example}"}
     )
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt
 from windlass.config.base import Table, Tokens
 
 
-class Stage(Table):
+class DataStage(Table):
     """Token position from which this mix applies."""
 
     start: Tokens = 0
@@ -27,7 +27,7 @@ class DataConfig(Table):
     """Source name -> maximum number of epochs. Without `mix` it is also the weight: 2.0 is read twice as often."""
     max_epochs: float = Field(default=4.0, gt=0)
     """Maximum number of epochs of a source that is not named in `epochs`."""
-    stages: list[Stage] = Field(default_factory=list)
+    stages: list[DataStage] = Field(default_factory=list)
     """Mixes that replace `mix` from a token position on (annealing, continued pre-training)."""
     tokens: Tokens | None = None
     """How many tokens to train on."""

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import Field, NonNegativeInt, field_validator
 
 from windlass.config.base import Seconds, SecondsOrAuto, Table
-from windlass.config.secret import looks_secret
+
+_SECRET_NAME = re.compile(
+    r"(api_?key|secret|passw(or)?d|credential|private_?key|access_?key|auth_?token|bearer|(^|_)token$|(^|_)key$)",
+    re.IGNORECASE,
+)
+
+
+def looks_secret(name: str) -> bool:
+    """Names of keys and passwords, which may be in a shell's environment and never in a recipe or a run folder.
+
+    `WANDB_API_KEY`, `HF_TOKEN`, `password`; not `tokens`, `tokenizer` or `NCCL_DEBUG`.
+    """
+    return _SECRET_NAME.search(name) is not None
 
 
 class LaunchConfig(Table):

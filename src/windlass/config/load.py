@@ -1,27 +1,44 @@
-"""How does a TOML file plus `key=value` words become a checked recipe? Every problem is found before the first is reported."""
+"""Recipes from TOML files and `key=value` overrides. Every problem is collected before the error is raised."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from windlass.config.base import Table
-from windlass.config.files import CALLED, TAKEN_BY, kind_of, missing_hint
 from windlass.config.model import ModelConfig
+from windlass.config.recipe import Recipe
 from windlass.errors import ConfigError
-
-if TYPE_CHECKING:
-    from windlass.config.recipe import Recipe
+from windlass.registry import BLOCKS, PRESETS
 
 T = TypeVar("T", bound=Table)
+FileKind = Literal["recipe", "data", "sweep"]
+# The model of a file -> its kind.
+KIND_OF_MODEL: dict[str, FileKind] = {"Recipe": "recipe", "DataFile": "data", "SweepConfig": "sweep"}
+# Kind -> its name in messages, and the commands that read it.
+KIND_TEXTS = {
+    "recipe": ("a recipe", "windlass plan, train and launch take recipes"),
+    "data": ("a data file", "windlass tokenize takes data files"),
+    "sweep": ("a sweep file", "windlass sweep takes sweep files"),
+}
+# Model -> where its keys are described; the recipe where it is not named.
+KEY_HINTS = {
+    "Recipe": "`windlass show --schema` lists every key; see docs/reference/recipe.md",
+    "DataFile": "every key with its meaning: docs/reference/data-file.md",
+    "SweepConfig": "every key with its meaning: docs/reference/sweep-file.md",
+    "Cluster": "every key with its meaning: docs/reference/cluster-file.md",
+    "Device": "every key with its meaning: docs/reference/cluster-file.md",
+    "PlannerQuestion": "see docs/guides/observe.md",
+}
 
 
 @dataclass(frozen=True)
@@ -34,48 +51,92 @@ class Loaded:
     origins: Mapping[str, str]
     """Dotted key -> "recipe" or "override"; what is absent is a default."""
 
+    def values(self) -> Iterator[tuple[str, Any, str]]:
+        """(dotted key, value, origin) of all keys, in the order of the recipe's tables."""
+
+        def walk(table: Any, prefix: str) -> Iterator[tuple[str, Any, str]]:
+            for name in type(table).model_fields:
+                value, key = getattr(table, name), f"{prefix}{name}"
+                if isinstance(value, BaseModel):
+                    yield from walk(value, f"{key}.")
+                else:
+                    inner = (origin for k, origin in self.origins.items() if k.startswith(f"{key}."))
+                    yield key, value, self.origins.get(key) or next(inner, "default")
+
+        return walk(self.recipe, "")
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+
 
 def read_toml(path: Path) -> tuple[dict[str, Any], str]:
-    """The parsed file and its text, or an error that says where the syntax broke."""
+    """The parsed file and its text, or an error that says where the syntax is wrong."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError("config.file", f"there is no file {path}", hint=missing_hint(path)) from None
+        raise ConfigError("config.file-missing", f"there is no file {path}", hint=missing_hint(path)) from None
     except IsADirectoryError:
         raise ConfigError(
-            "config.folder-toml-file", f"{path} is a folder, not a TOML file", hint="name the file itself"
+            "config.not-a-file", f"{path} is a folder, not a TOML file", hint="name the file itself"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            "config.cannot-read",
+            "config.file-unreadable",
             f"{path} cannot be read: {error}",
             hint="a recipe is a UTF-8 text file that you may read",
         ) from None
     try:
         return tomllib.loads(text), text
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(
-            "config.valid-toml", f"{path} is not valid TOML: {error}", hint=_syntax_hint(text, str(error))
-        ) from None
+        hint = "texts need quotes, numbers none; a table begins with [name]"
+        number = int(match[1]) if (match := re.search(r"line (\d+)", str(error))) else 0
+        if 0 < number <= len(lines := text.splitlines()):
+            hint = f"line {number} reads: {lines[number - 1].strip()!r}; texts need quotes, numbers none"
+        raise ConfigError("config.syntax", f"{path} is not valid TOML: {error}", hint=hint) from None
 
 
-def _syntax_hint(text: str, message: str) -> str:
-    words = message.replace(",", " ").replace(")", " ").split()
-    if "line" in words:
-        number = words[words.index("line") + 1]
-        lines = text.splitlines()
-        if number.isdigit() and 0 < int(number) <= len(lines):
-            return f"line {number} reads: {lines[int(number) - 1].strip()!r}; texts need quotes, numbers none"
-    return "texts need quotes, numbers none; a table begins with [name]"
+def kind_of(raw: Mapping[str, Any]) -> FileKind | None:
+    """The kind of file, by its tables; None: not one of ours, or not clear."""
+    if "sources" in raw:
+        return "data"
+    if {"matrix", "zip", "include"} & raw.keys():
+        return "sweep"
+    return "recipe" if "model" in raw else None
 
 
-def parse_override(word: str) -> tuple[tuple[str, ...], Any]:
-    """`layout.micro_batch=4` -> (("layout", "micro_batch"), 4); what is no TOML value is taken as text."""
-    key, equals, value = word.partition("=")
+def missing_hint(path: Path) -> str:
+    """Hint for a file that does not exist: a file with a similar name, or a recipe that comes with windlass."""
+    # Without the suffix, which would make all of them alike.
+    stems = [p.stem for p in path.parent.glob("*.toml")]
+    near = get_close_matches(path.name.removesuffix(".toml"), stems, n=3, cutoff=0.6)
+    if near:
+        return f"did you mean {' or '.join(str(path.parent / f'{stem}.toml') for stem in near)}?"
+    if own := shipped(path):
+        return f"windlass brings it along as {own}; copy it here and make it yours"
+    folder = shipped(Path("recipes"))
+    return "check the path" if folder is None else f"check the path; recipes to start from are in {folder}"
+
+
+def shipped(path: Path) -> Path | None:
+    """`recipes/tiny_cpu.toml`, `tiny_cpu.toml` or `tiny_cpu` among the recipes that come with windlass: beside the
+    package in a wheel, at the top of a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    parts = path.parts[1:] if path.parts[:1] == ("recipes",) else path.parts
+    if path.is_absolute():
+        return None
+    names = [top.joinpath(*parts) for top in (package / "recipes", package.parents[1] / "recipes")]
+    return next((p for name in names for p in (name, name.with_name(f"{name.name}.toml")) if p.exists()), None)
+
+
+def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
+    """`layout.micro_batch=4` -> (("layout", "micro_batch"), 4); what is not a TOML value is taken as text."""
+    key, equals, value = override.partition("=")
     parts = tuple(part.strip() for part in key.split("."))
     if not equals or not all(parts):
         raise ConfigError(
-            "config.override", f"{word!r} is not an override", hint="write key=value, for example layout.micro_batch=4"
+            "config.override-invalid",
+            f"{override!r} is not an override",
+            hint="write key=value, for example layout.micro_batch=4",
         )
     try:
         return parts, tomllib.loads(f"v = {value}")["v"]
@@ -84,15 +145,14 @@ def parse_override(word: str) -> tuple[tuple[str, ...], Any]:
 
 
 def apply_override(raw: dict[str, Any], parts: Sequence[str], value: Any) -> None:
-    """Set one dotted key in a raw table; `none` takes a key out again."""
+    """Set one dotted key in a raw table; `layout=none` takes that table out again."""
     table = raw
     for part in parts[:-1]:
-        inner = table.setdefault(part, {})
-        if not isinstance(inner, dict):
-            raise ConfigError("config.value-table", f"{'.'.join(parts)}: {part} is a value, not a table")
-        table = inner
-    if value == "none" and parts[-1] in ("layout",):
-        table.pop(parts[-1], None)
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError("config.not-a-table", f"{'.'.join(parts)}: {part} is a value, not a table")
+    if value == "none" and parts[-1] == "layout":
+        table.pop("layout", None)
     else:
         table[parts[-1]] = value
 
@@ -100,153 +160,26 @@ def apply_override(raw: dict[str, Any], parts: Sequence[str], value: Any) -> Non
 def flatten(raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted leaves of nested tables, in order."""
     for key, value in raw.items():
-        name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{name}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
-            yield name, value
+            yield f"{prefix}{key}", value
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Loaded:
     """Read, override, check. Raises one ConfigError that lists every problem with its dotted path."""
-    from windlass.config.recipe import Recipe  # all tables: only where a recipe is read
-
     path = Path(path)
     raw, text = read_toml(path)
     origins = {key: "recipe" for key, _ in flatten(raw)}
-    for word in overrides:
-        parts, value = parse_override(word)
+    for override in overrides:
+        parts, value = parse_override(override)
         apply_override(raw, parts, value)
-        for key in [k for k in origins if k.startswith(".".join(parts) + ".")]:
-            del origins[key]
-        origins[".".join(parts)] = "override"
+        dotted = ".".join(parts)
+        origins = {key: origin for key, origin in origins.items() if not key.startswith(f"{dotted}.")}
+        origins[dotted] = "override"
     recipe = validate(Recipe, raw, str(path))
     check(recipe)
     return Loaded(recipe, text, path, origins)
-
-
-KINDS = {"Recipe": "recipe", "DataFile": "data", "SweepConfig": "sweep"}
-"""The model of a file -> its kind."""
-
-
-def validate(model: type[T], raw: Mapping[str, Any], where: str) -> T:
-    """A checked table, or one ConfigError naming every problem."""
-    try:
-        return model.model_validate(raw)
-    except ValidationError as error:
-        wanted, kind = KINDS.get(model.__name__), kind_of(raw)
-        if wanted and kind and kind != wanted:  # a list of every key that is wrong would hide the one mistake
-            raise ConfigError(
-                "config.failed",
-                f"{where} is {CALLED[kind]}, not {CALLED[wanted]}",
-                hint=f"{TAKEN_BY[kind]}; {TAKEN_BY[wanted]}",
-            ) from None
-        problems = [_problem(model, item) for item in error.errors()]
-        raise ConfigError("config.failed", _listing(where, problems), hint=_every_key(model)) from None
-
-
-def _every_key(model: type[BaseModel]) -> str:
-    """Where the reader of an error finds the keys of this kind of file."""
-    pages = {"DataFile": "data-file", "SweepConfig": "sweep-file", "Cluster": "cluster-file", "Device": "cluster-file"}
-    if model.__name__ in pages:
-        return f"every key with its meaning: docs/reference/{pages[model.__name__]}.md"
-    return "`windlass show --schema` lists every key; see docs/reference/recipe.md"
-
-
-def _listing(where: str, problems: Sequence[str]) -> str:
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return f"{where}: {count}\n" + "\n".join(f"  {p}" for p in problems)
-
-
-def _problem(model: type[BaseModel], item: Any) -> str:
-    loc = [str(part) for part in item["loc"]]
-    dotted = ".".join(loc)
-    kind = item["type"]
-    if kind == "extra_forbidden":
-        known = _keys_at(model, loc[:-1])
-        near = get_close_matches(loc[-1], known, n=3, cutoff=0.5)
-        advice = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(sorted(known))}"
-        return f"{dotted}: unknown key; {advice}"
-    if kind == "missing":
-        return f"{dotted}: missing, and there is no default"
-    message = item["msg"].removeprefix("Value error, ")
-    shown = item.get("input")
-    return f"{dotted}: {message}" + (
-        "" if isinstance(shown, Mapping) or repr(shown) in message else f" (got {shown!r})"
-    )
-
-
-def _keys_at(model: type[BaseModel], loc: Sequence[str]) -> list[str]:
-    here: type[BaseModel] = model
-    for part in loc:
-        if part.isdigit() or part not in here.model_fields:
-            continue
-        inner = _table_of(here.model_fields[part].annotation)
-        if inner is None:
-            return []
-        here = inner
-    return list(here.model_fields)
-
-
-def _table_of(annotation: Any) -> type[BaseModel] | None:
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
-
-
-def check(recipe: Recipe) -> None:
-    """Rules that span several keys; changes nothing and lists every problem."""
-    problems = list(_cross_problems(recipe))
-    if problems:
-        raise ConfigError(
-            "config.failed", _listing(recipe.name, problems), hint="each line names the keys that disagree"
-        )
-
-
-def _cross_problems(recipe: Recipe) -> Iterator[str]:
-    model, data = recipe.model, recipe.data
-    if model.family == "hf":
-        if model.config is None:
-            yield 'model.config: needed when model.family = "hf" (a folder with config.json)'
-    else:
-        for key in ("layers", "width", "heads", "vocab"):
-            if getattr(model, key) is None:
-                yield f"model.{key}: missing, and there is no default for family {model.family!r}"
-        if model.ffn is None:
-            yield f"model.ffn: missing, and there is no default for family {model.family!r}"
-        if model.width and model.heads and model.head_dim is None and model.width % model.heads:
-            yield f"model.heads ({model.heads}) does not divide model.width ({model.width})"
-        if model.heads and model.kv_heads and model.heads % model.kv_heads:
-            yield f"model.kv_heads ({model.kv_heads}) does not divide model.heads ({model.heads})"
-        yield from _head_problems(model)
-    if data.tokens is None and recipe.train.steps is None:
-        yield "data.tokens: missing; say how many tokens (or train.steps) to train for"
-    if data.batch_tokens is not None and (data.batch_tokens == 0 or data.batch_tokens % data.seq_len):
-        up = (data.batch_tokens // data.seq_len + 1) * data.seq_len
-        yield f"data.batch_tokens ({data.batch_tokens:,}) is not a multiple of data.seq_len ({data.seq_len:,}); the next larger one is {up:,}"
-    if any(weight < 0 for weight in data.mix.values()) or (data.mix and sum(data.mix.values()) <= 0):
-        yield "data.mix: weights must be at least 0 and not all 0"
-
-
-def _head_problems(model: ModelConfig) -> Iterator[str]:
-    """What the width of a head must be, and what retention has not."""
-    if not model.heads or not model.width:
-        return
-    size = model.head_dim or model.width // model.heads
-    if size % 2:
-        yield f"model.heads ({model.heads}) of width {size} each: rotary positions turn numbers in pairs, so a head needs an even width"
-    if model.family != "retnet":
-        return
-    values = model.value_width or model.ffn
-    if values and values % model.heads:
-        key = "value_width" if model.value_width else "ffn (the default of value_width)"
-        up = -(-values // model.heads) * model.heads
-        yield f"model.heads ({model.heads}) does not divide model.{key} ({values}); the next larger one is {up}"
-    if model.kv_heads not in (None, model.heads):
-        yield f"model.kv_heads ({model.kv_heads}): retention has no groups of heads; leave it out, or say model.kv_heads = {model.heads}"
-    if model.head_dim is not None and model.head_dim * model.heads != model.width:
-        yield f"model.head_dim ({model.head_dim}): retention's heads divide model.width ({model.width}) by {model.heads}; leave it out"
 
 
 def recipe_hash(recipe: Recipe) -> str:
@@ -255,3 +188,119 @@ def recipe_hash(recipe: Recipe) -> str:
     value["data"].pop("tokens", None)
     value["data"].pop("store", None)
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+# -- problems -------------------------------------------------------------------------------------------------------
+
+
+def refuse(code: str, where: str, problems: Sequence[str], hint: str) -> None:
+    """One ConfigError that lists all problems; nothing happens where there is none."""
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError(code, f"{where}: {count}\n" + "\n".join(f"  {p}" for p in problems), hint=hint) from None
+
+
+def validate(model: type[T], raw: Mapping[str, Any], where: str) -> T:
+    """A checked table, or one ConfigError naming every problem."""
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        wanted, kind = KIND_OF_MODEL.get(model.__name__), kind_of(raw)
+        if wanted and kind and kind != wanted:  # a list of every key that is wrong would hide the one mistake
+            (name, readers), (wanted_name, wanted_readers) = KIND_TEXTS[kind], KIND_TEXTS[wanted]
+            message, hint = f"{where} is {name}, not {wanted_name}", f"{readers}; {wanted_readers}"
+            raise ConfigError("config.other-kind", message, hint=hint) from None
+        hint = KEY_HINTS.get(model.__name__, KEY_HINTS["Recipe"])
+        refuse("config.invalid", where, [_problem(model, item) for item in error.errors()], hint)
+        raise
+
+
+def _problem(model: type[BaseModel], item: Any) -> str:
+    loc = [str(part) for part in item["loc"]]
+    dotted, value = ".".join(loc), item.get("input")
+    if item["type"] == "extra_forbidden":
+        keys = _keys_at(model, loc[:-1])
+        near = get_close_matches(loc[-1], keys, n=3, cutoff=0.5)
+        advice = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(sorted(keys))}"
+        return f"{dotted}: unknown key; {advice}"
+    if item["type"] == "missing":
+        return f"{dotted}: missing, and there is no default"
+    message = item["msg"].removeprefix("Value error, ")
+    is_shown = isinstance(value, Mapping) or repr(value) in message
+    return f"{dotted}: {message}" + ("" if is_shown else f" (got {value!r})")
+
+
+def _keys_at(model: type[BaseModel], loc: Sequence[str]) -> list[str]:
+    """Keys of the table at a dotted path; indices and names of entries are passed over."""
+    table: Any = model
+    for part in loc:
+        extra = table.extra_table(part) if issubclass(table, ModelConfig) and part not in table.model_fields else None
+        if extra is None and part not in table.model_fields:
+            continue
+        annotation = extra or table.model_fields[part].annotation
+        types = [t for t in (annotation, *get_args(annotation)) if isinstance(t, type)]
+        table = next((t for t in types if issubclass(t, BaseModel)), None)
+        if table is None:
+            return []
+    blocks = [name for name in BLOCKS.names() if table.extra_table(name)] if issubclass(table, ModelConfig) else []
+    return [*table.model_fields, *blocks]
+
+
+def check(recipe: Recipe) -> None:
+    """Rules that span several keys; changes nothing and lists every problem."""
+    problems = [*_model_problems(recipe.model), *_data_problems(recipe)]
+    refuse("config.invalid", recipe.name, problems, "each line names the keys that disagree")
+
+
+def _model_problems(model: ModelConfig) -> Iterator[str]:
+    heads, width = model.heads, model.width
+    if model.family == "hf" and model.config is None:
+        yield 'model.config: needed when model.family = "hf" (a folder with config.json)'
+    if model.family == "hf" or model.family not in PRESETS.builtin:  # families of other packages check their own keys
+        return
+    for key in ("layers", "width", "heads", "vocab", "ffn"):
+        if getattr(model, key) is None:
+            yield f"model.{key}: missing, and there is no default for family {model.family!r}"
+    if heads and model.kv_heads and heads % model.kv_heads:
+        yield f"model.kv_heads ({model.kv_heads}) does not divide model.heads ({heads})"
+    if not heads or not width:
+        return
+    if model.head_dim is None and width % heads:
+        yield f"model.heads ({heads}) does not divide model.width ({width})"
+    size = model.head_dim or width // heads
+    if size % 2:
+        yield (
+            f"model.heads ({heads}) of width {size} each: rotary positions turn numbers in pairs, "
+            "so a head needs an even width"
+        )
+    if model.family != "retnet":
+        return
+    values = model.value_width or model.ffn
+    if values and values % heads:
+        key = "value_width" if model.value_width else "ffn (the default of value_width)"
+        up = -(-values // heads) * heads
+        yield f"model.heads ({heads}) does not divide model.{key} ({values}); the next larger one is {up}"
+    if model.kv_heads not in (None, heads):
+        yield (
+            f"model.kv_heads ({model.kv_heads}): retention has no groups of heads; leave it out, "
+            f"or write model.kv_heads = {heads}"
+        )
+    if model.head_dim is not None and model.head_dim * heads != width:
+        yield (
+            f"model.head_dim ({model.head_dim}): retention's heads divide model.width ({width}) by {heads}; "
+            "leave it out"
+        )
+
+
+def _data_problems(recipe: Recipe) -> Iterator[str]:
+    data = recipe.data
+    if data.tokens is None and recipe.train.steps is None:
+        yield "data.tokens: missing; say how many tokens (or train.steps) to train for"
+    if data.batch_tokens is not None and (data.batch_tokens == 0 or data.batch_tokens % data.seq_len):
+        up = (data.batch_tokens // data.seq_len + 1) * data.seq_len
+        yield (
+            f"data.batch_tokens ({data.batch_tokens:,}) is not a multiple of data.seq_len ({data.seq_len:,}); "
+            f"the next larger one is {up:,}"
+        )
+    if any(weight < 0 for weight in data.mix.values()) or (data.mix and sum(data.mix.values()) <= 0):
+        yield "data.mix: weights must be at least 0 and not all 0"

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import (
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from windlass.config.base import Registered, Table
-from windlass.registry import PRESETS
+from windlass.registry import BLOCKS, PRESETS, import_target
 
 
 class ModelConfig(Table):
+    """Keys of a block of an installed package are one more table: `[model.<block>]`."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Any] = Field(init=False)
+
     family: Annotated[str, Registered(PRESETS)] = "llama"
     """llama and retnet are our own modules; hf builds any causal language model from a local Hugging Face config. Installed
     packages may add families."""
@@ -48,3 +61,44 @@ class ModelConfig(Table):
     """hf: folder or file with a Hugging Face config.json."""
     assumed: list[str] = Field(default_factory=list)
     """Keys of this table whose published value is unknown and was assumed by the recipe's author."""
+
+    @classmethod
+    def extra_table(cls, key: str) -> type[Table] | None:
+        """The table of a block of an installed package; None where no such block has one."""
+        if key in BLOCKS.builtin or key not in BLOCKS.names():
+            return None
+        table: type[Table] | None = getattr(import_target(f"{BLOCKS.target(key)}.spec"), "TABLE", None)
+        return table
+
+    def block_table(self, block: str) -> Any:
+        """The keys of a block of an installed package, with its defaults where the recipe leaves them out."""
+        values = (self.model_extra or {}).get(block)
+        table = self.extra_table(block)
+        return table() if values is None and table is not None else values
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check_block_tables(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Unknown keys are refused together with the problems of the other keys."""
+        if not isinstance(values, dict) or not (extra := set(values).difference(cls.model_fields)):
+            return handler(values)
+        checked: dict[str, Any] = {key: value for key, value in values.items() if key not in extra}
+        problems: list[Any] = []
+        for key in sorted(extra):
+            table = cls.extra_table(key)
+            if table is None:
+                problems.append({"type": "extra_forbidden", "loc": (key,), "input": values[key]})
+                continue
+            try:
+                checked[key] = table.model_validate(values[key])
+            except ValidationError as error:
+                problems += [{**problem, "loc": (key, *problem["loc"])} for problem in error.errors()]
+        try:
+            model = handler(checked)
+        except ValidationError as error:
+            problems = [*error.errors(), *problems]
+        if problems:
+            wanted = ("type", "loc", "input", "ctx")
+            details: list[Any] = [{key: problem[key] for key in wanted if key in problem} for problem in problems]
+            raise ValidationError.from_exception_data(cls.__name__, details)
+        return model

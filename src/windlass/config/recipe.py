@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from windlass.config.base import Table
@@ -37,3 +39,9 @@ class Recipe(Table):
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
     trackers: TrackersConfig = Field(default_factory=TrackersConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
+
+
+def recipe_schema() -> dict[str, Any]:
+    """JSON schema of a recipe, for editors that check TOML (for example Even Better TOML)."""
+    schema = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": schema, "title": "windlass recipe", **Recipe.model_json_schema()}

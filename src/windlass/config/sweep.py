@@ -14,8 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from windlass.config.base import Bytes, Seconds, Table
-from windlass.config.load import apply_override, read_toml, validate
-from windlass.errors import ConfigError
+from windlass.config.load import apply_override, read_toml, refuse, validate
 
 POINT_KEYS = ("devices", "memory_limit", "time_limit")
 """Axes that are about how a point is run, not about its recipe."""
@@ -108,11 +107,7 @@ def load_sweep(path: Path | str) -> LoadedSweep:
     path = Path(path)
     raw, text = read_toml(path)
     sweep = validate(SweepConfig, raw, str(path))
-    if problems := find_problems(sweep):
-        lines = "".join(f"\n  {problem}" for problem in problems)
-        raise ConfigError(
-            "sweep.invalid-file", f"{path}: {len(problems)} problem{'s' * (len(problems) > 1)}{lines}", hint=HINT
-        )
+    refuse("sweep.invalid-file", str(path), find_problems(sweep), HINT)
     return LoadedSweep(with_goal(sweep), text, path, _base_recipe(sweep, path))
 
 

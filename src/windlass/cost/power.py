@@ -1,4 +1,4 @@
-"""What does a run cost in energy, carbon and allocation units? From device power by utilisation up to the meter of the building."""
+"""Energy, carbon and allocation units of a run, from device power by utilisation to the meter of the building."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """A demo corpus for a machine without a network: the code of Python's own library, and its docstrings as prose."""
 
 import ast
+import contextlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -46,10 +48,11 @@ def gather(out_dir: Path | str, max_bytes: int = 4_000_000) -> dict[str, CorpusS
         )
     origin = f"Python {sysconfig.get_python_version()} standard library (https://www.python.org)"
     gathered: dict[str, CorpusSource] = {}
+    sources = _sources(library)
     left = max_bytes
     for name, texts, share, language, kind in (
-        ("code", _sources(library), 0.6, "python", "source files"),
-        ("docs", _docstrings(library), 1.0, "en", "docstrings"),
+        ("code", iter(sources.items()), 0.6, "python", "source files"),
+        ("docs", _docstrings(sources), 1.0, "en", "docstrings"),
     ):
         limit = int(left * share)
         lines, size = [], 0
@@ -66,19 +69,22 @@ def gather(out_dir: Path | str, max_bytes: int = 4_000_000) -> dict[str, CorpusS
     return gathered
 
 
-def _sources(library: Path) -> Iterator[tuple[str, str]]:
-    for path in sorted(library.rglob("*.py")):
-        try:
-            text = "" if _SKIPPED & set(path.relative_to(library).parts) else path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue
-        if len(text) > _MIN_CHARS:
-            yield str(path.relative_to(library)), text
+def _sources(library: Path) -> dict[str, str]:
+    """Name -> text of every module that is worth reading, in a fixed order."""
+    paths = []
+    for folder, folders, names in os.walk(library):
+        folders[:] = set(folders) - _SKIPPED  # pruned here: site-packages may hold a hundred thousand files
+        paths += [Path(folder) / name for name in names if name.endswith(".py")]
+    texts = {}
+    for path in sorted(paths):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            texts[str(path.relative_to(library))] = path.read_text(encoding="utf-8")
+    return {name: text for name, text in texts.items() if len(text) > _MIN_CHARS}
 
 
-def _docstrings(library: Path) -> Iterator[tuple[str, str]]:
+def _docstrings(sources: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """One document per module: its docstrings, from the module's to the last method's."""
-    for name, text in _sources(library):
+    for name, text in sources.items():
         try:
             nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, _WITH_DOCSTRING)]
         except (SyntaxError, ValueError):

@@ -240,15 +240,7 @@ def load_fastokens(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> 
         def encode(texts: list[str], eos: int | None) -> FlatIds:
             raw, ends = inner.encode_batch_flat(texts, add_special_tokens=False, split_special_tokens=not specials)
             ids, offsets = np.frombuffer(raw, dtype="<u4"), np.frombuffer(ends, dtype="<u8").astype(np.int64)
-            ids = ids + offset if offset else ids
-            if eos is None:
-                return ids, offsets
-            ends = offsets + np.arange(len(offsets))
-            out = np.empty(int(ends[-1]), dtype=np.uint32)
-            is_text = np.ones(len(out), dtype=bool)
-            is_text[ends[1:] - 1] = False
-            out[is_text], out[ends[1:] - 1] = ids, eos
-            return out, ends
+            return add_eos(ids + offset if offset else ids, offsets, eos)
 
         return encode
 
@@ -300,6 +292,18 @@ def _join(parts: Iterable[Any], offset: np.uint32, eos: int | None) -> FlatIds:
     if offset:
         flat += offset
     return flat, np.concatenate([_ZERO, np.cumsum(lengths)])
+
+
+def add_eos(ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64], eos: int | None) -> FlatIds:
+    """A flat array with `eos` after each text."""
+    if eos is None:
+        return ids, offsets
+    ends = offsets + np.arange(len(offsets))
+    out = np.empty(int(ends[-1]), dtype=np.uint32)
+    is_text = np.ones(len(out), dtype=bool)
+    is_text[ends[1:] - 1] = False
+    out[is_text], out[ends[1:] - 1] = ids, eos
+    return out, ends
 
 
 # By CPU time of complete runs: the bare loops of benchmarks/results/tokenize.md.

@@ -1,10 +1,11 @@
 """The tokens of sequence number i of a run, the same for any number of ranks, and batches of them read ahead."""
 
+import contextlib
 import itertools
+import queue
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -170,39 +171,46 @@ class Loader(Iterator[Any]):
         self.wait_seconds = 0.0  # that all calls of `next` have waited
         self.last_wait_seconds = 0.0
         self._settle = pinned if pin else np.asarray
-        self._batches: Iterator[Any] = map(batches, itertools.count()) if callable(batches) else iter(batches)
-        self._reader = ThreadPoolExecutor(1, "windlass-loader")
-        self._pending: deque[Future[Any]] = deque(self._reader.submit(self._read) for _ in range(1 + max(1, prefetch)))
+        self._stopped = False
+        self._queue: queue.Queue[Any] = queue.Queue(maxsize=max(1, prefetch))
+        # A daemon: a read that hangs in the file system must not keep the process from ending.
+        self._thread = threading.Thread(target=self._read_ahead, args=(batches,), name="windlass-loader", daemon=True)
+        self._thread.start()
 
     def __next__(self) -> Any:
-        if not self._pending:
+        if self._stopped:
             raise StopIteration
         started = time.perf_counter()
-        try:
-            item = self._pending.popleft().result()
-        except BaseException:
-            self.close()
-            raise
+        item = self._queue.get()
         self.last_wait_seconds = time.perf_counter() - started
         self.wait_seconds += self.last_wait_seconds
-        if item is None:
-            self.close()
-            raise StopIteration
-        self._pending.append(self._reader.submit(self._read))
+        if item is None or isinstance(item, BaseException):
+            self._stopped = True
+            raise StopIteration if item is None else item
         return item
 
-    def _read(self) -> Any:
-        """The next batch; None after the last."""
-        indexes = next(self._batches, None)
-        if indexes is None:
-            return None
-        tokens = self._settle(self.stream.sequences(indexes))
-        return (tokens, self._settle(self.stream.document_ids(indexes))) if self.documents else tokens
+    def _read_ahead(self, batches: Iterable[npt.ArrayLike] | Callable[[int], npt.ArrayLike | None]) -> None:
+        """Puts batches into the queue, then None, or the error that `next` raises, where somebody listens."""
+        end: BaseException | None = None
+        try:
+            arrays: Iterable[Any] = map(batches, itertools.count()) if callable(batches) else batches
+            for indexes in itertools.takewhile(lambda indexes: indexes is not None, arrays):
+                tokens = self._settle(self.stream.sequences(indexes))
+                documents = self._settle(self.stream.document_ids(indexes)) if self.documents else None
+                self._queue.put(tokens if documents is None else (tokens, documents))
+                if self._stopped:
+                    return
+        except BaseException as error:
+            end = error
+        self._queue.put(end)
 
     def close(self) -> None:
-        """Stop reading ahead; safe to call twice and from a `finally`."""
-        self._pending.clear()
-        self._reader.shutdown(cancel_futures=True)
+        """Stop reading ahead; safe to call twice and from a `finally`. A read that hangs is left behind after 5 s."""
+        self._stopped = True
+        deadline = time.monotonic() + 5
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):  # make room for a thread that waits to put
+                self._queue.get(timeout=0.02)
 
     def __enter__(self) -> Self:
         return self

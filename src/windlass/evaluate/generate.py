@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor
 from windlass.errors import ConfigError
 from windlass.evaluate.likelihood import head_weight
 from windlass.evaluate.open_model import OpenModel
-from windlass.models.decoder import DecoderModel, Layer
+from windlass.models.decoder import DecoderModel
 from windlass.models.hf import HFModel
 
 
@@ -28,7 +28,7 @@ class TextDecoder:
         self.model, self.position = model, 0  # tokens taken so far
         self.device = next(model.parameters()).device
         self.replays = replays and self.device.type == "cuda"
-        self.layers = [cast(Layer, layer) for layer in model.typed_layers()]
+        self.layers = model.typed_layers()
         self.states = [[block.new_state(batch, limit) for block in layer.blocks()] for layer in self.layers]
         blocks = model.blocks()
         keyed = {block.table_key: block for block in blocks if block.table_key is not None}

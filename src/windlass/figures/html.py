@@ -60,9 +60,16 @@ _DRAW = """
 
 def page(title: str, sections: Sequence[Section], *, subtitle: str = "", footer: str = "") -> str:
     """One self-contained document. All texts are escaped; only `Html` items pass as they are."""
-    body = "\n".join(_section(section) for section in sections)
-    has_charts = any(isinstance(item, Chart | Heat) for section in sections for item in section.items)
-    script = f"<script>{_plotly()}</script>\n<script>{_DRAW}</script>" if has_charts else ""
+    body, script = "", ""
+    for section in sections:
+        anchor = f' id="{escape(section.id, quote=True)}"' if section.id else ""
+        heading = f"<h2>{escape(section.title)}</h2>" if section.title else ""
+        body += f"<section{anchor}>{heading}\n" + "\n".join(_item(item) for item in section.items) + "\n</section>\n"
+    if any(isinstance(item, Chart | Heat) for section in sections for item in section.items):
+        from plotly.offline import get_plotlyjs
+
+        plotly = str(get_plotlyjs()).replace("</script", "<\\/script")
+        script = f"<script>{plotly}</script>\n<script>{_DRAW}</script>"
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -76,8 +83,7 @@ def page(title: str, sections: Sequence[Section], *, subtitle: str = "", footer:
 <main>
 <h1>{escape(title)}</h1>
 {_paragraph("sub", subtitle)}
-{body}
-<footer>{escape(footer)}</footer>
+{body}<footer>{escape(footer)}</footer>
 </main>
 {script}
 </body>
@@ -88,18 +94,6 @@ def page(title: str, sections: Sequence[Section], *, subtitle: str = "", footer:
 def save_page(path: Path, html: str) -> Path:
     write_atomic(path, html)
     return path
-
-
-def _plotly() -> str:
-    from plotly.offline import get_plotlyjs
-
-    return str(get_plotlyjs()).replace("</script", "<\\/script")
-
-
-def _section(section: Section) -> str:
-    anchor = f' id="{escape(section.id, quote=True)}"' if section.id else ""
-    heading = f"<h2>{escape(section.title)}</h2>" if section.title else ""
-    return f"<section{anchor}>{heading}\n" + "\n".join(_item(item) for item in section.items) + "\n</section>"
 
 
 def _paragraph(kind: str, text: str) -> str:

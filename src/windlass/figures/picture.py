@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import WindlassError
-from windlass.figures.charts import Chart, Heat, Mark, Series
+from windlass.figures.charts import Chart, Heat, Series
 from windlass.figures.theme import HEAT, LIGHT, NO_VALUE, colour
 from windlass.files import write_atomic
 
@@ -61,7 +61,13 @@ def _chart(chart: Chart, axes: Any) -> None:
         if series.kind != "bar":
             _line(series, colour(index if series.colour is None else series.colour), axes, places)
     for mark in chart.marks:
-        _mark(mark, chart.is_upright(mark), axes)
+        if chart.is_upright(mark):
+            axes.axvline(mark.at, color=SOFT, linestyle=":", linewidth=1.4)
+            place, transform, align = (mark.at, 1.0), axes.get_xaxis_transform(), "center"
+        else:
+            axes.axhline(mark.at, color=SOFT, linestyle=":", linewidth=1.4)
+            place, transform, align = (1.0, mark.at), axes.get_yaxis_transform(), "right"
+        axes.text(*place, mark.label, transform=transform, ha=align, va="bottom", fontsize=10, color=SOFT)
     _axes(chart, axes, names)  # last: the limits include the marks
     if chart.has_legend:
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -134,15 +140,6 @@ def _short(value: float) -> str:
     sizes = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (0.0, ""))
     size, name = next(pair for pair in sizes if value >= pair[0])
     return f"{value / (size or 1.0):g}{name}"
-
-
-def _mark(mark: Mark, is_upright: bool, axes: Any) -> None:
-    (axes.axvline if is_upright else axes.axhline)(mark.at, color=SOFT, linestyle=":", linewidth=1.4)
-    if is_upright:
-        place, transform, align = (mark.at, 1.0), axes.get_xaxis_transform(), "center"
-    else:
-        place, transform, align = (1.0, mark.at), axes.get_yaxis_transform(), "right"
-    axes.text(*place, mark.label, transform=transform, ha=align, va="bottom", fontsize=10, color=SOFT)
 
 
 def _heat(heat: Heat, figure: Any, axes: Any) -> None:

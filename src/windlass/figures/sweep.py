@@ -299,7 +299,7 @@ class Column:
     missing: str = ""
 
 
-COLUMNS = (
+POINT_COLUMNS = (
     Column("devices", "devices"),
     Column(SPEED, "tokens/s", "{:,.0f}".format),
     Column(DEVICE_SPEED, "per device", "{:,.0f}".format),
@@ -320,26 +320,24 @@ def shown_columns(sweep: SweepConfig, rows: Sequence[Row], rank_by: str) -> list
         hidden |= {"devices", DEVICE_SPEED}
     if len({r.get("batch_tokens") for r in rows}) > 1:  # energy of steps of different size does not compare
         hidden.add("kwh_per_step")
-    own = {c.key for c in COLUMNS}
+    own = {c.key for c in POINT_COLUMNS}
     further = [Column(k, k, lambda v: number(v) if isinstance(v, (int, float)) else str(v))
                for k in dict.fromkeys([rank_by, *sweep.metrics]) if k not in own]  # fmt: skip
-    present = [c for c in (*COLUMNS, *further) if c.key not in hidden and any(r.get(c.key) is not None for r in rows)]
+    present = [
+        c for c in (*POINT_COLUMNS, *further) if c.key not in hidden and any(r.get(c.key) is not None for r in rows)
+    ]
     columns = [Column("point", "point", right=False), Column("outcome", "outcome", right=False), *present]
     has_reason = any(_reason(r) for r in rows)
-    return [*columns, Column("detail", "reason", _brief, right=False)] if has_reason else columns
-
-
-def _brief(text: Any, max_length: int = 70) -> str:
-    """The beginning of a reason; the complete text is in results.csv."""
-    line = str(text)
-    return line if len(line) <= max_length else line[:max_length].rsplit(" ", 1)[0] + " ..."
+    return [*columns, Column("detail", "reason", right=False)] if has_reason else columns
 
 
 def _reason(row: Row) -> str | None:
     """Why a point failed; None where the outcome says it already ("oom" needs no "out of memory")."""
     detail, outcome = row.get("detail"), row.get("outcome")
-    is_clear = outcome == "ok" or (outcome == "oom" and "out of memory" in str(detail).lower())
-    return None if is_clear or not detail else str(detail)
+    if not detail or outcome == "ok" or (outcome == "oom" and "out of memory" in str(detail).lower()):
+        return None
+    # The complete text is in results.csv.
+    return str(detail) if len(str(detail)) <= 70 else str(detail)[:70].rsplit(" ", 1)[0] + " ..."
 
 
 def cells(row: Row, columns: Sequence[Column]) -> list[str]:
@@ -363,6 +361,27 @@ def counts(rows: Sequence[Row]) -> dict[str, int]:
     return dict(Counter(row.get("outcome") or "not run" for row in rows))
 
 
+def points_table(sweep: SweepConfig, rows: Sequence[Row], ranked: Sequence[Row], rank_by: str) -> DataTable:
+    """All points, best first, then those that did not succeed."""
+    columns = shown_columns(sweep, rows, rank_by)
+    return DataTable(
+        [c.title for c in columns],
+        [cells(row, columns) for row in (*ranked, *(r for r in rows if r not in ranked))],
+        right=[i for i, c in enumerate(columns) if c.right],
+        strong=[0] if ranked else [],
+        unbroken=[0],
+        caption="Best first, then the points that did not succeed. "
+        "Spread: 90th minus 10th percentile of the step times, divided by their median.",
+    )
+
+
+def equivalence_table(sweep: SweepConfig) -> DataTable:
+    """The strategies and their names in each engine; without rows where the sweep names none."""
+    engines = list(dict.fromkeys(engine for row in sweep.equivalence.values() for engine in row))
+    rows = [(name, *(row.get(engine, "") for engine in engines)) for name, row in sweep.equivalence.items()]
+    return DataTable(("strategy", *engines), rows)
+
+
 def sweep_sections(
     sweep: SweepConfig, rows: Sequence[Row], rank_by: str, grid: Collection[str] | None = None
 ) -> list[Section]:
@@ -374,19 +393,7 @@ def sweep_sections(
     ranked = best_first(rows, rank_by, sweep.goal)
     pair = heat_axes(rows, axes, wanted)
     is_training = sweep.command is None
-    columns = shown_columns(sweep, rows, rank_by)
-    table = DataTable(
-        [c.title for c in columns],
-        [cells(row, columns) for row in (*ranked, *(r for r in rows if r not in ranked))],
-        right=[i for i, c in enumerate(columns) if c.right],
-        strong=[0] if ranked else [],
-        unbroken=[0],
-        caption="Best first, then the points that did not succeed. "
-        "Spread: 90th minus 10th percentile of the step times, divided by their median.",
-    )
-    strategies = sweep.equivalence
-    engines = list(dict.fromkeys(engine for row in strategies.values() for engine in row))
-    equivalence = [(name, *(row.get(engine, "") for engine in engines)) for name, row in strategies.items()]
+    equivalence = equivalence_table(sweep)
     parts: list[tuple[str, str, Sequence[Item]]] = [
         ("", "winner", _head(sweep, rows, ranked, rank_by)),
         ("Heat map", "heat", heat_maps(in_grid, axes, rank_by, wanted, sweep.goal)),
@@ -394,12 +401,8 @@ def sweep_sections(
         ("Scaling", "scaling", scaling(rows, sweep.scaling)),
         ("Speed vs. energy", "pareto", [pareto(rows)] if is_training else []),
         ("Predicted vs. measured", "predicted", predicted_against_measured(rows)),
-        (
-            "Strategies by engine",
-            "equivalence",
-            [DataTable(("strategy", *engines), equivalence)] if equivalence else [],
-        ),
-        ("All points", "points", [table]),
+        ("Strategies by engine", "equivalence", [equivalence] if equivalence.rows else []),
+        ("All points", "points", [points_table(sweep, rows, ranked, rank_by)]),
     ]
     return [Section(title, tuple(items), id=key) for title, key, items in parts if items]
 

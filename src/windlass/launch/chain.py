@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from windlass.clusters.scheduler import job_shape
+from windlass.errors import WindlassError
 from windlass.files import append_line, read_json, read_json_lines
 from windlass.launch.start import bind_start
 from windlass.runs import Run
@@ -151,25 +153,36 @@ def before(run: Run, job: str | None, restart: int, host: str) -> ChainVerdict:
     """A job's first question; records that the job began when it goes on."""
     verdict = judge(run)
     if verdict.answer == "go":
+        try:
+            _bind(run, job, restart)
+        except WindlassError as error:  # the next jobs of the chain would be refused in the same way
+            verdict = ChainVerdict("hopeless", f"{error.message} ({error.hint})" if error.hint else error.message)
+    if verdict.answer == "go":
         steps, place = newest_step(run), {"job": job, "restart": restart, "host": host}
         saves = len(saved_steps(run))
         append_line(run.jobs_file, {"record": "began", "time": time.time(), **place, "step": steps, "saves": saves})
-        _bind(run, job, restart)
     elif verdict.answer == "hopeless":
         _give_up(run, verdict.reason)
     return verdict
 
 
 def _bind(run: Run, job: str | None, restart: int) -> None:
-    """Write the start of the workers that this job's script is about to run, on the devices that the job asked for.
+    """Write the start that this job's workers wait for: `job` and `restart` are read from the same variables there.
 
-    A job without a submission record (the local loop, a script of version 0.1) starts workers that bind their own.
+    Scripts are also submitted by hand, by the job before (which records it a moment later) and as arrays, so the newest
+    request of the run counts where none has this id, and SLURM's own numbers come before it. The local loop has no SLURM:
+    its `windlass resume` binds its own start. So does `srun windlass train` in scripts of version 0.1, under another name.
     """
-    submitted = [r for r in records(run) if r.get("record") == "submitted" and r.get("job") == job]
-    request = submitted[-1] if submitted else {}
-    per_node, nodes = request.get("devices_per_node"), request.get("nodes")
-    if request.get("executor") == "slurm" and isinstance(per_node, int) and isinstance(nodes, int):
-        bind_start(run, devices=nodes * per_node, devices_per_node=per_node, job=job, restart=restart)
+    requests = [r for r in records(run) if r.get("record") == "submitted" and r.get("executor") == "slurm"]
+    if job is None or not requests or job.startswith("local-"):
+        return
+    request = next((r for r in reversed(requests) if r.get("job") == job.partition("_")[0]), requests[-1])
+    nodes, tasks_per_node = job_shape()
+    devices_per_node = int(request["devices_per_node"])
+    if request.get("tasks_per_node") == devices_per_node:  # not under torchrun, whose one task starts all workers
+        devices_per_node = tasks_per_node or devices_per_node
+    devices = (nodes or int(request["nodes"])) * devices_per_node
+    bind_start(run, devices=devices, devices_per_node=devices_per_node, job=job, restart=restart)
 
 
 def after(run: Run, job: str | None, restart: int, code: int, by: str | None) -> ChainVerdict:

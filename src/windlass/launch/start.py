@@ -16,14 +16,14 @@ from pathlib import Path
 from windlass.clusters import Cluster, load_cluster
 from windlass.clusters.here import with_gpus
 from windlass.config import LayoutConfig, Loaded, Recipe
-from windlass.errors import WindlassError
+from windlass.errors import ConfigError, WindlassError
 from windlass.layout.resolve import complete_layout, job_size, resolve_step
 from windlass.layout.rules import check_degrees, check_layout, violations
-from windlass.layout.types import Layout
 from windlass.models.presets import model_spec
+from windlass.models.spec import ModelSpec
 from windlass.planner import plan, write_plan
 from windlass.planner.search import fill_recipe, on_devices
-from windlass.runs.events import LayoutChanged
+from windlass.runs.events import LayoutChanged, ProcessStart
 from windlass.runs.folder import Run, create_run
 from windlass.runs.starts import Start, last_start, write_start
 
@@ -98,9 +98,15 @@ def bind_start(
     size = job_size(recipe, devices, devices_per_node)
     layout = complete_layout(recipe.layout or LayoutConfig(), size)
     recompute: str = recipe.train.recompute
-    if violations(model, layout, size, recipe.train.engine):
-        if run.layout_from() != "planner":
+    planned = run.layout_from() == "planner"
+    if not planned:
+        try:
             check_layout(model, layout, size, recipe.train.engine)
+        except ConfigError as error:
+            valid = valid_sizes(recipe, model, devices, devices_per_node)
+            hint = f"this layout is valid on {' or '.join(map(str, valid))} devices" if valid else ""
+            raise ConfigError(error.code, error.message, hint="; ".join(filter(None, (error.hint, hint)))) from None
+    elif recipe.layout is None or violations(model, layout, size, recipe.train.engine):
         cluster = local_cluster(recipe, devices_per_node)
         best = plan(recipe.model_copy(update={"layout": None}), cluster, nodes=devices // devices_per_node).best
         layout, recompute = best.layout, best.recompute
@@ -115,15 +121,38 @@ def bind_start(
         devices_per_node=devices_per_node,
         reason=reason,
     )
-    _record_change(run, last_start(run), start)
+    _record_change(run, start)
     write_start(run, start)
     return start
 
 
-def _record_change(run: Run, before: Start | None, start: Start) -> None:
-    old: Layout | None = before.layout if before else None
-    if before is not None and old != start.layout:
-        reason = "the recipe's layout changed"
-        if before.devices != start.devices:
-            reason = f"{before.devices} -> {start.devices} devices"
-        run.record(LayoutChanged(old=asdict(before.layout), new=asdict(start.layout), reason=reason))
+def valid_sizes(recipe: Recipe, model: ModelSpec, devices: int, devices_per_node: int) -> list[int]:
+    """The nearest smaller and the nearest larger number of devices for the recipe's layout, where there are such.
+
+    On one node any number counts, on several nodes only full nodes; beyond four times the devices nobody looks.
+    """
+
+    def valid(count: int) -> bool:
+        size = job_size(recipe, count, min(count, devices_per_node))
+        layout = complete_layout(recipe.layout or LayoutConfig(), size)
+        return not violations(model, layout, size, recipe.train.engine)
+
+    step = devices_per_node if devices > devices_per_node else 1
+    smaller = next((count for count in range(devices - step, 0, -step) if valid(count)), None)
+    larger = next((count for count in range(devices + step, 4 * devices + 1, step) if valid(count)), None)
+    return [count for count in (smaller, larger) if count is not None]
+
+
+def _record_change(run: Run, start: Start) -> None:
+    """A layout that follows another number of devices is an event; one that the recipe changed was recorded with it."""
+    before = last_start(run)
+    if before is not None:
+        devices, per_node, old = before.devices, before.devices_per_node, asdict(before.layout)
+    else:  # a run folder of version 0.1 has only the events of its processes
+        last = [ProcessStart(), *run.events(ProcessStart)][-1]
+        devices, per_node, old = last.world_size or start.devices, start.devices_per_node, last.layout or {}
+    if (devices, per_node) != (start.devices, start.devices_per_node):
+        reason = f"{devices} -> {start.devices} devices"
+        if devices == start.devices:
+            reason = f"{per_node} -> {start.devices_per_node} devices per node"
+        run.record(LayoutChanged(old=old, new=asdict(start.layout), reason=reason))

@@ -36,9 +36,13 @@ class Layer(Recomputed):
     def blocks(self) -> list[Block]:
         return [cast(Block, self.get_submodule(branch.name)) for branch in self.spec.branches]
 
-    def norms(self) -> list[RmsNorm]:
-        names = [name for branch in self.spec.branches for name in (branch.pre_norm_name, branch.post_norm_name)]
-        return [cast(RmsNorm, self.get_submodule(name)) for name in names if name]
+    def pre_norms(self) -> list[RmsNorm]:
+        names = [branch.pre_norm_name for branch in self.spec.branches if branch.pre_norm is not None]
+        return [cast(RmsNorm, self.get_submodule(name)) for name in names]
+
+    def post_norms(self) -> list[RmsNorm]:
+        names = [branch.post_norm_name for branch in self.spec.branches if branch.post_norm is not None]
+        return [cast(RmsNorm, self.get_submodule(name)) for name in names]
 
     def branches(self, x: Tensor, context: BlockContext) -> Carried:
         delta: Tensor | None = None

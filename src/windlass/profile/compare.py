@@ -222,7 +222,7 @@ class RowChange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalingPoint:
+class ScalingInput:
     """What the scaling table needs of a profile or of a published table."""
 
     label: str
@@ -292,7 +292,7 @@ def compare_jobs(
         devices, tokens = manifest.get("world_size"), manifest.get("tokens_per_step")
         in_trace = next((r.world_size for r in job.ranks if r.world_size is not None), None)
         points.append(
-            ScalingPoint(
+            ScalingInput(
                 label=job.label,
                 step_us=job.step_us,
                 categories_us=job.categories_us,
@@ -366,7 +366,7 @@ def mean_step(rows: Sequence[OperatorRow], steps: int) -> list[OperatorRow]:
     return [replace(row, **{key: getattr(row, key) / steps for key in keys}) for row in rows]
 
 
-def scaling_rows(points: Sequence[ScalingPoint]) -> list[ScalingRow]:
+def scaling_rows(points: Sequence[ScalingInput]) -> list[ScalingRow]:
     """Efficiency relative to the first point, and the categories in which the additional time went."""
     rows = []
     work_known = all(p.work_per_device for p in points)

@@ -17,6 +17,7 @@ from windlass.energy.carbon import Carbon, carbon
 from windlass.energy.ledger import Ledger, read_ledger
 from windlass.errors import RunError, WindlassError
 from windlass.files import read_json, read_json_lines
+from windlass.models.presets import model_spec
 from windlass.report.columns import Columns, Numbers, highest, known, last_known, recent_median
 from windlass.runs.events import (
     CheckpointRemoved,
@@ -45,6 +46,12 @@ BREAKS = ("signal", "stopped", "fault", "hang", "restarted", "resumed", "rollbac
 SILENT_SECONDS = 120.0
 # Goodput is summed over at most so many metrics lines, evenly spread: its error is then far below a thousandth.
 MAX_HISTORY_LINES = 20_000
+
+# Fields of a run whose recipe cannot be read.
+NO_RECIPE: dict[str, Any] = {
+    "recipe": {}, "cluster": "unknown", "model": "unknown", "parameters": None, "active_parameters": None,
+    "target_tokens": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,36 +150,35 @@ def collect(
     event_times = [e.time for e in events if e.time is not None]
     newest = [*event_times, *([] if (t := last_known(times)) is None else [t])]
     tokens, step, rank = (last_known(columns.get(key)) for key in ("tokens", "step", "slowest_rank"))
-    medians = {
+    medians: dict[str, Any] = {
         key: recent_median(columns.get(key))
         for key in ("tokens_per_second", "tokens_per_second_per_device", "mfu", "hfu", "step_seconds", "utilization",
                     "spread_seconds")
     }  # fmt: skip
     validations = [e.val_loss for e in events if isinstance(e, Evaluated) and e.val_loss is not None]
-    target, speed, status = _target_tokens(recipe), medians["tokens_per_second"], _status(events, len(columns))
+    stated = _recipe_fields(recipe) if recipe else {**NO_RECIPE, "name": print_text(run.name)}
+    target, speed, status = (
+        stated["target_tokens"],
+        medians["tokens_per_second"],
+        "running" if len(columns) else "unknown",
+    )
+    statuses = (s for event in reversed(events) for kind, s in STATUS.items() if isinstance(event, kind))
+    status = next(statuses, status)
     is_under_way = status == "running" and target is not None and tokens is not None and bool(speed)
-    parameters, active_parameters = _parameters(recipe)
     plan = run.plan()
     energy = _energy(run, recipe, tokens, step, plan, factors)
     memory_bytes = highest(columns.get("memory_bytes"))
     history = read_history(events, _history_lines(columns))
     return RunSummary(
-        name=print_text(recipe.name if recipe else run.name),
         path=str(run.path),
         status=status,
         problem=print_text("; ".join(problems)) if problems else None,
-        recipe=clean(recipe.model_dump(mode="json")) if recipe else {},
-        cluster=print_text(recipe.cluster) if recipe else "unknown",
-        model=print_text(_model_text(recipe)),
-        parameters=parameters,
-        active_parameters=active_parameters,
         layout=_layout(start, recipe),
         nodes=start.nodes or (recipe.nodes if recipe else None),
         world_size=start.world_size,
         device=start.device or (m if isinstance(m := manifest.get("device"), str) and m else None),
         step=None if step is None else int(step),
         tokens=tokens,
-        target_tokens=target,
         loss=recent_median(columns.get("loss"), last=10, skip=0),
         # The event, because the last validation of a run is followed by no metrics line.
         val_loss=validations[-1] if validations else last_known(columns.get("val_loss")),
@@ -192,6 +198,7 @@ def collect(
         manifest=manifest,
         plan_rows=_plan_rows(plan, medians, memory_bytes, energy, status),
         lines=len(columns),
+        **stated,
         **medians,
     )
 
@@ -232,18 +239,10 @@ def _missing_files(run: Run, events: Sequence[Event], lines: int) -> list[str]:
     return problems
 
 
-_STATUS: dict[type[Event], str] = {
+STATUS: dict[type[Event], str] = {
     Finished: "finished", Stopped: "stopped", SignalReceived: "stopped", GaveUp: "failed", FaultEvent: "failed",
     Hang: "failed", ProcessStart: "running", Restarted: "running",
 }  # fmt: skip
-
-
-def _status(events: Sequence[Event], lines: int) -> str:
-    for event in reversed(events):
-        for kind, status in _STATUS.items():
-            if isinstance(event, kind):
-                return status
-    return "running" if lines else "unknown"
 
 
 def _silent_after(times: Numbers) -> float:
@@ -253,34 +252,27 @@ def _silent_after(times: Numbers) -> float:
     return max(SILENT_SECONDS, 5 * float(np.median(gaps))) if len(gaps) else SILENT_SECONDS
 
 
-def _parameters(recipe: Recipe | None) -> tuple[int | None, int | None]:
-    from windlass.models.presets import model_spec
-
-    if recipe is None:
-        return None, None
+def _recipe_fields(recipe: Recipe) -> dict[str, Any]:
+    """The fields of a summary that only the recipe says."""
+    m, data, steps = recipe.model, recipe.data, recipe.train.steps
+    parameters = None
     try:
-        parameters = model_spec(recipe.model).params
+        parameters = model_spec(m).params
     except (WindlassError, OSError, KeyError, TypeError, ValueError):  # a Hugging Face config that was not copied
-        return None, None
-    return parameters.total, parameters.active
-
-
-def _target_tokens(recipe: Recipe | None) -> float | None:
-    if recipe is None or recipe.data.tokens is not None:
-        return None if recipe is None else float(recipe.data.tokens or 0)
-    if recipe.train.steps is not None and recipe.data.batch_tokens is not None:
-        return float(recipe.train.steps * recipe.data.batch_tokens)
-    return None
-
-
-def _model_text(recipe: Recipe | None) -> str:
-    if recipe is None:
-        return "unknown"
-    m = recipe.model
-    if m.family == "hf":
-        return f"Hugging Face {m.config}"
+        pass
+    target = data.tokens
+    if target is None and steps is not None and data.batch_tokens is not None:
+        target = steps * data.batch_tokens
     sizes = f", {m.layers} layers, width {m.width}, {m.heads} heads, vocabulary {m.vocab:,}" if m.vocab else ""
-    return m.family + sizes
+    return {
+        "name": print_text(recipe.name),
+        "recipe": clean(recipe.model_dump(mode="json")),
+        "cluster": print_text(recipe.cluster),
+        "model": print_text(f"Hugging Face {m.config}" if m.family == "hf" else m.family + sizes),
+        "parameters": None if parameters is None else parameters.total,
+        "active_parameters": None if parameters is None else parameters.active,
+        "target_tokens": None if target is None else float(target),
+    }
 
 
 def _layout(start: ProcessStart, recipe: Recipe | None) -> dict[str, Any] | None:

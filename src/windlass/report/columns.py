@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -14,12 +15,17 @@ import numpy.typing as npt
 from windlass.runs.events import Event
 from windlass.runs.metrics import METRICS
 
+parse_json: Callable[[bytes], Any] = json.loads
+with contextlib.suppress(ImportError):
+    import orjson
+
+    parse_json = orjson.loads  # three times as fast
 Numbers = npt.NDArray[np.float64]
 # Lines, evenly spread over the file, that the first look at a long file takes.
 SAMPLE_LINES = 3000
 # Files beyond this are sampled before they are read completely.
 LONG_FILE_BYTES = 8 << 20
-BLOCK_BYTES = 4 << 20
+READ_BYTES = 4 << 20
 TAIL_BYTES = 16384
 # Keys beyond METRICS that are kept: a run that invents thousands must not fill the memory.
 MAX_EXTRA_KEYS = 64
@@ -34,13 +40,6 @@ class Columns:
         self.path = path
         self.is_sample = False  # lines from all over the file, not all of them
         self._lock = threading.Lock()
-        self._parse: Callable[[bytes], Any] = json.loads
-        try:
-            import orjson
-
-            self._parse = orjson.loads
-        except ImportError:
-            pass
         self._reset()
 
     def _reset(self) -> None:
@@ -86,7 +85,7 @@ class Columns:
         while self._offset < stop:
             file.seek(self._offset)
             left = size - self._offset
-            block = file.read(min(BLOCK_BYTES, left))
+            block = file.read(min(READ_BYTES, left))
             if b"\n" not in block and len(block) < left:  # one line longer than a block: take all of it
                 block += file.readline(left - len(block))
             end = block.rfind(b"\n") + 1
@@ -98,9 +97,12 @@ class Columns:
 
     def _add(self, lines: Sequence[bytes]) -> None:
         try:  # one call for the whole block is three times as fast; one torn line makes it fail
-            values = list(self._parse(b"[" + b",".join(lines) + b"]"))
+            values = list(parse_json(b"[" + b",".join(lines) + b"]"))
         except ValueError:
-            values = [self._parse_line(line) for line in lines]
+            values = []
+            for line in lines:
+                with contextlib.suppress(ValueError):
+                    values.append(parse_json(line))
         rows = [v for v in values if isinstance(v, dict) and is_number(v.get("step")) and -1 < v["step"] < 2**53]
         if not rows:
             return
@@ -108,12 +110,6 @@ class Columns:
             self._extend(key, [row.get(key) for row in rows])
         self._rows += len(rows)
         self.version += 1
-
-    def _parse_line(self, line: bytes) -> Any:
-        try:
-            return self._parse(line)
-        except ValueError:
-            return None
 
     def _extend(self, key: str, values: list[Any]) -> None:
         try:
@@ -178,11 +174,11 @@ def thin(x: Numbers, y: Numbers, points: int = 1200) -> tuple[list[float], list[
     return x.tolist(), [None if value != value else value for value in y.tolist()]
 
 
-AXES = {"step": "step", "tokens": "tokens", "time": "hours", "kwh": "kWh"}
+X_AXES = {"step": "step", "tokens": "tokens", "time": "hours", "kwh": "kWh"}
 
 
 def axis(columns: Columns, name: str) -> Numbers:
-    """The x axis by its name in AXES; time is hours since the first line."""
+    """The x axis by its name in X_AXES; time is hours since the first line."""
     if name == "time":
         times = columns.get("time")
         return (times - first_known(times)) / 3600

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
-from windlass.config.secret import looks_secret
-from windlass.figures import Cards, DataTable, Html, Item, Note, Section
+from windlass.config.launch import looks_secret
+from windlass.figures import Card, Cards, DataTable, Html, Note, Section
 
 HIDDEN = "(hidden)"
 _OURS = {"tokens", "keys"}
 _FORM = re.compile(
-    r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}|xox[baprs]-[A-Za-z0-9-]{10,}"
+    r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}"
+    r"|xox[baprs]-[A-Za-z0-9-]{10,}"
     r"|wandb_v1_[A-Za-z0-9_]{20,}|eyJ[A-Za-z0-9_-]{15,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,})"
 )
 _PAIR = re.compile(
-    r"(?i)\b([A-Z0-9_]*(?:API_?KEY|SECRET|PASSWORD|PASSWD|ACCESS_?KEY|_TOKEN)[A-Z0-9_]*)(\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|\S+)"
+    r"(?i)\b([A-Z0-9_]*(?:API_?KEY|SECRET|PASSWORD|PASSWD|ACCESS_?KEY|_TOKEN)[A-Z0-9_]*)"
+    r"(\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|\S+)"
 )
 
 
@@ -50,18 +52,15 @@ def without_paths(text: str) -> str:
 
 
 def publishable(sections: Iterable[Section]) -> list[Section]:
-    """The same sections without the paths of this machine."""
-    return [replace(s, title=without_paths(s.title), items=tuple(_published(i) for i in s.items)) for s in sections]
+    """The same sections without the paths of this machine; charts have none."""
+    return [_strip_paths(section) for section in sections]
 
 
-def _published(item: Item) -> Item:
-    if isinstance(item, DataTable):
-        rows = [tuple(without_paths(c) if isinstance(c, str) else c for c in row) for row in item.rows]
-        return replace(item, rows=rows)
-    if isinstance(item, Note):
-        return replace(item, text=without_paths(item.text))
-    if isinstance(item, Html):
-        return replace(item, html=without_paths(item.html))
-    if isinstance(item, Cards):
-        return replace(item, cards=[replace(c, note=without_paths(c.note)) for c in item.cards])
-    return item
+def _strip_paths(value: Any) -> Any:
+    if isinstance(value, str):
+        return without_paths(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(_strip_paths(inner) for inner in value)
+    if isinstance(value, (Section, DataTable, Note, Html, Cards, Card)):
+        return replace(value, **{f.name: _strip_paths(getattr(value, f.name)) for f in fields(value)})
+    return value

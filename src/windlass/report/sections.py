@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,10 @@ from windlass.figures import Card, Cards, Chart, DataTable, Html, Item, Mark, No
 from windlass.profile.view import run_sections
 from windlass.report.collect import RunSummary
 from windlass.report.columns import Columns, axis, step_of, thin
-from windlass.report.evaluations import evaluation
 from windlass.report.model_card import content_summary, data_section, model_card, store_name
 from windlass.report.redact import redact, redact_text
 from windlass.report.tables import (
-    CHECKPOINT_COLUMNS,
-    PLAN_COLUMNS,
-    SEGMENT_COLUMNS,
-    SOURCE_COLUMNS,
-    checkpoint_rows,
+    checkpoint_table,
     counted,
     energy_card,
     energy_rows,
@@ -34,10 +29,10 @@ from windlass.report.tables import (
     life_rows,
     number,
     percent,
-    plan_rows,
+    plan_table,
     rate,
-    segment_rows,
-    source_rows,
+    segment_table,
+    source_table,
     state,
     watts,
     when,
@@ -219,18 +214,13 @@ def progress(s: RunSummary, columns: Columns) -> Chart | None:
     span = float(np.nanmax(times)) - began
     unit, name = (60.0, "minutes") if span < 7200 else (3600.0, "hours")
     xs, ys = thin((times - began) / unit, columns.get("step"))
-    pen_x: list[float] = []
-    pen_y: list[float | None] = []
-    for x, y in zip(xs, ys, strict=True):
-        if y is not None and pen_y and y < (pen_y[-1] or 0.0):  # lift the pen where the step goes back
-            pen_x.append(x)
-            pen_y.append(None)
-        pen_x.append(x)
-        pen_y.append(y)
+    steps = np.array(ys, dtype=np.float64)
+    backwards = np.nonzero(np.diff(steps) < 0)[0] + 1  # lift the pen where the step goes back
+    pen_x, pen_y = np.insert(xs, backwards, np.array(xs)[backwards]), np.insert(steps, backwards, np.nan)
     marked = [e for e in s.events if e.event in MARKS and e.time is not None]
     return Chart(
         title="Steps over time",
-        series=(line("step", pen_x, pen_y),),
+        series=(line("step", pen_x.tolist(), [None if y != y else y for y in pen_y.tolist()]),),
         x_title=f"{name} since the start",
         y_title="step",
         marks=_spaced_marks([(((e.time or 0.0) - began) / unit, MARKS[e.event]) for e in marked], span / unit),
@@ -244,9 +234,7 @@ def life(s: RunSummary, columns: Columns | None = None) -> Section:
     if columns is not None and (chart := progress(s, columns)) is not None:
         items.append(chart)
     if rows := life_rows(s):
-        caption = "Each attempt is one group of processes; an interruption ends one, a resume begins the next."
-        items.append(DataTable(("", ""), rows))
-        items.append(DataTable(SEGMENT_COLUMNS, segment_rows(s), right=(2, 4, 5, 6, 7), caption=caption))
+        items += [DataTable(("", ""), rows), segment_table(s)]
     shown = [e for e in s.events if e.event not in ("removed", "interval")][-MAX_EVENTS:]
     events = [
         (
@@ -270,9 +258,8 @@ ENERGY_KINDS = {"in the total": 0, "inside another": 7, "modelled, not in the to
 
 def energy(s: RunSummary) -> Section:
     items: list[Item] = []
-    if rows := source_rows(s.energy):
-        strong = [i for i, r in enumerate(rows) if r[5] == "yes"]
-        items += [DataTable(SOURCE_COLUMNS, rows, right=(3, 4), strong=strong), _energy_chart(s)]
+    if s.energy.ledger.sources:
+        items += [source_table(s.energy), _energy_chart(s)]
     items.append(DataTable(("", "", "source"), energy_rows(s)))
     if missing := sorted((name, redact_text(reason)) for name, reason in s.energy.ledger.missing.items()):
         items.append(DataTable(("not read", "reason"), missing, caption="On at least one node."))
@@ -310,18 +297,61 @@ def _energy_chart(s: RunSummary) -> Chart:
 
 
 def plan_sections(s: RunSummary) -> list[Section]:
-    rows = plan_rows(s.plan_rows)
-    return (
-        [Section("Predicted vs. measured", (DataTable(PLAN_COLUMNS, rows, right=(1, 2, 3)),), id="plan")]
-        if rows
-        else []
+    return [Section("Predicted vs. measured", (plan_table(s.plan_rows),), id="plan")] if s.plan_rows else []
+
+
+def evaluation(s: RunSummary) -> Section:
+    items: list[Item] = []
+    if s.val_loss is not None:
+        items.append(Note(f"Validation loss {number(s.val_loss)} nats per token."))
+    items += _by_source([e for e in s.events if isinstance(e, Evaluated)])
+    if s.evaluations:
+        columns = ("task", "group", "metric", "value", "95 % interval", "items", "step")
+        caption = "Written by `windlass eval`; the newest of each."
+        items.append(DataTable(columns, eval_rows(s.evaluations), right=(3, 4, 5, 6), caption=caption))
+    nothing = Note("None recorded; `windlass eval RUN` writes eval.jsonl.")
+    return Section("Evaluation", tuple(items) or (nothing,), id="evaluation")
+
+
+def _by_source(passes: Sequence[Evaluated]) -> list[Item]:
+    """Curves by source, and the last pass as a table; nothing where only one source is held out."""
+    passes = [e for e in passes if e.sources and e.step is not None]
+    if not passes or len(passes[-1].sources) < 2:
+        return []
+    last = passes[-1]
+    rows = [("all", last.val_loss, last.bits_per_byte)]
+    for kind, parts in (("source", last.sources), ("language", last.languages)):
+        rows += [(f"{kind} {k}", known_float(v["loss"]), known_float(v.get("bits_per_byte"))) for k, v in parts.items()]
+    table = DataTable(
+        ("text", "loss", "bits per byte"),
+        [(redact_text(name), number(loss), number(bits)) for name, loss, bits in rows],
+        right=(1, 2),
+        caption=f"Last validation pass, after step {last.step}.",
     )
+    if len(passes) < 2:
+        return [table]
+    series = []
+    for name in dict.fromkeys(name for e in passes for name in e.sources):
+        losses = [(e.step or 0, e.sources[name]["loss"]) for e in passes if name in e.sources]
+        series.append(line(name, [step for step, _ in losses], [loss for _, loss in losses]))
+    return [Chart(title="Validation loss by source", series=series, x_title="step", y_title="nats per token"), table]
+
+
+def eval_rows(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """One row per task, group and metric: the newest, because a run is evaluated again as it goes on."""
+    newest = {tuple(str(e.get(key)) for key in ("task", "group", "metric")): e for e in lines}
+    rows = []
+    for e in newest.values():
+        value, low, high, count, step = (known_float(e.get(k)) for k in ("value", "low", "high", "count", "step"))
+        names = (redact_text(str(e.get(key, ""))) for key in ("task", "group", "metric"))
+        interval = "unknown" if low is None else f"{number(low)} to {number(high)}"
+        rows.append((*names, number(value), interval, number(count, 12, ""), number(step, 12, "")))
+    return rows
 
 
 def saves(s: RunSummary) -> Section:
-    rows = checkpoint_rows(s)
-    table = DataTable(CHECKPOINT_COLUMNS, rows, right=(0, 1, 2, 3, 4))
-    return Section("Checkpoints", (table if rows else Note("No checkpoint was saved."),), id="checkpoints")
+    item = checkpoint_table(s) if s.checkpoints else Note("No checkpoint was saved.")
+    return Section("Checkpoints", (item,), id="checkpoints")
 
 
 def environment(s: RunSummary) -> Section:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from windlass.energy.carbon import print_carbon
+from windlass.figures import DataTable
 from windlass.report.collect import RunEnergy, RunSummary
 from windlass.units import print_bytes, print_figure, print_joules, print_seconds, print_tokens
 
@@ -118,17 +119,15 @@ def energy_rows(summary: RunSummary) -> list[tuple[str, str, str]]:
     return [*rows, ("predicted by the plan", kwh(e.forecast_kwh), forecast), ("equivalent to", "", c.equivalent)]
 
 
-SOURCE_COLUMNS = ("source", "scope", "method", "energy", "nodes", "in total", "note")
-
-
-def source_rows(energy: RunEnergy) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
+def source_table(energy: RunEnergy) -> DataTable:
+    rows = []
     for s in energy.ledger.sources:
         in_total = "yes" if s.counted else "no (estimate)" if s.method == "modelled" else "no (inside another)"
         note = "; ".join(filter(None, (s.note, f"{s.resets} counter resets" if s.resets else "")))
         nodes = "all" if s.nodes == 0 else str(s.nodes)
         rows.append((s.source, s.scope, s.method, print_joules(s.joules), nodes, in_total, note))
-    return rows
+    columns = ("source", "scope", "method", "energy", "nodes", "in total", "note")
+    return DataTable(columns, rows, right=(3, 4), strong=[i for i, s in enumerate(energy.ledger.sources) if s.counted])
 
 
 def life_rows(summary: RunSummary) -> list[tuple[str, str]]:
@@ -151,12 +150,9 @@ def life_rows(summary: RunSummary) -> list[tuple[str, str]]:
     ]
 
 
-SEGMENT_COLUMNS = ("attempt", "start", "duration", "outcome", "devices", "steps", "lost", "start-up")
-
-
-def segment_rows(summary: RunSummary) -> list[tuple[str, ...]]:
+def segment_table(summary: RunSummary) -> DataTable:
     """One row per process group: a job of a chain, a restart, a requeue."""
-    rows: list[tuple[str, ...]] = []
+    rows = []
     for index, part in enumerate(summary.life.segments if summary.life else (), 1):
         lost = max(0, part.last_step - part.kept_step)
         duration = print_seconds(part.ended_at - part.began_at)
@@ -164,26 +160,25 @@ def segment_rows(summary: RunSummary) -> list[tuple[str, ...]]:
         devices, startup = str(part.world_size or "?"), print_seconds(part.startup_seconds)
         shown_lost = f"{lost:,}" if lost else ""
         rows.append((str(index), when(part.began_at), duration, part.end, devices, steps, shown_lost, startup))
-    return rows
+    columns = ("attempt", "start", "duration", "outcome", "devices", "steps", "lost", "start-up")
+    caption = "Each attempt is one group of processes; an interruption ends one, a resume begins the next."
+    return DataTable(columns, rows, right=(2, 4, 5, 6, 7), caption=caption)
 
 
 def goodput(summary: RunSummary) -> float | None:
     return summary.life.goodput if summary.life else None
 
 
-CHECKPOINT_COLUMNS = ("step", "tokens", "size", "training waited", "written in", "state")
-
-
-def checkpoint_rows(summary: RunSummary) -> list[tuple[str, ...]]:
+def checkpoint_table(summary: RunSummary) -> DataTable:
     rows = []
     for c in summary.checkpoints:
         seconds = (print_seconds(c.get(key)) for key in ("stall_seconds", "write_seconds"))
         size = print_bytes(c.get("bytes"))
         rows.append((f"{c['step']:,}", print_tokens(c.get("tokens")), size, *seconds, str(c["state"])))
-    return rows
+    columns = ("step", "tokens", "size", "training waited", "written in", "state")
+    return DataTable(columns, rows, right=(0, 1, 2, 3, 4))
 
 
-PLAN_COLUMNS = ("", "predicted", "measured", "error")
 PLAN_UNITS: dict[str, Callable[[float | None], str]] = {
     "bytes": print_bytes,
     "kWh": lambda value: kwh(value, "not measured"),
@@ -191,12 +186,12 @@ PLAN_UNITS: dict[str, Callable[[float | None], str]] = {
 }
 
 
-def plan_rows(rows: Sequence[tuple[str, float | None, float | None]]) -> list[tuple[str, ...]]:
+def plan_table(rows: Sequence[tuple[str, float | None, float | None]]) -> DataTable:
     """Each row's name carries its unit after a comma."""
-    texts: list[tuple[str, ...]] = []
+    texts = []
     for title, predicted, measured in rows:
         error = f"{100 * (measured / predicted - 1):+.1f} %" if predicted and measured is not None else ""
         name, _, unit = title.partition(", ")
         show = PLAN_UNITS.get(unit, number)
         texts.append((name, show(predicted), show(measured), error))
-    return texts
+    return DataTable(("", "predicted", "measured", "error"), texts, right=(1, 2, 3))

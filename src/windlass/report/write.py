@@ -9,16 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import windlass
-from windlass.figures import Chart, Heat, Section, page, save_page, save_picture
+from windlass.figures import Cards, Chart, DataTable, Heat, Item, Note, Section, page, save_page, save_picture
 from windlass.report.collect import collect
 from windlass.report.columns import Columns
-from windlass.report.markdown import markdown
 from windlass.report.redact import publishable, redact
 from windlass.report.sections import joined, sections, together
 from windlass.report.sweeps import SweepView
 from windlass.report.tables import counted, when
 from windlass.runs.folder import Run
 from windlass.units import print_text
+
+# What came from a run is shown as text, never as markup.
+_SPECIAL = str.maketrans({
+    "\\": "\\\\", "*": "\\*", "|": "\\|", "<": "&lt;", ">": "&gt;", "\n": " ", "\r": " ",
+    "`": "'", "[": "\\[", "]": "\\]",
+})  # fmt: skip
 
 
 def report_sections(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> tuple[str, str, list[Section]]:
@@ -100,3 +105,37 @@ def write_figures(runs: Sequence[Run], folder: Path, kind: str = "svg", sweeps: 
 def write_report(run: Run, path: Path | None = None) -> Path:
     """The HTML report of one run, by default as report.html in its folder."""
     return save_page(path or run.report_file, html_report([run]))
+
+
+def markdown(title: str, sections: Sequence[Section], *, subtitle: str = "") -> str:
+    parts = [f"# {_plain(title)}", *([_plain(subtitle)] if subtitle else [])]
+    for section in sections:
+        if section.title:
+            parts.append(f"## {_plain(section.title)}")
+        parts += [text for item in section.items if (text := _markdown_item(item))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown_item(item: Item) -> str:
+    if isinstance(item, DataTable):
+        head = [
+            [_plain(c) or " " for c in item.columns],
+            ["---:" if i in item.right else "---" for i in range(len(item.columns))],
+        ]
+        rows = [[_plain(cell) for cell in row] for row in item.texts()]
+        caption = f"\n\n{_plain(item.caption)}" if item.caption else ""
+        return "\n".join(f"| {' | '.join(row)} |" for row in (*head, *rows)) + caption
+    if isinstance(item, Cards):
+        return "\n".join(
+            f"- **{_plain(c.label)}**: {_plain(c.value)}" + (f" ({_plain(c.note)})" if c.note else "")
+            for c in item.cards
+        )
+    if isinstance(item, Note):
+        return ("> " if item.kind == "warning" else "") + _plain(item.text)
+    if isinstance(item, (Chart, Heat)):
+        return f"*Figure: {_plain(item.title)} (in the HTML form)*"
+    return ""  # HTML has no place in Markdown
+
+
+def _plain(text: str) -> str:
+    return text.translate(_SPECIAL).strip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -117,9 +118,20 @@ class Run:
         return validate(Recipe, value, str(self.config_file))
 
     def layout_from(self) -> str | None:
-        """Who chose the layout in config.json: "recipe" or "planner"; None in run folders of version 0.1."""
-        resolved = (read_json(self.config_file) or {}).get("resolved")
-        return resolved.get("layout_from") if isinstance(resolved, dict) else None
+        """Who chose the layout in config.json: "recipe" or "planner"; None before there is a config.
+
+        Run folders of version 0.1 do not say it: there, the planner chose it when recipe.toml has no `[layout]`.
+        """
+        config = read_json(self.config_file)
+        if config is None:
+            return None
+        if isinstance(resolved := config.get("resolved"), dict):
+            return resolved.get("layout_from")
+        try:
+            written = tomllib.loads(self.recipe_file.read_text(encoding="utf-8"))
+        except (OSError, tomllib.TOMLDecodeError):
+            return "recipe"
+        return "recipe" if not written or "layout" in written else "planner"
 
     def manifest(self) -> dict[str, Any]:
         return read_json(self.manifest_file) or {}
@@ -214,10 +226,11 @@ def _never_began(run: Run) -> bool:
     )
 
 
-# Keys and tables that may change between two starts. The last three say where the run and its data are: a run may be
-# moved, and the token store is checked by its ledger's hash.
+# Keys and tables that may change between two starts. The second line changes no result. The last three say where the run
+# and its data are: a run may be moved, and the token store is checked by its ledger's hash.
 CHANGEABLE = (
     "train.steps", "data.tokens", "save", "trackers", "launch", "profile", "energy", "notes",
+    "train.log_every", "train.eval_every", "train.watchdog_seconds",
     "cluster", "nodes", "data.store",
 )  # fmt: skip
 # What the planner chooses for a number of devices; it changes no result.
@@ -238,9 +251,9 @@ def accepted_changes(run: Run, old: Recipe, new: Recipe) -> list[Event]:
         raise RunError(
             "runs.recipe-changed",
             f"{run.path} was started with another recipe; {len(refused)} changed:{diff}",
-            hint="choose a new run folder with --run (or another name in the recipe) to train with the new values, "
-            "or change them back; train.steps, data.tokens, [layout], [save], [trackers], [launch], [profile], "
-            "[energy] and notes may change",
+            hint=f"change them back, or train a new run from these weights on purpose: `windlass train RECIPE "
+            f"--run NEW_FOLDER save.load={run.path}`; train.steps, data.tokens, train.log_every, train.eval_every, "
+            "train.watchdog_seconds, [layout], [save], [trackers], [launch], [profile], [energy] and notes may change",
         )
     events: list[Event] = []
     if recorded := {key: value for key, value in changes.items() if _is_below(key, CHANGEABLE)}:

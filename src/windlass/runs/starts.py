@@ -16,6 +16,10 @@ from windlass.runs.folder import Run
 
 WAIT_SECONDS = 300.0
 """How long workers wait for their start's file: a parallel file system shows it to other nodes a little later."""
+SAME_START_SECONDS = 10.0
+"""Ranks that belong together begin within this time of each other."""
+REPLACED_SECONDS = 30.0
+"""Within this time rank 0 has replaced the file of an earlier start: it has to plan the run before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +64,19 @@ def last_start(run: Run) -> Start | None:
     return _parse(max(values, key=lambda value: value["created_at"])) if values else None
 
 
-def wait_for_start(run: Run, name: str, seconds: float = WAIT_SECONDS) -> Start:
-    deadline = time.monotonic() + seconds
-    while (start := read_start(run, name)) is None:
-        if time.monotonic() > deadline:
+def wait_for_start(run: Run, name: str, seconds: float = WAIT_SECONDS, *, reused_name: bool = False) -> Start:
+    """The start of this name, once it is written.
+
+    `reused_name`: ranks that were started by hand have no job id, so an earlier start may have left a file of the same
+    name. One that is older than these processes is taken only when no newer one comes.
+    """
+    begun_at, clock = time.time(), time.monotonic()
+    while True:
+        start, waited_seconds = read_start(run, name), time.monotonic() - clock
+        fresh = start is not None and start.created_at >= begun_at - SAME_START_SECONDS
+        if start is not None and (fresh or not reused_name or waited_seconds > REPLACED_SECONDS):
+            return start
+        if waited_seconds > seconds:
             raise RunError(
                 "runs.start-missing",
                 f"{run.starts / f'{name}.json'} was not written within {seconds:.0f} s",
@@ -71,7 +84,6 @@ def wait_for_start(run: Run, name: str, seconds: float = WAIT_SECONDS) -> Start:
                 "the run folder must be on a file system that all nodes share",
             )
         time.sleep(0.1)
-    return start
 
 
 def _parse(value: dict[str, Any]) -> Start:

@@ -129,9 +129,13 @@ def divide_blocks(module: DecoderModel, step: StepSpec, world: World, objective:
             block_part(branch.block.kind, "parallel").parallelize(block, meshes)
     if meshes.tensor is None:
         return
-    norms = [norm for layer in module.typed_layers() for norm in layer.norms()]
-    for norm in norms if module.norm is None else [*norms, module.norm]:
-        parallel_norm.parallelize(norm, meshes.tensor)
+    for layer in module.typed_layers():
+        for norm in layer.pre_norms():
+            parallel_norm.parallelize(norm, meshes.tensor)
+        for norm in layer.post_norms():
+            parallel_norm.parallelize(norm, meshes.tensor, ends_branch=True)
+    if module.norm is not None:
+        parallel_norm.parallelize(module.norm, meshes.tensor)
     if module.embed is not None:
         parallel_embedding.parallelize(module.embed, meshes.tensor)
     if module.head is not None:

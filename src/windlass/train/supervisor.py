@@ -6,24 +6,29 @@ signals, reads the fault records, and stops trying when a restart cannot help.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import IO
 
 from windlass import errors
 from windlass.checkpoint.files import newest_step
+from windlass.clusters.scheduler import job_id
 from windlass.processes import end_with_parent, usable_cores
 from windlass.runs.events import FaultEvent, GaveUp, Restarted
 from windlass.runs.faults import INCURABLE, FaultRecord
-from windlass.runs.folder import Run
+from windlass.runs.folder import Run, open_run
+from windlass.runs.lock import locked
+from windlass.runs.starts import Start, wait_for_start, write_start
 
 MAX_PAUSE_SECONDS = 60.0
 LISTEN_HANDLE = "WINDLASS_LISTEN_HANDLE"
@@ -110,6 +115,32 @@ class WorkerGroup:
             worker.wait()
         for log in self.logs:
             log.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m windlass.train.supervisor RUN --start NAME`: all workers of a start on this machine; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m windlass.train.supervisor", description=__doc__)
+    parser.add_argument("run", help="run folder")
+    parser.add_argument("--start", required=True, help="name of the start")
+    parser.add_argument("--restarts", type=int, default=3, help="how often failed workers are restarted")
+    options = parser.parse_args(arguments)
+    run = open_run(options.run)
+    start = wait_for_start(run, options.start)
+    with locked(run.lock_file, job_id()):
+        return run_workers(worker_argv(run, start), start.devices, run, options.restarts)
+
+
+def worker_argv(run: Run, start: Start, *options: str) -> Callable[[int], list[str]]:
+    """The command of a start's workers by attempt. A restart is a start of its own: its file is written here."""
+
+    def argv(attempt: int) -> list[str]:
+        current = replace(start, restart=start.restart + attempt)
+        if attempt:
+            write_start(run, current)
+        worker = [sys.executable, "-m", "windlass.train.worker", str(run.path)]
+        return [*worker, "--start", current.name, "--locked", *options]
+
+    return argv
 
 
 def run_workers(
@@ -277,3 +308,7 @@ def _from_record(record: FaultRecord, codes: Sequence[int | None]) -> WorkerFaul
     code = errors.EXIT_HANG if record.kind == "hang" else record.exit_code or codes[rank] or 1
     blamed = rank if record.culprit is None else record.culprit
     return WorkerFault(blamed, str(record.kind), record.error, code, str(record.host), record.hint)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,7 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train this rank's part of a start; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m windlass.train.worker", description=__doc__)
     parser.add_argument("run", help="run folder")
-    parser.add_argument("--start", help="name of the start, from whoever holds the run's lock (default: this job's)")
+    parser.add_argument("--start", help="name of the start (default: that of this SLURM job)")
+    parser.add_argument("--locked", action="store_true", help="whoever starts this worker holds the run's lock")
     parser.add_argument("--store", help="copy of the token store on a disk of this node")
     parser.add_argument("--quiet", action="store_true", help="no progress lines")
     options = parser.parse_args(arguments)
@@ -27,8 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     recipe = folder.recipe()
     if options.store is not None:
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"store": options.store})})
-    own_lock = here.rank == 0 and options.start is None
-    with locked(folder.lock_file, job_id()) if own_lock else contextlib.nullcontext():
+    with locked(folder.lock_file, job_id()) if here.rank == 0 and not options.locked else contextlib.nullcontext():
         from windlass.train import loop, mesh, profiler, progress, tracking  # torch: only once the start is there
 
         display = progress.ProgressDisplay(quiet=options.quiet or here.rank != 0)

@@ -71,7 +71,7 @@ trap 'ended_by=TERM' TERM
 srun \
     --wait=120 \
     --cpu-bind=mask_cpu:0xfe000000000000,0xfe00000000000000,0xfe0000,0xfe000000,0xfe,0xfe00,0xfe00000000,0xfe0000000000 \
-    windlass train /project/runs/nine-b/recipe.toml "data.store=/flash/$PROJECT/windlass/shards" --run /project/runs/nine-b
+    python -m windlass.train.worker /project/runs/nine-b --store "/flash/$PROJECT/windlass/shards"
 code=$?
 
 # Write down how the link ended. srun can say 0 after a node failure, so the run folder decides, not its code.

@@ -58,7 +58,7 @@ ended_by=
 trap 'ended_by=TERM' TERM
 srun \
     --wait=120 \
-    windlass train /project/runs/nine-b/recipe.toml --run /project/runs/nine-b
+    python -m windlass.train.worker /project/runs/nine-b
 code=$?
 
 # Write down how the link ended. srun can say 0 after a node failure, so the run folder decides, not its code.

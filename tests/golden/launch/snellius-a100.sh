@@ -59,7 +59,7 @@ srun \
     --wait=120 \
     --cpu-bind=cores \
     --distribution=block:block \
-    windlass train /project/runs/nine-b/recipe.toml --run /project/runs/nine-b
+    python -m windlass.train.worker /project/runs/nine-b
 code=$?
 
 # Write down how the link ended. srun can say 0 after a node failure, so the run folder decides, not its code.

@@ -64,7 +64,7 @@ srun \
     --wait=120 \
     --cpu-bind=none \
     --distribution=block:block \
-    apptainer exec --nv --pwd /project "$image" bash -c 'trap '"'"''"'"' USR1; exec "$@"' windlass torchrun "--nnodes=$SLURM_NNODES" --nproc-per-node=4 --rdzv-backend=c10d "--rdzv-id=$SLURM_JOB_ID" "--rdzv-endpoint=$MASTER_ADDR:$MASTER_PORT" -m -- windlass train /project/runs/nine-b/recipe.toml "data.store=$TMPDIR/windlass/shards" --run /project/runs/nine-b
+    apptainer exec --nv --pwd /project "$image" bash -c 'trap '"'"''"'"' USR1; exec "$@"' windlass torchrun "--nnodes=$SLURM_NNODES" --nproc-per-node=4 --rdzv-backend=c10d "--rdzv-id=$SLURM_JOB_ID" "--rdzv-endpoint=$MASTER_ADDR:$MASTER_PORT" -m -- windlass.train.worker /project/runs/nine-b --store "$TMPDIR/windlass/shards"
 code=$?
 
 # Write down how the link ended. srun can say 0 after a node failure, so the run folder decides, not its code.

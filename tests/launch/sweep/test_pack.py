@@ -125,7 +125,10 @@ def test_points_over_several_nodes_cannot_start_from_inside_a_container(tmp_path
 
 def test_a_point_uses_its_allocation_to_the_end(tmp_path, monkeypatch):
     work = work_of(tmp_path, two_points_on("workstation"))
-    assert "save.lead=0" not in command_of(work, work.points[0])
+    run = work.folder.point(work.points[0].name)
+    command_of(work, work.points[0])
+    assert run.recipe().save.lead == "auto"
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert "save.lead=0" in command_of(work, work.points[0])
+    command_of(work, work.points[0])
+    assert run.recipe().save.lead == 0
     assert work.expected[1].verdict == "illegal" and "workstation" in work.expected[1].reason

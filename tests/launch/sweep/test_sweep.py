@@ -129,8 +129,8 @@ def test_a_wrong_sweep_file_is_refused(tmp_path, text, code, part):
 def test_keys_that_disagree_make_a_point_an_error_not_the_sweep(tmp_path):
     path = write(tmp_path / "s.toml", 'name = "s"\n' + RECIPE + '[matrix]\n"layout.tensor" = [1, 3]\n')
     work = work_of(path, tmp_path / "run")
-    assert work.points[0].problem is None and "model.heads" in work.points[1].problem
-    assert work.expected[1].verdict == "illegal"
+    assert work.expected[0].verdict != "illegal"
+    assert work.expected[1].verdict == "illegal" and "model.heads (4)" in work.expected[1].reason
 
 
 # -- expectations -----------------------------------------------------------------------------------------------------

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+from typer.testing import CliRunner
+
+from windlass.cli import build
 
 SWEEP = """
 name = "tiny"
@@ -48,13 +48,18 @@ devices = 2
 
 
 @pytest.mark.multi
-def test_a_sweep_of_recipes_ends_with_outcomes_measurements_page_and_a_calibrated_planner(tmp_path):
+def test_a_sweep_of_recipes_ends_with_outcomes_measurements_page_and_a_calibrated_planner(tmp_path, monkeypatch):
     (tmp_path / "s.toml").write_text(SWEEP)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(tmp_path / "config"), "HOME": str(tmp_path)}
-    argv = [sys.executable, "-m", "windlass", "sweep", "s.toml", "--pick", "won.toml", "--json"]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, env=env, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    output = json.loads(done.stdout)
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": f"{tmp_path}/config", "HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+
+    def windlass(command: str, *options: str) -> dict:
+        done = CliRunner().invoke(build(command), [command, *options, "--json"])
+        assert done.exit_code == 0, done.output[-3000:]
+        return json.loads(done.stdout)
+
+    output = windlass("sweep", "s.toml", "--pick", "won.toml")
     rows = {r["point"]: r for r in output["rows"]}
     assert output["counts"] == {"ok": 1, "oom": 1, "error": 1}
     good, big, bad = rows["micro_batch-4.shard-none"], rows["micro_batch-64.shard-none"], rows["failing"]
@@ -65,8 +70,9 @@ def test_a_sweep_of_recipes_ends_with_outcomes_measurements_page_and_a_calibrate
     folder = tmp_path / "runs" / "tiny"
     assert (folder / "report.html").is_file() and (folder / "results.csv").is_file()
     assert "micro_batch = 4" in (tmp_path / "won.toml").read_text()
-    again = subprocess.run([*argv[:5], "--json"], cwd=tmp_path, capture_output=True, text=True, env=env, timeout=60)
-    assert json.loads(again.stdout)["rows"] == output["rows"]  # nothing ran again
-    fitted = subprocess.run([sys.executable, "-m", "windlass", "plan", "--calibrate", str(folder), "--json"],
-                            cwd=tmp_path, capture_output=True, text=True, env=env, timeout=60)  # fmt: skip
-    assert [r["name"] for r in json.loads(fitted.stdout)["runs"]] == ["micro_batch-4.shard-none"], fitted.stderr
+    commands = [(folder / "points" / name / "logs" / "point.log").read_text().splitlines()[0] for name in rows]
+    programs = ["worker", "worker", "supervisor"]  # one process, or a supervisor for the two of the failing point
+    assert all(f"-m windlass.train.{p} " in c for p, c in zip(programs, commands, strict=True)), commands
+    assert windlass("sweep", "s.toml")["rows"] == output["rows"]  # nothing ran again
+    fitted = windlass("plan", "--calibrate", str(folder))
+    assert [r["name"] for r in fitted["runs"]] == ["micro_batch-4.shard-none"]

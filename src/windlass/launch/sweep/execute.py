@@ -14,22 +14,34 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
 from windlass.clusters.scheduler import job_id
-from windlass.errors import ConfigError
+from windlass.config import load_recipe
+from windlass.errors import ConfigError, WindlassError
+from windlass.launch.start import bind_start, create_planned_run, local_cluster
 from windlass.launch.sweep.folder import SweepRun
 from windlass.launch.sweep.outcome import COMMAND_MARK, PointOutcome, classify, oom_kills
 from windlass.launch.sweep.points import SweepPoint
 from windlass.launch.sweep.results import collect_rows, read_results, write_tables
 from windlass.processes import end_with_parent
+from windlass.runs.faults import record_fault
 from windlass.runs.lock import locked
 
 END_SECONDS = 15.0  # a point that is asked to end gets this long before it is killed
 TABLE_SHARE = 0.05  # of the time that the points take, at most, for writing tables while they run
 POINT_VARIABLE = "WINDLASS_POINT"  # in the environment of everything a point starts: its folder
+
+
+@dataclass(frozen=True)
+class StepLauncher:
+    """What starts one task per device of several nodes inside an allocation (srun)."""
+
+    argv: tuple[str, ...]
+    nodes: int
+    devices_per_node: int
 
 
 def choose_points(
@@ -60,10 +72,10 @@ def run_points(
     report: Callable[[SweepPoint, PointOutcome | None], None] = lambda point, outcome: None,
     *,
     everything: bool = False,
-    launcher: Sequence[str] = (),
+    launcher: StepLauncher | None = None,
     lock: Path | None = None,
 ) -> dict[str, str]:
-    """Run them in order; point -> outcome. `launcher` precedes each command (srun inside an allocation).
+    """Run them in order; point -> outcome. `launcher` starts each command once per device.
 
     `report` is called at the start of each point (with None) and at its end.
     """
@@ -96,7 +108,7 @@ class LiveTables:
 
 
 def run_point(
-    sweep_run: SweepRun, point: SweepPoint, *, everything: bool = False, launcher: Sequence[str] = ()
+    sweep_run: SweepRun, point: SweepPoint, *, everything: bool = False, launcher: StepLauncher | None = None
 ) -> PointOutcome:
     """Run one point, unless the planner says that it is invalid or would not fit, and record its outcome."""
     expected, folder = sweep_run.expectation(point), sweep_run.folder
@@ -114,7 +126,14 @@ def run_point(
         if point.recipe is None and sweep_run.sweep.results is not None:
             results = point.results_file(run.path, sweep_run.sweep.results)
         stamp, started_at, kills = _stamp(results), time.time(), oom_kills() or 0
-        code, timed_out = _execute(command_of(sweep_run, point, launcher), log, point)
+        try:
+            command = command_of(sweep_run, point, launcher)
+        except WindlassError as error:  # the recipe, its layout or its cluster: a result of this point
+            log.write_text(f"error: {error.message}\n" + (f"hint:  {error.hint}\n" if error.hint else ""))
+            record_fault(run, 0, error)
+            code, timed_out = error.exit_code, None
+        else:
+            code, timed_out = _execute(command, log, point)
         kills = (oom_kills() or 0) - kills
         outcome = classify(run, code, log=log, timed_out=timed_out, since=started_at, oom_kills=kills)
         if outcome.outcome == "ok" and results is not None and (fault := _results_fault(results, stamp)):
@@ -143,19 +162,22 @@ def _stamp(path: Path | None) -> tuple[int, ...] | None:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def command_of(sweep_run: SweepRun, point: SweepPoint, launcher: Sequence[str] = ()) -> list[str]:
-    """What a point starts: `windlass train` with its recipe, or the sweep's own command."""
-    run_dir = sweep_run.folder.point(point.name).path
+def command_of(sweep_run: SweepRun, point: SweepPoint, launcher: StepLauncher | None = None) -> list[str]:
+    """What a point starts: the sweep's own command, or the workers of a recipe. Creates the run and its start first."""
+    folder = sweep_run.folder.point(point.name).path
     if point.recipe is None:
-        return [*launcher, *point.command(run_dir)]
+        return [*(launcher.argv if launcher else ()), *point.command(folder)]
     # A point is not resumed: it uses its allocation to the end. A lead for a last save would stop
     # the last points of a pack.
     lead = ["save.lead=0"] if job_id() is not None and point.recipe.save.lead == "auto" else []
-    recipe = str(sweep_run.folder.recipe(point.name))
-    argv = [sys.executable, "-m", "windlass", "train", recipe, *lead, "--run", str(run_dir)]
-    if launcher:  # the scheduler starts one task per device
-        return [*launcher, *argv]
-    return [*argv, "--devices", str(point.devices or 1), "--restarts", str(sweep_run.sweep.restarts)]
+    loaded = load_recipe(sweep_run.folder.recipe(point.name), lead)
+    nodes, per_node = (launcher.nodes, launcher.devices_per_node) if launcher else (1, point.devices or 1)
+    run, reason = create_planned_run(folder, loaded, local_cluster(loaded.recipe, per_node), nodes)
+    start = bind_start(run, devices=nodes * per_node, devices_per_node=per_node, reason=reason)
+    argv = [str(run.path), "--start", start.name]
+    if launcher is None and per_node > 1:
+        return [sys.executable, "-m", "windlass.train.supervisor", *argv, "--restarts", str(sweep_run.sweep.restarts)]
+    return [*(launcher.argv if launcher else ()), sys.executable, "-m", "windlass.train.worker", *argv]
 
 
 def _execute(command: Sequence[str], log: Path, point: SweepPoint) -> tuple[int, float | None]:

@@ -18,7 +18,7 @@ from windlass.launch.job import BatchJob, choose_queue, cpus_per_device, find_pa
 from windlass.launch.script import srun_argv
 from windlass.launch.slurm import SlurmScheduler
 from windlass.launch.submit import active_venv, submit_job
-from windlass.launch.sweep.execute import run_point
+from windlass.launch.sweep.execute import StepLauncher, run_point
 from windlass.launch.sweep.folder import SweepRun
 from windlass.launch.sweep.outcome import classify
 from windlass.launch.sweep.points import SweepPoint
@@ -236,8 +236,8 @@ def settle(sweep_run: SweepRun, executor: Executor) -> list[str]:
 # -- inside the allocation --------------------------------------------------------------------------------------------
 
 
-def pack_of_this_task(sweep_run: SweepRun, file: Path) -> tuple[list[SweepPoint], list[str]]:
-    """The points that this array task runs, and what precedes their commands.
+def pack_of_this_task(sweep_run: SweepRun, file: Path) -> tuple[list[SweepPoint], StepLauncher | None]:
+    """The points that this array task runs, and what starts their ranks.
 
     Points with an outcome since the submission are left out: a requeued job continues where it was. On several nodes
     srun starts one task per device; one node starts its own processes.
@@ -248,6 +248,6 @@ def pack_of_this_task(sweep_run: SweepRun, file: Path) -> tuple[list[SweepPoint]
     pack, before, now = value["packs"][task], value.get("tries", {}), sweep_run.folder.tries()
     points = [p for p in sweep_run.points if p.name in pack["points"] and now[p.name] == before.get(p.name, 0)]
     if pack["nodes"] == 1 or job_id() is None:
-        return points, []
+        return points, None
     shape = [f"--nodes={pack['nodes']}", f"--ntasks-per-node={pack['devices']}", "--kill-on-bad-exit=1"]
-    return points, [*(value.get("step") or ["srun"]), *shape]
+    return points, StepLauncher((*(value.get("step") or ["srun"]), *shape), pack["nodes"], pack["devices"])

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from windlass.errors import WindlassError
-from windlass.figures import Note, Section
+from windlass.figures import Cards, Chart, DataTable, Heat, Html, Item, Note, Section
+from windlass.figures.html import spec
 from windlass.report.collect import RunSummary
-from windlass.report.columns import AXES, Columns, first_known, step_of
-from windlass.report.dash.blocks import section_json
+from windlass.report.columns import X_AXES, Columns, first_known, step_of
+from windlass.report.dash.planner import ask, choices, question
 from windlass.report.dash.store import Folder, RunView
-from windlass.report.evaluations import evaluation
 from windlass.report.model_card import data_section
 from windlass.report.redact import redact
 from windlass.report.sections import (
@@ -20,6 +21,7 @@ from windlass.report.sections import (
     conventions,
     energy,
     environment,
+    evaluation,
     life,
     overview,
     plan_sections,
@@ -34,7 +36,7 @@ MAX_RUNS = 30
 MAX_KEYS = 12
 MAX_POINTS = 4000
 SPARK_POINTS = 60
-MAX_EVENTS = 60
+MAX_MARKED_EVENTS = 60
 MARKED = (
     "started", "resumed", "fault", "hang", "stopped", "signal", "restarted", "rollback", "saved", "finished", "gave_up",
 )  # fmt: skip
@@ -49,11 +51,6 @@ def answer(folder: Folder, path: str, query: Query) -> dict[str, Any]:
     if path not in ROUTES:
         raise NotFound(path)
     return ROUTES[path](folder, query)
-
-
-def _runs(folder: Folder, query: Query) -> dict[str, Any]:
-    rows = [_row(view) for view in folder.views()]
-    return {"root": str(folder.root), "runs": rows, "axes": AXES, "metrics": METRICS}
 
 
 def _row(view: RunView) -> dict[str, Any]:
@@ -100,7 +97,7 @@ def _run_page(view: RunView, s: RunSummary, columns: Columns) -> dict[str, Any]:
     top = Section("", (cards(s), *warnings), id="top")
     parts = [top, overview(s), life(s, columns), energy(s), *plan_sections(s), evaluation(s), saves(s)]
     parts += [data_section(s), environment(s), conventions()]
-    marked = [e for e in s.events if e.event in MARKED][-MAX_EVENTS:]
+    marked = [e for e in s.events if e.event in MARKED][-MAX_MARKED_EVENTS:]
     events = [{"time": e.time, "event": e.event, "step": step_of(e, columns), "text": e.describe()} for e in marked]
     return {
         "id": view.id,
@@ -125,7 +122,7 @@ def _series(folder: Folder, query: Query) -> dict[str, Any]:
         raise NotFound("run")
     keys = _one(query, "keys", "loss").split(",")[:MAX_KEYS]
     x, points = _one(query, "x", "step"), _one(query, "points", "800")
-    x = x if x in AXES else "step"
+    x = x if x in X_AXES else "step"
     count = max(10, min(MAX_POINTS, int(points))) if points.isdigit() and len(points) < 8 else 800
     version = ".".join(view.version() for view in views)
     if _one(query, "have", "") == version:
@@ -135,7 +132,7 @@ def _series(folder: Folder, query: Query) -> dict[str, Any]:
         curves = {key: view.series(key, x, count) for key in keys}
         series = {key: {"x": xs, "y": ys} for key, (xs, ys) in curves.items()}
         runs.append({"id": view.id, "name": view.summary().name, "path": view.name, "series": series})
-    return {"version": version, "axis": x, "axis_title": AXES[x], "runs": runs}
+    return {"version": version, "axis": x, "axis_title": X_AXES[x], "runs": runs}
 
 
 def _data(folder: Folder, query: Query) -> dict[str, Any]:
@@ -167,8 +164,7 @@ def _profile(folder: Folder, query: Query) -> dict[str, Any]:
 
 def _sweep(folder: Folder, query: Query) -> dict[str, Any]:
     """One sweep, the newest unless another is named; `runs` compares all runs in the folder."""
-    from windlass.report.dash.compare import compared
-    from windlass.report.sweeps import find_sweeps
+    from windlass.report.sweeps import compared, find_sweeps
 
     sweeps = find_sweeps(folder.root)
     wanted = _one(query, "id", sweeps[0].id if sweeps else "runs")
@@ -189,18 +185,30 @@ def _sweep(folder: Folder, query: Query) -> dict[str, Any]:
 
 
 def _plan(folder: Folder, query: Query) -> dict[str, Any]:
-    from windlass.report.dash.planner import ask, question
-
     try:
-        return ask(question(query))
+        answer, parts = ask(question(query))
     except WindlassError as error:
         return {"error": error.message, "hint": error.hint}
+    return {**answer, "sections": [section_json(part) for part in parts]}
 
 
-def _plan_choices(folder: Folder, query: Query) -> dict[str, Any]:
-    from windlass.report.dash.planner import choices
+def section_json(section: Section) -> dict[str, Any]:
+    """For the browser, which draws sections with text nodes only, so that no name can become markup."""
+    items = [_item_json(item) for item in section.items if not isinstance(item, Html)]
+    return {"title": section.title, "id": section.id, "items": items}
 
-    return choices()
+
+def _item_json(item: Item) -> dict[str, Any]:
+    if isinstance(item, DataTable):
+        lists = {"columns": list(item.columns), "right": list(item.right), "strong": list(item.strong)}
+        return {"kind": "table", "rows": item.texts(), "caption": item.caption, **lists}
+    if isinstance(item, Cards):
+        return {"kind": "cards", "cards": [asdict(card) for card in item.cards]}
+    if isinstance(item, Note):
+        return {"kind": "note", "text": item.text, "warning": item.kind == "warning"}
+    assert isinstance(item, (Chart, Heat))
+    texts = {"height": item.height, "caption": item.caption, "title": item.title}
+    return {"kind": "figure", "figure": spec(item), **texts}
 
 
 def _one(query: Query, name: str, default: str | None = None) -> str:
@@ -211,6 +219,9 @@ def _one(query: Query, name: str, default: str | None = None) -> str:
 
 
 ROUTES: dict[str, Callable[[Folder, Query], dict[str, Any]]] = {
-    "runs": _runs, "run": _run, "series": _series, "data": _data, "profile": _profile, "sweep": _sweep, "plan": _plan,
-    "plan-choices": _plan_choices,
+    "runs": lambda folder, query: {
+        "root": str(folder.root), "runs": [_row(view) for view in folder.views()], "axes": X_AXES, "metrics": METRICS,
+    },
+     "run": _run, "series": _series, "data": _data, "profile": _profile, "sweep": _sweep, "plan": _plan,
+    "plan-choices": lambda folder, query: choices(),
 }  # fmt: skip

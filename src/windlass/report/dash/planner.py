@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
+from pydantic import Field, ValidationInfo, field_validator
+
 from windlass.clusters.load import cluster_names, load_cluster
 from windlass.config import Recipe
+from windlass.config.base import Table, Tokens
 from windlass.config.load import check, validate
-from windlass.errors import ConfigError, WindlassError
+from windlass.errors import WindlassError
 from windlass.figures import Card, Cards, DataTable, Mark, Note, Section
-from windlass.report.dash.blocks import section_json
+from windlass.planner.page import carbon, number, stacked
+from windlass.planner.record import plan_json
+from windlass.planner.search import nothing_fits, search
+from windlass.planner.task import make_task
 from windlass.report.tables import percent
-from windlass.units import parse_tokens, print_tokens
+from windlass.units import print_tokens
 
-Query = Mapping[str, Sequence[str]]
 # Shapes in the proportions of published models: name -> (layers, width, ffn, heads, kv_heads, vocabulary).
 SIZES: dict[str, tuple[int, int, int, int, int, int]] = {
     "0.2B": (12, 1024, 2816, 16, 16, 32_000),
@@ -32,16 +36,25 @@ SIZES: dict[str, tuple[int, int, int, int, int, int]] = {
 MAX_LAYOUTS = 8
 
 
-@dataclass(frozen=True)
-class PlannerQuestion:
-    cluster: str
-    nodes: int
-    size: str
-    tokens: int
-    seq_len: int
-    batch_tokens: int
-    precision: str
-    days: float | None  # what is available; the answer says whether it suffices
+class PlannerQuestion(Table):
+    """What the page asks, within bounds."""
+
+    cluster: str = "snellius-h100"
+    nodes: Tokens = Field(default=20, ge=1, le=20_000)
+    size: str = "8B"
+    tokens: Tokens = Field(default=450 * 10**9, ge=10**6, le=10**15)
+    seq_len: Tokens = Field(default=8192, ge=128, le=2**20)
+    batch_tokens: Tokens = Field(default=4 * 2**20, ge=1024, le=10**9)
+    precision: str = "bf16"
+    days: float | None = None  # what is available; the answer says whether it suffices
+
+    @field_validator("cluster", "size")
+    @classmethod
+    def _is_offered(cls, value: str, info: ValidationInfo) -> str:
+        offered = cluster_names() if info.field_name == "cluster" else list(SIZES)
+        if value not in offered:
+            raise ValueError(f"unknown; one of {', '.join(offered)}")
+        return value
 
 
 @lru_cache(maxsize=1)
@@ -60,39 +73,10 @@ def choices() -> dict[str, Any]:
     return {"clusters": clusters, "sizes": list(SIZES), "seq_lens": lengths, "precisions": ["bf16", "fp8", "fp32"]}
 
 
-def question(query: Query) -> PlannerQuestion:
-    """What the page sent, within bounds; a value that cannot be is an error with its name."""
-
-    def text(name: str, default: str) -> str:
-        values = query.get(name)
-        return values[0][:64] if values and values[0] else default
-
-    def choice(name: str, default: str, valid: Sequence[str]) -> str:
-        if (value := text(name, default)) not in valid:
-            raise ConfigError(f"report.unknown-{name}", f"unknown {name} {value!r}", hint=f"one of {', '.join(valid)}")
-        return value
-
-    def count(name: str, default: str, low: int, high: int) -> int:
-        value = parse_tokens(text(name, default))
-        if not low <= value <= high:
-            raise ConfigError("report.value-out-of-range", f"{name} = {value:,} is outside {low:,} to {high:,}")
-        return value
-
-    days = text("days", "")
-    try:
-        available = float(days) if days else None
-    except ValueError:
-        raise ConfigError("report.days-not-a-number", f"days = {days!r} is not a number") from None
-    return PlannerQuestion(
-        cluster=choice("cluster", "snellius-h100", cluster_names()),
-        nodes=count("nodes", "20", 1, 20_000),
-        size=choice("size", "8B", list(SIZES)),
-        tokens=count("tokens", "450B", 1_000_000, 10**15),
-        seq_len=count("seq_len", "8192", 128, 1_048_576),
-        batch_tokens=count("batch_tokens", "4Mi", 1024, 10**9),
-        precision=text("precision", "bf16"),
-        days=available,
-    )
+def question(query: Mapping[str, Sequence[str]]) -> PlannerQuestion:
+    """What the page sent; an empty value is the default."""
+    sent = {name: query[name][0][:64] for name in PlannerQuestion.model_fields if query.get(name) and query[name][0]}
+    return validate(PlannerQuestion, sent, "planner page")
 
 
 def recipe_of(q: PlannerQuestion) -> Recipe:
@@ -117,13 +101,8 @@ def recipe_of(q: PlannerQuestion) -> Recipe:
 
 
 @lru_cache(maxsize=256)
-def ask(q: PlannerQuestion) -> dict[str, Any]:
-    """The planner's ranked layouts as sections of the page."""
-    from windlass.planner.page import carbon, stacked
-    from windlass.planner.record import plan_json
-    from windlass.planner.search import nothing_fits, search
-    from windlass.planner.task import make_task
-
+def ask(q: PlannerQuestion) -> tuple[dict[str, Any], list[Section]]:
+    """The planner's answer: its best layout, and the ranked layouts as sections of the page."""
     task = make_task(recipe_of(q), load_cluster(q.cluster))
     plans = search(task)
     if not plans.plans:
@@ -142,7 +121,8 @@ def ask(q: PlannerQuestion) -> dict[str, Any]:
         ("layout", "days", "tokens/s per device", "MFU", "GiB", "MWh", "CO2e", "reason"),
         [
             (layout, f"{r['days']:,.1f}", f"{r['tokens_per_second_per_device']:,.0f}", percent(r["mfu"]),
-             f"{r['memory_gib']:.1f}", "unknown" if r["mwh"] is None else f"{r['mwh']:,.2f}", carbon(r["tco2e"]), r["reason"])
+             f"{r['memory_gib']:.1f}", "unknown" if r["mwh"] is None else f"{r['mwh']:,.2f}", carbon(r["tco2e"]),
+             r["reason"])
             for layout, r in zip(layouts, rows, strict=True)
         ],
         right=(1, 2, 3, 4, 5, 6),
@@ -153,14 +133,11 @@ def ask(q: PlannerQuestion) -> dict[str, Any]:
         Section("Memory of a device", (memory,), id="memory"),
         Section("Ranked layouts", (ranking,), id="ranking"),
     ]
-    sections = [section_json(p) for p in parts]
-    answer = {"question": asdict(q), "best": rows[0], "layout": layouts[0], "sections": sections}
-    return {**answer, "considered": plans.considered}
+    answer = {"question": q.model_dump(), "best": rows[0], "layout": layouts[0], "considered": plans.considered}
+    return answer, parts
 
 
 def _cards(best: dict[str, Any], layout: str, q: PlannerQuestion) -> Cards:
-    from windlass.planner.page import carbon, number
-
     note = f"{best['node_hours']:,.0f} node-hours"
     if q.days is not None:
         short = best["days"] - q.days

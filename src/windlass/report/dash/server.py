@@ -29,14 +29,9 @@ POLICY = (
 )
 HEADERS = {
     "Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer", "Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer", "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
 }  # fmt: skip
-ASSETS = {
-    "/": ("index.html", "text/html"),
-    "/app.js": ("app.js", "text/javascript"),
-    "/draw.js": ("draw.js", "text/javascript"),
-    "/planner.js": ("planner.js", "text/javascript"),
-}
 
 
 class DashServer(ThreadingHTTPServer):
@@ -88,12 +83,6 @@ class DashHandler(BaseHTTPRequestHandler):
     server: DashServer
 
     def do_GET(self) -> None:
-        self._respond()
-
-    def do_HEAD(self) -> None:
-        self._respond()
-
-    def _respond(self) -> None:
         try:
             parts = urlsplit(self.path)
             query = parse_qs(parts.query, max_num_fields=100)
@@ -113,17 +102,14 @@ class DashHandler(BaseHTTPRequestHandler):
             cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
             self._send(HTTPStatus.SEE_OTHER, b"", "text/plain", {"Location": "/", "Set-Cookie": cookie})
         elif path in ASSETS:
-            name, kind = ASSETS[path]
-            self._send(HTTPStatus.OK, (STATIC / name).read_bytes(), kind)
-        elif path == "/app.css":
-            self._send(HTTPStatus.OK, stylesheet(), "text/css")
-        elif path == "/plotly.js":
-            headers = {"Content-Encoding": "gzip", "Cache-Control": "max-age=86400"}
-            self._send(HTTPStatus.OK, plotly(), "text/javascript", headers)
+            content, kind, *headers = ASSETS[path]
+            self._send(HTTPStatus.OK, content(), kind, *headers)
         elif path.startswith("/api/"):
             self._api(path.removeprefix("/api/"), query)
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "no such page")
+
+    do_HEAD = do_GET  # noqa: N815 - the name that http.server calls
 
     def _cookie(self) -> str:
         try:
@@ -179,3 +165,14 @@ def stylesheet() -> bytes:
         colours = "".join(f"--{key}:{value};" for key, value in theme.items())
         rules += f':root[data-theme="{name}"]{{color-scheme:{name};{colours}}}\n'
     return (css() + rules + (STATIC / "app.css").read_text()).encode()
+
+
+# Path -> (content, type, further headers)
+ASSETS: dict[str, tuple[Any, ...]] = {
+    "/": ((STATIC / "index.html").read_bytes, "text/html"),
+    "/app.js": ((STATIC / "app.js").read_bytes, "text/javascript"),
+    "/draw.js": ((STATIC / "draw.js").read_bytes, "text/javascript"),
+    "/planner.js": ((STATIC / "planner.js").read_bytes, "text/javascript"),
+    "/app.css": (stylesheet, "text/css"),
+    "/plotly.js": (plotly, "text/javascript", {"Content-Encoding": "gzip", "Cache-Control": "max-age=86400"}),
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from windlass.runs.folder import Run
 from windlass.units import print_text
 
 # Files are looked at again at most this often, however many viewers ask.
-FRESH_SECONDS = 0.5
+LOOK_SECONDS = 0.5
 LIST_SECONDS = 5.0
 PIECE_BYTES = 4 << 20
 MAX_CACHED_SERIES = 256
@@ -36,12 +37,12 @@ class RunView:
         self._sample: Columns | None = None
         self._looked_at = -1e9
         self._summary: tuple[tuple[float, ...], RunSummary] | None = None
-        self._series: dict[tuple[Any, ...], Curve] = {}
+        self._thinned = lru_cache(MAX_CACHED_SERIES)(self._thin)
 
     def columns(self) -> Columns:
         with self._lock:
             now = time.monotonic()
-            if self._sample is None and now - self._looked_at >= FRESH_SECONDS:
+            if self._sample is None and now - self._looked_at >= LOOK_SECONDS:
                 self._looked_at = now
                 file = self.run.metrics_file
                 try:
@@ -86,16 +87,12 @@ class RunView:
 
     def series(self, key: str, x: str, points: int) -> Curve:
         columns = self.columns()
-        entry = (columns.version, columns.is_sample, key, x, points)
-        with self._lock:
-            curve = self._series.get(entry)
-        if curve is None:
-            curve = thin(axis(columns, x), columns.get(key), points)
-            with self._lock:
-                if len(self._series) >= MAX_CACHED_SERIES or any(old[:2] != entry[:2] for old in self._series):
-                    self._series.clear()
-                self._series[entry] = curve
-        return curve
+        return self._thinned(columns.version, columns.is_sample, key, x, points)
+
+    def _thin(self, version: int, is_sample: bool, key: str, x: str, points: int) -> Curve:
+        """Kept by version: of many viewers who ask for a curve, one waits for it."""
+        columns = self.columns()
+        return thin(axis(columns, x), columns.get(key), points)
 
 
 class Folder:
