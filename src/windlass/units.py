@@ -35,11 +35,11 @@ def _split(text: str, table: dict[str, float] | dict[str, int], kind: str, examp
     number, suffix = match.group(1).replace(",", "").replace("_", ""), match.group(2)
     if suffix not in table:
         near = get_close_matches(suffix, [k for k in table if k], n=3, cutoff=0.3)
-        known = ", ".join(near or [k for k in table if k])
+        units = ", ".join(near or [k for k in table if k])
         raise ConfigError(
             "units.unknown-unit",
             f"{text!r}: unknown unit {suffix!r} for {kind}",
-            hint=f"units here: {known}; for example {example}",
+            hint=f"units here: {units}; for example {example}",
         )
     return float(number), float(table[suffix])
 
@@ -145,11 +145,11 @@ def print_seconds(seconds: float | None) -> str:
     if seconds < 59.95:
         return f"{_trim(seconds, 1)} s"
     if seconds < 3600:
-        minutes, rest = divmod(round(seconds), 60)
-        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+        minutes, remaining = divmod(round(seconds), 60)
+        return f"{minutes} min {remaining} s" if remaining else f"{minutes} min"
     if seconds < 2 * 86400:
-        hours, rest = divmod(round(seconds / 60), 60)
-        return f"{hours} h {rest} min" if rest else f"{hours} h"
+        hours, remaining = divmod(round(seconds / 60), 60)
+        return f"{hours} h {remaining} min" if remaining else f"{hours} h"
     return f"{_trim(seconds / 86400, 1)} days"
 
 
@@ -182,8 +182,8 @@ def print_figure(value: float, digits: int = 3) -> str:
 def print_slurm_time(seconds: float) -> str:
     """Seconds -> SLURM's `D-HH:MM:SS`, rounded up to a minute (SLURM counts limits in minutes)."""
     minutes = math.ceil(seconds / 60)
-    days, rest = divmod(minutes, 1440)
-    hours, mins = divmod(rest, 60)
+    days, remaining = divmod(minutes, 1440)
+    hours, mins = divmod(remaining, 60)
     return f"{days}-{hours:02d}:{mins:02d}:00"
 
 

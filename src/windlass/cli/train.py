@@ -61,16 +61,16 @@ def train_start(
     from windlass.runs.starts import start_name, wait_for_start
     from windlass.train import supervisor, worker
 
-    here = place()
-    single = here.source == "single"
-    count, per_node = (devices, devices) if single else (here.world_size, here.local_world_size)
+    position = place()
+    single = position.source == "single"
+    count, per_node = (devices, devices) if single else (position.world_size, position.local_world_size)
     job, restart = (None, 0) if single else step_start()
     options, reason = ["--quiet"] if quiet else [], ""
-    if here.rank == 0:
+    if position.rank == 0:
         refuse_held(run.lock_file)
-        reason = prepare(per_node, here.nodes)
-    with locked(run.lock_file, job_id()) if here.rank == 0 else contextlib.nullcontext():
-        if here.rank == 0:
+        reason = prepare(per_node, position.nodes)
+    with locked(run.lock_file, job_id()) if position.rank == 0 else contextlib.nullcontext():
+        if position.rank == 0:
             start = bind_start(run, devices=count, devices_per_node=per_node, job=job, restart=restart, reason=reason)
         else:
             start = wait_for_start(run, start_name(job or "", restart), reused_name=job_id() is None)
@@ -78,7 +78,7 @@ def train_start(
             try:
                 return worker.main([str(run.path), "--start", start.name, "--locked", *options])
             except ConfigError as error:
-                if here.rank == 0:
+                if position.rank == 0:
                     raise
                 return error.exit_code  # every rank finds the same; rank 0 says it once, and each has left its record
         code = supervisor.run_workers(supervisor.worker_argv(run, start, *options), count, run, restarts)

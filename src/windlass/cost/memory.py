@@ -355,8 +355,8 @@ def _fp32_states(step: StepSpec, layout: Layout, params: float, moments: float, 
         summed = 4.0 * params if layout.accumulation > 1 else 0.0
         return _States(always, summed, summed or 2.0 * params, 0.0)
     size = 2.0 if pure or step.gradient_precision == "bf16" else 4.0
-    whole = layout.shard == "zero1" and layout.accumulation > 1  # sums are whole until the one reduction per step
-    gradients = size * params / (1 if whole else divided if layout.shard == "zero1" else gradient_shards)
+    undivided = layout.shard == "zero1" and layout.accumulation > 1  # until the one reduction per step
+    gradients = size * params / (1 if undivided else divided if layout.shard == "zero1" else gradient_shards)
     early = gradients if layout.accumulation > 1 or layout.pipeline > 1 else 0.0
     return _States(always, early, gradients, 0.0)
 

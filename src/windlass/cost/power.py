@@ -62,14 +62,14 @@ def node_power(device: Device, node: Node, mfu: float | None) -> PowerEstimate:
     assumed: list[str] = []
     devices = watts * node.devices
     if node.cpu_watts is not None and node.other_watts is not None:
-        rest = 0.5 * node.cpu_watts + node.other_watts  # training keeps the CPUs about half busy
+        others = 0.5 * node.cpu_watts + node.other_watts  # training keeps the CPUs about half busy
     elif node.cpu_watts is not None or node.other_watts is not None:
-        rest = 0.5 * (node.cpu_watts or 0.0) + (node.other_watts or 0.0)
+        others = 0.5 * (node.cpu_watts or 0.0) + (node.other_watts or 0.0)
         assumed.append("part of the node's power is unknown and left out")
     else:
-        rest = NODE_OVERHEAD * devices
+        others = NODE_OVERHEAD * devices
         assumed.append(f"node overhead {NODE_OVERHEAD:.0%} of device power")
-    total = devices + rest
+    total = devices + others
     if node.ceiling_watts is not None:
         total = min(total, node.ceiling_watts)
     return PowerEstimate(watts, total, tuple(assumed))

@@ -480,10 +480,10 @@ def _data_traffic(
         size, messages = (2.0 * gathers + reductions * gradient) * stored, (gathers + reductions) * layers
         return _ring_seconds(size, group, r, span, messages), size
     if layout.shard not in ("full", "hybrid"):
-        whole = layout.shard == "none"
+        all_reduce = layout.shard == "none"
         buckets = max(1.0, stored * gradient / 200e6)
-        size = (gradient + (gradient if whole else 2.0)) * stored
-        return _ring_seconds(size, group, r, span, 2.0 * buckets, tree=whole), size
+        size = (gradient + (gradient if all_reduce else 2.0)) * stored
+        return _ring_seconds(size, group, r, span, 2.0 * buckets, tree=all_reduce), size
     size, messages = (4.0 * gathers + reductions * gradient) * stored, (2.0 * gathers + reductions) * layers
     if layout.shard == "full":
         return _ring_seconds(size, group, r, span, messages), size

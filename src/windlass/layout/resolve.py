@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from windlass.blocks.attention.spec import AttentionSpec
 from windlass.blocks.head.spec import choose_loss
 from windlass.config import LayoutConfig, Recipe
-from windlass.layout.types import WHOLE_GRADIENTS, GradientSync, Layout, StepSpec
+from windlass.layout.types import FULL_GRADIENTS, GradientSync, Layout, StepSpec
 from windlass.models.spec import ModelSpec
 from windlass.registry import OPTIMIZERS
 
@@ -65,18 +65,18 @@ def complete_layout(wish: LayoutConfig, size: JobSize) -> Layout:
 def gradient_sync(layout: Layout) -> GradientSync:
     """The wish, or the rule by sharding: where every rank holds whole gradients anyway, one reduction per step is
     enough."""
-    whole = layout.shard in WHOLE_GRADIENTS
-    every = layout.sync == "every" or (layout.sync == "auto" and not whole)
+    full_gradients = layout.shard in FULL_GRADIENTS
+    every = layout.sync == "every" or (layout.sync == "auto" and not full_gradients)
     if layout.accumulation == 1:
         return GradientSync()
     defer = every and layout.shard == "hybrid" and layout.sync == "auto"
     if layout.sync != "auto":
         reason = f"layout.sync = {layout.sync}"
     else:
-        reason = f"shard = {layout.shard} keeps {'full' if whole else 'divided'} gradients"
+        reason = f"shard = {layout.shard} keeps {'full' if full_gradients else 'divided'} gradients"
     when = "after each micro-batch" if every else "once per step"
     when += ", across copies once per step" if defer else ""
-    return GradientSync(every, defer, whole, f"gradient reduction: {when} ({reason})")
+    return GradientSync(every, defer, full_gradients, f"gradient reduction: {when} ({reason})")
 
 
 def resolve_step(

@@ -240,8 +240,8 @@ def not_ranked(
             )
         )
     # DeepSpeed also moves the states of ZeRO-1 and 2 to the host.
-    whole = ("none",) if engine == "deepspeed" else ("none", "zero1", "zero2")
-    if layout.offload != "none" and layout.shard in whole:
+    unsharded = ("none",) if engine == "deepspeed" else ("none", "zero1", "zero2")
+    if layout.offload != "none" and layout.shard in unsharded:
         problems.append(
             Violation(
                 "layout.offload-needs-sharding",

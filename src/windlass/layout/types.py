@@ -12,7 +12,7 @@ Engine = Literal["native", "torch", "megatron", "deepspeed"]
 """native: our own. torch: other loops on FSDP or DDP (also ours around a Hugging Face model). The others keep 16-bit
 weights resident."""
 AXES = ("tensor", "pipeline", "context")
-WHOLE_GRADIENTS = ("none", "zero1")
+FULL_GRADIENTS = ("none", "zero1")
 """Kinds of sharding under which every rank holds whole gradients, so that one reduction per step is enough."""
 
 

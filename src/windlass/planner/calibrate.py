@@ -160,7 +160,9 @@ def calibrate_runs(
     left_out = None
     if len(runs) > 1:
         others = [[*runs[:i], *runs[i + 1 :]] for i in range(len(runs))]
-        left_out = _median([run.error(fit(rest, start, names)) * 100 for run, rest in zip(runs, others, strict=True)])
+        left_out = _median(
+            [run.error(fit(other_runs, start, names)) * 100 for run, other_runs in zip(runs, others, strict=True)]
+        )
     before, after = (_median([line[key] for line in lines]) for key in ("before_pct", "after_pct"))
     assert before is not None and after is not None
     return Calibration(

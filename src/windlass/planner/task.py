@@ -121,8 +121,8 @@ def check_nodes(nodes: int, cluster: Cluster) -> None:
 
 def _grid(recipe: Recipe, cluster: Cluster) -> Grid:
     energy = recipe.energy
-    given = {"pue": energy.pue, "g_per_kwh": energy.grid_g_per_kwh, "market_g_per_kwh": energy.market_g_per_kwh}
-    return cluster.grid.model_copy(update={key: value for key, value in given.items() if value is not None})
+    overrides = {"pue": energy.pue, "g_per_kwh": energy.grid_g_per_kwh, "market_g_per_kwh": energy.market_g_per_kwh}
+    return cluster.grid.model_copy(update={key: value for key, value in overrides.items() if value is not None})
 
 
 def outside_validated(task: PlanTask) -> list[str]:

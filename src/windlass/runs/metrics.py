@@ -71,12 +71,12 @@ class MetricsLine:
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> MetricsLine:
         """A line of the file; a value that is not a number is None."""
-        known: dict[str, Any] = {
+        values: dict[str, Any] = {
             f.name: (known_int if f.type == "int | None" else known_float)(line[f.name])
             for f in _KEYS
             if f.name in line
         }
-        return cls(**known, extra={key: value for key, value in line.items() if key not in METRICS})
+        return cls(**values, extra={key: value for key, value in line.items() if key not in METRICS})
 
 
 _KEYS = tuple(f for f in fields(MetricsLine) if f.name != "extra")

@@ -23,18 +23,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--store", help="copy of the token store on a disk of this node")
     parser.add_argument("--quiet", action="store_true", help="no progress lines")
     options = parser.parse_args(arguments)
-    here, folder = place(), open_run(options.run)
+    position, folder = place(), open_run(options.run)
     start = wait_for_start(folder, options.start or start_name(job_id() or "local", restart_count()))
     recipe = folder.recipe()
     if options.store is not None:
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"store": options.store})})
-    with locked(folder.lock_file, job_id()) if here.rank == 0 and not options.locked else contextlib.nullcontext():
+    with locked(folder.lock_file, job_id()) if position.rank == 0 and not options.locked else contextlib.nullcontext():
         from windlass.train import loop, mesh, profiler, progress, tracking  # torch: only once the start is there
 
-        display = progress.ProgressDisplay(quiet=options.quiet or here.rank != 0)
+        display = progress.ProgressDisplay(quiet=options.quiet or position.rank != 0)
         display.say(f"layout: {start.reason}" if start.reason else "")
         hooks = [profiler.Profiler(), display, tracking.Trackers()]
-        code = loop.run(recipe, folder, start, here, hooks, display.say)
+        code = loop.run(recipe, folder, start, position, hooks, display.say)
         mesh.leave()
         return code
 
