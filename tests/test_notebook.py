@@ -72,7 +72,7 @@ def test_a_plan_takes_a_file_or_a_recipe():
         windlass.plan(load_recipe(file).recipe, "nodes=2")
     assert caught.value.code == "notebook.overrides-need-a-file"
     with pytest.raises(AttributeError):
-        windlass.train  # noqa: B018
+        windlass.nothing_like_this  # noqa: B018
 
 
 def test_the_import_is_cheap():

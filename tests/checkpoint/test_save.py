@@ -47,7 +47,7 @@ def test_training_may_change_the_weights_while_they_are_written(run, net, monkey
         gate.wait(10)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(save.dcp, "save", slow)
+    monkeypatch.setattr(save, "save_distributed", slow)
     saver = Saver(run, SaveConfig())
     saver.save(1, state_of(model), {})
     assert saver.busy and saver.poll() is None
@@ -73,7 +73,7 @@ def test_a_second_save_waits_for_the_first(run, net, monkeypatch) -> None:
         finally:
             at_once.pop()
 
-    monkeypatch.setattr(save.dcp, "save", counted)
+    monkeypatch.setattr(save, "save_distributed", counted)
     saver = Saver(run, SaveConfig())
     for step in (1, 2, 3):
         saver.save(step, state_of(net()), {})
@@ -84,7 +84,7 @@ def test_a_second_save_waits_for_the_first(run, net, monkeypatch) -> None:
 
 def test_the_stall_is_the_copy_and_not_the_writing(run, net, monkeypatch) -> None:
     real = dcp.save
-    monkeypatch.setattr(save.dcp, "save", lambda *a, **k: (time.sleep(0.2), real(*a, **k))[1])
+    monkeypatch.setattr(save, "save_distributed", lambda *a, **k: (time.sleep(0.2), real(*a, **k))[1])
     saver = Saver(run, SaveConfig())
     saver.save(1, state_of(net()), {})
     outcome = saver.finish()
@@ -104,7 +104,7 @@ def test_a_failed_save_is_recorded_leaves_nothing_and_is_tried_again(run, net, m
             raise OSError(28, "No space left on device")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(save.dcp, "save", fails_once)
+    monkeypatch.setattr(save, "save_distributed", fails_once)
     saver = Saver(run, SaveConfig())
     saver.save(1, state_of(net()), {})
     outcome = saver.finish()
@@ -116,7 +116,7 @@ def test_a_failed_save_is_recorded_leaves_nothing_and_is_tried_again(run, net, m
 
 
 def test_a_failed_save_pauses_before_the_next_try(run, net, monkeypatch) -> None:
-    monkeypatch.setattr(save.dcp, "save", lambda *a, **k: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    monkeypatch.setattr(save, "save_distributed", lambda *a, **k: (_ for _ in ()).throw(OSError(5, "Input/output error")))
     saver = Saver(run, SaveConfig())
     assert not saver.save(1, state_of(net()), {}, block=True).ok
     assert not saver.retry_due  # 60 s have not passed
