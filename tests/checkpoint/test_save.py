@@ -116,7 +116,9 @@ def test_a_failed_save_is_recorded_leaves_nothing_and_is_tried_again(run, net, m
 
 
 def test_a_failed_save_pauses_before_the_next_try(run, net, monkeypatch) -> None:
-    monkeypatch.setattr(save, "save_distributed", lambda *a, **k: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    monkeypatch.setattr(
+        save, "save_distributed", lambda *a, **k: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+    )
     saver = Saver(run, SaveConfig())
     assert not saver.save(1, state_of(net()), {}, block=True).ok
     assert not saver.retry_due  # 60 s have not passed
