@@ -1,4 +1,4 @@
-"""Habits of training engines that memory and step time depend on, as data: ours and those of published measurements."""
+"""Properties of training engines that memory and step time depend on, as data: ours and those of published measurements."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EngineProfile:
     """Gradients of unsharded layouts are reduced while the backward pass runs."""
 
 
-ENGINES = {
+ENGINE_PROFILES = {
     # Softmax and two gradients in fp32: our plain loss is not compiled.
     "native": EngineProfile(
         fp32_weights=True,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from windlass.blocks.attention.spec import AttentionSpec
 from windlass.blocks.head.spec import loss_bytes
-from windlass.cost.engines import ENGINES
+from windlass.cost.engines import ENGINE_PROFILES
 from windlass.layout.stages import layers_of_rank, stages, stages_of_rank
 from windlass.layout.types import Layout, StepSpec
 from windlass.models.spec import LayerSpec, ModelSpec
@@ -325,7 +325,7 @@ def _states(step: StepSpec, layout: Layout, rank: RankLoad) -> _States:
     """Weights, masters, moments and gradients of one device."""
     moments = float(step.moment_tensors * MOMENT_BYTES.get(step.moments, 4))
     gradient_shards = layout.shard_size if layout.shard == "zero2" else layout.weight_shards
-    if ENGINES[step.engine].fp32_weights or step.precision in ("fp32", "bf16_pure"):
+    if ENGINE_PROFILES[step.engine].fp32_weights or step.precision in ("fp32", "bf16_pure"):
         states = _fp32_states(step, layout, rank.params, moments, gradient_shards)
     else:
         states = _resident_states(step, layout, rank.params, moments, gradient_shards)
@@ -364,7 +364,7 @@ def _fp32_states(step: StepSpec, layout: Layout, params: float, moments: float, 
 def _resident_states(step: StepSpec, layout: Layout, params: float, moments: float, gradient_shards: int) -> _States:
     """16-bit weights and a gradient buffer stay; fp32 masters and moments belong to the optimizer, which is often
     divided."""
-    engine = ENGINES[step.engine]
+    engine = ENGINE_PROFILES[step.engine]
     habit = "bf16" if step.precision == "fp16" else engine.gradient_precision
     if step.gradient_precision == "fp32" and engine.keeps_both_gradients:
         size = 6.0
@@ -416,7 +416,7 @@ def kept_activations(layer: LayerSpec, step: StepSpec, layout: Layout) -> float:
 def _selective_activations(layer: LayerSpec, step: StepSpec, layout: Layout, full: float) -> float:
     """The layer's input, what attention keeps, and the outputs of every second product except the last."""
     size = float(step.bytes_per_value)
-    if not ENGINES[step.engine].fp32_weights:  # Megatron's policy: only the square of scores is recomputed
+    if not ENGINE_PROFILES[step.engine].fp32_weights:  # Megatron's policy: only the square of scores is recomputed
         mixing = [m for branch in layer.branches if (m := branch.block.mixing(step)) is not None]
         return full - sum(2.0 * size * m.scores for m in mixing) / layout.tensor
     stream = size * _width(layer) / layout.sequence_split
@@ -435,7 +435,7 @@ def _selective_activations(layer: LayerSpec, step: StepSpec, layout: Layout, ful
 
 
 def _logits_bytes(model: ModelSpec, step: StepSpec, layout: Layout, tokens: float) -> float:
-    engine = ENGINES[step.engine]
+    engine = ENGINE_PROFILES[step.engine]
     plain = engine.plain_loss_bytes if step.flash else engine.plain_loss_bytes_unfused
     if engine.fp32_weights:
         plain = {"compiled": 8.0, "inplace": 4.0}.get(step.loss, plain)

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from windlass.blocks.attention.spec import KEPT_SCORE_BYTES
 from windlass.clusters.model import Device, Efficiency, Links
-from windlass.cost.engines import ENGINES
+from windlass.cost.engines import ENGINE_PROFILES
 from windlass.cost.flops import DEFAULT, Convention, flops_per_token, hardware_flops_per_token, recomputed_share
 from windlass.errors import PlanError
 from windlass.layout.stages import layers_of_rank
@@ -119,7 +119,7 @@ def estimate_step(
     if step.native:
         c = _own_constants(c)
     rates = _rates(machine, step, layout, c)
-    engine = ENGINES[step.engine]
+    engine = ENGINE_PROFILES[step.engine]
     tokens = layout.micro_batch * step.seq_len / layout.context
     micro_batches, stored = layout.accumulation, model.params.stored / (layout.tensor * layout.pipeline)
     stage = _micro_batch(model, step, layout, rates, tokens, c)
@@ -304,7 +304,7 @@ def _micro_batch(
         for name, seconds in _layer_seconds(group.layer, step, layout, r, tokens, c).items():
             terms[name] = terms.get(name, 0.0) + count * seconds
         again = _recomputed(group.layer, step)[2]
-        each = 20.0 if step.compile else ENGINES[step.engine].eager_kernels
+        each = 20.0 if step.compile else ENGINE_PROFILES[step.engine].eager_kernels
         kernels += (each + (8.0 if layout.tensor > 1 else 0.0)) * count * (3.0 + again) * c.launch_us * 1e-6
     if layout.pipeline > 1:
         size = tokens * model.width * step.bytes_per_value / layout.sequence_split
@@ -390,7 +390,7 @@ def _recomputed(layer: LayerSpec, step: StepSpec) -> tuple[float, float, float]:
     if step.recompute not in ("full", "selective"):
         return 0.0, 0.0, 0.0
     if not step.native:
-        share = ENGINES[step.engine].selective_share
+        share = ENGINE_PROFILES[step.engine].selective_share
         return (share, 0.0, share) if step.recompute == "selective" else (1.0, 1.0, 1.0)
     products = recomputed_share(layer, step.recompute)
     if step.recompute == "full":
@@ -410,7 +410,7 @@ def _exposed(
 ) -> float:
     """Seconds of data-parallel traffic that the step pays: what finds no compute to hide behind, and what it takes
     from it."""
-    if not ENGINES[step.engine].overlaps_reduction and layout.shard != "full":
+    if not ENGINE_PROFILES[step.engine].overlaps_reduction and layout.shard != "full":
         return seconds  # reduced after the last backward pass, gathered after the step
     local = min(seconds, size / r.intra)
     taken = c.contention * (local + 0.3 * (seconds - local))  # where the fabric is the bottleneck, kernels mostly wait
@@ -439,7 +439,7 @@ def _ring_seconds(
 
 def _optimizer_seconds(stored: float, step: StepSpec, layout: Layout, r: _Rates) -> float:
     """Reads and writes of weights, gradients and moments of this device's share, and the gradient norm."""
-    engine = ENGINES[step.engine]
+    engine = ENGINE_PROFILES[step.engine]
     if layout.offload != "none":
         update, norm = 0.0, 4.0  # the states lie on the host: _host_seconds
     elif step.native:
@@ -495,7 +495,7 @@ def _data_traffic(
 
 def _gradient_bytes(step: StepSpec) -> float:
     """Size of a gradient value as it travels; our own engine reduces in fp32."""
-    habit = ENGINES[step.engine].gradient_precision if step.precision == "bf16" else "bf16"
+    habit = ENGINE_PROFILES[step.engine].gradient_precision if step.precision == "bf16" else "bf16"
     fp32 = step.native or step.precision == "fp32" or (step.gradient_precision or habit) == "fp32"
     return 4.0 if fp32 else 2.0
 
