@@ -1,8 +1,6 @@
 """Crash-safe files: whole files are written beside their target and renamed; logs are appended one JSON line at a
 time."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

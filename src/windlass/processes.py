@@ -1,7 +1,5 @@
 """Child processes that end with their parent, and forked workers that talk to it through pipes."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import multiprocessing

@@ -4,8 +4,6 @@ Built-in entries are import paths ("windlass.train.trackers.wandb:open_tracker")
 Other packages add entries with Python entry points in the group of the same name ("windlass.trackers").
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from difflib import get_close_matches

@@ -1,7 +1,5 @@
 """Sizes, token counts, times and energies: parsing what people write, and printing."""
 
-from __future__ import annotations
-
 import math
 import re
 from difflib import get_close_matches

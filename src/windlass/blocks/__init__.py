@@ -5,8 +5,6 @@
 keys are the table `[model.<kind>]`, described by a class `TABLE` (a `windlass.config.base.Table`) in its `spec.py`.
 """
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """What the decoder computes once per step and hands to every block."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

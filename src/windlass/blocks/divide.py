@@ -1,7 +1,5 @@
 """How weights and inputs are divided over tensor-parallel ranks: what several blocks share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What a block tells the planner and the layout rules. Torch-free; every block folder has a `spec.py` that implements
 it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

@@ -5,8 +5,6 @@ size and checksums; then the folder is renamed to `checkpoints/step-000001000/`.
 files is therefore complete, however the save ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

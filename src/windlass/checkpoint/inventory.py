@@ -1,7 +1,5 @@
 """The checkpoints of a run: which are complete, and which rule keeps each. Read-only; no torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

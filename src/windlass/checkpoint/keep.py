@@ -3,8 +3,6 @@
 A checkpoint is deleted only when it is complete and no rule keeps it; the newest one always stays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

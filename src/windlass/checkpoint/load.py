@@ -4,8 +4,6 @@ A damaged or interrupted checkpoint is reported, set aside, and the one before i
 an evaluation) are read from a checkpoint, a run or a Hugging Face folder, with or without a process group.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import warnings

@@ -1,7 +1,5 @@
 """Weights of a Hugging Face folder under our parameter names and back, by the tables of `windlass.models.presets`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """States of the random generators of every rank as JSON; another world size gets fresh, repeatable ones."""
 
-from __future__ import annotations
-
 import base64
 import random
 import zlib

@@ -4,8 +4,6 @@ All ranks call the same methods in the same order. The threads of the ranks use 
 meet the collectives of training. A failure on one rank becomes the same failed save on all of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import time

@@ -4,8 +4,6 @@ The copy is the only time that training waits. The host memory stays allocated b
 a GPU page-locked, in the background: both take longer than the copy itself.
 """
 
-from __future__ import annotations
-
 import threading
 import zlib
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Every other file of this package defines one command or a few related ones. It i
 inside the command, so that `windlass --help` starts at once.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """Cluster and run names for shell completion; commands and options complete by themselves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`windlass dash [FOLDER]`: all runs of a folder live in the browser, through an ssh tunnel if need be."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

@@ -1,7 +1,5 @@
 """`windlass doctor`: checks devices, links, disks, clocks and environment, here or as a short job on N nodes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`windlass finetune`: train and test a text classifier on top of a model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`windlass generate`: continue a text with a trained model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Options that the commands on a model share, written once so that help is the same everywhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

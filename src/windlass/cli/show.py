@@ -1,7 +1,5 @@
 """`windlass show RECIPE`: every value of a recipe and its origin."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`windlass` without a command: the seven steps, what the current folder has of each, and the next command."""
 
-from __future__ import annotations
-
 import contextlib
 import tomllib
 from dataclasses import asdict, dataclass, field

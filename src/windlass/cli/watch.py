@@ -1,7 +1,5 @@
 """`windlass watch RUN`: the run live in the terminal, from files only."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

@@ -1,7 +1,5 @@
 """What all tables of a recipe share: frozen values, unknown keys refused, units parsed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """The `[data]` table: what is read, in which mix and order."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field, PositiveInt

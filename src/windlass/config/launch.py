@@ -1,7 +1,5 @@
 """The `[launch]` table: how a job is submitted. What a site prescribes is in its cluster file."""
 
-from __future__ import annotations
-
 import re
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The `[layout]` table: how the work is divided over devices. Without the table the planner chooses."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import PositiveInt

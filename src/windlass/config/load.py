@@ -1,7 +1,5 @@
 """Recipes from TOML files and `key=value` overrides. Every problem is collected before the error is raised."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The `[model]` table: the network that is trained."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (

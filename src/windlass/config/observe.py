@@ -1,7 +1,5 @@
 """The `[energy]`, `[profile]` and `[trackers]` tables: what is measured and where it is shown."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

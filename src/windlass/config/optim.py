@@ -1,7 +1,5 @@
 """The `[optim]` table: optimizer, learning-rate schedule, clipping."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat

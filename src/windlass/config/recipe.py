@@ -1,7 +1,5 @@
 """A recipe: one TOML file that describes one run, frozen once loaded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt

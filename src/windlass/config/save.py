@@ -1,7 +1,5 @@
 """The `[save]` table: when checkpoints are written and which are kept."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator

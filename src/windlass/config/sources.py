@@ -1,7 +1,5 @@
 """The data file of `windlass tokenize`: sources with their terms of use, tokenizer, filters and output."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal

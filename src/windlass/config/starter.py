@@ -1,7 +1,5 @@
 """The text of a first recipe and data file, each value with its reason. Pure text, no I/O besides `is_text_path`."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The sweep file: a base recipe or any command, times a matrix (product, zip, include, exclude)."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The `[train]` table: how one step is computed, logged and guarded."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt

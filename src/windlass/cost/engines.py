@@ -1,7 +1,5 @@
 """Properties of training engines that memory and step time depend on, as data: ours and those of published measurements."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

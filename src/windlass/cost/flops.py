@@ -1,7 +1,5 @@
 """FLOPs per token and shares of the device's peak (MFU, HFU). Every figure names how it was counted."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, get_args
 

@@ -4,8 +4,6 @@ Memory can peak when the forward pass is done and the loss is computed (all acti
 the first layers (all gradients live), and in the optimizer. The estimate is the highest of these on the fullest
 pipeline rank."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from windlass.blocks.attention.spec import AttentionSpec

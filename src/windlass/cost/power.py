@@ -1,7 +1,5 @@
 """Energy, carbon and allocation units of a run, from device power by utilisation to the meter of the building."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from windlass.clusters.model import Billing, Device, Grid, Node

@@ -4,8 +4,6 @@ Work is divided by a rate that the device reaches. What physics leaves open stan
 runs by benchmarks/planner_accuracy.py. A cluster's own `[efficiency]` table replaces the four that depend on the
 machine."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Charts, tables and number cards as frozen plain values; `html` and `picture` decide how they look."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -3,8 +3,6 @@
 Charts become Plotly's JSON, written by hand: that needs no plotly, and its script is copied into the page.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

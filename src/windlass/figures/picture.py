@@ -1,7 +1,5 @@
 """The one renderer to PNG, SVG and PDF: matplotlib, which needs neither browser nor network (see docs/decisions)."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

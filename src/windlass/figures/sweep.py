@@ -3,8 +3,6 @@
 Everything is made from the sweep's rows (results.json), so that its own page, the report and the dashboard agree.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence

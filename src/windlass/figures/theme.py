@@ -1,7 +1,5 @@
 """Colours, fonts and the style sheet of all figures: readable with any colour vision, in print and on a projector."""
 
-from __future__ import annotations
-
 # Between them every neighbouring pair differs in lightness too, so a grey print still reads.
 PALETTE = (
     "#2f6fde",

@@ -3,8 +3,6 @@
 `windlass tokenize DATA.toml --array N`, `windlass launch --pretokenize` and `windlass submit` use this.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping, Sequence

@@ -8,8 +8,6 @@
   cancelled   job                                                        by `windlass cancel`
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@
 disks, image, token store. Both return findings; only `refuse` raises.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

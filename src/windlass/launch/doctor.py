@@ -4,8 +4,6 @@ The command itself needs no torch. What needs it (devices, matrix rate, all-redu
 device, here or as a short job (`doctor_worker.py`); each leaves a JSON record, and `examine` turns records into checks.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

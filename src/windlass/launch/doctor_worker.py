@@ -3,8 +3,6 @@
 torch is imported here, inside a process of its own, so that the launching side never needs it.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import socket

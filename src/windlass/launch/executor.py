@@ -1,7 +1,5 @@
 """The common interface of everything that runs jobs (SLURM, this machine), and the state of one job."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One batch job as a frozen value, chosen from a recipe and a cluster file; `script.py` turns it into text. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 The sources are jobs.jsonl and the scheduler; the forecast of a chain also uses the newest metrics.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Jobs on a machine without a scheduler: a detached process with a pid file beside its log."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The logs of a run's jobs: the newest one, or all of them one after the other while they grow."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path

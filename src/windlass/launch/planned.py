@@ -1,7 +1,5 @@
 """What the planner expects of a job: whether the layout fits, run time, energy and checkpoint size."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from windlass.clusters import Cluster

@@ -1,7 +1,5 @@
 """The batch script of a job as text. Pure: no files, no clock."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Iterator

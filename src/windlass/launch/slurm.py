@@ -1,7 +1,5 @@
 """SLURM by its five commands: arguments, output, and errors with a hint. Needs no accounting database."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -4,8 +4,6 @@ A run is resolved once, at creation: the recipe with every default and a layout,
 bound once, by one process: layout and step for the devices that are really there, written to
 starts/<job>.<restart>.json."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import os

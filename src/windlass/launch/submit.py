@@ -1,7 +1,5 @@
 """From a recipe to jobs in a queue: run folder, script, checks, submission. Every choice is kept with its reason."""
 
-from __future__ import annotations
-
 import math
 import os
 import socket

@@ -1,8 +1,6 @@
 """From a recipe's wishes to the complete `Layout` and `StepSpec`. The same functions serve the engine and the
 planner."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from windlass.blocks.attention.spec import AttentionSpec

@@ -3,8 +3,6 @@
 `violations` are layouts that the engine cannot run. `not_ranked` are layouts that it runs, but that the planner does
 not propose: it does not know what they cost, or they never pay."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Which layers each pipeline stage holds. The one split that engine and planner use."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

@@ -1,8 +1,6 @@
 """How one training step is divided (`Layout`) and computed (`StepSpec`): the complete types that engine, planner and
 launcher share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The model of a recipe as a torch module."""
 
-from __future__ import annotations
-
 from windlass.config import ModelConfig
 from windlass.models.decoder import DecoderModel
 from windlass.models.presets import model_spec

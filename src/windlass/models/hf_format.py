@@ -1,7 +1,5 @@
 """The Hugging Face folder of a model family as data: config.json, weight names and weight transforms. No torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Recomputation of a layer in the backward pass: nothing, every second product, or everything."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

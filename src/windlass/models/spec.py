@@ -1,8 +1,6 @@
 """A model as plain values: embedding, groups of equal layers, final norm, head. Torch-free; parameter counts and
 FLOPs are sums."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Model sizes and token counts that fit a budget of days, node-hours, kWh or euros, at a planned or a given MFU."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache

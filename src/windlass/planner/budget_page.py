@@ -1,7 +1,5 @@
 """JSON, table, charts and HTML page of a budget."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from windlass.figures import Card, Cards, Chart, DataTable, Heat, Item, Mark, Note, Section, line, page

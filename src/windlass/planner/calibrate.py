@@ -1,7 +1,5 @@
 """Efficiency constants of a cluster, fitted to measured runs and stored in the user's cluster file."""
 
-from __future__ import annotations
-
 import math
 import re
 import time

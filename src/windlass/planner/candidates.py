@@ -1,7 +1,5 @@
 """Layouts worth estimating for a model, a batch and a machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Explanation of one layout: valid or not, how far it misses the memory, and its terms against the best layout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from windlass.config import LayoutConfig, validate

@@ -1,7 +1,5 @@
 """Expected loss of N parameters on D tokens by two published scaling laws, with a discount for repeated data."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

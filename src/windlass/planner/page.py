@@ -1,7 +1,5 @@
 """HTML page of a plan: best layout, memory, ranking, step time, scaling, energy, assumptions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from windlass.figures import Card, Cards, Chart, DataTable, Item, Mark, Note, Section, bars, line, page

@@ -1,7 +1,5 @@
 """JSON of `windlass plan --json` and of a run's plan.json."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from windlass.files import write_json

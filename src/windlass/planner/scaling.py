@@ -1,8 +1,6 @@
 """Speed of a recipe on fewer and more nodes: with the same batch (strong scaling) or a batch that grows (weak
 scaling)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 

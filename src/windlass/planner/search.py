@@ -1,7 +1,5 @@
 """Ranked layouts for a recipe on a cluster: enumerate, estimate, rank, and give each its reason in one line."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """What is planned: a recipe and a cluster, reduced once to the numbers that every layout is estimated with."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from windlass.clusters import Cluster, Device, load_device

@@ -1,7 +1,5 @@
 """Everything a run folder says, as one value that terminal, browser and report show. Reads files only."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache

@@ -5,8 +5,6 @@ general information, list of data sources, data processing. What a run folder ca
 release, opt-out handling) is left to be written by the provider.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import PurePath

@@ -3,8 +3,6 @@
 A value is hidden by the name it stands under or by its form. A report is published, so it names no path of the site.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import fields, replace

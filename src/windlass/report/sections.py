@@ -1,7 +1,5 @@
 """The sections of a report, in reading order; HTML, Markdown and the dashboard render the same list."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from html import escape

@@ -1,7 +1,5 @@
 """Sweep folders, read for the report and the dashboard, and the comparison of runs that are not part of a sweep."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ be in the curves twice. A running job is asked (by a file) to close its part and
 (its environment variable or netrc); it is neither asked for nor written here.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A run's numbers as texts and table rows, so that terminal, browser and report print the same."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 

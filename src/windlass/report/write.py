@@ -1,7 +1,5 @@
 """Reports of run folders and sweeps as HTML, Markdown, JSON or pictures."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

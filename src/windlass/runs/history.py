@@ -3,8 +3,6 @@
 Pure functions of the events and the metrics lines.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise

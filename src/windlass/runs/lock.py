@@ -1,7 +1,5 @@
 """The lock file that keeps two jobs from writing one run; the lock of a dead process is taken over."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """The manifest of a start: code version, packages, hardware and host."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

@@ -3,8 +3,6 @@
 One process writes `starts/<job>.<restart>.json`; every worker waits for exactly that file and plans nothing itself.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """How long before the wall-time limit a job must stop, in seconds. Pure arithmetic: no torch, no I/O."""
 
-from __future__ import annotations
-
 UNMEASURED_LEAD_SECONDS = 300.0
 """Before the first save was timed: the lead that LUMI's guide uses."""
 

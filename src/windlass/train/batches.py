@@ -1,7 +1,5 @@
 """Which sequences each rank takes at a step, and the batches themselves, read ahead by a thread."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints of a training run: when to save, what is in one, restoring, and going back after divergence."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Time marks that cost nothing while training: events on a GPU, which are read later; the host's clock elsewhere."""
 
-from __future__ import annotations
-
 import time
 from typing import cast
 

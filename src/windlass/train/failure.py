@@ -1,7 +1,5 @@
 """Failures that we explain better than torch does: out of memory, a lost worker, divergence."""
 
-from __future__ import annotations
-
 import re
 import resource
 

@@ -5,8 +5,6 @@ save. Inputs, weights and gradients are e4m3; sums are in fp32 inside the produc
 norms stay in bf16. Under tensor parallelism each rank casts its own part of a weight, with a scale of its own.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 from functools import partial

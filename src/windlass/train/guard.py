@@ -1,7 +1,5 @@
 """Decides on the device whether a step may change the weights; the same on every rank, as its inputs are reduced."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

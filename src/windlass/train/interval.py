@@ -1,7 +1,5 @@
 """When the next checkpoint is due: by steps, tokens or minutes, or from measured start-up and save times. No torch."""
 
-from __future__ import annotations
-
 import math
 import os
 import statistics

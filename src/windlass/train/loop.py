@@ -1,7 +1,5 @@
 """The training loop, top to bottom: mesh, model, parallelize, optimizer, data, restore, loop."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """This process in the job: its device, its coordinates, and the device mesh of the layout."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from datetime import timedelta

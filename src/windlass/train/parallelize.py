@@ -4,8 +4,6 @@ shard.
 Which rank holds what, and what that costs in memory, is described in docs/concepts/layouts.md; the planner counts the
 same way."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable, Iterator

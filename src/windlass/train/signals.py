@@ -4,8 +4,6 @@ The ranks agree by one tiny all-reduce per step on a CPU group of its own. It is
 next, so no step waits for it and the device is never synchronised.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

@@ -3,8 +3,6 @@
 This process never imports torch: it stays small, receives every signal at once and outlives whatever kills a worker.
 It forwards signals, reads the fault records, and stops trying when a restart cannot help."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

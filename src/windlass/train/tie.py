@@ -4,8 +4,6 @@ The first stage owns the weights: its optimizer moves them and its checkpoint ho
 a copy; it sends the gradient to the owner and gets the new weights back. The copy has no moments, and both stay equal
 to the last bit even where weights are rounded at random."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

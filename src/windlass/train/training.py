@@ -1,7 +1,5 @@
 """What the loop and its hooks share: the parts of a run in training, and its position."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

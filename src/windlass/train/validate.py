@@ -1,7 +1,5 @@
 """Validation in the training loop: mean loss on the held-out split, by source, over the same sequences every time."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """A training worker: `python -m windlass.train.worker RUN`. Reads the run's config and its start; plans nothing."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sys

@@ -1,7 +1,5 @@
 """Causal attention over heads, optionally within documents, and the choice of torch's kernel for it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 

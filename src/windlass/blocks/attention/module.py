@@ -1,7 +1,5 @@
 """Causal attention with rotary positions and grouped heads; logits equal to transformers' Llama."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -4,8 +4,6 @@ Under context parallelism each rank holds a contiguous stretch of positions, gat
 queries. torch's own context parallelism knows only CUDA's attention operators; this runs on any device and over gloo.
 The last rank attends to more keys than the first; the planner counts that."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

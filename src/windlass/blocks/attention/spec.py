@@ -1,7 +1,5 @@
 """Sizes and costs of causal attention with rotary positions and grouped heads."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from windlass.blocks.interface import Mixing, Product

@@ -1,7 +1,5 @@
 """Embedding rows divided over tensor-parallel ranks."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Sizes of the input embedding."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 PAD_ROWS = 128

@@ -1,7 +1,5 @@
 """Next-token cross-entropy from hidden states: plain, and in chunks whose logits never exist together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Head and loss with the vocabulary divided over tensor-parallel ranks: in chunks, with three small reductions each."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Costs of the output head with its loss: the logits of one micro-batch."""
 
-from __future__ import annotations
-
 from windlass.layout.types import Layout, StepSpec
 
 MAX_PLAIN_LOGITS_BYTES = 64 * 2**20

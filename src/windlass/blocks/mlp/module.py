@@ -1,7 +1,5 @@
 """Feed-forward block: gated (SwiGLU) or plain (GELU)."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Feed-forward block divided over tensor-parallel ranks."""
 
-from __future__ import annotations
-
 from windlass.blocks.divide import Meshes, divide_columns_then_rows
 from windlass.blocks.mlp.module import Mlp
 

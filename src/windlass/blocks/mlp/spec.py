@@ -1,7 +1,5 @@
 """Sizes and costs of the feed-forward block: gated (SwiGLU) or plain (GELU)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from windlass.blocks.interface import Product

@@ -1,7 +1,5 @@
 """Norms under tensor parallelism: each rank normalises its stretch of the sequence."""
 
-from __future__ import annotations
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module

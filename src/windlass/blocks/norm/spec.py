@@ -1,7 +1,5 @@
 """Sizes of normalisation layers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from windlass.layout.types import Layout, StepSpec

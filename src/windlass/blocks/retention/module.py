@@ -1,7 +1,5 @@
 """RetNet's retention, with a decay per head. Three equal forms: parallel, recurrent and chunkwise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -3,8 +3,6 @@
 A context rank needs only the state that the stretches before it leave: a matrix per head, however long the sequence is.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """Sizes and costs of RetNet's retention: parallel or chunkwise form, with a decay per head."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from windlass.blocks.interface import Mixing, Product

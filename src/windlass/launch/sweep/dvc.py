@@ -3,8 +3,6 @@
 Values of `${...}` come from params.yaml and `vars`, filled in as DVC does; `${item...}` and `${key}` are the point's.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

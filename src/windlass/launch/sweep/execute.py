@@ -3,8 +3,6 @@
 Ctrl-C loses only the point that is running.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

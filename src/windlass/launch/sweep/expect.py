@@ -1,7 +1,5 @@
 """The planner's expectation of each point: memory and the chance that it is too much, speed, energy, cost."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The folder of a sweep: its paths, its points' outcomes, and the sweep that is being run. Points are run folders."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import Counter

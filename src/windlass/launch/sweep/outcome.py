@@ -4,8 +4,6 @@ The first source that knows decides: our own time limit, the scheduler, the rank
 the supervisor, the exit code.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Points of one shape packed into few jobs of one array, each below the wall-time limit."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The points of a sweep: sweep file -> named points with their complete recipe or command. Pure."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """One row per point: settings, outcome, speed, memory, energy. Written as CSV, JSON, Parquet, one page and a recipe."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import io

@@ -1,7 +1,5 @@
 """Nested tables as TOML text that our own loader reads back to the same values."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@
 "windlass.presets", which names a value `PRESET` of class `models.hf_format.Preset`.
 """
 
-from __future__ import annotations
-
 from windlass.config import ModelConfig
 from windlass.models.spec import ModelSpec
 from windlass.registry import PRESETS

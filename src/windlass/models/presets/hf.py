@@ -1,8 +1,6 @@
 """Any other causal language model: transformers builds it; only its sizes are read here, from config.json, for the
 planner."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

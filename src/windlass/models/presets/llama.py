@@ -3,8 +3,6 @@
 Mistral without a sliding window has the same form. Our rotary embedding turns the two halves of a head as Hugging
 Face's does, so no weight is reordered."""
 
-from __future__ import annotations
-
 from windlass.blocks.attention.spec import AttentionSpec
 from windlass.blocks.embedding.spec import EmbeddingSpec, padded_rows
 from windlass.blocks.interface import BlockSpec

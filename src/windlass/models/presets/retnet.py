@@ -3,8 +3,6 @@
 transformers does not have it: its folder holds our parameter names and the recipe's [model] table.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from windlass.blocks.retention.spec import RetentionSpec

@@ -1,7 +1,5 @@
 """The dashboard's JSON: names and numbers in, sections and curves out; every run by its id, every number in bounds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict

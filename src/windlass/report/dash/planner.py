@@ -1,7 +1,5 @@
 """The planner page: its question (cluster, nodes, model, tokens, days) and the planner's answer as sections."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any

@@ -1,7 +1,5 @@
 """The dashboard's server: localhost only (through an ssh tunnel), only with the token, read-only."""
 
-from __future__ import annotations
-
 import gzip
 import hmac
 import json

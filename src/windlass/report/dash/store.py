@@ -1,7 +1,5 @@
 """Runs that many viewers share: one reader per run, summaries made again only when files have changed."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 import time

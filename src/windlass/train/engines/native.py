@@ -1,7 +1,5 @@
 """PyTorch alone: FSDP2, tensor, pipeline and context parallelism with our own optimizers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from windlass.config import Recipe

@@ -4,8 +4,6 @@
 "windlass.objectives", which names such a value.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from windlass.blocks.head.module import LossFunction

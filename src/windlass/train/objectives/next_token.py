@@ -1,7 +1,5 @@
 """Next-token cross-entropy: from all logits at once, or in chunks of tokens."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from windlass.blocks.head.loss import chunked_loss, next_token_loss

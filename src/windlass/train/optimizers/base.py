@@ -6,8 +6,6 @@ Clipping and the decision to skip a step are factors inside the update, so gradi
 waits for the device.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Description of an optimizer without torch: which state it keeps for each parameter."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

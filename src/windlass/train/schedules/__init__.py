@@ -5,8 +5,6 @@ Each schedule is one module with `lr_factor(optim, tokens, total) -> float`: the
 "windlass.schedules", which names such a function.
 """
 
-from __future__ import annotations
-
 from windlass.config import OptimConfig
 from windlass.registry import SCHEDULES
 

@@ -1,7 +1,5 @@
 """The peak learning rate until the end."""
 
-from __future__ import annotations
-
 from windlass.config import OptimConfig
 
 

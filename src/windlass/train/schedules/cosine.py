@@ -1,7 +1,5 @@
 """Half a cosine from the peak down to min_lr_ratio."""
 
-from __future__ import annotations
-
 import math
 
 from windlass.config import OptimConfig

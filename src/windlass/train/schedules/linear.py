@@ -1,7 +1,5 @@
 """A straight line from the peak down to min_lr_ratio."""
 
-from __future__ import annotations
-
 from windlass.config import OptimConfig
 from windlass.train.schedules import share_between
 

@@ -1,7 +1,5 @@
 """Warm-up, stable, decay: constant, then a straight line over the last optim.decay tokens."""
 
-from __future__ import annotations
-
 from windlass.config import OptimConfig
 from windlass.train.schedules import share_between
 

@@ -1,7 +1,5 @@
 """An MLflow store of plain files in the run folder."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -1,7 +1,5 @@
 """TensorBoard event files in the run folder."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from windlass.config import Recipe

@@ -1,7 +1,5 @@
 """Weights & Biases. Offline by default: it writes files that `windlass sync` uploads later."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from windlass.config import Recipe

@@ -1,7 +1,5 @@
 """State of AdamW: running means of the gradient and of its square."""
 
-from __future__ import annotations
-
 from windlass.train.optimizers.spec import OptimizerSpec
 
 SPEC = OptimizerSpec(moments=("exp_avg", "exp_avg_sq"), update="windlass.train.optimizers.adamw.update:AdamW")

@@ -1,7 +1,5 @@
 """AdamW with decoupled weight decay; the same arithmetic as torch.optim.AdamW."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """State of SGD with momentum: the velocity."""
 
-from __future__ import annotations
-
 from windlass.train.optimizers.spec import OptimizerSpec
 
 SPEC = OptimizerSpec(moments=("momentum",), update="windlass.train.optimizers.sgd.update:SGD")

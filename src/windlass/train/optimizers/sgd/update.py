@@ -1,7 +1,5 @@
 """SGD with momentum; weight decay is part of the gradient, as in torch.optim.SGD."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
