@@ -5,13 +5,14 @@ Without SLURM or root the tests are skipped, unless CI=true: there a missing sch
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,10 +95,10 @@ class Site:
     def events(self, run: str, kind: str) -> list[dict[str, Any]]:
         return [e for e in self.records(run, "events.jsonl") if e["event"] == kind]
 
-    def wait(self, what: str, ready: Callable[[], Any], seconds: float = 150.0) -> Any:
+    def wait(self, goal: str, ready: Callable[[], Any], seconds: float = 150.0) -> Any:
         end = time.monotonic() + seconds
         while not (result := ready()):
-            assert time.monotonic() < end, f"{what}: not within {seconds:.0f} s\n{self.tool('squeue', '-t', 'all')}"
+            assert time.monotonic() < end, f"{goal}: not within {seconds:.0f} s\n{self.tool('squeue', '-t', 'all')}"
             time.sleep(0.3)
         return result
 
@@ -139,20 +140,26 @@ def _toml(value: Any) -> str:
     return json.dumps(value)
 
 
-@pytest.fixture
-def site(scheduler, tmp_path, monkeypatch):
-    """A fresh login folder on the dev cluster; what a test leaves in the queue is cancelled."""
-    config = tmp_path / "config"
+@contextlib.contextmanager
+def login(scheduler: Path, folder: Path) -> Iterator[Site]:
+    """A fresh login folder on the dev cluster; jobs that are left in the queue are cancelled."""
+    config, home = folder / "config", folder / "home"
     (config / "windlass" / "clusters").mkdir(parents=True)
+    home.mkdir()
     shutil.copy(HERE / "dev.toml", config / "windlass" / "clusters" / "dev.toml")
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(config))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for name in [n for n in os.environ if n.startswith("SLURM_")]:
-        monkeypatch.delenv(name)
-    folder = tmp_path / "home"
-    folder.mkdir()
-    yield Site(folder, scheduler, make_standin(tmp_path / "standin"))
-    subprocess.run(["scancel", "--user=root"], capture_output=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(config))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        for name in [n for n in os.environ if n.startswith("SLURM_")]:
+            patch.delenv(name)
+        yield Site(home, scheduler, make_standin(folder / "standin"))
+        subprocess.run(["scancel", "--user=root"], capture_output=True)
+
+
+@pytest.fixture
+def site(scheduler, tmp_path):
+    with login(scheduler, tmp_path) as site:
+        yield site
 
 
 def make_standin(folder: Path) -> Path:

@@ -6,44 +6,67 @@ import os
 import shutil
 import subprocess
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.slurm.conftest import login
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]  # one scheduler, one worker
 
 
+def launch_chain(site, name, mode, *argv, **launch):
+    """Launch a run of the stand-in; its job ids."""
+    recipe = site.recipe(name, launch={"venv": str(site.standin), "env": {"STANDIN": mode}, **launch})
+    return site.launch(recipe, *argv)
+
+
 @pytest.fixture
 def chain(site):
-    """`chain("name", "stop", "--chain", 3)`: launch a run of the stand-in and return its job ids."""
-
-    def start(name, mode, *argv, **launch):
-        recipe = site.recipe(name, launch={"venv": str(site.standin), "env": {"STANDIN": mode}, **launch})
-        return site.launch(recipe, *argv)
-
-    return start
+    return partial(launch_chain, site)
 
 
-def test_the_next_link_resumes_and_the_spare_one_ends_at_once(site, chain):
-    jobs = chain("spare", "stop", "--chain", 3)
-    assert len(jobs) == 3
-    assert site.wait_over("spare") == [
-        "FAILED",
-        "COMPLETED",
-        "COMPLETED",
-    ]  # 75 is no success to SLURM, and afterany does not mind
+@pytest.fixture(scope="module")
+def chains(scheduler, tmp_path_factory):
+    """(site, job ids by name): chains that do not disturb each other, all in the queue at once.
+
+    Most of their time is the scheduler's, so that together they take little longer than the longest of them."""
+    with login(scheduler, tmp_path_factory.mktemp("chains")) as site:
+        # The scheduler's warning comes 60 s before the limit; the limit is brought near, because one cannot wait for it.
+        jobs = {"warned": launch_chain(site, "warned", "hold", "--chain", 2, signal_lead="60s")}
+        failing = site.tool("sbatch", "--parsable", "-o", "/dev/null", "--wrap", "sleep 1; exit 3").strip()
+        jobs["waits"] = launch_chain(site, "waits", "finish", "--after", failing)
+        jobs["broken"] = launch_chain(site, "broken", "fail", "--chain", 4)
+        site.wait("start of warned", lambda: site.log("warned").count("begins at step 0") == 2)
+        site.tool("scontrol", "update", f"jobid={jobs['warned'][0]}", "EndTime=now+75")
+        jobs["spare"] = launch_chain(site, "spare", "stop", "--chain", 3)
+        jobs["alone"] = launch_chain(site, "alone", "stop", "--chain", "self")
+        jobs["followed"] = launch_chain(site, "followed", "stop", "--chain", 2)
+        yield site, jobs
+
+
+def test_following_the_log_goes_from_link_to_link(chains):
+    site, _ = chains
+    text = site.windlass("logs", "followed", "--follow").stdout
+    assert "begins at step 0" in text and "begins at step 10" in text and "the run is finished" in text
+
+
+def test_the_next_link_resumes_and_the_spare_one_ends_at_once(chains):
+    site, jobs = chains
+    assert len(jobs["spare"]) == 3
+    # 75 is no success to SLURM, and afterany does not mind
+    assert site.wait_over("spare") == ["FAILED", "COMPLETED", "COMPLETED"]
     began = [r for r in site.records("spare") if r["record"] == "began"]
-    assert [r["job"] for r in began] == jobs[:2] and [r["step"] for r in began] == [None, 10]
+    assert [r["job"] for r in began] == jobs["spare"][:2] and [r["step"] for r in began] == [None, 10]
     assert "the run is finished" in site.log("spare")
     view = site.json("jobs", "spare")
     assert view["verdict"] == "finished" and view["node_hours_left"] == 0
     assert [job["state"]["exit_code"] for job in view["jobs"]] == [75, 0, 0]  # without an accounting database
-    third = view["jobs"][2]["state"]
-    assert third["elapsed_seconds"] < 15
+    assert view["jobs"][2]["state"]["elapsed_seconds"] < 15
 
 
-def test_a_job_that_fails_twice_in_the_same_way_stops_the_chain(site, chain):
-    chain("broken", "fail", "--chain", 4)
+def test_a_job_that_fails_twice_in_the_same_way_stops_the_chain(chains):
+    site, _ = chains
     site.wait_over("broken")
     assert len([r for r in site.records("broken") if r["record"] == "began"]) == 2
     gave_up = site.events("broken", "gave_up")
@@ -51,12 +74,25 @@ def test_a_job_that_fails_twice_in_the_same_way_stops_the_chain(site, chain):
     assert site.json("jobs", "broken")["verdict"] == "hopeless"
 
 
-def test_a_self_chain_submits_its_next_link(site, chain):
-    first = chain("alone", "stop", "--chain", "self")
-    assert len(first) == 1
+def test_a_self_chain_submits_its_next_link(chains):
+    site, jobs = chains
+    assert len(jobs["alone"]) == 1
     site.wait("two links", lambda: len(site.states("alone")) == 2)
     assert site.wait_over("alone") == ["FAILED", "COMPLETED"]
     assert site.events("alone", "finished")
+
+
+def test_a_condition_that_cannot_be_met_ends_the_job_instead_of_leaving_it(chains):
+    site, _ = chains
+    assert site.wait_over("waits") == ["CANCELLED"]
+    assert not [r for r in site.records("waits") if r["record"] == "began"]
+
+
+def test_the_warning_before_the_wall_time_reaches_every_rank(chains):
+    site, _ = chains
+    assert site.wait_over("warned") == ["FAILED", "COMPLETED"]
+    assert site.log("warned").count("heard SIGUSR1") == 2
+    assert [r["code"] for r in site.records("warned") if r["record"] == "ended"] == [75, 0]
 
 
 def test_cancel_ends_every_link_and_says_so(site, chain):
@@ -73,33 +109,10 @@ def test_a_run_that_is_active_is_not_launched_twice(site, chain):
     assert again.returncode == 6 and "once" in again.stderr
 
 
-def test_a_condition_that_cannot_be_met_ends_the_job_instead_of_leaving_it(site, chain):
-    failing = site.tool("sbatch", "--parsable", "-o", "/dev/null", "--wrap", "sleep 1; exit 3").strip()
-    chain("waits", "finish", "--after", failing)
-    assert site.wait_over("waits") == ["CANCELLED"]
-    assert not [r for r in site.records("waits") if r["record"] == "began"]
-
-
 def test_an_unknown_job_is_no_condition(site, chain):
     recipe = site.recipe("ghost", launch={"venv": str(site.standin), "env": {"STANDIN": "finish"}})
     done = site.windlass("launch", recipe, "--after", "999999", check=False)
     assert done.returncode == 6 and "999999" in done.stderr
-
-
-def test_following_the_log_goes_from_link_to_link(site, chain):
-    chain("told", "stop", "--chain", 2)
-    text = site.windlass("logs", "told", "--follow").stdout
-    assert "begins at step 0" in text and "begins at step 10" in text and "the run is finished" in text
-
-
-def test_the_warning_before_the_wall_time_reaches_every_rank(site, chain):
-    """SLURM's own SIGUSR1 comes 60 s before the limit; the limit is brought near, because one cannot wait for it."""
-    first, _ = chain("warned", "hold", "--chain", 2, signal_lead="60s")
-    site.wait("start", lambda: site.log("warned").count("begins at step 0") == 2)
-    site.tool("scontrol", "update", f"jobid={first}", "EndTime=now+75")
-    assert site.wait_over("warned") == ["FAILED", "COMPLETED"]
-    assert site.log("warned").count("heard SIGUSR1") == 2
-    assert [r["code"] for r in site.records("warned") if r["record"] == "ended"] == [75, 0]
 
 
 def test_a_node_taken_down_requeues_the_job_which_goes_on(site, chain):

@@ -77,7 +77,9 @@ def test_every_end_of_an_allocation_is_an_outcome_and_can_be_repeated(site, monk
     site.tool("scontrol", "update", f"jobid={jobs['late']}", "EndTime=now+5")
     site.tool(str(site.script), "crash", nodes["crash"])
     try:
-        site.tool("sbatch", "-p", "main", "-w", nodes["yield"], "--exclusive", "-t", "1", "--wrap", "true")
+        site.tool(
+            "sbatch", "-p", "main", "-w", nodes["yield"], "--exclusive", "-t", "1", "-o", "/dev/null", "--wrap", "true"
+        )
         site.tool("scancel", jobs["cancel"])
         waiting = ",".join(j.split("_")[0] for j in jobs.values())
         site.wait("all ends", lambda: not site.tool("squeue", "-h", "-j", waiting, "-t", "PD,R,CG").strip(), 150.0)
