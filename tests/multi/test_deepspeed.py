@@ -144,16 +144,10 @@ def all_alike(spawn, groups: list[list[dict]]) -> None:
 
 @needs_deepspeed
 @pytest.mark.multi
-def test_every_strategy_has_the_native_engines_losses(spawn):
-    tables = [{"layout": {"offload": "none", **layout}} for layout in STRATEGIES]
-    all_alike(spawn, [[{"train": {"engine": "native"}}, *tables]])
-
-
-@needs_deepspeed
-@pytest.mark.multi
-def test_a_hugging_face_model_has_the_native_engines_losses(spawn, tmp_path):
+def test_every_strategy_and_hugging_face_models_have_the_native_engines_losses(spawn, tmp_path):
     transformers = pytest.importorskip("transformers")
-    groups = []
+    tables = [{"layout": {"offload": "none", **layout}} for layout in STRATEGIES]
+    groups = [[{"train": {"engine": "native"}}, *tables]]
     for tied in (False, True):
         transformers.LlamaConfig(
             hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=512,

@@ -1,14 +1,17 @@
-"""Every layout trains the same model: losses and gradient norms of ten steps against a single process, in fp32."""
+"""Every layout trains the same model: losses and gradient norms of five steps against a single process, in fp32."""
 
 from __future__ import annotations
 
+import functools
 import itertools
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.multi.conftest import spawn
 from tests.train.helpers import build, steps
 
 from windlass.config import LayoutConfig, ModelConfig, Recipe
@@ -17,9 +20,11 @@ from windlass.layout.resolve import complete_layout, job_size
 from windlass.train.batches import batch_plan
 from windlass.train.validate import Validator
 
-STEPS = 10
+STEPS = 5
+LONG_STEPS = 10
+"""Of the whole grid, which is marked slow."""
 TOLERANCE = 3e-6
-"""Relative, on losses and norms over ten steps; rounding of sums in another order gives up to about 1e-6."""
+"""Relative, on losses and norms; rounding of sums in another order gives up to about 1e-6 over ten steps."""
 
 
 def make_recipe(
@@ -43,19 +48,19 @@ def make_recipe(
         "name": "parity", "model": {"family": family, **shape},
         "data": {"seq_len": seq_len, "batch_tokens": sequences * seq_len, **data},
         "optim": {"name": optimizer, **optim, "warmup": 512, "clip": 1.0},
-        "train": {"steps": STEPS, "precision": "fp32", "loss_chunk": 48, **layout.pop("train", {})},
+        "train": {"steps": layout.pop("steps", STEPS), "precision": "fp32", "loss_chunk": 48, **layout.pop("train", {})},
         "layout": {"micro_batch": micro_batch, **layout}, "energy": {"enabled": False}, "save": {"at_end": False, "every": 10**6},
     })  # fmt: skip
 
 
 def train_here(recipe: Recipe, validate: bool = False) -> list[tuple[float, float]]:
-    """Ten steps on this rank of whatever world there is: (loss, gradient norm) of each, and the validation loss on the way."""
+    """The steps on this rank of whatever world there is: (loss, gradient norm) of each, and the validation loss on the way."""
     training = build(recipe)
     if recipe.data.mask_documents:
         # Two documents in each sequence, cut at a place that depends on the sequence.
         training.stream.document_ids = lambda indexes: np.arange(33)[None] >= np.asarray(indexes)[:, None] % 29 + 2
     if not validate:
-        return steps(training, STEPS)
+        return steps(training, recipe.train.steps)
     validator = Validator(training.stream, 32, recipe, training.world, training.parts, training.stepper)
     values = []
     for count in (3, 1):
@@ -63,19 +68,20 @@ def train_here(recipe: Recipe, validate: bool = False) -> list[tuple[float, floa
         validation = validator.run()
         assert validation is not None
         values.append((validation.overall.loss, 1.0))
-    return values + steps(training, STEPS - 4)
+    return values + steps(training, recipe.train.steps - 4)
 
 
 @pytest.fixture(scope="module")
 def alone() -> Any:
-    """The single process, once per optimizer and family."""
-    curves: dict[Any, Any] = {}
+    """The single process, once per optimizer, family, tie and kind of data."""
 
-    def get(optimizer: str, family: str = "llama") -> list[tuple[float, float]]:
-        if (optimizer, family) not in curves:
-            torch.set_num_threads(1)
-            curves[optimizer, family] = train_here(make_recipe(optimizer, family, micro_batch=16))
-        return curves[optimizer, family]
+    @functools.cache
+    def get(
+        optimizer: str, family: str = "llama", tied: bool = False, documents: bool = False, steps: int = STEPS
+    ) -> Any:
+        torch.set_num_threads(1)
+        micro_batch = 4 if tied or documents else 16
+        return Parity(1, micro_batch, {"steps": steps}, optimizer, family, tied, documents).train()
 
     return get
 
@@ -125,27 +131,104 @@ def train_all(recipes: list[Recipe]) -> list[list[tuple[float, float]]]:
     return [train_here(recipe) for recipe in recipes]
 
 
-QUICK = [
-    ("sgd", 2, 8, {"shard": "none"}),
-    ("sgd", 2, 2, {"shard": "none"}),
-    ("sgd", 2, 2, {"shard": "zero1"}),
-    ("adamw", 2, 8, {"shard": "zero2"}),
-    ("sgd", 2, 2, {"shard": "full"}),
-    ("sgd", 4, 1, {"shard": "hybrid", "shard_size": 2}),
-    ("sgd", 2, 4, {"shard": "none", "tensor": 2}),
-    ("sgd", 2, 4, {"shard": "none", "pipeline": 2}),
-    ("adamw", 4, 2, {"shard": "full", "tensor": 2}),
-    ("sgd", 4, 2, {"shard": "zero1", "pipeline": 2}),
-    ("sgd", 8, 2, {"shard": "full", "tensor": 2, "pipeline": 2}),
+@dataclass(frozen=True)
+class Parity:
+    """A layout whose curve must be that of one process."""
+
+    world: int
+    micro: int
+    layout: dict[str, Any]
+    optimizer: str = "sgd"
+    family: str = "llama"
+    tied: bool = False
+    documents: bool = False
+    """Two documents in a sequence, the z-loss and validation: what each layout must bring together in its own way."""
+
+    def recipe(self, **changes: Any) -> Recipe:
+        masked = {"documents": True, "train": {"z_loss": 1e-2}} if self.documents else {}
+        options = {"tied": self.tied, "micro_batch": self.micro, **masked, **self.layout, **changes}
+        return make_recipe(self.optimizer, self.family, **options)
+
+    def train(self) -> list[tuple[float, float]]:
+        return train_here(self.recipe(), self.documents)
+
+    def __str__(self) -> str:
+        kind = [self.family, self.optimizer, "tied" * self.tied, "documents" * self.documents]
+        sizes = [f"{key}={value}" for key, value in self.layout.items()]
+        return "-".join([f"{self.world}x{self.micro}", *filter(None, kind), *sizes])
+
+
+CASES = [
+    Parity(2, 8, {"shard": "none"}),
+    Parity(2, 2, {"shard": "none"}),
+    Parity(2, 2, {"shard": "zero1"}),
+    Parity(2, 8, {"shard": "zero2"}, "adamw"),
+    Parity(2, 2, {"shard": "full"}),
+    Parity(4, 1, {"shard": "hybrid", "shard_size": 2}),
+    Parity(2, 4, {"shard": "none", "tensor": 2}),
+    Parity(2, 4, {"shard": "none", "pipeline": 2}),
+    Parity(4, 2, {"shard": "full", "tensor": 2}, "adamw"),
+    Parity(4, 2, {"shard": "zero1", "pipeline": 2}),
+    Parity(8, 2, {"shard": "full", "tensor": 2, "pipeline": 2}),
+    Parity(2, 8, {"shard": "full", "context": 2}),
+    Parity(4, 4, {"shard": "hybrid", "shard_size": 2, "context": 2, "tensor": 2}),
+    Parity(2, 2, {"shard": "none", "pipeline": 2, "schedule": "gpipe"}),
+    Parity(2, 2, {"shard": "none", "pipeline": 2, "schedule": "interleaved"}),
+    Parity(2, 2, {"shard": "none", "pipeline": 2, "schedule": "zbv"}),
+    Parity(4, 2, {"shard": "full", "pipeline": 2, "context": 2}),
+    Parity(2, 2, {"shard": "full", "offload": "parameters"}),
+    Parity(2, 2, {"shard": "zero1", "offload": "optimizer"}),
+    Parity(2, 2, {"shard": "full", "sync": "last"}),
+    Parity(2, 2, {"shard": "full", "train": {"recompute": "full"}}),
+    Parity(2, 2, {"shard": "full", "train": {"recompute": "selective", "loss": "chunked"}}),
+    Parity(2, 4, {"shard": "full"}, family="retnet"),
+    Parity(2, 4, {"shard": "none", "tensor": 2}, family="retnet"),
+    Parity(4, 2, {"shard": "zero1", "pipeline": 2}, family="retnet"),
+    Parity(2, 8, {"shard": "full", "context": 2}, family="retnet"),
+    Parity(4, 8, {"shard": "none", "context": 2, "tensor": 2}, family="retnet"),
+    Parity(2, 4, {"shard": "full"}, documents=True),
+    Parity(2, 4, {"shard": "none", "tensor": 2}, documents=True),
+    Parity(2, 4, {"shard": "none", "pipeline": 2}, documents=True),
+    Parity(4, 4, {"shard": "full", "context": 2, "pipeline": 2}, documents=True),
+    # A tied head under tensor parallelism shares the divided rows; under a pipeline first and last stage share a gradient.
+    Parity(2, 4, {"shard": "full"}, tied=True),
+    Parity(2, 4, {"shard": "none", "tensor": 2}, tied=True),
+    Parity(2, 4, {"shard": "none", "pipeline": 2}, "adamw", tied=True),
+    Parity(2, 4, {"shard": "none", "pipeline": 2, "schedule": "interleaved"}, tied=True),
+    Parity(2, 4, {"shard": "none", "pipeline": 2, "schedule": "zbv"}, tied=True),
+    Parity(8, 2, {"shard": "zero1", "pipeline": 2, "tensor": 2}, tied=True),
 ]
 
 
+def train_cases(cases: list[Parity]) -> list[list[tuple[float, float]]]:
+    return [case.train() for case in cases]
+
+
+@pytest.fixture(scope="module")
+def curves() -> Any:
+    """The curves of a case, one per rank. The first case of a world size trains all others of that size too."""
+    by_case: dict[str, list[list[tuple[float, float]]]] = {}
+
+    def get(wanted: Parity) -> list[list[tuple[float, float]]]:
+        cases = [case for case in CASES if case.world == wanted.world and str(case) not in by_case]
+        for start in range(0, len(cases) if str(wanted) not in by_case else 0, TOGETHER):
+            part = cases[start : start + TOGETHER]
+            by_rank = spawn(train_cases, wanted.world, part, timeout=600.0)
+            by_case.update({str(case): [rank[i] for rank in by_rank] for i, case in enumerate(part)})
+        return by_case[str(wanted)]
+
+    return get
+
+
+def by_world(case: Parity) -> Any:
+    return pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(f"parity-{case.world}"))
+
+
 @pytest.mark.multi
-@pytest.mark.parametrize(("optimizer", "world", "micro", "layout"), QUICK, ids=str)
-def test_quick_grid_matches_one_process(
-    alone: Any, spawn: Any, optimizer: str, world: int, micro: int, layout: dict[str, Any]
-) -> None:
-    compare(spawn(train_here, world, make_recipe(optimizer, micro_batch=micro, **layout)), alone(optimizer))
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", map(by_world, CASES))
+def test_a_layout_matches_one_process(curves: Any, alone: Any, case: Parity) -> None:
+    compare(curves(case), alone(case.optimizer, case.family, case.tied, case.documents))
 
 
 @pytest.mark.multi
@@ -154,40 +237,15 @@ def test_quick_grid_matches_one_process(
 @pytest.mark.parametrize("family", ["llama", "retnet"])
 @pytest.mark.parametrize(("world", "cases"), groups(), ids=[f"{world}-{i}" for i, (world, _) in enumerate(groups())])
 def test_whole_grid_matches_one_process(alone: Any, spawn: Any, world: int, cases: list[Case], family: str) -> None:
-    recipes = [make_recipe(optimizer, family, micro_batch=micro, **layout) for optimizer, _, micro, layout in cases]
+    recipes = [
+        make_recipe(optimizer, family, micro_batch=micro, steps=LONG_STEPS, **layout)
+        for optimizer, _, micro, layout in cases
+    ]
     curves = spawn(train_all, world, recipes, timeout=1200.0)
     for number, case in enumerate(cases):
         # The norm of each head's output makes RetNet's gradient steep: one process alone differs by 1e-4 in other micro-batches.
         norms = 1e-3 if (case[0], family) == ("adamw", "retnet") else 10 * TOLERANCE
-        compare([values[number] for values in curves], alone(case[0], family), str(case), norms)
-
-
-MORE = [
-    ("llama", 2, 8, {"shard": "full", "context": 2}),
-    ("llama", 4, 4, {"shard": "hybrid", "shard_size": 2, "context": 2, "tensor": 2}),
-    ("llama", 2, 2, {"shard": "none", "pipeline": 2, "schedule": "gpipe"}),
-    ("llama", 2, 2, {"shard": "none", "pipeline": 2, "schedule": "interleaved"}),
-    ("llama", 2, 2, {"shard": "none", "pipeline": 2, "schedule": "zbv"}),
-    ("llama", 4, 2, {"shard": "full", "pipeline": 2, "context": 2}),
-    ("llama", 2, 2, {"shard": "full", "offload": "parameters"}),
-    ("llama", 2, 2, {"shard": "zero1", "offload": "optimizer"}),
-    ("llama", 2, 2, {"shard": "full", "sync": "last"}),
-    ("llama", 2, 2, {"shard": "full", "train": {"recompute": "full"}}),
-    ("llama", 2, 2, {"shard": "full", "train": {"recompute": "selective", "loss": "chunked"}}),
-    ("retnet", 2, 4, {"shard": "full"}),
-    ("retnet", 2, 4, {"shard": "none", "tensor": 2}),
-    ("retnet", 4, 2, {"shard": "zero1", "pipeline": 2}),
-    ("retnet", 2, 8, {"shard": "full", "context": 2}),
-    ("retnet", 4, 8, {"shard": "none", "context": 2, "tensor": 2}),
-]
-
-
-@pytest.mark.multi
-@pytest.mark.parametrize(("family", "world", "micro", "layout"), MORE, ids=str)
-def test_further_layouts_match_one_process(
-    alone: Any, spawn: Any, family: str, world: int, micro: int, layout: dict[str, Any]
-) -> None:
-    compare(spawn(train_here, world, make_recipe("sgd", family, micro_batch=micro, **layout)), alone("sgd", family))
+        compare([values[number] for values in curves], alone(case[0], family, steps=LONG_STEPS), str(case), norms)
 
 
 @pytest.mark.multi
@@ -229,60 +287,16 @@ def test_odd_shapes_on_three_processes_match_one(spawn: Any) -> None:
         compare([values[number] for values in curves], one, str(case))
 
 
-def masked() -> dict[str, Any]:
-    """Two documents in a sequence, and the z-loss: what each layout must bring together in its own way."""
-    return {"documents": True, "train": {"z_loss": 1e-2}}
-
-
-VALIDATED = [
-    (2, 4, {"shard": "full"}),
-    (2, 4, {"shard": "none", "tensor": 2}),
-    (2, 4, {"shard": "none", "pipeline": 2}),
-    (4, 4, {"shard": "full", "context": 2, "pipeline": 2}),
-]
-
-
-@pytest.fixture(scope="module")
-def validated() -> list[tuple[float, float]]:
-    return train_here(make_recipe("sgd", micro_batch=4, **masked()), validate=True)
-
-
-@pytest.mark.multi
-@pytest.mark.parametrize(("world", "micro", "layout"), VALIDATED, ids=str)
-def test_documents_and_validation_match_one_process(
-    validated: Any, spawn: Any, world: int, micro: int, layout: dict[str, Any]
-) -> None:
-    compare(spawn(train_here, world, make_recipe("sgd", micro_batch=micro, **masked(), **layout), True), validated)
-
-
-def test_validation_does_not_change_the_curve(validated: Any) -> None:
-    plain = train_here(make_recipe("sgd", micro_batch=4, **masked()))
+def test_validation_does_not_change_the_curve(alone: Any) -> None:
+    validated = alone("sgd", documents=True)
+    masked = Parity(1, 4, {}, documents=True)
+    plain = train_here(masked.recipe())
     assert validated[:3] + validated[4:5] + validated[6:] == plain
-    without = train_here(make_recipe("sgd", micro_batch=4, documents=True))[0]
+    without = train_here(masked.recipe(train={}))[0]
     assert plain[0][0] == without[0] and plain[0][1] != without[1], (
         "the z-loss is in the gradient and not in the loss shown"
     )
     assert plain[0][0] != train_here(make_recipe("sgd", micro_batch=4))[0][0], "the mask of documents is in force"
-
-
-TIED = [
-    ("sgd", 2, 4, {"shard": "full"}),
-    ("sgd", 2, 4, {"shard": "none", "tensor": 2}),
-    ("adamw", 2, 4, {"shard": "none", "pipeline": 2}),
-    ("sgd", 2, 4, {"shard": "none", "pipeline": 2, "schedule": "interleaved"}),
-    ("sgd", 2, 4, {"shard": "none", "pipeline": 2, "schedule": "zbv"}),
-    ("sgd", 8, 2, {"shard": "zero1", "pipeline": 2, "tensor": 2}),
-]
-
-
-@pytest.mark.multi
-@pytest.mark.parametrize(("optimizer", "world", "micro", "layout"), TIED, ids=str)
-def test_tied_weights_match_one_process(
-    spawn: Any, optimizer: str, world: int, micro: int, layout: dict[str, Any]
-) -> None:
-    """A tied head under tensor parallelism shares the divided rows; under a pipeline first and last stage share one gradient."""
-    curves = spawn(train_here, world, make_recipe(optimizer, micro_batch=micro, tied=True, **layout))
-    compare(curves, train_here(make_recipe(optimizer, micro_batch=4, tied=True)))
 
 
 def embedding_gradient() -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
