@@ -59,9 +59,7 @@ class Layout:
 
     @property
     def stages_per_rank(self) -> int:
-        if self.pipeline == 1:
-            return 1
-        return {"interleaved": self.chunks, "zbv": 2}.get(self.schedule, 1)
+        return 1 if self.pipeline == 1 else {"interleaved": self.chunks, "zbv": 2}.get(self.schedule, 1)
 
     @property
     def num_stages(self) -> int:
