@@ -8,7 +8,7 @@ from windlass.planner.laws import CAVEATS, LAWS
 from windlass.planner.page import carbon, number
 from windlass.units import print_tokens
 
-COLUMNS = ("size", "MFU", "tokens/s", "days", "tokens", "per parameter", "MWh", "CO2e", "expected loss")
+BUDGET_COLUMNS = ("size", "MFU", "tokens/s", "days", "tokens", "per parameter", "MWh", "CO2e", "expected loss")
 
 
 def budget_json(result: BudgetResult) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def budget_page(result: BudgetResult, target: float | None = None) -> str:
         rows.append((*cells, *losses, row.layout))
     laws = " / ".join(law.name for law in LAWS)
     caveats = f"Expected loss by {laws}; * means extrapolated. {'; '.join(CAVEATS)}."
-    columns = (*COLUMNS, *(law.name for law in LAWS), "layout")
+    columns = (*BUDGET_COLUMNS, *(law.name for law in LAWS), "layout")
     sections = [
         Section(
             "What the budget buys",

@@ -1,5 +1,6 @@
 """Efficiency constants of a cluster, fitted to measured runs and stored in the user's cluster file."""
 
+import json
 import math
 import re
 import time
@@ -31,7 +32,9 @@ WARM_UP = 0.2
 MIN_STEPS = 3
 PRIOR_WEIGHT = 0.02
 """Weight of the distance to the start values: one odd run must not move a constant that it hardly depends on."""
-HEADER = "# Fitted by `windlass plan --calibrate`; delete this table to return to the planner's own constants."
+EFFICIENCY_HEADER = (
+    "# Fitted by `windlass plan --calibrate`; delete this table to return to the planner's own constants."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +57,9 @@ class MeasuredRun:
         """Relative error of the predicted step time."""
         return self.predicted_seconds(constants) / self.step_seconds - 1.0
 
-    def memory_error(self) -> float | None:
-        if not self.memory_bytes:
-            return None
-        return memory(self.model, self.step, self.layout).allocated / self.memory_bytes - 1.0
+    def memory_error_pct(self) -> float | None:
+        allocated = memory(self.model, self.step, self.layout).allocated
+        return (allocated / self.memory_bytes - 1.0) * 100 if self.memory_bytes else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +111,8 @@ class Calibration:
             for run in self.runs
         ]
         lines += [f"skipped: {reason}" for reason in self.skipped]
-        if self.file:
-            return "\n".join([*lines, f"stored in {self.file}"])
         worse = " (the planner's own constants predict these runs better)" if self.after_pct > self.before_pct else ""
-        return "\n".join([*lines, f"not stored{worse}"])
+        return "\n".join([*lines, f"stored in {self.file}" if self.file else f"not stored{worse}"])
 
 
 def calibrate(paths: Sequence[Path | str], cluster: str | None = None, *, store: bool = True) -> Calibration:
@@ -143,24 +143,18 @@ def calibrate_runs(
             "fitted_from": f"{len(runs)} runs: {', '.join(r.name for r in runs[:4])}{' ...' if len(runs) > 4 else ''}",
         }
     )
-    lines: list[dict[str, Any]] = []
-    for run in runs:
-        memory_error = run.memory_error()
-        lines.append(
-            {
-                "name": run.name,
-                "step_seconds": run.step_seconds,
-                "before_pct": run.error(DEFAULTS) * 100,
-                "after_pct": run.error(best) * 100,
-                "memory_pct": None if memory_error is None else memory_error * 100,
-            }
-        )
-    left_out = None
-    if len(runs) > 1:
-        others = [[*runs[:i], *runs[i + 1 :]] for i in range(len(runs))]
-        left_out = _median(
-            [run.error(fit(other_runs, start, names)) * 100 for run, other_runs in zip(runs, others, strict=True)]
-        )
+    lines = [
+        {
+            "name": run.name,
+            "step_seconds": run.step_seconds,
+            "before_pct": run.error(DEFAULTS) * 100,
+            "after_pct": run.error(best) * 100,
+            "memory_pct": run.memory_error_pct(),
+        }
+        for run in runs
+    ]
+    others = [[*runs[:i], *runs[i + 1 :]] for i in range(len(runs))]
+    left_out = [run.error(fit(group, start, names)) * 100 for run, group in zip(runs, others, strict=True) if group]
     before, after = (_median([line[key] for line in lines]) for key in ("before_pct", "after_pct"))
     assert before is not None and after is not None
     return Calibration(
@@ -169,7 +163,7 @@ def calibrate_runs(
         runs=lines,
         before_pct=before,
         after_pct=after,
-        left_out_pct=left_out,
+        left_out_pct=_median(left_out),
         memory_pct=_median([line["memory_pct"] for line in lines]),
         skipped=list(skipped),
         # Constants that predict worse than the planner's own would only spoil the next plan.
@@ -229,12 +223,12 @@ def collect_runs(paths: Sequence[Path], cluster: str | None) -> tuple[list[Measu
                 p.parent for pattern in ("*/metrics.jsonl", "*/*/metrics.jsonl") for p in path.glob(pattern)
             )
         else:
-            hint = "give a folder with metrics.jsonl or a sweep folder"
-            if path.suffix.lower() == ".csv":
-                hint += (
-                    "; for a table of runs: python benchmarks/planner_accuracy.py --rows FILE.csv --calibrate CLUSTER"
-                )
-            raise RunError("planner.not-a-run", f"{path} is not a run or sweep folder", hint=hint)
+            table = "; for a table of runs: python benchmarks/planner_accuracy.py --rows FILE.csv --calibrate CLUSTER"
+            raise RunError(
+                "planner.not-a-run",
+                f"{path} is not a run or sweep folder",
+                hint="give a folder with metrics.jsonl or a sweep folder" + table * (path.suffix.lower() == ".csv"),
+            )
         for folder in folders:
             try:
                 run = open_run(folder)
@@ -286,11 +280,10 @@ def store_efficiency(cluster: str, efficiency: Efficiency) -> Path:
     """Write the `[efficiency]` table into the user's file of this cluster and keep the other tables of that file."""
     path = user_folder() / f"{cluster}.toml"
     text = path.read_text() if path.is_file() else ""
-    text = re.sub(r"(?ms)^\[efficiency\][^\[]*", "", text).replace(HEADER, "").rstrip()
-    lines = [HEADER, "[efficiency]"]
-    for key, value in efficiency.model_dump(exclude_none=True).items():
-        quoted = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"' if isinstance(value, str) else repr(value)
-        lines.append(f"{key} = {quoted}")
+    text = re.sub(r"(?ms)^\[efficiency\][^\[]*", "", text).replace(EFFICIENCY_HEADER, "").rstrip()
+    values = efficiency.model_dump(exclude_none=True).items()
+    # Strings and numbers are written alike in JSON and TOML.
+    lines = [EFFICIENCY_HEADER, "[efficiency]", *(f"{key} = {json.dumps(value)}" for key, value in values)]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, (text + "\n\n" if text else "") + "\n".join(lines) + "\n")
     return path

@@ -130,21 +130,22 @@ def _too_big(task: PlanTask, p: Plan) -> list[str]:
     """By how much it misses, and the fastest fitting layout that differs in one value."""
     candidate, layout = p.candidate, p.layout
     sequences = layout.micro_batch * layout.accumulation
-    layouts = {
-        f"micro_batch={size}": replace(layout, micro_batch=size, accumulation=sequences // size)
+    changes = {
+        f"micro_batch={size}": replace(
+            candidate, layout=replace(layout, micro_batch=size, accumulation=sequences // size)
+        )
         for size in range(layout.micro_batch - 1, 0, -1)
         if sequences % size == 0
     }
-    policies = {f"recompute={policy}": policy for policy in ("selective", "full") if policy != candidate.recompute}
-    shards = {
-        f"shard={shard}": replace(layout, shard=shard, shard_size=layout.replicas)
+    changes |= {
+        f"recompute={policy}": replace(candidate, recompute=policy)
+        for policy in ("selective", "full")
+        if policy != candidate.recompute
+    }
+    changes |= {
+        f"shard={shard}": replace(candidate, layout=replace(layout, shard=shard, shard_size=layout.replicas))
         for shard in ("zero1", "zero2", "full")
         if shard != layout.shard
-    }
-    changes = {
-        **{name: replace(candidate, layout=changed) for name, changed in layouts.items()},
-        **{name: replace(candidate, recompute=policy) for name, policy in policies.items()},
-        **{name: replace(candidate, layout=changed) for name, changed in shards.items()},
     }
     plans = {name: estimate_plan(task, other) for name, other in changes.items() if not problems(task, other)}
     fitting = {name: changed for name, changed in plans.items() if changed.fits}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from windlass.figures import Card, Cards, Chart, DataTable, Item, Mark, Note, Section, bars, line, page
 from windlass.planner.record import mfu_denominator
 from windlass.planner.scaling import ScalingPoint
-from windlass.planner.search import TIE, Plan, Plans
+from windlass.planner.search import TIE, Plan, Plans, Rejected
 from windlass.planner.task import PlanTask
 from windlass.units import GIB, print_seconds, print_tokens
 
@@ -60,18 +60,14 @@ def amount(value: float) -> str:
 
 def carbon(tonnes: float | None) -> str:
     """Tonnes, or kilograms below one tonne."""
-    if tonnes is None:
-        return "unknown"
-    return f"{tonnes:,.1f} t" if tonnes >= 1 else f"{tonnes * 1000:,.1f} kg"
+    return "unknown" if tonnes is None else f"{tonnes:,.1f} t" if tonnes >= 1 else f"{tonnes * 1000:,.1f} kg"
 
 
 def _energy_text(kwh: float | None) -> str:
-    if kwh is None:
-        return "unknown"
-    return f"{kwh / 1000:,.1f} MWh" if kwh >= 1000 else f"{kwh:,.1f} kWh"
+    return "unknown" if kwh is None else f"{kwh / 1000:,.1f} MWh" if kwh >= 1000 else f"{kwh:,.1f} kWh"
 
 
-def _layout_text(p: Plan) -> str:
+def _layout_text(p: Plan | Rejected) -> str:
     return p.candidate.describe() + (" (recipe)" if p.from_recipe else "")
 
 
@@ -111,13 +107,10 @@ def stacked(
     caption: str = "",
 ) -> Chart:
     """Horizontal bars, one per plan, divided into the same terms in the same order; terms below 1 % become "other"."""
-    peaks: dict[str, float] = {}
-    for row in terms:
-        for name, value in row.items():
-            peaks[name] = max(peaks.get(name, 0.0), value)
+    names = dict.fromkeys(name for row in terms for name in row)
     largest_sum = max((sum(row.values()) for row in terms), default=1.0)
-    small = [name for name, peak in peaks.items() if peak < 0.01 * largest_sum]
-    series = [bars(name, labels, [row.get(name) for row in terms]) for name in peaks if name not in small]
+    small = [name for name in names if max(row.get(name, 0.0) for row in terms) < 0.01 * largest_sum]
+    series = [bars(name, labels, [row.get(name) for row in terms]) for name in names if name not in small]
     if small:
         series.append(bars("other", labels, [sum(row.get(name, 0.0) for name in small) for row in terms]))
     return Chart(
@@ -146,16 +139,9 @@ def _memory(plans: Plans) -> list[Item]:
     # The recipe's own layout comes first, then the nearest that do not fit, then what a rule forbids.
     too_big = [r for r in plans.rejected if r.from_recipe or r.memory_gib is not None]
     forbidden = [r for r in plans.rejected if not r.from_recipe and r.memory_gib is None]
-    rows = [
-        (r.candidate.describe() + (" (recipe)" if r.from_recipe else ""), r.reason)
-        for r in (*too_big[:SHOWN], *forbidden)
-    ]
-    if not rows:
-        return [chart]
-    return [
-        chart,
-        DataTable(("rejected", "reason"), rows, caption="Nearest that do not fit, and layouts that a rule forbids."),
-    ]
+    rows = [(_layout_text(r), r.reason) for r in (*too_big[:SHOWN], *forbidden)]
+    caption = "Nearest that do not fit, and layouts that a rule forbids."
+    return [chart, *([DataTable(("rejected", "reason"), rows, caption=caption)] if rows else [])]
 
 
 def _ranking(plans: Plans) -> DataTable:
@@ -207,7 +193,6 @@ def _scaling(task: PlanTask, strong: Sequence[ScalingPoint], weak: Sequence[Scal
     for p in strong:
         rate = p.tokens_per_second() or 0.0
         efficiency = rate / (first_rate or 1.0) / (p.devices / devices[0])
-        energy = _energy_text(p.best.energy.kwh)
         rows.append(
             (
                 p.nodes,
@@ -216,7 +201,7 @@ def _scaling(task: PlanTask, strong: Sequence[ScalingPoint], weak: Sequence[Scal
                 f"{rate:,.0f}",
                 f"{efficiency:.0%}",
                 training_time(p.best),
-                energy,
+                _energy_text(p.best.energy.kwh),
             )
         )
     columns = ("nodes", "devices", "best layout", "tokens/s", "efficiency", "time", "energy")
