@@ -82,7 +82,16 @@ class RankLoad(NamedTuple):
 def memory(model: ModelSpec, step: StepSpec, layout: Layout) -> MemoryEstimate:
     """Peak memory of the fullest device: of the first pipeline rank (embedding, most micro-batches) or the last
     (head)."""
-    layer_bytes = [_layer_bytes(group.layer, step, layout) for group in model.groups]
+    layer_bytes = []  # kept from the forward to the backward pass, and more while the backward pass runs
+    for layer in (group.layer for group in model.groups):
+        full = layer_activations(layer, step, layout)
+        kept = kept_activations(layer, step, layout, full)
+        transient = max(0.0, full - kept)
+        if step.native:
+            stream = step.bytes_per_value * _width(layer) / layout.sequence_split
+            largest = max(branch.block.transient_bytes(step, layout) for branch in layer.branches)
+            transient += stream * (2.0 if step.recompute == "full" else 1.0) + largest
+        layer_bytes.append((kept, transient))
     groups = sum(degree > 1 for degree in (layout.data, layout.tensor, layout.pipeline, layout.context))
     outside = CONTEXT_BYTES + NCCL_BYTES_PER_GROUP * groups
     estimates = []
@@ -97,19 +106,6 @@ def memory(model: ModelSpec, step: StepSpec, layout: Layout) -> MemoryEstimate:
         needed = allocated * (1 + TIGHT_SLACK) + outside
         estimates.append(MemoryEstimate(terms, allocated, reserved, reserved + outside, needed, moment, index))
     return max(estimates, key=lambda estimate: estimate.allocated)
-
-
-def _layer_bytes(layer: LayerSpec, step: StepSpec, layout: Layout) -> tuple[float, float]:
-    """Bytes per token of one layer that live from the forward to the backward pass, and more while its backward pass
-    runs."""
-    full = layer_activations(layer, step, layout)
-    kept = kept_activations(layer, step, layout, full)
-    transient = max(0.0, full - kept)
-    if step.native:
-        stream = step.bytes_per_value * _width(layer) / layout.sequence_split
-        largest = max(branch.block.transient_bytes(step, layout) for branch in layer.branches)
-        transient += stream * (2.0 if step.recompute == "full" else 1.0) + largest
-    return kept, transient
 
 
 def _rank_load(

@@ -11,7 +11,7 @@ from functools import lru_cache
 from windlass.blocks.attention.spec import KEPT_SCORE_BYTES
 from windlass.clusters.model import Device, Efficiency, Links
 from windlass.cost.engines import ENGINE_PROFILES
-from windlass.cost.flops import DEFAULT, Convention, flops_per_token, hardware_flops_per_token, recomputed_share
+from windlass.cost.flops import DEFAULT, Convention, hfu, mfu, recomputed_share
 from windlass.errors import PlanError
 from windlass.layout.stages import layers_of_rank
 from windlass.layout.types import Layout, StepSpec
@@ -154,15 +154,14 @@ def estimate_step(
     seconds = sum(terms.values())
     rate = tokens * micro_batches * layout.replicas / seconds / layout.devices
     peak = machine.device.bf16_tflops
-    share = rate / 1e12 / peak if peak else None
     waiting = ("data-parallel traffic", "tensor-parallel traffic", "context-parallel traffic", "pipeline traffic")
     return StepEstimate(
         seconds=seconds,
         terms={name: value for name, value in terms.items() if value > 0},
         tokens_per_second_per_device=rate,
-        mfu=flops_per_token(model, step.seq_len, convention) * share if share else None,
+        mfu=mfu(model, step.seq_len, rate, peak, convention=convention),
         mfu_convention=convention,
-        hfu=hardware_flops_per_token(model, step.seq_len, step.recompute, convention) * share if share else None,
+        hfu=hfu(model, step.seq_len, rate, peak, recompute=step.recompute, convention=convention),
         exposed_communication=sum(terms.get(name, 0.0) for name in waiting),
         bubble=bubble,
     )
@@ -170,8 +169,6 @@ def estimate_step(
 
 def bubble_share(layout: Layout) -> float:
     """Idle time of a pipeline relative to its busy time: (p - 1) / (m v)."""
-    if layout.pipeline == 1:
-        return 0.0
     chunks = layout.chunks if layout.schedule in ("interleaved", "1f1b") else 1
     share = (layout.pipeline - 1) / (layout.accumulation * max(1, chunks))
     return share / 3 if layout.schedule == "zbv" else share
@@ -362,10 +359,8 @@ def _layer_seconds(layer: LayerSpec, step: StepSpec, layout: Layout, r: _Rates, 
 
 def _recomputed(layer: LayerSpec, step: StepSpec) -> tuple[float, float, float]:
     """Shares of a forward pass that run a second time: products, mixing between positions, element-wise work."""
-    if step.recompute == "budget":
-        return (1.0 - step.recompute_budget,) * 3
     if step.recompute not in ("full", "selective"):
-        return 0.0, 0.0, 0.0
+        return (1.0 - step.recompute_budget if step.recompute == "budget" else 0.0,) * 3
     if not step.native:
         share = ENGINE_PROFILES[step.engine].selective_share
         return (share, 0.0, share) if step.recompute == "selective" else (1.0, 1.0, 1.0)

@@ -7,7 +7,7 @@ from functools import cache
 from windlass.blocks.attention.spec import AttentionSpec
 from windlass.blocks.head.spec import choose_loss
 from windlass.config import LayoutConfig, Recipe
-from windlass.layout.types import FULL_GRADIENTS, GradientSync, Layout, StepSpec
+from windlass.layout.types import GradientSync, Layout, StepSpec
 from windlass.models.spec import ModelSpec
 from windlass.registry import OPTIMIZERS
 
@@ -66,7 +66,7 @@ def gradient_sync(layout: Layout) -> GradientSync:
     enough."""
     if layout.accumulation == 1:
         return GradientSync()
-    full_gradients = layout.shard in FULL_GRADIENTS
+    full_gradients = layout.shard in ("none", "zero1")
     every, reason = layout.sync == "every", f"layout.sync = {layout.sync}"
     if layout.sync == "auto":
         every = not full_gradients
@@ -121,5 +121,4 @@ def masks_documents(recipe: Recipe, model: ModelSpec) -> bool:
 
 @cache  # a search asks for every candidate
 def moment_tensors(optimizer: str) -> int:
-    """Optimizer states per parameter."""
     return len(OPTIMIZERS.load(optimizer).moments)

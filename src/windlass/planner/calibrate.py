@@ -143,7 +143,7 @@ def calibrate_runs(
             "fitted_from": f"{len(runs)} runs: {', '.join(r.name for r in runs[:4])}{' ...' if len(runs) > 4 else ''}",
         }
     )
-    lines = [
+    lines: list[dict[str, Any]] = [
         {
             "name": run.name,
             "step_seconds": run.step_seconds,
@@ -155,8 +155,7 @@ def calibrate_runs(
     ]
     others = [[*runs[:i], *runs[i + 1 :]] for i in range(len(runs))]
     left_out = [run.error(fit(group, start, names)) * 100 for run, group in zip(runs, others, strict=True) if group]
-    before, after = (_median([line[key] for line in lines]) for key in ("before_pct", "after_pct"))
-    assert before is not None and after is not None
+    before, after = (median(abs(line[key]) for line in lines) for key in ("before_pct", "after_pct"))
     return Calibration(
         cluster=cluster,
         efficiency=efficiency,
@@ -179,12 +178,12 @@ def _median(errors: Sequence[float | None]) -> float | None:
 def identifiable(runs: Sequence[MeasuredRun], start: Constants) -> tuple[str, ...]:
     """Constants that these runs can decide: network and overlap only if halving them changes a prediction by more
     than 1 %."""
-    names = ["matmul", "memory"]
-    for name in ("network", "overlap"):
-        halved = replace(start, **{name: getattr(start, name) / 2})
-        if any(abs(r.predicted_seconds(halved) / r.predicted_seconds(start) - 1) > 0.01 for r in runs):
-            names.append(name)
-    return tuple(names)
+    halved = {name: replace(start, **{name: getattr(start, name) / 2}) for name in ("network", "overlap")}
+    changes = {
+        name: [abs(run.predicted_seconds(constants) / run.predicted_seconds(start) - 1) for run in runs]
+        for name, constants in halved.items()
+    }
+    return ("matmul", "memory", *(name for name, shares in changes.items() if max(shares) > 0.01))
 
 
 def fit(runs: Sequence[MeasuredRun], start: Constants, names: tuple[str, ...]) -> Constants:
@@ -216,19 +215,16 @@ def collect_runs(paths: Sequence[Path], cluster: str | None) -> tuple[list[Measu
     runs: list[MeasuredRun] = []
     skipped: list[str] = []
     for path in paths:
-        if (path / "metrics.jsonl").is_file():
-            folders = [path]
-        elif path.is_dir():  # a sweep: its points are one or two levels below
-            folders = sorted(
-                p.parent for pattern in ("*/metrics.jsonl", "*/*/metrics.jsonl") for p in path.glob(pattern)
-            )
-        else:
+        if not path.is_dir():
             table = "; for a table of runs: python benchmarks/planner_accuracy.py --rows FILE.csv --calibrate CLUSTER"
             raise RunError(
                 "planner.not-a-run",
                 f"{path} is not a run or sweep folder",
                 hint="give a folder with metrics.jsonl or a sweep folder" + table * (path.suffix.lower() == ".csv"),
             )
+        # The points of a sweep are one or two levels below.
+        points = [p.parent for pattern in ("*/metrics.jsonl", "*/*/metrics.jsonl") for p in path.glob(pattern)]
+        folders = [path] if (path / "metrics.jsonl").is_file() else sorted(points)
         for folder in folders:
             try:
                 run = open_run(folder)

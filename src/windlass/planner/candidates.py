@@ -18,8 +18,6 @@ MIN_CONTEXT_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class LayoutCandidate:
-    """One layout and the recomputation policy it is estimated with."""
-
     layout: Layout
     recompute: str
 
@@ -30,7 +28,9 @@ class LayoutCandidate:
         return tuple(getattr(self.layout, key) for key in ("shard", *AXES, "offload"))
 
     def step(self, task: PlanTask) -> StepSpec:
-        return resolve_step(task.recipe, task.model, self.layout, gpu=task.gpu, recompute=self.recompute)
+        return resolve_step(
+            task.recipe, task.model, self.layout, gpu=task.device.vendor != "cpu", recompute=self.recompute
+        )
 
     def describe(self, *, micro_batch: bool = True) -> str:
         text = self.layout.describe(micro_batch=micro_batch)

@@ -17,8 +17,6 @@ EXAMPLE = 'for example --why "shard=full,micro_batch=8"'
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutExplanation:
-    """The answer to one question about a layout."""
-
     asked: str
     candidate: LayoutCandidate
     verdict: str
@@ -28,8 +26,6 @@ class LayoutExplanation:
     """None if the layout is not valid."""
     best: Plan | None
     """None if nothing fits."""
-    matching: int
-    """Layouts of the search that have the asked values."""
 
 
 def explain_layout(plans: Plans, question: str) -> LayoutExplanation:
@@ -72,7 +68,6 @@ def explain_layout(plans: Plans, question: str) -> LayoutExplanation:
         sentences=tuple(sentences),
         plan=plan,
         best=best,
-        matching=len(matches),
     )
 
 

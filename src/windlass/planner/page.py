@@ -89,8 +89,7 @@ def _best(plans: Plans) -> list[Item]:
         Card(_energy_text(p.energy.kwh), "energy including facility overhead", f"PUE {p.energy.pue:g}"),
         Card(carbon(p.energy.tco2e), "CO2e, location-based", f"market-based: {carbon(p.energy.market_tco2e)}"),
     ]
-    if p.units is not None:
-        cards.append(Card(amount(p.units), f"{task.cluster.billing.unit}s charged"))
+    cards += [] if p.units is None else [Card(amount(p.units), f"{task.cluster.billing.unit}s charged")]
     batch = (
         f"{p.candidate.describe()}: {p.layout.data:,} replicas x micro-batch {p.layout.micro_batch} x "
         f"{p.layout.accumulation} micro-batches = {p.batch_tokens:,} tokens per step."
@@ -173,9 +172,9 @@ def _ranking(plans: Plans) -> DataTable:
 
 def _scaling(task: PlanTask, strong: Sequence[ScalingPoint], weak: Sequence[ScalingPoint]) -> list[Item]:
     devices = [p.devices for p in strong]
-    first_rate = strong[0].tokens_per_second() or 0.0
+    rates = [p.tokens_per_second() or 0.0 for p in strong]
     series = [
-        line("perfect", devices, [first_rate / devices[0] * d for d in devices], dashed=True, colour=7),
+        line("perfect", devices, [rates[0] / devices[0] * d for d in devices], dashed=True, colour=7),
         line("best layout", devices, [p.tokens_per_second() for p in strong], colour=0),
     ]
     kinds = [k for k in ("none", "zero1", "full", "hybrid") if any(k in p.kinds for p in strong)]
@@ -189,21 +188,18 @@ def _scaling(task: PlanTask, strong: Sequence[ScalingPoint], weak: Sequence[Scal
             line("batch grows with devices", [p.devices for p in weak], [p.best.step.mfu for p in weak], colour=2)
         )
     marks = (Mark(axis="x", at=float(task.devices), label="this plan"),)
-    rows = []
-    for p in strong:
-        rate = p.tokens_per_second() or 0.0
-        efficiency = rate / (first_rate or 1.0) / (p.devices / devices[0])
-        rows.append(
-            (
-                p.nodes,
-                p.devices,
-                p.best.candidate.describe(),
-                f"{rate:,.0f}",
-                f"{efficiency:.0%}",
-                training_time(p.best),
-                _energy_text(p.best.energy.kwh),
-            )
+    rows = [
+        (
+            p.nodes,
+            p.devices,
+            p.best.candidate.describe(),
+            f"{rate:,.0f}",
+            f"{rate / (rates[0] or 1.0) / (p.devices / devices[0]):.0%}",
+            training_time(p.best),
+            _energy_text(p.best.energy.kwh),
         )
+        for p, rate in zip(strong, rates, strict=True)
+    ]
     columns = ("nodes", "devices", "best layout", "tokens/s", "efficiency", "time", "energy")
     return [
         Chart(

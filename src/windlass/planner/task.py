@@ -34,8 +34,6 @@ DECISIVE = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlanTask:
-    """The question, without the layout."""
-
     recipe: Recipe
     cluster: Cluster
     device: Device
@@ -60,10 +58,6 @@ class PlanTask:
     @property
     def seq_len(self) -> int:
         return self.size.seq_len
-
-    @property
-    def gpu(self) -> bool:
-        return self.device.vendor != "cpu"
 
     @cached_property
     def machine(self) -> Machine:
