@@ -423,7 +423,7 @@ def mfu_of(recipe: Any, speed: float, device: str) -> float | None:
 
     known = load_device(device)
     peak = known.fp32_tflops if recipe.train.precision == "fp32" else known.bf16_tflops
-    return mfu(model_spec(recipe.model), recipe.data.seq_len, speed, peak)
+    return mfu(model_spec(recipe.model), recipe.data.seq_len, speed, peak).value
 
 
 def draw(work: Any, out: Path) -> list[dict[str, Any]]:

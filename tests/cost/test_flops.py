@@ -1,7 +1,7 @@
 import pytest
 from tests.cost.helpers import classic, own, retnet
 
-from windlass.cost.flops import flops_per_token, hardware_flops_per_token, hfu, mfu
+from windlass.cost.flops import flops_per_token, hardware_flops_per_token, hfu, mfu, training_days
 from windlass.errors import ConfigError
 from windlass.models.spec import ModelSpec
 
@@ -44,19 +44,30 @@ def test_retention_in_chunks_costs_less_than_the_square() -> None:
     assert chunked.mixing_flops(512) == parallel.mixing_flops(512)
 
 
-def test_mfu_is_a_share_of_the_devices_peak(llama_8b: ModelSpec) -> None:
-    assert mfu(llama_8b, 8192, 6815, 989) == pytest.approx(0.40, abs=0.005)  # torchtitan on an H200: 39.9 %
+def test_mfu_says_what_it_is_a_share_of(llama_8b: ModelSpec) -> None:
+    result = mfu(llama_8b, 8192, 6815, 989, matmul_tflops=794.5)
+    assert result.value == pytest.approx(0.40, abs=0.005)  # torchtitan on an H200: 39.9 %
+    assert result.of_achievable == pytest.approx(0.40 * 989 / 794.5, rel=0.01)
+    assert result.convention == "6N+attention" and "989" in result.denominator
+    assert "40." in str(result) or "39." in str(result)
 
 
 def test_an_unknown_peak_gives_no_number(llama_8b: ModelSpec) -> None:
-    assert mfu(llama_8b, 8192, 6815, None) is None
-    assert hfu(llama_8b, 8192, 6815, None, recompute="full") is None
+    assert mfu(llama_8b, 8192, 6815, None).value is None
+    assert "not measured" in str(mfu(llama_8b, 8192, 6815, None))
+    assert hfu(llama_8b, 8192, 6815, None, recompute="full").value is None
 
 
 def test_hfu_counts_the_recomputed_forward_pass(llama_8b: ModelSpec) -> None:
     model, hardware = mfu(llama_8b, 8192, 6815, 989), hfu(llama_8b, 8192, 6815, 989, recompute="full")
-    assert model and hardware
-    assert 1.25 < hardware / model < 1.34
+    assert model.value and hardware.value
+    assert 1.25 < hardware.value / model.value < 1.34
+    assert "full" in hardware.convention
+
+
+def test_gptnl_30b_in_34_days_means_an_mfu_of_a_third() -> None:
+    # 22 nodes x 4 H100; 30e9 parameters, 450e9 tokens, 6N: the slide's 34 days need about 32 %.
+    assert training_days(6 * 30e9 * 450e9, 88, 989, 0.32) == pytest.approx(34, rel=0.03)
 
 
 def test_selective_recompute_counts_the_products_it_does_again() -> None:

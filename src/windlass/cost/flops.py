@@ -1,5 +1,6 @@
 """FLOPs per token and shares of the device's peak (MFU, HFU). Every figure names how it was counted."""
 
+from dataclasses import dataclass
 from typing import Literal
 
 from windlass.errors import ConfigError
@@ -55,6 +56,26 @@ def recomputed_share(layer: LayerSpec, policy: str) -> float:
     return sum(weights[1:-1:2]) / sum(weights)
 
 
+@dataclass(frozen=True, slots=True)
+class Utilisation:
+    """A share of peak with what it counts and what it is a share of."""
+
+    value: float | None
+    """0 to 1; None when the device's peak is unknown."""
+    convention: str
+    denominator: str
+    of_achievable: float | None = None
+    """The same work against the highest matrix rate measured on such a device."""
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return f"MFU not measured ({self.denominator})"
+        text = f"MFU {self.value:.1%} ({self.convention}; of {self.denominator})"
+        return text + (
+            f", {self.of_achievable:.1%} of the achievable matmul rate" if self.of_achievable is not None else ""
+        )
+
+
 def mfu(
     model: ModelSpec,
     seq_len: int,
@@ -62,10 +83,11 @@ def mfu(
     peak_tflops: float | None,
     *,
     convention: Convention = DEFAULT,
-) -> float | None:
-    """Model FLOP utilisation of one device, 0 to 1; None when its peak is unknown."""
-    rate = flops_per_token(model, seq_len, convention) * tokens_per_second_per_device / 1e12
-    return None if peak_tflops is None else rate / peak_tflops
+    matmul_tflops: float | None = None,
+) -> Utilisation:
+    """Model FLOP utilisation of one device."""
+    flops = flops_per_token(model, seq_len, convention)
+    return _utilisation(flops * tokens_per_second_per_device, peak_tflops, convention, matmul_tflops)
 
 
 def hfu(
@@ -76,7 +98,22 @@ def hfu(
     *,
     recompute: str,
     convention: Convention = DEFAULT,
-) -> float | None:
+) -> Utilisation:
     """Hardware FLOP utilisation: recomputation counts as work."""
-    rate = hardware_flops_per_token(model, seq_len, recompute, convention) * tokens_per_second_per_device / 1e12
-    return None if peak_tflops is None else rate / peak_tflops
+    flops = hardware_flops_per_token(model, seq_len, recompute, convention)
+    return _utilisation(flops * tokens_per_second_per_device, peak_tflops, f"{convention} with {recompute} recompute")
+
+
+def _utilisation(
+    flops_per_second: float, peak_tflops: float | None, convention: str, matmul_tflops: float | None = None
+) -> Utilisation:
+    if peak_tflops is None:
+        return Utilisation(None, convention, "the device's peak is unknown")
+    rate = flops_per_second / 1e12
+    achievable = rate / matmul_tflops if matmul_tflops else None
+    return Utilisation(rate / peak_tflops, convention, f"{peak_tflops:g} TFLOP/s dense bf16 peak", achievable)
+
+
+def training_days(flops: float, devices: int, peak_tflops: float, utilisation: float) -> float:
+    """How long `devices` need at a given share of their peak."""
+    return flops / (devices * peak_tflops * 1e12 * utilisation) / 86_400

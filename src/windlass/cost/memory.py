@@ -321,9 +321,10 @@ def layer_activations(layer: LayerSpec, step: StepSpec, layout: Layout) -> float
     )
 
 
-def kept_activations(layer: LayerSpec, step: StepSpec, layout: Layout, full: float) -> float:
+def kept_activations(layer: LayerSpec, step: StepSpec, layout: Layout, full: float | None = None) -> float:
     """Bytes per token and layer that live from the forward to the backward pass under the recompute policy; `full`
-    without recompute."""
+    is what a layer keeps without recompute, where it is known already."""
+    full = layer_activations(layer, step, layout) if full is None else full
     size = step.bytes_per_value
     stream = size * _width(layer) / layout.sequence_split
     if step.recompute == "full":

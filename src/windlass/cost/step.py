@@ -159,9 +159,9 @@ def estimate_step(
         seconds=seconds,
         terms={name: value for name, value in terms.items() if value > 0},
         tokens_per_second_per_device=rate,
-        mfu=mfu(model, step.seq_len, rate, peak, convention=convention),
+        mfu=mfu(model, step.seq_len, rate, peak, convention=convention).value,
         mfu_convention=convention,
-        hfu=hfu(model, step.seq_len, rate, peak, recompute=step.recompute, convention=convention),
+        hfu=hfu(model, step.seq_len, rate, peak, recompute=step.recompute, convention=convention).value,
         exposed_communication=sum(terms.get(name, 0.0) for name in waiting),
         bubble=bubble,
     )

@@ -250,9 +250,9 @@ class Recorder(Hook):
         )
         if self.peak is not None and training.recipe.model.family != "hf":
             spec, recompute = training.spec, training.start.step.recompute
-            record.mfu = mfu(spec, training.plan.seq_len, per_device, self.peak)
+            record.mfu = mfu(spec, training.plan.seq_len, per_device, self.peak).value
             if recompute != "budget":  # the compiler decides what it recomputes, and does not report it
-                record.hfu = hfu(spec, training.plan.seq_len, per_device, self.peak, recompute=recompute)
+                record.hfu = hfu(spec, training.plan.seq_len, per_device, self.peak, recompute=recompute).value
         if len(forward) > 1:
             record.slowest_rank = max(forward, key=lambda rank: (forward[rank], rank))
             record.spread_seconds = max(forward.values()) - min(forward.values())
