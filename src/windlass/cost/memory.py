@@ -55,7 +55,6 @@ class MemoryEstimate:
 class RankLoad(NamedTuple):
     """Parameters and layers of one pipeline rank, after tensor division."""
 
-    index: int
     layers: list[tuple[LayerSpec, float]]
     """Layers of each group of the model that the rank holds a part of, with their number."""
     num_layers: float
@@ -129,7 +128,6 @@ def _rank_load(
     warm_up = ((ranks - index - 1) * 2 + (chunks - 1) * ranks + 1) / chunks if chunks > 1 else ranks - index
     most = {"gpipe": math.inf, "zbv": ranks}.get(layout.schedule, warm_up)
     return RankLoad(
-        index=index,
         layers=[(group.layer, count) for group, count, _ in loads],
         num_layers=sum(counts),
         kept=sum(kept * count for _, count, (kept, _) in loads),
@@ -146,8 +144,8 @@ def _published_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: R
     """Engines that published rows describe: the loss, the end of the backward pass, the optimizer."""
     states, early_gradients, gradients, update = _states(step, layout, rank.params)
     size = 2.0 if step.precision != "fp32" else 4.0
-    # Full sharding: embedding and head stay gathered, two layers live at a time; 16-bit gradients and the fp32 copy that
-    # is reduced.
+    # Full sharding: embedding and head stay gathered, two layers live at a time; 16-bit gradients and the fp32 copy
+    # that is reduced.
     sharded = layout.weight_shards > 1
     gathered = size * (rank.embedding + rank.head + 2.0 * rank.params_per_layer) if sharded else 0.0
     tokens = layout.micro_batch * step.seq_len / layout.context
@@ -203,8 +201,8 @@ def _native_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: Rank
     reduced_once = not step.sync.every_micro_batch or layout.pipeline > 1
     last_reduction = 0.0
     if accumulates and not reduced_once:
-        # Between micro-batches FSDP holds the input of its last reduction: the embedding's gradient in fp32, under zero2
-        # also in 16 bits.
+        # Between micro-batches FSDP holds the input of its last reduction: the embedding's gradient in fp32, under
+        # zero2 also in 16 bits.
         last_reduction = rank.embedding * (4.0 if step.precision == "fp32" or layout.shard != "zero2" else 6.0)
     backward = {
         **always,
@@ -273,8 +271,9 @@ def _states(step: StepSpec, layout: Layout, params: float) -> tuple[dict[str, fl
     gradient_shards = layout.shard_size if layout.shard == "zero2" else layout.weight_shards
     update = 0.0
     if engine.fp32_weights or step.precision in ("fp32", "bf16_pure"):
-        # fp32 weights are the master (bf16_pure: everything in 16 bits); gradients vanish after the step. zero1 and zero2
-        # divide masters, moments and (at the end) gradients as full sharding does, but keep the gathered 16-bit weights.
+        # fp32 weights are the master (bf16_pure: everything in 16 bits); gradients vanish after the step. zero1 and
+        # zero2 divide masters, moments and (at the end) gradients as full sharding does, but keep the gathered 16-bit
+        # weights.
         pure, accumulates = step.precision == "bf16_pure", layout.accumulation > 1
         divided = layout.shard_size if layout.shard in ("zero1", "zero2") else layout.weight_shards
         always = {

@@ -143,8 +143,9 @@ def estimate_step(
     layers = model.num_layers / layout.pipeline + 1
     terms["data-parallel traffic"] = _data_traffic(layers, stored, compute, step, layout, r, gathers, reductions)
     if layout.offload != "none":
-        # Gradients go down and 16-bit weights come back once a step, and the cores read and write the states. Parameters
-        # on the host are also read in every forward and backward pass. Nothing of it is taken to hide behind compute.
+        # Gradients go down and 16-bit weights come back once a step, and the cores read and write the states.
+        # Parameters on the host are also read in every forward and backward pass. Nothing of it is taken to hide behind
+        # compute.
         moved = 4.0 + 2.0 + 34.0 + (2.0 * 4.0 * gathers if layout.offload == "parameters" else 0.0)
         terms["host memory"] = moved * stored / layout.shard_size / (c.host_gbs * 1e9)
     terms["fixed"] = c.fixed_ms / 1000.0

@@ -114,8 +114,8 @@ class StepSpec:
     precision: str = "bf16"
     """bf16, fp32, bf16_pure or fp8; rows of other engines also fp16, mxfp8 and nvfp4."""
     engine: str = "native"
-    """native: our own. torch: other loops on FSDP or DDP (also ours around a Hugging Face model). megatron and deepspeed
-    keep 16-bit weights resident."""
+    """native: our own. torch: other loops on FSDP or DDP (also ours around a Hugging Face model). megatron and
+    deepspeed keep 16-bit weights resident."""
     compile: bool = True
     attention: str = "auto"
     """Attention kernel: auto, cudnn, flash, flash3, efficient, math; rows of other engines also flash1 and te."""

@@ -279,7 +279,7 @@ def store_efficiency(cluster: str, efficiency: Efficiency) -> Path:
     text = re.sub(r"(?ms)^\[efficiency\][^\[]*", "", text).replace(EFFICIENCY_HEADER, "").rstrip()
     values = efficiency.model_dump(exclude_none=True).items()
     # Strings and numbers are written alike in JSON and TOML.
-    lines = [EFFICIENCY_HEADER, "[efficiency]", *(f"{key} = {json.dumps(value)}" for key, value in values)]
+    lines = [EFFICIENCY_HEADER, "[efficiency]", *(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in values)]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, (text + "\n\n" if text else "") + "\n".join(lines) + "\n")
     return path
