@@ -91,14 +91,17 @@ class StepEstimate:
     """Seconds in which pipeline stages are idle."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Machine:
-    """The devices and links that a step runs on. Compared by identity, so that its rates are computed once."""
+    """The devices and links that a step runs on."""
 
     device: Device
     links: Links
     devices_per_node: int
     efficiency: Efficiency | None = None
+
+    def __hash__(self) -> int:  # the rates of a machine are cached, and its parts hold dicts
+        return hash((self.device.name, self.devices_per_node))
 
 
 def estimate_step(
