@@ -78,38 +78,20 @@ def check_case(problems: list[Violation], code: str, numbers: tuple[str, ...], e
 
 
 @pytest.mark.parametrize(
-    "tables, wish, size, code, numbers, expected", INVALID, ids=lambda v: v if isinstance(v, str) else ""
+    "is_valid, case_values",
+    [*((False, values) for values in INVALID), *((True, values) for values in NOT_RANKED)],
+    ids=lambda v: v[3] if isinstance(v, tuple) else "not-ranked" if v else "invalid",
 )
-def test_invalid_layout(
-    recipe: Callable[..., Recipe],
-    tables: dict[str, Any],
-    wish: dict[str, Any],
-    size: dict[str, Any],
-    code: str,
-    numbers: tuple[str, ...],
-    expected: str,
-) -> None:
+def test_rule(recipe: Callable[..., Recipe], is_valid: bool, case_values: tuple[Any, ...]) -> None:
+    """A layout that the engine cannot run, or runs but the planner does not propose."""
+    tables, wish, size, code, numbers, expected = case_values
     made = recipe(**tables)
     model, layout, job = case(made, wish, size)
-    check_case(violations(model, layout, job, made.train.engine), code, numbers, expected)
-
-
-@pytest.mark.parametrize(
-    "tables, wish, size, code, numbers, expected", NOT_RANKED, ids=lambda v: v if isinstance(v, str) else ""
-)
-def test_layout_that_runs_but_is_not_proposed(
-    recipe: Callable[..., Recipe],
-    tables: dict[str, Any],
-    wish: dict[str, Any],
-    size: dict[str, Any],
-    code: str,
-    numbers: tuple[str, ...],
-    expected: str,
-) -> None:
-    made = recipe(**tables)
-    model, layout, job = case(made, wish, size)
-    assert code not in {p.code for p in violations(model, layout, job, made.train.engine)}
-    check_case(not_ranked(model, layout, job, made.train.engine), code, numbers, expected)
+    invalid = violations(model, layout, job, made.train.engine)
+    if is_valid:
+        assert code not in {p.code for p in invalid}
+    problems = not_ranked(model, layout, job, made.train.engine) if is_valid else invalid
+    check_case(problems, code, numbers, expected)
 
 
 def test_offload_that_overflows_the_host(recipe: Callable[..., Recipe]) -> None:

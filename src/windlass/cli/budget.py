@@ -45,7 +45,7 @@ def budget(
     from windlass.figures import save_page, save_picture
     from windlass.planner.budget import TOKENS, Budget
     from windlass.planner.budget import budget as compute_budget
-    from windlass.planner.budget_page import COLUMNS, budget_json, budget_page, curves, limits_text, table_rows
+    from windlass.planner.budget_page import BUDGET_COLUMNS, budget_json, budget_page, curves, limits_text, table_rows
 
     loaded = load_cluster(cluster)
     target = float(parse_tokens(tokens)) if tokens else None
@@ -71,7 +71,7 @@ def budget(
         f"{limits_text(question)} on {question.nodes} x {loaded.node.devices} {result.device.name} ({loaded.name}), "
         f"{result.device.bf16_tflops:g} TFLOP/s dense bf16 each"
     )
-    ranked = table(title, COLUMNS, table_rows(result), right=tuple(range(1, 9)))
+    ranked = table(title, BUDGET_COLUMNS, table_rows(result), right=tuple(range(1, 9)))
     show(as_json, budget_json(result), *(f"written: {path}" for path in written), ranked, *_lines(result, target))
 
 

@@ -1,13 +1,14 @@
 """FLOPs per token and shares of the device's peak (MFU, HFU). Every figure names how it was counted."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from windlass.errors import ConfigError
 from windlass.models.spec import LayerSpec, ModelSpec
 
 Convention = Literal["6N", "6N+attention", "6N+causal attention"]
-CONVENTIONS = get_args(Convention)
+MIXING_SHARES: dict[Convention, float] = {"6N": 0.0, "6N+attention": 1.0, "6N+causal attention": 0.5}
+"""Share of the square between positions that a convention counts."""
 DEFAULT: Convention = "6N+attention"
 """What PaLM, torchtitan and most published figures count: attention as if it were not causal."""
 
@@ -15,16 +16,13 @@ DEFAULT: Convention = "6N+attention"
 def flops_per_token(model: ModelSpec, seq_len: int, convention: Convention = DEFAULT) -> float:
     """Model FLOPs of one token, forward and backward. N leaves out the input embedding and counts the head, tied or
     not."""
-    if convention not in CONVENTIONS:
+    if convention not in MIXING_SHARES:
         raise ConfigError(
             "cost.unknown-flops-convention",
             f"unknown FLOPs convention {convention!r}",
-            hint=f"one of: {', '.join(CONVENTIONS)}",
+            hint=f"one of: {', '.join(MIXING_SHARES)}",
         )
-    base = 6.0 * model.params.active
-    if convention == "6N":
-        return base
-    return base + 3.0 * model.mixing_flops(seq_len) * (1.0 if convention == "6N+attention" else 0.5)
+    return 6.0 * model.params.active + 3.0 * model.mixing_flops(seq_len) * MIXING_SHARES[convention]
 
 
 def hardware_flops_per_token(
@@ -36,16 +34,14 @@ def hardware_flops_per_token(
     chose is not known beforehand and not counted.
     """
     flops = flops_per_token(model, seq_len, convention)
-    if recompute not in ("full", "selective"):
-        return flops
-    scale = (flops - flops_per_token(model, seq_len, "6N")) / max(1e-9, 3.0 * model.mixing_flops(seq_len))
     if recompute == "full":
-        return flops + 2.0 * model.params.body + scale * model.mixing_flops(seq_len)
+        return flops + 2.0 * model.params.body + MIXING_SHARES[convention] * model.mixing_flops(seq_len)
+    if recompute != "selective":
+        return flops
     for group in model.groups:
-        flops += 2.0 * group.count * group.layer.num_params * recomputed_share(group.layer, "selective")
-        for branch in group.layer.branches:
-            if not branch.block.kept_by_selective:
-                flops += group.count * scale * branch.block.mixing_flops(seq_len)
+        blocks = [branch.block for branch in group.layer.branches if not branch.block.kept_by_selective]
+        mixing = MIXING_SHARES[convention] * sum(block.mixing_flops(seq_len) for block in blocks)
+        flops += group.count * (2.0 * group.layer.num_params * recomputed_share(group.layer, "selective") + mixing)
     return flops
 
 
@@ -90,11 +86,8 @@ def mfu(
     matmul_tflops: float | None = None,
 ) -> Utilisation:
     """Model FLOP utilisation of one device."""
-    if peak_tflops is None:
-        return Utilisation(None, convention, "the device's peak is unknown")
-    rate = flops_per_token(model, seq_len, convention) * tokens_per_second_per_device / 1e12
-    achievable = rate / matmul_tflops if matmul_tflops else None
-    return Utilisation(rate / peak_tflops, convention, f"{peak_tflops:g} TFLOP/s dense bf16 peak", achievable)
+    flops = flops_per_token(model, seq_len, convention)
+    return _utilisation(flops * tokens_per_second_per_device, peak_tflops, convention, matmul_tflops)
 
 
 def hfu(
@@ -107,12 +100,18 @@ def hfu(
     convention: Convention = DEFAULT,
 ) -> Utilisation:
     """Hardware FLOP utilisation: recomputation counts as work."""
+    flops = hardware_flops_per_token(model, seq_len, recompute, convention)
+    return _utilisation(flops * tokens_per_second_per_device, peak_tflops, f"{convention} with {recompute} recompute")
+
+
+def _utilisation(
+    flops_per_second: float, peak_tflops: float | None, convention: str, matmul_tflops: float | None = None
+) -> Utilisation:
     if peak_tflops is None:
         return Utilisation(None, convention, "the device's peak is unknown")
-    rate = hardware_flops_per_token(model, seq_len, recompute, convention) * tokens_per_second_per_device / 1e12
-    return Utilisation(
-        rate / peak_tflops, f"{convention} with {recompute} recompute", f"{peak_tflops:g} TFLOP/s dense bf16 peak"
-    )
+    rate = flops_per_second / 1e12
+    achievable = rate / matmul_tflops if matmul_tflops else None
+    return Utilisation(rate / peak_tflops, convention, f"{peak_tflops:g} TFLOP/s dense bf16 peak", achievable)
 
 
 def training_days(flops: float, devices: int, peak_tflops: float, utilisation: float) -> float:

@@ -1,5 +1,6 @@
 """Energy, carbon and allocation units of a run, from device power by utilisation to the meter of the building."""
 
+import math
 from dataclasses import dataclass
 
 from windlass.clusters.model import Billing, Device, Grid, Node
@@ -57,20 +58,14 @@ def node_power(device: Device, node: Node, mfu: float | None) -> PowerEstimate:
     watts = device_watts(device, mfu)
     if watts is None:
         return PowerEstimate(None, None, ("the device's power limit is unknown",))
-    assumed: list[str] = []
-    devices = watts * node.devices
-    if node.cpu_watts is not None and node.other_watts is not None:
-        others = 0.5 * node.cpu_watts + node.other_watts  # training keeps the CPUs about half busy
-    elif node.cpu_watts is not None or node.other_watts is not None:
-        others = 0.5 * (node.cpu_watts or 0.0) + (node.other_watts or 0.0)
-        assumed.append("part of the node's power is unknown and left out")
-    else:
-        others = NODE_OVERHEAD * devices
-        assumed.append(f"node overhead {NODE_OVERHEAD:.0%} of device power")
-    total = devices + others
-    if node.ceiling_watts is not None:
-        total = min(total, node.ceiling_watts)
-    return PowerEstimate(watts, total, tuple(assumed))
+    devices, cpu_watts, other_watts = watts * node.devices, node.cpu_watts, node.other_watts
+    others = 0.5 * (cpu_watts or 0.0) + (other_watts or 0.0)  # training keeps the CPUs about half busy
+    assumed: tuple[str, ...] = ()
+    if cpu_watts is None and other_watts is None:
+        others, assumed = NODE_OVERHEAD * devices, (f"node overhead {NODE_OVERHEAD:.0%} of device power",)
+    elif cpu_watts is None or other_watts is None:
+        assumed = ("part of the node's power is unknown and left out",)
+    return PowerEstimate(watts, min(devices + others, node.ceiling_watts or math.inf), assumed)
 
 
 def energy(power: PowerEstimate, nodes: float, hours: float, grid: Grid, tokens: float | None = None) -> EnergyEstimate:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from windlass.blocks.attention.spec import KEPT_SCORE_BYTES
 from windlass.clusters.model import Device, Efficiency, Links
 from windlass.cost.engines import ENGINE_PROFILES
-from windlass.cost.flops import DEFAULT, Convention, flops_per_token, hardware_flops_per_token, recomputed_share
+from windlass.cost.flops import DEFAULT, Convention, hfu, mfu, recomputed_share
 from windlass.errors import PlanError
 from windlass.layout.stages import layers_of_rank
 from windlass.layout.types import Layout, StepSpec
@@ -100,6 +100,9 @@ class Machine:
     devices_per_node: int
     efficiency: Efficiency | None = None
 
+    def __hash__(self) -> int:  # the rates of a machine are cached, and its parts hold dicts
+        return hash((self.device.name, self.devices_per_node))
+
 
 def estimate_step(
     model: ModelSpec,
@@ -111,34 +114,43 @@ def estimate_step(
     convention: Convention = DEFAULT,
 ) -> StepEstimate:
     """One optimizer step."""
-    c = constants or DEFAULTS
-    if machine.efficiency is not None:
-        c = with_efficiency(c, machine.efficiency)
-    if step.native:
-        c = _own_constants(c)
-    rates = _rates(machine, step, layout, c)
-    engine = ENGINE_PROFILES[step.engine]
+    if layout.devices > machine.devices_per_node and machine.links.inter_gbs_per_node is None:
+        raise PlanError(
+            "cost.network-unknown",
+            f"{layout.devices} devices need {-(-layout.devices // machine.devices_per_node)} nodes, "
+            "but the network of this cluster is unknown",
+            hint="give links.inter_gbs_per_node in the cluster file",
+        )
+    r = _rates(machine, constants or DEFAULTS, step.native, step.precision, step.attention, step.mask_documents)
+    c = r.constants
     tokens = layout.micro_batch * step.seq_len / layout.context
     micro_batches, stored = layout.accumulation, model.params.stored / (layout.tensor * layout.pipeline)
-    stage = _micro_batch(model, step, layout, rates, tokens, c)
+    stage = _micro_batch(model, step, layout, r, tokens)
     bubble = bubble_share(layout) * sum(stage.values()) * micro_batches
     terms = {name: value * micro_batches for name, value in stage.items()}
+    rows = model.embedding.rows / layout.tensor
+    # Our own head stays in 16 bits whatever the blocks do.
+    head = _product_seconds(tokens, rows, model.width, r.wide if step.native else r.matmul, c) * 3.0
+    head += tokens * rows * (28.0 if step.loss == "plain" else 12.0) / r.memory
     # With a pipeline only the last stage has the head; half of it is taken to be balanced away by fewer layers there.
-    head = _head_seconds(model, step, layout, rates, tokens, c)
     terms["head and loss"] = head * micro_batches * (1.0 if layout.pipeline == 1 else 0.5)
     terms["pipeline bubble"] = bubble
-    terms["optimizer"] = _optimizer_seconds(stored, step, layout, rates)
+    terms["optimizer"] = _optimizer_seconds(stored, step, layout, r)
     gathers = micro_batches if layout.pipeline == 1 else 1
     reductions = gathers if step.sync.every_micro_batch else 1
-    if layout.shard in ("full", "hybrid") and engine.copies_shards and layout.replicas > 1:
+    if layout.shard in ("full", "hybrid") and ENGINE_PROFILES[step.engine].copies_shards and layout.replicas > 1:
         # FSDP unpacks every gathered layer (read and write 16-bit weights, twice) and packs gradients for their
         # reduction.
-        terms["shard copies"] = (8.0 * gathers + 6.0 * reductions) * stored / rates.memory
+        terms["shard copies"] = (8.0 * gathers + 6.0 * reductions) * stored / r.memory
     compute = sum(terms.values())
-    traffic, size = _data_traffic(model, stored, step, layout, rates, gathers, reductions)
-    terms["data-parallel traffic"] = _exposed(traffic, size, compute, step, layout, rates, c)
+    layers = model.num_layers / layout.pipeline + 1
+    terms["data-parallel traffic"] = _data_traffic(layers, stored, compute, step, layout, r, gathers, reductions)
     if layout.offload != "none":
-        terms["host memory"] = _host_seconds(stored, layout, gathers, c)
+        # Gradients go down and 16-bit weights come back once a step, and the cores read and write the states.
+        # Parameters on the host are also read in every forward and backward pass. Nothing of it is taken to hide behind
+        # compute.
+        moved = 4.0 + 2.0 + 34.0 + (2.0 * 4.0 * gathers if layout.offload == "parameters" else 0.0)
+        terms["host memory"] = moved * stored / layout.shard_size / (c.host_gbs * 1e9)
     terms["fixed"] = c.fixed_ms / 1000.0
     nodes = layout.devices / machine.devices_per_node
     if nodes > 1:
@@ -146,16 +158,14 @@ def estimate_step(
     seconds = sum(terms.values())
     rate = tokens * micro_batches * layout.replicas / seconds / layout.devices
     peak = machine.device.bf16_tflops
-    model_flops = flops_per_token(model, step.seq_len, convention) * rate / 1e12
-    hardware_flops = hardware_flops_per_token(model, step.seq_len, step.recompute, convention) * rate / 1e12
     waiting = ("data-parallel traffic", "tensor-parallel traffic", "context-parallel traffic", "pipeline traffic")
     return StepEstimate(
         seconds=seconds,
         terms={name: value for name, value in terms.items() if value > 0},
         tokens_per_second_per_device=rate,
-        mfu=model_flops / peak if peak else None,
+        mfu=mfu(model, step.seq_len, rate, peak, convention=convention).value,
         mfu_convention=convention,
-        hfu=hardware_flops / peak if peak else None,
+        hfu=hfu(model, step.seq_len, rate, peak, recompute=step.recompute, convention=convention).value,
         exposed_communication=sum(terms.get(name, 0.0) for name in waiting),
         bubble=bubble,
     )
@@ -163,8 +173,6 @@ def estimate_step(
 
 def bubble_share(layout: Layout) -> float:
     """Idle time of a pipeline relative to its busy time: (p - 1) / (m v)."""
-    if layout.pipeline == 1:
-        return 0.0
     chunks = layout.chunks if layout.schedule in ("interleaved", "1f1b") else 1
     share = (layout.pipeline - 1) / (layout.accumulation * max(1, chunks))
     return share / 3 if layout.schedule == "zbv" else share
@@ -172,6 +180,7 @@ def bubble_share(layout: Layout) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
+    constants: Constants
     matmul: float
     """FLOP/s of large matrix products in the precision of the blocks."""
     wide: float
@@ -219,7 +228,10 @@ def sustained_tflops(device: Device, precision: str = "bf16", constants: Constan
     return rate
 
 
-def _rates(machine: Machine, step: StepSpec, layout: Layout, c: Constants) -> _Rates:
+@lru_cache(maxsize=64)
+def _rates(
+    machine: Machine, c: Constants, native: bool, precision: str, attention_kernel: str, mask_documents: bool
+) -> _Rates:
     device, links, per_node = machine.device, machine.links, machine.devices_per_node
     if device.bandwidth_gbs is None:
         raise PlanError(
@@ -227,17 +239,27 @@ def _rates(machine: Machine, step: StepSpec, layout: Layout, c: Constants) -> _R
             f"the memory bandwidth of {device.name} is unknown",
             hint="give bandwidth_gbs in devices.toml",
         )
-    if layout.devices > per_node and links.inter_gbs_per_node is None:
-        raise PlanError(
-            "cost.network-unknown",
-            f"{layout.devices} devices need {-(-layout.devices // per_node)} nodes, "
-            "but the network of this cluster is unknown",
-            hint="give links.inter_gbs_per_node in the cluster file",
-        )
+    if machine.efficiency is not None:
+        c = with_efficiency(c, machine.efficiency)
+    if native:
+        c = replace(c, edge=c.own_edge, fixed_ms=c.own_fixed_ms)
+    wide = sustained_tflops(device, "fp32" if precision == "fp32" else "bf16", c) * 1e12
+    peak, modern = (device.peak_tflops or 0.0) * 1e12, device.generation in ("hopper", "blackwell")
+    if precision == "fp32" or attention_kernel == "math":
+        # Without a fused kernel torch computes scores in fp32.
+        attention = sustained_tflops(device, "fp32", c) * 1e12 if native else wide
+    elif mask_documents:  # the memory-efficient kernel: about half of flash attention's rate. Textbook, not measured.
+        attention = 0.5 * peak * (c.flash if device.generation == "ampere" else c.flash_hopper)
+    elif attention_kernel in ("te", "cudnn", "flash3") or (attention_kernel == "auto" and modern):
+        attention = peak * c.attention  # "auto" takes cuDNN where it is faster
+    else:
+        attention = peak * (c.flash_hopper if modern or device.vendor == "amd" else c.flash)
+        attention *= 0.65 if attention_kernel == "flash1" else 1.0  # version 1 and its Triton relative
     return _Rates(
-        matmul=sustained_tflops(device, step.precision, c) * 1e12,
-        wide=sustained_tflops(device, "fp32" if step.precision == "fp32" else "bf16", c) * 1e12,
-        attention=_attention_rate(device, step, c),
+        constants=c,
+        matmul=sustained_tflops(device, precision, c) * 1e12,
+        wide=wide,
+        attention=attention,
         memory=device.bandwidth_gbs * 1e9 * c.memory,
         intra=(links.intra_gbs or 25.0) * 1e9 * c.network * c.inside,
         inter=(links.inter_gbs_per_node or 1.0) * 1e9 / per_node * c.network,
@@ -245,24 +267,6 @@ def _rates(machine: Machine, step: StepSpec, layout: Layout, c: Constants) -> _R
         inter_latency=links.inter_latency_us * 1e-6,
         per_node=per_node,
     )
-
-
-def _attention_rate(device: Device, step: StepSpec, c: Constants) -> float:
-    peak = (device.peak_tflops or 0.0) * 1e12
-    modern = device.generation in ("hopper", "blackwell")
-    if step.precision == "fp32" or (step.native and not step.flash):
-        return sustained_tflops(device, "fp32", c) * 1e12  # without a fused kernel torch computes scores in fp32
-    if not step.flash:
-        return sustained_tflops(device, "bf16", c) * 1e12
-    if (
-        step.mask_documents
-    ):  # the memory-efficient kernel: about half of flash attention's rate. Textbook, not measured.
-        return 0.5 * peak * (c.flash if device.generation == "ampere" else c.flash_hopper)
-    if step.attention in ("te", "cudnn", "flash3") or (step.attention == "auto" and modern):
-        share = c.attention  # "auto" takes cuDNN where it is faster
-    else:
-        share = c.flash_hopper if modern or device.vendor == "amd" else c.flash
-    return peak * share * (0.65 if step.attention == "flash1" else 1.0)  # version 1 and its Triton relative
 
 
 def with_efficiency(c: Constants, efficiency: Efficiency) -> Constants:
@@ -277,48 +281,33 @@ def with_efficiency(c: Constants, efficiency: Efficiency) -> Constants:
     return replace(c, **measured) if measured else c
 
 
-@lru_cache(maxsize=64)
-def _own_constants(c: Constants) -> Constants:
-    """Those of our own engine in place of the general ones."""
-    return replace(c, edge=c.own_edge, fixed_ms=c.own_fixed_ms)
-
-
 def _product_seconds(m: float, n: float, k: float, rate: float, c: Constants) -> float:
     """Seconds of an m x k by k x n product: edges of tiles and pipeline fill count as if the sides were longer."""
     penalty = c.misaligned if n % 64 or k % 64 else 1.0
     return 2.0 * (m + c.edge) * (n + c.edge) * (k + c.edge) * penalty / rate
 
 
-def _micro_batch(
-    model: ModelSpec, step: StepSpec, layout: Layout, r: _Rates, tokens: float, c: Constants
-) -> dict[str, float]:
+def _micro_batch(model: ModelSpec, step: StepSpec, layout: Layout, r: _Rates, tokens: float) -> dict[str, float]:
     """Seconds of one micro-batch on the fullest pipeline rank, without the head."""
     # Rows of other engines do not say how an uneven pipeline is split: the mean is taken.
     held = layers_of_rank(model.num_layers, layout, 0) if step.native else model.num_layers / layout.pipeline
     terms: dict[str, float] = {}
-    kernels = 0.0
     for group in model.groups:
         count = held * group.count / model.num_layers
-        for name, seconds in _layer_seconds(group.layer, step, layout, r, tokens, c).items():
+        for name, seconds in _layer_seconds(group.layer, step, layout, r, tokens).items():
             terms[name] = terms.get(name, 0.0) + count * seconds
-        again = _recomputed(group.layer, step)[2]
-        each = 20.0 if step.compile else ENGINE_PROFILES[step.engine].eager_kernels
-        kernels += (each + (8.0 if layout.tensor > 1 else 0.0)) * count * (3.0 + again) * c.launch_us * 1e-6
+    launches = terms.pop("kernel launches")
     if layout.pipeline > 1:
         size = tokens * model.width * step.bytes_per_value / layout.sequence_split
         rate = r.inter if layout.devices > r.per_node else r.intra
         terms["pipeline traffic"] = 2.0 * layout.chunks * (size / rate + r.inter_latency) * 0.5
-    on_device = sum(terms.values())
-    if kernels > on_device:
-        terms["kernel launches"] = kernels - on_device
+    terms["kernel launches"] = max(0.0, launches - sum(terms.values()))  # those that the device has to wait for
     return {name: value for name, value in terms.items() if value}
 
 
-def _layer_seconds(
-    layer: LayerSpec, step: StepSpec, layout: Layout, r: _Rates, tokens: float, c: Constants
-) -> dict[str, float]:
+def _layer_seconds(layer: LayerSpec, step: StepSpec, layout: Layout, r: _Rates, tokens: float) -> dict[str, float]:
     """Forward and backward seconds of one layer, with what is recomputed."""
-    t, width = layout.tensor, layer.products[-1][0].outputs
+    c, t, width = r.constants, layout.tensor, layer.products[-1][0].outputs
     products = sum(
         _product_seconds(
             tokens,
@@ -330,13 +319,18 @@ def _layer_seconds(
         for group in layer.product_groups
     )
     again_products, again_mixing, again_elementwise = _recomputed(layer, step)
-    mixing = sum(_mixing_seconds(layer, step, tokens / t, r, c))
+    # Our own: the square of scores passes through memory nine times in fp32, three of them forward.
+    score_bytes = 3.0 * KEPT_SCORE_BYTES if step.native else step.bytes_per_value * c.square
+    mixing = moved = 0.0
+    for branch in layer.branches:
+        moved += branch.block.moved_bytes(step, layout) + sum(norm.moved_bytes(step, layout) for norm in branch.norms)
+        work = branch.block.mixing(step)
+        if work is not None:
+            narrow = (c.own_narrow if step.native else 1.25) if work.narrow_heads else 1.0
+            score_seconds = (work.scores * score_bytes + work.extra_bytes) / r.memory
+            mixing += tokens / t * (work.flops * narrow / r.attention + score_seconds)
     # Fused kernels compute the scores again in the backward pass; a stored square needs no second pass.
     passes = 3.0 if step.native and not step.flash else 3.5
-    moved = sum(
-        branch.block.moved_bytes(step, layout) + sum(norm.moved_bytes(step, layout) for norm in branch.norms)
-        for branch in layer.branches
-    )
     if not step.compile:
         moved *= c.own_eager / 3.0 if step.native else c.eager
     cast = 0.0
@@ -350,43 +344,27 @@ def _layer_seconds(
     # Each branch gathers its input and reduce-scatters its output over the tensor-parallel ranks, in every pass.
     branches = float(len(layer.branches))
     gathered = _ring_seconds(2.0 * branches * tokens * width * step.bytes_per_value, t, r, 1, 2.0 * branches)
+    hidden = c.tensor_overlap if step.compile else 0.0
     context = 0.0
     if layout.context > 1:
         size = sum(branch.block.context_bytes(step, layout) or 0.0 for branch in layer.branches)
         context = 0.3 * _ring_seconds(size * tokens * layout.context, layout.context, r, t)
+    kernels = (20.0 if step.compile else ENGINE_PROFILES[step.engine].eager_kernels) + (8.0 if t > 1 else 0.0)
     return {
         "matrix products": products * (3.0 + again_products),
         "attention": mixing * (passes + again_mixing),
         "element-wise": tokens * moved / r.memory * (3.0 + again_elementwise),
         "casts to 8 bits": cast,
-        "tensor-parallel traffic": gathered
-        * (3.0 if step.recompute == "full" else 2.0)
-        * (1 - (c.tensor_overlap if step.compile else 0.0)),
+        "tensor-parallel traffic": gathered * (3.0 if step.recompute == "full" else 2.0) * (1 - hidden),
         "context-parallel traffic": context * 3.0,
+        "kernel launches": kernels * (3.0 + again_elementwise) * c.launch_us * 1e-6,
     }
-
-
-def _mixing_seconds(layer: LayerSpec, step: StepSpec, tokens: float, r: _Rates, c: Constants) -> list[float]:
-    """Forward seconds of each block that mixes positions; `tokens` are those of this rank's heads."""
-    seconds = []
-    for branch in layer.branches:
-        mixing = branch.block.mixing(step)
-        if mixing is None:
-            continue
-        narrow = (c.own_narrow if step.native else 1.25) if mixing.narrow_heads else 1.0
-        # Our own: the square of scores passes through memory nine times in fp32, three of them forward.
-        score_bytes = 3.0 * KEPT_SCORE_BYTES if step.native else step.bytes_per_value * c.square
-        moved = mixing.scores * score_bytes + mixing.extra_bytes
-        seconds.append(tokens * mixing.flops * narrow / r.attention + tokens * moved / r.memory)
-    return seconds
 
 
 def _recomputed(layer: LayerSpec, step: StepSpec) -> tuple[float, float, float]:
     """Shares of a forward pass that run a second time: products, mixing between positions, element-wise work."""
-    if step.recompute == "budget":
-        return (1.0 - step.recompute_budget,) * 3
     if step.recompute not in ("full", "selective"):
-        return 0.0, 0.0, 0.0
+        return (1.0 - step.recompute_budget if step.recompute == "budget" else 0.0,) * 3
     if not step.native:
         share = ENGINE_PROFILES[step.engine].selective_share
         return (share, 0.0, share) if step.recompute == "selective" else (1.0, 1.0, 1.0)
@@ -394,25 +372,6 @@ def _recomputed(layer: LayerSpec, step: StepSpec) -> tuple[float, float, float]:
     if step.recompute == "full":
         return products, 1.0, 0.5  # most element-wise work goes into the backward kernels
     return products, 0.0 if all(b.block.kept_by_selective for b in layer.branches) else 1.0, 0.0
-
-
-def _head_seconds(model: ModelSpec, step: StepSpec, layout: Layout, r: _Rates, tokens: float, c: Constants) -> float:
-    rows = model.embedding.rows / layout.tensor
-    # Our own head stays in 16 bits whatever the blocks do.
-    product = _product_seconds(tokens, rows, model.width, r.wide if step.native else r.matmul, c) * 3.0
-    return product + tokens * rows * (28.0 if step.loss == "plain" else 12.0) / r.memory
-
-
-def _exposed(
-    seconds: float, size: float, compute: float, step: StepSpec, layout: Layout, r: _Rates, c: Constants
-) -> float:
-    """Seconds of data-parallel traffic that the step pays: what finds no compute to hide behind, and what it takes
-    from it."""
-    if not ENGINE_PROFILES[step.engine].overlaps_reduction and layout.shard != "full":
-        return seconds  # reduced after the last backward pass, gathered after the step
-    local = min(seconds, size / r.intra)
-    taken = c.contention * (local + 0.3 * (seconds - local))  # where the fabric is the bottleneck, kernels mostly wait
-    return taken + max(0.0, seconds - taken - c.overlap * compute)
 
 
 def _ring_seconds(
@@ -439,7 +398,7 @@ def _optimizer_seconds(stored: float, step: StepSpec, layout: Layout, r: _Rates)
     """Reads and writes of weights, gradients and moments of this device's share, and the gradient norm."""
     engine = ENGINE_PROFILES[step.engine]
     if layout.offload != "none":
-        update, norm = 0.0, 4.0  # the states lie on the host: _host_seconds
+        update, norm = 0.0, 4.0  # the states lie on the host
     elif step.native:
         # One compiled kernel: weights and moments read and written, gradients read, the 16-bit copy written.
         pure = step.precision == "bf16_pure"
@@ -452,50 +411,43 @@ def _optimizer_seconds(stored: float, step: StepSpec, layout: Layout, r: _Rates)
     return (stored / layout.shard_size * update + stored / layout.weight_shards * norm) / r.memory
 
 
-def _host_seconds(stored: float, layout: Layout, passes: int, c: Constants) -> float:
-    """Offload: gradients go down and 16-bit weights come back once a step, and the cores read and write the states.
-
-    Parameters on the host are also read in every forward and backward pass. Nothing of it is taken to hide behind
-    compute."""
-    mine = stored / layout.shard_size
-    moved = (4.0 + 2.0 + 34.0) * mine
-    if layout.offload == "parameters":
-        moved += 2.0 * 4.0 * mine * passes
-    return moved / (c.host_gbs * 1e9)
-
-
 def _data_traffic(
-    model: ModelSpec, stored: float, step: StepSpec, layout: Layout, r: _Rates, gathers: int, reductions: int
-) -> tuple[float, float]:
-    """Gathering weights and reducing gradients of one step: seconds if nothing hides them, and bytes through a
-    device."""
-    group, span = layout.replicas, layout.tensor
+    layers: float,
+    stored: float,
+    compute: float,
+    step: StepSpec,
+    layout: Layout,
+    r: _Rates,
+    gathers: int,
+    reductions: int,
+) -> float:
+    """Seconds of gathering weights and reducing gradients that a step pays: what finds no compute to hide behind, and
+    what it takes from it."""
+    group, span, engine, c = layout.replicas, layout.tensor, ENGINE_PROFILES[step.engine], r.constants
     if group == 1:
-        return 0.0, 0.0
-    layers = model.num_layers / layout.pipeline + 1
-    gradient = _gradient_bytes(step)
-    if layout.shard == "zero2" and step.native:  # gradients stay divided, so each micro-batch gathers once and reduces
-        size, messages = (2.0 * gathers + reductions * gradient) * stored, (gathers + reductions) * layers
-        return _ring_seconds(size, group, r, span, messages), size
-    if layout.shard not in ("full", "hybrid"):
-        all_reduce = layout.shard == "none"
-        buckets = max(1.0, stored * gradient / 200e6)
-        size = (gradient + (gradient if all_reduce else 2.0)) * stored
-        return _ring_seconds(size, group, r, span, 2.0 * buckets, tree=all_reduce), size
-    size, messages = (4.0 * gathers + reductions * gradient) * stored, (2.0 * gathers + reductions) * layers
-    if layout.shard == "full":
-        return _ring_seconds(size, group, r, span, messages), size
-    inside = layout.weight_shards
-    copies = 2.0 * gradient * stored / inside
-    between = _ring_seconds(copies, max(1, group // inside), r, span * inside, layers, tree=True)
-    return _ring_seconds(size, inside, r, span, messages) + between, size + copies
-
-
-def _gradient_bytes(step: StepSpec) -> float:
-    """Size of a gradient value as it travels; our own engine reduces in fp32."""
-    habit = ENGINE_PROFILES[step.engine].gradient_precision if step.precision == "bf16" else "bf16"
+        return 0.0
+    # Our own engine reduces in fp32.
+    habit = engine.gradient_precision if step.precision == "bf16" else "bf16"
     fp32 = step.native or step.precision == "fp32" or (step.gradient_precision or habit) == "fp32"
-    return 4.0 if fp32 else 2.0
+    gradient = 4.0 if fp32 else 2.0
+    inside = layout.weight_shards if layout.shard == "hybrid" else group
+    if layout.shard in ("full", "hybrid"):
+        size, messages = (4.0 * gathers + reductions * gradient) * stored, (2.0 * gathers + reductions) * layers
+    elif layout.shard == "zero2" and step.native:  # gradients stay divided: each micro-batch gathers once and reduces
+        size, messages = (2.0 * gathers + reductions * gradient) * stored, (gathers + reductions) * layers
+    else:
+        size = (gradient + (gradient if layout.shard == "none" else 2.0)) * stored
+        messages = 2.0 * max(1.0, stored * gradient / 200e6)  # in buckets
+    seconds = _ring_seconds(size, inside, r, span, messages, tree=layout.shard == "none")
+    if layout.shard == "hybrid":
+        copies = 2.0 * gradient * stored / inside
+        seconds += _ring_seconds(copies, max(1, group // inside), r, span * inside, layers, tree=True)
+        size += copies
+    if not engine.overlaps_reduction and layout.shard != "full":
+        return seconds  # reduced after the last backward pass, gathered after the step
+    local = min(seconds, size / r.intra)
+    taken = c.contention * (local + 0.3 * (seconds - local))  # where the fabric is the bottleneck, kernels mostly wait
+    return taken + max(0.0, seconds - taken - c.overlap * compute)
 
 
 DEFAULTS = Constants()

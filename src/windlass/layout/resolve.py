@@ -2,11 +2,12 @@
 planner."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from windlass.blocks.attention.spec import AttentionSpec
 from windlass.blocks.head.spec import choose_loss
 from windlass.config import LayoutConfig, Recipe
-from windlass.layout.types import FULL_GRADIENTS, GradientSync, Layout, StepSpec
+from windlass.layout.types import GradientSync, Layout, StepSpec
 from windlass.models.spec import ModelSpec
 from windlass.registry import OPTIMIZERS
 
@@ -63,15 +64,14 @@ def complete_layout(wish: LayoutConfig, size: JobSize) -> Layout:
 def gradient_sync(layout: Layout) -> GradientSync:
     """The wish, or the rule by sharding: where every rank holds whole gradients anyway, one reduction per step is
     enough."""
-    full_gradients = layout.shard in FULL_GRADIENTS
-    every = layout.sync == "every" or (layout.sync == "auto" and not full_gradients)
     if layout.accumulation == 1:
         return GradientSync()
-    defer = every and layout.shard == "hybrid" and layout.sync == "auto"
-    if layout.sync != "auto":
-        reason = f"layout.sync = {layout.sync}"
-    else:
+    full_gradients = layout.shard in ("none", "zero1")
+    every, reason = layout.sync == "every", f"layout.sync = {layout.sync}"
+    if layout.sync == "auto":
+        every = not full_gradients
         reason = f"shard = {layout.shard} keeps {'full' if full_gradients else 'divided'} gradients"
+    defer = layout.shard == "hybrid" and layout.sync == "auto"
     when = "after each micro-batch" if every else "once per step"
     when += ", across copies once per step" if defer else ""
     return GradientSync(every, defer, full_gradients, f"gradient reduction: {when} ({reason})")
@@ -85,17 +85,12 @@ def resolve_step(
     train, optim, data = recipe.train, recipe.optim, recipe.data
     masked = masks_documents(recipe, model)
     grouped = any(isinstance(b, AttentionSpec) and b.kv_heads < b.heads for b in model.blocks)
-    if train.engine == "deepspeed":
-        engine = "deepspeed"
-    else:
-        engine = "torch" if model.foreign else "native"
     tokens = layout.micro_batch * data.seq_len // layout.context
     loss = "plain" if model.foreign else choose_loss(train.loss, model.embedding.rows, tokens, layout.tensor)[0]
-    fuse_by_default = gpu and train.precision == "fp8"
     return StepSpec(
         seq_len=data.seq_len,
         precision=train.precision,
-        engine=engine,
+        engine="deepspeed" if train.engine == "deepspeed" else "torch" if model.foreign else "native",
         compile=gpu if train.compile is None else train.compile,
         attention=train.attention,
         loss=loss,
@@ -108,7 +103,8 @@ def resolve_step(
         moments=optim.moments,
         # In bf16 laying weights side by side costs 1.5 % speed and 4 GiB (H200, benchmarks/gpu_train.py); in FP8 one
         # cast of the shared input instead of three pays for it. Divided products cannot be laid side by side.
-        fused_projections=layout.tensor == 1 and (fuse_by_default if train.fuse is None else train.fuse),
+        fused_projections=layout.tensor == 1
+        and (gpu and train.precision == "fp8" if train.fuse is None else train.fuse),
         fp8_scaling=train.fp8_scaling,
         fp8_backend=train.fp8_backend,
         mask_documents=masked,
@@ -123,6 +119,6 @@ def masks_documents(recipe: Recipe, model: ModelSpec) -> bool:
     return recipe.data.mask_documents and all(block.masks_documents for block in model.blocks)
 
 
+@cache  # a search asks for every candidate
 def moment_tensors(optimizer: str) -> int:
-    """Optimizer states per parameter."""
     return len(OPTIMIZERS.load(optimizer).moments)

@@ -3,6 +3,7 @@
 `violations` are layouts that the engine cannot run. `not_ranked` are layouts that it runs, but that the planner does
 not propose: it does not know what they cost, or they never pay."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -38,36 +39,29 @@ def nearest(value: int, valid: Iterable[int]) -> str:
 
 def violations(model: ModelSpec, layout: Layout, size: JobSize, engine: str = "native") -> list[Violation]:
     """Why the engine cannot run this layout; empty when it can. `engine` is the recipe's `train.engine`."""
-    problems = [*_model_problems(model, layout, size, engine)]
-    device_problems = list(_device_problems(layout, size))
-    problems += device_problems
-    if not device_problems:  # without a whole number of replicas the batch rules would only repeat the trouble
-        problems += _batch_problems(model, layout, size)
-        if layout.replicas % layout.shard_size:
-            problems.append(
-                Violation(
-                    "layout.shard-size-not-divisible",
-                    f"layout.shard_size ({layout.shard_size}) does not divide {layout.replicas} replicas",
-                    nearest(layout.shard_size, divisors(layout.replicas)),
-                )
-            )
-    if engine == "deepspeed" and layout.shard == "hybrid":
-        problems.append(
-            Violation(
+    return [
+        *_model_problems(model, layout, size, engine),
+        *_device_problems(layout, size),
+        *_broken(
+            (
+                engine == "deepspeed" and layout.shard == "hybrid",
                 "layout.hybrid-unsupported",
                 "layout.shard hybrid is not built for the deepspeed engine",
                 "full, zero2 or train.engine native",
-            )
-        )
-    if layout.offload == "parameters" and layout.devices == 1 and engine == "native":
-        problems.append(
-            Violation(
+            ),
+            (
+                layout.offload == "parameters" and layout.devices == 1 and engine == "native",
                 "layout.offload-needs-processes",
                 "layout.offload = parameters needs several processes",
                 "layout.offload = optimizer",
-            )
-        )
-    return problems
+            ),
+        ),
+    ]
+
+
+def _broken(*rules: tuple[bool, str, str, str]) -> list[Violation]:
+    """Violations of the rules that are broken: each whether it is, code, message, nearest valid value."""
+    return [Violation(code, message, valid) for is_broken, code, message, valid in rules if is_broken]
 
 
 def check_layout(model: ModelSpec, layout: Layout, size: JobSize, engine: str = "native") -> None:
@@ -136,6 +130,7 @@ def _model_problems(model: ModelSpec, layout: Layout, size: JobSize, engine: str
 
 
 def _device_problems(layout: Layout, size: JobSize) -> Iterator[Violation]:
+    """Division of the devices, and of the batch over them."""
     group = layout.tensor * layout.pipeline * layout.context
     product = f"tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} = {group}"
     if group > size.devices:
@@ -149,6 +144,31 @@ def _device_problems(layout: Layout, size: JobSize) -> Iterator[Violation]:
             "layout.devices-not-divisible",
             f"{product} does not divide {size.devices} devices",
             nearest(group, divisors(size.devices)),
+        )
+    if size.devices % group:  # without a whole number of replicas the batch rules would only repeat the trouble
+        return
+    violation = batch_violation(layout.data, layout.micro_batch, size)
+    if violation is not None:
+        yield violation
+    if layout.accumulation < layout.pipeline:
+        fewer = nearest(layout.accumulation + 1, range(1, layout.accumulation + 1))
+        yield Violation(
+            "layout.pipeline-not-filled",
+            f"{layout.accumulation} micro-batches cannot fill {layout.pipeline} pipeline ranks",
+            f"pipeline {fewer}, a smaller micro_batch or a larger batch",
+        )
+    elif layout.schedule == "interleaved" and layout.accumulation % layout.pipeline:
+        valid = max(layout.pipeline, layout.accumulation // layout.pipeline * layout.pipeline)
+        yield Violation(
+            "layout.interleaved-not-divisible",
+            f"interleaved: {layout.accumulation} micro-batches are not a multiple of pipeline {layout.pipeline}",
+            f"{valid} micro-batches, or schedule 1f1b",
+        )
+    if layout.replicas % layout.shard_size:
+        yield Violation(
+            "layout.shard-size-not-divisible",
+            f"layout.shard_size ({layout.shard_size}) does not divide {layout.replicas} replicas",
+            nearest(layout.shard_size, divisors(layout.replicas)),
         )
 
 
@@ -167,28 +187,6 @@ def batch_violation(data: int, micro_batch: int, size: JobSize) -> Violation | N
     )
 
 
-def _batch_problems(model: ModelSpec, layout: Layout, size: JobSize) -> Iterator[Violation]:
-    violation = batch_violation(layout.data, layout.micro_batch, size)
-    if violation is not None:
-        yield violation
-    if layout.pipeline == 1:
-        return
-    if layout.accumulation < layout.pipeline:
-        fewer = nearest(layout.accumulation + 1, range(1, layout.accumulation + 1))
-        yield Violation(
-            "layout.pipeline-not-filled",
-            f"{layout.accumulation} micro-batches cannot fill {layout.pipeline} pipeline ranks",
-            f"pipeline {fewer}, a smaller micro_batch or a larger batch",
-        )
-    elif layout.schedule == "interleaved" and layout.accumulation % layout.pipeline:
-        valid = max(layout.pipeline, layout.accumulation // layout.pipeline * layout.pipeline)
-        yield Violation(
-            "layout.interleaved-not-divisible",
-            f"interleaved: {layout.accumulation} micro-batches are not a multiple of pipeline {layout.pipeline}",
-            f"{valid} micro-batches, or schedule 1f1b",
-        )
-
-
 def not_ranked(
     model: ModelSpec,
     layout: Layout,
@@ -199,69 +197,57 @@ def not_ranked(
     host_memory_bytes: float | None = None,
 ) -> list[Violation]:
     """Why the planner does not propose a layout that the engine could run."""
-    problems: list[Violation] = []
-    per_node = size.devices_per_node
-    if layout.tensor > per_node or per_node % layout.tensor:
-        problems.append(
-            Violation(
-                "layout.tensor-across-nodes",
-                f"layout.tensor ({layout.tensor}) does not divide the {per_node} devices of a node",
-                nearest(layout.tensor, divisors(per_node)),
-            )
-        )
-    if layout.context > 1 and not model.prices("context") and not model.foreign:
-        problems.append(
-            Violation(
-                "layout.context-not-priced",
-                f"layout.context ({layout.context}): the engine runs it for this model, but its cost is not known",
-                "1",
-            )
-        )
-    if layout.shard != "none" and layout.replicas == 1:
-        problems.append(
-            Violation(
-                "layout.shard-without-replicas",
-                f"layout.shard ({layout.shard}) has one replica and nothing to divide over",
-                "none",
-            )
-        )
-    elif layout.shard == "hybrid" and layout.shard_size == 1:
-        problems.append(
-            Violation("layout.hybrid-divides-nothing", "hybrid with shard_size 1 divides nothing", "shard none")
-        )
-    if layout.shard in ("zero2", "hybrid") and layout.pipeline > 1:
-        problems.append(
-            Violation(
-                "layout.shard-with-pipeline",
-                f"layout.shard {layout.shard} in a pipeline would reduce gradients after every micro-batch",
-                "zero1",
-            )
-        )
+    per_node, is_offloaded = size.devices_per_node, layout.offload != "none"
     # DeepSpeed also moves the states of ZeRO-1 and 2 to the host.
     unsharded = ("none",) if engine == "deepspeed" else ("none", "zero1", "zero2")
-    if layout.offload != "none" and layout.shard in unsharded:
-        problems.append(
-            Violation(
-                "layout.offload-needs-sharding",
-                f"layout.offload ({layout.offload}) needs sharded weights",
-                "shard full or hybrid",
-            )
-        )
-    if layout.offload != "none" and host_memory_bytes is not None:
-        per_parameter = (8.0 if moments == "fp32" else 4.0) + (4.0 if layout.offload == "parameters" else 0.0)
-        share = model.params.stored / (layout.tensor * layout.pipeline * layout.weight_shards)
-        need = per_parameter * share * per_node
-        if need > host_memory_bytes:
-            nodes = -(-need * (size.devices // per_node) // host_memory_bytes)
-            problems.append(
-                Violation(
-                    "layout.host-memory-too-small",
-                    f"layout.offload ({layout.offload}) puts {need / 2**30:,.0f} GiB into a node's "
-                    f"{host_memory_bytes / 2**30:,.0f} GiB of memory",
-                    f"{nodes:.0f} nodes",
-                )
-            )
-    return problems
+    per_parameter = (8.0 if moments == "fp32" else 4.0) + (4.0 if layout.offload == "parameters" else 0.0)
+    share = model.params.stored / (layout.tensor * layout.pipeline * layout.weight_shards)
+    host_bytes, available_bytes = per_parameter * share * per_node, host_memory_bytes or math.inf
+    return _broken(
+        (
+            per_node % layout.tensor != 0,
+            "layout.tensor-across-nodes",
+            f"layout.tensor ({layout.tensor}) does not divide the {per_node} devices of a node",
+            nearest(layout.tensor, divisors(per_node)),
+        ),
+        (
+            layout.context > 1 and not model.prices("context") and not model.foreign,
+            "layout.context-not-priced",
+            f"layout.context ({layout.context}): the engine runs it for this model, but its cost is not known",
+            "1",
+        ),
+        (
+            layout.shard != "none" and layout.replicas == 1,
+            "layout.shard-without-replicas",
+            f"layout.shard ({layout.shard}) has one replica and nothing to divide over",
+            "none",
+        ),
+        (
+            layout.shard == "hybrid" and layout.shard_size == 1 and layout.replicas > 1,
+            "layout.hybrid-divides-nothing",
+            "hybrid with shard_size 1 divides nothing",
+            "shard none",
+        ),
+        (
+            layout.shard in ("zero2", "hybrid") and layout.pipeline > 1,
+            "layout.shard-with-pipeline",
+            f"layout.shard {layout.shard} in a pipeline would reduce gradients after every micro-batch",
+            "zero1",
+        ),
+        (
+            is_offloaded and layout.shard in unsharded,
+            "layout.offload-needs-sharding",
+            f"layout.offload ({layout.offload}) needs sharded weights",
+            "shard full or hybrid",
+        ),
+        (
+            is_offloaded and host_bytes > available_bytes,
+            "layout.host-memory-too-small",
+            f"layout.offload ({layout.offload}) puts {host_bytes / 2**30:,.0f} GiB into a node's "
+            f"{available_bytes / 2**30:,.0f} GiB of memory",
+            f"{-(-host_bytes * (size.devices // per_node) // available_bytes):.0f} nodes",
+        ),
+    )
 
 
 def check_step(recipe: Recipe, model: ModelSpec) -> None:
@@ -275,10 +261,13 @@ def check_step(recipe: Recipe, model: ModelSpec) -> None:
         )
     if not model.foreign:
         return
-    ignored = [f'train.loss = "{train.loss}"'] if train.loss in ("chunked", "fused") else []
-    ignored += ['train.precision = "fp8"'] if train.precision == "fp8" else []
-    ignored += ["train.fuse = true"] if train.fuse else []
-    ignored += ['train.attention = "flash3"'] if train.attention == "flash3" else []
+    settings = {
+        f'train.loss = "{train.loss}"': train.loss in ("chunked", "fused"),
+        'train.precision = "fp8"': train.precision == "fp8",
+        "train.fuse = true": train.fuse,
+        'train.attention = "flash3"': train.attention == "flash3",
+    }
+    ignored = [setting for setting, is_set in settings.items() if is_set]
     if ignored:
         raise ConfigError(
             "model.setting-needs-own-blocks",

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from windlass.layout.types import Layout
 
@@ -19,21 +20,18 @@ def stages(num_layers: int, num_stages: int) -> tuple[Stage, ...]:
     """Contiguous and as even as possible; the last stages get fewer layers, because the head costs about a layer or
     two."""
     size, larger = divmod(num_layers, num_stages)
-    result, start = [], 0
-    for index in range(num_stages):
-        end = start + size + (1 if index < larger else 0)
-        result.append(Stage(index, range(start, end), index == 0, index == num_stages - 1))
-        start = end
-    return tuple(result)
+    starts = [index * size + min(index, larger) for index in range(num_stages + 1)]
+    return tuple(
+        Stage(index, range(start, end), index == 0, index == num_stages - 1)
+        for index, (start, end) in enumerate(pairwise(starts))
+    )
 
 
 def stages_of_rank(layout: Layout, rank: int) -> list[int]:
     """Indexes of the stages that a pipeline rank holds, in the order its schedule expects."""
-    if layout.pipeline == 1:
-        return [0]
-    if layout.schedule == "interleaved":
+    if layout.pipeline > 1 and layout.schedule == "interleaved":
         return [rank + layout.pipeline * i for i in range(layout.chunks)]
-    if layout.schedule == "zbv":
+    if layout.pipeline > 1 and layout.schedule == "zbv":
         return [rank, 2 * layout.pipeline - 1 - rank]
     return [rank]
 

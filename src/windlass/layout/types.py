@@ -2,16 +2,10 @@
 launcher share."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from windlass.config import LayoutConfig
 
-Engine = Literal["native", "torch", "megatron", "deepspeed"]
-"""native: our own. torch: other loops on FSDP or DDP (also ours around a Hugging Face model). The others keep 16-bit
-weights resident."""
 AXES = ("tensor", "pipeline", "context")
-FULL_GRADIENTS = ("none", "zero1")
-"""Kinds of sharding under which every rank holds whole gradients, so that one reduction per step is enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +53,7 @@ class Layout:
 
     @property
     def stages_per_rank(self) -> int:
-        if self.pipeline == 1:
-            return 1
-        return {"interleaved": self.chunks, "zbv": 2}.get(self.schedule, 1)
+        return 1 if self.pipeline == 1 else {"interleaved": self.chunks, "zbv": 2}.get(self.schedule, 1)
 
     @property
     def num_stages(self) -> int:
@@ -122,6 +114,8 @@ class StepSpec:
     precision: str = "bf16"
     """bf16, fp32, bf16_pure or fp8; rows of other engines also fp16, mxfp8 and nvfp4."""
     engine: str = "native"
+    """native: our own. torch: other loops on FSDP or DDP (also ours around a Hugging Face model). megatron and
+    deepspeed keep 16-bit weights resident."""
     compile: bool = True
     attention: str = "auto"
     """Attention kernel: auto, cudnn, flash, flash3, efficient, math; rows of other engines also flash1 and te."""

@@ -14,7 +14,7 @@ from windlass.planner.laws import ExpectedLoss, expected_loss
 from windlass.planner.search import plan
 from windlass.planner.task import check_nodes
 
-SIZES = (1e9, 2e9, 7e9, 13e9, 30e9, 70e9)
+MODEL_SIZES = (1e9, 2e9, 7e9, 13e9, 30e9, 70e9)
 TOKENS = (100e9, 200e9, 450e9, 900e9, 1.8e12, 3e12, 6e12, 15e12)
 DAY = 86_400.0
 
@@ -90,21 +90,34 @@ class BudgetResult:
     warnings: tuple[str, ...]
 
 
-def budget(question: Budget, sizes: Sequence[float] = SIZES, tokens: Sequence[float] = TOKENS) -> BudgetResult:
+def budget(question: Budget, sizes: Sequence[float] = MODEL_SIZES, tokens: Sequence[float] = TOKENS) -> BudgetResult:
     _check(question, sizes)
-    device = load_device(question.cluster.device)
-    rows = tuple(_size_result(question, device, size) for size in sizes)
+    device, b = load_device(question.cluster.device), question
+    rows = tuple(_size_result(b, device, size) for size in sizes)
+    warnings = {
+        "the MFU is predicted for a Llama-like model of each size with a batch of about 4M tokens; "
+        "use --mfu if you have measured one": b.mfu is None,
+        **{
+            f"{size_text(row.parameters)} does not fit on {b.nodes} nodes: {row.layout}": row.tokens_per_second is None
+            for row in rows
+        },
+        "the PUE is unknown: energy is at the nodes, without facility overhead": b.cluster.grid.pue is None,
+        "the device's power is unknown, so a budget in kWh or euros cannot be checked": (
+            (b.kwh is not None or b.euros is not None) and device.tdp_watts is None
+        ),
+        "start-up, checkpoints, failures and queues are not counted: plan with 5 to 15 % less time": True,
+    }
     return BudgetResult(
-        budget=question,
+        budget=b,
         device=device,
         rows=rows,
-        pairs=tuple(_pair(question, device, row, count) for row in rows for count in tokens),
+        pairs=tuple(_pair(b, device, row, count) for row in rows for count in tokens),
         best=min(
             (row for row in rows if row.loss is not None),
             key=lambda row: sum(row.loss.by_law.values()) if row.loss else 0.0,
             default=None,
         ),
-        warnings=tuple(_warnings(question, device, rows)),
+        warnings=tuple(text for text, applies in warnings.items() if applies),
     )
 
 
@@ -156,27 +169,22 @@ def _rate(b: Budget, device: Device, size: float) -> tuple[float | None, float |
     peak = b.devices * device.bf16_tflops * 1e12
     if b.mfu is not None:
         return b.mfu, peak * b.mfu / (b.flops_per_parameter * size), f"given MFU {b.mfu:g} ({b.flops_per_parameter:g}N)"
+    # A Llama-like model of this size with a batch of about 4M tokens that is a multiple of the devices.
+    model, sequences = model_near(size), max(1, round(4 * 2**20 / b.seq_len / b.devices)) * b.devices
+    values = {
+        "name": f"budget-{size / 1e9:g}B",
+        "cluster": b.cluster.name,
+        "nodes": b.nodes,
+        "model": model.model_dump(exclude_unset=True),
+        "data": {"tokens": 10**12, "seq_len": b.seq_len, "batch_tokens": sequences * b.seq_len},
+    }
     try:
-        best = plan(_recipe(b, size), b.cluster, nodes=b.nodes).best
+        best = plan(Recipe.model_validate(values), b.cluster, nodes=b.nodes).best
     except WindlassError as error:
         return None, None, error.message
     # The planned shape has nearly this size: the same FLOP/s give more tokens/s for a smaller model.
-    rate = best.step.tokens_per_second_per_device * b.devices * model_spec(model_near(size)).params.total / size
+    rate = best.step.tokens_per_second_per_device * b.devices * model_spec(model).params.total / size
     return 6.0 * size * rate / peak, rate, best.candidate.describe()
-
-
-def _recipe(b: Budget, size: float) -> Recipe:
-    """A Llama-like model of this size with a batch of about 4M tokens that is a multiple of the devices."""
-    sequences = max(1, round(4 * 2**20 / b.seq_len / b.devices)) * b.devices
-    return Recipe.model_validate(
-        {
-            "name": f"budget-{size / 1e9:g}B",
-            "cluster": b.cluster.name,
-            "nodes": b.nodes,
-            "model": model_near(size).model_dump(exclude_unset=True),
-            "data": {"tokens": 10**12, "seq_len": b.seq_len, "batch_tokens": sequences * b.seq_len},
-        }
-    )
 
 
 @cache
@@ -188,49 +196,41 @@ def model_near(size: float, vocab: int = 128_256, heads_multiple: int = 1) -> Mo
     """
     if size < 2e9:
         vocab = 32_000
-    best, best_distance = None, float("inf")
+    shapes: list[tuple[float, dict[str, int]]] = []
     for width in (*range(256, 4096, 256), *range(4096, 16_385, 512)):
         heads = width // (64 if width < 2048 else 128)
         kv_heads = next(k for k in (8, 4, 2, 1) if heads % k == 0)
-        sizes = {"width": width, "heads": heads, "kv_heads": kv_heads, "ffn": round(3.5 * width / 256) * 256}
-        one = model_spec(ModelConfig.model_validate({"layers": 1, "vocab": vocab, **sizes}))
+        shape = {"vocab": vocab, "width": width, "heads": heads, "kv_heads": kv_heads}
+        shape["ffn"] = round(3.5 * width / 256) * 256
+        one = model_spec(ModelConfig.model_validate({"layers": 1, **shape}))
         per_layer = one.groups[0].layer.num_params
         # An even number of layers, so that pipelines divide it.
         layers = round((size - (one.params.total - per_layer)) / per_layer / 2) * 2
-        if layers < 4 or heads % heads_multiple:
-            continue
-        total = one.params.total + (layers - 1) * per_layer
-        # Very deep or very wide models are penalized: published ones have a width of 60 to 160 per layer.
-        distance = abs(total / size - 1) + max(0.0, abs(width / layers - 110) - 50) / 100
-        if distance < best_distance:
-            best_distance = distance
-            best = ModelConfig.model_validate({"layers": layers, "vocab": vocab, **sizes})
-    assert best is not None
-    return best
+        if layers >= 4 and heads % heads_multiple == 0:
+            total = one.params.total + (layers - 1) * per_layer
+            # Very deep or very wide models are penalized: published ones have a width of 60 to 160 per layer.
+            distance = abs(total / size - 1) + max(0.0, abs(width / layers - 110) - 50) / 100
+            shapes.append((distance, {"layers": layers, **shape}))
+    return ModelConfig.model_validate(min(shapes, key=lambda candidate: candidate[0])[1])
 
 
 def budget_days(b: Budget, device: Device, mfu: float | None) -> tuple[float | None, str]:
     """Days until the first limit is reached, and which limit it is."""
     watts = node_power(device, b.cluster.node, mfu).node_watts
     kwh_per_day = None if watts is None else watts * b.nodes * 24 / 1000 * (b.cluster.grid.pue or 1.0)
-    limits: dict[str, float] = {}
-    if b.days is not None:
-        limits["days"] = b.days
-    if b.node_hours is not None:
-        limits["node-hours"] = b.node_hours / (24 * b.nodes)
-    if b.kwh is not None:
-        if kwh_per_day is None:
-            return None, "kWh, but the device's power is unknown"
-        limits["kWh"] = b.kwh / kwh_per_day
-    if b.euros is not None:
-        if b.euro_per_node_hour is not None:
-            euros_per_day = b.euro_per_node_hour * 24 * b.nodes
-        elif kwh_per_day is not None:
-            euros_per_day = kwh_per_day * (_kwh_price(b) or 0.0)
-        else:
-            return None, "euros, but the device's power is unknown"
-        limits["euros"] = b.euros / euros_per_day
-    return min((days, name) for name, days in limits.items())
+    euros_per_day = None if kwh_per_day is None else kwh_per_day * (_kwh_price(b) or 0.0)
+    if b.euro_per_node_hour is not None:
+        euros_per_day = b.euro_per_node_hour * 24 * b.nodes
+    limits = {
+        "days": (b.days, 1.0),
+        "node-hours": (b.node_hours, 24.0 * b.nodes),
+        "kWh": (b.kwh, kwh_per_day),
+        "euros": (b.euros, euros_per_day),
+    }
+    unknown = [name for name, (limit, per_day) in limits.items() if limit is not None and per_day is None]
+    if unknown:
+        return None, f"{unknown[0]}, but the device's power is unknown"
+    return min((limit / per_day, name) for name, (limit, per_day) in limits.items() if limit and per_day)
 
 
 def _size_result(b: Budget, device: Device, size: float) -> SizeResult:
@@ -265,26 +265,6 @@ def _pair(b: Budget, device: Device, row: SizeResult, tokens: float) -> SizeToke
         tco2e=used.tco2e,
         fits=row.days is not None and days <= row.days * (1 + 1e-9),
     )
-
-
-def _warnings(b: Budget, device: Device, rows: Sequence[SizeResult]) -> list[str]:
-    warnings = []
-    if b.mfu is None:
-        warnings.append(
-            "the MFU is predicted for a Llama-like model of each size with a batch of about 4M tokens; "
-            "use --mfu if you have measured one"
-        )
-    warnings += [
-        f"{size_text(row.parameters)} does not fit on {b.nodes} nodes: {row.layout}"
-        for row in rows
-        if row.tokens_per_second is None
-    ]
-    if b.cluster.grid.pue is None:
-        warnings.append("the PUE is unknown: energy is at the nodes, without facility overhead")
-    if (b.kwh is not None or b.euros is not None) and device.tdp_watts is None:
-        warnings.append("the device's power is unknown, so a budget in kWh or euros cannot be checked")
-    warnings.append("start-up, checkpoints, failures and queues are not counted: plan with 5 to 15 % less time")
-    return warnings
 
 
 def size_text(parameters: float) -> str:

@@ -8,7 +8,7 @@ from windlass.planner.laws import CAVEATS, LAWS
 from windlass.planner.page import carbon, number
 from windlass.units import print_tokens
 
-COLUMNS = ("size", "MFU", "tokens/s", "days", "tokens", "per parameter", "MWh", "CO2e", "expected loss")
+BUDGET_COLUMNS = ("size", "MFU", "tokens/s", "days", "tokens", "per parameter", "MWh", "CO2e", "expected loss")
 
 
 def budget_json(result: BudgetResult) -> dict[str, Any]:
@@ -91,12 +91,10 @@ def fit_map(result: BudgetResult) -> Heat:
     tokens = list(dict.fromkeys(p.tokens for p in result.pairs))
     by_key = {(p.parameters, p.tokens): p for p in result.pairs}
     rows = [[by_key[size, count] for count in tokens] for size in sizes]
-
-    def label(days: float | None, fits: bool) -> str:
-        if days is None:
-            return "no layout fits"
-        return f"{days:,.1f}" if fits else f"({days:,.0f})"
-
+    labels = [
+        ["no layout fits" if p.days is None else f"{p.days:,.1f}" if p.fits else f"({p.days:,.0f})" for p in row]
+        for row in rows
+    ]
     return Heat(
         title="Model sizes and token counts that fit the budget (days; in brackets: over budget)",
         x=tuple(print_tokens(count) for count in tokens),
@@ -105,7 +103,7 @@ def fit_map(result: BudgetResult) -> Heat:
         y_title="parameters",
         unit="days",
         values=tuple(tuple(p.days if p.fits else None for p in row) for row in rows),
-        labels=tuple(tuple(label(p.days, p.fits) for p in row) for row in rows),
+        labels=tuple(map(tuple, labels)),
     )
 
 
@@ -157,13 +155,13 @@ def budget_page(result: BudgetResult, target: float | None = None) -> str:
             Card(carbon(e.tco2e if e else None), "CO2e, location-based"),
         ]
         cards = [Cards(values)]
-    rows = []
-    for cells, row in zip(table_rows(result), result.rows, strict=True):
-        losses = ["-" if row.loss is None else f"{row.loss.by_law[law.name]:.2f}" for law in LAWS]
-        rows.append((*cells, *losses, row.layout))
+    rows = [
+        (*cells, *("-" if row.loss is None else f"{row.loss.by_law[law.name]:.2f}" for law in LAWS), row.layout)
+        for cells, row in zip(table_rows(result), result.rows, strict=True)
+    ]
     laws = " / ".join(law.name for law in LAWS)
     caveats = f"Expected loss by {laws}; * means extrapolated. {'; '.join(CAVEATS)}."
-    columns = (*COLUMNS, *(law.name for law in LAWS), "layout")
+    columns = (*BUDGET_COLUMNS, *(law.name for law in LAWS), "layout")
     sections = [
         Section(
             "What the budget buys",

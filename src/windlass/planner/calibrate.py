@@ -1,5 +1,6 @@
 """Efficiency constants of a cluster, fitted to measured runs and stored in the user's cluster file."""
 
+import json
 import math
 import re
 import time
@@ -31,7 +32,9 @@ WARM_UP = 0.2
 MIN_STEPS = 3
 PRIOR_WEIGHT = 0.02
 """Weight of the distance to the start values: one odd run must not move a constant that it hardly depends on."""
-HEADER = "# Fitted by `windlass plan --calibrate`; delete this table to return to the planner's own constants."
+EFFICIENCY_HEADER = (
+    "# Fitted by `windlass plan --calibrate`; delete this table to return to the planner's own constants."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +57,9 @@ class MeasuredRun:
         """Relative error of the predicted step time."""
         return self.predicted_seconds(constants) / self.step_seconds - 1.0
 
-    def memory_error(self) -> float | None:
-        if not self.memory_bytes:
-            return None
-        return memory(self.model, self.step, self.layout).allocated / self.memory_bytes - 1.0
+    def memory_error_pct(self) -> float | None:
+        allocated = memory(self.model, self.step, self.layout).allocated
+        return (allocated / self.memory_bytes - 1.0) * 100 if self.memory_bytes else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +111,8 @@ class Calibration:
             for run in self.runs
         ]
         lines += [f"skipped: {reason}" for reason in self.skipped]
-        if self.file:
-            return "\n".join([*lines, f"stored in {self.file}"])
         worse = " (the planner's own constants predict these runs better)" if self.after_pct > self.before_pct else ""
-        return "\n".join([*lines, f"not stored{worse}"])
+        return "\n".join([*lines, f"stored in {self.file}" if self.file else f"not stored{worse}"])
 
 
 def calibrate(paths: Sequence[Path | str], cluster: str | None = None, *, store: bool = True) -> Calibration:
@@ -143,33 +143,26 @@ def calibrate_runs(
             "fitted_from": f"{len(runs)} runs: {', '.join(r.name for r in runs[:4])}{' ...' if len(runs) > 4 else ''}",
         }
     )
-    lines: list[dict[str, Any]] = []
-    for run in runs:
-        memory_error = run.memory_error()
-        lines.append(
-            {
-                "name": run.name,
-                "step_seconds": run.step_seconds,
-                "before_pct": run.error(DEFAULTS) * 100,
-                "after_pct": run.error(best) * 100,
-                "memory_pct": None if memory_error is None else memory_error * 100,
-            }
-        )
-    left_out = None
-    if len(runs) > 1:
-        others = [[*runs[:i], *runs[i + 1 :]] for i in range(len(runs))]
-        left_out = _median(
-            [run.error(fit(other_runs, start, names)) * 100 for run, other_runs in zip(runs, others, strict=True)]
-        )
-    before, after = (_median([line[key] for line in lines]) for key in ("before_pct", "after_pct"))
-    assert before is not None and after is not None
+    lines: list[dict[str, Any]] = [
+        {
+            "name": run.name,
+            "step_seconds": run.step_seconds,
+            "before_pct": run.error(DEFAULTS) * 100,
+            "after_pct": run.error(best) * 100,
+            "memory_pct": run.memory_error_pct(),
+        }
+        for run in runs
+    ]
+    others = [[*runs[:i], *runs[i + 1 :]] for i in range(len(runs))]
+    left_out = [run.error(fit(group, start, names)) * 100 for run, group in zip(runs, others, strict=True) if group]
+    before, after = (median(abs(line[key]) for line in lines) for key in ("before_pct", "after_pct"))
     return Calibration(
         cluster=cluster,
         efficiency=efficiency,
         runs=lines,
         before_pct=before,
         after_pct=after,
-        left_out_pct=left_out,
+        left_out_pct=_median(left_out),
         memory_pct=_median([line["memory_pct"] for line in lines]),
         skipped=list(skipped),
         # Constants that predict worse than the planner's own would only spoil the next plan.
@@ -185,12 +178,12 @@ def _median(errors: Sequence[float | None]) -> float | None:
 def identifiable(runs: Sequence[MeasuredRun], start: Constants) -> tuple[str, ...]:
     """Constants that these runs can decide: network and overlap only if halving them changes a prediction by more
     than 1 %."""
-    names = ["matmul", "memory"]
-    for name in ("network", "overlap"):
-        halved = replace(start, **{name: getattr(start, name) / 2})
-        if any(abs(r.predicted_seconds(halved) / r.predicted_seconds(start) - 1) > 0.01 for r in runs):
-            names.append(name)
-    return tuple(names)
+    halved = {name: replace(start, **{name: getattr(start, name) / 2}) for name in ("network", "overlap")}
+    changes = {
+        name: [abs(run.predicted_seconds(constants) / run.predicted_seconds(start) - 1) for run in runs]
+        for name, constants in halved.items()
+    }
+    return ("matmul", "memory", *(name for name, shares in changes.items() if max(shares) > 0.01))
 
 
 def fit(runs: Sequence[MeasuredRun], start: Constants, names: tuple[str, ...]) -> Constants:
@@ -222,19 +215,16 @@ def collect_runs(paths: Sequence[Path], cluster: str | None) -> tuple[list[Measu
     runs: list[MeasuredRun] = []
     skipped: list[str] = []
     for path in paths:
-        if (path / "metrics.jsonl").is_file():
-            folders = [path]
-        elif path.is_dir():  # a sweep: its points are one or two levels below
-            folders = sorted(
-                p.parent for pattern in ("*/metrics.jsonl", "*/*/metrics.jsonl") for p in path.glob(pattern)
+        if not path.is_dir():
+            table = "; for a table of runs: python benchmarks/planner_accuracy.py --rows FILE.csv --calibrate CLUSTER"
+            raise RunError(
+                "planner.not-a-run",
+                f"{path} is not a run or sweep folder",
+                hint="give a folder with metrics.jsonl or a sweep folder" + table * (path.suffix.lower() == ".csv"),
             )
-        else:
-            hint = "give a folder with metrics.jsonl or a sweep folder"
-            if path.suffix.lower() == ".csv":
-                hint += (
-                    "; for a table of runs: python benchmarks/planner_accuracy.py --rows FILE.csv --calibrate CLUSTER"
-                )
-            raise RunError("planner.not-a-run", f"{path} is not a run or sweep folder", hint=hint)
+        # The points of a sweep are one or two levels below.
+        points = [p.parent for pattern in ("*/metrics.jsonl", "*/*/metrics.jsonl") for p in path.glob(pattern)]
+        folders = [path] if (path / "metrics.jsonl").is_file() else sorted(points)
         for folder in folders:
             try:
                 run = open_run(folder)
@@ -286,11 +276,10 @@ def store_efficiency(cluster: str, efficiency: Efficiency) -> Path:
     """Write the `[efficiency]` table into the user's file of this cluster and keep the other tables of that file."""
     path = user_folder() / f"{cluster}.toml"
     text = path.read_text() if path.is_file() else ""
-    text = re.sub(r"(?ms)^\[efficiency\][^\[]*", "", text).replace(HEADER, "").rstrip()
-    lines = [HEADER, "[efficiency]"]
-    for key, value in efficiency.model_dump(exclude_none=True).items():
-        quoted = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"' if isinstance(value, str) else repr(value)
-        lines.append(f"{key} = {quoted}")
+    text = re.sub(r"(?ms)^\[efficiency\][^\[]*", "", text).replace(EFFICIENCY_HEADER, "").rstrip()
+    values = efficiency.model_dump(exclude_none=True).items()
+    # Strings and numbers are written alike in JSON and TOML.
+    lines = [EFFICIENCY_HEADER, "[efficiency]", *(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in values)]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, (text + "\n\n" if text else "") + "\n".join(lines) + "\n")
     return path

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from windlass.config import LayoutConfig
 from windlass.layout.resolve import complete_layout, default_shard_size, resolve_step
 from windlass.layout.rules import Violation, divisors, not_ranked, violations
-from windlass.layout.types import Layout, StepSpec
+from windlass.layout.types import AXES, Layout, StepSpec
 from windlass.planner.task import PlanTask
 
 MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
@@ -17,8 +18,6 @@ MIN_CONTEXT_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class LayoutCandidate:
-    """One layout and the recomputation policy it is estimated with."""
-
     layout: Layout
     recompute: str
 
@@ -26,11 +25,12 @@ class LayoutCandidate:
     def family(self) -> tuple[object, ...]:
         """Candidates of one family differ in micro-batch, recompute, schedule and shard_size only; the best of each
         is shown."""
-        layout = self.layout
-        return layout.shard, layout.tensor, layout.pipeline, layout.context, layout.offload
+        return tuple(getattr(self.layout, key) for key in ("shard", *AXES, "offload"))
 
     def step(self, task: PlanTask) -> StepSpec:
-        return resolve_step(task.recipe, task.model, self.layout, gpu=task.gpu, recompute=self.recompute)
+        return resolve_step(
+            task.recipe, task.model, self.layout, gpu=task.device.vendor != "cpu", recompute=self.recompute
+        )
 
     def describe(self, *, micro_batch: bool = True) -> str:
         text = self.layout.describe(micro_batch=micro_batch)
@@ -73,35 +73,38 @@ def ruled_out(task: PlanTask) -> list[tuple[LayoutCandidate, Violation]]:
 
 def enumerate_candidates(task: PlanTask, offload: str = "none") -> Iterator[LayoutCandidate]:
     """Every layout worth estimating; rules that cost nothing to keep are kept here already."""
-    for tensor, pipeline, context in _groups(task):
-        data = task.devices // (tensor * pipeline * context)
-        sequences = task.size.sequences
-        if sequences is not None and sequences % data:
+    seq_len, sequences, num_layers = task.seq_len, task.size.sequences, task.model.num_layers
+    pipelines = list(range(1, min(MAX_PIPELINE, task.nodes, num_layers) + 1))
+    contexts = [c for c in (1, 2, 4, 8, 16) if c == 1 or seq_len // c >= MIN_CONTEXT_TOKENS]
+    for tensor, pipeline, context in product(
+        _degrees(task, "tensor", divisors(task.per_node)),
+        _degrees(task, "pipeline", pipelines),
+        _degrees(task, "context", contexts),
+    ):
+        data, unused_devices = divmod(task.devices, tensor * pipeline * context)
+        if unused_devices or seq_len % (context * tensor):
             continue
-        each = None if sequences is None else sequences // data
-        for micro_batch in MICRO_BATCHES:
-            if each is not None and each % micro_batch:
-                continue
-            accumulation = 1 if each is None else each // micro_batch
+        micro_batches = [m for m in MICRO_BATCHES if sequences is None or sequences % (data * m) == 0]
+        for micro_batch, (shard, shard_size) in product(micro_batches, _shards(task, tensor, pipeline, data * context)):
+            accumulation = 1 if sequences is None else sequences // (data * micro_batch)
             if accumulation < pipeline:
                 continue
-            for shard, shard_size in _shards(task, tensor, pipeline, data * context):
-                for schedule, chunks in _schedules(task, pipeline, accumulation):
-                    layout = Layout(
-                        tensor=tensor,
-                        pipeline=pipeline,
-                        context=context,
-                        data=data,
-                        shard=shard,
-                        shard_size=shard_size,
-                        micro_batch=micro_batch,
-                        accumulation=accumulation,
-                        schedule=schedule,
-                        chunks=chunks,
-                        offload=offload,
-                    )
-                    for recompute in task.recomputes:
-                        yield LayoutCandidate(layout, recompute)
+            interleaves = pipeline > 1 and num_layers % (2 * pipeline) == 0 and accumulation % pipeline == 0
+            for schedule, chunks in (("1f1b", 1), ("interleaved", 2))[: 2 if interleaves else 1]:
+                layout = Layout(
+                    tensor=tensor,
+                    pipeline=pipeline,
+                    context=context,
+                    data=data,
+                    shard=shard,
+                    shard_size=shard_size,
+                    micro_batch=micro_batch,
+                    accumulation=accumulation,
+                    schedule=schedule,
+                    chunks=chunks,
+                    offload=offload,
+                )
+                yield from (LayoutCandidate(layout, recompute) for recompute in task.recomputes)
 
 
 def _degrees(task: PlanTask, axis: str, worth_trying: list[int]) -> list[int]:
@@ -109,18 +112,6 @@ def _degrees(task: PlanTask, axis: str, worth_trying: list[int]) -> list[int]:
     if sizes is None or task.recipe.train.engine == "deepspeed" or not task.model.prices(axis):
         return [1]
     return [d for d in worth_trying if all(value % d == 0 for _, value in sizes)]
-
-
-def _groups(task: PlanTask) -> Iterator[tuple[int, int, int]]:
-    seq_len = task.size.seq_len
-    most_stages = min(MAX_PIPELINE, task.nodes, task.model.num_layers)
-    contexts = [c for c in (1, 2, 4, 8, 16) if c == 1 or seq_len // c >= MIN_CONTEXT_TOKENS]
-    for tensor in _degrees(task, "tensor", divisors(task.per_node)):
-        for pipeline in _degrees(task, "pipeline", list(range(1, most_stages + 1))):
-            for context in _degrees(task, "context", contexts):
-                divides = task.devices % (tensor * pipeline * context) == 0 and seq_len % context == 0
-                if divides and seq_len // context % tensor == 0:
-                    yield tensor, pipeline, context
 
 
 def _shards(task: PlanTask, tensor: int, pipeline: int, replicas: int) -> list[tuple[str, int]]:
@@ -134,8 +125,3 @@ def _shards(task: PlanTask, tensor: int, pipeline: int, replicas: int) -> list[t
         sizes = {node * k for k in (1, 2, 4, 8, 16)} if task.nodes > 1 else {node}
         kinds += [("hybrid", size) for size in sorted(sizes) if 1 < size < replicas and replicas % size == 0]
     return kinds
-
-
-def _schedules(task: PlanTask, pipeline: int, accumulation: int) -> list[tuple[str, int]]:
-    even = task.model.num_layers % (2 * pipeline) == 0 and accumulation % pipeline == 0
-    return [("1f1b", 1), ("interleaved", 2)] if pipeline > 1 and even else [("1f1b", 1)]

@@ -6,7 +6,7 @@ from windlass.config import LayoutConfig, validate
 from windlass.config.load import parse_override
 from windlass.errors import ConfigError
 from windlass.planner.candidates import LayoutCandidate, candidate_of, enumerate_candidates, problems
-from windlass.planner.search import Plan, Plans, estimate_plan
+from windlass.planner.search import Plan, Plans, estimate_plan, term_differences
 from windlass.planner.task import PlanTask
 from windlass.units import GIB
 
@@ -17,8 +17,6 @@ EXAMPLE = 'for example --why "shard=full,micro_batch=8"'
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutExplanation:
-    """The answer to one question about a layout."""
-
     asked: str
     candidate: LayoutCandidate
     verdict: str
@@ -28,8 +26,6 @@ class LayoutExplanation:
     """None if the layout is not valid."""
     best: Plan | None
     """None if nothing fits."""
-    matching: int
-    """Layouts of the search that have the asked values."""
 
 
 def explain_layout(plans: Plans, question: str) -> LayoutExplanation:
@@ -42,7 +38,6 @@ def explain_layout(plans: Plans, question: str) -> LayoutExplanation:
     )
     candidate = candidate_of(layout, str(wanted.get("recompute", task.recipe.train.recompute)), task)
     best = plans.plans[0] if plans.plans else None
-    matches = [c for c in enumerate_candidates(task) if _has_values(c, wanted)]
     broken_rules = problems(task, candidate)
     plan = None if broken_rules else estimate_plan(task, candidate)
     if plan is None:
@@ -52,15 +47,32 @@ def explain_layout(plans: Plans, question: str) -> LayoutExplanation:
         verdict, sentences = "fits", _compare(plan, best, plans)
     else:
         verdict, sentences = "does not fit", _too_big(task, plan)
+    matches = [
+        c
+        for c in enumerate_candidates(task)
+        if {**c.layout.config().model_dump(), "recompute": c.recompute}.items() >= wanted.items()
+    ]
+    fitting = [p for p in (estimate_plan(task, c) for c in matches) if p.fits]
+    fastest = min(fitting, key=lambda p: p.days, default=None)
+    if fastest is not None and fastest.candidate != candidate:
+        sentences.append(
+            f"with the other values chosen by the planner: {fastest.candidate.describe()} fits in "
+            f"{fastest.memory.needed / GIB:.1f} GiB, {_speed(fastest)}"
+        )
+    elif matches and fastest is None:
+        sentences.append(f"none of the {len(matches):,} layouts with these values fits")
     return LayoutExplanation(
         asked=question,
         candidate=candidate,
         verdict=verdict,
-        sentences=(*sentences, *_best_match(task, matches, candidate)),
+        sentences=tuple(sentences),
         plan=plan,
         best=best,
-        matching=len(matches),
     )
+
+
+def _speed(p: Plan) -> str:
+    return f"{p.step.tokens_per_second_per_device:,.0f} tokens/s per device"
 
 
 def parse_question(question: str) -> dict[str, object]:
@@ -89,40 +101,17 @@ def parse_question(question: str) -> dict[str, object]:
     return {key: value if key == "recompute" else getattr(checked, key) for key, value in wanted.items()}
 
 
-def _has_values(candidate: LayoutCandidate, wanted: dict[str, object]) -> bool:
-    values = {**candidate.layout.config().model_dump(), "recompute": candidate.recompute}
-    return all(values[key] == value for key, value in wanted.items())
-
-
-def _best_match(task: PlanTask, matches: list[LayoutCandidate], asked: LayoutCandidate) -> list[str]:
-    """The fastest layout that has the asked values, if it is another one."""
-    fitting = [p for p in (estimate_plan(task, c) for c in matches) if p.fits]
-    if not fitting:
-        return [f"none of the {len(matches):,} layouts with these values fits"] if matches else []
-    best = min(fitting, key=lambda p: p.days)
-    if best.candidate == asked:
-        return []
-    return [
-        f"with the other values chosen by the planner: {best.candidate.describe()} fits in {best.memory.needed / GIB:.1f} GiB, "
-        f"{best.step.tokens_per_second_per_device:,.0f} tokens/s per device"
-    ]
-
-
 def _compare(p: Plan, best: Plan, plans: Plans) -> list[str]:
-    sentences = [
-        f"it fits: {p.memory.needed / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB, "
-        f"{p.step.tokens_per_second_per_device:,.0f} tokens/s per device"
-    ]
+    sentences = [f"it fits: {p.memory.needed / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB, {_speed(p)}"]
     if p.candidate == best.candidate:
         return [*sentences, f"it is ranked first of {plans.fitting:,} layouts that fit: {best.reason}"]
     ratio = p.days / best.days
-    if ratio > 1.005:
-        sentences.append(f"it takes {ratio:.2f} times as long as the best ({best.candidate.describe()})")
-    else:
-        sentences.append("it is as fast as the best within the estimate's error")
+    slower = f"it takes {ratio:.2f} times as long as the best ({best.candidate.describe()})"
+    sentences.append(slower if ratio > 1.005 else "it is as fast as the best within the estimate's error")
     sentences += [
         f"{name}: {own_seconds:.3g} s/step, {best_seconds:.3g} s/step in the best"
-        for name, own_seconds, best_seconds in largest_differences(p, best)
+        for name, own_seconds, best_seconds in term_differences(p, best)[:3]
+        if abs(own_seconds - best_seconds) > 0.002 * best.step.seconds
     ]
     if p.layout.data < best.layout.data:
         sentences.append(
@@ -132,49 +121,37 @@ def _compare(p: Plan, best: Plan, plans: Plans) -> list[str]:
     return sentences
 
 
-def largest_differences(p: Plan, best: Plan, count: int = 3) -> list[tuple[str, float, float]]:
-    """The step terms in which two plans differ most: name, seconds in `p` and in `best` for the same number of
-    tokens."""
-    scale = best.batch_tokens / p.batch_tokens
-    names = {*p.step.terms, *best.step.terms}
-    terms = [(name, p.step.terms.get(name, 0.0) * scale, best.step.terms.get(name, 0.0)) for name in names]
-    terms.sort(key=lambda term: -abs(term[1] - term[2]))
-    return [term for term in terms[:count] if abs(term[1] - term[2]) > 0.002 * best.step.seconds]
-
-
 def _too_big(task: PlanTask, p: Plan) -> list[str]:
-    over_gib = (p.memory.needed - p.limit_bytes) / GIB
-    terms = sorted(p.memory_terms.items(), key=lambda item: -item[1])
-    change = _smallest_change(task, p.candidate)
-    return [
-        f"it needs {p.memory.needed / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB, {over_gib:.1f} GiB too much; "
-        f"the peak is at: {p.memory.moment}",
-        *(f"{name}: {size / GIB:.1f} GiB" for name, size in terms[:4]),
-        f"the smallest change that fits: {change}" if change else "no change of a single value makes it fit",
-    ]
-
-
-def _smallest_change(task: PlanTask, candidate: LayoutCandidate) -> str | None:
-    """The fastest fitting layout that differs in one value, as text: `micro_batch=4 (52.1 GiB, 900 tokens/s per
-    device)`."""
-    layout, recompute = candidate.layout, candidate.recompute
+    """By how much it misses, and the fastest fitting layout that differs in one value."""
+    candidate, layout = p.candidate, p.layout
     sequences = layout.micro_batch * layout.accumulation
-    changes: dict[str, LayoutCandidate] = {}
-    for size in range(layout.micro_batch - 1, 0, -1):
-        if sequences % size == 0:
-            changed = replace(layout, micro_batch=size, accumulation=sequences // size)
-            changes[f"micro_batch={size}"] = replace(candidate, layout=changed)
-    for policy in ("selective", "full"):
-        if policy != recompute:
-            changes[f"recompute={policy}"] = replace(candidate, recompute=policy)
-    for shard in ("zero1", "zero2", "full"):
-        if shard != layout.shard:
-            changed = replace(layout, shard=shard, shard_size=layout.replicas)
-            changes[f"shard={shard}"] = replace(candidate, layout=changed)
+    changes = {
+        f"micro_batch={size}": replace(
+            candidate, layout=replace(layout, micro_batch=size, accumulation=sequences // size)
+        )
+        for size in range(layout.micro_batch - 1, 0, -1)
+        if sequences % size == 0
+    }
+    changes |= {
+        f"recompute={policy}": replace(candidate, recompute=policy)
+        for policy in ("selective", "full")
+        if policy != candidate.recompute
+    }
+    changes |= {
+        f"shard={shard}": replace(candidate, layout=replace(layout, shard=shard, shard_size=layout.replicas))
+        for shard in ("zero1", "zero2", "full")
+        if shard != layout.shard
+    }
     plans = {name: estimate_plan(task, other) for name, other in changes.items() if not problems(task, other)}
-    fitting = {name: p for name, p in plans.items() if p.fits}
-    if not fitting:
-        return None
-    name, best = min(fitting.items(), key=lambda item: item[1].days)
-    speed = f"{best.step.tokens_per_second_per_device:,.0f} tokens/s per device"
-    return f"{name} ({best.memory.needed / GIB:.1f} GiB, {speed})"
+    fitting = {name: changed for name, changed in plans.items() if changed.fits}
+    change = "no change of a single value makes it fit"
+    if fitting:
+        name, best = min(fitting.items(), key=lambda item: item[1].days)
+        change = f"the smallest change that fits: {name} ({best.memory.needed / GIB:.1f} GiB, {_speed(best)})"
+    terms = sorted(p.memory_terms.items(), key=lambda item: -item[1])
+    return [
+        f"it needs {p.memory.needed / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB, "
+        f"{(p.memory.needed - p.limit_bytes) / GIB:.1f} GiB too much; the peak is at: {p.memory.moment}",
+        *(f"{name}: {size / GIB:.1f} GiB" for name, size in terms[:4]),
+        change,
+    ]

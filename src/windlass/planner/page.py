@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from windlass.figures import Card, Cards, Chart, DataTable, Item, Mark, Note, Section, bars, line, page
 from windlass.planner.record import mfu_denominator
 from windlass.planner.scaling import ScalingPoint
-from windlass.planner.search import TIE, Plan, Plans
+from windlass.planner.search import TIE, Plan, Plans, Rejected
 from windlass.planner.task import PlanTask
 from windlass.units import GIB, print_seconds, print_tokens
 
@@ -60,18 +60,14 @@ def amount(value: float) -> str:
 
 def carbon(tonnes: float | None) -> str:
     """Tonnes, or kilograms below one tonne."""
-    if tonnes is None:
-        return "unknown"
-    return f"{tonnes:,.1f} t" if tonnes >= 1 else f"{tonnes * 1000:,.1f} kg"
+    return "unknown" if tonnes is None else f"{tonnes:,.1f} t" if tonnes >= 1 else f"{tonnes * 1000:,.1f} kg"
 
 
 def _energy_text(kwh: float | None) -> str:
-    if kwh is None:
-        return "unknown"
-    return f"{kwh / 1000:,.1f} MWh" if kwh >= 1000 else f"{kwh:,.1f} kWh"
+    return "unknown" if kwh is None else f"{kwh / 1000:,.1f} MWh" if kwh >= 1000 else f"{kwh:,.1f} kWh"
 
 
-def _layout_text(p: Plan) -> str:
+def _layout_text(p: Plan | Rejected) -> str:
     return p.candidate.describe() + (" (recipe)" if p.from_recipe else "")
 
 
@@ -93,8 +89,7 @@ def _best(plans: Plans) -> list[Item]:
         Card(_energy_text(p.energy.kwh), "energy including facility overhead", f"PUE {p.energy.pue:g}"),
         Card(carbon(p.energy.tco2e), "CO2e, location-based", f"market-based: {carbon(p.energy.market_tco2e)}"),
     ]
-    if p.units is not None:
-        cards.append(Card(amount(p.units), f"{task.cluster.billing.unit}s charged"))
+    cards += [] if p.units is None else [Card(amount(p.units), f"{task.cluster.billing.unit}s charged")]
     batch = (
         f"{p.candidate.describe()}: {p.layout.data:,} replicas x micro-batch {p.layout.micro_batch} x "
         f"{p.layout.accumulation} micro-batches = {p.batch_tokens:,} tokens per step."
@@ -111,13 +106,10 @@ def stacked(
     caption: str = "",
 ) -> Chart:
     """Horizontal bars, one per plan, divided into the same terms in the same order; terms below 1 % become "other"."""
-    peaks: dict[str, float] = {}
-    for row in terms:
-        for name, value in row.items():
-            peaks[name] = max(peaks.get(name, 0.0), value)
+    names = dict.fromkeys(name for row in terms for name in row)
     largest_sum = max((sum(row.values()) for row in terms), default=1.0)
-    small = [name for name, peak in peaks.items() if peak < 0.01 * largest_sum]
-    series = [bars(name, labels, [row.get(name) for row in terms]) for name in peaks if name not in small]
+    small = [name for name in names if max(row.get(name, 0.0) for row in terms) < 0.01 * largest_sum]
+    series = [bars(name, labels, [row.get(name) for row in terms]) for name in names if name not in small]
     if small:
         series.append(bars("other", labels, [sum(row.get(name, 0.0) for name in small) for row in terms]))
     return Chart(
@@ -146,16 +138,9 @@ def _memory(plans: Plans) -> list[Item]:
     # The recipe's own layout comes first, then the nearest that do not fit, then what a rule forbids.
     too_big = [r for r in plans.rejected if r.from_recipe or r.memory_gib is not None]
     forbidden = [r for r in plans.rejected if not r.from_recipe and r.memory_gib is None]
-    rows = [
-        (r.candidate.describe() + (" (recipe)" if r.from_recipe else ""), r.reason)
-        for r in (*too_big[:SHOWN], *forbidden)
-    ]
-    if not rows:
-        return [chart]
-    return [
-        chart,
-        DataTable(("rejected", "reason"), rows, caption="Nearest that do not fit, and layouts that a rule forbids."),
-    ]
+    rows = [(_layout_text(r), r.reason) for r in (*too_big[:SHOWN], *forbidden)]
+    caption = "Nearest that do not fit, and layouts that a rule forbids."
+    return [chart, *([DataTable(("rejected", "reason"), rows, caption=caption)] if rows else [])]
 
 
 def _ranking(plans: Plans) -> DataTable:
@@ -187,9 +172,9 @@ def _ranking(plans: Plans) -> DataTable:
 
 def _scaling(task: PlanTask, strong: Sequence[ScalingPoint], weak: Sequence[ScalingPoint]) -> list[Item]:
     devices = [p.devices for p in strong]
-    first_rate = strong[0].tokens_per_second() or 0.0
+    rates = [p.tokens_per_second() or 0.0 for p in strong]
     series = [
-        line("perfect", devices, [first_rate / devices[0] * d for d in devices], dashed=True, colour=7),
+        line("perfect", devices, [rates[0] / devices[0] * d for d in devices], dashed=True, colour=7),
         line("best layout", devices, [p.tokens_per_second() for p in strong], colour=0),
     ]
     kinds = [k for k in ("none", "zero1", "full", "hybrid") if any(k in p.kinds for p in strong)]
@@ -203,22 +188,18 @@ def _scaling(task: PlanTask, strong: Sequence[ScalingPoint], weak: Sequence[Scal
             line("batch grows with devices", [p.devices for p in weak], [p.best.step.mfu for p in weak], colour=2)
         )
     marks = (Mark(axis="x", at=float(task.devices), label="this plan"),)
-    rows = []
-    for p in strong:
-        rate = p.tokens_per_second() or 0.0
-        efficiency = rate / (first_rate or 1.0) / (p.devices / devices[0])
-        energy = _energy_text(p.best.energy.kwh)
-        rows.append(
-            (
-                p.nodes,
-                p.devices,
-                p.best.candidate.describe(),
-                f"{rate:,.0f}",
-                f"{efficiency:.0%}",
-                training_time(p.best),
-                energy,
-            )
+    rows = [
+        (
+            p.nodes,
+            p.devices,
+            p.best.candidate.describe(),
+            f"{rate:,.0f}",
+            f"{rate / (rates[0] or 1.0) / (p.devices / devices[0]):.0%}",
+            training_time(p.best),
+            _energy_text(p.best.energy.kwh),
         )
+        for p, rate in zip(strong, rates, strict=True)
+    ]
     columns = ("nodes", "devices", "best layout", "tokens/s", "efficiency", "time", "energy")
     return [
         Chart(

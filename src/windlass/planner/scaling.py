@@ -13,8 +13,6 @@ from windlass.planner.task import make_task
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingPoint:
-    """The best plan on one number of nodes."""
-
     nodes: int
     devices: int
     best: Plan

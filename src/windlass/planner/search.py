@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from windlass.clusters import Cluster
@@ -114,8 +115,15 @@ def plan(recipe: Recipe, cluster: Cluster, *, nodes: int | None = None, top: int
 
 def search(task: PlanTask, *, top: int | None = None) -> Plans:
     started = time.process_time()
-    _check_batch(task)
     estimated, considered = _estimate_all(task, enumerate_candidates(task))
+    if not considered and task.size.sequences is not None:  # a batch that no layout can divide
+        sequences, most = task.size.sequences, task.cluster.nodes or 4096
+        counts = [n for n in range(1, most + 1) if sequences % (n * task.per_node) == 0]
+        raise PlanError(
+            "layout.batch-not-divisible",
+            str(batch_violation(task.devices, 1, task.size)),
+            hint=f"set data.batch_tokens to one of these, or nodes to {nearest(task.nodes, counts)}",
+        )
     if not any(p.fits for p in estimated):
         offloaded = (c for c in enumerate_candidates(task, offload="optimizer") if not problems(task, c))
         more, count = _estimate_all(task, offloaded)
@@ -134,14 +142,13 @@ def search(task: PlanTask, *, top: int | None = None) -> Plans:
             rejected.append(_too_big(mine))
         else:
             ranked = rank([*(p for p in ranked if p.candidate != own), mine])
-    explained = [_with_reason(p, ranked[0], len(fitting)) for p in ranked]
+    explained = [replace(p, reason=_reason(p, ranked[0], len(fitting))) for p in ranked]
     too_big = sorted((p for p in estimated if not p.fits), key=lambda p: p.memory.needed)
     rejected += [_too_big(p) for p in too_big[:KEPT_REJECTIONS]]
     rejected += [Rejected(candidate=c, reason=str(violation)) for c, violation in ruled_out(task)]
-    shown = explained if top is None else [*explained[:top], *(p for p in explained[top:] if p.from_recipe)]
     return Plans(
         task=task,
-        plans=tuple(shown),
+        plans=tuple(p for i, p in enumerate(explained) if top is None or i < top or p.from_recipe),
         rejected=tuple(rejected),
         considered=considered,
         fitting=len(fitting),
@@ -151,19 +158,14 @@ def search(task: PlanTask, *, top: int | None = None) -> Plans:
 
 def _estimate_all(task: PlanTask, candidates: Iterable[LayoutCandidate]) -> tuple[list[Plan], int]:
     """Plans of all candidates that fit and of the few that come closest, and how many were considered."""
-    plans: list[Plan] = []
-    misses: list[tuple[MemoryEstimate, LayoutCandidate]] = []
-    count = 0
+    estimates = []
     for candidate in candidates:
-        count += 1
         spec = candidate.step(task)
-        estimate = memory(task.model, spec, candidate.layout)
-        if estimate.needed <= task.limit_bytes:
-            plans.append(estimate_plan(task, candidate, estimate, spec))
-        else:
-            misses.append((estimate, candidate))
-    misses.sort(key=lambda miss: miss[0].needed)
-    return plans + [estimate_plan(task, c, estimate) for estimate, c in misses[:KEPT_REJECTIONS]], count
+        estimates.append((memory(task.model, spec, candidate.layout), candidate, spec))
+    fitting = [e for e in estimates if e[0].needed <= task.limit_bytes]
+    misses = sorted((e for e in estimates if e[0].needed > task.limit_bytes), key=lambda e: e[0].needed)
+    kept = [*fitting, *misses[:KEPT_REJECTIONS]]
+    return [estimate_plan(task, candidate, needed, spec) for needed, candidate, spec in kept], len(estimates)
 
 
 def estimate_plan(
@@ -217,82 +219,64 @@ def rank(plans: Iterable[Plan]) -> list[Plan]:
     return sorted(plans, key=key)
 
 
-def _check_batch(task: PlanTask) -> None:
-    """A batch that no layout can divide ends the search with its nearest neighbours."""
-    if task.size.sequences is None or next(iter(enumerate_candidates(task)), None) is not None:
-        return
-    sequences, most = task.size.sequences, task.cluster.nodes or 4096
-    counts = [n for n in range(1, most + 1) if sequences % (n * task.per_node) == 0]
-    violation = batch_violation(task.devices, 1, task.size)
-    raise PlanError(
-        "layout.batch-not-divisible",
-        str(violation),
-        hint=f"set data.batch_tokens to one of these, or nodes to {nearest(task.nodes, counts)}",
-    )
-
-
 def _too_big(p: Plan) -> Rejected:
     largest = sorted(p.memory_terms.items(), key=lambda item: -item[1])[:2]
     terms = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
-    reason = f"needs {p.memory.needed / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB ({terms} GiB)"
     needed = p.memory.needed / GIB
+    reason = f"needs {needed:.1f} of {p.limit_bytes / GIB:.1f} GiB ({terms} GiB)"
     return Rejected(candidate=p.candidate, reason=reason, memory_gib=needed, from_recipe=p.from_recipe)
 
 
-def _with_reason(p: Plan, best: Plan, fitting: int) -> Plan:
+def _reason(p: Plan, best: Plan, fitting: int) -> str:
     """`fastest of 214 that fit: ...` or `3 % slower: +0.51 s/step in matrix products`."""
-    room = f"fits in {p.memory.needed / GIB:.0f} of {p.limit_bytes / GIB:.0f} GiB"
-    tight = ", tight: measure first" if p.memory_share > TIGHT else ""
+    end = f"fits in {p.memory.needed / GIB:.0f} of {p.limit_bytes / GIB:.0f} GiB"
+    end += ", tight: measure first" if p.memory_share > TIGHT else ""
     if p.layout.offload != "none":
-        tight += "; nothing fits without offload, whose copies are timed by a textbook rate (20 GB/s to host memory)"
+        end += "; nothing fits without offload, whose copies are timed by a textbook rate (20 GB/s to host memory)"
     own = "the recipe's layout; " if p.from_recipe else ""
     if p is best:
         total, terms = p.step.seconds, p.step.terms
-        largest = max(terms, key=lambda name: terms[name])
+        largest = max(terms, key=terms.__getitem__)
         spent = f"{terms[largest] / total:.0%} of a step is {largest}"
         spent += f", {p.step.exposed_communication / total:.0%} waiting for other devices"
         spent += f", {p.step.bubble / total:.0%} pipeline bubble" if p.step.bubble else ""
-        return replace(p, reason=f"{own}fastest of {fitting:,} that fit: {spent}; {room}{tight}")
-    slower = p.days / best.days - 1
-    if slower < -0.005:
-        comparison = (
-            f"{-slower:.0%} faster by the estimate, but {'tight' if tight else _tie_reason(p.layout, best.layout)}"
-        )
-    else:
-        comparison = f"{slower:.0%} slower" if slower > 0.005 else "as fast"
-    return replace(p, reason=f"{own}{comparison}: {_difference(p, best)}; {room}{tight}")
-
-
-def _tie_reason(layout: Layout, best: Layout) -> str:
-    """Why the other layout is ranked first although the days are as good as equal."""
-    if layout.data < best.data:
-        return f"only {layout.data:,} replicas instead of {best.data:,}"
-    if layout.accumulation > best.accumulation:
-        return f"{layout.accumulation} micro-batches in a row instead of {best.accumulation}"
-    return "it takes more mechanisms or more memory"
-
-
-def _difference(p: Plan, best: Plan) -> str:
-    """The term in which a plan differs most from the best, and what fewer replicas mean."""
-    # Both do the same global batch, so seconds per step compare; without a fixed batch they are scaled to the same
-    # tokens.
-    scale = best.batch_tokens / p.batch_tokens
-    names = {*p.step.terms, *best.step.terms}
-    deltas = {n: p.step.terms.get(n, 0.0) * scale - best.step.terms.get(n, 0.0) for n in names}
-    name = max(deltas, key=lambda n: abs(deltas[n]))
-    if abs(deltas[name]) < 0.001 * best.step.seconds:
-        text = f"needs {(p.memory.needed - best.memory.needed) / GIB:+.0f} GiB"
-    else:
-        text = f"{deltas[name]:+.2g} s/step in {name}"
+        return f"{own}fastest of {fitting:,} that fit: {spent}; {end}"
     mine, other = p.layout, best.layout
+    replicas = f"{mine.data:,} replicas instead of {other.data:,}"
+    in_a_row = f"{mine.accumulation} micro-batches in a row instead of {other.accumulation}"
+    slower = p.days / best.days - 1
+    comparison = f"{slower:.0%} slower" if slower > 0.005 else "as fast"
+    if slower < -0.005:  # why the other is ranked first although it takes longer
+        drawback = "it takes more mechanisms or more memory"
+        if p.memory_share > TIGHT or mine.offload != "none":
+            drawback = "tight"
+        elif mine.data < other.data:
+            drawback = f"only {replicas}"
+        elif mine.accumulation > other.accumulation:
+            drawback = in_a_row
+        comparison = f"{-slower:.0%} faster by the estimate, but {drawback}"
+    name, own_seconds, best_seconds = term_differences(p, best)[0]
+    difference = f"{own_seconds - best_seconds:+.2g} s/step in {name}"
+    if abs(own_seconds - best_seconds) < 0.001 * best.step.seconds:
+        difference = f"needs {(p.memory.needed - best.memory.needed) / GIB:+.0f} GiB"
     if mine.data < other.data and mine.accumulation > other.accumulation:
-        text += f", {mine.data:,} replicas instead of {other.data:,}, "
-        text += f"so {mine.accumulation} micro-batches in a row instead of {other.accumulation}"
-    return text
+        difference += f", {replicas}, so {in_a_row}"
+    return f"{own}{comparison}: {difference}; {end}"
+
+
+def term_differences(p: Plan, best: Plan) -> list[tuple[str, float, float]]:
+    """The terms of a step, the largest difference first: name, seconds in `p` and in `best`.
+
+    Both do the same global batch, so seconds per step compare; without a fixed batch they are scaled to the same
+    tokens."""
+    scale = best.batch_tokens / p.batch_tokens
+    names = dict.fromkeys((*p.step.terms, *best.step.terms))
+    terms = [(name, p.step.terms.get(name, 0.0) * scale, best.step.terms.get(name, 0.0)) for name in names]
+    return sorted(terms, key=lambda term: -abs(term[1] - term[2]))
 
 
 def nothing_fits(plans: Plans) -> PlanError:
-    """The error when nothing fits: by how much the closest misses, and what would help."""
+    """The error when nothing fits: by how much the closest misses, and the first doubling of nodes that would help."""
     task = plans.task
     if not plans.rejected:
         return PlanError(
@@ -302,27 +286,22 @@ def nothing_fits(plans: Plans) -> PlanError:
         )
     too_big = [r for r in plans.rejected if r.memory_gib is not None]
     closest = min(too_big, key=lambda r: r.memory_gib or 0.0, default=plans.rejected[0])
+    nodes, most = task.nodes, task.cluster.nodes or 4096
+    larger_plans: tuple[Plan, ...] = ()
+    while not larger_plans and nodes * 2 <= most:
+        nodes *= 2
+        with suppress(PlanError):  # the batch may not divide over so many
+            larger_plans = search(make_task(task.recipe, task.cluster, nodes)).plans
+    hint = f"no doubling of nodes up to {most} helps: make data.seq_len or the model smaller"
+    if larger_plans:
+        description = larger_plans[0].candidate.describe()
+        hint = f"it fits on {nodes} nodes ({description}); or make data.seq_len or the model smaller"
     return PlanError(
         "planner.nothing-fits",
         f"{task.recipe.name} fits nowhere on {task.nodes} x {task.per_node} {task.device.name}: "
         f"the closest layout ({closest.candidate.describe()}) {closest.reason}",
-        hint=_where_it_fits(task),
+        hint=hint,
     )
-
-
-def _where_it_fits(task: PlanTask) -> str:
-    """The first doubling of nodes on which something fits, with the layout."""
-    nodes, most = task.nodes * 2, task.cluster.nodes or 4096
-    while nodes <= most:
-        try:
-            larger = search(make_task(task.recipe, task.cluster, nodes))
-        except PlanError:  # the batch may not divide over so many
-            larger = None
-        if larger and larger.plans:
-            description = larger.plans[0].candidate.describe()
-            return f"it fits on {nodes} nodes ({description}); or make data.seq_len or the model smaller"
-        nodes *= 2
-    return f"no doubling of nodes up to {most} helps: make data.seq_len or the model smaller"
 
 
 def on_devices(cluster: Cluster, devices: int) -> Cluster:

@@ -1,6 +1,7 @@
 """What is planned: a recipe and a cluster, reduced once to the numbers that every layout is estimated with."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from windlass.clusters import Cluster, Device, load_device
 from windlass.clusters.model import Grid
@@ -19,12 +20,20 @@ VALIDATED_DEVICES = 2304
 VALIDATED_SEQ_LEN = (512, 65_536)
 VALIDATED_ARCHS = {"sm_80": "A100", "sm_90": "H100 and H200"}
 VALIDATED_PRECISIONS = ("bf16", "bf16_pure", "fp8")
+DECISIVE = (
+    "bf16_tflops",
+    "bandwidth_gbs",
+    "usable_memory",
+    "links",
+    "links.inter_gbs_per_node",
+    "links.intra_gbs",
+    "grid.pue",
+)
+"""Figures of a device or cluster on which every estimate depends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanTask:
-    """The question, without the layout."""
-
     recipe: Recipe
     cluster: Cluster
     device: Device
@@ -50,21 +59,15 @@ class PlanTask:
     def seq_len(self) -> int:
         return self.size.seq_len
 
-    @property
-    def gpu(self) -> bool:
-        return self.device.vendor != "cpu"
-
-    @property
+    @cached_property
     def machine(self) -> Machine:
         return Machine(self.device, self.cluster.links, self.per_node, self.cluster.efficiency)
 
     def tokens(self, batch_tokens: int) -> float:
         """Tokens of the whole run."""
-        data, train = self.recipe.data, self.recipe.train
-        if train.steps is not None:
-            return float(train.steps * batch_tokens)
-        assert data.tokens is not None  # config.check has asked for one of the two
-        return float(data.tokens)
+        steps, tokens = self.recipe.train.steps, self.recipe.data.tokens
+        assert steps is not None or tokens is not None  # config.check has asked for one of the two
+        return float(tokens or 0) if steps is None else float(steps * batch_tokens)
 
 
 def make_task(recipe: Recipe, cluster: Cluster, nodes: int | None = None, *, keep_recompute: bool = False) -> PlanTask:
@@ -88,7 +91,8 @@ def make_task(recipe: Recipe, cluster: Cluster, nodes: int | None = None, *, kee
             hint=f"plan 1 node ({per_node} devices), or give the figure in "
             f"~/.config/windlass/clusters/{cluster.name}.toml",
         )
-    device = load_device(cluster.device)
+    device, figures = load_device(cluster.device), recipe.energy
+    grid = {"pue": figures.pue, "g_per_kwh": figures.grid_g_per_kwh, "market_g_per_kwh": figures.market_g_per_kwh}
     policies = ("none", "selective", "full", *(["budget"] if recipe.train.recompute == "budget" else []))
     task = PlanTask(
         recipe=recipe,
@@ -98,12 +102,12 @@ def make_task(recipe: Recipe, cluster: Cluster, nodes: int | None = None, *, kee
         nodes=nodes,
         size=job_size(recipe, nodes * per_node, per_node),
         limit_bytes=float(device.usable_memory or device.memory * 0.98),
-        grid=_grid(recipe, cluster),
+        grid=cluster.grid.model_copy(update={key: value for key, value in grid.items() if value is not None}),
         recomputes=(recipe.train.recompute,) if keep_recompute else policies,
     )
     if recipe.layout is not None:
         check_degrees(task.model, complete_layout(recipe.layout, task.size), task.size)
-    return replace(task, warnings=(*outside_validated(task), *_site_limits(task), *_assumptions(task)))
+    return replace(task, warnings=tuple(_warnings(task)))
 
 
 def check_nodes(nodes: int, cluster: Cluster) -> None:
@@ -117,62 +121,36 @@ def check_nodes(nodes: int, cluster: Cluster) -> None:
         )
 
 
-def _grid(recipe: Recipe, cluster: Cluster) -> Grid:
-    energy = recipe.energy
-    overrides = {"pue": energy.pue, "g_per_kwh": energy.grid_g_per_kwh, "market_g_per_kwh": energy.market_g_per_kwh}
-    return cluster.grid.model_copy(update={key: value for key, value in overrides.items() if value is not None})
-
-
-def outside_validated(task: PlanTask) -> list[str]:
-    """In which respects this task is unlike every run that the estimates were compared with."""
-    total = task.model.params.total
-    low, high = VALIDATED_PARAMS
-    outside = []
-    if not low <= total <= high:
-        outside.append(f"{total / 1e9:.3g}B parameters (compared: {low / 1e9:g}B to {high / 1e9:g}B)")
-    if task.devices > VALIDATED_DEVICES:
-        outside.append(f"{task.devices:,} devices (compared: up to {VALIDATED_DEVICES:,})")
-    if not VALIDATED_SEQ_LEN[0] <= task.seq_len <= VALIDATED_SEQ_LEN[1]:
-        outside.append(f"seq_len {task.seq_len:,} (compared: {VALIDATED_SEQ_LEN[0]:,} to {VALIDATED_SEQ_LEN[1]:,})")
-    if task.device.arch not in VALIDATED_ARCHS:
-        outside.append(f"device {task.device.name} (compared: {', '.join(VALIDATED_ARCHS.values())})")
-    if task.recipe.train.precision not in VALIDATED_PRECISIONS:
-        outside.append(f"precision {task.recipe.train.precision} (compared: {', '.join(VALIDATED_PRECISIONS)})")
-    if masks_documents(task.recipe, task.model):
-        outside.append("data.mask_documents (the time of its attention kernel was not measured)")
-    if not task.model.measured:
-        outside.append("blocks other than attention (compared: attention models only)")
-    return [f"outside the validated range: {'; '.join(outside)}. Measure before relying on it."] if outside else []
-
-
-def _site_limits(task: PlanTask) -> list[str]:
-    slurm = task.cluster.slurm
-    partition = task.recipe.launch.partition or (slurm.partition if slurm else None)
+def _warnings(task: PlanTask) -> list[str]:
+    """In which respects the task is unlike every run that the estimates were compared with, limits of the site, and
+    figures that nobody has verified."""
+    recipe, cluster, device, total = task.recipe, task.cluster, task.device, task.model.params.total
+    (smallest, largest), (shortest, longest) = VALIDATED_PARAMS, VALIDATED_SEQ_LEN
+    differences = {
+        f"{total / 1e9:.3g}B parameters (compared: {smallest / 1e9:g}B to {largest / 1e9:g}B)": not (
+            smallest <= total <= largest
+        ),
+        f"{task.devices:,} devices (compared: up to {VALIDATED_DEVICES:,})": task.devices > VALIDATED_DEVICES,
+        f"seq_len {task.seq_len:,} (compared: {shortest:,} to {longest:,})": not shortest <= task.seq_len <= longest,
+        f"device {device.name} (compared: {', '.join(VALIDATED_ARCHS.values())})": device.arch not in VALIDATED_ARCHS,
+        f"precision {recipe.train.precision} (compared: {', '.join(VALIDATED_PRECISIONS)})": (
+            recipe.train.precision not in VALIDATED_PRECISIONS
+        ),
+        "data.mask_documents (the time of its attention kernel was not measured)": masks_documents(recipe, task.model),
+        "blocks other than attention (compared: attention models only)": not task.model.measured,
+    }
+    outside = "; ".join(text for text, differs in differences.items() if differs)
+    warnings = [f"outside the validated range: {outside}. Measure before relying on it."] if outside else []
+    slurm = cluster.slurm
+    partition = recipe.launch.partition or (slurm.partition if slurm else None)
     most = [p.max_nodes for p in (slurm.partitions if slurm else []) if p.gpus and p.name == partition]
     if most and all(limit is not None and limit < task.nodes for limit in most):
-        return [f"{task.nodes} nodes are more than partition {partition} gives one job ({max(m for m in most if m)})"]
-    return []
-
-
-def _assumptions(task: PlanTask) -> list[str]:
-    notes = []
-    if task.recipe.model.assumed:
-        notes.append(f"assumed by the recipe's author: model.{', model.'.join(task.recipe.model.assumed)}")
-    unsure = [
-        key
-        for key, source in {**task.device.sources, **task.cluster.sources}.items()
-        if source.status in ("unverified", "assumed")
-        and key
-        in (
-            "bf16_tflops",
-            "bandwidth_gbs",
-            "usable_memory",
-            "links",
-            "links.inter_gbs_per_node",
-            "links.intra_gbs",
-            "grid.pue",
-        )
-    ]
+        limit = max(limit for limit in most if limit)
+        warnings.append(f"{task.nodes} nodes are more than partition {partition} gives one job ({limit})")
+    if recipe.model.assumed:
+        warnings.append(f"assumed by the recipe's author: model.{', model.'.join(recipe.model.assumed)}")
+    sources = {key: source for key, source in {**device.sources, **cluster.sources}.items() if key in DECISIVE}
+    unsure = ", ".join(key for key, source in sources.items() if source.status in ("unverified", "assumed"))
     if unsure:
-        notes.append(f"not verified on the machine: {', '.join(unsure)} (windlass clusters {task.cluster.name})")
-    return notes
+        warnings.append(f"not verified on the machine: {unsure} (windlass clusters {cluster.name})")
+    return warnings
