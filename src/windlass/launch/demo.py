@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -159,18 +160,13 @@ class WorkerKill:
     def _wait_and_kill(self) -> None:
         while not self.done.wait(0.2):
             step = self.run.last_metrics().step or 0
-            saved = any(self.run.checkpoints.glob("step-*"))
             pid = (read_json(self.run.heartbeat_file(self.rank)) or {}).get("pid")
-            if step >= self.after_step and saved and isinstance(pid, int) and _is_worker(pid):
-                os.kill(pid, signal.SIGKILL)
-                self.killed_at = step
-                self.on_kill(pid, step)
-                return
-
-
-def _is_worker(pid: int) -> bool:
-    """A heartbeat may be old and its pid reused: only a process that runs windlass is ours to kill."""
-    try:
-        return b"windlass" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+            if step < self.after_step or not any(self.run.checkpoints.glob("step-*")):
+                continue
+            with contextlib.suppress(OSError):
+                # A heartbeat may be old and its pid reused: only a process that runs windlass is ours to kill.
+                if b"windlass" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(int(pid), signal.SIGKILL)
+                    self.killed_at = step
+                    self.on_kill(int(pid), step)
+                    return

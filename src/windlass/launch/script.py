@@ -23,6 +23,8 @@ set -o pipefail
 # Binds and variables of the submitting shell's containers travel with a job and break it: begin without them.
 for name in $(compgen -v | grep -E "^(SINGULARITY|APPTAINER|SINGULARITYENV|APPTAINERENV)_"); do unset "$name"; done"""
 
+QUESTION = "# Is there anything left to do? This reads the run folder only and answers within seconds."
+
 BEFORE = f"""\
 answer=$?
 if [ "$answer" -eq {LINK_STOP} ]; then exit 0; fi
@@ -42,6 +44,14 @@ SIGNALS = """\
 # The trap only notes a SIGTERM, so that this shell lives to write down how the link ended.
 ended_by=
 trap 'ended_by=TERM' TERM"""
+
+STAGING = """\
+# The token store goes to {reason}. A finished copy is marked; a store that has changed since is copied again.
+export store={source} fast={target}
+{copy} || exit 1"""
+
+AFTER = """\
+# Write down how the link ended. srun can say 0 after a node failure, so the run folder decides, not its code."""
 
 NEXT_LINK = """\
 if [ "$answer" -eq {again} ]; then
@@ -73,11 +83,10 @@ exit "$code\""""
 
 
 def render(job: BatchJob, cluster: Cluster) -> str:
-    """The complete script, from `#!` to the exit code."""
     preamble = PREAMBLE
     if job.account and any("$PROJECT" in s.path for s in cluster.storage.values()):
         preamble += f"\nexport PROJECT=${{PROJECT:-{job.account}}}   # names the project's folders"
-    parts = [
+    paragraphs = [
         _header(job, cluster),
         "\n".join(f"#SBATCH {line}" for line in directives(job, cluster)),
         preamble,
@@ -85,7 +94,7 @@ def render(job: BatchJob, cluster: Cluster) -> str:
         "\n".join(_variables(job, cluster)),
         *_body(job, cluster),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(part for part in paragraphs if part) + "\n"
 
 
 def render_local(job: BatchJob, cluster: Cluster) -> str:
@@ -146,7 +155,7 @@ def directives(job: BatchJob, cluster: Cluster) -> list[str]:
         options |= {name: value or True for name, value in slurm.extra.items()}
     for key, value in job.sbatch.items():
         options[key.lstrip("-").replace("_", "-")] = value if isinstance(value, bool) else str(value)
-    lines = [f"--{n}" if value is True else f"--{n}={value}" for n, value in options.items() if value is not False]
+    lines = (f"--{n}" if value is True else f"--{n}={value}" for n, value in options.items() if value is not False)
     return [*lines, *job.energy_flags]
 
 
@@ -173,8 +182,8 @@ def _variables(job: BatchJob, cluster: Cluster) -> Iterator[str]:
         )
     rows: list[tuple[str, str, str]] = []
     if job.cpus_per_task:
-        threads = 1 if job.torchrun else job.cpus_per_task
-        rows.append(("OMP_NUM_THREADS", str(threads), "ranks of a node must not fight for cores"))
+        threads = "1" if job.torchrun else str(job.cpus_per_task)
+        rows.append(("OMP_NUM_THREADS", threads, "ranks of a node must not fight for cores"))
     if job.kind in ("train", "doctor", "sweep"):
         rows += [(name, var.value, var.why) for name, var in cluster.env.items()]
     if job.environment.kind == "container":
@@ -204,43 +213,44 @@ def _double(value: str) -> str:
 
 
 def _body(job: BatchJob, cluster: Cluster) -> list[str]:
-    """What runs, as paragraphs; empty ones are left out."""
-    if job.kind == "train":
-        question = "# Is there anything left to do? This reads the run folder only and answers within seconds."
-        lead = SIGNALS.format(lead=print_seconds(job.lead_seconds), reason=job.lead_reason, code=EXIT_RESUMABLE)
-        return [
-            f"{question}\n{_link(job, cluster, 'before')}\n{BEFORE}",
-            _staging(job),
-            _node_folders(job, cluster),
-            _rendezvous(cluster),
-            f"{lead}\n{_start(job, cluster)}",
-            _after(job, cluster),
-        ]
+    """Paragraphs; empty ones are left out."""
+    command = f"exec {inside(job, cluster, job.command)}"
     if job.kind == "doctor":
         return [f"{_rendezvous(cluster)}\n{_start(job, cluster)}\nexit $code"]
-    command = f"exec {inside(job, cluster, job.command)}"
-    if job.kind != "sweep":
+    if job.kind == "sweep":
+        return [_node_folders(job, cluster), f"{_rendezvous(cluster)}\n{command}" if job.nodes > 1 else command]
+    if job.kind != "train":
         return [command]
-    return [_node_folders(job, cluster), f"{_rendezvous(cluster)}\n{command}" if job.nodes > 1 else command]
+    staging, follow_up = "", []
+    if job.staging is not None:
+        fresh = '[ -e "$fast/.staged" ] && [ -z "$(find "$store" -newer "$fast/.staged" -print -quit)" ]'
+        copy = f'{{ {fresh}; }} || {{ mkdir -p "$fast" && cp -r "$store/." "$fast/" && touch "$fast/.staged"; }}'
+        staging = STAGING.format(
+            reason=job.staging.reason,
+            source=_double(job.staging.source),
+            target=_double(job.staging.target),
+            copy=f"{_once_per_node(job)}bash -c {shlex.quote(copy)}" if job.staging.per_node else copy,
+        )
+    if job.chain == "self":
+        workdir, script = shlex.quote(job.workdir), shlex.quote(job.job_file)
+        link_next = _link(job, cluster, "next", "--job", "$next")
+        follow_up = [NEXT_LINK.format(again=LINK_AGAIN, workdir=workdir, script=script, link_next=link_next)]
+    elif job.requeue and job.chain == "none":
+        follow_up = [REQUEUE]
+    signals = SIGNALS.format(lead=print_seconds(job.lead_seconds), reason=job.lead_reason, code=EXIT_RESUMABLE)
+    after = _link(job, cluster, "after", "--code", "$code", "--by", "${ended_by:-none}")
+    return [
+        f"{QUESTION}\n{_link(job, cluster, 'before')}\n{BEFORE}",
+        staging,
+        _node_folders(job, cluster),
+        _rendezvous(cluster),
+        f"{signals}\n{_start(job, cluster)}",
+        "\n".join([f"{AFTER}\n{after}\nanswer=$?", *follow_up, 'exit "$code"']),
+    ]
 
 
 def _link(job: BatchJob, cluster: Cluster, action: str, *options: str) -> str:
     return inside(job, cluster, ("windlass", "link", action, job.run_dir, *options))
-
-
-def _staging(job: BatchJob) -> str:
-    if job.staging is None:
-        return ""
-    fresh = '[ -e "$fast/.staged" ] && [ -z "$(find "$store" -newer "$fast/.staged" -print -quit)" ]'
-    copy = f'{{ {fresh}; }} || {{ mkdir -p "$fast" && cp -r "$store/." "$fast/" && touch "$fast/.staged"; }}'
-    if job.staging.per_node:
-        copy = f"{_once_per_node(job)}bash -c {shlex.quote(copy)}"
-    return (
-        f"# The token store goes to {job.staging.reason}. A finished copy is marked; a store that has changed since is "
-        "copied again.\n"
-        f"export store={_double(job.staging.source)} fast={_double(job.staging.target)}\n"
-        f"{copy} || exit 1"
-    )
 
 
 def _node_folders(job: BatchJob, cluster: Cluster) -> str:
@@ -284,22 +294,6 @@ def srun_argv(job: BatchJob, cluster: Cluster) -> list[str]:
     elif cluster.binding.kind != "none" and not any(option.startswith("--cpu-bind") for option in extra):
         argv.append("--cpu-bind=cores")
     return argv + extra
-
-
-def _after(job: BatchJob, cluster: Cluster) -> str:
-    lines = [
-        "# Write down how the link ended. srun can say 0 after a node failure, so the run folder decides, not its "
-        "code.",
-        _link(job, cluster, "after", "--code", "$code", "--by", "${ended_by:-none}"),
-        "answer=$?",
-    ]
-    if job.chain == "self":
-        workdir, script = shlex.quote(job.workdir), shlex.quote(job.job_file)
-        link_next = _link(job, cluster, "next", "--job", "$next")
-        lines.append(NEXT_LINK.format(again=LINK_AGAIN, workdir=workdir, script=script, link_next=link_next))
-    elif job.requeue and job.chain == "none":
-        lines.append(REQUEUE)
-    return "\n".join([*lines, 'exit "$code"'])
 
 
 def inside(job: BatchJob, cluster: Cluster, command: tuple[str, ...]) -> str:

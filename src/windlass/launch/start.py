@@ -6,6 +6,7 @@ starts/<job>.<restart>.json."""
 
 import contextlib
 import importlib.metadata
+import itertools
 import os
 import time
 from dataclasses import asdict, replace
@@ -31,11 +32,10 @@ def device_type() -> str:
     torch."""
     if os.environ.get("WINDLASS_DEVICE") == "cpu":
         return "cpu"
-    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         if importlib.metadata.version("torch").endswith("+cpu"):
             return "cpu"
-    return "cuda" if has_gpu else "cpu"
+    return "cuda" if any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists() else "cpu"
 
 
 def local_cluster(recipe: Recipe, devices_per_node: int) -> Cluster:
@@ -99,19 +99,17 @@ def bind_start(
     size = job_size(recipe, devices, devices_per_node)
     layout = complete_layout(recipe.layout or LayoutConfig(), size)
     recompute: str = recipe.train.recompute
-    planned = run.layout_from() == "planner"
-    if not planned:
+    if run.layout_from() != "planner":
         try:
             check_layout(model, layout, size, recipe.train.engine)
         except ConfigError as error:
-            valid = valid_sizes(recipe, model, devices, devices_per_node)
-            hint = f"this layout is valid on {' or '.join(map(str, valid))} devices" if valid else ""
+            valid = " or ".join(map(str, valid_sizes(recipe, model, devices, devices_per_node)))
+            hint = f"this layout is valid on {valid} devices" if valid else ""
             raise ConfigError(error.code, error.message, hint="; ".join(filter(None, (error.hint, hint)))) from None
     elif recipe.layout is None or violations(model, layout, size, recipe.train.engine):
         cluster = local_cluster(recipe, devices_per_node)
         best = plan(recipe.model_copy(update={"layout": None}), cluster, nodes=devices // devices_per_node).best
-        layout, recompute = best.layout, best.recompute
-        reason = f"{best.candidate.describe()} ({best.reason})"
+        layout, recompute, reason = best.layout, best.recompute, f"{best.candidate.describe()} ({best.reason})"
     start = Start(
         job=job or f"local-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
         restart=restart,
@@ -139,9 +137,8 @@ def valid_sizes(recipe: Recipe, model: ModelSpec, devices: int, devices_per_node
         return not violations(model, layout, size, recipe.train.engine)
 
     step = devices_per_node if devices > devices_per_node else 1
-    smaller = next((count for count in range(devices - step, 0, -step) if valid(count)), None)
-    larger = next((count for count in range(devices + step, 4 * devices + 1, step) if valid(count)), None)
-    return [count for count in (smaller, larger) if count is not None]
+    ranges = range(devices - step, 0, -step), range(devices + step, 4 * devices + 1, step)
+    return [count for counts in ranges for count in itertools.islice(filter(valid, counts), 1)]
 
 
 def _record_change(run: Run, start: Start) -> None:
