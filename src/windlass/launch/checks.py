@@ -38,8 +38,6 @@ LEVELS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check."""
-
     rule: str
     level: str  # ok, note, warn or refuse
     message: str
@@ -72,7 +70,6 @@ def source_of(cluster: Cluster, key: str) -> str:
 
 
 def check_request(job: BatchJob, cluster: Cluster) -> list[Finding]:
-    """Everything that can be checked without looking at a disk."""
     if cluster.slurm is None:
         return []
     tables = (_queue_rows, _shape_rows, _option_rows)
@@ -154,7 +151,6 @@ def _queue_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row
 
 
 def _shape_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row]:
-    """Account, QOS, and the shape of a node."""
     node, devices, source = cluster.node, job.devices_per_node, source_of(cluster, "slurm")
     usable = node.cores_usable or node.cores
     cores = job.tasks_per_node * (job.cpus_per_task or 1)
@@ -215,7 +211,6 @@ def _shape_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row
 
 
 def _option_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row]:
-    """Memory, binding, signal, staging and container."""
     source, node, masks = source_of(cluster, "slurm"), cluster.node, cluster.binding.masks
     memory = str(job.sbatch.get("mem", job.mem or ""))
     number, unit = (memory[:-1], memory[-1].upper()) if memory and memory[-1].isalpha() else (memory, "M")
@@ -312,7 +307,6 @@ def _option_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Ro
 def check_site(
     job: BatchJob, recipe: Recipe, cluster: Cluster, *, checkpoint_bytes: int | None, steps: int | None
 ) -> list[Finding]:
-    """Files, disks, image and store, as this machine sees them."""
     folder = Path(job.run_dir).resolve()
     kind, storage = file_system(folder), [s.path for s in cluster.storage.values() if not s.path.startswith("$TMPDIR")]
     # A folder that only this node has exists here but is missing where the job runs.
@@ -352,7 +346,6 @@ def file_system(path: Path) -> str | None:
 
 
 def _environment_rows(job: BatchJob) -> list[Row]:
-    """The container's image and binds, or the virtual environment."""
     env, image = job.environment, Path(os.path.expandvars(job.environment.image or ""))
     has_image = env.kind == "container" and bool(env.image)
     sources = [os.path.expandvars(bind.split(":")[0]) for bind in env.binds]

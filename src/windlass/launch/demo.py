@@ -73,8 +73,6 @@ consent  = "licence"
 
 @dataclass(frozen=True)
 class Story:
-    """Where the demo keeps its files, and how long it trains."""
-
     folder: Path
     vocab: int = 4096
     corpus_bytes: int = 3_000_000

@@ -62,8 +62,6 @@ RankRecord = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class DoctorCheck:
-    """One line of the doctor's table."""
-
     topic: str
     where: str
     level: str  # ok, note, warn or fail
@@ -102,7 +100,6 @@ def _limit_check(
 def host_checks(
     paths: Sequence[Path], *, env: Mapping[str, str] = os.environ, megabytes: int = 64
 ) -> list[DoctorCheck]:
-    """Limits, environment, network names and disks of the node this runs on."""
     host = socket.gethostname()
     disks = [disk(host, path, megabytes) for path in paths]
     return [*limits(host), *environment(host, env), *network(host, env), *disks]

@@ -61,13 +61,10 @@ class JobState:
 
     @property
     def active(self) -> bool:
-        """Waits or runs."""
         return self.waiting or self.state in RUNNING
 
 
 class Executor(Protocol):
-    """Where jobs run."""
-
     name: str
 
     def submit(self, script: Path, *, run_dir: Path, after: str | None = None) -> str:

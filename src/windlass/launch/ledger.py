@@ -200,8 +200,6 @@ def _most_node_hours(entry: LedgerEntry) -> float:
 
 @dataclass(frozen=True)
 class LedgerTotal:
-    """Sums over the jobs of one run or project."""
-
     name: str
     jobs: int
     node_hours: float

@@ -17,8 +17,6 @@ WRAPPER = 'bash "$1"; code=$?; echo $code > "$2.part"; mv "$2.part" "$2"; exit $
 
 
 class LocalExecutor:
-    """Processes of this machine, for the jobs of one run."""
-
     name = "local"
 
     def __init__(self, run_dir: Path) -> None:

@@ -213,7 +213,6 @@ def _double(value: str) -> str:
 
 
 def _body(job: BatchJob, cluster: Cluster) -> list[str]:
-    """Paragraphs; empty ones are left out."""
     command = f"exec {inside(job, cluster, job.command)}"
     if job.kind == "doctor":
         return [f"{_rendezvous(cluster)}\n{_start(job, cluster)}\nexit $code"]

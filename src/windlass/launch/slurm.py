@@ -70,8 +70,6 @@ def slurm_available() -> bool:
 
 
 class SlurmScheduler:
-    """The scheduler of this site, by its own commands."""
-
     name = "slurm"
 
     def __init__(self, timeout_seconds: float = TIMEOUT_SECONDS) -> None:

@@ -2,16 +2,15 @@
 
 import math
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from windlass.clusters import Cluster, load_cluster
+from windlass.clusters.probe import host_names, matches_hosts
 from windlass.config import LayoutConfig, Loaded, Recipe
 from windlass.errors import LaunchError, PlanError, WindlassError
 from windlass.files import append_line, write_atomic
@@ -65,8 +64,6 @@ class JobCost:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedLaunch:
-    """Everything that submission needs, before anything is written or submitted."""
-
     loaded: Loaded
     cluster: Cluster
     run_dir: Path
@@ -83,7 +80,6 @@ class PreparedLaunch:
 
 
 def executors(run: Run) -> dict[str, Executor]:
-    """Those that can be asked on this machine."""
     local: dict[str, Executor] = {"local": LocalExecutor(run.path)}
     return {**local, "slurm": SlurmScheduler()} if slurm_available() else local
 
@@ -119,7 +115,9 @@ def prepare(
         seconds, count = recipe.launch.time or math.inf, devices or cluster.node.devices
         job = replace(job, devices_per_node=count, nodes=1, seconds=seconds, staging=None, energy_flags=())
     findings = [*expected.findings, *([] if local else checks.check_request(job, cluster))]
-    if local or (slurm_available() and (at_site(cluster) or not dry_run)):
+    # Without patterns in the cluster file any machine with SLURM may be the cluster.
+    at_site = not cluster.hostname_patterns or matches_hosts(cluster, host_names())
+    if local or (slurm_available() and (at_site or not dry_run)):
         sizes = {"checkpoint_bytes": expected.checkpoint_bytes, "steps": expected.steps}
         site = checks.check_site(job, recipe, cluster, **sizes)
         findings += [finding for finding in site if expect_store or finding.rule != "store"]
@@ -188,14 +186,7 @@ def checkpoint_bytes(recipe: Recipe) -> int | None:
         return None
 
 
-def at_site(cluster: Cluster) -> bool:
-    """Is this host one of the cluster's? Without patterns in the cluster file, any machine with SLURM is."""
-    hosts, patterns = (socket.getfqdn(), socket.gethostname()), cluster.hostname_patterns
-    return not patterns or any(fnmatch(host, pattern) for pattern in patterns for host in hosts)
-
-
 def active_venv() -> str | None:
-    """The virtual environment that this process runs in."""
     return sys.prefix if sys.prefix != sys.base_prefix else None
 
 
@@ -268,7 +259,6 @@ def submit_job(
 
 
 def submission_record(job: BatchJob, cluster: Cluster, executor: str, job_id: str) -> dict[str, Any]:
-    """The `submitted` line of jobs.jsonl."""
     return {
         "record": "submitted",
         "time": time.time(),

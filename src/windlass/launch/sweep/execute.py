@@ -221,7 +221,6 @@ def end_leftovers(folder: Path) -> None:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> int:
-    """Ask a process and its children to end, then kill them."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)

@@ -50,8 +50,6 @@ class Expectation:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepTotal:
-    """The sum over the points that would run."""
-
     points: int
     run: int
     skipped: int

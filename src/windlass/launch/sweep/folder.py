@@ -167,8 +167,6 @@ def _value(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRun:
-    """A sweep that is being run: its points, what the planner expects of each, and its folder."""
-
     loaded: LoadedSweep
     folder: SweepFolder
     points: Sequence[SweepPoint]
