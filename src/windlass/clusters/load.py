@@ -89,12 +89,13 @@ def load_cluster(name: str) -> Cluster:
 
 def _read_overlaid(shipped: Path, own: Path) -> dict[str, Any]:
     raw = tomllib.loads(shipped.read_text()) if shipped.is_file() else {}
-    return _overlay(raw, read_toml(own)[0]) if own.is_file() else raw
+    return overlay(raw, read_toml(own)[0]) if own.is_file() else raw
 
 
-def _overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    both = {key for key, value in top.items() if isinstance(value, Mapping) and isinstance(base.get(key), Mapping)}
-    return {**base, **{key: _overlay(base[key], value) if key in both else value for key, value in top.items()}}
+def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of both; tables that both have are overlaid in turn."""
+    shared = [k for k, v in top.items() if isinstance(v, Mapping) and isinstance(base.get(k), Mapping)]
+    return {**base, **top, **{key: overlay(base[key], top[key]) for key in shared}}
 
 
 def devices() -> dict[str, Device]:

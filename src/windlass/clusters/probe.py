@@ -175,7 +175,8 @@ def _difference(key: str, file: object, machine: object, also: object = None) ->
     verdict = "same" if str(machine) in (str(file), str(also)) else "differs"
     if None in (file, machine):
         verdict = "not in the file" if file is None else "unknown"
-    return ProbeDifference(key, *("unknown" if value is None else str(value) for value in (file, machine)), verdict)
+    file_text, machine_text = ("unknown" if value is None else str(value) for value in (file, machine))
+    return ProbeDifference(key, file_text, machine_text, verdict)
 
 
 def _time(seconds: float | None) -> str:

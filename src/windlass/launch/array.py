@@ -99,8 +99,13 @@ def find_cluster(cluster: Cluster | str | None) -> Cluster:
     try:
         return recognise()
     except LaunchError:
-        node = Node(devices=1, cores=os.cpu_count() or 1)
-        return Cluster(name="slurm", title="this SLURM", device="cpu", node=node, slurm=SlurmLimits())
+        return Cluster(
+            name="slurm",
+            title="this SLURM",
+            device="cpu",
+            node=Node(devices=1, cores=os.cpu_count() or 1),
+            slurm=SlurmLimits(),
+        )
 
 
 def _array_and_merge(

@@ -39,9 +39,8 @@ class JobStart:
 
     def saved_since(self, step_now: int | None, saves_now: int) -> bool:
         """Is there a new checkpoint since it began? Records of older versions have the step only."""
-        if self.began_saves is not None:
-            return saves_now > self.began_saves
-        return (step_now or 0) > (self.began_step or 0)
+        by_step = (step_now or 0) > (self.began_step or 0)
+        return by_step if self.began_saves is None else saves_now > self.began_saves
 
 
 @dataclass(frozen=True)

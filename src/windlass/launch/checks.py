@@ -72,8 +72,11 @@ def source_of(cluster: Cluster, key: str) -> str:
 def check_request(job: BatchJob, cluster: Cluster) -> list[Finding]:
     if cluster.slurm is None:
         return []
-    tables = (_queue_rows, _shape_rows, _option_rows)
-    return _findings(row for table in tables for row in table(job, cluster, cluster.slurm))
+    return [
+        finding
+        for rows in (_queue_rows, _shape_rows, _option_rows)
+        for finding in _findings(rows(job, cluster, cluster.slurm))
+    ]
 
 
 def _queue_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row]:
@@ -103,7 +106,6 @@ def _queue_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row
     limit = print_seconds(queue.max_time)
     minimum = slurm.rules.get("bprod_minimum", f"{name} begins at {queue.min_nodes} nodes")
     fitting = [p.name + (f"/{p.qos}" if p.qos else "") for p in slurm.partitions if p.gpus and fits_nodes(p, job.nodes)]
-    larger = f"queues that take it: {', '.join(fitting)}"
     return [
         (
             job.seconds > (queue.max_time or math.inf),
@@ -116,7 +118,9 @@ def _queue_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row
             job.nodes > (queue.max_nodes or math.inf),
             "nodes",
             f"{job.nodes} nodes are more than the {queue.max_nodes} of {name}",
-            larger if fitting else "no queue in the cluster file takes so many nodes",
+            f"queues that take it: {', '.join(fitting)}"
+            if fitting
+            else "no queue in the cluster file takes so many nodes",
             source,
         ),
         (
@@ -152,8 +156,7 @@ def _queue_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row
 
 def _shape_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row]:
     node, devices, source = cluster.node, job.devices_per_node, source_of(cluster, "slurm")
-    usable = node.cores_usable or node.cores
-    cores = job.tasks_per_node * (job.cpus_per_task or 1)
+    usable, cores = node.cores_usable or node.cores, job.tasks_per_node * (job.cpus_per_task or 1)
     core_rule = slurm.rules.get("usable_cores", f"a node gives a job {usable} cores")
     return [
         (
@@ -219,8 +222,7 @@ def _option_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Ro
     binds_masks = cluster.binding.kind == "mask" and not job.torchrun and job.devices_per_node > 0
     mask_rule = slurm.rules.get("full_node_masks", "masks need a full node")
     lead, early, total = map(print_seconds, (job.lead_seconds, EARLY_SECONDS, job.seconds))
-    target = job.staging.target if job.staging else ""
-    disk = node.local_disk or ""
+    target, disk = job.staging.target if job.staging else "", node.local_disk or ""
     constraint = [*disk.partition("--constraint=")[2].split(")")[0].split(), ""][0]
     some_nodes = job.staging is not None and job.staging.per_node and "constraint" not in job.sbatch
     return [
@@ -305,7 +307,7 @@ def _option_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Ro
 
 
 def check_site(
-    job: BatchJob, recipe: Recipe, cluster: Cluster, *, checkpoint_bytes: int | None, steps: int | None
+    job: BatchJob, recipe: Recipe, cluster: Cluster, checkpoint_bytes: int | None, steps: int | None
 ) -> list[Finding]:
     folder = Path(job.run_dir).resolve()
     kind, storage = file_system(folder), [s.path for s in cluster.storage.values() if not s.path.startswith("$TMPDIR")]
@@ -327,8 +329,10 @@ def check_site(
         free_bytes = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
         batch_tokens = recipe.data.batch_tokens or 0
         need = forecast(checkpoint_bytes, recipe.save, steps=steps, batch_tokens=batch_tokens, free_bytes=free_bytes)
-        hint = "keep fewer (save.keep_last, save.keep_best, save.keep_every) or use a larger file system"
-        too_much = (hint, "[save] of the recipe and the free space now")
+        too_much = (
+            "keep fewer (save.keep_last, save.keep_best, save.keep_every) or use a larger file system",
+            "[save] of the recipe and the free space now",
+        )
         space = (
             Finding("disk", "refuse", need.text, *too_much) if need.fits is False else Finding("disk", "ok", need.text)
         )
@@ -348,7 +352,6 @@ def file_system(path: Path) -> str | None:
 def _environment_rows(job: BatchJob) -> list[Row]:
     env, image = job.environment, Path(os.path.expandvars(job.environment.image or ""))
     has_image = env.kind == "container" and bool(env.image)
-    sources = [os.path.expandvars(bind.split(":")[0]) for bind in env.binds]
     return [
         (
             env.kind == "venv" and bool(env.venv) and not Path(env.venv or "", "bin", "activate").is_file(),
@@ -386,7 +389,7 @@ def _environment_rows(job: BatchJob) -> list[Row]:
                 "every rank fails when compute nodes lack it too",
                 None,
             )
-            for source in sources
+            for source in (os.path.expandvars(bind.split(":")[0]) for bind in env.binds)
         ),
     ]
 
@@ -425,13 +428,11 @@ def check_budget(asked_node_hours: float, used_node_hours: float, budget: float 
     left = budget - used_node_hours
     available = f"{left:,.1f} of {budget:,.1f} left ({used_node_hours:,.1f} used or running)"
     text = f"up to {asked_node_hours:,.1f} node-hours asked, {available}"
-    hint = "shorten launch.time or --chain, or correct launch.budget_node_hours"
-    source = "launch.budget_node_hours and the ledger (`windlass jobs --ledger`)"
-    return (
-        _findings([(True, "budget", text, hint, source)])
-        if asked_node_hours > left
-        else [Finding("budget", "ok", text)]
+    advice = (
+        "shorten launch.time or --chain, or correct launch.budget_node_hours",
+        "launch.budget_node_hours and the ledger (`windlass jobs --ledger`)",
     )
+    return [Finding("budget", "ok", text) if asked_node_hours <= left else Finding("budget", "refuse", text, *advice)]
 
 
 def refusals(findings: Sequence[Finding]) -> list[Finding]:

@@ -105,9 +105,8 @@ def clear(story: Story) -> None:
     """Start afresh: an earlier demo is removed, anything else stays and is an error."""
     if not story.folder.exists():
         return
-    run = Run(story.folder)
+    run, hint = Run(story.folder), "choose another folder with --run"
     config = read_json(run.config_file)
-    hint = "choose another folder with --run"
     if holder(run.lock_file) is not None:
         raise RunError("demo.running", f"a demo is running in {story.folder}", hint=f"wait for it, or {hint}")
     if config is not None and config.get("name") != "demo":
@@ -158,13 +157,13 @@ class WorkerKill:
     def _wait_and_kill(self) -> None:
         while not self.done.wait(0.2):
             step = self.run.last_metrics().step or 0
-            pid = (read_json(self.run.heartbeat_file(self.rank)) or {}).get("pid")
+            pid = int((read_json(self.run.heartbeat_file(self.rank)) or {}).get("pid") or 0)
             if step < self.after_step or not any(self.run.checkpoints.glob("step-*")):
                 continue
             with contextlib.suppress(OSError):
                 # A heartbeat may be old and its pid reused: only a process that runs windlass is ours to kill.
                 if b"windlass" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    os.kill(int(pid), signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
                     self.killed_at = step
-                    self.on_kill(int(pid), step)
+                    self.on_kill(pid, step)
                     return

@@ -101,7 +101,7 @@ def host_checks(
     paths: Sequence[Path], *, env: Mapping[str, str] = os.environ, megabytes: int = 64
 ) -> list[DoctorCheck]:
     host = socket.gethostname()
-    disks = [disk(host, path, megabytes) for path in paths]
+    disks = (disk(host, path, megabytes) for path in paths)
     return [*limits(host), *environment(host, env), *network(host, env), *disks]
 
 
@@ -285,12 +285,16 @@ def run_workers(out: Path, count: int, *, full: bool = False) -> list[RankRecord
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    sizes = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-    base = {**os.environ, **sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     argv = [sys.executable, "-m", "windlass.launch.doctor_worker", str(out), *(["--full"] if full else [])]
     workers = []
     for rank in range(count):
-        env = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         with (out / f"worker-{rank:05d}.log").open("wb") as log:
             workers.append(subprocess.Popen(argv, env=env, stdout=log, stderr=subprocess.STDOUT))
     deadline = time.monotonic() + WORKER_SECONDS
@@ -363,8 +367,7 @@ def run_doctor_job(
     ranks, deadline = nodes * devices, time.monotonic() + RECORD_SECONDS
     while len(rank_records := read_records(folder)) < ranks and time.monotonic() < deadline:
         time.sleep(0.5)
-    checks = examine(rank_records, ranks)
-    log = folder / "logs" / f"{job_id}.out"
+    checks, log = examine(rank_records, ranks), folder / "logs" / f"{job_id}.out"
     if state.state != "COMPLETED" and log.is_file():
         checks.append(DoctorCheck("job", "all", "fail", f"job {job_id} ended {state.state}", f"its log: {log}"))
     return checks
@@ -376,8 +379,9 @@ def run_doctor_job(
 def examine(rank_records: Sequence[RankRecord], ranks: int, out: Path | None = None) -> list[DoctorCheck]:
     """Checks from the workers' records. Pure, except for reading the log of a worker that left no record."""
     nodes = len({record["host"] for record in rank_records})
-    text = f"{len(rank_records)} ranks on {nodes} node{'s' if nodes > 1 else ''} answered"
-    presence = DoctorCheck("ranks", "all", "ok", text)
+    presence = DoctorCheck(
+        "ranks", "all", "ok", f"{len(rank_records)} ranks on {nodes} node{'s' if nodes > 1 else ''} answered"
+    )
     if len(rank_records) < ranks:
         lost = sorted(set(range(ranks)) - {int(record["rank"]) for record in rank_records})
         log = out / f"worker-{lost[0]:05d}.log" if out else None
@@ -427,8 +431,11 @@ def _same_everywhere(rank_records: Sequence[RankRecord]) -> Iterator[DoctorCheck
 
 
 def _matrix_rates(rank_records: Sequence[RankRecord]) -> Iterator[DoctorCheck]:
-    measured = [r for r in rank_records if r.get("matmul_tflops")]
-    rates = {(str(r["host"]), int(r["local_rank"])): float(r["matmul_tflops"]) for r in measured}
+    rates = {
+        (str(record["host"]), int(record["local_rank"])): float(record["matmul_tflops"])
+        for record in rank_records
+        if record.get("matmul_tflops")
+    }
     if not rates:
         yield DoctorCheck("matrix rate", "all", "note", "not measured")
         return

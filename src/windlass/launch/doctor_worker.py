@@ -23,8 +23,7 @@ from windlass.runs.manifest import cpu_name
 
 
 def main(out: Path, *, full: bool = False, paths: tuple[Path, ...] = ()) -> None:
-    torch = importlib.import_module("torch")
-    at = place()
+    torch, at = importlib.import_module("torch"), place()
     if at.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // at.local_world_size))
     device, name, memory_bytes = torch.device("cpu"), cpu_name() or "cpu", None

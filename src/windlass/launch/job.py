@@ -100,8 +100,7 @@ def train_job(
     seconds = launch.time or (queue.max_time if queue else None) or DEFAULT_SECONDS
     lead_seconds, lead_reason = signal_lead(recipe, seconds, save_seconds, step_seconds)
     torchrun = launch.starter == "torchrun" or bool(slurm and slurm.tasks_mode == "node")
-    staging = choose_staging(recipe, cluster)
-    cpus = cpus_per_device(cluster)
+    staging, cpus = choose_staging(recipe, cluster), cpus_per_device(cluster)
     return BatchJob(
         name=recipe.name,
         run_dir=str(run_dir),
@@ -229,6 +228,5 @@ def tracker_env(recipe: Recipe, cluster: Cluster, run_dir: Path | str) -> dict[s
     online = recipe.trackers.online and cluster.network.internet == "yes"
     env = {} if online else {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     if recipe.trackers.wandb:
-        env["WANDB_MODE"] = "online" if online else "offline"
-        env["WANDB_DIR"] = str(PurePosixPath(str(run_dir)) / "trackers")
+        env |= {"WANDB_MODE": "online" if online else "offline", "WANDB_DIR": f"{run_dir}/trackers"}
     return env

@@ -3,6 +3,7 @@
 The sources are jobs.jsonl and the scheduler; the forecast of a chain also uses the newest metrics.
 """
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -164,8 +165,8 @@ def _energy_by_job(run: Run, starts: Sequence[JobStart]) -> dict[str, float]:
         (m.time, m.energy_joules) for m in run.metrics_lines() if m.energy_joules is not None and m.time is not None
     ]
     joules_by_job: dict[str, float] = {}
-    for index, start in enumerate(starts):
-        end = starts[index + 1].began_at if index + 1 < len(starts) else float("inf")
+    ends = [*(start.began_at for start in starts[1:]), math.inf]
+    for start, end in zip(starts, ends, strict=True):
         before = max((joules for moment, joules in readings if moment < start.began_at), default=0.0)
         during = [joules for moment, joules in readings if start.began_at <= moment < end]
         if during and start.job:
@@ -178,8 +179,8 @@ def _energy_by_job(run: Run, starts: Sequence[JobStart]) -> dict[str, float]:
 
 def runs_below(folder: Path) -> list[Run]:
     """Run folders in a folder, at most two levels deep."""
-    files = [p for pattern in ("jobs.jsonl", "*/jobs.jsonl", "*/*/jobs.jsonl") for p in folder.glob(pattern)]
-    return [Run(path) for path in sorted({file.parent for file in files})]
+    patterns = ("jobs.jsonl", "*/jobs.jsonl", "*/*/jobs.jsonl")
+    return [Run(path) for path in sorted({file.parent for pattern in patterns for file in folder.glob(pattern)})]
 
 
 def committed_node_hours(ledger: Iterable[LedgerEntry], *, cluster: str, account: str | None) -> float:
@@ -193,9 +194,8 @@ def committed_node_hours(ledger: Iterable[LedgerEntry], *, cluster: str, account
 
 def _most_node_hours(entry: LedgerEntry) -> float:
     """Used, for a job that is over; else all that its wall-time limit allows."""
-    if entry.state.over:
-        return entry.node_hours or 0.0
-    return (entry.limit_seconds or 0.0) * (entry.nodes or 0) / 3600
+    limit_hours = (entry.limit_seconds or 0.0) * (entry.nodes or 0) / 3600
+    return entry.node_hours or 0.0 if entry.state.over else limit_hours
 
 
 @dataclass(frozen=True)

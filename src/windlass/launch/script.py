@@ -111,8 +111,8 @@ def render_local(job: BatchJob, cluster: Cluster) -> str:
         stop=LINK_STOP,
         again=LINK_AGAIN,
     )
-    setup = [*_environment(job.environment), *_variables(job, cluster)]
-    return "\n".join([_header(job, cluster), "set -o pipefail", *setup, loop]) + "\n"
+    head = [_header(job, cluster), "set -o pipefail"]
+    return "\n".join([*head, *_environment(job.environment), *_variables(job, cluster), loop]) + "\n"
 
 
 def _header(job: BatchJob, cluster: Cluster) -> str:
@@ -128,8 +128,7 @@ def _header(job: BatchJob, cluster: Cluster) -> str:
 
 def directives(job: BatchJob, cluster: Cluster) -> list[str]:
     """sbatch options in the site's own way. The recipe's come last and replace ours of the same name."""
-    slurm = cluster.slurm
-    gpus = job.devices_per_node if slurm else 0
+    slurm, gpus = cluster.slurm, job.devices_per_node if cluster.slurm else 0
     options: dict[str, str | int | bool | None] = {
         "job-name": job.name,
         "account": job.account,
@@ -182,8 +181,8 @@ def _variables(job: BatchJob, cluster: Cluster) -> Iterator[str]:
         )
     rows: list[tuple[str, str, str]] = []
     if job.cpus_per_task:
-        threads = "1" if job.torchrun else str(job.cpus_per_task)
-        rows.append(("OMP_NUM_THREADS", threads, "ranks of a node must not fight for cores"))
+        threads = 1 if job.torchrun else job.cpus_per_task
+        rows.append(("OMP_NUM_THREADS", str(threads), "ranks of a node must not fight for cores"))
     if job.kind in ("train", "doctor", "sweep"):
         rows += [(name, var.value, var.why) for name, var in cluster.env.items()]
     if job.environment.kind == "container":

@@ -134,9 +134,10 @@ class SlurmScheduler:
                 f"there is no SLURM on this machine ({argv[0]} is not on the PATH)",
                 hint='log in to the cluster, or run here: --local, or cluster = "workstation" in the recipe',
             )
-        env = without_scheduler(os.environ)
         try:
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=self.timeout_seconds, env=env)
+            done = subprocess.run(
+                argv, capture_output=True, text=True, timeout=self.timeout_seconds, env=without_scheduler(os.environ)
+            )
         except subprocess.TimeoutExpired:
             raise LaunchError(
                 "launch.slurm-timeout",

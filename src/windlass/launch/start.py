@@ -95,8 +95,7 @@ def bind_start(
     searched again and one of the recipe is refused with the nearest valid values. Global batch and data order never
     change."""
     recipe, device = run.recipe(), device or device_type()
-    model = model_spec(recipe.model)
-    size = job_size(recipe, devices, devices_per_node)
+    model, size = model_spec(recipe.model), job_size(recipe, devices, devices_per_node)
     layout = complete_layout(recipe.layout or LayoutConfig(), size)
     recompute: str = recipe.train.recompute
     if run.layout_from() != "planner":
@@ -120,7 +119,18 @@ def bind_start(
         devices_per_node=devices_per_node,
         reason=reason,
     )
-    _record_change(run, start)
+    # A layout that follows another number of devices is an event; one that the recipe changed was recorded with it.
+    before = last_start(run)
+    if before is not None:
+        old_devices, old_per_node, old_layout = before.devices, before.devices_per_node, asdict(before.layout)
+    else:  # a run folder of version 0.1 has only the events of its processes
+        last = [ProcessStart(), *run.events(ProcessStart)][-1]
+        old_devices, old_per_node, old_layout = last.world_size or devices, devices_per_node, last.layout or {}
+    if (old_devices, old_per_node) != (devices, devices_per_node):
+        change = f"{old_devices} -> {devices} devices"
+        if old_devices == devices:
+            change = f"{old_per_node} -> {devices_per_node} devices per node"
+        run.record(LayoutChanged(old=old_layout, new=asdict(layout), reason=change))
     write_start(run, start)
     return start
 
@@ -139,18 +149,3 @@ def valid_sizes(recipe: Recipe, model: ModelSpec, devices: int, devices_per_node
     step = devices_per_node if devices > devices_per_node else 1
     ranges = range(devices - step, 0, -step), range(devices + step, 4 * devices + 1, step)
     return [count for counts in ranges for count in itertools.islice(filter(valid, counts), 1)]
-
-
-def _record_change(run: Run, start: Start) -> None:
-    """A layout that follows another number of devices is an event; one that the recipe changed was recorded with it."""
-    before = last_start(run)
-    if before is not None:
-        devices, per_node, old = before.devices, before.devices_per_node, asdict(before.layout)
-    else:  # a run folder of version 0.1 has only the events of its processes
-        last = [ProcessStart(), *run.events(ProcessStart)][-1]
-        devices, per_node, old = last.world_size or start.devices, start.devices_per_node, last.layout or {}
-    if (devices, per_node) != (start.devices, start.devices_per_node):
-        reason = f"{devices} -> {start.devices} devices"
-        if devices == start.devices:
-            reason = f"{per_node} -> {start.devices_per_node} devices per node"
-        run.record(LayoutChanged(old=old, new=asdict(start.layout), reason=reason))

@@ -1,5 +1,6 @@
 """From a recipe to jobs in a queue: run folder, script, checks, submission. Every choice is kept with its reason."""
 
+import contextlib
 import math
 import os
 import sys
@@ -16,10 +17,9 @@ from windlass.errors import LaunchError, PlanError, WindlassError
 from windlass.files import append_line, write_atomic
 from windlass.launch import checks
 from windlass.launch.checks import Finding
-from windlass.launch.executor import Executor
+from windlass.launch.executor import Executor, LocalExecutor
 from windlass.launch.job import BatchJob, train_job
 from windlass.launch.ledger import active_entries, committed_node_hours, entries, runs_below
-from windlass.launch.local import LocalExecutor
 from windlass.launch.script import render, render_local
 from windlass.launch.slurm import SlurmScheduler, slurm_available
 from windlass.launch.start import resolve_recipe
@@ -116,10 +116,9 @@ def prepare(
         job = replace(job, devices_per_node=count, nodes=1, seconds=seconds, staging=None, energy_flags=())
     findings = [*expected.findings, *([] if local else checks.check_request(job, cluster))]
     # Without patterns in the cluster file any machine with SLURM may be the cluster.
-    at_site = not cluster.hostname_patterns or matches_hosts(cluster, host_names())
-    if local or (slurm_available() and (at_site or not dry_run)):
-        sizes = {"checkpoint_bytes": expected.checkpoint_bytes, "steps": expected.steps}
-        site = checks.check_site(job, recipe, cluster, **sizes)
+    trusted = not dry_run or not cluster.hostname_patterns
+    if local or (slurm_available() and (trusted or matches_hosts(cluster, host_names()))):
+        site = checks.check_site(job, recipe, cluster, expected.checkpoint_bytes, expected.steps)
         findings += [finding for finding in site if expect_store or finding.rule != "store"]
     else:
         not_here = f"this machine is not {cluster.title}: disks, image, token store and queue were not checked"
@@ -146,7 +145,9 @@ def prepare(
 
 def planned(recipe: Recipe, cluster: Cluster) -> Planned:
     """Plan the recipe's own layout, or the best one. Never raises: what cannot be planned is a finding."""
-    steps, data, size = recipe.train.steps, recipe.data, checkpoint_bytes(recipe)
+    steps, data, size = recipe.train.steps, recipe.data, None
+    with contextlib.suppress(WindlassError):  # a model whose config cannot be read here
+        size = model_spec(recipe.model).params.stored * CHECKPOINT_BYTES[recipe.optim.moments]
     if steps is None and data.tokens and data.batch_tokens:
         steps = data.tokens // data.batch_tokens
     chosen: Plan | None = None
@@ -178,14 +179,6 @@ def planned(recipe: Recipe, cluster: Cluster) -> Planned:
     )
 
 
-def checkpoint_bytes(recipe: Recipe) -> int | None:
-    """One checkpoint on disk: master weights and both moments; None for a model whose config cannot be read here."""
-    try:
-        return model_spec(recipe.model).params.stored * CHECKPOINT_BYTES[recipe.optim.moments]
-    except WindlassError:
-        return None
-
-
 def active_venv() -> str | None:
     return sys.prefix if sys.prefix != sys.base_prefix else None
 
@@ -214,14 +207,26 @@ def submit(
 
     Nothing is submitted when a check refuses, unless forced."""
     executor = executor or (LocalExecutor(prepared.run_dir) if prepared.local else SlurmScheduler())
-    refuse_active(Run(prepared.run_dir), executor)
+    run, job = Run(prepared.run_dir), prepared.job
+    # Two chains in one run folder would compete for its lock.
+    if active := active_entries(run, {executor.name: executor}, strict=True) if run.jobs_file.exists() else []:
+        raise LaunchError(
+            "launch.run-active",
+            f"{run.path} is already active: {', '.join(f'{e.job} {e.state.state.lower()}' for e in active)}",
+            hint=f"`windlass jobs {run.name}` shows them, `windlass cancel {run.name}` ends them",
+        )
+    if (owner := holder(run.lock_file)) is not None:
+        where = f"host {owner.get('host', 'unknown')}, pid {owner.get('pid', 'unknown')}"
+        raise LaunchError(
+            "launch.run-locked",
+            f"{run.path} is being written by another process ({where})",
+            hint="wait for it, or choose another folder with --run",
+        )
     checks.refuse(prepared.findings, force=force)
     if after is not None:
         check_known(executor, after)
-    loaded, layout_from, _ = resolve_recipe(
-        prepared.loaded, Run(prepared.run_dir), prepared.cluster, prepared.recipe.nodes
-    )
-    run, job = create_run(prepared.run_dir, loaded, layout_from=layout_from), prepared.job
+    loaded, layout_from, _ = resolve_recipe(prepared.loaded, run, prepared.cluster, prepared.recipe.nodes)
+    run = create_run(prepared.run_dir, loaded, layout_from=layout_from)
     script = Path(job.job_file)
     write_atomic(script, prepared.script)
     if isinstance(executor, SlurmScheduler) and not force:
@@ -279,25 +284,6 @@ def submission_record(job: BatchJob, cluster: Cluster, executor: str, job_id: st
         "units_per_node_hour": cluster.billing.per_node_hour,
         "user": os.environ.get("USER"),
     }
-
-
-def refuse_active(run: Run, executor: Executor) -> None:
-    """Two chains in one run folder would compete for its lock."""
-    active = active_entries(run, {executor.name: executor}, strict=True) if run.jobs_file.exists() else []
-    if active:
-        raise LaunchError(
-            "launch.run-active",
-            f"{run.path} is already active: {', '.join(f'{e.job} {e.state.state.lower()}' for e in active)}",
-            hint=f"`windlass jobs {run.name}` shows them, `windlass cancel {run.name}` ends them",
-        )
-    owner = holder(run.lock_file)
-    if owner is not None:
-        where = f"host {owner.get('host', 'unknown')}, pid {owner.get('pid', 'unknown')}"
-        raise LaunchError(
-            "launch.run-locked",
-            f"{run.path} is being written by another process ({where})",
-            hint="wait for it, or choose another folder with --run",
-        )
 
 
 def check_known(executor: Executor, job: str) -> None:

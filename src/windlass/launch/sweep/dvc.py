@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from windlass.clusters.load import overlay
 from windlass.config import validate
 from windlass.config.sweep import LoadedSweep, SweepConfig, find_problems
 from windlass.errors import ConfigError, RunError
@@ -192,8 +193,8 @@ def load_values(listed: Any, folder: Path, *, default: bool) -> dict[str, Any]:
     for part in parts:
         # A table, `params.yaml`, or `params.yaml:train,data` for some of its tables.
         name, _, keys = ("", "", "") if isinstance(part, Mapping) else str(part).partition(":")
-        table = _read_file(folder / name) if name else part
-        values = _merge(values, {key: table[key] for key in keys.split(",") if key in table} if keys else table)
+        table = part if isinstance(part, Mapping) else _read_file(folder / name)
+        values = overlay(values, {key: table[key] for key in keys.split(",") if key in table} if keys else table)
     return values
 
 
@@ -223,11 +224,6 @@ def _read_file(path: Path) -> Mapping[str, Any]:
             "sweep.dvc-values-invalid", f"{path} is not valid: {error}", hint="it is read for the values of a dvc.yaml"
         ) from None
     return value if isinstance(value, Mapping) else {}
-
-
-def _merge(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    shared = [k for k, v in other.items() if isinstance(v, Mapping) and isinstance(one.get(k), Mapping)]
-    return {**one, **other, **{key: _merge(one[key], other[key]) for key in shared}}
 
 
 def fill(value: Any, values: Mapping[str, Any], origin: str) -> Any:

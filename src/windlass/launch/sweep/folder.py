@@ -63,8 +63,11 @@ class SweepFolder:
 
     def outcomes(self) -> dict[str, dict[str, Any]]:
         """Point -> its newest outcome."""
-        lines = read_json_lines(self.outcomes_file)
-        return {line["point"]: line for line in lines if isinstance(line.get("point"), str) and line.get("outcome")}
+        return {
+            line["point"]: line
+            for line in read_json_lines(self.outcomes_file)
+            if isinstance(line.get("point"), str) and line.get("outcome")
+        }
 
     def tries(self) -> Counter[str]:
         """Point -> how many outcomes it has."""

@@ -121,8 +121,8 @@ def _evidence(
     detail = "ended without an exit code" if code is None else f"exit code {code}{meaning}"
     if code is not None and not meaning and (code < 0 or code > 128):
         number = -code if code < 0 else code - 128
-        is_signal = number in {s.value for s in signal.Signals}
-        detail = f"ended by {signal.Signals(number).name if is_signal else f'signal {number}'}"
+        names = {member.value: member.name for member in signal.Signals}
+        detail = f"ended by {names.get(number, f'signal {number}')}"
     yield PointOutcome(outcome=outcome, evidence="exit", detail=detail)
 
 

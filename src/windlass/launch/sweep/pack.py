@@ -90,7 +90,18 @@ def submit_packs(
             "there is no point to submit",
             hint="--only oom,fail repeats some; --report writes the page",
         )
-    machine = _find_machine(points, cluster)
+    name = cluster or next((p.recipe.cluster for p in points if p.recipe is not None), None)
+    if name is None:
+        raise ConfigError(
+            "sweep.cluster-missing", "a sweep of a command does not name a cluster", hint="add --cluster NAME"
+        )
+    machine = load_cluster(name)
+    if machine.slurm is None:
+        raise LaunchError(
+            "launch.cluster-without-slurm",
+            f"{machine.name} has no SLURM",
+            hint="leave out --slurm: the points run here one after another",
+        )
     with_job = []
     for point in points:
         expected = sweep_run.expectations[point.name]
@@ -122,22 +133,6 @@ def submit_packs(
         array_id = submit_job(job, machine, executor or SlurmScheduler(), jobs_file=sweep_run.folder.jobs_file)
         submitted += [{**asdict(pack), "job": f"{array_id}_{index}"} for index, pack in enumerate(packs)]
     return {"sweep": sweep_run.sweep.name, "folder": str(sweep_run.folder.path), "packs": submitted}
-
-
-def _find_machine(points: Sequence[SweepPoint], cluster: str | None) -> Cluster:
-    name = cluster or next((p.recipe.cluster for p in points if p.recipe is not None), None)
-    if name is None:
-        raise ConfigError(
-            "sweep.cluster-missing", "a sweep of a command does not name a cluster", hint="add --cluster NAME"
-        )
-    machine = load_cluster(name)
-    if machine.slurm is None:
-        raise LaunchError(
-            "launch.cluster-without-slurm",
-            f"{machine.name} has no SLURM",
-            hint="leave out --slurm: the points run here one after another",
-        )
-    return machine
 
 
 def _pack_job(

@@ -9,7 +9,7 @@ import re
 import shlex
 import string
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,8 @@ class SweepPoint:
         return Path(text) if text.startswith(("./", "/")) else folder / text
 
     def _fields(self, folder: Path) -> dict[str, Any]:
-        fields = {"name": self.name, "folder": str(folder), "devices": self.devices, "nodes": 1, **self.settings}
-        return {key: as_written(value) for key, value in fields.items()}
+        place = {"name": self.name, "folder": str(folder), "devices": self.devices, "nodes": 1}
+        return {key: as_written(value) for key, value in {**place, **self.settings}.items()}
 
 
 def as_written(value: Any) -> Any:
@@ -86,7 +86,17 @@ def make_points(loaded: LoadedSweep) -> list[SweepPoint]:
             for table in sweep.exclude
         )
 
-    cells = [cell for cell in _product(sweep) if not is_excluded(cell)]
+    axes: list[list[Cell]] = [[[(key, value)] for value in values] for key, values in sweep.matrix.items()]
+    axes += [[list(zip(group, row, strict=True)) for row in zip(*group.values(), strict=True)] for group in sweep.zip]
+    count = math.prod(map(len, axes))
+    if count > MAX_SWEEP_POINTS:
+        raise ConfigError(
+            "sweep.too-many-points",
+            f"the matrix has {count:,} points",
+            hint=f"at most {MAX_SWEEP_POINTS:,} are possible; use exclude or zip",
+        )
+    product = (list(itertools.chain(*combination)) for combination in itertools.product(*axes) if axes)
+    cells = [cell for cell in product if not is_excluded(cell)]
     for table in sweep.include:  # a named table of the matrix may be given by its name
         named = {(key, v["name"]): v for key in table for v in sweep.matrix.get(key, ()) if isinstance(v, Mapping)}
         pairs = sorted(table.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order))
@@ -111,20 +121,6 @@ def make_points(loaded: LoadedSweep) -> list[SweepPoint]:
     return points
 
 
-def _product(sweep: SweepConfig) -> Iterator[Cell]:
-    axes: list[list[Cell]] = [[[(key, value)] for value in values] for key, values in sweep.matrix.items()]
-    axes += [[list(zip(group, row, strict=True)) for row in zip(*group.values(), strict=True)] for group in sweep.zip]
-    count = math.prod(map(len, axes))
-    if count > MAX_SWEEP_POINTS:
-        raise ConfigError(
-            "sweep.too-many-points",
-            f"the matrix has {count:,} points",
-            hint=f"at most {MAX_SWEEP_POINTS:,} are possible; use exclude or zip",
-        )
-    for combination in itertools.product(*axes) if axes else ():
-        yield [pair for part in combination for pair in part]
-
-
 def _label(value: Any) -> Any:
     return value["name"] if isinstance(value, Mapping) else value
 
@@ -132,8 +128,8 @@ def _label(value: Any) -> Any:
 def _names(cells: Sequence[Cell], sweep: SweepConfig) -> list[str]:
     """One name per point: its own, else made from its values. Values of the same text (`x y`, `x/y`) get a number."""
     # A limit names a point only where it is an axis: it says how the point is run.
-    keys = {key for table in sweep.include for key in table} - {"name", "memory_limit", "time_limit"}
-    keys |= set(axes_of(sweep))
+    included = {key for table in sweep.include for key in table} - {"name", "memory_limit", "time_limit"}
+    keys = included | set(axes_of(sweep))
     tails = [key.rsplit(".", 1)[-1] for key in keys]
     short = {key: tail if tails.count(tail) == 1 else key for key, tail in zip(keys, tails, strict=True)}
     parts: dict[str, dict[str, str]] = {}
@@ -197,8 +193,7 @@ def _point(loaded: LoadedSweep, cell: Cell, name: str) -> SweepPoint:
         if key not in POINT_KEYS:
             put(raw, key, value)
     raw["name"] = re.sub(r"[^A-Za-z0-9._-]", "-", f"{sweep.name}.{name}")[:120]
-    recipe = validate(Recipe, raw, origin)
-    problem = None
+    recipe, problem = validate(Recipe, raw, origin), None
     try:
         check(recipe)
     except ConfigError as error:

@@ -205,9 +205,7 @@ def write_tables(sweep_run: SweepRun, rows: Sequence[Row]) -> list[Path]:
     columns = list(dict.fromkeys([*common[:4], *axes, *common[4:], *(key for row in rows for key in row)]))
     full = [{column: row.get(column) for column in columns} for row in rows]
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(full)
+    csv.writer(text, lineterminator="\n").writerows([columns, *(row.values() for row in full)])
     paths = [folder.table("csv"), folder.table("json")]
     write_atomic(paths[0], text.getvalue())
     write_json(paths[1], {"sweep": sweep.name, "rank_by": sweep.rank_by, "columns": columns, "rows": full})
