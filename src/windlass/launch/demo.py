@@ -148,7 +148,6 @@ class WorkerKill:
     after_step: int
     on_kill: Callable[[int, int], None]  # called with pid and step
     done: threading.Event = field(default_factory=threading.Event)
-    killed_at: int | None = None
 
     def start(self) -> WorkerKill:
         threading.Thread(target=self._wait_and_kill, daemon=True).start()
@@ -164,6 +163,5 @@ class WorkerKill:
                 # A heartbeat may be old and its pid reused: only a process that runs windlass is ours to kill.
                 if b"windlass" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, signal.SIGKILL)
-                    self.killed_at = step
                     self.on_kill(pid, step)
                     return

@@ -162,7 +162,9 @@ def environment(host: str, env: Mapping[str, str]) -> list[DoctorCheck]:
             {},
         ),
     ]
-    checks = [DoctorCheck("environment", host, "warn", *warning) for holds, *warning in harmful if holds]
+    checks = [
+        DoctorCheck("environment", host, "warn", text, hint, values) for holds, text, hint, values in harmful if holds
+    ]
     return checks or [DoctorCheck("environment", host, "ok", "no known problematic variables")]
 
 
