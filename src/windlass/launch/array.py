@@ -57,7 +57,6 @@ def submit_array(
 def tokenize_array(
     data: Path, count: int, *, cluster: Cluster, account: str | None, env: Mapping[str, str]
 ) -> SubmittedArray:
-    """`windlass tokenize DATA.toml` as an array; train after `merge_job`."""
     argv = ["windlass", "tokenize", str(data.absolute())]
     tasks = [*argv, "--array-task", "auto"]
     return submit_array(tasks, count=count, then=argv, cluster=cluster, account=account, env=env)

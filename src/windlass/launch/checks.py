@@ -422,7 +422,6 @@ def _check_store(recipe: Recipe) -> Finding:
 
 
 def check_budget(asked_node_hours: float, used_node_hours: float, budget: float | None) -> list[Finding]:
-    """Node-hours the job may use against what is left of the budget."""
     if budget is None:
         return [Finding("budget", "note", "no allocation budget set (launch.budget_node_hours); skipped")]
     left = budget - used_node_hours

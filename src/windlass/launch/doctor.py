@@ -247,7 +247,6 @@ def disk(host: str, path: Path, megabytes: int) -> DoctorCheck:
 
 
 def data_checks(store: str | None, tokenizer: str | None) -> Iterator[DoctorCheck]:
-    """Can the token store and the tokenizer be read from here?"""
     host = socket.gethostname()
     if store is not None:
         from windlass.data.store import open_store

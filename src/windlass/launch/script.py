@@ -281,7 +281,6 @@ def _start(job: BatchJob, cluster: Cluster) -> str:
 
 
 def srun_argv(job: BatchJob, cluster: Cluster) -> list[str]:
-    """How this machine's ranks are started: binding, and the site's own options."""
     argv = ["srun", f"--wait={RANK_GRACE_SECONDS}"]
     extra = list(cluster.slurm.srun_extra) if cluster.slurm else []
     if job.torchrun:

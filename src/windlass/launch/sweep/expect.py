@@ -65,7 +65,6 @@ class SweepTotal:
 def expect_all(
     sweep: SweepConfig, points: Sequence[SweepPoint], cluster: str | None = None
 ) -> tuple[list[Expectation], SweepTotal]:
-    """The planner's expectation of every point, and what all of them cost together."""
     machines: dict[str, Cluster] = {cluster: load_cluster(cluster)} if cluster else {}
 
     def machine(recipe: Recipe) -> Cluster:

@@ -75,7 +75,6 @@ def _column(axis: str) -> str:
 
 
 def _recipe_columns(recipe: Recipe, run: Run, expected: Expectation) -> Row:
-    """What the recipe sets and what the planner expects of it."""
     layout = dict(expected.layout or (recipe.layout.model_dump(mode="json") if recipe.layout else {}))
     train, data, started = recipe.train, recipe.data, next(run.events(Started), Started())
     degrees = {axis: int(layout.get(axis) or 1) for axis in ("tensor", "pipeline", "context")}
