@@ -123,8 +123,8 @@ def submit_packs(
             sweep_run.sweep.allocation or MAX_SECONDS, queue.max_time if queue and queue.max_time else MAX_SECONDS
         )
         packs = make_packs(sweep_run, group, limit, machine.node.devices)
-        name = f"{packs[0].nodes}x{packs[0].devices}-{time.time_ns()}-{number}"
-        arrays.append((packs, _pack_job(sweep_run, group[0], packs, machine, name, options)))
+        folder = f"{packs[0].nodes}x{packs[0].devices}-{time.time_ns()}-{number}"
+        arrays.append((packs, _pack_job(sweep_run, group[0], packs, machine, folder, options)))
     submitted, tries = [], sweep_run.folder.tries()
     for packs, job in arrays:  # every shape was checked before the first is submitted
         listed = {name: tries[name] for pack in packs for name in pack.points}
