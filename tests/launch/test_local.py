@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from windlass.cli import build
 from windlass.clusters import load_cluster
 from windlass.errors import LaunchError
+from windlass.launch.executor import LocalExecutor, start_ticks
 from windlass.launch.job import train_job
-from windlass.launch.local import LocalExecutor, start_ticks
 from windlass.launch.script import render_local
 
 

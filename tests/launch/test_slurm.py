@@ -32,7 +32,7 @@ SQUEUE = """\
 
 
 def test_squeue():
-    result = slurm.read_squeue(SQUEUE, ["12", "13", "20"])
+    result = slurm.read_states(SQUEUE, ["12", "13", "20"], "squeue")
     assert set(result) == {"12", "13", "20"}
     running = result["12"]
     assert (
@@ -55,7 +55,7 @@ SACCT = """\
 
 
 def test_sacct():
-    result = slurm.read_sacct(SACCT, ["12", "13", "14"])
+    result = slurm.read_states(SACCT, ["12", "13", "14"], "sacct")
     assert result["12"].state == "CANCELLED" and result["12"].energy_joules == 987654 and result["12"].nodes == 4
     assert result["13"].state == "TIMEOUT" and result["13"].limit_seconds == 600 and result["13"].energy_joules is None
     assert result["14"].limit_seconds is None and result["14"].started_at is None and result["14"].energy_joules is None

@@ -12,8 +12,6 @@ from windlass.units import print_bytes, print_seconds
 
 @dataclass(frozen=True)
 class Fact:
-    """One value of a file and where it was read."""
-
     key: str
     value: Any
     shown: str
@@ -31,9 +29,8 @@ def source_of(key: str, sources: Mapping[str, FactSource]) -> FactSource | None:
 
 def leaves(table: BaseModel | Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted keys and values of a file; lists of tables count as one value."""
-    items = dict(table) if isinstance(table, BaseModel) else table
-    for name, value in items.items():
-        if name == "sources" and prefix == "":
+    for name, value in (dict(table) if isinstance(table, BaseModel) else table).items():
+        if f"{prefix}{name}" == "sources":
             continue
         if isinstance(value, (BaseModel, dict)):
             yield from leaves(value, f"{prefix}{name}.")
@@ -45,9 +42,11 @@ def facts(table: Cluster | Device) -> Iterator[Fact]:
     """Every value that is set, with its source; environment variables carry their own."""
     for key, value in leaves(table):
         if value not in (None, "", [], {}) and not key.startswith("notes"):
-            source = source_of(key, table.sources) or FactSource(source="", on="")
-            status = source.status if source.source else ""
-            yield Fact(key, value, _shown(key, value), source.source, source.on or "", status)
+            source = source_of(key, table.sources)
+            origin = (
+                (source.source, source.on or "", source.status if source.source else "") if source else ("", "", "")
+            )
+            yield Fact(key, value, _shown(key, value), *origin)
 
 
 def _shown(key: str, value: Any) -> str:
@@ -60,8 +59,8 @@ def _shown(key: str, value: Any) -> str:
         texts = []
         for p in value:
             limit = print_seconds(p.max_time) if p.max_time else "no limit known"
-            nodes = f"<= {p.max_nodes}" if p.max_nodes else "any number of"
-            nodes = f"{p.min_nodes}-{p.max_nodes}" if p.max_nodes and p.min_nodes > 1 else nodes
+            most = f"{p.min_nodes}-{p.max_nodes}" if p.min_nodes > 1 else f"<= {p.max_nodes}"
+            nodes = most if p.max_nodes else "any number of"
             texts.append(f"{p.name}{'/' + p.qos if p.qos else ''}: {limit}, {nodes} nodes")
         return "; ".join(texts)
     if isinstance(value, list):

@@ -25,8 +25,7 @@ def visible_devices(env: Mapping[str, str], count: int, variable: str = "CUDA_VI
     if variable not in env:
         return [str(i) for i in range(count)]
     devices: list[str] = []
-    for entry in env[variable].split(","):
-        device = entry.strip()
+    for device in map(str.strip, env[variable].split(",")):
         is_valid = (device.isdigit() and int(device) < count) or device.startswith(("GPU-", "MIG-"))
         if not is_valid or device in devices:
             break
@@ -50,8 +49,8 @@ def with_gpus(cluster: Cluster) -> tuple[Cluster, str | None]:
         return cluster, None
     device = device_by_driver_name(names[0])
     if device is None or len(set(names)) > 1:
-        unknown = ", ".join(sorted(set(names)))
-        return cluster, f"the planner has no data for the GPUs of this machine ({unknown}): this is a plan for its CPU"
+        gpus = f"the GPUs of this machine ({', '.join(sorted(set(names)))})"
+        return cluster, f"the planner has no data for {gpus}: this is a plan for its CPU"
     node = cluster.node.model_copy(update={"devices": len(names), "cores": os.cpu_count() or cluster.node.cores})
     links = cluster.gpu_links or cluster.links
     note = f"planned for the {len(names)} x {names[0]} of this machine, which the cluster file does not describe"

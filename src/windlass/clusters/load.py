@@ -27,7 +27,6 @@ def cores_of_list(text: str) -> set[int]:
 
 
 def lint_masks(cluster: Cluster, masks: list[str]) -> Iterator[str]:
-    """One sentence for each fault of a set of masks."""
     node = cluster.node
     if len(masks) != node.devices:
         yield f"{len(masks)} CPU masks for {node.devices} devices"
@@ -44,14 +43,6 @@ def lint_masks(cluster: Cluster, masks: list[str]) -> Iterator[str]:
         for domain in node.numa:
             if rank in domain.devices and not cores <= cores_of_list(domain.cores):
                 yield f"{name} is not on NUMA domain {domain.id} of its device"
-
-
-def lint(cluster: Cluster) -> list[str]:
-    """Faults of a cluster file that its types do not exclude."""
-    faults = list(lint_masks(cluster, cluster.binding.masks)) if cluster.binding.kind == "mask" else []
-    if (cluster.node.cores_usable or 0) > cluster.node.cores:
-        faults.append(f"cores_usable ({cluster.node.cores_usable}) is more than cores ({cluster.node.cores})")
-    return faults
 
 
 SHIPPED = Path(__file__).parent / "data"
@@ -80,9 +71,13 @@ def load_cluster(name: str) -> Cluster:
             f"unknown cluster {name!r}",
             hint=f"{suggestion} add your own as {user_folder()}/{name}.toml",
         )
-    raw = {"name": name} | _read_overlaid(shipped, own)
-    cluster = validate(Cluster, raw, str(own if own.is_file() else shipped))
-    if faults := lint(cluster):
+    origin = str(own if own.is_file() else shipped)
+    cluster = validate(Cluster, {"name": name} | _read_overlaid(shipped, own), origin)
+    node, binding = cluster.node, cluster.binding
+    faults = list(lint_masks(cluster, binding.masks)) if binding.kind == "mask" else []
+    if (node.cores_usable or 0) > node.cores:
+        faults.append(f"cores_usable ({node.cores_usable}) is more than cores ({node.cores})")
+    if faults:
         raise ConfigError(
             "clusters.invalid-binding",
             f"cluster {name}: " + "; ".join(faults),
@@ -94,27 +89,26 @@ def load_cluster(name: str) -> Cluster:
 
 def _read_overlaid(shipped: Path, own: Path) -> dict[str, Any]:
     raw = tomllib.loads(shipped.read_text()) if shipped.is_file() else {}
-    return _overlay(raw, read_toml(own)[0]) if own.is_file() else raw
+    return overlay(raw, read_toml(own)[0]) if own.is_file() else raw
 
 
-def _overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in top.items():
-        inner = merged.get(key)
-        merged[key] = _overlay(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
-    return merged
+def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of both; tables that both have are overlaid in turn."""
+    shared = [k for k, v in top.items() if isinstance(v, Mapping) and isinstance(base.get(k), Mapping)]
+    return {**base, **top, **{key: overlay(base[key], top[key]) for key in shared}}
 
 
 def devices() -> dict[str, Device]:
-    """Every known device by name."""
     paths = SHIPPED / "devices.toml", user_folder() / "devices.toml"
     return _read_devices(*paths, tuple(path.stat().st_mtime for path in paths if path.is_file()))
 
 
 @cache
 def _read_devices(shipped: Path, own: Path, modified_at: tuple[float, ...]) -> dict[str, Device]:
-    raw = _read_overlaid(shipped, own)
-    return {name: validate(Device, {"name": name, **value}, f"devices.toml: {name}") for name, value in raw.items()}
+    return {
+        name: validate(Device, {"name": name, **value}, f"devices.toml: {name}")
+        for name, value in _read_overlaid(shipped, own).items()
+    }
 
 
 def load_device(name: str) -> Device:

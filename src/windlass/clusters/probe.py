@@ -7,13 +7,13 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
 from windlass.clusters.load import cluster_names, load_cluster
-from windlass.clusters.model import Cluster, Partition, SlurmLimits
+from windlass.clusters.model import Cluster, SlurmLimits
 from windlass.clusters.scheduler import command_output
 from windlass.errors import LaunchError, WindlassError
 from windlass.units import parse_seconds, print_seconds
@@ -40,8 +40,6 @@ class ProbeDifference:
 
 @dataclass(frozen=True)
 class Probe:
-    """The machine's answers, and how they differ from the file."""
-
     cluster: str
     host: str
     differences: tuple[ProbeDifference, ...]
@@ -66,21 +64,28 @@ def probe(cluster: Cluster | None = None, ask: Ask | None = None) -> Probe:
             "sinfo gave no answer",
             hint="the controller may be unavailable: try again in a few minutes",
         )
-    tools = tuple(tool for tool in TOOLS if shutil.which(tool))
+    tools = tuple(filter(shutil.which, TOOLS))
     return Probe(cluster.name, socket.gethostname(), tuple(compare(cluster, raw)), tools, raw)
+
+
+def host_names() -> tuple[str, str]:
+    return socket.gethostname(), socket.getfqdn()
+
+
+def matches_hosts(cluster: Cluster, hosts: Sequence[str]) -> bool:
+    return any(fnmatch(host, pattern) for pattern in cluster.hostname_patterns for host in hosts)
 
 
 def recognise() -> Cluster:
     """The cluster file whose host name patterns match this machine."""
-    hosts = (socket.gethostname(), socket.getfqdn())
-    for name in cluster_names():
-        cluster = load_cluster(name)
-        if any(fnmatch(host, pattern) for pattern in cluster.hostname_patterns for host in hosts):
+    hosts, names = host_names(), cluster_names()
+    for cluster in map(load_cluster, names):
+        if matches_hosts(cluster, hosts):
             return cluster
     raise LaunchError(
         "clusters.unknown-host",
         f"no cluster file matches the host {hosts[1]}",
-        hint=f"name one: windlass clusters NAME --probe ({', '.join(cluster_names())})",
+        hint=f"name one: windlass clusters NAME --probe ({', '.join(names)})",
     )
 
 
@@ -121,13 +126,20 @@ def _limit_seconds(text: str) -> float | None:
 
 def compare(cluster: Cluster, raw: Mapping[str, str | None]) -> Iterator[ProbeDifference]:
     """Every value that both sides have, and what only one of them has."""
-    live = read_sinfo(raw.get("sinfo") or "")
-    limits = cluster.slurm or SlurmLimits()
+    live, limits = read_sinfo(raw.get("sinfo") or ""), cluster.slurm or SlurmLimits()
     max_nodes = dict(re.findall(r"PartitionName=(\S+).*?MaxNodes=(\d+)?", raw.get("partitions") or ""))
     qos_rows = [line.split("|") for line in (raw.get("qos") or "").splitlines()]
     qos_seconds = {cells[0]: _limit_seconds(cells[1]) for cells in qos_rows if len(cells) >= 2}
     for row in limits.partitions:
-        yield from _compare_partition(row, live.get(row.name), max_nodes.get(row.name), qos_seconds)
+        key, at = f"partition {row.name}" + (f" qos {row.qos}" if row.qos else ""), live.get(row.name)
+        if at is None:
+            yield ProbeDifference(key, "listed", "absent", "not on the machine")
+            continue
+        seconds = [s for s in (at.max_time, qos_seconds.get(row.qos or "")) if s is not None]
+        yield _difference(f"{key} max_time", _time(row.max_time), _time(min(seconds, default=None)))
+        if row.qos not in qos_seconds:  # a QOS has node limits of its own, in TRES
+            nodes = min(int(max_nodes.get(row.name) or at.nodes), at.nodes)
+            yield _difference(f"{key} max_nodes", row.max_nodes or "no limit", nodes)
     for name in sorted(set(live) - {row.name for row in limits.partitions}):
         machine = f"{live[name].nodes} nodes, {_time(live[name].max_time)}"
         yield ProbeDifference(f"partition {name}", "absent", machine, "not in the file")
@@ -158,28 +170,11 @@ def compare(cluster: Cluster, raw: Mapping[str, str | None]) -> Iterator[ProbeDi
             yield ProbeDifference(f"storage {path}", "listed", state, verdict)
 
 
-def _compare_partition(
-    row: Partition, live: LivePartition | None, max_nodes: str | None, qos_seconds: Mapping[str, float | None]
-) -> Iterator[ProbeDifference]:
-    key = f"partition {row.name}" + (f" qos {row.qos}" if row.qos else "")
-    if live is None:
-        yield ProbeDifference(key, "listed", "absent", "not on the machine")
-        return
-    seconds = [s for s in (live.max_time, qos_seconds.get(row.qos or "")) if s is not None]
-    yield _difference(f"{key} max_time", _time(row.max_time), _time(min(seconds, default=None)))
-    if row.qos not in qos_seconds:  # a QOS has node limits of its own, in TRES
-        nodes = min(int(max_nodes), live.nodes) if max_nodes else live.nodes
-        yield _difference(f"{key} max_nodes", row.max_nodes or "no limit", nodes)
-
-
 def _difference(key: str, file: object, machine: object, also: object = None) -> ProbeDifference:
     """Compare two values; None is unknown. `also`: a second value of the file that is right as well."""
-    if file is None:
-        verdict = "not in the file"
-    elif machine is None:
-        verdict = "unknown"
-    else:
-        verdict = "same" if str(machine) in (str(file), str(also)) else "differs"
+    verdict = "same" if str(machine) in (str(file), str(also)) else "differs"
+    if None in (file, machine):
+        verdict = "not in the file" if file is None else "unknown"
     file_text, machine_text = ("unknown" if value is None else str(value) for value in (file, machine))
     return ProbeDifference(key, file_text, machine_text, verdict)
 

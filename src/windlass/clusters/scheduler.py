@@ -12,8 +12,6 @@ LOCAL_JOB = "WINDLASS_JOB"  # set by the local launcher, which has no scheduler 
 
 @dataclass(frozen=True)
 class Place:
-    """The position of this process in a distributed job."""
-
     rank: int
     world_size: int
     local_rank: int
@@ -25,11 +23,9 @@ class Place:
     source: str  # "torchrun", "slurm" or "single"
 
 
-def step_start(env: Mapping[str, str] | None = None) -> tuple[str, int]:
+def step_start(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """(job, restart) that name the start of this srun step or torchrun call, the same on all of its ranks."""
-    env = os.environ if env is None else env
-    job = job_id(env)
-    if job is not None:
+    if (job := job_id(env)) is not None:
         return f"{job}-{env.get('SLURM_STEP_ID', '0')}", restart_count(env)
     name = f"torchrun-{env.get('TORCHELASTIC_RUN_ID', 'none')}-{env.get('MASTER_PORT', '0')}"
     return name, int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -103,14 +99,13 @@ def end_time(env: Mapping[str, str] = os.environ, ask: Callable[[str], str | Non
     squeue comes first, because a limit can change while the job runs. Else the variable counts, which SLURM before
     23.02 does not set and our job scripts export.
     """
-    job, answer = env.get("SLURM_JOB_ID"), None
+    job, answer, exported = env.get("SLURM_JOB_ID"), None, env.get("SLURM_JOB_END_TIME", "")
     if job is not None:
         answer = ask(job) if ask else command_output(["squeue", "-h", "-j", job, "-o", "%e"], timeout_seconds=20)
-    if not (answer or "").strip():
-        exported = env.get("SLURM_JOB_END_TIME", "")
+    if not answer or not answer.strip():
         return float(exported) if exported.isdigit() else None
     try:
-        return time.mktime(time.strptime((answer or "").strip(), "%Y-%m-%dT%H:%M:%S"))
+        return time.mktime(time.strptime(answer.strip(), "%Y-%m-%dT%H:%M:%S"))
     except (ValueError, OverflowError):  # N/A, NONE or UNLIMITED
         return None
 

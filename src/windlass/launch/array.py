@@ -57,7 +57,6 @@ def submit_array(
 def tokenize_array(
     data: Path, count: int, *, cluster: Cluster, account: str | None, env: Mapping[str, str]
 ) -> SubmittedArray:
-    """`windlass tokenize DATA.toml` as an array; train after `merge_job`."""
     argv = ["windlass", "tokenize", str(data.absolute())]
     tasks = [*argv, "--array-task", "auto"]
     return submit_array(tasks, count=count, then=argv, cluster=cluster, account=account, env=env)
@@ -99,8 +98,13 @@ def find_cluster(cluster: Cluster | str | None) -> Cluster:
     try:
         return recognise()
     except LaunchError:
-        node = Node(devices=1, cores=os.cpu_count() or 1)
-        return Cluster(name="slurm", title="this SLURM", device="cpu", node=node, slurm=SlurmLimits())
+        return Cluster(
+            name="slurm",
+            title="this SLURM",
+            device="cpu",
+            node=Node(devices=1, cores=os.cpu_count() or 1),
+            slurm=SlurmLimits(),
+        )
 
 
 def _array_and_merge(
@@ -120,8 +124,7 @@ def _array_and_merge(
             hint=f"use --array {max(1, min(count, limit or count))}",
         )
     merge = _cpu_job(cluster, folder, "merge", then, account, env)
-    array = replace(merge, name=f"{folder.name}-array", kind="array", command=tuple(command), array=count)
-    return array, merge
+    return replace(merge, name=f"{folder.name}-array", kind="array", command=tuple(command), array=count), merge
 
 
 def _cpu_job(
@@ -138,7 +141,10 @@ def _cpu_job(
             f"{cluster.name} has no SLURM, so there is no queue for CPU jobs",
             hint="run the command here, without --array",
         )
-    queue = cpu_queue(cluster)
+    # Without accelerators: the file's choice, else the first partition of that kind, else the default.
+    name, partitions = cluster.slurm.cpu_partition or cluster.slurm.partition, cluster.slurm.partitions
+    rows = [p for p in partitions if p.name == name] or [p for p in partitions if not p.gpus]
+    queue = rows[0] if rows else Partition(name=name) if name else None
     return BatchJob(
         name=f"{folder.name}-{kind}",
         kind=kind,
@@ -155,13 +161,3 @@ def _cpu_job(
         requeue=True,
         about=("CPU work: no accelerators are asked for",),
     )
-
-
-def cpu_queue(cluster: Cluster) -> Partition | None:
-    """The partition for work without accelerators: the file's choice, else the first of that kind, else the default."""
-    slurm = cluster.slurm
-    if slurm is None:
-        return None
-    name = slurm.cpu_partition or slurm.partition
-    rows = [p for p in slurm.partitions if p.name == name] or [p for p in slurm.partitions if not p.gpus]
-    return rows[0] if rows else (Partition(name=name) if name else None)

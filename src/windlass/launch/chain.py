@@ -39,9 +39,8 @@ class JobStart:
 
     def saved_since(self, step_now: int | None, saves_now: int) -> bool:
         """Is there a new checkpoint since it began? Records of older versions have the step only."""
-        if self.began_saves is not None:
-            return saves_now > self.began_saves
-        return (step_now or 0) > (self.began_step or 0)
+        by_step = (step_now or 0) > (self.began_step or 0)
+        return by_step if self.began_saves is None else saves_now > self.began_saves
 
 
 @dataclass(frozen=True)
@@ -83,13 +82,9 @@ def newest_step(run: Run) -> int | None:
 
 def finished(run: Run) -> bool:
     """The last step of the recipe as it is now was done; a recipe that was given more tokens is not finished."""
-    last: Finished | None = None
-    for event in run.events():
-        if isinstance(event, ProcessStart):
-            last = None
-        elif isinstance(event, Finished):
-            last = event
-    if last is None:
+    ends = [event for event in run.events() if isinstance(event, (ProcessStart, Finished))]
+    last = ends[-1] if ends else None
+    if not isinstance(last, Finished):
         return False
     config = read_json(run.config_file) or {}
     data, steps = config.get("data") or {}, (config.get("train") or {}).get("steps")
@@ -104,31 +99,25 @@ def judge(run: Run) -> ChainVerdict:
     """Finished, hopeless, or worth another job? The same question before a job and after it."""
     if finished(run):
         return ChainVerdict("finished", "the run is finished")
-    lines = records(run)
+    lines, step_now, saves_now = records(run), newest_step(run), len(saved_steps(run))
     # Whoever launches again has seen the failure: starts before the newest submission by hand do not count.
     by_hand = [r for r in lines if r.get("record") == "submitted" and r.get("link", 1) == 1]
     since = max((float(r.get("time") or 0) for r in by_hand), default=0.0)
-    starts = [start for start in job_starts(lines) if start.began_at >= since]
-    if reason := hopeless(run, starts):
-        return ChainVerdict("hopeless", reason)
-    return ChainVerdict("go", f"step {newest_step(run) or 0} is the newest checkpoint")
-
-
-def hopeless(run: Run, starts: list[JobStart]) -> str | None:
-    """Why no further job should start, or None."""
-    if not starts:
-        return None
-    last, step_now, saves_now = starts[-1], newest_step(run), len(saved_steps(run))
-    code = failure_code(run, last)
-    if code in INCURABLE and not last.saved_since(step_now, saves_now):
-        return f"job {last.job or 'before'} ended with code {code}: {INCURABLE[code]}{_first_error(run, last)}"
-    recent = starts[-MAX_IDLE_STARTS:]
-    if len(recent) < MAX_IDLE_STARTS or any(start.saved_since(step_now, saves_now) for start in recent):
-        return None
+    recent = [start for start in job_starts(lines) if start.began_at >= since][-MAX_IDLE_STARTS:]
+    saved = [start.saved_since(step_now, saves_now) for start in recent]
     codes = [failure_code(run, start) for start in recent]
-    ends = ", ".join("cut off" if code is None else f"code {code}" for code in codes)
-    jobs = " and ".join(str(start.job) for start in recent)
-    return f"jobs {jobs} ended ({ends}) without a checkpoint newer than step {step_now or 0}{_first_error(run, last)}"
+    code = codes[-1] if codes else None
+    if code in INCURABLE and not saved[-1]:
+        reason = f"job {recent[-1].job or 'before'} ended with code {code}: {INCURABLE[code]}"
+    elif len(recent) == MAX_IDLE_STARTS and not any(saved):
+        ends = ", ".join("cut off" if code is None else f"code {code}" for code in codes)
+        jobs = " and ".join(str(start.job) for start in recent)
+        reason = f"jobs {jobs} ended ({ends}) without a checkpoint newer than step {step_now or 0}"
+    else:
+        return ChainVerdict("go", f"step {step_now or 0} is the newest checkpoint")
+    first = min(_fresh_faults(run, recent[-1]), key=lambda fault: fault.time, default=None)
+    error = first.error.strip().splitlines() if first else []
+    return ChainVerdict("hopeless", reason + (f" (rank {first.rank}: {error[0]})" if first and error else ""))
 
 
 def _fresh_faults(run: Run, start: JobStart) -> list[FaultRecord]:
@@ -137,50 +126,37 @@ def _fresh_faults(run: Run, start: JobStart) -> list[FaultRecord]:
 
 def failure_code(run: Run, start: JobStart) -> int | None:
     """The failing rank's own exit code where it left a record: srun reports the highest code, often only 137 or 143."""
-    codes = [fault.exit_code for fault in _fresh_faults(run, start) if fault.exit_code is not None]
-    return codes[0] if codes else start.code
-
-
-def _first_error(run: Run, start: JobStart) -> str:
-    first = min(_fresh_faults(run, start), key=lambda fault: fault.time, default=None)
-    lines = first.error.strip().splitlines() if first else []
-    return f" (rank {first.rank}: {lines[0]})" if first and lines else ""
+    codes = (fault.exit_code for fault in _fresh_faults(run, start) if fault.exit_code is not None)
+    return next(codes, start.code)
 
 
 def before(run: Run, job: str | None, restart: int, host: str) -> ChainVerdict:
-    """A job's first question; records that the job began when it goes on."""
+    """A job's first question. When it goes on: writes the start that its workers wait for, and records that it began.
+
+    `job` and `restart` are read from the same variables in the workers. Scripts are also submitted by hand, by the job
+    before (which records it a moment later) and as arrays, so the newest request of the run counts where none has this
+    id, and SLURM's own numbers come before it. The local loop has no SLURM: its `windlass resume` binds its own start.
+    So does `srun windlass train` in scripts of version 0.1, under another name.
+    """
     verdict = judge(run)
-    if verdict.answer == "go":
+    requests = [r for r in records(run) if r.get("record") == "submitted" and r.get("executor") == "slurm"]
+    if verdict.answer == "go" and job is not None and requests and not job.startswith("local-"):
+        request = next((r for r in reversed(requests) if r.get("job") == job.partition("_")[0]), requests[-1])
+        nodes, tasks_per_node = job_shape()
+        per_node = int(request["devices_per_node"])
+        if request.get("tasks_per_node") == per_node:  # not under torchrun, whose one task starts all workers
+            per_node = tasks_per_node or per_node
+        devices = (nodes or int(request["nodes"])) * per_node
         try:
-            _bind(run, job, restart)
+            bind_start(run, devices=devices, devices_per_node=per_node, job=job, restart=restart)
         except WindlassError as error:  # the next jobs of the chain would be refused in the same way
             verdict = ChainVerdict("hopeless", f"{error.message} ({error.hint})" if error.hint else error.message)
     if verdict.answer == "go":
-        steps, place = newest_step(run), {"job": job, "restart": restart, "host": host}
-        saves = len(saved_steps(run))
-        append_line(run.jobs_file, {"record": "began", "time": time.time(), **place, "step": steps, "saves": saves})
+        began = {"job": job, "restart": restart, "host": host, "step": newest_step(run), "saves": len(saved_steps(run))}
+        append_line(run.jobs_file, {"record": "began", "time": time.time(), **began})
     elif verdict.answer == "hopeless":
         _give_up(run, verdict.reason)
     return verdict
-
-
-def _bind(run: Run, job: str | None, restart: int) -> None:
-    """Write the start that this job's workers wait for: `job` and `restart` are read from the same variables there.
-
-    Scripts are also submitted by hand, by the job before (which records it a moment later) and as arrays, so the
-    newest request of the run counts where none has this id, and SLURM's own numbers come before it. The local loop
-    has no SLURM: its `windlass resume` binds its own start. So does `srun windlass train` in scripts of version 0.1,
-    under another name."""
-    requests = [r for r in records(run) if r.get("record") == "submitted" and r.get("executor") == "slurm"]
-    if job is None or not requests or job.startswith("local-"):
-        return
-    request = next((r for r in reversed(requests) if r.get("job") == job.partition("_")[0]), requests[-1])
-    nodes, tasks_per_node = job_shape()
-    devices_per_node = int(request["devices_per_node"])
-    if request.get("tasks_per_node") == devices_per_node:  # not under torchrun, whose one task starts all workers
-        devices_per_node = tasks_per_node or devices_per_node
-    devices = (nodes or int(request["nodes"])) * devices_per_node
-    bind_start(run, devices=devices, devices_per_node=devices_per_node, job=job, restart=restart)
 
 
 def after(run: Run, job: str | None, restart: int, code: int, by: str | None) -> ChainVerdict:
@@ -195,8 +171,7 @@ def after(run: Run, job: str | None, restart: int, code: int, by: str | None) ->
 
 def _give_up(run: Run, reason: str) -> None:
     """Once per reason: every remaining job of a pre-submitted chain comes to the same verdict."""
-    reasons = [event.reason for event in run.events(GaveUp)]
-    if reasons[-1:] != [reason]:
+    if [event.reason for event in run.events(GaveUp)][-1:] != [reason]:
         run.record(GaveUp(reason=reason))
 
 
@@ -208,5 +183,5 @@ def record_next(run: Run, me: str | None, next_job: str | None) -> None:
         return
     mine = [r for r in records(run) if r.get("record") == "submitted" and r.get("job") == me]
     request = mine[-1] if mine else {}
-    link = int(request.get("link") or 1) + 1
-    append_line(run.jobs_file, {**request, "record": "submitted", "time": time.time(), "job": number, "link": link})
+    new = {"time": time.time(), "job": number, "link": int(request.get("link") or 1) + 1}
+    append_line(run.jobs_file, {**request, "record": "submitted", **new})

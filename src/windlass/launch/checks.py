@@ -7,7 +7,7 @@ disks, image, token store. Both return findings; only `refuse` raises.
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,10 +29,15 @@ LOCAL_PREFIXES = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 MEGABYTES = {"K": 1e-3, "M": 1.0, "G": 1e3, "T": 1e6}
 
 
+# Levels of the rules in tables of rows; the others refuse.
+LEVELS = {
+    "full_node_masks": "warn", "signal_lead": "warn", "requeue": "note", "local_disk": "warn", "arch": "note",
+    "binds": "warn",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check."""
-
     rule: str
     level: str  # ok, note, warn or refuse
     message: str
@@ -40,12 +45,16 @@ class Finding:
     source: str | None = None  # where the rule was read, with its date and how reliable it is
 
 
-# Condition, rule, level, message, hint, source: a finding when the condition holds.
-Row = tuple[bool, str, str, str, str | None, str | None]
+# Condition, rule, message, hint, source: a finding when the condition holds.
+Row = tuple[bool, str, str, str | None, str | None]
 
 
-def _findings(rows: Sequence[Row]) -> list[Finding]:
-    return [Finding(*row[1:]) for row in rows if row[0]]
+def _findings(rows: Iterable[Row]) -> list[Finding]:
+    return [
+        Finding(rule, LEVELS.get(rule, "refuse"), message, hint, source)
+        for holds, rule, message, hint, source in rows
+        if holds
+    ]
 
 
 def source_of(cluster: Cluster, key: str) -> str:
@@ -61,333 +70,273 @@ def source_of(cluster: Cluster, key: str) -> str:
 
 
 def check_request(job: BatchJob, cluster: Cluster) -> list[Finding]:
-    """Everything that can be checked without looking at a disk."""
     if cluster.slurm is None:
         return []
-    checks = (_check_queue, _check_account, _check_shape, _check_memory, _check_masks, _check_options)
-    return [finding for check in checks for finding in check(job, cluster, cluster.slurm)]
+    return [
+        finding
+        for rows in (_queue_rows, _shape_rows, _option_rows)
+        for finding in _findings(rows(job, cluster, cluster.slurm))
+    ]
 
 
-def _check_queue(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Finding]:
+def _queue_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row]:
     source = source_of(cluster, "slurm.partitions")
     queue = find_partition(cluster, job.partition, job.qos)
     if queue is None:
         same_name = [p for p in slurm.partitions if p.name == job.partition]
         qos = ", ".join(str(p.qos) for p in same_name)
         names = ", ".join(sorted({p.name for p in slurm.partitions}))
-        return _findings(
-            [
-                (
-                    bool(same_name),
-                    "qos",
-                    "refuse",
-                    f"QOS {job.qos!r} is not one of partition {job.partition} ({qos})",
-                    "set launch.qos",
-                    source,
-                ),
-                (
-                    not same_name and bool(names),
-                    "partition",
-                    "refuse",
-                    f"{cluster.name} has no partition {job.partition!r} in its cluster file",
-                    f"known: {names}; `windlass clusters {cluster.name} --probe` asks the machine",
-                    source,
-                ),
-            ]
-        )
-    name = queue.name + (f" with QOS {queue.qos}" if queue.qos else "")
-    limit = print_seconds(queue.max_time)
-    minimum = slurm.rules.get("bprod_minimum", f"{name} begins at {queue.min_nodes} nodes")
-    return _findings(
-        [
+        return [
             (
-                job.seconds > (queue.max_time or math.inf),
-                "wall_time",
-                "refuse",
-                f"{print_seconds(job.seconds)} is more than the {limit} of {name}: the job would stay pending forever",
-                f"set launch.time to at most {limit} and use --chain",
-                source,
-            ),
-            (
-                job.nodes > (queue.max_nodes or math.inf),
-                "nodes",
-                "refuse",
-                f"{job.nodes} nodes are more than the {queue.max_nodes} of {name}",
-                _larger_queues(job, slurm),
-                source,
-            ),
-            (
-                job.nodes < queue.min_nodes,
-                "nodes",
-                "refuse",
-                f"{job.nodes} nodes are fewer than the {queue.min_nodes} of {name}: {minimum}",
-                "ask for more nodes, or leave out partition and QOS",
-                source,
-            ),
-            (
-                job.nodes > (cluster.nodes or math.inf),
-                "nodes",
-                "refuse",
-                f"{job.nodes} nodes are more than the {cluster.nodes} that {cluster.title} has",
-                None,
-                source_of(cluster, "nodes"),
-            ),
-            (
-                bool(job.devices_per_node) and not queue.gpus,
-                "gpus",
-                "refuse",
-                f"{name} has no accelerators",
-                "choose a partition with devices",
-                source,
-            ),
-            (
-                job.links > (slurm.max_submitted or job.links),
-                "max_jobs",
-                "refuse",
-                f"a chain of {job.links} jobs is more than the {slurm.max_submitted} jobs that may be queued",
-                "use --chain self",
-                source,
-            ),
-        ]
-    )
-
-
-def _larger_queues(job: BatchJob, slurm: SlurmLimits) -> str:
-    fitting = [p.name + (f"/{p.qos}" if p.qos else "") for p in slurm.partitions if p.gpus and fits_nodes(p, job.nodes)]
-    if not fitting:
-        return "no queue in the cluster file takes so many nodes"
-    return "queues that take it: " + ", ".join(fitting)
-
-
-def _check_account(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Finding]:
-    source = source_of(cluster, "slurm")
-    no_account = slurm.account_required and not (job.account or os.environ.get("SBATCH_ACCOUNT"))
-    rule = slurm.rules.get("account", "--account is compulsory here")
-    return _findings(
-        [
-            (
-                no_account,
-                "account",
-                "refuse",
-                f"no account is given: {rule}",
-                "set launch.account in the recipe or on the command line: launch.account=NAME",
-                source,
-            ),
-            (
-                slurm.qos_required and not job.qos,
+                bool(same_name),
                 "qos",
-                "refuse",
-                "no QOS is given, and it is compulsory here",
+                f"QOS {job.qos!r} is not one of partition {job.partition} ({qos})",
                 "set launch.qos",
                 source,
             ),
-        ]
-    )
-
-
-def _check_shape(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Finding]:
-    node, devices, source = cluster.node, job.devices_per_node, source_of(cluster, "slurm")
-    usable = node.cores_usable or node.cores
-    cores = job.tasks_per_node * (job.cpus_per_task or 1)
-    per_gpu = slurm.rules.get("cores_per_gpu", "")
-    uneven = devices > 0 and cores != devices * (slurm.cpus_per_task or cores // devices)
-    whole_nodes = slurm.rules.get("whole_nodes", f"several nodes only with all {node.devices} devices")
-    core_rule = slurm.rules.get("usable_cores", f"a node gives a job {usable} cores")
-    return _findings(
-        [
             (
-                devices > node.devices,
-                "devices",
-                "refuse",
-                f"{devices} devices per node, but a node has {node.devices}",
-                None,
-                source_of(cluster, "node.devices"),
-            ),
-            (
-                devices > 0 and not job.torchrun and job.tasks_per_node != devices,
-                "tasks",
-                "refuse",
-                f"{job.tasks_per_node} tasks for {devices} devices on a node: one rank drives one device",
-                'set launch.starter = "srun"',
-                source,
-            ),
-            (
-                slurm.whole_node and job.nodes > 1 and 0 < devices < node.devices,
-                "whole_nodes",
-                "refuse",
-                whole_nodes,
-                None,
-                source,
-            ),
-            (
-                cores > usable,
-                "cores",
-                "refuse",
-                f"{job.tasks_per_node} tasks x {job.cpus_per_task} cores = {cores}, more than {usable}: {core_rule}",
-                None,
-                source_of(cluster, "node.cores"),
-            ),
-            (
-                bool(per_gpu) and uneven,
-                "cores_per_gpu",
-                "refuse",
-                f"{cores} cores for {devices} devices: {per_gpu}",
-                None,
+                not same_name and bool(names),
+                "partition",
+                f"{cluster.name} has no partition {job.partition!r} in its cluster file",
+                f"known: {names}; `windlass clusters {cluster.name} --probe` asks the machine",
                 source,
             ),
         ]
-    )
-
-
-def _check_memory(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Finding]:
-    source = source_of(cluster, "slurm")
-    asked = str(job.sbatch.get("mem", job.mem or ""))
-    number, unit = (asked[:-1], asked[-1].upper()) if asked and asked[-1].isalpha() else (asked, "M")
-    asked_bytes = float(number) * MEGABYTES[unit] * 1e6 if number.isdigit() and unit in MEGABYTES else 0.0
-    limit = cluster.node.memory_usable or cluster.node.memory
-    remove = "remove launch.sbatch.mem"
-    return _findings(
-        [
-            (
-                slurm.mem_forbidden and bool(asked),
-                "mem",
-                "refuse",
-                f"--mem={asked}: {slurm.rules.get('no_mem', '--mem must not be set here')}",
-                remove,
-                source,
-            ),
-            (
-                asked == "0" and "mem_zero" in slurm.rules,
-                "mem_zero",
-                "refuse",
-                slurm.rules.get("mem_zero", ""),
-                remove,
-                source,
-            ),
-            (
-                asked_bytes > (limit or math.inf) * 1.05,
-                "mem",
-                "refuse",
-                f"--mem={asked} is more than the {print_bytes(limit)} a node gives: the job would stay pending forever",
-                None,
-                source_of(cluster, "node.memory"),
-            ),
-        ]
-    )
-
-
-def _check_masks(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> Iterator[Finding]:
-    if cluster.binding.kind != "mask" or job.torchrun or not job.devices_per_node:
-        return
-    for fault in lint_masks(cluster, list(cluster.binding.masks)):
-        yield Finding(
-            "masks",
-            "refuse",
-            fault,
-            "two ranks on one core run at half speed without a message",
-            source_of(cluster, "binding"),
-        )
-    if job.tasks_per_node != len(cluster.binding.masks):
-        rule = slurm.rules.get("full_node_masks", "masks need a full node")
-        yield Finding(
-            "full_node_masks",
-            "warn",
-            f"{job.tasks_per_node} tasks: {rule}; the script binds to cores instead",
+    name = queue.name + (f" with QOS {queue.qos}" if queue.qos else "")
+    limit = print_seconds(queue.max_time)
+    minimum = slurm.rules.get("bprod_minimum", f"{name} begins at {queue.min_nodes} nodes")
+    fitting = [p.name + (f"/{p.qos}" if p.qos else "") for p in slurm.partitions if p.gpus and fits_nodes(p, job.nodes)]
+    return [
+        (
+            job.seconds > (queue.max_time or math.inf),
+            "wall_time",
+            f"{print_seconds(job.seconds)} is more than the {limit} of {name}: the job would stay pending forever",
+            f"set launch.time to at most {limit} and use --chain",
+            source,
+        ),
+        (
+            job.nodes > (queue.max_nodes or math.inf),
+            "nodes",
+            f"{job.nodes} nodes are more than the {queue.max_nodes} of {name}",
+            f"queues that take it: {', '.join(fitting)}"
+            if fitting
+            else "no queue in the cluster file takes so many nodes",
+            source,
+        ),
+        (
+            job.nodes < queue.min_nodes,
+            "nodes",
+            f"{job.nodes} nodes are fewer than the {queue.min_nodes} of {name}: {minimum}",
+            "ask for more nodes, or leave out partition and QOS",
+            source,
+        ),
+        (
+            job.nodes > (cluster.nodes or math.inf),
+            "nodes",
+            f"{job.nodes} nodes are more than the {cluster.nodes} that {cluster.title} has",
             None,
-            source_of(cluster, "node"),
-        )
+            source_of(cluster, "nodes"),
+        ),
+        (
+            bool(job.devices_per_node) and not queue.gpus,
+            "gpus",
+            f"{name} has no accelerators",
+            "choose a partition with devices",
+            source,
+        ),
+        (
+            job.links > (slurm.max_submitted or job.links),
+            "max_jobs",
+            f"a chain of {job.links} jobs is more than the {slurm.max_submitted} jobs that may be queued",
+            "use --chain self",
+            source,
+        ),
+    ]
 
 
-def _check_options(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Finding]:
+def _shape_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row]:
+    node, devices, source = cluster.node, job.devices_per_node, source_of(cluster, "slurm")
+    usable, cores = node.cores_usable or node.cores, job.tasks_per_node * (job.cpus_per_task or 1)
+    core_rule = slurm.rules.get("usable_cores", f"a node gives a job {usable} cores")
+    return [
+        (
+            slurm.account_required and not (job.account or os.environ.get("SBATCH_ACCOUNT")),
+            "account",
+            f"no account is given: {slurm.rules.get('account', '--account is compulsory here')}",
+            "set launch.account in the recipe or on the command line: launch.account=NAME",
+            source,
+        ),
+        (
+            slurm.qos_required and not job.qos,
+            "qos",
+            "no QOS is given, and it is compulsory here",
+            "set launch.qos",
+            source,
+        ),
+        (
+            devices > node.devices,
+            "devices",
+            f"{devices} devices per node, but a node has {node.devices}",
+            None,
+            source_of(cluster, "node.devices"),
+        ),
+        (
+            devices > 0 and not job.torchrun and job.tasks_per_node != devices,
+            "tasks",
+            f"{job.tasks_per_node} tasks for {devices} devices on a node: one rank drives one device",
+            'set launch.starter = "srun"',
+            source,
+        ),
+        (
+            slurm.whole_node and job.nodes > 1 and 0 < devices < node.devices,
+            "whole_nodes",
+            slurm.rules.get("whole_nodes", f"several nodes only with all {node.devices} devices"),
+            None,
+            source,
+        ),
+        (
+            cores > usable,
+            "cores",
+            f"{job.tasks_per_node} tasks x {job.cpus_per_task} cores = {cores}, more than {usable}: {core_rule}",
+            None,
+            source_of(cluster, "node.cores"),
+        ),
+        (
+            "cores_per_gpu" in slurm.rules
+            and devices > 0
+            and cores != devices * (slurm.cpus_per_task or cores // devices),
+            "cores_per_gpu",
+            f"{cores} cores for {devices} devices: {slurm.rules.get('cores_per_gpu')}",
+            None,
+            source,
+        ),
+    ]
+
+
+def _option_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row]:
+    source, node, masks = source_of(cluster, "slurm"), cluster.node, cluster.binding.masks
+    memory = str(job.sbatch.get("mem", job.mem or ""))
+    number, unit = (memory[:-1], memory[-1].upper()) if memory and memory[-1].isalpha() else (memory, "M")
+    memory_bytes = float(number) * MEGABYTES[unit] * 1e6 if number.isdigit() and unit in MEGABYTES else 0.0
+    limit = node.memory_usable or node.memory
+    binds_masks = cluster.binding.kind == "mask" and not job.torchrun and job.devices_per_node > 0
+    mask_rule = slurm.rules.get("full_node_masks", "masks need a full node")
     lead, early, total = map(print_seconds, (job.lead_seconds, EARLY_SECONDS, job.seconds))
-    short = job.kind == "train" and job.seconds - job.lead_seconds < EARLY_SECONDS + START_SECONDS
-    warning = (
-        f"the signal comes {lead} (up to {early} more) before the end of a {total} job: perhaps before the ranks start"
-    )
-    target = job.staging.target if job.staging else ""
-    unnamed = f"the store would be copied to {target}, but no account names the project"
-    disk = cluster.node.local_disk or ""
+    target, disk = job.staging.target if job.staging else "", node.local_disk or ""
     constraint = [*disk.partition("--constraint=")[2].split(")")[0].split(), ""][0]
     some_nodes = job.staging is not None and job.staging.per_node and "constraint" not in job.sbatch
-    container = job.environment.kind == "container"
-    return _findings(
-        [
+    return [
+        (
+            slurm.mem_forbidden and bool(memory),
+            "mem",
+            f"--mem={memory}: {slurm.rules.get('no_mem', '--mem must not be set here')}",
+            "remove launch.sbatch.mem",
+            source,
+        ),
+        (
+            memory == "0" and "mem_zero" in slurm.rules,
+            "mem_zero",
+            slurm.rules.get("mem_zero", ""),
+            "remove launch.sbatch.mem",
+            source,
+        ),
+        (
+            memory_bytes > (limit or math.inf) * 1.05,
+            "mem",
+            f"--mem={memory} is more than the {print_bytes(limit)} a node gives: the job would stay pending forever",
+            None,
+            source_of(cluster, "node.memory"),
+        ),
+        *(
             (
-                short,
-                "signal_lead",
-                "warn",
-                warning,
-                "use a longer launch.time or a shorter launch.signal_lead",
-                "man sbatch, --signal; seen on SLURM 22.05",
-            ),
-            (
-                job.requeue and job.chain != "none",
-                "requeue",
-                "note",
-                "a job that SLURM requeues counts as one more start when progress is judged",
-                None,
-                None,
-            ),
-            (
-                not job.account and "$PROJECT" in target,
-                "staging",
-                "refuse",
-                unnamed,
-                "set launch.account or launch.stage_data=false",
-                source_of(cluster, "storage"),
-            ),
-            (
-                some_nodes and bool(constraint),
-                "local_disk",
-                "warn",
-                f"the store is copied to a node's own disk, and only some nodes have one: {disk}",
-                f"launch.sbatch.constraint={constraint}",
-                source_of(cluster, "node.local_disk"),
-            ),
-            (
-                container and cluster.node.arch == "aarch64",
-                "arch",
-                "note",
-                "the nodes are aarch64: an x86 image ends with 'exec format error'",
-                None,
-                source_of(cluster, "node.arch"),
-            ),
-        ]
-    )
+                binds_masks,
+                "masks",
+                fault,
+                "two ranks on one core run at half speed without a message",
+                source_of(cluster, "binding"),
+            )
+            for fault in lint_masks(cluster, masks)
+        ),
+        (
+            binds_masks and job.tasks_per_node != len(masks),
+            "full_node_masks",
+            f"{job.tasks_per_node} tasks: {mask_rule}; the script binds to cores instead",
+            None,
+            source_of(cluster, "node"),
+        ),
+        (
+            job.kind == "train" and job.seconds - job.lead_seconds < EARLY_SECONDS + START_SECONDS,
+            "signal_lead",
+            f"the signal comes {lead} (up to {early} more) before the end of a {total} job: perhaps before the ranks "
+            "start",
+            "use a longer launch.time or a shorter launch.signal_lead",
+            "man sbatch, --signal; seen on SLURM 22.05",
+        ),
+        (
+            job.requeue and job.chain != "none",
+            "requeue",
+            "a job that SLURM requeues counts as one more start when progress is judged",
+            None,
+            None,
+        ),
+        (
+            not job.account and "$PROJECT" in target,
+            "staging",
+            f"the store would be copied to {target}, but no account names the project",
+            "set launch.account or launch.stage_data=false",
+            source_of(cluster, "storage"),
+        ),
+        (
+            some_nodes and bool(constraint),
+            "local_disk",
+            f"the store is copied to a node's own disk, and only some nodes have one: {disk}",
+            f"launch.sbatch.constraint={constraint}",
+            source_of(cluster, "node.local_disk"),
+        ),
+        (
+            job.environment.kind == "container" and node.arch == "aarch64",
+            "arch",
+            "the nodes are aarch64: an x86 image ends with 'exec format error'",
+            None,
+            source_of(cluster, "node.arch"),
+        ),
+    ]
 
 
 # -- this machine -----------------------------------------------------------------------------------------------------
 
 
 def check_site(
-    job: BatchJob, recipe: Recipe, cluster: Cluster, *, checkpoint_bytes: int | None, steps: int | None
+    job: BatchJob, recipe: Recipe, cluster: Cluster, checkpoint_bytes: int | None, steps: int | None
 ) -> list[Finding]:
-    """Files, disks, image and store, as this machine sees them."""
-    return [
-        *_check_run_folder(job, cluster),
-        _check_room(job, recipe, checkpoint_bytes, steps),
-        *_check_environment(job),
-        _check_store(recipe),
-    ]
+    folder = Path(job.run_dir).resolve()
+    kind, storage = file_system(folder), [s.path for s in cluster.storage.values() if not s.path.startswith("$TMPDIR")]
+    # A folder that only this node has exists here but is missing where the job runs.
+    is_local = kind in LOCAL_TYPES or any(folder.is_relative_to(prefix) for prefix in LOCAL_PREFIXES)
+    is_shared = any(folder.is_relative_to(p) for p in map(os.path.expandvars, storage) if p.startswith("/"))
+    choices = " or ".join(p for p in storage if not p.startswith("$HOME")) or "a shared file system"
+    folder_row: Row = (
+        cluster.slurm is not None and is_local and not is_shared,
+        "shared_folder",
+        f"{folder} is on this node's own {kind or 'disk'}: compute nodes cannot see it",
+        f"choose a folder on {choices} with --run",
+        source_of(cluster, "storage"),
+    )
+    space = Finding("disk", "note", "the checkpoint size of this model is unknown: free disk space was not checked")
+    if checkpoint_bytes is not None and steps is not None:
+        from windlass.checkpoint.keep import forecast
 
-
-def _check_run_folder(job: BatchJob, cluster: Cluster) -> Iterator[Finding]:
-    """A folder that only this node has exists here but is missing where the job runs."""
-    if cluster.slurm is None:
-        return
-    path = Path(job.run_dir).resolve()
-    shared = [os.path.expandvars(s.path) for s in cluster.storage.values() if not s.path.startswith("$TMPDIR")]
-    kind = file_system(path)
-    is_local = kind in LOCAL_TYPES or any(path.is_relative_to(prefix) for prefix in LOCAL_PREFIXES)
-    if is_local and not any(path.is_relative_to(place) for place in shared if place.startswith("/")):
-        places = [s.path for s in cluster.storage.values() if not s.path.startswith(("$TMPDIR", "$HOME"))]
-        yield Finding(
-            "shared_folder",
-            "refuse",
-            f"{path} is on this node's own {kind or 'disk'}: compute nodes cannot see it",
-            f"choose a folder on {' or '.join(places) or 'a shared file system'} with --run",
-            source_of(cluster, "storage"),
+        free_bytes = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
+        batch_tokens = recipe.data.batch_tokens or 0
+        need = forecast(checkpoint_bytes, recipe.save, steps=steps, batch_tokens=batch_tokens, free_bytes=free_bytes)
+        too_much = (
+            "keep fewer (save.keep_last, save.keep_best, save.keep_every) or use a larger file system",
+            "[save] of the recipe and the free space now",
         )
+        space = (
+            Finding("disk", "refuse", need.text, *too_much) if need.fits is False else Finding("disk", "ok", need.text)
+        )
+    return [*_findings([folder_row]), space, *_findings(_environment_rows(job)), _check_store(recipe)]
 
 
 def file_system(path: Path) -> str | None:
@@ -400,61 +349,49 @@ def file_system(path: Path) -> str | None:
     return max(kinds)[1] if kinds else None
 
 
-def _check_room(job: BatchJob, recipe: Recipe, checkpoint_bytes: int | None, steps: int | None) -> Finding:
-    if checkpoint_bytes is None or steps is None:
-        return Finding("disk", "note", "the checkpoint size of this model is unknown: free disk space was not checked")
-    from windlass.checkpoint.keep import forecast
-
-    folder = Path(job.run_dir).absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    batch_tokens = recipe.data.batch_tokens or 0
-    free_bytes = shutil.disk_usage(existing).free
-    need = forecast(checkpoint_bytes, recipe.save, steps=steps, batch_tokens=batch_tokens, free_bytes=free_bytes)
-    if need.fits is not False:
-        return Finding("disk", "ok", need.text)
-    return Finding(
-        "disk",
-        "refuse",
-        need.text,
-        "keep fewer (save.keep_last, save.keep_best, save.keep_every) or use a larger file system",
-        "[save] of the recipe and the free space now",
-    )
-
-
-def _check_environment(job: BatchJob) -> list[Finding]:
-    """The container's image and binds, or the virtual environment."""
-    env = job.environment
-    if env.kind == "venv" and env.venv and not Path(env.venv, "bin", "activate").is_file():
-        return [
-            Finding(
-                "venv",
-                "refuse",
-                f"{env.venv} is not a virtual environment (bin/activate is missing)",
-                "set launch.venv",
+def _environment_rows(job: BatchJob) -> list[Row]:
+    env, image = job.environment, Path(os.path.expandvars(job.environment.image or ""))
+    has_image = env.kind == "container" and bool(env.image)
+    return [
+        (
+            env.kind == "venv" and bool(env.venv) and not Path(env.venv or "", "bin", "activate").is_file(),
+            "venv",
+            f"{env.venv} is not a virtual environment (bin/activate is missing)",
+            "set launch.venv",
+            None,
+        ),
+        (
+            env.kind == "container" and not env.image,
+            "image",
+            "the environment is a container, but no image is named",
+            "set launch.container to a .sif file or an unpacked folder",
+            None,
+        ),
+        (
+            has_image and not image.exists(),
+            "image",
+            f"the container image {image} does not exist",
+            "check launch.container",
+            None,
+        ),
+        (
+            has_image and image.exists() and not os.access(image, os.R_OK),
+            "image",
+            f"the container image {image} cannot be read",
+            "check its permissions",
+            None,
+        ),
+        *(
+            (
+                has_image and source.startswith("/") and "$" not in source and not Path(source).exists(),
+                "binds",
+                f"{source} is bound into the container but does not exist on this node",
+                "every rank fails when compute nodes lack it too",
+                None,
             )
-        ]
-    if env.kind != "container":
-        return []
-    if not env.image:
-        return [
-            Finding(
-                "image",
-                "refuse",
-                "the environment is a container, but no image is named",
-                "set launch.container to a .sif file or an unpacked folder",
-            )
-        ]
-    image = Path(os.path.expandvars(env.image))
-    sources = [os.path.expandvars(bind.split(":")[0]) for bind in env.binds]
-    lost = [s for s in sources if s.startswith("/") and "$" not in s and not Path(s).exists()]
-    missing, unreadable = not image.exists(), image.exists() and not os.access(image, os.R_OK)
-    rows: list[Row] = [
-        (missing, "image", "refuse", f"the container image {image} does not exist", "check launch.container", None),
-        (unreadable, "image", "refuse", f"the container image {image} cannot be read", "check its permissions", None),
+            for source in (os.path.expandvars(bind.split(":")[0]) for bind in env.binds)
+        ),
     ]
-    bind_hint = "every rank fails when compute nodes lack it too"
-    text = "{} is bound into the container but does not exist on this node"
-    return _findings([*rows, *((True, "binds", "warn", text.format(s), bind_hint, None) for s in lost)])
 
 
 def _check_store(recipe: Recipe) -> Finding:
@@ -485,23 +422,16 @@ def _check_store(recipe: Recipe) -> Finding:
 
 
 def check_budget(asked_node_hours: float, used_node_hours: float, budget: float | None) -> list[Finding]:
-    """Node-hours the job may use against what is left of the budget."""
     if budget is None:
         return [Finding("budget", "note", "no allocation budget set (launch.budget_node_hours); skipped")]
     left = budget - used_node_hours
     available = f"{left:,.1f} of {budget:,.1f} left ({used_node_hours:,.1f} used or running)"
     text = f"up to {asked_node_hours:,.1f} node-hours asked, {available}"
-    if asked_node_hours <= left:
-        return [Finding("budget", "ok", text)]
-    return [
-        Finding(
-            "budget",
-            "refuse",
-            text,
-            "shorten launch.time or --chain, or correct launch.budget_node_hours",
-            "launch.budget_node_hours and the ledger (`windlass jobs --ledger`)",
-        )
-    ]
+    advice = (
+        "shorten launch.time or --chain, or correct launch.budget_node_hours",
+        "launch.budget_node_hours and the ledger (`windlass jobs --ledger`)",
+    )
+    return [Finding("budget", "ok", text) if asked_node_hours <= left else Finding("budget", "refuse", text, *advice)]
 
 
 def refusals(findings: Sequence[Finding]) -> list[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -72,8 +73,6 @@ consent  = "licence"
 
 @dataclass(frozen=True)
 class Story:
-    """Where the demo keeps its files, and how long it trains."""
-
     folder: Path
     vocab: int = 4096
     corpus_bytes: int = 3_000_000
@@ -106,9 +105,8 @@ def clear(story: Story) -> None:
     """Start afresh: an earlier demo is removed, anything else stays and is an error."""
     if not story.folder.exists():
         return
-    run = Run(story.folder)
+    run, hint = Run(story.folder), "choose another folder with --run"
     config = read_json(run.config_file)
-    hint = "choose another folder with --run"
     if holder(run.lock_file) is not None:
         raise RunError("demo.running", f"a demo is running in {story.folder}", hint=f"wait for it, or {hint}")
     if config is not None and config.get("name") != "demo":
@@ -150,7 +148,6 @@ class WorkerKill:
     after_step: int
     on_kill: Callable[[int, int], None]  # called with pid and step
     done: threading.Event = field(default_factory=threading.Event)
-    killed_at: int | None = None
 
     def start(self) -> WorkerKill:
         threading.Thread(target=self._wait_and_kill, daemon=True).start()
@@ -159,18 +156,12 @@ class WorkerKill:
     def _wait_and_kill(self) -> None:
         while not self.done.wait(0.2):
             step = self.run.last_metrics().step or 0
-            saved = any(self.run.checkpoints.glob("step-*"))
-            pid = (read_json(self.run.heartbeat_file(self.rank)) or {}).get("pid")
-            if step >= self.after_step and saved and isinstance(pid, int) and _is_worker(pid):
-                os.kill(pid, signal.SIGKILL)
-                self.killed_at = step
-                self.on_kill(pid, step)
-                return
-
-
-def _is_worker(pid: int) -> bool:
-    """A heartbeat may be old and its pid reused: only a process that runs windlass is ours to kill."""
-    try:
-        return b"windlass" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+            pid = int((read_json(self.run.heartbeat_file(self.rank)) or {}).get("pid") or 0)
+            if step < self.after_step or not any(self.run.checkpoints.glob("step-*")):
+                continue
+            with contextlib.suppress(OSError):
+                # A heartbeat may be old and its pid reused: only a process that runs windlass is ours to kill.
+                if b"windlass" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+                    self.on_kill(pid, step)
+                    return

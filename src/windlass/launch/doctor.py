@@ -4,6 +4,8 @@ The command itself needs no torch. What needs it (devices, matrix rate, all-redu
 device, here or as a short job (`doctor_worker.py`); each leaves a JSON record, and `examine` turns records into checks.
 """
 
+import itertools
+import math
 import os
 import resource
 import shutil
@@ -19,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from windlass.clusters import Cluster, device_by_driver_name, load_cluster
+from windlass.clusters import device_by_driver_name, load_cluster
 from windlass.errors import LaunchError, WindlassError
 from windlass.files import read_json
 from windlass.launch.checks import check_request, refuse
@@ -60,8 +62,6 @@ RankRecord = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class DoctorCheck:
-    """One line of the doctor's table."""
-
     topic: str
     where: str
     level: str  # ok, note, warn or fail
@@ -100,22 +100,20 @@ def _limit_check(
 def host_checks(
     paths: Sequence[Path], *, env: Mapping[str, str] = os.environ, megabytes: int = 64
 ) -> list[DoctorCheck]:
-    """Limits, environment, network names and disks of the node this runs on."""
     host = socket.gethostname()
-    disks = [disk(host, path, megabytes) for path in paths]
+    disks = (disk(host, path, megabytes) for path in paths)
     return [*limits(host), *environment(host, env), *network(host, env), *disks]
 
 
 def limits(host: str) -> Iterator[DoctorCheck]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text, values = f"{soft:,} (up to {hard:,})", {"soft": soft, "hard": hard}
     yield _limit_check(
         "open files",
         host,
         soft >= MIN_OPEN_FILES,
-        text,
+        f"{soft:,} (up to {hard:,})",
         f"ulimit -n {min(hard, 65536)} in the job script: shards, workers and sockets need many",
-        values,
+        {"soft": soft, "hard": hard},
     )
     if Path("/dev/shm").is_dir():
         free = shutil.disk_usage("/dev/shm").free
@@ -140,29 +138,33 @@ def limits(host: str) -> Iterator[DoctorCheck]:
 
 
 def environment(host: str, env: Mapping[str, str]) -> list[DoctorCheck]:
-    warnings = [
-        (f"{name}={env[name]}: {why}", f"unset {name}", {"name": name, "value": env[name]})
-        for name, (values, why) in HARMFUL.items()
-        if env.get(name) and (values is None or env[name].upper() in values)
-    ]
     threads, cores = env.get("OMP_NUM_THREADS", ""), usable_cores()
-    if threads.isdigit() and int(threads) > cores:
-        warnings.append(
+    harmful: list[tuple[bool, str, str, dict[str, str]]] = [
+        *(
             (
-                f"OMP_NUM_THREADS={threads} on {cores} cores: threads compete for cores",
-                f"OMP_NUM_THREADS={cores} or less",
-                {},
+                bool(env.get(name)) and (values is None or env[name].upper() in values),
+                f"{name}={env.get(name)}: {why}",
+                f"unset {name}",
+                {"name": name, "value": env.get(name, "")},
             )
-        )
-    if env.get("ROCR_VISIBLE_DEVICES") and env.get("HIP_VISIBLE_DEVICES"):
-        warnings.append(
-            (
-                "ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES are both set: devices are chosen twice",
-                "keep one of them",
-                {},
-            )
-        )
-    checks = [DoctorCheck("environment", host, "warn", *warning) for warning in warnings]
+            for name, (values, why) in HARMFUL.items()
+        ),
+        (
+            threads.isdigit() and int(threads) > cores,
+            f"OMP_NUM_THREADS={threads} on {cores} cores: threads compete for cores",
+            f"OMP_NUM_THREADS={cores} or less",
+            {},
+        ),
+        (
+            bool(env.get("ROCR_VISIBLE_DEVICES") and env.get("HIP_VISIBLE_DEVICES")),
+            "ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES are both set: devices are chosen twice",
+            "keep one of them",
+            {},
+        ),
+    ]
+    checks = [
+        DoctorCheck("environment", host, "warn", text, hint, values) for holds, text, hint, values in harmful if holds
+    ]
     return checks or [DoctorCheck("environment", host, "ok", "no known problematic variables")]
 
 
@@ -205,60 +207,46 @@ def network(host: str, env: Mapping[str, str]) -> Iterator[DoctorCheck]:
 
 
 def disk(host: str, path: Path, megabytes: int) -> DoctorCheck:
-    """Write, read back and small-file latency in a temporary folder there."""
+    """Write and read in MB/s, and small-file latency, in a temporary folder there.
+
+    The write ends with fsync. The read asks the kernel to drop the pages first, which it may not do."""
+    block, times = os.urandom(1 << 20), [time.perf_counter()]
     try:
         with tempfile.TemporaryDirectory(prefix=".windlass-doctor-", dir=path) as folder:
-            speed = measure_disk(Path(folder), megabytes)
+            with Path(folder, "block").open("w+b") as file:
+                for _ in range(megabytes):
+                    file.write(block)
+                file.flush()
+                os.fsync(file.fileno())
+                times.append(time.perf_counter())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                file.seek(0)
+                while file.read(1 << 20):
+                    pass
+            times.append(time.perf_counter())
+            small = Path(folder, "small")
+            for _ in range(10):
+                small.write_bytes(b"x")
+                small.unlink()
+                times.append(time.perf_counter())
     except OSError as error:
-        return DoctorCheck(
-            "disk",
-            host,
-            "fail",
-            f"{path}: {error.strerror or error}",
-            "choose a folder that exists and that you may write to",
-        )
-    free = shutil.disk_usage(path).free
-    rates = f"write {speed['write_mbs']:,.0f} MB/s, read {speed['read_mbs']:,.0f} MB/s"
-    fast = speed["write_mbs"] >= 50 and speed["latency_ms"] <= 100
+        hint = "choose a folder that exists and that you may write to"
+        return DoctorCheck("disk", host, "fail", f"{path}: {error.strerror or error}", hint)
+    write_seconds, read_seconds, *small_seconds = (end - start for start, end in itertools.pairwise(times))
+    write_mbs, read_mbs = megabytes / write_seconds, megabytes / read_seconds
+    latency_ms, free = 1e3 * statistics.median(small_seconds), shutil.disk_usage(path).free
+    rates = f"write {write_mbs:,.0f} MB/s, read {read_mbs:,.0f} MB/s, small file {latency_ms:.1f} ms"
     return _limit_check(
         "disk",
         host,
-        fast,
-        f"{path}: {rates}, small file {speed['latency_ms']:.1f} ms, {print_bytes(free)} free",
+        write_mbs >= 50 and latency_ms <= 100,
+        f"{path}: {rates}, {print_bytes(free)} free",
         "checkpoints and small files will be slow here",
-        {**speed, "free_bytes": free},
+        {"write_mbs": write_mbs, "read_mbs": read_mbs, "latency_ms": latency_ms, "free_bytes": free},
     )
 
 
-def measure_disk(folder: Path, megabytes: int) -> dict[str, float]:
-    """Megabytes per second with fsync; the read asks the kernel to drop the pages first, which it may not do."""
-    block, file, clock = os.urandom(1 << 20), folder / "block", time.perf_counter
-    started_at = clock()
-    with file.open("wb") as output:
-        for _ in range(megabytes):
-            output.write(block)
-        output.flush()
-        os.fsync(output.fileno())
-    write_seconds = clock() - started_at
-    with file.open("rb") as copy:
-        os.posix_fadvise(copy.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        started_at = clock()
-        while copy.read(1 << 20):
-            pass
-    read_seconds = clock() - started_at
-    times = []
-    for number in range(10):
-        started_at = clock()
-        small = folder / f"small-{number}"
-        small.write_bytes(b"x")
-        small.unlink()
-        times.append(clock() - started_at)
-    latency_ms = 1e3 * statistics.median(times)
-    return {"write_mbs": megabytes / write_seconds, "read_mbs": megabytes / read_seconds, "latency_ms": latency_ms}
-
-
 def data_checks(store: str | None, tokenizer: str | None) -> Iterator[DoctorCheck]:
-    """Can the token store and the tokenizer be read from here?"""
     host = socket.gethostname()
     if store is not None:
         from windlass.data.store import open_store
@@ -298,12 +286,16 @@ def run_workers(out: Path, count: int, *, full: bool = False) -> list[RankRecord
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    sizes = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-    base = {**os.environ, **sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     argv = [sys.executable, "-m", "windlass.launch.doctor_worker", str(out), *(["--full"] if full else [])]
     workers = []
     for rank in range(count):
-        env = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         with (out / f"worker-{rank:05d}.log").open("wb") as log:
             workers.append(subprocess.Popen(argv, env=env, stdout=log, stderr=subprocess.STDOUT))
     deadline = time.monotonic() + WORKER_SECONDS
@@ -322,16 +314,18 @@ def read_records(out: Path) -> list[RankRecord]:
     return [record for path in sorted(out.glob("rank-*.json")) if (record := read_json(path)) is not None]
 
 
-def doctor_job(
-    cluster: Cluster,
+def run_doctor_job(
+    cluster_name: str,
     nodes: int,
-    folder: Path,
     paths: Sequence[Path],
     *,
-    full: bool,
-    account: str | None,
-    partition: str | None,
-) -> BatchJob:
+    full: bool = False,
+    account: str | None = None,
+    partition: str | None = None,
+    wait_seconds: float = 1800.0,
+) -> list[DoctorCheck]:
+    """Submit, wait, read the records. The request is checked before it is submitted."""
+    cluster, scheduler = load_cluster(cluster_name), SlurmScheduler()
     slurm, devices = cluster.slurm, cluster.node.devices
     if slurm is None:
         raise LaunchError(
@@ -339,10 +333,10 @@ def doctor_job(
             f"{cluster.name} has no SLURM to run the doctor on {nodes} nodes",
             hint="run `windlass doctor` without --cluster and --nodes",
         )
+    folder = (Path("runs") / f"doctor-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     queue = find_partition(cluster, partition or slurm.partition, slurm.qos)
-    own_qos = slurm.qos if partition in (None, slurm.partition) else queue.qos if queue else None
     arguments = [str(folder), *(["--full"] if full else []), *(str(path.absolute()) for path in paths)]
-    return BatchJob(
+    job = BatchJob(
         name="windlass-doctor",
         kind="doctor",
         run_dir=str(folder),
@@ -353,45 +347,28 @@ def doctor_job(
         devices_per_node=devices,
         cpus_per_task=slurm.cpus_per_task,
         partition=partition or slurm.partition,
-        qos=own_qos,
+        qos=slurm.qos if partition in (None, slurm.partition) else queue.qos if queue else None,
         account=account or os.environ.get("SBATCH_ACCOUNT"),
         mem=None if slurm.mem_forbidden else slurm.mem,
         seconds=min(JOB_SECONDS, queue.max_time if queue and queue.max_time else JOB_SECONDS),
         environment=plain_environment(cluster, active_venv()),
         about=("a short check before the real job",),
     )
-
-
-def run_doctor_job(
-    cluster: Cluster | str,
-    nodes: int,
-    paths: Sequence[Path],
-    *,
-    full: bool = False,
-    account: str | None = None,
-    partition: str | None = None,
-    wait_seconds: float = 1800.0,
-) -> list[DoctorCheck]:
-    """Submit, wait, read the records. The request is checked before it is submitted."""
-    cluster = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    slurm, folder = SlurmScheduler(), (Path("runs") / f"doctor-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    job = doctor_job(cluster, nodes, folder, paths, full=full, account=account, partition=partition)
     refuse(check_request(job, cluster), force=False)
-    job_id = submit_job(job, cluster, slurm)
-    state = slurm.wait(job_id, wait_seconds)
+    job_id = submit_job(job, cluster, scheduler)
+    state = scheduler.wait(job_id, wait_seconds)
     if state is None or not state.over:
-        slurm.cancel([job_id])
+        scheduler.cancel([job_id])
         now = state.state.lower() if state else "unknown to SLURM"
         raise LaunchError(
             "launch.doctor-job-timeout",
             f"the doctor's job {job_id} is {now} after {wait_seconds:.0f} s and was cancelled",
             hint="wait longer with --wait, or use a partition for short jobs (--partition)",
         )
-    ranks, deadline = nodes * job.tasks_per_node, time.monotonic() + RECORD_SECONDS
+    ranks, deadline = nodes * devices, time.monotonic() + RECORD_SECONDS
     while len(rank_records := read_records(folder)) < ranks and time.monotonic() < deadline:
         time.sleep(0.5)
-    checks = examine(rank_records, ranks)
-    log = folder / "logs" / f"{job_id}.out"
+    checks, log = examine(rank_records, ranks), folder / "logs" / f"{job_id}.out"
     if state.state != "COMPLETED" and log.is_file():
         checks.append(DoctorCheck("job", "all", "fail", f"job {job_id} ended {state.state}", f"its log: {log}"))
     return checks
@@ -402,31 +379,38 @@ def run_doctor_job(
 
 def examine(rank_records: Sequence[RankRecord], ranks: int, out: Path | None = None) -> list[DoctorCheck]:
     """Checks from the workers' records. Pure, except for reading the log of a worker that left no record."""
-    checks = [_presence(rank_records, ranks, out)]
-    if rank_records:
-        for judge in (_same_everywhere, _matrix_rates, _all_reduce_rates, _clocks):
-            checks += judge(rank_records)
-        checks += [DoctorCheck(**check) for record in rank_records for check in record.get("host_checks", ())]
-    return checks
-
-
-def _presence(rank_records: Sequence[RankRecord], ranks: int, out: Path | None) -> DoctorCheck:
-    if len(rank_records) >= ranks:
-        nodes = len({record["host"] for record in rank_records})
-        return DoctorCheck(
-            "ranks", "all", "ok", f"{len(rank_records)} ranks on {nodes} node{'s' if nodes > 1 else ''} answered"
-        )
-    lost = sorted(set(range(ranks)) - {int(record["rank"]) for record in rank_records})
-    log = out / f"worker-{lost[0]:05d}.log" if out else None
-    lines = log.read_text(errors="replace").strip().splitlines() if log and log.is_file() else []
-    reason = f" ({lines[-1]})" if lines else ""
-    return DoctorCheck(
-        "ranks",
-        "all",
-        "fail",
-        f"{len(lost)} of {ranks} ranks left no record: {', '.join(map(str, lost[:8]))}{reason}",
-        "see their logs; is torch installed in this environment?",
+    nodes = len({record["host"] for record in rank_records})
+    presence = DoctorCheck(
+        "ranks", "all", "ok", f"{len(rank_records)} ranks on {nodes} node{'s' if nodes > 1 else ''} answered"
     )
+    if len(rank_records) < ranks:
+        lost = sorted(set(range(ranks)) - {int(record["rank"]) for record in rank_records})
+        log = out / f"worker-{lost[0]:05d}.log" if out else None
+        lines = log.read_text(errors="replace").strip().splitlines() if log and log.is_file() else []
+        reason = f" ({lines[-1]})" if lines else ""
+        presence = DoctorCheck(
+            "ranks",
+            "all",
+            "fail",
+            f"{len(lost)} of {ranks} ranks left no record: {', '.join(map(str, lost[:8]))}{reason}",
+            "see their logs; is torch installed in this environment?",
+        )
+    if not rank_records:
+        return [presence]
+    measured = [*_same_everywhere(rank_records), *_matrix_rates(rank_records), *_all_reduce_rates(rank_records)]
+    # All ranks read their clocks as they leave one barrier; the difference is skew plus the barrier's own spread.
+    clocks = {str(r["host"]): float(r["clock"]) for r in reversed(rank_records) if r.get("clock") is not None}
+    skew = max(clocks.values(), default=0.0) - min(clocks.values(), default=0.0)
+    clock_check = _limit_check(
+        "clocks",
+        "all",
+        skew <= MAX_SKEW_SECONDS,
+        f"{print_seconds(skew)} apart over {len(clocks)} nodes",
+        "logs and energy windows of the nodes will not match",
+        {"skew_seconds": skew},
+    )
+    on_hosts = [DoctorCheck(**check) for record in rank_records for check in record.get("host_checks", ())]
+    return [presence, *measured, *([clock_check] if len(clocks) > 1 else []), *on_hosts]
 
 
 def _same_everywhere(rank_records: Sequence[RankRecord]) -> Iterator[DoctorCheck]:
@@ -448,8 +432,11 @@ def _same_everywhere(rank_records: Sequence[RankRecord]) -> Iterator[DoctorCheck
 
 
 def _matrix_rates(rank_records: Sequence[RankRecord]) -> Iterator[DoctorCheck]:
-    measured = [r for r in rank_records if r.get("matmul_tflops")]
-    rates = {(str(r["host"]), int(r["local_rank"])): float(r["matmul_tflops"]) for r in measured}
+    rates = {
+        (str(record["host"]), int(record["local_rank"])): float(record["matmul_tflops"])
+        for record in rank_records
+        if record.get("matmul_tflops")
+    }
     if not rates:
         yield DoctorCheck("matrix rate", "all", "note", "not measured")
         return
@@ -480,13 +467,12 @@ def _matrix_rates(rank_records: Sequence[RankRecord]) -> Iterator[DoctorCheck]:
 
 def _all_reduce_rates(rank_records: Sequence[RankRecord]) -> Iterator[DoctorCheck]:
     for key, topic in (("intra_busbw_gbs", "all-reduce in a node"), ("inter_busbw_gbs", "all-reduce over all")):
-        by_host: dict[str, list[float]] = {}
-        for record in rank_records:
-            if record.get(key) is not None:
-                by_host.setdefault(str(record["host"]), []).append(float(record[key]))
-        if not by_host:
+        rates: dict[str, float] = {}  # of the slowest rank of each node
+        for record in (record for record in rank_records if record.get(key) is not None):
+            rates[str(record["host"])] = min(float(record[key]), rates.get(str(record["host"]), math.inf))
+        if not rates:
             continue
-        median = statistics.median(map(min, by_host.values()))
+        median = statistics.median(rates.values())
         yield DoctorCheck(
             topic,
             "all",
@@ -495,7 +481,7 @@ def _all_reduce_rates(rank_records: Sequence[RankRecord]) -> Iterator[DoctorChec
             None,
             {"busbw_gbs": median},
         )
-        for host, rate in ((host, min(rates)) for host, rates in by_host.items()):
+        for host, rate in rates.items():
             if key == "intra_busbw_gbs" and rate < SLOW_LINK_SHARE * median:
                 yield DoctorCheck(
                     topic,
@@ -504,18 +490,3 @@ def _all_reduce_rates(rank_records: Sequence[RankRecord]) -> Iterator[DoctorChec
                     f"{rate:.3g} GB/s, {rate / median:.0%} of the median",
                     f"a link of this node may be faulty: launch.sbatch.exclude={host}",
                 )
-
-
-def _clocks(rank_records: Sequence[RankRecord]) -> Iterator[DoctorCheck]:
-    """All ranks read their clocks as they leave one barrier; the difference is skew plus the barrier's own spread."""
-    clocks = {str(r["host"]): float(r["clock"]) for r in reversed(rank_records) if r.get("clock") is not None}
-    if len(clocks) > 1:
-        skew = max(clocks.values()) - min(clocks.values())
-        yield _limit_check(
-            "clocks",
-            "all",
-            skew <= MAX_SKEW_SECONDS,
-            f"{print_seconds(skew)} apart over {len(clocks)} nodes",
-            "logs and energy windows of the nodes will not match",
-            {"skew_seconds": skew},
-        )

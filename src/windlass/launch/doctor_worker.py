@@ -4,6 +4,7 @@ torch is imported here, inside a process of its own, so that the launching side 
 """
 
 import importlib
+import itertools
 import os
 import socket
 import statistics
@@ -22,8 +23,7 @@ from windlass.runs.manifest import cpu_name
 
 
 def main(out: Path, *, full: bool = False, paths: tuple[Path, ...] = ()) -> None:
-    torch = importlib.import_module("torch")
-    at = place()
+    torch, at = importlib.import_module("torch"), place()
     if at.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // at.local_world_size))
     device, name, memory_bytes = torch.device("cpu"), cpu_name() or "cpu", None
@@ -34,6 +34,11 @@ def main(out: Path, *, full: bool = False, paths: tuple[Path, ...] = ()) -> None
         memory_bytes = int(torch.cuda.mem_get_info(device)[1])
     files = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
     versions = [file.read_text().splitlines()[0].strip() for file in files if file.is_file()]
+    # The median rate of a large square product: bf16 on a GPU, fp32 on a CPU.
+    gpu = device.type == "cuda"
+    size, dtype = (8192, torch.bfloat16) if gpu else (1024 if full else 512, torch.float32)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    matmul_seconds = _median_seconds(torch, device, lambda: a @ b, 3, 30 if gpu else 8)
     record: dict[str, Any] = {
         "rank": at.rank,
         "local_rank": at.local_rank,
@@ -41,9 +46,10 @@ def main(out: Path, *, full: bool = False, paths: tuple[Path, ...] = ()) -> None
         "device": name,
         "torch": torch.__version__,
         "runtime": torch.version.cuda or torch.version.hip,
-        "driver": versions[0] if versions and device.type == "cuda" else None,
+        "driver": versions[0] if versions and gpu else None,
         "memory_bytes": memory_bytes,
-        **_measure_matmul(torch, device, full),
+        "matmul_tflops": 2 * size**3 / matmul_seconds / 1e12,
+        "matmul_dtype": str(dtype).removeprefix("torch."),
     }
     if at.world_size > 1:
         record |= _measure_collectives(torch, at, device, full)
@@ -55,27 +61,13 @@ def main(out: Path, *, full: bool = False, paths: tuple[Path, ...] = ()) -> None
 
 
 def _median_seconds(torch: Any, device: Any, action: Callable[[], Any], warm_up: int, count: int) -> float:
-    def wait() -> None:
+    times = []
+    for _ in range(warm_up + count + 1):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-
-    times = []
-    for _ in range(warm_up + count):
-        wait()
-        started_at = time.perf_counter()
+        times.append(time.perf_counter())
         action()
-        wait()
-        times.append(time.perf_counter() - started_at)
-    return statistics.median(times[warm_up:])
-
-
-def _measure_matmul(torch: Any, device: Any, full: bool) -> dict[str, Any]:
-    """Median rate of a large square product: bf16 on a GPU, fp32 on a CPU."""
-    gpu = device.type == "cuda"
-    size, dtype = (8192, torch.bfloat16) if gpu else (1024 if full else 512, torch.float32)
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    seconds = _median_seconds(torch, device, lambda: a @ b, 3, 30 if gpu else 8)
-    return {"matmul_tflops": 2 * size**3 / seconds / 1e12, "matmul_dtype": str(dtype).removeprefix("torch.")}
+    return statistics.median(end - start for start, end in itertools.pairwise(times[warm_up:]))
 
 
 def _measure_collectives(torch: Any, at: Place, device: Any, full: bool) -> dict[str, Any]:

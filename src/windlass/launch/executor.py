@@ -1,9 +1,20 @@
-"""The common interface of everything that runs jobs (SLURM, this machine), and the state of one job."""
+"""The common interface of everything that runs jobs, the state of one job, and jobs on a machine without a scheduler.
 
+Those are detached processes with a pid file beside their log. SLURM is in `slurm.py`.
+"""
+
+import os
+import signal
+import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from windlass.clusters.scheduler import LOCAL_JOB
+from windlass.errors import LaunchError
+from windlass.files import read_json, write_json
 
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESIZING", "SPECIAL_EXIT")
 RUNNING = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED")
@@ -12,6 +23,8 @@ ENDED = (
     "REVOKED",
 )  # fmt: skip
 UNKNOWN = "UNKNOWN"
+# Keeps the exit code of a local job, which no process waits for once the launching shell is gone.
+WRAPPER = 'bash "$1"; code=$?; echo $code > "$2.part"; mv "$2.part" "$2"; exit $code'
 # Reasons for which SLURM leaves a job pending forever, and what they mean.
 NEVER_STARTS = {
     "DependencyNeverSatisfied": "the job it waits for did not end as asked",
@@ -61,13 +74,10 @@ class JobState:
 
     @property
     def active(self) -> bool:
-        """Waits or runs."""
         return self.waiting or self.state in RUNNING
 
 
 class Executor(Protocol):
-    """Where jobs run."""
-
     name: str
 
     def submit(self, script: Path, *, run_dir: Path, after: str | None = None) -> str:
@@ -79,3 +89,70 @@ class Executor(Protocol):
         ...
 
     def cancel(self, jobs: Sequence[str]) -> None: ...
+
+
+class LocalExecutor:
+    name = "local"
+
+    def __init__(self, run_dir: Path) -> None:
+        self._logs = run_dir / "logs"
+
+    def submit(self, script: Path, *, run_dir: Path, after: str | None = None) -> str:
+        if after:
+            raise LaunchError(
+                "launch.no-scheduler-for-dependency",
+                "there is no scheduler on this machine to wait for another job",
+                hint="run the commands one after the other",
+            )
+        self._logs.mkdir(parents=True, exist_ok=True)
+        job = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        with (self._logs / f"{job}.out").open("ab") as log:
+            process = subprocess.Popen(
+                ["bash", "-c", WRAPPER, "windlass", str(script), str(self._logs / f"{job}.rc")],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, LOCAL_JOB: job},
+            )
+        record = {"pid": process.pid, "ticks": start_ticks(process.pid), "started_at": time.time(), "run": str(run_dir)}
+        write_json(self._logs / f"{job}.pid", record)
+        return job
+
+    def states(self, jobs: Sequence[str]) -> Mapping[str, JobState]:
+        records = {job: read_json(self._logs / f"{job}.pid") for job in jobs}
+        states = {}
+        for job, record in ((job, record) for job, record in records.items() if record is not None):
+            state, code, ended_at, elapsed_seconds = "CANCELLED", None, None, None
+            started_at, result = float(record["started_at"]), self._logs / f"{job}.rc"
+            if result.is_file():
+                code, ended_at = int(result.read_text().strip() or 1), result.stat().st_mtime
+                state, elapsed_seconds = "COMPLETED" if code == 0 else "FAILED", ended_at - started_at
+            elif start_ticks(int(record["pid"])) == record["ticks"]:
+                state, elapsed_seconds = "RUNNING", time.time() - started_at
+            states[job] = JobState(
+                job=job,
+                state=state,
+                nodes=1,
+                exit_code=code,
+                started_at=started_at,
+                ended_at=ended_at,
+                elapsed_seconds=elapsed_seconds,
+                evidence="process",
+            )
+        return states
+
+    def cancel(self, jobs: Sequence[str]) -> None:
+        for record in (read_json(self._logs / f"{job}.pid") for job in jobs):
+            # The start time tells our job from another process that was given the same pid.
+            if record and start_ticks(int(record["pid"])) == record["ticks"]:
+                os.killpg(int(record["pid"]), signal.SIGTERM)
+
+
+def start_ticks(pid: int) -> int | None:
+    """When the process began, in the kernel's ticks; None when it is gone (a zombie is gone too)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else int(fields[19])

@@ -94,15 +94,13 @@ def train_job(
     step_seconds: float | None = None,
     about: Sequence[str] = (),
 ) -> BatchJob:
-    """The job of a training run (one job of its chain)."""
     launch, slurm, node = recipe.launch, cluster.slurm, cluster.node
     partition, qos = choose_queue(recipe, cluster)
     queue = find_partition(cluster, partition, qos)
     seconds = launch.time or (queue.max_time if queue else None) or DEFAULT_SECONDS
     lead_seconds, lead_reason = signal_lead(recipe, seconds, save_seconds, step_seconds)
     torchrun = launch.starter == "torchrun" or bool(slurm and slurm.tasks_mode == "node")
-    staging = choose_staging(recipe, cluster)
-    cpus = cpus_per_device(cluster)
+    staging, cpus = choose_staging(recipe, cluster), cpus_per_device(cluster)
     return BatchJob(
         name=recipe.name,
         run_dir=str(run_dir),
@@ -147,15 +145,13 @@ def choose_queue(recipe: Recipe, cluster: Cluster) -> tuple[str | None, str | No
     partition = launch.partition or slurm.partition
     if launch.qos is not None:
         return partition, launch.qos
-    if launch.partition is not None:
-        named = next((p.qos for p in slurm.partitions if p.name == partition), None)
-        return partition, slurm.qos if partition == slurm.partition else named
+    if launch.partition not in (None, slurm.partition):
+        return partition, next((p.qos for p in slurm.partitions if p.name == partition), None)
     default = find_partition(cluster, partition, slurm.qos)
-    if default is not None and not fits_nodes(default, recipe.nodes):
-        fitting = [p for p in slurm.partitions if p.gpus and fits_nodes(p, recipe.nodes)]
-        if fitting:
-            best = next((p for p in fitting if p.name == partition), fitting[0])
-            return best.name, best.qos
+    fitting = [p for p in slurm.partitions if p.gpus and fits_nodes(p, recipe.nodes)]
+    if launch.partition is None and default is not None and not fits_nodes(default, recipe.nodes) and fitting:
+        best = next((p for p in fitting if p.name == partition), fitting[0])
+        return best.name, best.qos
     return partition, slurm.qos
 
 
@@ -166,8 +162,7 @@ def fits_nodes(partition: Partition, nodes: int) -> bool:
 def find_partition(cluster: Cluster, name: str | None, qos: str | None) -> Partition | None:
     """The queue of this name and QOS; a partition that is listed without a QOS matches any QOS."""
     rows = [p for p in (cluster.slurm.partitions if cluster.slurm else []) if p.name == name]
-    exact = next((p for p in rows if p.qos == qos), None)
-    return exact or next((p for p in rows if p.qos is None or qos is None), None)
+    return next((p for p in rows if p.qos == qos), None) or next((p for p in rows if None in (p.qos, qos)), None)
 
 
 def signal_lead(
@@ -191,8 +186,7 @@ def choose_environment(recipe: Recipe, cluster: Cluster, active_venv: str | None
     if kind == "auto":
         kind = "container" if launch.container else "venv" if launch.venv or active_venv else "module"
     if kind != "container":
-        venv = (launch.venv or active_venv) if kind == "venv" else None
-        return JobEnvironment(kind=kind, modules=modules, venv=venv)
+        return JobEnvironment(kind=kind, modules=modules, venv=(launch.venv or active_venv) if kind == "venv" else None)
     runtime = launch.runtime or (container.runtime if container.runtime != "none" else "apptainer")
     return JobEnvironment(
         kind=kind,
@@ -215,12 +209,12 @@ def choose_staging(recipe: Recipe, cluster: Cluster) -> StoreStaging | None:
     fast_disks = sorted((s for s in cluster.storage.values() if s.fast), key=lambda s: s.path.startswith(NODE_LOCAL))
     if store is None or wish is False or cluster.slurm is None or not fast_disks:
         return None
-    fast = fast_disks[0]
-    per_node = fast.path.startswith(NODE_LOCAL)
+    fast, per_node = fast_disks[0], fast_disks[0].path.startswith(NODE_LOCAL)
     if store.startswith(fast.path.rstrip("/") + "/") or (wish is None and per_node):
         return None
-    shared = f"the fast file system ({fast.use_for or 'for hot data'})"
-    reason = "a node's own disk, as the recipe asks" if per_node else shared
+    reason = "a node's own disk, as the recipe asks"
+    if not per_node:
+        reason = f"the fast file system ({fast.use_for or 'for hot data'})"
     return StoreStaging(
         source=store, target=f"{fast.path}/windlass/{PurePosixPath(store).name}", per_node=per_node, reason=reason
     )
@@ -234,6 +228,5 @@ def tracker_env(recipe: Recipe, cluster: Cluster, run_dir: Path | str) -> dict[s
     online = recipe.trackers.online and cluster.network.internet == "yes"
     env = {} if online else {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     if recipe.trackers.wandb:
-        env["WANDB_MODE"] = "online" if online else "offline"
-        env["WANDB_DIR"] = str(PurePosixPath(str(run_dir)) / "trackers")
+        env |= {"WANDB_MODE": "online" if online else "offline", "WANDB_DIR": f"{run_dir}/trackers"}
     return env

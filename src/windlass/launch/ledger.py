@@ -3,6 +3,7 @@
 The sources are jobs.jsonl and the scheduler; the forecast of a chain also uses the newest metrics.
 """
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +12,7 @@ from typing import Any
 
 from windlass.errors import LaunchError
 from windlass.files import append_line, read_json
-from windlass.launch.chain import JobStart, finished, job_starts, judge, records
+from windlass.launch.chain import JobStart, job_starts, judge, records
 from windlass.launch.executor import UNKNOWN, Executor, JobState
 from windlass.launch.logs import log_files, read_tail
 from windlass.launch.slurm import state_from_log
@@ -60,10 +61,33 @@ def entries(run: Run, executors: Mapping[str, Executor], *, strict: bool = False
     starts = job_starts(lines)
     states = _job_states(run, lines, submitted, executors, strict)
     energy = _energy_by_job(run, [start for start in starts if start.job])
-    return [
-        _entry(run, line, states[str(line["job"])], lines, [s for s in starts if s.job == str(line["job"])], energy)
-        for line in submitted
-    ]
+    ledger = []
+    for line in submitted:
+        job, rate = str(line["job"]), line.get("units_per_node_hour")
+        own, state = [start for start in starts if start.job == job], states[job]
+        nodes, seconds = state.nodes or line.get("nodes"), 0.0 if state.waiting else state.elapsed_seconds
+        if len(own) > 1 and not state.waiting:  # requeued: the scheduler reports only the last run
+            seconds = (seconds or 0.0) + sum((start.ended_at or start.began_at) - start.began_at for start in own[:-1])
+        node_hours = None if seconds is None or nodes is None else seconds * int(nodes) / 3600
+        ended = [r for r in lines if r.get("record") == "ended" and r.get("job") == job and r.get("step") is not None]
+        entry = LedgerEntry(
+            run=str(run.path),
+            job=job,
+            kind=str(line.get("kind", "train")),
+            executor=str(line.get("executor")),
+            submitted_at=line.get("time"),
+            state=state,
+            nodes=nodes,
+            limit_seconds=line.get("seconds"),
+            node_hours=node_hours,
+            units=None if node_hours is None or rate is None else node_hours * rate,
+            energy_joules=state.energy_joules if state.energy_joules is not None else energy.get(job),
+            began_step=own[-1].began_step if own else None,
+            step=ended[-1]["step"] if ended else None,
+            **{key: line.get(key) for key in ("link", "links", "cluster", "account", "partition", "unit")},
+        )
+        ledger.append(entry)
+    return ledger
 
 
 def active_entries(run: Run, executors: Mapping[str, Executor], *, strict: bool = False) -> list[LedgerEntry]:
@@ -79,9 +103,11 @@ def _job_states(
     strict: bool,
 ) -> dict[str, JobState]:
     """In this order: settled record, scheduler (squeue, sacct), our own records and heartbeat, log."""
-    keys = JobState.__dataclass_fields__
-    settled = [line for line in lines if line.get("record") == "settled"]
-    states = {str(line["job"]): JobState(**{k: v for k, v in line.items() if k in keys}) for line in settled}
+    states = {
+        str(line["job"]): JobState(**{k: v for k, v in line.items() if k in JobState.__dataclass_fields__})
+        for line in lines
+        if line.get("record") == "settled"
+    }
     for name, executor in executors.items():
         asked = [str(r["job"]) for r in submitted if r.get("executor") == name and str(r["job"]) not in states]
         try:
@@ -90,14 +116,12 @@ def _job_states(
             if strict:
                 raise
             continue
-        for job, state in answers.items():
-            states[job] = state
-            if state.over:
-                values = {k: v for k, v in asdict(state).items() if v is not None}
-                append_line(run.jobs_file, {"record": "settled", "time": time.time(), **values})
-    for job in {str(record["job"]) for record in submitted} - states.keys():
-        states[job] = _state_from_folder(run, lines, job)
-    return states
+        states |= answers
+        for state in (state for state in answers.values() if state.over):
+            values = {k: v for k, v in asdict(state).items() if v is not None}
+            append_line(run.jobs_file, {"record": "settled", "time": time.time(), **values})
+    missing = {str(record["job"]) for record in submitted} - states.keys()
+    return states | {job: _state_from_folder(run, lines, job) for job in missing}
 
 
 def _state_from_folder(run: Run, lines: Sequence[Mapping[str, Any]], job: str) -> JobState:
@@ -118,21 +142,19 @@ def _state_from_folder(run: Run, lines: Sequence[Mapping[str, Any]], job: str) -
             elapsed_seconds=elapsed_seconds,
             evidence="record",
         )
-    now, heartbeat = time.time(), newest_heartbeat(run)
-    if last is not None and heartbeat is not None and now - heartbeat < HEARTBEAT_SECONDS:
-        seconds = now - last.began_at
+    beats = [(read_json(path) or {}).get("time") for path in run.ranks.glob("heartbeat-*.json")]
+    newest_beat, now = max((float(t) for t in beats if isinstance(t, (int, float))), default=0.0), time.time()
+    if last is not None and now - newest_beat < HEARTBEAT_SECONDS:
         return JobState(
-            job=job, state="RUNNING", started_at=last.began_at, elapsed_seconds=seconds, evidence="heartbeat"
+            job=job,
+            state="RUNNING",
+            started_at=last.began_at,
+            elapsed_seconds=now - last.began_at,
+            evidence="heartbeat",
         )
     files = log_files(run, job)
     from_log = state_from_log(job, read_tail(files[0])) if files else None
     return from_log or JobState(job=job, state=UNKNOWN, started_at=last.began_at if last else None)
-
-
-def newest_heartbeat(run: Run) -> float | None:
-    """When any rank last wrote its heartbeat."""
-    times = [(read_json(path) or {}).get("time") for path in run.ranks.glob("heartbeat-*.json")]
-    return max((float(t) for t in times if isinstance(t, (int, float))), default=None)
 
 
 def _energy_by_job(run: Run, starts: Sequence[JobStart]) -> dict[str, float]:
@@ -143,8 +165,8 @@ def _energy_by_job(run: Run, starts: Sequence[JobStart]) -> dict[str, float]:
         (m.time, m.energy_joules) for m in run.metrics_lines() if m.energy_joules is not None and m.time is not None
     ]
     joules_by_job: dict[str, float] = {}
-    for index, start in enumerate(starts):
-        end = starts[index + 1].began_at if index + 1 < len(starts) else float("inf")
+    ends = [*(start.began_at for start in starts[1:]), math.inf]
+    for start, end in zip(starts, ends, strict=True):
         before = max((joules for moment, joules in readings if moment < start.began_at), default=0.0)
         during = [joules for moment, joules in readings if start.began_at <= moment < end]
         if during and start.job:
@@ -152,76 +174,32 @@ def _energy_by_job(run: Run, starts: Sequence[JobStart]) -> dict[str, float]:
     return joules_by_job
 
 
-def _entry(
-    run: Run,
-    line: Mapping[str, Any],
-    state: JobState,
-    lines: Sequence[Mapping[str, Any]],
-    starts: Sequence[JobStart],
-    energy: Mapping[str, float],
-) -> LedgerEntry:
-    job = str(line["job"])
-    nodes = state.nodes or line.get("nodes")
-    seconds = 0.0 if state.waiting else state.elapsed_seconds
-    if len(starts) > 1 and not state.waiting:  # requeued: the scheduler reports only the last run
-        seconds = (seconds or 0.0) + sum((start.ended_at or start.began_at) - start.began_at for start in starts[:-1])
-    node_hours = None if seconds is None or nodes is None else seconds * int(nodes) / 3600
-    rate = line.get("units_per_node_hour")
-    ended = [r for r in lines if r.get("record") == "ended" and r.get("job") == job and r.get("step") is not None]
-    return LedgerEntry(
-        run=str(run.path),
-        job=job,
-        kind=str(line.get("kind", "train")),
-        link=line.get("link"),
-        links=line.get("links"),
-        executor=str(line.get("executor")),
-        cluster=line.get("cluster"),
-        account=line.get("account"),
-        partition=line.get("partition"),
-        submitted_at=line.get("time"),
-        state=state,
-        nodes=nodes,
-        limit_seconds=line.get("seconds"),
-        node_hours=node_hours,
-        units=None if node_hours is None or rate is None else node_hours * rate,
-        unit=line.get("unit"),
-        energy_joules=state.energy_joules if state.energy_joules is not None else energy.get(job),
-        began_step=starts[-1].began_step if starts else None,
-        step=ended[-1]["step"] if ended else None,
-    )
-
-
 # -- over many runs ---------------------------------------------------------------------------------------------------
 
 
 def runs_below(folder: Path) -> list[Run]:
     """Run folders in a folder, at most two levels deep."""
-    files = [p for pattern in ("jobs.jsonl", "*/jobs.jsonl", "*/*/jobs.jsonl") for p in folder.glob(pattern)]
-    return [Run(path) for path in sorted({file.parent for file in files})]
+    patterns = ("jobs.jsonl", "*/jobs.jsonl", "*/*/jobs.jsonl")
+    return [Run(path) for path in sorted({file.parent for pattern in patterns for file in folder.glob(pattern)})]
 
 
 def committed_node_hours(ledger: Iterable[LedgerEntry], *, cluster: str, account: str | None) -> float:
     """Used by ended jobs, plus everything that waiting and running ones may still use."""
-    total = 0.0
-    for entry in ledger:
-        if (entry.cluster, entry.account) == (cluster, account):
-            total += (entry.node_hours or 0.0) if entry.state.state == UNKNOWN else _most_node_hours(entry)
-    return total
+    return sum(
+        (entry.node_hours or 0.0) if entry.state.state == UNKNOWN else _most_node_hours(entry)
+        for entry in ledger
+        if (entry.cluster, entry.account) == (cluster, account)
+    )
 
 
 def _most_node_hours(entry: LedgerEntry) -> float:
     """Used, for a job that is over; else all that its wall-time limit allows."""
-    if entry.state.over:
-        return entry.node_hours or 0.0
-    if entry.limit_seconds is None or entry.nodes is None:
-        return 0.0
-    return entry.limit_seconds * entry.nodes / 3600
+    limit_hours = (entry.limit_seconds or 0.0) * (entry.nodes or 0) / 3600
+    return entry.node_hours or 0.0 if entry.state.over else limit_hours
 
 
 @dataclass(frozen=True)
 class LedgerTotal:
-    """Sums over the jobs of one run or project."""
-
     name: str
     jobs: int
     node_hours: float
@@ -238,22 +216,25 @@ def totals(ledger: Sequence[LedgerEntry], by: str) -> list[LedgerTotal]:
     for entry in ledger:
         project = f"{entry.account or 'no account'} on {entry.cluster or 'this machine'}"
         groups.setdefault(Path(entry.run).name if by == "run" else project, []).append(entry)
-    rows = []
-    for name, group in groups.items():
-        units = [e.units for e in group if e.units is not None]
-        joules = [e.energy_joules for e in group if e.energy_joules is not None]
-        row = LedgerTotal(
+    return [
+        LedgerTotal(
             name=name,
             jobs=len(group),
             node_hours=sum(e.node_hours or 0.0 for e in group),
-            units=sum(units) if units else None,
+            units=sum_known(e.units for e in group),
             unit=next((e.unit for e in group if e.unit), None),
-            energy_joules=sum(joules) if joules else None,
+            energy_joules=sum_known(e.energy_joules for e in group),
             unknown_hours=sum(e.node_hours is None for e in group),
-            unmeasured=sum(not e.state.waiting for e in group) - len(joules),
+            unmeasured=sum(not e.state.waiting for e in group) - sum(e.energy_joules is not None for e in group),
         )
-        rows.append(row)
-    return rows
+        for name, group in groups.items()
+    ]
+
+
+def sum_known(values: Iterable[float | None]) -> float | None:
+    """The sum without unknown values; None when all are unknown."""
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) if numbers else None
 
 
 # -- the forecast of a chain ------------------------------------------------------------------------------------------
@@ -276,35 +257,28 @@ class ChainForecast:
     def lines(self) -> list[str]:
         progress = f"{print_tokens(self.tokens)} of {print_tokens(self.tokens_target)} tokens"
         reserved = f"{self.node_hours_left:.2f} still reserved by waiting and running jobs"
-        rows = [f"node-hours: {self.node_hours_used:.2f} used, {reserved}; {progress}"]
+        end = "estimated end: unknown until the first steps are logged"
         if self.verdict != "go":
-            rows.append(f"the chain is over: {self.reason}")
-        elif self.estimated_end is None:
-            rows.append("estimated end: unknown until the first steps are logged")
-        else:
-            end = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.estimated_end))
+            end = f"the chain is over: {self.reason}"
+        elif self.estimated_end is not None:
+            day = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.estimated_end))
             more = f", about {self.links_needed} more jobs" if self.links_needed else ""
             training = f"{print_seconds(self.remaining_seconds)} of training{more}"
-            rows.append(f"estimated end: {end} ({training}), if no job waits in the queue")
-        return rows
+            end = f"estimated end: {day} ({training}), if no job waits in the queue"
+        return [f"node-hours: {self.node_hours_used:.2f} used, {reserved}; {progress}", end]
 
 
 def forecast_chain(run: Run, ledger: Sequence[LedgerEntry]) -> ChainForecast:
-    last, recipe = run.last_metrics(), run.recipe()
-    steps, batch_tokens = recipe.train.steps, recipe.data.batch_tokens
+    last, recipe, verdict = run.last_metrics(), run.recipe(), judge(run)
+    steps, batch_tokens, tokens = recipe.train.steps, recipe.data.batch_tokens, last.tokens
     target = recipe.data.tokens if steps is None else None if batch_tokens is None else steps * batch_tokens
-    tokens = last.tokens
-    remaining_seconds = None
-    if finished(run):
-        remaining_seconds = 0.0
-    elif target is not None and tokens is not None and last.tokens_per_second:
+    remaining_seconds = 0.0 if verdict.answer == "finished" else None
+    if remaining_seconds is None and target is not None and tokens is not None and last.tokens_per_second:
         remaining_seconds = max(0.0, (target - tokens) / last.tokens_per_second)
-    verdict = judge(run)
     limit = next((e.limit_seconds for e in reversed(ledger) if e.limit_seconds), None)
-    reserved = [_most_node_hours(e) - (e.node_hours or 0.0) for e in ledger]
     return ChainForecast(
         node_hours_used=sum(e.node_hours or 0.0 for e in ledger),
-        node_hours_left=sum(max(0.0, hours) for hours in reserved),
+        node_hours_left=sum(max(0.0, _most_node_hours(e) - (e.node_hours or 0.0)) for e in ledger),
         tokens=tokens,
         tokens_target=target,
         remaining_seconds=remaining_seconds,

@@ -7,7 +7,7 @@ from pathlib import Path
 from windlass.errors import RunError
 from windlass.runs import Run
 
-POLL_SECONDS = 0.5
+LOG_POLL_SECONDS = 0.5
 # How often the scheduler is asked while a log is followed; sites dislike more.
 STATE_SECONDS = 3.0
 
@@ -32,18 +32,11 @@ def last_lines(run: Run, *, job: str | None = None, lines: int = 40) -> str:
     files = log_files(run, job)
     if files:
         return _last_lines(files[-1], lines)
-    with_log = ", ".join(p.stem for p in log_files(run))
+    message, hint = f"{run.path} has no logs yet", f"`windlass jobs {run.name}` shows whether its jobs still wait"
     if job is not None:
-        raise RunError(
-            "launch.no-log",
-            f"job {job} has no log in {run.logs}",
-            hint=f"jobs with a log: {with_log or 'none yet'}; a job that waits has none",
-        )
-    raise RunError(
-        "launch.no-log",
-        f"{run.path} has no logs yet",
-        hint=f"`windlass jobs {run.name}` shows whether its jobs still wait",
-    )
+        with_log = ", ".join(p.stem for p in log_files(run)) or "none yet"
+        message, hint = f"job {job} has no log in {run.logs}", f"jobs with a log: {with_log}; a job that waits has none"
+    raise RunError("launch.no-log", message, hint=hint)
 
 
 def _last_lines(path: Path, lines: int) -> str:
@@ -54,12 +47,11 @@ def _last_lines(path: Path, lines: int) -> str:
 def follow_logs(run: Run, is_active: Callable[[], bool], *, job: str | None = None, lines: int = 40) -> Iterator[str]:
     """Pieces of text as they are written, from job to job, until `is_active` says that no job waits or runs."""
     positions: dict[Path, int] = {}
-    asked_at, active, first = 0.0, True, True
+    asked_at, active = 0.0, True
     while True:
         if time.monotonic() - asked_at >= STATE_SECONDS:
             active, asked_at = is_active(), time.monotonic()
-        wrote = False
-        files = log_files(run, job)
+        wrote, first, files = False, not positions, log_files(run, job)
         for path in files:
             if first:  # earlier jobs are not repeated, of the newest only the last lines
                 positions[path] = path.stat().st_size
@@ -67,14 +59,12 @@ def follow_logs(run: Run, is_active: Callable[[], bool], *, job: str | None = No
             else:
                 with path.open("rb") as file:
                     file.seek(positions.get(path, 0))
-                    data = file.read(1 << 20)
-                positions[path] = positions.get(path, 0) + len(data)
-                text = data.decode("utf-8", "replace")
+                    text = file.read(1 << 20).decode("utf-8", "replace")
+                    positions[path] = file.tell()
             if text:
                 wrote = True
                 yield text
-        first = first and not files
         if not wrote and not active:
             return
         if not wrote:
-            time.sleep(POLL_SECONDS)
+            time.sleep(LOG_POLL_SECONDS)

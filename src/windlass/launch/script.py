@@ -23,6 +23,8 @@ set -o pipefail
 # Binds and variables of the submitting shell's containers travel with a job and break it: begin without them.
 for name in $(compgen -v | grep -E "^(SINGULARITY|APPTAINER|SINGULARITYENV|APPTAINERENV)_"); do unset "$name"; done"""
 
+QUESTION = "# Is there anything left to do? This reads the run folder only and answers within seconds."
+
 BEFORE = f"""\
 answer=$?
 if [ "$answer" -eq {LINK_STOP} ]; then exit 0; fi
@@ -42,6 +44,14 @@ SIGNALS = """\
 # The trap only notes a SIGTERM, so that this shell lives to write down how the link ended.
 ended_by=
 trap 'ended_by=TERM' TERM"""
+
+STAGING = """\
+# The token store goes to {reason}. A finished copy is marked; a store that has changed since is copied again.
+export store={source} fast={target}
+{copy} || exit 1"""
+
+AFTER = """\
+# Write down how the link ended. srun can say 0 after a node failure, so the run folder decides, not its code."""
 
 NEXT_LINK = """\
 if [ "$answer" -eq {again} ]; then
@@ -73,11 +83,10 @@ exit "$code\""""
 
 
 def render(job: BatchJob, cluster: Cluster) -> str:
-    """The complete script, from `#!` to the exit code."""
     preamble = PREAMBLE
     if job.account and any("$PROJECT" in s.path for s in cluster.storage.values()):
         preamble += f"\nexport PROJECT=${{PROJECT:-{job.account}}}   # names the project's folders"
-    parts = [
+    paragraphs = [
         _header(job, cluster),
         "\n".join(f"#SBATCH {line}" for line in directives(job, cluster)),
         preamble,
@@ -85,7 +94,7 @@ def render(job: BatchJob, cluster: Cluster) -> str:
         "\n".join(_variables(job, cluster)),
         *_body(job, cluster),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(part for part in paragraphs if part) + "\n"
 
 
 def render_local(job: BatchJob, cluster: Cluster) -> str:
@@ -102,8 +111,8 @@ def render_local(job: BatchJob, cluster: Cluster) -> str:
         stop=LINK_STOP,
         again=LINK_AGAIN,
     )
-    setup = [*_environment(job.environment), *_variables(job, cluster)]
-    return "\n".join([_header(job, cluster), "set -o pipefail", *setup, loop]) + "\n"
+    head = [_header(job, cluster), "set -o pipefail"]
+    return "\n".join([*head, *_environment(job.environment), *_variables(job, cluster), loop]) + "\n"
 
 
 def _header(job: BatchJob, cluster: Cluster) -> str:
@@ -119,8 +128,7 @@ def _header(job: BatchJob, cluster: Cluster) -> str:
 
 def directives(job: BatchJob, cluster: Cluster) -> list[str]:
     """sbatch options in the site's own way. The recipe's come last and replace ours of the same name."""
-    slurm = cluster.slurm
-    gpus = job.devices_per_node if slurm else 0
+    slurm, gpus = cluster.slurm, job.devices_per_node if cluster.slurm else 0
     options: dict[str, str | int | bool | None] = {
         "job-name": job.name,
         "account": job.account,
@@ -146,7 +154,7 @@ def directives(job: BatchJob, cluster: Cluster) -> list[str]:
         options |= {name: value or True for name, value in slurm.extra.items()}
     for key, value in job.sbatch.items():
         options[key.lstrip("-").replace("_", "-")] = value if isinstance(value, bool) else str(value)
-    lines = [f"--{n}" if value is True else f"--{n}={value}" for n, value in options.items() if value is not False]
+    lines = (f"--{n}" if value is True else f"--{n}={value}" for n, value in options.items() if value is not False)
     return [*lines, *job.energy_flags]
 
 
@@ -204,43 +212,43 @@ def _double(value: str) -> str:
 
 
 def _body(job: BatchJob, cluster: Cluster) -> list[str]:
-    """What runs, as paragraphs; empty ones are left out."""
-    if job.kind == "train":
-        question = "# Is there anything left to do? This reads the run folder only and answers within seconds."
-        lead = SIGNALS.format(lead=print_seconds(job.lead_seconds), reason=job.lead_reason, code=EXIT_RESUMABLE)
-        return [
-            f"{question}\n{_link(job, cluster, 'before')}\n{BEFORE}",
-            _staging(job),
-            _node_folders(job, cluster),
-            _rendezvous(cluster),
-            f"{lead}\n{_start(job, cluster)}",
-            _after(job, cluster),
-        ]
+    command = f"exec {inside(job, cluster, job.command)}"
     if job.kind == "doctor":
         return [f"{_rendezvous(cluster)}\n{_start(job, cluster)}\nexit $code"]
-    command = f"exec {inside(job, cluster, job.command)}"
-    if job.kind != "sweep":
+    if job.kind == "sweep":
+        return [_node_folders(job, cluster), f"{_rendezvous(cluster)}\n{command}" if job.nodes > 1 else command]
+    if job.kind != "train":
         return [command]
-    return [_node_folders(job, cluster), f"{_rendezvous(cluster)}\n{command}" if job.nodes > 1 else command]
+    staging, follow_up = "", []
+    if job.staging is not None:
+        fresh = '[ -e "$fast/.staged" ] && [ -z "$(find "$store" -newer "$fast/.staged" -print -quit)" ]'
+        copy = f'{{ {fresh}; }} || {{ mkdir -p "$fast" && cp -r "$store/." "$fast/" && touch "$fast/.staged"; }}'
+        staging = STAGING.format(
+            reason=job.staging.reason,
+            source=_double(job.staging.source),
+            target=_double(job.staging.target),
+            copy=f"{_once_per_node(job)}bash -c {shlex.quote(copy)}" if job.staging.per_node else copy,
+        )
+    if job.chain == "self":
+        workdir, script = shlex.quote(job.workdir), shlex.quote(job.job_file)
+        link_next = _link(job, cluster, "next", "--job", "$next")
+        follow_up = [NEXT_LINK.format(again=LINK_AGAIN, workdir=workdir, script=script, link_next=link_next)]
+    elif job.requeue and job.chain == "none":
+        follow_up = [REQUEUE]
+    signals = SIGNALS.format(lead=print_seconds(job.lead_seconds), reason=job.lead_reason, code=EXIT_RESUMABLE)
+    after = _link(job, cluster, "after", "--code", "$code", "--by", "${ended_by:-none}")
+    return [
+        f"{QUESTION}\n{_link(job, cluster, 'before')}\n{BEFORE}",
+        staging,
+        _node_folders(job, cluster),
+        _rendezvous(cluster),
+        f"{signals}\n{_start(job, cluster)}",
+        "\n".join([f"{AFTER}\n{after}\nanswer=$?", *follow_up, 'exit "$code"']),
+    ]
 
 
 def _link(job: BatchJob, cluster: Cluster, action: str, *options: str) -> str:
     return inside(job, cluster, ("windlass", "link", action, job.run_dir, *options))
-
-
-def _staging(job: BatchJob) -> str:
-    if job.staging is None:
-        return ""
-    fresh = '[ -e "$fast/.staged" ] && [ -z "$(find "$store" -newer "$fast/.staged" -print -quit)" ]'
-    copy = f'{{ {fresh}; }} || {{ mkdir -p "$fast" && cp -r "$store/." "$fast/" && touch "$fast/.staged"; }}'
-    if job.staging.per_node:
-        copy = f"{_once_per_node(job)}bash -c {shlex.quote(copy)}"
-    return (
-        f"# The token store goes to {job.staging.reason}. A finished copy is marked; a store that has changed since is "
-        "copied again.\n"
-        f"export store={_double(job.staging.source)} fast={_double(job.staging.target)}\n"
-        f"{copy} || exit 1"
-    )
 
 
 def _node_folders(job: BatchJob, cluster: Cluster) -> str:
@@ -273,7 +281,6 @@ def _start(job: BatchJob, cluster: Cluster) -> str:
 
 
 def srun_argv(job: BatchJob, cluster: Cluster) -> list[str]:
-    """How this machine's ranks are started: binding, and the site's own options."""
     argv = ["srun", f"--wait={RANK_GRACE_SECONDS}"]
     extra = list(cluster.slurm.srun_extra) if cluster.slurm else []
     if job.torchrun:
@@ -284,22 +291,6 @@ def srun_argv(job: BatchJob, cluster: Cluster) -> list[str]:
     elif cluster.binding.kind != "none" and not any(option.startswith("--cpu-bind") for option in extra):
         argv.append("--cpu-bind=cores")
     return argv + extra
-
-
-def _after(job: BatchJob, cluster: Cluster) -> str:
-    lines = [
-        "# Write down how the link ended. srun can say 0 after a node failure, so the run folder decides, not its "
-        "code.",
-        _link(job, cluster, "after", "--code", "$code", "--by", "${ended_by:-none}"),
-        "answer=$?",
-    ]
-    if job.chain == "self":
-        workdir, script = shlex.quote(job.workdir), shlex.quote(job.job_file)
-        link_next = _link(job, cluster, "next", "--job", "$next")
-        lines.append(NEXT_LINK.format(again=LINK_AGAIN, workdir=workdir, script=script, link_next=link_next))
-    elif job.requeue and job.chain == "none":
-        lines.append(REQUEUE)
-    return "\n".join([*lines, 'exit "$code"'])
 
 
 def inside(job: BatchJob, cluster: Cluster, command: tuple[str, ...]) -> str:

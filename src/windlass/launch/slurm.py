@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -14,13 +15,20 @@ from typing import TypeVar
 
 from windlass.clusters.scheduler import without_scheduler
 from windlass.errors import LaunchError, WindlassError
-from windlass.launch.executor import ENDED, RUNNING, JobState
+from windlass.launch.executor import ENDED, RUNNING, UNKNOWN, JobState
 from windlass.units import parse_seconds
 
 T = TypeVar("T")
 TIMEOUT_SECONDS = 60.0
-SQUEUE = "%i|%F|%T|%r|%D|%M|%l|%S|%e|%N|%u"
-SACCT = "JobID,State,ExitCode,ElapsedRaw,NNodes,Start,End,TimelimitRaw,NodeList,User,ConsumedEnergyRaw"
+# The cells of a line and how each command calls them.
+SQUEUE = {
+    "job": "%i", "array": "%F", "state": "%T", "reason": "%r", "nodes": "%D", "used": "%M", "limit": "%l",
+    "start": "%S", "end": "%e", "node_list": "%N", "user": "%u",
+}  # fmt: skip
+SACCT = {
+    "job": "JobID", "state": "State", "code": "ExitCode", "used": "ElapsedRaw", "nodes": "NNodes", "start": "Start",
+    "end": "End", "limit": "TimelimitRaw", "node_list": "NodeList", "user": "User", "joules": "ConsumedEnergyRaw",
+}  # fmt: skip
 # Part of a SLURM message -> what to do about it.
 HINTS = (
     (
@@ -62,8 +70,6 @@ def slurm_available() -> bool:
 
 
 class SlurmScheduler:
-    """The scheduler of this site, by its own commands."""
-
     name = "slurm"
 
     def __init__(self, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
@@ -88,8 +94,9 @@ class SlurmScheduler:
         asked = [*missing, *no_code]
         if asked and shutil.which("sacct"):
             with contextlib.suppress(LaunchError):  # accounting is off here
-                records = self.call(["sacct", "-n", "-P", "-X", "-j", ",".join(asked), "-o", SACCT])
-                states |= {j: s for j, s in read_sacct(records, asked).items() if j in missing or s.over}
+                lines = self.call(["sacct", "-n", "-P", "-X", "-j", ",".join(asked), "-o", ",".join(SACCT.values())])
+                ended = read_states(lines, asked, "sacct")
+                states |= {job: state for job, state in ended.items() if job in missing or state.over}
         for job in (job for job in no_code if states[job].exit_code is None):
             with contextlib.suppress(LaunchError):  # scontrol forgets a job some minutes after its end
                 codes = re.findall(r"\bExitCode=(\d+):", self.call(["scontrol", "show", "job", job]))
@@ -98,7 +105,8 @@ class SlurmScheduler:
 
     def _squeue(self, jobs: Sequence[str]) -> dict[str, JobState]:
         try:
-            return read_squeue(self.call(["squeue", "-h", "-t", "all", "-r", "-j", ",".join(jobs), "-o", SQUEUE]), jobs)
+            argv = ["squeue", "-h", "-t", "all", "-r", "-j", ",".join(jobs), "-o", "|".join(SQUEUE.values())]
+            return read_states(self.call(argv), jobs, "squeue")
         except LaunchError as error:
             if "Invalid job id" not in error.message:
                 raise
@@ -126,9 +134,10 @@ class SlurmScheduler:
                 f"there is no SLURM on this machine ({argv[0]} is not on the PATH)",
                 hint='log in to the cluster, or run here: --local, or cluster = "workstation" in the recipe',
             )
-        env = without_scheduler(os.environ)
         try:
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=self.timeout_seconds, env=env)
+            done = subprocess.run(
+                argv, capture_output=True, text=True, timeout=self.timeout_seconds, env=without_scheduler(os.environ)
+            )
         except subprocess.TimeoutExpired:
             raise LaunchError(
                 "launch.slurm-timeout",
@@ -158,57 +167,31 @@ def read_job_id(text: str) -> str:
     )
 
 
-def read_squeue(text: str, jobs: Sequence[str]) -> dict[str, JobState]:
-    """Lines in the format SQUEUE; the tasks of an array are joined under the array's id."""
-    rows: dict[str, list[JobState]] = {}
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.split("|")]
-        if len(cells) != SQUEUE.count("|") + 1:
+def read_states(text: str, jobs: Sequence[str], evidence: str) -> dict[str, JobState]:
+    """Lines of squeue or sacct, the newest run of a requeued job last; an array's tasks are joined under its id."""
+    columns, rows = SQUEUE if evidence == "squeue" else SACCT, dict[str, dict[str, JobState]]()
+    seconds, minutes = ("", "") if evidence == "squeue" else ("s", "m")  # sacct prints bare numbers
+    for cells in ([cell.strip() for cell in line.split("|")] for line in text.splitlines()):
+        if len(cells) != len(columns):
             continue
-        job, array, state, reason, nodes, used, limit, start, end, node_list, user = cells
-        one = JobState(
-            job=job,
-            state=state,
-            reason=None if reason in ("None", "") else reason,
-            nodes=_parse(int, nodes),
-            node_list=node_list or None,
-            elapsed_seconds=_parse(parse_seconds, used),
-            limit_seconds=_parse(parse_seconds, limit),
-            started_at=_parse(_timestamp, start),
-            ended_at=_parse(_timestamp, end) if state in ENDED else None,
-            user=user or None,
-            evidence="squeue",
+        row = defaultdict(str, zip(columns, cells, strict=True))
+        state = JobState(
+            job=row["job"],
+            state=row["state"].split()[0] if row["state"] else UNKNOWN,
+            reason=None if row["reason"] in ("None", "") else row["reason"],
+            nodes=_parse(int, row["nodes"]),
+            node_list=row["node_list"] or None,
+            elapsed_seconds=_parse(parse_seconds, row["used"] + seconds),
+            limit_seconds=_parse(parse_seconds, row["limit"] + minutes),
+            started_at=_parse(_timestamp, row["start"]),
+            ended_at=_parse(_timestamp, row["end"]) if evidence == "sacct" or row["state"] in ENDED else None,
+            exit_code=_parse(int, row["code"].split(":")[0]),
+            user=row["user"] or None,
+            evidence=evidence,
+            energy_joules=_parse(float, row["joules"]) or None,  # 0 and blank both mean that nothing was measured
         )
-        for key in {job, array} & set(jobs):
-            rows.setdefault(key, []).append(one)
-    return {job: join_tasks(job, states) for job, states in rows.items()}
-
-
-def read_sacct(text: str, jobs: Sequence[str]) -> dict[str, JobState]:
-    """Lines in the format SACCT, newest run of a requeued job last."""
-    rows: dict[str, dict[str, JobState]] = {}
-    for line in text.splitlines():
-        cells = line.split("|")
-        if len(cells) != SACCT.count(",") + 1:
-            continue
-        job, state, code, used, nodes, start, end, limit, node_list, user, joules = cells
-        minutes = _parse(int, limit)
-        one = JobState(
-            job=job,
-            state=state.split()[0] if state else "UNKNOWN",
-            nodes=_parse(int, nodes),
-            node_list=node_list or None,
-            elapsed_seconds=_parse(float, used),
-            limit_seconds=None if minutes is None else 60.0 * minutes,
-            started_at=_parse(_timestamp, start),
-            ended_at=_parse(_timestamp, end),
-            exit_code=_parse(int, code.split(":")[0]),
-            user=user or None,
-            evidence="sacct",
-            energy_joules=_parse(float, joules) or None,  # 0 and blank both mean that nothing was measured
-        )
-        for key in {job, job.split("_")[0]} & set(jobs):
-            rows.setdefault(key, {})[job] = one
+        for key in {state.job, row["array"] or state.job.split("_")[0]} & set(jobs):
+            rows.setdefault(key, {})[state.job] = state
     return {job: join_tasks(job, list(states.values())) for job, states in rows.items()}
 
 
@@ -219,7 +202,6 @@ def join_tasks(job: str, states: Sequence[JobState]) -> JobState:
     order = [*RUNNING, "PENDING", "CONFIGURING", *(s for s in ENDED if s != "COMPLETED"), "COMPLETED"]
     worst = min(states, key=lambda s: order.index(s.state) if s.state in order else 0)
     completed = sum(s.state == "COMPLETED" for s in states)
-    ended_at = max((s.ended_at for s in states if s.ended_at), default=None)
     return JobState(
         job=job,
         state=worst.state,
@@ -228,7 +210,7 @@ def join_tasks(job: str, states: Sequence[JobState]) -> JobState:
         elapsed_seconds=sum(s.elapsed_seconds or 0.0 for s in states),
         limit_seconds=worst.limit_seconds,
         started_at=min((s.started_at for s in states if s.started_at), default=None),
-        ended_at=ended_at if all(s.over for s in states) else None,
+        ended_at=max((s.ended_at for s in states if s.ended_at), default=None) if worst.over else None,
         exit_code=max((s.exit_code for s in states if s.exit_code is not None), default=None),
         user=worst.user,
         evidence=worst.evidence,

@@ -6,6 +6,7 @@ starts/<job>.<restart>.json."""
 
 import contextlib
 import importlib.metadata
+import itertools
 import os
 import time
 from dataclasses import asdict, replace
@@ -31,11 +32,10 @@ def device_type() -> str:
     torch."""
     if os.environ.get("WINDLASS_DEVICE") == "cpu":
         return "cpu"
-    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         if importlib.metadata.version("torch").endswith("+cpu"):
             return "cpu"
-    return "cuda" if has_gpu else "cpu"
+    return "cuda" if any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists() else "cpu"
 
 
 def local_cluster(recipe: Recipe, devices_per_node: int) -> Cluster:
@@ -95,23 +95,20 @@ def bind_start(
     searched again and one of the recipe is refused with the nearest valid values. Global batch and data order never
     change."""
     recipe, device = run.recipe(), device or device_type()
-    model = model_spec(recipe.model)
-    size = job_size(recipe, devices, devices_per_node)
+    model, size = model_spec(recipe.model), job_size(recipe, devices, devices_per_node)
     layout = complete_layout(recipe.layout or LayoutConfig(), size)
     recompute: str = recipe.train.recompute
-    planned = run.layout_from() == "planner"
-    if not planned:
+    if run.layout_from() != "planner":
         try:
             check_layout(model, layout, size, recipe.train.engine)
         except ConfigError as error:
-            valid = valid_sizes(recipe, model, devices, devices_per_node)
-            hint = f"this layout is valid on {' or '.join(map(str, valid))} devices" if valid else ""
+            valid = " or ".join(map(str, valid_sizes(recipe, model, devices, devices_per_node)))
+            hint = f"this layout is valid on {valid} devices" if valid else ""
             raise ConfigError(error.code, error.message, hint="; ".join(filter(None, (error.hint, hint)))) from None
     elif recipe.layout is None or violations(model, layout, size, recipe.train.engine):
         cluster = local_cluster(recipe, devices_per_node)
         best = plan(recipe.model_copy(update={"layout": None}), cluster, nodes=devices // devices_per_node).best
-        layout, recompute = best.layout, best.recompute
-        reason = f"{best.candidate.describe()} ({best.reason})"
+        layout, recompute, reason = best.layout, best.recompute, f"{best.candidate.describe()} ({best.reason})"
     start = Start(
         job=job or f"local-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
         restart=restart,
@@ -122,7 +119,18 @@ def bind_start(
         devices_per_node=devices_per_node,
         reason=reason,
     )
-    _record_change(run, start)
+    # A layout that follows another number of devices is an event; one that the recipe changed was recorded with it.
+    before = last_start(run)
+    if before is not None:
+        old_devices, old_per_node, old_layout = before.devices, before.devices_per_node, asdict(before.layout)
+    else:  # a run folder of version 0.1 has only the events of its processes
+        last = [ProcessStart(), *run.events(ProcessStart)][-1]
+        old_devices, old_per_node, old_layout = last.world_size or devices, devices_per_node, last.layout or {}
+    if (old_devices, old_per_node) != (devices, devices_per_node):
+        change = f"{old_devices} -> {devices} devices"
+        if old_devices == devices:
+            change = f"{old_per_node} -> {devices_per_node} devices per node"
+        run.record(LayoutChanged(old=old_layout, new=asdict(layout), reason=change))
     write_start(run, start)
     return start
 
@@ -139,21 +147,5 @@ def valid_sizes(recipe: Recipe, model: ModelSpec, devices: int, devices_per_node
         return not violations(model, layout, size, recipe.train.engine)
 
     step = devices_per_node if devices > devices_per_node else 1
-    smaller = next((count for count in range(devices - step, 0, -step) if valid(count)), None)
-    larger = next((count for count in range(devices + step, 4 * devices + 1, step) if valid(count)), None)
-    return [count for count in (smaller, larger) if count is not None]
-
-
-def _record_change(run: Run, start: Start) -> None:
-    """A layout that follows another number of devices is an event; one that the recipe changed was recorded with it."""
-    before = last_start(run)
-    if before is not None:
-        devices, per_node, old = before.devices, before.devices_per_node, asdict(before.layout)
-    else:  # a run folder of version 0.1 has only the events of its processes
-        last = [ProcessStart(), *run.events(ProcessStart)][-1]
-        devices, per_node, old = last.world_size or start.devices, start.devices_per_node, last.layout or {}
-    if (devices, per_node) != (start.devices, start.devices_per_node):
-        reason = f"{devices} -> {start.devices} devices"
-        if devices == start.devices:
-            reason = f"{per_node} -> {start.devices_per_node} devices per node"
-        run.record(LayoutChanged(old=old, new=asdict(start.layout), reason=reason))
+    ranges = range(devices - step, 0, -step), range(devices + step, 4 * devices + 1, step)
+    return [count for counts in ranges for count in itertools.islice(filter(valid, counts), 1)]

@@ -1,33 +1,53 @@
 """From a recipe to jobs in a queue: run folder, script, checks, submission. Every choice is kept with its reason."""
 
+import contextlib
 import math
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from windlass.clusters import Cluster, load_cluster
-from windlass.config import Loaded, Recipe
-from windlass.errors import LaunchError
+from windlass.clusters.probe import host_names, matches_hosts
+from windlass.config import LayoutConfig, Loaded, Recipe
+from windlass.errors import LaunchError, PlanError, WindlassError
 from windlass.files import append_line, write_atomic
 from windlass.launch import checks
 from windlass.launch.checks import Finding
-from windlass.launch.executor import Executor
+from windlass.launch.executor import Executor, LocalExecutor
 from windlass.launch.job import BatchJob, train_job
 from windlass.launch.ledger import active_entries, committed_node_hours, entries, runs_below
-from windlass.launch.local import LocalExecutor
-from windlass.launch.planned import Planned, planned
 from windlass.launch.script import render, render_local
 from windlass.launch.slurm import SlurmScheduler, slurm_available
 from windlass.launch.start import resolve_recipe
+from windlass.models.presets import model_spec
+from windlass.planner.search import Plan, plan
 from windlass.runs import Run, create_run
 from windlass.runs.events import Saved
 from windlass.runs.lock import holder
+
+# Bytes per parameter on disk by the precision of AdamW's moments: fp32 master weights and two moments.
+CHECKPOINT_BYTES = {"fp32": 12, "bf16": 8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """The planner's answer, as far as launching needs it; None where it had none."""
+
+    layout: LayoutConfig | None
+    reason: str = ""
+    findings: tuple[Finding, ...] = ()
+    run_seconds: float | None = None
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    memory_share: float | None = None
+    kwh: float | None = None
+    steps: int | None = None
+    checkpoint_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +64,6 @@ class JobCost:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedLaunch:
-    """Everything that submission needs, before anything is written or submitted."""
-
     loaded: Loaded
     cluster: Cluster
     run_dir: Path
@@ -62,7 +80,6 @@ class PreparedLaunch:
 
 
 def executors(run: Run) -> dict[str, Executor]:
-    """Those that can be asked on this machine."""
     local: dict[str, Executor] = {"local": LocalExecutor(run.path)}
     return {**local, "slurm": SlurmScheduler()} if slurm_available() else local
 
@@ -79,7 +96,7 @@ def prepare(
     """Plan, render and check; changes nothing on disk."""
     recipe, cluster, run = loaded.recipe, load_cluster(loaded.recipe.cluster), Run(run_dir)
     local = local or cluster.slurm is None
-    plan = planned(recipe, cluster)
+    expected = planned(recipe, cluster)
     ranks = f"{recipe.nodes} nodes x {cluster.node.devices} devices = {recipe.nodes * cluster.node.devices} ranks"
     job = train_job(
         recipe,
@@ -87,29 +104,26 @@ def prepare(
         run_dir.absolute(),
         workdir=Path.cwd(),
         active_venv=active_venv(),
-        save_seconds=longest_save(run),
+        save_seconds=max((e.write_seconds for e in run.events(Saved) if e.write_seconds is not None), default=None),
         step_seconds=run.last_metrics().step_seconds,
         about=[
-            *([f"layout: {plan.reason}"] if plan.reason else []),
+            *([f"layout: {expected.reason}"] if expected.reason else []),
             "on this machine, without a scheduler" if local else ranks,
         ],
     )
     if local:
         seconds, count = recipe.launch.time or math.inf, devices or cluster.node.devices
         job = replace(job, devices_per_node=count, nodes=1, seconds=seconds, staging=None, energy_flags=())
-    findings = [*plan.findings, *([] if local else checks.check_request(job, cluster))]
-    if local or (slurm_available() and (at_site(cluster) or not dry_run)):
-        site = checks.check_site(job, recipe, cluster, checkpoint_bytes=plan.checkpoint_bytes, steps=plan.steps)
+    findings = [*expected.findings, *([] if local else checks.check_request(job, cluster))]
+    # Without patterns in the cluster file any machine with SLURM may be the cluster.
+    trusted = not dry_run or not cluster.hostname_patterns
+    if local or (slurm_available() and (trusted or matches_hosts(cluster, host_names()))):
+        site = checks.check_site(job, recipe, cluster, expected.checkpoint_bytes, expected.steps)
         findings += [finding for finding in site if expect_store or finding.rule != "store"]
     else:
-        findings.append(
-            Finding(
-                "site",
-                "note",
-                f"this machine is not {cluster.title}: disks, image, token store and queue were not checked",
-            )
-        )
-    cost = forecast_cost(job, cluster, plan)
+        not_here = f"this machine is not {cluster.title}: disks, image, token store and queue were not checked"
+        findings.append(Finding("site", "note", not_here))
+    cost = forecast_cost(job, cluster, expected)
     if not local:
         budget, used = recipe.launch.budget_node_hours, 0.0
         if budget is not None:
@@ -122,46 +136,67 @@ def prepare(
         run_dir=run_dir,
         job=job,
         script=render_local(job, cluster) if local else render(job, cluster),
-        plan=plan,
+        plan=expected,
         cost=cost,
         findings=tuple(findings),
         local=local,
     )
 
 
-def at_site(cluster: Cluster) -> bool:
-    """Is this host one of the cluster's? Without patterns in the cluster file, any machine with SLURM is."""
-    hosts, patterns = (socket.getfqdn(), socket.gethostname()), cluster.hostname_patterns
-    return not patterns or any(fnmatch(host, pattern) for pattern in patterns for host in hosts)
+def planned(recipe: Recipe, cluster: Cluster) -> Planned:
+    """Plan the recipe's own layout, or the best one. Never raises: what cannot be planned is a finding."""
+    steps, data, size = recipe.train.steps, recipe.data, None
+    with contextlib.suppress(WindlassError):  # a model whose config cannot be read here
+        size = model_spec(recipe.model).params.stored * CHECKPOINT_BYTES[recipe.optim.moments]
+    if steps is None and data.tokens and data.batch_tokens:
+        steps = data.tokens // data.batch_tokens
+    chosen: Plan | None = None
+    try:
+        plans = plan(recipe, cluster)
+        chosen = plans.best if recipe.layout is None else next((p for p in plans.plans if p.from_recipe), None)
+        reason = next((r.reason for r in plans.rejected if r.from_recipe), "it is not valid here")
+        hint = f"the planner would choose {plans.plans[0].candidate.describe()}" if plans.plans else None
+        finding = Finding("fit", "refuse", f"the recipe's layout does not fit: {reason}", hint, "windlass plan")
+    except WindlassError as error:
+        finding = Finding("fit", "note", f"not planned: {error.message}", error.hint)
+        if isinstance(error, PlanError) or error.code.startswith("layout."):
+            finding = Finding("fit", "refuse", error.message, error.hint, "windlass plan")
+    if chosen is None:
+        return Planned(layout=recipe.layout, findings=(finding,), steps=steps, checkpoint_bytes=size)
+    reason = chosen.reason if recipe.layout is not None else f"{chosen.candidate.describe()} ({chosen.reason})"
+    return Planned(
+        layout=chosen.layout.config(),
+        reason=reason,
+        findings=(Finding("fit", "ok", reason),),
+        run_seconds=chosen.days * 86400,
+        step_seconds=chosen.step.seconds,
+        tokens_per_second=chosen.batch_tokens / chosen.step.seconds,
+        mfu=chosen.step.mfu,
+        memory_share=chosen.memory_share,
+        kwh=chosen.energy.kwh,
+        steps=round(chosen.tokens / chosen.batch_tokens),
+        checkpoint_bytes=size,
+    )
 
 
 def active_venv() -> str | None:
-    """The virtual environment that this process runs in."""
     return sys.prefix if sys.prefix != sys.base_prefix else None
 
 
-def longest_save(run: Run) -> float | None:
-    """Seconds of the longest save of this run, from its events; None before the first."""
-    times = [event.write_seconds for event in run.events(Saved)]
-    return max((float(t) for t in times if isinstance(t, (int, float))), default=None)
-
-
-def forecast_cost(job: BatchJob, cluster: Cluster, plan: Planned) -> JobCost:
+def forecast_cost(job: BatchJob, cluster: Cluster, expected: Planned) -> JobCost:
     """At most: all jobs to their limit. Expected: the planner's run time, when there is one."""
-    hours = 0.0 if math.isinf(job.seconds) else job.nodes * job.links * job.seconds / 3600
-    rate = cluster.billing.per_node_hour
-    expected, links = None, None
-    if plan.run_seconds is not None:
-        expected = job.nodes * plan.run_seconds / 3600
-        usable_seconds = max(60.0, job.seconds - job.lead_seconds)
-        links = 1 if math.isinf(job.seconds) else math.ceil(plan.run_seconds / usable_seconds)
+    unlimited, seconds, rate = math.isinf(job.seconds), expected.run_seconds, cluster.billing.per_node_hour
+    hours = 0.0 if unlimited else job.nodes * job.links * job.seconds / 3600
+    links = None
+    if seconds is not None:
+        links = 1 if unlimited else math.ceil(seconds / max(60.0, job.seconds - job.lead_seconds))
     return JobCost(
         node_hours=hours,
         units=None if rate is None else hours * rate,
         unit=cluster.billing.unit,
-        expected_node_hours=expected,
+        expected_node_hours=None if seconds is None else job.nodes * seconds / 3600,
         expected_links=links,
-        expected_kwh=plan.kwh,
+        expected_kwh=expected.kwh,
     )
 
 
@@ -172,14 +207,26 @@ def submit(
 
     Nothing is submitted when a check refuses, unless forced."""
     executor = executor or (LocalExecutor(prepared.run_dir) if prepared.local else SlurmScheduler())
-    refuse_active(Run(prepared.run_dir), executor)
+    run, job = Run(prepared.run_dir), prepared.job
+    # Two chains in one run folder would compete for its lock.
+    if active := active_entries(run, {executor.name: executor}, strict=True) if run.jobs_file.exists() else []:
+        raise LaunchError(
+            "launch.run-active",
+            f"{run.path} is already active: {', '.join(f'{e.job} {e.state.state.lower()}' for e in active)}",
+            hint=f"`windlass jobs {run.name}` shows them, `windlass cancel {run.name}` ends them",
+        )
+    if (owner := holder(run.lock_file)) is not None:
+        where = f"host {owner.get('host', 'unknown')}, pid {owner.get('pid', 'unknown')}"
+        raise LaunchError(
+            "launch.run-locked",
+            f"{run.path} is being written by another process ({where})",
+            hint="wait for it, or choose another folder with --run",
+        )
     checks.refuse(prepared.findings, force=force)
     if after is not None:
         check_known(executor, after)
-    loaded, layout_from, _ = resolve_recipe(
-        prepared.loaded, Run(prepared.run_dir), prepared.cluster, prepared.recipe.nodes
-    )
-    run, job = create_run(prepared.run_dir, loaded, layout_from=layout_from), prepared.job
+    loaded, layout_from, _ = resolve_recipe(prepared.loaded, run, prepared.cluster, prepared.recipe.nodes)
+    run = create_run(prepared.run_dir, loaded, layout_from=layout_from)
     script = Path(job.job_file)
     write_atomic(script, prepared.script)
     if isinstance(executor, SlurmScheduler) and not force:
@@ -211,13 +258,12 @@ def submit_job(
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     write_atomic(script, render(job, cluster))
     job_id = executor.submit(script, run_dir=folder, after=after)
-    record = submission_record(job, cluster, executor.name, job_id)
-    append_line(jobs_file or folder / "jobs.jsonl", {**record, "array": job.array, "after": after})
+    record = {**submission_record(job, cluster, executor.name, job_id), "array": job.array, "after": after}
+    append_line(jobs_file or folder / "jobs.jsonl", record)
     return job_id
 
 
 def submission_record(job: BatchJob, cluster: Cluster, executor: str, job_id: str) -> dict[str, Any]:
-    """The `submitted` line of jobs.jsonl."""
     return {
         "record": "submitted",
         "time": time.time(),
@@ -238,25 +284,6 @@ def submission_record(job: BatchJob, cluster: Cluster, executor: str, job_id: st
         "units_per_node_hour": cluster.billing.per_node_hour,
         "user": os.environ.get("USER"),
     }
-
-
-def refuse_active(run: Run, executor: Executor) -> None:
-    """Two chains in one run folder would compete for its lock."""
-    active = active_entries(run, {executor.name: executor}, strict=True) if run.jobs_file.exists() else []
-    if active:
-        raise LaunchError(
-            "launch.run-active",
-            f"{run.path} is already active: {', '.join(f'{e.job} {e.state.state.lower()}' for e in active)}",
-            hint=f"`windlass jobs {run.name}` shows them, `windlass cancel {run.name}` ends them",
-        )
-    owner = holder(run.lock_file)
-    if owner is not None:
-        where = f"host {owner.get('host', 'unknown')}, pid {owner.get('pid', 'unknown')}"
-        raise LaunchError(
-            "launch.run-locked",
-            f"{run.path} is being written by another process ({where})",
-            hint="wait for it, or choose another folder with --run",
-        )
 
 
 def check_known(executor: Executor, job: str) -> None:

@@ -21,7 +21,7 @@ from windlass.files import write_json
 from windlass.launch.executor import JobState
 from windlass.launch.sweep.execute import choose_points, run_points
 from windlass.launch.sweep.expect import expect_all, oom_chance
-from windlass.launch.sweep.folder import SweepRun, open_sweep_folder
+from windlass.launch.sweep.folder import SweepRun, open_sweep_folder, to_toml
 from windlass.launch.sweep.outcome import classify, parse_only
 from windlass.launch.sweep.pack import make_packs
 from windlass.launch.sweep.points import make_points
@@ -33,7 +33,6 @@ from windlass.launch.sweep.results import (
     write_pick,
     write_tables,
 )
-from windlass.launch.sweep.toml import to_toml
 from windlass.runs.events import FaultEvent
 from windlass.runs.folder import Run
 

@@ -9,10 +9,10 @@ import re
 import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+from windlass.clusters.load import overlay
 from windlass.config import validate
 from windlass.config.sweep import LoadedSweep, SweepConfig, find_problems
 from windlass.errors import ConfigError, RunError
@@ -22,6 +22,16 @@ from windlass.launch.sweep.points import SweepPoint
 # `${a.b[0]}`; a backslash before it leaves it to the shell.
 EXPRESSION = re.compile(r"(?<!\\)\$\{\s*(.*?)\s*\}")
 DEFAULT_FILE = "params.yaml"
+# Types of plain values in YAML 1.2: the tag, what they look like, and with what they begin.
+EXPONENT = r"[eE][-+]?[0-9]+"
+FLOAT = rf"[0-9][0-9_]*\.[0-9_]*(?:{EXPONENT})?|[0-9][0-9_]*{EXPONENT}|\.[0-9_]+(?:{EXPONENT})?|\.(?:inf|Inf|INF)"
+YAML_TYPES = (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?(?:0b[01_]+|0o[0-7_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*)", "-+0123456789"),
+    ("float", rf"[-+]?(?:{FLOAT})|\.(?:nan|NaN|NAN)", "-+0123456789."),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("merge", r"<<", "<"),
+)
 
 
 def write_dvc(loaded: LoadedSweep, points: Sequence[SweepPoint], path: Path) -> None:
@@ -59,9 +69,8 @@ def read_dvc(path: Path, stage: str | None = None) -> LoadedSweep:
             "sweep.dvc-invalid", f"{path} is not valid YAML: {error}", hint="`dvc stage list` shows what is wrong"
         ) from None
     tables = value if isinstance(value, Mapping) else {}
-    listed = tables.get("stages")
-    rows = listed.items() if isinstance(listed, Mapping) else ()
-    stages = {str(n): s for n, s in rows if isinstance(s, Mapping) and "matrix" in s and "cmd" in s}
+    listed = tables["stages"] if isinstance(tables.get("stages"), Mapping) else {}
+    stages = {str(n): s for n, s in listed.items() if isinstance(s, Mapping) and "matrix" in s and "cmd" in s}
     name = stage or (next(iter(stages)) if len(stages) == 1 else None)
     if name not in stages:
         fault = f"has no matrix stage {stage}" if stage else f"has {len(stages) or 'no'} matrix stages"
@@ -89,9 +98,9 @@ def _stage_as_sweep(name: str, stage: Mapping[str, Any], values: Mapping[str, An
     lines = stage["cmd"] if isinstance(stage["cmd"], list) else str(stage["cmd"]).splitlines()
     # DVC starts each line in a shell of its own, one after another, as long as all succeed.
     calls = [_as_template(str(line), matrix, origin) for line in lines if str(line).strip()]
+    calls = calls if len(calls) == 1 else [f"(\n{call}\n)" for call in calls]
     start = os.path.normpath(_as_template(str(folder), matrix, origin))
-    enter = [] if start == "." else [f"cd {shlex.quote(start)}"]
-    shell = " && ".join([*enter, *(calls if len(calls) == 1 else [f"(\n{call}\n)" for call in calls])])
+    shell = " && ".join(calls if start == "." else [f"cd {shlex.quote(start)}", *calls])
     # The first metrics file is where a stage leaves its numbers.
     first = next(iter(stage.get("metrics") or []), None)
     results = next(iter(first)) if isinstance(first, Mapping) else first
@@ -119,60 +128,56 @@ def _is_divided(value: Any) -> bool:
 
 
 def _axis(key: str, values: Sequence[Any]) -> list[Any]:
-    """Plain values stay; where one is a list or a table, each becomes a table with its parts and DVC's name of it."""
+    """Plain values stay; where one is a list or a table, each becomes a table with its parts and DVC's name of it.
+
+    The table's name is its own `name`, else its few plain parts, else as DVC counts it: `shape0`.
+    """
     if not any(map(_is_divided, values)):
         return list({as_text(value): value for value in values}.values())  # a value twice is one point to DVC
-    return [_axis_table(key, value, index) for index, value in enumerate(values)]
+    rows = []
+    for index, value in enumerate(values):
+        table = value if isinstance(value, Mapping) else {}
+        counted = f"{key}{index}" if _is_divided(value) else as_text(value)
+        is_short = 0 < len(table) <= 3 and not any(map(_is_divided, table.values()))
+        name = ", ".join(f"{k} {as_text(v)}" for k, v in table.items()) if is_short else counted
+        name = table["name"] if isinstance(table.get("name"), str) else name
+        # How many nodes and devices a point takes, whatever the axis is called: a job needs to know.
+        place = {k: table[k] for k in ("nodes", "devices") if isinstance(table.get(k), int)}
+        rows.append({**place, **_parts(value, key), key: as_text(value), f"{key}_key": counted, "name": name})
+    return rows
 
 
-def _axis_table(key: str, value: Any, index: int) -> dict[str, Any]:
-    """Its name is its own `name`, else its few plain parts, else as DVC counts it: `shape0`."""
-    table = value if isinstance(value, Mapping) else {}
-    counted = f"{key}{index}" if _is_divided(value) else as_text(value)
-    described = ", ".join(f"{k} {as_text(v)}" for k, v in table.items())
-    name = described if 0 < len(table) <= 3 and not any(map(_is_divided, table.values())) else counted
-    # How many nodes and devices a point takes, whatever the axis is called: a job needs to know.
-    place = {k: table[k] for k in ("nodes", "devices") if isinstance(table.get(k), int)}
-    own_name = table["name"] if isinstance(table.get("name"), str) else name
-    return {**place, **dict(_parts(value, key)), key: as_text(value), f"{key}_key": counted, "name": own_name}
-
-
-def _parts(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+def _parts(value: Any, prefix: str) -> dict[str, str]:
     """`shape_nodes` for `${item.shape.nodes}`."""
-    pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in pairs:
-        yield f"{prefix}_{key}", as_text(item)
-        yield from _parts(item, f"{prefix}_{key}")
+    parts: dict[str, str] = {}
+    for key, item in (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    ):
+        parts |= {f"{prefix}_{key}": as_text(item), **_parts(item, f"{prefix}_{key}")}
+    return parts
 
 
 def _as_template(text: str, matrix: Mapping[str, Sequence[Any]], origin: str) -> str:
     """`${item.shape.nodes}` -> `{shape_nodes}`, `${key}` -> DVC's name of the point; other braces are doubled."""
-    parts, last = [], 0
-    for match in EXPRESSION.finditer(text):
-        parts += [_double_braces(text[last : match.start()]), _placeholder(match[1], matrix, origin)]
-        last = match.end()
-    return "".join([*parts, _double_braces(text[last:])])
-
-
-def _placeholder(expression: str, matrix: Mapping[str, Sequence[Any]], origin: str) -> str:
-    path = split_path(expression)
-    if path == ["key"]:
-        return "-".join(
-            f"{{{key}_key}}" if any(map(_is_divided, axis)) else f"{{{key}}}" for key, axis in matrix.items()
-        )
-    if len(path) < 2 or not belongs_to_point(expression):
-        raise ConfigError(
-            "sweep.dvc-value-missing",
-            f"{origin}: ${{{expression}}} is not a value",
-            hint="${item.AXIS} is one, or ${key}",
-        )
-    for value in look_up(path[1], matrix, origin):
-        look_up(".".join(path[1:]), {path[1]: value}, origin)
-    return "{" + "_".join(path[1:]) + "}"
-
-
-def _double_braces(text: str) -> str:
-    return text.replace("\\${", "${").replace("{", "{{").replace("}", "}}")
+    parts = EXPRESSION.split(text)
+    for index, part in enumerate(parts):
+        path = split_path(part)
+        if index % 2 == 0:  # between two expressions
+            parts[index] = part.replace("\\${", "${").replace("{", "{{").replace("}", "}}")
+        elif path == ["key"]:
+            names = (f"{key}_key" if any(map(_is_divided, axis)) else key for key, axis in matrix.items())
+            parts[index] = "-".join(f"{{{name}}}" for name in names)
+        elif len(path) < 2 or path[0] != "item":
+            raise ConfigError(
+                "sweep.dvc-value-missing",
+                f"{origin}: ${{{part}}} is not a value",
+                hint="${item.AXIS} is one, or ${key}",
+            )
+        else:
+            for value in look_up(path[1], matrix, origin):
+                look_up(".".join(path[1:]), {path[1]: value}, origin)
+            parts[index] = "{" + "_".join(path[1:]) + "}"
+    return "".join(parts)
 
 
 # -- values of expressions -------------------------------------------------------------------------------------------
@@ -186,18 +191,20 @@ def load_values(listed: Any, folder: Path, *, default: bool) -> dict[str, Any]:
         parts = [DEFAULT_FILE, *parts]
     values: dict[str, Any] = {}
     for part in parts:
-        table = part
-        if not isinstance(part, Mapping):  # `params.yaml`, or `params.yaml:train,data` for some of its tables
-            name, _, keys = str(part).partition(":")
-            table = _read_file(folder / name)
-            table = {key: table[key] for key in keys.split(",") if key in table} if keys else table
-        values = _merge(values, table)
+        # A table, `params.yaml`, or `params.yaml:train,data` for some of its tables.
+        name, _, keys = ("", "", "") if isinstance(part, Mapping) else str(part).partition(":")
+        table = part if isinstance(part, Mapping) else _read_file(folder / name)
+        values = overlay(values, {key: table[key] for key in keys.split(",") if key in table} if keys else table)
     return values
 
 
 def _read_file(path: Path) -> Mapping[str, Any]:
-    parsers: dict[str, Callable[[str], Any]]
-    parsers = {".yaml": read_yaml, ".yml": read_yaml, ".json": json.loads, ".toml": tomllib.loads}
+    parsers: dict[str, Callable[[str], Any]] = {
+        ".yaml": read_yaml,
+        ".yml": read_yaml,
+        ".json": json.loads,
+        ".toml": tomllib.loads,
+    }
     if path.suffix not in parsers:
         raise ConfigError(
             "sweep.dvc-values-format",
@@ -217,11 +224,6 @@ def _read_file(path: Path) -> Mapping[str, Any]:
             "sweep.dvc-values-invalid", f"{path} is not valid: {error}", hint="it is read for the values of a dvc.yaml"
         ) from None
     return value if isinstance(value, Mapping) else {}
-
-
-def _merge(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    shared = [k for k, v in other.items() if isinstance(v, Mapping) and isinstance(one.get(k), Mapping)]
-    return {**one, **other, **{key: _merge(one[key], other[key]) for key in shared}}
 
 
 def fill(value: Any, values: Mapping[str, Any], origin: str) -> Any:
@@ -291,27 +293,15 @@ def yaml_module() -> Any:
 
 def read_yaml(text: str) -> Any:
     """By the rules of YAML 1.2, as DVC reads: `no` is a string (and a language), `1e-3` a number, `010` ten."""
-    return yaml_module().load(text, Loader=_dvc_loader())
 
-
-@cache
-def _dvc_loader() -> type:
     class DvcLoader(yaml_module().SafeLoader):  # type: ignore[misc]
         yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
     def integer(loader: Any, node: Any) -> int:
-        text = str(node.value).replace("_", "")
-        return int(text, 0) if re.match(r"[-+]?0[bxo]", text) else int(text)
+        digits = str(node.value).replace("_", "")
+        return int(digits, 0) if re.match(r"[-+]?0[bxo]", digits) else int(digits)
 
-    exponent = r"[eE][-+]?[0-9]+"
-    numbers = rf"[0-9][0-9_]*\.[0-9_]*(?:{exponent})?|[0-9][0-9_]*{exponent}|\.[0-9_]+(?:{exponent})?|\.(?:inf|Inf|INF)"
-    for tag, pattern, first in (
-        ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-        ("int", r"[-+]?(?:0b[01_]+|0o[0-7_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*)", "-+0123456789"),
-        ("float", rf"[-+]?(?:{numbers})|\.(?:nan|NaN|NAN)", "-+0123456789."),
-        ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-        ("merge", r"<<", "<"),
-    ):
+    for tag, pattern, first in YAML_TYPES:
         DvcLoader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^(?:{pattern})$"), list(first))
     DvcLoader.add_constructor("tag:yaml.org,2002:int", integer)
-    return DvcLoader
+    return yaml_module().load(text, Loader=DvcLoader)

@@ -109,7 +109,7 @@ def run_point(
     sweep_run: SweepRun, point: SweepPoint, *, everything: bool = False, launcher: StepLauncher | None = None
 ) -> PointOutcome:
     """Run one point, unless the planner says that it is invalid or would not fit, and record its outcome."""
-    expected, folder = sweep_run.expectation(point), sweep_run.folder
+    expected, folder = sweep_run.expectations[point.name], sweep_run.folder
     seconds = None
     if expected.verdict == "illegal" or (expected.skip and not everything):
         outcome = PointOutcome(
@@ -120,9 +120,8 @@ def run_point(
         run, log = folder.point(point.name), folder.log(point.name)
         log.parent.mkdir(parents=True, exist_ok=True)
         folder.begin(point.name, job_id())
-        results = None
-        if point.recipe is None and sweep_run.sweep.results is not None:
-            results = point.results_file(run.path, sweep_run.sweep.results)
+        named = sweep_run.sweep.results if point.recipe is None else None
+        results = point.results_file(run.path, named) if named is not None else None
         stamp, started_at, kills = _stamp(results), time.time(), oom_kills() or 0
         try:
             command = command_of(sweep_run, point, launcher)
@@ -134,22 +133,21 @@ def run_point(
             code, timed_out = _execute(command, log, point)
         kills = (oom_kills() or 0) - kills
         outcome = classify(run, code, log=log, timed_out=timed_out, since=started_at, oom_kills=kills)
-        if outcome.outcome == "ok" and results is not None and (fault := _results_fault(results, stamp)):
-            outcome = PointOutcome(outcome="error", evidence="results", detail=fault, file=str(results), exit_code=0)
+        if outcome.outcome == "ok" and results is not None:
+            fault = ""
+            if stamp is not None and _stamp(results) == stamp:  # numbers of an earlier run are not its own
+                fault = f"the results file {results} existed before, and the command did not write it"
+            try:
+                read_results(results)
+            except ConfigError as error:
+                fault = error.message
+            if fault:
+                outcome = PointOutcome(
+                    outcome="error", evidence="results", detail=fault, file=str(results), exit_code=0
+                )
         seconds = time.time() - started_at
     folder.add_outcome({"point": point.name, "seconds": seconds, **asdict(outcome)})
     return outcome
-
-
-def _results_fault(results: Path, stamp: tuple[int, ...] | None) -> str | None:
-    """What is wrong with the numbers of a command that ended well; those of an earlier run are not its own."""
-    try:
-        read_results(results)
-    except ConfigError as error:
-        return error.message
-    if stamp is not None and _stamp(results) == stamp:
-        return f"the results file {results} existed before, and the command did not write it"
-    return None
 
 
 def _stamp(path: Path | None) -> tuple[int, ...] | None:
@@ -213,22 +211,18 @@ def _execute(command: Sequence[str], log: Path, point: SweepPoint) -> tuple[int,
             raise
 
 
-def end_leftovers(folder: Path) -> int:
+def end_leftovers(folder: Path) -> None:
     """Kill what still runs of a point after its sweep was killed: it would write into the new try."""
-    mark, count = f"{POINT_VARIABLE}={folder.absolute()}".encode(), 0
+    mark = f"{POINT_VARIABLE}={folder.absolute()}".encode()
     for entry in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # gone meanwhile, or of another user
             if mark in entry.read_bytes().split(b"\0"):
                 os.kill(int(entry.parent.name), signal.SIGKILL)
-                count += 1
-    return count
 
 
 def end_group(process: subprocess.Popen[bytes]) -> int:
-    """Ask a process and its children to end, then kill them."""
-    for number, seconds in ((signal.SIGTERM, END_SECONDS), (signal.SIGKILL, None)):
-        with contextlib.suppress(ProcessLookupError):
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(timeout=seconds)
+            return process.wait(timeout=END_SECONDS)
     return process.wait()

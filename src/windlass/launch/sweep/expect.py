@@ -1,7 +1,7 @@
 """The planner's expectation of each point: memory and the chance that it is too much, speed, energy, cost."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +9,7 @@ from windlass.clusters import Cluster, load_cluster
 from windlass.config import Recipe
 from windlass.config.sweep import SweepConfig
 from windlass.errors import ConfigError, PlanError, WindlassError
+from windlass.launch.ledger import sum_known
 from windlass.launch.sweep.points import SweepPoint
 from windlass.planner.candidates import candidate_of, problems
 from windlass.planner.search import Plan, estimate_plan, on_devices, search
@@ -49,8 +50,6 @@ class Expectation:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepTotal:
-    """The sum over the points that would run."""
-
     points: int
     run: int
     skipped: int
@@ -66,7 +65,6 @@ class SweepTotal:
 def expect_all(
     sweep: SweepConfig, points: Sequence[SweepPoint], cluster: str | None = None
 ) -> tuple[list[Expectation], SweepTotal]:
-    """The planner's expectation of every point, and what all of them cost together."""
     machines: dict[str, Cluster] = {cluster: load_cluster(cluster)} if cluster else {}
 
     def machine(recipe: Recipe) -> Cluster:
@@ -82,18 +80,12 @@ def expect_all(
         skipped=sum(e.skip for e in expected),
         illegal=sum(e.verdict == "illegal" for e in expected),
         unknown=sum(e.verdict == "unknown" for e in expected),
-        node_hours=_sum_known(e.node_hours for e in runs),
-        units=_sum_known(e.units for e in runs),
+        node_hours=sum_known(e.node_hours for e in runs),
+        units=sum_known(e.units for e in runs),
         unit=first.billing.unit if first else "",
-        kwh=_sum_known(e.kwh for e in runs),
-        seconds=_sum_known(e.seconds for e in runs),
+        kwh=sum_known(e.kwh for e in runs),
+        seconds=sum_known(e.seconds for e in runs),
     )
-
-
-def _sum_known(values: Iterable[float | None]) -> float | None:
-    """The sum without unknown values; None when all are unknown."""
-    numbers = [value for value in values if value is not None]
-    return sum(numbers) if numbers else None
 
 
 def expect(sweep: SweepConfig, point: SweepPoint, machine: Callable[[Recipe], Cluster]) -> Expectation:

@@ -1,9 +1,11 @@
 """The folder of a sweep: its paths, its points' outcomes, and the sweep that is being run. Points are run folders."""
 
 import itertools
+import json
+import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +16,6 @@ from windlass.errors import RunError
 from windlass.files import append_line, read_json, read_json_lines, write_atomic, write_json
 from windlass.launch.sweep.expect import Expectation
 from windlass.launch.sweep.points import SweepPoint
-from windlass.launch.sweep.toml import to_toml
 from windlass.runs.folder import Run
 
 
@@ -62,8 +63,11 @@ class SweepFolder:
 
     def outcomes(self) -> dict[str, dict[str, Any]]:
         """Point -> its newest outcome."""
-        lines = read_json_lines(self.outcomes_file)
-        return {line["point"]: line for line in lines if isinstance(line.get("point"), str) and line.get("outcome")}
+        return {
+            line["point"]: line
+            for line in read_json_lines(self.outcomes_file)
+            if isinstance(line.get("point"), str) and line.get("outcome")
+        }
 
     def tries(self) -> Counter[str]:
         """Point -> how many outcomes it has."""
@@ -89,22 +93,24 @@ class SweepFolder:
 
 def open_sweep_folder(path: Path, loaded: LoadedSweep, points: Sequence[SweepPoint]) -> SweepFolder:
     """A new folder for this sweep, or its own existing one; a folder of another sweep file is refused, untouched."""
-    folder, sweep = SweepFolder(path), loaded.sweep
-    names, old = [point.name for point in points], read_json(folder.record)
-    files = [p.name for p in path.iterdir()] if path.is_dir() else []
+    folder, sweep, names = SweepFolder(path), loaded.sweep, [point.name for point in points]
+    old = read_json(folder.record)
     # A sweep that was killed while it wrote its first file leaves a temporary file of that name.
-    if old is None and any(not (n.startswith(".sweep.json.") and n.endswith(".tmp")) for n in files):
+    if old is None and path.is_dir() and any(not p.match(".sweep.json.*.tmp") for p in path.iterdir()):
         raise RunError(
             "sweep.folder-not-empty",
             f"{path} holds other files and is not a sweep folder (no sweep.json)",
             hint="choose an empty or new folder with --run",
         )
     if old is not None and old.get("hash") != loaded.hash:
-        count = old.get("points")
+        count, before, now = old.get("points"), set(old.get("names") or ()), set(names)
+        groups = ((sorted(before - now), "gone"), (sorted(now - before), "new"))
+        changes = "; ".join(f"{len(names)} {kind}, for example {names[0]}" for names, kind in groups if names)
+        difference = changes or "the points have the same names, but the base recipe or command differs"
         was = f"its file was {old.get('file')}, {count} point{'s' * (count != 1)}"
         raise RunError(
             "sweep.folder-of-other-sweep",
-            f"{path} belongs to another sweep: {was} ({_difference(set(old.get('names') or ()), set(names))})",
+            f"{path} belongs to another sweep: {was} ({difference})",
             hint="choose another folder with --run, or give the changed sweep a new `name`",
         )
     path.mkdir(parents=True, exist_ok=True)
@@ -128,17 +134,42 @@ def open_sweep_folder(path: Path, loaded: LoadedSweep, points: Sequence[SweepPoi
     return folder
 
 
-def _difference(old: set[str], new: set[str]) -> str:
-    if old == new:
-        return "the points have the same names, but the base recipe or command differs"
-    groups = ((sorted(old - new), "gone"), (sorted(new - old), "new"))
-    return "; ".join(f"{len(names)} {kind}, for example {names[0]}" for names, kind in groups if names)
+def to_toml(raw: Mapping[str, Any], comment: str = "") -> str:
+    """Nested tables as text that our own loader reads back: plain values first, then one `[table]` after the other.
+
+    None is left out.
+    """
+    head = [f"# {line}".rstrip() for line in comment.splitlines()]
+    return "\n".join([*head, *_lines(raw, "")]).rstrip() + "\n"
+
+
+def _lines(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    plain = {k: v for k, v in table.items() if not isinstance(v, Mapping) and v is not None}
+    if prefix and (plain or not table):
+        yield f"\n[{prefix}]"
+    yield from (f"{_key(key)} = {_value(value)}" for key, value in plain.items())
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _lines(value, f"{prefix}.{_key(key)}" if prefix else _key(key))
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None) + " }"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return repr(value)
+    # JSON's escapes are TOML's too, apart from surrogate pairs, which ensure_ascii=False avoids.
+    return json.dumps(value if isinstance(value, bool) else str(value), ensure_ascii=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRun:
-    """A sweep that is being run: its points, what the planner expects of each, and its folder."""
-
     loaded: LoadedSweep
     folder: SweepFolder
     points: Sequence[SweepPoint]
@@ -151,9 +182,7 @@ class SweepRun:
     def point(self, name: str) -> SweepPoint:
         return next(point for point in self.points if point.name == name)
 
-    def expectation(self, point: SweepPoint) -> Expectation:
-        return self._expected_by_name[point.name]
-
     @cached_property
-    def _expected_by_name(self) -> dict[str, Expectation]:
+    def expectations(self) -> dict[str, Expectation]:
+        """By the point's name."""
         return {point.name: expected for point, expected in zip(self.points, self.expected, strict=True)}

@@ -24,6 +24,11 @@ OUTCOME_OF_STATE = {
     "OUT_OF_MEMORY": "oom", "TIMEOUT": "timeout", "DEADLINE": "timeout", "NODE_FAIL": "node-failure",
     "BOOT_FAIL": "node-failure", "PREEMPTED": "pre-empted", "REVOKED": "pre-empted", "CANCELLED": "error",
 }  # fmt: skip
+# Exit codes of our own -> outcome, and what they mean.
+CODES = {
+    errors.EXIT_OUT_OF_MEMORY: ("oom", ": out of memory"),
+    errors.EXIT_RESUMABLE: ("pre-empted", ": stopped on request"),
+}
 LOG_PATTERNS = {
     "oom": r"out of memory|OutOfMemoryError|can't allocate memory|cannot allocate memory|\bMemoryError\b|oom-kill"
     r"|oom_kill|std::bad_alloc|HIP_ERROR_OutOfMemory",
@@ -38,8 +43,6 @@ LOG_BYTES = 256 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class PointOutcome:
-    """How a point ended and what this is based on."""
-
     outcome: str
     evidence: str  # scheduler, record, kernel, log, supervisor, exit, limit, results or plan
     detail: str = ""  # the scheduler's state, or the first error line
@@ -62,8 +65,7 @@ def classify(
 ) -> PointOutcome:
     """`timed_out`: the limit in seconds that ended the point; `since`: when it began (older records do not count)."""
     # A cancelled job has exit code 0 too: the scheduler's state comes first.
-    scheduler_knows = state is not None and state.state in OUTCOME_OF_STATE
-    if exit_code == errors.EXIT_DONE and timed_out is None and not scheduler_knows:
+    if exit_code == errors.EXIT_DONE and timed_out is None and (state is None or state.state not in OUTCOME_OF_STATE):
         return PointOutcome(outcome="ok", evidence="exit", detail="exit code 0", exit_code=0)
     first, *others = (
         replace(outcome, exit_code=exit_code)
@@ -105,11 +107,23 @@ def _evidence(
         yield from _from_log(outcome, pattern, lines, log)
     for event in run.events(FaultEvent):  # a rank that was killed leaves no record, but the supervisor saw its end
         if event.kind != "lost" and (event.time or 0.0) >= since - 1:
-            yield _from_supervisor(event)
+            yield PointOutcome(
+                outcome="oom" if event.kind == "oom" else "error",
+                evidence="supervisor",
+                detail=f"rank {event.rank}: {event.error}",
+                rank=event.rank,
+                host=event.host,
+            )
             break
     yield from [_from_fault(run, fault) for fault in faults if not fault.is_cause][:1]
     yield from _from_log("error", ERROR_LINE, lines, log)
-    yield _from_code(code)
+    outcome, meaning = CODES.get(code or 0, ("error", ""))
+    detail = "ended without an exit code" if code is None else f"exit code {code}{meaning}"
+    if code is not None and not meaning and (code < 0 or code > 128):
+        number = -code if code < 0 else code - 128
+        names = {member.value: member.name for member in signal.Signals}
+        detail = f"ended by {names.get(number, f'signal {number}')}"
+    yield PointOutcome(outcome=outcome, evidence="exit", detail=detail)
 
 
 def _from_fault(run: Run, fault: FaultRecord) -> PointOutcome:
@@ -123,47 +137,22 @@ def _from_fault(run: Run, fault: FaultRecord) -> PointOutcome:
     )
 
 
-def _from_supervisor(event: FaultEvent) -> PointOutcome:
-    return PointOutcome(
-        outcome="oom" if event.kind == "oom" else "error",
-        evidence="supervisor",
-        detail=f"rank {event.rank}: {event.error}",
-        rank=event.rank,
-        host=event.host,
-    )
-
-
 def _from_log(outcome: str, pattern: str, lines: list[str], log: Path | None) -> Iterator[PointOutcome]:
     hit = next((line for line in lines if re.search(pattern, line, re.IGNORECASE)), None)
     if hit is not None:
         yield PointOutcome(outcome=outcome, evidence="log", detail=hit.strip()[:300], file=str(log))
 
 
-def _from_code(code: int | None) -> PointOutcome:
-    outcome, detail = "error", "ended without an exit code" if code is None else f"exit code {code}"
-    if code == errors.EXIT_OUT_OF_MEMORY:
-        outcome, detail = "oom", f"exit code {code}: out of memory"
-    elif code == errors.EXIT_RESUMABLE:
-        outcome, detail = "pre-empted", f"exit code {code}: stopped on request"
-    elif code is not None and (code < 0 or code > 128):
-        number = -code if code < 0 else code - 128
-        is_signal = number in {s.value for s in signal.Signals}
-        detail = f"ended by {signal.Signals(number).name if is_signal else f'signal {number}'}"
-    return PointOutcome(outcome=outcome, evidence="exit", detail=detail)
-
-
 def parse_only(text: str) -> set[str]:
     """`oom,fail` -> outcomes to repeat."""
-    outcomes: set[str] = set()
-    for name in (part.strip() for part in text.split(",") if part.strip()):
-        if name not in (*OUTCOMES, *OUTCOME_GROUPS):
-            raise errors.ConfigError(
-                "sweep.unknown-outcome",
-                f"--only {name}: there is no such outcome",
-                hint=f"known: {', '.join((*OUTCOMES, 'fail'))}",
-            )
-        outcomes.update(OUTCOME_GROUPS.get(name, (name,)))
-    return outcomes
+    names = {part.strip() for part in text.split(",") if part.strip()}
+    if unknown := names - {*OUTCOMES, *OUTCOME_GROUPS}:
+        raise errors.ConfigError(
+            "sweep.unknown-outcome",
+            f"--only {', '.join(sorted(unknown))}: there is no such outcome",
+            hint=f"known: {', '.join((*OUTCOMES, 'fail'))}",
+        )
+    return {outcome for name in names for outcome in OUTCOME_GROUPS.get(name, (name,))}
 
 
 def oom_kills(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:

@@ -1,5 +1,6 @@
 """Points of one shape packed into few jobs of one array, each below the wall-time limit."""
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -42,16 +43,14 @@ def make_packs(
     """Greedy, in the sweep's order: a new allocation begins where the next point would not fit in the time."""
     packs: list[SweepPack] = []
     for group in _by_shape(points, per_node):
-        nodes, devices = _shape(group[0], per_node)
-        first = True
+        pack = None
         for point in group:
             seconds = min(reserved_seconds(sweep_run, point), limit_seconds)
-            last = None if first else packs.pop()
-            if last and last.seconds + seconds <= limit_seconds:
-                packs.append(replace(last, points=(*last.points, point.name), seconds=last.seconds + seconds))
+            if pack is not None and pack.seconds + seconds <= limit_seconds:
+                pack = replace(packs.pop(), points=(*pack.points, point.name), seconds=pack.seconds + seconds)
             else:
-                packs += [*([last] if last else []), SweepPack((point.name,), nodes, devices, seconds)]
-            first = False
+                pack = SweepPack((point.name,), *_shape(point, per_node), seconds)
+            packs.append(pack)
     return packs
 
 
@@ -61,7 +60,6 @@ def _shape(point: SweepPoint, per_node: int) -> tuple[int, int]:
 
 
 def _by_shape(points: Sequence[SweepPoint], per_node: int) -> list[list[SweepPoint]]:
-    """Points of the same nodes and devices, in the order of the sweep."""
     shapes: dict[tuple[int, int], list[SweepPoint]] = {}
     for point in points:
         shapes.setdefault(_shape(point, per_node), []).append(point)
@@ -70,11 +68,10 @@ def _by_shape(points: Sequence[SweepPoint], per_node: int) -> list[list[SweepPoi
 
 def reserved_seconds(sweep_run: SweepRun, point: SweepPoint) -> float:
     """The point's time limit, or the expected time with a margin."""
-    expected = sweep_run.expectation(point).seconds
-    needed = UNKNOWN_SECONDS if expected is None else max(60.0, expected * MARGIN)
-    if point.time_limit is None:
-        return needed
-    return point.time_limit if expected is None else min(point.time_limit, needed)
+    expected = sweep_run.expectations[point.name].seconds
+    if expected is None:
+        return UNKNOWN_SECONDS if point.time_limit is None else point.time_limit
+    return min(max(60.0, expected * MARGIN), math.inf if point.time_limit is None else point.time_limit)
 
 
 def submit_packs(
@@ -93,47 +90,6 @@ def submit_packs(
             "there is no point to submit",
             hint="--only oom,fail repeats some; --report writes the page",
         )
-    machine = _find_machine(points, cluster)
-    expected = [sweep_run.expectation(point) for point in points]
-    runs = [e.verdict != "illegal" and (everything or not e.skip) for e in expected]
-    for point in (point for point, needs_job in zip(points, runs, strict=True) if not needs_job):
-        run_point(sweep_run, point, everything=everything)
-    # What runs in the allocation must see the same points and expectations.
-    options = [
-        *(["--cluster", cluster] if cluster else []),
-        *(["--stage", stage] if stage else []),
-        *(["--all"] if everything else []),
-    ]
-    arrays = []
-    groups = _by_shape(
-        [point for point, needs_job in zip(points, runs, strict=True) if needs_job], machine.node.devices
-    )
-    for number, group in enumerate(groups):
-        packs = make_packs(sweep_run, group, _limit_seconds(sweep_run, group, machine), machine.node.devices)
-        arrays.append(
-            (
-                packs,
-                _pack_job(
-                    sweep_run,
-                    group[0],
-                    packs,
-                    machine,
-                    f"{packs[0].nodes}x{packs[0].devices}-{time.time_ns()}-{number}",
-                    options,
-                ),
-            )
-        )
-    submitted, tries = [], sweep_run.folder.tries()
-    for packs, job in arrays:  # every shape was checked before the first is submitted
-        listed = {name: tries[name] for pack in packs for name in pack.points}
-        value = {"packs": [asdict(p) for p in packs], "tries": listed, "step": srun_argv(job, machine)}
-        write_json(Path(job.run_dir) / "packs.json", value)
-        array_id = submit_job(job, machine, executor or SlurmScheduler(), jobs_file=sweep_run.folder.jobs_file)
-        submitted += [{**asdict(pack), "job": f"{array_id}_{index}"} for index, pack in enumerate(packs)]
-    return {"sweep": sweep_run.sweep.name, "folder": str(sweep_run.folder.path), "packs": submitted}
-
-
-def _find_machine(points: Sequence[SweepPoint], cluster: str | None) -> Cluster:
     name = cluster or next((p.recipe.cluster for p in points if p.recipe is not None), None)
     if name is None:
         raise ConfigError(
@@ -146,14 +102,37 @@ def _find_machine(points: Sequence[SweepPoint], cluster: str | None) -> Cluster:
             f"{machine.name} has no SLURM",
             hint="leave out --slurm: the points run here one after another",
         )
-    return machine
-
-
-def _limit_seconds(sweep_run: SweepRun, group: Sequence[SweepPoint], machine: Cluster) -> float:
-    recipe = group[0].recipe
-    partition = find_partition(machine, *choose_queue(recipe, machine)) if recipe is not None else None
-    most = partition.max_time if partition and partition.max_time else MAX_SECONDS
-    return min(sweep_run.sweep.allocation or MAX_SECONDS, most)
+    with_job = []
+    for point in points:
+        expected = sweep_run.expectations[point.name]
+        if expected.verdict != "illegal" and (everything or not expected.skip):
+            with_job.append(point)
+        else:
+            run_point(sweep_run, point, everything=everything)
+    # What runs in the allocation must see the same points and expectations.
+    options = [
+        *(["--cluster", cluster] if cluster else []),
+        *(["--stage", stage] if stage else []),
+        *(["--all"] if everything else []),
+    ]
+    arrays = []
+    for number, group in enumerate(_by_shape(with_job, machine.node.devices)):
+        recipe = group[0].recipe
+        queue = find_partition(machine, *choose_queue(recipe, machine)) if recipe is not None else None
+        limit = min(
+            sweep_run.sweep.allocation or MAX_SECONDS, queue.max_time if queue and queue.max_time else MAX_SECONDS
+        )
+        packs = make_packs(sweep_run, group, limit, machine.node.devices)
+        folder = f"{packs[0].nodes}x{packs[0].devices}-{time.time_ns()}-{number}"
+        arrays.append((packs, _pack_job(sweep_run, group[0], packs, machine, folder, options)))
+    submitted, tries = [], sweep_run.folder.tries()
+    for packs, job in arrays:  # every shape was checked before the first is submitted
+        listed = {name: tries[name] for pack in packs for name in pack.points}
+        value = {"packs": [asdict(p) for p in packs], "tries": listed, "step": srun_argv(job, machine)}
+        write_json(Path(job.run_dir) / "packs.json", value)
+        array_id = submit_job(job, machine, executor or SlurmScheduler(), jobs_file=sweep_run.folder.jobs_file)
+        submitted += [{**asdict(pack), "job": f"{array_id}_{index}"} for index, pack in enumerate(packs)]
+    return {"sweep": sweep_run.sweep.name, "folder": str(sweep_run.folder.path), "packs": submitted}
 
 
 def _pack_job(

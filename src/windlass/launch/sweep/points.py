@@ -9,7 +9,7 @@ import re
 import shlex
 import string
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,13 @@ from windlass.config.sweep import POINT_KEYS, LoadedSweep, SweepConfig, axes_of,
 from windlass.errors import ConfigError
 from windlass.units import parse_bytes, parse_seconds
 
-MAX_POINTS = 100_000
+MAX_SWEEP_POINTS = 100_000
 MAX_NAME_LENGTH = 180  # a folder's name has at most 255 bytes
+LIMIT_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "devices": int,
+    "memory_limit": parse_bytes,
+    "time_limit": parse_seconds,
+}
 # (axis, value) pairs.
 Cell = list[tuple[str, Any]]
 
@@ -35,8 +40,6 @@ class ArgumentFormatter(string.Formatter):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPoint:
-    """One cell of the matrix."""
-
     name: str
     values: Mapping[str, Any]  # axis -> value as it is shown (a table by its name)
     settings: Mapping[str, Any]  # dotted keys that this point sets
@@ -63,8 +66,8 @@ class SweepPoint:
         return Path(text) if text.startswith(("./", "/")) else folder / text
 
     def _fields(self, folder: Path) -> dict[str, Any]:
-        fields = {"name": self.name, "folder": str(folder), "devices": self.devices, "nodes": 1, **self.settings}
-        return {key: as_written(value) for key, value in fields.items()}
+        place = {"name": self.name, "folder": str(folder), "devices": self.devices, "nodes": 1}
+        return {key: as_written(value) for key, value in {**place, **self.settings}.items()}
 
 
 def as_written(value: Any) -> Any:
@@ -74,9 +77,30 @@ def as_written(value: Any) -> Any:
 
 def make_points(loaded: LoadedSweep) -> list[SweepPoint]:
     """All points in the order of the file; refuses unknown keys, an empty matrix and two points of one name."""
-    sweep = loaded.sweep
-    cells = [cell for cell in _product(sweep) if not _excluded(sweep, cell)]
-    cells += [_included(sweep, table) for table in sweep.include]
+    sweep, order = loaded.sweep, axes_of(loaded.sweep)
+
+    def is_excluded(cell: Cell) -> bool:
+        values = {key: _label(value) for key, value in cell}
+        return any(
+            table and all(values.get(key) in (v if isinstance(v, list) else [v]) for key, v in table.items())
+            for table in sweep.exclude
+        )
+
+    axes: list[list[Cell]] = [[[(key, value)] for value in values] for key, values in sweep.matrix.items()]
+    axes += [[list(zip(group, row, strict=True)) for row in zip(*group.values(), strict=True)] for group in sweep.zip]
+    count = math.prod(map(len, axes))
+    if count > MAX_SWEEP_POINTS:
+        raise ConfigError(
+            "sweep.too-many-points",
+            f"the matrix has {count:,} points",
+            hint=f"at most {MAX_SWEEP_POINTS:,} are possible; use exclude or zip",
+        )
+    product = (list(itertools.chain(*combination)) for combination in itertools.product(*axes) if axes)
+    cells = [cell for cell in product if not is_excluded(cell)]
+    for table in sweep.include:  # a named table of the matrix may be given by its name
+        named = {(key, v["name"]): v for key in table for v in sweep.matrix.get(key, ()) if isinstance(v, Mapping)}
+        pairs = sorted(table.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order))
+        cells.append([(k, named.get((k, v), v) if isinstance(v, str) else v) for k, v in pairs])
     if not cells:
         raise ConfigError(
             "sweep.empty-matrix",
@@ -97,49 +121,17 @@ def make_points(loaded: LoadedSweep) -> list[SweepPoint]:
     return points
 
 
-def _product(sweep: SweepConfig) -> Iterator[Cell]:
-    axes: list[list[Cell]] = [[[(key, value)] for value in values] for key, values in sweep.matrix.items()]
-    axes += [[list(zip(group, row, strict=True)) for row in zip(*group.values(), strict=True)] for group in sweep.zip]
-    count = math.prod(map(len, axes))
-    if count > MAX_POINTS:
-        raise ConfigError(
-            "sweep.too-many-points",
-            f"the matrix has {count:,} points",
-            hint=f"at most {MAX_POINTS:,} are possible; use exclude or zip",
-        )
-    for combination in itertools.product(*axes) if axes else ():
-        yield [pair for part in combination for pair in part]
-
-
 def _label(value: Any) -> Any:
     return value["name"] if isinstance(value, Mapping) else value
-
-
-def _excluded(sweep: SweepConfig, cell: Cell) -> bool:
-    values = {key: _label(value) for key, value in cell}
-    return any(
-        table and all(values.get(key) in (want if isinstance(want, list) else [want]) for key, want in table.items())
-        for table in sweep.exclude
-    )
-
-
-def _included(sweep: SweepConfig, table: Mapping[str, Any]) -> Cell:
-    """An extra point; a named table of the matrix may be given by its name."""
-    order = axes_of(sweep)
-    cell: Cell = []
-    for key, value in sorted(table.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)):
-        named = {v["name"]: v for v in sweep.matrix.get(key, ()) if isinstance(v, Mapping)}
-        cell.append((key, named.get(value, value) if isinstance(value, str) else value))
-    return cell
 
 
 def _names(cells: Sequence[Cell], sweep: SweepConfig) -> list[str]:
     """One name per point: its own, else made from its values. Values of the same text (`x y`, `x/y`) get a number."""
     # A limit names a point only where it is an axis: it says how the point is run.
-    keys = {key for table in sweep.include for key in table} - {"name", "memory_limit", "time_limit"}
-    keys |= set(axes_of(sweep))
+    included = {key for table in sweep.include for key in table} - {"name", "memory_limit", "time_limit"}
+    keys = included | set(axes_of(sweep))
     tails = [key.rsplit(".", 1)[-1] for key in keys]
-    short = {key: tail if tails.count(tail := key.rsplit(".", 1)[-1]) == 1 else key for key in keys}
+    short = {key: tail if tails.count(tail) == 1 else key for key, tail in zip(keys, tails, strict=True)}
     parts: dict[str, dict[str, str]] = {}
     for key, value in (pair for cell in cells for pair in cell):
         taken, text = parts.setdefault(key, {}), _name_part(short.get(key, key), value)
@@ -185,13 +177,8 @@ def _point(loaded: LoadedSweep, cell: Cell, name: str) -> SweepPoint:
     shown = {key: as_written(value) if isinstance(value, (list, tuple)) else value for key, value in shown.items()}
     in_grid = set(shown) <= {*axes_of(sweep), "memory_limit", "time_limit"}
     limits = {key: settings.get(key, sweep.set.get(key, getattr(sweep, key))) for key in POINT_KEYS}
-    parsers: dict[str, Callable[[Any], Any]] = {
-        "devices": int,
-        "memory_limit": parse_bytes,
-        "time_limit": parse_seconds,
-    }
     try:
-        limits = {key: None if value is None else parsers[key](value) for key, value in limits.items()}
+        limits = {key: None if value is None else LIMIT_PARSERS[key](value) for key, value in limits.items()}
     except (ConfigError, ValueError) as error:
         raise ConfigError(
             "sweep.invalid-limit",
@@ -206,8 +193,7 @@ def _point(loaded: LoadedSweep, cell: Cell, name: str) -> SweepPoint:
         if key not in POINT_KEYS:
             put(raw, key, value)
     raw["name"] = re.sub(r"[^A-Za-z0-9._-]", "-", f"{sweep.name}.{name}")[:120]
-    recipe = validate(Recipe, raw, origin)
-    problem = None
+    recipe, problem = validate(Recipe, raw, origin), None
     try:
         check(recipe)
     except ConfigError as error:

@@ -1,5 +1,6 @@
 """One row per point: settings, outcome, speed, memory, energy. Written as CSV, JSON, Parquet, one page and a recipe."""
 
+import contextlib
 import copy
 import csv
 import io
@@ -18,16 +19,15 @@ from windlass.figures import Chart, Heat, Section, page, save_page, save_picture
 from windlass.figures.sweep import sweep_sections
 from windlass.files import read_json_lines, write_atomic, write_json
 from windlass.launch.sweep.expect import Expectation
-from windlass.launch.sweep.folder import SweepRun
+from windlass.launch.sweep.folder import SweepRun, to_toml
 from windlass.launch.sweep.points import SweepPoint
-from windlass.launch.sweep.toml import to_toml
 from windlass.runs.events import Started
 from windlass.runs.folder import Run
 
 # Of a sweep over recipes, with the sweep's axes after the first four. `step_spread` is (90th - 10th percentile) /
 # median of the step times; predicted memory is what the run would show as its peak, needed memory what must fit
 # below the limit.
-COLUMNS = (
+RECIPE_COLUMNS = (
     "point", "outcome", "evidence", "detail", "engine", "layout", "shard", "micro_batch", "tensor", "pipeline",
     "context", "offload", "recompute", "attention", "precision", "compile", "nodes", "devices", "seq_len",
     "batch_tokens", "steps", "tokens_per_second", "tokens_per_second_per_device", "predicted_tokens_per_second_per_device",
@@ -36,7 +36,7 @@ COLUMNS = (
     "energy_joules", "loss", "seconds",
 )  # fmt: skip
 COMMAND_COLUMNS = ("point", "outcome", "evidence", "detail", "devices", "seconds")
-LAYOUT_KEYS = ("shard", "micro_batch", "tensor", "pipeline", "context", "offload")
+LAYOUT_COLUMNS = ("shard", "micro_batch", "tensor", "pipeline", "context", "offload")
 MEDIAN_KEYS = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "step_seconds")
 SKIP_LINES = 2  # first metric lines that are left out: compilation and caches settle there
 Row = dict[str, Any]
@@ -50,18 +50,22 @@ def collect_rows(sweep_run: SweepRun) -> list[Row]:
 
 def _row(sweep_run: SweepRun, point: SweepPoint, outcome: Mapping[str, Any]) -> Row:
     """The settings and the outcome win over a number of the same name that a command left."""
-    run, ok = sweep_run.folder.point(point.name), outcome.get("outcome") == "ok"
+    run, ok, sweep = sweep_run.folder.point(point.name), outcome.get("outcome") == "ok", sweep_run.sweep
     head: Row = {"point": point.name, **{key: outcome.get(key) for key in ("outcome", "evidence", "detail")}}
     axes = {_column(key): value for key, value in point.values.items()}
     seconds = {"seconds": outcome.get("seconds")}
     if point.recipe is not None:
-        expected = sweep_run.expectation(point)
-        columns = {**_settings(point.recipe, run, expected), **_predicted(expected), **axes}
-        return {**head, **columns, **(measured(run) if ok else {}), **seconds}
-    numbers = _command_numbers(sweep_run, point, run) if ok else {}
-    nodes = point.settings.get("nodes")
-    devices = point.devices * nodes if point.devices is not None and isinstance(nodes, int) else point.devices
-    place = {**({} if nodes is None else {"nodes": nodes}), "devices": devices}
+        columns = _recipe_columns(point.recipe, run, sweep_run.expectations[point.name])
+        return {**head, **columns, **axes, **(measured(run) if ok else {}), **seconds}
+    numbers: Row = {}
+    with contextlib.suppress(ConfigError):
+        if ok and sweep.results is not None:
+            numbers = read_results(point.results_file(run.path, sweep.results))
+            numbers |= {ours: numbers.get(theirs) for ours, theirs in sweep.metrics.items()}
+    place: Row = {"devices": point.devices}
+    if (nodes := point.settings.get("nodes")) is not None:
+        total = point.devices * nodes if point.devices is not None and isinstance(nodes, int) else point.devices
+        place = {"nodes": nodes, "devices": total}
     return {**head, **numbers, **axes, **place, **seconds}
 
 
@@ -70,20 +74,22 @@ def _column(axis: str) -> str:
     return "devices_per_node" if axis == "devices" else axis
 
 
-def _settings(recipe: Recipe, run: Run, expected: Expectation) -> Row:
+def _recipe_columns(recipe: Recipe, run: Run, expected: Expectation) -> Row:
     layout = dict(expected.layout or (recipe.layout.model_dump(mode="json") if recipe.layout else {}))
-    train, data = recipe.train, recipe.data
-    started = next(run.events(Started), Started())
-    devices = started.world_size or expected.devices
-    batch_tokens = data.batch_tokens
+    train, data, started = recipe.train, recipe.data, next(run.events(Started), Started())
+    degrees = {axis: int(layout.get(axis) or 1) for axis in ("tensor", "pipeline", "context")}
+    devices, batch_tokens = started.world_size or expected.devices, data.batch_tokens
     if batch_tokens is None and devices is not None and layout.get("micro_batch"):
         # Without `batch_tokens` a step is one micro-batch on every replica.
-        per_replica = math.prod(int(layout.get(axis) or 1) for axis in ("tensor", "pipeline", "context"))
-        batch_tokens = int(layout["micro_batch"]) * data.seq_len * max(1, devices // per_replica)
+        replicas = max(1, devices // math.prod(degrees.values()))
+        batch_tokens = int(layout["micro_batch"]) * data.seq_len * replicas
+    # `full, tensor 2, offload optimizer`: only what differs from the plainest layout; the micro-batch has a column.
+    parts = [str(layout.get("shard")), *(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)]
+    parts += [f"offload {layout['offload']}"] if layout.get("offload", "none") != "none" else []
     return {
         "engine": train.engine,
-        "layout": describe_layout(layout),
-        **{key: layout.get(key) for key in LAYOUT_KEYS},
+        "layout": ", ".join(parts) if layout else "",
+        **{key: layout.get(key) for key in LAYOUT_COLUMNS},
         "recompute": train.recompute,
         "attention": train.attention,
         "precision": train.precision,
@@ -93,20 +99,6 @@ def _settings(recipe: Recipe, run: Run, expected: Expectation) -> Row:
         "seq_len": data.seq_len,
         "batch_tokens": batch_tokens,
         "steps": train.steps,
-    }
-
-
-def describe_layout(layout: Mapping[str, Any]) -> str:
-    """`full, tensor 2, offload optimizer`: only what differs from the plainest layout; the micro-batch has a column."""
-    if not layout:
-        return ""
-    degrees = [f"{axis} {layout[axis]}" for axis in ("tensor", "pipeline", "context") if (layout.get(axis) or 1) > 1]
-    offload = [f"offload {layout['offload']}"] if layout.get("offload", "none") != "none" else []
-    return ", ".join([str(layout.get("shard")), *degrees, *offload])
-
-
-def _predicted(expected: Expectation) -> Row:
-    return {
         "predicted_tokens_per_second_per_device": expected.tokens_per_second_per_device,
         "predicted_mfu": expected.mfu,
         "predicted_memory_bytes": expected.peak_bytes,
@@ -122,10 +114,7 @@ def measured(run: Run) -> Row:
     lines = [line.as_dict() for line in run.metrics_lines()]
     kept = lines[SKIP_LINES:] if len(lines) > SKIP_LINES + 2 else lines
     steps = _numbers(kept, "step_seconds")
-    spread = None
-    if len(steps) >= 4:
-        deciles = quantiles(steps, n=10, method="inclusive")
-        spread = (deciles[-1] - deciles[0]) / median(steps)
+    deciles = quantiles(steps, n=10, method="inclusive") if len(steps) >= 4 else None
     metered = [m for m in kept if _is_number(m.get("energy_joules"))]
     joules, tokens, count = (
         float(metered[-1][key]) - float(metered[0][key]) if len(metered) > 1 else 0.0
@@ -135,7 +124,7 @@ def measured(run: Run) -> Row:
     return {
         **{key: median(numbers) if (numbers := _numbers(kept, key)) else None for key in MEDIAN_KEYS},
         "memory_bytes": max(_numbers(lines, "memory_bytes"), default=None),
-        "step_spread": spread,
+        "step_spread": (deciles[-1] - deciles[0]) / median(steps) if deciles else None,
         "joules_per_token": None if energy is None else energy / tokens,
         "kwh_per_step": None if energy is None else energy / count / 3.6e6,
         **{key: next(reversed(_numbers(lines, key)), None) for key in ("energy_joules", "loss")},
@@ -153,16 +142,6 @@ def _numbers(lines: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 # -- results of any command -------------------------------------------------------------------------------------------
 
 
-def _command_numbers(sweep_run: SweepRun, point: SweepPoint, run: Run) -> Row:
-    if sweep_run.sweep.results is None:
-        return {}
-    try:
-        numbers = read_results(point.results_file(run.path, sweep_run.sweep.results))
-    except ConfigError:
-        return {}
-    return numbers | {ours: numbers.get(theirs) for ours, theirs in sweep_run.sweep.metrics.items()}
-
-
 def read_results(path: Path) -> Row:
     """The numbers of a command: a JSON object, the last of JSON lines, or the last row of a CSV. Keys are dotted."""
     if not path.is_file():
@@ -176,9 +155,9 @@ def read_results(path: Path) -> Row:
         value, fault = next(reversed(list(read_json_lines(path))), None), "it has no line that is a JSON object"
     elif path.suffix == ".csv":
         last: Row = next(reversed(list(csv.DictReader(io.StringIO(text)))), {})
-        complete = None not in last and None not in last.values()
-        numbers = {key: _number(cell) for key, cell in last.items()} if complete else {}
-        value, fault = numbers or None, "it has no complete row below its header"
+        is_complete = last and None not in last and None not in last.values()
+        value = {key: _number(cell) for key, cell in last.items()} if is_complete else None
+        fault = "it has no complete row below its header"
     else:
         try:
             value = json.loads(text)
@@ -221,13 +200,11 @@ def write_tables(sweep_run: SweepRun, rows: Sequence[Row]) -> list[Path]:
     """results.csv, results.json and, where pyarrow is installed, results.parquet; the axes come first."""
     sweep, folder = sweep_run.sweep, sweep_run.folder
     axes = [_column(key) for point in sweep_run.points for key in point.values]
-    common = COLUMNS if sweep.command is None else COMMAND_COLUMNS
+    common = RECIPE_COLUMNS if sweep.command is None else COMMAND_COLUMNS
     columns = list(dict.fromkeys([*common[:4], *axes, *common[4:], *(key for row in rows for key in row)]))
     full = [{column: row.get(column) for column in columns} for row in rows]
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(full)
+    csv.writer(text, lineterminator="\n").writerows([columns, *(row.values() for row in full)])
     paths = [folder.table("csv"), folder.table("json")]
     write_atomic(paths[0], text.getvalue())
     write_json(paths[1], {"sweep": sweep.name, "rank_by": sweep.rank_by, "columns": columns, "rows": full})
@@ -245,13 +222,10 @@ def write_tables(sweep_run: SweepRun, rows: Sequence[Row]) -> list[Path]:
 def _one_type(values: Sequence[Any]) -> list[Any]:
     """A Parquet column holds one type: numbers stay numbers only where all are."""
     present = [v for v in values if v is not None]
-    if any(all(isinstance(v, kind) for v in present) for kind in (bool, str)):
+    if len(set(map(type, present))) <= 1:
         return list(values)
-    if all(_is_number(v) for v in present):
-        return (
-            list(values) if all(isinstance(v, int) for v in present) else [v if v is None else float(v) for v in values]
-        )
-    return [None if v is None else str(v) for v in values]
+    convert = float if all(map(_is_number, present)) else str
+    return [None if v is None else convert(v) for v in values]
 
 
 def write_page(sweep_run: SweepRun, rows: Sequence[Row], rank_by: str) -> Path:
