@@ -12,7 +12,7 @@ from windlass.errors import WindlassError
 from windlass.figures import DataTable, Item, Note, Section
 from windlass.figures.sweep import counts, heat_maps, pareto, scaling, sweep_sections
 from windlass.files import read_json
-from windlass.report.collect import RunSummary
+from windlass.report.collect import RunSummary, folders_with
 from windlass.report.tables import energy_card, percent, rate, state
 from windlass.units import print_bytes
 
@@ -50,16 +50,11 @@ class SweepView:
 
 
 def find_sweeps(folder: Path) -> list[SweepView]:
-    """Sweep folders at or below a folder (two levels), the newest first. A link out of it is not followed."""
-    folders = {p.parent for depth in ("", "*/", "*/*/") for p in folder.glob(f"{depth}sweep.json")}
+    """Sweep folders at or below a folder (two levels), the newest first."""
+    files = ("results.json", "outcomes.jsonl", "sweep.json")
     written_at = {
-        path: max(
-            file.stat().st_mtime
-            for name in ("results.json", "outcomes.jsonl", "sweep.json")
-            if (file := path / name).exists()
-        )
-        for path in folders
-        if path.resolve().is_relative_to(folder.resolve())
+        path: max(file.stat().st_mtime for name in files if (file := path / name).exists())
+        for path in folders_with(folder, "sweep.json", 2)
     }
     return [read_sweep(path) for path in sorted(written_at, key=lambda p: written_at[p], reverse=True)]
 
