@@ -169,8 +169,10 @@ def collect(
     statuses = (s for event in reversed(events) for kind, s in STATUS.items() if isinstance(event, kind))
     status = next(statuses, "running" if len(columns) else "unknown")
     is_under_way = status == "running" and target is not None and tokens is not None and bool(speed)
-    plan = run.plan()
-    energy = _energy(run, recipe, tokens, step, plan, factors)
+    plan = run.plan() or {}
+    chosen = plan["plan"] if isinstance(plan.get("plan"), dict) else {}
+    predicted = {key: number for key, value in chosen.items() if (number := known_float(value)) is not None}
+    energy = _energy(run, recipe, tokens, step, predicted.get("mwh"), factors)
     memory_bytes = highest(columns.get("memory_bytes"))
     history = read_history(events, _history_lines(columns))
     return RunSummary(
@@ -201,7 +203,7 @@ def collect(
         evaluations=clean(list(read_json_lines(run.eval_file))),
         data=clean(_data(run, recipe)),
         manifest=manifest,
-        plan_rows=_plan_rows(plan, medians, memory_bytes, energy, status),
+        plan_rows=_plan_rows(predicted, {**medians, "memory_bytes": memory_bytes}, energy, plan.get("device"), status),
         lines=len(columns),
         **stated,
         **medians,
@@ -243,7 +245,6 @@ STATUS: dict[type[Event], str] = {
 
 
 def _recipe_fields(recipe: Recipe) -> dict[str, Any]:
-    """The fields of a summary that only the recipe says."""
     m, data, steps = recipe.model, recipe.data, recipe.train.steps
     total = active = None
     # A Hugging Face config may not have been copied.
@@ -269,7 +270,7 @@ def _energy(
     recipe: Recipe | None,
     tokens: float | None,
     step: float | None,
-    plan: dict[str, Any] | None,
+    planned_mwh: float | None,
     factors: Mapping[str, float] | None,
 ) -> RunEnergy:
     stamps = [f.stat() for f in (run.energy_file, run.events_file) if f.exists()]
@@ -290,7 +291,7 @@ def _energy(
         joules_per_step=joules / step if joules is not None and step else None,
         kwh_per_billion_tokens=kwh / (tokens / 1e9) if kwh is not None and tokens else None,
         mean_watts=(ledger.joules or 0.0) / ledger.wall_seconds if is_measured else None,
-        forecast_kwh=_planned(plan, "mwh", 1e3),
+        forecast_kwh=None if planned_mwh is None else planned_mwh * 1e3,
     )
 
 
@@ -300,34 +301,23 @@ def _ledger(path: Path, stamps: tuple[tuple[int, int], ...]) -> Ledger:
     return read_ledger(Run(path))
 
 
-def _planned(plan: Mapping[str, Any] | None, name: str, scale: float = 1.0) -> float | None:
-    """A number of the plan that the run was started with."""
-    chosen = plan.get("plan") if plan is not None else None
-    value = known_float(chosen.get(name)) if isinstance(chosen, dict) else None
-    return None if value is None else value * scale
-
-
 def _plan_rows(
-    plan: Mapping[str, Any] | None,
-    measured: Mapping[str, float | None],
-    memory_bytes: float | None,
-    energy: RunEnergy,
-    status: str,
+    predicted: Mapping[str, float], measured: Mapping[str, float | None], energy: RunEnergy, device: object, status: str
 ) -> list[tuple[str, float | None, float | None]]:
     # A run logs the allocator's peak on a GPU and the whole process on a CPU: like is compared with like.
-    is_cpu = plan is not None and plan.get("device") == "cpu"
-    memory = "memory of a process, bytes" if is_cpu else "peak memory allocated on a device, bytes"
+    memory = ("peak memory allocated on a device, bytes", "memory_allocated_gib")
+    if device == "cpu":
+        memory = ("memory of a process, bytes", "memory_gib")
     # The energy of a part is not comparable with that of the whole run.
     is_complete = energy.basis == "measured" and status == "finished"
-    kwh = energy.carbon.kwh if energy.carbon and is_complete else None
-    rows = [
-        ("tokens/s", _planned(plan, "tokens_per_second"), measured["tokens_per_second"]),
-        ("MFU", _planned(plan, "mfu"), measured["mfu"]),
-        ("step, s", _planned(plan, "step_seconds"), measured["step_seconds"]),
-        (memory, _planned(plan, "memory_gib" if is_cpu else "memory_allocated_gib", 2**30), memory_bytes),
-        ("energy of the whole run, kWh", energy.forecast_kwh, kwh),
-    ]
-    return [row for row in rows if row[1] is not None]
+    rows = (
+        ("tokens/s", "tokens_per_second", 1.0, measured["tokens_per_second"]),
+        ("MFU", "mfu", 1.0, measured["mfu"]),
+        ("step, s", "step_seconds", 1.0, measured["step_seconds"]),
+        (*memory, 2.0**30, measured["memory_bytes"]),
+        ("energy of the whole run, kWh", "mwh", 1e3, energy.carbon.kwh if energy.carbon and is_complete else None),
+    )
+    return [(title, predicted[key] * scale, value) for title, key, scale, value in rows if key in predicted]
 
 
 def _history_lines(columns: Columns) -> list[MetricsLine]:

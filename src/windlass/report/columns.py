@@ -39,7 +39,7 @@ class Columns:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_sample = False  # lines from all over the file, not all of them
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._reset()
 
     def _reset(self) -> None:
@@ -123,13 +123,10 @@ class Columns:
     def get(self, key: str) -> Numbers:
         """A column; all NaN when the file never had it."""
         with self._lock:
-            return self._merged(key)
-
-    def _merged(self, key: str) -> Numbers:
-        parts = self._data.get(key) or [np.full(self._rows, np.nan)]
-        if len(parts) > 1:
-            parts[:] = [np.concatenate(parts)]
-        return parts[0]
+            parts = self._data.get(key) or [np.full(self._rows, np.nan)]
+            if len(parts) > 1:
+                parts[:] = [np.concatenate(parts)]
+            return parts[0]
 
     def names(self) -> list[str]:
         """Columns that hold at least one number, those of METRICS first."""
@@ -140,7 +137,7 @@ class Columns:
         """The columns of this moment, all of one length, while another thread reads on."""
         copy = Columns(self.path)
         with self._lock:
-            copy._data = {key: [self._merged(key)] for key in self._data}
+            copy._data = {key: [self.get(key)] for key in self._data}
             copy._rows, copy.version, copy.is_sample = self._rows, self.version, self.is_sample
         return copy
 

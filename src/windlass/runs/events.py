@@ -412,7 +412,6 @@ EVENTS = {kind: f"{cls.meaning}: {', '.join(field_names(cls))}" for kind, cls in
 
 
 def parse_event(line: Mapping[str, Any]) -> Event:
-    """The event in one line of events.jsonl."""
     kind = str(line.get("event", "unknown"))
     cls = EVENT_CLASSES.get(kind)
     values = read_fields(cls or Event, line)

@@ -123,7 +123,6 @@ def kind_of(error: BaseException) -> str:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code with which a worker leaves after this error."""
     if isinstance(error, errors.WindlassError):
         return error.exit_code
     return {"oom": errors.EXIT_OUT_OF_MEMORY, "interrupted": 130}.get(kind_of(error), 1)

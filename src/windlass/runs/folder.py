@@ -107,7 +107,6 @@ class Run:
         return MetricsLine.from_dict(read_last_json_line(self.metrics_file) or {})
 
     def faults(self) -> list[FaultRecord]:
-        """Fault records of ranks, by rank."""
         values = (read_json(path) for path in sorted(self.ranks.glob("error-*.json")))
         return [parse_fault(value) for value in values if value is not None]
 
@@ -128,10 +127,8 @@ class Run:
         Run folders of version 0.1 do not say it: there, the planner chose it when recipe.toml has no `[layout]`.
         """
         config = read_json(self.config_file)
-        if config is None:
-            return None
-        if isinstance(resolved := config.get("resolved"), dict):
-            return resolved.get("layout_from")
+        if config is None or isinstance(config.get("resolved"), dict):
+            return config["resolved"].get("layout_from") if config else None
         try:
             written = tomllib.loads(self.recipe_file.read_text(encoding="utf-8"))
         except (OSError, tomllib.TOMLDecodeError):
@@ -214,10 +211,9 @@ def create_run(path: Path | str, loaded: Loaded, *, layout_from: str = "recipe")
             hint="choose a folder you may write to with --run",
         ) from None
     write_atomic(run.recipe_file, loaded.text)
-    recipe = loaded.recipe
-    phase = {"name": "main", "steps": recipe.train.steps, "tokens": recipe.data.tokens}
+    phase = {"name": "main", "steps": loaded.recipe.train.steps, "tokens": loaded.recipe.data.tokens}
     resolved = {"layout_from": layout_from, "phases": [phase]}
-    write_json(run.config_file, {**recipe.model_dump(mode="json"), "resolved": resolved})
+    write_json(run.config_file, {**loaded.recipe.model_dump(mode="json"), "resolved": resolved})
     for event in changes:
         run.record(event)
     return run

@@ -92,16 +92,16 @@ def read_history(events: Iterable[Event], lines: Iterable[MetricsLine]) -> RunHi
     segments: list[Segment] = []
     wall = active = useful = None
     if begins and not jumps:
-        ends = [*begins[1:], None]
-        segments = [_segment(events, lines, begin, end) for begin, end in zip(begins, ends, strict=True)]
+        segments = [
+            _segment(events, lines, begin, end) for begin, end in pairwise([*begins, None]) if begin is not None
+        ]
         wall = segments[-1].ended_at - segments[0].began_at
         active = sum(s.ended_at - s.began_at for s in segments)
         useful = sum(s.train_seconds - s.lost_seconds for s in segments)
         lost = sum(s.lost_steps for s in segments)
     else:  # without comparable times only what the events count themselves is known
-        rollbacks = [e for e in events if isinstance(e, RolledBack)]
         lost = sum(e.lost_steps or 0 for e in events if isinstance(e, Resumed))
-        lost += sum(max(0, (e.step or 0) - (e.to_step or 0)) for e in rollbacks)
+        lost += sum(max(0, (e.step or 0) - (e.to_step or 0)) for e in events if isinstance(e, RolledBack))
     last = max((m for m in lines if m.tokens is not None), key=lambda m: m.step or 0, default=None)
     lost_tokens = round(lost * (last.tokens or 0) / last.step) if last is not None and last.step else None
     saves, failed_saves, faults, resumes = (

@@ -32,13 +32,12 @@ RECORDED_PACKAGES = (
 
 def collect(recipe: Recipe, **extra: Any) -> dict[str, Any]:
     """Everything that is the same on all ranks; the caller adds devices, world size and the data ledger's hash."""
-    installed = importlib.metadata.distributions
-    versions = [(name, next((d.version for d in installed(name=name)), None)) for name in RECORDED_PACKAGES]
+    packages = [(name, importlib.metadata.distributions(name=name)) for name in RECORDED_PACKAGES]
     return {
         "windlass": windlass.__version__,
         "commit": commit(),
         "python": sys.version.split()[0],
-        "packages": {name: version for name, version in versions if version is not None},
+        "packages": {name: d.version for name, installed in packages for d in list(installed)[:1]},
         "host": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": cpu_name(),

@@ -62,7 +62,6 @@ class MetricsLine:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """The line in metrics.jsonl."""
         values = {f.name: getattr(self, f.name) for f in _KEYS}
         return {k: v for k, v in values.items() if v is not None or k not in _OPTIONAL} | self.extra
 
@@ -82,10 +81,8 @@ METRICS: dict[str, str] = {f.name: f.metadata["meaning"] for f in _KEYS}
 def last_of_each_step(lines: Iterable[MetricsLine]) -> list[MetricsLine]:
     """The lines that the final weights contain: where a run goes back to an earlier step, what followed is dropped."""
     kept: list[MetricsLine] = []
-    for line in lines:
-        if line.step is None:
-            continue
-        while kept and (kept[-1].step or 0) >= line.step:
+    for line in (line for line in lines if line.step is not None):
+        while kept and (kept[-1].step or 0) >= (line.step or 0):
             kept.pop()
         kept.append(line)
     return kept

@@ -46,7 +46,6 @@ class NotFound(Exception):  # noqa: N818 - becomes 404
 
 
 def answer(folder: Folder, path: str, query: Query) -> dict[str, Any]:
-    """The JSON of one request below /api/."""
     if path not in ROUTES:
         raise NotFound(path)
     return ROUTES[path](folder, query)
@@ -90,9 +89,18 @@ def run_json(folder: Folder, query: Query) -> dict[str, Any]:
             return kept[1]
         columns = view.columns()
         warnings = [Note(f"This folder is incomplete: {s.problem}", "warning")] if s.problem else []
-        top = Section("", (cards(s), *warnings), id="top")
-        parts = [top, overview(s), life(s, columns), energy(s), *plan_sections(s), evaluation(s), saves(s)]
-        parts += [data_section(s), environment(s), conventions()]
+        parts = [
+            Section("", (cards(s), *warnings), id="top"),
+            overview(s),
+            life(s, columns),
+            energy(s),
+            *plan_sections(s),
+            evaluation(s),
+            saves(s),
+            data_section(s),
+            environment(s),
+            conventions(),
+        ]
         marked = [e for e in s.events if e.event in MARKED][-MAX_MARKED_EVENTS:]
         events = [{"time": e.time, "event": e.event, "step": step_of(e, columns), "text": e.describe()} for e in marked]
         page = {
@@ -201,10 +209,10 @@ def section_json(section: Section) -> dict[str, Any]:
 
 
 def _one(query: Query, name: str, default: str | None = None) -> str:
-    values = query.get(name) or ([] if default is None else [default])
-    if not values:
+    value = next(iter(query.get(name) or ()), default)
+    if value is None:
         raise NotFound(name)
-    return values[0]
+    return value
 
 
 ROUTES: dict[str, Callable[[Folder, Query], dict[str, Any]]] = {

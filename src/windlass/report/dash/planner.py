@@ -128,13 +128,11 @@ def ask(q: PlannerQuestion) -> tuple[dict[str, Any], list[Section]]:
         right=(1, 2, 3, 4, 5, 6),
         strong=(0,),
     )  # fmt: skip
-    parts = [
+    return {"question": q.model_dump(), "best": rows[0], "layout": layouts[0], "considered": plans.considered}, [
         Section("", (_cards(rows[0], layouts[0], q), *(Note(w, "warning") for w in task.warnings)), id="best"),
         Section("Memory of a device", (memory,), id="memory"),
         Section("Ranked layouts", (ranking,), id="ranking"),
     ]
-    answer = {"question": q.model_dump(), "best": rows[0], "layout": layouts[0], "considered": plans.considered}
-    return answer, parts
 
 
 def _cards(best: dict[str, Any], layout: str, q: PlannerQuestion) -> Cards:
