@@ -99,11 +99,10 @@ def data_section(summary: RunSummary) -> Section:
         rows.append((*(field(source, *names) for names in keys), _tokens(source), count, share))
     if not rows:
         store = summary.data.get("store") or data.get("store")
-        text = "Synthetic tokens: the run had no token store, so there is no ledger."
-        if store:
-            name = store_name(redact_text(str(store)))
-            text = f"No data ledger: the manifest has none, and the token store {name} cannot be reached from here."
-        return Section("Data", (Note(text),), id="data")
+        name = store_name(redact_text(str(store)))
+        unreached = f"No data ledger: the manifest has none, and the token store {name} cannot be reached from here."
+        synthetic = "Synthetic tokens: the run had no token store, so there is no ledger."
+        return Section("Data", (Note(unreached if store else synthetic),), id="data")
     columns = ("source", "kind", "licence", "origin", "basis of use", "languages", "tokens", "documents", "weight")
     store = store_name(field(summary.data, "store", "path", unknown="unknown"))
     note = f"Token store {store}; ledger {field(summary.data, 'ledger_hash', 'hash', unknown='without hash')}."

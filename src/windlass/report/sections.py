@@ -90,7 +90,7 @@ def cards(s: RunSummary) -> Cards:
     if c is not None:
         grid = c.grid.value
         carbon_note = "grid intensity unknown" if grid is None else f"{s.energy.basis}; {grid:g} g/kWh"
-    resumes = counted(sum(isinstance(e, Resumed) for e in s.events), "resume")
+    resumes = sum(isinstance(e, Resumed) for e in s.events)
     return Cards((
         Card(state(s), "state", when(s.updated_at)),
         Card(print_tokens(s.tokens), "tokens", f"of {print_tokens(s.target_tokens)}" if s.target_tokens else ""),
@@ -99,7 +99,7 @@ def cards(s: RunSummary) -> Cards:
         Card(percent(s.mfu), "MFU", "the device's peak is unknown" if s.mfu is None else "of the dense bf16 peak"),
         Card(used, "energy", basis),
         Card(print_carbon(c.location_kg if c else None), "CO2e, location-based", carbon_note),
-        Card(percent(goodput(s), "not known"), "goodput", resumes),
+        Card(percent(goodput(s), "not known"), "goodput", counted(resumes, "resume")),
     ))  # fmt: skip
 
 
@@ -139,8 +139,7 @@ def curves(s: RunSummary, columns: Columns) -> list[Item]:
     steps, names, passes = columns.get("step"), columns.names(), validations(s, columns)
     validation = [points("validation", [x for x, _ in passes], [y for _, y in passes])] if passes else []
     places = [(step_of(e, columns), MARKS[e.event]) for e in s.events if e.event in MARKS]
-    span = float(np.nanmax(steps) - np.nanmin(steps))
-    marks = _spaced_marks([(at, label) for at, label in places if at is not None], span)
+    marks = _spaced_marks([(at, label) for at, label in places if at is not None], float(np.ptp(steps)))
     repeated = (
         "A line that starts again further left is repeated work: a resume repeats the steps since the checkpoint."
     )
@@ -196,16 +195,17 @@ def progress(s: RunSummary, columns: Columns) -> list[Item]:
     backwards = np.nonzero(np.diff(steps) < 0)[0] + 1  # lift the pen where the step goes back
     pen_x, pen_y = np.insert(xs, backwards, np.array(xs)[backwards]), np.insert(steps, backwards, np.nan)
     marks = [((e.time - began) / unit, MARKS[e.event]) for e in s.events if e.event in MARKS and e.time is not None]
-    chart = Chart(
-        title="Steps over time",
-        series=(line("step", pen_x.tolist(), [None if y != y else y for y in pen_y.tolist()]),),
-        x_title=f"{name} since the start",
-        y_title="step",
-        marks=_spaced_marks(marks, span / unit),
-        height=320,
-        caption="A gap is time without a step; a step back is work that a fault lost and that was repeated.",
-    )
-    return [chart]
+    return [
+        Chart(
+            title="Steps over time",
+            series=(line("step", pen_x.tolist(), [None if y != y else y for y in pen_y.tolist()]),),
+            x_title=f"{name} since the start",
+            y_title="step",
+            marks=_spaced_marks(marks, span / unit),
+            height=320,
+            caption="A gap is time without a step; a step back is work that a fault lost and that was repeated.",
+        )
+    ]
 
 
 def life(s: RunSummary, columns: Columns) -> Section:
@@ -286,8 +286,8 @@ def evaluation(s: RunSummary) -> Section:
         columns = (*names, "value", "95 % interval", "items", "step")
         caption = "Written by `windlass eval`; the newest of each."
         items.append(DataTable(columns, rows, right=(3, 4, 5, 6), caption=caption))
-    nothing = Note("None recorded; `windlass eval RUN` writes eval.jsonl.")
-    return Section("Evaluation", tuple(items) or (nothing,), id="evaluation")
+    items = items or [Note("None recorded; `windlass eval RUN` writes eval.jsonl.")]
+    return Section("Evaluation", tuple(items), id="evaluation")
 
 
 def _by_source(passes: Sequence[Evaluated]) -> list[Item]:
@@ -403,5 +403,5 @@ def joined(summaries: Sequence[RunSummary], labels: Sequence[str]) -> list[Secti
     text += f" Tokens together: {print_tokens(sums['tokens'])}."
     if sums["copies"]:
         text += f" Copies of a run are not added again: {counted(int(sums['copies']), 'folder')}."
-    table = DataTable(columns, rows, right=tuple(range(2, 10)))
-    return [Section(counted(len(summaries), "run"), (table, Note(text)), id="all")]
+    items = (DataTable(columns, rows, right=tuple(range(2, 10))), Note(text))
+    return [Section(counted(len(summaries), "run"), items, id="all")]

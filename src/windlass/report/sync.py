@@ -28,7 +28,7 @@ TRIGGER = "sync"
 REQUEST = "part"
 # A run without an end in its events whose last line is younger than this counts as running.
 LIVE_SECONDS = 600.0
-WAIT_SECONDS = 60.0
+PART_WAIT_SECONDS = 60.0
 # With --watch: how often the running job is asked for a part.
 PART_SECONDS = 300.0
 Sender = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
@@ -76,7 +76,7 @@ def is_live(run: Run, now: float | None = None) -> bool:
     return is_fresh and not isinstance(last, ends)
 
 
-def ask_for_part(run: Run, wait: float = WAIT_SECONDS) -> bool:
+def ask_for_part(run: Run, wait: float = PART_WAIT_SECONDS) -> bool:
     """Ask the running job to close its part; True once it has begun another."""
     before = len(parts(run))
     if not before or not is_live(run):

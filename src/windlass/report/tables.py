@@ -122,8 +122,12 @@ def source_table(energy: RunEnergy) -> DataTable:
         in_total = "yes" if s.counted else "no (estimate)" if s.method == "modelled" else "no (inside another)"
         note = "; ".join(filter(None, (s.note, f"{s.resets} counter resets" if s.resets else "")))
         rows.append((s.source, s.scope, s.method, print_joules(s.joules), str(s.nodes or "all"), in_total, note))
-    columns = ("source", "scope", "method", "energy", "nodes", "in total", "note")
-    return DataTable(columns, rows, right=(3, 4), strong=[i for i, s in enumerate(energy.ledger.sources) if s.counted])
+    return DataTable(
+        ("source", "scope", "method", "energy", "nodes", "in total", "note"),
+        rows,
+        right=(3, 4),
+        strong=[i for i, s in enumerate(energy.ledger.sources) if s.counted],
+    )
 
 
 def life_rows(summary: RunSummary) -> list[tuple[str, str]]:
@@ -131,7 +135,6 @@ def life_rows(summary: RunSummary) -> list[tuple[str, str]]:
     if h is None:
         return []
     tokens = f", {print_tokens(h.lost_tokens)} tokens" if h.lost_tokens is not None else ""
-    stall = f"{print_seconds(h.stall_seconds)}, median {print_seconds(h.median_stall_seconds)}"
     return [
         ("goodput (productive / wall time)", percent(h.goodput)),
         ("goodput without waits between jobs", percent(h.goodput_active)),
@@ -141,12 +144,14 @@ def life_rows(summary: RunSummary) -> list[tuple[str, str]]:
         ("faults, resumes", f"{h.faults}, {h.resumes}"),
         ("steps lost to faults", f"{h.lost_steps:,} steps{tokens}"),
         ("saves", f"{h.saves}" + (f", {h.failed_saves} failed" if h.failed_saves else "")),
-        ("training waited for saves", stall),
-    ]
+        ("training waited for saves",
+         f"{print_seconds(h.stall_seconds)}, median {print_seconds(h.median_stall_seconds)}"),
+    ]  # fmt: skip
 
 
 def segment_table(summary: RunSummary) -> DataTable:
     """One row per process group: a job of a chain, a restart, a requeue."""
+    columns = ("attempt", "start", "duration", "outcome", "devices", "steps", "lost", "start-up")
     rows = [
         (
             str(index),
@@ -160,7 +165,6 @@ def segment_table(summary: RunSummary) -> DataTable:
         )
         for index, part in enumerate(summary.life.segments if summary.life else (), 1)
     ]
-    columns = ("attempt", "start", "duration", "outcome", "devices", "steps", "lost", "start-up")
     caption = "Each attempt is one group of processes; an interruption ends one, a resume begins the next."
     return DataTable(columns, rows, right=(2, 4, 5, 6, 7), caption=caption)
 

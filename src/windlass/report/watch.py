@@ -1,11 +1,11 @@
 """The live view of a run in a terminal of 80 columns, drawn from files only."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING
 
 import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from windlass.report.collect import RunSummary, collect
 from windlass.report.columns import LONG_FILE_BYTES, Columns, Numbers, known
@@ -13,9 +13,6 @@ from windlass.report.tables import counted, energy_card, goodput, number, percen
 from windlass.runs.events import Saved
 from windlass.runs.folder import Run
 from windlass.units import print_bytes, print_seconds, print_tokens
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 BARS = "▁▂▃▄▅▆▇█"
 HIDDEN_EVENTS = ("removed", "interval")
@@ -93,10 +90,6 @@ def facts(s: RunSummary, columns: Columns, now: float) -> list[tuple[str, str]]:
 
 def picture(s: RunSummary, columns: Columns, width: int, now: float, height: int | None = None) -> RenderableType:
     """Every part is lines of at most `width`; in a low window the last parts are left out, never the first."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
     width = max(40, min(width, 120))
     status, quiet = state(s, now), silence(s, now)
     silent = f"no new line for {print_seconds(quiet)}: is the job in the queue? (windlass jobs)" if quiet else ""
@@ -132,6 +125,11 @@ def picture(s: RunSummary, columns: Columns, width: int, now: float, height: int
         (status, f"bold {COLOURS.get(status, 'yellow')}"),
         f"  {s.cluster}, {counted(s.world_size, 'device')}",
     )
-    warned = [cut(text, "yellow") for text in warnings]
-    last_events = [cut(f"  {age:>12} ago  {e.describe()}", "dim") for age, e in zip(ages, events, strict=True)]
-    return Group(head, *warned, bar, grid, *curves[: max(0, lines_left)], *last_events)
+    return Group(
+        head,
+        *(cut(text, "yellow") for text in warnings),
+        bar,
+        grid,
+        *curves[: max(0, lines_left)],
+        *(cut(f"  {age:>12} ago  {e.describe()}", "dim") for age, e in zip(ages, events, strict=True)),
+    )

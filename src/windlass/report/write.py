@@ -32,8 +32,8 @@ def report_sections(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> tu
     summaries = [collect(run, columns=one) for run, one in zip(runs, columns, strict=True)]
     if len(runs) == 1 and not sweeps:
         s = summaries[0]
-        subtitle = f"{s.model}, on {s.cluster}; {when(s.started_at)} to {when(s.updated_at)}"
-        return s.name, subtitle, publishable(sections(s, columns[0]))
+        period = f"{when(s.started_at)} to {when(s.updated_at)}"
+        return s.name, f"{s.model}, on {s.cluster}; {period}", publishable(sections(s, columns[0]))
     labels = folder_labels(runs)
     parts = [
         Section(f"{sweep.name}: {s.title or sweep.progress}", s.items, id=f"sweep-{sweep.id}-{s.id}")
@@ -95,7 +95,6 @@ def write_figures(runs: Sequence[Run], folder: Path, kind: str = "svg", sweeps: 
 
 
 def write_report(run: Run, path: Path | None = None) -> Path:
-    """The HTML report of one run, by default as report.html in its folder."""
     return save_page(path or run.report_file, html_report([run]))
 
 
@@ -110,9 +109,10 @@ def markdown(title: str, sections: Sequence[Section], *, subtitle: str = "") -> 
                 rows = [head, rules, *([_plain(cell) for cell in row] for row in item.texts())]
                 parts += ["\n".join(f"| {' | '.join(row)} |" for row in rows), _plain(item.caption)]
             elif isinstance(item, Cards):
-                notes = [f" ({_plain(c.note)})" if c.note else "" for c in item.cards]
-                values = [f"- **{_plain(c.label)}**: {_plain(c.value)}" for c in item.cards]
-                parts.append("\n".join(value + note for value, note in zip(values, notes, strict=True)))
+                cards = [
+                    (_plain(c.label), _plain(c.value), f" ({_plain(c.note)})" if c.note else "") for c in item.cards
+                ]
+                parts.append("\n".join(f"- **{label}**: {value}{note}" for label, value, note in cards))
             elif isinstance(item, Note):
                 parts.append(("> " if item.kind == "warning" else "") + _plain(item.text))
             elif isinstance(item, (Chart, Heat)):

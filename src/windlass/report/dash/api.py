@@ -170,7 +170,7 @@ def sweep_json(folder: Folder, query: Query) -> dict[str, Any]:
     wanted = _one(query, "id", next(iter(sweeps), "runs"))
     if wanted not in (*sweeps, "runs"):
         raise NotFound("sweep")
-    listed = [{"id": s.id, "name": s.name, "title": s.title, "progress": s.progress} for s in sweeps.values()]
+    listed = [{key: getattr(s, key) for key in ("id", "name", "title", "progress")} for s in sweeps.values()]
     if wanted == "runs":
         parts = [section_json(s) for s in compared([v.summary() for v in folder.views()], folder.root)]
     else:
@@ -203,7 +203,7 @@ def section_json(section: Section) -> dict[str, Any]:
         elif isinstance(item, Note):
             items.append({"kind": "note", "text": item.text, "warning": item.kind == "warning"})
         elif isinstance(item, (Chart, Heat)):
-            texts = {"height": item.height, "caption": item.caption, "title": item.title}
+            texts = {key: getattr(item, key) for key in ("height", "caption", "title")}
             items.append({"kind": "figure", "figure": spec(item), **texts})
     return {"title": section.title, "id": section.id, "items": items}
 
