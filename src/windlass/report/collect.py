@@ -140,16 +140,14 @@ def collect(
     # A run's files may have been written by anybody: every text is made fit to be shown.
     events = [parse_event(clean(event.as_dict(), lines=False)) for event in run.events()]
     manifest: dict[str, Any] = clean(run.manifest())
-    is_damaged = run.manifest_file.exists() and read_json(run.manifest_file) is None
     has_steps = any(isinstance(e, (Saved, Stopped, Finished)) for e in events)
-    problems = [  # what a folder that was copied in part, or torn, does not say
-        problem,
-        "manifest.json is damaged: environment and data ledger are unknown" if is_damaged else None,
-        "events.jsonl is missing or empty: state, saves and interruptions are unknown"
-        if len(columns) and not events
-        else None,
-        "metrics.jsonl is missing or empty: loss and speed are unknown" if has_steps and not len(columns) else None,
-    ]
+    problems = [  # (text, whether it holds): what a folder that was copied in part, or torn, does not say
+        (problem or "", problem is not None),
+        ("manifest.json is damaged: environment and data ledger are unknown",
+         run.manifest_file.exists() and read_json(run.manifest_file) is None),
+        ("events.jsonl is missing or empty: state, saves and interruptions are unknown", len(columns) and not events),
+        ("metrics.jsonl is missing or empty: loss and speed are unknown", has_steps and not len(columns)),
+    ]  # fmt: skip
     start = next((e for e in reversed(events) if isinstance(e, ProcessStart)), Started())
     layout = recipe.layout.model_dump(mode="json") if recipe and recipe.layout else None
     if isinstance(start.layout, (dict, str)):
@@ -163,7 +161,6 @@ def collect(
         for key in ("tokens_per_second", "tokens_per_second_per_device", "mfu", "hfu", "step_seconds", "utilization",
                     "spread_seconds")
     }  # fmt: skip
-    validations = [e.val_loss for e in events if isinstance(e, Evaluated) and e.val_loss is not None]
     stated = _recipe_fields(recipe) if recipe else {**NO_RECIPE, "name": print_text(run.name)}
     target, speed = stated["target_tokens"], medians["tokens_per_second"]
     statuses = (s for event in reversed(events) for kind, s in STATUS.items() if isinstance(event, kind))
@@ -178,7 +175,7 @@ def collect(
     return RunSummary(
         path=str(run.path),
         status=status,
-        problem=print_text("; ".join(filter(None, problems))) or None,
+        problem=print_text("; ".join(text for text, holds in problems if holds)) or None,
         layout=layout,
         nodes=start.nodes or (recipe.nodes if recipe else None),
         world_size=start.world_size,
@@ -187,7 +184,10 @@ def collect(
         tokens=tokens,
         loss=recent_median(columns.get("loss"), last=10, skip=0),
         # The event, because the last validation of a run is followed by no metrics line.
-        val_loss=validations[-1] if validations else last_known(columns.get("val_loss")),
+        val_loss=next(
+            (e.val_loss for e in reversed(events) if isinstance(e, Evaluated) and e.val_loss is not None),
+            last_known(columns.get("val_loss")),
+        ),
         memory_bytes=memory_bytes,
         watts=last_known(columns.get("watts")),
         slowest_rank=None if rank is None else int(rank),
@@ -281,7 +281,6 @@ def _energy(
     joules = ledger.joules if ledger.joules is not None else ledger.modelled_joules
     emitted = None if joules is None else carbon(joules, cluster, recipe.energy if recipe else None, factors)
     kwh = None if emitted is None else emitted.kwh if emitted.kwh is not None else emitted.it_kwh
-    is_measured = ledger.joules is not None and ledger.wall_seconds > 0
     return RunEnergy(
         basis=ledger.basis,
         joules=joules,
@@ -290,7 +289,9 @@ def _energy(
         joules_per_token=joules / tokens if joules is not None and tokens else None,
         joules_per_step=joules / step if joules is not None and step else None,
         kwh_per_billion_tokens=kwh / (tokens / 1e9) if kwh is not None and tokens else None,
-        mean_watts=(ledger.joules or 0.0) / ledger.wall_seconds if is_measured else None,
+        mean_watts=ledger.joules / ledger.wall_seconds
+        if ledger.joules is not None and ledger.wall_seconds > 0
+        else None,
         forecast_kwh=None if planned_mwh is None else planned_mwh * 1e3,
     )
 

@@ -94,9 +94,14 @@ def data_section(summary: RunSummary) -> Section:
             source.get("documents"),
             source.get("weight", (data.get("mix") or {}).get(field(source, "name"))),
         )
-        count = f"{documents:,}" if isinstance(documents, int) else "unknown"
-        share = percent(weight) if isinstance(weight, (int, float)) else "by size"
-        rows.append((*(field(source, *names) for names in keys), _tokens(source), count, share))
+        rows.append(
+            (
+                *(field(source, *names) for names in keys),
+                _tokens(source),
+                f"{documents:,}" if isinstance(documents, int) else "unknown",
+                percent(weight) if isinstance(weight, (int, float)) else "by size",
+            )
+        )
     if not rows:
         store = summary.data.get("store") or data.get("store")
         name = store_name(redact_text(str(store)))
@@ -144,6 +149,10 @@ def content_summary(summary: RunSummary) -> Section:
     if tokens is not None:
         name = next((text for limit, text in TOKEN_RANGES if tokens < limit), "more than 10 trillion tokens")
         size = f"{name} ({print_tokens(tokens)} trained on)"
+    origin = (
+        "Follows the European Commission's template for the public summary of training content (AI Act, Article "
+        "53(1)(d)), filled from the data ledger."
+    )
     general = [
         ("1.1 Provider: name and contact", ASK),
         ("1.1 Authorised representative in the Union, where there is one", ASK),

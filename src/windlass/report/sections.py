@@ -60,14 +60,14 @@ def sections(s: RunSummary, columns: Columns) -> list[Section]:
     energy_warning = f"Energy: {coverage}." if "not measured on" in coverage else ""
     if s.energy.basis == "modelled":
         energy_warning = "Energy is modelled, not measured: no sensor could be read on any node."
-    texts = (f"This folder is incomplete: {redact_text(s.problem)}" if s.problem else "", energy_warning)
-    warnings = (Note(text, "warning") for text in texts if text)
+    warnings = (f"This folder is incomplete: {redact_text(s.problem)}" if s.problem else "", energy_warning)
     try:
         profiled = run_sections(Run(Path(s.path)))
     except WindlassError as error:  # a trace that cannot be read costs its section, not the report
         profiled = [Section("Profile", (Note(f"The trace cannot be read: {error.message}", "warning"),), id="profile")]
+    notes = (Note(text, "warning") for text in warnings if text)
     return [
-        Section("", (Cards(key_numbers[:half]), Cards(key_numbers[half:]), *warnings), id="top"),
+        Section("", (Cards(key_numbers[:half]), Cards(key_numbers[half:]), *notes), id="top"),
         overview(s),
         Section("Training", tuple(curves(s, columns)), id="training"),
         life(s, columns),
@@ -114,7 +114,6 @@ def layout_text(layout: dict[str, Any] | None) -> str:
 def overview(s: RunSummary) -> Section:
     data = s.recipe.get("data", {})
     source = f"token store {store_name(str(data['store']))}" if data.get("store") else "synthetic tokens"
-    devices = f"{counted(s.world_size, 'device')} ({s.device or 'unknown device'})"
     behind = f"{s.slowest_rank}, {print_seconds(s.spread_seconds)} behind the fastest"
     rows = [
         ("run", s.name),
@@ -122,7 +121,8 @@ def overview(s: RunSummary) -> Section:
         ("parameters", "unknown" if s.parameters is None else f"{s.parameters:,}"),
         ("data", f"{source}, sequences of {data.get('seq_len', '?')}, "
          f"batch {print_tokens(data.get('batch_tokens'))} tokens"),
-        ("cluster", f"{s.cluster}, {counted(s.nodes, 'node')}, {devices}"),
+        ("cluster", f"{s.cluster}, {counted(s.nodes, 'node')}, {counted(s.world_size, 'device')} "
+         f"({s.device or 'unknown device'})"),
         ("layout", layout_text(s.layout) or "one device holds everything"),
         ("training period", f"{when(s.started_at)}, {when(s.updated_at)}"),
         ("step", "none yet" if s.step is None else f"{s.step:,}"),
@@ -140,9 +140,6 @@ def curves(s: RunSummary, columns: Columns) -> list[Item]:
     validation = [points("validation", [x for x, _ in passes], [y for _, y in passes])] if passes else []
     places = [(step_of(e, columns), MARKS[e.event]) for e in s.events if e.event in MARKS]
     marks = _spaced_marks([(at, label) for at, label in places if at is not None], float(np.ptp(steps)))
-    repeated = (
-        "A line that starts again further left is repeated work: a resume repeats the steps since the checkpoint."
-    )
     charts = [
         Chart(
             title=title,
@@ -159,7 +156,12 @@ def curves(s: RunSummary, columns: Columns) -> list[Item]:
         for key, title, unit, from_zero, divisor in CURVES
         if key in names
     ]
-    return [*charts, Note(repeated)]
+    return [
+        *charts,
+        Note(
+            "A line that starts again further left is repeated work: a resume repeats the steps since the checkpoint."
+        ),
+    ]
 
 
 def validations(s: RunSummary, columns: Columns) -> tuple[tuple[float, float], ...]:
@@ -313,8 +315,8 @@ def _by_source(passes: Sequence[Evaluated]) -> list[Item]:
 
 
 def saves(s: RunSummary) -> Section:
-    item = checkpoint_table(s) if s.checkpoints else Note("No checkpoint was saved.")
-    return Section("Checkpoints", (item,), id="checkpoints")
+    items = (checkpoint_table(s) if s.checkpoints else Note("No checkpoint was saved."),)
+    return Section("Checkpoints", items, id="checkpoints")
 
 
 def environment(s: RunSummary) -> Section:
@@ -329,8 +331,8 @@ def environment(s: RunSummary) -> Section:
     if isinstance(earlier, list) and earlier:
         rows.append(("earlier starts", str(len(earlier))))
     recipe = escape(json.dumps(redact(s.recipe), indent=2))
-    folded = Html(f"<details><summary>Recipe</summary><pre>{recipe}</pre></details>")
-    return Section("Environment", (DataTable(("", ""), rows), folded), id="environment")
+    items = (DataTable(("", ""), rows), Html(f"<details><summary>Recipe</summary><pre>{recipe}</pre></details>"))
+    return Section("Environment", items, id="environment")
 
 
 def conventions() -> Section:
@@ -377,7 +379,6 @@ def together(summaries: Sequence[RunSummary]) -> dict[str, float | int | None]:
 
 def joined(summaries: Sequence[RunSummary], labels: Sequence[str]) -> list[Section]:
     """Several runs (a chain, a sweep) side by side, before their own reports; `labels` tell them apart."""
-    columns = ("run", "state", "tokens", "loss", "tokens/s", "MFU", "memory", "energy", "CO2", "power")
     rows = [
         (
             label,
@@ -398,10 +399,11 @@ def joined(summaries: Sequence[RunSummary], labels: Sequence[str]) -> list[Secti
     if sums["runs_measured"]:
         facility = f", {kwh(sums['kwh'])} with PUE" if sums["kwh"] is not None else ""
         emitted = f", {print_carbon(sums['location_kg'])} location-based" if sums["location_kg"] is not None else ""
-        text = f"Measured IT energy of {sums['runs_measured']} of {sums['runs']} runs together: "
-        text += f"{kwh(sums['it_kwh'])}{facility}{emitted}."
+        measured = f"Measured IT energy of {sums['runs_measured']} of {sums['runs']} runs together"
+        text = f"{measured}: {kwh(sums['it_kwh'])}{facility}{emitted}."
     text += f" Tokens together: {print_tokens(sums['tokens'])}."
     if sums["copies"]:
         text += f" Copies of a run are not added again: {counted(int(sums['copies']), 'folder')}."
-    items = (DataTable(columns, rows, right=tuple(range(2, 10))), Note(text))
-    return [Section(counted(len(summaries), "run"), items, id="all")]
+    columns = ("run", "state", "tokens", "loss", "tokens/s", "MFU", "memory", "energy", "CO2", "power")
+    table = DataTable(columns, rows, right=tuple(range(2, 10)))
+    return [Section(counted(len(summaries), "run"), (table, Note(text)), id="all")]

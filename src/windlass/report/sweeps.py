@@ -90,8 +90,8 @@ def read_sweep(path: Path) -> SweepView:
 def compared(runs: Sequence[RunSummary], root: Path) -> list[Section]:
     measured = [r for r in runs if r.tokens_per_second is not None]
     if len(measured) < 2:
-        text = f"{len(measured)} run with a measured speed in {root.name}: a comparison needs two."
-        return [Section("", (Note(text),))]
+        note = Note(f"{len(measured)} run with a measured speed in {root.name}: a comparison needs two.")
+        return [Section("", (note,))]
     values = {id(run): dict(flatten(run.recipe)) | {"devices": run.world_size} for run in runs}
     different: dict[str, set[str]] = {}
     for run in measured:

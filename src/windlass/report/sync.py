@@ -139,7 +139,6 @@ def sync_watch(
                     raise  # waiting does not help
                 say(f"{error.message}; tried again at the next look")
                 is_due = True
-        is_over = any(isinstance(e, (Finished, GaveUp)) for e in run.events())
-        if is_over and not is_due and not trigger.exists():
+        if not is_due and not trigger.exists() and any(isinstance(e, (Finished, GaveUp)) for e in run.events()):
             return
         time.sleep(every)

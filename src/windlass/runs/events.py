@@ -69,9 +69,8 @@ class Event:
     def as_dict(self) -> dict[str, Any]:
         """The line in events.jsonl. A field marked `optional` is left out when it is None."""
         optional = {f.name for f in fields(self) if f.metadata.get("optional")}
-        values = {name: getattr(self, name) for name in field_names(type(self))}
-        kept = {name: value for name, value in values.items() if value is not None or name not in optional}
-        return {"time": self.time, "event": self.event, **kept, **self.extra}
+        names = [name for name in field_names(type(self)) if name not in optional or getattr(self, name) is not None]
+        return {"time": self.time, "event": self.event, **{name: getattr(self, name) for name in names}, **self.extra}
 
     def describe(self) -> str:
         """One sentence; what is not known is printed as "unknown"."""

@@ -186,8 +186,8 @@ def create_run(path: Path | str, loaded: Loaded, *, layout_from: str = "recipe")
     run = Run(Path(path))
     old = read_json(run.config_file)
     changes: list[Event] = []
-    traces = (run.events_file, run.metrics_file, run.jobs_file, run.manifest_file)
-    has_traces = any(file.exists() for file in traces) or any(run.checkpoints.glob("*"))
+    files = (run.events_file, run.metrics_file, run.jobs_file, run.manifest_file, *run.checkpoints.glob("*"))
+    has_traces = any(file.exists() for file in files)
     if old is not None and not has_traces and holder(run.lock_file) is None:
         # Its start was refused, and the user tries again with a corrected recipe.
         run.plan_file.unlink(missing_ok=True)

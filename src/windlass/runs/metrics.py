@@ -68,8 +68,7 @@ class MetricsLine:
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> MetricsLine:
         """A line of the file; a value that is not a number is None."""
-        extra = {key: value for key, value in line.items() if key not in METRICS}
-        return cls(**read_fields(cls, line), extra=extra)
+        return cls(**read_fields(cls, line), extra={k: v for k, v in line.items() if k not in METRICS})
 
 
 _KEYS = tuple(f for f in fields(MetricsLine) if f.name != "extra")

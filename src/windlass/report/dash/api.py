@@ -102,7 +102,6 @@ def run_json(folder: Folder, query: Query) -> dict[str, Any]:
             conventions(),
         ]
         marked = [e for e in s.events if e.event in MARKED][-MAX_MARKED_EVENTS:]
-        events = [{"time": e.time, "event": e.event, "step": step_of(e, columns), "text": e.describe()} for e in marked]
         page = {
             "id": view.id,
             "name": s.name,
@@ -111,7 +110,9 @@ def run_json(folder: Folder, query: Query) -> dict[str, Any]:
             "updated_at": s.updated_at,
             "started_at": s.started_at,
             "metrics": columns.names(),
-            "events": redact(events),
+            "events": redact(
+                [{"time": e.time, "event": e.event, "step": step_of(e, columns), "text": e.describe()} for e in marked]
+            ),
             "sections": redact([section_json(p) for p in parts]),
             "lines": len(columns),
             "first_time": first_known(columns.get("time")),  # NaN becomes null
@@ -135,8 +136,7 @@ def series_json(folder: Folder, query: Query) -> dict[str, Any]:
         return {"version": version, "unchanged": True}
     runs = []
     for view in views:
-        curves = {key: view.series(key, x, count) for key in keys}
-        series = {key: {"x": xs, "y": ys} for key, (xs, ys) in curves.items()}
+        series = {key: dict(zip("xy", view.series(key, x, count), strict=True)) for key in keys}
         runs.append({"id": view.id, "name": view.summary().name, "path": view.name, "series": series})
     return {"version": version, "axis": x, "axis_title": X_AXES[x], "runs": runs}
 

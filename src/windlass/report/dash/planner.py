@@ -64,11 +64,10 @@ def choices() -> dict[str, Any]:
         clusters.append(
             {"name": name, "title": c.title, "nodes": c.nodes, "devices": c.node.devices, "device": c.device}
         )
-    lengths = [1024 * 2**i for i in range(6)]
     return {
         "clusters": clusters,
         "sizes": list(MODEL_SHAPES),
-        "seq_lens": lengths,
+        "seq_lens": [1024 * 2**i for i in range(6)],
         "precisions": ["bf16", "fp8", "fp32"],
     }
 

@@ -130,8 +130,8 @@ class DashHandler(BaseHTTPRequestHandler):
     def _send(self, status: HTTPStatus, content: bytes, kind: str, more: dict[str, str] | None = None) -> None:
         charset = "" if kind == "application/json" else "; charset=utf-8"
         headers = {**HEADERS, "Content-Type": kind + charset, "Cache-Control": "no-store", **(more or {})}
-        accepted = self.headers.get("Accept-Encoding", "")
-        if len(content) > 1400 and "gzip" in accepted and "Content-Encoding" not in headers:
+        takes_gzip = "gzip" in self.headers.get("Accept-Encoding", "") and "Content-Encoding" not in headers
+        if takes_gzip and len(content) > 1400:
             content, headers["Content-Encoding"] = gzip.compress(content, 1), "gzip"
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(content))}.items():
