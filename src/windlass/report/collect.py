@@ -356,11 +356,10 @@ def _data(run: Run, recipe: Recipe | None) -> dict[str, Any]:
     if isinstance(recorded, dict) and recorded:
         return recorded
     store = recipe.data.store if recipe else None
-    if not store:
-        return {}
-    for base in (Path(), run.path, run.path.parent, run.path.parent.parent):
-        ledger, about = read_json(base / store / "ledger.json"), read_json(base / store / "manifest.json")
+    bases = (Path(), run.path, run.path.parent, run.path.parent.parent)
+    for folder in [base / store for base in bases] if store else []:
+        ledger, about = read_json(folder / "ledger.json"), read_json(folder / "manifest.json")
         if ledger is not None:
             settings = {key: about.get(key) for key in ("ledger_hash", "settings")} if about else {}
             return {"store": store, **settings, **ledger}
-    return {"store": store}
+    return {"store": store} if store else {}

@@ -26,10 +26,9 @@ class Watch:
     """
 
     def __init__(self, run: Run, *, sample_first: bool = False) -> None:
-        self.run, self.columns = run, Columns(run.metrics_file)
-        self._looked, file = False, run.metrics_file
-        if sample_first and file.exists() and file.stat().st_size > LONG_FILE_BYTES:
-            self.columns = Columns.sample(file)
+        self.run, self._looked, file = run, False, run.metrics_file
+        is_long = file.exists() and file.stat().st_size > LONG_FILE_BYTES
+        self.columns = Columns.sample(file) if sample_first and is_long else Columns(file)
 
     def look(self) -> RunSummary:
         if self._looked and self.columns.is_sample:  # the second look reads the whole file

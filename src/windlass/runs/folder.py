@@ -83,7 +83,7 @@ class Run:
         stamp = time.time() if event.time is None else event.time
         append_line_buffered(self.events_file, {**event.as_dict(), "time": stamp})
 
-    def log(self, line: MetricsLine) -> None:
+    def record_metrics(self, line: MetricsLine) -> None:
         """Append a metrics line; on a full disk it waits in memory, because logging must not stop training."""
         append_line_buffered(self.metrics_file, line.as_dict())
 
@@ -180,9 +180,10 @@ _LEFTOVERS = {
 def create_run(path: Path | str, loaded: Loaded, *, layout_from: str = "recipe") -> Run:
     """A new run folder, or the existing one of the same run.
 
-    A run that never began takes any recipe, unless a job waits for it. Later starts may change the keys in CHANGEABLE and PLANNED_KEYS, and the
-    change is recorded as an event; any other change is refused. `layout_from` says who chose the layout: the recipe
-    or the planner."""
+    A run that never began takes any recipe, unless a job waits for it. Later starts may change the keys in CHANGEABLE
+    and PLANNED_KEYS, and the change is recorded as an event; any other change is refused. `layout_from` says who chose
+    the layout: the recipe or the planner.
+    """
     run = Run(Path(path))
     old = read_json(run.config_file)
     changes: list[Event] = []

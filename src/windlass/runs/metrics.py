@@ -1,4 +1,4 @@
-"""The lines of metrics.jsonl: one dataclass; `Run.log` writes them and `Run.metrics_lines` reads them."""
+"""The lines of metrics.jsonl: one dataclass; `Run.record_metrics` writes them and `Run.metrics_lines` reads them."""
 
 from __future__ import annotations
 

@@ -85,5 +85,5 @@ def wait_for_start(run: Run, name: str, seconds: float = WAIT_SECONDS, *, reused
 
 
 def _parse(value: dict[str, Any]) -> Start:
-    step = {**value["step"], "sync": GradientSync(**value["step"]["sync"])}
-    return Start(**{**value, "layout": Layout(**value["layout"]), "step": StepSpec(**step)})
+    step = StepSpec(**{**value["step"], "sync": GradientSync(**value["step"]["sync"])})
+    return Start(**{**value, "layout": Layout(**value["layout"]), "step": step})

@@ -169,7 +169,7 @@ class Recorder(Hook):
             line.z_loss = auxiliary if training.recipe.train.z_loss else None
             line.extra, self.validation = self.validation, {}
             if training.world.is_main:
-                training.run.log(line)
+                training.run.record_metrics(line)
                 each(self.listeners, "on_log", training, line.as_dict())
 
     # -- one step ----------------------------------------------------------------------------------------------------
