@@ -16,7 +16,7 @@ from windlass.energy.ledger import Ledger, read_ledger
 from windlass.errors import RunError, WindlassError
 from windlass.files import read_json, read_json_lines
 from windlass.models.presets import model_spec
-from windlass.report.columns import Columns, highest, known, last_known, recent_median
+from windlass.report.columns import Columns, known, last_known, recent_median
 from windlass.runs.events import (
     CheckpointRemoved,
     Evaluated,
@@ -170,7 +170,8 @@ def collect(
     chosen = plan["plan"] if isinstance(plan.get("plan"), dict) else {}
     predicted = {key: number for key, value in chosen.items() if (number := known_float(value)) is not None}
     energy = _energy(run, recipe, tokens, step, predicted.get("mwh"), factors)
-    memory_bytes = highest(columns.get("memory_bytes"))
+    memory = known(columns.get("memory_bytes"))
+    memory_bytes = float(memory.max()) if len(memory) else None  # of the whole run: a restart resets the counters
     history = read_history(events, _history_lines(columns))
     return RunSummary(
         path=str(run.path),

@@ -194,11 +194,6 @@ def first_known(values: Numbers) -> float:
     return next(iter(known(values)[:1].tolist()), float("nan"))
 
 
-def highest(values: Numbers) -> float | None:
-    """The peak over the whole run: a restart resets the devices' counters."""
-    return float(np.nanmax(values)) if len(known(values)) else None
-
-
 def step_of(event: Event, columns: Columns) -> float | None:
     """The event's own step, else the last step logged before it: a fault does not know where the others were."""
     step = getattr(event, "step", None)

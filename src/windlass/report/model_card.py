@@ -14,6 +14,7 @@ from windlass.figures import DataTable, Item, Note, Section
 from windlass.report.collect import RunSummary
 from windlass.report.redact import redact_text
 from windlass.report.tables import energy_card, number, percent, rate, when
+from windlass.runs.events import known_float
 from windlass.units import print_tokens
 
 Source = dict[str, Any]
@@ -75,11 +76,6 @@ def _stated(sources: Iterable[Source], *names: str) -> list[str]:
     return sorted({field(x, *names) for x in sources} - {NOT_STATED})
 
 
-def _tokens(source: Source) -> str:
-    tokens = source.get("tokens")
-    return print_tokens(float(tokens)) if isinstance(tokens, (int, float)) else "unknown"
-
-
 def store_name(path: str) -> str:
     """The store's own name: the card is published, and a site's paths are not."""
     return PurePath(path).name or path
@@ -97,7 +93,7 @@ def data_section(summary: RunSummary) -> Section:
         rows.append(
             (
                 *(field(source, *names) for names in keys),
-                _tokens(source),
+                print_tokens(known_float(source.get("tokens"))),
                 f"{documents:,}" if isinstance(documents, int) else "unknown",
                 percent(weight) if isinstance(weight, (int, float)) else "by size",
             )
@@ -201,7 +197,12 @@ def source_list(sources: list[Source]) -> list[Item]:
     for source in sources:
         kind = field(source, "kind", unknown="")
         title = KINDS.get(kind, f"{other} (kind: {kind})" if kind else UNSTATED)
-        row = (field(source, "name"), _tokens(source), field(source, *LICENCES), field(source, "origin", "url"))
+        row = (
+            field(source, "name"),
+            print_tokens(known_float(source.get("tokens"))),
+            field(source, *LICENCES),
+            field(source, "origin", "url"),
+        )
         groups.setdefault(title, []).append(row)
     if any(title.startswith(f"{other} (") for title in groups) and not groups[other]:
         del groups[other]

@@ -34,7 +34,10 @@ def report_sections(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> tu
         s = summaries[0]
         period = f"{when(s.started_at)} to {when(s.updated_at)}"
         return s.name, f"{s.model}, on {s.cluster}; {period}", publishable(sections(s, columns[0]))
-    labels = folder_labels(runs)
+    # The runs' folders, relative to the one that holds them all.
+    paths = [run.path.resolve() for run in runs]
+    top = Path(os.path.commonpath([p.parent for p in paths])) if paths else Path()
+    labels = [print_text(p.relative_to(top).as_posix()) for p in paths]
     parts = [
         Section(f"{sweep.name}: {s.title or sweep.progress}", s.items, id=f"sweep-{sweep.id}-{s.id}")
         for sweep in sweeps
@@ -50,13 +53,6 @@ def report_sections(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> tu
     title = ", ".join(s.title for s in sweeps) or f"{len(runs)} runs"
     joint = f"joint report of {counted(len(runs), 'run')}"
     return title, joint if runs else "a sweep of commands, whose points have no run folder", publishable(parts)
-
-
-def folder_labels(runs: Sequence[Run]) -> list[str]:
-    """The runs' folders, relative to the one that holds them all."""
-    paths = [run.path.resolve() for run in runs]
-    top = Path(os.path.commonpath([p.parent for p in paths])) if paths else Path()
-    return [print_text(p.relative_to(top).as_posix()) for p in paths]
 
 
 def html_report(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> str:

@@ -28,15 +28,13 @@ def locked(path: Path, job: str | None = None) -> Iterator[None]:
     with path.open("a+") as file:
         if _take(file, path) is not None:
             raise _busy(path)
-        file.seek(0)
-        file.truncate()
+        file.truncate(0)
         json.dump({"host": socket.gethostname(), "pid": os.getpid(), "job": job, "since": time.time()}, file)
         file.flush()
         try:
             yield
         finally:
-            file.seek(0)
-            file.truncate()
+            file.truncate(0)
             with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_UN)
 
