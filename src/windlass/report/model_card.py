@@ -83,19 +83,17 @@ def store_name(path: str) -> str:
 
 def data_section(summary: RunSummary) -> Section:
     data = summary.recipe.get("data", {})
+    mix = data.get("mix") or {}
     keys = (("name",), ("kind",), LICENCES, ("origin", "url"), ("consent", "basis"), LANGUAGES)
     rows = []
     for source in data_sources(summary):
-        documents, weight = (
-            source.get("documents"),
-            source.get("weight", (data.get("mix") or {}).get(field(source, "name"))),
-        )
+        documents, weight = source.get("documents"), source.get("weight", mix.get(field(source, "name")))
         rows.append(
             (
                 *(field(source, *names) for names in keys),
                 print_tokens(known_float(source.get("tokens"))),
                 f"{documents:,}" if isinstance(documents, int) else "unknown",
-                percent(weight) if isinstance(weight, (int, float)) else "by size",
+                percent(known_float(weight), "by size"),
             )
         )
     if not rows:

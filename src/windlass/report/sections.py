@@ -235,12 +235,18 @@ def energy(s: RunSummary) -> Section:
         sources = sorted(s.energy.ledger.sources, key=lambda x: SCOPES.index(x.scope) if x.scope in SCOPES else 9)
         largest = max(x.joules for x in sources)
         _, scale, unit = next(u for u in ENERGY_UNITS if largest >= u[0])
-        rows = []
-        for x in sources:
-            kind = "in the total" if x.counted else "inside another"
-            nodes = f", {counted(x.nodes, 'node')}" if x.nodes > 1 else ""
-            kind = "modelled, not in the total" if x.method == "modelled" else kind
-            rows.append((kind, f"{x.source} {x.scope}{nodes}", x.joules / scale))
+        rows = [
+            (
+                "modelled, not in the total"
+                if x.method == "modelled"
+                else "in the total"
+                if x.counted
+                else "inside another",
+                f"{x.source} {x.scope}" + (f", {counted(x.nodes, 'node')}" if x.nodes > 1 else ""),
+                x.joules / scale,
+            )
+            for x in sources
+        ]
         chart = Chart(
             title="Energy by source",
             horizontal=True,
