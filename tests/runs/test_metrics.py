@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 from windlass.runs.folder import Run
-from windlass.runs.metrics import METRICS, MetricsLine, MetricsWriter, last_of_each_step
+from windlass.runs.metrics import METRICS, MetricsLine, last_of_each_step
 
 
 def test_a_line_is_written_with_null_for_unknown_and_read_back(tmp_path):
     run = Run(tmp_path)
     line = MetricsLine(step=3, tokens=384, loss=float("nan"), lr=1e-3, extra={"val_loss/dutch": 2.5})
-    MetricsWriter(run.metrics_file).write(line)
+    run.record_metrics(line)
     raw = json.loads(run.metrics_file.read_text())
     assert list(raw)[:11] == list(METRICS)[:11] and raw["loss"] is None and raw["energy_joules"] is None
     assert "val_loss" not in raw and "slowest_rank" not in raw and raw["val_loss/dutch"] == 2.5

@@ -1,5 +1,6 @@
 """Everything a run folder says, as one value that terminal, browser and report show. Reads files only."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -9,14 +10,13 @@ from typing import Any
 import numpy as np
 
 from windlass.clusters.load import load_cluster
-from windlass.clusters.model import Cluster
 from windlass.config import Recipe
 from windlass.energy.carbon import Carbon, carbon
 from windlass.energy.ledger import Ledger, read_ledger
 from windlass.errors import RunError, WindlassError
 from windlass.files import read_json, read_json_lines
 from windlass.models.presets import model_spec
-from windlass.report.columns import Columns, Numbers, highest, known, last_known, recent_median
+from windlass.report.columns import Columns, known, last_known, recent_median
 from windlass.runs.events import (
     CheckpointRemoved,
     Evaluated,
@@ -32,6 +32,7 @@ from windlass.runs.events import (
     Started,
     Stopped,
     known_float,
+    known_int,
     parse_event,
 )
 from windlass.runs.folder import Run, open_run
@@ -116,10 +117,8 @@ class RunSummary:
     def as_dict(self) -> dict[str, Any]:
         """For JSON; events as in events.jsonl, `breaks` are interruptions and resumes."""
         events = [e.as_dict() for e in self.events]
-        chosen = {
-            name: [e for e in events if e["event"] in kinds] for name, kinds in (("breaks", BREAKS), ("faults", FAULTS))
-        }
-        return {**asdict(self), "events": events, **chosen}
+        breaks, faults = ([e for e in events if e["event"] in kinds] for kinds in (BREAKS, FAULTS))
+        return {**asdict(self), "events": events, "breaks": breaks, "faults": faults}
 
 
 def collect(
@@ -133,45 +132,52 @@ def collect(
     if columns is None:
         columns = Columns(run.metrics_file)
         columns.refresh()
-    problems: list[str] = []
-    recipe: Recipe | None = None
+    recipe, problem = None, None
     try:
         recipe = run.recipe()
     except WindlassError as error:
-        problems.append(error.message)
+        problem = error.message
     # A run's files may have been written by anybody: every text is made fit to be shown.
     events = [parse_event(clean(event.as_dict(), lines=False)) for event in run.events()]
     manifest: dict[str, Any] = clean(run.manifest())
-    problems += _missing_files(run, events, len(columns))
+    has_steps = any(isinstance(e, (Saved, Stopped, Finished)) for e in events)
+    problems = [  # (text, whether it holds): what a folder that was copied in part, or torn, does not say
+        (problem or "", problem is not None),
+        ("manifest.json is damaged: environment and data ledger are unknown",
+         run.manifest_file.exists() and read_json(run.manifest_file) is None),
+        ("events.jsonl is missing or empty: state, saves and interruptions are unknown", len(columns) and not events),
+        ("metrics.jsonl is missing or empty: loss and speed are unknown", has_steps and not len(columns)),
+    ]  # fmt: skip
     start = next((e for e in reversed(events) if isinstance(e, ProcessStart)), Started())
-    times = columns.get("time")
+    layout = recipe.layout.model_dump(mode="json") if recipe and recipe.layout else None
+    if isinstance(start.layout, (dict, str)):
+        layout = {"layout": start.layout} if isinstance(start.layout, str) else start.layout
+    times = known(columns.get("time"))
+    gaps = np.diff(times[-50:])
     event_times = [e.time for e in events if e.time is not None]
-    newest = [*event_times, *([] if (t := last_known(times)) is None else [t])]
     tokens, step, rank = (last_known(columns.get(key)) for key in ("tokens", "step", "slowest_rank"))
     medians: dict[str, Any] = {
         key: recent_median(columns.get(key))
         for key in ("tokens_per_second", "tokens_per_second_per_device", "mfu", "hfu", "step_seconds", "utilization",
                     "spread_seconds")
     }  # fmt: skip
-    validations = [e.val_loss for e in events if isinstance(e, Evaluated) and e.val_loss is not None]
     stated = _recipe_fields(recipe) if recipe else {**NO_RECIPE, "name": print_text(run.name)}
-    target, speed, status = (
-        stated["target_tokens"],
-        medians["tokens_per_second"],
-        "running" if len(columns) else "unknown",
-    )
+    target, speed = stated["target_tokens"], medians["tokens_per_second"]
     statuses = (s for event in reversed(events) for kind, s in STATUS.items() if isinstance(event, kind))
-    status = next(statuses, status)
+    status = next(statuses, "running" if len(columns) else "unknown")
     is_under_way = status == "running" and target is not None and tokens is not None and bool(speed)
-    plan = run.plan()
-    energy = _energy(run, recipe, tokens, step, plan, factors)
-    memory_bytes = highest(columns.get("memory_bytes"))
+    plan = run.plan() or {}
+    chosen = plan["plan"] if isinstance(plan.get("plan"), dict) else {}
+    predicted = {key: number for key, value in chosen.items() if (number := known_float(value)) is not None}
+    energy = _energy(run, recipe, tokens, step, predicted.get("mwh"), factors)
+    memory = known(columns.get("memory_bytes"))
+    memory_bytes = float(memory.max()) if len(memory) else None  # of the whole run: a restart resets the counters
     history = read_history(events, _history_lines(columns))
     return RunSummary(
         path=str(run.path),
         status=status,
-        problem=print_text("; ".join(problems)) if problems else None,
-        layout=_layout(start, recipe),
+        problem=print_text("; ".join(text for text, holds in problems if holds)) or None,
+        layout=layout,
         nodes=start.nodes or (recipe.nodes if recipe else None),
         world_size=start.world_size,
         device=start.device or (m if isinstance(m := manifest.get("device"), str) and m else None),
@@ -179,14 +185,18 @@ def collect(
         tokens=tokens,
         loss=recent_median(columns.get("loss"), last=10, skip=0),
         # The event, because the last validation of a run is followed by no metrics line.
-        val_loss=validations[-1] if validations else last_known(columns.get("val_loss")),
+        val_loss=next(
+            (e.val_loss for e in reversed(events) if isinstance(e, Evaluated) and e.val_loss is not None),
+            last_known(columns.get("val_loss")),
+        ),
         memory_bytes=memory_bytes,
         watts=last_known(columns.get("watts")),
         slowest_rank=None if rank is None else int(rank),
         started_at=min(event_times) if event_times else known_float(manifest.get("started_at")),
-        updated_at=max(newest, default=None),
+        updated_at=max([*event_times, *times[-1:].tolist()], default=None),
         eta_seconds=((target or 0.0) - (tokens or 0.0)) / (speed or 1.0) if is_under_way else None,
-        silent_after_seconds=_silent_after(times),
+        # Five times the usual gap between lines: large steps, or a line every hundred steps, are not silence.
+        silent_after_seconds=max(SILENT_SECONDS, 5 * (recent_median(gaps[gaps > 0], skip=0) or 0.0)),
         energy=energy,
         life=history if history.segments else None,
         events=events,
@@ -194,7 +204,7 @@ def collect(
         evaluations=clean(list(read_json_lines(run.eval_file))),
         data=clean(_data(run, recipe)),
         manifest=manifest,
-        plan_rows=_plan_rows(plan, medians, memory_bytes, energy, status),
+        plan_rows=_plan_rows(predicted, {**medians, "memory_bytes": memory_bytes}, energy, plan.get("device"), status),
         lines=len(columns),
         **stated,
         **medians,
@@ -202,7 +212,7 @@ def collect(
 
 
 def find_runs(folder: Path | str) -> list[Run]:
-    """Every run folder at or below a folder (three levels), by path. A link out of the folder is not followed."""
+    """Every run folder at or below a folder (three levels), by path."""
     root = Path(folder)
     if not root.is_dir():
         raise RunError(
@@ -211,9 +221,13 @@ def find_runs(folder: Path | str) -> list[Run]:
             hint="name a run folder, or the folder that holds several (runs/)",
         )
     signs = ("recipe.toml", "metrics.jsonl", "events.jsonl", "manifest.json")
-    folders = {p.parent for depth in ("", "*/", "*/*/", "*/*/*/") for p in root.glob(f"{depth}config.json")}
-    is_inside = [p for p in sorted(folders) if p.resolve().is_relative_to(root.resolve())]
-    return [Run(p) for p in is_inside if any((p / name).exists() for name in signs)]
+    return [Run(p) for p in folders_with(root, "config.json", 3) if any((p / name).exists() for name in signs)]
+
+
+def folders_with(root: Path, name: str, levels: int) -> list[Path]:
+    """Folders at or below another, so many levels deep, that hold a file. A link out of it is not followed."""
+    folders = {p.parent for level in range(levels + 1) for p in root.glob("*/" * level + name)}
+    return [p for p in sorted(folders) if p.resolve().is_relative_to(root.resolve())]
 
 
 def clean(value: Any, *, lines: bool = True) -> Any:
@@ -225,39 +239,18 @@ def clean(value: Any, *, lines: bool = True) -> Any:
     return [clean(v, lines=lines) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def _missing_files(run: Run, events: Sequence[Event], lines: int) -> list[str]:
-    """What a folder that was copied in part, or torn, does not say."""
-    problems = []
-    if run.manifest_file.exists() and read_json(run.manifest_file) is None:
-        problems.append("manifest.json is damaged: environment and data ledger are unknown")
-    if lines and not events:
-        problems.append("events.jsonl is missing or empty: state, saves and interruptions are unknown")
-    if not lines and any(isinstance(e, (Saved, Stopped, Finished)) for e in events):
-        problems.append("metrics.jsonl is missing or empty: loss and speed are unknown")
-    return problems
-
-
 STATUS: dict[type[Event], str] = {
     Finished: "finished", Stopped: "stopped", SignalReceived: "stopped", GaveUp: "failed", FaultEvent: "failed",
     Hang: "failed", ProcessStart: "running", Restarted: "running",
 }  # fmt: skip
 
 
-def _silent_after(times: Numbers) -> float:
-    """Five times the usual gap between lines: large steps, or a line every hundred steps, are not silence."""
-    gaps = np.diff(known(times)[-50:])
-    gaps = gaps[gaps > 0]
-    return max(SILENT_SECONDS, 5 * float(np.median(gaps))) if len(gaps) else SILENT_SECONDS
-
-
 def _recipe_fields(recipe: Recipe) -> dict[str, Any]:
-    """The fields of a summary that only the recipe says."""
     m, data, steps = recipe.model, recipe.data, recipe.train.steps
-    parameters = None
-    try:
-        parameters = model_spec(m).params
-    except (WindlassError, OSError, KeyError, TypeError, ValueError):  # a Hugging Face config that was not copied
-        pass
+    total = active = None
+    # A Hugging Face config may not have been copied.
+    with contextlib.suppress(WindlassError, OSError, KeyError, TypeError, ValueError):
+        total, active = model_spec(m).params.total, model_spec(m).params.active
     target = data.tokens
     if target is None and steps is not None and data.batch_tokens is not None:
         target = steps * data.batch_tokens
@@ -267,18 +260,10 @@ def _recipe_fields(recipe: Recipe) -> dict[str, Any]:
         "recipe": clean(recipe.model_dump(mode="json")),
         "cluster": print_text(recipe.cluster),
         "model": print_text(f"Hugging Face {m.config}" if m.family == "hf" else m.family + sizes),
-        "parameters": None if parameters is None else parameters.total,
-        "active_parameters": None if parameters is None else parameters.active,
+        "parameters": total,
+        "active_parameters": active,
         "target_tokens": None if target is None else float(target),
     }
-
-
-def _layout(start: ProcessStart, recipe: Recipe | None) -> dict[str, Any] | None:
-    if isinstance(start.layout, dict):
-        return start.layout
-    if isinstance(start.layout, str):
-        return {"layout": start.layout}
-    return recipe.layout.model_dump(mode="json") if recipe and recipe.layout else None
 
 
 def _energy(
@@ -286,20 +271,17 @@ def _energy(
     recipe: Recipe | None,
     tokens: float | None,
     step: float | None,
-    plan: dict[str, Any] | None,
+    planned_mwh: float | None,
     factors: Mapping[str, float] | None,
 ) -> RunEnergy:
     stamps = [f.stat() for f in (run.energy_file, run.events_file) if f.exists()]
     ledger = _ledger(run.path.resolve(), tuple((s.st_mtime_ns, s.st_size) for s in stamps))
-    cluster: Cluster | None = None
-    try:
+    cluster = None
+    with contextlib.suppress(WindlassError):  # a cluster of another site: its PUE and grid are unknown here
         cluster = load_cluster(recipe.cluster) if recipe else None
-    except WindlassError:
-        pass  # a cluster of another site: its PUE and grid are unknown here
     joules = ledger.joules if ledger.joules is not None else ledger.modelled_joules
     emitted = None if joules is None else carbon(joules, cluster, recipe.energy if recipe else None, factors)
     kwh = None if emitted is None else emitted.kwh if emitted.kwh is not None else emitted.it_kwh
-    is_measured = ledger.joules is not None and ledger.wall_seconds > 0
     return RunEnergy(
         basis=ledger.basis,
         joules=joules,
@@ -308,8 +290,10 @@ def _energy(
         joules_per_token=joules / tokens if joules is not None and tokens else None,
         joules_per_step=joules / step if joules is not None and step else None,
         kwh_per_billion_tokens=kwh / (tokens / 1e9) if kwh is not None and tokens else None,
-        mean_watts=(ledger.joules or 0.0) / ledger.wall_seconds if is_measured else None,
-        forecast_kwh=_planned(plan, "mwh", 1e3),
+        mean_watts=ledger.joules / ledger.wall_seconds
+        if ledger.joules is not None and ledger.wall_seconds > 0
+        else None,
+        forecast_kwh=None if planned_mwh is None else planned_mwh * 1e3,
     )
 
 
@@ -319,53 +303,34 @@ def _ledger(path: Path, stamps: tuple[tuple[int, int], ...]) -> Ledger:
     return read_ledger(Run(path))
 
 
-def _planned(plan: Mapping[str, Any] | None, name: str, scale: float = 1.0) -> float | None:
-    """A number of the plan that the run was started with."""
-    chosen = plan.get("plan") if plan is not None else None
-    value = known_float(chosen.get(name)) if isinstance(chosen, dict) else None
-    return None if value is None else value * scale
-
-
 def _plan_rows(
-    plan: Mapping[str, Any] | None,
-    measured: Mapping[str, float | None],
-    memory_bytes: float | None,
-    energy: RunEnergy,
-    status: str,
+    predicted: Mapping[str, float], measured: Mapping[str, float | None], energy: RunEnergy, device: object, status: str
 ) -> list[tuple[str, float | None, float | None]]:
-    if plan is None:
-        return []
-    # The energy of a part is not comparable with that of the whole run.
-    is_complete = energy.basis == "measured" and energy.carbon is not None and status == "finished"
     # A run logs the allocator's peak on a GPU and the whole process on a CPU: like is compared with like.
-    memory, memory_key = "peak memory allocated on a device, bytes", "memory_allocated_gib"
-    if plan.get("device") == "cpu":
-        memory, memory_key = "memory of a process, bytes", "memory_gib"
-    rows = [
-        ("tokens/s", _planned(plan, "tokens_per_second"), measured["tokens_per_second"]),
-        ("MFU", _planned(plan, "mfu"), measured["mfu"]),
-        ("step, s", _planned(plan, "step_seconds"), measured["step_seconds"]),
-        (memory, _planned(plan, memory_key, 2**30), memory_bytes),
-        (
-            "energy of the whole run, kWh",
-            energy.forecast_kwh,
-            energy.carbon.kwh if is_complete and energy.carbon else None,
-        ),
-    ]
-    return [row for row in rows if row[1] is not None]
+    memory = ("peak memory allocated on a device, bytes", "memory_allocated_gib")
+    if device == "cpu":
+        memory = ("memory of a process, bytes", "memory_gib")
+    # The energy of a part is not comparable with that of the whole run.
+    is_complete = energy.basis == "measured" and status == "finished"
+    rows = (
+        ("tokens/s", "tokens_per_second", 1.0, measured["tokens_per_second"]),
+        ("MFU", "mfu", 1.0, measured["mfu"]),
+        ("step, s", "step_seconds", 1.0, measured["step_seconds"]),
+        (*memory, 2.0**30, measured["memory_bytes"]),
+        ("energy of the whole run, kWh", "mwh", 1e3, energy.carbon.kwh if energy.carbon and is_complete else None),
+    )
+    return [(title, predicted[key] * scale, value) for title, key, scale, value in rows if key in predicted]
 
 
 def _history_lines(columns: Columns) -> list[MetricsLine]:
     """At most MAX_HISTORY_LINES lines, with those on both sides of each resume: they say how many steps were lost."""
     steps = columns.get("step")
-    if not len(steps):
-        return []
     evenly = np.linspace(0, len(steps) - 1, min(len(steps), MAX_HISTORY_LINES)).astype(np.int64)
     backwards = np.nonzero(np.diff(steps) <= 0)[0][:MAX_HISTORY_LINES]
     kept = np.unique(np.concatenate([evenly, backwards, backwards + 1]))
     values = (columns.get(key)[kept].tolist() for key in ("step", "tokens", "step_seconds", "time"))
     return [
-        MetricsLine.from_dict({"step": int(s), "tokens": t if t != t else int(t), "step_seconds": x, "time": at})
+        MetricsLine(step=known_int(s), tokens=known_int(t), step_seconds=known_float(x), time=known_float(at))
         for s, t, x, at in zip(*values, strict=True)
     ]
 
@@ -376,16 +341,13 @@ def _checkpoints(run: Run, events: Sequence[Event]) -> list[dict[str, Any]]:
     for event in events:
         if isinstance(event, Saved) and event.step is not None:
             sizes = {key: getattr(event, key) for key in ("time", "tokens", "bytes", "stall_seconds", "write_seconds")}
-            saves[event.step] = {"step": event.step, **sizes, "state": "kept"}
+            state = "kept" if run.checkpoint(event.step).is_dir() else "not in this copy of the folder"
+            saves[event.step] = {"step": event.step, **sizes, "state": state}
         elif isinstance(event, CheckpointRemoved) and event.step in saves:
             saves[event.step]["state"] = f"removed ({event.reason or 'superseded'})"
-    for folder in run.checkpoints.glob("step-*"):
-        digits = folder.name.removeprefix("step-")
-        if digits.isdigit():
-            saves.setdefault(int(digits), {"step": int(digits), "state": "on disk, not in events.jsonl"})
-    for step, entry in saves.items():
-        if entry["state"] == "kept" and not run.checkpoint(step).is_dir():
-            entry["state"] = "not in this copy of the folder"
+    digits = [folder.name.removeprefix("step-") for folder in run.checkpoints.glob("step-*")]
+    for step in (int(d) for d in digits if d.isdigit()):
+        saves.setdefault(step, {"step": step, "state": "on disk, not in events.jsonl"})
     return [saves[step] for step in sorted(saves)]
 
 
@@ -395,11 +357,10 @@ def _data(run: Run, recipe: Recipe | None) -> dict[str, Any]:
     if isinstance(recorded, dict) and recorded:
         return recorded
     store = recipe.data.store if recipe else None
-    if not store:
-        return {}
-    for base in (Path(), run.path, run.path.parent, run.path.parent.parent):
-        ledger, about = read_json(base / store / "ledger.json"), read_json(base / store / "manifest.json")
+    bases = (Path(), run.path, run.path.parent, run.path.parent.parent)
+    for folder in [base / store for base in bases] if store else []:
+        ledger, about = read_json(folder / "ledger.json"), read_json(folder / "manifest.json")
         if ledger is not None:
-            settings = {"ledger_hash": about.get("ledger_hash"), "settings": about.get("settings")} if about else {}
+            settings = {key: about.get(key) for key in ("ledger_hash", "settings")} if about else {}
             return {"store": store, **settings, **ledger}
-    return {"store": store}
+    return {"store": store} if store else {}

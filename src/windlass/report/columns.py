@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,7 @@ class Columns:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_sample = False  # lines from all over the file, not all of them
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._reset()
 
     def _reset(self) -> None:
@@ -75,25 +75,23 @@ class Columns:
                 if status.st_ino != self._inode or status.st_size < self._offset:
                     self._reset()
                     self._inode = status.st_ino
+                size = status.st_size
+                stop = size if max_bytes is None else min(size, self._offset + max_bytes)
                 with self.path.open("rb") as file:
-                    return self._read(file, status.st_size, max_bytes)
+                    while self._offset < stop:
+                        file.seek(self._offset)
+                        left = size - self._offset
+                        block = file.read(min(READ_BYTES, left))
+                        if b"\n" not in block and len(block) < left:  # one line longer than a block: take all of it
+                            block += file.readline(left - len(block))
+                        end = block.rfind(b"\n") + 1
+                        if end == 0:
+                            return True  # a line that is still being written is read the next time
+                        self._add(block[:end].splitlines())
+                        self._offset += end
+                return self._offset >= size
             except OSError:
                 return True
-
-    def _read(self, file: IO[bytes], size: int, max_bytes: int | None) -> bool:
-        stop = size if max_bytes is None else min(size, self._offset + max_bytes)
-        while self._offset < stop:
-            file.seek(self._offset)
-            left = size - self._offset
-            block = file.read(min(READ_BYTES, left))
-            if b"\n" not in block and len(block) < left:  # one line longer than a block: take all of it
-                block += file.readline(left - len(block))
-            end = block.rfind(b"\n") + 1
-            if end == 0:
-                return True  # a line that is still being written is read the next time
-            self._add(block[:end].splitlines())
-            self._offset += end
-        return self._offset >= size
 
     def _add(self, lines: Sequence[bytes]) -> None:
         try:  # one call for the whole block is three times as fast; one torn line makes it fail
@@ -107,22 +105,17 @@ class Columns:
         if not rows:
             return
         for key in {key for row in rows for key in row} | set(self._data):
-            self._extend(key, [row.get(key) for row in rows])
+            values = [row.get(key) for row in rows]
+            try:
+                numbers = np.array(values, dtype=np.float64)  # None becomes NaN
+            except (TypeError, ValueError, OverflowError):
+                numbers = np.array([v if is_number(v) else None for v in values], dtype=np.float64)
+            numbers[np.isinf(numbers)] = np.nan
+            has_room = key in METRICS or len(self._data) < len(METRICS) + MAX_EXTRA_KEYS
+            if key in self._data or (has_room and not np.isnan(numbers).all()):
+                self._data.setdefault(key, [np.full(self._rows, np.nan)]).append(numbers)
         self._rows += len(rows)
         self.version += 1
-
-    def _extend(self, key: str, values: list[Any]) -> None:
-        try:
-            numbers = np.array(values, dtype=np.float64)  # None becomes NaN
-        except (TypeError, ValueError, OverflowError):
-            numbers = np.array([v if is_number(v) else None for v in values], dtype=np.float64)
-        numbers[np.isinf(numbers)] = np.nan
-        if key not in self._data:
-            is_full = key not in METRICS and len(self._data) >= len(METRICS) + MAX_EXTRA_KEYS
-            if is_full or np.isnan(numbers).all():
-                return
-            self._data[key] = [np.full(self._rows, np.nan)]
-        self._data[key].append(numbers)
 
     def __len__(self) -> int:
         return self._rows
@@ -130,13 +123,10 @@ class Columns:
     def get(self, key: str) -> Numbers:
         """A column; all NaN when the file never had it."""
         with self._lock:
-            return self._merged(key)
-
-    def _merged(self, key: str) -> Numbers:
-        parts = self._data.get(key) or [np.full(self._rows, np.nan)]
-        if len(parts) > 1:
-            parts[:] = [np.concatenate(parts)]
-        return parts[0]
+            parts = self._data.get(key) or [np.full(self._rows, np.nan)]
+            if len(parts) > 1:
+                parts[:] = [np.concatenate(parts)]
+            return parts[0]
 
     def names(self) -> list[str]:
         """Columns that hold at least one number, those of METRICS first."""
@@ -147,7 +137,7 @@ class Columns:
         """The columns of this moment, all of one length, while another thread reads on."""
         copy = Columns(self.path)
         with self._lock:
-            copy._data = {key: [self._merged(key)] for key in self._data}
+            copy._data = {key: [self.get(key)] for key in self._data}
             copy._rows, copy.version, copy.is_sample = self._rows, self.version, self.is_sample
         return copy
 
@@ -180,11 +170,8 @@ X_AXES = {"step": "step", "tokens": "tokens", "time": "hours", "kwh": "kWh"}
 def axis(columns: Columns, name: str) -> Numbers:
     """The x axis by its name in X_AXES; time is hours since the first line."""
     if name == "time":
-        times = columns.get("time")
-        return (times - first_known(times)) / 3600
-    if name == "kwh":
-        return columns.get("energy_joules") / 3.6e6
-    return columns.get("tokens" if name == "tokens" else "step")
+        return (columns.get("time") - first_known(columns.get("time"))) / 3600
+    return columns.get("energy_joules") / 3.6e6 if name == "kwh" else columns.get(name)
 
 
 def known(values: Numbers) -> Numbers:
@@ -207,18 +194,9 @@ def first_known(values: Numbers) -> float:
     return next(iter(known(values)[:1].tolist()), float("nan"))
 
 
-def highest(values: Numbers) -> float | None:
-    """The peak over the whole run: a restart resets the devices' counters."""
-    return float(np.nanmax(values)) if len(known(values)) else None
-
-
 def step_of(event: Event, columns: Columns) -> float | None:
     """The event's own step, else the last step logged before it: a fault does not know where the others were."""
     step = getattr(event, "step", None)
-    if step is not None:
-        return float(step)
-    times = columns.get("time")
-    if event.time is None or not len(times):
-        return None
-    before = np.nonzero(times <= event.time)[0]
-    return float(columns.get("step")[before[-1]]) if len(before) else None
+    if step is None and event.time is not None:
+        step = last_known(columns.get("step")[columns.get("time") <= event.time])
+    return None if step is None else float(step)

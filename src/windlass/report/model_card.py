@@ -14,6 +14,7 @@ from windlass.figures import DataTable, Item, Note, Section
 from windlass.report.collect import RunSummary
 from windlass.report.redact import redact_text
 from windlass.report.tables import energy_card, number, percent, rate, when
+from windlass.runs.events import known_float
 from windlass.units import print_tokens
 
 Source = dict[str, Any]
@@ -48,7 +49,7 @@ ASKED: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "user": (("2.4 Services and products the data came from", ("service", "services")),),
     "synthetic": (("2.5 Models that made the data", ("generator", "model")),),
 }
-SIZES = ((1e9, "less than 1 billion tokens"), (1e13, "1 billion to 10 trillion tokens"))
+TOKEN_RANGES = ((1e9, "less than 1 billion tokens"), (1e13, "1 billion to 10 trillion tokens"))
 # 2024-06-30, 2024-06, 2024, and 06/2024 as the template writes it.
 _DATE = re.compile(
     r"(?<![\d-])((?:19|20)\d\d(?:-(?:0[1-9]|1[0-2])(?:-[0-3]\d)?)?|(?:0?[1-9]|1[0-2])/(?:19|20)\d\d)(?![\d/])"
@@ -66,23 +67,13 @@ def data_sources(summary: RunSummary) -> list[Source]:
 
 def field(source: Source, *names: str, unknown: str = NOT_STATED) -> str:
     """The first of these keys that has a value."""
-    for name in names:
-        value = source.get(name)
-        if isinstance(value, (list, tuple)) and value:
-            return redact_text(", ".join(str(v) for v in value))
-        if value not in (None, "", [], {}):
-            return redact_text(str(value))
-    return unknown
+    value = next((v for name in names if (v := source.get(name)) not in (None, "", [], {})), unknown)
+    return redact_text(", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value))
 
 
 def _stated(sources: Iterable[Source], *names: str) -> list[str]:
     """What the sources state under these keys, each value once."""
     return sorted({field(x, *names) for x in sources} - {NOT_STATED})
-
-
-def _tokens(source: Source) -> str:
-    tokens = source.get("tokens")
-    return print_tokens(float(tokens)) if isinstance(tokens, (int, float)) else "unknown"
 
 
 def store_name(path: str) -> str:
@@ -91,36 +82,38 @@ def store_name(path: str) -> str:
 
 
 def data_section(summary: RunSummary) -> Section:
-    mix = summary.recipe.get("data", {}).get("mix") or {}
+    data = summary.recipe.get("data", {})
+    mix = data.get("mix") or {}
+    keys = (("name",), ("kind",), LICENCES, ("origin", "url"), ("consent", "basis"), LANGUAGES)
     rows = []
     for source in data_sources(summary):
-        name, documents = field(source, "name"), source.get("documents")
-        weight = source.get("weight", mix.get(name))
-        texts = (
-            field(source, *names) for names in (("kind",), LICENCES, ("origin", "url"), ("consent", "basis"), LANGUAGES)
+        documents, weight = source.get("documents"), source.get("weight", mix.get(field(source, "name")))
+        rows.append(
+            (
+                *(field(source, *names) for names in keys),
+                print_tokens(known_float(source.get("tokens"))),
+                f"{documents:,}" if isinstance(documents, int) else "unknown",
+                percent(known_float(weight), "by size"),
+            )
         )
-        count = f"{documents:,}" if isinstance(documents, int) else "unknown"
-        share = percent(weight) if isinstance(weight, (int, float)) else "by size"
-        rows.append((name, *texts, _tokens(source), count, share))
     if not rows:
-        store = summary.data.get("store") or summary.recipe.get("data", {}).get("store")
-        text = "Synthetic tokens: the run had no token store, so there is no ledger."
-        if store:
-            name = store_name(redact_text(str(store)))
-            text = f"No data ledger: the manifest has none, and the token store {name} cannot be reached from here."
-        return Section("Data", (Note(text),), id="data")
+        store = summary.data.get("store") or data.get("store")
+        name = store_name(redact_text(str(store)))
+        unreached = f"No data ledger: the manifest has none, and the token store {name} cannot be reached from here."
+        synthetic = "Synthetic tokens: the run had no token store, so there is no ledger."
+        return Section("Data", (Note(unreached if store else synthetic),), id="data")
     columns = ("source", "kind", "licence", "origin", "basis of use", "languages", "tokens", "documents", "weight")
     store = store_name(field(summary.data, "store", "path", unknown="unknown"))
     note = f"Token store {store}; ledger {field(summary.data, 'ledger_hash', 'hash', unknown='without hash')}."
     return Section("Data", (DataTable(columns, rows, right=(6, 7, 8)), Note(note)), id="data")
 
 
-def model_card(summary: RunSummary) -> Section:
-    s, m, sources = summary, summary.manifest, data_sources(summary)
+def model_card(s: RunSummary) -> Section:
+    m, sources = s.manifest, data_sources(s)
     packages: dict[str, Any] = m["packages"] if isinstance(m.get("packages"), dict) else {}
     used, basis = energy_card(s.energy)
     target = f" of {print_tokens(s.target_tokens)} planned" if s.target_tokens else ""
-    commit, torch = m.get("commit") or "unknown commit", packages.get("torch", "unknown")
+    software = f"windlass {m.get('windlass', 'unknown')} at {m.get('commit') or 'unknown commit'}"
     rows = [
         ("name", s.name),
         ("kind", f"causal language model ({s.model})"),
@@ -136,7 +129,7 @@ def model_card(summary: RunSummary) -> Section:
         ("hardware", f"{s.world_size or 'unknown number of'} x {s.device or 'unknown device'} on {s.cluster}"),
         ("throughput", rate(s.tokens_per_second)),
         ("energy", f"{used} ({basis})"),
-        ("software", f"windlass {m.get('windlass', 'unknown')} at {commit}, torch {torch}"),
+        ("software", f"{software}, torch {packages.get('torch', 'unknown')}"),
         ("trained between", f"{when(s.started_at)} and {when(s.updated_at)}"),
         ("intended use, limits, risks", ASK),
         ("licence of the weights, contact", ASK),
@@ -145,15 +138,15 @@ def model_card(summary: RunSummary) -> Section:
 
 
 def content_summary(summary: RunSummary) -> Section:
-    """The template's three parts."""
-    sources = data_sources(summary)
-    base = summary.recipe.get("save", {}).get("load")
-    size = "unknown"
-    if summary.tokens is not None:
-        tokens = summary.tokens
-        name = next((text for limit, text in SIZES if tokens < limit), "more than 10 trillion tokens")
+    sources, base, tokens = data_sources(summary), summary.recipe.get("save", {}).get("load"), summary.tokens
+    size, in_ledger = "unknown", f"{NOT_STATED} in the ledger"
+    if tokens is not None:
+        name = next((text for limit, text in TOKEN_RANGES if tokens < limit), "more than 10 trillion tokens")
         size = f"{name} ({print_tokens(tokens)} trained on)"
-    in_ledger = f"{NOT_STATED} in the ledger"
+    origin = (
+        "Follows the European Commission's template for the public summary of training content (AI Act, Article "
+        "53(1)(d)), filled from the data ledger."
+    )
     general = [
         ("1.1 Provider: name and contact", ASK),
         ("1.1 Authorised representative in the Union, where there is one", ASK),
@@ -202,7 +195,12 @@ def source_list(sources: list[Source]) -> list[Item]:
     for source in sources:
         kind = field(source, "kind", unknown="")
         title = KINDS.get(kind, f"{other} (kind: {kind})" if kind else UNSTATED)
-        row = (field(source, "name"), _tokens(source), field(source, *LICENCES), field(source, "origin", "url"))
+        row = (
+            field(source, "name"),
+            print_tokens(known_float(source.get("tokens"))),
+            field(source, *LICENCES),
+            field(source, "origin", "url"),
+        )
         groups.setdefault(title, []).append(row)
     if any(title.startswith(f"{other} (") for title in groups) and not groups[other]:
         del groups[other]
@@ -210,26 +208,24 @@ def source_list(sources: list[Source]) -> list[Item]:
     rows = [(title, *row) for title in sorted(groups) for row in groups[title] or [nothing]]
     table = DataTable(("2. List of data sources", "name", "tokens", "licence", "origin"), rows, right=(2,))
     unstated = len(groups.get(UNSTATED, ()))
-    if not unstated:
-        return [table]
     text = (
         f"The kind of {unstated} of {len(sources)} sources is not stated: they are listed under 2.6 until `kind` in "
         f"the data file is one of {', '.join(KINDS)}."
     )
-    return [table, Note(text, "warning")]
+    return [table, Note(text, "warning")] if unstated else [table]
 
 
 def _latest_date(sources: list[Source]) -> str:
     """The newest date in what the sources state about their collection, and how many state nothing."""
     stated = [text for x in sources if (text := field(x, *COLLECTED)) != NOT_STATED]
-    dates = []
-    for date in (date for text in stated for date in _DATE.findall(text)):
-        month, _, year = date.rpartition("/")
-        dates.append(f"{year}-{int(month):02}" if month else date)
-    if not dates:
+    pairs = [date.rpartition("/")[::2] for text in stated for date in _DATE.findall(text)]
+    if not pairs:
         return "; ".join(sorted(set(stated)))
-    silent = len(sources) - len(stated)
-    return max(dates) + (f" (not stated for {silent} of {len(sources)} sources)" if silent else "")
+    latest, silent = (
+        max(f"{year}-{int(month):02}" if month else year for month, year in pairs),
+        len(sources) - len(stated),
+    )
+    return latest + (f" (not stated for {silent} of {len(sources)} sources)" if silent else "")
 
 
 def _answers(sources: list[Source], names: tuple[str, ...]) -> str:

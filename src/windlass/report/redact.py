@@ -4,7 +4,7 @@ A value is hidden by the name it stands under or by its form. A report is publis
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -49,7 +49,7 @@ def without_paths(text: str) -> str:
     return _PATH.sub(lambda m: f".../{m[1] or m[0].rstrip('/').rsplit('/', 1)[-1]}", text)
 
 
-def publishable(sections: Iterable[Section]) -> list[Section]:
+def publishable(sections: Sequence[Section]) -> list[Section]:
     """The same sections without the paths of this machine; charts have none."""
     return [_strip_paths(section) for section in sections]
 

@@ -1,7 +1,7 @@
 """The sections of a report, in reading order; HTML, Markdown and the dashboard render the same list."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,10 @@ import numpy as np
 from windlass.energy.carbon import print_carbon
 from windlass.energy.measure import SCOPES
 from windlass.errors import WindlassError
-from windlass.figures import Card, Cards, Chart, DataTable, Html, Item, Mark, Note, Section, Series, bars, line, points
+from windlass.figures import Card, Cards, Chart, DataTable, Html, Item, Mark, Note, Section, bars, line, points
 from windlass.profile.view import run_sections
 from windlass.report.collect import RunSummary
-from windlass.report.columns import Columns, axis, step_of, thin
+from windlass.report.columns import Columns, step_of, thin
 from windlass.report.model_card import content_summary, data_section, model_card, store_name
 from windlass.report.redact import redact, redact_text
 from windlass.report.tables import (
@@ -35,7 +35,7 @@ from windlass.report.tables import (
     watts,
     when,
 )
-from windlass.runs.events import Evaluated, Event, Resumed, known_float
+from windlass.runs.events import Evaluated, Resumed, known_float
 from windlass.runs.folder import Run
 from windlass.units import WATT_HOURS_FROM, print_bytes, print_seconds, print_tokens
 
@@ -54,63 +54,53 @@ MAX_MARKS = 12
 STRONG_EVENTS = ("fault", "hang", "signal", "stopped", "resumed", "restarted", "rollback", "gave_up")
 
 
-def sections(summary: RunSummary, columns: Columns) -> list[Section]:
-    """The report of one run."""
-    key_numbers = cards(summary).cards
+def sections(s: RunSummary, columns: Columns) -> list[Section]:
+    key_numbers, coverage = cards(s).cards, s.energy.ledger.coverage
     half = (len(key_numbers) + 1) // 2
-    top = (Cards(key_numbers[:half]), Cards(key_numbers[half:]), *_warnings(summary))
+    energy_warning = f"Energy: {coverage}." if "not measured on" in coverage else ""
+    if s.energy.basis == "modelled":
+        energy_warning = "Energy is modelled, not measured: no sensor could be read on any node."
+    warnings = (f"This folder is incomplete: {redact_text(s.problem)}" if s.problem else "", energy_warning)
     try:
-        profiled = run_sections(Run(Path(summary.path)))
+        profiled = run_sections(Run(Path(s.path)))
     except WindlassError as error:  # a trace that cannot be read costs its section, not the report
         profiled = [Section("Profile", (Note(f"The trace cannot be read: {error.message}", "warning"),), id="profile")]
+    notes = (Note(text, "warning") for text in warnings if text)
     return [
-        Section("", top, id="top"),
-        overview(summary),
-        Section("Training", tuple(curves(summary, columns)), id="training"),
-        life(summary, columns),
-        energy(summary),
-        *plan_sections(summary),
-        evaluation(summary),
-        saves(summary),
+        Section("", (Cards(key_numbers[:half]), Cards(key_numbers[half:]), *notes), id="top"),
+        overview(s),
+        Section("Training", tuple(curves(s, columns)), id="training"),
+        life(s, columns),
+        energy(s),
+        *plan_sections(s),
+        evaluation(s),
+        saves(s),
         *profiled,
-        data_section(summary),
-        environment(summary),
-        model_card(summary),
-        content_summary(summary),
+        data_section(s),
+        environment(s),
+        model_card(s),
+        content_summary(s),
         conventions(),
     ]
 
 
 def cards(s: RunSummary) -> Cards:
     used, basis = energy_card(s.energy)
-    c = s.energy.carbon
-    if c is None:
-        carbon_note = "energy was not measured"
-    else:
+    carbon_note, c = "energy was not measured", s.energy.carbon
+    if c is not None:
         grid = c.grid.value
         carbon_note = "grid intensity unknown" if grid is None else f"{s.energy.basis}; {grid:g} g/kWh"
-    resumes = counted(sum(isinstance(e, Resumed) for e in s.events), "resume")
-    target = f"of {print_tokens(s.target_tokens)}" if s.target_tokens else ""
-    mfu_note = "of the dense bf16 peak" if s.mfu is not None else "the device's peak is unknown"
+    resumes = sum(isinstance(e, Resumed) for e in s.events)
     return Cards((
         Card(state(s), "state", when(s.updated_at)),
-        Card(print_tokens(s.tokens), "tokens", target),
+        Card(print_tokens(s.tokens), "tokens", f"of {print_tokens(s.target_tokens)}" if s.target_tokens else ""),
         Card(number(s.loss), "training loss", "median of the last 10 logged steps"),
         Card(rate(s.tokens_per_second), "throughput", "median of the last 200 logged steps"),
-        Card(percent(s.mfu), "MFU", mfu_note),
+        Card(percent(s.mfu), "MFU", "the device's peak is unknown" if s.mfu is None else "of the dense bf16 peak"),
         Card(used, "energy", basis),
         Card(print_carbon(c.location_kg if c else None), "CO2e, location-based", carbon_note),
-        Card(percent(goodput(s), "not known"), "goodput", resumes),
+        Card(percent(goodput(s), "not known"), "goodput", counted(resumes, "resume")),
     ))  # fmt: skip
-
-
-def _warnings(s: RunSummary) -> list[Item]:
-    texts = [f"This folder is incomplete: {redact_text(s.problem)}"] if s.problem else []
-    if s.energy.basis == "modelled":
-        texts.append("Energy is modelled, not measured: no sensor could be read on any node.")
-    elif "not measured on" in s.energy.ledger.coverage:
-        texts.append(f"Energy: {s.energy.ledger.coverage}.")
-    return [Note(text, "warning") for text in texts]
 
 
 def layout_text(layout: dict[str, Any] | None) -> str:
@@ -124,54 +114,54 @@ def layout_text(layout: dict[str, Any] | None) -> str:
 def overview(s: RunSummary) -> Section:
     data = s.recipe.get("data", {})
     source = f"token store {store_name(str(data['store']))}" if data.get("store") else "synthetic tokens"
-    batch = print_tokens(data.get("batch_tokens"))
-    devices = f"{counted(s.world_size, 'device')} ({s.device or 'unknown device'})"
     behind = f"{s.slowest_rank}, {print_seconds(s.spread_seconds)} behind the fastest"
     rows = [
         ("run", s.name),
         ("model", s.model),
         ("parameters", "unknown" if s.parameters is None else f"{s.parameters:,}"),
-        ("data", f"{source}, sequences of {data.get('seq_len', '?')}, batch {batch} tokens"),
-        ("cluster", f"{s.cluster}, {counted(s.nodes, 'node')}, {devices}"),
+        ("data", f"{source}, sequences of {data.get('seq_len', '?')}, "
+         f"batch {print_tokens(data.get('batch_tokens'))} tokens"),
+        ("cluster", f"{s.cluster}, {counted(s.nodes, 'node')}, {counted(s.world_size, 'device')} "
+         f"({s.device or 'unknown device'})"),
         ("layout", layout_text(s.layout) or "one device holds everything"),
         ("training period", f"{when(s.started_at)}, {when(s.updated_at)}"),
         ("step", "none yet" if s.step is None else f"{s.step:,}"),
         ("step time", print_seconds(s.step_seconds)),
         ("memory, highest device", print_bytes(s.memory_bytes)),
         ("slowest rank", "unknown" if s.slowest_rank is None else behind),
-    ]
+    ]  # fmt: skip
     return Section("Overview", (DataTable(("", ""), [(k, redact_text(v)) for k, v in rows]),), id="what")
 
 
 def curves(s: RunSummary, columns: Columns) -> list[Item]:
     if not len(columns):
         return [Note("metrics.jsonl holds no line yet.")]
-    names = set(columns.names())
-    items: list[Item] = []
-    for key, title, unit, from_zero, divisor in CURVES:
-        if key not in names:
-            continue
-        is_loss = key == "loss"
-        xs, ys = thin(axis(columns, "step"), columns.get(key) / divisor)
-        series: list[Series] = [line("train" if is_loss else title, xs, ys)]
-        if is_loss and (passes := validations(s, columns)):
-            series.append(points("validation", [x for x, _ in passes], [y for _, y in passes]))
-        marks = marks_by_step(s.events, columns) if is_loss else []
-        items.append(
-            Chart(
-                title=title,
-                series=series,
-                x_title="step",
-                y_title=unit,
-                from_zero=from_zero,
-                marks=marks,
-                height=360,
-            )
+    steps, names, passes = columns.get("step"), columns.names(), validations(s, columns)
+    validation = [points("validation", [x for x, _ in passes], [y for _, y in passes])] if passes else []
+    places = [(step_of(e, columns), MARKS[e.event]) for e in s.events if e.event in MARKS]
+    marks = _spaced_marks([(at, label) for at, label in places if at is not None], float(np.ptp(steps)))
+    charts = [
+        Chart(
+            title=title,
+            series=[
+                line("train" if key == "loss" else title, *thin(steps, columns.get(key) / divisor)),
+                *(validation if key == "loss" else ()),
+            ],
+            x_title="step",
+            y_title=unit,
+            from_zero=from_zero,
+            marks=marks if key == "loss" else (),
+            height=360,
         )
-    repeated = (
-        "A line that starts again further left is repeated work: a resume repeats the steps since the checkpoint."
-    )
-    return [*items, Note(repeated)]
+        for key, title, unit, from_zero, divisor in CURVES
+        if key in names
+    ]
+    return [
+        *charts,
+        Note(
+            "A line that starts again further left is repeated work: a resume repeats the steps since the checkpoint."
+        ),
+    ]
 
 
 def validations(s: RunSummary, columns: Columns) -> tuple[tuple[float, float], ...]:
@@ -180,16 +170,8 @@ def validations(s: RunSummary, columns: Columns) -> tuple[tuple[float, float], .
         (e.step, e.val_loss) for e in s.events if isinstance(e, Evaluated)
     ]
     if not pairs:
-        pairs = list(zip(*thin(axis(columns, "step"), columns.get("val_loss")), strict=True))
+        pairs = list(zip(*thin(columns.get("step"), columns.get("val_loss")), strict=True))
     return tuple((float(x), float(y)) for x, y in pairs if x is not None and y is not None)
-
-
-def marks_by_step(events: Sequence[Event], columns: Columns) -> list[Mark]:
-    """Interruptions and resumes on the step axis."""
-    places = [(step_of(e, columns), MARKS[e.event]) for e in events if e.event in MARKS]
-    steps = columns.get("step")
-    span = float(np.nanmax(steps) - np.nanmin(steps)) if len(steps) else 0.0
-    return _spaced_marks([(at, label) for at, label in places if at is not None], span)
 
 
 def _spaced_marks(places: Sequence[tuple[float, str]], span: float) -> list[Mark]:
@@ -203,46 +185,39 @@ def _spaced_marks(places: Sequence[tuple[float, str]], span: float) -> list[Mark
     return marks
 
 
-def progress(s: RunSummary, columns: Columns) -> Chart | None:
-    """Steps over time: an interruption is a gap, a resume a step back."""
-    times = columns.get("time")
-    if len(times) < 2 or s.started_at is None:
-        return None
-    began = s.started_at
+def progress(s: RunSummary, columns: Columns) -> list[Item]:
+    """Steps over time, where there are any: an interruption is a gap, a resume a step back."""
+    times, began = columns.get("time"), s.started_at
+    if len(times) < 2 or began is None:
+        return []
     span = float(np.nanmax(times)) - began
     unit, name = (60.0, "minutes") if span < 7200 else (3600.0, "hours")
     xs, ys = thin((times - began) / unit, columns.get("step"))
     steps = np.array(ys, dtype=np.float64)
     backwards = np.nonzero(np.diff(steps) < 0)[0] + 1  # lift the pen where the step goes back
     pen_x, pen_y = np.insert(xs, backwards, np.array(xs)[backwards]), np.insert(steps, backwards, np.nan)
-    marked = [e for e in s.events if e.event in MARKS and e.time is not None]
-    return Chart(
-        title="Steps over time",
-        series=(line("step", pen_x.tolist(), [None if y != y else y for y in pen_y.tolist()]),),
-        x_title=f"{name} since the start",
-        y_title="step",
-        marks=_spaced_marks([(((e.time or 0.0) - began) / unit, MARKS[e.event]) for e in marked], span / unit),
-        height=320,
-        caption="A gap is time without a step; a step back is work that a fault lost and that was repeated.",
-    )
+    marks = [((e.time - began) / unit, MARKS[e.event]) for e in s.events if e.event in MARKS and e.time is not None]
+    return [
+        Chart(
+            title="Steps over time",
+            series=(line("step", pen_x.tolist(), [None if y != y else y for y in pen_y.tolist()]),),
+            x_title=f"{name} since the start",
+            y_title="step",
+            marks=_spaced_marks(marks, span / unit),
+            height=320,
+            caption="A gap is time without a step; a step back is work that a fault lost and that was repeated.",
+        )
+    ]
 
 
-def life(s: RunSummary, columns: Columns | None = None) -> Section:
-    items: list[Item] = []
-    if columns is not None and (chart := progress(s, columns)) is not None:
-        items.append(chart)
+def life(s: RunSummary, columns: Columns) -> Section:
+    items = progress(s, columns)
     if rows := life_rows(s):
         items += [DataTable(("", ""), rows), segment_table(s)]
     shown = [e for e in s.events if e.event not in ("removed", "interval")][-MAX_EVENTS:]
-    events = [
-        (
-            "?" if e.time is None else print_seconds(e.time - (s.started_at or 0.0)),
-            when(e.time),
-            redact_text(e.describe()),
-        )
-        for e in shown
-    ]
-    if events:
+    if shown:
+        ages = ["?" if e.time is None else print_seconds(e.time - (s.started_at or 0.0)) for e in shown]
+        events = [(age, when(e.time), redact_text(e.describe())) for age, e in zip(ages, shown, strict=True)]
         strong = [i for i, e in enumerate(shown) if e.event in STRONG_EVENTS]
         items.append(DataTable(("after", "time", "event"), events, strong=strong))
     return Section("Run timeline", tuple(items) or (Note("events.jsonl holds no event."),), id="life")
@@ -257,41 +232,44 @@ ENERGY_KINDS = {"in the total": 0, "inside another": 7, "modelled, not in the to
 def energy(s: RunSummary) -> Section:
     items: list[Item] = []
     if s.energy.ledger.sources:
-        items += [source_table(s.energy), _energy_chart(s)]
+        sources = sorted(s.energy.ledger.sources, key=lambda x: SCOPES.index(x.scope) if x.scope in SCOPES else 9)
+        largest = max(x.joules for x in sources)
+        _, scale, unit = next(u for u in ENERGY_UNITS if largest >= u[0])
+        rows = [
+            (
+                "modelled, not in the total"
+                if x.method == "modelled"
+                else "in the total"
+                if x.counted
+                else "inside another",
+                f"{x.source} {x.scope}" + (f", {counted(x.nodes, 'node')}" if x.nodes > 1 else ""),
+                x.joules / scale,
+            )
+            for x in sources
+        ]
+        chart = Chart(
+            title="Energy by source",
+            horizontal=True,
+            stacked=True,
+            y_title=unit,
+            height=130 + 44 * len(sources),
+            series=[
+                bars(
+                    kind,
+                    [name for k, name, _ in rows if k == kind],
+                    [v for k, _, v in rows if k == kind],
+                    colour=colour,
+                )
+                for kind, colour in ENERGY_KINDS.items()
+                if any(k == kind for k, _, _ in rows)
+            ],
+            caption="Sources that lie inside another one are shown, not added.",
+        )
+        items += [source_table(s.energy), chart]
     items.append(DataTable(("", "", "source"), energy_rows(s)))
     if missing := sorted((name, redact_text(reason)) for name, reason in s.energy.ledger.missing.items()):
         items.append(DataTable(("not read", "reason"), missing, caption="On at least one node."))
     return Section("Energy and carbon", tuple(items), id="energy")
-
-
-def _energy_chart(s: RunSummary) -> Chart:
-    sources = sorted(s.energy.ledger.sources, key=lambda x: SCOPES.index(x.scope) if x.scope in SCOPES else 9)
-    largest = max(x.joules for x in sources)
-    _, scale, unit = next(u for u in ENERGY_UNITS if largest >= u[0])
-    groups: dict[str, list[tuple[str, float]]] = {}
-    for x in sources:
-        kind = (
-            "modelled, not in the total"
-            if x.method == "modelled"
-            else "in the total"
-            if x.counted
-            else "inside another"
-        )
-        nodes = f", {counted(x.nodes, 'node')}" if x.nodes > 1 else ""
-        groups.setdefault(kind, []).append((f"{x.source} {x.scope}{nodes}", x.joules / scale))
-    return Chart(
-        title="Energy by source",
-        horizontal=True,
-        stacked=True,
-        y_title=unit,
-        height=130 + 44 * len(sources),
-        series=[
-            bars(kind, [name for name, _ in groups[kind]], [value for _, value in groups[kind]], colour=colour)
-            for kind, colour in ENERGY_KINDS.items()
-            if kind in groups
-        ],
-        caption="Sources that lie inside another one are shown, not added.",
-    )
 
 
 def plan_sections(s: RunSummary) -> list[Section]:
@@ -302,18 +280,26 @@ def evaluation(s: RunSummary) -> Section:
     items: list[Item] = []
     if s.val_loss is not None:
         items.append(Note(f"Validation loss {number(s.val_loss)} nats per token."))
-    items += _by_source([e for e in s.events if isinstance(e, Evaluated)])
-    if s.evaluations:
-        columns = ("task", "group", "metric", "value", "95 % interval", "items", "step")
+    items += _by_source([e for e in s.events if isinstance(e, Evaluated) and e.sources and e.step is not None])
+    # One row per task, group and metric: the newest, because a run is evaluated again as it goes on.
+    names = ("task", "group", "metric")
+    newest = {tuple(str(e.get(key)) for key in names): e for e in s.evaluations}
+    rows = []
+    for e in newest.values():
+        value, low, high, count, step = (known_float(e.get(k)) for k in ("value", "low", "high", "count", "step"))
+        interval = "unknown" if low is None else f"{number(low)} to {number(high)}"
+        texts = (redact_text(str(e.get(key, ""))) for key in names)
+        rows.append((*texts, number(value), interval, number(count, 12, ""), number(step, 12, "")))
+    if rows:
+        columns = (*names, "value", "95 % interval", "items", "step")
         caption = "Written by `windlass eval`; the newest of each."
-        items.append(DataTable(columns, eval_rows(s.evaluations), right=(3, 4, 5, 6), caption=caption))
-    nothing = Note("None recorded; `windlass eval RUN` writes eval.jsonl.")
-    return Section("Evaluation", tuple(items) or (nothing,), id="evaluation")
+        items.append(DataTable(columns, rows, right=(3, 4, 5, 6), caption=caption))
+    items = items or [Note("None recorded; `windlass eval RUN` writes eval.jsonl.")]
+    return Section("Evaluation", tuple(items), id="evaluation")
 
 
 def _by_source(passes: Sequence[Evaluated]) -> list[Item]:
     """Curves by source, and the last pass as a table; nothing where only one source is held out."""
-    passes = [e for e in passes if e.sources and e.step is not None]
     if not passes or len(passes[-1].sources) < 2:
         return []
     last = passes[-1]
@@ -326,30 +312,17 @@ def _by_source(passes: Sequence[Evaluated]) -> list[Item]:
         right=(1, 2),
         caption=f"Last validation pass, after step {last.step}.",
     )
-    if len(passes) < 2:
-        return [table]
     series = []
     for name in dict.fromkeys(name for e in passes for name in e.sources):
-        losses = [(e.step or 0, e.sources[name]["loss"]) for e in passes if name in e.sources]
-        series.append(line(name, [step for step, _ in losses], [loss for _, loss in losses]))
-    return [Chart(title="Validation loss by source", series=series, x_title="step", y_title="nats per token"), table]
-
-
-def eval_rows(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """One row per task, group and metric: the newest, because a run is evaluated again as it goes on."""
-    newest = {tuple(str(e.get(key)) for key in ("task", "group", "metric")): e for e in lines}
-    rows = []
-    for e in newest.values():
-        value, low, high, count, step = (known_float(e.get(k)) for k in ("value", "low", "high", "count", "step"))
-        names = (redact_text(str(e.get(key, ""))) for key in ("task", "group", "metric"))
-        interval = "unknown" if low is None else f"{number(low)} to {number(high)}"
-        rows.append((*names, number(value), interval, number(count, 12, ""), number(step, 12, "")))
-    return rows
+        steps = [e.step or 0 for e in passes if name in e.sources]
+        series.append(line(name, steps, [e.sources[name]["loss"] for e in passes if name in e.sources]))
+    chart = Chart(title="Validation loss by source", series=series, x_title="step", y_title="nats per token")
+    return [chart, table] if len(passes) > 1 else [table]
 
 
 def saves(s: RunSummary) -> Section:
-    item = checkpoint_table(s) if s.checkpoints else Note("No checkpoint was saved.")
-    return Section("Checkpoints", (item,), id="checkpoints")
+    items = (checkpoint_table(s) if s.checkpoints else Note("No checkpoint was saved."),)
+    return Section("Checkpoints", items, id="checkpoints")
 
 
 def environment(s: RunSummary) -> Section:
@@ -364,8 +337,8 @@ def environment(s: RunSummary) -> Section:
     if isinstance(earlier, list) and earlier:
         rows.append(("earlier starts", str(len(earlier))))
     recipe = escape(json.dumps(redact(s.recipe), indent=2))
-    folded = Html(f"<details><summary>Recipe</summary><pre>{recipe}</pre></details>")
-    return Section("Environment", (DataTable(("", ""), rows), folded), id="environment")
+    items = (DataTable(("", ""), rows), Html(f"<details><summary>Recipe</summary><pre>{recipe}</pre></details>"))
+    return Section("Environment", items, id="environment")
 
 
 def conventions() -> Section:
@@ -397,40 +370,46 @@ def together(summaries: Sequence[RunSummary]) -> dict[str, float | int | None]:
     runs = list(unique.values())
     measured = [c for s in runs if s.energy.basis == "measured" and (c := s.energy.carbon) is not None]
 
-    def total(values: Sequence[float | None]) -> float | None:
-        measured_values = [v for v in values if v is not None]
-        return sum(measured_values) if values and len(measured_values) == len(values) else None
+    def total(key: str) -> float | None:
+        values = [getattr(c, key) for c in measured]
+        return sum(values) if values and None not in values else None
 
     return {
         "runs": len(runs),
         "copies": len(summaries) - len(runs),
         "tokens": sum(s.tokens for s in runs if s.tokens is not None),
         "runs_measured": len(measured),
-        "it_kwh": total([c.it_kwh for c in measured]),
-        "kwh": total([c.kwh for c in measured]),
-        "location_kg": total([c.location_kg for c in measured]),
+        **{key: total(key) for key in ("it_kwh", "kwh", "location_kg")},
     }
 
 
 def joined(summaries: Sequence[RunSummary], labels: Sequence[str]) -> list[Section]:
     """Several runs (a chain, a sweep) side by side, before their own reports; `labels` tell them apart."""
-    columns = ("run", "state", "tokens", "loss", "tokens/s", "MFU", "memory", "energy", "CO2", "power")
-    rows = []
-    for s, label in zip(summaries, labels, strict=True):
-        tag = " (modelled)" if s.energy.basis == "modelled" else ""
-        carbon = print_carbon(s.energy.carbon.location_kg if s.energy.carbon else None)
-        speed = (rate(s.tokens_per_second), percent(s.mfu), print_bytes(s.memory_bytes))
-        used = (energy_card(s.energy)[0] + tag, carbon, watts(s.energy.mean_watts))
-        rows.append((label, state(s), print_tokens(s.tokens), number(s.loss), *speed, *used))
+    rows = [
+        (
+            label,
+            state(s),
+            print_tokens(s.tokens),
+            number(s.loss),
+            rate(s.tokens_per_second),
+            percent(s.mfu),
+            print_bytes(s.memory_bytes),
+            energy_card(s.energy)[0] + (" (modelled)" if s.energy.basis == "modelled" else ""),
+            print_carbon(s.energy.carbon.location_kg if s.energy.carbon else None),
+            watts(s.energy.mean_watts),
+        )
+        for s, label in zip(summaries, labels, strict=True)
+    ]
     sums = together(summaries)
     text = "No run has measured energy."
     if sums["runs_measured"]:
-        parts = [kwh(sums["it_kwh"])]
-        parts += [f"{kwh(sums['kwh'])} with PUE"] if sums["kwh"] is not None else []
-        parts += [f"{print_carbon(sums['location_kg'])} location-based"] if sums["location_kg"] is not None else []
-        text = f"Measured IT energy of {sums['runs_measured']} of {sums['runs']} runs together: {', '.join(parts)}."
+        facility = f", {kwh(sums['kwh'])} with PUE" if sums["kwh"] is not None else ""
+        emitted = f", {print_carbon(sums['location_kg'])} location-based" if sums["location_kg"] is not None else ""
+        measured = f"Measured IT energy of {sums['runs_measured']} of {sums['runs']} runs together"
+        text = f"{measured}: {kwh(sums['it_kwh'])}{facility}{emitted}."
     text += f" Tokens together: {print_tokens(sums['tokens'])}."
     if sums["copies"]:
         text += f" Copies of a run are not added again: {counted(int(sums['copies']), 'folder')}."
+    columns = ("run", "state", "tokens", "loss", "tokens/s", "MFU", "memory", "energy", "CO2", "power")
     table = DataTable(columns, rows, right=tuple(range(2, 10)))
     return [Section(counted(len(summaries), "run"), (table, Note(text)), id="all")]

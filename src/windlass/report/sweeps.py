@@ -12,7 +12,7 @@ from windlass.errors import WindlassError
 from windlass.figures import DataTable, Item, Note, Section
 from windlass.figures.sweep import counts, heat_maps, pareto, scaling, sweep_sections
 from windlass.files import read_json
-from windlass.report.collect import RunSummary
+from windlass.report.collect import RunSummary, folders_with
 from windlass.report.tables import energy_card, percent, rate, state
 from windlass.units import print_bytes
 
@@ -50,16 +50,11 @@ class SweepView:
 
 
 def find_sweeps(folder: Path) -> list[SweepView]:
-    """Sweep folders at or below a folder (two levels), the newest first. A link out of it is not followed."""
-    folders = {p.parent for depth in ("", "*/", "*/*/") for p in folder.glob(f"{depth}sweep.json")}
+    """Sweep folders at or below a folder (two levels), the newest first."""
+    files = ("results.json", "outcomes.jsonl", "sweep.json")
     written_at = {
-        path: max(
-            file.stat().st_mtime
-            for name in ("results.json", "outcomes.jsonl", "sweep.json")
-            if (file := path / name).exists()
-        )
-        for path in folders
-        if path.resolve().is_relative_to(folder.resolve())
+        path: max(file.stat().st_mtime for name in files if (file := path / name).exists())
+        for path in folders_with(folder, "sweep.json", 2)
     }
     return [read_sweep(path) for path in sorted(written_at, key=lambda p: written_at[p], reverse=True)]
 
@@ -95,8 +90,8 @@ def read_sweep(path: Path) -> SweepView:
 def compared(runs: Sequence[RunSummary], root: Path) -> list[Section]:
     measured = [r for r in runs if r.tokens_per_second is not None]
     if len(measured) < 2:
-        text = f"{len(measured)} run with a measured speed in {root.name}: a comparison needs two."
-        return [Section("", (Note(text),))]
+        note = Note(f"{len(measured)} run with a measured speed in {root.name}: a comparison needs two.")
+        return [Section("", (note,))]
     values = {id(run): dict(flatten(run.recipe)) | {"devices": run.world_size} for run in runs}
     different: dict[str, set[str]] = {}
     for run in measured:

@@ -5,6 +5,8 @@ be in the curves twice. A running job is asked (by a file) to close its part and
 (its environment variable or netrc); it is neither asked for nor written here.
 """
 
+import contextlib
+import itertools
 import shutil
 import subprocess
 import sys
@@ -26,7 +28,7 @@ TRIGGER = "sync"
 REQUEST = "part"
 # A run without an end in its events whose last line is younger than this counts as running.
 LIVE_SECONDS = 600.0
-WAIT_SECONDS = 60.0
+PART_WAIT_SECONDS = 60.0
 # With --watch: how often the running job is asked for a part.
 PART_SECONDS = 300.0
 Sender = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
@@ -39,33 +41,29 @@ def parts(run: Run) -> list[Path]:
 
 def sync_once(run: Run, *, dry_run: bool = False, send: Sender | None = None) -> list[dict[str, Any]]:
     """Send what is closed and new; stops at the first failure, because a part before an earlier one tears the curve."""
-    if dry_run or not parts(run):
-        return _send_in_order(run, dry_run, send)
-    with locked(run.trackers / "sync.lock"):  # two that send at once would send a part twice
-        return _send_in_order(run, dry_run, send)
-
-
-def _send_in_order(run: Run, dry_run: bool, send: Sender | None) -> list[dict[str, Any]]:
-    record, folders = run.trackers / "sent.jsonl", parts(run)
-    sent = {str(line.get("part")): line.get("bytes") for line in read_json_lines(record)}
-    open_part = folders[-1] if folders and is_live(run) else None
     done: list[dict[str, Any]] = []
-    for part in folders:
-        size = sum(p.stat().st_size for p in part.glob("*.wandb"))
-        if part == open_part:
-            state = "still being written"
-        elif size == 0:
-            state = "empty, skipped"
-        elif sent.get(part.name) == size:
-            state = "sent before"
-        else:
-            if not dry_run:
-                _send(part, send or _run)
-                append_line(record, {"part": part.name, "bytes": size, "time": time.time()})
-            state = "would be sent" if dry_run else "sent"
-            if part.name in sent:  # a job was silent for long and went on: rather some lines twice than some missing
-                state += " again, because it has grown: the curves may show its first lines twice"
-        done.append({"part": part.name, "bytes": None if part == open_part else size, "state": state})
+    with contextlib.ExitStack() as stack:
+        if parts(run) and not dry_run:  # two that send at once would send a part twice
+            stack.enter_context(locked(run.trackers / "sync.lock"))
+        record, folders = run.trackers / "sent.jsonl", parts(run)
+        sent = {str(line.get("part")): line.get("bytes") for line in read_json_lines(record)}
+        open_part = folders[-1] if folders and is_live(run) else None
+        for part in folders:
+            size = sum(p.stat().st_size for p in part.glob("*.wandb"))
+            if part == open_part:
+                state = "still being written"
+            elif size == 0:
+                state = "empty, skipped"
+            elif sent.get(part.name) == size:
+                state = "sent before"
+            else:
+                if not dry_run:
+                    _send(part, send or _run)
+                    append_line(record, {"part": part.name, "bytes": size, "time": time.time()})
+                state = "would be sent" if dry_run else "sent"
+                if part.name in sent:  # a job was silent for long and went on: rather some lines twice than missing
+                    state += " again, because it has grown: the curves may show its first lines twice"
+            done.append({"part": part.name, "bytes": None if part == open_part else size, "state": state})
     return done
 
 
@@ -78,7 +76,7 @@ def is_live(run: Run, now: float | None = None) -> bool:
     return is_fresh and not isinstance(last, ends)
 
 
-def ask_for_part(run: Run, wait: float = WAIT_SECONDS) -> bool:
+def ask_for_part(run: Run, wait: float = PART_WAIT_SECONDS) -> bool:
     """Ask the running job to close its part; True once it has begun another."""
     before = len(parts(run))
     if not before or not is_live(run):
@@ -124,9 +122,8 @@ def sync_watch(
 ) -> None:
     """Send now and whenever the trigger file appears, until the run is finished and sent. Failures are tried again."""
     trigger = run.requests / TRIGGER
-    is_due, asked_at, round_number = True, -1e9, 0
-    while rounds is None or round_number < rounds:
-        round_number += 1
+    is_due, asked_at = True, -1e9
+    for _ in itertools.count() if rounds is None else range(rounds):
         if is_live(run) and time.monotonic() - asked_at >= PART_SECONDS:
             asked_at = time.monotonic()
             ask_for_part(run, wait=0.0)
@@ -142,7 +139,6 @@ def sync_watch(
                     raise  # waiting does not help
                 say(f"{error.message}; tried again at the next look")
                 is_due = True
-        is_over = any(isinstance(e, (Finished, GaveUp)) for e in run.events())
-        if is_over and not is_due and not trigger.exists():
+        if not is_due and not trigger.exists() and any(isinstance(e, (Finished, GaveUp)) for e in run.events()):
             return
         time.sleep(every)

@@ -69,10 +69,10 @@ def energy_card(energy: RunEnergy) -> tuple[str, str]:
     """(value, note): facility energy where the PUE is known."""
     if energy.carbon is None:
         return "not measured", energy.ledger.coverage
-    value, note = energy.carbon.kwh, "with PUE"
-    if value is None:
-        value, note = energy.carbon.it_kwh, "PUE unknown, IT only"
-    return kwh(value), f"{'modelled' if energy.basis == 'modelled' else 'measured'}; {note}"
+    basis, facility = "modelled" if energy.basis == "modelled" else "measured", energy.carbon.kwh
+    if facility is None:
+        return kwh(energy.carbon.it_kwh), f"{basis}; PUE unknown, IT only"
+    return kwh(facility), f"{basis}; with PUE"
 
 
 def energy_rows(summary: RunSummary) -> list[tuple[str, str, str]]:
@@ -81,10 +81,9 @@ def energy_rows(summary: RunSummary) -> list[tuple[str, str, str]]:
     if e.carbon is None:
         return [("energy", "not measured", e.ledger.coverage)]
     c, ledger = e.carbon, e.ledger
-    basis = [ledger.coverage]
-    step = ledger.resolution_joules
+    basis, step = ledger.coverage, ledger.resolution_joules
     if step is not None and ledger.joules and step >= NEGLIGIBLE * ledger.joules:
-        basis.append(f"± {print_joules(step)} ({100 * step / ledger.joules:.2g} %): counters move in steps")
+        basis += f"; ± {print_joules(step)} ({100 * step / ledger.joules:.2g} %): counters move in steps"
 
     def factor(value: float | None, source: str) -> str:
         return source if value is None else f"{value:g} g/kWh, {source}"
@@ -94,7 +93,7 @@ def energy_rows(summary: RunSummary) -> list[tuple[str, str, str]]:
 
     is_facility = c.kwh is not None
     rows = [
-        (f"IT energy{tag}", kwh(c.it_kwh), "; ".join(basis)),
+        (f"IT energy{tag}", kwh(c.it_kwh), basis),
         ("PUE", number(c.pue.value, 3, "unknown"), c.pue.source),
         (f"with PUE{tag}", kwh(c.kwh), "IT energy x PUE" if is_facility else "PUE unknown"),
         (f"CO2, location-based{tag}", print_carbon(c.location_kg), factor(c.grid.value, c.grid.source)),
@@ -122,19 +121,20 @@ def source_table(energy: RunEnergy) -> DataTable:
     for s in energy.ledger.sources:
         in_total = "yes" if s.counted else "no (estimate)" if s.method == "modelled" else "no (inside another)"
         note = "; ".join(filter(None, (s.note, f"{s.resets} counter resets" if s.resets else "")))
-        nodes = "all" if s.nodes == 0 else str(s.nodes)
-        rows.append((s.source, s.scope, s.method, print_joules(s.joules), nodes, in_total, note))
-    columns = ("source", "scope", "method", "energy", "nodes", "in total", "note")
-    return DataTable(columns, rows, right=(3, 4), strong=[i for i, s in enumerate(energy.ledger.sources) if s.counted])
+        rows.append((s.source, s.scope, s.method, print_joules(s.joules), str(s.nodes or "all"), in_total, note))
+    return DataTable(
+        ("source", "scope", "method", "energy", "nodes", "in total", "note"),
+        rows,
+        right=(3, 4),
+        strong=[i for i, s in enumerate(energy.ledger.sources) if s.counted],
+    )
 
 
 def life_rows(summary: RunSummary) -> list[tuple[str, str]]:
-    """Goodput and where the time went."""
     h = summary.life
     if h is None:
         return []
     tokens = f", {print_tokens(h.lost_tokens)} tokens" if h.lost_tokens is not None else ""
-    stall = f"{print_seconds(h.stall_seconds)}, median {print_seconds(h.median_stall_seconds)}"
     return [
         ("goodput (productive / wall time)", percent(h.goodput)),
         ("goodput without waits between jobs", percent(h.goodput_active)),
@@ -144,21 +144,27 @@ def life_rows(summary: RunSummary) -> list[tuple[str, str]]:
         ("faults, resumes", f"{h.faults}, {h.resumes}"),
         ("steps lost to faults", f"{h.lost_steps:,} steps{tokens}"),
         ("saves", f"{h.saves}" + (f", {h.failed_saves} failed" if h.failed_saves else "")),
-        ("training waited for saves", stall),
-    ]
+        ("training waited for saves",
+         f"{print_seconds(h.stall_seconds)}, median {print_seconds(h.median_stall_seconds)}"),
+    ]  # fmt: skip
 
 
 def segment_table(summary: RunSummary) -> DataTable:
     """One row per process group: a job of a chain, a restart, a requeue."""
-    rows = []
-    for index, part in enumerate(summary.life.segments if summary.life else (), 1):
-        lost = max(0, part.last_step - part.kept_step)
-        duration = print_seconds(part.ended_at - part.began_at)
-        steps = f"{part.first_step:,} to {part.last_step:,}"
-        devices, startup = str(part.world_size or "?"), print_seconds(part.startup_seconds)
-        shown_lost = f"{lost:,}" if lost else ""
-        rows.append((str(index), when(part.began_at), duration, part.end, devices, steps, shown_lost, startup))
     columns = ("attempt", "start", "duration", "outcome", "devices", "steps", "lost", "start-up")
+    rows = [
+        (
+            str(index),
+            when(part.began_at),
+            print_seconds(part.ended_at - part.began_at),
+            part.end,
+            str(part.world_size or "?"),
+            f"{part.first_step:,} to {part.last_step:,}",
+            f"{part.last_step - part.kept_step:,}" if part.last_step > part.kept_step else "",
+            print_seconds(part.startup_seconds),
+        )
+        for index, part in enumerate(summary.life.segments if summary.life else (), 1)
+    ]
     caption = "Each attempt is one group of processes; an interruption ends one, a resume begins the next."
     return DataTable(columns, rows, right=(2, 4, 5, 6, 7), caption=caption)
 
@@ -168,11 +174,17 @@ def goodput(summary: RunSummary) -> float | None:
 
 
 def checkpoint_table(summary: RunSummary) -> DataTable:
-    rows = []
-    for c in summary.checkpoints:
-        seconds = (print_seconds(c.get(key)) for key in ("stall_seconds", "write_seconds"))
-        size = print_bytes(c.get("bytes"))
-        rows.append((f"{c['step']:,}", print_tokens(c.get("tokens")), size, *seconds, str(c["state"])))
+    rows = [
+        (
+            f"{c['step']:,}",
+            print_tokens(c.get("tokens")),
+            print_bytes(c.get("bytes")),
+            print_seconds(c.get("stall_seconds")),
+            print_seconds(c.get("write_seconds")),
+            str(c["state"]),
+        )
+        for c in summary.checkpoints
+    ]
     columns = ("step", "tokens", "size", "training waited", "written in", "state")
     return DataTable(columns, rows, right=(0, 1, 2, 3, 4))
 

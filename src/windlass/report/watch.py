@@ -1,11 +1,11 @@
 """The live view of a run in a terminal of 80 columns, drawn from files only."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING
 
 import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from windlass.report.collect import RunSummary, collect
 from windlass.report.columns import LONG_FILE_BYTES, Columns, Numbers, known
@@ -13,9 +13,6 @@ from windlass.report.tables import counted, energy_card, goodput, number, percen
 from windlass.runs.events import Saved
 from windlass.runs.folder import Run
 from windlass.units import print_bytes, print_seconds, print_tokens
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 BARS = "▁▂▃▄▅▆▇█"
 HIDDEN_EVENTS = ("removed", "interval")
@@ -29,10 +26,9 @@ class Watch:
     """
 
     def __init__(self, run: Run, *, sample_first: bool = False) -> None:
-        self.run, self.columns = run, Columns(run.metrics_file)
-        self._looked, file = False, run.metrics_file
-        if sample_first and file.exists() and file.stat().st_size > LONG_FILE_BYTES:
-            self.columns = Columns.sample(file)
+        self.run, self._looked, file = run, False, run.metrics_file
+        is_long = file.exists() and file.stat().st_size > LONG_FILE_BYTES
+        self.columns = Columns.sample(file) if sample_first and is_long else Columns(file)
 
     def look(self) -> RunSummary:
         if self._looked and self.columns.is_sample:  # the second look reads the whole file
@@ -66,7 +62,6 @@ def band(values: Numbers, last: int = 50) -> str:
 
 
 def facts(s: RunSummary, columns: Columns, now: float) -> list[tuple[str, str]]:
-    """The numbers of the picture, in reading order."""
     saves = [e.time for e in s.events if isinstance(e, Saved) and e.time is not None]
     used, basis = energy_card(s.energy)
     target = f" of {print_tokens(s.target_tokens)}" if s.target_tokens else ""
@@ -94,17 +89,10 @@ def facts(s: RunSummary, columns: Columns, now: float) -> list[tuple[str, str]]:
 
 def picture(s: RunSummary, columns: Columns, width: int, now: float, height: int | None = None) -> RenderableType:
     """Every part is lines of at most `width`; in a low window the last parts are left out, never the first."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
     width = max(40, min(width, 120))
-    status = state(s, now)
-    warnings = []
-    if (quiet := silence(s, now)) is not None:
-        warnings.append(f"no new line for {print_seconds(quiet)}: is the job in the queue? (windlass jobs)")
-    if s.problem:
-        warnings.append(f"the folder is incomplete: {s.problem}")
+    status, quiet = state(s, now), silence(s, now)
+    silent = f"no new line for {print_seconds(quiet)}: is the job in the queue? (windlass jobs)" if quiet else ""
+    warnings = [text for text in (silent, f"the folder is incomplete: {s.problem}" if s.problem else "") if text]
     bar = Text("")
     if s.target_tokens and s.tokens is not None:
         share, room = min(1.0, s.tokens / s.target_tokens), width - 9
@@ -123,13 +111,12 @@ def picture(s: RunSummary, columns: Columns, width: int, now: float, height: int
         Text.assemble((f"{name:9}", "dim"), (spark(columns.get(key), width - 10), "cyan"))
         for name, key in (("loss", "loss"), ("tokens/s", "tokens_per_second"))
     ]
-    events = [e for e in s.events if e.event not in HIDDEN_EVENTS][-5:]
-    events = events[len(events) - min(len(events), max(0, lines_left - 2)) :]
+    # Of the newest five events as many as there is room for.
+    events = [e for e in s.events if e.event not in HIDDEN_EVENTS][-min(5, lines_left - 2) :] if lines_left > 2 else []
     ages = ["?" if e.time is None else print_seconds(max(0.0, now - e.time)) for e in events]
-    event_lines = [f"  {age:>12} ago  {e.describe()}" for age, e in zip(ages, events, strict=True)]
 
-    def cut(text: str) -> str:
-        return text if len(text) <= width else text[: width - 1] + "…"
+    def cut(text: str, style: str) -> Text:
+        return Text(text if len(text) <= width else text[: width - 1] + "…", style=style)
 
     head = Text.assemble(
         (s.name[: width - 30], "bold"),
@@ -137,6 +124,11 @@ def picture(s: RunSummary, columns: Columns, width: int, now: float, height: int
         (status, f"bold {COLOURS.get(status, 'yellow')}"),
         f"  {s.cluster}, {counted(s.world_size, 'device')}",
     )
-    warned = [Text(cut(text), style="yellow") for text in warnings]
-    last_events = [Text(cut(text), style="dim") for text in event_lines]
-    return Group(head, *warned, bar, grid, *curves[: max(0, lines_left)], *last_events)
+    return Group(
+        head,
+        *(cut(text, "yellow") for text in warnings),
+        bar,
+        grid,
+        *curves[: max(0, lines_left)],
+        *(cut(f"  {age:>12} ago  {e.describe()}", "dim") for age, e in zip(ages, events, strict=True)),
+    )

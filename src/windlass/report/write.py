@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import windlass
-from windlass.figures import Cards, Chart, DataTable, Heat, Item, Note, Section, page, save_page, save_picture
+from windlass.figures import Cards, Chart, DataTable, Heat, Note, Section, page, save_page, save_picture
 from windlass.report.collect import collect
 from windlass.report.columns import Columns
 from windlass.report.redact import publishable, redact
@@ -32,9 +32,12 @@ def report_sections(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> tu
     summaries = [collect(run, columns=one) for run, one in zip(runs, columns, strict=True)]
     if len(runs) == 1 and not sweeps:
         s = summaries[0]
-        subtitle = f"{s.model}, on {s.cluster}; {when(s.started_at)} to {when(s.updated_at)}"
-        return s.name, subtitle, publishable(sections(s, columns[0]))
-    labels = folder_labels(runs)
+        period = f"{when(s.started_at)} to {when(s.updated_at)}"
+        return s.name, f"{s.model}, on {s.cluster}; {period}", publishable(sections(s, columns[0]))
+    # The runs' folders, relative to the one that holds them all.
+    paths = [run.path.resolve() for run in runs]
+    top = Path(os.path.commonpath([p.parent for p in paths])) if paths else Path()
+    labels = [print_text(p.relative_to(top).as_posix()) for p in paths]
     parts = [
         Section(f"{sweep.name}: {s.title or sweep.progress}", s.items, id=f"sweep-{sweep.id}-{s.id}")
         for sweep in sweeps
@@ -48,19 +51,8 @@ def report_sections(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> tu
             if s.id != "conventions"
         ]
     title = ", ".join(s.title for s in sweeps) or f"{len(runs)} runs"
-    subtitle = (
-        f"joint report of {counted(len(runs), 'run')}"
-        if runs
-        else "a sweep of commands, whose points have no run folder"
-    )
-    return title, subtitle, publishable(parts)
-
-
-def folder_labels(runs: Sequence[Run]) -> list[str]:
-    """The runs' folders, relative to the one that holds them all."""
-    paths = [run.path.resolve() for run in runs]
-    top = Path(os.path.commonpath([p.parent for p in paths])) if paths else Path()
-    return [print_text(p.relative_to(top).as_posix()) for p in paths]
+    joint = f"joint report of {counted(len(runs), 'run')}"
+    return title, joint if runs else "a sweep of commands, whose points have no run folder", publishable(parts)
 
 
 def html_report(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> str:
@@ -88,51 +80,40 @@ def json_report(runs: Sequence[Run], sweeps: Sequence[SweepView] = ()) -> dict[s
 
 def write_figures(runs: Sequence[Run], folder: Path, kind: str = "svg", sweeps: Sequence[SweepView] = ()) -> list[Path]:
     """Every chart of the report as a picture of its own, named after its section and title."""
+    sections = report_sections(runs, sweeps)[2]
     paths: dict[Path, Chart | Heat] = {}
-    for section in report_sections(runs, sweeps)[2]:
-        for item in section.items:
-            if isinstance(item, (Chart, Heat)):
-                name = re.sub(r"[^a-z0-9]+", "-", f"{section.id} {item.title}".lower()).strip("-")[:80]
-                path = folder / f"{name}.{kind}"
-                if path in paths:  # two long titles that differ at their ends
-                    path = folder / f"{name}-{len(paths)}.{kind}"
-                paths[path] = item
+    for id_, item in ((s.id, item) for s in sections for item in s.items if isinstance(item, (Chart, Heat))):
+        name = re.sub(r"[^a-z0-9]+", "-", f"{id_} {item.title}".lower()).strip("-")[:80]
+        path = folder / f"{name}.{kind}"
+        # Two long titles may differ only at their ends.
+        paths[folder / f"{name}-{len(paths)}.{kind}" if path in paths else path] = item
     return [save_picture(item, path) for path, item in paths.items()]
 
 
 def write_report(run: Run, path: Path | None = None) -> Path:
-    """The HTML report of one run, by default as report.html in its folder."""
     return save_page(path or run.report_file, html_report([run]))
 
 
 def markdown(title: str, sections: Sequence[Section], *, subtitle: str = "") -> str:
-    parts = [f"# {_plain(title)}", *([_plain(subtitle)] if subtitle else [])]
+    parts = [f"# {_plain(title)}", _plain(subtitle)]
     for section in sections:
-        if section.title:
-            parts.append(f"## {_plain(section.title)}")
-        parts += [text for item in section.items if (text := _markdown_item(item))]
-    return "\n\n".join(parts) + "\n"
-
-
-def _markdown_item(item: Item) -> str:
-    if isinstance(item, DataTable):
-        head = [
-            [_plain(c) or " " for c in item.columns],
-            ["---:" if i in item.right else "---" for i in range(len(item.columns))],
-        ]
-        rows = [[_plain(cell) for cell in row] for row in item.texts()]
-        caption = f"\n\n{_plain(item.caption)}" if item.caption else ""
-        return "\n".join(f"| {' | '.join(row)} |" for row in (*head, *rows)) + caption
-    if isinstance(item, Cards):
-        return "\n".join(
-            f"- **{_plain(c.label)}**: {_plain(c.value)}" + (f" ({_plain(c.note)})" if c.note else "")
-            for c in item.cards
-        )
-    if isinstance(item, Note):
-        return ("> " if item.kind == "warning" else "") + _plain(item.text)
-    if isinstance(item, (Chart, Heat)):
-        return f"*Figure: {_plain(item.title)} (in the HTML form)*"
-    return ""  # HTML has no place in Markdown
+        parts.append(f"## {_plain(section.title)}" if section.title else "")
+        for item in section.items:  # HTML has no place in Markdown
+            if isinstance(item, DataTable):
+                head = [_plain(c) or " " for c in item.columns]
+                rules = ["---:" if i in item.right else "---" for i in range(len(head))]
+                rows = [head, rules, *([_plain(cell) for cell in row] for row in item.texts())]
+                parts += ["\n".join(f"| {' | '.join(row)} |" for row in rows), _plain(item.caption)]
+            elif isinstance(item, Cards):
+                cards = [
+                    (_plain(c.label), _plain(c.value), f" ({_plain(c.note)})" if c.note else "") for c in item.cards
+                ]
+                parts.append("\n".join(f"- **{label}**: {value}{note}" for label, value, note in cards))
+            elif isinstance(item, Note):
+                parts.append(("> " if item.kind == "warning" else "") + _plain(item.text))
+            elif isinstance(item, (Chart, Heat)):
+                parts.append(f"*Figure: {_plain(item.title)} (in the HTML form)*")
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _plain(text: str) -> str:

@@ -6,7 +6,7 @@ cannot be right (a text where a number belongs), is None. Kinds and keys that th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -27,10 +27,6 @@ def known_int(value: object) -> int | None:
     return int(value) if number is not None and number.is_integer() else None  # type: ignore[call-overload]
 
 
-def _text(value: object) -> str | None:
-    return None if value is None else str(value)
-
-
 def _losses(value: object) -> dict[str, dict[str, Any]]:
     """Name -> figures of a validation pass; names without a loss are left out."""
     items = value.items() if isinstance(value, dict) else ()
@@ -38,13 +34,19 @@ def _losses(value: object) -> dict[str, dict[str, Any]]:
 
 
 # How the value of a field is read from JSON, by the field's annotation; other annotations take any value.
-_CONVERTERS = {
+_CONVERTERS: dict[object, Callable[[Any], Any]] = {
     "int | None": known_int,
     "float | None": known_float,
-    "str | None": _text,
+    "str | None": lambda value: None if value is None else str(value),
     "list[str]": lambda value: [str(item) for item in value] if isinstance(value, list) else [],
     "dict[str, dict[str, Any]]": _losses,
 }
+
+
+def read_fields(cls: type[Any], line: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass that a JSON line has; a value that cannot be right is None. `extra` is not read."""
+    present = [f for f in fields(cls) if f.name in line and f.name != "extra"]
+    return {f.name: _CONVERTERS.get(f.type, lambda value: value)(line[f.name]) for f in present}
 
 
 # Kind -> dataclass; each class registers itself.
@@ -53,8 +55,6 @@ EVENT_CLASSES: dict[str, type[Event]] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happened to a run."""
-
     event: ClassVar[str] = ""  # the kind, as in the file
     meaning: ClassVar[str] = ""
     sentence: ClassVar[str] = ""  # the event for a reader; names in braces are fields
@@ -68,32 +68,28 @@ class Event:
 
     def as_dict(self) -> dict[str, Any]:
         """The line in events.jsonl. A field marked `optional` is left out when it is None."""
-        names = [f for f in fields(self) if f.name not in ("time", "extra")]
-        values = {f.name: getattr(self, f.name) for f in names}
-        optional = {f.name for f in names if f.metadata.get("optional")}
-        kept = {name: value for name, value in values.items() if not (name in optional and value is None)}
-        return {"time": self.time, "event": self.event, **kept, **self.extra}
+        optional = {f.name for f in fields(self) if f.metadata.get("optional")}
+        names = [name for name in field_names(type(self)) if name not in optional or getattr(self, name) is not None]
+        return {"time": self.time, "event": self.event, **{name: getattr(self, name) for name in names}, **self.extra}
 
     def describe(self) -> str:
         """One sentence; what is not known is printed as "unknown"."""
-        return self.sentence.format_map({name: _printed(name, getattr(self, name)) for name in field_names(type(self))})
+        texts = {}
+        for name in field_names(type(self)):
+            value, printer = getattr(self, name), _PRINTERS.get(name.rpartition("_")[2])
+            if name in _COUNTED:
+                count = "unknown" if value is None else f"{value:,}"
+                texts[name] = f"{count} {_COUNTED[name]}{'' if value == 1 else 's'}"
+            elif value is None:
+                texts[name] = "unknown"
+            else:
+                texts[name] = printer(value) if printer else f"{value:.4f}" if isinstance(value, float) else str(value)
+        return self.sentence.format_map(texts)
 
 
+# How fields are printed, by the last word of their names.
+_PRINTERS: dict[str, Callable[[Any], str]] = {"seconds": print_seconds, "bytes": print_bytes, "tokens": print_tokens}
 _COUNTED = {"world_size": "device", "lost_steps": "step"}
-
-
-def _printed(name: str, value: Any) -> str:
-    if value is None:
-        return f"unknown {_COUNTED[name]}s" if name in _COUNTED else "unknown"
-    if name.endswith("seconds"):
-        return print_seconds(value)
-    if name in _COUNTED:
-        return f"{value:,} {_COUNTED[name]}{'' if value == 1 else 's'}"
-    if name == "bytes":
-        return print_bytes(value)
-    if name.endswith("tokens"):
-        return print_tokens(value)
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def _arrows(changes: Any) -> str:
@@ -101,6 +97,11 @@ def _arrows(changes: Any) -> str:
     pairs = changes.items() if isinstance(changes, dict) else ()
     parts = [f"{key}: {p[0]} -> {p[1]}" for key, p in pairs if isinstance(p, (list, tuple)) and len(p) == 2]
     return ", ".join(parts) or "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEvent(Event):
+    step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,12 +151,11 @@ class Compiled(
 
 @dataclass(frozen=True, kw_only=True)
 class Saved(
-    Event,
+    StepEvent,
     event="saved",
     meaning="a checkpoint is complete",
     sentence="saved step {step} ({bytes}, training waited {stall_seconds}, written in {write_seconds})",
 ):
-    step: int | None = None
     tokens: int | None = None
     bytes: int | None = None
     stall_seconds: float | None = None
@@ -166,23 +166,21 @@ class Saved(
 
 @dataclass(frozen=True, kw_only=True)
 class SaveFailed(
-    Event,
+    StepEvent,
     event="save_failed",
     meaning="a save failed and will be tried again",
     sentence="saving step {step} failed: {error}",
 ):
-    step: int | None = None
     error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRemoved(
-    Event,
+    StepEvent,
     event="removed",
     meaning="a superseded checkpoint was deleted",
     sentence="removed step {step}: {reason}",
 ):
-    step: int | None = None
     bytes: int | None = None
     reason: str | None = None
 
@@ -201,12 +199,11 @@ class CheckpointDamaged(
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated(
-    Event,
+    StepEvent,
     event="evaluated",
     meaning="a validation pass; sources and languages hold loss and bits_per_byte of each",
     sentence="validation at step {step}: loss {val_loss}",
 ):
-    step: int | None = None
     val_loss: float | None = None
     bits_per_byte: float | None = None
     sources: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -216,12 +213,11 @@ class Evaluated(
 
 @dataclass(frozen=True, kw_only=True)
 class StepSkipped(
-    Event,
+    StepEvent,
     event="skipped",
     meaning="a step changed no weights",
     sentence="skipped step {step}: {reason}",
 ):
-    step: int | None = None
     reason: str | None = None
     # loss and grad_norm of the step, as a dict.
     value: Any = None
@@ -229,12 +225,11 @@ class StepSkipped(
 
 @dataclass(frozen=True, kw_only=True)
 class RolledBack(
-    Event,
+    StepEvent,
     event="rollback",
     meaning="training went back to an earlier checkpoint; sequences is the range of data (from, to) that is left out",
     sentence="went back from step {step} to {to_step}, skipping {skipped_tokens} tokens of data",
 ):
-    step: int | None = None
     to_step: int | None = None
     skipped_tokens: int | None = None
     sequences: Any = None
@@ -254,12 +249,11 @@ class SignalReceived(
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped(
-    Event,
+    StepEvent,
     event="stopped",
     meaning="the run ended early after a save and can be resumed",
     sentence="stopped at step {step} to be resumed: {reason}",
 ):
-    step: int | None = None
     tokens: int | None = None
     reason: str | None = None
 
@@ -370,12 +364,11 @@ class WeightsImported(
 
 @dataclass(frozen=True, kw_only=True)
 class Finished(
-    Event,
+    StepEvent,
     event="finished",
     meaning="the last step is done",
     sentence="finished at step {step}, loss {loss}",
 ):
-    step: int | None = None
     tokens: int | None = None
     loss: float | None = None
 
@@ -418,16 +411,8 @@ EVENTS = {kind: f"{cls.meaning}: {', '.join(field_names(cls))}" for kind, cls in
 
 
 def parse_event(line: Mapping[str, Any]) -> Event:
-    """The event in one line of events.jsonl."""
-    kind, time = str(line.get("event", "unknown")), known_float(line.get("time"))
-    values = {key: value for key, value in line.items() if key not in ("event", "time")}
+    kind = str(line.get("event", "unknown"))
     cls = EVENT_CLASSES.get(kind)
-    if cls is None:
-        return UnknownEvent(kind=kind, fields=values, time=time)
-    typed: dict[str, Any] = {}
-    for f in fields(cls):
-        if f.name in values and f.name != "extra":
-            convert = _CONVERTERS.get(str(f.type))
-            value = values.pop(f.name)
-            typed[f.name] = value if convert is None else convert(value)
-    return cls(**typed, time=time, extra=values)
+    values = read_fields(cls or Event, line)
+    extra = {key: value for key, value in line.items() if key != "event" and key not in values}
+    return UnknownEvent(kind=kind, fields=extra, **values) if cls is None else cls(**values, extra=extra)

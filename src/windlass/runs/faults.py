@@ -11,12 +11,11 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass import errors
-from windlass.files import read_json, write_json
-from windlass.runs.events import known_float, known_int
+from windlass.files import write_json
+from windlass.runs.events import known_float, read_fields
 
 if TYPE_CHECKING:
     from windlass.runs.folder import Run
@@ -76,31 +75,13 @@ class FaultRecord:
 
 def parse_fault(value: Mapping[str, Any]) -> FaultRecord:
     """A record of this or an older version (which wrote `message`)."""
-    numbers = {name: known_int(value.get(name)) for name in ("rank", "pid", "exit_code", "culprit")}
-    texts = {
-        name: None if value.get(name) is None else str(value[name]) for name in ("host", "kind", "exception", "hint")
-    }
-    lines = value.get("traceback")
-    return FaultRecord(
-        **numbers,  # type: ignore[arg-type]
-        **texts,  # type: ignore[arg-type]
-        error=str(value.get("error") or value.get("message") or ""),
-        traceback=[str(line) for line in lines] if isinstance(lines, list) else [],
-        time=known_float(value.get("time")) or 0.0,
-    )
-
-
-def read_faults(folder: Path) -> list[FaultRecord]:
-    """The records in a run's ranks/ folder, by rank."""
-    values = (read_json(path) for path in sorted(folder.glob("error-*.json")))
-    return [parse_fault(value) for value in values if value is not None]
+    error, at = str(value.get("error") or value.get("message") or ""), known_float(value.get("time"))
+    return FaultRecord(**{**read_fields(FaultRecord, value), "error": error, "time": at or 0.0})
 
 
 def write_fault(run: Run, record: FaultRecord) -> None:
     """Write ranks/error-RANK.json. A full disk must not hide the error itself."""
-    value = asdict(record)
-    if record.kind != "hang":
-        value.pop("culprit")
+    value = {k: v for k, v in asdict(record).items() if k != "culprit" or record.kind == "hang"}
     with contextlib.suppress(OSError):
         write_json(run.error_file(record.rank or 0), value)
 
@@ -126,30 +107,22 @@ def record_fault(run: Run, rank: int, error: BaseException) -> FaultRecord:
 
 def kind_of(error: BaseException) -> str:
     """oom, diverged, hang, disk, config, data, checkpoint, run, train, lost (another rank), interrupted, crash."""
-    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
-        return "oom"
-    if type(error).__name__ == "LostWorkerError":
-        return "lost"
-    if kind := _KINDS_BY_CODE.get(getattr(error, "exit_code", 0)):
-        return kind
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    for cls, kind in _KINDS.items():
-        if isinstance(error, cls):
-            return kind
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-        return "disk"
-    if "EADDRINUSE" in str(error):  # its own port, not another rank: `lost` would blame nobody
-        return "crash"
-    if type(error).__module__.startswith("torch.distributed") or (
-        isinstance(error, (RuntimeError, ConnectionError)) and _LOST.search(str(error))
-    ):
-        return "lost"
-    return "crash"
+    name, text, code = type(error).__name__, str(error), getattr(error, "exit_code", 0)
+    is_remote = isinstance(error, (RuntimeError, ConnectionError)) and _LOST.search(text)
+    checks: tuple[tuple[str, object], ...] = (  # the first that holds decides
+        ("oom", name == "OutOfMemoryError" or isinstance(error, MemoryError)),
+        ("lost", name == "LostWorkerError"),
+        (_KINDS_BY_CODE.get(code, ""), code in _KINDS_BY_CODE),
+        ("interrupted", isinstance(error, KeyboardInterrupt)),
+        *((kind, isinstance(error, cls)) for cls, kind in _KINDS.items()),
+        ("disk", isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)),
+        ("crash", "EADDRINUSE" in text),  # its own port, not another rank: `lost` would blame nobody
+        ("lost", type(error).__module__.startswith("torch.distributed") or is_remote),
+    )
+    return next((kind for kind, holds in checks if holds), "crash")
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code with which a worker leaves after this error."""
     if isinstance(error, errors.WindlassError):
         return error.exit_code
     return {"oom": errors.EXIT_OUT_OF_MEMORY, "interrupted": 130}.get(kind_of(error), 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -22,18 +22,18 @@ from windlass.files import (
     write_json,
 )
 from windlass.runs.events import Event, LayoutChanged, RecipeChanged, parse_event
-from windlass.runs.faults import FaultRecord, read_faults
+from windlass.runs.faults import FaultRecord, parse_fault
 from windlass.runs.lock import holder
-from windlass.runs.metrics import MetricsLine, read_metrics
+from windlass.runs.metrics import MetricsLine
 
 E = TypeVar("E", bound=Event)
 
 
+@dataclass(frozen=True)
 class _InFolder:
     """A path below the run folder, as an attribute of `Run`."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
     def __get__(self, run: Run, owner: type[Run]) -> Path:
         return run.path / self.name
@@ -80,8 +80,12 @@ class Run:
 
     def record(self, event: Event) -> None:
         """Append an event, with the time where it has none."""
-        stamped = event if event.time is not None else replace(event, time=time.time())
-        append_line_buffered(self.events_file, stamped.as_dict())
+        stamp = time.time() if event.time is None else event.time
+        append_line_buffered(self.events_file, {**event.as_dict(), "time": stamp})
+
+    def record_metrics(self, line: MetricsLine) -> None:
+        """Append a metrics line; on a full disk it waits in memory, because logging must not stop training."""
+        append_line_buffered(self.metrics_file, line.as_dict())
 
     @overload
     def events(self) -> Iterator[Event]: ...
@@ -96,15 +100,15 @@ class Run:
 
     def metrics_lines(self) -> Iterator[MetricsLine]:
         """Every line of metrics.jsonl, oldest first, also those of steps that were repeated later."""
-        return read_metrics(self.metrics_file)
+        return (MetricsLine.from_dict(line) for line in read_json_lines(self.metrics_file))
 
     def last_metrics(self) -> MetricsLine:
         """The newest line; all values are None when there is no line yet."""
         return MetricsLine.from_dict(read_last_json_line(self.metrics_file) or {})
 
     def faults(self) -> list[FaultRecord]:
-        """Fault records of ranks, by rank."""
-        return read_faults(self.ranks)
+        values = (read_json(path) for path in sorted(self.ranks.glob("error-*.json")))
+        return [parse_fault(value) for value in values if value is not None]
 
     def recipe(self) -> Recipe:
         value = read_json(self.config_file)
@@ -123,10 +127,8 @@ class Run:
         Run folders of version 0.1 do not say it: there, the planner chose it when recipe.toml has no `[layout]`.
         """
         config = read_json(self.config_file)
-        if config is None:
-            return None
-        if isinstance(resolved := config.get("resolved"), dict):
-            return resolved.get("layout_from")
+        if config is None or isinstance(config.get("resolved"), dict):
+            return config["resolved"].get("layout_from") if config else None
         try:
             written = tomllib.loads(self.recipe_file.read_text(encoding="utf-8"))
         except (OSError, tomllib.TOMLDecodeError):
@@ -178,13 +180,17 @@ _LEFTOVERS = {
 def create_run(path: Path | str, loaded: Loaded, *, layout_from: str = "recipe") -> Run:
     """A new run folder, or the existing one of the same run.
 
-    A run that never began takes any recipe. Later starts may change the keys in CHANGEABLE and LAYOUT_KEYS, and the
-    change is recorded as an event; any other change is refused. `layout_from` says who chose the layout: the recipe
-    or the planner."""
+    A run that never began takes any recipe, unless a job waits for it. Later starts may change the keys in CHANGEABLE
+    and PLANNED_KEYS, and the change is recorded as an event; any other change is refused. `layout_from` says who chose
+    the layout: the recipe or the planner.
+    """
     run = Run(Path(path))
     old = read_json(run.config_file)
     changes: list[Event] = []
-    if old is not None and _never_began(run):
+    files = (run.events_file, run.metrics_file, run.jobs_file, run.manifest_file, *run.checkpoints.glob("*"))
+    has_traces = any(file.exists() for file in files)
+    if old is not None and not has_traces and holder(run.lock_file) is None:
+        # Its start was refused, and the user tries again with a corrected recipe.
         run.plan_file.unlink(missing_ok=True)
     elif old is not None:
         changes = accepted_changes(run, run.recipe(), loaded.recipe)
@@ -206,23 +212,12 @@ def create_run(path: Path | str, loaded: Loaded, *, layout_from: str = "recipe")
             hint="choose a folder you may write to with --run",
         ) from None
     write_atomic(run.recipe_file, loaded.text)
-    recipe = loaded.recipe
-    phase = {"name": "main", "steps": recipe.train.steps, "tokens": recipe.data.tokens}
+    phase = {"name": "main", "steps": loaded.recipe.train.steps, "tokens": loaded.recipe.data.tokens}
     resolved = {"layout_from": layout_from, "phases": [phase]}
-    write_json(run.config_file, {**recipe.model_dump(mode="json"), "resolved": resolved})
+    write_json(run.config_file, {**loaded.recipe.model_dump(mode="json"), "resolved": resolved})
     for event in changes:
         run.record(event)
     return run
-
-
-def _never_began(run: Run) -> bool:
-    """Its start was refused, and the user tries again with a corrected recipe; not so where a job waits for it."""
-    traces = (run.events_file, run.metrics_file, run.jobs_file, run.manifest_file)
-    return (
-        not any(file.exists() for file in traces)
-        and not (run.checkpoints.is_dir() and any(run.checkpoints.iterdir()))
-        and holder(run.lock_file) is None
-    )
 
 
 # Keys and tables that may change between two starts. The second line changes no result. The last three say where the
@@ -233,7 +228,7 @@ CHANGEABLE = (
     "cluster", "nodes", "data.store",
 )  # fmt: skip
 # What the planner chooses for a number of devices; it changes no result.
-LAYOUT_KEYS = ("layout", "train.recompute", "train.recompute_budget")
+PLANNED_KEYS = ("layout", "train.recompute", "train.recompute_budget")
 
 
 def _is_below(key: str, tables: tuple[str, ...]) -> bool:
@@ -244,7 +239,7 @@ def accepted_changes(run: Run, old: Recipe, new: Recipe) -> list[Event]:
     """Events for the keys that differ; RunError with a diff when one of them may not change."""
     before, after = (dict(flatten(recipe.model_dump(mode="json"))) for recipe in (old, new))
     changes = {k: (before.get(k), after.get(k)) for k in {**before, **after} if before.get(k) != after.get(k)}
-    refused = {k: v for k, v in changes.items() if not _is_below(k, CHANGEABLE + LAYOUT_KEYS)}
+    refused = {k: v for k, v in changes.items() if not _is_below(k, CHANGEABLE + PLANNED_KEYS)}
     if refused:
         diff = "".join(f"\n  {key}: {a!r} -> {b!r}" for key, (a, b) in refused.items())
         raise RunError(
@@ -257,10 +252,10 @@ def accepted_changes(run: Run, old: Recipe, new: Recipe) -> list[Event]:
     events: list[Event] = []
     if recorded := {key: value for key, value in changes.items() if _is_below(key, CHANGEABLE)}:
         events.append(RecipeChanged(changes=recorded))
-    if any(_is_below(k, LAYOUT_KEYS) for k in changes):
-        shown = [
-            {k.removeprefix("layout."): v for k, v in side.items() if _is_below(k, LAYOUT_KEYS)}
+    if any(_is_below(k, PLANNED_KEYS) for k in changes):
+        layouts = [
+            {k.removeprefix("layout."): v for k, v in side.items() if _is_below(k, PLANNED_KEYS)}
             for side in (before, after)
         ]
-        events.append(LayoutChanged(old=shown[0], new=shown[1], reason="changed in the recipe or planned again"))
+        events.append(LayoutChanged(old=layouts[0], new=layouts[1], reason="changed in the recipe or planned again"))
     return events

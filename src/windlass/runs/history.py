@@ -5,7 +5,7 @@ Pure functions of the events and the metrics lines.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from windlass.runs.events import (
     Compiled,
@@ -92,16 +92,21 @@ def read_history(events: Iterable[Event], lines: Iterable[MetricsLine]) -> RunHi
     segments: list[Segment] = []
     wall = active = useful = None
     if begins and not jumps:
-        ends = [*begins[1:], None]
-        segments = [_segment(events, lines, begin, end) for begin, end in zip(begins, ends, strict=True)]
+        segments = [
+            _segment(events, lines, begin, end) for begin, end in pairwise([*begins, None]) if begin is not None
+        ]
         wall = segments[-1].ended_at - segments[0].began_at
         active = sum(s.ended_at - s.began_at for s in segments)
         useful = sum(s.train_seconds - s.lost_seconds for s in segments)
         lost = sum(s.lost_steps for s in segments)
     else:  # without comparable times only what the events count themselves is known
-        rollbacks = [e for e in events if isinstance(e, RolledBack)]
         lost = sum(e.lost_steps or 0 for e in events if isinstance(e, Resumed))
-        lost += sum(max(0, (e.step or 0) - (e.to_step or 0)) for e in rollbacks)
+        lost += sum(max(0, (e.step or 0) - (e.to_step or 0)) for e in events if isinstance(e, RolledBack))
+    last = max((m for m in lines if m.tokens is not None), key=lambda m: m.step or 0, default=None)
+    lost_tokens = round(lost * (last.tokens or 0) / last.step) if last is not None and last.step else None
+    saves, failed_saves, faults, resumes = (
+        sum(isinstance(e, kind) for e in events) for kind in (Saved, SaveFailed, FaultEvent, Resumed)
+    )
     return RunHistory(
         segments=segments,
         wall_seconds=wall,
@@ -110,11 +115,11 @@ def read_history(events: Iterable[Event], lines: Iterable[MetricsLine]) -> RunHi
         goodput=_share(useful, wall),
         goodput_active=_share(useful, active),
         lost_steps=lost,
-        lost_tokens=_tokens_of(lost, lines),
-        saves=_count(events, Saved),
-        failed_saves=_count(events, SaveFailed),
-        faults=_count(events, FaultEvent) + sum(s.end == "cut off" for s in segments),
-        resumes=_count(events, Resumed),
+        lost_tokens=lost_tokens if lost else 0,
+        saves=saves,
+        failed_saves=failed_saves,
+        faults=faults + sum(s.end == "cut off" for s in segments),
+        resumes=resumes,
         stall_seconds=sum(stalls),
         median_stall_seconds=stalls[len(stalls) // 2] if stalls else None,
         clock_jumped_at=jumps[0] if jumps and begins else None,
@@ -134,15 +139,20 @@ def _segment(events: Sequence[Event], all_lines: Sequence[MetricsLine], begin: i
     first = _start_step(start)
     last = max([first, *(m.step or 0 for m in lines)])
     kept = last if end is None else _start_step(events[end])
-    stretches = _stretches(own, lines, first, kept)
+    # (lines, first step, kept step) between rollbacks; each rollback drops what follows its target.
+    stretches, remaining, at = [], lines, first
+    for rollback in [e for e in own if isinstance(e, RolledBack)]:
+        part = [m for m in remaining if _time(m) <= _time(rollback)]
+        stretches.append((part, at, rollback.to_step or 0))
+        remaining, at = remaining[len(part) :], rollback.to_step or 0
+    stretches.append((remaining, at, kept))
     close = next((e for e in own if isinstance(e, _ENDS)), None)
     signs = [_time(m) for m in lines]
     signs += [_time(e) for e in own if not isinstance(e, Restarted)] if close is None else [_time(close)]
     compiled = next((e for e in own if isinstance(e, Compiled) and e.seconds is not None), None)
-    began_at, startup = _time(start), None
+    began_at = _time(start)
     if compiled is not None:  # processes exist before their first event: imports, waiting for each other, the model
-        startup = compiled.seconds or 0.0
-        lived_since = _time(compiled) - startup
+        lived_since = _time(compiled) - (compiled.seconds or 0.0)
         began_at = min(began_at, max(lived_since, _time(events[begin - 1]) if begin else lived_since))
     return Segment(
         began_at=began_at,
@@ -152,7 +162,7 @@ def _segment(events: Sequence[Event], all_lines: Sequence[MetricsLine], begin: i
         first_step=first,
         last_step=last,
         kept_step=min(kept, last),
-        startup_seconds=startup,
+        startup_seconds=compiled.seconds if compiled else None,
         stall_seconds=sum(e.stall_seconds or 0.0 for e in own if isinstance(e, Saved)),
         train_seconds=sum(_train_seconds(part, at) for part, at, _ in stretches),
         lost_seconds=sum(
@@ -166,38 +176,11 @@ def _start_step(event: Event) -> int:
     return event.step or 0 if isinstance(event, Resumed) else 0
 
 
-def _stretches(
-    own: Sequence[Event], lines: list[MetricsLine], first: int, kept: int
-) -> list[tuple[list[MetricsLine], int, int]]:
-    """(lines, first step, kept step) between rollbacks; each rollback drops what follows its target."""
-    parts, at = [], first
-    for rollback in [e for e in own if isinstance(e, RolledBack)]:
-        part = [m for m in lines if _time(m) <= _time(rollback)]
-        lines = lines[len(part) :]
-        parts.append((part, at, rollback.to_step or 0))
-        at = rollback.to_step or 0
-    return [*parts, (lines, at, kept)]
-
-
-def _train_seconds(lines: Iterable[MetricsLine], first: int) -> float:
+def _train_seconds(lines: Sequence[MetricsLine], first: int) -> float:
     """Each line's step_seconds is the mean over the steps since the line before."""
-    total, before = 0.0, first
-    for line in lines:
-        step = line.step or 0
-        total += max(0, step - before) * (line.step_seconds or 0.0)
-        before = max(before, step)
-    return total
-
-
-def _tokens_of(lost_steps: int, lines: Sequence[MetricsLine]) -> int | None:
-    if not lost_steps:
-        return 0
-    last = max((m for m in lines if m.tokens is not None), key=lambda m: m.step or 0, default=None)
-    return round(lost_steps * (last.tokens or 0) / last.step) if last is not None and last.step else None
-
-
-def _count(events: Sequence[Event], kind: type[Event]) -> int:
-    return sum(isinstance(e, kind) for e in events)
+    steps = [m.step or 0 for m in lines]
+    new_steps = (max(0, step - before) for step, before in zip(steps, accumulate([first, *steps], max), strict=False))
+    return sum((count * (m.step_seconds or 0.0) for count, m in zip(new_steps, lines, strict=True)), 0.0)
 
 
 def _share(part: float | None, total: float | None) -> float | None:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 from windlass.errors import RunError
 from windlass.files import read_json
@@ -25,23 +26,15 @@ def locked(path: Path, job: str | None = None) -> Iterator[None]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _busy(path) from None
-        except OSError:  # no flock on this file system
-            if _alive(read_json(path)):
-                raise _busy(path) from None
-        file.seek(0)
-        file.truncate()
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "job": job, "since": time.time()}
-        file.write(json.dumps(owner))
+        if _take(file, path) is not None:
+            raise _busy(path)
+        file.truncate(0)
+        json.dump({"host": socket.gethostname(), "pid": os.getpid(), "job": job, "since": time.time()}, file)
         file.flush()
         try:
             yield
         finally:
-            file.seek(0)
-            file.truncate()
+            file.truncate(0)
             with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_UN)
 
@@ -58,36 +51,33 @@ def touch(path: Path) -> None:
         os.utime(path)
 
 
-def holder(path: Path) -> dict[str, object] | None:
+def holder(path: Path) -> dict[str, Any] | None:
     """Who holds the lock now, or None."""
     if not path.exists():
         return None
-    with path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return read_json(path) or {}
-        except OSError:
-            record = read_json(path)
-            return record if _alive(record) else None
-        fcntl.flock(file, fcntl.LOCK_UN)
+    with path.open("a+") as file:  # closing it drops the lock again
+        return _take(file, path)
+
+
+def _take(file: IO[str], path: Path) -> dict[str, Any] | None:
+    """Take the lock; the record of the process that has it where that is another one."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return read_json(path) or {}
+    except OSError:  # no flock on this file system
+        record = read_json(path) or {}
+        pid, since = record.get("pid"), record.get("since")
+        is_fresh = isinstance(since, (int, float)) and time.time() - since < STALE_SECONDS
+        is_alive = Path(f"/proc/{pid}").exists() if record.get("host") == socket.gethostname() else is_fresh
+        return record if isinstance(pid, int) and is_alive else None
     return None
-
-
-def _alive(record: dict[str, object] | None) -> bool:
-    if not record or not isinstance(record.get("pid"), int):
-        return False
-    if record.get("host") == socket.gethostname():
-        return Path(f"/proc/{record['pid']}").exists()
-    since = record.get("since")
-    return isinstance(since, (int, float)) and time.time() - since < STALE_SECONDS
 
 
 def _busy(path: Path) -> RunError:
     record = read_json(path) or {}
-    who = f"host {record.get('host', 'unknown')}, pid {record.get('pid', 'unknown')}" + (
-        f", job {record['job']}" if record.get("job") else ""
-    )
+    job = f", job {record['job']}" if record.get("job") else ""
+    who = f"host {record.get('host', 'unknown')}, pid {record.get('pid', 'unknown')}{job}"
     return RunError(
         "runs.locked",
         f"{path.parent} is being written by another process ({who})",

@@ -15,7 +15,7 @@ from windlass.config import Recipe, recipe_hash
 from windlass.files import read_json, write_json
 from windlass.runs.folder import Run
 
-PACKAGES = (
+RECORDED_PACKAGES = (
     "torch",
     "numpy",
     "pydantic",
@@ -32,16 +32,17 @@ PACKAGES = (
 
 def collect(recipe: Recipe, **extra: Any) -> dict[str, Any]:
     """Everything that is the same on all ranks; the caller adds devices, world size and the data ledger's hash."""
+    packages = [(name, importlib.metadata.distributions(name=name)) for name in RECORDED_PACKAGES]
     return {
         "windlass": windlass.__version__,
         "commit": commit(),
         "python": sys.version.split()[0],
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {name: d.version for name, installed in packages for d in list(installed)[:1]},
         "host": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": cpu_name(),
         "cpu_count": os.cpu_count(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "recipe_hash": recipe_hash(recipe),
         "started_at": time.time(),
         **extra,
@@ -60,22 +61,10 @@ def commit() -> str | None:
     top = Path(windlass.__file__).resolve().parents[2]
     if not (top / ".git").exists():
         return None
+    argv = ["git", "-C", str(top), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
     try:
-        head = subprocess.run(
-            ["git", "-C", str(top), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=5
-        )
-        dirty = subprocess.run(
-            ["git", "-C", str(top), "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=5
-        )
+        return subprocess.run(argv, capture_output=True, text=True, timeout=10).stdout.strip() or None
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return None if head.returncode else head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
         return None
 
 
@@ -85,10 +74,3 @@ def cpu_name() -> str | None:
     except OSError:
         return platform.processor() or None
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None

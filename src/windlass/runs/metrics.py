@@ -1,14 +1,12 @@
-"""The lines of metrics.jsonl: one dataclass, one writer, one reader."""
+"""The lines of metrics.jsonl: one dataclass; `Run.record_metrics` writes them and `Run.metrics_lines` reads them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
-from windlass.files import append_line_buffered, read_json_lines
-from windlass.runs.events import known_float, known_int
+from windlass.runs.events import read_fields
 
 
 def _key(meaning: str, *, optional: bool = False) -> Any:
@@ -64,19 +62,13 @@ class MetricsLine:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """The line in metrics.jsonl."""
         values = {f.name: getattr(self, f.name) for f in _KEYS}
         return {k: v for k, v in values.items() if v is not None or k not in _OPTIONAL} | self.extra
 
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> MetricsLine:
         """A line of the file; a value that is not a number is None."""
-        values: dict[str, Any] = {
-            f.name: (known_int if f.type == "int | None" else known_float)(line[f.name])
-            for f in _KEYS
-            if f.name in line
-        }
-        return cls(**values, extra={key: value for key, value in line.items() if key not in METRICS})
+        return cls(**read_fields(cls, line), extra={k: v for k, v in line.items() if k not in METRICS})
 
 
 _KEYS = tuple(f for f in fields(MetricsLine) if f.name != "extra")
@@ -85,28 +77,11 @@ _OPTIONAL = {f.name for f in _KEYS if f.metadata["optional"]}
 METRICS: dict[str, str] = {f.name: f.metadata["meaning"] for f in _KEYS}
 
 
-class MetricsWriter:
-    """Appends lines; on a full disk they wait in memory, because logging must not stop training."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def write(self, line: MetricsLine) -> None:
-        append_line_buffered(self.path, line.as_dict())
-
-
-def read_metrics(path: Path) -> Iterator[MetricsLine]:
-    """All lines, oldest first, also those of steps that were repeated later."""
-    return (MetricsLine.from_dict(line) for line in read_json_lines(path))
-
-
 def last_of_each_step(lines: Iterable[MetricsLine]) -> list[MetricsLine]:
     """The lines that the final weights contain: where a run goes back to an earlier step, what followed is dropped."""
     kept: list[MetricsLine] = []
-    for line in lines:
-        if line.step is None:
-            continue
-        while kept and (kept[-1].step or 0) >= line.step:
+    for line in (line for line in lines if line.step is not None):
+        while kept and (kept[-1].step or 0) >= (line.step or 0):
             kept.pop()
         kept.append(line)
     return kept

@@ -12,31 +12,30 @@ from windlass.files import read_json, write_json
 from windlass.layout.types import GradientSync, Layout, StepSpec
 from windlass.runs.folder import Run
 
+# How long workers wait for their start's file: a parallel file system shows it to other nodes a little later.
 WAIT_SECONDS = 300.0
-"""How long workers wait for their start's file: a parallel file system shows it to other nodes a little later."""
+# Ranks that belong together begin within this time of each other.
 SAME_START_SECONDS = 10.0
-"""Ranks that belong together begin within this time of each other."""
+# Within this time rank 0 has replaced the file of an earlier start: it has to plan the run before.
 REPLACED_SECONDS = 30.0
-"""Within this time rank 0 has replaced the file of an earlier start: it has to plan the run before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
+    # The scheduler's job id, or "local-" and a time where there is no scheduler.
     job: str
-    """The scheduler's job id, or "local-" and a time where there is no scheduler."""
+    # How often this job was started before.
     restart: int = 0
-    """How often this job was started before."""
     layout: Layout
     step: StepSpec
+    # Device type of the workers: "cuda" or "cpu".
     device: str
-    """Device type of the workers: "cuda" or "cpu"."""
     devices: int
     devices_per_node: int
+    # Why this layout, for the log.
     reason: str = ""
-    """Why this layout, for the log."""
+    # How long before the wall-time limit the workers stop, where the launcher decided it; None: from measured times.
     lead_seconds: float | None = None
-    """How long before the wall-time limit the workers stop, where the launcher decided it; None: from measured
-    times."""
     created_at: float = field(default_factory=time.time)
 
     @property
@@ -86,5 +85,5 @@ def wait_for_start(run: Run, name: str, seconds: float = WAIT_SECONDS, *, reused
 
 
 def _parse(value: dict[str, Any]) -> Start:
-    step = {**value["step"], "sync": GradientSync(**value["step"]["sync"])}
-    return Start(**{**value, "layout": Layout(**value["layout"]), "step": StepSpec(**step)})
+    step = StepSpec(**{**value["step"], "sync": GradientSync(**value["step"]["sync"])})
+    return Start(**{**value, "layout": Layout(**value["layout"]), "step": step})

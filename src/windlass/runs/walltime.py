@@ -1,7 +1,7 @@
 """How long before the wall-time limit a job must stop, in seconds. Pure arithmetic: no torch, no I/O."""
 
+# Before the first save was timed: the lead that LUMI's guide uses.
 UNMEASURED_LEAD_SECONDS = 300.0
-"""Before the first save was timed: the lead that LUMI's guide uses."""
 
 
 def wall_time_lead_seconds(save_seconds: float | None, step_seconds: float | None = None) -> float:

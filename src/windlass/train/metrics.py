@@ -21,7 +21,7 @@ from torch import Tensor
 from windlass.clusters.load import device_by_driver_name
 from windlass.cost.flops import hfu, mfu
 from windlass.runs.events import StepSkipped
-from windlass.runs.metrics import MetricsLine, MetricsWriter
+from windlass.runs.metrics import MetricsLine
 from windlass.train.guard import OK, REASONS
 from windlass.train.hooks import Hook, each
 
@@ -169,7 +169,7 @@ class Recorder(Hook):
             line.z_loss = auxiliary if training.recipe.train.z_loss else None
             line.extra, self.validation = self.validation, {}
             if training.world.is_main:
-                MetricsWriter(training.run.metrics_file).write(line)
+                training.run.record_metrics(line)
                 each(self.listeners, "on_log", training, line.as_dict())
 
     # -- one step ----------------------------------------------------------------------------------------------------

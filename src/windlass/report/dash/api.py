@@ -6,10 +6,10 @@ from dataclasses import asdict
 from typing import Any
 
 from windlass.errors import WindlassError
-from windlass.figures import Cards, Chart, DataTable, Heat, Html, Item, Note, Section
+from windlass.figures import Cards, Chart, DataTable, Heat, Note, Section
 from windlass.figures.html import spec
-from windlass.report.collect import RunSummary
-from windlass.report.columns import X_AXES, Columns, first_known, step_of
+from windlass.profile.view import run_sections
+from windlass.report.columns import X_AXES, first_known, step_of
 from windlass.report.dash.planner import ask, choices, question
 from windlass.report.dash.store import Folder, RunView
 from windlass.report.model_card import data_section
@@ -26,13 +26,14 @@ from windlass.report.sections import (
     saves,
     validations,
 )
-from windlass.report.tables import energy_card, goodput, state
+from windlass.report.sweeps import compared, find_sweeps
+from windlass.report.tables import counted, energy_card, goodput, state
 from windlass.runs.metrics import METRICS
 
 Query = Mapping[str, Sequence[str]]
 MAX_RUNS = 30
 MAX_KEYS = 12
-MAX_POINTS = 4000
+MAX_CURVE_POINTS = 4000
 SPARK_POINTS = 60
 MAX_MARKED_EVENTS = 60
 MARKED = (
@@ -45,7 +46,6 @@ class NotFound(Exception):  # noqa: N818 - becomes 404
 
 
 def answer(folder: Folder, path: str, query: Query) -> dict[str, Any]:
-    """The JSON of one request below /api/."""
     if path not in ROUTES:
         raise NotFound(path)
     return ROUTES[path](folder, query)
@@ -80,40 +80,49 @@ def _view(folder: Folder, query: Query) -> RunView:
     return view
 
 
-def _run(folder: Folder, query: Query) -> dict[str, Any]:
+def run_json(folder: Folder, query: Query) -> dict[str, Any]:
     """All texts and tables of one run; its curves come from `series`."""
     view = _view(folder, query)
     with view.making:  # fifty viewers cost as much as one
         s, kept = view.summary(), view.page
-        if kept is None or kept[0] is not s or kept[1]["status"] != state(s):
-            kept = view.page = (s, _run_page(view, s, view.columns()))
-        return kept[1]
+        if kept is not None and kept[0] is s and kept[1]["status"] == state(s):
+            return kept[1]
+        columns = view.columns()
+        warnings = [Note(f"This folder is incomplete: {s.problem}", "warning")] if s.problem else []
+        parts = [
+            Section("", (cards(s), *warnings), id="top"),
+            overview(s),
+            life(s, columns),
+            energy(s),
+            *plan_sections(s),
+            evaluation(s),
+            saves(s),
+            data_section(s),
+            environment(s),
+            conventions(),
+        ]
+        marked = [e for e in s.events if e.event in MARKED][-MAX_MARKED_EVENTS:]
+        page = {
+            "id": view.id,
+            "name": s.name,
+            "path": view.name,
+            "status": state(s),
+            "updated_at": s.updated_at,
+            "started_at": s.started_at,
+            "metrics": columns.names(),
+            "events": redact(
+                [{"time": e.time, "event": e.event, "step": step_of(e, columns), "text": e.describe()} for e in marked]
+            ),
+            "sections": redact([section_json(p) for p in parts]),
+            "lines": len(columns),
+            "first_time": first_known(columns.get("time")),  # NaN becomes null
+            "validations": validations(s, columns),
+        }
+        view.page = (s, page)
+        return page
 
 
-def _run_page(view: RunView, s: RunSummary, columns: Columns) -> dict[str, Any]:
-    warnings = [Note(f"This folder is incomplete: {s.problem}", "warning")] if s.problem else []
-    top = Section("", (cards(s), *warnings), id="top")
-    parts = [top, overview(s), life(s, columns), energy(s), *plan_sections(s), evaluation(s), saves(s)]
-    parts += [data_section(s), environment(s), conventions()]
-    marked = [e for e in s.events if e.event in MARKED][-MAX_MARKED_EVENTS:]
-    events = [{"time": e.time, "event": e.event, "step": step_of(e, columns), "text": e.describe()} for e in marked]
-    return {
-        "id": view.id,
-        "name": s.name,
-        "path": view.name,
-        "status": state(s),
-        "updated_at": s.updated_at,
-        "started_at": s.started_at,
-        "metrics": columns.names(),
-        "events": redact(events),
-        "sections": redact([section_json(p) for p in parts]),
-        "lines": len(columns),
-        "first_time": first_known(columns.get("time")),  # NaN becomes null
-        "validations": validations(s, columns),
-    }
-
-
-def _series(folder: Folder, query: Query) -> dict[str, Any]:
+def series_json(folder: Folder, query: Query) -> dict[str, Any]:
     ids = list(dict.fromkeys(query.get("id", ())))[:MAX_RUNS]
     views = [view for i in ids if (view := folder.get(i)) is not None]
     if not views:
@@ -121,35 +130,30 @@ def _series(folder: Folder, query: Query) -> dict[str, Any]:
     keys = _one(query, "keys", "loss").split(",")[:MAX_KEYS]
     x, points = _one(query, "x", "step"), _one(query, "points", "800")
     x = x if x in X_AXES else "step"
-    count = max(10, min(MAX_POINTS, int(points))) if points.isdigit() and len(points) < 8 else 800
+    count = max(10, min(MAX_CURVE_POINTS, int(points))) if points.isdigit() and len(points) < 8 else 800
     version = ".".join(view.version() for view in views)
     if _one(query, "have", "") == version:
         return {"version": version, "unchanged": True}
     runs = []
     for view in views:
-        curves = {key: view.series(key, x, count) for key in keys}
-        series = {key: {"x": xs, "y": ys} for key, (xs, ys) in curves.items()}
+        series = {key: dict(zip("xy", view.series(key, x, count), strict=True)) for key in keys}
         runs.append({"id": view.id, "name": view.summary().name, "path": view.name, "series": series})
     return {"version": version, "axis": x, "axis_title": X_AXES[x], "runs": runs}
 
 
-def _data(folder: Folder, query: Query) -> dict[str, Any]:
+def data_json(folder: Folder, query: Query) -> dict[str, Any]:
     """Each ledger once, with the runs that share it: the points of a sweep read one store."""
-    shared: dict[str, tuple[dict[str, Any], list[RunView]]] = {}
+    shared: dict[str, list[RunView]] = {}
     for view in folder.views():
-        section = section_json(data_section(view.summary()))
-        shared.setdefault(json.dumps(section), (section, []))[1].append(view)
+        shared.setdefault(json.dumps(section_json(data_section(view.summary()))), []).append(view)
     parts = []
-    for section, views in shared.values():
-        more = len(views) - 1
-        others = f" and {more} more run{'s' * (more > 1)} with the same ledger" if more else ""
-        parts.append({**section, "title": views[0].summary().name + others, "run": views[0].id})
+    for section, (view, *others) in shared.items():
+        more = f" and {counted(len(others), 'more run')} with the same ledger" if others else ""
+        parts.append({**json.loads(section), "title": view.summary().name + more, "run": view.id})
     return {"sections": redact(parts)}
 
 
-def _profile(folder: Folder, query: Query) -> dict[str, Any]:
-    from windlass.profile.view import run_sections
-
+def profile_json(folder: Folder, query: Query) -> dict[str, Any]:
     view = _view(folder, query)
     text = 'This run has no trace: `[profile] steps = "20:23"` in the recipe captures steps 20, 21 and 22.'
     try:
@@ -160,29 +164,26 @@ def _profile(folder: Folder, query: Query) -> dict[str, Any]:
     return {"id": view.id, "name": view.summary().name, "sections": [section_json(s) for s in parts]}
 
 
-def _sweep(folder: Folder, query: Query) -> dict[str, Any]:
+def sweep_json(folder: Folder, query: Query) -> dict[str, Any]:
     """One sweep, the newest unless another is named; `runs` compares all runs in the folder."""
-    from windlass.report.sweeps import compared, find_sweeps
-
-    sweeps = find_sweeps(folder.root)
-    wanted = _one(query, "id", sweeps[0].id if sweeps else "runs")
-    chosen = next((s for s in sweeps if s.id == wanted), None)
-    if chosen is None and wanted != "runs":
+    sweeps = {s.id: s for s in find_sweeps(folder.root)}
+    wanted = _one(query, "id", next(iter(sweeps), "runs"))
+    if wanted not in (*sweeps, "runs"):
         raise NotFound("sweep")
-    listed = [{"id": s.id, "name": s.name, "title": s.title, "progress": s.progress} for s in sweeps]
-    if chosen is None:
+    listed = [{key: getattr(s, key) for key in ("id", "name", "title", "progress")} for s in sweeps.values()]
+    if wanted == "runs":
         parts = [section_json(s) for s in compared([v.summary() for v in folder.views()], folder.root)]
-        return {"id": wanted, "sweeps": listed, "sections": redact(parts)}
-    parts = [section_json(s) for s in chosen.sections()]
-    inside = (chosen.path / "points").resolve()
-    ids = {v.run.name: v.id for v in folder.views() if v.run.path.resolve().parent == inside}
-    for item in (item for part in parts for item in part["items"]):
-        if item["kind"] == "table" and item["columns"][:1] == ["point"]:  # names of points link to their runs
-            item["links"] = [ids.get(row[0]) for row in item["rows"]]
+    else:
+        parts = [section_json(s) for s in sweeps[wanted].sections()]
+        inside = (sweeps[wanted].path / "points").resolve()
+        ids = {v.run.name: v.id for v in folder.views() if v.run.path.resolve().parent == inside}
+        for item in (item for part in parts for item in part["items"]):
+            if item["kind"] == "table" and item["columns"][:1] == ["point"]:  # names of points link to their runs
+                item["links"] = [ids.get(row[0]) for row in item["rows"]]
     return {"id": wanted, "sweeps": listed, "sections": redact(parts)}
 
 
-def _plan(folder: Folder, query: Query) -> dict[str, Any]:
+def plan_json(folder: Folder, query: Query) -> dict[str, Any]:
     try:
         answer, parts = ask(question(query))
     except WindlassError as error:
@@ -191,35 +192,34 @@ def _plan(folder: Folder, query: Query) -> dict[str, Any]:
 
 
 def section_json(section: Section) -> dict[str, Any]:
-    """For the browser, which draws sections with text nodes only, so that no name can become markup."""
-    items = [_item_json(item) for item in section.items if not isinstance(item, Html)]
+    """For the browser, which draws sections with text nodes only, so that no name can become markup (HTML items)."""
+    items: list[dict[str, Any]] = []
+    for item in section.items:
+        if isinstance(item, DataTable):
+            lists = {key: list(getattr(item, key)) for key in ("columns", "right", "strong")}
+            items.append({"kind": "table", "rows": item.texts(), "caption": item.caption, **lists})
+        elif isinstance(item, Cards):
+            items.append({"kind": "cards", "cards": [asdict(card) for card in item.cards]})
+        elif isinstance(item, Note):
+            items.append({"kind": "note", "text": item.text, "warning": item.kind == "warning"})
+        elif isinstance(item, (Chart, Heat)):
+            texts = {key: getattr(item, key) for key in ("height", "caption", "title")}
+            items.append({"kind": "figure", "figure": spec(item), **texts})
     return {"title": section.title, "id": section.id, "items": items}
 
 
-def _item_json(item: Item) -> dict[str, Any]:
-    if isinstance(item, DataTable):
-        lists = {"columns": list(item.columns), "right": list(item.right), "strong": list(item.strong)}
-        return {"kind": "table", "rows": item.texts(), "caption": item.caption, **lists}
-    if isinstance(item, Cards):
-        return {"kind": "cards", "cards": [asdict(card) for card in item.cards]}
-    if isinstance(item, Note):
-        return {"kind": "note", "text": item.text, "warning": item.kind == "warning"}
-    assert isinstance(item, (Chart, Heat))
-    texts = {"height": item.height, "caption": item.caption, "title": item.title}
-    return {"kind": "figure", "figure": spec(item), **texts}
-
-
 def _one(query: Query, name: str, default: str | None = None) -> str:
-    values = query.get(name) or ([] if default is None else [default])
-    if not values:
+    value = next(iter(query.get(name) or ()), default)
+    if value is None:
         raise NotFound(name)
-    return values[0]
+    return value
 
 
 ROUTES: dict[str, Callable[[Folder, Query], dict[str, Any]]] = {
     "runs": lambda folder, query: {
         "root": str(folder.root), "runs": [_row(view) for view in folder.views()], "axes": X_AXES, "metrics": METRICS,
     },
-     "run": _run, "series": _series, "data": _data, "profile": _profile, "sweep": _sweep, "plan": _plan,
+    "run": run_json, "series": series_json, "data": data_json, "profile": profile_json, "sweep": sweep_json,
+    "plan": plan_json,
     "plan-choices": lambda folder, query: choices(),
 }  # fmt: skip

@@ -20,7 +20,7 @@ from windlass.report.tables import percent
 from windlass.units import print_tokens
 
 # Shapes in the proportions of published models: name -> (layers, width, ffn, heads, kv_heads, vocabulary).
-SIZES: dict[str, tuple[int, int, int, int, int, int]] = {
+MODEL_SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
     "0.2B": (12, 1024, 2816, 16, 16, 32_000),
     "0.5B": (24, 1024, 4096, 16, 8, 64_000),
     "1.1B": (22, 2048, 5632, 32, 4, 32_000),
@@ -35,8 +35,6 @@ MAX_LAYOUTS = 8
 
 
 class PlannerQuestion(Table):
-    """What the page asks, within bounds."""
-
     cluster: str = "snellius-h100"
     nodes: Tokens = Field(default=20, ge=1, le=20_000)
     size: str = "8B"
@@ -49,7 +47,7 @@ class PlannerQuestion(Table):
     @field_validator("cluster", "size")
     @classmethod
     def _is_offered(cls, value: str, info: ValidationInfo) -> str:
-        offered = cluster_names() if info.field_name == "cluster" else list(SIZES)
+        offered = cluster_names() if info.field_name == "cluster" else list(MODEL_SHAPES)
         if value not in offered:
             raise ValueError(f"unknown; one of {', '.join(offered)}")
         return value
@@ -57,7 +55,6 @@ class PlannerQuestion(Table):
 
 @lru_cache(maxsize=1)
 def choices() -> dict[str, Any]:
-    """The values that the page's controls offer."""
     clusters = []
     for name in cluster_names():
         try:
@@ -67,8 +64,12 @@ def choices() -> dict[str, Any]:
         clusters.append(
             {"name": name, "title": c.title, "nodes": c.nodes, "devices": c.node.devices, "device": c.device}
         )
-    lengths = [1024 * 2**i for i in range(6)]
-    return {"clusters": clusters, "sizes": list(SIZES), "seq_lens": lengths, "precisions": ["bf16", "fp8", "fp32"]}
+    return {
+        "clusters": clusters,
+        "sizes": list(MODEL_SHAPES),
+        "seq_lens": [1024 * 2**i for i in range(6)],
+        "precisions": ["bf16", "fp8", "fp32"],
+    }
 
 
 def question(query: Mapping[str, Sequence[str]]) -> PlannerQuestion:
@@ -89,7 +90,7 @@ def recipe_of(q: PlannerQuestion) -> Recipe:
         "name": f"what-if-{q.size}",
         "cluster": q.cluster,
         "nodes": q.nodes,
-        "model": {"family": "llama", **dict(zip(keys, SIZES[q.size], strict=True))},
+        "model": {"family": "llama", **dict(zip(keys, MODEL_SHAPES[q.size], strict=True))},
         "data": {"tokens": q.tokens, "seq_len": q.seq_len, "batch_tokens": batch_tokens},
         "train": {"precision": q.precision},
     }
@@ -126,13 +127,11 @@ def ask(q: PlannerQuestion) -> tuple[dict[str, Any], list[Section]]:
         right=(1, 2, 3, 4, 5, 6),
         strong=(0,),
     )  # fmt: skip
-    parts = [
+    return {"question": q.model_dump(), "best": rows[0], "layout": layouts[0], "considered": plans.considered}, [
         Section("", (_cards(rows[0], layouts[0], q), *(Note(w, "warning") for w in task.warnings)), id="best"),
         Section("Memory of a device", (memory,), id="memory"),
         Section("Ranked layouts", (ranking,), id="ranking"),
     ]
-    answer = {"question": q.model_dump(), "best": rows[0], "layout": layouts[0], "considered": plans.considered}
-    return answer, parts
 
 
 def _cards(best: dict[str, Any], layout: str, q: PlannerQuestion) -> Cards:

@@ -1,5 +1,6 @@
 """The dashboard's server: localhost only (through an ssh tunnel), only with the token, read-only."""
 
+import contextlib
 import gzip
 import hmac
 import json
@@ -88,17 +89,20 @@ class DashHandler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.BAD_REQUEST, "this address cannot be read")
             return
         host, path = self.headers.get("Host", ""), parts.path
+        cookies: SimpleCookie = SimpleCookie()
+        with contextlib.suppress(CookieError):
+            cookies.load(self.headers.get("Cookie", ""))
+        cookie = cookies.get(self.server.cookie)
+        token = query.get("token", [""])[0] or (cookie.value if cookie else "")
         # A name that only resolves to localhost (DNS rebinding) is refused; the port belongs to the tunnel.
         if not any(host == name or host.startswith(f"{name}:") for name in LOCAL_NAMES):
             self._refuse(HTTPStatus.FORBIDDEN, "this server answers to localhost only")
-        elif not hmac.compare_digest(
-            (query.get("token", [""])[0] or self._cookie()).encode(), self.server.token.encode()
-        ):
+        elif not hmac.compare_digest(token.encode(), self.server.token.encode()):
             self._refuse(HTTPStatus.FORBIDDEN, "open the address that `windlass dash` printed: it ends in ?token=...")
         elif path == "/" and "token" in query:
             # The token moves into a cookie, so that it stays out of the history and of screenshots.
-            cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
-            self._send(HTTPStatus.SEE_OTHER, b"", "text/plain", {"Location": "/", "Set-Cookie": cookie})
+            text = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+            self._send(HTTPStatus.SEE_OTHER, b"", "text/plain", {"Location": "/", "Set-Cookie": text})
         elif path in ASSETS:
             content, kind, *headers = ASSETS[path]
             self._send(HTTPStatus.OK, content(), kind, *headers)
@@ -108,13 +112,6 @@ class DashHandler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND, "no such page")
 
     do_HEAD = do_GET  # noqa: N815 - the name that http.server calls
-
-    def _cookie(self) -> str:
-        try:
-            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(self.server.cookie)
-        except CookieError:
-            return ""
-        return cookie.value if cookie else ""
 
     def _api(self, path: str, query: dict[str, list[str]]) -> None:
         try:
@@ -133,8 +130,8 @@ class DashHandler(BaseHTTPRequestHandler):
     def _send(self, status: HTTPStatus, content: bytes, kind: str, more: dict[str, str] | None = None) -> None:
         charset = "" if kind == "application/json" else "; charset=utf-8"
         headers = {**HEADERS, "Content-Type": kind + charset, "Cache-Control": "no-store", **(more or {})}
-        accepted = self.headers.get("Accept-Encoding", "")
-        if len(content) > 1400 and "gzip" in accepted and "Content-Encoding" not in headers:
+        takes_gzip = "gzip" in self.headers.get("Accept-Encoding", "") and "Content-Encoding" not in headers
+        if takes_gzip and len(content) > 1400:
             content, headers["Content-Encoding"] = gzip.compress(content, 1), "gzip"
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(content))}.items():
@@ -158,11 +155,12 @@ def plotly() -> bytes:
 @lru_cache(maxsize=1)
 def stylesheet() -> bytes:
     """The shared style sheet, a switch between light and dark, and the dashboard's own rules."""
-    rules = ""
-    for name, theme in (("light", LIGHT), ("dark", DARK)):
-        colours = "".join(f"--{key}:{value};" for key, value in theme.items())
-        rules += f':root[data-theme="{name}"]{{color-scheme:{name};{colours}}}\n'
-    return (css() + rules + (STATIC / "app.css").read_text()).encode()
+    colours = {
+        name: "".join(f"--{key}:{value};" for key, value in theme.items())
+        for name, theme in (("light", LIGHT), ("dark", DARK))
+    }
+    rules = [f':root[data-theme="{name}"]{{color-scheme:{name};{text}}}\n' for name, text in colours.items()]
+    return "".join([css(), *rules, (STATIC / "app.css").read_text()]).encode()
 
 
 # Path -> (content, type, further headers)

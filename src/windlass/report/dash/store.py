@@ -43,11 +43,7 @@ class RunView:
             if self._sample is None and now - self._looked_at >= LOOK_SECONDS:
                 self._looked_at = now
                 file = self.run.metrics_file
-                try:
-                    is_long = len(self._complete) == 0 and file.stat().st_size > LONG_FILE_BYTES
-                except OSError:
-                    is_long = False
-                if is_long:
+                if not len(self._complete) and file.exists() and file.stat().st_size > LONG_FILE_BYTES:
                     self._sample = Columns.sample(file)
                     threading.Thread(target=self._read_completely, name="windlass-dash-read", daemon=True).start()
                 else:
@@ -66,16 +62,9 @@ class RunView:
 
     def summary(self) -> RunSummary:
         run = self.run
+        files = (run.metrics_file, run.events_file, run.energy_file, run.manifest_file, run.plan_file, run.eval_file)
         with self.making:
             columns = self.columns()
-            files = (
-                run.metrics_file,
-                run.events_file,
-                run.energy_file,
-                run.manifest_file,
-                run.plan_file,
-                run.eval_file,
-            )
             stats = [file.stat() for file in files if file.exists()]
             stamp = (float(columns.is_sample), *(v for s in stats for v in (s.st_mtime, float(s.st_size))))
             kept = self._summary
