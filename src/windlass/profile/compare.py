@@ -10,9 +10,9 @@ import numpy as np
 
 from windlass.config.load import flatten
 from windlass.files import read_json
-from windlass.profile.categories import CATEGORIES
 from windlass.profile.job_profile import JobProfile
-from windlass.profile.operators import KernelRow, OperatorRow
+from windlass.profile.tables import KernelRow, OperatorRow
+from windlass.profile.timeline import CATEGORIES
 from windlass.profile.trace import Floats
 from windlass.runs import Run
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from windlass.figures import Chart, DataTable, Item, Note, Section, bars, line
 from windlass.profile.captures import find_target
-from windlass.profile.categories import CATEGORIES
 from windlass.profile.compare import (
     Change,
     Comparison,
@@ -19,7 +18,8 @@ from windlass.profile.compare import (
 )
 from windlass.profile.event_names import Mode
 from windlass.profile.job_profile import JobProfile, profile_traces
-from windlass.profile.operators import KernelRow, OperatorRow
+from windlass.profile.tables import KernelRow, OperatorRow
+from windlass.profile.timeline import CATEGORIES
 from windlass.runs import Run
 from windlass.units import print_bytes, print_joules, print_tokens
 
