@@ -6,8 +6,6 @@ from enum import StrEnum
 
 
 class Mode(StrEnum):
-    """How events are counted."""
-
     TB = "tb"  # the numbers of the removed torch-tb-profiler plugin, its faults included, to compare with old reports
     FIXED = "fixed"  # communication by kernel name, every step adding up to 100 %
 
@@ -80,7 +78,6 @@ def is_data_loading(name: str) -> bool:
 
 
 def tensor_core_test(mode: Mode) -> Callable[[str], bool]:
-    """The test for names of kernels that use tensor cores."""
     return lambda name: _TENSOR_CORE_KERNELS[mode].search(name) is not None
 
 

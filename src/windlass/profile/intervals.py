@@ -64,7 +64,6 @@ def subtract(a: Spans, b: Spans) -> Spans:
 
 
 def gaps(spans: Spans, start: float, end: float) -> Spans:
-    """The gaps between the spans, from `start` to `end`."""
     low = np.maximum(np.concatenate(([start], spans.end)), start)
     high = np.minimum(np.concatenate((spans.start, [end])), end)
     keep = high > low

@@ -40,8 +40,6 @@ class OperatorRow:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelRow:
-    """All calls of one kernel in the window; microseconds."""
-
     name: str
     calls: int
     total_us: float
@@ -95,12 +93,11 @@ def build_tree(trace: Trace, launches: Launches, mode: Mode) -> OperatorTree:
     host = trace.end[rows] - trace.start[rows]
     inner, owned = parent >= 0, owner >= 0
     call_us = trace.end[launches.calls] - trace.start[launches.calls]
-    self_host = host - np.bincount(parent[inner], weights=host[inner], minlength=count)
-    self_host = self_host - np.bincount(owner[owned], weights=call_us[owned], minlength=count)
+    children_us = np.bincount(parent[inner], weights=host[inner], minlength=count)
+    self_host = host - children_us - np.bincount(owner[owned], weights=call_us[owned], minlength=count)
 
-    launched = launches.call_of >= 0
-    device_rows, node = launches.device_rows[launched], owner[launches.call_of[launched]]
-    device_rows, node = device_rows[node >= 0], node[node >= 0]
+    node_of = np.append(owner, MISSING)[launches.call_of]  # the last entry serves MISSING (-1)
+    device_rows, node = launches.device_rows[node_of >= 0], node_of[node_of >= 0]
     work = trace.end[device_rows] - trace.start[device_rows]
     kernel = trace.kind[device_rows] == Kind.KERNEL
     tensor = trace.names_where(tensor_core_test(mode))[device_rows] & kernel

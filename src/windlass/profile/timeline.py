@@ -27,8 +27,6 @@ CATEGORIES = ("Kernel", "Memcpy", "Memset", "Communication", "Runtime", "DataLoa
 
 @dataclass(frozen=True)
 class Launches:
-    """Which runtime call launched each device event."""
-
     calls: Ints  # rows of the runtime calls, in order of time
     device_rows: Ints  # rows of kernels, copies and memsets, in order of time
     call_of: Ints  # for each device row: an index into `calls`, or MISSING
