@@ -73,21 +73,16 @@ def _chart(chart: Chart, axes: Any) -> None:
         if series.low is not None and series.high is not None:
             low, high = _numbers(series.low), _numbers(series.high)
             axes.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
-        is_line = series.kind == "line"
-        style |= (
-            {"linestyle": "--" if series.dashed else "-", "linewidth": 2.2}
-            if is_line
-            else {"linestyle": "none", "marker": "o"}
-        )
+        stroke = {"linestyle": "--" if series.dashed else "-", "linewidth": 2.2}
+        style |= stroke if series.kind == "line" else {"linestyle": "none", "marker": "o"}
         axes.plot(x, _numbers(series.y), **style)
     for mark in chart.marks:
-        if chart.is_upright(mark):
-            axes.axvline(mark.at, color=SOFT, linestyle=":", linewidth=1.4)
-            place, transform, align = (mark.at, 1.0), axes.get_xaxis_transform(), "center"
-        else:
-            axes.axhline(mark.at, color=SOFT, linestyle=":", linewidth=1.4)
-            place, transform, align = (1.0, mark.at), axes.get_yaxis_transform(), "right"
-        axes.text(*place, mark.label, transform=transform, ha=align, va="bottom", fontsize=10, color=SOFT)
+        upright = chart.is_upright(mark)
+        (axes.axvline if upright else axes.axhline)(mark.at, color=SOFT, linestyle=":", linewidth=1.4)
+        place = {"x": mark.at, "y": 1.0, "ha": "center", "transform": axes.get_xaxis_transform()}
+        if not upright:
+            place = {"x": 1.0, "y": mark.at, "ha": "right", "transform": axes.get_yaxis_transform()}
+        axes.text(s=mark.label, va="bottom", fontsize=10, color=SOFT, **place)
     _axes(chart, axes, names)  # last: the limits include the marks
     if chart.has_legend:
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

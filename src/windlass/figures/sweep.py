@@ -278,8 +278,6 @@ def predicted_against_measured(rows: Sequence[Row]) -> list[Item]:
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the table of points."""
-
     key: str
     title: str
     show: Callable[[Any], str] = str
@@ -331,17 +329,13 @@ def _reason(row: Row) -> str | None:
 
 def cells(row: Row, columns: Sequence[Column]) -> list[str]:
     """One row of the table. Only a point that succeeded can miss a number."""
-    texts = []
-    for column in columns:
-        value = _reason(row) if column.key == "detail" else row.get(column.key)
-        missing = column.missing if row.get("outcome") == "ok" else ""
-        text = missing if value is None else column.show(value)
-        texts.append(text or ("not run" if column.key == "outcome" else ""))
-    return texts
+    missing = {c.key: c.missing for c in columns} if row.get("outcome") == "ok" else {}
+    values = {**row, "detail": _reason(row)}
+    texts = {c.key: missing.get(c.key, "") if (v := values.get(c.key)) is None else c.show(v) for c in columns}
+    return [texts[c.key] or ("not run" if c.key == "outcome" else "") for c in columns]
 
 
 def best_first(rows: Sequence[Row], rank_by: str, goal: str = "max") -> list[Row]:
-    """The points that succeeded, best first."""
     return sorted(with_number(rows, rank_by), key=lambda r: -r[rank_by] if goal == "max" else r[rank_by])
 
 
@@ -351,7 +345,6 @@ def counts(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def points_table(sweep: SweepConfig, rows: Sequence[Row], ranked: Sequence[Row], rank_by: str) -> DataTable:
-    """All points, best first, then those that did not succeed."""
     columns = shown_columns(sweep, rows, rank_by)
     return DataTable(
         [c.title for c in columns],
@@ -403,14 +396,16 @@ def _head(sweep: SweepConfig, rows: Sequence[Row], ranked: Sequence[Row], rank_b
     if not ranked:
         return [Cards([succeeded]), Note(no_winner(rows, rank_by), "warning")]
     best, last = ranked[0], ranked[-1]
-    cards = [Card(number(float(best[rank_by])), f"best {title_of(rank_by)}", best["point"]), succeeded]
-    if best.get("mfu") is not None and rank_by != "mfu":
-        cards.append(Card(f"{best['mfu']:.1%}", "MFU of the best point"))
-    if best.get("memory_bytes") is not None:
-        cards.append(Card(print_bytes(best["memory_bytes"]), "peak memory of the best point"))
-    if len(ranked) > 1 and sweep.goal == "max" and last[rank_by] > 0:
-        cards.append(Card(f"{best[rank_by] / last[rank_by]:.1f} x", "best compared with last", last["point"]))
-    return [Cards(cards)]
+    mfu, peak_bytes = best.get("mfu"), best.get("memory_bytes")
+    ratio = best[rank_by] / last[rank_by] if len(ranked) > 1 and sweep.goal == "max" and last[rank_by] > 0 else None
+    cards = (
+        Card(number(float(best[rank_by])), f"best {title_of(rank_by)}", best["point"]),
+        succeeded,
+        Card(f"{mfu:.1%}", "MFU of the best point") if mfu is not None and rank_by != "mfu" else None,
+        Card(print_bytes(peak_bytes), "peak memory of the best point") if peak_bytes is not None else None,
+        Card(f"{ratio:.1f} x", "best compared with last", last["point"]) if ratio is not None else None,
+    )
+    return [Cards([card for card in cards if card])]
 
 
 def no_winner(rows: Sequence[Row], rank_by: str) -> str:

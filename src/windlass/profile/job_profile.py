@@ -406,7 +406,6 @@ class JobProfile(StepMeans):
     ranks: list[RankProfile]
 
     def to_json(self, *, tables: bool = True) -> dict[str, Any]:
-        """`tables`: with the operators and kernels of each rank."""
         ranks = [r.to_json(tables=tables) for r in self.ranks]
         return {"label": self.label, "mode": self.mode, **asdict(replace(self, ranks=[])), "ranks": ranks}
 

@@ -269,7 +269,7 @@ def kernel_table(trace: Trace, mode: Mode) -> list[KernelRow]:
     count = len(names)
 
     def sum_by_name(weights: Floats) -> Floats:
-        return np.bincount(group, weights=weights, minlength=count)
+        return np.bincount(group, weights=weights, minlength=count).astype(np.float64)
 
     def weighted_mean(value: Floats) -> list[float | None]:
         total, weight = sum_by_name(np.nan_to_num(value * work)), sum_by_name(work * ~np.isnan(value))

@@ -226,6 +226,7 @@ CATEGORY_KINDS: dict[str, Kind] = {
     "memset": Kind.MEMSET, "gpu_memset": Kind.MEMSET,
     "python_function": Kind.MODULE,
 }  # fmt: skip
+_PYTHON_FRAME = Kind.MODULE  # compared for every event, and an attribute of an enum is slow to read in Python 3.11
 _STEP_KINDS = {Kind.OPERATOR: Kind.STEP, Kind.ANNOTATION: Kind.STEP, Kind.GPU_ANNOTATION: Kind.GPU_STEP}
 # `torch.autograd.profiler` without Kineto writes no category; the name of the process tells the kind.
 _LEGACY_PROCESSES = {"CPU functions": Kind.OPERATOR, "CUDA functions": Kind.KERNEL}
@@ -404,8 +405,12 @@ class _TraceReader:
             phase = event.get("ph")
             if phase == "X":
                 self.add_span(event)
-            elif phase in ("i", "I") and event.get("name") == "[memory]":
-                self.add_memory(event.get("args"))
+            elif (
+                phase in ("i", "I") and event.get("name") == "[memory]" and isinstance(args := event.get("args"), dict)
+            ):
+                device, allocated = args.get("Device Id"), _number(args.get("Total Allocated"))
+                if args.get("Device Type") not in (None, 0) and isinstance(device, int) and allocated is not None:
+                    self.peaks[device] = max(self.peaks.get(device, 0.0), allocated)
             elif phase == "B":
                 self.begun.setdefault((event.get("pid"), event.get("tid")), []).append(event)
             elif phase == "E" and (open_events := self.begun.get((event.get("pid"), event.get("tid")))):
@@ -429,7 +434,7 @@ class _TraceReader:
             self.skipped_categories[category.lower() if isinstance(category, str) else "no category"] += 1
             return
         # Of the Python frames only those of modules are kept: they are parents in the tree of operators.
-        if kind is Kind.MODULE and args.get("Python module id") is None:
+        if kind is _PYTHON_FRAME and args.get("Python module id") is None:
             return
         name = str(event.get("name"))
         if name.startswith("ProfilerStep#"):
@@ -451,13 +456,14 @@ class _TraceReader:
                 length = 0.0
         if "Collective name" in args:
             self.collectives[len(self.columns["kind"]) + len(self.batch_rows)] = CollectiveArguments.from_event(args)
-        external, dims = args.get("external id"), args.get("Input Dims", args.get("Input dims"))
+        external = args.get("external id")
         device, blocks, occupancy, shape = MISSING, math.nan, math.nan, 0
         if kind in DEVICE_KINDS:
             device = _small_int(args.get("device"))
             blocks = _number(args.get("blocks per SM"), math.nan)
             occupancy = _number(args.get("est. achieved occupancy %"), math.nan)
         if self.keep_shapes:
+            dims = args.get("Input Dims", args.get("Input dims"))
             shape = self.shapes.setdefault("" if dims is None else str(dims), len(self.shapes))
         self.batch_rows.append((
             kind, self.names.setdefault(name, len(self.names)), start, length,
@@ -465,12 +471,6 @@ class _TraceReader:
             self.id_of(args.get("External id") if external is None else external), self.id_of(args.get("correlation")),
             device, blocks, occupancy, shape,
         ))  # fmt: skip
-
-    def add_memory(self, args: Any) -> None:
-        if isinstance(args, dict) and args.get("Device Type") not in (None, 0):
-            device, allocated = args.get("Device Id"), _number(args.get("Total Allocated"))
-            if isinstance(device, int) and allocated is not None:
-                self.peaks[device] = max(self.peaks.get(device, 0.0), allocated)
 
     def id_of(self, value: Any) -> int:
         if type(value) is int and -(2**63) < value < 2**63:

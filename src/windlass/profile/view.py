@@ -247,7 +247,7 @@ def profile_notes(job: JobProfile) -> list[str]:
 
 def profile_sections(job: JobProfile, *, top: int = 20) -> list[Section]:
     (title, summary), *others = profile_tables(job, top)
-    items = (
+    items: tuple[Item, ...] = (
         step_bars([job]),
         *([step_line(job)] if job.steps > 1 else []),
         summary,
