@@ -283,7 +283,7 @@ def compare_jobs(
             label=job.label,
             step_us=job.step_us,
             categories_us=job.categories_us,
-            devices=devices or next((r.world_size for r in job.ranks if r.world_size is not None), len(job.ranks)),
+            devices=devices or next((r.world_size for r in job.ranks if r.world_size), len(job.ranks)),
             work_per_device=tokens / devices if tokens and devices else None,
         )
         for job, devices, tokens in zip(jobs, devices_by_run, tokens_by_run, strict=False)  # runs may have no traces
