@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+READ_BLOCK_BYTES = 4 << 20
+"""How much of a large file is read at a time."""
+
 
 def write_atomic(path: Path, content: str | bytes, *, sync: bool = True) -> None:
     """Write beside the target, then rename: a reader sees the old file or the new one, never half of it."""

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from windlass.cli import build
-from windlass.profile.collectives import bus_share, collective_kind
 from windlass.profile.job_profile import profile_traces
+from windlass.profile.tables import bus_share, collective_kind
 from windlass.profile.view import collectives_table, profile_sections
 
 GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from windlass.profile.compare import ScalingInput, change_between, diff_kernels, diff_operators, mean_step, scaling_rows
-from windlass.profile.operators import KernelRow, OperatorRow
-from windlass.profile.rank_profile import percent_of_step
+from windlass.profile.job_profile import percent_of_step
+from windlass.profile.tables import KernelRow, OperatorRow
 
 # us per step: step, Kernel, Memcpy, Memset, Communication, CPU Exec, Other; Runtime and DataLoader are 0 everywhere.
 SLIDES = {

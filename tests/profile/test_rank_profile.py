@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from windlass.profile.event_names import Mode
-from windlass.profile.rank_profile import profile_rank
+from windlass.profile.job_profile import profile_rank
 from windlass.profile.trace import read_trace
 
 

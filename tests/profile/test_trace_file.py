@@ -29,7 +29,7 @@ def document(events=EVENTS, **meta):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("chunk", [64, 1000, 1 << 20])
 def test_events_and_metadata_come_back_whole(tmp_path, monkeypatch, indent, packed, chunk):
-    monkeypatch.setattr(trace_module, "READ_BYTES", chunk)
+    monkeypatch.setattr(trace_module, "READ_BLOCK_BYTES", chunk)
     text = json.dumps(document(deviceProperties=[{"id": 0}, {"id": 1}]), indent=indent).encode()
     path = tmp_path / "trace"  # the name does not matter, the content does
     path.write_bytes(gzip.compress(text) if packed else text)
@@ -39,7 +39,7 @@ def test_events_and_metadata_come_back_whole(tmp_path, monkeypatch, indent, pack
 
 
 def test_metadata_behind_the_events_is_not_taken_for_events(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace_module, "READ_BYTES", 256)
+    monkeypatch.setattr(trace_module, "READ_BLOCK_BYTES", 256)
     path = tmp_path / "t.json"
     path.write_text(json.dumps({"traceEvents": EVENTS[:3], "deviceProperties": [{"id": i} for i in range(200)]}))
     events, meta = read(path)
@@ -76,7 +76,7 @@ def test_known_faults_of_old_profilers_are_repaired(tmp_path):
 
 
 def test_a_truncated_file_reports_how_far_it_was_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace_module, "READ_BYTES", 1000)
+    monkeypatch.setattr(trace_module, "READ_BLOCK_BYTES", 1000)
     path = tmp_path / "t.json"
     path.write_text(json.dumps(document())[:20_000])
     with pytest.raises(ProfileError) as error:
@@ -120,7 +120,7 @@ def test_a_missing_file_is_refused(tmp_path):
 
 
 def test_one_endless_event_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace_module, "READ_BYTES", 1 << 12)
+    monkeypatch.setattr(trace_module, "READ_BLOCK_BYTES", 1 << 12)
     monkeypatch.setattr(trace_module, "LARGEST_EVENT_BYTES", 1 << 14)
     path = tmp_path / "t.json"
     path.write_text('{"traceEvents": [{"name": "' + "x" * 100_000)

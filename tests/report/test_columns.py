@@ -103,7 +103,7 @@ def test_a_replaced_or_shortened_file_is_read_again(file):
 
 
 def test_pieces_give_the_same_as_the_whole(file, monkeypatch):
-    monkeypatch.setattr("windlass.report.columns.READ_BYTES", 100)
+    monkeypatch.setattr("windlass.report.columns.READ_BLOCK_BYTES", 100)
     write(file, [{"step": i, "loss": 1 / (i + 1)} for i in range(500)])
     made = Columns(file)
     pieces = 1
@@ -166,6 +166,6 @@ def test_a_thousand_invented_metric_names_do_not_fill_the_memory(file):
 
 
 def test_a_line_longer_than_a_block_does_not_stop_the_reader(file, monkeypatch):
-    monkeypatch.setattr("windlass.report.columns.READ_BYTES", 50)
+    monkeypatch.setattr("windlass.report.columns.READ_BLOCK_BYTES", 50)
     write(file, [{"step": 1, "note": "x" * 1000}, {"step": 2}])
     assert columns(file).get("step").tolist() == [1, 2]

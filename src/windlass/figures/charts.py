@@ -51,8 +51,6 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Lines, points and bars over two axes."""
-
     title: str
     series: Sequence[Series]
     x_title: str = ""
@@ -147,8 +145,6 @@ class Cards:
 
 @dataclass(frozen=True)
 class Note:
-    """A paragraph of plain text."""
-
     text: str
     kind: Literal["plain", "warning"] = "plain"
 

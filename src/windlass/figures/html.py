@@ -62,7 +62,7 @@ def page(title: str, sections: Sequence[Section], *, subtitle: str = "", footer:
     for section in sections:
         anchor = f' id="{escape(section.id, quote=True)}"' if section.id else ""
         heading = f"<h2>{escape(section.title)}</h2>" if section.title else ""
-        body += f"<section{anchor}>{heading}\n" + "\n".join(_item(item) for item in section.items) + "\n</section>\n"
+        body += f"<section{anchor}>{heading}\n" + "\n".join(map(_item, section.items)) + "\n</section>\n"
     if any(isinstance(item, Chart | Heat) for section in sections for item in section.items):
         from plotly.offline import get_plotlyjs
 
@@ -111,29 +111,21 @@ def _item(item: Item) -> str:
         )
         return f'<div class="cards">{"".join(cards)}</div>'
     if isinstance(item, DataTable):
-        return _table(item)
+        classes = dict.fromkeys(item.unbroken, ' class="whole"') | dict.fromkeys(item.right, ' class="n"')
+        header, *rows = (
+            "".join(f"<{tag}{classes.get(i, '')}>{escape(text)}</{tag}>" for i, text in enumerate(row))
+            for tag, row in [("th", item.columns), *(("td", row) for row in item.texts())]
+        )
+        begins = ['<tr class="strong">' if i in item.strong else "<tr>" for i in range(len(rows))]
+        body = "".join(f"{begin}{row}</tr>" for begin, row in zip(begins, rows, strict=True))
+        head = f"<table><thead><tr>{header}</tr></thead>" if any(item.columns) else '<table class="pairs">'
+        return f'<div class="wide">{head}<tbody>{body}</tbody></table></div>' + _paragraph("caption", item.caption)
     # "</" inside a script element would end it; JSON allows the escaped form.
     figure = json.dumps(spec(item), allow_nan=False, separators=(",", ":")).replace("</", "<\\/")
     label = escape(item.title, quote=True)
     box = f'<div class="plot" style="height:{item.height}px" role="img" aria-label="{label}"></div>'
     data = f'<script type="application/json">{figure}</script>'
     return f'<div class="chart">{box}{data}{_paragraph("caption", item.caption)}</div>'
-
-
-def _table(table: DataTable) -> str:
-    named, strong = any(table.columns), ' class="strong"'
-    classes = dict.fromkeys(table.unbroken, ' class="whole"') | dict.fromkeys(table.right, ' class="n"')
-
-    def cells(tag: str, row: Sequence[str]) -> str:
-        return "".join(f"<{tag}{classes.get(i, '')}>{escape(text)}</{tag}>" for i, text in enumerate(row))
-
-    head = f"<thead><tr>{cells('th', table.columns)}</tr></thead>" if named else ""
-    rows = "".join(
-        f"<tr{strong if i in table.strong else ''}>{cells('td', row)}</tr>" for i, row in enumerate(table.texts())
-    )
-    kind = "" if named else ' class="pairs"'
-    content = f'<div class="wide"><table{kind}>{head}<tbody>{rows}</tbody></table></div>'
-    return content + _paragraph("caption", table.caption)
 
 
 # Replaced by the page's script with the colours of the reader's light or dark setting.
@@ -163,7 +155,13 @@ def _chart(chart: Chart) -> dict[str, Any]:
         layout["xaxis"], layout["yaxis"] = y_axis, x_axis
         x_axis |= {"autorange": "reversed", "type": "category", "showgrid": False}
     if chart.log_x:
-        layout["xaxis"] |= {"type": "log", **_log_ticks(chart)}
+        # With few values, those values are the ticks: 4, 16, 80 devices say more than powers of ten.
+        spaced: list[float] = []
+        for value in sorted({float(x) for s in chart.series for x in s.x if not isinstance(x, str) and x > 0}):
+            if not spaced or value >= 1.3 * spaced[-1]:
+                spaced.append(value)
+        listed = {"tickmode": "array", "tickvals": spaced, "ticktext": [f"{v:,.6g}" for v in spaced]}
+        layout["xaxis"] |= {"type": "log", **(listed if 0 < len(spaced) <= 16 else {"dtick": 1})}
     elif ticks := chart.integer_ticks:
         layout["xaxis"] |= {"tickmode": "array", "tickvals": ticks, "ticktext": [f"{v:,}" for v in ticks]}
     if chart.log_y:
@@ -176,31 +174,18 @@ def _chart(chart: Chart) -> dict[str, Any]:
     layout |= {"barmode": "stack" if chart.stacked else "group", "showlegend": chart.has_legend}
     layout |= {"shapes": [], "annotations": []}
     for mark in chart.marks:
-        # A mark's line is placed by its value, its label on a log axis by the exponent.
-        is_log = chart.log_x if chart.is_upright(mark) else chart.log_y
-        at = math.log10(mark.at) if is_log and mark.at > 0 else mark.at
-        if chart.is_upright(mark):
-            place = {"x0": mark.at, "x1": mark.at, "y0": 0, "y1": 1, "yref": "paper"}
-            label = {"x": at, "y": 1, "yref": "paper", "yanchor": "bottom", "xanchor": "center"}
-        else:
-            place = {"y0": mark.at, "y1": mark.at, "x0": 0, "x1": 1, "xref": "paper"}
-            label = {"y": at, "x": 1, "xref": "paper", "xanchor": "right", "yanchor": "bottom"}
+        upright = chart.is_upright(mark)
+        along, across = "xy" if upright else "yx"
+        place = {f"{along}0": mark.at, f"{along}1": mark.at, f"{across}0": 0, f"{across}1": 1, f"{across}ref": "paper"}
         layout["shapes"].append({"type": "line", "line": {"color": SOFT, "width": 1.5, "dash": "dot"}, **place})
         if mark.label:
+            # A mark's line is placed by its value, its label on a log axis by the exponent.
+            is_log = (chart.log_x if upright else chart.log_y) and mark.at > 0
+            label = {along: math.log10(mark.at) if is_log else mark.at, across: 1, f"{across}ref": "paper"}
+            align = {"xanchor": "center" if upright else "right", "yanchor": "bottom"}
             font = {"size": 13, "color": SOFT}
-            layout["annotations"].append({"text": mark.label, "showarrow": False, "font": font, **label})
+            layout["annotations"].append({"text": mark.label, "showarrow": False, "font": font, **label, **align})
     return {"data": data, "layout": layout}
-
-
-def _log_ticks(chart: Chart) -> dict[str, Any]:
-    """On a log axis with few values, those values are the ticks: 4, 16, 80 devices say more than powers of ten."""
-    kept: list[float] = []
-    for value in sorted({float(x) for s in chart.series for x in s.x if not isinstance(x, str) and x > 0}):
-        if not kept or value >= 1.3 * kept[-1]:
-            kept.append(value)
-    if not 0 < len(kept) <= 16:
-        return {"dtick": 1}
-    return {"tickmode": "array", "tickvals": kept, "ticktext": [f"{v:,.6g}" for v in kept]}
 
 
 def _traces(series: Series, tint: str, horizontal: bool) -> list[dict[str, Any]]:
@@ -214,8 +199,8 @@ def _traces(series: Series, tint: str, horizontal: bool) -> list[dict[str, Any]]
         # SVG traces, not WebGL: a projector's old laptop draws them too, and printing keeps them sharp.
         lines = "lines+markers" if len(x) <= 12 else "lines"
         trace |= {"type": "scatter", "mode": "markers" if series.kind == "points" else lines}
-        trace["line"] = {"color": tint, "width": 2.5, "dash": "dash" if series.dashed else "solid"}
-        trace["marker"] = {"color": tint, "size": 8}
+        stroke = {"color": tint, "width": 2.5, "dash": "dash" if series.dashed else "solid"}
+        trace |= {"line": stroke, "marker": {"color": tint, "size": 8}}
     if series.hover is not None:
         trace |= {"hovertext": list(series.hover), "hovertemplate": "%{hovertext}<extra>%{fullData.name}</extra>"}
     if series.low is None or series.high is None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import WindlassError
-from windlass.figures.charts import Chart, Heat, Series
+from windlass.figures.charts import Chart, Heat
 from windlass.figures.theme import HEAT, LIGHT, NO_VALUE, colour
 from windlass.files import write_atomic
 
@@ -54,60 +54,47 @@ def _chart(chart: Chart, axes: Any) -> None:
     is_named = any(s.kind == "bar" or isinstance(x, str) for s in chart.series for x in s.x)
     names = list(dict.fromkeys(str(x) for s in chart.series for x in s.x)) if is_named else []
     places = {name: i for i, name in enumerate(names)}
-    _bars(chart, axes, places)
+    with_bars = [i for i, s in enumerate(chart.series) if s.kind == "bar"]
+    width = 0.75 if chart.stacked else 0.8 / max(1, len(with_bars))
+    tops = dict.fromkeys(names, 0.0)
+    draw_bars, base = (axes.barh, "left") if chart.horizontal else (axes.bar, "bottom")
     for index, series in enumerate(chart.series):
-        if series.kind != "bar":
-            _line(series, colour(index if series.colour is None else series.colour), axes, places)
+        style: dict[str, Any] = {"color": colour(index if series.colour is None else series.colour)}
+        style["label"] = None if series.quiet else series.name
+        x = [places[str(v)] if places else float(v) for v in series.x]
+        if series.kind == "bar":
+            shift = 0.0 if chart.stacked else (with_bars.index(index) - (len(with_bars) - 1) / 2) * width
+            style[base] = [tops[str(v)] if chart.stacked else 0.0 for v in series.x]
+            heights = [float(y or 0.0) for y in series.y]
+            draw_bars([at + shift for at in x], heights, width, **style)
+            for name, height in zip(series.x, heights, strict=True):
+                tops[str(name)] += height
+            continue
+        if series.low is not None and series.high is not None:
+            low, high = _numbers(series.low), _numbers(series.high)
+            axes.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
+        stroke = {"linestyle": "--" if series.dashed else "-", "linewidth": 2.2}
+        style |= stroke if series.kind == "line" else {"linestyle": "none", "marker": "o"}
+        axes.plot(x, _numbers(series.y), **style)
     for mark in chart.marks:
-        if chart.is_upright(mark):
-            axes.axvline(mark.at, color=SOFT, linestyle=":", linewidth=1.4)
-            place, transform, align = (mark.at, 1.0), axes.get_xaxis_transform(), "center"
-        else:
-            axes.axhline(mark.at, color=SOFT, linestyle=":", linewidth=1.4)
-            place, transform, align = (1.0, mark.at), axes.get_yaxis_transform(), "right"
-        axes.text(*place, mark.label, transform=transform, ha=align, va="bottom", fontsize=10, color=SOFT)
+        upright = chart.is_upright(mark)
+        (axes.axvline if upright else axes.axhline)(mark.at, color=SOFT, linestyle=":", linewidth=1.4)
+        place = {"x": mark.at, "y": 1.0, "ha": "center", "transform": axes.get_xaxis_transform()}
+        if not upright:
+            place = {"x": 1.0, "y": mark.at, "ha": "right", "transform": axes.get_yaxis_transform()}
+        axes.text(s=mark.label, va="bottom", fontsize=10, color=SOFT, **place)
     _axes(chart, axes, names)  # last: the limits include the marks
     if chart.has_legend:
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-
-
-def _bars(chart: Chart, axes: Any, places: dict[str, int]) -> None:
-    drawn = [(i, s) for i, s in enumerate(chart.series) if s.kind == "bar"]
-    width = 0.75 if chart.stacked else 0.8 / max(1, len(drawn))
-    tops = dict.fromkeys(places, 0.0)
-    draw, base = (axes.barh, "left") if chart.horizontal else (axes.bar, "bottom")
-    for position, (index, series) in enumerate(drawn):
-        shift = 0.0 if chart.stacked else (position - (len(drawn) - 1) / 2) * width
-        names, values = [str(x) for x in series.x], [float(y or 0.0) for y in series.y]
-        bases = [tops[n] if chart.stacked else 0.0 for n in names]
-        tint = colour(index if series.colour is None else series.colour)
-        label = None if series.quiet else series.name
-        draw([places[n] + shift for n in names], values, width, color=tint, label=label, **{base: bases})
-        for name, value in zip(names, values, strict=True):
-            tops[name] += value
 
 
 def _numbers(values: Any) -> list[float]:
     return [float("nan") if v is None else float(v) for v in values]
 
 
-def _line(series: Series, tint: str, axes: Any, places: dict[str, int]) -> None:
-    x = [places[str(v)] if places else float(v) for v in series.x]
-    if series.low is not None and series.high is not None:
-        axes.fill_between(x, _numbers(series.low), _numbers(series.high), color=tint, alpha=0.18, linewidth=0)
-    style: dict[str, Any] = {"linestyle": "none", "marker": "o"}
-    if series.kind == "line":
-        style = {"linestyle": "--" if series.dashed else "-", "linewidth": 2.2}
-    axes.plot(x, _numbers(series.y), color=tint, label=None if series.quiet else series.name, **style)
-
-
 def _axes(chart: Chart, axes: Any, names: list[str]) -> None:
-    axes.set(
-        **{
-            f"{axis}label": text
-            for axis, text in zip("yx" if chart.horizontal else "xy", (chart.x_title, chart.y_title), strict=True)
-        }
-    )
+    titles = (chart.y_title, chart.x_title) if chart.horizontal else (chart.x_title, chart.y_title)
+    axes.set(xlabel=titles[0], ylabel=titles[1])
     if names and chart.horizontal:
         axes.grid(visible=False, axis="y")
         axes.set_yticks(range(len(names)), names)

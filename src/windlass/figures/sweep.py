@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from windlass.config.sweep import SweepConfig, axes_of
-from windlass.figures.charts import Card, Cards, Chart, DataTable, Heat, Item, Note, Section, Series, bars, line, points
+from windlass.figures.charts import Card, Cards, Chart, DataTable, Heat, Item, Note, Section, bars, line, points
 from windlass.units import print_bytes, print_joules, print_seconds
 
 Row = dict[str, Any]
@@ -29,9 +29,8 @@ TITLES = {
 
 def known(row: Row, key: str) -> bool:
     """The point succeeded and has a finite number under this key."""
-    value = row.get(key)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return row.get("outcome") == "ok" and is_number
+    value = row.get(key) if row.get("outcome") == "ok" else None
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def with_number(rows: Iterable[Row], *keys: str) -> list[Row]:
@@ -80,30 +79,31 @@ def heat_maps(
     third = next((a for a in axes if a not in pair and 1 < len(axis_order(in_map, a)) <= 4), None)
     if third is None:
         return [_heat(in_map, pair, key, goal)]
-    maps = []
-    for value in axis_order(in_map, third):
-        one = _heat([r for r in in_map if r.get(third) == value], pair, key, goal)
-        maps.append(replace(one, title=f"{one.title}, {_short(third)} = {_value_text(value)}"))
+    maps = [
+        _heat(
+            [r for r in in_map if r.get(third) == value], pair, key, goal, f", {_short(third)} = {_value_text(value)}"
+        )
+        for value in axis_order(in_map, third)
+    ]
     values = [v for heat in maps for row in heat.values for v in row if v is not None]
     # One scale for all: the same colour is the same speed in both engines.
     return [replace(heat, scale=(min(values), max(values)) if values else None) for heat in maps]
 
 
-def _heat(rows: Sequence[Row], pair: Sequence[str], key: str, goal: str) -> Heat:
+def _heat(rows: Sequence[Row], pair: Sequence[str], key: str, goal: str, title_end: str = "") -> Heat:
     down, across = pair
     ys, xs = axis_order(rows, down), axis_order(rows, across)
 
     def cell(y: Any, x: Any) -> tuple[float | None, str]:
         inside = [r for r in rows if r[down] == y and r[across] == x]
-        if values := [float(r[key]) for r in with_number(inside, key)]:
-            best = max(values) if goal == "max" else min(values)
-            return best, number(best)
+        if ranked := best_first(inside, key, goal):
+            return float(ranked[0][key]), number(float(ranked[0][key]))
         labels = [CELL_LABELS.get(str(r["outcome"]), "") if r.get("outcome") else "not run" for r in inside]
         return None, labels[0] if labels else ""
 
     grid = [[cell(y, x) for x in xs] for y in ys]
     return Heat(
-        title=f"{title_of(key)} by {_short(down)} and {_short(across)}",
+        title=f"{title_of(key)} by {_short(down)} and {_short(across)}{title_end}",
         x=[f"{_short(across)} {_value_text(x)}" for x in xs],
         y=[_value_text(y) for y in ys],
         values=tuple(tuple(value for value, _ in row) for row in grid),
@@ -134,12 +134,18 @@ def best_bars(rows: Sequence[Row], axis: str | None) -> list[Item]:
         for engine in engines if len(engines) > 1 else [None]:
             own = [r for r in rows if engine is None or r.get("engine") == engine]
             names = axis_order(own, axis)
-            best = [_fastest([r for r in own if r.get(axis) == n], key) for n in names]
-            values = [None if b is None else scale * float(b[key]) for b in best]
-            hover = [
-                "no run succeeded" if b is None or v is None else f"{b['point']}: {number(v)} {unit}"
-                for b, v in zip(best, values, strict=True)
-            ]
+            values: list[float | None] = []
+            hover = []
+            for name in names:
+                same = with_number((r for r in own if r.get(axis) == name), key)
+                # Without speeds, the run with the best value.
+                ranked = best_first(same, DEVICE_SPEED) or best_first(same, key, "max" if key == "mfu" else "min")
+                values.append(scale * float(ranked[0][key]) if ranked else None)
+                hover.append(
+                    f"{ranked[0]['point']}: {number(scale * float(ranked[0][key]))} {unit}"
+                    if ranked
+                    else "no run succeeded"
+                )
             series.append(bars(str(engine or title_of(key)), [_value_text(n) for n in names], values, hover=hover))
         title = f"Best run: {unit}"
         charts.append(Chart(title=title, x_title=_short(axis), y_title=unit, series=series, from_zero=True, height=340))
@@ -155,23 +161,13 @@ def _unit(rows: Sequence[Row], key: str) -> tuple[float, str]:
     return next((factor, name) for least, factor, name in units if largest >= least)
 
 
-def _fastest(rows: Sequence[Row], key: str) -> Row | None:
-    """The fastest run that has the key; without speeds, the one with the best value."""
-    with_speed = with_number(rows, DEVICE_SPEED, key)
-    better, ranked_by = (max, DEVICE_SPEED) if with_speed else (max if key == "mfu" else min, key)
-    return better(with_speed or with_number(rows, key), key=lambda r: float(r[ranked_by]), default=None)
-
-
 def pareto_front(rows: Sequence[Row]) -> list[Row]:
     """Points that no other beats in both speed and energy, slowest first."""
-    measured = with_number(rows, SPEED, ENERGY)
-
-    def beats(one: Row, other: Row) -> bool:
-        at_least = one[SPEED] >= other[SPEED] and one[ENERGY] <= other[ENERGY]
-        return bool(at_least and (one[SPEED], one[ENERGY]) != (other[SPEED], other[ENERGY]))
-
-    front = [r for r in measured if not any(beats(o, r) for o in measured)]
-    return sorted(front, key=lambda r: float(r[SPEED]))
+    values = {(r[SPEED], r[ENERGY]) for r in with_number(rows, SPEED, ENERGY)}
+    front = {one for one in values if not any(v != one and v[0] >= one[0] and v[1] <= one[1] for v in values)}
+    return sorted(
+        (r for r in with_number(rows, SPEED, ENERGY) if (r[SPEED], r[ENERGY]) in front), key=lambda r: float(r[SPEED])
+    )
 
 
 def pareto(rows: Sequence[Row]) -> Item:
@@ -179,17 +175,16 @@ def pareto(rows: Sequence[Row]) -> Item:
     if not front:
         return Note("Energy was not measured (no readable sensor), so speed cannot be compared with energy.")
     others = [r for r in with_number(rows, SPEED, ENERGY) if r not in front]
-
-    def drawn(make: Callable[..., Series], name: str, group: Sequence[Row]) -> Series:
-        return make(name, [r[SPEED] for r in group], [r[ENERGY] for r in group], hover=[r["point"] for r in group])
-
-    series = [drawn(line, "front", front), drawn(points, "no other is better in both", front)]
-    series += [drawn(points, "others", others)] if others else []
+    groups = ((line, "front", front), (points, "no other is better in both", front), (points, "others", others))
     return Chart(
         title="Energy per token vs. speed",
         x_title=title_of(SPEED),
         y_title=title_of(ENERGY),
-        series=series,
+        series=[
+            draw(name, [r[SPEED] for r in group], [r[ENERGY] for r in group], hover=[r["point"] for r in group])
+            for draw, name, group in groups
+            if group
+        ],
         caption="Down and to the right is better.",
     )
 
@@ -245,21 +240,17 @@ def scaling(rows: Sequence[Row], kind: str) -> list[Item]:
 
 def _comparable(rows: Sequence[Row], kind: str) -> tuple[list[Row], str]:
     """Points of one batch size (strong) or one per device (weak), the size that most device counts have; described."""
-    counts: dict[float, set[int]] = {}
-    sizes: list[float | None] = []
-    for row in rows:
-        batch = row.get("batch_tokens")
-        size = batch if batch is None or kind == "strong" else batch / row["devices"]
-        sizes.append(size)
-        if size is not None:
-            counts.setdefault(size, set()).add(row["devices"])
     rule = "the same batch for all" if kind == "strong" else "the batch grows with the devices"
-    if not counts:
+    devices: dict[float, set[int]] = {}
+    by_size: dict[float, list[Row]] = {}
+    for row in (r for r in rows if r.get("batch_tokens") is not None):
+        size = row["batch_tokens"] / (1 if kind == "strong" else row["devices"])
+        devices.setdefault(size, set()).add(row["devices"])
+        by_size.setdefault(size, []).append(row)
+    if not by_size:
         return list(rows), rule
-    chosen = max(counts, key=lambda size: (len(counts[size]), size))
-    per_device = " a device" if kind == "weak" else ""
-    alike = [row for row, size in zip(rows, sizes, strict=True) if size == chosen]
-    return alike, f"{rule}, {chosen:,.0f} tokens{per_device}"
+    chosen = max(by_size, key=lambda size: (len(devices[size]), size))
+    return by_size[chosen], f"{rule}, {chosen:,.0f} tokens{' a device' * (kind == 'weak')}"
 
 
 def predicted_against_measured(rows: Sequence[Row]) -> list[Item]:
@@ -287,8 +278,6 @@ def predicted_against_measured(rows: Sequence[Row]) -> list[Item]:
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the table of points."""
-
     key: str
     title: str
     show: Callable[[Any], str] = str
@@ -321,12 +310,12 @@ def shown_columns(sweep: SweepConfig, rows: Sequence[Row], rank_by: str) -> list
     own = {c.key for c in POINT_COLUMNS}
     further = [Column(k, k, lambda v: number(v) if isinstance(v, (int, float)) else str(v))
                for k in dict.fromkeys([rank_by, *sweep.metrics]) if k not in own]  # fmt: skip
-    present = [
-        c for c in (*POINT_COLUMNS, *further) if c.key not in hidden and any(r.get(c.key) is not None for r in rows)
+    return [
+        Column("point", "point", right=False),
+        Column("outcome", "outcome", right=False),
+        *(c for c in (*POINT_COLUMNS, *further) if c.key not in hidden and any(r.get(c.key) is not None for r in rows)),
+        *([Column("detail", "reason", right=False)] if any(_reason(r) for r in rows) else []),
     ]
-    columns = [Column("point", "point", right=False), Column("outcome", "outcome", right=False), *present]
-    has_reason = any(_reason(r) for r in rows)
-    return [*columns, Column("detail", "reason", right=False)] if has_reason else columns
 
 
 def _reason(row: Row) -> str | None:
@@ -340,17 +329,13 @@ def _reason(row: Row) -> str | None:
 
 def cells(row: Row, columns: Sequence[Column]) -> list[str]:
     """One row of the table. Only a point that succeeded can miss a number."""
-    texts = []
-    for column in columns:
-        value = _reason(row) if column.key == "detail" else row.get(column.key)
-        missing = column.missing if row.get("outcome") == "ok" else ""
-        text = missing if value is None else column.show(value)
-        texts.append(text or ("not run" if column.key == "outcome" else ""))
-    return texts
+    missing = {c.key: c.missing for c in columns} if row.get("outcome") == "ok" else {}
+    values = {**row, "detail": _reason(row)}
+    texts = {c.key: missing.get(c.key, "") if (v := values.get(c.key)) is None else c.show(v) for c in columns}
+    return [texts[c.key] or ("not run" if c.key == "outcome" else "") for c in columns]
 
 
 def best_first(rows: Sequence[Row], rank_by: str, goal: str = "max") -> list[Row]:
-    """The points that succeeded, best first."""
     return sorted(with_number(rows, rank_by), key=lambda r: -r[rank_by] if goal == "max" else r[rank_by])
 
 
@@ -360,7 +345,6 @@ def counts(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def points_table(sweep: SweepConfig, rows: Sequence[Row], ranked: Sequence[Row], rank_by: str) -> DataTable:
-    """All points, best first, then those that did not succeed."""
     columns = shown_columns(sweep, rows, rank_by)
     return DataTable(
         [c.title for c in columns],
@@ -412,14 +396,16 @@ def _head(sweep: SweepConfig, rows: Sequence[Row], ranked: Sequence[Row], rank_b
     if not ranked:
         return [Cards([succeeded]), Note(no_winner(rows, rank_by), "warning")]
     best, last = ranked[0], ranked[-1]
-    cards = [Card(number(float(best[rank_by])), f"best {title_of(rank_by)}", best["point"]), succeeded]
-    if best.get("mfu") is not None and rank_by != "mfu":
-        cards.append(Card(f"{best['mfu']:.1%}", "MFU of the best point"))
-    if best.get("memory_bytes") is not None:
-        cards.append(Card(print_bytes(best["memory_bytes"]), "peak memory of the best point"))
-    if len(ranked) > 1 and sweep.goal == "max" and last[rank_by] > 0:
-        cards.append(Card(f"{best[rank_by] / last[rank_by]:.1f} x", "best compared with last", last["point"]))
-    return [Cards(cards)]
+    mfu, peak_bytes = best.get("mfu"), best.get("memory_bytes")
+    ratio = best[rank_by] / last[rank_by] if len(ranked) > 1 and sweep.goal == "max" and last[rank_by] > 0 else None
+    cards = (
+        Card(number(float(best[rank_by])), f"best {title_of(rank_by)}", best["point"]),
+        succeeded,
+        Card(f"{mfu:.1%}", "MFU of the best point") if mfu is not None and rank_by != "mfu" else None,
+        Card(print_bytes(peak_bytes), "peak memory of the best point") if peak_bytes is not None else None,
+        Card(f"{ratio:.1f} x", "best compared with last", last["point"]) if ratio is not None else None,
+    )
+    return [Cards([card for card in cards if card])]
 
 
 def no_winner(rows: Sequence[Row], rank_by: str) -> str:

@@ -43,10 +43,9 @@ def find_target(path: Path | str, *, step: int | None = None) -> ProfileTarget:
         windows = {int(match[1]): _traces_in(p) for p in folders if (match := _WINDOW_NAME.match(p.name))}
         complete = {first: traces for first, traces in sorted(windows.items()) if traces}
         if step is not None and step not in complete:
-            message = f"{run.name} has no window that begins at step {step}"
             raise ProfileError(
                 "profile.window-missing",
-                message,
+                f"{run.name} has no window that begins at step {step}",
                 hint=f"windows of this run begin at: {', '.join(map(str, complete)) or 'none'}",
             )
         newest = max(complete, default=None) if step is None else step
@@ -80,8 +79,7 @@ def require_traces(target: ProfileTarget) -> ProfileTarget:
 
 
 def rank_of_name(path: Path) -> int | None:
-    match = _RANK_NAME.search(path.name)
-    return int(match.group(1)) if match else None
+    return int(match[1]) if (match := _RANK_NAME.search(path.name)) else None
 
 
 def _traces_in(folder: Path) -> list[Path]:
@@ -117,8 +115,11 @@ def answer_file(run: Run) -> Path:
 def submit_request(run: Run, request: TraceRequest) -> None:
     """Write the request into the run folder. Refused when the run is not training: nothing would ever answer it."""
     if not 1 <= request.steps <= MAX_STEPS:
-        message, hint = f"a window of {request.steps} steps", f"choose 1 to {MAX_STEPS}; three are usually enough"
-        raise ProfileError("profile.window-length-invalid", message, hint=hint)
+        raise ProfileError(
+            "profile.window-length-invalid",
+            f"a window of {request.steps} steps",
+            hint=f"choose 1 to {MAX_STEPS}; three are usually enough",
+        )
     if holder(run.lock_file) is None:
         last_step = run.last_metrics().step
         where = f" (last step {last_step})" if last_step is not None else ""

@@ -10,9 +10,9 @@ import numpy as np
 
 from windlass.config.load import flatten
 from windlass.files import read_json
-from windlass.profile.categories import CATEGORIES
 from windlass.profile.job_profile import JobProfile
-from windlass.profile.operators import KernelRow, OperatorRow
+from windlass.profile.tables import KernelRow, OperatorRow
+from windlass.profile.timeline import CATEGORIES
 from windlass.profile.trace import Floats
 from windlass.runs import Run
 
@@ -79,15 +79,12 @@ class RunComparison:
 def compare_runs(runs: Sequence[Run], *, tolerance: float = LOSS_TOLERANCE) -> RunComparison:
     manifests = [run.manifest() for run in runs]
     metrics = [[line.as_dict() for line in run.metrics_lines()] for run in runs]
-    packages = []
-    for manifest in manifests:
-        listed = manifest.get("packages")
-        own = {k: manifest.get(k) for k in _PACKAGE_KEYS}
-        packages.append({**own, **listed} if isinstance(listed, dict) else own)
+    own_packages = [{k: m.get(k) for k in _PACKAGE_KEYS} for m in manifests]
+    installed = [listed if isinstance(listed := m.get("packages"), dict) else {} for m in manifests]
     return RunComparison(
         labels=[run.name for run in runs],
         config=find_differences([dict(flatten(read_json(run.config_file) or {})) for run in runs]),
-        packages=find_differences(packages),
+        packages=find_differences([{**own, **listed} for own, listed in zip(own_packages, installed, strict=True)]),
         machine=find_differences([{k: m.get(k) for k in _MACHINE_KEYS} for m in manifests]),
         performance=[
             measure_performance(run.name, lines, manifest)
@@ -183,11 +180,9 @@ def _loss_curve(lines: Sequence[dict[str, Any]]) -> tuple[Floats, Floats]:
 def _bin_means(tokens: Floats, loss: Floats, edges: Floats) -> Floats:
     """Mean loss in each bin; NaN where a run logged nothing."""
     bins = len(edges) - 1
-    place = np.searchsorted(edges, tokens, side="right") - 1
-    place = np.where(tokens == edges[-1], bins - 1, place)
-    inside = (place >= 0) & (place < bins)
-    total = np.bincount(place[inside], weights=loss[inside], minlength=bins)
-    count = np.bincount(place[inside], minlength=bins)
+    inside = (tokens >= edges[0]) & (tokens <= edges[-1])
+    place = np.minimum(np.searchsorted(edges, tokens[inside], side="right") - 1, bins - 1)
+    total, count = np.bincount(place, weights=loss[inside], minlength=bins), np.bincount(place, minlength=bins)
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
@@ -202,8 +197,6 @@ _KERNEL_COLUMNS = {"calls": ("calls", 0), "total_us": ("total_us", 0.0)}
 
 @dataclass(frozen=True)
 class Change:
-    """One number of the baseline and of the experiment."""
-
     baseline: float
     experiment: float
     delta: float
@@ -212,8 +205,6 @@ class Change:
 
 @dataclass(frozen=True)
 class RowChange:
-    """One operator or kernel on both sides."""
-
     name: str
     columns: dict[str, Change]
 
@@ -248,8 +239,6 @@ class ScalingRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two or more runs or sets of traces."""
-
     labels: list[str]
     jobs: list[JobProfile]  # empty without traces
     runs: RunComparison | None  # None without run folders
@@ -287,19 +276,18 @@ def compare_jobs(
     per_step: bool = False,
 ) -> Comparison:
     """`manifests` of the run folders tell devices and tokens per step; empty when there are no run folders."""
-    points = []
-    for job, manifest in zip(jobs, manifests or [{}] * len(jobs), strict=False):  # runs may have no traces
-        devices, tokens = manifest.get("world_size"), manifest.get("tokens_per_step")
-        in_trace = next((r.world_size for r in job.ranks if r.world_size is not None), None)
-        points.append(
-            ScalingInput(
-                label=job.label,
-                step_us=job.step_us,
-                categories_us=job.categories_us,
-                devices=devices or in_trace or len(job.ranks),
-                work_per_device=tokens / devices if tokens and devices else None,
-            )
+    run_manifests = manifests or [{}] * len(jobs)
+    devices_by_run, tokens_by_run = ([m.get(key) for m in run_manifests] for key in ("world_size", "tokens_per_step"))
+    points = [
+        ScalingInput(
+            label=job.label,
+            step_us=job.step_us,
+            categories_us=job.categories_us,
+            devices=devices or next((r.world_size for r in job.ranks if r.world_size), len(job.ranks)),
+            work_per_device=tokens / devices if tokens and devices else None,
         )
+        for job, devices, tokens in zip(jobs, devices_by_run, tokens_by_run, strict=False)  # runs may have no traces
+    ]
     first_ranks = [job.ranks[0] for job in jobs] if len(jobs) == 2 else []
     operators = [mean_step(r.operators, r.steps) if per_step else r.operators for r in first_ranks]
     return Comparison(
@@ -324,29 +312,25 @@ def diff_operators(
 
     "impact" sorts by the change of the operator's own time: on the device if there is one, else on the host.
     """
-    rows = _diff_rows(baseline, experiment, _OPERATOR_COLUMNS)
-    if sort == "name":
-        return sorted(rows, key=lambda r: r.name)
-    if sort != "impact":
-        return sorted(rows, key=lambda r: (-abs(r.columns[sort].delta), r.name))
-    on_device = any(r.columns["self_device"].baseline or r.columns["self_device"].experiment for r in rows)
-    keys = ("self_device" if on_device else "self_host", "self_host")
-    return sorted(rows, key=lambda r: (*(-abs(r.columns[key].delta) for key in keys), r.name))
+    on_device = any(row.self_device_us for row in (*baseline, *experiment))
+    orders = {"name": (), "impact": ("self_device" if on_device else "self_host", "self_host")}
+    return _diff_rows(baseline, experiment, _OPERATOR_COLUMNS, orders.get(sort, (sort,)))
 
 
 def diff_kernels(baseline: Sequence[KernelRow], experiment: Sequence[KernelRow]) -> list[RowChange]:
     """Every kernel of either side by name, the largest change of time first."""
-    rows = _diff_rows(baseline, experiment, _KERNEL_COLUMNS)
-    return sorted(rows, key=lambda r: (-abs(r.columns["total_us"].delta), r.name))
+    return _diff_rows(baseline, experiment, _KERNEL_COLUMNS, ("total_us",))
 
 
 def _diff_rows(
     baseline: Sequence[OperatorRow] | Sequence[KernelRow],
     experiment: Sequence[OperatorRow] | Sequence[KernelRow],
     columns: Mapping[str, tuple[str, float]],
+    order: Sequence[str],
 ) -> list[RowChange]:
+    """`order`: columns by whose change the rows are sorted, the largest first; equal ones by name."""
     left, right = ({row.name: row for row in side} for side in (baseline, experiment))
-    return [
+    rows = [
         RowChange(
             name,
             {
@@ -356,14 +340,14 @@ def _diff_rows(
         )
         for name in {**left, **right}
     ]
+    return sorted(rows, key=lambda r: (*(-abs(r.columns[key].delta) for key in order), r.name))
 
 
 def mean_step(rows: Sequence[OperatorRow], steps: int) -> list[OperatorRow]:
     """The same table for one mean step, so that windows of different length can be compared."""
     if steps <= 1:
         return list(rows)
-    keys = [key for key, _ in _OPERATOR_COLUMNS.values()]
-    return [replace(row, **{key: getattr(row, key) / steps for key in keys}) for row in rows]
+    return [replace(row, **{key: getattr(row, key) / steps for key, _ in _OPERATOR_COLUMNS.values()}) for row in rows]
 
 
 def scaling_rows(points: Sequence[ScalingInput]) -> list[ScalingRow]:

@@ -6,8 +6,6 @@ from enum import StrEnum
 
 
 class Mode(StrEnum):
-    """How events are counted."""
-
     TB = "tb"  # the numbers of the removed torch-tb-profiler plugin, its faults included, to compare with old reports
     FIXED = "fixed"  # communication by kernel name, every step adding up to 100 %
 
@@ -16,11 +14,11 @@ class Mode(StrEnum):
 
 _TB_COLLECTIVES = ("broadcast", "reduce", "all_reduce", "all_gather", "reduce_scatter")
 TB_COMMUNICATION = frozenset(f"{library}:{name}" for library in ("nccl", "gloo") for name in _TB_COLLECTIVES)
-TB_TENSOR_CORES = (
-    "h884", "s884", "h1688", "s1688", "hmma", "i8816", "16816", "dgrad_1x1_stride_2x2", "first_layer_wgrad_kernel",
-    "conv1x1", "conv2d_c1_k1", "direct_group", "xmma_implicit_gemm", "xmma_sparse_conv",
-    "xmma_warp_specialized_implicit_gemm", "xmma_gemm", "xmma_sparse_gemm", "c1688",
-)  # fmt: skip
+_TB_TENSOR_CORES = (
+    "h884|s884|h1688|s1688|hmma|i8816|16816|dgrad_1x1_stride_2x2|first_layer_wgrad_kernel|conv1x1|conv2d_c1_k1"
+    "|direct_group|xmma_implicit_gemm|xmma_sparse_conv|xmma_warp_specialized_implicit_gemm|xmma_gemm|xmma_sparse_gemm"
+    "|c1688"
+)
 TENSOR_CORE_OPERATORS = frozenset(
     [f"aten::{n}" for n in (
         "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d",
@@ -46,14 +44,17 @@ _COMMUNICATION_KERNEL = re.compile(
 # `nccl:all_reduce` is the range a library marks around a collective; `c10d::allreduce_` is the operator that starts it.
 _COLLECTIVE_RANGE = re.compile(r"^(?:nccl|rccl|gloo|mpi|ucc|xccl|hccl):(?!:)", re.IGNORECASE)
 _COLLECTIVE_OPERATOR = re.compile(r"^(?:_?c10d(?:_functional)?|symm_mem)::|^record_param_comms$")
-# Tensor cores of Volta to Blackwell, AMD's matrix cores (Tensile writes MI32x32 for the matrix instruction, Composable
-# Kernel xdl), and Inductor's templates, which are matrix products and attention.
-_MATRIX_CORES = re.compile(
-    "|".join(re.escape(n) for n in TB_TENSOR_CORES)
-    + r"|tensorop|wgmma|utcmma|nvjet|sm(?:80|86|89|90|100)_xmma|sm(?:90|100).*gemm|warpspecialized|flash_(?:fwd|bwd)"
-    r"|flash::|fmha|cudnn.*sdpa|mfma|wmma|^Cijk_.*_MI\d+x\d+|_bf16_.*gemm|gemm_bf16|_xdl|^triton_tem_",
-    re.IGNORECASE,
-)
+_TENSOR_CORE_KERNELS = {
+    Mode.TB: re.compile(_TB_TENSOR_CORES),
+    # Tensor cores of Volta to Blackwell, AMD's matrix cores (Tensile writes MI32x32 for the matrix instruction,
+    # Composable Kernel xdl), and Inductor's templates, which are matrix products and attention.
+    Mode.FIXED: re.compile(
+        _TB_TENSOR_CORES + r"|tensorop|wgmma|utcmma|nvjet|sm(?:80|86|89|90|100)_xmma|sm(?:90|100).*gemm"
+        r"|warpspecialized|flash_(?:fwd|bwd)|flash::|fmha|cudnn.*sdpa|mfma|wmma|^Cijk_.*_MI\d+x\d+|_bf16_.*gemm"
+        r"|gemm_bf16|_xdl|^triton_tem_",
+        re.IGNORECASE,
+    ),
+}
 
 
 def is_communication_kernel(name: str) -> bool:
@@ -62,7 +63,6 @@ def is_communication_kernel(name: str) -> bool:
 
 
 def is_collective_range(name: str) -> bool:
-    """`gloo:all_reduce`: a host range that the library itself marks."""
     return _COLLECTIVE_RANGE.match(name) is not None
 
 
@@ -72,15 +72,13 @@ def is_communication_operator(name: str) -> bool:
 
 
 def is_data_loading(name: str) -> bool:
-    loader_step = name.startswith("enumerate(DataLoader)#") and name.endswith(".__next__")
-    return loader_step or name.startswith("enumerate(DataPipe)#")
+    return name.startswith("enumerate(DataPipe)#") or (
+        name.startswith("enumerate(DataLoader)#") and name.endswith(".__next__")
+    )
 
 
 def tensor_core_test(mode: Mode) -> Callable[[str], bool]:
-    """The test for names of kernels that use tensor cores."""
-    if mode is Mode.TB:
-        return lambda name: any(part in name for part in TB_TENSOR_CORES)
-    return lambda name: _MATRIX_CORES.search(name) is not None
+    return lambda name: _TENSOR_CORE_KERNELS[mode].search(name) is not None
 
 
 def is_lightning(name: str) -> bool:

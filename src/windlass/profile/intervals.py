@@ -50,8 +50,6 @@ def union(start: Floats, end: Floats) -> Spans:
 
 def intersect(a: Spans, b: Spans) -> Spans:
     """When both were running: each pair of overlapping spans gives one piece."""
-    if not len(a) or not len(b):
-        return NO_SPANS
     first = np.searchsorted(b.end, a.start, side="right")
     after = np.searchsorted(b.start, a.end, side="left")
     count = np.maximum(after - first, 0)
@@ -62,13 +60,10 @@ def intersect(a: Spans, b: Spans) -> Spans:
 
 def subtract(a: Spans, b: Spans) -> Spans:
     """When a was running and b was not."""
-    if not len(a) or not len(b):
-        return a
-    return intersect(a, gaps(b, float(a.start[0]), float(a.end[-1])))
+    return intersect(a, gaps(b, float(a.start[0]), float(a.end[-1]))) if len(a) else a
 
 
 def gaps(spans: Spans, start: float, end: float) -> Spans:
-    """The gaps between the spans, from `start` to `end`."""
     low = np.maximum(np.concatenate(([start], spans.end)), start)
     high = np.minimum(np.concatenate((spans.start, [end])), end)
     keep = high > low
@@ -77,8 +72,7 @@ def gaps(spans: Spans, start: float, end: float) -> Spans:
 
 def running_sum(start: Floats, end: Floats, value: Floats) -> tuple[Floats, Floats, Floats]:
     """The sum of the values of all running spans as a step function: pieces (start, end, sum)."""
-    time = np.concatenate((start, end))
-    change = np.concatenate((value, -value))
+    time, change = np.concatenate((start, end)), np.concatenate((value, -value))
     order = np.lexsort((np.repeat([0, 1], len(start)), time))  # starts before ends at the same moment
     time, total = time[order], np.cumsum(change[order])
     keep = (time[1:] > time[:-1]) & (total[:-1] > 0.0)

@@ -12,22 +12,23 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from windlass.errors import ProfileError
+from windlass.files import READ_BLOCK_BYTES
 
 try:  # orjson comes with the `data` extra: three times as fast as the standard library, but optional
     import orjson
 except ImportError:
     orjson = None  # type: ignore[assignment]
 
-READ_BYTES = 4 << 20
 # A single event, or a header before the events, that is larger than this means that the file is not a trace.
 LARGEST_EVENT_BYTES = 64 << 20
 # A chunk is cut between two events. Cuts are looked for in the last bytes first, and only a few are tried.
@@ -47,21 +48,33 @@ _UNSUPPORTED_ARCHIVES = {
 }
 
 
+@dataclass
 class TraceFile:
     """Iterate over it to get lists of events; afterwards `meta` holds the values that stand beside the event list.
 
     `progress` is called with the bytes of the file (compressed, if it is) that were read so far.
     """
 
-    def __init__(self, path: Path, progress: Callable[[int], None] | None = None) -> None:
-        self.path = path
-        self.meta: dict[str, Any] = {}
-        self._progress = progress
-        self._events_read = 0
-        self._head: bytes | None = None  # the text before the event list; None when the file is a bare list
+    path: Path
+    progress: Callable[[int], None] | None = None
+    meta: dict[str, Any] = field(default_factory=dict)
+    _events_read: int = 0
+    _head: bytes | None = None  # the text before the event list; None when the file is a bare list
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        with self._open() as self._raw:
+        try:
+            self._raw = self.path.open("rb")
+        except FileNotFoundError:
+            raise ProfileError(
+                "profile.path-missing",
+                f"{self.path} does not exist",
+                hint="give a run folder, or trace files (.json or .json.gz)",
+            ) from None
+        except OSError as error:
+            raise self._error(
+                "unreadable", f"cannot be read: {error.strerror}", "check the path and its permissions"
+            ) from None
+        with self._raw:
             magic = self._raw.read(6)
             self._raw.seek(0)
             for mark, description in _UNSUPPORTED_ARCHIVES.items():
@@ -80,8 +93,7 @@ class TraceFile:
                     yield events
                 elif end := _last_events(data):
                     yield end[0]
-                    self._read_tail(end[1])
-                    return
+                    break
                 if len(data) > LARGEST_EVENT_BYTES:
                     raise self._damaged(
                         f"after event {self._events_read:,} follow {len(data) >> 20} MiB that are not an event"
@@ -89,35 +101,31 @@ class TraceFile:
                 remaining_bytes = len(data)
                 data += self._read()
                 if len(data) == remaining_bytes and not front:
-                    break
-            # Chrome allows a bare list to end without its bracket; any other file that ends early is damaged.
-            last = _parse(b"[" + data.rstrip().rstrip(b",") + b"]") if self._head is None else None
-            if not isinstance(last, list):
-                raise self._damaged("the file ends in the middle of the event list")
-            yield last
-
-    def _open(self) -> IO[bytes]:
-        try:
-            return self.path.open("rb")
-        except FileNotFoundError:
-            raise ProfileError(
-                "profile.path-missing",
-                f"{self.path} does not exist",
-                hint="give a run folder, or trace files (.json or .json.gz)",
-            ) from None
-        except OSError as error:
-            raise self._error(
-                "unreadable", f"cannot be read: {error.strerror}", "check the path and its permissions"
-            ) from None
+                    # Chrome allows a bare list to end without its bracket; any other file that ends early is damaged.
+                    last = _parse(b"[" + data.rstrip().rstrip(b",") + b"]") if self._head is None else None
+                    if not isinstance(last, list):
+                        raise self._damaged("the file ends in the middle of the event list")
+                    yield last
+                    return
+            # To the end, so that a damaged archive is noticed; what follows the events is metadata.
+            tail = end[1].encode()
+            while block := self._read():
+                tail += block
+                if len(tail) > LARGEST_EVENT_BYTES:
+                    raise self._damaged(f"more than {LARGEST_EVENT_BYTES >> 20} MiB follow the events")
+            value = {} if self._head is None else _parse(self._head + b'"traceEvents": []' + tail)
+            if not isinstance(value, dict):
+                raise self._damaged("the text after the events is not valid JSON")
+            self.meta = {k: v for k, v in value.items() if k != "traceEvents"}
 
     def _read(self) -> bytes:
         """The next bytes; empty at the end."""
         try:
-            block = self._file.read(READ_BYTES)
+            block = self._file.read(READ_BLOCK_BYTES)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise self._damaged(f"its compressed data ends early or is corrupt ({error})") from None
-        if self._progress is not None:
-            self._progress(self._raw.tell())
+        if self.progress is not None:
+            self.progress(self._raw.tell())
         return block
 
     def _skip_to_events(self) -> bytes:
@@ -145,28 +153,13 @@ class TraceFile:
         self._head = data[: match.start()]
         return data[match.end() :]
 
-    def _read_tail(self, tail: str) -> None:
-        """Read to the end, so that a damaged archive is noticed, and keep what follows the events as metadata."""
-        data = tail.encode()
-        while block := self._read():
-            data += block
-            if len(data) > LARGEST_EVENT_BYTES:
-                raise self._damaged(f"more than {LARGEST_EVENT_BYTES >> 20} MiB follow the events")
-        if self._head is None:
-            return
-        value = _parse(self._head + b'"traceEvents": []' + data)
-        if not isinstance(value, dict):
-            raise self._damaged("the text after the events is not valid JSON")
-        self.meta = {k: v for k, v in value.items() if k != "traceEvents"}
-
     def _error(self, code: str, message: str, hint: str) -> ProfileError:
         return ProfileError(f"profile.trace-{code}", f"{self.path} {message}", hint=hint)
 
     def _damaged(self, reason: str) -> ProfileError:
-        message = f"is damaged: {reason}; {self._events_read:,} events before that could be read"
         return self._error(
             "damaged",
-            message,
+            f"is damaged: {reason}; {self._events_read:,} events before that could be read",
             "copy it again, or capture again; a trace is complete only when the profiler has closed its window",
         )
 
@@ -223,7 +216,7 @@ Kind = IntEnum(
     start=0,
 )
 DEVICE_KINDS = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)
-# The categories that the plugin knew, from PyTorch 1.8 to its removal; their spelling varies in case.
+# The categories that the plugin knew, from PyTorch 1.8 to its removal, and Python frames; their spelling varies in case.
 CATEGORY_KINDS: dict[str, Kind] = {
     "cpu_op": Kind.OPERATOR, "operator": Kind.OPERATOR, "python": Kind.PYTHON,
     "user_annotation": Kind.ANNOTATION, "gpu_user_annotation": Kind.GPU_ANNOTATION,
@@ -231,7 +224,10 @@ CATEGORY_KINDS: dict[str, Kind] = {
     "xpu_runtime": Kind.RUNTIME, "privateuse1_runtime": Kind.RUNTIME,
     "kernel": Kind.KERNEL, "memcpy": Kind.MEMCPY, "gpu_memcpy": Kind.MEMCPY,
     "memset": Kind.MEMSET, "gpu_memset": Kind.MEMSET,
+    "python_function": Kind.MODULE,
 }  # fmt: skip
+_PYTHON_FRAME = Kind.MODULE  # compared for every event, and an attribute of an enum is slow to read in Python 3.11
+_STEP_KINDS = {Kind.OPERATOR: Kind.STEP, Kind.ANNOTATION: Kind.STEP, Kind.GPU_ANNOTATION: Kind.GPU_STEP}
 # `torch.autograd.profiler` without Kineto writes no category; the name of the process tells the kind.
 _LEGACY_PROCESSES = {"CPU functions": Kind.OPERATOR, "CUDA functions": Kind.KERNEL}
 # Microseconds since 1970 are near 2e15, nanoseconds near 2e18: a larger stamp is in nanoseconds.
@@ -256,6 +252,18 @@ class CollectiveArguments:
     name: str
     message_bytes: float | None
     group_size: int | None
+
+    @classmethod
+    def from_event(cls, args: dict[str, Any]) -> Self:
+        """The larger side counts: an all-gather writes what all ranks put in, a reduce-scatter reads what all get."""
+        counts = [n for key in ("In msg nelems", "Out msg nelems") if (n := _number(args.get(key))) is not None]
+        element_bytes = _DTYPE_BYTES.get(str(args.get("dtype")).lower())
+        group_size = _small_int(args.get("Group size"))
+        return cls(
+            name=str(args["Collective name"]),
+            message_bytes=max(counts) * element_bytes if counts and element_bytes else None,
+            group_size=group_size if group_size > 0 else None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,9 +336,41 @@ def read_trace(path: Path | str, *, shapes: bool = False, progress: Callable[[in
     for batch in file:
         for first in range(0, len(batch), ROWS_AT_ONCE):
             reader.add(batch[first : first + ROWS_AT_ONCE])
-    return reader.finish(file)
+    if not reader.events:
+        raise ProfileError(
+            "profile.trace-no-events",
+            f"{file.path} has no events",
+            hint="check that the profiler's window was open during a step",
+        )
+    if not reader.columns["kind"]:
+        categories = ", ".join(name for name, _ in reader.skipped_categories.most_common(5)) or "none"
+        raise ProfileError(
+            "profile.trace-not-pytorch",
+            f"none of the {reader.events:,} events in {file.path} is an operator, a kernel or a copy "
+            f"(categories: {categories})",
+            hint="windlass reads traces of torch.profiler; this one may come from another tool",
+        )
+    per_us = 1e3 if reader.first_nanosecond else 1.0
+    start, length = (np.frombuffer(reader.columns.pop(key), dtype=np.float64) / per_us for key in ("start", "length"))
+    order = np.argsort(start, kind="stable")
+    collective_rows = np.flatnonzero(np.isin(order, list(reader.collectives)))
+    return Trace(
+        path=file.path,
+        names=list(reader.names),
+        threads=list(reader.threads),
+        shapes=list(reader.shapes),
+        collectives={int(row): reader.collectives[int(order[row])] for row in collective_rows},
+        meta=file.meta,
+        peak_bytes=reader.peaks,
+        incomplete=reader.incomplete,
+        start=start[order],
+        end=(start + length)[order],
+        # Each column leaves the reader before the next is copied, so that only one is in memory twice.
+        **{key: np.frombuffer(reader.columns.pop(key), dtype=_COLUMNS[key])[order] for key in list(reader.columns)},
+    )
 
 
+@lru_cache(maxsize=1024)
 def kind_of_event(category: Any, process: Any) -> Kind | None:
     """None for an event that no table needs."""
     if not isinstance(category, str):
@@ -350,7 +390,6 @@ class _TraceReader:
         self.threads: dict[tuple[str, str], int] = {}
         self.shapes: dict[str, int] = {}
         self.text_ids: dict[str, int] = {}
-        self.kinds: dict[tuple[Any, Any], Kind | None] = {}
         self.begun: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
         self.skipped_categories: Counter[str] = Counter()
         self.peaks: dict[int, float] = {}
@@ -366,8 +405,12 @@ class _TraceReader:
             phase = event.get("ph")
             if phase == "X":
                 self.add_span(event)
-            elif phase in ("i", "I") and event.get("name") == "[memory]":
-                self.add_memory(event.get("args"))
+            elif (
+                phase in ("i", "I") and event.get("name") == "[memory]" and isinstance(args := event.get("args"), dict)
+            ):
+                device, allocated = args.get("Device Id"), _number(args.get("Total Allocated"))
+                if args.get("Device Type") not in (None, 0) and isinstance(device, int) and allocated is not None:
+                    self.peaks[device] = max(self.peaks.get(device, 0.0), allocated)
             elif phase == "B":
                 self.begun.setdefault((event.get("pid"), event.get("tid")), []).append(event)
             elif phase == "E" and (open_events := self.begun.get((event.get("pid"), event.get("tid")))):
@@ -383,28 +426,19 @@ class _TraceReader:
         category, process = event.get("cat"), event.get("pid")
         args = event.get("args")
         args = args if isinstance(args, dict) else {}
-        key = (category, process if category is None else None)
         try:
-            kind = self.kinds[key]
-        except KeyError:
-            kind = self.kinds[key] = kind_of_event(*key)
+            kind = kind_of_event(category, process if category is None else None)
         except TypeError:  # a category or process that is a list: not an event of a profiler
             return
         if kind is None:
-            category = category.lower() if isinstance(category, str) else "no category"
-            if category != "python_function":
-                self.skipped_categories[category] += 1
-                return
-            # Of the Python frames only those of modules are kept: they are parents in the tree of operators.
-            if args.get("Python module id") is None:
-                return
-            kind = Kind.MODULE
+            self.skipped_categories[category.lower() if isinstance(category, str) else "no category"] += 1
+            return
+        # Of the Python frames only those of modules are kept: they are parents in the tree of operators.
+        if kind is _PYTHON_FRAME and args.get("Python module id") is None:
+            return
         name = str(event.get("name"))
         if name.startswith("ProfilerStep#"):
-            if kind is Kind.OPERATOR or kind is Kind.ANNOTATION:
-                kind = Kind.STEP
-            elif kind is Kind.GPU_ANNOTATION:
-                kind = Kind.GPU_STEP
+            kind = _STEP_KINDS.get(kind, kind)
         start, length = event.get("ts"), event.get("dur")
         if type(start) is not float and type(start) is not int:
             start = _number(start)
@@ -421,14 +455,13 @@ class _TraceReader:
                 self.incomplete += 1
                 length = 0.0
         if "Collective name" in args:
-            self.collectives[len(self.columns["kind"]) + len(self.batch_rows)] = _collective_arguments(args)
+            self.collectives[len(self.columns["kind"]) + len(self.batch_rows)] = CollectiveArguments.from_event(args)
         external = args.get("external id")
-        device, blocks, occupancy = MISSING, math.nan, math.nan
+        device, blocks, occupancy, shape = MISSING, math.nan, math.nan, 0
         if kind in DEVICE_KINDS:
             device = _small_int(args.get("device"))
             blocks = _number(args.get("blocks per SM"), math.nan)
             occupancy = _number(args.get("est. achieved occupancy %"), math.nan)
-        shape = 0
         if self.keep_shapes:
             dims = args.get("Input Dims", args.get("Input dims"))
             shape = self.shapes.setdefault("" if dims is None else str(dims), len(self.shapes))
@@ -438,13 +471,6 @@ class _TraceReader:
             self.id_of(args.get("External id") if external is None else external), self.id_of(args.get("correlation")),
             device, blocks, occupancy, shape,
         ))  # fmt: skip
-
-    def add_memory(self, args: Any) -> None:
-        if not isinstance(args, dict) or args.get("Device Type") in (None, 0):
-            return
-        device, allocated = args.get("Device Id"), _number(args.get("Total Allocated"))
-        if isinstance(device, int) and allocated is not None:
-            self.peaks[device] = max(self.peaks.get(device, 0.0), allocated)
 
     def id_of(self, value: Any) -> int:
         if type(value) is int and -(2**63) < value < 2**63:
@@ -456,54 +482,6 @@ class _TraceReader:
                 return number
         # A text that is not a number gets a number of its own, far from the real ones.
         return -(2**62) + self.text_ids.setdefault(str(value), len(self.text_ids))
-
-    def finish(self, file: TraceFile) -> Trace:
-        if not self.events:
-            raise ProfileError(
-                "profile.trace-no-events",
-                f"{file.path} has no events",
-                hint="check that the profiler's window was open during a step",
-            )
-        if not self.columns["kind"]:
-            categories = ", ".join(name for name, _ in self.skipped_categories.most_common(5)) or "none"
-            raise ProfileError(
-                "profile.trace-not-pytorch",
-                f"none of the {self.events:,} events in {file.path} is an operator, a kernel or a copy "
-                f"(categories: {categories})",
-                hint="windlass reads traces of torch.profiler; this one may come from another tool",
-            )
-        start, length = (np.frombuffer(self.columns.pop(key), dtype=np.float64) for key in ("start", "length"))
-        if self.first_nanosecond:
-            start, length = start / 1e3, length / 1e3
-        order = np.argsort(start, kind="stable")
-        place = np.empty(len(order), dtype=np.int64)
-        place[order] = np.arange(len(order))
-        sorted_columns: dict[str, Any] = {"start": start[order], "end": (start + length)[order]}
-        for key in list(self.columns):  # one column at a time, so that only one is in memory twice
-            sorted_columns[key] = np.frombuffer(self.columns.pop(key), dtype=_COLUMNS[key])[order]
-        return Trace(
-            path=file.path,
-            names=list(self.names),
-            threads=list(self.threads),
-            shapes=list(self.shapes),
-            collectives={int(place[row]): arguments for row, arguments in self.collectives.items()},
-            meta=file.meta,
-            peak_bytes=self.peaks,
-            incomplete=self.incomplete,
-            **sorted_columns,
-        )
-
-
-def _collective_arguments(args: dict[str, Any]) -> CollectiveArguments:
-    """The larger side counts: an all-gather writes what all ranks put in, a reduce-scatter reads what all get."""
-    counts = [n for key in ("In msg nelems", "Out msg nelems") if (n := _number(args.get(key))) is not None]
-    element_bytes = _DTYPE_BYTES.get(str(args.get("dtype")).lower())
-    group_size = _small_int(args.get("Group size"))
-    return CollectiveArguments(
-        name=str(args["Collective name"]),
-        message_bytes=max(counts) * element_bytes if counts and element_bytes else None,
-        group_size=group_size if group_size > 0 else None,
-    )
 
 
 def _number(value: Any, default: Any = None) -> Any:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from windlass.figures import Chart, DataTable, Item, Note, Section, bars, line
 from windlass.profile.captures import find_target
-from windlass.profile.categories import CATEGORIES
 from windlass.profile.compare import (
     Change,
     Comparison,
@@ -19,7 +18,8 @@ from windlass.profile.compare import (
 )
 from windlass.profile.event_names import Mode
 from windlass.profile.job_profile import JobProfile, profile_traces
-from windlass.profile.operators import KernelRow, OperatorRow
+from windlass.profile.tables import KernelRow, OperatorRow
+from windlass.profile.timeline import CATEGORIES
 from windlass.runs import Run
 from windlass.units import print_bytes, print_joules, print_tokens
 
@@ -71,14 +71,13 @@ def _shorten(name: str, length: int) -> str:
 def summary_table(job: JobProfile) -> DataTable:
     """The execution summary. The last column tells a category that is absent from one that other work hides."""
     hidden = {name: us(value) if value else "none in the trace" for name, value in job.running_us.items()}
-    rows = [("Average step", us(job.step_us), "100.00 %", "")]
-    rows += [
+    categories = [
         (name, us(job.categories_us[name]), pct(job.categories_pct[name]), hidden.get(name, "")) for name in CATEGORIES
     ]
     total_pct = sum(job.categories_us.values()) / job.step_us * 100 if job.step_us else 0
     return DataTable(
         ("category", "us per step", "share", "us incl. hidden"),
-        rows,
+        [("Average step", us(job.step_us), "100.00 %", ""), *categories],
         right=(1, 2, 3),
         caption=f"mean of {job.steps} steps and {len(job.ranks)} ranks; mode {job.mode.value}; "
         f"the rows add up to {total_pct:.2f} %",
@@ -87,12 +86,14 @@ def summary_table(job: JobProfile) -> DataTable:
 
 def device_table(job: JobProfile) -> DataTable:
     overlap_pct = job.communication.overlap_pct
-    rows = [(title, us(getattr(job.communication, key))) for title, key in _COMMUNICATION_ROWS]
-    rows.append(("Overlap of communication", "no communication" if overlap_pct is None else pct(overlap_pct, 1)))
-    rows += _device_shares(job)
     idle = [r.idle for r in job.ranks if r.idle]
-    for title, key in _IDLE_ROWS if idle else _IDLE_ROWS[:1]:
-        rows.append((title, us(sum(getattr(i, key) for i in idle) / len(idle) if idle else None)))
+    rows = [
+        *((title, us(getattr(job.communication, key))) for title, key in _COMMUNICATION_ROWS),
+        ("Overlap of communication", "no communication" if overlap_pct is None else pct(overlap_pct, 1)),
+        *_device_shares(job),
+        *((title, us(sum(getattr(i, key) for i in idle) / len(idle))) for title, key in _IDLE_ROWS if idle),
+        *([] if idle else [(_IDLE_ROWS[0][0], NOT_AVAILABLE)]),
+    ]
     return DataTable(("measure", "us per step or share"), rows, right=(1,))
 
 
@@ -228,34 +229,32 @@ def _rank_labels(job: JobProfile) -> list[str]:
 
 
 def profile_tables(job: JobProfile, top: int) -> list[tuple[str, DataTable]]:
-    """Titles and tables of one profile, in reading order."""
+    first = job.ranks[0]
     tables = [
         (f"Execution summary of {job.label}", summary_table(job)),
         ("Communication and device", device_table(job)),
+        ("Collectives", collectives_table(job) if job.collectives else None),
+        ("Ranks", ranks_table(job) if len(job.ranks) > 1 else None),
+        (f"Operators (rank {first.rank})", operators_table(first.operators, top)),
+        (f"Kernels (rank {first.rank})", kernels_table(first.kernels, top) if first.kernels else None),
     ]
-    if job.collectives:
-        tables.append(("Collectives", collectives_table(job)))
-    if len(job.ranks) > 1:
-        tables.append(("Ranks", ranks_table(job)))
-    first = job.ranks[0]
-    tables.append((f"Operators (rank {first.rank})", operators_table(first.operators, top)))
-    if first.kernels:
-        tables.append((f"Kernels (rank {first.rank})", kernels_table(first.kernels, top)))
-    return tables
+    return [(title, table) for title, table in tables if table is not None]
 
 
 def profile_notes(job: JobProfile) -> list[str]:
-    """The notes of all ranks, each once."""
     return list(dict.fromkeys(note for r in job.ranks for note in r.notes))
 
 
 def profile_sections(job: JobProfile, *, top: int = 20) -> list[Section]:
-    """A page about one profile."""
     (title, summary), *others = profile_tables(job, top)
-    items: list[Item] = [step_bars([job]), *([step_line(job)] if job.steps > 1 else []), summary]
-    items += [Note(a.text, "warning") for a in job.advice]
-    items += [Note(text) for text in profile_notes(job)]
-    return [Section(title, tuple(items)), *(Section(name, (table,)) for name, table in others)]
+    items: tuple[Item, ...] = (
+        step_bars([job]),
+        *([step_line(job)] if job.steps > 1 else []),
+        summary,
+        *(Note(advice.text, "warning") for advice in job.advice),
+        *(Note(text) for text in profile_notes(job)),
+    )
+    return [Section(title, items), *(Section(name, (table,)) for name, table in others)]
 
 
 def run_sections(run: Run, *, mode: Mode = Mode.FIXED, top: int = 15, max_ranks: int = 8) -> list[Section]:
@@ -308,9 +307,8 @@ def side_by_side(jobs: Sequence[JobProfile]) -> DataTable:
 
 def print_percent(change: Change) -> str:
     """As in the plugin: two decimals; without a baseline "new", or "N/A" when both sides are 0."""
-    if change.percent is None:
-        return "new" if change.experiment else "N/A"
-    return f"{change.percent:.2f} %"
+    without_baseline = "new" if change.experiment else "N/A"
+    return without_baseline if change.percent is None else f"{change.percent:.2f} %"
 
 
 def diff_table(first_column: str, rows: Sequence[RowChange], columns: dict[str, str], top: int) -> DataTable:
@@ -389,35 +387,37 @@ def performance_table(rows: Sequence[RunPerformance]) -> DataTable:
 
 
 def comparison_tables(comparison: Comparison, top: int) -> list[tuple[str, DataTable]]:
-    """Titles and tables of a comparison, in reading order."""
-    labels, runs, operators, tables = comparison.labels, comparison.runs, comparison.operators, []
-    if comparison.jobs:
-        tables += [("Execution summary", side_by_side(comparison.jobs)), ("Scaling", scaling_table(comparison.scaling))]
-    if operators:
-        on_device = any(row.columns["device"].baseline or row.columns["device"].experiment for row in operators)
-        columns = {"calls": "calls", "host us": "host"}
-        columns |= {"device us": "device"} if on_device else {"self host us": "self_host"}
-        title = f"Operator diff: {labels[0]} -> {labels[1]} (lowest rank of each)"
-        tables.append((title, diff_table("operator", operators, columns, top)))
-    if comparison.kernels:
-        columns = {"calls": "calls", "us": "total_us"}
-        tables.append(("Kernel diff", diff_table("kernel", comparison.kernels, columns, top)))
-    if runs:
-        tables.append(("Throughput, memory and energy", performance_table(runs.performance)))
-        for title, rows in (("Config", runs.config), ("Packages", runs.packages), ("Machine", runs.machine)):
-            tables.append((title, differences_table(rows, labels)))
-    return tables
+    labels, jobs, runs, operators = comparison.labels, comparison.jobs, comparison.runs, comparison.operators
+    on_device = any(row.columns["device"].baseline or row.columns["device"].experiment for row in operators)
+    operator_columns = {"calls": "calls", "host us": "host"}
+    operator_columns |= {"device us": "device"} if on_device else {"self host us": "self_host"}
+    kernel_columns = {"calls": "calls", "us": "total_us"}
+    tables = [
+        ("Execution summary", side_by_side(jobs) if jobs else None),
+        ("Scaling", scaling_table(comparison.scaling) if jobs else None),
+        (
+            f"Operator diff: {labels[0]} -> {labels[-1]} (lowest rank of each)",
+            diff_table("operator", operators, operator_columns, top) if operators else None,
+        ),
+        (
+            "Kernel diff",
+            diff_table("kernel", comparison.kernels, kernel_columns, top) if comparison.kernels else None,
+        ),
+        ("Throughput, memory and energy", performance_table(runs.performance) if runs else None),
+        ("Config", differences_table(runs.config, labels) if runs else None),
+        ("Packages", differences_table(runs.packages, labels) if runs else None),
+        ("Machine", differences_table(runs.machine, labels) if runs else None),
+    ]
+    return [(title, table) for title, table in tables if table is not None]
 
 
 def loss_verdicts(comparison: Comparison) -> list[str]:
     """One sentence per run after the first: whether its loss curve is the same."""
-    losses = comparison.runs.loss if comparison.runs else []
-    pairs = zip(comparison.labels[1:], losses, strict=False)
+    pairs = zip(comparison.labels[1:], comparison.runs.loss if comparison.runs else [], strict=False)
     return [f"loss of {comparison.labels[0]} and {label}: {loss.reason}" for label, loss in pairs]
 
 
 def comparison_sections(comparison: Comparison, top: int) -> list[Section]:
-    """A page about a comparison."""
     sections = [Section(title, (table,)) for title, table in comparison_tables(comparison, top)]
     if comparison.jobs:
         scaling = comparison.scaling

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from windlass.files import READ_BLOCK_BYTES
 from windlass.runs.events import Event
 from windlass.runs.metrics import METRICS
 
@@ -25,7 +26,6 @@ Numbers = npt.NDArray[np.float64]
 SAMPLE_LINES = 3000
 # Files beyond this are sampled before they are read completely.
 LONG_FILE_BYTES = 8 << 20
-READ_BYTES = 4 << 20
 TAIL_BYTES = 16384
 # Keys beyond METRICS that are kept: a run that invents thousands must not fill the memory.
 MAX_EXTRA_KEYS = 64
@@ -81,7 +81,7 @@ class Columns:
                     while self._offset < stop:
                         file.seek(self._offset)
                         left = size - self._offset
-                        block = file.read(min(READ_BYTES, left))
+                        block = file.read(min(READ_BLOCK_BYTES, left))
                         if b"\n" not in block and len(block) < left:  # one line longer than a block: take all of it
                             block += file.readline(left - len(block))
                         end = block.rfind(b"\n") + 1

@@ -1,6 +1,9 @@
-"""Tables of operators and kernels: calls, host and device time, with and without nested operators."""
+"""Tables of operators, kernels and collectives: calls, host and device time, exposed time, bus bandwidth."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -8,13 +11,16 @@ from windlass.profile.event_names import (
     TB_COMMUNICATION,
     TENSOR_CORE_OPERATORS,
     Mode,
+    is_collective_range,
     is_communication_kernel,
+    is_communication_operator,
     is_data_loading,
     is_wrapper,
     tensor_core_test,
 )
-from windlass.profile.steps import Launches
-from windlass.profile.trace import MISSING, Floats, Ints, Kind, Mask, Trace
+from windlass.profile.intervals import subtract, union
+from windlass.profile.timeline import Activity, Launches, Steps
+from windlass.profile.trace import MISSING, CollectiveArguments, Floats, Ints, Kind, Mask, Trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +40,6 @@ class OperatorRow:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelRow:
-    """All calls of one kernel in the window; microseconds."""
-
     name: str
     calls: int
     total_us: float
@@ -79,26 +83,21 @@ class OperatorTree:
 def build_tree(trace: Trace, launches: Launches, mode: Mode) -> OperatorTree:
     thread = trace.thread.astype(np.int64)
     if mode is Mode.TB:  # the plugin told threads apart by tid alone
-        ids: dict[str, int] = {}
-        by_tid = [ids.setdefault(tid.strip(), len(ids)) for _, tid in trace.threads]
-        thread = np.array(by_tid, dtype=np.int64)[trace.thread]
-    rows, parent = _nest(trace, _node_rows(trace, mode), thread)
-    if mode is Mode.TB:
-        owner = _owners_by_id(trace, launches, rows)
-    else:
-        owner = _owners_by_time(trace, launches, rows, parent, thread)
+        tids = [tid.strip() for _, tid in trace.threads]
+        thread = np.array([tids.index(tid) for tid in tids], dtype=np.int64)[trace.thread]
+    rows, parent = _nest(trace, thread, mode)
+    owner = _call_owners(trace, launches, rows, parent, thread, mode)
     rows, parent, owner = _merge_repeats(trace, rows, parent, owner, mode)
     count = len(rows)
 
     host = trace.end[rows] - trace.start[rows]
     inner, owned = parent >= 0, owner >= 0
     call_us = trace.end[launches.calls] - trace.start[launches.calls]
-    self_host = host - np.bincount(parent[inner], weights=host[inner], minlength=count)
-    self_host = self_host - np.bincount(owner[owned], weights=call_us[owned], minlength=count)
+    children_us = np.bincount(parent[inner], weights=host[inner], minlength=count)
+    self_host = host - children_us - np.bincount(owner[owned], weights=call_us[owned], minlength=count)
 
-    launched = launches.call_of >= 0
-    device_rows, node = launches.device_rows[launched], owner[launches.call_of[launched]]
-    device_rows, node = device_rows[node >= 0], node[node >= 0]
+    node_of = np.append(owner, MISSING)[launches.call_of]  # the last entry serves MISSING (-1)
+    device_rows, node = launches.device_rows[node_of >= 0], node_of[node_of >= 0]
     work = trace.end[device_rows] - trace.start[device_rows]
     kernel = trace.kind[device_rows] == Kind.KERNEL
     tensor = trace.names_where(tensor_core_test(mode))[device_rows] & kernel
@@ -132,52 +131,46 @@ def build_tree(trace: Trace, launches: Launches, mode: Mode) -> OperatorTree:
     )
 
 
-def _node_rows(trace: Trace, mode: Mode) -> Ints:
+def _nest(trace: Trace, thread: Ints, mode: Mode) -> tuple[Ints, Ints]:
+    """Rows of the nodes and their parents, thread by thread. A span that leaves its parent cannot be placed and is
+    dropped."""
     nodes = trace.mask(Kind.OPERATOR, Kind.PYTHON, Kind.STEP, Kind.MODULE)
     if mode is Mode.FIXED:
-        return np.flatnonzero(nodes | trace.mask(Kind.ANNOTATION))
-    if trace.of_lightning:
-        nodes &= ~(trace.names_where(lambda n: n.startswith("[pl][profile]")) & trace.mask(Kind.OPERATOR))
-    named = trace.names_where(lambda n: n in TB_COMMUNICATION or is_data_loading(n) or n.startswith("Optimizer.step"))
-    annotations = trace.mask(Kind.ANNOTATION, Kind.GPU_ANNOTATION) & named
-    return np.flatnonzero(nodes | trace.mask(Kind.GPU_STEP) | annotations)
-
-
-def _nest(trace: Trace, rows: Ints, thread: Ints) -> tuple[Ints, Ints]:
-    """Nodes with their parents, thread by thread. A span that leaves its parent cannot be placed and is dropped."""
+        nodes |= trace.mask(Kind.ANNOTATION)
+    else:
+        if trace.of_lightning:
+            nodes &= ~(trace.names_where(lambda n: n.startswith("[pl][profile]")) & trace.mask(Kind.OPERATOR))
+        named = trace.names_where(
+            lambda n: n in TB_COMMUNICATION or is_data_loading(n) or n.startswith("Optimizer.step")
+        )
+        nodes |= trace.mask(Kind.GPU_STEP) | (trace.mask(Kind.ANNOTATION, Kind.GPU_ANNOTATION) & named)
+    rows = np.flatnonzero(nodes)
     _, first_row, inverse = np.unique(thread[rows], return_index=True, return_inverse=True)
     rows = rows[np.lexsort((-trace.end[rows], trace.start[rows], first_row[inverse]))]  # threads as they first appear
-    starts, ends, threads = trace.start[rows].tolist(), trace.end[rows].tolist(), thread[rows].tolist()
     kept: list[int] = []
     parents: list[int] = []
     open_nodes: list[tuple[float, int]] = []  # end and node index
     current = None
-    for i, start in enumerate(starts):
-        if threads[i] != current:
-            current, open_nodes = threads[i], []
+    columns = (column[rows].tolist() for column in (trace.start, trace.end, thread))
+    for i, (start, end, key) in enumerate(zip(*columns, strict=True)):
+        if key != current:
+            current, open_nodes = key, []
         while open_nodes and start >= open_nodes[-1][0]:
             open_nodes.pop()
-        if open_nodes and ends[i] > open_nodes[-1][0]:
-            continue
-        parents.append(open_nodes[-1][1] if open_nodes else MISSING)
-        open_nodes.append((ends[i], len(kept)))
-        kept.append(i)
+        if not open_nodes or end <= open_nodes[-1][0]:
+            parents.append(open_nodes[-1][1] if open_nodes else MISSING)
+            open_nodes.append((end, len(kept)))
+            kept.append(i)
     return rows[np.array(kept, dtype=np.int64)], np.array(parents, dtype=np.int64)
 
 
-def _owners_by_id(trace: Trace, launches: Launches, rows: Ints) -> Ints:
-    """The node of each runtime call as the plugin found it: the first one with the call's External id."""
-    ids = np.where(trace.kind[rows] == Kind.MODULE, MISSING, trace.external[rows])
-    unique, first = np.unique(ids, return_index=True)
-    wanted = trace.external[launches.calls]
-    if not len(unique):
-        return np.full(len(wanted), MISSING)
-    place = np.minimum(np.searchsorted(unique, wanted), len(unique) - 1)
-    return np.where(unique[place] == wanted, first[place], MISSING)
-
-
-def _owners_by_time(trace: Trace, launches: Launches, rows: Ints, parent: Ints, thread: Ints) -> Ints:
-    """The innermost node of the same thread that was open when the call began. Some versions wrote wrong ids."""
+def _call_owners(trace: Trace, launches: Launches, rows: Ints, parent: Ints, thread: Ints, mode: Mode) -> Ints:
+    """The node of each runtime call: the innermost one of the same thread that was open when the call began. Mode `tb`
+    takes the first one with the call's External id, as the plugin did, though some versions wrote wrong ids."""
+    if mode is Mode.TB:
+        ids = np.where(trace.kind[rows] == Kind.MODULE, MISSING, trace.external[rows]).tolist()
+        first = {ids[i]: i for i in range(len(ids) - 1, -1, -1)}
+        return np.array([first.get(key, MISSING) for key in trace.external[launches.calls].tolist()], dtype=np.int64)
     owner = np.full(len(launches.calls), MISSING)
     for key in np.unique(thread[rows]):
         nodes = np.flatnonzero(thread[rows] == key)
@@ -226,24 +219,24 @@ def operator_table(trace: Trace, tree: OperatorTree, mode: Mode, *, by_shape: bo
                 above = parents[above]
             outermost[i] = above < 0
 
-    def total(weights: Floats) -> list[float]:
-        sums: list[float] = np.bincount(group, weights=weights, minlength=len(unique)).tolist()
-        return sums
-
-    calls = np.bincount(group, minlength=len(unique)).tolist()
-    host, self_host = total(tree.host[nodes] * outermost), total(tree.self_host[nodes])
-    device, self_device = total(tree.device[nodes] * outermost), total(tree.self_device[nodes])
-    tensor = total(tree.self_tensor[nodes])
+    weights = {
+        "calls": None,
+        "host_us": tree.host[nodes] * outermost,
+        "self_host_us": tree.self_host[nodes],
+        "device_us": tree.device[nodes] * outermost,
+        "self_device_us": tree.self_device[nodes],
+        "tensor_us": tree.self_tensor[nodes],
+    }
+    sums: dict[str, list[Any]] = {
+        key: np.bincount(group, weights=weight, minlength=len(unique)).tolist() for key, weight in weights.items()
+    }
+    tensor_us = sums.pop("tensor_us")
     table = [
         OperatorRow(
             name=trace.name_of(row),
-            calls=calls[i],
-            host_us=host[i],
-            self_host_us=self_host[i],
-            device_us=device[i],
-            self_device_us=self_device[i],
+            **{key: values[i] for key, values in sums.items()},
             tensor_core_eligible=bool(tree.eligible[nodes[first[i]]]),
-            tensor_core_pct=tensor[i] / self_device[i] * 100 if self_device[i] > 0 else None,
+            tensor_core_pct=tensor_us[i] / sums["self_device_us"][i] * 100 if sums["self_device_us"][i] > 0 else None,
             shape=trace.shapes[trace.shape[row]] if by_shape else None,
         )
         for i, row in enumerate(tree.rows[nodes[first]].tolist())
@@ -275,13 +268,14 @@ def kernel_table(trace: Trace, mode: Mode) -> list[KernelRow]:
     names, group = np.unique(trace.name[rows], return_inverse=True)
     count = len(names)
 
+    def sum_by_name(weights: Floats) -> Floats:
+        return np.bincount(group, weights=weights, minlength=count).astype(np.float64)
+
     def weighted_mean(value: Floats) -> list[float | None]:
-        present = ~np.isnan(value)
-        weight = np.bincount(group[present], weights=work[present], minlength=count)
-        total = np.bincount(group[present], weights=(value * work)[present], minlength=count)
+        total, weight = sum_by_name(np.nan_to_num(value * work)), sum_by_name(work * ~np.isnan(value))
         return [float(t / w) if w > 0 else None for t, w in zip(total, weight, strict=True)]
 
-    calls, total = np.bincount(group, minlength=count), np.bincount(group, weights=work, minlength=count)
+    calls, total = np.bincount(group, minlength=count), sum_by_name(work)
     shortest, longest = np.full(count, np.inf), np.zeros(count)
     np.minimum.at(shortest, group, work)
     np.maximum.at(longest, group, work)
@@ -306,3 +300,121 @@ def kernel_table(trace: Trace, mode: Mode) -> list[KernelRow]:
         for i, name in enumerate(trace.names[n] for n in names)
     ]
     return sorted(table, key=lambda k: (-k.total_us, k.name))
+
+
+# In this order: "all_reduce" also contains "reduce", and "reduce_scatter" both.
+_KIND_PATTERNS = {
+    kind: re.compile(pattern, re.IGNORECASE)
+    for kind, pattern in {
+        "reduce-scatter": "reduce_?scatter",
+        "all-reduce": "all_?reduce|cross_device_reduce",
+        "all-gather": "all_?gather",
+        "all-to-all": "all_?to_?all",
+        "send and receive": "send|recv",
+        "broadcast": "broadcast",
+        "reduce": "reduce",
+        "barrier": "barrier",
+    }.items()
+}
+OTHER = "other"
+NO_ARGUMENTS = CollectiveArguments(name="", message_bytes=None, group_size=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveRow:
+    """One kind of collective on one rank; means per step. None is unknown: older profilers write no sizes or groups."""
+
+    name: str
+    calls: float
+    total_us: float  # on a device a call also waits for the slowest rank
+    exposed_us: float  # the part of total_us in which neither a kernel nor a copy ran
+    message_bytes: float | None  # the complete tensor: the gathered one of an all-gather, the summed one of a reduce
+    group: int | None  # ranks that take part; None where calls differ
+    bus_gb_per_second: float | None  # what each link must carry, over the time: comparable with the hardware's figure
+    mean_us: float  # per call
+
+
+def collective_kind(name: str) -> str:
+    """`ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(...)` and `_reduce_scatter_base` -> `reduce-scatter`."""
+    return next((kind for kind, pattern in _KIND_PATTERNS.items() if pattern.search(name)), OTHER)
+
+
+def bus_share(kind: str, group_size: int) -> float:
+    """Bytes over a link for each byte of the message, in the best algorithm (as NCCL's own tests count)."""
+    if kind == "all-reduce":
+        return 2 * (group_size - 1) / group_size
+    return (group_size - 1) / group_size if kind in ("all-gather", "reduce-scatter", "all-to-all") else 1.0
+
+
+def collective_table(trace: Trace, steps: Steps, activity: Activity) -> list[CollectiveRow]:
+    """One row per kind, the longest first."""
+    ranges = np.flatnonzero(trace.names_where(is_collective_range) & (trace.external != MISSING))
+    range_names = {int(trace.external[row]): trace.name_of(row) for row in ranges.tolist()}
+    rows = activity.communication_rows
+    if not len(rows) and not len(trace.rows(Kind.KERNEL)):
+        # Without a device the ranges of the library, or else the operators that start them.
+        host = trace.mask(Kind.OPERATOR, Kind.ANNOTATION, Kind.PYTHON)
+        rows = np.flatnonzero(host & trace.names_where(is_collective_range))
+        if not len(rows):
+            named = trace.names_where(lambda n: is_communication_operator(n) and collective_kind(n) != OTHER)
+            rows = np.flatnonzero(host & named)
+    rows_by_kind: dict[str, list[int]] = {}
+    for row in rows[(trace.start[rows] >= steps.first) & (trace.start[rows] < steps.last)].tolist():
+        # By the profiler's arguments, else by the range that started it (an all-to-all consists of sends and
+        # receives), else by the event's own name.
+        arguments = trace.collectives.get(row)
+        names = [arguments.name] if arguments else [range_names.get(int(trace.external[row]), ""), trace.name_of(row)]
+        kind = next((kind for name in names if (kind := collective_kind(name)) != OTHER), OTHER)
+        rows_by_kind.setdefault(kind, []).append(row)
+    hiding = activity.compute
+    if len(activity.spans["Kernel"]):
+        device_work = [activity.spans[name] for name in ("Kernel", "Memcpy", "Memset")]
+        hiding = union(np.concatenate([s.start for s in device_work]), np.concatenate([s.end for s in device_work]))
+    table = []
+    for kind, of_kind in rows_by_kind.items():
+        start, end = trace.start[of_kind], trace.end[of_kind]
+        total_us = float((end - start).sum())
+        exposed = subtract(union(start, end), hiding)
+        calls = [trace.collectives.get(row) or NO_ARGUMENTS for row in of_kind]
+        sizes = [call.message_bytes for call in calls if call.message_bytes is not None]
+        carried = [size * bus_share(kind, c.group_size) for c, size in zip(calls, sizes, strict=False) if c.group_size]
+        sized, groups = len(sizes) == len(calls), {call.group_size for call in calls}
+        table.append(
+            CollectiveRow(
+                name=kind,
+                calls=len(calls) / len(steps),
+                total_us=total_us / len(steps),
+                exposed_us=float(exposed.within(steps.start, steps.end).sum()) / len(steps),
+                message_bytes=sum(sizes) / len(steps) if sized else None,
+                group=groups.pop() if len(groups) == 1 else None,
+                bus_gb_per_second=sum(carried) / total_us / 1e3
+                if sized and len(carried) == len(calls) and total_us > 0
+                else None,
+                mean_us=(total_us / len(steps)) / (len(calls) / len(steps)),
+            )
+        )
+    return sorted(table, key=lambda r: -r.total_us)
+
+
+def mean_over_ranks(tables: Sequence[Sequence[CollectiveRow]]) -> list[CollectiveRow]:
+    """A rank without the collective counts as 0 of it; one unknown size makes the mean unknown."""
+    means = []
+    for name in dict.fromkeys(row.name for table in tables for row in table):
+        rows = [row for table in tables for row in table if row.name == name]
+        sizes = [r.message_bytes for r in rows if r.message_bytes is not None]
+        rates = [r.bus_gb_per_second for r in rows if r.bus_gb_per_second is not None]
+        groups = {r.group for r in rows}
+        calls, total_us = sum(r.calls for r in rows) / len(tables), sum(r.total_us for r in rows) / len(tables)
+        means.append(
+            CollectiveRow(
+                name=name,
+                calls=calls,
+                total_us=total_us,
+                exposed_us=sum(r.exposed_us for r in rows) / len(tables),
+                message_bytes=sum(sizes) / len(tables) if len(sizes) == len(rows) else None,
+                group=groups.pop() if len(groups) == 1 else None,
+                bus_gb_per_second=sum(rates) / len(rates) if len(rates) == len(rows) else None,
+                mean_us=total_us / calls,
+            )
+        )
+    return sorted(means, key=lambda r: -r.total_us)
