@@ -28,7 +28,7 @@ def device_kernels() -> Iterator[None]:
     import windlass.train.float8 as float8
 
     changes: list[tuple[Any, str, Any]] = [
-        (loss, "_terms", lambda device: _loss_kernel), (loss, "add_outer", _add_outer), (attention, "causal_attention", fused_attention),
+        (loss, "chunk_terms", lambda device: _loss_kernel), (loss, "add_outer", _add_outer), (attention, "causal_attention", fused_attention),
         (float8, "choose_backend", lambda wish, device: ("torch", "traced")), (float8, "scaled_product", _scaled_product),
     ]  # fmt: skip
     with contextlib.ExitStack() as stack:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from windlass.blocks import block_part
 from windlass.blocks.attention.kernels import document_mask
-from windlass.blocks.base import Block
-from windlass.blocks.context import BlockContext, Table
+from windlass.blocks.base import Block, BlockContext, Table
 from windlass.blocks.embedding.module import TokenEmbedding
 from windlass.blocks.head.module import OutputHead
 from windlass.blocks.initial_values import Filler, fill_normal, fill_ones, fill_parameter
