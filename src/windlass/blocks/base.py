@@ -26,7 +26,7 @@ class Block(nn.Module):
     The defaults serve a block that treats each position alone. One that mixes positions overrides the decoding methods.
     """
 
-    __call__: Callable[[Tensor, BlockContext], Tensor]
+    __call__: Callable[..., Tensor]
     table_key: str | None = None  # blocks with the same key share one table of positions; None: it needs none
     # Attention kernel, which the engine and `parallel.py` may replace; None: the block has none.
     core: Callable[..., Tensor] | None = None

@@ -12,7 +12,7 @@ MatrixProduct = Callable[[Tensor, Tensor], Tensor]
 class Linear(nn.Linear):
     """Without bias. `product` computes x W^T; FP8 replaces it."""
 
-    __call__: Callable[[Tensor], Tensor]
+    __call__: Callable[..., Tensor]
     product: MatrixProduct | None = None
 
     def __init__(self, inputs: int, outputs: int) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from windlass.blocks.initial_values import local_tensor
+
 _ALIGN = 64
 _CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -34,9 +36,18 @@ class Stager:
         if self._slab is not None and self._slab.numel() >= size:
             return
         self.close()
-        self._slab = torch.empty(max(size, 1), dtype=torch.uint8)
-        arguments = (self._slab, _device(state))
-        self._warming = threading.Thread(target=self._warm, args=arguments, name="windlass-stage", daemon=True)
+        self._slab = slab = torch.empty(max(size, 1), dtype=torch.uint8)
+        device = _device(state)
+
+        def warm() -> None:
+            for start in range(0, slab.numel(), 2**26):
+                slab[start : start + 2**26].zero_()
+            if device is not None:
+                with torch.cuda.device(device):  # a new thread would otherwise open a context on the first device
+                    code = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)
+                self._pinned = int(code) == 0  # without it the copy is slower, but correct
+
+        self._warming = threading.Thread(target=warm, name="windlass-stage", daemon=True)
         self._warming.start()
 
     def stage(self, state: Any) -> Any:
@@ -50,7 +61,7 @@ class Stager:
         for _, leaf in leaves(state):
             if id(leaf) in copies:
                 continue
-            local = _local(leaf)
+            local = local_tensor(leaf).detach()
             size = local.numel() * local.element_size()
             copy = self._slab[offset : offset + size].view(local.dtype).view(local.shape)
             copy.copy_(local, non_blocking=self._pinned)
@@ -60,14 +71,6 @@ class Stager:
         if (device := _device(state)) is not None:
             torch.cuda.synchronize(device)
         return _rebuild(state, copies)
-
-    def _warm(self, slab: torch.Tensor, device: torch.device | None) -> None:
-        for start in range(0, slab.numel(), 2**26):
-            slab[start : start + 2**26].zero_()
-        if device is not None:
-            with torch.cuda.device(device):  # a new thread would otherwise open a context on the first device
-                code = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)
-            self._pinned = int(code) == 0  # without it the copy is slower, but correct
 
     def close(self) -> None:
         """Release the memory."""
@@ -100,7 +103,7 @@ def _rebuild(state: Any, copies: dict[int, torch.Tensor]) -> Any:
 
 def state_bytes(state: Any) -> int:
     """Bytes of this rank's part of the state."""
-    tensors = {id(leaf): _local(leaf) for _, leaf in leaves(state)}
+    tensors = {id(leaf): local_tensor(leaf) for _, leaf in leaves(state)}
     return sum(_aligned(t.numel() * t.element_size()) for t in tensors.values())
 
 
@@ -132,10 +135,6 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def _local(leaf: torch.Tensor) -> torch.Tensor:
-    return (leaf.to_local() if isinstance(leaf, DTensor) else leaf).detach()
-
-
 def _device(state: Any) -> torch.device | None:
     """The GPU that holds the state, or None."""
-    return next((local.device for _, leaf in leaves(state) if (local := _local(leaf)).is_cuda), None)
+    return next((local.device for _, leaf in leaves(state) if (local := local_tensor(leaf)).is_cuda), None)

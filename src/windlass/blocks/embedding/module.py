@@ -9,7 +9,7 @@ from torch import Tensor, nn
 class TokenEmbedding(nn.Embedding):
     """`lookup` finds vectors where a rank holds only some rows; `parallel.py` sets it."""
 
-    __call__: Callable[[Tensor], Tensor]
+    __call__: Callable[..., Tensor]
     lookup: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:

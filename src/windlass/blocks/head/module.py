@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from windlass.blocks.head.loss import next_token_loss
 
+LossFunction = Callable[..., Tensor]
+
 
 class OutputHead(nn.Module):
     __call__: Callable[..., Tensor]
@@ -17,7 +19,7 @@ class OutputHead(nn.Module):
         # None: the embedding's weights are handed in.
         self.weight = None if tied else nn.Parameter(torch.empty(rows, width))
         # Replaced by the objective (chunked, plain) and by `parallel.py` (divided vocabulary).
-        self.loss: Callable[..., Tensor] = next_token_loss
+        self.loss: LossFunction = next_token_loss
         # Brings logits of a divided vocabulary together; `parallel.py` sets it.
         self.logits: Callable[[Tensor, Tensor], Tensor] = nn.functional.linear
 

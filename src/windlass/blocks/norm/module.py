@@ -9,7 +9,7 @@ from windlass.blocks.norm.spec import NormSpec
 
 
 class RmsNorm(nn.Module):
-    __call__: Callable[[Tensor], Tensor]
+    __call__: Callable[..., Tensor]
 
     def __init__(self, spec: NormSpec) -> None:
         super().__init__()
