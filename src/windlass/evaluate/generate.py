@@ -41,15 +41,30 @@ class TextDecoder:
     @torch.inference_mode()
     def feed(self, tokens: Tensor) -> Tensor:
         """(batch, time) new tokens -> (batch, vocab) logits after the last of them, in fp32."""
-        if self.replays and tokens.shape[1] == 1:
-            logits = self._replay(tokens)
-            self.position += 1
+        if not self.replays or tokens.shape[1] > 1:
+            for part in tokens.split(self.chunk, dim=1):
+                places = torch.arange(self.position, self.position + part.shape[1], device=self.device)
+                logits = self.run(part, places, self.position)
+                self.position += part.shape[1]
             return logits
-        for part in tokens.split(self.chunk, dim=1):
-            places = torch.arange(self.position, self.position + part.shape[1], device=self.device)
-            logits = self.run(part, places, self.position)
-            self.position += part.shape[1]
-        return logits
+        self._token.copy_(tokens)
+        self._place.fill_(self.position)
+        if self._graph is None:
+            # Libraries set themselves up in a first pass, which must leave no trace; recording computes nothing.
+            tensors = [state for states in self.states for state in states if state is not None]
+            saved, stream = [state.clone() for state in tensors], torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self.run(self._token, self._place, None)
+            torch.cuda.current_stream().wait_stream(stream)
+            for state, before in zip(tensors, saved, strict=True):
+                state.copy_(before)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._logits = self.run(self._token, self._place, None)
+        self._graph.replay()
+        self.position += 1
+        return self._logits.clone()
 
     @torch.inference_mode()
     def run(self, tokens: Tensor, places: Tensor, start: int | None) -> Tensor:
@@ -69,25 +84,6 @@ class TextDecoder:
             for layer, states in pairs
             for block, state in zip(layer.blocks(), states, strict=True)
         )
-
-    def _replay(self, token: Tensor) -> Tensor:
-        self._token.copy_(token)
-        self._place.fill_(self.position)
-        if self._graph is None:
-            # Libraries set themselves up in a first pass, which must leave no trace; recording computes nothing.
-            tensors = [state for states in self.states for state in states if state is not None]
-            saved, stream = [state.clone() for state in tensors], torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self.run(self._token, self._place, None)
-            torch.cuda.current_stream().wait_stream(stream)
-            for state, before in zip(tensors, saved, strict=True):
-                state.copy_(before)
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self._logits = self.run(self._token, self._place, None)
-        self._graph.replay()
-        return self._logits.clone()
 
 
 class TransformersDecoder:
@@ -193,18 +189,15 @@ def generate(
     first_token = time.perf_counter()
     ids: list[int] = []
     ended = False
-    while len(ids) < sampling.tokens:
+    while len(ids) < sampling.tokens and not ended and not (ids and stop(ids)):
+        if ids:
+            logits = decoder.feed(torch.tensor([ids[-1:]], device=device))
         if sampling.ignore_eos and eos is not None:
             logits = logits.index_fill(1, torch.tensor([eos], device=device), float("-inf"))
         token = pick_token(logits[0], sampling, random)
-        if token == eos:
-            ended = True
-            break
-        ids.append(token)
-        if stop(ids):
-            break
-        if len(ids) < sampling.tokens:
-            logits = decoder.feed(torch.tensor([[token]], device=device))
+        ended = token == eos
+        if not ended:
+            ids.append(token)
     seconds = time.perf_counter() - first_token
     return Generated(ids, len(prompt), first_token - started, seconds, decoder.state_bytes(), ended)
 

@@ -79,11 +79,11 @@ def rolling_likelihood(opened: OpenModel, tokenizer: Tokenizer, text: str) -> fl
     if not ids:
         return 0.0
     tokens = [end_token(tokenizer.eos), *ids]
-    windows = []
-    for start in range(0, len(ids), length):
-        stop = min(len(ids), start + length)
-        # The last window reaches back for context, as the harness's own windows do.
-        windows.append((tokens[max(0, stop - length) : start + 1], ids[start:stop]))
+    # The last window reaches back for context, as the harness's own windows do.
+    windows = [
+        (tokens[max(0, min(len(ids), start + length) - length) : start + 1], ids[start : start + length])
+        for start in range(0, len(ids), length)
+    ]
     return sum(nats for nats, _ in likelihoods(opened, windows, first=tokenizer.eos))
 
 

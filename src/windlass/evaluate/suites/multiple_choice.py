@@ -7,16 +7,16 @@ import numpy as np
 from windlass.data.tokenizer import Tokenizer
 from windlass.evaluate.open_model import OpenModel
 from windlass.evaluate.scores import EvalScore, share_score
-from windlass.evaluate.suites import Item, SuiteOptions, groups
+from windlass.evaluate.suites import Item, Suite, SuiteOptions, groups
 from windlass.evaluate.suites.cloze import score_answers
 
 
-class MultipleChoice:
+class MultipleChoice(Suite):
     kind = "multiple choice"
     fields = ("context", "choices", "answer")
 
-    @staticmethod
-    def problem(item: Item) -> str | None:
+    @classmethod
+    def problem(cls, item: Item) -> str | None:
         choices, answer = item["choices"], item["answer"]
         if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
             return "choices must be two or more texts"
