@@ -105,9 +105,9 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: check(other_labels, texts), "evaluate.test-labels-unknown", "minus, plus"),
     ]
     for action, code, text in cases:
-        with pytest.raises(DataError, match=text) as error:
+        with pytest.raises(DataError) as error:
             action()
-        assert error.value.code == code
+        assert error.value.code == code and text in error.value.message
     monkeypatch.setattr(finetune, "_rank_and_world", lambda: (0, 3))
     with pytest.raises(ConfigError) as batch_error:
         check(texts, None)

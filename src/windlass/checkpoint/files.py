@@ -161,7 +161,6 @@ def worker_threads() -> int:
 
 
 def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Size and checksums of files, as the manifest lists them."""
     return {name: {"bytes": (folder / name).stat().st_size, "crc32": checksums(folder / name)} for name in names}
 
 

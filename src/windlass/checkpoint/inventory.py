@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from windlass.checkpoint import files, keep
 from windlass.config.save import SaveConfig
@@ -52,7 +53,7 @@ def inventory(
         entry = CheckpointEntry(folder.name, "verified" if verify else "complete", step, bytes=_size(folder))
         try:
             manifest = files.complete(folder, verify=verify).manifest
-            recorded = {key: manifest.get(key) for key in MANIFEST_FIELDS}
+            recorded: dict[str, Any] = {key: manifest.get(key) for key in MANIFEST_FIELDS}
             entries.append(replace(entry, kept_by=reasons.get(step, ()), **recorded))
         except CheckpointError as error:
             state = "unknown format" if isinstance(error, files.UnknownFormatError) else "damaged"

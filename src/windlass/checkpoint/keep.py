@@ -62,8 +62,6 @@ def rules(config: SaveConfig) -> str:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Disk use of all checkpoints of a run."""
-
     checkpoint_bytes: int
     kept: int  # checkpoints that stay at the end
     peak_bytes: int  # with the one that is being written before the oldest is deleted

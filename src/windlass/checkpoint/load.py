@@ -230,7 +230,6 @@ def load_model_weights(path: Path | str, model: torch.nn.Module, *, verify: bool
 
 
 def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a Hugging Face folder's *.safetensors files."""
     tensors: dict[str, torch.Tensor] = {}
     for part in safetensors_files(folder):
         try:

@@ -102,8 +102,8 @@ def import_model(
                 f"largest logit difference {check.difference:.3g}",
                 hint="this is a bug in windlass: report the model's config.json; the run folder is kept for inspection",
             )
-    count = sum(tensor.numel() for tensor in state.values())
-    return Imported(run.path, recipe.model.family, count, dtype, recipe.model.vocab or 0, notes, check)
+    parameters = sum(tensor.numel() for tensor in state.values())
+    return Imported(run.path, recipe.model.family, parameters, dtype, recipe.model.vocab or 0, notes, check)
 
 
 def refuse_other_folder(folder: Path) -> None:

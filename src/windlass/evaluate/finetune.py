@@ -123,8 +123,7 @@ def start_workers(devices: int) -> int:
         return next((code for code in codes if code), 0)
     finally:
         for worker in workers:
-            if worker.poll() is None:
-                worker.kill()
+            worker.kill()  # does nothing to one that has ended
 
 
 def read_tsv(path: Path | str) -> LabelledTexts:

@@ -77,7 +77,6 @@ class TextDecoder:
         return F.linear(model.norm(x[:, -1]), head_weight(model)).float()
 
     def state_bytes(self) -> int:
-        """Memory carried from token to token."""
         pairs = zip(self.layers, self.states, strict=True)
         return sum(
             block.state_bytes(state, self.position)
@@ -225,7 +224,6 @@ def stop_condition(stops: Sequence[str], decode: Callable[[list[int]], str]) -> 
 
 
 def text_before(text: str, stops: Sequence[str]) -> str:
-    """The text before the first of the stop strings."""
     for stop in stops:
         text = text.split(stop)[0] if stop else text
     return text

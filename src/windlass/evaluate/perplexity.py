@@ -167,7 +167,6 @@ def document_nats(
 
 
 def summarize(documents: list[HeldOutDocument]) -> list[EvalScore]:
-    """Scores of all documents, then by source, language and length."""
     groups: dict[str, list[HeldOutDocument]] = {"all": documents} if documents else {}
     for document in documents:
         groups.setdefault(f"source {document.source}", []).append(document)

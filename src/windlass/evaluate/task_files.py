@@ -84,7 +84,6 @@ def read_task_file(path: Path | str) -> TaskFile:
 
 
 def run_task(opened: OpenModel, tokenizer: Tokenizer, task: TaskFile, options: SuiteOptions) -> list[EvalScore]:
-    """The task's scores over all items and by language or group."""
     if options.shots >= len(task.items):
         raise ConfigError(
             "evaluate.too-many-shots",

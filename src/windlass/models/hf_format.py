@@ -100,7 +100,6 @@ class HFFormat:
         return model
 
     def missing_keys(self, config: Mapping[str, Any]) -> list[str]:
-        """Required keys that a config.json does not have."""
         return [key for key, slot in self._slots() if slot.required and not value_at(config, key)]
 
     def differences(self, config: Mapping[str, Any]) -> list[str]:

@@ -39,7 +39,6 @@ class LayerSpec:
 
     @cached_property
     def params(self) -> dict[str, int]:
-        """Parameters by name of the part."""
         terms = Counter[str]()
         for branch in self.branches:
             terms.update(branch.block.params())

@@ -57,7 +57,6 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, terms: ChunkTerms) -> Tensor:
-        """Both sums over all chunks."""
         sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if any(ctx.needs_input_grad[:2]) else None
         grad_weight: Tensor | None = None

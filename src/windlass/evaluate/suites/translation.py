@@ -26,7 +26,6 @@ class Translation(Suite):
     def run(
         opened: OpenModel, tokenizer: Tokenizer, task: str, items: Sequence[Item], options: SuiteOptions
     ) -> list[EvalScore]:
-        """Greedy translations, scored against the references."""
         if "{source}" not in options.template:
             raise ConfigError(
                 "evaluate.template-without-source",
