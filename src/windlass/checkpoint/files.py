@@ -107,10 +107,8 @@ def list_saved(run: Run) -> list[SavedCheckpoint]:
     saved = []
     for _, path in steps_on_disk(run):
         with contextlib.suppress(OSError):
-            manifest = read_json(path / MANIFEST)
-            if manifest is not None and _lists_every_file(manifest):
-                saved.append(SavedCheckpoint(path, manifest))
-    return saved
+            saved.append(SavedCheckpoint(path, read_json(path / MANIFEST) or {}))
+    return [checkpoint for checkpoint in saved if _lists_every_file(checkpoint.manifest)]
 
 
 def newest_step(run: Run) -> int | None:

@@ -195,17 +195,15 @@ class Saver:
         result = SaveResult(request.step, request.stall_seconds or 0.0, metric=request.metric)
         folder = files.temporary(self.run, request.step)
         is_first = self.rank == 0
+
+        def read_back() -> tuple[dict[str, Any], dict[str, Any]]:
+            shards = sorted(path.name for path in folder.glob(f"__{self.rank}_*.distcp"))
+            return files.describe(folder, [*shards, ".metadata"] if is_first else shards), request.random_state
+
         try:
             self._on_all_ranks("preparing the folder", lambda: self._make_room(folder) if is_first else None)
             self._on_all_ranks("writing", lambda: self._write_tensors(request, folder))
-            own_files = (f"__{self.rank}_*.distcp", ".metadata") if is_first else (f"__{self.rank}_*.distcp",)
-            parts = self._on_all_ranks(
-                "reading back",
-                lambda: (
-                    files.describe(folder, sorted(path.name for pattern in own_files for path in folder.glob(pattern))),
-                    request.random_state,
-                ),
-            )
+            parts = self._on_all_ranks("reading back", read_back)
             sizes = self._on_all_ranks(
                 "completing", lambda: self._complete(request, folder, parts, started) if is_first else 0
             )

@@ -56,18 +56,15 @@ class Stager:
         if self._warming is not None:
             self._warming.join()
         assert self._slab is not None
-        copies: dict[int, torch.Tensor] = {}
-        offset = 0
+        slab, copies, offset = self._slab, dict[int, torch.Tensor](), 0
         for _, leaf in leaves(state):
-            if id(leaf) in copies:
-                continue
-            local = local_tensor(leaf).detach()
-            size = local.numel() * local.element_size()
-            copy = self._slab[offset : offset + size].view(local.dtype).view(local.shape)
-            copy.copy_(local, non_blocking=self._pinned)
-            # DTensor.from_local would move the copy back to the mesh's device, so the constructor is used.
-            copies[id(leaf)] = DTensor(copy, leaf._spec, requires_grad=False) if isinstance(leaf, DTensor) else copy
-            offset += _aligned(size)
+            if id(leaf) not in copies:
+                local = local_tensor(leaf).detach()
+                copy = slab[offset : offset + local.nbytes].view(local.dtype).view(local.shape)
+                copy.copy_(local, non_blocking=self._pinned)
+                # DTensor.from_local would move the copy back to the mesh's device, so the constructor is used.
+                copies[id(leaf)] = DTensor(copy, leaf._spec, requires_grad=False) if isinstance(leaf, DTensor) else copy
+                offset += _aligned(local.nbytes)
         if (device := _device(state)) is not None:
             torch.cuda.synchronize(device)
         return _rebuild(state, copies)
@@ -96,15 +93,12 @@ def _rebuild(state: Any, copies: dict[int, torch.Tensor]) -> Any:
         return copies[id(state)]
     if isinstance(state, dict):
         return {key: _rebuild(value, copies) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(_rebuild(value, copies) for value in state)
-    return state
+    return type(state)(_rebuild(value, copies) for value in state) if isinstance(state, (list, tuple)) else state
 
 
 def state_bytes(state: Any) -> int:
     """Bytes of this rank's part of the state."""
-    tensors = {id(leaf): local_tensor(leaf) for _, leaf in leaves(state)}
-    return sum(_aligned(t.numel() * t.element_size()) for t in tensors.values())
+    return sum({id(leaf): _aligned(local_tensor(leaf).nbytes) for _, leaf in leaves(state)}.values())
 
 
 def state_extent(state: Any) -> tuple[int, int]:

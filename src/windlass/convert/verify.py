@@ -84,8 +84,8 @@ def sample_tokens(recipe: Recipe, tokenizer: Tokenizer | None, text: str | None)
         tokens = torch.randint(0, recipe.model.vocab or 256, (SEQUENCES, length), generator=generator)
         return tokens, "random tokens (no tokenizer)"
     description = "the given text" if text is not None else "text of Python's library"
-    text = text if text is not None else Path(argparse.__file__).read_text(encoding="utf-8")
-    ids = tokenizer.encode(text[: 40 * SEQUENCES * length])
+    content = Path(argparse.__file__).read_text(encoding="utf-8") if text is None else text
+    ids = tokenizer.encode(content[: 40 * SEQUENCES * length])
     if not ids:
         raise DataError(
             "convert.sample-text-empty",

@@ -103,8 +103,8 @@ def generate_until(opened: OpenModel, tokenizer: Tokenizer, context: str, reques
 def harness_scores(task: str, results: dict[str, Any]) -> list[EvalScore]:
     """The harness writes "acc,none" and "acc_stderr,none"; the part after the comma is a filter."""
     values, scores = results["results"][task], []
-    about = {name: (results.get(name) or {}).get(task) for name in ("n-samples", "n-shot", "versions")}
-    detail = {"kind": "lm-evaluation-harness", "shots": about["n-shot"], "version": about["versions"]}
+    samples, shots, version = ((results.get(name) or {}).get(task) for name in ("n-samples", "n-shot", "versions"))
+    detail = {"kind": "lm-evaluation-harness", "shots": shots, "version": version}
     for key, value in values.items():
         metric, _, filter_name = key.partition(",")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -120,7 +120,7 @@ def harness_scores(task: str, results: dict[str, Any]) -> list[EvalScore]:
                 value=float(value),
                 low=None if half is None else value - half,
                 high=None if half is None else value + half,
-                count=int((about["n-samples"] or {}).get("effective") or 0),
+                count=int((samples or {}).get("effective") or 0),
                 detail=detail,
             )
         )

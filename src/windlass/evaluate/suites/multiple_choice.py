@@ -35,13 +35,15 @@ class MultipleChoice(Suite):
         """Accuracy by log-probability, and by log-probability per byte of the choice."""
         questions = [(number, choice) for number, item in enumerate(items) for choice in item["choices"]]
         answers, cut = score_answers(opened, tokenizer, items, questions, MultipleChoice.solved_text, options)
-        nats = iter(answer[0] for answer in answers)
-        right: dict[str, list[bool]] = {"accuracy": [], "accuracy_per_byte": []}
-        for item in items:
-            costs = np.array([next(nats) for _ in item["choices"]])
-            sizes = np.array([len(choice.encode()) for choice in item["choices"]])
-            right["accuracy"].append(int(costs.argmax()) == item["answer"])
-            right["accuracy_per_byte"].append(int((costs / sizes).argmax()) == item["answer"])
+        nats = np.array([answer[0] for answer in answers])
+        sizes = np.array([len(choice.encode()) for _, choice in questions])
+        ends = np.cumsum([len(item["choices"]) for item in items])[:-1]
+        right = {
+            metric: [
+                int(part.argmax()) == item["answer"] for part, item in zip(np.split(costs, ends), items, strict=True)
+            ]
+            for metric, costs in {"accuracy": nats, "accuracy_per_byte": nats / sizes}.items()
+        }
         detail = {"kind": MultipleChoice.kind, "shots": options.shots, "cut": cut}
         return [
             share_score(task, group, metric, sum(hits[i] for i in inside), len(inside), detail)
