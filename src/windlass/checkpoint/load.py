@@ -90,8 +90,7 @@ def _open(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
 
 def _content_problem(folder: Path, manifest: dict[str, Any]) -> str | None:
     """Compare checksums; the files are divided among the ranks."""
-    own_names = sorted(manifest["files"])[_rank() :: _world_size()]
-    own_problems = list(files.content_problems(folder, manifest, own_names))
+    own_problems = list(files.content_problems(folder, manifest, sorted(manifest["files"])[_rank() :: _world_size()]))
     all_problems = [own_problems] * _world_size()
     if _world_size() > 1:
         dist.all_gather_object(all_problems, own_problems)
@@ -294,9 +293,10 @@ def _on_rank_0(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         except CheckpointError as error:
             answer[1] = error
         except OSError as error:
-            message = f"{error.filename or 'a checkpoint file'} cannot be read: {error.strerror or error}"
             answer[1] = CheckpointError(
-                "checkpoint.unreadable", message, hint="check that the disk is mounted and works"
+                "checkpoint.unreadable",
+                f"{error.filename or 'a checkpoint file'} cannot be read: {error.strerror or error}",
+                hint="check that the disk is mounted and works",
             )
     if _world_size() > 1:
         dist.broadcast_object_list(answer, src=0)

@@ -107,8 +107,7 @@ def export(
         raise
     described = f"{loaded.path.name} ({loaded.vocab_size:,} tokens)" if loaded else "none: the run names no tokenizer"
     saved_step = (read_json(source.folder / files.MANIFEST) or {}).get("step")
-    total_bytes = sum(sizes.values())
-    return Exported(target, dtype, len(sizes), total_bytes, tensors, described, saved_step, source.note, check)
+    return Exported(target, dtype, len(sizes), sum(sizes.values()), tensors, described, saved_step, source.note, check)
 
 
 def export_dtype(source: ModelSource, named: str | None) -> str:
@@ -152,6 +151,8 @@ def write_weights(
         (folder / name).chmod(0o644)  # safetensors makes the file readable for its owner only
         sizes[name] = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
-        write_json(folder / "model.safetensors.index.json", index)
+        write_json(
+            folder / "model.safetensors.index.json",
+            {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of},
+        )
     return sizes, len(file_of)

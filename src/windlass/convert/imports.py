@@ -93,8 +93,9 @@ def import_model(
     run = write_run(recipe, state, target, loaded, dtype, folder, positions_of(recipe, source.folder))
     check = None
     if verify and from_folder and tokenizer is None:
-        checkpoint = find_source(run.path).folder
-        check = compare_logits(run.recipe(), checkpoint, folder, next(iter(state.values())).dtype, loaded)
+        check = compare_logits(
+            run.recipe(), find_source(run.path).folder, folder, next(iter(state.values())).dtype, loaded
+        )
         if not check.ok:
             raise CheckpointError(
                 "convert.import-logits-differ",

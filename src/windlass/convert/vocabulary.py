@@ -37,8 +37,7 @@ def grow_vocabulary(
         f"vocabulary {vocab:,} -> {new.vocab_size:,}: {single:,} tokens keep one old row, "
         f"{len(pieces) - single - empty:,} start as the mean of their old pieces, {empty:,} as the mean of all rows"
     )
-    model = recipe.model.model_copy(update={"vocab": new.vocab_size})
-    return recipe.model_copy(update={"model": model}), grown, note
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab": new.vocab_size})}), grown, note
 
 
 def old_pieces(old: Tokenizer, new: Tokenizer) -> list[list[int]]:

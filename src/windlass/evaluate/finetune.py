@@ -85,8 +85,9 @@ def finetune(
         os.environ.setdefault("MASTER_PORT", str(place.master_port or 29577))
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
-        backend = "nccl" if device.startswith("cuda") else "gloo"
-        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size)
+        dist.init_process_group(
+            "nccl" if device.startswith("cuda") else "gloo", rank=place.rank, world_size=place.world_size
+        )
     try:
         opened = open_model(run, step=step, device=device, dtype="fp32")
         unused = [opened]

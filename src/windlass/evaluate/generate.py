@@ -77,10 +77,9 @@ class TextDecoder:
         return F.linear(model.norm(x[:, -1]), head_weight(model)).float()
 
     def state_bytes(self) -> int:
-        pairs = zip(self.layers, self.states, strict=True)
         return sum(
             block.state_bytes(state, self.position)
-            for layer, states in pairs
+            for layer, states in zip(self.layers, self.states, strict=True)
             for block, state in zip(layer.blocks(), states, strict=True)
         )
 
@@ -197,8 +196,9 @@ def generate(
         ended = token == eos
         if not ended:
             ids.append(token)
-    seconds = time.perf_counter() - first_token
-    return Generated(ids, len(prompt), first_token - started, seconds, decoder.state_bytes(), ended)
+    return Generated(
+        ids, len(prompt), first_token - started, time.perf_counter() - first_token, decoder.state_bytes(), ended
+    )
 
 
 def pick_token(logits: Tensor, sampling: Sampling, random: torch.Generator) -> int:

@@ -92,11 +92,15 @@ def generate_until(opened: OpenModel, tokenizer: Tokenizer, context: str, reques
     stops = request.get("until") or []
     stops = [stops] if isinstance(stops, str) else list(stops)
     count = int(request.get("max_gen_toks") or request.get("max_new_tokens") or 256)
-    temperature = float(request.get("temperature") or 0.0) if request.get("do_sample") else 0.0
-    sampling = Sampling(tokens=count, temperature=temperature, top_p=float(request.get("top_p") or 1.0))
+    sampling = Sampling(
+        tokens=count,
+        temperature=float(request.get("temperature") or 0.0) if request.get("do_sample") else 0.0,
+        top_p=float(request.get("top_p") or 1.0),
+    )
     prompt = tokenizer.encode(context)[-prompt_room(opened, count) :]
-    stop = stop_condition(stops, tokenizer.decode)
-    generated = generate(opened.model, prompt, sampling, eos=tokenizer.eos, stop=stop)
+    generated = generate(
+        opened.model, prompt, sampling, eos=tokenizer.eos, stop=stop_condition(stops, tokenizer.decode)
+    )
     return text_before(tokenizer.decode(generated.ids), stops)
 
 

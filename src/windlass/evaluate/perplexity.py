@@ -86,8 +86,9 @@ def evaluate_text(
     for number, ((name, ids), cost) in enumerate(zip(texts, nats, strict=True)):
         # Without an end token nothing stands before the very first token, and it is not scored.
         scored = len(ids) - int(store.eos is None and number == 0)
-        size = byte_count(ids, tokenizer, store.eos)
-        documents.append(HeldOutDocument(name, store.sources[name].language, scored, size, cost))
+        documents.append(
+            HeldOutDocument(name, store.sources[name].language, scored, byte_count(ids, tokenizer, store.eos), cost)
+        )
     return HeldOutResult(summarize(documents), documents, seconds, total)
 
 

@@ -229,8 +229,9 @@ def language_charts(rows: Sequence[LanguageRow]) -> list[Chart]:
             for row in inside
         )
         better, title = "lower" if metric in LOWER_IS_BETTER else "higher", metric.replace("_", " ")
-        y_title = f"{title} ({better} is better)"
-        charts.append(Chart(title=f"{task}: {title}", series=series, y_title=y_title, from_zero=True))
+        charts.append(
+            Chart(title=f"{task}: {title}", series=series, y_title=f"{title} ({better} is better)", from_zero=True)
+        )
     return charts
 
 

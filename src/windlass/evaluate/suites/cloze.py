@@ -51,5 +51,4 @@ def score_answers(
     ]
     pairs = [token_pair(tokenizer, prompts[number], answer) for number, answer in questions]
     cut = sum(len(context) + len(following) > opened.max_length + 1 for context, following in pairs)
-    answers = likelihoods(opened, pairs, first=tokenizer.eos, batch=options.batch, progress=options.progress)
-    return answers, cut
+    return likelihoods(opened, pairs, first=tokenizer.eos, batch=options.batch, progress=options.progress), cut
