@@ -28,7 +28,7 @@ def device_kernels() -> Iterator[None]:
     import windlass.train.float8 as float8
 
     changes: list[tuple[Any, str, Any]] = [
-        (loss, "_terms", lambda device: _loss_kernel), (loss, "add_outer", _add_outer), (attention, "causal_attention", fused_attention),
+        (loss, "chunk_terms", lambda device: _loss_kernel), (loss, "add_outer", _add_outer), (attention, "causal_attention", fused_attention),
         (float8, "choose_backend", lambda wish, device: ("torch", "traced")), (float8, "scaled_product", _scaled_product),
     ]  # fmt: skip
     with contextlib.ExitStack() as stack:
@@ -203,7 +203,7 @@ def _fused_selective(products: int) -> Any:
     """The engine's policy without the block's last product: compiled code drops what is not read again."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    from windlass.models.recompute import SAVED
+    from windlass.models.decoder import SAVED
 
     aten, products_run = torch.ops.aten, {True: 0, False: 0}
 
@@ -230,7 +230,7 @@ def compiled_blocks(recipe: Recipe, step: StepSpec) -> Iterator[None]:
     import windlass.blocks.mlp.module as mlp
     import windlass.blocks.norm.module as norm
     import windlass.blocks.retention.module as retention
-    import windlass.models.recompute as recompute
+    import windlass.models.decoder as decoder
     import windlass.train.float8 as float8
 
     selective = partial(_fused_selective, _products(recipe, step))
@@ -241,7 +241,7 @@ def compiled_blocks(recipe: Recipe, step: StepSpec) -> Iterator[None]:
         (attention, "rotate", _fused_rotation),
         (retention, "rotate_every_two", _fused_rotation),
         (retention.Retention, "head_norm", _fused_head_norm),
-        (recompute, "selective", selective),
+        (decoder, "selective", selective),
         (retention, "retain_parallel", _fused_parallel),
         (retention, "retain_chunkwise", _fused_chunkwise),
         (retention, "F", _Silent),

@@ -130,9 +130,9 @@ def test_damaged_folders(llama_run: Run, tmp_path: Path) -> None:
     config, weights = tmp_path / "hf/config.json", tmp_path / "hf/model.safetensors"
     shutil.copyfile(config, tmp_path / "config.json")
     config.write_text(json.dumps({**json.loads(config.read_text()), "num_hidden_layers": 3}))
-    with pytest.raises(CheckpointError, match="9 missing") as error:
+    with pytest.raises(CheckpointError) as error:
         import_model(tmp_path / "hf", tmp_path / "run")
-    assert error.value.code == "convert.weights-do-not-fit"
+    assert error.value.code == "convert.weights-do-not-fit" and "9 " in error.value.message
     shutil.copyfile(tmp_path / "config.json", config)
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(CheckpointError) as error:

@@ -113,9 +113,10 @@ def test_gpt2_as_it_was_published(folder_of: Any, tmp_path: Path) -> None:
 
 def test_learned_positions_end(folder_of: Any) -> None:
     model = open_model(folder_of("gpt2")).model
-    with pytest.raises(ConfigError, match=r"70 .* 64") as error:
+    with pytest.raises(ConfigError) as error:
         generate(model, [1, 2], Sampling(tokens=68))
     assert error.value.code == "evaluate.too-many-positions"
+    assert all(number in error.value.message for number in ("70", "64"))
     assert len(generate(model, [1, 2], Sampling(tokens=62, ignore_eos=True)).ids) == 62
 
 
@@ -168,20 +169,23 @@ def llama_folder(folder_of: Any, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("changes", "code", "numbers"),
     [
-        ({"intermediate_size": 80}, "convert.weights-do-not-fit", r"6 .*\(64, 32\) .*\(80, 32\)"),
-        ({"hidden_size": None}, "convert.config-keys-missing", "hidden_size"),
-        ({"model_type": "foobar"}, "model.", "foobar"),
-        ({"model_type": None}, "convert.config-json-damaged", "config.json"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "convert.weights-quantized", "gptq"),
+        ({"intermediate_size": 80}, "convert.weights-do-not-fit", ("6 ", "(64, 32)", "(80, 32)")),
+        ({"hidden_size": None}, "convert.config-keys-missing", ("hidden_size",)),
+        ({"model_type": "foobar"}, "model.config-unreadable", ("foobar",)),
+        ({"model_type": None}, "convert.config-json-damaged", ("config.json",)),
+        ({"quantization_config": {"quant_method": "gptq"}}, "convert.weights-quantized", ("gptq",)),
     ],
 )
-def test_config_that_does_not_fit(llama_folder: Path, changes: dict[str, Any], code: str, numbers: str) -> None:
+def test_config_that_does_not_fit(
+    llama_folder: Path, changes: dict[str, Any], code: str, numbers: tuple[str, ...]
+) -> None:
     config = json.loads((llama_folder / "config.json").read_text())
     changed = {key: value for key, value in {**config, **changes}.items() if value is not None}
     (llama_folder / "config.json").write_text(json.dumps(changed))
-    with pytest.raises((CheckpointError, ConfigError), match=numbers) as error:
+    with pytest.raises((CheckpointError, ConfigError)) as error:
         import_model(llama_folder, llama_folder.parent / "run")
-    assert error.value.code.startswith(code) and not (llama_folder.parent / "run").exists()
+    assert error.value.code == code and all(number in error.value.message for number in numbers)
+    assert not (llama_folder.parent / "run").exists()
 
 
 def test_weights_that_cannot_be_imported(llama_folder: Path) -> None:
@@ -191,14 +195,14 @@ def test_weights_that_cannot_be_imported(llama_folder: Path) -> None:
     no_head = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
     eight_bits = {k: v.to(torch.float8_e4m3fn) if v.dim() == 2 else v for k, v in tensors.items()}
     cases = [
-        (no_head, "convert.weights-do-not-fit", r"1 missing \(head.weight\)"),  # not made up from the embedding
-        (eight_bits, "convert.weight-format", "F8_E4M3"),
+        (no_head, "convert.weights-do-not-fit", ("1 ", "head.weight")),  # not made up from the embedding
+        (eight_bits, "convert.weight-format", ("F8_E4M3",)),
     ]
     for weights, code, numbers in cases:
         save_file(weights, llama_folder / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(CheckpointError, match=numbers) as error:
+        with pytest.raises(CheckpointError) as error:
             import_model(llama_folder, llama_folder.parent / "run")
-        assert error.value.code == code
+        assert error.value.code == code and all(number in error.value.message for number in numbers)
     (llama_folder / "config.json").write_text('{"model_type": "llama"')
     with pytest.raises(ConfigError) as error:
         import_model(llama_folder, llama_folder.parent / "run")
@@ -208,10 +212,10 @@ def test_weights_that_cannot_be_imported(llama_folder: Path) -> None:
 def test_folders_without_a_model(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.txt").write_text("x")
-    for folder, text in (("data", r"a\.txt"), ("none", "none")):
-        with pytest.raises(CheckpointError, match=text) as error:
+    for folder, text in (("data", "a.txt"), ("none", "none")):
+        with pytest.raises(CheckpointError) as error:
             import_model(tmp_path / folder, tmp_path / "run")
-        assert error.value.code == "convert.nothing-to-import"
+        assert error.value.code == "convert.nothing-to-import" and text in error.value.message
 
 
 def test_a_missing_file_of_several_is_named(folder_of: Any, tmp_path: Path) -> None:
@@ -222,8 +226,10 @@ def test_a_missing_file_of_several_is_named(folder_of: Any, tmp_path: Path) -> N
     shutil.copyfile(folder / "model.safetensors", tmp_path / "hf/consolidated.safetensors")
     assert same(weights_of(tmp_path / "hf"), weights_of(folder))
     parts[1].unlink()
-    with pytest.raises(CheckpointError, match=rf"1 .*{len(parts)} .*{parts[1].name}"):
+    with pytest.raises(CheckpointError) as error:
         import_model(tmp_path / "hf", tmp_path / "again")
+    assert error.value.code == "checkpoint.weights-incomplete"
+    assert all(text in error.value.message for text in ("1 ", f"{len(parts)} ", parts[1].name))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma2"])

@@ -19,7 +19,7 @@ def test_llama_names_and_config_go_both_ways() -> None:
     llama = PRESETS.load("llama").hf
     assert llama.hf_name("layers.31.feed_forward.w2.weight") == "model.layers.31.mlp.down_proj.weight"
     assert llama.hf_name("layers.0.retention.wq.weight") is None
-    assert llama.transform("lm_head.weight") == "pad-vocabulary" and llama.transform("model.norm.weight") is None
+    assert llama.transforms.get("head.weight") == "pad-vocabulary" and "norm.weight" not in llama.transforms
     model = ModelConfig(layers=2, width=48, ffn=96, heads=4, vocab=100)
     config = llama.write_config(model.model_dump(mode="json"), {"positions": 64, "dtype": "bfloat16"})
     assert (config["num_key_value_heads"], config["head_dim"], config["dtype"]) == (4, 12, "bfloat16")
@@ -42,6 +42,28 @@ def test_llama_names_and_config_go_both_ways() -> None:
 def test_config_is_matched_to_a_format(changes: dict[str, Any], family: str, reasons: int) -> None:
     format, differences = match_format({"model_type": "llama", **changes})
     assert format.family == family and len(differences) == reasons
+
+
+@pytest.mark.parametrize(
+    ("config", "values"),
+    [
+        (
+            {"model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096,
+             "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+            ["gemma2", "4,096", "gelu_pytorch_tanh", "50.0", "30.0"],
+        ),
+        ({"model_type": "gemma", "hidden_act": "gelu"}, ["gemma", "gelu"]),
+        (
+            {"model_type": "gpt_neox", "hidden_act": "gelu", "attention_bias": True, "rotary_pct": 0.25,
+             "use_parallel_residual": True},
+            ["gpt_neox", "attention has biases", "gelu", "25%", "parallel"],
+        ),
+    ],
+)  # fmt: skip
+def test_the_reasons_name_each_feature_with_its_value(config: dict[str, Any], values: list[str]) -> None:
+    format, reasons = match_format(config)
+    assert format.family == "hf" and len(reasons) == len(values)
+    assert all(value in reason for value, reason in zip(values, reasons, strict=True))
 
 
 FORMAT = HFFormat(family="other", model_types=("other",), config={"model_type": "other", "size": ConfigSlot("width")})

@@ -117,7 +117,7 @@ def test_the_block_decodes_as_it_trains_and_refuses_tensor_parallelism(installed
     from my_windlass.average.spec import AverageSpec
     from my_windlass.averaging import PRESET
 
-    from windlass.blocks.context import BlockContext
+    from windlass.blocks.base import BlockContext
     from windlass.config import ModelConfig
     from windlass.layout.resolve import JobSize
     from windlass.layout.rules import violations

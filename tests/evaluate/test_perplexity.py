@@ -169,17 +169,17 @@ def test_refusals(
         (
             lambda: load_model(retnet_run.recipe(), opened.source.folder, cpu, torch.float32),
             CheckpointError,
-            "checkpoint.",
+            "checkpoint.model-mismatch",
             "step-000000007",
         ),
         (lambda: open_model(llama_run.path, dtype="fp4"), ConfigError, "convert.dtype-unknown", "fp4"),
         (lambda: open_model(llama_run.path, device="gpu0"), ConfigError, "evaluate.device-unknown", "gpu0"),
-        (lambda: open_model(llama_run.path, device="cuda:99"), ConfigError, "evaluate.device-missing", r"\d+ GPUs"),
+        (lambda: open_model(llama_run.path, device="cuda:99"), ConfigError, "evaluate.device-missing", "cuda:99"),
     ]
     for action, kind, code, text in cases:
-        with pytest.raises(kind, match=text) as error:
+        with pytest.raises(kind) as error:
             action()
-        assert error.value.code.startswith(code)
+        assert error.value.code == code and text in error.value.message
 
 
 def test_a_token_that_nothing_stands_before_is_not_counted(llama_run: Run, store: Store, tokenizer: Tokenizer) -> None:

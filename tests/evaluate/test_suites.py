@@ -134,21 +134,23 @@ def test_examples_never_hold_the_question() -> None:
 
 CHOICE = {"context": "a", "choices": ["x", "y"], "answer": 0}
 BAD_FILES = [
-    ([CHOICE, {"context": "a", "choices": ["x", "y"]}], "line 2: .*answer"),
-    ([{**CHOICE, "answer": 2}], "line 1: answer 2 .* 2 choices"),
-    ([{**CHOICE, "choices": ["x"]}], "line 1: choices"),
-    ([{"question": "a"}], "line 1: .*question"),
-    ([{"context": "a", "answer": ""}], "line 1: answer"),
-    (["{nonsense", {"context": "a", "answer": "b"}], "line 1: "),
-    (["[1]"], "line 1: "),
+    ([CHOICE, {"context": "a", "choices": ["x", "y"]}], ("line 2", "answer")),
+    ([CHOICE, "", {"context": "a", "choices": ["x", "y"]}], ("line 3", "answer")),  # blank lines count
+    ([{**CHOICE, "answer": 2}], ("line 1", "answer 2", "2 choices")),
+    ([{**CHOICE, "choices": ["x"]}], ("line 1", "choices")),
+    ([{"question": "a"}], ("line 1", "question")),
+    ([{"context": "a", "answer": ""}], ("line 1", "answer")),
+    (["{nonsense", {"context": "a", "answer": "b"}], ("line 1",)),
+    (["[1]"], ("line 1",)),
 ]
 
 
 def test_bad_task_files(tmp_path: Path) -> None:
-    for items, text in BAD_FILES:
-        with pytest.raises(DataError, match=text) as error:
+    for items, places in BAD_FILES:
+        with pytest.raises(DataError) as error:
             read_task_file(write(tmp_path / "bad.jsonl", items))
         assert error.value.code == "evaluate.task-file-invalid"
+        assert all(place in error.value.message for place in places)
     cases = [
         (write(tmp_path / "bad.jsonl", []), "evaluate.task-file-empty"),
         (tmp_path / "none.jsonl", "evaluate.file-missing"),
@@ -208,8 +210,9 @@ def test_another_package_adds_a_suite(tmp_path: Path, monkeypatch: pytest.Monkey
     task = read_task_file(write(tmp_path / "count.jsonl", [{"context": "a", "answer": "b", "words": 2}] * 3))
     assert task.suite is WordCount
     assert run_task(None, None, task, SuiteOptions())[0].value == 6  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="words must be a number"):
+    with pytest.raises(DataError) as error:
         read_task_file(write(tmp_path / "bad.jsonl", [{"context": "a", "answer": "b", "words": "x"}]))
+    assert error.value.code == "evaluate.task-file-invalid" and "line 1" in error.value.message
 
 
 HARNESS = """
@@ -269,9 +272,9 @@ def test_the_harness_says_the_same_three_ways(
     assert native["acc"] == hf["acc,none"] == light["accuracy"]
     assert native["acc_norm"] == hf["acc_norm,none"]
     assert 0 < native["acc"] < 1
-    with pytest.raises(ConfigError, match="theirs") as error:
+    with pytest.raises(ConfigError) as error:
         run_harness(opened, tokenizer, ["theirs"], folder=folder)
-    assert error.value.code == "evaluate.harness-task-unknown"
+    assert error.value.code == "evaluate.harness-task-unknown" and "theirs" in error.value.message
 
 
 def test_rolling_and_generation_through_the_adapter(llama_run: Run, tokenizer: Tokenizer) -> None:

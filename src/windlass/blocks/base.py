@@ -1,15 +1,23 @@
 """The torch side of a block: what the decoder, the engine and text generation call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from windlass.blocks.context import BlockContext, Table
 from windlass.blocks.initial_values import Filler, residual_filler
+
+Table = tuple[Tensor, ...]
+
+
+class BlockContext(NamedTuple):
+    """What the decoder computes once per step and hands to every block."""
+
+    # Constants of positions (rotary angles, decays) by the block's `table_key`.
+    tables: dict[str, Table]
+    # Document mask (batch, 1, queries, keys); under context parallelism the document number of each position.
+    documents: Tensor | None = None
 
 
 class Block(nn.Module):
@@ -18,18 +26,13 @@ class Block(nn.Module):
     The defaults serve a block that treats each position alone. One that mixes positions overrides the decoding methods.
     """
 
-    if TYPE_CHECKING:
-
-        def __call__(self, x: Tensor, context: BlockContext) -> Tensor: ...
-
-    table_key: str | None = None
-    """Blocks with the same key share one table of positions; None: it needs none."""
+    __call__: Callable[..., Tensor]
+    table_key: str | None = None  # blocks with the same key share one table of positions; None: it needs none
+    # Attention kernel, which the engine and `parallel.py` may replace; None: the block has none.
     core: Callable[..., Tensor] | None = None
-    """Attention kernel, which the engine and `parallel.py` may replace; None: the block has none."""
-    fused = False
-    """Products of the same input run as one (`StepSpec.fused_projections`)."""
-    prefill_chunk: int | None = None
-    """Tokens of a prompt that are decoded at once; None: all of them."""
+    fused = False  # products of the same input run as one (`StepSpec.fused_projections`)
+    prefill_chunk: int | None = None  # tokens of a prompt that are decoded at once; None: all of them
+    last_weight: str | None = None  # the parameter that ends the branch, which begins smaller; None: it has none
 
     def make_table(self, start: int, end: int, device: torch.device) -> Table:
         """Constants of positions start..end (rotary angles, decays)."""
@@ -37,7 +40,7 @@ class Block(nn.Module):
 
     def filler(self, name: str, std: float, num_layers: int) -> Filler:
         """Initial values of the parameter `name` of this block."""
-        return residual_filler(False, std, num_layers)
+        return residual_filler(name == self.last_weight, std, num_layers)
 
     def new_state(self, batch: int, limit: int) -> Any:
         """What decoding carries from token to token, for at most `limit` tokens; None: nothing."""

@@ -1,17 +1,13 @@
 """Initial weights: each parameter from a seed and its own name, so that every layout starts from the same numbers."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor
 
 Filler = Callable[[Tensor, torch.Generator], None]
 
@@ -23,19 +19,20 @@ def fill_normal(tensor: Tensor, generator: torch.Generator, std: float = 0.02) -
 def fill_parameter(parameter: Tensor, key: str, fill: Filler) -> None:
     """Fill the full tensor from `key`, then keep this rank's part. Only one full parameter exists on a device at a
     time."""
+    local = local_tensor(parameter)
+    generator = generator_of(key, local.device)
     with torch.no_grad():
-        if not hasattr(parameter, "device_mesh"):
-            fill(parameter, generator_of(key, parameter.device))
-            return
-        local = local_tensor(parameter)
-        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=local.device)
-        fill(full, generator_of(key, local.device))
-        local.copy_(local_part(full, parameter))
+        if isinstance(parameter, DTensor):
+            full = torch.empty(parameter.shape, dtype=parameter.dtype, device=local.device)
+            fill(full, generator)
+            local.copy_(local_part(full, parameter))
+        else:
+            fill(parameter, generator)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; a plain tensor itself."""
-    return cast("DTensor", tensor).to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def generator_of(key: str, device: torch.device) -> torch.Generator:
@@ -43,23 +40,19 @@ def generator_of(key: str, device: torch.device) -> torch.Generator:
     return torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def local_part(full: Tensor, like: Tensor) -> Tensor:
+def local_part(full: Tensor, like: DTensor) -> Tensor:
     """This rank's part of a full tensor, divided like the DTensor `like`.
 
     Tensor parallelism divides first and data parallelism divides its parts, although the mesh lists data axes first:
     that is what FSDP2's strided placement means.
     """
-    divided = cast("DTensor", like)
-    mesh, part = divided.device_mesh, full
-    names = mesh.mesh_dim_names or ()
-    order = sorted(range(mesh.ndim), key=lambda axis: (0 if names and names[axis] == "tp" else 1, axis))
-    for axis in order:
-        placement = cast(Any, divided.placements[axis])
-        if not placement.is_shard() and "Shard" not in type(placement).__name__:
-            continue
-        dim, size, rank = placement.dim, mesh.size(axis), mesh.get_local_rank(axis)
-        chunks = part.chunk(size, dim=dim)
-        part = chunks[rank] if rank < len(chunks) else part.narrow(dim, 0, 0)
+    mesh, part = like.device_mesh, full
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    for axis in sorted(range(mesh.ndim), key=lambda axis: names[axis] != "tp"):
+        placement: Any = like.placements[axis]
+        if "Shard" in type(placement).__name__:  # also the strided one, which is not always a subclass of Shard
+            chunks, rank = part.chunk(mesh.size(axis), dim=placement.dim), mesh.get_local_rank(axis)
+            part = chunks[rank] if rank < len(chunks) else part.narrow(placement.dim, 0, 0)
     return part
 
 

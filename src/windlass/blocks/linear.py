@@ -1,9 +1,6 @@
 """Matrix product whose arithmetic can be replaced (bf16, FP8) without a change of parameter names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +12,7 @@ MatrixProduct = Callable[[Tensor, Tensor], Tensor]
 class Linear(nn.Linear):
     """Without bias. `product` computes x W^T; FP8 replaces it."""
 
-    if TYPE_CHECKING:
-
-        def __call__(self, x: Tensor) -> Tensor: ...
-
+    __call__: Callable[..., Tensor]
     product: MatrixProduct | None = None
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -35,7 +29,6 @@ def project(x: Tensor, layers: Sequence[Linear], fused: bool) -> tuple[Tensor, .
     write its gradient once."""
     if not fused:
         return tuple(layer(x) for layer in layers)
-    weight = torch.cat([layer.weight for layer in layers])
     product: MatrixProduct = layers[0].product or F.linear
-    parts: tuple[Tensor, ...] = product(x, weight).split([layer.weight.shape[0] for layer in layers], dim=-1)
-    return parts
+    out = product(x, torch.cat([layer.weight for layer in layers]))
+    return tuple(out.split([layer.weight.shape[0] for layer in layers], dim=-1))

@@ -6,6 +6,7 @@ files is therefore complete, however the save ended.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -40,8 +41,6 @@ class UnknownFormatError(CheckpointError):
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint folder with a readable manifest."""
-
     path: Path
     manifest: dict[str, Any]
     set_aside: tuple[str, ...] = ()  # one sentence for each newer checkpoint that could not be used
@@ -64,7 +63,6 @@ class SavedCheckpoint:
 
     @property
     def world_size(self) -> int | None:
-        """World size of the job that wrote it."""
         return self.manifest.get("world_size")
 
     @property
@@ -109,10 +107,8 @@ def list_saved(run: Run) -> list[SavedCheckpoint]:
     saved = []
     for _, path in steps_on_disk(run):
         with contextlib.suppress(OSError):
-            manifest = read_json(path / MANIFEST)
-            if manifest is not None and _lists_every_file(manifest):
-                saved.append(SavedCheckpoint(path, manifest))
-    return saved
+            saved.append(SavedCheckpoint(path, read_json(path / MANIFEST) or {}))
+    return [checkpoint for checkpoint in saved if _lists_every_file(checkpoint.manifest)]
 
 
 def newest_step(run: Run) -> int | None:
@@ -128,14 +124,16 @@ def complete_by_size(run: Run) -> list[SavedCheckpoint]:
 def _lists_every_file(manifest: dict[str, Any]) -> bool:
     """Every file has a size and a checksum for each chunk: with fewer, part of the file would go unchecked."""
     listed = manifest.get("files")
-    if not isinstance(manifest.get("step"), int) or not isinstance(listed, dict):
-        return False
-    return all(
-        isinstance(entry, dict)
-        and isinstance(entry.get("bytes"), int)
-        and isinstance(entry.get("crc32"), list)
-        and len(entry["crc32"]) == max(1, -(-entry["bytes"] // CHUNK_BYTES))
-        for entry in listed.values()
+    return (
+        isinstance(manifest.get("step"), int)
+        and isinstance(listed, dict)
+        and all(
+            isinstance(entry, dict)
+            and isinstance(entry.get("bytes"), int)
+            and isinstance(entry.get("crc32"), list)
+            and len(entry["crc32"]) == max(1, -(-entry["bytes"] // CHUNK_BYTES))
+            for entry in listed.values()
+        )
     )
 
 
@@ -151,11 +149,8 @@ def checksums(path: Path) -> list[str]:
                 remaining -= len(block)
         return f"{crc:08x}"
 
-    starts = range(0, max(1, path.stat().st_size), CHUNK_BYTES)
-    if len(starts) == 1:
-        return [checksum(0)]
     with ThreadPoolExecutor(worker_threads()) as pool:
-        return list(pool.map(checksum, starts))
+        return list(pool.map(checksum, range(0, max(1, path.stat().st_size), CHUNK_BYTES)))
 
 
 def worker_threads() -> int:
@@ -164,7 +159,6 @@ def worker_threads() -> int:
 
 
 def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Size and checksums of files, as the manifest lists them."""
     return {name: {"bytes": (folder / name).stat().st_size, "crc32": checksums(folder / name)} for name in names}
 
 
@@ -272,10 +266,9 @@ def adopt(temporary_folder: Path, target: Path) -> None:
 
 def set_aside(folder: Path, reason: str) -> Path:
     """Rename a damaged checkpoint, so that it is never used and can still be examined. Returns its new path."""
-    target, number = folder.with_name(f"damaged-{folder.name.strip('.')}"), 1
-    while target.exists():
-        number += 1
-        target = folder.with_name(f"damaged-{folder.name.strip('.')}-{number}")
+    name = f"damaged-{folder.name.strip('.')}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    target = next(path for path in map(folder.with_name, names) if not path.exists())
     folder.rename(target)
     with contextlib.suppress(OSError):  # a full or read-only disk: the event has the reason too
         write_json(target / REASON, {"reason": reason})

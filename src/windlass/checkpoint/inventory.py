@@ -2,14 +2,17 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from windlass.checkpoint import files, keep
 from windlass.config.save import SaveConfig
 from windlass.errors import CheckpointError
 from windlass.files import read_json
 from windlass.runs.folder import Run
+
+MANIFEST_FIELDS = ("tokens", "metric", "metric_name", "world_size", "written_at", "stall_seconds", "write_seconds")
 
 
 @dataclass(frozen=True)
@@ -47,15 +50,26 @@ def inventory(
     reasons = keep.keep_reasons(files.complete_by_size(run), config)
     finished, entries = files.steps_on_disk(run), []
     for step, folder in finished:
-        entries.append(_finished_entry(step, folder, verify, reasons))
+        entry = CheckpointEntry(folder.name, "verified" if verify else "complete", step, bytes=_size(folder))
+        try:
+            manifest = files.complete(folder, verify=verify).manifest
+            recorded: dict[str, Any] = {key: manifest.get(key) for key in MANIFEST_FIELDS}
+            entries.append(replace(entry, kept_by=reasons.get(step, ()), **recorded))
+        except CheckpointError as error:
+            state = "unknown format" if isinstance(error, files.UnknownFormatError) else "damaged"
+            # The folder is in the table already.
+            problem = error.message.replace(f"{folder}/", "").removeprefix(f"{folder} ").removeprefix("is damaged: ")
+            entries.append(replace(entry, state=state, problem=problem))
+        except OSError as error:
+            problem = f"cannot be read: {error.strerror}"
+            entries.append(replace(entry, state="damaged", bytes=None, problem=problem))
         progress(len(entries), len(finished))
     for step, folder in files.temporaries(run):
         problem = "a save is in progress or was interrupted"
         entries.append(CheckpointEntry(folder.name, "unfinished", step=step, bytes=_size(folder), problem=problem))
     for folder in files.damaged(run):
         reason = (read_json(folder / files.REASON) or {}).get("reason") or "reason unknown"
-        number = re.search(r"\d+", folder.name)
-        old_step = int(number[0]) if number else None
+        old_step = next(map(int, re.findall(r"\d+", folder.name)), None)
         entries.append(CheckpointEntry(folder.name, "set aside", old_step, bytes=_size(folder), problem=str(reason)))
     return entries
 
@@ -66,32 +80,6 @@ def resumes_from(entries: Sequence[CheckpointEntry]) -> int | None:
         if entry.state == "unknown format" or entry.usable:
             return entry.step if entry.usable else None
     return None
-
-
-def _finished_entry(step: int, folder: Path, verify: bool, reasons: dict[int, tuple[str, ...]]) -> CheckpointEntry:
-    try:
-        saved = files.complete(folder, verify=verify)
-    except CheckpointError as error:
-        state = "unknown format" if isinstance(error, files.UnknownFormatError) else "damaged"
-        # The folder is in the table already.
-        problem = error.message.replace(f"{folder}/", "").removeprefix(f"{folder} ").removeprefix("is damaged: ")
-        return CheckpointEntry(folder.name, state, step=step, bytes=_size(folder), problem=problem)
-    except OSError as error:
-        return CheckpointEntry(folder.name, "damaged", step=step, problem=f"cannot be read: {error.strerror}")
-    return CheckpointEntry(
-        folder.name,
-        "verified" if verify else "complete",
-        step=saved.step,
-        tokens=saved.tokens,
-        bytes=_size(folder),
-        metric=saved.metric,
-        metric_name=saved.manifest.get("metric_name"),
-        world_size=saved.world_size,
-        written_at=saved.manifest.get("written_at"),
-        stall_seconds=saved.manifest.get("stall_seconds"),
-        write_seconds=saved.manifest.get("write_seconds"),
-        kept_by=reasons.get(saved.step, ()),
-    )
 
 
 def _size(folder: Path) -> int | None:

@@ -27,12 +27,9 @@ def keep_reasons(saved: Sequence[SavedCheckpoint], config: SaveConfig) -> dict[i
         reasons[-negative_step].append(f"number {rank} by {config.metric} ({metric:.4f})")
     if config.keep_every is not None:  # the first one at or after each multiple of the interval
         kind, size = parse_interval(config.keep_every)
-        multiples: set[int] = set()
-        for s in ordered:
-            multiple = int(((s.step if kind == "steps" else s.tokens) or 0) // size)
-            if multiple > 0 and multiple not in multiples:
-                multiples.add(multiple)
-                reasons[s.step].append(f"one every {config.keep_every}")
+        multiples = {s.step: int(((s.step if kind == "steps" else s.tokens) or 0) // size) for s in reversed(ordered)}
+        for step in {multiple: step for step, multiple in multiples.items() if multiple > 0}.values():
+            reasons[step].append(f"one every {config.keep_every}")
     return {step: tuple(texts) for step, texts in reasons.items()}
 
 
@@ -51,13 +48,13 @@ def tidy(run: Run, config: SaveConfig) -> list[int]:
     unwanted = superseded(complete_by_size(run), config)
     for saved in unwanted:
         remove(saved.path)
-        reason = f"superseded: not among {rules(config)}"
-        run.record(CheckpointRemoved(step=saved.step, bytes=saved.bytes, reason=reason))
+        run.record(
+            CheckpointRemoved(step=saved.step, bytes=saved.bytes, reason=f"superseded: not among {rules(config)}")
+        )
     return [saved.step for saved in unwanted]
 
 
 def rules(config: SaveConfig) -> str:
-    """The rules as text."""
     best = f"the best {config.keep_best} by {config.metric}" if config.keep_best else ""
     every = f"one every {config.keep_every}" if config.keep_every is not None else ""
     return ", ".join(filter(None, (f"the last {config.keep_last}", best, every)))
@@ -65,8 +62,6 @@ def rules(config: SaveConfig) -> str:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Disk use of all checkpoints of a run."""
-
     checkpoint_bytes: int
     kept: int  # checkpoints that stay at the end
     peak_bytes: int  # with the one that is being written before the oldest is deleted

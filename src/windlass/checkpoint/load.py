@@ -15,10 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.tensor import DTensor
 
 from windlass.checkpoint import files, names, rng
 from windlass.checkpoint.files import SavedCheckpoint
@@ -43,8 +47,16 @@ def find_latest(run: Run, verify: bool = True, before: int | None = None) -> Sav
     while True:
         candidates = [item for item in _on_rank_0(files.steps_on_disk, run) if limit is None or item[0] < limit]
         if not candidates:
-            if before is None:
-                _on_rank_0(_refuse_to_start_again, run)
+            aside = _on_rank_0(files.damaged, run) if before is None else []
+            if aside:
+                reasons = [str((read_json(path / files.REASON) or {}).get("reason") or path.name) for path in aside]
+                raise CheckpointError(
+                    "checkpoint.all-damaged",
+                    f"no complete checkpoint is left in {run.checkpoints}; "
+                    f"{len(aside)} were set aside: {'; '.join(reasons[-3:])}",
+                    hint="to start again from step 0, delete the damaged-... folders; to resume from one of them "
+                    "unchecked, rename it back and resume with save.verify=false",
+                )
             return None
         limit, folder = candidates[-1]
         manifest, problem = _on_rank_0(_open, folder)
@@ -76,23 +88,9 @@ def _open(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     return manifest, "; ".join(problems[:4]) or None
 
 
-def _refuse_to_start_again(run: Run) -> None:
-    aside = files.damaged(run)
-    if aside:
-        reasons = [str((read_json(path / files.REASON) or {}).get("reason") or path.name) for path in aside]
-        raise CheckpointError(
-            "checkpoint.all-damaged",
-            f"no complete checkpoint is left in {run.checkpoints}; "
-            f"{len(aside)} were set aside: {'; '.join(reasons[-3:])}",
-            hint="to start again from step 0, delete the damaged-... folders; to resume from one of them unchecked, "
-            "rename it back and resume with save.verify=false",
-        )
-
-
 def _content_problem(folder: Path, manifest: dict[str, Any]) -> str | None:
     """Compare checksums; the files are divided among the ranks."""
-    own_names = sorted(manifest["files"])[_rank() :: _world_size()]
-    own_problems = list(files.content_problems(folder, manifest, own_names))
+    own_problems = list(files.content_problems(folder, manifest, sorted(manifest["files"])[_rank() :: _world_size()]))
     all_problems = [own_problems] * _world_size()
     if _world_size() > 1:
         dist.all_gather_object(all_problems, own_problems)
@@ -124,14 +122,13 @@ def _tidy_temporaries(run: Run, verify: bool) -> None:
         with contextlib.suppress(OSError, files.UnknownFormatError):  # an unknown format is never deleted
             try:
                 files.complete(folder, verify=verify)
+                files.adopt(folder, run.checkpoint(step))
             except files.UnknownFormatError:
                 raise
             except CheckpointError as error:
                 files.remove(folder)
                 reason = f"the save was interrupted: {error.message}"
                 run.record(CheckpointDamaged(checkpoint=folder.name, reason=reason))
-            else:
-                files.adopt(folder, run.checkpoint(step))
 
 
 def restore(checkpoint: SavedCheckpoint, state: dict[str, Any], *, seed: int = 0) -> dict[str, Any]:
@@ -178,9 +175,8 @@ def _read(path: Path, state: dict[str, Any]) -> None:
             state, storage_reader=ParallelReader(path), planner=DefaultLoadPlanner(), no_dist=_world_size() == 1
         )
     except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
-        cause: BaseException = error
-        if isinstance(error, CheckpointException):  # it holds the failures of all ranks: report the first
-            cause = next(iter(error.failures.values()))[0]
+        # A CheckpointException holds the failures of all ranks: report the first.
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         first_line = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         raise CheckpointError(
             "checkpoint.model-mismatch",
@@ -216,28 +212,23 @@ def weights_source(path: Path | str) -> Path:
 def load_model_weights(path: Path | str, model: torch.nn.Module, *, verify: bool = True) -> Path:
     """Fill `model` from a checkpoint, run or Hugging Face folder, on one rank or on all. Returns the folder."""
     source = weights_source(path)
-    own, twins = model.state_dict(), getattr(model, "twins", None)
+    own, twins = model.state_dict(), getattr(model, "twins", {})
     if not (source / files.MANIFEST).is_file():
         weights = read_safetensors(source)
         _assign(model, weights if set(own) <= set(weights) else names.from_hf(weights, own, twins), source)
         return source
     # The same check as before a resume; but nothing is set aside in a folder of another run.
     manifest = _on_rank_0(files.complete, source, verify=False).manifest
-    problem = _content_problem(source, manifest) if verify else None
-    if problem is not None:
+    if verify and (problem := _content_problem(source, manifest)):
         raise CheckpointError("checkpoint.damaged", f"{source} is damaged: {problem}", hint=files.EARLIER_HINT)
     # A checkpoint has a weight with two names (a tied head) once.
-    tensors = {name: tensor for name, tensor in own.items() if name not in (twins or {})}
+    tensors = {name: tensor for name, tensor in own.items() if name not in twins}
     _read(source, {"model": tensors})
-    _assign(model, tensors | {name: tensors[first] for name, first in (twins or {}).items()}, source)
+    _assign(model, tensors | {name: tensors[first] for name, first in twins.items()}, source)
     return source
 
 
 def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a Hugging Face folder's *.safetensors files."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     tensors: dict[str, torch.Tensor] = {}
     for part in safetensors_files(folder):
         try:
@@ -271,23 +262,16 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 
 def _assign(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], source: Path) -> None:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
     own = model.state_dict()
-    missing, extra = sorted(set(own) - set(weights)), sorted(set(weights) - set(own))
-    wrong = [k for k in own if k in weights and own[k].shape != weights[k].shape]
-    if missing or wrong:
-        parts = [f"{len(missing)} missing ({', '.join(missing[:3])})"] if missing else []
-        for name in wrong[:1]:
-            shapes = f"{tuple(weights[name].shape)} in the file, {tuple(own[name].shape)} in the model"
-            parts.append(f"{len(wrong)} of another shape ({name}: {shapes})")
-        parts += [f"{len(extra)} unknown ({', '.join(extra[:3])})"] if extra else []
+    if problems := names.misfits(weights, own):
+        unknown = sorted(set(weights) - set(own))
+        problems += [f"{len(unknown)} unknown ({', '.join(unknown[:3])})"] if unknown else []
         raise CheckpointError(
             "checkpoint.model-mismatch",
-            f"the weights in {source} do not fit the model: {'; '.join(parts)}",
+            f"the weights in {source} do not fit the model: {'; '.join(problems)}",
             hint="compare the recipe's [model] table with the model they come from",
         )
-    is_full = not any(hasattr(weights[name], "placements") for name in own)
+    is_full = not any(isinstance(weights[name], DTensor) for name in own)
     options = StateDictOptions(full_state_dict=is_full, strict=True)
     set_model_state_dict(model, {name: weights[name] for name in own}, options=options)
 
@@ -309,9 +293,10 @@ def _on_rank_0(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         except CheckpointError as error:
             answer[1] = error
         except OSError as error:
-            message = f"{error.filename or 'a checkpoint file'} cannot be read: {error.strerror or error}"
             answer[1] = CheckpointError(
-                "checkpoint.unreadable", message, hint="check that the disk is mounted and works"
+                "checkpoint.unreadable",
+                f"{error.filename or 'a checkpoint file'} cannot be read: {error.strerror or error}",
+                hint="check that the disk is mounted and works",
             )
     if _world_size() > 1:
         dist.broadcast_object_list(answer, src=0)

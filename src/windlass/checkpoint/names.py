@@ -1,29 +1,21 @@
 """Weights of a Hugging Face folder under our parameter names and back, by the tables of `windlass.models.presets`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
 
 from windlass.registry import PRESETS
 
-
-def pad_vocabulary(tensor: Any, rows: int) -> Any:
-    """Zero rows up to our aligned vocabulary."""
-    import torch
-
-    return (
-        torch.cat((tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:]))) if len(tensor) < rows else tensor
-    )
-
-
-def cut_vocabulary(tensor: Any, rows: int) -> Any:
-    """The vocabulary without the rows that we add for aligned shapes."""
-    return tensor[:rows]
-
-
-TRANSFORMS: dict[str, tuple[Callable[[Any, int], Any], Callable[[Any, int], Any]]] = {
-    "pad-vocabulary": (pad_vocabulary, cut_vocabulary),
+# Name in a preset -> (to our weight with so many rows, to the folder's weight with so many rows).
+TRANSFORMS: dict[str, tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor, int], Tensor]]] = {
+    # Our vocabulary has zero rows at its end, for aligned shapes.
+    "pad-vocabulary": (
+        lambda tensor, rows: F.pad(tensor, (0, 0, 0, rows - len(tensor))) if len(tensor) < rows else tensor,
+        lambda tensor, rows: tensor[:rows],
+    ),
 }
-"""Name in a preset -> (to our weight with so many rows, to the folder's weight with so many rows)."""
 
 
 def from_hf(
@@ -33,35 +25,33 @@ def from_hf(
 
     A tied head is taken from the embedding; `twins` says which names of a transformers model stand for one weight.
     """
-    for preset in PRESETS.names():
-        format = PRESETS.load(preset).hf
-        if format.wraps_transformers and any(name.startswith(format.prefix) for name in own):
-            return _wrapped(format, weights, own, twins or {})
-        if format.weights and all(format.hf_name(name) for name in own):
-            break
-    else:
+    formats = [PRESETS.load(preset).hf for preset in PRESETS.names()]
+    wrappers = [f for f in formats if f.wraps_transformers and any(name.startswith(f.prefix) for name in own)]
+    format = next(iter([*wrappers, *(f for f in formats if f.weights and all(map(f.hf_name, own)))]), None)
+    if format is None:
         return {}
+    older = {new: old for table in format.older_names.values() for new, old in table.items()}
     loaded = {}
     for name, target in own.items():
-        source = format.hf_name(name)
-        if source not in weights and name in format.tied:
-            source = format.hf_name(format.tied[name])
-        if source in weights:
+        full = format.hf_name(name)
+        # GPT-2's and Bloom's folders hold the body alone.
+        body = full.partition(".")[2] if format.wraps_transformers else None
+        tied = format.hf_name(format.tied[name]) if name in format.tied else None
+        source = next((source for source in (full, body, older.get(full), tied) if source and source in weights), None)
+        if source is not None:
             loaded[name] = weights[source]
             if (kind := format.transforms.get(name)) and loaded[name].shape[1:] == target.shape[1:]:
                 loaded[name] = TRANSFORMS[kind][0](loaded[name], len(target))
-    return loaded
-
-
-def _wrapped(
-    format: Any, weights: Mapping[str, Any], own: Mapping[str, Any], twins: Mapping[str, str]
-) -> dict[str, Any]:
-    """Under a transformers model's own names, or older ones: GPT-2's and Bloom's folders hold the body alone."""
-    older = {new: old for table in format.older_names.values() for new, old in table.items()}
-    loaded = {}
-    for name in own:
-        full = format.hf_name(name)
-        stored = next((n for n in (full, full.partition(".")[2], older.get(full)) if n and n in weights), None)
-        if stored is not None:
-            loaded[name] = weights[stored]
+    twins = twins or {}
     return loaded | {name: loaded[twin] for name, twin in twins.items() if name not in loaded and twin in loaded}
+
+
+def misfits(weights: Mapping[str, Any], own: Mapping[str, Any], untied: Collection[str] = ()) -> list[str]:
+    """What keeps weights from filling the state `own`: missing names (and those of `untied`), other shapes."""
+    missing = sorted(name for name in own if name not in weights or name in untied)
+    misshapen = [name for name in own if name in weights and own[name].shape != weights[name].shape]
+    problems = [f"{len(missing)} missing ({', '.join(missing[:3])})"] if missing else []
+    for name in misshapen[:1]:
+        shapes = f"{tuple(weights[name].shape)} in the file, {tuple(own[name].shape)} in the model"
+        problems.append(f"{len(misshapen)} of another shape ({name}: {shapes})")
+    return problems

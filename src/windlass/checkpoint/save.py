@@ -8,7 +8,7 @@ import contextlib
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -195,10 +195,15 @@ class Saver:
         result = SaveResult(request.step, request.stall_seconds or 0.0, metric=request.metric)
         folder = files.temporary(self.run, request.step)
         is_first = self.rank == 0
+
+        def read_back() -> tuple[dict[str, Any], dict[str, Any]]:
+            shards = sorted(path.name for path in folder.glob(f"__{self.rank}_*.distcp"))
+            return files.describe(folder, [*shards, ".metadata"] if is_first else shards), request.random_state
+
         try:
             self._on_all_ranks("preparing the folder", lambda: self._make_room(folder) if is_first else None)
             self._on_all_ranks("writing", lambda: self._write_tensors(request, folder))
-            parts = self._on_all_ranks("reading back", lambda: (self._describe_own_files(folder), request.random_state))
+            parts = self._on_all_ranks("reading back", read_back)
             sizes = self._on_all_ranks(
                 "completing", lambda: self._complete(request, folder, parts, started) if is_first else 0
             )
@@ -234,31 +239,33 @@ class Saver:
         for _, leftover in files.temporaries(self.run):
             shutil.rmtree(leftover, ignore_errors=True)
         folder.mkdir(parents=True)
-        need, free = self.good.bytes if self.good else None, shutil.disk_usage(folder).free
-        if need is not None and free < need:
-            message = f"the disk of {self.run.checkpoints} has {print_bytes(free)} free"
-            raise CheckpointError("checkpoint.disk-full", f"{message} and a checkpoint needs {print_bytes(need)}")
+        need, free = (self.good and self.good.bytes) or 0, shutil.disk_usage(folder).free
+        if free < need:
+            raise CheckpointError(
+                "checkpoint.disk-full",
+                f"the disk of {self.run.checkpoints} has {print_bytes(free)} free "
+                f"and a checkpoint needs {print_bytes(need)}",
+            )
 
     def _write_tensors(self, request: SaveRequest, folder: Path) -> None:
-        writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+        # torch.save's own CRC takes half of a write's time and is never read; the manifest has checksums of every byte.
+        before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
         try:
-            with _without_zip_checksums():
-                save_distributed(
-                    request.state,
-                    storage_writer=writer,
-                    planner=DefaultSavePlanner(),
-                    process_group=self._group,
-                    no_dist=self._group is None,
-                )
+            save_distributed(
+                request.state,
+                storage_writer=FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1),
+                planner=DefaultSavePlanner(),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
         except CheckpointException as error:  # it holds the failures of all ranks: name the first
             rank, (failure, _) = next(iter(error.failures.items()))
             raise CheckpointError(
                 "checkpoint.write-failed", f"rank {rank} could not write: {_first_line(failure)}"
             ) from failure
-
-    def _describe_own_files(self, folder: Path) -> dict[str, dict[str, Any]]:
-        names = sorted(path.name for path in folder.glob(f"__{self.rank}_*.distcp"))
-        return files.describe(folder, [*names, ".metadata"] if self.rank == 0 else names)
+        finally:
+            torch.serialization.set_crc32_options(before)
 
     def _complete(
         self, request: SaveRequest, folder: Path, parts: list[tuple[dict[str, Any], dict[str, Any]]], started: float
@@ -300,21 +307,9 @@ class Saver:
         return [a["result"] for a in answers]
 
 
-@contextlib.contextmanager
-def _without_zip_checksums() -> Iterator[None]:
-    """torch.save's own CRC takes half of a write's time and is never read; the manifest has checksums of every byte."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
 def _first_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f" ({error.filename})" if error.filename else "")
     name, lines = type(error).__name__, str(error).strip().splitlines()
-    if not lines:
-        return name
-    return lines[0] if isinstance(error, CheckpointError) else f"{name}: {lines[0]}"
+    prefix = "" if isinstance(error, CheckpointError) else f"{name}: "
+    return prefix + lines[0] if lines else name

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from windlass.blocks.initial_values import local_tensor
+
 _ALIGN = 64
 _CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -34,9 +36,18 @@ class Stager:
         if self._slab is not None and self._slab.numel() >= size:
             return
         self.close()
-        self._slab = torch.empty(max(size, 1), dtype=torch.uint8)
-        arguments = (self._slab, _device(state))
-        self._warming = threading.Thread(target=self._warm, args=arguments, name="windlass-stage", daemon=True)
+        self._slab = slab = torch.empty(max(size, 1), dtype=torch.uint8)
+        device = _device(state)
+
+        def warm() -> None:
+            for start in range(0, slab.numel(), 2**26):
+                slab[start : start + 2**26].zero_()
+            if device is not None:
+                with torch.cuda.device(device):  # a new thread would otherwise open a context on the first device
+                    code = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)
+                self._pinned = int(code) == 0  # without it the copy is slower, but correct
+
+        self._warming = threading.Thread(target=warm, name="windlass-stage", daemon=True)
         self._warming.start()
 
     def stage(self, state: Any) -> Any:
@@ -45,29 +56,18 @@ class Stager:
         if self._warming is not None:
             self._warming.join()
         assert self._slab is not None
-        copies: dict[int, torch.Tensor] = {}
-        offset = 0
+        slab, copies, offset = self._slab, dict[int, torch.Tensor](), 0
         for _, leaf in leaves(state):
-            if id(leaf) in copies:
-                continue
-            local = _local(leaf)
-            size = local.numel() * local.element_size()
-            copy = self._slab[offset : offset + size].view(local.dtype).view(local.shape)
-            copy.copy_(local, non_blocking=self._pinned)
-            # DTensor.from_local would move the copy back to the mesh's device, so the constructor is used.
-            copies[id(leaf)] = DTensor(copy, leaf._spec, requires_grad=False) if isinstance(leaf, DTensor) else copy
-            offset += _aligned(size)
+            if id(leaf) not in copies:
+                local = local_tensor(leaf).detach()
+                copy = slab[offset : offset + local.nbytes].view(local.dtype).view(local.shape)
+                copy.copy_(local, non_blocking=self._pinned)
+                # DTensor.from_local would move the copy back to the mesh's device, so the constructor is used.
+                copies[id(leaf)] = DTensor(copy, leaf._spec, requires_grad=False) if isinstance(leaf, DTensor) else copy
+                offset += _aligned(local.nbytes)
         if (device := _device(state)) is not None:
             torch.cuda.synchronize(device)
         return _rebuild(state, copies)
-
-    def _warm(self, slab: torch.Tensor, device: torch.device | None) -> None:
-        for start in range(0, slab.numel(), 2**26):
-            slab[start : start + 2**26].zero_()
-        if device is not None:
-            with torch.cuda.device(device):  # a new thread would otherwise open a context on the first device
-                code = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)
-            self._pinned = int(code) == 0  # without it the copy is slower, but correct
 
     def close(self) -> None:
         """Release the memory."""
@@ -93,15 +93,12 @@ def _rebuild(state: Any, copies: dict[int, torch.Tensor]) -> Any:
         return copies[id(state)]
     if isinstance(state, dict):
         return {key: _rebuild(value, copies) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(_rebuild(value, copies) for value in state)
-    return state
+    return type(state)(_rebuild(value, copies) for value in state) if isinstance(state, (list, tuple)) else state
 
 
 def state_bytes(state: Any) -> int:
     """Bytes of this rank's part of the state."""
-    tensors = {id(leaf): _local(leaf) for _, leaf in leaves(state)}
-    return sum(_aligned(t.numel() * t.element_size()) for t in tensors.values())
+    return sum({id(leaf): _aligned(local_tensor(leaf).nbytes) for _, leaf in leaves(state)}.values())
 
 
 def state_extent(state: Any) -> tuple[int, int]:
@@ -132,10 +129,6 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def _local(leaf: torch.Tensor) -> torch.Tensor:
-    return (leaf.to_local() if isinstance(leaf, DTensor) else leaf).detach()
-
-
 def _device(state: Any) -> torch.device | None:
     """The GPU that holds the state, or None."""
-    return next((local.device for _, leaf in leaves(state) if (local := _local(leaf)).is_cuda), None)
+    return next((local.device for _, leaf in leaves(state) if (local := local_tensor(leaf)).is_cuda), None)

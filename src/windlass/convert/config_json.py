@@ -1,7 +1,6 @@
-"""config.json of a Hugging Face folder as a recipe, and back, by the tables of `windlass.models.presets`. No torch."""
+"""config.json of a Hugging Face folder as a recipe, and back, by the tables of `windlass.models.presets`."""
 
 import contextlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,11 @@ from windlass.config import DataConfig, ModelConfig, Recipe, SaveConfig
 from windlass.errors import CheckpointError, ConfigError
 from windlass.files import read_json
 from windlass.models.hf_format import HFFormat
+from windlass.models.presets.hf import read_config_json
 from windlass.registry import PRESETS
 
+# Names that families use for the longest sequence; Bloom has none.
 POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-"""Names that families use for the longest sequence; Bloom has none."""
 
 
 def format_of(model: ModelConfig) -> HFFormat:
@@ -31,13 +31,14 @@ def is_hf_folder(folder: Path) -> bool:
 def match_format(config: Mapping[str, Any]) -> tuple[HFFormat, list[str]]:
     """The format to read a config.json with, and why it is not one of our own modules (empty when it is)."""
     formats = [PRESETS.load(name).hf for name in PRESETS.names()]
+    readable = next((format for format in formats if not format.differences(config)), None)
+    if readable is not None:
+        return readable, []
+    # Of a family that no format reads, the reasons are those of the formats that state what they need.
     candidates = [format for format in formats if config["model_type"] in format.model_types]
-    for format in candidates:
-        if not format.differences(config):
-            return format, []
-    reasons = [reason for format in candidates for reason in format.differences(config)]
-    wrapper = next(format for format in formats if format.wraps_transformers)
-    return wrapper, reasons or [f"its family is {config['model_type']}"]
+    candidates = candidates or [format for format in formats if format.requirements]
+    reasons = dict.fromkeys(reason for format in candidates for reason in format.differences(config))
+    return next(format for format in formats if format.wraps_transformers), list(reasons)
 
 
 def recipe_of_folder(folder: Path, *, seq_len: int | None = None) -> Recipe:
@@ -89,11 +90,5 @@ def config_json(recipe: Recipe, dtype: str, positions: int) -> dict[str, Any]:
     """config.json of a model; `dtype` is torch's name of the number format."""
     model, format = recipe.model, format_of(recipe.model)
     if format.wraps_transformers:
-        return {**original_config(model), "torch_dtype": dtype, "dtype": dtype}
+        return {**read_config_json(model), "torch_dtype": dtype, "dtype": dtype}
     return format.write_config(model.model_dump(mode="json"), {"dtype": dtype, "positions": positions})
-
-
-def original_config(model: ModelConfig) -> dict[str, Any]:
-    """The config.json that a model of family hf is built from."""
-    path = Path(model.config or "")
-    return dict(json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8")))

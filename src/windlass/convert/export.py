@@ -9,16 +9,17 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors.torch import save_file
+
 from windlass.checkpoint import files
 from windlass.checkpoint.load import read_extra
 from windlass.checkpoint.names import TRANSFORMS
 from windlass.config import ModelConfig
 from windlass.convert.config_json import config_json, format_of, positions_of
 from windlass.convert.source import DTYPES, ModelSource, ProgressCallback, dtype_of_name, find_source, find_tokenizer
-from windlass.convert.tokenizer_files import special_ids, write_tokenizer
+from windlass.convert.tokenizer_files import write_tokenizer
 from windlass.convert.verify import LogitComparison, compare_logits
 from windlass.convert.weights import StoredWeights, exported_names, open_weights
-from windlass.data.tokenizer import Tokenizer
 from windlass.errors import CheckpointError, ConfigError, DataError, RunError
 from windlass.files import read_json, write_atomic, write_json
 
@@ -56,7 +57,15 @@ def export(
     if target.exists():
         raise RunError("convert.target-exists", f"{target} exists", hint="choose another folder with --to")
     source = find_source(path, step)
-    refuse_inexpressible(source.recipe.model)
+    model = source.recipe.model
+    for key, value in format_of(model).fixed.items():
+        if getattr(model, key) != value:
+            raise ConfigError(
+                "convert.not-expressible",
+                f"model.{key} = {getattr(model, key)!r} cannot be written as a Hugging Face {model.family}, "
+                f"which always has {value!r}",
+                hint="evaluate and generate work on the run itself",
+            )
     if shard_bytes < 1:
         raise ConfigError(
             "convert.shard-too-small",
@@ -70,9 +79,18 @@ def export(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        weights = open_weights(source.folder)
-        sizes, tensors = write_weights(source.recipe.model, weights, temporary, dtype, shard_bytes, progress)
-        loaded = _write_tokenizer_and_config(source, temporary, dtype, tokenizer)
+        sizes, tensors = write_weights(model, open_weights(source.folder), temporary, dtype, shard_bytes, progress)
+        try:
+            loaded = find_tokenizer(source, tokenizer)
+        except DataError:
+            if tokenizer is not None:
+                raise
+            loaded = None
+        ids = write_tokenizer(loaded, temporary, max_length=source.recipe.data.seq_len) if loaded else {}
+        positions = positions_of(source.recipe, source.folder)
+        config = config_json(source.recipe, str(DTYPES[dtype]).removeprefix("torch."), positions)
+        write_json(temporary / "config.json", {**config, **ids})
+        write_json(temporary / "generation_config.json", {"do_sample": True, "temperature": 0.8, "top_p": 0.95, **ids})
         title = f"# {source.recipe.name}\n\nTrained with windlass. No run folder was at hand for a fuller card.\n"
         write_atomic(temporary / "README.md", card or title)
         check = compare_logits(source.recipe, source.folder, temporary, DTYPES[dtype], loaded, text) if verify else None
@@ -89,25 +107,13 @@ def export(
         raise
     described = f"{loaded.path.name} ({loaded.vocab_size:,} tokens)" if loaded else "none: the run names no tokenizer"
     saved_step = (read_json(source.folder / files.MANIFEST) or {}).get("step")
-    total_bytes = sum(sizes.values())
-    return Exported(target, dtype, len(sizes), total_bytes, tensors, described, saved_step, source.note, check)
-
-
-def refuse_inexpressible(model: ModelConfig) -> None:
-    for key, value in format_of(model).fixed.items():
-        if getattr(model, key) != value:
-            raise ConfigError(
-                "convert.not-expressible",
-                f"model.{key} = {getattr(model, key)!r} cannot be written as a Hugging Face {model.family}, "
-                f"which always has {value!r}",
-                hint="evaluate and generate work on the run itself",
-            )
+    return Exported(target, dtype, len(sizes), sum(sizes.values()), tensors, described, saved_step, source.note, check)
 
 
 def export_dtype(source: ModelSource, named: str | None) -> str:
     """The named format; an imported model as it came; else bf16 unless the run computed in fp32."""
     if named is not None:
-        dtype_of_name(named)
+        dtype_of_name(named)  # refuses an unknown one
         return named
     extra = read_extra(source.folder)["extra"] if (source.folder / files.EXTRA).is_file() else {}
     default = "fp32" if source.recipe.train.precision == "fp32" else "bf16"
@@ -118,27 +124,26 @@ def write_weights(
     model: ModelConfig, weights: StoredWeights, folder: Path, dtype: str, shard_bytes: int, progress: ProgressCallback
 ) -> tuple[dict[str, int], int]:
     """Write shards of at most `shard_bytes`, one in memory at a time: file -> bytes, and the number of tensors."""
-    from safetensors.torch import save_file
-
-    names, format, torch_dtype = exported_names(model, weights), format_of(model), DTYPES[dtype]
-    shards: list[list[str]] = [[]]
+    transforms, torch_dtype = format_of(model).transforms, DTYPES[dtype]
+    names = exported_names(model, weights)
+    shards: list[dict[str, str]] = [{}]
     shard_size = 0
     for hf_name, own_name in names.items():
         tensor_bytes = math.prod(weights.shape(own_name)) * torch_dtype.itemsize
         if shards[-1] and shard_size + tensor_bytes > shard_bytes:
-            shards.append([])
+            shards.append({})
             shard_size = 0
-        shards[-1].append(hf_name)
+        shards[-1][hf_name] = own_name
         shard_size += tensor_bytes
     sizes: dict[str, int] = {}
     file_of: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {}
-        for hf_name in shard:
-            tensor = weights[names[hf_name]]
-            if kind := format.transform(hf_name):
-                tensor = TRANSFORMS[kind][1](tensor, model.vocab or len(tensor))
+        for hf_name, own_name in shard.items():
+            tensor = weights[own_name]
+            if own_name in transforms:
+                tensor = TRANSFORMS[transforms[own_name]][1](tensor, model.vocab or len(tensor))
             tensors[hf_name] = tensor.to(torch_dtype).contiguous()
             file_of[hf_name] = name
             progress(len(file_of), len(names))
@@ -146,25 +151,8 @@ def write_weights(
         (folder / name).chmod(0o644)  # safetensors makes the file readable for its owner only
         sizes[name] = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
-        write_json(folder / "model.safetensors.index.json", index)
+        write_json(
+            folder / "model.safetensors.index.json",
+            {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of},
+        )
     return sizes, len(file_of)
-
-
-def _write_tokenizer_and_config(source: ModelSource, folder: Path, dtype: str, named: Path | None) -> Tokenizer | None:
-    """Write the tokenizer, config.json and generation_config.json; None when the model has no tokenizer."""
-    try:
-        tokenizer = find_tokenizer(source, named)
-    except DataError:
-        if named is not None:
-            raise
-        tokenizer = None
-    ids = {}
-    if tokenizer is not None:
-        write_tokenizer(tokenizer, folder, max_length=source.recipe.data.seq_len)
-        ids = special_ids(tokenizer)
-    positions = positions_of(source.recipe, source.folder)
-    config = config_json(source.recipe, str(DTYPES[dtype]).removeprefix("torch."), positions)
-    write_json(folder / "config.json", {**config, **ids})
-    write_json(folder / "generation_config.json", {"do_sample": True, "temperature": 0.8, "top_p": 0.95, **ids})
-    return tokenizer

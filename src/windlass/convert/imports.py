@@ -3,6 +3,7 @@
 With another tokenizer the vocabulary changes; see `vocabulary.py`.
 """
 
+import contextlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -61,11 +62,11 @@ def import_model(
     if target.exists():
         raise RunError("convert.target-exists", f"{target} exists", hint="choose another folder with --run")
     from_folder = is_hf_folder(folder)
-    if not from_folder:
+    if from_folder:
+        source = ModelSource(None, recipe_of_folder(folder, seq_len=seq_len), folder)
+    else:
         refuse_other_folder(folder)
-    source = (
-        ModelSource(None, recipe_of_folder(folder, seq_len=seq_len), folder) if from_folder else find_source(folder)
-    )
+        source = find_source(folder)
     recipe = source.recipe.model_copy(update={"name": recipe_name(target), "layout": None})
     weights = open_weights(source.folder)
     formats = {weights.dtype(name) for name in weights}
@@ -92,8 +93,9 @@ def import_model(
     run = write_run(recipe, state, target, loaded, dtype, folder, positions_of(recipe, source.folder))
     check = None
     if verify and from_folder and tokenizer is None:
-        checkpoint = find_source(run.path).folder
-        check = compare_logits(run.recipe(), checkpoint, folder, next(iter(state.values())).dtype, loaded)
+        check = compare_logits(
+            run.recipe(), find_source(run.path).folder, folder, next(iter(state.values())).dtype, loaded
+        )
         if not check.ok:
             raise CheckpointError(
                 "convert.import-logits-differ",
@@ -101,8 +103,8 @@ def import_model(
                 f"largest logit difference {check.difference:.3g}",
                 hint="this is a bug in windlass: report the model's config.json; the run folder is kept for inspection",
             )
-    count = sum(tensor.numel() for tensor in state.values())
-    return Imported(run.path, recipe.model.family, count, dtype, recipe.model.vocab or 0, notes, check)
+    parameters = sum(tensor.numel() for tensor in state.values())
+    return Imported(run.path, recipe.model.family, parameters, dtype, recipe.model.vocab or 0, notes, check)
 
 
 def refuse_other_folder(folder: Path) -> None:
@@ -115,9 +117,8 @@ def refuse_other_folder(folder: Path) -> None:
             hint="use the config.json that came with the weights",
         )
     if not (folder / "checkpoints").is_dir():
-        content = "does not exist"
-        if folder.is_dir():
-            content = f"holds {', '.join(sorted(path.name for path in folder.iterdir())[:6]) or 'nothing'}"
+        entries = sorted(path.name for path in folder.iterdir())[:6] if folder.is_dir() else []
+        content = f"holds {', '.join(entries) or 'nothing'}" if folder.is_dir() else "does not exist"
         raise CheckpointError(
             "convert.nothing-to-import",
             f"{folder} {content}: no model to import",
@@ -133,16 +134,9 @@ def weights_under_our_names(recipe: Recipe, weights: StoredWeights) -> dict[str,
     own, twins, format = model.state_dict(), getattr(model, "twins", {}), format_of(recipe.model)
     is_ours = set(own) <= set(weights)
     loaded: Mapping[str, Tensor] = weights if is_ours else names.from_hf(weights, own, twins)
-    missing = [name for name in own if name not in loaded]
-    if not is_ours:  # a head that the config calls untied is not made up from the embedding
-        missing += [name for name in format.tied if name in own and format.hf_name(name) not in weights]
-    misshapen = [name for name in own if name in loaded and loaded[name].shape != own[name].shape]
-    problems = [f"{len(missing)} missing ({', '.join(missing[:3])})"] if missing else []
-    if misshapen:
-        name = misshapen[0]
-        shapes = f"{tuple(loaded[name].shape)} in the file, {tuple(own[name].shape)} by the config"
-        problems.append(f"{len(misshapen)} of another shape ({name}: {shapes})")
-    if problems:
+    # A head that the config calls untied is not made up from the embedding.
+    untied = [] if is_ours else [name for name in format.tied if format.hf_name(name) not in weights]
+    if problems := names.misfits(loaded, own, untied):
         raise CheckpointError(
             "convert.weights-do-not-fit",
             f"the weights do not fit the folder's config.json: {'; '.join(problems)}",
@@ -155,19 +149,18 @@ def weights_under_our_names(recipe: Recipe, weights: StoredWeights) -> dict[str,
 def import_notes(folder: Path, recipe: Recipe, formats: set[torch.dtype]) -> list[str]:
     """What the user should know about the import."""
     config = read_json(folder / "config.json") or {}
-    _, reasons = match_format(config)
-    notes = []
-    if reasons:
-        notes.append(f"family hf: {'; '.join(reasons)}. It trains sharded, without tensor or pipeline parallelism.")
-    if len(formats) > 1:
-        listed = " and ".join(sorted(str(torch_dtype).removeprefix("torch.") for torch_dtype in formats))
-        notes.append(f"weights of {listed} become fp32, which holds both exactly")
-    if (positions := max_positions(config) or 0) > recipe.data.seq_len:
-        notes.append(
-            f"the model takes {positions:,} tokens; data.seq_len = {recipe.data.seq_len:,} is recorded (--seq-len), "
-            f"and an export keeps {positions:,}"
-        )
-    return notes
+    reasons, positions, length = "; ".join(match_format(config)[1]), max_positions(config) or 0, recipe.data.seq_len
+    listed = " and ".join(sorted(str(torch_dtype).removeprefix("torch.") for torch_dtype in formats))
+    notes = (
+        (bool(reasons), f"family hf: {reasons}. It trains sharded, without tensor or pipeline parallelism."),
+        (len(formats) > 1, f"weights of {listed} become fp32, which holds both exactly"),
+        (
+            positions > length,
+            f"the model takes {positions:,} tokens; data.seq_len = {length:,} is recorded (--seq-len), "
+            f"and an export keeps {positions:,}",
+        ),
+    )
+    return [note for applies, note in notes if applies]
 
 
 def write_run(
@@ -181,12 +174,10 @@ def write_run(
 ) -> Run:
     """The run folder with one checkpoint, of step 0."""
     wrapped = format_of(recipe.model).wraps_transformers
-    if tokenizer is not None:
-        data = recipe.data.model_copy(update={"tokenizer": str(target / "tokenizer")})
-        recipe = recipe.model_copy(update={"data": data})
-    if wrapped:
-        model = recipe.model.model_copy(update={"config": str(target / "hf")})
-        recipe = recipe.model_copy(update={"model": model})
+    data = {"tokenizer": str(target / "tokenizer")} if tokenizer is not None else {}
+    model = {"config": str(target / "hf")} if wrapped else {}
+    updates = {"data": recipe.data.model_copy(update=data), "model": recipe.model.model_copy(update=model)}
+    recipe = recipe.model_copy(update=updates)
     run = create_run(target, Loaded(recipe=recipe, text=recipe_text(recipe), path=None, origins={}))
     if wrapped:
         (target / "hf").mkdir()
@@ -194,10 +185,9 @@ def write_run(
     if tokenizer is not None:
         (target / "tokenizer").mkdir(exist_ok=True)
         write_tokenizer(tokenizer, target / "tokenizer", max_length=recipe.data.seq_len)
-    saver = Saver(run, SaveConfig(asynchronous=False))
     extra = {"tokens": 0, "dtype": dtype, "imported_from": str(origin), "positions": positions}
-    outcome = saver.save(0, {"model": state}, extra, block=True)
-    saver.close()
+    with contextlib.closing(Saver(run, SaveConfig(asynchronous=False))) as saver:
+        outcome = saver.save(0, {"model": state}, extra, block=True)
     if outcome is None or not outcome.ok:
         raise CheckpointError(
             "convert.checkpoint-not-written",

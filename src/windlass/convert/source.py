@@ -17,8 +17,7 @@ from windlass.errors import CheckpointError, ConfigError, DataError
 from windlass.models.build import build_model
 from windlass.runs.folder import Run, open_run
 
-ProgressCallback = Callable[[int, int], None]
-"""Called with the work done and the total."""
+ProgressCallback = Callable[[int, int], None]  # called with the work done and the total
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -29,8 +28,7 @@ class ModelSource:
     run: Run | None
     recipe: Recipe
     folder: Path
-    note: str | None = None
-    # Says that newer checkpoints of the run could not be used.
+    note: str | None = None  # says that newer checkpoints of the run could not be used
 
 
 def find_source(path: Path | str, step: int | None = None) -> ModelSource:

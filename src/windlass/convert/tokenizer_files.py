@@ -1,6 +1,7 @@
 """Tokenizer files that transformers reads, written from every kind of tokenizer file that we read. No torch."""
 
 import argparse
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -10,54 +11,46 @@ from windlass.data.tokenizer import JsonTokenizer, RanksTokenizer, Tokenizer, lo
 from windlass.errors import DataError
 from windlass.files import read_json, write_atomic, write_json
 
+# Files that transformers keeps beside a tokenizer, apart from tokenizer_config.json.
 SETTINGS_FILES = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-"""Files that transformers keeps beside a tokenizer, apart from tokenizer_config.json."""
 
 
-def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_length: int) -> None:
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_length: int) -> dict[str, int]:
     """Write what `AutoTokenizer.from_pretrained(folder)` reads; it gives the same ids as ours.
 
-    A tokenizer that came with transformers' settings keeps them (begin and end tokens, chat template).
+    A tokenizer that came with transformers' settings keeps them (begin and end tokens, chat template). Returns the ids
+    for config.json: the end token also begins a document, unless the tokenizer has a begin token.
     """
+    original = read_json(tokenizer.path.with_name("tokenizer_config.json"))
     settings: dict[str, Any] = {
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
         "add_bos_token": False,
         "add_eos_token": False,
     }
-    original = _original_settings(tokenizer)
     if not isinstance(tokenizer, JsonTokenizer | RanksTokenizer):
         shutil.copyfile(tokenizer.path, folder / "tokenizer.model")
         settings |= {"tokenizer_class": "LlamaTokenizer", "legacy": False}
-        write_json(folder / "tokenizer_config.json", original or settings)
-        return
-    content = tokenizer.path.read_bytes() if isinstance(tokenizer, JsonTokenizer) else json_of_ranks(tokenizer)
-    write_atomic(folder / "tokenizer.json", content)
-    _check_ids(tokenizer, folder / "tokenizer.json")
-    end = None if tokenizer.eos is None else tokenizer.decode([tokenizer.eos]) or None
-    if original is not None:
-        changed = {} if _special_token(original, "eos_token") == end else {"eos_token": end}
-        write_json(folder / "tokenizer_config.json", original | changed)
-        for path in (tokenizer.path.with_name(name) for name in SETTINGS_FILES):
-            if path.is_file():
-                shutil.copyfile(path, folder / path.name)
-        return
-    specials = {} if end is None else {"eos_token": end, "bos_token": end, "pad_token": end}
-    write_json(folder / "tokenizer_config.json", {**settings, "tokenizer_class": "PreTrainedTokenizerFast", **specials})
-    write_json(folder / "special_tokens_map.json", specials)
-
-
-def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Ids for config.json. The end token also begins a document, unless the tokenizer has a begin token."""
+    else:
+        content = tokenizer.path.read_bytes() if isinstance(tokenizer, JsonTokenizer) else json_of_ranks(tokenizer)
+        write_atomic(folder / "tokenizer.json", content)
+        check_ids(tokenizer, folder / "tokenizer.json")
+        end = None if tokenizer.eos is None else tokenizer.decode([tokenizer.eos]) or None
+        if original is None:
+            specials = {} if end is None else {"eos_token": end, "bos_token": end, "pad_token": end}
+            settings |= {"tokenizer_class": "PreTrainedTokenizerFast", **specials}
+            write_json(folder / "special_tokens_map.json", specials)
+        else:
+            original |= {} if _special_token(original, "eos_token") == end else {"eos_token": end}
+            for path in (tokenizer.path.with_name(name) for name in SETTINGS_FILES):
+                if path.is_file():
+                    shutil.copyfile(path, folder / path.name)
+    write_json(folder / "tokenizer_config.json", original or settings)
     if tokenizer.eos is None:
         return {}
-    begin = _special_token(_original_settings(tokenizer) or {}, "bos_token")
+    begin = _special_token(original or {}, "bos_token")
     ids = tokenizer.encode(begin, specials=True) if begin else []
     return {"eos_token_id": tokenizer.eos, "bos_token_id": ids[0] if len(ids) == 1 else tokenizer.eos}
-
-
-def _original_settings(tokenizer: Tokenizer) -> dict[str, Any] | None:
-    return read_json(tokenizer.path.with_name("tokenizer_config.json"))
 
 
 def _special_token(settings: dict[str, Any], name: str) -> str | None:
@@ -65,13 +58,12 @@ def _special_token(settings: dict[str, Any], name: str) -> str | None:
     return value.get("content") if isinstance(value, dict) else value
 
 
-def _check_ids(tokenizer: Tokenizer, written: Path) -> None:
+def check_ids(tokenizer: Tokenizer, written: Path) -> None:
     """The written file must give our ids: with other ids the model is another model."""
     text = Path(argparse.__file__).read_text(encoding="utf-8")[:20_000] + " naïve ÅŁż 日本語 Привет 12345\n\t  x"
     ours, theirs = tokenizer.encode(text), load_tokenizer(written).encode(text)
     if ours != theirs:
-        pairs = enumerate(zip(ours, theirs, strict=False))
-        first = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+        first = next(i for i, (a, b) in enumerate(itertools.zip_longest(ours, theirs)) if a != b)
         raise DataError(
             "convert.tokenizer-ids-differ",
             f"the exported tokenizer gives other ids than {tokenizer.path} from token {first} on",

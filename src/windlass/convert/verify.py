@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from windlass.checkpoint.stage import available_bytes
@@ -58,10 +59,11 @@ def compare_logits(
     needed_bytes = sum(torch.Size(weights.shape(name)).numel() for name in weights) * BYTES_PER_WEIGHT
     free_bytes = available_bytes()
     layerwise = format_of(recipe.model).layerwise and free_bytes is not None and needed_bytes > free_bytes
-    if layerwise:
-        pairs = _layer_by_layer(recipe, weights, folder, dtype, tokens)
-    else:
-        pairs = _whole(recipe, checkpoint, folder, dtype, tokens)
+    pairs = (
+        layer_by_layer(recipe, weights, folder, dtype, tokens)
+        if layerwise
+        else whole(recipe, checkpoint, folder, dtype, tokens)
+    )
     difference, same, positions, squares, count = 0.0, 0, 0, 0.0, 0
     for ours, theirs in pairs:
         distance = float((ours - theirs).abs().max())
@@ -82,8 +84,8 @@ def sample_tokens(recipe: Recipe, tokenizer: Tokenizer | None, text: str | None)
         tokens = torch.randint(0, recipe.model.vocab or 256, (SEQUENCES, length), generator=generator)
         return tokens, "random tokens (no tokenizer)"
     description = "the given text" if text is not None else "text of Python's library"
-    text = text if text is not None else Path(argparse.__file__).read_text(encoding="utf-8")
-    ids = tokenizer.encode(text[: 40 * SEQUENCES * length])
+    content = Path(argparse.__file__).read_text(encoding="utf-8") if text is None else text
+    ids = tokenizer.encode(content[: 40 * SEQUENCES * length])
     if not ids:
         raise DataError(
             "convert.sample-text-empty",
@@ -95,7 +97,7 @@ def sample_tokens(recipe: Recipe, tokenizer: Tokenizer | None, text: str | None)
 
 
 @torch.inference_mode()
-def _whole(
+def whole(
     recipe: Recipe, checkpoint: Path, folder: Path, dtype: torch.dtype, tokens: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     cpu = torch.device("cpu")
@@ -125,7 +127,7 @@ def _transformers() -> Any:
 
 
 @torch.inference_mode()
-def _layer_by_layer(
+def layer_by_layer(
     recipe: Recipe, weights: StoredWeights, folder: Path, dtype: torch.dtype, tokens: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     model, format, exported = recipe.model, format_of(recipe.model), open_weights(folder)
@@ -146,9 +148,6 @@ def _layer_by_layer(
         hf_name = format.hf_name(name) or name
         return weights[own_names[hf_name]].to(dtype).float(), exported[hf_name].float()
 
-    def normed(x: Tensor, weight: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.norm_eps) * weight
-
     x, y = (table[tokens] for table in both("embed.weight"))
     for number in range(model.layers or 0):
         stage.load_state_dict(
@@ -161,7 +160,8 @@ def _layer_by_layer(
             y, attention_mask=None, position_ids=positions, position_embeddings=network.rotary_emb(y, positions)
         )
         y = output[0] if isinstance(output, tuple) else output
-    our_norm, their_norm = both("norm.weight")
     our_head, their_head = both("embed.weight" if model.tied else "head.weight")
-    for ours, theirs in zip(normed(x, our_norm).split(1), normed(y, their_norm).split(1), strict=True):
+    sides = zip((x, y), both("norm.weight"), strict=True)
+    x, y = (F.rms_norm(hidden, hidden.shape[-1:], weight, model.norm_eps) for hidden, weight in sides)
+    for ours, theirs in zip(x.split(1), y.split(1), strict=True):
         yield ours @ our_head[: model.vocab].t(), theirs @ their_head.t()

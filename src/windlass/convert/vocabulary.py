@@ -27,21 +27,17 @@ def grow_vocabulary(
     pieces = old_pieces(old, new)
     vocab = recipe.model.vocab or old.vocab_size
     grown = dict(state)
-    for name in (name for name in VOCABULARY_WEIGHTS if name in state):
-        table = state[name]
-        rows = torch.zeros(padded_rows(len(pieces)), table.shape[1], dtype=table.dtype)
+    for name, table in ((name, state[name]) for name in VOCABULARY_WEIGHTS if name in state):
+        grown[name] = torch.zeros(padded_rows(len(pieces)), table.shape[1], dtype=table.dtype)
         mean = table[:vocab].float().mean(0)
         for token, ids in enumerate(pieces):
-            rows[token] = (table[ids].float().mean(0) if ids else mean).to(table.dtype)
-        grown[name] = rows
-    single = sum(len(ids) == 1 for ids in pieces)
-    empty = sum(not ids for ids in pieces)
+            grown[name][token] = (table[ids].float().mean(0) if ids else mean).to(table.dtype)
+    single, empty = sum(len(ids) == 1 for ids in pieces), sum(not ids for ids in pieces)
     note = (
         f"vocabulary {vocab:,} -> {new.vocab_size:,}: {single:,} tokens keep one old row, "
         f"{len(pieces) - single - empty:,} start as the mean of their old pieces, {empty:,} as the mean of all rows"
     )
-    model = recipe.model.model_copy(update={"vocab": new.vocab_size})
-    return recipe.model_copy(update={"model": model}), grown, note
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab": new.vocab_size})}), grown, note
 
 
 def old_pieces(old: Tokenizer, new: Tokenizer) -> list[list[int]]:

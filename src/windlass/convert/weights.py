@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -15,9 +16,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 from windlass.checkpoint.files import MANIFEST
 from windlass.checkpoint.load import safetensors_files
 from windlass.config import ModelConfig
-from windlass.convert.config_json import format_of, original_config
+from windlass.convert.config_json import format_of
 from windlass.errors import CheckpointError
 from windlass.models.hf import build_hf
+from windlass.models.presets.hf import read_config_json
 
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -29,11 +31,11 @@ class StoredTensor:
     read: Callable[[], Tensor]
 
 
+@dataclass(frozen=True, eq=False)
 class StoredWeights(Mapping[str, Tensor]):
     """Names, shapes and formats are known at once; a tensor is read each time it is asked for."""
 
-    def __init__(self, tensors: dict[str, StoredTensor]) -> None:
-        self.tensors = tensors
+    tensors: dict[str, StoredTensor]
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name].read()
@@ -60,11 +62,25 @@ class StoredWeights(Mapping[str, Tensor]):
 
 def open_weights(folder: Path) -> StoredWeights:
     """Weights of a checkpoint of any layout, or of the *.safetensors files of a folder."""
-    if (folder / MANIFEST).is_file() and (folder / ".metadata").is_file():
-        return _open_checkpoint(folder)
-    from safetensors import safe_open
-
     tensors = {}
+    if (folder / MANIFEST).is_file() and (folder / ".metadata").is_file():
+
+        def read(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
+            state = {"model": {name: torch.empty(size, dtype=dtype)}}
+            load_distributed(state, storage_reader=FileSystemReader(folder), no_dist=True)
+            return state["model"][name]
+
+        for full_name, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
+            if full_name.startswith("model.") and isinstance(entry, TensorStorageMetadata):
+                name, dtype = full_name.removeprefix("model."), entry.properties.dtype
+                tensors[name] = StoredTensor(tuple(entry.size), dtype, partial(read, name, entry.size, dtype))
+        if not tensors:
+            raise CheckpointError(
+                "convert.no-model-weights",
+                f"{folder} holds no model weights",
+                hint="was it written by another program?",
+            )
+        return StoredWeights(tensors)
     for part in safetensors_files(folder):
         try:
             file: Any = safe_open(part, framework="pt")
@@ -76,28 +92,8 @@ def open_weights(folder: Path) -> StoredWeights:
             ) from None
         for name in file.keys():  # noqa: SIM118 - not a dictionary
             slice_ = file.get_slice(name)
-            dtype = SAFETENSORS_DTYPES.get(slice_.get_dtype(), slice_.get_dtype())
-            tensors[name] = StoredTensor(tuple(slice_.get_shape()), dtype, partial(file.get_tensor, name))
-    return StoredWeights(tensors)
-
-
-def _open_checkpoint(folder: Path) -> StoredWeights:
-    def read(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
-        state = {"model": {name: torch.empty(size, dtype=dtype)}}
-        load_distributed(state, storage_reader=FileSystemReader(folder), no_dist=True)
-        return state["model"][name]
-
-    tensors = {}
-    for full_name, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
-        if full_name.startswith("model.") and isinstance(entry, TensorStorageMetadata):
-            name, dtype = full_name.removeprefix("model."), entry.properties.dtype
-            tensors[name] = StoredTensor(tuple(entry.size), dtype, partial(read, name, entry.size, dtype))
-    if not tensors:
-        raise CheckpointError(
-            "convert.no-model-weights",
-            f"{folder} holds no model weights",
-            hint="was it written by another program?",
-        )
+            format = SAFETENSORS_DTYPES.get(slice_.get_dtype(), slice_.get_dtype())
+            tensors[name] = StoredTensor(tuple(slice_.get_shape()), format, partial(file.get_tensor, name))
     return StoredWeights(tensors)
 
 
@@ -109,12 +105,9 @@ def exported_names(model: ModelConfig, weights: StoredWeights) -> dict[str, str]
     if format.wraps_transformers:
         with torch.device("meta"):  # only transformers knows which of its names stand for one weight
             twins = build_hf(model, seq_len=1).twins
-        model_type = original_config(model).get("model_type") or ""
+        model_type = read_config_json(model).get("model_type") or ""
         older = next((table for start, table in format.older_names.items() if model_type.startswith(start)), {})
-    exported = {}
-    for name in weights:
-        hf_name = format.hf_name(name)
-        # As save_pretrained does: a weight with two names is written under its first.
-        if hf_name is not None and name not in twins and format.prefix + name not in twins:
-            exported[older.get(hf_name, hf_name)] = name
+    # As save_pretrained does: a weight with two names is written under its first.
+    single = [name for name in weights if name not in twins and format.prefix + name not in twins]
+    exported = {older.get(hf_name, hf_name): name for name in single if (hf_name := format.hf_name(name)) is not None}
     return exported or {name: name for name in weights}  # already under Hugging Face's names

@@ -4,8 +4,6 @@ Frozen: only the head learns, and the hidden states are computed once. Full: eve
 spread. Several processes share each batch and average their gradients: their number changes the speed, not the task.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 import os
@@ -13,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,9 +29,10 @@ from windlass.evaluate.open_model import OpenModel, open_model
 from windlass.evaluate.scores import EvalScore, append_scores, wilson_interval
 from windlass.evaluate.task_files import read_text_file
 
+LabelledTexts = list[tuple[str, str]]  # each text with its label
 TEST_SHARE = 0.2  # of the training texts where there is no test file
+# Student's t for the 95 % interval of a mean, by number of seeds; from 11 on 2.2 or less.
 STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-"""Student's t for the 95 % interval of a mean, by number of seeds; from 11 on 2.2 or less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +43,6 @@ class TuneOptions:
     lr: float | None = None  # None: 1e-3 for a head alone, 5e-5 for every weight
     length: int = 256  # the first so many tokens of a text are read
     seeds: Sequence[int] = (0,)
-
-
-@dataclass(frozen=True)
-class LabelledTexts:
-    texts: list[str]
-    labels: list[str]
-
-    def pick(self, numbers: Iterable[int]) -> LabelledTexts:
-        chosen = list(numbers)
-        return LabelledTexts([self.texts[i] for i in chosen], [self.labels[i] for i in chosen])
 
 
 @dataclass(frozen=True)
@@ -96,8 +85,9 @@ def finetune(
         os.environ.setdefault("MASTER_PORT", str(place.master_port or 29577))
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
-        backend = "nccl" if device.startswith("cuda") else "gloo"
-        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size)
+        dist.init_process_group(
+            "nccl" if device.startswith("cuda") else "gloo", rank=place.rank, world_size=place.world_size
+        )
     try:
         opened = open_model(run, step=step, device=device, dtype="fp32")
         unused = [opened]
@@ -120,24 +110,21 @@ def start_workers(devices: int) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": devices, "LOCAL_WORLD_SIZE": devices, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    workers = []
-    for rank in range(devices):
-        variables = {"RANK": rank, "LOCAL_RANK": rank, **shared}
-        env = {**os.environ, **{key: str(value) for key, value in variables.items()}}
-        workers.append(subprocess.Popen([sys.executable, "-m", "windlass", *sys.argv[1:]], env=env))
+    sizes = {"WORLD_SIZE": f"{devices}", "LOCAL_WORLD_SIZE": f"{devices}"}
+    shared = {**os.environ, **sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    command = [sys.executable, "-m", "windlass", *sys.argv[1:]]
+    workers = [
+        subprocess.Popen(command, env={**shared, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}) for rank in range(devices)
+    ]
     try:
-        while True:  # until all are done, or one fails: the others would wait for it forever
-            codes = [worker.poll() for worker in workers]
-            if any(codes):
-                return next(code for code in codes if code)
-            if all(code == 0 for code in codes):
-                return 0
+        codes = [worker.poll() for worker in workers]
+        while None in codes and not any(codes):  # when one fails, the others would wait for it forever
             time.sleep(0.1)
+            codes = [worker.poll() for worker in workers]
+        return next((code for code in codes if code), 0)
     finally:
         for worker in workers:
-            if worker.poll() is None:
-                worker.kill()
+            worker.kill()  # does nothing to one that has ended
 
 
 def read_tsv(path: Path | str) -> LabelledTexts:
@@ -164,14 +151,7 @@ def read_tsv(path: Path | str) -> LabelledTexts:
             f"{path}: line {', '.join(bad[:5])} lacks a text or a label",
             hint="put a tab between text and label",
         )
-    return LabelledTexts([row[text] for row in rows[skip:]], [row[label].strip() for row in rows[skip:]])
-
-
-def split_texts(texts: LabelledTexts, share: float) -> tuple[LabelledTexts, LabelledTexts]:
-    """Training and test texts, the same for every seed and every number of processes."""
-    order = np.random.default_rng(0).permutation(len(texts.texts))
-    cut = max(1, round(len(order) * share))
-    return texts.pick(order[cut:]), texts.pick(order[:cut])
+    return [(row[text], row[label].strip()) for row in rows[skip:]]
 
 
 def classify(
@@ -182,25 +162,18 @@ def classify(
     options: TuneOptions,
 ) -> tuple[list[SeedResult], list[str]]:
     """One result per seed, and the labels. `fresh_model` opens the model again: a full fine-tune changes it."""
-    train, test = (train, test) if test is not None else split_texts(train, TEST_SHARE)
-    labels = sorted(set(train.labels))
-    check_texts(train, test, labels, options)
-    results, opened = [], None
-    for seed in options.seeds:
-        if opened is None or not options.frozen:
-            opened = fresh_model()
-        results.append(train_classifier(opened, tokenizer, labels, train, test, options, seed))
-    return results, labels
-
-
-def check_texts(train: LabelledTexts, test: LabelledTexts, labels: list[str], options: TuneOptions) -> None:
+    if test is None:  # the same texts for every seed and every number of processes
+        order = np.random.default_rng(0).permutation(len(train))
+        cut = max(1, round(len(order) * TEST_SHARE))
+        train, test = [train[i] for i in order[cut:]], [train[i] for i in order[:cut]]
+    labels = sorted({label for _, label in train})
     if len(labels) < 2:
         raise DataError(
             "evaluate.one-label-only",
-            f"all {len(train.texts)} training texts have the label {labels[0]!r}",
+            f"all {len(train)} training texts have the label {labels[0]!r}",
             hint="there must be at least two labels",
         )
-    if unknown := sorted(set(test.labels) - set(labels)):
+    if unknown := sorted({label for _, label in test} - set(labels)):
         raise DataError(
             "evaluate.test-labels-unknown",
             f"the test set has labels that no training text has: {', '.join(unknown[:5])}",
@@ -213,6 +186,11 @@ def check_texts(train: LabelledTexts, test: LabelledTexts, labels: list[str], op
             f"a batch of {options.batch} does not divide over {world} processes",
             hint=f"choose --batch {math.ceil(options.batch / world) * world}",
         )
+    results, opened = [], None
+    for seed in options.seeds:
+        opened = fresh_model() if opened is None or not options.frozen else opened
+        results.append(train_classifier(opened, tokenizer, labels, train, test, options, seed))
+    return results, labels
 
 
 def train_classifier(
@@ -244,8 +222,8 @@ def train_classifier(
 
     def encode(texts: LabelledTexts) -> tuple[list[list[int]], Tensor]:
         length = min(options.length, opened.max_length)
-        rows = [tokenizer.encode(text)[:length] or [tokenizer.eos or 0] for text in texts.texts]
-        return rows, torch.tensor([labels.index(label) for label in texts.labels])
+        rows = [tokenizer.encode(text)[:length] or [tokenizer.eos or 0] for text, _ in texts]
+        return rows, torch.tensor([labels.index(label) for _, label in texts])
 
     def hidden(rows: list[list[int]]) -> Tensor:
         """The last token's hidden state of each text."""
@@ -264,24 +242,6 @@ def train_classifier(
             states[list(part)] = hidden([rows[i] for i in part])
         return _summed(states)
 
-    def update(batch: list[int], progress: float) -> float:
-        """One step on this process's part of a batch."""
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * (1 - progress)
-        optimizer.zero_grad()
-        loss = torch.zeros((), device=device)
-        if mine := batch[rank::world]:
-            inputs = frozen_states[mine] if frozen_states is not None else hidden([rows[i] for i in mine])
-            loss = F.cross_entropy(head(inputs), goals[mine].to(device), reduction="sum") / len(batch)
-            loss.backward()
-        for parameter in learned if world > 1 else []:
-            if parameter.grad is None:  # none of this process's texts touched it
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad)
-        nn.utils.clip_grad_norm_(learned, 1.0)
-        optimizer.step()
-        return float(_summed(loss.detach()))
-
     started = time.perf_counter()
     rates = [group["lr"] for group in optimizer.param_groups]
     rows, goals = encode(train)
@@ -290,8 +250,22 @@ def train_classifier(
     steps = options.epochs * math.ceil(len(rows) / options.batch)
     for _ in range(options.epochs):
         order = random.permutation(len(rows)).tolist()
-        for start in range(0, len(order), options.batch):
-            losses.append(update(order[start : start + options.batch], len(losses) / steps))
+        for batch in (order[start : start + options.batch] for start in range(0, len(order), options.batch)):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * (1 - len(losses) / steps)
+            optimizer.zero_grad()
+            loss = torch.zeros((), device=device)
+            if mine := batch[rank::world]:
+                inputs = frozen_states[mine] if frozen_states is not None else hidden([rows[i] for i in mine])
+                loss = F.cross_entropy(head(inputs), goals[mine].to(device), reduction="sum") / len(batch)
+                loss.backward()
+            for parameter in learned if world > 1 else []:
+                if parameter.grad is None:  # none of this process's texts touched it
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad)
+            nn.utils.clip_grad_norm_(learned, 1.0)
+            optimizer.step()
+            losses.append(float(_summed(loss.detach())))
     seconds = time.perf_counter() - started
     test_rows, truth = encode(test)
     with torch.no_grad():
@@ -304,7 +278,7 @@ def train_classifier(
         correct=int(right.sum()),
         count=len(truth),
         seconds=seconds,
-        texts_per_second=options.epochs * len(train.texts) / seconds,
+        texts_per_second=options.epochs * len(train) / seconds,
         losses=losses,
     )
 
@@ -322,12 +296,9 @@ def _summed(value: Tensor) -> Tensor:
 
 def macro_f1(guesses: Tensor, truth: Tensor, count: int) -> float:
     """Mean over labels of 2 TP / (2 TP + FP + FN); a label that neither side has counts as 0, as in scikit-learn."""
-    values = []
-    for label in range(count):
-        both = int(((guesses == label) & (truth == label)).sum())
-        either = int((guesses == label).sum()) + int((truth == label).sum())
-        values.append(2 * both / either if either else 0.0)
-    return sum(values) / count
+    confusion = torch.bincount(truth * count + guesses, minlength=count * count).view(count, count).double()
+    either = confusion.sum(0) + confusion.sum(1)
+    return float((2 * confusion.diag() / either.clamp(min=1)).mean())
 
 
 def seed_scores(

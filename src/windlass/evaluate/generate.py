@@ -41,37 +41,13 @@ class TextDecoder:
     @torch.inference_mode()
     def feed(self, tokens: Tensor) -> Tensor:
         """(batch, time) new tokens -> (batch, vocab) logits after the last of them, in fp32."""
-        if self.replays and tokens.shape[1] == 1:
-            logits = self._replay(tokens)
-            self.position += 1
+        if not self.replays or tokens.shape[1] > 1:
+            for part in tokens.split(self.chunk, dim=1):
+                places = torch.arange(self.position, self.position + part.shape[1], device=self.device)
+                logits = self.run(part, places, self.position)
+                self.position += part.shape[1]
             return logits
-        for part in tokens.split(self.chunk, dim=1):
-            places = torch.arange(self.position, self.position + part.shape[1], device=self.device)
-            logits = self.run(part, places, self.position)
-            self.position += part.shape[1]
-        return logits
-
-    @torch.inference_mode()
-    def run(self, tokens: Tensor, places: Tensor, start: int | None) -> Tensor:
-        """Logits after some tokens; `start` None: one token, by the same kernels whatever its place is."""
-        model = self.model
-        assert model.embed is not None and model.norm is not None
-        x = model.embed(tokens)
-        for layer, states in zip(self.layers, self.states, strict=True):
-            x = layer.decode(x, states, places, start, self.tables)
-        return F.linear(model.norm(x[:, -1]), head_weight(model)).float()
-
-    def state_bytes(self) -> int:
-        """Memory carried from token to token."""
-        pairs = zip(self.layers, self.states, strict=True)
-        return sum(
-            block.state_bytes(state, self.position)
-            for layer, states in pairs
-            for block, state in zip(layer.blocks(), states, strict=True)
-        )
-
-    def _replay(self, token: Tensor) -> Tensor:
-        self._token.copy_(token)
+        self._token.copy_(tokens)
         self._place.fill_(self.position)
         if self._graph is None:
             # Libraries set themselves up in a first pass, which must leave no trace; recording computes nothing.
@@ -87,7 +63,25 @@ class TextDecoder:
             with torch.cuda.graph(self._graph):
                 self._logits = self.run(self._token, self._place, None)
         self._graph.replay()
+        self.position += 1
         return self._logits.clone()
+
+    @torch.inference_mode()
+    def run(self, tokens: Tensor, places: Tensor, start: int | None) -> Tensor:
+        """Logits after some tokens; `start` None: one token, by the same kernels whatever its place is."""
+        model = self.model
+        assert model.embed is not None and model.norm is not None
+        x = model.embed(tokens)
+        for layer, states in zip(self.layers, self.states, strict=True):
+            x = layer.decode(x, states, places, start, self.tables)
+        return F.linear(model.norm(x[:, -1]), head_weight(model)).float()
+
+    def state_bytes(self) -> int:
+        return sum(
+            block.state_bytes(state, self.position)
+            for layer, states in zip(self.layers, self.states, strict=True)
+            for block, state in zip(layer.blocks(), states, strict=True)
+        )
 
 
 class TransformersDecoder:
@@ -193,20 +187,18 @@ def generate(
     first_token = time.perf_counter()
     ids: list[int] = []
     ended = False
-    while len(ids) < sampling.tokens:
+    while len(ids) < sampling.tokens and not ended and not (ids and stop(ids)):
+        if ids:
+            logits = decoder.feed(torch.tensor([ids[-1:]], device=device))
         if sampling.ignore_eos and eos is not None:
             logits = logits.index_fill(1, torch.tensor([eos], device=device), float("-inf"))
         token = pick_token(logits[0], sampling, random)
-        if token == eos:
-            ended = True
-            break
-        ids.append(token)
-        if stop(ids):
-            break
-        if len(ids) < sampling.tokens:
-            logits = decoder.feed(torch.tensor([[token]], device=device))
-    seconds = time.perf_counter() - first_token
-    return Generated(ids, len(prompt), first_token - started, seconds, decoder.state_bytes(), ended)
+        ended = token == eos
+        if not ended:
+            ids.append(token)
+    return Generated(
+        ids, len(prompt), first_token - started, time.perf_counter() - first_token, decoder.state_bytes(), ended
+    )
 
 
 def pick_token(logits: Tensor, sampling: Sampling, random: torch.Generator) -> int:
@@ -232,7 +224,6 @@ def stop_condition(stops: Sequence[str], decode: Callable[[list[int]], str]) -> 
 
 
 def text_before(text: str, stops: Sequence[str]) -> str:
-    """The text before the first of the stop strings."""
     for stop in stops:
         text = text.split(stop)[0] if stop else text
     return text

@@ -79,11 +79,11 @@ def rolling_likelihood(opened: OpenModel, tokenizer: Tokenizer, text: str) -> fl
     if not ids:
         return 0.0
     tokens = [end_token(tokenizer.eos), *ids]
-    windows = []
-    for start in range(0, len(ids), length):
-        stop = min(len(ids), start + length)
-        # The last window reaches back for context, as the harness's own windows do.
-        windows.append((tokens[max(0, stop - length) : start + 1], ids[start:stop]))
+    # The last window reaches back for context, as the harness's own windows do.
+    windows = [
+        (tokens[max(0, min(len(ids), start + length) - length) : start + 1], ids[start : start + length])
+        for start in range(0, len(ids), length)
+    ]
     return sum(nats for nats, _ in likelihoods(opened, windows, first=tokenizer.eos))
 
 
@@ -92,19 +92,23 @@ def generate_until(opened: OpenModel, tokenizer: Tokenizer, context: str, reques
     stops = request.get("until") or []
     stops = [stops] if isinstance(stops, str) else list(stops)
     count = int(request.get("max_gen_toks") or request.get("max_new_tokens") or 256)
-    temperature = float(request.get("temperature") or 0.0) if request.get("do_sample") else 0.0
-    sampling = Sampling(tokens=count, temperature=temperature, top_p=float(request.get("top_p") or 1.0))
+    sampling = Sampling(
+        tokens=count,
+        temperature=float(request.get("temperature") or 0.0) if request.get("do_sample") else 0.0,
+        top_p=float(request.get("top_p") or 1.0),
+    )
     prompt = tokenizer.encode(context)[-prompt_room(opened, count) :]
-    stop = stop_condition(stops, tokenizer.decode)
-    generated = generate(opened.model, prompt, sampling, eos=tokenizer.eos, stop=stop)
+    generated = generate(
+        opened.model, prompt, sampling, eos=tokenizer.eos, stop=stop_condition(stops, tokenizer.decode)
+    )
     return text_before(tokenizer.decode(generated.ids), stops)
 
 
 def harness_scores(task: str, results: dict[str, Any]) -> list[EvalScore]:
     """The harness writes "acc,none" and "acc_stderr,none"; the part after the comma is a filter."""
     values, scores = results["results"][task], []
-    about = {name: (results.get(name) or {}).get(task) for name in ("n-samples", "n-shot", "versions")}
-    detail = {"kind": "lm-evaluation-harness", "shots": about["n-shot"], "version": about["versions"]}
+    samples, shots, version = ((results.get(name) or {}).get(task) for name in ("n-samples", "n-shot", "versions"))
+    detail = {"kind": "lm-evaluation-harness", "shots": shots, "version": version}
     for key, value in values.items():
         metric, _, filter_name = key.partition(",")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -120,7 +124,7 @@ def harness_scores(task: str, results: dict[str, Any]) -> list[EvalScore]:
                 value=float(value),
                 low=None if half is None else value - half,
                 high=None if half is None else value + half,
-                count=int((about["n-samples"] or {}).get("effective") or 0),
+                count=int((samples or {}).get("effective") or 0),
                 detail=detail,
             )
         )

@@ -1,5 +1,6 @@
 """A model with its weights on a device, ready for evaluation, and the held-out token store that fits it."""
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,22 @@ def open_model(
 ) -> OpenModel:
     """The newest checkpoint of a run (or that of `step`), or a Hugging Face folder.
 
-    Without `dtype`: bf16 on a GPU unless the run computed in fp32, and fp32 on a CPU.
+    Without `device`: a GPU where there is one. Without `dtype`: bf16 on a GPU unless the run computed in fp32, and fp32 on a CPU.
     """
     source = find_source(path, step)
-    place = choose_device(device)
+    try:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ConfigError(
+            "evaluate.device-unknown", f"{device!r} is not a device", hint="use cpu, cuda or cuda:1"
+        ) from None
+    count = torch.cuda.device_count()
+    if place.type == "cuda" and (place.index or 0) >= count:
+        raise ConfigError(
+            "evaluate.device-missing",
+            f"device {device} is not available: torch sees {count} GPUs",
+            hint="use --device cpu, or a node with a GPU",
+        )
     default = "bf16" if place.type != "cpu" and source.recipe.train.precision != "fp32" else "fp32"
     torch_dtype = dtype_of_name(dtype or default)
     model = load_model(source.recipe, source.folder, place, torch_dtype)
@@ -56,28 +69,15 @@ def open_model(
     return OpenModel(model, source, manifest.get("step"), manifest.get("tokens"), place, torch_dtype)
 
 
-def choose_device(name: str | None) -> torch.device:
-    """The named device if this machine has it; else a GPU where there is one."""
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        raise ConfigError(
-            "evaluate.device-unknown", f"{name!r} is not a device", hint="use cpu, cuda or cuda:1"
-        ) from None
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ConfigError(
-            "evaluate.device-missing",
-            f"device {name} is not available: torch sees {count} GPUs",
-            hint="use --device cpu, or a node with a GPU",
-        )
-    return device
-
-
 def find_store(opened: OpenModel, named: Path | str | None = None) -> Store:
     """The named token store, else the run's own; a store of another tokenizer is refused."""
     store = open_store(Path(named)) if named is not None else own_store(opened.source)
-    trained, stored = trained_tokenizer(opened.source), store.tokenizer_hash
+    run, stored = opened.source.run, store.tokenizer_hash
+    recorded = run.manifest().get("data") if run is not None else None
+    trained = recorded.get("tokenizer_hash") if isinstance(recorded, dict) else None
+    if not trained:  # not recorded
+        with contextlib.suppress(DataError):
+            trained = own_store(opened.source).tokenizer_hash
     if trained and stored and trained != stored:
         raise DataError(
             "evaluate.other-tokenizer",
@@ -92,14 +92,3 @@ def find_store(opened: OpenModel, named: Path | str | None = None) -> Store:
             hint="tokenize the held-out text with the model's tokenizer",
         )
     return store
-
-
-def trained_tokenizer(source: ModelSource) -> str | None:
-    """Hash of the tokenizer that the model was trained with; None when it is not recorded."""
-    recorded = source.run.manifest().get("data") if source.run is not None else None
-    if isinstance(recorded, dict) and recorded.get("tokenizer_hash"):
-        return str(recorded["tokenizer_hash"])
-    try:
-        return own_store(source).tokenizer_hash
-    except DataError:
-        return None

@@ -75,13 +75,20 @@ def evaluate_text(
     total = sum(len(ids) for _, ids in texts)
     if compiles is None:
         compiles = opened.device.type == "cuda" and total >= COMPILE_FROM_TOKENS
-    nats, seconds = document_nats(opened, [ids for _, ids in texts], store.eos, batch, compiles, progress)
+    token_loss: TokenNats = token_nats
+    if compiles and opened.model.head is not None:  # the blocks as training does, and the loss, for one shape
+        for layer in opened.model.typed_layers():
+            layer.compile(dynamic=False)
+            layer.carries = True
+        token_loss = torch.compile(token_nats, dynamic=False)
+    nats, seconds = document_nats(opened, [ids for _, ids in texts], store.eos, batch, token_loss, progress)
     documents = []
     for number, ((name, ids), cost) in enumerate(zip(texts, nats, strict=True)):
         # Without an end token nothing stands before the very first token, and it is not scored.
         scored = len(ids) - int(store.eos is None and number == 0)
-        size = byte_count(ids, tokenizer, store.eos)
-        documents.append(HeldOutDocument(name, store.sources[name].language, scored, size, cost))
+        documents.append(
+            HeldOutDocument(name, store.sources[name].language, scored, byte_count(ids, tokenizer, store.eos), cost)
+        )
     return HeldOutResult(summarize(documents), documents, seconds, total)
 
 
@@ -118,7 +125,7 @@ def document_nats(
     texts: list[npt.NDArray[Any]],
     eos: int | None,
     batch: int | None,
-    compiles: bool,
+    token_loss: TokenNats,
     progress: ProgressCallback,
 ) -> tuple[list[float], float]:
     """Summed cost of each document, all of them laid end to end in full windows, and the seconds it took."""
@@ -132,7 +139,6 @@ def document_nats(
     documents = torch.cat((numbers[:1] - 1, numbers[:-1])) if opened.recipe.data.mask_documents else None
     length, count = opened.max_length, len(tokens) - 1
     rows = min(batch or max(1, opened.batch_tokens // length), math.ceil(count / length))
-    nats = compile_model(opened.model) if compiles else token_nats
 
     def windows(values: torch.Tensor, start: int) -> torch.Tensor:
         """(rows, length) of a flat tensor; the end is padded, where no scored token attends to it."""
@@ -146,7 +152,9 @@ def document_nats(
         for start in range(0, count, rows * length):
             stop = min(count, start + rows * length)
             ids = windows(documents, start) if documents is not None else None
-            losses = token_losses(opened.model, windows(tokens[:-1], start), windows(tokens[1:], start), ids, nats)
+            losses = token_losses(
+                opened.model, windows(tokens[:-1], start), windows(tokens[1:], start), ids, token_loss
+            )
             pending.append(losses.flatten()[: stop - start])
             if len(pending) > 2:  # two batches behind, so that the device never waits for the next one
                 parts.append(pending.popleft().cpu())
@@ -159,19 +167,7 @@ def document_nats(
     return torch.zeros(len(texts), dtype=torch.float64).index_add_(0, numbers, costs).tolist(), seconds
 
 
-def compile_model(model: Any) -> TokenNats:
-    """Compile the blocks as training does, for one shape; returns the compiled loss."""
-    if model.head is None:
-        return token_nats
-    for layer in model.typed_layers():
-        layer.compile(dynamic=False)
-        layer.carries = True
-    nats: TokenNats = torch.compile(token_nats, dynamic=False)
-    return nats
-
-
 def summarize(documents: list[HeldOutDocument]) -> list[EvalScore]:
-    """Scores of all documents, then by source, language and length."""
     groups: dict[str, list[HeldOutDocument]] = {"all": documents} if documents else {}
     for document in documents:
         groups.setdefault(f"source {document.source}", []).append(document)

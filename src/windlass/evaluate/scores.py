@@ -35,12 +35,10 @@ class EvalScore:
 
     def line(self, **more: Any) -> dict[str, Any]:
         """The line of eval.jsonl; `more` says which checkpoint it belongs to."""
-        fields = {key: value for key, value in vars(self).items() if key != "detail"}
-        return {**fields, **more, "detail": self.detail}
+        return {**{key: value for key, value in vars(self).items() if key != "detail"}, **more, "detail": self.detail}
 
 
 def append_scores(run: Run, scores: Iterable[EvalScore], *, step: int | None, tokens: int | None, **more: Any) -> None:
-    """Add scores to the run's eval.jsonl, with the checkpoint they belong to."""
     now = time.time()
     for score in scores:
         append_line(run.eval_file, score.line(step=step, tokens=tokens, time=now, **more))
@@ -68,10 +66,10 @@ def ratio_interval(above: Floats, below: Floats, seed: int = 0) -> Interval:
     count = len(above)
     if count < 2:
         return None, None
-    random, ratios = np.random.default_rng(seed), []
-    for _ in range(0, RESAMPLES, 100):  # in parts, so that many items need little memory
-        weights = random.multinomial(count, np.full(count, 1 / count), size=100)
-        ratios.append((weights @ above) / np.maximum(weights @ below, 1e-300))
+    random, shares = np.random.default_rng(seed), np.full(count, 1 / count)
+    # In parts, so that many items need little memory.
+    parts = (random.multinomial(count, shares, size=100) for _ in range(0, RESAMPLES, 100))
+    ratios = [(weights @ above) / np.maximum(weights @ below, 1e-300) for weights in parts]
     low, high = np.quantile(np.concatenate(ratios), (0.025, 0.975))
     return float(low), float(high)
 
@@ -104,16 +102,16 @@ def scores_page(name: str, step: int | None, scores: Sequence[EvalScore]) -> str
         charts = []
         for metric in dict.fromkeys(score.metric for score in inside):
             bars = [score for score in inside if score.metric == metric]
-            hover = [
-                f"{s.group}: {number_text(s.value)} ({number_text(s.low)} to {number_text(s.high)}), {s.count:,} items"
-                for s in bars
-            ]
             series = Series(
                 name=metric,
                 x=tuple(score.group for score in bars),
                 y=tuple(score.value for score in bars),
                 kind="bar",
-                hover=tuple(hover),
+                hover=tuple(
+                    f"{s.group}: {number_text(s.value)} ({number_text(s.low)} to {number_text(s.high)}), "
+                    f"{s.count:,} items"
+                    for s in bars
+                ),
             )
             title, height = metric.replace("_", " "), 140 + 32 * len(bars)
             charts.append(
@@ -131,8 +129,6 @@ def scores_page(name: str, step: int | None, scores: Sequence[EvalScore]) -> str
 
 @dataclass(frozen=True)
 class LanguageRow:
-    """One metric of one task of one model."""
-
     model: str
     task: str
     metric: str
@@ -151,14 +147,12 @@ class LanguageRow:
         score = self.cells.get(name)
         if score is None or score.value is None:
             return "" if score is None else "unknown"
-        value = _rounded(score.value, 3)
-        if score.low is None or score.high is None:
-            return value
-        return f"{value} ± {_rounded((score.high - score.low) / 2, 2)}"
-
-
-def _rounded(value: float, digits: int) -> str:
-    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+        numbers = [(score.value, 3)]
+        if score.low is not None and score.high is not None:
+            numbers.append(((score.high - score.low) / 2, 2))
+        return " ± ".join(
+            f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}" for value, digits in numbers
+        )
 
 
 def recorded_rows(folders: Sequence[Path], *, every_step: bool = False) -> list[LanguageRow]:
@@ -213,7 +207,6 @@ def languages(rows: Iterable[LanguageRow]) -> list[str]:
 
 
 def language_table(rows: Sequence[LanguageRow]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns and cells: a column per language."""
     names = [ALL, *languages(rows)]
     cells = [(row.task, row.metric.replace("_", " "), row.model, *(row.text(name) for name in names)) for row in rows]
     return ("task", "metric", "model", *names), cells
@@ -225,15 +218,19 @@ def language_charts(rows: Sequence[LanguageRow]) -> list[Chart]:
     for task, metric in dict.fromkeys((row.task, row.metric) for row in rows):
         inside = [row for row in rows if (row.task, row.metric) == (task, metric)]
         names = (ALL, *languages(inside))
-        series = []
-        for row in inside:
-            values = tuple(row.cells[name].value if name in row.cells else None for name in names)
-            hover = tuple(f"{row.model}, {name}: {row.text(name) or 'not measured'}" for name in names)
-            series.append(Series(name=row.model, x=names, y=values, kind="bar", hover=hover))
-        better = "lower is better" if metric in LOWER_IS_BETTER else "higher is better"
-        title = metric.replace("_", " ")
+        series = tuple(
+            Series(
+                name=row.model,
+                x=names,
+                y=tuple(row.cells[name].value if name in row.cells else None for name in names),
+                kind="bar",
+                hover=tuple(f"{row.model}, {name}: {row.text(name) or 'not measured'}" for name in names),
+            )
+            for row in inside
+        )
+        better, title = "lower" if metric in LOWER_IS_BETTER else "higher", metric.replace("_", " ")
         charts.append(
-            Chart(title=f"{task}: {title}", series=tuple(series), y_title=f"{title} ({better})", from_zero=True)
+            Chart(title=f"{task}: {title}", series=series, y_title=f"{title} ({better} is better)", from_zero=True)
         )
     return charts
 

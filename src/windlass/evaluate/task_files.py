@@ -49,46 +49,41 @@ def read_text_file(path: Path, description: str) -> str:
 def read_task_file(path: Path | str) -> TaskFile:
     """The task of a file. `language` and `group` of an item make rows of the table."""
     path = Path(path)
-    items: list[dict[str, Any]] = []
-    problems = []
-    for number, line in enumerate(read_text_file(path, "task file").split("\n"), start=1):
-        if line.strip():
-            try:
-                item = json.loads(line)
-            except ValueError as error:
-                item = f"not JSON ({error})"
-            if not isinstance(item, dict):
-                problems.append(f"line {number}: {item if isinstance(item, str) else 'not a JSON object'}")
-            else:
-                items.append(item)
-    if not items and not problems:
+    items: dict[int, dict[str, Any]] = {}  # by line number
+    problems: dict[int, str | None] = {}
+    lines = enumerate(read_text_file(path, "task file").split("\n"), start=1)
+    for number, line in ((number, line) for number, line in lines if line.strip()):
+        try:
+            items[number] = json.loads(line)
+            problems[number] = None if isinstance(items[number], dict) else "not a JSON object"
+        except ValueError as error:
+            problems[number] = f"not JSON ({error})"
+    if not problems:
         raise DataError("evaluate.task-file-empty", f"the task file {path} is empty", hint="one JSON object per line")
     suites: list[Suite] = [SUITES.load(name) for name in SUITES.names()]
     suite = None
-    if not problems:
-        matching = [suite for suite in suites if all(name in items[0] for name in suite.fields)]
+    if not any(problems.values()):
+        first = next(iter(items.values()))
+        matching = [suite for suite in suites if all(name in first for name in suite.fields)]
         suite = max(matching, key=lambda suite: len(suite.fields), default=None)
-        for number, item in enumerate(items, start=1):
+        for number, item in items.items():
+            missing = [name for name in suite.fields if name not in item] if suite is not None else []
             if suite is None:
-                problem: str | None = f"has {', '.join(item) or 'no fields'}"
-            elif missing := [name for name in suite.fields if name not in item]:
-                problem = f"lacks {', '.join(missing)}"
+                problems[number] = f"has {', '.join(item) or 'no fields'}"
             else:
-                problem = suite.problem(item)
-            if problem:
-                problems.append(f"line {number}: {problem}")
-    if problems or suite is None:
-        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+                problems[number] = f"lacks {', '.join(missing)}" if missing else suite.problem(item)
+    invalid = [f"line {number}: {problem}" for number, problem in problems.items() if problem]
+    if invalid or suite is None:
+        more = f" and {len(invalid) - 5} more" if len(invalid) > 5 else ""
         raise DataError(
             "evaluate.task-file-invalid",
-            f"{path}: {'; '.join(problems[:5])}{more}",
+            f"{path}: {'; '.join(invalid[:5])}{more}",
             hint=f"a task has the fields {' or '.join(', '.join(suite.fields) for suite in suites)}",
         )
-    return TaskFile(path.stem, suite, items)
+    return TaskFile(path.stem, suite, list(items.values()))
 
 
 def run_task(opened: OpenModel, tokenizer: Tokenizer, task: TaskFile, options: SuiteOptions) -> list[EvalScore]:
-    """The task's scores over all items and by language or group."""
     if options.shots >= len(task.items):
         raise ConfigError(
             "evaluate.too-many-shots",

@@ -1,31 +1,67 @@
 """A decoder built from a `ModelSpec`: embedding, layers of residual branches, norm, head. Knows no mesh and no rank."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from windlass.blocks import block_part
 from windlass.blocks.attention.kernels import document_mask
-from windlass.blocks.base import Block
-from windlass.blocks.context import BlockContext, Table
+from windlass.blocks.base import Block, BlockContext, Table
 from windlass.blocks.embedding.module import TokenEmbedding
 from windlass.blocks.head.module import OutputHead
 from windlass.blocks.initial_values import Filler, fill_normal, fill_ones, fill_parameter
 from windlass.blocks.norm.module import RmsNorm
-from windlass.models.recompute import Carried, Recomputed, added
 from windlass.models.spec import LayerSpec, ModelSpec
 
+Carried = tuple[Tensor, Tensor]
 
-class Layer(Recomputed):
-    """Residual branches, each a block with norms around it: x + post_norm(block(pre_norm(x)))."""
+_aten = torch.ops.aten
+# Operators whose results selective recomputation keeps, beside every second matrix product.
+SAVED = {
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+}
+
+
+def selective() -> Any:
+    """Save attention, collectives and every second matrix product; recompute the rest."""
+    products = {True: 0, False: 0}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_product = op in (_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default)
+        products[context.is_recompute] += is_product
+        saves = products[context.is_recompute] % 2 if is_product else op in SAVED
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def added(x: Tensor | Carried) -> Tensor:
+    """The residual stream with the last branch added."""
+    return x[0] + x[1] if isinstance(x, tuple) else x
+
+
+class Layer(nn.Module):
+    """Residual branches, each a block with norms around it: x + post_norm(block(pre_norm(x))).
+
+    The forward pass runs once, or again in the backward pass. That choice sits inside the module, so that neither
+    parameter names nor the hooks of sharding around it change.
+    """
+
+    __call__: Callable[..., Tensor | Carried]
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.recompute = spec, "none"
+        # Return the last branch unadded, so that its addition and the next layer's norm become one compiled kernel.
+        self.carries = False
         for branch in spec.branches:
             if branch.pre_norm is not None:
                 self.add_module(branch.pre_norm_name, RmsNorm(branch.pre_norm))
@@ -34,17 +70,16 @@ class Layer(Recomputed):
                 self.add_module(branch.post_norm_name, RmsNorm(branch.post_norm))
 
     def blocks(self) -> list[Block]:
-        return [cast(Block, self.get_submodule(branch.name)) for branch in self.spec.branches]
+        return [getattr(self, branch.name) for branch in self.spec.branches]
 
     def pre_norms(self) -> list[RmsNorm]:
-        names = [branch.pre_norm_name for branch in self.spec.branches if branch.pre_norm is not None]
-        return [cast(RmsNorm, self.get_submodule(name)) for name in names]
+        return [getattr(self, branch.pre_norm_name) for branch in self.spec.branches if branch.pre_norm is not None]
 
     def post_norms(self) -> list[RmsNorm]:
-        names = [branch.post_norm_name for branch in self.spec.branches if branch.post_norm is not None]
-        return [cast(RmsNorm, self.get_submodule(name)) for name in names]
+        return [getattr(self, branch.post_norm_name) for branch in self.spec.branches if branch.post_norm is not None]
 
     def branches(self, x: Tensor, context: BlockContext) -> Carried:
+        """The residual stream before the layer's last branch, and that branch."""
         delta: Tensor | None = None
         for branch in self.spec.branches:
             x = x if delta is None else x + delta
@@ -54,6 +89,18 @@ class Layer(Recomputed):
                 delta = getattr(self, branch.post_norm_name)(delta)
         assert delta is not None
         return x, delta
+
+    def run(self, x: Tensor, context: BlockContext) -> Tensor:
+        return added(self.branches(x, context))
+
+    def forward(self, x: Tensor | Carried, context: BlockContext) -> Tensor | Carried:
+        if self.carries:
+            return self.branches(added(x), context)
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return self.run(added(x), context)
+        extra: dict[str, Any] = {"context_fn": partial(selective)} if self.recompute == "selective" else {}
+        out: Tensor = checkpoint(self.run, added(x), context, use_reentrant=False, **extra)
+        return out
 
     def decode(
         self, x: Tensor, states: list[Any], places: Tensor, start: int | None, tables: dict[str, Table]
@@ -69,15 +116,10 @@ class Layer(Recomputed):
 class DecoderModel(nn.Module):
     """Layers are keyed "0".."N-1". A pipeline stage keeps some of them: the names stay the same."""
 
-    if TYPE_CHECKING:
-
-        def __call__(self, x: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor: ...
-
-    divisible = True
-    """Made of our own blocks: can be divided into stages, by heads and by positions."""
+    __call__: Callable[..., Tensor]
+    divisible = True  # made of our own blocks: can be divided into stages, by heads and by positions
     has_dropout = False
-    undecayed = frozenset({"embed.weight"})
-    """Matrices without weight decay."""
+    undecayed = frozenset({"embed.weight"})  # matrices without weight decay
 
     def __init__(self, spec: ModelSpec, seq_len: int) -> None:
         super().__init__()
@@ -89,14 +131,11 @@ class DecoderModel(nn.Module):
         self.layers = nn.ModuleDict({str(i): Layer(layer) for i, layer in enumerate(spec.layers())})
         self.norm: RmsNorm | None = RmsNorm(spec.norm)
         self.head: OutputHead | None = OutputHead(self.width, rows, self.vocab, self.tied)
+        # Tokens come in. Not so in a later pipeline stage, even where it holds the embedding's weights for a tied head.
         self.embeds = True
-        """Tokens come in. Not so in a later pipeline stage, even where it holds the embedding's weights for a tied
-        head."""
-        self.position_start = 0
-        """First position of this rank's part of the sequence."""
+        self.position_start = 0  # first position of this rank's part of the sequence
+        # One document mask serves all blocks; under context parallelism blocks build their own from document numbers.
         self.shares_mask = True
-        """One document mask serves all blocks; under context parallelism blocks build their own from document
-        numbers."""
         self.tables: dict[str, Table] = {}
         self._table_end = 0
 
@@ -156,8 +195,8 @@ class DecoderModel(nn.Module):
             return fill_ones
         if name.startswith("layers."):
             _, number, branch, local = name.split(".", 3)
-            filler: Filler = getattr(self.layers[number], branch).filler(local, self.spec.init_std, self.num_layers)
-            return filler
+            block = cast(Block, getattr(self.layers[number], branch))
+            return block.filler(local, self.spec.init_std, self.num_layers)
         return partial(fill_normal, std=self.spec.init_std)
 
     def body(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -167,10 +206,7 @@ class DecoderModel(nn.Module):
         if documents is not None and self.shares_mask:
             documents = document_mask(documents, documents)
         context = BlockContext(self.tables, documents)
-        hidden: Tensor | Carried = x
-        if self.embeds:
-            assert self.embed is not None
-            hidden = self.embed(x)
+        hidden: Tensor | Carried = self.embed(x) if self.embeds and self.embed is not None else x
         for layer in self.typed_layers():
             hidden = layer(hidden, context)
         return added(hidden) if self.norm is None else self.norm(added(hidden))

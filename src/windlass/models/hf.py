@@ -9,7 +9,6 @@ import contextlib
 import copy
 import logging
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,27 +35,29 @@ class HFModel(DecoderModel):
         self.seq_len, self.vocab, self.width = seq_len, config.vocab_size, config.hidden_size
         self.init_std = getattr(config, "initializer_range", 0.02)
         self.tied = bool(getattr(config, "tie_word_embeddings", False))
-        self.twins = twin_names(net)
-        """Second names of a weight (a tied head) -> its first name."""
+        # Second names of a weight (a tied head) -> its first name, both as in our state.
+        first: dict[int, str] = {}
+        named = [(f"net.{name}", id(weight)) for name, weight in net.named_parameters(remove_duplicate=False)]
+        self.twins = {name: first[key] for name, key in named if first.setdefault(key, name) != name}
         self.embed = self.norm = self.head = None
         self.position_start = 0
-        self.hf_layers = find_layers(net)
+        # The longest list of equal modules: the decoder's layers.
+        lists = [list(m) for m in net.modules() if isinstance(m, nn.ModuleList) and len({type(b) for b in m}) == 1]
+        self.hf_layers: list[nn.Module] = max(lists, key=len, default=[])
         self.num_layers = len(self.hf_layers)
         self.layers = nn.ModuleDict()  # parameters keep their one name, inside `net`
-        self.z_loss = 0.0
-        self.recompute = "none"
+        self.z_loss, self.recompute = 0.0, "none"
         modules = dict(self.named_modules())
         self.undecayed = frozenset(f"{name}.weight" for name, part in modules.items() if isinstance(part, nn.Embedding))
         layers = set(map(id, self.hf_layers))
         inside = tuple(f"{name}." for name, part in modules.items() if id(part) in layers)
+        # Layers, and what owns parameters beside them, without memory: the model's own rule initialises one at a time.
         self._templates = {
             name: copy.deepcopy(part).to("meta")
             for name, part in modules.items()
             if id(part) in layers
             or (next(part.parameters(recurse=False), None) is not None and not name.startswith(inside))
         }
-        """Layers, and what owns parameters beside them, without memory: the model's own rule initialises one at a
-        time."""
         self._initialised: tuple[Any, nn.Module] | None = None
         self._constants = {name: value.clone() for name, value in net.named_buffers() if not value.is_meta}
 
@@ -71,8 +72,7 @@ class HFModel(DecoderModel):
         super().to_empty(device=device, recurse=recurse)
         for name, value in self._constants.items():
             owner, _, last = name.rpartition(".")
-            module = self.net.get_submodule(owner) if owner else self.net
-            module._buffers[last] = value.to(device)
+            self.net.get_submodule(owner)._buffers[last] = value.to(device)
         if self.tied:  # memory was given to both names of the one weight
             self.net.tie_weights()
         return self
@@ -87,56 +87,37 @@ class HFModel(DecoderModel):
 
     def fill(self, name: str, tensor: Tensor, seed: int) -> None:
         """As transformers itself does: Gemma's norms at zero, GPT-2's last products smaller. Its rules need whole
-        modules."""
+        modules, of which one is kept until the next is asked for: its parameters come one by one."""
         unit = max((u for u in self._templates if name.startswith(f"{u}.")), key=len)
-        fill_parameter(tensor, f"{seed}/{unit}", partial(self._fill_by_their_rule, name, unit))
 
-    @torch.no_grad()
-    def _fill_by_their_rule(self, name: str, unit: str, tensor: Tensor, generator: torch.Generator) -> None:
-        module = self._initialised_unit(unit, tensor.device, generator.initial_seed())
-        values = module.get_parameter(name.removeprefix(f"{unit}."))
-        if not values.isnan().any():
-            tensor.copy_(values)
-        elif name.endswith("bias"):  # the model has no rule for this parameter
-            tensor.zero_()
-        elif "norm" in name.lower() or ".ln_" in name:
-            tensor.fill_(1.0)
-        else:
-            fill_normal(tensor, generator, self.init_std)
+        def fill_by_their_rule(full: Tensor, generator: torch.Generator) -> None:
+            key = unit, full.device, generator.initial_seed()
+            if self._initialised is None or self._initialised[0] != key:
+                self._initialised = None  # frees the memory of the last one first
+                module = copy.deepcopy(self._templates[unit]).to_empty(device=full.device)
+                for parameter in module.parameters():
+                    parameter.fill_(float("nan"))  # shows what the model's rule leaves alone
+                with torch.random.fork_rng([full.device] if full.is_cuda else []):
+                    torch.manual_seed(generator.initial_seed())
+                    module.apply(self.net._init_weights)
+                self._initialised = key, module
+            values = self._initialised[1].get_parameter(name.removeprefix(f"{unit}."))
+            if not values.isnan().any():
+                full.copy_(values)
+            elif name.endswith("bias"):  # the model has no rule for this parameter
+                full.zero_()
+            elif "norm" in name.lower() or ".ln_" in name:
+                full.fill_(1.0)
+            else:
+                fill_normal(full, generator, self.init_std)
 
-    def _initialised_unit(self, unit: str, device: torch.device, seed: int) -> nn.Module:
-        """One unit with initial values; kept until the next one is asked for, because its parameters come one by
-        one."""
-        key = unit, device, seed
-        if self._initialised is None or self._initialised[0] != key:
-            self._initialised = None  # frees the memory of the last one first
-            module = copy.deepcopy(self._templates[unit]).to_empty(device=device)
-            for parameter in module.parameters():
-                parameter.fill_(float("nan"))  # shows what the model's rule leaves alone
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                torch.manual_seed(seed)
-                module.apply(self.net._init_weights)
-            self._initialised = key, module
-        return self._initialised[1]
+        fill_parameter(tensor, f"{seed}/{unit}", fill_by_their_rule)
 
     def forward(self, x: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         logits: Tensor = self.net(input_ids=x, use_cache=False).logits
         if targets is None:
             return logits
         return entropy_sums(logits.flatten(0, 1).float(), targets.flatten(), self.z_loss)
-
-
-def twin_names(net: nn.Module) -> dict[str, str]:
-    """Second names of a weight (a tied head) -> its first name, both as in our state."""
-    first: dict[int, str] = {}
-    named = [(f"net.{name}", id(weight)) for name, weight in net.named_parameters(remove_duplicate=False)]
-    return {name: first[key] for name, key in named if first.setdefault(key, name) != name}
-
-
-def find_layers(net: nn.Module) -> list[nn.Module]:
-    """The longest list of equal modules: the decoder's layers."""
-    lists = [list(m) for m in net.modules() if isinstance(m, nn.ModuleList) and len({type(b) for b in m}) == 1]
-    return max(lists, key=len, default=[])
 
 
 @contextlib.contextmanager
@@ -190,18 +171,14 @@ def build_hf(config: ModelConfig, seq_len: int) -> HFModel:
             f"data.seq_len ({seq_len:,}) is more than the model's {limit:,} positions",
             hint="choose a shorter sequence or another config",
         )
-    meta = torch.empty(0).is_meta
-    with parameters_on_meta() if meta else contextlib.nullcontext():
-        net = _with_attention(AutoModelForCausalLM, hf_config)
+    options = {"config": hf_config, "dtype": torch.float32}
+    with parameters_on_meta() if torch.empty(0).is_meta else contextlib.nullcontext():
+        try:
+            net: Any = AutoModelForCausalLM.from_config(**options, attn_implementation="sdpa")
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            # Families that transformers has no fused attention for (Bloom, MPT, Gemma 2).
+            net = AutoModelForCausalLM.from_config(**options, attn_implementation="eager")
     net.tie_weights()
     return HFModel(net, seq_len)
-
-
-def _with_attention(builder: Any, config: Any) -> Any:
-    """Fused attention, or the plain one for families that transformers has no fused one for (Bloom, MPT, Gemma 2)."""
-    try:
-        return builder.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
-    except ValueError as error:
-        if "scaled_dot_product_attention" not in str(error):
-            raise
-        return builder.from_config(config, attn_implementation="eager", dtype=torch.float32)

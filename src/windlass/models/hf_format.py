@@ -67,14 +67,8 @@ class HFFormat:
         if self.weights is None:
             return name.removeprefix(self.prefix)
         layer = re.search(r"\.(\d+)\.", name)
-        if layer is None:
-            return self.weights.get(name)
-        target = self.weights.get(name.replace(layer[0], ".{layer}.", 1))
-        return None if target is None else target.replace("{layer}", layer[1])
-
-    def transform(self, hf_name: str) -> str | None:
-        """Name of the transform of a weight, by its name in the folder."""
-        return next((kind for name, kind in self.transforms.items() if self.hf_name(name) == hf_name), None)
+        target = self.weights.get(name.replace(layer[0], ".{layer}.", 1) if layer else name)
+        return target.replace("{layer}", layer[1]) if target and layer else target
 
     def write_config(self, model: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
         """config.json of a model table; `facts` are the values that do not come from the recipe."""
@@ -94,40 +88,36 @@ class HFFormat:
     def read_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The recipe's [model] table of a config.json. Where two keys fill one slot, the later one counts."""
         model: dict[str, Any] = {"family": self.family}
-        slots = list(self._slots())
-        for key, slot in slots:
+        slots = {key: slot for key, slot in self._slots() if slot.name not in ("positions", "dtype")}
+        for key, slot in slots.items():
             value = value_at(config, key)
             if slot.name == "*":
                 return dict(value)
-            if slot.name not in ("positions", "dtype") and value is not None:
+            if value is not None:
                 model[slot.name] = value
-        for _, slot in slots:
-            if slot.name not in ("positions", "dtype", *model):
-                model[slot.name] = slot.default(model)
+        for slot in slots.values():
+            model.setdefault(slot.name, slot.default(model))
         return model
 
     def missing_keys(self, config: Mapping[str, Any]) -> list[str]:
-        """Required keys that a config.json does not have."""
         return [key for key, slot in self._slots() if slot.required and not value_at(config, key)]
 
     def differences(self, config: Mapping[str, Any]) -> list[str]:
         """Why our module would not compute what this model computes; empty when it does."""
-        if config["model_type"] not in self.model_types:
-            return [f"its family is {config['model_type']}"]
-        reasons = []
+        model_type = config["model_type"]
+        reasons = [] if model_type in self.model_types else [f"its family is {model_type}"]
         for requirement in self.requirements:
             values = [value for key in requirement.keys if (value := value_at(config, key)) is not None]
-            applies = requirement.model_type in (None, config["model_type"])
-            if applies and values and values[0] not in requirement.accepted:
+            if requirement.model_type in (None, model_type) and values and values[0] not in requirement.accepted:
                 reasons.append(requirement.reason.format(value=values[0]))
         return reasons
 
     def _slots(self) -> Iterator[tuple[str, ConfigSlot]]:
         for key, value in self.config.items():
-            if isinstance(value, Mapping):
-                yield from ((f"{key}.{inner}", slot) for inner, slot in value.items() if isinstance(slot, ConfigSlot))
-            elif isinstance(value, ConfigSlot):
-                yield key, value
+            nested = (
+                {f"{key}.{name}": slot for name, slot in value.items()} if isinstance(value, Mapping) else {key: value}
+            )
+            yield from ((name, slot) for name, slot in nested.items() if isinstance(slot, ConfigSlot))
 
 
 @dataclass(frozen=True)

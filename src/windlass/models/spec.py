@@ -1,6 +1,7 @@
 """A model as plain values: embedding, groups of equal layers, final norm, head. Torch-free; parameter counts and
 FLOPs are sums."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,8 +16,7 @@ from windlass.layout.types import Layout, StepSpec
 class Branch:
     """One residual branch of a layer: x + post_norm(block(pre_norm(x)))."""
 
-    name: str
-    """Name of the module, and so of its parameters ("attention", "feed_forward")."""
+    name: str  # of the module, and so of its parameters ("attention", "feed_forward")
     block: BlockSpec
     pre_norm: NormSpec | None
     pre_norm_name: str = ""
@@ -39,13 +39,10 @@ class LayerSpec:
 
     @cached_property
     def params(self) -> dict[str, int]:
-        """Parameters by name of the part."""
-        terms: dict[str, int] = {}
+        terms = Counter[str]()
         for branch in self.branches:
-            for name, value in branch.block.params().items():
-                terms[name] = terms.get(name, 0) + value
-        terms["norms"] = sum(norm.params() for branch in self.branches for norm in branch.norms)
-        return terms
+            terms.update(branch.block.params())
+        return {**terms, "norms": sum(norm.params() for branch in self.branches for norm in branch.norms)}
 
     @cached_property
     def num_params(self) -> int:
@@ -82,16 +79,11 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    total: int
-    """With the true vocabulary: what a paper prints."""
-    stored: int
-    """With the padded vocabulary: what lies in memory and in a checkpoint."""
-    body: int
-    """All layers and the norms outside them."""
-    active: int
-    """Parameters that multiply each token: without the input embedding, with the head even where it is tied."""
-    terms: dict[str, int]
-    """By part; sums to `total`."""
+    total: int  # with the true vocabulary: what a paper prints
+    stored: int  # with the padded vocabulary: what lies in memory and in a checkpoint
+    body: int  # all layers and the norms outside them
+    active: int  # those that multiply each token: without the input embedding, with the head even where it is tied
+    terms: dict[str, int]  # by part; sums to `total`
 
 
 @dataclass(frozen=True)
@@ -99,13 +91,12 @@ class ModelSpec:
     embedding: EmbeddingSpec
     groups: tuple[LayerGroup, ...]
     norm: NormSpec
-    tied: bool = False
-    """Input embedding and output head share their weights."""
+    tied: bool = False  # input embedding and output head share their weights
     init_std: float = 0.02
+    # The modules are not ours (Hugging Face): sharding works, tensor, pipeline and context parallelism do not.
     foreign: bool = False
-    """The modules are not ours (Hugging Face): sharding works, tensor, pipeline and context parallelism do not."""
+    # Blocks of this kind were compared with measured runs; False: predictions are outside the validated range.
     measured: bool = True
-    """Blocks of this kind were compared with measured runs; False: predictions are outside the validated range."""
 
     @property
     def width(self) -> int:
@@ -117,31 +108,31 @@ class ModelSpec:
 
     @cached_property
     def params(self) -> ParameterCount:
-        table = self.embedding.vocab * self.width
-        terms: dict[str, int] = {}
+        table, norms = self.embedding.vocab * self.width, self.norm.params() * (2 if self.embedding.norm else 1)
+        layers = Counter[str]()
         for group in self.groups:
-            for name, value in group.layer.params.items():
-                terms[name] = terms.get(name, 0) + value * group.count
-        layers = sum(terms.values())
-        terms["final norm"] = self.norm.params() * (2 if self.embedding.norm else 1)
-        terms["embedding"] = table
-        terms["positions"] = self.embedding.positions * self.width
-        terms["head"] = 0 if self.tied else table
+            layers.update({name: value * group.count for name, value in group.layer.params.items()})
+        terms = {
+            **layers,
+            "final norm": norms,
+            "embedding": table,
+            "positions": self.embedding.positions * self.width,
+            "head": 0 if self.tied else table,
+        }
         total = sum(terms.values())
         padding = (self.embedding.rows - self.embedding.vocab) * self.width * (1 if self.tied else 2)
         active = sum(group.layer.active_params * group.count for group in self.groups)
         return ParameterCount(
             total=total,
             stored=total + padding,
-            body=layers + terms["final norm"],
-            active=active + terms["final norm"] + table,
+            body=layers.total() + norms,
+            active=active + norms + table,
             terms=terms,
         )
 
     def layers(self) -> Iterator[LayerSpec]:
         """One by one, first to last."""
-        for group in self.groups:
-            yield from (group.layer for _ in range(group.count))
+        return (group.layer for group in self.groups for _ in range(group.count))
 
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:
@@ -154,15 +145,10 @@ class ModelSpec:
 
     def sizes_divided_by(self, axis: str) -> tuple[tuple[str, int], ...] | None:
         """Sizes that a degree of this axis must divide, each once; None: some block does not support the axis."""
-        if self.foreign:
+        divided = [block.divides(axis) for block in self.blocks]
+        if self.foreign or None in divided:
             return None
-        sizes: list[tuple[str, int]] = []
-        for block in self.blocks:
-            divided = block.divides(axis)
-            if divided is None:
-                return None
-            sizes += divided
-        return tuple(dict.fromkeys(sizes))
+        return tuple(dict.fromkeys(size for sizes in divided for size in sizes or ()))
 
     def prices(self, axis: str) -> bool:
         """The planner knows what this axis costs."""

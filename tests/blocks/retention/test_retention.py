@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from windlass.blocks.retention.module import decay_matrix, decays, retain_chunkwise, retain_parallel, retain_recurrent
+from windlass.blocks.retention.module import (
+    decay_matrix,
+    decays,
+    retain_chunkwise,
+    retain_from,
+    retain_one,
+    retain_parallel,
+)
 from windlass.config import ModelConfig
 from windlass.models.build import build_model
 
@@ -20,17 +27,21 @@ def inputs(time: int) -> tuple[torch.Tensor, ...]:
 def test_three_forms_agree(time: int, chunk: int) -> None:
     q, k, v, gamma = inputs(time)
     expected = retain_parallel(q, k, v, gamma)
-    assert torch.allclose(retain_recurrent(q, k, v, gamma)[0], expected, atol=1e-12)
+    state = torch.zeros(2, 3, 8, 12, dtype=torch.float64)
+    tokens = zip(q.split(1, -2), k.split(1, -2), v.split(1, -2), strict=True)
+    recurrent = torch.cat([retain_one(*token, gamma, state) for token in tokens], -2)
+    assert torch.allclose(recurrent, expected, atol=1e-12)
     assert torch.allclose(retain_chunkwise(q, k, v, gamma, chunk), expected, atol=1e-12)
 
 
 def test_recurrent_form_can_be_cut_anywhere() -> None:
     q, k, v, gamma = inputs(20)
-    full, last = retain_recurrent(q, k, v, gamma)
-    first, state = retain_recurrent(q[..., :13, :], k[..., :13, :], v[..., :13, :], gamma)
-    second, end = retain_recurrent(q[..., 13:, :], k[..., 13:, :], v[..., 13:, :], gamma, state)
+    last, state = torch.zeros(2, 2, 3, 8, 12, dtype=torch.float64)
+    full = retain_from(q, k, v, gamma, last)
+    first = retain_from(q[..., :13, :], k[..., :13, :], v[..., :13, :], gamma, state)
+    second = retain_from(q[..., 13:, :], k[..., 13:, :], v[..., 13:, :], gamma, state)
     assert torch.allclose(torch.cat((first, second), -2), full)
-    assert torch.allclose(end, last)
+    assert torch.allclose(state, last)
 
 
 def test_gradients_of_the_chunkwise_form() -> None:

@@ -6,18 +6,8 @@ from torch import Tensor
 
 from windlass.blocks.attention.kernels import AttentionCore, causal_attention
 from windlass.blocks.attention.spec import AttentionSpec
-from windlass.blocks.base import Block
-from windlass.blocks.context import BlockContext, Table
-from windlass.blocks.initial_values import Filler, residual_filler
+from windlass.blocks.base import Block, BlockContext, Table
 from windlass.blocks.linear import Linear, project
-
-
-def rope_table(start: int, end: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of positions start..end, each (positions, head_dim), halves repeated as in Hugging Face's
-    convention."""
-    frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
-    angle = torch.outer(torch.arange(end, dtype=torch.float32, device=device), frequency).repeat(1, 2)
-    return angle.cos()[start:], angle.sin()[start:]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -28,6 +18,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(Block):
+    last_weight = "wo.weight"
+
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
         self.head_dim, self.theta = spec.head_dim, spec.rope_theta
@@ -36,11 +28,15 @@ class Attention(Block):
         self.wk = Linear(spec.width, spec.kv_width)
         self.wv = Linear(spec.width, spec.kv_width)
         self.wo = Linear(spec.query_width, spec.width)
+        # Replaced by another kernel, and by `parallel.py` under context parallelism.
         self.core: AttentionCore = causal_attention
-        """Replaced by another kernel, and by `parallel.py` under context parallelism."""
 
     def make_table(self, start: int, end: int, device: torch.device) -> Table:
-        return rope_table(start, end, self.head_dim, self.theta, device)
+        """Cosine and sine, each (positions, head_dim), halves repeated as in Hugging Face's convention."""
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
+        positions = torch.arange(end, dtype=torch.float32, device=device)
+        angle = torch.outer(positions, 1.0 / self.theta**exponents).repeat(1, 2)
+        return angle.cos()[start:], angle.sin()[start:]
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values, each (batch, heads, time, head_dim); a tensor-parallel rank holds some heads
@@ -55,9 +51,6 @@ class Attention(Block):
         cos, sin = (part[:time] for part in context.tables[self.table_key])
         out = self.core(rotate(q, cos, sin), rotate(k, cos, sin), v, context.documents)
         return self.wo(out.transpose(1, 2).reshape(batch, time, -1))
-
-    def filler(self, name: str, std: float, num_layers: int) -> Filler:
-        return residual_filler(name == "wo.weight", std, num_layers)
 
     def new_state(self, batch: int, limit: int) -> Tensor:
         """Memory for keys and values of `limit` positions: (2, batch, heads, limit, head_dim)."""

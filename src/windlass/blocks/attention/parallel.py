@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from windlass.blocks.attention.kernels import document_mask, masked_attention
+from windlass.blocks.attention.kernels import causal_attention, document_mask
 from windlass.blocks.attention.module import Attention
 from windlass.blocks.divide import Meshes, divide_columns_then_rows, gather_with_gradient
 
@@ -29,4 +29,4 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None
     k, v = (gather_with_gradient(part.contiguous(), 2, mesh.get_group())[:, :, :end] for part in (k, v))
     numbers = documents if documents is not None else q.new_zeros((1, end), dtype=torch.long)
     mask = document_mask(numbers[:, rank * width : end], numbers[:, :end], query_start=rank * width)
-    return masked_attention(q, k, v, mask)
+    return causal_attention(q, k, v, mask)

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-PAD_ROWS = 128
-"""Rows are padded to a multiple of this, so that the head's matrix product uses whole tiles."""
+PAD_ROWS = 128  # rows are padded to a multiple of this, so that the head's matrix product uses whole tiles
 
 
 def padded_rows(vocab: int, multiple: int = PAD_ROWS) -> int:
@@ -12,12 +11,8 @@ def padded_rows(vocab: int, multiple: int = PAD_ROWS) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingSpec:
-    vocab: int
-    """True vocabulary size."""
-    rows: int
-    """Rows as stored: `padded_rows(vocab)` in our own models."""
+    vocab: int  # true vocabulary size
+    rows: int  # as stored: `padded_rows(vocab)` in our own models
     width: int
-    positions: int = 0
-    """Learned position vectors (0: rotary, ALiBi or none)."""
-    norm: bool = False
-    """A LayerNorm after the embedding (BLOOM)."""
+    positions: int = 0  # learned position vectors (0: rotary, ALiBi or none)
+    norm: bool = False  # a LayerNorm after the embedding (BLOOM)

@@ -1,14 +1,15 @@
 """Next-token cross-entropy from hidden states: plain, and in chunks whose logits never exist together."""
 
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Logits and targets of a chunk -> loss, cross-entropy, gradient of the logits.
 ChunkTerms = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""Logits and targets of a chunk -> loss, cross-entropy, gradient of the logits."""
 
 
 def next_token_loss(hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab: int, z_loss: float = 0.0) -> Tensor:
@@ -28,7 +29,8 @@ def chunked_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab: int, chunk: int = 4096, z_loss: float = 0.0
 ) -> Tensor:
     """The same in chunks of `chunk` tokens, with both gradients computed on the way forward."""
-    out: Tensor = cast(Any, ChunkedLoss).apply(hidden.flatten(0, -2), weight, targets.flatten(), vocab, chunk, z_loss)
+    terms = partial(chunk_terms(hidden.device.type), vocab=vocab, z_loss=z_loss)
+    out: Tensor = cast(Any, ChunkedLoss).apply(hidden.flatten(0, -2), weight, targets.flatten(), chunk, terms)
     return out
 
 
@@ -45,58 +47,35 @@ def _chunk_terms(logits: Tensor, targets: Tensor, vocab: int, z_loss: float) -> 
     return total, entropy, slope.to(logits.dtype)
 
 
-_compiled_terms: Any = None
-
-
-def _terms(device: torch.device) -> Any:
-    global _compiled_terms
-    if device.type == "cpu":
-        return _chunk_terms
-    if _compiled_terms is None:
-        _compiled_terms = torch.compile(_chunk_terms, dynamic=False)
-    return _compiled_terms
+@cache
+def chunk_terms(device_type: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    return _chunk_terms if device_type == "cpu" else torch.compile(_chunk_terms, dynamic=False)
 
 
 class ChunkedLoss(torch.autograd.Function):
     """Head and cross-entropy in one: the forward pass leaves only the two gradients behind."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab: int, chunk: int, z_loss: float
-    ) -> Tensor:
-        terms = _terms(hidden.device)
-        return forward_in_chunks(ctx, hidden, weight, targets, chunk, lambda x, y: terms(x, y, vocab, z_loss))
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, terms: ChunkTerms) -> Tensor:
+        sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if any(ctx.needs_input_grad[:2]) else None
+        grad_weight: Tensor | None = None
+        for start in range(0, hidden.shape[0], chunk):
+            part, goal = hidden[start : start + chunk], targets[start : start + chunk]
+            total, entropy, slope = terms(part @ weight.t(), goal)
+            sums += torch.stack((total, entropy))
+            if grad_hidden is not None:
+                torch.mm(slope, weight, out=grad_hidden[start : start + chunk])
+                grad_weight = add_outer(grad_weight, slope, part)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        return sums
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *kept_gradients(ctx, grads[0]), None, None, None, None
-
-
-def forward_in_chunks(
-    ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, terms: ChunkTerms
-) -> Tensor:
-    """Both sums over all chunks; gradients of hidden states and weights are kept in `ctx`."""
-    sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
-    needs_grad = any(ctx.needs_input_grad[:2])
-    grad_hidden = torch.empty_like(hidden) if needs_grad else None
-    grad_weight: Tensor | None = None
-    for start in range(0, hidden.shape[0], chunk):
-        part, goal = hidden[start : start + chunk], targets[start : start + chunk]
-        total, entropy, slope = terms(part @ weight.t(), goal)
-        sums += torch.stack((total, entropy))
-        if grad_hidden is not None:
-            torch.mm(slope, weight, out=grad_hidden[start : start + chunk])
-            grad_weight = add_outer(grad_weight, slope, part)
-    ctx.save_for_backward(grad_hidden, grad_weight)
-    ctx.weight_dtype = weight.dtype
-    return sums
-
-
-def kept_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """What `forward_in_chunks` kept, times the gradient of the loss (which is the first of the two sums)."""
-    grad_hidden, grad_weight = ctx.saved_tensors
-    scale = grad[0]
-    return grad_hidden * scale.to(grad_hidden.dtype), (grad_weight * scale).to(ctx.weight_dtype)
+        grad_hidden, grad_weight = ctx.saved_tensors
+        scale = grads[0][0]  # of the loss, which is the first of the two sums
+        return grad_hidden * scale.to(grad_hidden.dtype), (grad_weight * scale).to(ctx.weight_dtype), None, None, None
 
 
 def add_outer(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:

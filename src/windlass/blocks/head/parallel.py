@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from windlass.blocks.divide import by_rows, first_row
-from windlass.blocks.head.loss import forward_in_chunks, kept_gradients
+from windlass.blocks.head.loss import ChunkedLoss
 from windlass.blocks.head.module import OutputHead
 from windlass.blocks.initial_values import local_tensor
 
@@ -40,39 +40,16 @@ def parallel_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab: int, mesh: DeviceMesh, chunk: int, z_loss: float
 ) -> Tensor:
     """Like `chunked_loss`, where each rank holds some rows of the head."""
-    hidden = full_sequence(hidden).flatten(0, -2)
-    part = local_tensor(weight)
-    start = first_row(weight, mesh)
-    arguments = (hidden, part, targets.flatten(), (start, vocab), chunk, z_loss, mesh.get_group())
-    out: Tensor = cast(Any, ParallelLoss).apply(*arguments)
+    terms = partial(divided_terms, start=first_row(weight, mesh), vocab=vocab, z_loss=z_loss, group=mesh.get_group())
+    arguments = (full_sequence(hidden).flatten(0, -2), local_tensor(weight), targets.flatten(), chunk, terms)
+    out: Tensor = cast(Any, ChunkedLoss).apply(*arguments)
     return out
 
 
-class ParallelLoss(torch.autograd.Function):
-    """`ChunkedLoss` with each chunk's terms brought together over the ranks that hold the vocabulary."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        span: tuple[int, int],
-        chunk: int,
-        z_loss: float,
-        group: Any,
-    ) -> Tensor:
-        return forward_in_chunks(ctx, hidden, weight, targets, chunk, lambda x, y: _chunk(x, y, span, z_loss, group))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *kept_gradients(ctx, grads[0]), None, None, None, None, None
-
-
-def _chunk(
-    logits: Tensor, targets: Tensor, span: tuple[int, int], z_loss: float, group: Any
+def divided_terms(
+    logits: Tensor, targets: Tensor, *, start: int, vocab: int, z_loss: float, group: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    start, vocab = span
+    """Loss, cross-entropy and gradient of one chunk, from the logits of this rank's rows, which begin at `start`."""
     column = start + torch.arange(logits.shape[1], device=logits.device)
     wide = torch.where(column < vocab, logits.float(), float("-inf"))
     # A rank may hold padding only; its maximum is minus infinity, the group's is not.

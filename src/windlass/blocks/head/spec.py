@@ -2,9 +2,8 @@
 
 from windlass.layout.types import Layout, StepSpec
 
+# train.loss = "auto": fp32 logits of a micro-batch up to this size are made whole; larger ones are computed in chunks.
 MAX_PLAIN_LOGITS_BYTES = 64 * 2**20
-"""train.loss = "auto": fp32 logits of a micro-batch up to this size are made whole; larger ones are computed in
-chunks."""
 
 
 def choose_loss(wish: str, rows: int, tokens: int, tensor: int) -> tuple[str, str]:

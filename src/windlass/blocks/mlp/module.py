@@ -3,14 +3,14 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from windlass.blocks.base import Block
-from windlass.blocks.context import BlockContext
-from windlass.blocks.initial_values import Filler, residual_filler
+from windlass.blocks.base import Block, BlockContext
 from windlass.blocks.linear import Linear, project
 from windlass.blocks.mlp.spec import MlpSpec
 
 
 class Mlp(Block):
+    last_weight = "w2.weight"
+
     def __init__(self, spec: MlpSpec) -> None:
         super().__init__()
         self.w1 = Linear(spec.width, spec.hidden)
@@ -22,9 +22,6 @@ class Mlp(Block):
             return self.w2(F.gelu(self.w1(x)))
         gate, up = project(x, (self.w1, self.w3), self.fused)
         return self.w2(F.silu(gate) * up)
-
-    def filler(self, name: str, std: float, num_layers: int) -> Filler:
-        return residual_filler(name == "w2.weight", std, num_layers)
 
 
 BLOCK = Mlp

@@ -6,5 +6,4 @@ from windlass.blocks.mlp.module import Mlp
 
 def parallelize(block: Mlp, meshes: Meshes) -> None:
     if meshes.tensor is not None:
-        columns = ("w1",) if block.w3 is None else ("w1", "w3")
-        divide_columns_then_rows(block, meshes.tensor, columns, "w2")
+        divide_columns_then_rows(block, meshes.tensor, ("w1",) if block.w3 is None else ("w1", "w3"), "w2")

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from windlass.blocks.interface import Product
+from windlass.blocks.interface import BlockSpec, Product
 from windlass.layout.types import Layout, StepSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlpSpec:
+class MlpSpec(BlockSpec):
     width: int
     hidden: int
     gated: bool = True
@@ -21,9 +21,6 @@ class MlpSpec:
             terms["biases"] = (2 if self.gated else 1) * self.hidden + self.width
         return terms
 
-    def active_params(self) -> int:
-        return sum(self.params().values())
-
     def products(self) -> tuple[Product, ...]:
         up = (Product("up", self.hidden, self.width, "outputs", "input"),) if self.gated else ()
         return (
@@ -31,12 +28,6 @@ class MlpSpec:
             *up,
             Product("down", self.width, self.hidden, "inputs", "hidden"),
         )
-
-    def mixing_flops(self, seq_len: int) -> float:
-        return 0.0
-
-    def mixing(self, step: StepSpec) -> None:
-        return None
 
     masks_documents = True
     kept_by_selective = True
@@ -46,15 +37,9 @@ class MlpSpec:
         gated = 4.0 if not step.compile else 2.0 if step.compiled_fp8 else 3.0
         return step.bytes_per_value * self.hidden / layout.tensor * (gated if self.gated else 2.0)
 
-    def selective_bytes(self, step: StepSpec, layout: Layout) -> float:
-        return 0.0
-
     def transient_bytes(self, step: StepSpec, layout: Layout) -> float:
         """Gradient of gate or up; both when they were recomputed. Read off four H200 runs at two sizes."""
         return step.bytes_per_value * self.hidden / layout.tensor * (1.0 if step.recompute == "none" else 2.0)
-
-    def constant_bytes(self, step: StepSpec, layout: Layout) -> float:
-        return 0.0
 
     def moved_bytes(self, step: StepSpec, layout: Layout) -> float:
         if step.native and not step.compile:

@@ -1,8 +1,6 @@
 """RMSNorm with its statistics in fp32."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +9,7 @@ from windlass.blocks.norm.spec import NormSpec
 
 
 class RmsNorm(nn.Module):
-    if TYPE_CHECKING:
-
-        def __call__(self, x: Tensor) -> Tensor: ...
+    __call__: Callable[..., Tensor]
 
     def __init__(self, spec: NormSpec) -> None:
         super().__init__()

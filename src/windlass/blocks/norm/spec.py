@@ -9,8 +9,7 @@ from windlass.layout.types import Layout, StepSpec
 class NormSpec:
     width: int
     eps: float = 1e-5
-    bias: bool = False
-    """LayerNorm with weight and bias instead of RMSNorm with a weight."""
+    bias: bool = False  # LayerNorm with weight and bias instead of RMSNorm with a weight
 
     def params(self) -> int:
         return self.width * (2 if self.bias else 1)
@@ -24,10 +23,9 @@ class NormSpec:
         stream = size * self.width / layout.sequence_split
         if not step.native:
             return 2.0 * stream
+        output = 0.0 if step.compiled_fp8 else stream
         if layout.tensor > 1:  # the products read the output gathered from all ranks, in FP8 as it was cast
             output = (1.0 if step.compiled_fp8 else size) * self.width
-        else:
-            output = 0.0 if step.compiled_fp8 else stream
         return output + (1.0 if step.compile else 2.0 if step.precision == "fp32" else 3.0) * stream
 
     def moved_bytes(self, step: StepSpec, layout: Layout) -> float:

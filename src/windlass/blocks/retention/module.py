@@ -1,4 +1,4 @@
-"""RetNet's retention, with a decay per head. Three equal forms: parallel, recurrent and chunkwise."""
+"""RetNet's retention, with a decay per head. Equal forms: parallel and chunkwise to train, recurrent to decode."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from windlass.blocks.base import Block
-from windlass.blocks.context import BlockContext, Table
+from windlass.blocks.base import Block, BlockContext, Table
 from windlass.blocks.initial_values import Filler, fill_xavier
 from windlass.blocks.linear import Linear, project
 from windlass.blocks.retention.spec import RetentionSpec
@@ -47,19 +46,6 @@ def decay_matrix(size: int, gamma: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(distance >= 0, power, 0.0).to(dtype)
 
 
-def retain_recurrent(
-    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """S_n = gamma S_(n-1) + k_n^T v_n, o_n = q_n S_n; the state is what decoding carries from token to token."""
-    if state is None:
-        state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
-    out = []
-    for n in range(q.shape[-2]):
-        state = gamma[:, None, None].to(q.dtype) * state + k[..., n, :, None] * v[..., n, None, :]
-        out.append((q[..., n, None, :] @ state).squeeze(-2))
-    return torch.stack(out, dim=-2), state
-
-
 def retain_chunkwise(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, chunk: int) -> Tensor:
     """Parallel inside a chunk; across chunks through the state that each chunk leaves, all chunks at once."""
     time = q.shape[-2]
@@ -70,7 +56,11 @@ def retain_chunkwise(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, chunk: int)
         return retain_chunkwise(F.pad(q, pad), F.pad(k, pad), F.pad(v, pad), gamma, chunk)[..., :time, :]
     q, k, v = (part.unflatten(-2, (-1, chunk)) for part in (q, k, v))
     inner = ((q @ k.transpose(-1, -2)) * decay_matrix(chunk, gamma, q.dtype)[:, None]) @ v
-    return (inner + retain_state(q, _before(state_left(k, v, gamma), gamma**chunk), gamma)).flatten(-3, -2)
+    # The state before each chunk: the sum of what earlier ones left, decayed; one small product instead of a loop.
+    left = state_left(k, v, gamma)
+    weight = F.pad(decay_matrix(left.shape[2], gamma**chunk, left.dtype)[:, :-1], (0, 0, 1, 0))
+    before = (weight @ left.flatten(-2)).view(left.shape)
+    return (inner + retain_state(q, before, gamma)).flatten(-3, -2)
 
 
 def state_left(k: Tensor, v: Tensor, gamma: Tensor) -> Tensor:
@@ -89,31 +79,20 @@ def _decayed(gamma: Tensor, power: Tensor, like: Tensor) -> Tensor:
     return (gamma[:, None] ** power).to(like.dtype).view(len(gamma), *(1,) * (like.ndim - 4), -1, 1)
 
 
-def _before(left: Tensor, gamma: Tensor) -> Tensor:
-    """The state before each chunk: sum of what earlier chunks left, decayed; one small product instead of a loop."""
-    count = left.shape[2]
-    place = torch.arange(count, device=left.device)
-    gap = place[:, None] - place - 1
-    weight = torch.where(gap >= 0, gamma[:, None, None] ** gap.clamp(min=0), 0.0).to(left.dtype)
-    return (weight @ left.flatten(-2)).view(left.shape)
-
-
 class Retention(Block):
-    prefill_chunk: int | None = 512
-    """A long prompt is decoded in chunks, so that memory does not grow with it."""
+    prefill_chunk: int | None = 512  # a long prompt is decoded in chunks, so that memory does not grow with it
 
     def __init__(self, spec: RetentionSpec) -> None:
         super().__init__()
         self.heads, self.chunk = spec.heads, spec.chunk
         self.key_dim, self.value_dim = spec.width // spec.heads, spec.value_width // spec.heads
         self.table_key: str = f"retention-{self.heads}-{self.key_dim}"
-        self.first_head = 0
-        """Under tensor parallelism a rank holds some heads only, and each head has its own decay."""
+        self.first_head = 0  # under tensor parallelism a rank holds some heads only, and each has its own decay
         self.wq, self.wk = Linear(spec.width, spec.width), Linear(spec.width, spec.width)
         self.wv, self.wg = Linear(spec.width, spec.value_width), Linear(spec.width, spec.value_width)
         self.wo = Linear(spec.value_width, spec.width)
+        # What earlier positions on other ranks add; `parallel.py` sets it under context parallelism.
         self.carried: Callable[..., Tensor] | None = None
-        """What earlier positions on other ranks add; `parallel.py` sets it under context parallelism."""
 
     def make_table(self, start: int, end: int, device: torch.device) -> Table:
         cos, sin = angles_at(torch.arange(end, device=device), self.key_dim)
@@ -167,12 +146,8 @@ class Retention(Block):
 def retain_from(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor) -> Tensor:
     """Retention of some tokens after a state, which becomes the state after them: the recurrence, all tokens at
     once."""
-    time = q.shape[-2]
-    place = torch.arange(time, device=q.device)
-    grown = (gamma[:, None] ** (place + 1))[:, :, None]
-    left = (gamma[:, None] ** (time - 1 - place))[:, :, None]
-    out = ((q @ k.transpose(-1, -2)) * decay_matrix(time, gamma, q.dtype)) @ v + (q * grown) @ state
-    state.mul_(gamma[:, None, None] ** time).add_((k * left).transpose(-1, -2) @ v)
+    out = retain_parallel(q, k, v, gamma) + retain_state(q, state, gamma)
+    state.mul_(gamma[:, None, None] ** q.shape[-2]).add_(state_left(k, v, gamma))
     return out
 
 

@@ -2,17 +2,16 @@
 
 from dataclasses import dataclass
 
-from windlass.blocks.interface import Mixing, Product
+from windlass.blocks.interface import BlockSpec, Mixing, Product
 from windlass.layout.types import Layout, StepSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetentionSpec:
+class RetentionSpec(BlockSpec):
     width: int
     value_width: int
     heads: int
-    chunk: int = 0
-    """Chunk length of the chunkwise form; 0: the parallel form."""
+    chunk: int = 0  # length of the chunkwise form; 0: the parallel form
 
     def span(self, seq_len: int) -> int:
         """Positions that are mixed as one square."""
@@ -23,9 +22,6 @@ class RetentionSpec:
     def params(self) -> dict[str, int]:
         square, wide = self.width * self.width, self.width * self.value_width
         return {"query": square, "key and value": square + wide, "gate": wide, "attention output": wide}
-
-    def active_params(self) -> int:
-        return sum(self.params().values())
 
     def products(self) -> tuple[Product, ...]:
         return (
@@ -46,8 +42,7 @@ class RetentionSpec:
         return Mixing(self.mixing_flops(step.seq_len), extra_bytes=4.0 * self.span(step.seq_len) * self.heads)
 
     masks_documents = False
-    kept_by_selective = False
-    """Retention is made of batched products, which the policy does not keep."""
+    kept_by_selective = False  # retention is made of batched products, which the policy does not keep
 
     def kept_bytes(self, step: StepSpec, layout: Layout) -> float:
         """Rotated queries and keys; values, gate, output, its norm and the gated output; decayed scores; states
@@ -61,12 +56,6 @@ class RetentionSpec:
         states = self.width * self.value_width / (self.heads * span) if span < step.seq_len else 0.0
         return size * (values + self.heads * span + states) / layout.tensor
 
-    def selective_bytes(self, step: StepSpec, layout: Layout) -> float:
-        return 0.0
-
-    def transient_bytes(self, step: StepSpec, layout: Layout) -> float:
-        return 0.0
-
     def constant_bytes(self, step: StepSpec, layout: Layout) -> float:
         """The decay matrix of the parallel form, in fp32."""
         return 0.0 if self.chunk else 4.0 * self.heads / layout.tensor * step.seq_len**2
@@ -76,9 +65,6 @@ class RetentionSpec:
         if step.native and not step.compile:
             return 58.0 * 2.0 * (self.width + self.value_width) / layout.tensor
         return step.bytes_per_value * (8.0 * self.width + 10.0 * self.value_width) / layout.tensor
-
-    def context_bytes(self, step: StepSpec, layout: Layout) -> None:
-        return None
 
     def divides(self, axis: str) -> tuple[tuple[str, int], ...] | None:
         return (("model.heads", self.heads),) if axis == "tensor" else ()

@@ -43,22 +43,22 @@ class Suite(Protocol):
     kind: str
     fields: tuple[str, ...]
 
-    def problem(self, item: Item) -> str | None:
-        """What is wrong with one line that has all fields, or None."""
+    @classmethod
+    def problem(cls, item: Item) -> str | None:
+        """What is wrong with one line that has all fields, or None. A suite that derives from this class inherits the
+        rule that every field is a text."""
+        wrong = [name for name in cls.fields if not isinstance(item[name], str) or not item[name]]
+        return f"{', '.join(wrong)} must be a text" if wrong else None
 
-    def solved_text(self, item: Item) -> str:
+    @staticmethod
+    def solved_text(item: Item) -> str:
         """The item as it would stand in a text that gives the answer away, for the search in the training split."""
 
+    @staticmethod
     def run(
-        self, opened: OpenModel, tokenizer: Tokenizer, task: str, items: Sequence[Item], options: SuiteOptions
+        opened: OpenModel, tokenizer: Tokenizer, task: str, items: Sequence[Item], options: SuiteOptions
     ) -> list[EvalScore]:
         """Scores of all items and of each group; `task` is the name in the scores."""
-
-
-def not_texts(item: Item, fields: Sequence[str]) -> str | None:
-    """The problem of fields that must be texts and are not."""
-    wrong = [name for name in fields if not isinstance(item[name], str) or not item[name]]
-    return f"{', '.join(wrong)} must be a text" if wrong else None
 
 
 def solved_examples(items: Sequence[Item], number: int, shots: int, show: Callable[[Item], str]) -> str:

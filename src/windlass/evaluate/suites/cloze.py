@@ -8,16 +8,12 @@ from windlass.data.tokenizer import Tokenizer
 from windlass.evaluate.likelihood import likelihoods, token_pair
 from windlass.evaluate.open_model import OpenModel
 from windlass.evaluate.scores import EvalScore, ratio_score, share_score
-from windlass.evaluate.suites import Item, SuiteOptions, groups, not_texts, solved_examples
+from windlass.evaluate.suites import Item, Suite, SuiteOptions, groups, solved_examples
 
 
-class Cloze:
+class Cloze(Suite):
     kind = "cloze"
     fields = ("context", "answer")
-
-    @staticmethod
-    def problem(item: Item) -> str | None:
-        return not_texts(item, Cloze.fields)
 
     @staticmethod
     def solved_text(item: Item) -> str:
@@ -33,16 +29,12 @@ class Cloze:
         detail = {"kind": Cloze.kind, "shots": options.shots, "cut": cut}
         bits = np.array([-nats / np.log(2) for nats, _ in answers])
         sizes = np.array([len(item["answer"].encode()) for item in items], dtype=np.float64)
-        inside_of = groups(items).items()
-        right = [
-            share_score(task, group, "accuracy", sum(answers[i][1] for i in inside), len(inside), detail)
-            for group, inside in inside_of
+        numbers = groups(items).items()
+        hits = [(group, sum(answers[i][1] for i in inside), len(inside)) for group, inside in numbers]
+        return [
+            *(share_score(task, group, "accuracy", right, count, detail) for group, right, count in hits),
+            *(ratio_score(task, group, "bits_per_byte", bits[i], sizes[i], detail) for group, i in numbers),
         ]
-        costs = [
-            ratio_score(task, group, "bits_per_byte", bits[inside], sizes[inside], detail)
-            for group, inside in inside_of
-        ]
-        return right + costs
 
 
 def score_answers(
@@ -59,5 +51,4 @@ def score_answers(
     ]
     pairs = [token_pair(tokenizer, prompts[number], answer) for number, answer in questions]
     cut = sum(len(context) + len(following) > opened.max_length + 1 for context, following in pairs)
-    answers = likelihoods(opened, pairs, first=tokenizer.eos, batch=options.batch, progress=options.progress)
-    return answers, cut
+    return likelihoods(opened, pairs, first=tokenizer.eos, batch=options.batch, progress=options.progress), cut

@@ -7,16 +7,16 @@ import numpy as np
 from windlass.data.tokenizer import Tokenizer
 from windlass.evaluate.open_model import OpenModel
 from windlass.evaluate.scores import EvalScore, share_score
-from windlass.evaluate.suites import Item, SuiteOptions, groups
+from windlass.evaluate.suites import Item, Suite, SuiteOptions, groups
 from windlass.evaluate.suites.cloze import score_answers
 
 
-class MultipleChoice:
+class MultipleChoice(Suite):
     kind = "multiple choice"
     fields = ("context", "choices", "answer")
 
-    @staticmethod
-    def problem(item: Item) -> str | None:
+    @classmethod
+    def problem(cls, item: Item) -> str | None:
         choices, answer = item["choices"], item["answer"]
         if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
             return "choices must be two or more texts"
@@ -35,13 +35,15 @@ class MultipleChoice:
         """Accuracy by log-probability, and by log-probability per byte of the choice."""
         questions = [(number, choice) for number, item in enumerate(items) for choice in item["choices"]]
         answers, cut = score_answers(opened, tokenizer, items, questions, MultipleChoice.solved_text, options)
-        nats = iter(answer[0] for answer in answers)
-        right: dict[str, list[bool]] = {"accuracy": [], "accuracy_per_byte": []}
-        for item in items:
-            costs = np.array([next(nats) for _ in item["choices"]])
-            sizes = np.array([len(choice.encode()) for choice in item["choices"]])
-            right["accuracy"].append(int(costs.argmax()) == item["answer"])
-            right["accuracy_per_byte"].append(int((costs / sizes).argmax()) == item["answer"])
+        nats = np.array([answer[0] for answer in answers])
+        sizes = np.array([len(choice.encode()) for _, choice in questions])
+        ends = np.cumsum([len(item["choices"]) for item in items])[:-1]
+        right = {
+            metric: [
+                int(part.argmax()) == item["answer"] for part, item in zip(np.split(costs, ends), items, strict=True)
+            ]
+            for metric, costs in {"accuracy": nats, "accuracy_per_byte": nats / sizes}.items()
+        }
         detail = {"kind": MultipleChoice.kind, "shots": options.shots, "cut": cut}
         return [
             share_score(task, group, metric, sum(hits[i] for i in inside), len(inside), detail)

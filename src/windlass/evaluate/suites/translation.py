@@ -1,6 +1,7 @@
 """Translation: {"source": "...", "reference": "..."}. BLEU and chrF of sacrebleu on the first generated line."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,17 +10,13 @@ from windlass.data.tokenizer import Tokenizer
 from windlass.errors import ConfigError
 from windlass.evaluate.generate import Sampling, generate, prompt_room
 from windlass.evaluate.open_model import OpenModel
-from windlass.evaluate.scores import RESAMPLES, EvalScore, Interval
-from windlass.evaluate.suites import Item, SuiteOptions, groups, not_texts, solved_examples
+from windlass.evaluate.scores import RESAMPLES, EvalScore
+from windlass.evaluate.suites import Item, Suite, SuiteOptions, groups, solved_examples
 
 
-class Translation:
+class Translation(Suite):
     kind = "translation"
     fields = ("source", "reference")
-
-    @staticmethod
-    def problem(item: Item) -> str | None:
-        return not_texts(item, Translation.fields)
 
     @staticmethod
     def solved_text(item: Item) -> str:
@@ -29,7 +26,6 @@ class Translation:
     def run(
         opened: OpenModel, tokenizer: Tokenizer, task: str, items: Sequence[Item], options: SuiteOptions
     ) -> list[EvalScore]:
-        """Greedy translations, scored against the references."""
         if "{source}" not in options.template:
             raise ConfigError(
                 "evaluate.template-without-source",
@@ -76,32 +72,21 @@ def translation_scores(
     for group, inside in groups(items).items():
         texts, references = [translations[i] for i in inside], [items[i]["reference"] for i in inside]
         for name, metric in (("bleu", BLEU(effective_order=False)), ("chrf", CHRF())):
-            low, high = _resampled(metric, texts, references)
-            value = metric.corpus_score(texts, [references]).score
-            scores.append(
-                EvalScore(
-                    task=task,
-                    group=group,
-                    metric=name,
-                    value=value,
-                    low=low,
-                    high=high,
-                    count=len(inside),
-                    detail={"kind": Translation.kind, **detail},
-                )
+            score = EvalScore(
+                task=task,
+                group=group,
+                metric=name,
+                value=metric.corpus_score(texts, [references]).score,
+                count=len(inside),
+                detail={"kind": Translation.kind, **detail},
             )
+            if len(texts) > 1:
+                # The counts of one sentence are computed once; a resample only adds them up.
+                counts: Any = np.array(metric._extract_corpus_statistics(texts, [references]))
+                random = np.random.default_rng(0)
+                samples = [random.integers(0, len(texts), len(texts)) for _ in range(RESAMPLES // 4)]
+                values = [metric._aggregate_and_compute(counts[sample].tolist()).score for sample in samples]
+                low, high = np.quantile(values, (0.025, 0.975)).tolist()
+                score = replace(score, low=low, high=high)
+            scores.append(score)
     return scores
-
-
-def _resampled(metric: Any, texts: list[str], references: list[str]) -> Interval:
-    if len(texts) < 2:
-        return None, None
-    # The counts of one sentence are computed once; a resample only adds them up.
-    statistics = np.array(metric._extract_corpus_statistics(texts, [references]))
-    random = np.random.default_rng(0)
-    values = [
-        metric._aggregate_and_compute(statistics[random.integers(0, len(texts), len(texts))].tolist()).score
-        for _ in range(RESAMPLES // 4)
-    ]
-    low, high = np.quantile(values, (0.025, 0.975))
-    return float(low), float(high)

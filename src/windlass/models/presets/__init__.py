@@ -10,6 +10,5 @@ from windlass.registry import PRESETS
 
 
 def model_spec(config: ModelConfig) -> ModelSpec:
-    """The model that a recipe's `[model]` table describes."""
     spec: ModelSpec = PRESETS.load(config.family).spec(config)
     return spec

@@ -14,11 +14,16 @@ from windlass.errors import ConfigError
 from windlass.models.hf_format import HFFormat, Preset
 from windlass.models.spec import Branch, LayerGroup, LayerSpec, ModelSpec
 
+# Model types with LayerNorm and a plain feed-forward block; every other type is taken to be like Llama.
 CLASSIC = {"gpt2": "gpt", "gpt_neox": "gpt", "opt": "gpt", "bloom": "bloom", "mpt": "mpt"}
-"""Model types with LayerNorm and a plain feed-forward block; every other type is taken to be like Llama."""
 
 
 def spec(config: ModelConfig) -> ModelSpec:
+    return spec_of_config_json(read_config_json(config))
+
+
+def read_config_json(config: ModelConfig) -> dict[str, Any]:
+    """The config.json that a model of family hf is built from."""
     if config.config is None:
         raise ConfigError(
             "model.config-missing",
@@ -28,14 +33,13 @@ def spec(config: ModelConfig) -> ModelSpec:
     path = Path(config.config)
     path = path / "config.json" if path.is_dir() else path
     try:
-        raw: dict[str, Any] = json.loads(path.read_text())
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise ConfigError(
             "model.config-unreadable",
             f"model.config: cannot read {path}: {error}",
             hint="give a folder with config.json, or the file",
         ) from error
-    return spec_of_config_json(raw)
 
 
 def spec_of_config_json(raw: dict[str, Any]) -> ModelSpec:
@@ -54,7 +58,6 @@ def spec_of_config_json(raw: dict[str, Any]) -> ModelSpec:
     kind = str(raw.get("model_type", "llama"))
     family = CLASSIC.get(kind, "llama")
     width, heads = pick("hidden_size", "n_embd", "d_model"), pick("num_attention_heads", "n_head", "n_heads")
-    vocab = pick("vocab_size")
     return classic_spec(
         family=family,
         layers=pick("num_hidden_layers", "n_layer", "n_layers"),
@@ -63,8 +66,8 @@ def spec_of_config_json(raw: dict[str, Any]) -> ModelSpec:
         heads=heads,
         kv_heads=pick("num_key_value_heads", default=heads),
         head_dim=pick("head_dim", default=width // heads),
-        vocab=vocab,
-        rows=vocab,  # transformers stores exactly the rows that it is told
+        vocab=pick("vocab_size"),
+        rows=pick("vocab_size"),  # transformers stores exactly the rows that it is told
         tied=bool(raw.get("tie_word_embeddings", family != "llama" and kind != "gpt_neox")),
         positions=pick("n_positions", "max_position_embeddings", default=0) if kind in ("gpt2", "opt") else 0,
     )

@@ -80,6 +80,7 @@ PRESET = Preset(
         model_types=("llama", "mistral"),
         requirements=(
             Requirement(("sliding_window",), (0,), "it attends in a window of {value:,}", model_type="mistral"),
+            Requirement(("sliding_window",), (0,), "it attends in a window of {value:,}", model_type="gemma2"),
             Requirement(
                 ("rope_parameters.rope_type", "rope_parameters.type", "rope_scaling.rope_type", "rope_scaling.type"),
                 ("default",),
@@ -87,7 +88,15 @@ PRESET = Preset(
             ),
             Requirement(("attention_bias",), (False,), "its attention has biases"),
             Requirement(("mlp_bias",), (False,), "its feed-forward layers have biases"),
-            Requirement(("hidden_act",), ("silu",), "its activation is {value}"),
+            Requirement(("hidden_act", "hidden_activation"), ("silu",), "its activation is {value}"),
+            Requirement(
+                ("rope_parameters.partial_rotary_factor", "partial_rotary_factor", "rotary_pct"),
+                (1.0,),
+                "it rotates {value:.0%} of each head",
+            ),
+            Requirement(("use_parallel_residual",), (False,), "its branches run in parallel"),
+            Requirement(("attn_logit_softcapping",), (), "its attention scores are capped at {value}"),
+            Requirement(("final_logit_softcapping",), (), "its logits are capped at {value}"),
         ),
         fixed={"activation": "swiglu"},
         weights={
