@@ -4,15 +4,12 @@ The loop calls, in this order: on_start; for each step on_step_begin, on_step_en
 between steps on_eval after a validation pass and on_wait and on_save around a save; at the end on_stop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from windlass.train.step import StepResult
-    from windlass.train.training import Training
-    from windlass.train.validate import Validation
+from windlass.train.step import StepResult
+from windlass.train.training import Training
+from windlass.train.validate import Validation
 
 
 class Hook:
