@@ -26,7 +26,6 @@ class BatchPlan:
     layout: Layout
     seq_len: int
     steps: int
-    """Optimizer steps of the whole run."""
 
     @property
     def sequences_per_rank(self) -> int:
@@ -47,8 +46,8 @@ class BatchPlan:
 
 
 def batch_plan(recipe: Recipe, layout: Layout) -> BatchPlan:
-    batch_tokens = layout.sequences_per_step * recipe.data.seq_len
-    steps = recipe.train.steps or max(1, (recipe.data.tokens or 0) // batch_tokens)
+    step_tokens = layout.sequences_per_step * recipe.data.seq_len
+    steps = recipe.train.steps or max(1, (recipe.data.tokens or 0) // step_tokens)
     return BatchPlan(layout, recipe.data.seq_len, steps)
 
 
@@ -88,7 +87,6 @@ class BatchReader:
 
     @property
     def wait_seconds(self) -> float:
-        """How long the newest batch was waited for."""
         return float(self._loader.last_wait_seconds)
 
     def close(self) -> None:

@@ -12,11 +12,10 @@ from windlass.config import recipe_hash
 from windlass.errors import CheckpointError
 from windlass.runs.events import RolledBack, SaveInterval
 from windlass.train.failure import DivergedError
-from windlass.train.hooks import Hook, each
+from windlass.train.hooks import Hook, Training, each
 from windlass.train.interval import SaveTimer
 from windlass.train.metrics import Recorder
 from windlass.train.signals import StopFlag
-from windlass.train.training import Training
 from windlass.train.validate import Validation
 
 
@@ -42,7 +41,6 @@ class Checkpointing:
         self.validation: Validation | None = None
         self._validated_step: int | None = None
         self._announced: object = None
-        """The saving interval that was last announced."""
 
     def state(self) -> dict[str, Any]:
         """Tensors for torch.distributed.checkpoint, to be saved from or filled in place.
@@ -95,8 +93,11 @@ class Checkpointing:
             )
             raise DivergedError("train.diverged", reason, hint=hint)
         self.saver.finish()
-        before = progress.step - self.recorder.skipped_in_a_row + 1
-        latest = find_latest(training.run, verify=training.recipe.save.verify, before=before)
+        latest = find_latest(
+            training.run,
+            verify=training.recipe.save.verify,
+            before=progress.step - self.recorder.skipped_in_a_row + 1,
+        )
         if latest is None:
             raise DivergedError("train.diverged", reason, hint="there is no earlier checkpoint to go back to")
         from_step, position = progress.step, progress.sequences
@@ -183,14 +184,13 @@ class Checkpointing:
         training = self.training
         self.recorder.drain(training, 0)
         self.saver.finish()
-        saved = self.saver.good is not None and self.saver.good.step == training.step
-        if saved or training.step == 0 or (reason is None and not training.recipe.save.at_end):
+        last = self.saver.good.step if self.saver.good else "none"
+        if training.step in (0, last) or (reason is None and not training.recipe.save.at_end):
             return
         for _ in range(2):
             outcome = self.save(hooks, block=True)
             if outcome is None or outcome.ok:
                 return
-        last = self.saver.good.step if self.saver.good else "none"
         raise CheckpointError(
             "checkpoint.last-save-failed",
             f"the last save, at step {training.step}, failed twice: {outcome.error}",
@@ -204,8 +204,8 @@ class Checkpointing:
         if choice is None or choice is self._announced or step_seconds is None:
             return
         self._announced = choice
-        steps = max(1, round(choice.seconds / step_seconds))
         if self.training.world.is_main:
+            steps = max(1, round(choice.seconds / step_seconds))
             self.training.run.record(SaveInterval(seconds=choice.seconds, steps=steps, reason=choice.reason))
             self.training.say(f"{choice.reason} (about {steps:,} steps)")
 

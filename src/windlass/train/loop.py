@@ -30,14 +30,13 @@ from windlass.runs.starts import Start
 from windlass.train.batches import BatchReader, batch_plan
 from windlass.train.checkpointing import Checkpointing
 from windlass.train.failure import OutOfMemoryError, explain
-from windlass.train.hooks import Hook, each
+from windlass.train.hooks import Hook, Progress, Say, Training, each
 from windlass.train.interval import process_seconds
 from windlass.train.mesh import World, open_world
 from windlass.train.metrics import Recorder, peak_of
 from windlass.train.parallelize import check_compile
 from windlass.train.schedules import learning_rate, schedule_note
 from windlass.train.signals import StopFlag, listening
-from windlass.train.training import Progress, Say, Training
 from windlass.train.validate import open_validator
 from windlass.train.watchdog import Heartbeat
 from windlass.units import print_bytes
@@ -71,12 +70,12 @@ def run(recipe: Recipe, folder: Run, start: Start, place: Place, hooks: Sequence
                 checkpoints.final_save(reason, all_hooks)
                 each(all_hooks, "on_stop", training, reason)
                 if training.world.is_main:
-                    position = {"step": training.step, "tokens": training.tokens}
+                    step, tokens = training.step, training.tokens
                     if reason is None:
-                        folder.record(Finished(**position, loss=recorder.last_loss))
+                        folder.record(Finished(step=step, tokens=tokens, loss=recorder.last_loss))
                     else:
-                        folder.record(SignalReceived(signal=reason, step=training.step))
-                        folder.record(Stopped(**position, reason=reason))
+                        folder.record(SignalReceived(signal=reason, step=step))
+                        folder.record(Stopped(step=step, tokens=tokens, reason=reason))
                 training.world.barrier()
                 return EXIT_DONE if reason is None else EXIT_RESUMABLE
     except BaseException as error:
@@ -188,8 +187,7 @@ def run_steps(training: Training, checkpoints: Checkpointing, hooks: Sequence[Ho
             if training.validator is not None and _validates_at(training):
                 validate(training, checkpoints, hooks)
             # Clocks differ, so the ranks agree on a save by the clock; one that failed is tried again.
-            wants_save = checkpoints.timer.due_by_clock(progress.step) or bool(checkpoints.saver.retry_due)
-            agreed = stop.agree(save=wants_save)
+            agreed = stop.agree(save=checkpoints.timer.due_by_clock(progress.step) or bool(checkpoints.saver.retry_due))
             checkpoints.save_if_due(agreed.save, hooks)
             # The first step compiles and does not count.
             timed = progress.step - first_step - 1
@@ -231,8 +229,7 @@ def validate(training: Training, checkpoints: Checkpointing, hooks: Sequence[Hoo
 
     validation = training.validator.run(stopping)
     seconds, joules = time.monotonic() - started_at, training.energy()["joules"]
-    spent = None if joules_before is None or joules is None else joules - joules_before
-    checkpoints.recorder.leave_out(seconds, spent)
+    checkpoints.recorder.leave_out(seconds, None if joules_before is None or joules is None else joules - joules_before)
     if validation is None:  # asked to stop on the way: the save comes first
         return
     checkpoints.validated(validation)
@@ -285,8 +282,8 @@ def trial_step(training: Training) -> str:
         ) from error
     training.optimizer.zero_grad()
     peak = torch.cuda.max_memory_allocated(device)
-    error = f"{(predicted - peak) / peak:+.0%}"
-    return f"memory: a trial step needed {print_bytes(peak)}; predicted {print_bytes(predicted)} ({error})"
+    needed, difference = print_bytes(peak), (predicted - peak) / peak
+    return f"memory: a trial step needed {needed}; predicted {print_bytes(predicted)} ({difference:+.0%})"
 
 
 def announce(training: Training, checkpoints: Checkpointing, restored: Any) -> None:

@@ -20,9 +20,8 @@ from windlass.cost.flops import hfu, mfu
 from windlass.runs.events import StepSkipped
 from windlass.runs.metrics import MetricsLine, MetricsWriter
 from windlass.train.guard import OK, SKIP_REASONS
-from windlass.train.hooks import Hook, each
+from windlass.train.hooks import Hook, Training, each
 from windlass.train.step import StepResult
-from windlass.train.training import Training
 from windlass.train.validate import Validation
 
 LAG = 2

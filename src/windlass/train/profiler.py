@@ -20,9 +20,8 @@ from windlass.config.observe import ProfileConfig, parse_step_range
 from windlass.profile.captures import TraceRequest, answer_file, answer_request, read_request, request_file
 from windlass.runs import Run
 from windlass.runs.events import Profiled
-from windlass.train.hooks import Hook
+from windlass.train.hooks import Hook, Training
 from windlass.train.step import StepResult
-from windlass.train.training import Training
 
 TRACE_POLL_SECONDS = 1.0
 MEMORY_EVENTS = 100_000
@@ -122,8 +121,7 @@ class Profiler(Hook):
         self._polled_at = time.monotonic()
         self._window: ProfileWindow | None = None
         self._capture: Capture | None = None
-        self._handled: set[str] = set()
-        """Ids of requests."""
+        self._handled_ids: set[str] = set()
         self._step_seconds: float | None = None
         self._step_began_at: float | None = None
 
@@ -231,9 +229,9 @@ class Profiler(Hook):
                     seconds = 3 * self._poll_seconds
                     lead_steps = 2 + math.ceil(seconds / max(self._step_seconds or seconds, 1e-3))
                 request = answer_request(training.run, request, training.step + 1 + lead_steps)
-            if request is None or request.id in self._handled or request.first is None:
+            if request is None or request.id in self._handled_ids or request.first is None:
                 return
-            self._handled.add(request.id)
+            self._handled_ids.add(request.id)
             # One step is needed to prepare; a rank that reads the answer too late skips this window.
             if training.step + 1 < request.first:
                 self._window = ProfileWindow(request.first, request.first + request.steps, request)

@@ -8,8 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from windlass.train.hooks import Hook
-from windlass.train.training import Training
+from windlass.train.hooks import Hook, Training
 from windlass.train.validate import Validation
 from windlass.units import print_joules, print_seconds, print_tokens
 

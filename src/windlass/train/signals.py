@@ -82,7 +82,6 @@ class Agreed:
     stop: str | None = None
     """Why to stop: finish the step, save, mark the run resumable and exit with EXIT_RESUMABLE."""
     save: bool = False
-    """Save now and continue."""
 
 
 class StopFlag:
@@ -169,7 +168,6 @@ class StopFlag:
         self._end_time = self._ask_end_time()
 
     def _finish_vote(self) -> tuple[int, bool]:
-        """The result of the vote of the call before."""
         if self._vote is None:
             return NONE, False
         (vote, work), self._vote = self._vote, None

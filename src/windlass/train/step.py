@@ -55,14 +55,13 @@ class Stepper:
         beat: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.parts, self.optimizer, self.world, self.plan, self.spec = parts, optimizer, world, plan, spec
-        self.clip = recipe.optim.clip
+        self.clip, self.scale = recipe.optim.clip, 1.0 / plan.tokens_per_step
         self.guard = Guard(recipe.train, world.device)
-        self.scale = 1.0 / plan.tokens_per_step
         self._sums: list[Tensor] = []
         self.schedule = bind_pipeline(parts, world, self._pipeline_loss)
         # Without this the last stage keeps its outputs of all micro-batches; older releases of torch do not have it.
-        has_option = self.schedule is not None and "return_outputs" in inspect.signature(self.schedule.step).parameters
-        self._no_outputs = {"return_outputs": False} if has_option else {}
+        options = inspect.signature(self.schedule.step).parameters if self.schedule is not None else {}
+        self._no_outputs = {"return_outputs": False} if "return_outputs" in options else {}
         self.replication = [replication(p, world) for _, p in parts.named_parameters()]
         if world.size == 1 and spec.precision != "fp32" and plan.layout.accumulation > 1:
             optimizer.accumulate_in_fp32()
@@ -145,7 +144,7 @@ def replication(parameter: Any, world: World) -> float:
     """How many ranks of the job hold the same numbers of this parameter's gradient."""
     placements = enumerate(getattr(parameter, "placements", ()))
     parts = (parameter.device_mesh.size(axis) for axis, placement in placements if not placement.is_replicate())
-    return world.size / math.prod(parts, start=world.layout.pipeline)
+    return world.size / int(math.prod(parts, start=world.layout.pipeline))
 
 
 def mark(cuda: bool) -> Mark:

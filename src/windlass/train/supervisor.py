@@ -57,8 +57,7 @@ class ForwardedSignals:
 
     def __init__(self) -> None:
         self.waiting: list[int] = []
-        self.interrupts = 0
-        self.stopping = False
+        self.interrupts, self.stopping = 0, False
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         self.interrupts += number == signal.SIGINT
@@ -144,8 +143,8 @@ def worker_argv(run: Run, start: Start, *options: str) -> Callable[[int], list[s
         current = replace(start, restart=start.restart + attempt)
         if attempt:
             write_start(run, current)
-        worker = [sys.executable, "-m", "windlass.train.worker", str(run.path)]
-        return [*worker, "--start", current.name, "--locked", *options]
+        path = str(run.path)
+        return [sys.executable, "-m", "windlass.train.worker", path, "--start", current.name, "--locked", *options]
 
     return argv
 

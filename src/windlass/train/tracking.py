@@ -18,8 +18,7 @@ from windlass.config import Recipe
 from windlass.files import write_atomic
 from windlass.registry import TRACKERS
 from windlass.runs.folder import Run
-from windlass.train.hooks import Hook
-from windlass.train.training import Training
+from windlass.train.hooks import Hook, Training
 
 MAX_QUEUED_LINES = 10_000
 """Lines that may wait for a slow tracker; further ones are dropped and counted (they are in metrics.jsonl)."""
@@ -176,8 +175,7 @@ def tracker_id(run: Run) -> str:
     with contextlib.suppress(OSError):
         if text := file.read_text().strip():
             return text
-    name = re.sub(r"[^A-Za-z0-9-]+", "-", run.name)[:40].strip("-")
-    new_id = f"{name}-{uuid.uuid4().hex[:8]}"
+    new_id = f"{re.sub(r'[^A-Za-z0-9-]+', '-', run.name)[:40].strip('-')}-{uuid.uuid4().hex[:8]}"
     write_atomic(file, new_id + "\n")
     return new_id
 

@@ -39,7 +39,6 @@ STAGES = {"none": 0, "zero1": 1, "zero2": 2, "full": 3}
 def assemble(
     model: DecoderModel, recipe: Recipe, step: StepSpec, world: World, plan: BatchPlan, beat: Callable[[str], None]
 ) -> tuple[ModelParts, DeepSpeedOptimizer, DeepSpeedStepper]:
-    """The model (on the meta device) under DeepSpeed, in the three parts that the loop uses."""
     check_supported(recipe, world.layout)
     stage, notes = STAGES[world.layout.shard], list[str]()
     for block in model.blocks():
@@ -64,9 +63,8 @@ def assemble(
             model=model, optimizer=adamw, config=deepspeed_config(recipe, world.layout), dist_init_required=False
         )
     notes.append(f"engine: deepspeed {deepspeed.__version__}, ZeRO stage {stage}")
-    optimizer = DeepSpeedOptimizer(engine, world.device)
-    stepper = DeepSpeedStepper(engine, optimizer, recipe, world, plan, beat)
-    return ModelParts([engine.module], [0], 1, notes=notes), optimizer, stepper
+    optimizer, parts = DeepSpeedOptimizer(engine, world.device), ModelParts([engine.module], [0], 1, notes=notes)
+    return parts, optimizer, DeepSpeedStepper(engine, optimizer, recipe, world, plan, beat)
 
 
 def check_supported(recipe: Recipe, layout: Layout) -> None:
@@ -304,9 +302,7 @@ class DeepSpeedStepper:
         beat: Callable[[str], None],
     ) -> None:
         self.engine, self.optimizer, self.recipe, self.world, self.plan = engine, optimizer, recipe, world, plan
-        self.beat = beat
-        self.guard = Guard(recipe.train, world.device)
-        self.scale = 1.0 / plan.tokens_per_step
+        self.beat, self.guard, self.scale = beat, Guard(recipe.train, world.device), 1.0 / plan.tokens_per_step
         # DeepSpeed averages over ranks and micro-batches; our losses are already divided by the batch's tokens.
         self.loss_scale = self.scale * world.size * plan.layout.accumulation
 
@@ -315,8 +311,7 @@ class DeepSpeedStepper:
             group["lr"] = lr
         inputs, targets, numbers = cut(tokens, documents, self.world)
         forward, sums = list[tuple[Mark, Mark]](), torch.zeros(2, device=self.world.device)
-        norm: float | None = None
-        layout = self.plan.layout
+        norm, layout = None, self.plan.layout
         for index in range(layout.accumulation):
             part = slice(index * layout.micro_batch, (index + 1) * layout.micro_batch)
             self.beat("forward")
