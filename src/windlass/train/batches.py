@@ -1,6 +1,5 @@
 """Which sequences each rank takes at a step, and the batches themselves, read ahead by a thread."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +65,6 @@ class BatchReader:
             pin=world.cuda,
             documents=documents,
         )
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
 
     def __next__(self) -> Batch:
         with torch.profiler.record_function("enumerate(DataLoader)#windlass.__next__"):  # data loading in a trace

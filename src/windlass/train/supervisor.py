@@ -46,11 +46,6 @@ class WorkerFault:
     exit_code: int
     host: str
 
-    @property
-    def signature(self) -> str:
-        """The same for the same failure: numbers (process ids, ports, times) are left out."""
-        return f"{self.kind}: {re.sub(r'[0-9]+', '#', self.error)}"
-
 
 class ForwardedSignals:
     """Signals that this process received and has to pass on to the workers."""
@@ -143,8 +138,8 @@ def worker_argv(run: Run, start: Start, *options: str) -> Callable[[int], list[s
         current = replace(start, restart=start.restart + attempt)
         if attempt:
             write_start(run, current)
-        path = str(run.path)
-        return [sys.executable, "-m", "windlass.train.worker", path, "--start", current.name, "--locked", *options]
+        worker = [sys.executable, "-m", "windlass.train.worker", str(run.path)]
+        return [*worker, "--start", current.name, "--locked", *options]
 
     return argv
 
@@ -168,7 +163,8 @@ def run_workers(
             if fault is None:
                 return code
             run.record(FaultEvent(**asdict(fault), attempt=attempt))
-            history.append((fault.signature, newest_step(run)))
+            # The same failure has the same signature: numbers (process ids, ports, times) are left out.
+            history.append((f"{fault.kind}: {re.sub(r'[0-9]+', '#', fault.error)}", newest_step(run)))
             reason = reason_to_stop(fault, history, signals.stopping, max_restarts)
             if reason is not None:
                 run.record(GaveUp(reason=reason, attempts=attempt + 1))
