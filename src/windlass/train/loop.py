@@ -278,7 +278,8 @@ def trial_step(training: Training) -> str:
             "train.out-of-memory",
             f"a trial step of micro_batch {layout.micro_batch} x {plan.seq_len:,} tokens does not fit in "
             f"{print_bytes(torch.cuda.mem_get_info(device)[1])}; the planner predicts {print_bytes(predicted)}",
-            hint="`windlass plan` lists layouts that fit; or a smaller layout.micro_batch, train.recompute, more sharding",
+            hint="`windlass plan` lists layouts that fit; or a smaller layout.micro_batch, train.recompute, "
+            "more sharding",
         ) from error
     training.optimizer.zero_grad()
     peak = torch.cuda.max_memory_allocated(device)

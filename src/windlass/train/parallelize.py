@@ -120,7 +120,8 @@ def divide_blocks(module: DecoderModel, step: StepSpec, world: World, objective:
     if meshes.tensor is not None and objective != "next_token":
         raise ConfigError(
             "train.objective-not-divided",
-            f"train.objective = {objective!r} is not computed on a divided vocabulary (layout.tensor {world.layout.tensor})",
+            f"train.objective = {objective!r} is not computed on a divided vocabulary "
+            f"(layout.tensor {world.layout.tensor})",
             hint="set layout.tensor = 1",
         )
     for layer in module.typed_layers():
