@@ -289,7 +289,7 @@ class Clock:
         self.marks: list[Any] = []
 
     def steps(self, step: Any, count: int) -> None:
-        from windlass.train.clock import mark
+        from windlass.train.step import mark
 
         self.marks = [mark(self.cuda)]
         for _ in range(count):
@@ -301,7 +301,7 @@ class Clock:
             torch.cuda.synchronize()
 
     def seconds(self) -> list[float]:
-        from windlass.train.clock import seconds_between
+        from windlass.train.step import seconds_between
 
         return [seconds_between(a, b) for a, b in itertools.pairwise(self.marks)]
 

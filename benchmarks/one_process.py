@@ -16,9 +16,9 @@ from windlass.models.presets import model_spec
 from windlass.runs.folder import Run
 from windlass.runs.starts import Start
 from windlass.train import loop
+from windlass.train.hooks import Say, Training
 from windlass.train.mesh import device_type
 from windlass.train.step import StepResult
-from windlass.train.training import Say, Training
 
 ONE_PROCESS = Place(0, 1, 0, 1, 0, 1, None, None, "single")
 

@@ -174,7 +174,8 @@ def train(
     checkpoints = Checkpointing(job, recorder, StopFlag(run, recipe.save, rank=0, world_size=1))
     loop.announce(job, checkpoints, None)
     with attention_kernel(recipe.train.attention, job.world.device):
-        loop.train(job, checkpoints, [recorder])
+        recorder.on_start(job)
+        loop.run_steps(job, checkpoints, [recorder])
     lines = [m.as_dict() for m in run.metrics_lines()]
     return job, {
         "parameters": sum(p.numel() for p in job.parts.modules[0].parameters()), "losses": [line["loss"] for line in lines],

@@ -45,9 +45,9 @@ from windlass.train import hooks, loop, watchdog
 from windlass.train import validate as validation
 from windlass.train.batches import BatchReader
 from windlass.train.checkpointing import Checkpointing
+from windlass.train.hooks import Progress, Training
 from windlass.train.step import Stepper
 from windlass.train.supervisor import LISTEN_HANDLE, find_fault
-from windlass.train.training import Progress, Training
 
 Harm = Callable[[int], None]
 """Called in a worker (with its rank) before it trains: it arms the fault."""

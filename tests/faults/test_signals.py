@@ -13,7 +13,7 @@ import pytest
 from windlass.clusters.scheduler import end_time
 from windlass.config.save import SaveConfig
 from windlass.train import signals
-from windlass.train.signals import Agreed, StopFlag, lead_seconds, listening
+from windlass.train.signals import Agreed, StopFlag, listening
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_each_signal_is_a_reason_and_the_handlers_come_back(run, terminal, numbe
         flag = StopFlag(run, end_time=lambda: None)
         assert flag.agree() == Agreed(None, False)
         os.kill(os.getpid(), number)
-        assert flag.agree(save=True) == Agreed(signals.REASONS[code], True)
+        assert flag.agree(save=True) == Agreed(signals.STOP_REASONS[code], True)
     assert signal.getsignal(number) is before
 
 
@@ -66,7 +66,7 @@ def test_under_nohup_a_closed_terminal_is_not_heard(run) -> None:
 
 
 def test_a_save_agreed_on_during_validation_is_done_after_it(run, monkeypatch) -> None:
-    monkeypatch.setattr(signals, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(signals, "STOP_POLL_SECONDS", 0.0)
     flag = StopFlag(run, end_time=lambda: None)
     (run.requests / "save").touch()
     assert flag.agreed_to_stop() is None
@@ -91,30 +91,32 @@ for _ in range(200): time.sleep(0.1)
 
 
 def test_the_wall_time_limit_is_heard_in_time(run, monkeypatch) -> None:
-    monkeypatch.setattr(signals, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(signals, "STOP_POLL_SECONDS", 0.0)
     end = time.time() + 60.5
     flag = StopFlag(run, SaveConfig(lead="60s"), end_time=lambda: end)
     noticed_at = None
     while noticed_at is None and time.time() < end:
         time.sleep(0.05)
-        noticed_at = time.time() if flag.agree().stop == signals.REASONS[signals.WALL_TIME] else None
+        noticed_at = time.time() if flag.agree().stop == signals.STOP_REASONS[signals.WALL_TIME] else None
     assert noticed_at is not None and end - 60 <= noticed_at < end - 30  # not before the lead, and well before the end
 
 
-def test_the_lead_follows_the_measured_save() -> None:
-    auto = SaveConfig()
-    assert lead_seconds(auto, None, None) == 300
-    assert lead_seconds(auto, 40, 8) == 60 + 3 * 40 + 3 * 8
-    assert lead_seconds(SaveConfig(lead="2m"), 40, 8) == 120
+def test_the_lead_follows_the_measured_save(run) -> None:
+    auto, fixed = StopFlag(run, SaveConfig()), StopFlag(run, SaveConfig(lead="2m"))
+    assert auto.lead_seconds == 300
+    for flag in (auto, fixed):
+        flag.measured(save_seconds=40, step_seconds=8)
+    assert auto.lead_seconds == 60 + 3 * 40 + 3 * 8
+    assert fixed.lead_seconds == 120
 
 
 def test_request_files_are_taken_once(run, monkeypatch) -> None:
-    monkeypatch.setattr(signals, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(signals, "STOP_POLL_SECONDS", 0.0)
     flag = StopFlag(run, end_time=lambda: None)
     (run.requests / "save").touch()
     assert flag.agree() == Agreed(None, True) and flag.agree() == Agreed(None, False)
     (run.requests / "stop").touch()
-    assert flag.agree().stop == signals.REASONS[signals.REQUEST] and list(run.requests.iterdir()) == []
+    assert flag.agree().stop == signals.STOP_REASONS[signals.REQUEST] and list(run.requests.iterdir()) == []
 
 
 @pytest.mark.parametrize(

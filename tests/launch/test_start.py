@@ -6,7 +6,7 @@ import json
 import tarfile
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +233,13 @@ def test_each_attempt_of_the_supervisor_has_a_start_of_its_own(make_run):
     assert argv(0)[1:] == ["-m", "windlass.train.worker", str(run.path), "--start", "local-1.0", "--locked", "--quiet"]
     assert read_start(run, "local-1.1") is None
     assert argv(1)[5] == "local-1.1" and read_start(run, "local-1.1") == replace(start, restart=1)
+
+
+def test_a_start_file_with_the_former_lead_still_loads(make_run):
+    run = make_run(shard="none")
+    start = bind(run, 2, job="local-1")
+    write_json(run.starts / "local-1.0.json", {**asdict(start), "lead_seconds": 300.0})
+    assert read_start(run, "local-1.0") == last_start(run) == start
 
 
 # -- run folders of version 0.1 --------------------------------------------------------------------------------------

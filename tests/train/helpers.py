@@ -16,9 +16,8 @@ from windlass.models.presets import model_spec
 from windlass.runs.folder import Run
 from windlass.runs.starts import Start
 from windlass.train import loop
-from windlass.train.hooks import Hook
+from windlass.train.hooks import Hook, Training
 from windlass.train.mesh import device_type
-from windlass.train.training import Training
 
 NO_RUN = Run(Path("/nonexistent"))
 """For `loop.build`, which writes nothing."""

@@ -11,9 +11,8 @@ import pytest
 from tests.train.test_loop import recipe, train
 
 from windlass.train import loop, metrics
-from windlass.train.hooks import Hook
+from windlass.train.hooks import Hook, Training
 from windlass.train.metrics import EnergyPerToken, Recorder
-from windlass.train.training import Training
 
 
 def test_a_cost_is_taken_over_seconds_not_over_a_step_in_which_the_counter_did_not_move() -> None:

@@ -34,8 +34,6 @@ class Start:
     devices_per_node: int
     # Why this layout, for the log.
     reason: str = ""
-    # How long before the wall-time limit the workers stop, where the launcher decided it; None: from measured times.
-    lead_seconds: float | None = None
     created_at: float = field(default_factory=time.time)
 
     @property
@@ -86,4 +84,5 @@ def wait_for_start(run: Run, name: str, seconds: float = WAIT_SECONDS, *, reused
 
 def _parse(value: dict[str, Any]) -> Start:
     step = StepSpec(**{**value["step"], "sync": GradientSync(**value["step"]["sync"])})
-    return Start(**{**value, "layout": Layout(**value["layout"]), "step": step})
+    fields = {key: item for key, item in value.items() if key != "lead_seconds"}  # in files of early 0.2 starts
+    return Start(**{**fields, "layout": Layout(**value["layout"]), "step": step})

@@ -1,6 +1,5 @@
 """Which sequences each rank takes at a step, and the batches themselves, read ahead by a thread."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,6 @@ from windlass.data.stream import Loader
 from windlass.errors import DataError
 from windlass.layout.types import Layout
 from windlass.train.mesh import World
-from windlass.train.profiler import marked
 
 Batch = tuple[Tensor, Tensor | None]
 """Tokens (sequences, seq_len + 1) and, where documents are masked, the document number of each."""
@@ -27,7 +25,6 @@ class BatchPlan:
     layout: Layout
     seq_len: int
     steps: int
-    """Optimizer steps of the whole run."""
 
     @property
     def sequences_per_rank(self) -> int:
@@ -48,8 +45,8 @@ class BatchPlan:
 
 
 def batch_plan(recipe: Recipe, layout: Layout) -> BatchPlan:
-    batch_tokens = layout.sequences_per_step * recipe.data.seq_len
-    steps = recipe.train.steps or max(1, (recipe.data.tokens or 0) // batch_tokens)
+    step_tokens = layout.sequences_per_step * recipe.data.seq_len
+    steps = recipe.train.steps or max(1, (recipe.data.tokens or 0) // step_tokens)
     return BatchPlan(layout, recipe.data.seq_len, steps)
 
 
@@ -68,39 +65,28 @@ class BatchReader:
             pin=world.cuda,
             documents=documents,
         )
-        self._items = iter(marked(self._loader))
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
 
     def __next__(self) -> Batch:
-        item = next(self._items)
-        tokens, documents = item if self._documents else (item, None)
+        with torch.profiler.record_function("enumerate(DataLoader)#windlass.__next__"):  # data loading in a trace
+            item = next(self._loader)
+        arrays = item if self._documents else (item,)
         if self._check_tokens:
-            check_tokens(tokens, self._vocab)
-        return self._to_device(tokens), None if documents is None else self._to_device(documents)
+            low, high = int(arrays[0].min()), int(arrays[0].max())
+            if low < 0 or high >= self._vocab:  # on a GPU the look-up would end the process without a message
+                raise DataError(
+                    "data.token-outside-vocabulary",
+                    f"a batch holds token {low if low < 0 else high:,}, but model.vocab is {self._vocab:,}",
+                    hint=f"set model.vocab to at least {high + 1:,}, or tokenize with the model's tokenizer",
+                )
+        tokens, *documents = (torch.from_numpy(array).to(self._device, non_blocking=True).long() for array in arrays)
+        return tokens, documents[0] if documents else None
 
     @property
     def wait_seconds(self) -> float:
-        """How long the newest batch was waited for."""
         return float(self._loader.last_wait_seconds)
 
     def close(self) -> None:
         self._loader.close()
-
-    def _to_device(self, array: Any) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True).long()
-
-
-def check_tokens(tokens: Any, vocab: int) -> None:
-    """Refuse a token that the model does not have: on a GPU the look-up would end the process without a message."""
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= vocab:
-        raise DataError(
-            "data.token-outside-vocabulary",
-            f"a batch holds token {low if low < 0 else high:,}, but model.vocab is {vocab:,}",
-            hint=f"set model.vocab to at least {high + 1:,}, or tokenize with the model's tokenizer",
-        )
 
 
 def cut(tokens: Tensor, documents: Tensor | None, world: World) -> tuple[Tensor, Tensor, Tensor | None]:

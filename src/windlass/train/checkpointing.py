@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from windlass.checkpoint.load import discard_after, find_latest, load_model_weights, restore
@@ -11,11 +12,10 @@ from windlass.config import recipe_hash
 from windlass.errors import CheckpointError
 from windlass.runs.events import RolledBack, SaveInterval
 from windlass.train.failure import DivergedError
-from windlass.train.hooks import Hook, each
+from windlass.train.hooks import Hook, Training, each
 from windlass.train.interval import SaveTimer
 from windlass.train.metrics import Recorder
 from windlass.train.signals import StopFlag
-from windlass.train.training import Training
 from windlass.train.validate import Validation
 
 
@@ -24,13 +24,13 @@ class Checkpointing:
 
     def __init__(self, training: Training, recorder: Recorder, stop: StopFlag) -> None:
         self.training, self.recorder, self.stop = training, recorder, stop
-        save, world = training.recipe.save, training.world
+        save, place = training.recipe.save, training.world.place
         self.saver = Saver(
             training.run,
             save,
-            rank=world.rank,
-            world_size=world.size,
-            local_world_size=world.place.local_world_size,
+            rank=place.rank,
+            world_size=place.world_size,
+            local_world_size=place.local_world_size,
         )
         self.timer = SaveTimer(save)
         self.carried_joules: float | None = None
@@ -41,10 +41,6 @@ class Checkpointing:
         self.validation: Validation | None = None
         self._validated_step: int | None = None
         self._announced: object = None
-        """The saving interval that was last announced."""
-
-    # -- content
-    # ----------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Tensors for torch.distributed.checkpoint, to be saved from or filled in place.
@@ -61,29 +57,6 @@ class Checkpointing:
             "count": optimizer.count,
             "guard": self.training.stepper.guard.memory,
         }
-
-    def extra(self) -> dict[str, Any]:
-        """The small values of a checkpoint, as JSON."""
-        training, progress, recipe = self.training, self.training.progress, self.training.recipe
-        return {
-            "step": progress.step,
-            "tokens": progress.tokens,
-            "sequences": progress.sequences,
-            "energy_joules": training.total_joules(),
-            "recipe_hash": recipe_hash(recipe),
-            "seed": recipe.seed,
-            "rolled_back": self.rolled_back,
-            "best": self.best,
-            "config": recipe.model_dump(mode="json"),
-            "schedule": {
-                "total_tokens": training.plan.total_tokens,
-                "name": recipe.optim.schedule,
-                "lr": recipe.optim.lr,
-            },
-        }
-
-    # -- restoring
-    # --------------------------------------------------------------------------------------------------------
 
     def resume(self) -> Any:
         """Continue from the newest complete checkpoint; else begin, from given weights if the recipe names some."""
@@ -102,12 +75,11 @@ class Checkpointing:
         return latest
 
     def _restore(self, latest: Any) -> None:
-        training = self.training
+        training, progress = self.training, self.training.progress
         extra = restore(latest, self.state(), seed=training.recipe.seed)
         training.optimizer.refresh()
         if training.parts.tie is not None:
             training.parts.tie.spread()
-        progress = training.progress
         progress.step, progress.tokens, progress.sequences = extra["step"], extra["tokens"], extra["sequences"]
         self.carried_joules, self.rolled_back = extra.get("energy_joules"), extra.get("rolled_back", False)
         self.best = [loss for loss in extra.get("best", []) if loss is not None]
@@ -116,19 +88,21 @@ class Checkpointing:
         """Too many skipped steps: fail, or go back once to an earlier checkpoint and leave the range of data out."""
         training, progress = self.training, self.training.progress
         if not training.recipe.train.rollback or self.rolled_back:
-            raise DivergedError(
-                "train.diverged",
-                reason,
-                hint="look at the data of these steps and at the learning rate; train.rollback = true skips the range once",
+            hint = (
+                "look at the data of these steps and at the learning rate; train.rollback = true skips the range once"
             )
+            raise DivergedError("train.diverged", reason, hint=hint)
         self.saver.finish()
-        before = progress.step - self.recorder.skipped_in_a_row + 1
-        latest = find_latest(training.run, verify=training.recipe.save.verify, before=before)
+        latest = find_latest(
+            training.run,
+            verify=training.recipe.save.verify,
+            before=progress.step - self.recorder.skipped_in_a_row + 1,
+        )
         if latest is None:
             raise DivergedError("train.diverged", reason, hint="there is no earlier checkpoint to go back to")
         from_step, position = progress.step, progress.sequences
         self._restore(latest)
-        left_out = (progress.sequences, position)
+        left_out = [progress.sequences, position]
         skipped_tokens = (position - progress.sequences) * training.plan.seq_len
         progress.sequences, self.rolled_back = position, True
         self.recorder.forget()
@@ -141,16 +115,13 @@ class Checkpointing:
                     step=from_step,
                     to_step=progress.step,
                     skipped_tokens=skipped_tokens,
-                    sequences=list(left_out),
+                    sequences=left_out,
                     reason=reason,
                 )
             )
         training.say(
             f"went back from step {from_step} to {progress.step}, skipping {skipped_tokens:,} tokens: {reason}"
         )
-
-    # -- saving
-    # -----------------------------------------------------------------------------------------------------------
 
     def validated(self, validation: Validation) -> None:
         self.validation, self._validated_step = validation, self.training.step
@@ -160,61 +131,66 @@ class Checkpointing:
         name = self.training.recipe.save.metric
         if name == "loss":
             return self.recorder.last_loss
-        if self.validation is None or self._validated_step != self.training.step:
+        validation = self.validation
+        if validation is None or self._validated_step != self.training.step:
             return None
-        source = name.removeprefix("val_loss/")
-        part = self.validation.overall if name == "val_loss" else self.validation.sources[source]
+        part = validation.overall if name == "val_loss" else validation.sources[name.removeprefix("val_loss/")]
         return part.loss if math.isfinite(part.loss) else None
-
-    def is_best(self) -> bool:
-        """The weights that were just validated belong to the best, so they are saved whatever the interval says."""
-        save = self.training.recipe.save
-        loss = self.metric() if save.metric != "loss" else None
-        if loss is None or not save.keep_best:
-            return False
-        return len(self.best) < save.keep_best or loss < max(self.best)
-
-    def wants_save(self) -> bool:
-        """This rank's request to save; the ranks agree on it, because clocks differ."""
-        return self.timer.due_by_clock(self.training.step) or bool(self.saver.retry_due)
 
     def save_if_due(self, agreed: bool, hooks: Sequence[Hook]) -> None:
         """The one place where checkpoints of the loop begin."""
         self._check_finished(self.saver.poll())
-        best = self.is_best()
-        if best or agreed or self.timer.due_by_count(self.training.step, self.training.tokens):
-            if best and (loss := self.metric()) is not None:
-                self.best = sorted([*self.best, loss])[: self.training.recipe.save.keep_best]
+        training, save, loss = self.training, self.training.recipe.save, self.metric()
+        # Weights that were just validated and belong to the best are saved whatever the interval says.
+        is_best = (
+            loss is not None
+            and save.metric != "loss"
+            and save.keep_best > 0
+            and (len(self.best) < save.keep_best or loss < max(self.best))
+        )
+        if is_best or agreed or self.timer.due_by_count(training.step, training.tokens):
+            if is_best and loss is not None:
+                self.best = sorted([*self.best, loss])[: save.keep_best]
             self.save(hooks)
-            self.timer.restart(self.training.step, self.training.tokens)
-            each(hooks, "on_save", self.training)
+            self.timer.restart(training.step, training.tokens)
+            each(hooks, "on_save", training)
 
     def save(self, hooks: Sequence[Hook], *, block: bool = False) -> Any:
         """Everything that belongs to a step is written before its checkpoint: a kill in between must lose no line."""
-        started = time.perf_counter()
-        training = self.training
+        started, training, recipe = time.perf_counter(), self.training, self.training.recipe
         each(hooks, "on_wait", training, "save")
         self.recorder.drain(training, 0)
         self._check_finished(self.saver.finish())
         before = self.saver.last
         if before is not None and not before.ok and before.step != training.step:
             self.best = [loss for loss in self.best if loss != before.metric]  # it is not on the disk
-        return self.saver.save(
-            training.step, self.state(), self.extra(), metric=self.metric(), block=block, began=started
-        )
+        extra = {
+            **asdict(training.progress),
+            "energy_joules": training.total_joules(),
+            "recipe_hash": recipe_hash(recipe),
+            "seed": recipe.seed,
+            "rolled_back": self.rolled_back,
+            "best": self.best,
+            "config": recipe.model_dump(mode="json"),
+            "schedule": {
+                "total_tokens": training.plan.total_tokens,
+                "name": recipe.optim.schedule,
+                "lr": recipe.optim.lr,
+            },
+        }
+        return self.saver.save(training.step, self.state(), extra, metric=self.metric(), block=block, began=started)
 
     def final_save(self, reason: str | None, hooks: Sequence[Hook]) -> None:
         training = self.training
         self.recorder.drain(training, 0)
         self.saver.finish()
-        saved = self.saver.good is not None and self.saver.good.step == training.step
-        if saved or training.step == 0 or (reason is None and not training.recipe.save.at_end):
+        last = self.saver.good.step if self.saver.good else "none"
+        if training.step in (0, last) or (reason is None and not training.recipe.save.at_end):
             return
         for _ in range(2):
             outcome = self.save(hooks, block=True)
             if outcome is None or outcome.ok:
                 return
-        last = self.saver.good.step if self.saver.good else "none"
         raise CheckpointError(
             "checkpoint.last-save-failed",
             f"the last save, at step {training.step}, failed twice: {outcome.error}",
@@ -228,8 +204,8 @@ class Checkpointing:
         if choice is None or choice is self._announced or step_seconds is None:
             return
         self._announced = choice
-        steps = max(1, round(choice.seconds / step_seconds))
         if self.training.world.is_main:
+            steps = max(1, round(choice.seconds / step_seconds))
             self.training.run.record(SaveInterval(seconds=choice.seconds, steps=steps, reason=choice.reason))
             self.training.say(f"{choice.reason} (about {steps:,} steps)")
 

@@ -29,9 +29,19 @@ def explain(error: BaseException, run: Run) -> BaseException:
     if isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in text
     ):
+        requested = "torch does not report the requested size"
+        if match := re.search(r"tried to allocate ([\d.]+) (\w+)", text, re.IGNORECASE):
+            size = print_bytes(int(match[1])) if match[2] == "bytes" else f"{match[1]} {match[2]}"
+            requested = f"{size} more were requested"
+        if torch.cuda.is_available():
+            peak, total = print_bytes(torch.cuda.max_memory_allocated()), print_bytes(torch.cuda.mem_get_info()[1])
+            used = f"{peak} of the device's {total} were in use at the peak"
+        else:
+            peak = print_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+            used = f"the process has used up to {peak}"
         return OutOfMemoryError(
             "train.out-of-memory",
-            f"a device ran out of memory: {_memory_numbers(text)}",
+            f"a device ran out of memory: {requested}; {used}",
             hint="a smaller layout.micro_batch, train.recompute = full, more sharding, or `windlass plan` for layouts "
             "that fit",
         )
@@ -43,17 +53,3 @@ def explain(error: BaseException, run: Run) -> BaseException:
             hint=f"see {run.ranks} for that worker's error; the run continues from its last checkpoint when restarted",
         )
     return error
-
-
-def _memory_numbers(text: str) -> str:
-    """What was requested (from torch's message), what was in use and what the device has."""
-    match = re.search(r"tried to allocate ([\d.]+) (\w+)", text, re.IGNORECASE)
-    requested = "torch does not report the requested size"
-    if match is not None:
-        size = print_bytes(int(match[1])) if match[2] == "bytes" else f"{match[1]} {match[2]}"
-        requested = f"{size} more were requested"
-    if not torch.cuda.is_available():
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return f"{requested}; the process has used up to {print_bytes(peak)}"
-    peak, total = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
-    return f"{requested}; {print_bytes(peak)} of the device's {print_bytes(total)} were in use at the peak"

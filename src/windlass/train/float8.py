@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from windlass.blocks.initial_values import local_tensor
 from windlass.blocks.linear import Linear
 from windlass.config import TrainConfig
 from windlass.errors import ConfigError
@@ -25,23 +26,21 @@ AMD_WITH_FP8 = ("gfx94", "gfx95", "gfx12")
 """MI300, MI350 and RDNA 4. MI250X is gfx90a and has none."""
 
 
-def has_fp8_units(device: torch.device) -> bool:
-    """Matrix units for FP8: compute capability 8.9 or later, or CDNA 3 and later."""
-    if device.type != "cuda":
-        return False
-    if torch.version.hip is not None:
-        return str(torch.cuda.get_device_properties(device).gcnArchName).startswith(AMD_WITH_FP8)
-    return torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def torchao_installed() -> bool:
     return importlib.util.find_spec("torchao") is not None
 
 
 def choose_backend(setting: str, device: torch.device) -> tuple[str, str]:
     """ "torch" or "torchao", and why; refuses a device without FP8 and a missing package."""
-    if not has_fp8_units(device):
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+    name, has_fp8_units = "a CPU", False
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        has_fp8_units = (
+            torch.cuda.get_device_capability(device) >= (8, 9)
+            if torch.version.hip is None
+            else str(torch.cuda.get_device_properties(device).gcnArchName).startswith(AMD_WITH_FP8)
+        )
+    if not has_fp8_units:
         raise ConfigError(
             "train.fp8-device",
             f'train.precision = "fp8", but {name} has no FP8 matrix units',
@@ -69,21 +68,19 @@ def choose_backend(setting: str, device: torch.device) -> tuple[str, str]:
 def apply_float8(module: DecoderModel, device: torch.device, config: TrainConfig) -> str:
     """Compute every product inside the blocks in FP8, where its shape allows; returns the sentence for the log."""
     backend, reason = choose_backend(config.fp8_backend, device)
-    linears: list[Any] = [part for layer in module.layer_modules() for part in layer.modules() if _is_supported(part)]
+    # The scaled product needs multiples of 16; under tensor parallelism, of the part that this rank holds.
+    linears: list[Any] = [
+        part
+        for layer in module.layer_modules()
+        for part in layer.modules()
+        if isinstance(part, Linear) and all(size % 16 == 0 for size in local_tensor(part.weight).shape)
+    ]
     if backend == "torchao":
         _convert_by_torchao(module, linears, config.fp8_scaling, emulate=device.type == "cpu")
     else:
         for part in linears:
             part.product = partial(float8_product, rows=config.fp8_scaling == "row")
     return f"fp8: {len(linears)} products of a rank by {backend}, one scale per {config.fp8_scaling} ({reason})"
-
-
-def _is_supported(part: nn.Module) -> bool:
-    """The scaled product needs multiples of 16; under tensor parallelism, of the part that this rank holds."""
-    if not isinstance(part, Linear):
-        return False
-    weight = part.weight.to_local() if isinstance(part.weight, DTensor) else part.weight
-    return weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
 
 
 def _convert_by_torchao(module: DecoderModel, linears: list[Any], scaling: str, *, emulate: bool) -> None:
@@ -96,9 +93,8 @@ def _convert_by_torchao(module: DecoderModel, linears: list[Any], scaling: str, 
         )
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    recipe = Float8LinearConfig.from_recipe_name({"tensor": "tensorwise", "row": "rowwise"}[scaling])
+    recipe, selected = Float8LinearConfig.from_recipe_name(f"{scaling}wise"), set(map(id, linears))
     config = dataclasses.replace(recipe, emulate=emulate)
-    selected = set(map(id, linears))
     for block in module.layer_modules():
         convert_to_float8_training(block, config=config, module_filter_fn=lambda part, _: id(part) in selected)
         part: Any

@@ -6,7 +6,7 @@ from torch import Tensor
 from windlass.config import TrainConfig
 
 OK, NONFINITE, LOSS_SPIKE, NORM_SPIKE = range(4)
-REASONS = {
+SKIP_REASONS = {
     NONFINITE: "loss or gradient norm is not finite",
     LOSS_SPIKE: "loss spike",
     NORM_SPIKE: "gradient norm spike",
@@ -32,20 +32,17 @@ class Guard:
         if self.config.skip_nonfinite:
             reason = torch.where(torch.isfinite(loss) & torch.isfinite(norm), reason, NONFINITE)
         if self.config.skip_spike_sigma:
-            self._remember(loss, norm, reason == OK)
+            weight = torch.maximum(1.0 / (self.memory[0] + 1), torch.full_like(loss, 1.0 / MEMORY_STEPS))
+            new = self.memory.clone()
+            new[0] += 1
+            for value, index in ((loss, 1), (norm, 3)):
+                change = value - self.memory[index]
+                new[index] = self.memory[index] + weight * change
+                new[index + 1] = (1 - weight) * (self.memory[index + 1] + weight * change * change)
+            self.memory.copy_(torch.where(reason == OK, new, self.memory))
         return reason
 
     def _is_spike(self, value: Tensor, index: int) -> Tensor:
         """Only after enough steps: the first loss of a run is always the highest."""
         mean, deviation = self.memory[index], self.memory[index + 1].sqrt().clamp(min=1e-6)
         return (value - mean > self.config.skip_spike_sigma * deviation) & (self.memory[0] >= MEMORY_STEPS // 4)
-
-    def _remember(self, loss: Tensor, norm: Tensor, good: Tensor) -> None:
-        weight = torch.maximum(1.0 / (self.memory[0] + 1), torch.full_like(loss, 1.0 / MEMORY_STEPS))
-        new = self.memory.clone()
-        new[0] += 1
-        for value, index in ((loss, 1), (norm, 3)):
-            change = value - self.memory[index]
-            new[index] = self.memory[index] + weight * change
-            new[index + 1] = (1 - weight) * (self.memory[index + 1] + weight * change * change)
-        self.memory.copy_(torch.where(good, new, self.memory))

@@ -1,18 +1,88 @@
-"""The interface of features that take part in training: each is a class in its own file with some of these methods.
+"""What the loop and its hooks share: the parts of a run in training, its position, and the interface of hooks.
 
-The loop calls, in this order: on_start; for each step on_step_begin, on_step_end and, when a line is complete, on_log;
-between steps on_eval after a validation pass and on_wait and on_save around a save; at the end on_stop.
+A hook is a feature that takes part in training: a class in its own file with some of the methods of `Hook`. The loop
+calls, in this order: on_start; for each step on_step_begin, on_step_end and, when a line is complete, on_log; between
+steps on_eval after a validation pass and on_wait and on_save around a save; at the end on_stop.
 """
 
-from __future__ import annotations
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from windlass.train.step import StepResult
-    from windlass.train.training import Training
-    from windlass.train.validate import Validation
+from windlass.config import Recipe
+from windlass.energy.meter import Meter
+from windlass.models.spec import ModelSpec
+from windlass.runs.folder import Run
+from windlass.runs.starts import Start
+from windlass.train.batches import BatchPlan
+from windlass.train.mesh import World
+from windlass.train.parallelize import ModelParts
+from windlass.train.step import StepResult
+from windlass.train.validate import Validation, Validator
+
+Say = Callable[[str], None]
+"""Shows one line to the person at the terminal."""
+
+
+@dataclass
+class Progress:
+    """The position of a run; the only thing here that changes."""
+
+    step: int = 0
+    tokens: int = 0
+    sequences: int = 0
+    """The stream's position: global sequences consumed, skipped ranges included."""
+
+    def advance(self, plan: BatchPlan) -> None:
+        self.step += 1
+        self.tokens += plan.tokens_per_step
+        self.sequences += plan.layout.sequences_per_step
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run in training. Hooks read it; only the loop moves `progress`."""
+
+    recipe: Recipe
+    run: Run
+    start: Start
+    spec: ModelSpec
+    world: World
+    plan: BatchPlan
+    parts: ModelParts
+    optimizer: Any
+    stepper: Any
+    stream: Any
+    validator: Validator | None
+    meter: Meter | None
+    progress: Progress
+    say: Say
+    started_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def step(self) -> int:
+        return self.progress.step
+
+    @property
+    def tokens(self) -> int:
+        return self.progress.tokens
+
+    def energy(self) -> dict[str, float | None]:
+        """Of this node, on the one rank per node that measures it; None on the others."""
+        names = ("joules", "watts", "utilization")
+        return {name: None if self.meter is None else getattr(self.meter, name)() for name in names}
+
+    def total_joules(self) -> float | None:
+        """Of the whole job, all restarts together. Call it on every rank."""
+        mine = None if self.meter is None else self.meter.joules()
+        values = [mine] * self.world.size
+        if self.world.size > 1:
+            dist.all_gather_object(values, mine)
+        measured = [value for value in values if value is not None]
+        return sum(measured) if measured else None
 
 
 class Hook:

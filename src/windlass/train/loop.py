@@ -30,14 +30,13 @@ from windlass.runs.starts import Start
 from windlass.train.batches import BatchReader, batch_plan
 from windlass.train.checkpointing import Checkpointing
 from windlass.train.failure import OutOfMemoryError, explain
-from windlass.train.hooks import Hook, each
+from windlass.train.hooks import Hook, Progress, Say, Training, each
 from windlass.train.interval import process_seconds
 from windlass.train.mesh import World, open_world
 from windlass.train.metrics import Recorder, peak_of
 from windlass.train.parallelize import check_compile
 from windlass.train.schedules import learning_rate, schedule_note
 from windlass.train.signals import StopFlag, listening
-from windlass.train.training import Progress, Say, Training
 from windlass.train.validate import open_validator
 from windlass.train.watchdog import Heartbeat
 from windlass.units import print_bytes
@@ -70,7 +69,15 @@ def run(recipe: Recipe, folder: Run, start: Start, place: Place, hooks: Sequence
                     validate(training, checkpoints, all_hooks)
                 checkpoints.final_save(reason, all_hooks)
                 each(all_hooks, "on_stop", training, reason)
-                return finish(training, checkpoints, reason)
+                if training.world.is_main:
+                    step, tokens = training.step, training.tokens
+                    if reason is None:
+                        folder.record(Finished(step=step, tokens=tokens, loss=recorder.last_loss))
+                    else:
+                        folder.record(SignalReceived(signal=reason, step=step))
+                        folder.record(Stopped(step=step, tokens=tokens, reason=reason))
+                training.world.barrier()
+                return EXIT_DONE if reason is None else EXIT_RESUMABLE
     except BaseException as error:
         record_fault(folder, place.rank, explained := explain(error, folder))
         if training is not None:
@@ -99,8 +106,7 @@ def build(
         torch.use_deterministic_algorithms(True, warn_only=True)
     # mesh
     # The watchdog reports first: torch's own limit would end the job without naming a rank.
-    timeout_seconds = max(600.0, 4 * recipe.train.watchdog_seconds)
-    world = open_world(start.layout, place, start.device, timeout_seconds)
+    world = open_world(start.layout, place, start.device, max(600.0, 4 * recipe.train.watchdog_seconds))
     plan = batch_plan(recipe, start.layout)
     # model
     spec = model_spec(recipe.model)
@@ -116,7 +122,22 @@ def build(
     stream = open_stream(recipe.data, seed=recipe.seed, split="train", vocab=model.vocab)
     stream.check(plan.total_tokens)  # a run by train.steps names no tokens, so repetition is only known now
     validator = open_validator(recipe, world, parts, stepper, model.vocab)
-    check_metric(recipe, [part.name for part in validator.held] if validator is not None else [])
+    held_out = [part.name for part in validator.held] if validator is not None else []
+    metric = recipe.save.metric
+    if metric.startswith("val_loss/") and (name := metric.removeprefix("val_loss/")) not in held_out:
+        raise ConfigError(
+            "train.metric-source-missing",
+            f"save.metric = {metric!r}, but nothing of {name!r} is held out",
+            hint=f"held out: {', '.join(held_out)}" if held_out else "the store has no validation split",
+        )
+    meter = None
+    if place.local_rank == 0 and recipe.energy.enabled:
+        cluster = None
+        with contextlib.suppress(WindlassError):
+            cluster = load_cluster(recipe.cluster)
+        # A launcher may show each rank one device only; the node's meter wants those of all its ranks.
+        devices = list(range(place.local_world_size)) if world.cuda else None
+        meter = Meter(cluster, recipe.energy, run=folder, devices=devices)
     return Training(
         recipe=recipe,
         run=folder,
@@ -129,7 +150,7 @@ def build(
         stepper=stepper,
         stream=stream,
         validator=validator,
-        meter=open_meter(recipe, folder, world),
+        meter=meter,
         progress=Progress(),
         say=say,
     )
@@ -152,14 +173,21 @@ def run_steps(training: Training, checkpoints: Checkpointing, hooks: Sequence[Ho
                 gc.collect(1)
             each(hooks, "on_step_end", training, result)
             if progress.step == first_step + 1:
-                first_done_at = _first_step_done(training, checkpoints)
+                # Start-up is over: its time decides how often saving is worth it.
+                if training.world.cuda:
+                    torch.cuda.synchronize()
+                startup_seconds, first_done_at = process_seconds(), time.monotonic()
+                if training.world.is_main:
+                    training.run.record(Compiled(seconds=startup_seconds))
+                checkpoints.timer.measured(startup_seconds=startup_seconds)
             if recorder.too_many is not None:
                 batches.close()
                 checkpoints.roll_back(recorder.too_many)
                 batches = open_batches(training)
             if training.validator is not None and _validates_at(training):
                 validate(training, checkpoints, hooks)
-            agreed = stop.agree(save=checkpoints.wants_save())
+            # Clocks differ, so the ranks agree on a save by the clock; one that failed is tried again.
+            agreed = stop.agree(save=checkpoints.timer.due_by_clock(progress.step) or bool(checkpoints.saver.retry_due))
             checkpoints.save_if_due(agreed.save, hooks)
             # The first step compiles and does not count.
             timed = progress.step - first_step - 1
@@ -201,39 +229,13 @@ def validate(training: Training, checkpoints: Checkpointing, hooks: Sequence[Hoo
 
     validation = training.validator.run(stopping)
     seconds, joules = time.monotonic() - started_at, training.energy()["joules"]
-    spent = None if joules_before is None or joules is None else joules - joules_before
-    checkpoints.recorder.leave_out(seconds, spent)
+    checkpoints.recorder.leave_out(seconds, None if joules_before is None or joules is None else joules - joules_before)
     if validation is None:  # asked to stop on the way: the save comes first
         return
     checkpoints.validated(validation)
     if training.world.is_main:
         training.run.record(Evaluated(step=training.step, **validation.event(), seconds=seconds))
     each(hooks, "on_eval", training, validation)
-
-
-def _first_step_done(training: Training, checkpoints: Checkpointing) -> float:
-    """Start-up is over: its time decides how often saving is worth it."""
-    if training.world.cuda:
-        torch.cuda.synchronize()
-    seconds = process_seconds()
-    if training.world.is_main:
-        training.run.record(Compiled(seconds=seconds))
-    checkpoints.timer.measured(startup_seconds=seconds)
-    return time.monotonic()
-
-
-def finish(training: Training, checkpoints: Checkpointing, reason: str | None) -> int:
-    """Record how the run ended; the exit code."""
-    progress = training.progress
-    if training.world.is_main:
-        if reason is None:
-            loss = checkpoints.recorder.last_loss
-            training.run.record(Finished(step=progress.step, tokens=progress.tokens, loss=loss))
-        else:
-            training.run.record(SignalReceived(signal=reason, step=progress.step))
-            training.run.record(Stopped(step=progress.step, tokens=progress.tokens, reason=reason))
-    training.world.barrier()
-    return EXIT_DONE if reason is None else EXIT_RESUMABLE
 
 
 # -- before the first step
@@ -250,36 +252,11 @@ def check_precision(recipe: Recipe, world: World) -> None:
         )
 
 
-def check_metric(recipe: Recipe, held_out: list[str]) -> None:
-    """Refuse to judge checkpoints by a source that is not held out."""
-    name = recipe.save.metric.removeprefix("val_loss/")
-    if name != recipe.save.metric and name not in held_out:
-        raise ConfigError(
-            "train.metric-source-missing",
-            f"save.metric = {recipe.save.metric!r}, but nothing of {name!r} is held out",
-            hint=f"held out: {', '.join(held_out)}" if held_out else "the store has no validation split",
-        )
-
-
-def open_meter(recipe: Recipe, folder: Run, world: World) -> Meter | None:
-    """One per node."""
-    if world.place.local_rank != 0 or not recipe.energy.enabled:
-        return None
-    try:
-        cluster = load_cluster(recipe.cluster)
-    except WindlassError:
-        cluster = None
-    # A launcher may show each rank one device only; the node's meter wants those of all its ranks.
-    devices = list(range(world.place.local_world_size)) if world.cuda else None
-    return Meter(cluster, recipe.energy, run=folder, devices=devices)
-
-
 def prepare(training: Training, checkpoints: Checkpointing) -> None:
     """Reserve memory for saves, forecast their disk use, and try one step on a GPU."""
-    plan, state = training.plan, checkpoints.state()
-    training.say(checkpoints.saver.prepare(state))
-    forecast = checkpoints.saver.forecast(state, steps=plan.steps, batch_tokens=plan.tokens_per_step)
-    training.say(forecast.text)
+    plan, state, saver = training.plan, checkpoints.state(), checkpoints.saver
+    training.say(saver.prepare(state))
+    training.say(saver.forecast(state, steps=plan.steps, batch_tokens=plan.tokens_per_step).text)
     if training.world.cuda and training.recipe.train.engine == "native":
         training.say(trial_step(training))
     checkpoints.timer.restart(training.step, training.tokens)
@@ -291,24 +268,23 @@ def trial_step(training: Training) -> str:
     Gradients are thrown away: weights, moments, random numbers and data position stay as they were. The line for the
     log gives the memory it needed beside the planner's prediction."""
     device, plan, layout = training.world.device, training.plan, training.start.layout
-    shape = (plan.sequences_per_rank, plan.seq_len + 1)
-    tokens = torch.zeros(shape, dtype=torch.long, device=device)
+    tokens = torch.zeros((plan.sequences_per_rank, plan.seq_len + 1), dtype=torch.long, device=device)
     documents = torch.zeros_like(tokens) if training.start.step.mask_documents else None
     predicted = memory(training.spec, training.start.step, layout).allocated
     try:
         training.stepper.gradients(tokens, documents)
     except torch.OutOfMemoryError as error:
-        total = torch.cuda.mem_get_info(device)[1]
         raise OutOfMemoryError(
             "train.out-of-memory",
             f"a trial step of micro_batch {layout.micro_batch} x {plan.seq_len:,} tokens does not fit in "
-            f"{print_bytes(total)}; the planner predicts {print_bytes(predicted)}",
-            hint="`windlass plan` lists layouts that fit; or a smaller layout.micro_batch, train.recompute, more sharding",
+            f"{print_bytes(torch.cuda.mem_get_info(device)[1])}; the planner predicts {print_bytes(predicted)}",
+            hint="`windlass plan` lists layouts that fit; or a smaller layout.micro_batch, train.recompute, "
+            "more sharding",
         ) from error
     training.optimizer.zero_grad()
     peak = torch.cuda.max_memory_allocated(device)
-    error_share = (predicted - peak) / peak
-    return f"memory: a trial step needed {print_bytes(peak)}; predicted {print_bytes(predicted)} ({error_share:+.0%})"
+    needed, difference = print_bytes(peak), (predicted - peak) / peak
+    return f"memory: a trial step needed {needed}; predicted {print_bytes(predicted)} ({difference:+.0%})"
 
 
 def announce(training: Training, checkpoints: Checkpointing, restored: Any) -> None:
@@ -326,8 +302,7 @@ def announce(training: Training, checkpoints: Checkpointing, restored: Any) -> N
         "device": torch.cuda.get_device_name(world.device) if world.cuda else (manifest.cpu_name() or "cpu"),
         "devices_per_node": world.place.local_world_size,
     }
-    store = training.stream.store
-    data = None
+    store, data = training.stream.store, None
     if store is not None:  # without the file lists: a report must work on a copy of the folder
         sources = store.ledger().get("sources", {})
         data = {
@@ -336,48 +311,38 @@ def announce(training: Training, checkpoints: Checkpointing, restored: Any) -> N
             "settings": store.manifest.get("settings"),
             "sources": {name: {k: v for k, v in entry.items() if k != "paths"} for name, entry in sources.items()},
         }
-    manifest.write(
-        run_folder,
-        manifest.collect(
-            recipe,
-            **common,
-            data_ledger=training.stream.ledger_hash,
-            data=data,
-            steps=plan.steps,
-            tokens_per_step=plan.tokens_per_step,
-            mfu_denominator=denominator,
-        ),
+    record = manifest.collect(
+        recipe,
+        **common,
+        data_ledger=training.stream.ledger_hash,
+        data=data,
+        steps=plan.steps,
+        tokens_per_step=plan.tokens_per_step,
+        mfu_denominator=denominator,
     )
+    manifest.write(run_folder, record)
+    notes: list[str] = []
     if restored is None:
         run_folder.record(Started(**common))
     else:
         step, name = training.step, restored.path.name
         lost_steps = max(0, (run_folder.last_metrics().step or step) - step)
         run_folder.record(Resumed(step=step, tokens=training.tokens, checkpoint=name, lost_steps=lost_steps, **common))
-        for sentence in restored.set_aside:
-            training.say(f"damaged: {sentence}")
-        training.say(
-            f"resumed at step {step} from {name}" + (f"; {lost_steps} steps are repeated" if lost_steps else "")
-        )
-    notes = [
-        passes_line(training.stream.epochs(plan.total_tokens)),
-        _best_note(training),
+        repeated = f"; {lost_steps} steps are repeated" if lost_steps else ""
+        notes += [
+            *(f"damaged: {sentence}" for sentence in restored.set_aside),
+            f"resumed at step {step} from {name}{repeated}",
+        ]
+    notes.append(passes_line(training.stream.epochs(plan.total_tokens)))
+    save, held_out = recipe.save, training.validator is not None
+    if save.keep_best and save.metric != "loss" and not (held_out and recipe.train.eval_every):
+        reason = "train.eval_every = 0, so only the last step is validated" if held_out else "nothing is held out"
+        notes.append(f"save.keep_best = {save.keep_best} keeps no checkpoint by {save.metric}: {reason}")
+    notes += [
         *training.parts.notes,
         training.start.step.sync.reason,
         schedule_note(recipe.optim, plan.total_tokens),
         f"MFU: of {denominator}" if peak else f"MFU: not measured, {denominator}",
     ]
-    for note in notes:
-        if note:
-            training.say(note)
-
-
-def _best_note(training: Training) -> str:
-    """Why save.keep_best keeps less than it seems to; empty when it does not."""
-    save, every = training.recipe.save, training.recipe.train.eval_every
-    if not save.keep_best or save.metric == "loss" or (training.validator is not None and every):
-        return ""
-    reason = "train.eval_every = 0, so only the last step is validated"
-    if training.validator is None:
-        reason = "nothing is held out"
-    return f"save.keep_best = {save.keep_best} keeps no checkpoint by {save.metric}: {reason}"
+    for note in filter(None, notes):
+        training.say(note)

@@ -73,9 +73,10 @@ class World:
     @property
     def block_meshes(self) -> Meshes:
         """The axes that divide single blocks."""
-        tensor = self.mesh["tp"] if self.mesh is not None and self.layout.tensor > 1 else None
-        context = None if self.context_mesh is None else self.context_mesh["cp"]
-        return Meshes(tensor=tensor, context=context)
+        return Meshes(
+            tensor=self.mesh["tp"] if self.mesh is not None and self.layout.tensor > 1 else None,
+            context=None if self.context_mesh is None else self.context_mesh["cp"],
+        )
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, in place."""
@@ -111,9 +112,31 @@ def open_world(layout: Layout, place: Place, device: str, timeout_seconds: float
     if place.world_size == 1:
         return World(place, torch_device, layout)
     if not dist.is_initialized():
-        _join(place, torch_device, timeout_seconds)
-    copies = layout.replicas // layout.shard_size
-    shape = (layout.pipeline, copies, layout.shard_size, layout.tensor)
+        os.environ.setdefault("MASTER_ADDR", place.master_addr or "localhost")
+        if place.master_port is not None:
+            os.environ.setdefault("MASTER_PORT", str(place.master_port))
+        timeout, store = timedelta(seconds=timeout_seconds), None
+        handle = os.environ.get(LISTEN_HANDLE)
+        if handle is not None and place.master_addr is not None and place.master_port is not None:
+            # The supervisor has bound the socket already, so that nobody takes the port while torch is imported.
+            store = TCPStore(
+                place.master_addr,
+                place.master_port,
+                place.world_size,
+                is_master=place.rank == 0,
+                timeout=timeout,
+                master_listen_fd=int(handle) if place.rank == 0 else None,
+            )
+        dist.init_process_group(
+            # gloo beside nccl: checkpoints and small objects travel on the CPU without a device synchronisation.
+            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+            device_id=torch_device if device == "cuda" else None,
+        )
+    shape = (layout.pipeline, layout.replicas // layout.shard_size, layout.shard_size, layout.tensor)
     mesh = init_device_mesh(device, shape, mesh_dim_names=("pp", "rep", "fsdp", "tp"))
     context_mesh = None
     if layout.context > 1:
@@ -123,33 +146,5 @@ def open_world(layout: Layout, place: Place, device: str, timeout_seconds: float
 
 
 def leave() -> None:
-    """The end of a job: all ranks have finished."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _join(place: Place, device: torch.device, timeout_seconds: float) -> None:
-    os.environ.setdefault("MASTER_ADDR", place.master_addr or "localhost")
-    if place.master_port is not None:
-        os.environ.setdefault("MASTER_PORT", str(place.master_port))
-    timeout, store = timedelta(seconds=timeout_seconds), None
-    handle = os.environ.get(LISTEN_HANDLE)
-    if handle is not None and place.master_addr is not None and place.master_port is not None:
-        # The supervisor has bound the socket already, so that nobody takes the port while torch is imported.
-        store = TCPStore(
-            place.master_addr,
-            place.master_port,
-            place.world_size,
-            is_master=place.rank == 0,
-            timeout=timeout,
-            master_listen_fd=int(handle) if place.rank == 0 else None,
-        )
-    dist.init_process_group(
-        # gloo beside nccl: checkpoints and small objects travel on the CPU without a device synchronisation.
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-    )

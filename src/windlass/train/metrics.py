@@ -4,15 +4,12 @@ Every rank reads the same reduced numbers of a step at the same later step, so t
 rank 0 writes the line.
 """
 
-from __future__ import annotations
-
 import math
 import resource
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,33 +19,15 @@ from windlass.clusters.load import device_by_driver_name
 from windlass.cost.flops import hfu, mfu
 from windlass.runs.events import StepSkipped
 from windlass.runs.metrics import MetricsLine
-from windlass.train.guard import OK, REASONS
-from windlass.train.hooks import Hook, each
-
-if TYPE_CHECKING:
-    from windlass.train.step import StepResult, Stopwatch
-    from windlass.train.training import Training
-    from windlass.train.validate import Validation
+from windlass.train.guard import OK, SKIP_REASONS
+from windlass.train.hooks import Hook, Training, each
+from windlass.train.step import StepResult
+from windlass.train.validate import Validation
 
 LAG = 2
 """Steps after which a GPU's numbers are read; they have long arrived by then. A CPU's are read at once."""
 RANK_FIELDS = ("memory", "forward", "joules", "watts", "utilization", "training_joules")
 """What each rank contributes to a line, as floats; NaN: not measured."""
-
-
-@dataclass(frozen=True)
-class PendingStep:
-    """A step whose numbers are still on their way to the host."""
-
-    step: int
-    tokens: int
-    lr: float
-    time: float
-    values: Tensor
-    """Host copy of `StepResult.values`, complete when `ready` is."""
-    ready: torch.cuda.Event | None
-    stopwatch: Stopwatch | None
-    logged: PendingLine | None
 
 
 @dataclass(frozen=True)
@@ -59,10 +38,24 @@ class PendingLine:
     """Steps since the last logged one, this one included."""
     data_seconds: float
     """Mean wait for data per step."""
-    rank_values: Tensor
-    """This rank's RANK_FIELDS."""
-    gathered: tuple[dist.Work, list[Tensor]] | None
-    """Those of all ranks, travelling on the CPU while training continues; None for a single rank."""
+    rows: list[Tensor]
+    """RANK_FIELDS of each rank, travelling on the CPU while training continues; complete when `gathered` is."""
+    gathered: dist.Work | None
+    """None for a single rank."""
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step whose numbers are still on their way to the host."""
+
+    step: int
+    tokens: int
+    time: float
+    result: StepResult
+    values: Tensor
+    """Host copy of `result.values`, complete when `ready` is."""
+    ready: torch.cuda.Event | None
+    logged: PendingLine | None
 
 
 class EnergyPerToken:
@@ -109,7 +102,6 @@ class Recorder(Hook):
         self._group: dist.ProcessGroup | None = None
         self._forward_seconds: float | None = None
         """Of this rank's forward passes in the newest step whose times are known."""
-        self._last_time, self._last_tokens = time.time(), 0
         self._steps, self._data_seconds = 0, 0.0
         """Since the last logged step."""
         self._excluded_joules = 0.0
@@ -119,19 +111,21 @@ class Recorder(Hook):
         self.peak, _ = peak_of(training.world.device, training.recipe.train.precision)
         self._group = dist.new_group(backend="gloo") if training.world.size > 1 else None
         self._last_time, self._last_tokens = time.time(), training.tokens
-        self._steps, self._data_seconds = 0, 0.0
 
     def on_step_end(self, training: Training, result: StepResult) -> None:
-        values, ready = to_host(result.values)
+        cuda = training.world.cuda
+        values = torch.empty(result.values.shape, dtype=result.values.dtype, pin_memory=cuda)
+        values.copy_(result.values.detach(), non_blocking=True)
+        ready = torch.cuda.Event() if cuda else None
+        if ready is not None:
+            ready.record()
         self._steps += 1
         self._data_seconds += result.data_seconds
         now, line = time.time(), None
         if training.step % training.recipe.train.log_every == 0 or training.step == training.plan.steps:
             line = self._start_line(training, result)
-        self.pending.append(
-            PendingStep(training.step, training.tokens, result.lr, now, values, ready, result.forward, line)
-        )
-        self.drain(training, LAG if training.world.device.type == "cuda" else 0)
+        self.pending.append(PendingStep(training.step, training.tokens, now, result, values, ready, line))
+        self.drain(training, LAG if cuda else 0)
 
     def on_eval(self, training: Training, validation: Validation) -> None:
         self.validation = validation.line()
@@ -157,75 +151,64 @@ class Recorder(Hook):
             item = self.pending.popleft()
             if item.ready is not None:
                 item.ready.synchronize()
-                if item.stopwatch is not None:  # a GPU's own times are known by now; they go into the next line
-                    self._forward_seconds = item.stopwatch.seconds()
-            loss, norm, reason, auxiliary = item.values.tolist()
+                self._forward_seconds = item.result.forward_seconds()  # known by now; goes into the next line
+            loss, norm, code, auxiliary = item.values.tolist()
             self.last_loss = loss
-            self._count_skipped(training, item.step, int(reason), loss, norm)
+            self.skipped_in_a_row = 0 if code == OK else self.skipped_in_a_row + 1
+            if code != OK:
+                reason, value = SKIP_REASONS[int(code)], {"loss": loss, "grad_norm": norm}
+                if training.world.is_main:
+                    training.run.record(StepSkipped(step=item.step, reason=reason, value=value))
+                if self.skipped_in_a_row >= training.recipe.train.max_skipped:
+                    self.too_many = (
+                        f"{self.skipped_in_a_row} steps in a row up to step {item.step} were skipped "
+                        f"({reason}; loss {loss:g}, gradient norm {norm:g})"
+                    )
             if item.logged is None:
                 continue
             line = self._line(training, item, item.logged)
-            line.loss, line.grad_norm, line.skipped = loss, norm, int(reason != OK)
+            line.loss, line.grad_norm, line.skipped = loss, norm, int(code != OK)
             line.z_loss = auxiliary if training.recipe.train.z_loss else None
             line.extra, self.validation = self.validation, {}
             if training.world.is_main:
                 training.run.record_metrics(line)
                 each(self.listeners, "on_log", training, line.as_dict())
 
-    # -- one step ----------------------------------------------------------------------------------------------------
-
     def _start_line(self, training: Training, result: StepResult) -> PendingLine:
         """Measure this rank and send its numbers on their way."""
-        device, steps, data_seconds = training.world.device, self._steps, self._data_seconds / self._steps
+        steps, data_seconds = self._steps, self._data_seconds / self._steps
         self._steps, self._data_seconds = 0, 0.0
-        if result.forward is not None and device.type != "cuda":
-            self._forward_seconds = result.forward.seconds()
-        forward = None if self._forward_seconds is None else self._forward_seconds + data_seconds
+        if not training.world.cuda:
+            self._forward_seconds = result.forward_seconds()
         energy = training.energy()
         joules = energy["joules"]
         measured = {
             **energy,
-            "memory": memory_bytes(device),
-            "forward": forward,
+            "memory": memory_bytes(training.world.device),
+            "forward": None if self._forward_seconds is None else self._forward_seconds + data_seconds,
             "training_joules": None if joules is None else joules - self._excluded_joules,
         }
         values = [math.nan if (value := measured[name]) is None else float(value) for name in RANK_FIELDS]
-        rank_values, gathered = torch.tensor(values, dtype=torch.float64), None
-        if self._group is not None:
-            all_values = [torch.empty_like(rank_values) for _ in range(training.world.size)]
-            work = dist.all_gather(all_values, rank_values, group=self._group, async_op=True)
-            assert work is not None
-            gathered = work, all_values
-        return PendingLine(steps, data_seconds, rank_values, gathered)
-
-    def _count_skipped(self, training: Training, step: int, reason: int, loss: float, norm: float) -> None:
-        if reason == OK:
-            self.skipped_in_a_row = 0
-            return
-        self.skipped_in_a_row += 1
-        if training.world.is_main:
-            training.run.record(StepSkipped(step=step, reason=REASONS[reason], value={"loss": loss, "grad_norm": norm}))
-        if self.skipped_in_a_row >= training.recipe.train.max_skipped:
-            self.too_many = (
-                f"{self.skipped_in_a_row} steps in a row up to step {step} were skipped "
-                f"({REASONS[reason]}; loss {loss:g}, gradient norm {norm:g})"
-            )
+        row = torch.tensor(values, dtype=torch.float64)
+        if self._group is None:
+            return PendingLine(steps, data_seconds, [row], None)
+        rows = [torch.empty_like(row) for _ in range(training.world.size)]
+        work = dist.all_gather(rows, row, group=self._group, async_op=True)
+        return PendingLine(steps, data_seconds, rows, work)
 
     def _line(self, training: Training, item: PendingStep, line: PendingLine) -> MetricsLine:
         """Everything but the step's own numbers. One rank per node reports energy; other values are "not measured"."""
-        rows = [line.rank_values]
         if line.gathered is not None:
-            work, rows = line.gathered
-            work.wait()
-        columns = zip(*(row.tolist() for row in rows), strict=True)
+            line.gathered.wait()
+        columns = zip(*(row.tolist() for row in line.rows), strict=True)
         ranks = {
             name: {rank: value for rank, value in enumerate(column) if value >= 0}  # NaN is not
             for name, column in zip(RANK_FIELDS, columns, strict=True)
         }
         reported = {name: list(values.values()) for name, values in ranks.items()}
-        totals = {
-            name: sum(reported[name]) if reported[name] else None for name in ("joules", "watts", "training_joules")
-        }
+        joules, watts, training_joules = (
+            sum(reported[name]) if reported[name] else None for name in ("joules", "watts", "training_joules")
+        )
         seconds = max(1e-9, item.time - self._last_time)
         tokens_per_second = (item.tokens - self._last_tokens) / seconds
         self._last_time, self._last_tokens = item.time, item.tokens
@@ -234,15 +217,15 @@ class Recorder(Hook):
         record = MetricsLine(
             step=item.step,
             tokens=item.tokens,
-            lr=item.lr,
+            lr=item.result.lr,
             step_seconds=seconds / line.steps,
             tokens_per_second=tokens_per_second,
             memory_bytes=int(max(reported["memory"])) if reported["memory"] else None,
-            energy_joules=totals["joules"],
+            energy_joules=joules,
             time=item.time,
             tokens_per_second_per_device=per_device,
-            watts=totals["watts"],
-            joules_per_token=self._energy_per_token.add(seconds, item.tokens, totals["training_joules"], nodes),
+            watts=watts,
+            joules_per_token=self._energy_per_token.add(seconds, item.tokens, training_joules, nodes),
             energy_nodes=nodes,
             nodes=training.world.place.nodes,
             utilization=sum(busy) / len(busy) if busy else None,
@@ -259,17 +242,6 @@ class Recorder(Hook):
         return record
 
 
-def to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A copy on its way to the host, and the event that completes it (None: it is complete)."""
-    if values.device.type != "cuda":
-        return values.detach().clone(), None
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return host, event
-
-
 def memory_bytes(device: torch.device) -> int:
     """Peak of the allocator on a GPU; peak resident size of the process on a CPU."""
     if device.type == "cuda":
@@ -284,11 +256,11 @@ def peak_of(device: torch.device, precision: str) -> tuple[float | None, str]:
     if device.type != "cuda":
         return None, "no peak is known for this CPU"
     name = torch.cuda.get_device_name(device)
-    known_device = device_by_driver_name(name)
-    if known_device is None:
+    listed_device = device_by_driver_name(name)
+    if listed_device is None:
         return None, f"{name} is in no device file"
     kind = "fp32" if precision == "fp32" else "bf16"
-    peak = known_device.fp32_tflops if kind == "fp32" else known_device.bf16_tflops
+    peak = listed_device.fp32_tflops if kind == "fp32" else listed_device.bf16_tflops
     if not peak:
-        return None, f"{known_device.name}: peak unknown"
-    return peak, f"{peak:g} TFLOP/s ({known_device.name}, dense {kind})"
+        return None, f"{listed_device.name}: peak unknown"
+    return peak, f"{peak:g} TFLOP/s ({listed_device.name}, dense {kind})"

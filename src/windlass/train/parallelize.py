@@ -72,10 +72,10 @@ def parallelize(model: DecoderModel, recipe: Recipe, step: StepSpec, world: Worl
             parts.notes.append(apply_float8(module, world.device, recipe.train))
         set_recompute(module, step, parts.notes)
         if step.compile:
-            _compile(module, step, world, parts.notes, asked=recipe.train.compile is not None)
+            compile_layers(module, step, world, parts.notes, asked=recipe.train.compile is not None)
         # Shard last, so that FSDP's hooks stay outside the compiled layers and cause no graph breaks.
         if not single:
-            _shard(module, step, world)
+            shard_parameters(module, step, world)
         if step.precision == "bf16_pure" or (single and step.precision != "fp32"):
             module.to(torch.bfloat16)
         module.to_empty(device="cpu" if world.layout.offload == "parameters" else world.device)
@@ -88,13 +88,13 @@ def parallelize(model: DecoderModel, recipe: Recipe, step: StepSpec, world: Worl
 def split_stages(model: DecoderModel, world: World) -> ModelParts:
     if world.layout.pipeline == 1:
         return ModelParts([model], [0], 1)
-    indexes = stages_of_rank(world.layout, world.coordinate("pp"))
-    split = stages(model.num_layers, world.layout.num_stages)
-    modules = []
-    for index in indexes:
-        part = copy.deepcopy(model)
-        part.keep_stage(split[index].layers, first=split[index].has_embedding, last=split[index].has_head)
-        modules.append(part)
+    indexes, split = (
+        stages_of_rank(world.layout, world.coordinate("pp")),
+        stages(model.num_layers, world.layout.num_stages),
+    )
+    modules = [copy.deepcopy(model) for _ in indexes]
+    for module, index in zip(modules, indexes, strict=True):
+        module.keep_stage(split[index].layers, first=split[index].has_embedding, last=split[index].has_head)
     return ModelParts(modules, indexes, world.layout.num_stages)
 
 
@@ -120,7 +120,8 @@ def divide_blocks(module: DecoderModel, step: StepSpec, world: World, objective:
     if meshes.tensor is not None and objective != "next_token":
         raise ConfigError(
             "train.objective-not-divided",
-            f"train.objective = {objective!r} is not computed on a divided vocabulary (layout.tensor {world.layout.tensor})",
+            f"train.objective = {objective!r} is not computed on a divided vocabulary "
+            f"(layout.tensor {world.layout.tensor})",
             hint="set layout.tensor = 1",
         )
     for layer in module.typed_layers():
@@ -147,7 +148,7 @@ def set_recompute(module: DecoderModel, step: StepSpec, notes: list[str]) -> Non
     module.set_recompute(step.recompute if step.recompute in ("full", "selective") else "none")
 
 
-def _compile(module: DecoderModel, step: StepSpec, world: World, notes: list[str], *, asked: bool) -> None:
+def compile_layers(module: DecoderModel, step: StepSpec, world: World, notes: list[str], *, asked: bool) -> None:
     # The default lies in /tmp and is gone with the node; a job chain should find its compiled kernels again.
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "windlass" / "compile"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
@@ -178,22 +179,16 @@ def check_compile(step: StepSpec) -> None:
         )
 
 
-def _shard(module: DecoderModel, step: StepSpec, world: World) -> None:
+def shard_parameters(module: DecoderModel, step: StepSpec, world: World) -> None:
     layout = world.layout
     assert world.mesh is not None
     # bf16 compute from fp32 shards, gradients reduced in fp32. fp32 needs no casts.
-    precision = MixedPrecisionPolicy()
-    if step.precision != "fp32":
-        precision = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
-    offload: OffloadPolicy = OffloadPolicy()
-    if layout.offload == "parameters":
-        offload = CPUOffloadPolicy(pin_memory=world.cuda)
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    offloaded = layout.offload == "parameters"
     common: dict[str, Any] = {
         "mesh": world.mesh["fsdp"] if world.copies == 1 else world.mesh["rep", "fsdp"],
-        "mp_policy": precision,
-        "offload_policy": offload,
+        "mp_policy": MixedPrecisionPolicy() if step.precision == "fp32" else bf16,
+        "offload_policy": CPUOffloadPolicy(pin_memory=world.cuda) if offloaded else OffloadPolicy(),
     }
     # Under a pipeline every micro-batch would gather the weights again, so they stay until the step is done.
     reshard = layout.shard in ("full", "hybrid") and layout.pipeline == 1
@@ -229,9 +224,8 @@ def bind_pipeline(parts: ModelParts, world: World, loss: Callable[[Tensor, Tenso
     from torch.distributed.pipelining import PipelineStage, schedules
 
     assert world.mesh is not None
-    group = world.mesh.get_group("pp")
     pipeline_stages = [
-        PipelineStage(module, index, parts.num_stages, world.device, group=group)
+        PipelineStage(module, index, parts.num_stages, world.device, group=world.mesh.get_group("pp"))
         for module, index in zip(parts.modules, parts.stages, strict=True)
     ]
     make = {

@@ -4,17 +4,15 @@ Outside such a window it compares two numbers per step and looks for a request o
 exist then.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -22,13 +20,10 @@ from windlass.config.observe import ProfileConfig, parse_step_range
 from windlass.profile.captures import TraceRequest, answer_file, answer_request, read_request, request_file
 from windlass.runs import Run
 from windlass.runs.events import Profiled
-from windlass.train.hooks import Hook
+from windlass.train.hooks import Hook, Training
+from windlass.train.step import StepResult
 
-if TYPE_CHECKING:
-    from windlass.train.step import StepResult
-    from windlass.train.training import Training
-
-POLL_SECONDS = 1.0
+TRACE_POLL_SECONDS = 1.0
 MEMORY_EVENTS = 100_000
 """Allocations that a memory snapshot remembers."""
 
@@ -41,30 +36,25 @@ class ProfileWindow:
     end: int
     settings: ProfileConfig | TraceRequest
 
-    def includes(self, rank: int) -> bool:
-        return not self.settings.ranks or rank in self.settings.ranks
-
 
 class Capture:
     """One window on one rank: prepare, record, write. Independent of the loop, so that scripts can use it too."""
 
-    _active: ClassVar[Capture | None] = None
+    _active: ClassVar["Capture | None"] = None
     """PyTorch has one profiler per process; a second one crashes it."""
 
     def __init__(self, window: ProfileWindow, device: torch.device, folder: Path, rank: int) -> None:
         self.window, self.device, self.folder, self.rank = window, device, folder, rank
         self.cuda = device.type == "cuda"
-        self.steps = 0
-        self.recording = False
-        self._step_mark: Any = None
+        self.steps, self.recording = 0, False
+        self._step_mark = contextlib.ExitStack()
         self._step: int | None = None
         if Capture._active is not None:
             raise RuntimeError("this process is being profiled already")
         Capture._active = self
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        activities += [torch.profiler.ProfilerActivity.CUDA] if self.cuda else []
+        cpu, cuda = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA
         self._profiler = torch.profiler.profile(
-            activities=activities,
+            activities=[cpu, cuda] if self.cuda else [cpu],
             record_shapes=window.settings.shapes,
             with_stack=window.settings.stacks,
             profile_memory=window.settings.memory,
@@ -85,12 +75,11 @@ class Capture:
                     torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
             self._profiler.start_trace()
         self._step = step
-        self._step_mark = torch.profiler.record_function(f"ProfilerStep#{step}")
-        self._step_mark.__enter__()
+        self._step_mark.enter_context(torch.profiler.record_function(f"ProfilerStep#{step}"))
 
     def end_step(self) -> None:
-        self._step_mark.__exit__(None, None, None)
-        self._step_mark = self._step = None
+        self._step_mark.close()
+        self._step = None
         self.steps += 1
 
     def finish(self) -> list[Path]:
@@ -100,16 +89,14 @@ class Capture:
         if self.cuda:
             torch.cuda.synchronize(self.device)
         self.abandon()
-        files = []
-        if self.steps:
-            files.append(self.folder / f"rank-{self.rank:05d}.json.gz")
-            with _written(files[0]) as temporary:
-                self._profiler.export_chrome_trace(str(temporary))
-                if self._step is not None:
-                    # The run ended inside this step: its mark must not count as a step.
-                    mark, unfinished = f'"ProfilerStep#{self._step}"', f'"unfinished step {self._step}"'
-                    text = gzip.decompress(temporary.read_bytes()).replace(mark.encode(), unfinished.encode())
-                    temporary.write_bytes(gzip.compress(text, 6))
+        files = [self.folder / f"rank-{self.rank:05d}.json.gz"]
+        with _written(files[0]) as temporary:
+            self._profiler.export_chrome_trace(str(temporary))
+            if self._step is not None:
+                # The run ended inside this step: its mark must not count as a step.
+                mark, unfinished = f'"ProfilerStep#{self._step}"', f'"unfinished step {self._step}"'
+                text = gzip.decompress(temporary.read_bytes()).replace(mark.encode(), unfinished.encode())
+                temporary.write_bytes(gzip.compress(text, 6))
         if self.window.settings.memory and self.cuda:
             files.append(self.folder / f"memory-{self.rank:05d}.pickle")
             write_memory_snapshot(files[-1])
@@ -118,9 +105,7 @@ class Capture:
 
     def abandon(self) -> None:
         """Stop without writing."""
-        if self._step_mark is not None:
-            self._step_mark.__exit__(None, None, None)
-            self._step_mark = None
+        self._step_mark.close()
         if self.recording:
             self.recording = False
             self._profiler.stop_trace()
@@ -131,22 +116,20 @@ class Capture:
 class Profiler(Hook):
     """The hook. A failure in profiling is reported and never ends the run."""
 
-    def __init__(self, *, poll_seconds: float = POLL_SECONDS) -> None:
+    def __init__(self, *, poll_seconds: float = TRACE_POLL_SECONDS) -> None:
         self._poll_seconds = poll_seconds
         self._polled_at = time.monotonic()
         self._window: ProfileWindow | None = None
         self._capture: Capture | None = None
-        self._handled: set[str] = set()
-        """Ids of requests."""
+        self._handled_ids: set[str] = set()
         self._step_seconds: float | None = None
         self._step_began_at: float | None = None
 
     def on_start(self, training: Training) -> None:
         config = training.recipe.profile
         if config.steps is not None:
-            first, end = parse_step_range(config.steps)
-            if training.step < first:
-                self._window = ProfileWindow(first, end, config)
+            window = ProfileWindow(*parse_step_range(config.steps), config)
+            self._window = window if training.step < window.first else None
         if training.world.rank == 0:  # left by an earlier start of this run
             answer_file(training.run).unlink(missing_ok=True)
         if training.world.device.type == "cuda":
@@ -158,7 +141,7 @@ class Profiler(Hook):
         window, step = self._window, training.step + 1
         if window is None or step < window.first - 1:
             return
-        if not window.includes(training.world.rank):
+        if window.settings.ranks and training.world.rank not in window.settings.ranks:
             if step >= window.end:  # forget it, so that this rank notices the next request
                 self._window = None
             return
@@ -183,11 +166,9 @@ class Profiler(Hook):
                 capture.begin_step(training.step + 1)
 
     def on_stop(self, training: Training, reason: str | None) -> None:
-        if self._capture is None:
-            return
-        if reason != "error" and self._capture.steps:
+        if self._capture is not None and self._capture.steps and reason != "error":
             self._finish(training, self._capture)
-        else:
+        elif self._capture is not None:
             with contextlib.suppress(Exception):
                 self._capture.abandon()
 
@@ -196,13 +177,12 @@ class Profiler(Hook):
         began_at = time.monotonic()
         files = [str(path.relative_to(training.run.path)) for path in capture.finish()]
         steps = f"{window.first}:{window.first + capture.steps}"
-        seconds = time.monotonic() - began_at
         training.run.record(
             Profiled(
                 steps=steps,
                 files=files,
                 rank=training.world.rank,
-                seconds=seconds,
+                seconds=time.monotonic() - began_at,
                 request=getattr(window.settings, "id", None),
             )
         )
@@ -236,40 +216,25 @@ class Profiler(Hook):
         if now - self._polled_at < self._poll_seconds:
             return
         self._polled_at = now
+        main, path = training.world.rank == 0, request_file(training.run)
+        if main and not path.exists():
+            return
         with contextlib.suppress(OSError):
-            request = self._answer(training) if training.world.rank == 0 else read_request(answer_file(training.run))
-            if request is None or request.id in self._handled or request.first is None:
+            request = read_request(path if main else answer_file(training.run))
+            if main and request is None:
+                path.unlink(missing_ok=True)
+            elif main and request is not None:
+                lead_steps = 1
+                if training.world.size > 1:  # the others look once per poll, and a shared file system shows files late
+                    seconds = 3 * self._poll_seconds
+                    lead_steps = 2 + math.ceil(seconds / max(self._step_seconds or seconds, 1e-3))
+                request = answer_request(training.run, request, training.step + 1 + lead_steps)
+            if request is None or request.id in self._handled_ids or request.first is None:
                 return
-            self._handled.add(request.id)
+            self._handled_ids.add(request.id)
             # One step is needed to prepare; a rank that reads the answer too late skips this window.
             if training.step + 1 < request.first:
                 self._window = ProfileWindow(request.first, request.first + request.steps, request)
-
-    def _answer(self, training: Training) -> TraceRequest | None:
-        path = request_file(training.run)
-        if not path.exists():
-            return None
-        request = read_request(path)
-        if request is None:
-            path.unlink(missing_ok=True)
-            return None
-        lead_steps = 1
-        if training.world.size > 1:  # the other ranks look once per poll, and a shared file system shows files late
-            seconds = 3 * self._poll_seconds
-            lead_steps = 2 + math.ceil(seconds / max(self._step_seconds or seconds, 1e-3))
-        return answer_request(training.run, request, training.step + 1 + lead_steps)
-
-
-def marked(batches: Iterable[Any]) -> Iterator[Any]:
-    """The same batches, with the wait for each marked as data loading in a trace; a few microseconds per step."""
-    items = iter(batches)
-    while True:
-        with torch.profiler.record_function("enumerate(DataLoader)#windlass.__next__"):
-            try:
-                item = next(items)
-            except StopIteration:
-                return
-        yield item
 
 
 def watch_out_of_memory(run: Run, rank: int) -> None:

@@ -1,18 +1,16 @@
 """Training progress in the terminal: one line per logged step, and every automatic choice with its reason."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from windlass.train.hooks import Hook
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from windlass.train.hooks import Hook, Training
+from windlass.train.validate import Validation
 from windlass.units import print_joules, print_seconds, print_tokens
-
-if TYPE_CHECKING:
-    from windlass.train.training import Training
-    from windlass.train.validate import Validation
 
 UTILIZATION_BAND = (0.70, 0.90)
 """The Italia team's target range of the driver's GPU utilization."""
@@ -22,11 +20,9 @@ class ProgressDisplay(Hook):
     """A bar on a terminal; elsewhere at most a line every few seconds, so that logs stay short."""
 
     def __init__(self, quiet: bool = False, gap_seconds: float = 5.0) -> None:
-        from rich.console import Console
-
         self.quiet, self.gap_seconds, self._shown_at = quiet, gap_seconds, 0.0
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._bar: Any = None
+        self._bar: Progress | None = None
         self._utilization: list[float] = []
 
     def say(self, text: str) -> None:
@@ -38,8 +34,6 @@ class ProgressDisplay(Hook):
     def on_start(self, training: Training) -> None:
         if self.quiet or not sys.stderr.isatty():
             return
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
         description, count = TextColumn("{task.description}"), TextColumn("{task.completed}/{task.total}")
         self._bar = Progress(description, BarColumn(), count, TimeRemainingColumn(), console=self.console)
         self._task = self._bar.add_task("step", total=training.plan.steps, completed=training.step)
@@ -58,11 +52,9 @@ class ProgressDisplay(Hook):
             self.say(f"step {line['step']}/{training.plan.steps}  {describe_line(line)}")
 
     def on_eval(self, training: Training, validation: Validation) -> None:
-        sources = validation.sources
-        losses = ", ".join(f"{name} {part.loss:.4f}" for name, part in sources.items()) if len(sources) > 1 else ""
-        self.say(
-            f"step {training.step}: validation loss {validation.overall.loss:.4f}" + (f" ({losses})" if losses else "")
-        )
+        losses = ", ".join(f"{name} {part.loss:.4f}" for name, part in validation.sources.items())
+        by_source = f" ({losses})" if len(validation.sources) > 1 else ""
+        self.say(f"step {training.step}: validation loss {validation.overall.loss:.4f}{by_source}")
 
     def on_stop(self, training: Training, reason: str | None) -> None:
         if self._bar is not None:
@@ -72,10 +64,9 @@ class ProgressDisplay(Hook):
             return
         self.say(utilization_advice(self._utilization))
         duration = print_seconds(time.monotonic() - training.started_at)
-        if reason:
-            self.say(f"step {training.step}: stopped after {duration}: {reason}; run the same command to resume")
-        else:
-            self.say(f"step {training.step}: finished {print_tokens(training.tokens)} tokens after {duration}")
+        finished = f"finished {print_tokens(training.tokens)} tokens after {duration}"
+        stopped = f"stopped after {duration}: {reason}; run the same command to resume"
+        self.say(f"step {training.step}: {stopped if reason else finished}")
 
 
 def utilization_advice(utilization: list[float]) -> str:
@@ -96,10 +87,9 @@ def describe_line(line: dict[str, Any]) -> str:
     """Loss, speed, MFU, and energy so far with power and joules per token of the last seconds."""
     loss = "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
     mfu = "MFU unknown" if line["mfu"] is None else f"MFU {line['mfu']:.1%}"
-    parts = [f"loss {loss}", f"{print_tokens(line['tokens_per_second'])} tok/s", mfu]
-    if line["energy_joules"] is None:
-        return "  ".join([*parts, "energy not measured"])
-    parts.append(print_joules(line["energy_joules"]))
-    parts += [f"{line['watts']:.0f} W"] if line.get("watts") is not None else []
-    parts += [f"{line['joules_per_token']:.3g} J/token"] if line.get("joules_per_token") is not None else []
-    return "  ".join(parts)
+    energy = ["energy not measured"]
+    if line["energy_joules"] is not None:
+        formats = {"watts": "{:.0f} W", "joules_per_token": "{:.3g} J/token"}
+        recent = [text.format(line[key]) for key, text in formats.items() if line.get(key) is not None]
+        energy = [print_joules(line["energy_joules"]), *recent]
+    return "  ".join([f"loss {loss}", f"{print_tokens(line['tokens_per_second'])} tok/s", mfu, *energy])

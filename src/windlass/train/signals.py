@@ -19,7 +19,7 @@ from windlass.runs.folder import Run
 from windlass.runs.walltime import wall_time_lead_seconds
 
 NONE, SIGTERM, SIGUSR1, SIGINT, WALL_TIME, REQUEST, SIGHUP = range(7)
-REASONS = {
+STOP_REASONS = {
     SIGTERM: "SIGTERM",
     SIGUSR1: "SIGUSR1",
     SIGINT: "Ctrl-C",
@@ -30,41 +30,49 @@ REASONS = {
 _CODES = {signal.SIGTERM: SIGTERM, signal.SIGUSR1: SIGUSR1, signal.SIGINT: SIGINT, signal.SIGHUP: SIGHUP}
 END_TIME_SECONDS = 300.0
 """How often the scheduler is asked for the end time, which may be extended."""
-POLL_SECONDS = 2.0
+STOP_POLL_SECONDS = 2.0
 """How often rank 0 looks for request files and at the end time."""
+
+
+@contextlib.contextmanager
+def handled_signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Pass the signals that ask to stop to `handle` for a block; not SIGHUP under nohup, where a run outlives its
+    terminal."""
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    before = {number: signal.signal(number, handle) for number in _CODES if number not in ignored}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class SignalListener:
     """The first signal that asked this process to stop. Signals are per process: `listener` is the only value."""
 
-    def __init__(self) -> None:
-        self.code = NONE
-        self._handlers: dict[signal.Signals, Any] = {}
+    code = NONE
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Handle the signals for a block. Only the main thread may do so; elsewhere they keep their meaning."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        self.code = NONE
-        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # under nohup
-        self._handlers = {number: signal.signal(number, self._handle) for number in _CODES if number not in ignored}
-        try:
-            yield
-        finally:
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
-            self._handlers, self.code = {}, NONE
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:  # the second Ctrl-C is the kernel's: it ends the process even inside a collective
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         self.code = self.code or _CODES[signal.Signals(number)]
 
 
 listener = SignalListener()
-listening = listener.installed
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[None]:
+    """Handle the signals for a block. Only the main thread may do so; elsewhere they keep their meaning."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    listener.code = NONE
+    try:
+        with handled_signals(listener.handle):
+            yield
+    finally:
+        listener.code = NONE
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,6 @@ class Agreed:
     stop: str | None = None
     """Why to stop: finish the step, save, mark the run resumable and exit with EXIT_RESUMABLE."""
     save: bool = False
-    """Save now and continue."""
 
 
 class StopFlag:
@@ -112,8 +119,9 @@ class StopFlag:
 
     @property
     def lead_seconds(self) -> float:
-        """How long before the end of the job to stop."""
-        return lead_seconds(self._config, self._save_seconds, self._step_seconds)
+        """How long before the end of the job to stop: save.lead, or what the measured save and step need."""
+        lead = self._config.lead
+        return wall_time_lead_seconds(self._save_seconds, self._step_seconds) if lead == "auto" else float(lead)
 
     def agree(self, save: bool = False) -> Agreed:
         """Call once per step on every rank, with this rank's request to save.
@@ -123,10 +131,15 @@ class StopFlag:
         self._poll()
         code, save = self._code, save or self._save_requested
         if self._group is not None:
-            code, save = self._exchange(code, save)
+            import torch
+            import torch.distributed as dist
+
+            vote = torch.tensor((code, int(save)), dtype=torch.int32)
+            code, save = self._finish_vote()
+            self._vote = vote, dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         if save:
             self._save_requested = False
-        agreed, self._save_postponed = Agreed(REASONS.get(code), save or self._save_postponed), False
+        agreed, self._save_postponed = Agreed(STOP_REASONS.get(code), save or self._save_postponed), False
         return agreed
 
     def agreed_to_stop(self) -> str | None:
@@ -139,7 +152,7 @@ class StopFlag:
         """Read signals; rank 0 also checks the end time and request files, every few seconds at most."""
         self._code = self._code or listener.code
         now = time.monotonic()
-        if self.rank or self._code or now - self._polled_at < POLL_SECONDS:
+        if self.rank or self._code or now - self._polled_at < STOP_POLL_SECONDS:
             return
         self._polled_at = now
         if now - self._asked_at > END_TIME_SECONDS:
@@ -154,16 +167,6 @@ class StopFlag:
     def _learn_end_time(self) -> None:
         self._end_time = self._ask_end_time()
 
-    def _exchange(self, code: int, save: bool) -> tuple[int, bool]:
-        """Start the vote on this call's requests; return the result of the one before."""
-        import torch
-        import torch.distributed as dist
-
-        before = self._finish_vote()
-        vote = torch.tensor((code, int(save)), dtype=torch.int32)
-        self._vote = vote, dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return before
-
     def _finish_vote(self) -> tuple[int, bool]:
         if self._vote is None:
             return NONE, False
@@ -176,11 +179,6 @@ class StopFlag:
         """Finish the vote that is still under way."""
         with contextlib.suppress(RuntimeError):  # another rank is gone already
             self._finish_vote()
-
-
-def lead_seconds(config: SaveConfig, save_seconds: float | None, step_seconds: float | None) -> float:
-    """save.lead, or what the measured save and step need."""
-    return float(config.lead) if config.lead != "auto" else wall_time_lead_seconds(save_seconds, step_seconds)
 
 
 def _consume_request(run: Run, name: str) -> bool:

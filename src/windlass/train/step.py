@@ -3,12 +3,12 @@
 Nothing here waits for the device: clipping, the decision to skip and the numbers for the log stay tensors until they
 are read back."""
 
-from __future__ import annotations
-
 import inspect
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,11 +17,14 @@ from windlass.blocks.initial_values import local_tensor
 from windlass.config import Recipe
 from windlass.layout.types import StepSpec
 from windlass.train.batches import BatchPlan, cut
-from windlass.train.clock import Mark, mark, seconds_between
 from windlass.train.guard import Guard
 from windlass.train.mesh import World
 from windlass.train.optimizers.base import Optimizer
 from windlass.train.parallelize import ModelParts, bind_pipeline, set_sync
+
+Mark = torch.cuda.Event | float
+"""A moment, at no cost while training: an event on a GPU, which is read later; elsewhere seconds of the host's
+clock."""
 
 
 @dataclass
@@ -30,10 +33,14 @@ class StepResult:
 
     values: Tensor
     lr: float
-    forward: Stopwatch | None
-    """Times of the forward passes: before any reduction, so that a slow rank shows. None in a pipeline."""
+    forward: list[tuple[Mark, Mark]] | None
+    """Begin and end of each forward pass: before any reduction, so that a slow rank shows. None in a pipeline."""
     data_seconds: float = 0.0
     """How long the step waited for its batch."""
+
+    def forward_seconds(self) -> float | None:
+        """On a GPU only when the step is done: its events are read long after."""
+        return None if self.forward is None else sum(seconds_between(*span) for span in self.forward)
 
 
 class Stepper:
@@ -48,14 +55,13 @@ class Stepper:
         beat: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.parts, self.optimizer, self.world, self.plan, self.spec = parts, optimizer, world, plan, spec
-        self.clip = recipe.optim.clip
+        self.clip, self.scale = recipe.optim.clip, 1.0 / plan.tokens_per_step
         self.guard = Guard(recipe.train, world.device)
-        self.scale = 1.0 / plan.tokens_per_step
         self._sums: list[Tensor] = []
         self.schedule = bind_pipeline(parts, world, self._pipeline_loss)
         # Without this the last stage keeps its outputs of all micro-batches; older releases of torch do not have it.
-        has_option = self.schedule is not None and "return_outputs" in inspect.signature(self.schedule.step).parameters
-        self._no_outputs = {"return_outputs": False} if has_option else {}
+        options = inspect.signature(self.schedule.step).parameters if self.schedule is not None else {}
+        self._no_outputs = {"return_outputs": False} if "return_outputs" in options else {}
         self.replication = [replication(p, world) for _, p in parts.named_parameters()]
         if world.size == 1 and spec.precision != "fp32" and plan.layout.accumulation > 1:
             optimizer.accumulate_in_fp32()
@@ -76,9 +82,9 @@ class Stepper:
             self.parts.tie.spread()
         return StepResult(torch.stack((loss, norm, reason.to(loss.dtype), auxiliary)), lr, forward)
 
-    def gradients(self, tokens: Tensor, documents: Tensor | None) -> Stopwatch | None:
-        """Gradients of the batch's mean loss, summed over this rank's micro-batches (and over ranks by the
-        sharding)."""
+    def gradients(self, tokens: Tensor, documents: Tensor | None) -> list[tuple[Mark, Mark]] | None:
+        """Gradients of the batch's mean loss, summed over this rank's micro-batches (and over ranks by the sharding);
+        returns the times of the forward passes."""
         self._sums.clear()
         inputs, targets, numbers = cut(tokens, documents, self.world)
         if self.schedule is not None:
@@ -86,20 +92,18 @@ class Stepper:
             if self.parts.tie is not None:
                 self.parts.tie.collect()
             return None
-        module, layout = self.parts.modules[0], self.plan.layout
-        stopwatch = Stopwatch(self.world.cuda)
+        module, layout, forward = self.parts.modules[0], self.plan.layout, list[tuple[Mark, Mark]]()
         for index in range(layout.accumulation):
             part = slice(index * layout.micro_batch, (index + 1) * layout.micro_batch)
             set_sync(module, self.spec.sync, index == layout.accumulation - 1)
             self.beat("forward")
-            stopwatch.start()
+            began = mark(self.world.cuda)
             sums = module(inputs[part], targets[part], None if numbers is None else numbers[part])
-            stopwatch.stop()
+            forward.append((began, mark(self.world.cuda)))
             self._sums.append(sums.detach())
             self.beat("backward")
-            loss = sums[0] * self.scale
-            loss.backward()
-        return stopwatch
+            (sums[0] * self.scale).backward()
+        return forward
 
     def pipeline_sums(self, inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> Tensor:
         """Loss sums of a batch without gradients; zero on ranks that do not hold the last stage."""
@@ -122,8 +126,14 @@ class Stepper:
 
     def _reduce(self) -> Tensor:
         """(loss, gradient norm, auxiliary loss) over all ranks by one reduction of three numbers."""
-        square = norm_square(self.optimizer.gradients(), self.replication, self.world.device)
-        sums = torch.zeros(2, device=self.world.device)
+        device = self.world.device
+        square, gradients = torch.zeros((), dtype=torch.float32, device=device), self.optimizer.gradients()
+        for count in sorted(set(self.replication)):  # each number counts once over all ranks that hold it
+            held = [local_tensor(g) for g, copies in zip(gradients, self.replication, strict=True) if copies == count]
+            if group := [gradient for gradient in held if gradient.numel()]:
+                norms = torch.stack(torch._foreach_norm(group, 2, dtype=torch.float32))
+                square = square + norms.to(device).square().sum() / count
+        sums = torch.zeros(2, device=device)
         if self._sums and self.world.counts_loss:
             sums = torch.stack(self._sums).sum(0) * self.scale
         total = self.world.sum_(torch.stack((sums[1], square, sums[0] - sums[1])))
@@ -132,40 +142,21 @@ class Stepper:
 
 def replication(parameter: Any, world: World) -> float:
     """How many ranks of the job hold the same numbers of this parameter's gradient."""
-    parts = world.layout.pipeline
-    if hasattr(parameter, "placements"):
-        for axis, placement in enumerate(parameter.placements):
-            if not placement.is_replicate():
-                parts *= parameter.device_mesh.size(axis)
-    return world.size / parts
+    placements = enumerate(getattr(parameter, "placements", ()))
+    parts = (parameter.device_mesh.size(axis) for axis, placement in placements if not placement.is_replicate())
+    return world.size / int(math.prod(parts, start=world.layout.pipeline))
 
 
-def norm_square(gradients: list[Tensor], copies: list[float], device: torch.device) -> Tensor:
-    """This rank's share of the squared gradient norm: each number counts once over all ranks that hold it."""
-    total = torch.zeros((), dtype=torch.float32, device=device)
-    for count in sorted(set(copies)):
-        group = [
-            local_tensor(g) for g, c in zip(gradients, copies, strict=True) if c == count and local_tensor(g).numel()
-        ]
-        if group:
-            norms = torch.stack(torch._foreach_norm(group, 2, dtype=torch.float32))
-            total = total + norms.to(device).square().sum() / count
-    return total
+def mark(cuda: bool) -> Mark:
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
-class Stopwatch:
-    """Time of the forward passes; on a GPU by events, which are read long after."""
-
-    def __init__(self, cuda: bool) -> None:
-        self._cuda = cuda
-        self._spans: list[tuple[Mark, Mark]] = []
-        self._started: Mark = 0.0
-
-    def start(self) -> None:
-        self._started = mark(self._cuda)
-
-    def stop(self) -> None:
-        self._spans.append((self._started, mark(self._cuda)))
-
-    def seconds(self) -> float:
-        return sum(seconds_between(start, end) for start, end in self._spans)
+def seconds_between(begin: Mark, end: Mark) -> float:
+    """Both events must have completed: call after a synchronisation, or much later."""
+    if isinstance(begin, torch.cuda.Event):
+        return float(begin.elapsed_time(cast(torch.cuda.Event, end))) / 1e3
+    return cast(float, end) - begin

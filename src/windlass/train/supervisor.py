@@ -12,20 +12,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from types import FrameType
-from typing import IO
 
 from windlass import errors
 from windlass.checkpoint.files import newest_step
 from windlass.clusters.scheduler import job_id
 from windlass.processes import end_with_parent, usable_cores
 from windlass.runs.events import FaultEvent, GaveUp, Restarted
-from windlass.runs.faults import INCURABLE, FaultRecord
+from windlass.runs.faults import INCURABLE
 from windlass.runs.folder import Run, open_run
 from windlass.runs.lock import locked
 from windlass.runs.starts import Start, wait_for_start, write_start
+from windlass.train.signals import handled_signals
 
 MAX_PAUSE_SECONDS = 60.0
 LISTEN_HANDLE = "WINDLASS_LISTEN_HANDLE"
@@ -45,12 +45,6 @@ class WorkerFault:
     error: str
     exit_code: int
     host: str
-    hint: str | None = None
-
-    @property
-    def signature(self) -> str:
-        """The same for the same failure: numbers (process ids, ports, times) are left out."""
-        return f"{self.kind}: {re.sub(r'[0-9]+', '#', self.error)}"
 
 
 class ForwardedSignals:
@@ -58,50 +52,60 @@ class ForwardedSignals:
 
     def __init__(self) -> None:
         self.waiting: list[int] = []
-        self.interrupts = 0
-        self.stopping = False
+        self.interrupts, self.stopping = 0, False
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup the run outlives its terminal
-            numbers.append(signal.SIGHUP)
-        before = {number: signal.signal(number, self._handle) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
         self.interrupts += number == signal.SIGINT
         self.stopping = True
         self.waiting.append(signal.SIGTERM if number == signal.SIGHUP else number)
 
 
-@dataclass
 class WorkerGroup:
     """The workers of one attempt."""
 
-    workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    logs: list[IO[bytes]] = field(default_factory=list)
-    first_failure: tuple[int, int] | None = None
-    """(rank, return code) of the worker that failed first."""
+    def __init__(self, argv: Sequence[str], devices: int, run: Run, env: Mapping[str, str] | None) -> None:
+        self.first_failure: tuple[int, int] | None = None
+        """(rank, return code) of the worker that failed first."""
+        run.logs.mkdir(parents=True, exist_ok=True)
+        run.ranks.mkdir(parents=True, exist_ok=True)
+        self.logs = [(run.logs / f"rank-{rank:05d}.log").open("ab") for rank in range(1, devices)]
+        with_parent = end_with_parent()  # two sets of workers must never write one run
+        # Rank 0 inherits the bound socket: a port that was only free before is taken by others while torch is imported.
+        with socket.socket() as meeting:
+            meeting.bind(("127.0.0.1", 0))
+            meeting.listen(1024)
+            shared = {
+                "OMP_NUM_THREADS": str(max(1, usable_cores() // devices)),
+                **(os.environ if env is None else env),
+                "WORLD_SIZE": str(devices),
+                "LOCAL_WORLD_SIZE": str(devices),
+                "GROUP_RANK": "0",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(meeting.getsockname()[1]),
+                LISTEN_HANDLE: str(meeting.fileno()),
+            }
+            self.workers = [
+                subprocess.Popen(
+                    list(argv),
+                    env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=output,
+                    stderr=output,
+                    stdin=subprocess.DEVNULL,
+                    # A session of its own: Ctrl-C in the terminal reaches this process only, which passes it on once.
+                    start_new_session=True,
+                    preexec_fn=with_parent,
+                    pass_fds=(meeting.fileno(),) if rank == 0 else (),
+                )
+                for rank, output in enumerate([None, *self.logs])
+            ]
 
     def poll(self) -> bool:
         """Update every worker and note the first failure; whether one is still alive."""
         codes = [worker.poll() for worker in self.workers]
-        if self.first_failure is None:
-            good = (None, errors.EXIT_DONE, errors.EXIT_RESUMABLE)
-            failed = [(rank, code) for rank, code in enumerate(codes) if code not in good and code is not None]
-            self.first_failure = failed[0] if failed else None
+        good = (errors.EXIT_DONE, errors.EXIT_RESUMABLE)
+        failures = ((rank, code) for rank, code in enumerate(codes) if code is not None and code not in good)
+        self.first_failure = self.first_failure or next(failures, None)
         return None in codes
-
-    def send(self, number: int) -> None:
-        for worker in self.workers:
-            if worker.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    worker.send_signal(number)
 
     def kill(self) -> None:
         for worker in self.workers:
@@ -153,22 +157,14 @@ def run_workers(
     """Run `argv(attempt)` once per device until it is done, stopped or incurable; the exit code to leave with."""
     signals = ForwardedSignals()
     history: list[tuple[str, int | None]] = []
-    with signals.installed():
+    with handled_signals(signals.handle):
         for attempt in range(max_restarts + 1):
             code, fault = _run_attempt(argv(attempt), devices, run, env, signals, grace_seconds)
             if fault is None:
                 return code
-            run.record(
-                FaultEvent(
-                    rank=fault.rank,
-                    kind=fault.kind,
-                    error=fault.error,
-                    host=fault.host,
-                    exit_code=fault.exit_code,
-                    attempt=attempt,
-                )
-            )
-            history.append((fault.signature, newest_step(run)))
+            run.record(FaultEvent(**asdict(fault), attempt=attempt))
+            # The same failure has the same signature: numbers (process ids, ports, times) are left out.
+            history.append((f"{fault.kind}: {re.sub(r'[0-9]+', '#', fault.error)}", newest_step(run)))
             reason = reason_to_stop(fault, history, signals.stopping, max_restarts)
             if reason is not None:
                 run.record(GaveUp(reason=reason, attempts=attempt + 1))
@@ -214,12 +210,14 @@ def _run_attempt(
 ) -> tuple[int, WorkerFault | None]:
     for rank in range(devices):
         run.error_file(rank).unlink(missing_ok=True)
-    group = _start_workers(argv, devices, run, env)
+    group = WorkerGroup(argv, devices, run, env)
     try:
         deadline: float | None = None
         while group.poll():
             while signals.waiting:
-                group.send(signals.waiting.pop(0))
+                number = signals.waiting.pop(0)
+                for worker in group.workers:
+                    worker.send_signal(number)
             if signals.interrupts > 1 or (deadline is not None and time.monotonic() > deadline):
                 break
             if deadline is None and group.first_failure is not None:
@@ -237,46 +235,6 @@ def _run_attempt(
     return 0, find_fault(run, group.first_failure, codes)
 
 
-def _start_workers(argv: Sequence[str], devices: int, run: Run, env: Mapping[str, str] | None) -> WorkerGroup:
-    run.logs.mkdir(parents=True, exist_ok=True)
-    run.ranks.mkdir(parents=True, exist_ok=True)
-    # Rank 0 inherits the bound socket: a port that was only found free is taken by others while torch is imported.
-    meeting = socket.socket()
-    meeting.bind(("127.0.0.1", 0))
-    meeting.listen(1024)
-    shared = {
-        **(os.environ if env is None else env),
-        "WORLD_SIZE": str(devices),
-        "LOCAL_WORLD_SIZE": str(devices),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(meeting.getsockname()[1]),
-        LISTEN_HANDLE: str(meeting.fileno()),
-    }
-    shared.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // devices)))
-    group = WorkerGroup()
-    with_parent = end_with_parent()  # two sets of workers must never write one run
-    for rank in range(devices):
-        output = None if rank == 0 else (run.logs / f"rank-{rank:05d}.log").open("ab")
-        if output is not None:
-            group.logs.append(output)
-        group.workers.append(
-            subprocess.Popen(
-                list(argv),
-                env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=output,
-                stderr=output,
-                stdin=subprocess.DEVNULL,
-                # A session of its own: Ctrl-C in the terminal reaches this process only, which passes it on once.
-                start_new_session=True,
-                preexec_fn=with_parent,
-                pass_fds=(meeting.fileno(),) if rank == 0 else (),
-            )
-        )
-    meeting.close()  # rank 0 has it
-    return group
-
-
 def find_fault(run: Run, first: tuple[int, int], codes: Sequence[int | None]) -> WorkerFault:
     """The failure that came first. A rank that was killed writes nothing, and those that lost it only report that.
 
@@ -284,28 +242,21 @@ def find_fault(run: Run, first: tuple[int, int], codes: Sequence[int | None]) ->
     apart."""
     records = sorted((r for r in run.faults() if (r.rank or 0) < len(codes)), key=lambda r: r.time)
     causes = [r for r in records if r.is_cause]
-    if causes:
-        return _from_record(causes[0], codes)
     rank, code = first
     killed = [(r, c) for r, c in enumerate(codes) if c is not None and c < 0 and not any(x.rank == r for x in records)]
     if killed and code >= 0:
         rank, code = killed[0]
+    if causes or (records and code >= 0):
+        record = (causes or records)[0]
+        rank = record.rank or 0
+        code = errors.EXIT_HANG if record.kind == "hang" else record.exit_code or codes[rank] or 1
+        blamed = rank if record.culprit is None else record.culprit
+        return WorkerFault(blamed, str(record.kind), record.error, code, str(record.host))
     host = socket.gethostname()
     if code < 0:
-        name = signal.Signals(-code).name
-        hint = "the kernel kills a process when host memory runs out: see dmesg" if name == "SIGKILL" else None
-        return WorkerFault(rank, "killed", f"the process was ended by {name}", 128 - code, host, hint)
-    if records:
-        return _from_record(records[0], codes)
-    error = f"the process ended with exit code {code} and left no record"
-    return WorkerFault(rank, "crash", error, code, host, f"see {run.logs / f'rank-{rank:05d}.log'}")
-
-
-def _from_record(record: FaultRecord, codes: Sequence[int | None]) -> WorkerFault:
-    rank = record.rank or 0
-    code = errors.EXIT_HANG if record.kind == "hang" else record.exit_code or codes[rank] or 1
-    blamed = rank if record.culprit is None else record.culprit
-    return WorkerFault(blamed, str(record.kind), record.error, code, str(record.host), record.hint)
+        error = f"the process was ended by {signal.Signals(-code).name}"
+        return WorkerFault(rank, "killed", error, 128 - code, host)
+    return WorkerFault(rank, "crash", f"the process ended with exit code {code} and left no record", code, host)
 
 
 if __name__ == "__main__":

@@ -29,29 +29,28 @@ class Tie:
 
     def collect(self) -> None:
         """The owner's gradient becomes the sum of both uses; the copy's is gone."""
+        owned = None if self.owner is None else _gradient(self.owner)
+        copied = None if self.copy is None else _gradient(self.copy)
         if self.copy is not None:
-            gradient = _gradient(self.copy)
             self.copy.grad = None
-            if self.owner is None:
-                dist.send(gradient.contiguous(), self.first, group=self.group)
-            else:
-                _gradient(self.owner).add_(gradient)
-        elif self.owner is not None:
-            gradient = torch.empty_like(_gradient(self.owner))
-            dist.recv(gradient, self.last, group=self.group)
-            _gradient(self.owner).add_(gradient)
+        if owned is None and copied is not None:
+            dist.send(copied.contiguous(), self.first, group=self.group)
+        elif owned is not None:
+            owned.add_(self._received(owned, self.last) if copied is None else copied)
 
     @torch.no_grad()
     def spread(self) -> None:
         """The copy becomes what the owner is."""
-        if self.owner is not None and self.copy is not None:
-            local_tensor(self.copy).copy_(local_tensor(self.owner))
-        elif self.owner is not None:
-            dist.send(local_tensor(self.owner).detach().contiguous(), self.last, group=self.group)
-        elif self.copy is not None:
-            weights = torch.empty_like(local_tensor(self.copy))
-            dist.recv(weights, self.first, group=self.group)
-            local_tensor(self.copy).copy_(weights)
+        owned, copied = (None if end is None else local_tensor(end) for end in (self.owner, self.copy))
+        if copied is None and owned is not None:
+            dist.send(owned.detach().contiguous(), self.last, group=self.group)
+        elif copied is not None:
+            copied.copy_(self._received(copied, self.first) if owned is None else owned)
+
+    def _received(self, like: Tensor, sender: int) -> Tensor:
+        tensor = torch.empty_like(like)
+        dist.recv(tensor, sender, group=self.group)
+        return tensor
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

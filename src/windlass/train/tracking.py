@@ -5,8 +5,6 @@ drops lines whose number goes back. Keys and passwords are the tracker's own bus
 windlass.
 """
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import re
@@ -14,16 +12,13 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from windlass.config import Recipe
 from windlass.files import write_atomic
 from windlass.registry import TRACKERS
 from windlass.runs.folder import Run
-from windlass.train.hooks import Hook
-
-if TYPE_CHECKING:
-    from windlass.train.training import Training
+from windlass.train.hooks import Hook, Training
 
 MAX_QUEUED_LINES = 10_000
 """Lines that may wait for a slow tracker; further ones are dropped and counted (they are in metrics.jsonl)."""
@@ -64,12 +59,8 @@ class Trackers(Hook):
         self._lines = self._dropped = 0
 
     def on_start(self, training: Training) -> None:
-        self._run, self._recipe, self._first_step, self._say = (
-            training.run,
-            training.recipe,
-            training.step,
-            training.say,
-        )
+        self._run, self._recipe, self._first_step = training.run, training.recipe, training.step
+        self._say = training.say
         if training.recipe.trackers.enabled and training.world.is_main:
             self._count = count_lines(training.run)  # before the first new line, so that no line is counted twice
             self._thread = threading.Thread(target=self._export, name="windlass-trackers", daemon=True)
@@ -108,8 +99,28 @@ class Trackers(Hook):
         while (line := self._queue.get()) is not None:
             self._count += 1
             for name in list(self._trackers):
-                self._log(name, line)
-            self._reopen_if_requested()
+                try:
+                    self._trackers[name].log(line, self._count)
+                    self._failures[name] = 0
+                except (Exception, SystemExit) as error:
+                    self._failures[name] = self._failures.get(name, 0) + 1
+                    if self._failures[name] >= MAX_FAILURES:
+                        self._say(f"tracker {name} is off after {MAX_FAILURES} failures: {_first_line(error)}")
+                        self._close(name)
+            # `windlass sync` uploads closed files only, because W&B appends whatever it is sent, also twice.
+            offline, now, request = self._offline_names(), time.monotonic(), self._run.requests / "part"
+            if not offline or now - self._polled_at < REQUEST_POLL_SECONDS:
+                continue
+            self._polled_at = now
+            if request.exists():
+                for name in offline:
+                    self._close(name)
+                    # W&B names a file by the second it was opened in: another of that name would overwrite the first.
+                    time.sleep(max(0.0, 1.1 - (time.monotonic() - self._opened_at[name])))
+                    self._open(name)
+                with contextlib.suppress(OSError):
+                    request.unlink()
+                self._request_sync()
         offline = self._offline_names()
         for name in list(self._trackers):
             self._close(name)
@@ -124,40 +135,12 @@ class Trackers(Hook):
         except (Exception, SystemExit) as error:  # a tracker must not end a training run; some leave by exit()
             self._say(f"tracker {name} is off: {_first_line(error)}; metrics.jsonl has every line")
 
-    def _log(self, name: str, line: dict[str, Any]) -> None:
-        try:
-            self._trackers[name].log(line, self._count)
-            self._failures[name] = 0
-        except (Exception, SystemExit) as error:
-            self._failures[name] = self._failures.get(name, 0) + 1
-            if self._failures[name] >= MAX_FAILURES:
-                self._say(f"tracker {name} is off after {MAX_FAILURES} failures: {_first_line(error)}")
-                self._close(name)
-
     def _close(self, name: str) -> None:
         with contextlib.suppress(Exception, SystemExit):
             self._trackers.pop(name).close()
 
     def _offline_names(self) -> list[str]:
         return [name for name, tracker in self._trackers.items() if tracker.uploads_later]
-
-    def _reopen_if_requested(self) -> None:
-        """`windlass sync` uploads closed files only, because W&B appends whatever it is sent, also twice."""
-        names, now = self._offline_names(), time.monotonic()
-        if not names or now - self._polled_at < REQUEST_POLL_SECONDS:
-            return
-        self._polled_at = now
-        request = self._run.requests / "part"
-        if not request.exists():
-            return
-        for name in names:
-            self._close(name)
-            # W&B names a file by the second it was opened in: another one of that name would overwrite the first.
-            time.sleep(max(0.0, 1.1 - (time.monotonic() - self._opened_at[name])))
-            self._open(name)
-        with contextlib.suppress(OSError):
-            request.unlink()
-        self._request_sync()
 
     def _request_sync(self) -> None:
         """Leave the file that `windlass sync --watch` waits for."""
@@ -192,8 +175,7 @@ def tracker_id(run: Run) -> str:
     with contextlib.suppress(OSError):
         if text := file.read_text().strip():
             return text
-    name = re.sub(r"[^A-Za-z0-9-]+", "-", run.name)[:40].strip("-")
-    new_id = f"{name}-{uuid.uuid4().hex[:8]}"
+    new_id = f"{re.sub(r'[^A-Za-z0-9-]+', '-', run.name)[:40].strip('-')}-{uuid.uuid4().hex[:8]}"
     write_atomic(file, new_id + "\n")
     return new_id
 

@@ -80,8 +80,7 @@ class Validator:
     ) -> None:
         self.stream, self.recipe, self.world, self.parts, self.stepper = stream, recipe, world, parts, stepper
         # A pipeline always takes as many micro-batches as in training.
-        plan = stepper.plan
-        self._per_rank = plan.layout.micro_batch if stepper.schedule is None else plan.sequences_per_rank
+        self._per_rank = world.layout.micro_batch if stepper.schedule is None else stepper.plan.sequences_per_rank
         self._batch_size = self._per_rank * world.layout.data
         self.held = hold_out(stream, sequences, self._batch_size)
         if world.is_main:  # the only rank that writes it down
@@ -139,25 +138,20 @@ def hold_out(stream: Any, sequences: int, batch_size: int) -> list[HeldOutSource
     counts = [max(1, round(share * sequences / batch_size)) * batch_size if share else 0 for share in shares]
     # The first sequences of each source, as many as needed or as one pass over the held-out text has.
     limit = max(sequences, int(weights.sum()))
-    indexes: list[list[Ints]] = [[] for _ in counts]
-    available = np.zeros(len(counts), dtype=np.int64)
-    for start in range(0, min(limit, MAX_SCANNED_SEQUENCES), 1024):
-        numbers = np.arange(start, min(start + 1024, limit), dtype=np.int64)
-        source, _ = stream.identity(numbers)
-        for index, parts in enumerate(indexes):
-            parts.append(numbers[source == index])
-        available += np.bincount(source, minlength=len(counts))
-        if (available >= counts).all():
+    source_of = np.zeros(0, dtype=np.int64)  # of each sequence that was scanned
+    while len(source_of) < min(limit, MAX_SCANNED_SEQUENCES):
+        numbers = np.arange(len(source_of), min(len(source_of) + 1024, limit), dtype=np.int64)
+        source_of = np.concatenate((source_of, stream.identity(numbers)[0]))
+        if (np.bincount(source_of, minlength=len(counts)) >= counts).all():
             break
     held = []
-    for name, parts, count, share in zip(stream.sources, indexes, counts, shares, strict=True):
-        chosen = np.concatenate(parts)[:count]
-        if not len(chosen):
-            continue
-        info = stream.store.sources[name] if stream.store is not None else None
-        bytes_per_token = info.bytes / info.tokens if info and info.bytes and info.tokens else None
-        language = info.language if info else None
-        held.append(HeldOutSource(name, language, bytes_per_token, np.resize(chosen, count), float(share)))
+    for index, (name, count, share) in enumerate(zip(stream.sources, counts, shares, strict=True)):
+        chosen = np.flatnonzero(source_of == index)[:count]
+        if len(chosen):
+            info = stream.store.sources[name] if stream.store is not None else None
+            bytes_per_token = info.bytes / info.tokens if info and info.bytes and info.tokens else None
+            language = info.language if info else None
+            held.append(HeldOutSource(name, language, bytes_per_token, np.resize(chosen, count), float(share)))
     return held
 
 
@@ -174,11 +168,13 @@ def with_measured_bytes(stream: Any, held: list[HeldOutSource]) -> list[HeldOutS
         return held
     measured = []
     for part in held:
-        text_bytes = tokens = 0
-        for start in range(0, len(part.indexes), 64):
-            targets = stream.sequences(part.indexes[start : start + 64])[:, 1:]
-            tokens += targets.size
-            text_bytes += sum(len(tokenizer.decode(row[row != store.eos].tolist()).encode()) for row in targets)
+        batches = (stream.sequences(part.indexes[at : at + 64])[:, 1:] for at in range(0, len(part.indexes), 64))
+        sizes = [
+            (row.size, len(tokenizer.decode(row[row != store.eos].tolist()).encode()))
+            for rows in batches
+            for row in rows
+        ]
+        tokens, text_bytes = map(sum, zip(*sizes, strict=True))
         measured.append(replace(part, bytes_per_token=text_bytes / tokens))
     return measured
 
@@ -189,10 +185,10 @@ def combine(held: Sequence[HeldOutSource], means: Sequence[float]) -> Validation
     def total(pairs: Sequence[tuple[HeldOutSource, float]]) -> HeldOutLoss:
         share = sum(part.share for part, _ in pairs)
         loss = sum(part.share * mean for part, mean in pairs) / share
-        if any(part.bytes_per_token is None for part, _ in pairs):
-            return HeldOutLoss(loss, None)
-        bytes_per_token = sum(part.share * (part.bytes_per_token or 0.0) for part, _ in pairs) / share
-        return HeldOutLoss(loss, loss / math.log(2) / bytes_per_token)
+        text_bytes = [part.share * part.bytes_per_token for part, _ in pairs if part.bytes_per_token is not None]
+        return HeldOutLoss(
+            loss, loss / math.log(2) / (sum(text_bytes) / share) if len(text_bytes) == len(pairs) else None
+        )
 
     pairs = list(zip(held, means, strict=True))
     languages = dict.fromkeys(part.language for part in held if part.language is not None)
@@ -206,10 +202,7 @@ def combine(held: Sequence[HeldOutSource], means: Sequence[float]) -> Validation
 def open_validator(recipe: Recipe, world: World, parts: ModelParts, stepper: Stepper, vocab: int) -> Validator | None:
     """None when nothing is held out."""
     data = recipe.data
-    if data.store is None:
+    if data.store is None or (data.validation is None and "validation" not in open_store(Path(data.store)).splits):
         return None
-    split = data.validation or "validation"
-    if data.validation is None and split not in open_store(Path(data.store)).splits:
-        return None
-    stream = open_stream(data, seed=recipe.seed, split=split, vocab=vocab)
+    stream = open_stream(data, seed=recipe.seed, split=data.validation or "validation", vocab=vocab)
     return Validator(stream, max(1, recipe.train.eval_tokens // data.seq_len), recipe, world, parts, stepper)

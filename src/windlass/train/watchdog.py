@@ -7,9 +7,8 @@ its file is frozen or gone. No clock of another host is trusted: a file is fresh
 reads.
 """
 
-from __future__ import annotations
-
 import contextlib
+import json
 import os
 import socket
 import sys
@@ -18,7 +17,9 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
+
+from torch._C import _distributed_c10d as c10d
 
 from windlass.errors import EXIT_HANG
 from windlass.files import read_json, write_json
@@ -26,19 +27,15 @@ from windlass.runs.events import Hang
 from windlass.runs.faults import FaultRecord, write_fault
 from windlass.runs.folder import Run
 from windlass.runs.lock import touch
-from windlass.train.hooks import Hook
-
-if TYPE_CHECKING:
-    from windlass.train.step import StepResult
-    from windlass.train.training import Training
-    from windlass.train.validate import Validation
+from windlass.train.hooks import Hook, Training
+from windlass.train.step import StepResult
+from windlass.train.validate import Validation
 
 WRITE_SECONDS = 5.0
 PATIENT_PHASES = {"start": 3.0, "compile": 3.0, "restore": 3.0, "save": 3.0}
 """Phases that may take this many times longer than a step: a cold compile cache takes ten minutes."""
 
 Heartbeats = Mapping[int, Mapping[str, Any]]
-"""Heartbeat files by rank."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +66,11 @@ class Heartbeat(Hook):
         self._every = min(every, max(0.2, timeout_seconds / 5)) if timeout_seconds else every
         self._step, self._phase, self._beats, self._beat_at = 0, "start", 0, time.monotonic()
         self._first_step: int | None = None
-        self._writes = 0
-        self._leave, self._closed = leave, threading.Event()
+        self._writes, self._leave, self._closed = 0, leave, threading.Event()
         self._main_thread = threading.main_thread().ident or 0
         self._thread = threading.Thread(target=self._watch, name="windlass-heartbeat", daemon=True)
 
-    def start(self) -> Heartbeat:
+    def start(self) -> Self:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder; read when a group is created
         for path in (self.run.heartbeat_file(self.rank), self.run.error_file(self.rank)):
             path.unlink(missing_ok=True)
@@ -118,14 +114,6 @@ class Heartbeat(Hook):
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        while not self._closed.wait(self._every):
-            self._write()
-            limit_seconds = self.timeout_seconds * PATIENT_PHASES.get(self._phase, 1.0)
-            if limit_seconds and self.idle_seconds > limit_seconds:
-                self._end_job()
-                return
-
     @property
     def idle_seconds(self) -> float:
         return time.monotonic() - self._beat_at
@@ -149,8 +137,15 @@ class Heartbeat(Hook):
         if self.rank == 0:
             touch(self.run.lock_file)
 
-    def _end_job(self) -> None:
-        """Write where this rank stands, give the others time to do the same, then name one and leave."""
+    def _watch(self) -> None:
+        """When beats stop: write where this rank stands, give the others time to do the same, name one and leave."""
+        while not self._closed.wait(self._every):
+            self._write()
+            limit_seconds = self.timeout_seconds * PATIENT_PHASES.get(self._phase, 1.0)
+            if limit_seconds and self.idle_seconds > limit_seconds:
+                break
+        else:
+            return
         frame = sys._current_frames().get(self._main_thread)
         stack = [line.rstrip() for line in traceback.format_stack(frame)[-12:]] if frame is not None else []
         self._write(stuck=True, stack=stack, flight=read_flight_recorder())
@@ -183,7 +178,6 @@ class Heartbeat(Hook):
 
 
 def read_heartbeats(run: Run) -> dict[int, dict[str, Any]]:
-    """Heartbeats by rank."""
     records = (read_json(path) for path in sorted(run.ranks.glob("heartbeat-*.json")))
     return {int(record["rank"]): record for record in records if record is not None and "rank" in record}
 
@@ -239,13 +233,7 @@ def _describe(record: Mapping[str, Any]) -> str:
 
 def read_flight_recorder() -> dict[str, dict[str, int]]:
     """Collectives that this rank has entered and completed, by process group; empty without torch's flight recorder."""
-    if "torch" not in sys.modules:
-        return {}
     try:
-        import json
-
-        from torch._C import _distributed_c10d as c10d
-
         dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
         return count_collectives(json.loads(dump(True, False))) if dump is not None else {}
     except Exception:  # a help for finding the cause must never hide the hang itself

@@ -13,7 +13,6 @@ from windlass.runs.starts import start_name, wait_for_start
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train this rank's part of a start; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m windlass.train.worker", description=__doc__)
     parser.add_argument("run", help="run folder")
     parser.add_argument("--start", help="name of the start (default: that of this SLURM job)")

@@ -5,23 +5,23 @@ Checkpoints hold complete fp32 tensors under the model's own names, so that both
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass.blocks.attention.kernels import attention_core
-from windlass.config import OptimConfig, Recipe
+from windlass.config import Recipe
 from windlass.errors import ConfigError
 from windlass.layout.types import Layout, StepSpec
 from windlass.models.decoder import DecoderModel
@@ -31,7 +31,7 @@ from windlass.train.guard import Guard
 from windlass.train.mesh import World
 from windlass.train.optimizers.base import decays
 from windlass.train.parallelize import ModelParts, set_loss, set_recompute
-from windlass.train.step import StepResult, Stopwatch
+from windlass.train.step import Mark, StepResult, mark
 
 STAGES = {"none": 0, "zero1": 1, "zero2": 2, "full": 3}
 
@@ -39,7 +39,6 @@ STAGES = {"none": 0, "zero1": 1, "zero2": 2, "full": 3}
 def assemble(
     model: DecoderModel, recipe: Recipe, step: StepSpec, world: World, plan: BatchPlan, beat: Callable[[str], None]
 ) -> tuple[ModelParts, DeepSpeedOptimizer, DeepSpeedStepper]:
-    """The model (on the meta device) under DeepSpeed, in the three parts that the loop uses."""
     check_supported(recipe, world.layout)
     stage, notes = STAGES[world.layout.shard], list[str]()
     for block in model.blocks():
@@ -51,22 +50,24 @@ def assemble(
     model.init_weights(recipe.seed)
     if stage == 3:
         model.prepare(world.device)
+    # PyTorch's AdamW; weight decay on matrices only, as in our own.
+    optim, groups = recipe.optim, {True: list[nn.Parameter](), False: list[nn.Parameter]()}
+    for name, parameter in model.named_parameters():
+        groups[decays(name, parameter, model.undecayed)].append(parameter)
+    listed = [{"params": p, "weight_decay": optim.weight_decay if decay else 0.0} for decay, p in groups.items() if p]
+    adamw = torch.optim.AdamW(listed, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
     deepspeed = _import_deepspeed(world)
-    with _without_compiler():
+    # DeepSpeed compiles parts of Muon to check for it, which loads torch's compiler; it is not used here.
+    with mock.patch.object(torch, "compile", lambda model=None, **_: model or (lambda function: function)):
         engine, _, _, _ = deepspeed.initialize(
-            model=model,
-            optimizer=torch_optimizer(model, recipe.optim),
-            config=deepspeed_config(recipe, world.layout),
-            dist_init_required=False,
+            model=model, optimizer=adamw, config=deepspeed_config(recipe, world.layout), dist_init_required=False
         )
     notes.append(f"engine: deepspeed {deepspeed.__version__}, ZeRO stage {stage}")
-    optimizer = DeepSpeedOptimizer(engine, world.device)
-    stepper = DeepSpeedStepper(engine, optimizer, recipe, world, plan, beat)
-    return ModelParts([engine.module], [0], 1, notes=notes), optimizer, stepper
+    optimizer, parts = DeepSpeedOptimizer(engine, world.device), ModelParts([engine.module], [0], 1, notes=notes)
+    return parts, optimizer, DeepSpeedStepper(engine, optimizer, recipe, world, plan, beat)
 
 
 def check_supported(recipe: Recipe, layout: Layout) -> None:
-    """Refuse what this engine does not do, and name what does."""
     train, optim = recipe.train, recipe.optim
     unsupported = {
         **{
@@ -105,7 +106,6 @@ def check_supported(recipe: Recipe, layout: Layout) -> None:
 
 
 def deepspeed_config(recipe: Recipe, layout: Layout) -> dict[str, Any]:
-    """DeepSpeed's own settings for this recipe."""
     zero: dict[str, Any] = {"stage": STAGES[layout.shard]}
     if layout.offload != "none":
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -139,9 +139,15 @@ def _import_deepspeed(world: World) -> Any:
     if not dist.is_initialized():
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo" if cpu else "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
-    with _hidden_package("mlflow"):  # its unused autotuner would import it: seconds of every start
+    # Its unused autotuner would import mlflow, which takes seconds of every start: it looks as if not installed.
+    hidden = {"mlflow"} - set(sys.modules)
+    sys.modules.update(dict.fromkeys(hidden, cast(Any, None)))
+    try:
         import deepspeed
-    from deepspeed.utils import logger
+        from deepspeed.utils import logger
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
     logger.setLevel(logging.WARNING)
     if cpu:
@@ -150,39 +156,6 @@ def _import_deepspeed(world: World) -> Any:
         vars(importlib.import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
     return deepspeed
-
-
-@contextlib.contextmanager
-def _hidden_package(name: str) -> Iterator[None]:
-    """Pretend that the package is not installed, unless it is imported already."""
-    if name in sys.modules:
-        yield
-        return
-    sys.modules[name] = cast(Any, None)
-    try:
-        yield
-    finally:
-        del sys.modules[name]
-
-
-@contextlib.contextmanager
-def _without_compiler() -> Iterator[None]:
-    """DeepSpeed compiles parts of Muon to check for it, which loads torch's compiler; it is not used here."""
-    original = torch.compile
-    vars(torch)["compile"] = lambda model=None, **_: model or (lambda function: function)
-    try:
-        yield
-    finally:
-        vars(torch)["compile"] = original
-
-
-def torch_optimizer(model: DecoderModel, config: OptimConfig) -> torch.optim.Optimizer:
-    """PyTorch's AdamW; weight decay on matrices only, as in our own."""
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in model.named_parameters():
-        groups[decays(name, parameter, model.undecayed)].append(parameter)
-    listed = [{"params": p, "weight_decay": config.weight_decay if decay else 0.0} for decay, p in groups.items() if p]
-    return torch.optim.AdamW(listed, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
 @dataclass(frozen=True)
@@ -204,30 +177,28 @@ class DeepSpeedOptimizer:
 
     def __init__(self, engine: Any, device: torch.device) -> None:
         self.engine = engine
-        self.count = torch.zeros((), dtype=torch.float32, device=device)
-        self._slots: list[GatheredState] = []
-        self._gathered_step: int | None = None
-
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        return list(self.engine.module.named_parameters())
-
-    @property
-    def plain(self) -> bool:
+        self.plain = isinstance(engine.optimizer, torch.optim.Optimizer)
         """ZeRO stage 0 in fp32: PyTorch's own optimizer, nothing is divided."""
-        return isinstance(self.engine.optimizer, torch.optim.Optimizer)
+        self.parameters: list[nn.Parameter] = list(engine.module.parameters())
+        self.count = torch.zeros((), dtype=torch.float32, device=device)
+        self._slots = [
+            GatheredState(
+                name,
+                torch.zeros(_shape(parameter), dtype=torch.float32),
+                {moment: torch.zeros(_shape(parameter), dtype=torch.float32) for moment in self.moment_names},
+            )
+            for name, parameter in engine.module.named_parameters()
+        ]
+        self._gathered_step: int | None = None
 
     @property
     def slots(self) -> list[GatheredState]:
         """Gathered into host memory once per step, always into the same tensors."""
-        if not self._slots:
-            for name, parameter in self.named():
-                zeros = [torch.zeros(tuple(_shape(parameter)), dtype=torch.float32) for _ in range(3)]
-                self._slots.append(GatheredState(name, zeros[0], dict(zip(self.moment_names, zeros[1:], strict=True))))
         if self._gathered_step != self.engine.global_steps:
             stepped = float(self.count) > 0  # before the first step there are no moments: they are zero
             if stepped:
                 self._link_moments()
-            for (_, parameter), slot in zip(self.named(), self._slots, strict=True):
+            for parameter, slot in zip(self.parameters, self._slots, strict=True):
                 slot.weights.copy_(self._gather(parameter, "weights"))
                 for name in self.moment_names if stepped else ():
                     slot.moments[name].copy_(self._gather(parameter, name))
@@ -254,7 +225,7 @@ class DeepSpeedOptimizer:
         device, stepped = self.count.device, float(self.count) > 0
         if stepped:
             self._create_moments()
-        for (_, parameter), slot in zip(self.named(), self._slots, strict=True):
+        for parameter, slot in zip(self.parameters, self._slots, strict=True):
             moments = slot.moments if stepped else {}
             # The weights that the next forward pass reads; under stage 3 each rank keeps its part of them.
             divided = hasattr(parameter, "ds_id")
@@ -303,7 +274,7 @@ class DeepSpeedOptimizer:
         """Copy weights that were loaded into the module into DeepSpeed's master copies."""
         from deepspeed.runtime.zero import GatheredParameters
 
-        for (_, parameter), slot in zip(self.named(), self.slots, strict=True):
+        for parameter, slot in zip(self.parameters, self.slots, strict=True):
             with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
                 slot.weights.copy_(parameter.detach().float().cpu())
         self.refresh()
@@ -331,9 +302,7 @@ class DeepSpeedStepper:
         beat: Callable[[str], None],
     ) -> None:
         self.engine, self.optimizer, self.recipe, self.world, self.plan = engine, optimizer, recipe, world, plan
-        self.beat = beat
-        self.guard = Guard(recipe.train, world.device)
-        self.scale = 1.0 / plan.tokens_per_step
+        self.beat, self.guard, self.scale = beat, Guard(recipe.train, world.device), 1.0 / plan.tokens_per_step
         # DeepSpeed averages over ranks and micro-batches; our losses are already divided by the batch's tokens.
         self.loss_scale = self.scale * world.size * plan.layout.accumulation
 
@@ -341,15 +310,14 @@ class DeepSpeedStepper:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         inputs, targets, numbers = cut(tokens, documents, self.world)
-        stopwatch, sums = Stopwatch(self.world.cuda), torch.zeros(2, device=self.world.device)
-        norm: float | None = None
-        layout = self.plan.layout
+        forward, sums = list[tuple[Mark, Mark]](), torch.zeros(2, device=self.world.device)
+        norm, layout = None, self.plan.layout
         for index in range(layout.accumulation):
             part = slice(index * layout.micro_batch, (index + 1) * layout.micro_batch)
             self.beat("forward")
-            stopwatch.start()
+            began = mark(self.world.cuda)
             out = self.engine(inputs[part], targets[part], None if numbers is None else numbers[part])
-            stopwatch.stop()
+            forward.append((began, mark(self.world.cuda)))
             sums += out.detach().float()
             self.beat("backward")
             self.engine.backward(out[0] * self.loss_scale)
@@ -358,10 +326,8 @@ class DeepSpeedStepper:
                 self.beat("reduce")
                 total = self.world.sum_(sums * self.scale)
                 self._check_finite(float(total[1]), "loss")
-                if (
-                    self.optimizer.plain
-                ):  # PyTorch does not report the norm; the gradients are complete and reduced by now
-                    gradients = [p.grad for _, p in self.optimizer.named() if p.grad is not None]
+                if self.optimizer.plain:  # PyTorch does not report the norm; the gradients are reduced by now
+                    gradients = [p.grad for p in self.optimizer.parameters if p.grad is not None]
                     norm = float(torch.stack(torch._foreach_norm(gradients)).norm())
             self.beat("update")
             self.engine.step()
@@ -369,7 +335,7 @@ class DeepSpeedStepper:
         norm = float(self.engine.get_global_grad_norm() or 0.0) if norm is None else norm
         self._check_finite(norm, "gradient norm")
         numbers_out = (total[1], torch.as_tensor(norm, device=total.device), total.new_zeros(()), total[0] - total[1])
-        return StepResult(torch.stack(numbers_out), lr, stopwatch)
+        return StepResult(torch.stack(numbers_out), lr, forward)
 
     def _check_finite(self, value: float, name: str) -> None:
         if self.recipe.train.skip_nonfinite and not math.isfinite(value):

@@ -23,7 +23,6 @@ from windlass.train.optimizers.spec import OptimizerSpec
 
 Tensors = list[Tensor]
 Rule = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
-"""See `Optimizer.rule`."""
 
 
 def decays(name: str, parameter: Tensor, undecayed: Collection[str] = DecoderModel.undecayed) -> bool:
@@ -126,7 +125,6 @@ class Optimizer:
     # -- used by the training step -----------------------------------------------------------------------------------
 
     def accumulate_in_fp32(self) -> None:
-        """Move each micro-batch's bf16 gradient into an fp32 sum as soon as it is complete."""
         for slot in self.slots:
             slot.main_grad = torch.zeros_like(slot.parameter, dtype=torch.float32, requires_grad=False)
             slot.parameter.register_post_accumulate_grad_hook(slot.add_gradient)
@@ -272,7 +270,6 @@ def round_stochastically(value: Tensor, generator: torch.Generator | None = None
 
 
 def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimConfig, **options: Any) -> Optimizer:
-    """The recipe's optimizer; `options` as `Optimizer` takes them."""
     spec: OptimizerSpec = OPTIMIZERS.load(config.name)
     optimizer: Optimizer = import_target(spec.update)(named, config, spec, **options)
     return optimizer

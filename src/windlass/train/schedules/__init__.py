@@ -24,10 +24,9 @@ def share_between(position: int, start: int, end: int) -> float:
 def schedule_note(optim: OptimConfig, total: int) -> str:
     """A sentence for the log when the run is too short for its schedule; empty when everything fits."""
     if optim.warmup > total:
-        reached = learning_rate(optim, total, total) / optim.lr if optim.lr else 0.0
         return (
             f"learning rate: warm-up takes {optim.warmup:,} tokens and the run has {total:,}, "
-            f"so it ends at {reached:.0%} of optim.lr"
+            f"so it ends at {max(total, 1) / optim.warmup if optim.lr else 0.0:.0%} of optim.lr"
         )
     start = SCHEDULES.load(optim.schedule)(optim, optim.warmup, total)
     if start < 1.0:
