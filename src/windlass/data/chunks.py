@@ -268,13 +268,10 @@ class ChunkWorker:
         """Read the part of `file` that belongs to the chunk; True when the file ends in it."""
         config = self.task.file
         source = config.sources[item.source]
-        if file.format in ROW_FORMATS:
+        if file.format in ROW_FORMATS or (file.format == "text" and source.document == "file"):
             start, stop = (chunk * item.rows, (chunk + 1) * item.rows) if item.rows else (0, None)
-            for records in readers.read_rows(file, source, config.utf8, start, stop):
+            for records in readers.read_records(file, source, config.utf8, config.max_document, start, stop):
                 out.add(records)
-            return True
-        if file.format == "text" and source.document == "file":
-            out.add([readers.read_text_file(file, config.utf8, config.max_document)])
             return True
         has_parts = item.chunks != 1
         start = chunk * item.step if has_parts else 0

@@ -134,7 +134,9 @@ def choose(
 
 
 def _first_line(error: BaseException) -> str:
-    return "not installed" if isinstance(error, ImportError) else str(error).split("\n")[0][:120] or type(error).__name__
+    return (
+        "not installed" if isinstance(error, ImportError) else str(error).split("\n")[0][:120] or type(error).__name__
+    )
 
 
 def _compare_in_child(engine: Engine, tokenizer: Tokenizer, specials: bool, sample: list[str]) -> str | None:

@@ -23,6 +23,7 @@ _FORMATS = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".arrow": "arrow",
     ".txt": "text", ".md": "text", ".rst": "text",
 }  # fmt: skip
+_HIDDEN = (".", "cache-")  # beginnings of names of files that are not read
 _EXPANSION = 4  # text grows about this much when decompressed; only used to tell small files and to balance work
 # A big file is cut into at least 32 chunks, unless they would become smaller than 8 MiB: at the end of a run the other
 # workers wait for the one that has the last chunk.
@@ -113,9 +114,8 @@ def _closed_folders(pattern: str) -> list[str]:
         parent = str(Path(*parts[:depth]))
         mode = os.X_OK | (os.R_OK if has_magic(parts[depth]) else 0)
         folders = sorted(glob(f"{parent}/", recursive=True)) if has_magic(parent) else [parent]  # noqa: PTH207
-        for folder in folders:
-            if os.path.isdir(folder) and not os.access(folder, mode):  # noqa: PTH112 - Path.is_dir may raise
-                closed[folder] = None
+        # os.path.isdir, because Path.is_dir may raise
+        closed |= dict.fromkeys(f for f in folders if os.path.isdir(f) and not os.access(f, mode))  # noqa: PTH112
     return list(closed)
 
 
@@ -130,17 +130,13 @@ def _walk(root: str, problems: list[str]) -> Iterator[str]:
         folders[:] = [name for name in real if real[name] not in above]  # a link to an ancestor is not followed
         for name in folders:
             ancestors[os.path.join(folder, name)] = above | {real[name]}  # noqa: PTH118 - as os.walk joins
-        yield from (str(Path(folder) / name) for name in sorted(names) if format_of(name)[0] and not _is_hidden(name))
-
-
-def _is_hidden(name: str) -> bool:
-    return name.startswith((".", "cache-"))
+        yield from (str(Path(folder) / n) for n in sorted(names) if format_of(n)[0] and not n.startswith(_HIDDEN))
 
 
 def count_skipped(source: DataSource) -> dict[str, int]:
     """Suffix -> number of files below the source's folders that have no known format and are not read."""
     names = [name for path in source.paths if Path(path).is_dir() for _, _, files in os.walk(path) for name in files]
-    counts = Counter(Path(n).suffix or n for n in names if format_of(n)[0] is None and not _is_hidden(n))
+    counts = Counter(Path(n).suffix or n for n in names if format_of(n)[0] is None and not n.startswith(_HIDDEN))
     return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
@@ -152,28 +148,25 @@ def format_of(name: str) -> tuple[str | None, str]:
 
 def _describe(path: str, source: DataSource, problems: list[str]) -> InputFile | None:
     format, packing = format_of(path)
-    if source.format != "auto":
-        format = source.format
+    format = source.format if source.format != "auto" else format
     if Path(path).name in ("dataset_info.json", "state.json", "dataset_dict.json"):
         return None
-    problem = None
     if format is None:
-        problem = f"{path}: unknown format; set `format` in the source's table"
-    elif packing and format in ROW_FORMATS:
-        problem = f"{path}: a {format} file is compressed inside; unpack it"
-    else:
-        try:
-            status = Path(path).stat()
-            with Path(path).open("rb"):
-                pass
-            state = Path(path).with_name("state.json")
-            # save_to_disk keeps the order of a selected or shuffled dataset in a second file
-            if format != "arrow" or not state.is_file() or not json.loads(state.read_text()).get("_indices_data_files"):
-                return InputFile(path, format, packing, status.st_size, status.st_mtime_ns)
-            problem = f"{state.parent}: saved with an index of rows; call flatten_indices() before save_to_disk()"
-        except OSError as error:
-            problem = f"{path}: {error.strerror}"
-    problems.append(problem)
+        problems.append(f"{path}: unknown format; set `format` in the source's table")
+        return None
+    if packing and format in ROW_FORMATS:
+        problems.append(f"{path}: a {format} file is compressed inside; unpack it")
+        return None
+    try:
+        status, state = Path(path).stat(), Path(path).with_name("state.json")
+        with Path(path).open("rb"):
+            pass
+        # save_to_disk keeps the order of a selected or shuffled dataset in a second file
+        if format != "arrow" or not state.is_file() or not json.loads(state.read_text()).get("_indices_data_files"):
+            return InputFile(path, format, packing, status.st_size, status.st_mtime_ns)
+        problems.append(f"{state.parent}: saved with an index of rows; call flatten_indices() before save_to_disk()")
+    except OSError as error:
+        problems.append(f"{path}: {error.strerror}")
     return None
 
 
@@ -188,15 +181,13 @@ def plan_items(file: DataFile, files: Mapping[str, list[InputFile]], settings: s
             if group and sum(f.weight for f in group) + one.weight > file.chunk:
                 items.append(_work_item(file, source, group, settings, 1))
                 group = []
-            if one.weight <= file.chunk:
+            if one.weight <= file.chunk or (one.format == "text" and file.sources[source].document == "file"):
                 group.append(one)
             elif one.format in ROW_FORMATS:
                 rows, size = count_rows(one)
                 rows_per_chunk = max(1, int(rows * file.chunk / max(1, size)))
                 chunks = max(1, -(-rows // rows_per_chunk))
                 items.append(_work_item(file, source, [one], settings, chunks, rows_per_chunk))
-            elif one.format == "text" and file.sources[source].document == "file":
-                items.append(_work_item(file, source, [one], settings, 1))
             else:
                 step = file.chunk
                 while step >= 2 * _MIN_CHUNK_BYTES and one.weight < _MIN_CHUNKS * step:
@@ -242,10 +233,6 @@ class CompressedFile:
         estimated_chunks = max(1, -(-self.item.weight // self.item.step))
         return 0 if self.ended else max(0, (estimated_chunks - self.cursor) // self.step)
 
-    def worth_joining(self) -> bool:
-        """A second reader must first decompress all that is done: worth it only if clearly more than that is left."""
-        return self.chunks_left() > 1 + self.cursor // _SKIP_SPEED
-
 
 @dataclass
 class ChunkSchedule:
@@ -258,18 +245,20 @@ class ChunkSchedule:
 
     def next(self, worker: int) -> tuple[WorkItem, int] | None:
         """The worker's next chunk, or None when nothing is left that it could usefully do."""
-        if worker in self.held and (chunk := self._advance(self.held[worker])) is not None:
-            return chunk
+        if worker in self.held and not self.held[worker].ended:
+            return self._advance(self.held[worker])
         self.release(worker)
-        for file in self.compressed:
-            if file.readers == 0 and (chunk := self._join(worker, file)) is not None:
-                return chunk
-        if self.waiting:
+        unread = [file for file in self.compressed if file.readers == 0 and not file.ended]
+        if self.waiting and not unread:
             return self.waiting.popleft()
-        for file in sorted(self.compressed, key=lambda file: file.readers):
-            if file.worth_joining() and (chunk := self._join(worker, file)) is not None:
-                return chunk
-        return None
+        # A second reader must first decompress all that is done: worth it only if clearly more than that is left.
+        worthwhile = [file for file in self.compressed if file.chunks_left() > 1 + file.cursor // _SKIP_SPEED]
+        file = next(iter(unread or sorted(worthwhile, key=lambda file: file.readers)), None)
+        if file is None:
+            return None
+        self.held[worker] = file
+        file.readers += 1
+        return self._advance(file)
 
     def release(self, worker: int) -> None:
         """The worker reads its compressed file no further."""
@@ -286,16 +275,7 @@ class ChunkSchedule:
             for file in self.compressed:
                 file.ended = file.ended or file.item.id == item.id
 
-    def _join(self, worker: int, file: CompressedFile) -> tuple[WorkItem, int] | None:
-        chunk = self._advance(file)
-        if chunk is not None:
-            self.held[worker] = file
-            file.readers += 1
-        return chunk
-
-    def _advance(self, file: CompressedFile) -> tuple[WorkItem, int] | None:
-        if file.ended:
-            return None
+    def _advance(self, file: CompressedFile) -> tuple[WorkItem, int]:
         while (file.item.id, file.cursor) in self.done:
             file.cursor += file.step
         file.cursor += file.step

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +41,8 @@ class StoreStream:
         self.arrays = [store.tokens(name, split) for name in names]
         # Windows overlap by the one token that is only a target in the first and an input in the second.
         windows = [max(0, (len(array) - 1) // config.seq_len) for array in self.arrays]
-        needed = config.seq_len + 1
         if sum(windows) == 0:
+            needed = config.seq_len + 1
             raise DataError(
                 "data.too-few-tokens",
                 f"the {split} split of {store.path} has no source with {needed:,} tokens",
@@ -150,7 +150,7 @@ def open_stream(config: DataConfig, *, seed: int, split: str = "train", vocab: i
     return stream
 
 
-class Loader(Iterator[Any]):
+class Loader(contextlib.AbstractContextManager["Loader"], Iterator[Any]):
     """Yields `stream.sequences(indexes)` for each batch of indexes, in order, read ahead by one thread.
 
     `batches` is an iterator of index arrays, or a function from a count (0, 1, 2, ...) to one; None or the end of the
@@ -168,8 +168,7 @@ class Loader(Iterator[Any]):
         documents: bool = False,
     ) -> None:
         self.stream, self.documents = stream, documents
-        self.wait_seconds = 0.0  # that all calls of `next` have waited
-        self.last_wait_seconds = 0.0
+        self.wait_seconds = self.last_wait_seconds = 0.0  # that all calls of `next`, and the last one, have waited
         self._settle = pinned if pin else np.asarray
         self._stopped = False
         self._queue: queue.Queue[Any] = queue.Queue(maxsize=max(1, prefetch))
@@ -211,9 +210,6 @@ class Loader(Iterator[Any]):
         while self._thread.is_alive() and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):  # make room for a thread that waits to put
                 self._queue.get(timeout=0.02)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

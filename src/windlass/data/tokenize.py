@@ -30,7 +30,7 @@ from windlass.data.inputs import (
     plan_items,
     unfinished_files,
 )
-from windlass.data.joining import Journal, reject_lines, undo_joining, update_terms, was_joining, write_store
+from windlass.data.joining import SHARD_LIST, Journal, reject_lines, undo_joining, update_terms, write_store
 from windlass.data.readers import first_texts
 from windlass.data.shards import dtype_for
 from windlass.data.store import MANIFEST, REJECTS, hash_json, refuse_unlawful
@@ -156,12 +156,14 @@ def _tokenize(
     write_json(work / "plan.json", plan)
     # Lines of changed files or settings are ignored, and so are those whose pieces are gone.
     ids = {item.id for item in items}
-    pieces = None if was_joining(work) else {entry.name for entry in os.scandir(work / "pieces")}
+    # A run was stopped while joining: then a piece that is missing may be in a shard already.
+    was_joining = (work / SHARD_LIST).is_file()
+    pieces = {entry.name for entry in os.scandir(work / "pieces")}
     journal: Journal = {}
     for line in (line for path in sorted((work / "journal").glob("*.jsonl")) for line in read_json_lines(path)):
         if line.get("item") in ids and "files" in line:
             names = {piece_name(line["item"], line["chunk"], split) for split in line["pieces"]}
-            if pieces is None or names <= pieces:
+            if was_joining or names <= pieces:
                 journal.setdefault((line["item"], line["chunk"]), line)
     kept = len(journal)
     progress = _process_chunks(shared, tokenizer, items, journal, task, show)
@@ -277,15 +279,10 @@ def _stop_on_sigterm() -> Iterator[None]:
             hint="run the same command again: it does only what is missing",
         )
 
-    try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not the main thread: the caller decides about signals
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ValueError):  # not the main thread: the caller decides about signals
+            stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, stop))
         yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
@@ -332,14 +329,16 @@ def _process_chunks(
     if not schedule.waiting and not schedule.compressed:
         return progress
     file = shared.file
-    sample: list[str] = []
-    for name, source in file.sources.items():
-        first = next((item for item in items if item.source == name), None)
-        sample += first_texts(first, source, 8, 4000) if first is not None else []
+    first_items = {item.source: item for item in reversed(items)}
+    sample = [
+        text
+        for name, source in file.sources.items()
+        if name in first_items
+        for text in first_texts(first_items[name], source, 8, 4000)
+    ]
     specials, cache = file.special_tokens == "parse", shared.folder / "tokenizer"
     engine, progress.engine = choose(tokenizer, file.engine, specials=specials, sample=sample[:32], cache=cache)
-    shared = replace(shared, engine=engine)
-    workers = file.workers or usable_cores()
+    shared, workers = replace(shared, engine=engine), file.workers or usable_cores()
     show(progress)
     _log(shared.folder, "started", task=task, engine=progress.engine, chunks_kept=len(journal))
 
@@ -353,11 +352,11 @@ def _process_chunks(
             progress.tokens += message[0]
             progress.documents += message[1]
             progress.rejects += message[2]
-            total = progress.rejects + progress.documents
             if progress.rejects > max(_EARLY_STOP_REJECTS, file.max_rejects) and progress.rejects > progress.documents:
                 raise DataError(
                     "data.most-documents-rejected",
-                    f"{progress.rejects:,} of the first {total:,} documents were rejected: stopped early",
+                    f"{progress.rejects:,} of the first {progress.rejects + progress.documents:,} documents were rejected: "
+                    "stopped early",
                     hint="is `field` the name of the text field, and `format` right? See work/pieces/*.rejects",
                 )
         show(progress)
@@ -425,8 +424,14 @@ def _check_rejects(shared: TokenizeTask, items: list[WorkItem], journal: Journal
     total = sum(line["rejects"] for line in journal.values())
     parts = [part for line in journal.values() for part in line["files"]]
     damaged = sorted({(part["file"], part["damage"]) for part in parts if part["damage"]})
-    too_many, unallowed_damage = total > file.max_rejects, bool(damaged) and not file.allow_damaged
-    if not too_many and not unallowed_damage:
+    problems = []
+    if total > file.max_rejects:
+        text = f"{total:,} rejected document{'s' * (total != 1)}, {file.max_rejects:,} allowed"
+        problems.append(("data.documents-rejected", text, "max_rejects"))
+    if damaged and not file.allow_damaged:
+        text = f"{len(damaged):,} damaged file{'s' * (len(damaged) != 1)}"
+        problems.append(("data.files-damaged", text, "allow_damaged = true"))
+    if not problems:
         return
     lines = list(reject_lines(shared, items, journal))
     write_atomic(listing, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
@@ -435,15 +440,9 @@ def _check_rejects(shared: TokenizeTask, items: list[WorkItem], journal: Journal
         place = "row" if format_of(line["file"])[0] in ROW_FORMATS else "line"
         details.append(f"{line['file']}, {place} {line['line']}: {line['reason']}")
     details += [f"and more in {listing}"] if len(lines) > 10 else []
-    problems, keys = [], []
-    if too_many:
-        problems.append(f"{total:,} rejected document{'s' * (total != 1)}, {file.max_rejects:,} allowed")
-        keys.append("max_rejects")
-    if unallowed_damage:
-        problems.append(f"{len(damaged):,} damaged file{'s' * (len(damaged) != 1)}")
-        keys.append("allow_damaged = true")
+    codes, texts, keys = zip(*problems, strict=True)
     raise DataError(
-        "data.documents-rejected" if too_many else "data.files-damaged",
-        f"{' and '.join(problems)}:\n  " + "\n  ".join(details),
+        codes[0],
+        f"{' and '.join(texts)}:\n  " + "\n  ".join(details),
         hint=f"all other documents are done and kept: repair the files, or set {' and '.join(keys)}, and run again",
     )

@@ -17,15 +17,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from windlass.data import import_optional
+from windlass.data import import_optional, orjson
 from windlass.errors import DataError
 from windlass.files import write_atomic
-
-orjson: Any
-try:
-    import orjson
-except ImportError:  # ten times slower, same result
-    orjson = None
 
 _FILE_NAMES = ("tokenizer.json", "tekken.json", "tokenizer.model", "*.model", "*.tiktoken", "tekken*.json")
 _EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
