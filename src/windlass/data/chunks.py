@@ -252,7 +252,6 @@ class ChunkWorker:
         """One chunk; returns its journal line, which is on disk by then."""
         out = ChunkWriter(self.task, item, chunk, self.report)
         try:
-            last = True
             for file in item.files:
                 out.counts.append(FileCounts(file.path))
                 last = self._read(out, item, chunk, file)

@@ -184,7 +184,6 @@ def first_difference(engine: Engine, tokenizer: Tokenizer, specials: bool, sampl
 
 
 def _json_file(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Path:
-    """The tokenizer as a Hugging Face JSON file."""
     if isinstance(tokenizer, JsonTokenizer):
         return tokenizer.path
     if specials:

@@ -71,10 +71,17 @@ def find_files(name: str, source: DataSource) -> list[InputFile]:
     files: dict[str, InputFile] = {}
     problems: list[str] = []
     for pattern in source.paths:
-        matches = [file for path in _expand(pattern, problems) if (file := _describe(path, source, problems))]
+        problems += [f"{folder}: Permission denied" for folder in _closed_folders(pattern)]
+        paths: list[str] = []
+        # Path.glob takes no absolute patterns
+        for path in sorted(glob(pattern, recursive=True)) if has_magic(pattern) else [pattern]:  # noqa: PTH207
+            try:
+                paths += _walk(path, problems) if Path(path).is_dir() else [path] if Path(path).exists() else []
+            except OSError as error:
+                problems.append(f"{path}: {error.strerror}")
+        matches = [file for path in paths if (file := _describe(path, source, problems))]
         for file in matches:
-            # By real path: links lead to one file by many ways.
-            files.setdefault(os.path.realpath(file.path), file)
+            files.setdefault(os.path.realpath(file.path), file)  # by real path: links lead to one file by many ways
         if not matches and not problems:
             reason = "no file of a known format in this folder" if Path(pattern).is_dir() else "no such file"
             problems.append(f"{pattern}: {reason}")
@@ -89,26 +96,9 @@ def find_files(name: str, source: DataSource) -> list[InputFile]:
     return list(files.values())
 
 
-def _expand(pattern: str, problems: list[str]) -> Iterator[str]:
-    """The files that a path or pattern stands for."""
-    if has_magic(pattern):
-        problems.extend(f"{folder}: Permission denied" for folder in _closed_folders(pattern))
-        paths = sorted(glob(pattern, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute patterns
-    else:
-        paths = [pattern]
-    for path in paths:
-        try:
-            if Path(path).is_dir():
-                yield from _walk(path, problems)
-            elif Path(path).exists():
-                yield path
-        except OSError as error:
-            problems.append(f"{path}: {error.strerror}")
-
-
 def _closed_folders(pattern: str) -> list[str]:
     """Folders that a pattern leads through but that may not be listed: glob skips them, and all they hold, silently."""
-    parts = Path(pattern).parts
+    parts = Path(pattern).parts if has_magic(pattern) else ()
     closed: dict[str, None] = {}
     for depth in range(1, len(parts)):
         parent = str(Path(*parts[:depth]))
@@ -176,43 +166,32 @@ def plan_items(file: DataFile, files: Mapping[str, list[InputFile]], settings: s
 
     items: list[WorkItem] = []
     for source, source_files in files.items():
+        table = file.sources[source]
+        shape = [table.field, table.document, table.min_chars, table.max_chars, table.validation]
+        parts: list[tuple[list[InputFile], int | None, int, int]] = []  # (files, chunks, rows, step)
         group: list[InputFile] = []
         for one in source_files:
             if group and sum(f.weight for f in group) + one.weight > file.chunk:
-                items.append(_work_item(file, source, group, settings, 1))
+                parts.append((group, 1, 0, 0))
                 group = []
-            if one.weight <= file.chunk or (one.format == "text" and file.sources[source].document == "file"):
+            if one.weight <= file.chunk or (one.format == "text" and table.document == "file"):
                 group.append(one)
             elif one.format in ROW_FORMATS:
                 rows, size = count_rows(one)
                 rows_per_chunk = max(1, int(rows * file.chunk / max(1, size)))
-                chunks = max(1, -(-rows // rows_per_chunk))
-                items.append(_work_item(file, source, [one], settings, chunks, rows_per_chunk))
+                parts.append(([one], max(1, -(-rows // rows_per_chunk)), rows_per_chunk, 0))
             else:
                 step = file.chunk
                 while step >= 2 * _MIN_CHUNK_BYTES and one.weight < _MIN_CHUNKS * step:
                     step //= 2
-                length = None if one.packing else max(1, -(-one.size // step))
-                items.append(_work_item(file, source, [one], settings, length, step=step))
-        if group:
-            items.append(_work_item(file, source, group, settings, 1))
+                parts.append(([one], None if one.packing else max(1, -(-one.size // step)), 0, step))
+        parts += [(group, 1, 0, 0)] if group else []
+        for members, chunks, rows, step in parts:
+            described = [[f.path, f.format, f.packing, f.size, f.modified] for f in members]
+            value = json.dumps([settings, source, shape, described, step])
+            digest = hashlib.sha256(value.encode()).hexdigest()[:20]
+            items.append(WorkItem(digest, source, tuple(members), chunks, rows, step))
     return items
-
-
-def _work_item(
-    file: DataFile,
-    source: str,
-    files: list[InputFile],
-    settings: str,
-    chunks: int | None,
-    rows: int = 0,
-    step: int = 0,
-) -> WorkItem:
-    table = file.sources[source]
-    shape = [table.field, table.document, table.min_chars, table.max_chars, table.validation]
-    value = [settings, source, shape, [[f.path, f.format, f.packing, f.size, f.modified] for f in files], step]
-    digest = hashlib.sha256(json.dumps(value).encode()).hexdigest()[:20]
-    return WorkItem(digest, source, tuple(files), chunks, rows, step)
 
 
 # -- the order of chunks: big compressed files first, with one reader each; a second one joins at the end ------------

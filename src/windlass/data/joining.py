@@ -172,8 +172,7 @@ def _write_shards(
     task: TokenizeTask, source: str, pieces: list[Piece], target: Path
 ) -> dict[str, list[dict[str, Any]]]:
     """Join a source's pieces into shards, several at a time; returns their lines by split."""
-    shard_list = task.folder / SHARD_LIST
-    complete = {line["file"]: line for line in read_json_lines(shard_list)}
+    complete = {line["file"]: line for line in read_json_lines(task.folder / SHARD_LIST)}
     groups: dict[str, tuple[str, list[Piece]]] = {}
     for split in SPLITS:
         number = tokens = 0
@@ -183,9 +182,8 @@ def _write_shards(
                 number, tokens = number + 1, 0
             groups.setdefault(f"{source}-{split}-{number:05d}.bin", (split, []))[1].append(piece)
             tokens += piece.entry["tokens"]
-    for name in groups:
-        for torn in target.glob(f".{name.removesuffix('.bin')}.*.tmp"):  # left by a killed run
-            torn.unlink()
+    for torn in (path for name in groups for path in target.glob(f".{name.removesuffix('.bin')}.*.tmp")):
+        torn.unlink()  # left by a killed run
     missing = [(name, group) for name, (_, group) in groups.items() if name not in complete]
     count = min(len(missing), task.file.workers or usable_cores())
 
@@ -198,7 +196,7 @@ def _write_shards(
     try:
         alone = (_write_shard(task, group, target / name) for name, group in missing)
         for line in alone if count <= 1 else (line for _, line in workers.messages()):
-            append_line(shard_list, line)
+            append_line(task.folder / SHARD_LIST, line)
             complete[line["file"]] = line
             for piece in groups[line["file"]][1]:
                 piece.path.unlink(missing_ok=True)
@@ -343,8 +341,8 @@ def reject_lines(task: TokenizeTask, items: list[WorkItem], journal: Journal) ->
 
 def _write_lines(path: Path, lines: Iterable[dict[str, Any]], old_sources: Collection[str]) -> None:
     """Write the lines after those of the sources that the store had before."""
-    new = b"".join(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in lines)
-    write_atomic(path, _lines_of(path, old_sources) + new)
+    new = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    write_atomic(path, _lines_of(path, old_sources) + new.encode())
 
 
 def _lines_of(path: Path, sources: Collection[str]) -> bytes:

@@ -99,8 +99,6 @@ class MixPhase:
 
 @dataclass(frozen=True)
 class SourcePasses:
-    """How often a source is read in a run."""
-
     source: str
     tokens: int  # in the source
     trained: int  # tokens drawn from it during the run
@@ -148,7 +146,6 @@ class Mixture:
         return source, window, passes
 
     def _make_block(self, phase_number: int, block: int) -> tuple[Ints, Ints, Ints]:
-        """(source, window, pass) of each sequence of a block."""
         phase = self.phases[phase_number]
         begin, end = block * SHUFFLED_SEQUENCES, min((block + 1) * SHUFFLED_SEQUENCES, phase.length)
         first = shares(begin, phase.weights)

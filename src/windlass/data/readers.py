@@ -202,15 +202,14 @@ _JSON_KINDS = {
 
 def _text_of(value: Any, keys: list[str], line: bytes) -> str | RejectedDocument:
     field = ".".join(keys)
-    if not isinstance(value, dict):
-        return RejectedDocument(f"not a JSON object but {_JSON_KINDS[type(value)]}", line[:MAX_KEPT_BYTES])
     try:
         text = reduce(getitem, keys, value)
+        reason = f"{field!r} is {_JSON_KINDS[type(text)]}, not a text"
     except (KeyError, IndexError, TypeError):
-        return RejectedDocument(f"no field {field!r}", line[:MAX_KEPT_BYTES])
-    if type(text) is str:
-        return text
-    return RejectedDocument(f"{field!r} is {_JSON_KINDS[type(text)]}, not a text", line[:MAX_KEPT_BYTES])
+        text, reason = None, f"no field {field!r}"
+    if not isinstance(value, dict):
+        reason = f"not a JSON object but {_JSON_KINDS[type(value)]}"
+    return text if type(text) is str else RejectedDocument(reason, line[:MAX_KEPT_BYTES])
 
 
 def _parse_slowly(line: bytes, utf8: str, keys: list[str]) -> Record:
@@ -247,7 +246,6 @@ def _decode(raw: bytes, utf8: str, place: str = "") -> Record:
 
 
 def read_text_file(file: InputFile, utf8: str, max_document: int) -> Record:
-    """A text file as one document."""
     text = bytearray()
     with Path(file.path).open("rb") as opened:
         try:

@@ -133,7 +133,6 @@ def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
 
 
 def read_index(path: Path) -> MegatronIndex:
-    """The mapped index of one .idx file."""
     dtype, sequences, marks = read_header(path)
     needed = INDEX_HEADER.size + 12 * sequences + 8 * marks
     if path.stat().st_size < needed:
@@ -251,7 +250,6 @@ class TokenArray:
                 begin = base + int(end)
 
     def document(self, number: int) -> tuple[int, int]:
-        """(start, stop) of the document with this number."""
         for shard, base in zip(self.shards, self._begins, strict=False):
             ends = shard.document_ends
             if number < len(ends):

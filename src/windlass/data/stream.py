@@ -81,7 +81,6 @@ class StoreStream:
         return np.cumsum(out, axis=1, dtype=np.int32)
 
     def epochs(self, tokens: int) -> list[SourcePasses]:
-        """How often each source is read when `tokens` are trained on."""
         return source_passes(self.mixture, self.config, tokens, self.seq_len, [len(array) for array in self.arrays])
 
     def check(self, tokens: int) -> list[SourcePasses]:

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from windlass.clusters.scheduler import job_id
 from windlass.config.sources import DataFile
 from windlass.data.chunks import ChunkWorker, TokenizeTask, piece_name
 from windlass.data.engines import choose
@@ -133,12 +134,10 @@ def _tokenize(
     show: ShowProgress,
 ) -> TokenizeResult:
     started = time.monotonic()
-    file, work, target = shared.file, shared.folder, shared.folder.parent
-    manifest = read_json(target / MANIFEST)
-    updated = None
-    if manifest is not None:
-        items = _new_items(items, manifest, shared.settings, target, file)
-        updated = update_terms(target, manifest, file) if task is None else None
+    work, target = shared.folder, shared.folder.parent
+    if (manifest := read_json(target / MANIFEST)) is not None:
+        items = _new_items(items, manifest, shared.settings, target, shared.file)
+        updated = update_terms(target, manifest, shared.file) if task is None else None
         manifest = updated or manifest
         if not items:
             if work.is_dir():  # something was to be added, and is no longer wanted
@@ -155,9 +154,8 @@ def _tokenize(
         undo_joining(work, target, manifest)
     write_json(work / "plan.json", plan)
     # Lines of changed files or settings are ignored, and so are those whose pieces are gone.
-    ids = {item.id for item in items}
     # A run was stopped while joining: then a piece that is missing may be in a shard already.
-    was_joining = (work / SHARD_LIST).is_file()
+    ids, was_joining = {item.id for item in items}, (work / SHARD_LIST).is_file()
     pieces = {entry.name for entry in os.scandir(work / "pieces")}
     journal: Journal = {}
     for line in (line for path in sorted((work / "journal").glob("*.jsonl")) for line in read_json_lines(path)):
@@ -250,8 +248,6 @@ def _new_items(
 @contextlib.contextmanager
 def _lock(target: Path, task: tuple[int, int] | None) -> Iterator[None]:
     """One job per store, or many tasks of one array, but not both."""
-    from windlass.clusters.scheduler import job_id
-
     main = target / ".tokenize.lock"
     own = main if task is None else target / "work" / f"task-{task[0]:05d}.lock"
     others = sorted((target / "work").glob("task-*.lock")) if task is None else [main]
