@@ -188,12 +188,10 @@ class ChunkWriter:
                 continue
             counts.documents += 1
             if isinstance(record, RejectedDocument):
-                counts.rejected[record.reason.split(" (")[0].split(" at byte")[0]] += (
-                    1  # the reason without its numbers
-                )
+                reason, text = record.reason, record.raw.decode("utf-8", errors="backslashreplace")
+                counts.rejected[reason.split(" (")[0].split(" at byte")[0]] += 1  # the reason without its numbers
                 # `line` counts from 0 in the chunk; its number in the file is known when all earlier chunks are done
-                entry = {"file": len(self.counts) - 1, "line": line, "reason": record.reason}
-                self.rejects.append({**entry, "text": record.raw.decode("utf-8", errors="backslashreplace")})
+                self.rejects.append({"file": len(self.counts) - 1, "line": line, "reason": reason, "text": text})
             elif len(record) < self.min_chars:
                 counts.filtered["too short" if record else "empty"] += 1
             elif self.max_chars is not None and len(record) > self.max_chars:

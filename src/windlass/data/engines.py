@@ -3,9 +3,10 @@
 Engines are loaded once, before workers are forked, and used only after that: their thread pools do not survive a fork.
 """
 
-import importlib.metadata
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -118,9 +119,8 @@ def choose(
                 rejected.append(f"{name}: {_first_line(error)}")
                 continue
             if (difference := _compare_in_child(engine, tokenizer, specials, texts)) is None:
-                version = importlib.metadata.version(name)
                 skipped = f"; skipped {'; '.join(rejected)}" if rejected else ""
-                return engine, (f"{name} {version}, exact on {len(texts)} sample texts{skipped}")
+                return engine, f"{name} {version(name)}, exact on {len(texts)} sample texts{skipped}"
             rejected.append(f"{name}: {difference}")
     finally:
         if isinstance(tokenizer, JsonTokenizer):
@@ -156,15 +156,13 @@ def _compare_in_child(engine: Engine, tokenizer: Tokenizer, specials: bool, samp
         except Exception as error:
             connection.send(f"it failed on the sample: {_first_line(error)}")
 
-    child = ForkedWorkers(compare, 1)
-    try:
-        return next(child.messages(timeout_seconds=300))[1]  # type: ignore[no-any-return]
-    except WorkerDiedError:
-        return "it crashed on the sample"
-    except TimeoutError:
-        return "it did not answer within 300 s"
-    finally:
-        child.close()
+    with contextlib.closing(ForkedWorkers(compare, 1)) as child:
+        try:
+            return next(child.messages(timeout_seconds=300))[1]  # type: ignore[no-any-return]
+        except WorkerDiedError:
+            return "it crashed on the sample"
+        except TimeoutError:
+            return "it did not answer within 300 s"
 
 
 def first_difference(engine: Engine, tokenizer: Tokenizer, specials: bool, sample: list[str]) -> str | None:

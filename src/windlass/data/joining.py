@@ -24,7 +24,7 @@ import numpy.typing as npt
 from windlass.config.sources import DataFile
 from windlass.data.chunks import SPLITS, TokenizeTask, piece_name, write_fully
 from windlass.data.inputs import ChunkKey, WorkItem, last_chunks
-from windlass.data.shards import index_parts
+from windlass.data.shards import Ints, index_parts
 from windlass.data.store import CHECKSUMS, FILES, KIND, LEDGER, MANIFEST, REJECTS, TERMS, hash_file, hash_json
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import DataError
@@ -32,7 +32,6 @@ from windlass.files import append_line, read_json, read_json_lines, write_atomic
 from windlass.processes import ForkedWorkers, usable_cores
 
 Journal = dict[ChunkKey, dict[str, Any]]  # the line of each finished chunk
-Ints = npt.NDArray[np.int64]
 _MAX_HASHES = 8_000_000  # compared at a time: 200 MB
 SHARD_LIST = "shards.jsonl"  # in work/: a line for each complete shard, whose pieces may be gone
 
@@ -84,8 +83,8 @@ def write_store(
         saved = task.folder / "duplicates.npz"
         if not saved.is_file():
             buffer = io.BytesIO()
-            repeated = {piece.path.name: rows for piece, rows in zip(pieces, find_duplicates(pieces), strict=True)}
-            np.savez(buffer, **{name: rows for name, rows in repeated.items() if len(rows)})  # type: ignore[arg-type]
+            repeated = zip(pieces, find_duplicates(pieces), strict=True)
+            np.savez(buffer, **{piece.path.name: rows for piece, rows in repeated if len(rows)})  # type: ignore[arg-type]
             write_atomic(saved, buffer.getvalue())
         with np.load(saved) as dropped:
             pieces = [replace(p, dropped=dropped[p.path.name]) if p.path.name in dropped else p for p in pieces]
@@ -96,8 +95,8 @@ def write_store(
         dropped_bytes = Counter[str]()
         for piece in (piece for piece in pieces if len(piece.dropped)):
             count = piece.entry["documents"]
-            sizes = piece.tail("<i4", 4 * count, count)
-            dropped_bytes[piece.source] += int(sizes[piece.dropped].sum(dtype=np.int64))
+            sizes = piece.tail("<i4", 4 * count, count)[piece.dropped]
+            dropped_bytes[piece.source] += int(sizes.sum(dtype=np.int64))
         write_json(task.folder / "removed.json", dropped_bytes)
     sources = dict(old_manifest["sources"]) if old_manifest else {}
     old_sources = tuple(sources)
@@ -192,16 +191,13 @@ def _write_shards(
             connection.send(_write_shard(task, group, target / name))
 
     # One process copies a gigabyte in a second or two: a store of terabytes needs all cores.
-    workers = ForkedWorkers(write, count if count > 1 else 0)
-    try:
+    with contextlib.closing(ForkedWorkers(write, count if count > 1 else 0)) as workers:
         alone = (_write_shard(task, group, target / name) for name, group in missing)
         for line in alone if count <= 1 else (line for _, line in workers.messages()):
             append_line(task.folder / SHARD_LIST, line)
             complete[line["file"]] = line
             for piece in groups[line["file"]][1]:
                 piece.path.unlink(missing_ok=True)
-    finally:
-        workers.close()
     shards: dict[str, list[dict[str, Any]]] = {}
     for name, (split, group) in groups.items():
         shards.setdefault(split, []).append(complete[name])

@@ -193,8 +193,9 @@ def plan_phases(
             if not (weight >= 0 and math.isfinite(weight)):
                 problems.append(f"{place}: the weight of {name!r} is {weight}; a weight is at least 0")
             if weight > 0 and sizes.get(name) == 0:
-                too_few = f"has fewer than {seq_len + 1:,} tokens, too few for one sequence of {seq_len:,}"
-                problems.append(f"{place}: {name!r} {too_few}")
+                problems.append(
+                    f"{place}: {name!r} has fewer than {seq_len + 1:,} tokens, too few for one sequence of {seq_len:,}"
+                )
         if sum(weight for weight in mix.values() if weight > 0) <= 0:
             problems.append(f"{place}: no source has a weight above 0")
     if problems:

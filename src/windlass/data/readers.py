@@ -82,12 +82,10 @@ class LineReader:
 
     def __init__(self, file: InputFile, max_document: int) -> None:
         self.file, self.max_document = file, max_document
-        self.position = 0
-        self.ended = False
+        self.position, self.ended, self._buffer = 0, False, b""
         self.damage: str | None = None
         self._opened = Path(file.path).open("rb")  # noqa: SIM115 - closed by close()
         self._blocks = read_blocks(self._opened, file.packing)
-        self._buffer = b""
 
     def close(self) -> None:
         self._opened.close()
@@ -216,22 +214,19 @@ def _parse_slowly(line: bytes, utf8: str, keys: list[str]) -> Record:
     """A line that the fast parser refused: blank, invalid UTF-8, a lone surrogate, or not JSON at all."""
     if not line.strip():
         return None
-    readable = _decode(line, utf8, " of the line")
-    if not isinstance(readable, str):
-        return readable
-    try:
-        text = _text_of(json.loads(readable), keys, line)
-    except (ValueError, RecursionError) as error:
-        return RejectedDocument(f"not JSON ({str(error)[:80]})", line[:MAX_KEPT_BYTES])
-    if isinstance(text, RejectedDocument):
+    text = _decode(line, utf8, " of the line")
+    if not isinstance(text, str):
         return text
     try:
-        text.encode()
+        text = _text_of(json.loads(text), keys, line)
+    except (ValueError, RecursionError) as error:
+        return RejectedDocument(f"not JSON ({str(error)[:80]})", line[:MAX_KEPT_BYTES])
+    try:
+        return text if isinstance(text, RejectedDocument) else text.encode().decode()
     except UnicodeEncodeError:
         if utf8 == "reject":
             return RejectedDocument("a lone surrogate, which is not Unicode text", line[:MAX_KEPT_BYTES])
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 def _decode(raw: bytes, utf8: str, place: str = "") -> Record:

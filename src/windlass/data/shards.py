@@ -294,8 +294,7 @@ def open_datatrove_shard(file: Path) -> Shard:
             f"{file}: the number of bytes per token is unknown",
             hint="keep the .ds.metadata or .ds.index file beside it",
         )
-    tokens = file.stat().st_size // dtype.itemsize
-    return Shard(file, tokens, dtype, documents, None if documents is None else index)
+    return Shard(file, file.stat().st_size // dtype.itemsize, dtype, documents, None if documents is None else index)
 
 
 def _dtype_by_size(file: Path, tokens: int) -> np.dtype[Any]:

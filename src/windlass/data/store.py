@@ -212,8 +212,7 @@ def open_foreign(path: Path) -> Store:
                 tokens, counts = sum(shard.tokens for shard in parts), [shard.documents for shard in parts]
                 documents = None if None in counts else sum(count or 0 for count in counts)
                 sources[name] = SourceInfo(name=name, tokens=tokens, documents=documents, splits={"train": tokens})
-            by_split = {name: {"train": parts} for name, parts in shards.items()}
-            return Store(path=path, kind=kind, sources=sources, shards=by_split)
+            return Store(path=path, kind=kind, sources=sources, shards={n: {"train": s} for n, s in shards.items()})
     raise DataError(
         "data.store-missing",
         f"{path} {'is not a token store' if path.exists() else 'does not exist'}",
@@ -284,23 +283,22 @@ def summary(store: Store) -> str:
     sources = list(store.sources.values())
     total = sum(source.tokens for source in sources) or 1
     languages: Counter[str] = Counter()
-    for source in sources:
-        languages[source.language or "not stated"] += source.tokens
     source_rows = []
     for source in sources:
+        languages[source.language or "not stated"] += source.tokens
         texts = [source.name, source.language or "not stated", source.licence or "**missing**"]
         texts += [source.origin or "**missing**", source.consent or "not stated", source.kind or "not stated"]
         cells = [text.replace("|", "\\|").replace("\n", " ") for text in texts]
-        cells.append("unknown" if source.documents is None else f"{source.documents:,}")
-        source_rows.append(f"| {' | '.join(cells)} | {source.tokens:,} | {source.tokens / total:.1%} |")
+        documents = "unknown" if source.documents is None else f"{source.documents:,}"
+        cells += [documents, f"{source.tokens:,}", f"{source.tokens / total:.1%}"]
+        source_rows.append(f"| {' | '.join(cells)} |")
     processing = ["unknown: the store was written by another tool"]
     if settings := store.manifest.get("settings"):
         entries = store.manifest["sources"].values()
         rejected, filtered = (sum(sum(entry[kind].values()) for entry in entries) for kind in ("rejected", "filtered"))
-        documents = sum(entry["documents_in"] for entry in entries)
         special = "kept as text" if settings["special_tokens"] == "text" else "turned into that token"
         processing = [
-            f"documents read: {documents:,}; rejected as unreadable: {rejected:,}; filtered out: {filtered:,}",
+            f"documents read: {sum(entry['documents_in'] for entry in entries):,}; rejected as unreadable: {rejected:,}; filtered out: {filtered:,}",
             f"exact duplicates: {'removed' if settings['dedup'] == 'exact' else 'not looked for'}",
             f"held out for validation: {settings['validation']:.3%} of documents, by hash of their text",
             f"texts were neither stripped nor normalised; text that looks like a special token was {special}",

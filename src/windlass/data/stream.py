@@ -13,11 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from windlass.config import DataConfig
-from windlass.data.mix import Mixture, SourcePasses, key_of, mix64, plan_phases, refuse_repeats, source_passes
+from windlass.data.mix import Ints, Mixture, SourcePasses, key_of, mix64, plan_phases, refuse_repeats, source_passes
 from windlass.data.store import Store, open_store, refuse_unlawful
 from windlass.errors import ConfigError, DataError
 
-Ints = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.int32]
 
 
@@ -137,11 +136,10 @@ def open_stream(config: DataConfig, *, seed: int, split: str = "train", vocab: i
         refuse_unlawful(store.sources, str(store.path))
     max_token = store.max_token if store.max_token is not None else (store.vocab_size or 0) - 1
     if vocab is not None and max_token >= vocab:
-        needed = max(max_token + 1, store.vocab_size or 0)
         raise DataError(
             "data.vocabulary-too-small",
             f"{store.path} holds token {max_token:,}, but model.vocab is {vocab:,}",
-            hint=f"set model.vocab to at least {needed:,}, or tokenize with the model's tokenizer",
+            hint=f"set model.vocab to at least {max(max_token + 1, store.vocab_size or 0):,}, or tokenize with the model's tokenizer",
         )
     stream = StoreStream(store, config, seed=seed, split=split)
     if config.tokens is not None and split == "train":

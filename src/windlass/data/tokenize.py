@@ -178,7 +178,7 @@ def _tokenize(
     _check_rejects(shared, items, journal, (target if manifest is None else work) / REJECTS)
     progress.phase = "joining"
     show(progress)
-    with _stop_on_sigterm(), _explain_failures(work):
+    with _explain_failures(work):
         manifest = write_store(shared, items, journal, tokenizer, target, manifest)
     _log(work, "finished", seconds=time.monotonic() - started)
     shutil.move(work / "history.jsonl", target / "history.jsonl")
@@ -265,8 +265,8 @@ def _lock(target: Path, task: tuple[int, int] | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stop_on_sigterm() -> Iterator[None]:
-    """SIGTERM (the queue's time limit) ends the job with the exit code of a job that can be continued."""
+def _explain_failures(work: Path) -> Iterator[None]:
+    """Turn SIGTERM (the queue's time limit), failures of the disk and of workers into errors that say how to go on."""
 
     def stop(number: int, frame: object) -> None:
         raise StoppedError(
@@ -278,32 +278,26 @@ def _stop_on_sigterm() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ValueError):  # not the main thread: the caller decides about signals
             stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, stop))
-        yield
-
-
-@contextlib.contextmanager
-def _explain_failures(work: Path) -> Iterator[None]:
-    """Turn failures of the disk and of workers into errors that say how to continue."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            "data.disk-failed",
-            f"cannot write to disk: {error.strerror} ({error.filename or work})",
-            hint="free some space (or quota) and run the same command again: finished chunks are kept",
-        ) from None
-    except WorkerDiedError as error:
-        raise DataError(
-            "data.worker-died",
-            str(error),
-            hint="run the same command again: at most the chunks under way are repeated",
-        ) from None
-    except WorkerFailedError as error:
-        raise DataError(
-            "data.worker-failed",
-            str(error),
-            hint="this is a bug in windlass; please report it with the traceback above",
-        ) from None
+        try:
+            yield
+        except OSError as error:
+            raise DataError(
+                "data.disk-failed",
+                f"cannot write to disk: {error.strerror} ({error.filename or work})",
+                hint="free some space (or quota) and run the same command again: finished chunks are kept",
+            ) from None
+        except WorkerDiedError as error:
+            raise DataError(
+                "data.worker-died",
+                str(error),
+                hint="run the same command again: at most the chunks under way are repeated",
+            ) from None
+        except WorkerFailedError as error:
+            raise DataError(
+                "data.worker-failed",
+                str(error),
+                hint="this is a bug in windlass; please report it with the traceback above",
+            ) from None
 
 
 # -- chunks --------------------------------------------------------------------------------------------------------
@@ -378,7 +372,7 @@ def _process_chunks(
                     ctypes.CDLL(None).malloc_trim(0)
                 max_bytes = max(engine.max_worker_bytes, resident_bytes() + _MIN_GROWTH_BYTES)
 
-    with _stop_on_sigterm(), _explain_failures(shared.folder):
+    with _explain_failures(shared.folder):
         # What the engine learns from a chunk before the fork, all workers know.
         if engine.usable_before_fork and workers > 1 and schedule.chunks_left() >= _WARM_UP_CHUNKS * workers:
             worker = ChunkWorker(shared, journal_path("first"), lambda *numbers: receive(numbers))
@@ -389,17 +383,15 @@ def _process_chunks(
                 worker.close()
                 schedule.release(_PARENT)
         gc.freeze()  # what is loaded now is shared with the workers; the collector would copy it page by page
-        pool = ForkedWorkers(serve, workers)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(gc.unfreeze)
+            pool = stack.enter_context(contextlib.closing(ForkedWorkers(serve, workers)))
             for number, message in pool.messages():
                 if message is None:  # the worker is ready for a chunk
                     chunk = schedule.next(number)
                     pool.send(number, None if chunk is None else (chunk[0].id, chunk[1]))
                 else:
                     receive(message)
-        finally:
-            pool.close()
-            gc.unfreeze()
     return progress
 
 
@@ -418,8 +410,7 @@ def _check_rejects(shared: TokenizeTask, items: list[WorkItem], journal: Journal
     """More rejects than allowed, or a damaged file: list them, keep everything, and let the user decide."""
     file = shared.file
     total = sum(line["rejects"] for line in journal.values())
-    parts = [part for line in journal.values() for part in line["files"]]
-    damaged = sorted({(part["file"], part["damage"]) for part in parts if part["damage"]})
+    damaged = sorted({(p["file"], p["damage"]) for line in journal.values() for p in line["files"] if p["damage"]})
     problems = []
     if total > file.max_rejects:
         text = f"{total:,} rejected document{'s' * (total != 1)}, {file.max_rejects:,} allowed"

@@ -330,9 +330,8 @@ def _open_tekken(file: Path) -> tuple[Tokenizer, FindId]:
         ) from None
     specials = {"<unk>": 0, "<s>": 1, "</s>": 2}
     specials |= {entry["token_str"]: int(entry["rank"]) for entry in value.get("special_tokens") or []}
-    names, eos = tuple(specials.items()), specials["</s>"]
-    tokenizer = RanksTokenizer(file, "tekken", size, eos, config["pattern"], names, ranks, offset=first)
-    return tokenizer, specials.get
+    eos, pattern, names = specials["</s>"], config["pattern"], tuple(specials.items())
+    return RanksTokenizer(file, "tekken", size, eos, pattern, names, ranks, offset=first), specials.get
 
 
 # -- conversion ----------------------------------------------------------------------------------------------------

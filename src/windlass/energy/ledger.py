@@ -99,9 +99,9 @@ def build(lines: Iterable[dict[str, Any]], events: Iterable[Event] = ()) -> Ledg
             node = str(line.get("node"))
             if not node.replace(".", "").isdigit():  # EAR writes `gcn7` where the host is `gcn7.local`; no address
                 node = node.split(".")[0]
-            job = None if line.get("job") is None else str(line["job"])
-            is_modelled = energy.method == "modelled"
-            key = SessionKey(job, node, str(line.get("session")), energy.source, energy.scope, is_modelled)
+            job, is_modelled = line.get("job"), energy.method == "modelled"
+            place = (None if job is None else str(job), node)
+            key = SessionKey(*place, str(line.get("session")), energy.source, energy.scope, is_modelled)
             totals[key] = energy
             if (at := _number(line.get("time"))) is not None:
                 begun.setdefault(key, at)
@@ -227,8 +227,8 @@ def _coverage(
         return "not measured on any node; the figure is modelled" if totals else "not measured: no energy record"
     kinds = set()
     for scopes in ({s.scope for s in sources} for sources in chosen.values()):
-        names = [name for scope, name in PART_NAMES.items() if scope in scopes]
-        parts_only = f"{' and '.join(names)} only, not the rest of the node"
+        parts = " and ".join(name for scope, name in PART_NAMES.items() if scope in scopes)
+        parts_only = f"{parts} only, not the rest of the node"
         kinds.add(next((text for scope, text in COVERS_MOST.items() if scope in scopes), parts_only))
     ordered = sorted(kinds, key=len)
     text = ordered[0] if len(ordered) == 1 else "in part " + ", in part ".join(ordered)
