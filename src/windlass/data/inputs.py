@@ -291,11 +291,8 @@ def make_schedule(
 
 def last_chunks(done: Mapping[ChunkKey, bool]) -> dict[str, int]:
     """Item id -> chunk in which the item ended. A second reader may have looked beyond it."""
-    ends: dict[str, int] = {}
-    for (item, chunk), last in done.items():
-        if last:
-            ends[item] = min(chunk, ends.get(item, chunk))
-    return ends
+    # In reverse order the first of several last chunks wins.
+    return {item: chunk for (item, chunk), last in sorted(done.items(), reverse=True) if last}
 
 
 def _is_done(item: WorkItem, done: Container[ChunkKey], ends: Mapping[str, int], first: int = 0, step: int = 1) -> bool:

@@ -82,11 +82,9 @@ class StoreStream:
     def epochs(self, tokens: int) -> list[SourcePasses]:
         return source_passes(self.mixture, self.config, tokens, self.seq_len, [len(array) for array in self.arrays])
 
-    def check(self, tokens: int) -> list[SourcePasses]:
-        """The same report, or an error when a source would be repeated beyond its limit."""
-        report = self.epochs(tokens)
-        refuse_repeats(report)
-        return report
+    def check(self, tokens: int) -> None:
+        """An error when a source would be repeated beyond its limit."""
+        refuse_repeats(self.epochs(tokens))
 
 
 class SyntheticStream:
@@ -115,7 +113,7 @@ class SyntheticStream:
     def epochs(self, tokens: int) -> list[SourcePasses]:
         return []
 
-    check = epochs
+    def check(self, tokens: int) -> None: ...
 
 
 Stream = StoreStream | SyntheticStream

@@ -41,6 +41,10 @@ class SourceEnergy:
     nodes: int = 1  # nodes that the figure covers; more than one only in a record of a whole job
 
     @property
+    def watts(self) -> float | None:
+        return self.joules / self.seconds if self.seconds > 0 else None
+
+    @property
     def label(self) -> str:
         return f"{self.source} {self.scope}" + (" (modelled)" if self.method == "modelled" else "")
 
