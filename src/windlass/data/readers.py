@@ -221,12 +221,15 @@ def _parse_slowly(line: bytes, utf8: str, keys: list[str]) -> Record:
         text = _text_of(json.loads(text), keys, line)
     except (ValueError, RecursionError) as error:
         return RejectedDocument(f"not JSON ({str(error)[:80]})", line[:MAX_KEPT_BYTES])
+    if isinstance(text, RejectedDocument):
+        return text
     try:
-        return text if isinstance(text, RejectedDocument) else text.encode().decode()
+        text.encode()
     except UnicodeEncodeError:
         if utf8 == "reject":
             return RejectedDocument("a lone surrogate, which is not Unicode text", line[:MAX_KEPT_BYTES])
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _decode(raw: bytes, utf8: str, place: str = "") -> Record:

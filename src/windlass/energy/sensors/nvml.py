@@ -54,8 +54,8 @@ class NvmlSensor(Sensor):
         self._counter_parts = {part for part, _ in self._handles}.difference(without_counter)
         notes = []
         if host.devices is not None and len(self._handles) < len(host.devices):
-            visible = f"only {len(self._handles)} of the node's {len(host.devices)} devices can be seen from here"
-            notes.append(f"{visible}: the others are not counted")
+            counts = f"only {len(self._handles)} of the node's {len(host.devices)} devices can be seen from here"
+            notes.append(f"{counts}: the others are not counted")
         if without_counter:
             notes.append(f"no energy counter on {', '.join(without_counter)}: power is read and summed")
         self.note = "; ".join(notes)
