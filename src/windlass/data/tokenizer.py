@@ -120,7 +120,7 @@ class RanksTokenizer(Tokenizer):
 
     pattern: str
     specials: tuple[tuple[str, int], ...]
-    ranks: dict[bytes, int] = field(repr=False)
+    ranks: dict[bytes, int] = field(repr=False, compare=False)
 
     @cached_property
     def inner(self) -> Any:
@@ -141,7 +141,7 @@ class RanksTokenizer(Tokenizer):
 
 @dataclass(frozen=True)
 class SentencePieceTokenizer(Tokenizer):
-    inner: Any = field(repr=False)
+    inner: Any = field(repr=False, compare=False)
 
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
         return list(self.inner.encode(text))
