@@ -23,9 +23,8 @@ def ranks(folder: Path, first: int) -> RanksTokenizer:
     specials = (("<unk>", 0), ("<s>", 1), ("</s>", 2)) if first else (("<|end_of_text|>", len(table)),)
     size = len(table) + max(first, 1)
     (folder / "ranks").write_bytes(b"made by hand")
-    made = RanksTokenizer(folder / "ranks", "ranks", size, 2 if first else len(table), _CL100K, first, specials)
-    made.__dict__["ranks"] = table
-    return made
+    eos = 2 if first else len(table)
+    return RanksTokenizer(folder / "ranks", "ranks", size, eos, _CL100K, specials, table, offset=first)
 
 
 @pytest.mark.parametrize("first", [0, 10])

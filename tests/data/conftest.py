@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.data.helpers import index_bytes
 
 from windlass.config.sources import DataFile, DataSource
-from windlass.data.shards import index_bytes
 from windlass.data.tokenizer import Tokenizer, train_bpe
 
 WORDS = [

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.data.helpers import refused
+from tests.data.helpers import index_bytes, refused
 
 from windlass.config.sources import DataFile, DataSource
-from windlass.data.shards import CODES, dtype_for, index_bytes, read_index
+from windlass.data.shards import CODES, dtype_for, read_index
 from windlass.data.store import open_store
 from windlass.data.tokenize import tokenize
 from windlass.data.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from windlass.data.tokenizer import JsonTokenizer, RanksTokenizer, Tokenizer, load_tokenizer
+from windlass.data.tokenizer import JsonTokenizer, RanksTokenizer, Tokenizer, load_tokenizer, ranks_to_json
 from windlass.errors import DataError
 from windlass.files import read_json, write_atomic, write_json
 
@@ -72,9 +72,9 @@ def check_ids(tokenizer: Tokenizer, written: Path) -> None:
 
 
 def json_of_ranks(tokenizer: RanksTokenizer) -> str:
-    """A tokenizers JSON with the special tokens at their ids and the ranks after `first`."""
-    value = json.loads(tokenizer.engine_json() or "{}")
-    vocab = {token: rank + tokenizer.first for token, rank in value["model"]["vocab"].items()}
+    """A tokenizers JSON with the special tokens at their ids and the ranks after `offset`."""
+    value = json.loads(ranks_to_json(tokenizer.ranks, tokenizer.pattern))
+    vocab = {token: rank + tokenizer.offset for token, rank in value["model"]["vocab"].items()}
     value["model"]["vocab"] = {**vocab, **dict(tokenizer.specials)}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     specials = sorted(tokenizer.specials, key=lambda special: special[1])

@@ -61,7 +61,7 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     """The bytes that each id stands for; empty for an id without text."""
     ids = range(tokenizer.vocab_size)
     if isinstance(tokenizer, RanksTokenizer):
-        texts = {rank + tokenizer.first: token for token, rank in tokenizer.ranks.items()}
+        texts = {rank + tokenizer.offset: token for token, rank in tokenizer.ranks.items()}
         texts |= {number: name.encode() for name, number in tokenizer.specials}
         return [texts.get(number, b"") for number in ids]
     if isinstance(tokenizer, JsonTokenizer):

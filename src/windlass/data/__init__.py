@@ -5,6 +5,12 @@ from typing import Any
 
 from windlass.errors import DataError
 
+orjson: Any
+try:
+    import orjson
+except ImportError:  # ten times slower, same result
+    orjson = None
+
 
 def import_optional(package: str) -> Any:
     """A package of the `data` extra; the error says how to install it."""

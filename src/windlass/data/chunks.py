@@ -188,12 +188,10 @@ class ChunkWriter:
                 continue
             counts.documents += 1
             if isinstance(record, RejectedDocument):
-                counts.rejected[record.reason.split(" (")[0].split(" at byte")[0]] += (
-                    1  # the reason without its numbers
-                )
+                reason, text = record.reason, record.raw.decode("utf-8", errors="backslashreplace")
+                counts.rejected[reason.split(" (")[0].split(" at byte")[0]] += 1  # the reason without its numbers
                 # `line` counts from 0 in the chunk; its number in the file is known when all earlier chunks are done
-                entry = {"file": len(self.counts) - 1, "line": line, "reason": record.reason}
-                self.rejects.append({**entry, "text": record.raw.decode("utf-8", errors="backslashreplace")})
+                self.rejects.append({"file": len(self.counts) - 1, "line": line, "reason": reason, "text": text})
             elif len(record) < self.min_chars:
                 counts.filtered["too short" if record else "empty"] += 1
             elif self.max_chars is not None and len(record) > self.max_chars:
@@ -252,7 +250,6 @@ class ChunkWorker:
         """One chunk; returns its journal line, which is on disk by then."""
         out = ChunkWriter(self.task, item, chunk, self.report)
         try:
-            last = True
             for file in item.files:
                 out.counts.append(FileCounts(file.path))
                 last = self._read(out, item, chunk, file)
@@ -268,13 +265,10 @@ class ChunkWorker:
         """Read the part of `file` that belongs to the chunk; True when the file ends in it."""
         config = self.task.file
         source = config.sources[item.source]
-        if file.format in ROW_FORMATS:
+        if file.format in ROW_FORMATS or (file.format == "text" and source.document == "file"):
             start, stop = (chunk * item.rows, (chunk + 1) * item.rows) if item.rows else (0, None)
-            for records in readers.read_rows(file, source, config.utf8, start, stop):
+            for records in readers.read_records(file, source, config.utf8, config.max_document, start, stop):
                 out.add(records)
-            return True
-        if file.format == "text" and source.document == "file":
-            out.add([readers.read_text_file(file, config.utf8, config.max_document)])
             return True
         has_parts = item.chunks != 1
         start = chunk * item.step if has_parts else 0

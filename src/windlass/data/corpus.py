@@ -47,15 +47,22 @@ def gather(out_dir: Path | str, max_bytes: int = 4_000_000) -> dict[str, CorpusS
             hint="the demo corpus needs a Python that is installed with its sources",
         )
     origin = f"Python {sysconfig.get_python_version()} standard library (https://www.python.org)"
+    paths: list[Path] = []
+    for folder, folders, names in os.walk(library):
+        folders[:] = set(folders) - _SKIPPED  # pruned here: site-packages may hold a hundred thousand files
+        paths += [Path(folder) / name for name in names if name.endswith(".py")]
+    sources: dict[str, str] = {}
+    for path in sorted(paths):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if len(text := path.read_text(encoding="utf-8")) > _MIN_CHARS:
+                sources[str(path.relative_to(library))] = text
     gathered: dict[str, CorpusSource] = {}
-    sources = _sources(library)
     left = max_bytes
     for name, texts, share, language, kind in (
         ("code", iter(sources.items()), 0.6, "python", "source files"),
         ("docs", _docstrings(sources), 1.0, "en", "docstrings"),
     ):
-        limit = int(left * share)
-        lines, size = [], 0
+        limit, lines, size = int(left * share), [], 0
         for key, text in texts:
             if size + len(text.encode()) <= limit:
                 size += len(text.encode())
@@ -67,19 +74,6 @@ def gather(out_dir: Path | str, max_bytes: int = 4_000_000) -> dict[str, CorpusS
         gathered[name] = CorpusSource(name, file, len(lines), size, language, "PSF-2.0", f"{origin}, {kind}")
         left -= size
     return gathered
-
-
-def _sources(library: Path) -> dict[str, str]:
-    """Name -> text of every module that is worth reading, in a fixed order."""
-    paths = []
-    for folder, folders, names in os.walk(library):
-        folders[:] = set(folders) - _SKIPPED  # pruned here: site-packages may hold a hundred thousand files
-        paths += [Path(folder) / name for name in names if name.endswith(".py")]
-    texts = {}
-    for path in sorted(paths):
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            texts[str(path.relative_to(library))] = path.read_text(encoding="utf-8")
-    return {name: text for name, text in texts.items() if len(text) > _MIN_CHARS}
 
 
 def _docstrings(sources: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -98,7 +92,6 @@ def _docstrings(sources: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 def data_file(
     gathered: Mapping[str, CorpusSource], *, tokenizer: Path | str, output: Path | str, validation: float = 0.02
 ) -> DataFile:
-    """The data file that tokenizes a gathered corpus."""
     sources = {
         name: DataSource(
             paths=[str(source.file)],

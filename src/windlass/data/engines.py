@@ -3,9 +3,10 @@
 Engines are loaded once, before workers are forked, and used only after that: their thread pools do not survive a fork.
 """
 
-import importlib.metadata
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from windlass.data.tokenizer import (
     dump_json,
     load_json_tokenizer,
     parse_json,
+    ranks_to_json,
 )
 from windlass.errors import DataError
 from windlass.files import write_atomic
@@ -65,11 +67,18 @@ class Engine:
     a second copy. `load` makes such a function; an engine caches every word, so its memory grows until `reload`.
     """
 
-    def __init__(self, name: str, load: Callable[[], EncodeFunction], *, batch_chars: int = 1 << 22) -> None:
+    def __init__(
+        self,
+        name: str,
+        load: Callable[[], EncodeFunction],
+        *,
+        batch_chars: int = 1 << 22,  # to encode in one call; most engines have a cost per call
+        usable_before_fork: bool = False,  # it starts no threads; what it learns before the fork, all workers share
+        max_worker_bytes: int = 400_000_000,  # of memory, shared memory included, before a fresh worker takes over
+    ) -> None:
         self.name, self.load, self.encode = name, load, load()
-        self.batch_chars = batch_chars  # to encode in one call; most engines have a cost per call
-        self.usable_before_fork = False  # it starts no threads; what it learns before the fork, all workers share
-        self.max_worker_bytes = 400_000_000  # of memory, shared memory included, before a fresh worker takes over
+        self.batch_chars, self.usable_before_fork = batch_chars, usable_before_fork
+        self.max_worker_bytes = max_worker_bytes
 
     def reload(self) -> None:
         del self.encode  # first: the old tables and the new ones together may not fit
@@ -110,9 +119,8 @@ def choose(
                 rejected.append(f"{name}: {_first_line(error)}")
                 continue
             if (difference := _compare_in_child(engine, tokenizer, specials, texts)) is None:
-                version = importlib.metadata.version(name)
                 skipped = f"; skipped {'; '.join(rejected)}" if rejected else ""
-                return engine, (f"{name} {version}, exact on {len(texts)} sample texts{skipped}")
+                return engine, f"{name} {version(name)}, exact on {len(texts)} sample texts{skipped}"
             rejected.append(f"{name}: {difference}")
     finally:
         if isinstance(tokenizer, JsonTokenizer):
@@ -126,8 +134,9 @@ def choose(
 
 
 def _first_line(error: BaseException) -> str:
-    text = (str(error).splitlines() or [""])[0]
-    return "not installed" if isinstance(error, ImportError) else f"{text[:120] or type(error).__name__}"
+    return (
+        "not installed" if isinstance(error, ImportError) else str(error).split("\n")[0][:120] or type(error).__name__
+    )
 
 
 def _compare_in_child(engine: Engine, tokenizer: Tokenizer, specials: bool, sample: list[str]) -> str | None:
@@ -147,15 +156,13 @@ def _compare_in_child(engine: Engine, tokenizer: Tokenizer, specials: bool, samp
         except Exception as error:
             connection.send(f"it failed on the sample: {_first_line(error)}")
 
-    child = ForkedWorkers(compare, 1)
-    try:
-        return next(child.messages(timeout_seconds=300))[1]  # type: ignore[no-any-return]
-    except WorkerDiedError:
-        return "it crashed on the sample"
-    except TimeoutError:
-        return "it did not answer within 300 s"
-    finally:
-        child.close()
+    with contextlib.closing(ForkedWorkers(compare, 1)) as child:
+        try:
+            return next(child.messages(timeout_seconds=300))[1]  # type: ignore[no-any-return]
+        except WorkerDiedError:
+            return "it crashed on the sample"
+        except TimeoutError:
+            return "it did not answer within 300 s"
 
 
 def first_difference(engine: Engine, tokenizer: Tokenizer, specials: bool, sample: list[str]) -> str | None:
@@ -175,7 +182,6 @@ def first_difference(engine: Engine, tokenizer: Tokenizer, specials: bool, sampl
 
 
 def _json_file(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Path:
-    """The tokenizer as a Hugging Face JSON file."""
     if isinstance(tokenizer, JsonTokenizer):
         return tokenizer.path
     if specials:
@@ -187,10 +193,9 @@ def _json_file(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Path
         raise DataError("data.cache-missing", "needs a folder for the converted tokenizer")
     file = cache / f"tokenizer-{tokenizer.hash[:16]}.json"
     if not file.is_file():
-        text = tokenizer.engine_json()
-        if text is None:
+        if not isinstance(tokenizer, RanksTokenizer):
             raise _unsupported(tokenizer)
-        write_atomic(file, text)
+        write_atomic(file, ranks_to_json(tokenizer.ranks, tokenizer.pattern))
     return file
 
 
@@ -221,10 +226,8 @@ def load_gigatoken(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> 
         return lambda texts, eos: _join(map(inner.encode, texts), offset, eos)
 
     # Its calls cost nothing, and ids that are still in the processor's cache are joined and written in half the time.
-    engine = Engine("gigatoken", load, batch_chars=1 << 19)
-    engine.usable_before_fork = True
-    engine.max_worker_bytes = 330_000_000  # its table of words doubles at once
-    return engine
+    # Its table of words doubles at once.
+    return Engine("gigatoken", load, batch_chars=1 << 19, usable_before_fork=True, max_worker_bytes=330_000_000)
 
 
 def load_fastokens(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engine:
@@ -275,9 +278,8 @@ def load_tokenizers(tokenizer: Tokenizer, specials: bool, cache: Path | None) ->
 def load_sentencepiece(tokenizer: Tokenizer, specials: bool, cache: Path | None) -> Engine:
     if not isinstance(tokenizer, SentencePieceTokenizer):
         raise _unsupported(tokenizer)
-    inner = tokenizer.inner
-    no_offset = np.uint32(0)
-    return Engine("sentencepiece", lambda: lambda texts, eos: _join(inner.encode(texts, num_threads=1), no_offset, eos))
+    inner, offset = tokenizer.inner, np.uint32(tokenizer.offset)
+    return Engine("sentencepiece", lambda: lambda texts, eos: _join(inner.encode(texts, num_threads=1), offset, eos))
 
 
 def _join(parts: Iterable[Any], offset: np.uint32, eos: int | None) -> FlatIds:

@@ -23,6 +23,7 @@ _FORMATS = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".arrow": "arrow",
     ".txt": "text", ".md": "text", ".rst": "text",
 }  # fmt: skip
+_HIDDEN = (".", "cache-")  # beginnings of names of files that are not read
 _EXPANSION = 4  # text grows about this much when decompressed; only used to tell small files and to balance work
 # A big file is cut into at least 32 chunks, unless they would become smaller than 8 MiB: at the end of a run the other
 # workers wait for the one that has the last chunk.
@@ -70,10 +71,17 @@ def find_files(name: str, source: DataSource) -> list[InputFile]:
     files: dict[str, InputFile] = {}
     problems: list[str] = []
     for pattern in source.paths:
-        matches = [file for path in _expand(pattern, problems) if (file := _describe(path, source, problems))]
+        problems += [f"{folder}: Permission denied" for folder in _closed_folders(pattern)]
+        paths: list[str] = []
+        # Path.glob takes no absolute patterns
+        for path in sorted(glob(pattern, recursive=True)) if has_magic(pattern) else [pattern]:  # noqa: PTH207
+            try:
+                paths += _walk(path, problems) if Path(path).is_dir() else [path] if Path(path).exists() else []
+            except OSError as error:
+                problems.append(f"{path}: {error.strerror}")
+        matches = [file for path in paths if (file := _describe(path, source, problems))]
         for file in matches:
-            # By real path: links lead to one file by many ways.
-            files.setdefault(os.path.realpath(file.path), file)
+            files.setdefault(os.path.realpath(file.path), file)  # by real path: links lead to one file by many ways
         if not matches and not problems:
             reason = "no file of a known format in this folder" if Path(pattern).is_dir() else "no such file"
             problems.append(f"{pattern}: {reason}")
@@ -88,34 +96,16 @@ def find_files(name: str, source: DataSource) -> list[InputFile]:
     return list(files.values())
 
 
-def _expand(pattern: str, problems: list[str]) -> Iterator[str]:
-    """The files that a path or pattern stands for."""
-    if has_magic(pattern):
-        problems.extend(f"{folder}: Permission denied" for folder in _closed_folders(pattern))
-        paths = sorted(glob(pattern, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute patterns
-    else:
-        paths = [pattern]
-    for path in paths:
-        try:
-            if Path(path).is_dir():
-                yield from _walk(path, problems)
-            elif Path(path).exists():
-                yield path
-        except OSError as error:
-            problems.append(f"{path}: {error.strerror}")
-
-
 def _closed_folders(pattern: str) -> list[str]:
     """Folders that a pattern leads through but that may not be listed: glob skips them, and all they hold, silently."""
-    parts = Path(pattern).parts
+    parts = Path(pattern).parts if has_magic(pattern) else ()
     closed: dict[str, None] = {}
     for depth in range(1, len(parts)):
         parent = str(Path(*parts[:depth]))
         mode = os.X_OK | (os.R_OK if has_magic(parts[depth]) else 0)
         folders = sorted(glob(f"{parent}/", recursive=True)) if has_magic(parent) else [parent]  # noqa: PTH207
-        for folder in folders:
-            if os.path.isdir(folder) and not os.access(folder, mode):  # noqa: PTH112 - Path.is_dir may raise
-                closed[folder] = None
+        # os.path.isdir, because Path.is_dir may raise
+        closed |= dict.fromkeys(f for f in folders if os.path.isdir(f) and not os.access(f, mode))  # noqa: PTH112
     return list(closed)
 
 
@@ -130,17 +120,13 @@ def _walk(root: str, problems: list[str]) -> Iterator[str]:
         folders[:] = [name for name in real if real[name] not in above]  # a link to an ancestor is not followed
         for name in folders:
             ancestors[os.path.join(folder, name)] = above | {real[name]}  # noqa: PTH118 - as os.walk joins
-        yield from (str(Path(folder) / name) for name in sorted(names) if format_of(name)[0] and not _is_hidden(name))
-
-
-def _is_hidden(name: str) -> bool:
-    return name.startswith((".", "cache-"))
+        yield from (str(Path(folder) / n) for n in sorted(names) if format_of(n)[0] and not n.startswith(_HIDDEN))
 
 
 def count_skipped(source: DataSource) -> dict[str, int]:
     """Suffix -> number of files below the source's folders that have no known format and are not read."""
     names = [name for path in source.paths if Path(path).is_dir() for _, _, files in os.walk(path) for name in files]
-    counts = Counter(Path(n).suffix or n for n in names if format_of(n)[0] is None and not _is_hidden(n))
+    counts = Counter(Path(n).suffix or n for n in names if format_of(n)[0] is None and not n.startswith(_HIDDEN))
     return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
@@ -152,28 +138,25 @@ def format_of(name: str) -> tuple[str | None, str]:
 
 def _describe(path: str, source: DataSource, problems: list[str]) -> InputFile | None:
     format, packing = format_of(path)
-    if source.format != "auto":
-        format = source.format
+    format = source.format if source.format != "auto" else format
     if Path(path).name in ("dataset_info.json", "state.json", "dataset_dict.json"):
         return None
-    problem = None
     if format is None:
-        problem = f"{path}: unknown format; set `format` in the source's table"
-    elif packing and format in ROW_FORMATS:
-        problem = f"{path}: a {format} file is compressed inside; unpack it"
-    else:
-        try:
-            status = Path(path).stat()
-            with Path(path).open("rb"):
-                pass
-            state = Path(path).with_name("state.json")
-            # save_to_disk keeps the order of a selected or shuffled dataset in a second file
-            if format != "arrow" or not state.is_file() or not json.loads(state.read_text()).get("_indices_data_files"):
-                return InputFile(path, format, packing, status.st_size, status.st_mtime_ns)
-            problem = f"{state.parent}: saved with an index of rows; call flatten_indices() before save_to_disk()"
-        except OSError as error:
-            problem = f"{path}: {error.strerror}"
-    problems.append(problem)
+        problems.append(f"{path}: unknown format; set `format` in the source's table")
+        return None
+    if packing and format in ROW_FORMATS:
+        problems.append(f"{path}: a {format} file is compressed inside; unpack it")
+        return None
+    try:
+        status, state = Path(path).stat(), Path(path).with_name("state.json")
+        with Path(path).open("rb"):
+            pass
+        # save_to_disk keeps the order of a selected or shuffled dataset in a second file
+        if format != "arrow" or not state.is_file() or not json.loads(state.read_text()).get("_indices_data_files"):
+            return InputFile(path, format, packing, status.st_size, status.st_mtime_ns)
+        problems.append(f"{state.parent}: saved with an index of rows; call flatten_indices() before save_to_disk()")
+    except OSError as error:
+        problems.append(f"{path}: {error.strerror}")
     return None
 
 
@@ -183,45 +166,32 @@ def plan_items(file: DataFile, files: Mapping[str, list[InputFile]], settings: s
 
     items: list[WorkItem] = []
     for source, source_files in files.items():
+        table = file.sources[source]
+        shape = [table.field, table.document, table.min_chars, table.max_chars, table.validation]
+        parts: list[tuple[list[InputFile], int | None, int, int]] = []  # (files, chunks, rows, step)
         group: list[InputFile] = []
         for one in source_files:
             if group and sum(f.weight for f in group) + one.weight > file.chunk:
-                items.append(_work_item(file, source, group, settings, 1))
+                parts.append((group, 1, 0, 0))
                 group = []
-            if one.weight <= file.chunk:
+            if one.weight <= file.chunk or (one.format == "text" and table.document == "file"):
                 group.append(one)
             elif one.format in ROW_FORMATS:
                 rows, size = count_rows(one)
                 rows_per_chunk = max(1, int(rows * file.chunk / max(1, size)))
-                chunks = max(1, -(-rows // rows_per_chunk))
-                items.append(_work_item(file, source, [one], settings, chunks, rows_per_chunk))
-            elif one.format == "text" and file.sources[source].document == "file":
-                items.append(_work_item(file, source, [one], settings, 1))
+                parts.append(([one], max(1, -(-rows // rows_per_chunk)), rows_per_chunk, 0))
             else:
                 step = file.chunk
                 while step >= 2 * _MIN_CHUNK_BYTES and one.weight < _MIN_CHUNKS * step:
                     step //= 2
-                length = None if one.packing else max(1, -(-one.size // step))
-                items.append(_work_item(file, source, [one], settings, length, step=step))
-        if group:
-            items.append(_work_item(file, source, group, settings, 1))
+                parts.append(([one], None if one.packing else max(1, -(-one.size // step)), 0, step))
+        parts += [(group, 1, 0, 0)] if group else []
+        for members, chunks, rows, step in parts:
+            described = [[f.path, f.format, f.packing, f.size, f.modified] for f in members]
+            value = json.dumps([settings, source, shape, described, step])
+            digest = hashlib.sha256(value.encode()).hexdigest()[:20]
+            items.append(WorkItem(digest, source, tuple(members), chunks, rows, step))
     return items
-
-
-def _work_item(
-    file: DataFile,
-    source: str,
-    files: list[InputFile],
-    settings: str,
-    chunks: int | None,
-    rows: int = 0,
-    step: int = 0,
-) -> WorkItem:
-    table = file.sources[source]
-    shape = [table.field, table.document, table.min_chars, table.max_chars, table.validation]
-    value = [settings, source, shape, [[f.path, f.format, f.packing, f.size, f.modified] for f in files], step]
-    digest = hashlib.sha256(json.dumps(value).encode()).hexdigest()[:20]
-    return WorkItem(digest, source, tuple(files), chunks, rows, step)
 
 
 # -- the order of chunks: big compressed files first, with one reader each; a second one joins at the end ------------
@@ -242,10 +212,6 @@ class CompressedFile:
         estimated_chunks = max(1, -(-self.item.weight // self.item.step))
         return 0 if self.ended else max(0, (estimated_chunks - self.cursor) // self.step)
 
-    def worth_joining(self) -> bool:
-        """A second reader must first decompress all that is done: worth it only if clearly more than that is left."""
-        return self.chunks_left() > 1 + self.cursor // _SKIP_SPEED
-
 
 @dataclass
 class ChunkSchedule:
@@ -258,18 +224,20 @@ class ChunkSchedule:
 
     def next(self, worker: int) -> tuple[WorkItem, int] | None:
         """The worker's next chunk, or None when nothing is left that it could usefully do."""
-        if worker in self.held and (chunk := self._advance(self.held[worker])) is not None:
-            return chunk
+        if worker in self.held and not self.held[worker].ended:
+            return self._advance(self.held[worker])
         self.release(worker)
-        for file in self.compressed:
-            if file.readers == 0 and (chunk := self._join(worker, file)) is not None:
-                return chunk
-        if self.waiting:
+        unread = [file for file in self.compressed if file.readers == 0 and not file.ended]
+        if self.waiting and not unread:
             return self.waiting.popleft()
-        for file in sorted(self.compressed, key=lambda file: file.readers):
-            if file.worth_joining() and (chunk := self._join(worker, file)) is not None:
-                return chunk
-        return None
+        # A second reader must first decompress all that is done: worth it only if clearly more than that is left.
+        worthwhile = [file for file in self.compressed if file.chunks_left() > 1 + file.cursor // _SKIP_SPEED]
+        file = next(iter(unread or sorted(worthwhile, key=lambda file: file.readers)), None)
+        if file is None:
+            return None
+        self.held[worker] = file
+        file.readers += 1
+        return self._advance(file)
 
     def release(self, worker: int) -> None:
         """The worker reads its compressed file no further."""
@@ -286,16 +254,7 @@ class ChunkSchedule:
             for file in self.compressed:
                 file.ended = file.ended or file.item.id == item.id
 
-    def _join(self, worker: int, file: CompressedFile) -> tuple[WorkItem, int] | None:
-        chunk = self._advance(file)
-        if chunk is not None:
-            self.held[worker] = file
-            file.readers += 1
-        return chunk
-
-    def _advance(self, file: CompressedFile) -> tuple[WorkItem, int] | None:
-        if file.ended:
-            return None
+    def _advance(self, file: CompressedFile) -> tuple[WorkItem, int]:
         while (file.item.id, file.cursor) in self.done:
             file.cursor += file.step
         file.cursor += file.step
@@ -332,11 +291,8 @@ def make_schedule(
 
 def last_chunks(done: Mapping[ChunkKey, bool]) -> dict[str, int]:
     """Item id -> chunk in which the item ended. A second reader may have looked beyond it."""
-    ends: dict[str, int] = {}
-    for (item, chunk), last in done.items():
-        if last:
-            ends[item] = min(chunk, ends.get(item, chunk))
-    return ends
+    # In reverse order the first of several last chunks wins.
+    return {item: chunk for (item, chunk), last in sorted(done.items(), reverse=True) if last}
 
 
 def _is_done(item: WorkItem, done: Container[ChunkKey], ends: Mapping[str, int], first: int = 0, step: int = 1) -> bool:

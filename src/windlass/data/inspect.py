@@ -98,7 +98,14 @@ def compare_tokenizers(
         size = sum(len(text.encode()) for text in language_texts)
         for name, tokenizer in tokenizers.items():
             tokens = sum(len(tokenizer.encode(text)) for text in language_texts)
-            row = {"language": language, "tokenizer": name, "vocab_size": tokenizer.vocab_size}
-            row |= {"tokens_per_word": tokens / word_count if word_count else None}
-            rows.append(row | {"tokens_per_byte": tokens / size if size else None, "bytes": size})
+            rows.append(
+                {
+                    "language": language,
+                    "tokenizer": name,
+                    "vocab_size": tokenizer.vocab_size,
+                    "tokens_per_word": tokens / word_count if word_count else None,
+                    "tokens_per_byte": tokens / size if size else None,
+                    "bytes": size,
+                }
+            )
     return rows

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from windlass.config.sources import DataFile
 from windlass.data.chunks import SPLITS, TokenizeTask, piece_name, write_fully
 from windlass.data.inputs import ChunkKey, WorkItem, last_chunks
-from windlass.data.shards import index_parts
+from windlass.data.shards import Ints, index_parts
 from windlass.data.store import CHECKSUMS, FILES, KIND, LEDGER, MANIFEST, REJECTS, TERMS, hash_file, hash_json
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import DataError
@@ -32,9 +32,8 @@ from windlass.files import append_line, read_json, read_json_lines, write_atomic
 from windlass.processes import ForkedWorkers, usable_cores
 
 Journal = dict[ChunkKey, dict[str, Any]]  # the line of each finished chunk
-Ints = npt.NDArray[np.int64]
 _MAX_HASHES = 8_000_000  # compared at a time: 200 MB
-_SHARD_LIST = "shards.jsonl"  # in work/: a line for each complete shard, whose pieces may be gone
+SHARD_LIST = "shards.jsonl"  # in work/: a line for each complete shard, whose pieces may be gone
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,6 @@ class Piece:
 
     def lengths(self) -> npt.NDArray[np.int32]:
         return self.tail("<i4", 0, self.entry["documents"])
-
-    def dropped_bytes(self) -> int:
-        if not len(self.dropped):
-            return 0
-        count = self.entry["documents"]
-        return int(self.tail("<i4", 4 * count, count)[self.dropped].sum(dtype=np.int64))
 
 
 def ordered_chunks(items: Iterable[WorkItem], journal: Journal) -> Iterator[tuple[WorkItem, int, dict[str, Any]]]:
@@ -90,8 +83,8 @@ def write_store(
         saved = task.folder / "duplicates.npz"
         if not saved.is_file():
             buffer = io.BytesIO()
-            repeated = {piece.path.name: rows for piece, rows in zip(pieces, find_duplicates(pieces), strict=True)}
-            np.savez(buffer, **{name: rows for name, rows in repeated.items() if len(rows)})  # type: ignore[arg-type]
+            repeated = zip(pieces, find_duplicates(pieces), strict=True)
+            np.savez(buffer, **{piece.path.name: rows for piece, rows in repeated if len(rows)})  # type: ignore[arg-type]
             write_atomic(saved, buffer.getvalue())
         with np.load(saved) as dropped:
             pieces = [replace(p, dropped=dropped[p.path.name]) if p.path.name in dropped else p for p in pieces]
@@ -99,48 +92,43 @@ def write_store(
     # Read before the pieces are removed, and kept for a restart after that.
     dropped_bytes = read_json(task.folder / "removed.json")
     if dropped_bytes is None:
-        by_source = Counter[str]()
-        for piece in pieces:
-            by_source[piece.source] += piece.dropped_bytes()
-        dropped_bytes = dict(by_source)
+        dropped_bytes = Counter[str]()
+        for piece in (piece for piece in pieces if len(piece.dropped)):
+            count = piece.entry["documents"]
+            sizes = piece.tail("<i4", 4 * count, count)[piece.dropped]
+            dropped_bytes[piece.source] += int(sizes.sum(dtype=np.int64))
         write_json(task.folder / "removed.json", dropped_bytes)
     sources = dict(old_manifest["sources"]) if old_manifest else {}
     old_sources = tuple(sources)
     checksums = (read_json(target / CHECKSUMS) or {}).get("files", {}) if old_manifest else {}
-    for name in task.file.sources:
-        ids = [item.id for item in items if item.source == name]
-        if ids:
-            source_pieces = [piece for piece in pieces if piece.source == name]
-            shards = _write_shards(task, name, source_pieces, target)
-            source_counts = [count for count in counts if count["source"] == name]
-            entries, lines_of_source = [p.entry for p in source_pieces], [s for split in shards.values() for s in split]
-            reasons: dict[str, Counter[str]] = {
-                kind: sum((Counter(count[kind]) for count in source_counts), Counter())
-                for kind in ("rejected", "filtered")
-            }
-            listed = {
-                split: [{key: line[key] for key in ("file", "tokens", "documents")} for line in lines]
-                for split, lines in shards.items()
-            }
-            terms = {key: getattr(task.file.sources[name], key) for key in (*TERMS, "paths")}
-            sources[name] = {
-                "tokens": sum(shard["tokens"] for shard in lines_of_source),
-                "documents": sum(shard["documents"] for shard in lines_of_source),
-                "bytes": sum(entry["bytes"] for entry in entries) - dropped_bytes.get(name, 0),
-                "sample_words": sum(entry["sample_words"] for entry in entries),
-                "sample_tokens": sum(entry["sample_tokens"] for entry in entries),
-                "max_token": max((entry["max_token"] for entry in entries), default=-1),
-                "files": len(source_counts),
-                "documents_in": sum(count["documents"] for count in source_counts),
-                **{kind: dict(sorted(counter.items())) for kind, counter in reasons.items()},
-                "damaged_files": sum(count["damage"] is not None for count in source_counts),
-                **terms,
-                "items": hash_json(sorted(ids)),
-                "shards": listed,
-            }
-            for shard in lines_of_source:
-                checksums[shard["file"]] = shard["stretches"]
-                checksums[str(Path(shard["file"]).with_suffix(".idx"))] = shard["index"]
+    for name, table in task.file.sources.items():
+        if not (ids := [item.id for item in items if item.source == name]):
+            continue
+        source_pieces = [piece for piece in pieces if piece.source == name]
+        shards = _write_shards(task, name, source_pieces, target)
+        lines = [line for split_lines in shards.values() for line in split_lines]
+        source_counts = [count for count in counts if count["source"] == name]
+        reasons: dict[str, Counter[str]] = {
+            kind: sum((Counter(count[kind]) for count in source_counts), Counter()) for kind in ("rejected", "filtered")
+        }
+        sources[name] = {
+            **{key: sum(line[key] for line in lines) for key in ("tokens", "documents")},
+            "bytes": sum(piece.entry["bytes"] for piece in source_pieces) - dropped_bytes.get(name, 0),
+            **{key: sum(piece.entry[key] for piece in source_pieces) for key in ("sample_words", "sample_tokens")},
+            "max_token": max((piece.entry["max_token"] for piece in source_pieces), default=-1),
+            "files": len(source_counts),
+            "documents_in": sum(count["documents"] for count in source_counts),
+            **{kind: dict(sorted(counter.items())) for kind, counter in reasons.items()},
+            "damaged_files": sum(count["damage"] is not None for count in source_counts),
+            **{key: getattr(table, key) for key in (*TERMS, "paths")},
+            "items": hash_json(sorted(ids)),
+            "shards": {
+                split: [{key: line[key] for key in ("file", "tokens", "documents")} for line in split_lines]
+                for split, split_lines in shards.items()
+            },
+        }
+        for line in lines:
+            checksums |= {line["file"]: line["stretches"], f"{Path(line['file']).stem}.idx": line["index"]}
     # Late, so that a store that is added to keeps its old lines almost as long as its old manifest.
     _write_lines(target / REJECTS, reject_lines(task, items, journal), old_sources)
     _write_lines(target / FILES, counts, old_sources)
@@ -183,8 +171,7 @@ def _write_shards(
     task: TokenizeTask, source: str, pieces: list[Piece], target: Path
 ) -> dict[str, list[dict[str, Any]]]:
     """Join a source's pieces into shards, several at a time; returns their lines by split."""
-    shard_list = task.folder / _SHARD_LIST
-    complete = {line["file"]: line for line in read_json_lines(shard_list)}
+    complete = {line["file"]: line for line in read_json_lines(task.folder / SHARD_LIST)}
     groups: dict[str, tuple[str, list[Piece]]] = {}
     for split in SPLITS:
         number = tokens = 0
@@ -194,9 +181,8 @@ def _write_shards(
                 number, tokens = number + 1, 0
             groups.setdefault(f"{source}-{split}-{number:05d}.bin", (split, []))[1].append(piece)
             tokens += piece.entry["tokens"]
-    for name in groups:
-        for torn in target.glob(f".{name.removesuffix('.bin')}.*.tmp"):  # left by a killed run
-            torn.unlink()
+    for torn in (path for name in groups for path in target.glob(f".{name.removesuffix('.bin')}.*.tmp")):
+        torn.unlink()  # left by a killed run
     missing = [(name, group) for name, (_, group) in groups.items() if name not in complete]
     count = min(len(missing), task.file.workers or usable_cores())
 
@@ -205,25 +191,19 @@ def _write_shards(
             connection.send(_write_shard(task, group, target / name))
 
     # One process copies a gigabyte in a second or two: a store of terabytes needs all cores.
-    workers = ForkedWorkers(write, count if count > 1 else 0)
-    try:
-        alone = (_write_shard(task, group, target / name) for name, group in (missing if count == 1 else ()))
+    with contextlib.closing(ForkedWorkers(write, count if count > 1 else 0)) as workers:
+        alone = (_write_shard(task, group, target / name) for name, group in missing)
         for line in alone if count <= 1 else (line for _, line in workers.messages()):
-            append_line(shard_list, line)
+            append_line(task.folder / SHARD_LIST, line)
             complete[line["file"]] = line
-            _remove(groups[line["file"]][1])
-    finally:
-        workers.close()
+            for piece in groups[line["file"]][1]:
+                piece.path.unlink(missing_ok=True)
     shards: dict[str, list[dict[str, Any]]] = {}
     for name, (split, group) in groups.items():
-        _remove(group)  # again: an earlier run may have been killed just before
         shards.setdefault(split, []).append(complete[name])
+        for piece in group:  # again: an earlier run may have been killed just before
+            piece.path.unlink(missing_ok=True)
     return shards
-
-
-def _remove(pieces: list[Piece]) -> None:
-    for piece in pieces:
-        piece.path.unlink(missing_ok=True)
 
 
 def _write_shard(task: TokenizeTask, pieces: list[Piece], path: Path) -> dict[str, Any]:
@@ -287,17 +267,12 @@ def _append_piece(file: BinaryIO, piece: Piece, dtype: np.dtype[Any]) -> list[An
     return [size, piece.entry.get("crc32") or piece.entry["sha256"]]  # sha256: a piece of an earlier release
 
 
-def was_joining(work: Path) -> bool:
-    """Whether a run was stopped while joining: then a piece that is missing may be in a shard already."""
-    return (work / _SHARD_LIST).is_file()
-
-
 def undo_joining(work: Path, target: Path, manifest: Mapping[str, Any] | None) -> None:
     """Undo what a stopped run joined from pieces that are no longer wanted; what `manifest` lists stays."""
     sources = manifest["sources"] if manifest else {}
     listed = {shard["file"] for source in sources.values() for shards in source["shards"].values() for shard in shards}
-    unlisted = [line["file"] for line in read_json_lines(work / _SHARD_LIST) if line["file"] not in listed]
-    for path in [work / name for name in (_SHARD_LIST, "duplicates.npz", "removed.json")] + [
+    unlisted = [line["file"] for line in read_json_lines(work / SHARD_LIST) if line["file"] not in listed]
+    for path in [work / name for name in (SHARD_LIST, "duplicates.npz", "removed.json")] + [
         (target / name).with_suffix(suffix) for name in unlisted for suffix in (".bin", ".idx")
     ]:
         path.unlink(missing_ok=True)
@@ -362,8 +337,8 @@ def reject_lines(task: TokenizeTask, items: list[WorkItem], journal: Journal) ->
 
 def _write_lines(path: Path, lines: Iterable[dict[str, Any]], old_sources: Collection[str]) -> None:
     """Write the lines after those of the sources that the store had before."""
-    new = b"".join(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in lines)
-    write_atomic(path, _lines_of(path, old_sources) + new)
+    new = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    write_atomic(path, _lines_of(path, old_sources) + new.encode())
 
 
 def _lines_of(path: Path, sources: Collection[str]) -> bytes:

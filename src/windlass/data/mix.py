@@ -21,8 +21,8 @@ import numpy.typing as npt
 from windlass.config import DataConfig
 from windlass.errors import DataError
 
-BLOCK = 128  # sequences whose sources are shuffled together
-FOREVER = 2**62  # sequences of the last phase: no run gets there
+SHUFFLED_SEQUENCES = 128  # sequences whose sources are shuffled together
+FOREVER = 2**62  # end of the last phase: no run gets there
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 U64 = npt.NDArray[np.uint64]
@@ -99,8 +99,6 @@ class MixPhase:
 
 @dataclass(frozen=True)
 class SourcePasses:
-    """How often a source is read in a run."""
-
     source: str
     tokens: int  # in the source
     trained: int  # tokens drawn from it during the run
@@ -117,22 +115,16 @@ class Mixture:
     def __init__(
         self, names: Sequence[str], windows: Sequence[int], phases: Sequence[tuple[int, Sequence[float]]], seed: int
     ) -> None:
-        self.names = tuple(names)
+        self.names, self.seed = tuple(names), seed
         self.windows = np.asarray(windows, dtype=np.int64)
-        self.seed = seed
         self.phases: list[MixPhase] = []
         before = np.zeros(len(names), dtype=np.int64)
-        ends = [start for start, _ in phases[1:]]
-        for (start, weights), end in zip(phases, [*ends, None], strict=True):
+        ends = [*(start for start, _ in phases[1:]), FOREVER]
+        for (start, weights), end in zip(phases, ends, strict=True):
             total = math.fsum(weights)
-            phase = MixPhase(
-                start,
-                FOREVER if end is None else end - start,
-                np.array([float(weight) / total for weight in weights]),
-                before,
-            )
+            phase = MixPhase(start, end - start, np.array([float(weight) / total for weight in weights]), before)
             self.phases.append(phase)
-            if end is not None:
+            if end != FOREVER:
                 before = before + shares(phase.length, phase.weights)
         # A block's table is 2 kB; a rank that reads a part of each batch uses the same blocks for its next part.
         self._block = lru_cache(maxsize=256)(self._make_block)
@@ -146,17 +138,16 @@ class Mixture:
         starts = np.array([phase.start for phase in self.phases], dtype=np.int64)
         phase_of = np.searchsorted(starts, numbers, side="right") - 1
         local = numbers - starts[phase_of]
-        block_of = local // BLOCK
+        block_of = local // SHUFFLED_SEQUENCES
         for phase, block in set(zip(phase_of.ravel().tolist(), block_of.ravel().tolist(), strict=True)):
             inside = (phase_of == phase) & (block_of == block)
-            offset = local[inside] - block * BLOCK
+            offset = local[inside] - block * SHUFFLED_SEQUENCES
             source[inside], window[inside], passes[inside] = (column[offset] for column in self._block(phase, block))
         return source, window, passes
 
     def _make_block(self, phase_number: int, block: int) -> tuple[Ints, Ints, Ints]:
-        """(source, window, pass) of each sequence of a block."""
         phase = self.phases[phase_number]
-        begin, end = block * BLOCK, min((block + 1) * BLOCK, phase.length)
+        begin, end = block * SHUFFLED_SEQUENCES, min((block + 1) * SHUFFLED_SEQUENCES, phase.length)
         first = shares(begin, phase.weights)
         count = shares(end, phase.weights) - first
         ordered = np.repeat(np.arange(len(self.names), dtype=np.int64), count)
@@ -202,8 +193,9 @@ def plan_phases(
             if not (weight >= 0 and math.isfinite(weight)):
                 problems.append(f"{place}: the weight of {name!r} is {weight}; a weight is at least 0")
             if weight > 0 and sizes.get(name) == 0:
-                too_few = f"has fewer than {seq_len + 1:,} tokens, too few for one sequence of {seq_len:,}"
-                problems.append(f"{place}: {name!r} {too_few}")
+                problems.append(
+                    f"{place}: {name!r} has fewer than {seq_len + 1:,} tokens, too few for one sequence of {seq_len:,}"
+                )
         if sum(weight for weight in mix.values() if weight > 0) <= 0:
             problems.append(f"{place}: no source has a weight above 0")
     if problems:

@@ -3,15 +3,18 @@
 A bad line costs that line; a file that was cut costs what is missing. Both are reported.
 """
 
+import contextlib
 import json
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from windlass.config.sources import DataSource
-from windlass.data import import_optional
+from windlass.data import import_optional, orjson
 from windlass.data.inputs import ROW_FORMATS, InputFile, WorkItem
 from windlass.errors import DataError
 
@@ -79,12 +82,10 @@ class LineReader:
 
     def __init__(self, file: InputFile, max_document: int) -> None:
         self.file, self.max_document = file, max_document
-        self.position = 0
-        self.ended = False
+        self.position, self.ended, self._buffer = 0, False, b""
         self.damage: str | None = None
         self._opened = Path(file.path).open("rb")  # noqa: SIM115 - closed by close()
         self._blocks = read_blocks(self._opened, file.packing)
-        self._buffer = b""
 
     def close(self) -> None:
         self._opened.close()
@@ -174,20 +175,14 @@ def line_parser(source: DataSource, format: str, utf8: str, max_document: int) -
     if format == "text":
         return lambda line: too_long if line is None else _decode(bytes(line).removesuffix(b"\r"), utf8)
     keys = source.field.split(".")
-    loads: Callable[[memoryview], Any]
-    try:
-        import orjson
-
-        loads = orjson.loads
-    except ImportError:  # ten times slower, same result
-        loads = lambda line: json.loads(bytes(line))  # noqa: E731
+    loads: Callable[[memoryview], Any] = orjson.loads if orjson else lambda line: json.loads(bytes(line))
 
     def parse(line: Line) -> Record:
         if line is None:
             return too_long
         try:
             value = loads(line)
-            text = value[keys[0]] if len(keys) == 1 else _reach(value, keys)
+            text = value[keys[0]] if len(keys) == 1 else reduce(getitem, keys, value)
         except (KeyError, TypeError, IndexError):
             return _text_of(value, keys, bytes(line))
         except ValueError:
@@ -195,12 +190,6 @@ def line_parser(source: DataSource, format: str, utf8: str, max_document: int) -
         return text if type(text) is str else _text_of(value, keys, bytes(line))
 
     return parse
-
-
-def _reach(value: Any, keys: list[str]) -> Any:
-    for key in keys:
-        value = value[key]
-    return value
 
 
 _JSON_KINDS = {
@@ -211,26 +200,25 @@ _JSON_KINDS = {
 
 def _text_of(value: Any, keys: list[str], line: bytes) -> str | RejectedDocument:
     field = ".".join(keys)
-    if not isinstance(value, dict):
-        return RejectedDocument(f"not a JSON object but {_JSON_KINDS[type(value)]}", line[:MAX_KEPT_BYTES])
     try:
-        text = _reach(value, keys)
+        text = reduce(getitem, keys, value)
+        reason = f"{field!r} is {_JSON_KINDS[type(text)]}, not a text"
     except (KeyError, IndexError, TypeError):
-        return RejectedDocument(f"no field {field!r}", line[:MAX_KEPT_BYTES])
-    if type(text) is str:
-        return text
-    return RejectedDocument(f"{field!r} is {_JSON_KINDS[type(text)]}, not a text", line[:MAX_KEPT_BYTES])
+        text, reason = None, f"no field {field!r}"
+    if not isinstance(value, dict):
+        reason = f"not a JSON object but {_JSON_KINDS[type(value)]}"
+    return text if type(text) is str else RejectedDocument(reason, line[:MAX_KEPT_BYTES])
 
 
 def _parse_slowly(line: bytes, utf8: str, keys: list[str]) -> Record:
     """A line that the fast parser refused: blank, invalid UTF-8, a lone surrogate, or not JSON at all."""
     if not line.strip():
         return None
-    readable = _decode(line, utf8, " of the line")
-    if not isinstance(readable, str):
-        return readable
+    text = _decode(line, utf8, " of the line")
+    if not isinstance(text, str):
+        return text
     try:
-        text = _text_of(json.loads(readable), keys, line)
+        text = _text_of(json.loads(text), keys, line)
     except (ValueError, RecursionError) as error:
         return RejectedDocument(f"not JSON ({str(error)[:80]})", line[:MAX_KEPT_BYTES])
     if isinstance(text, RejectedDocument):
@@ -256,19 +244,16 @@ def _decode(raw: bytes, utf8: str, place: str = "") -> Record:
 
 
 def read_text_file(file: InputFile, utf8: str, max_document: int) -> Record:
-    """A text file as one document."""
-    blocks: list[bytes] = []
-    size = 0
+    text = bytearray()
     with Path(file.path).open("rb") as opened:
         try:
             for block in read_blocks(opened, file.packing):
-                size += len(block)
-                if size > max_document:
+                text += block
+                if len(text) > max_document:
                     return RejectedDocument(f"longer than max_document ({max_document:,} bytes)")
-                blocks.append(block)
         except DamagedFileError as error:
             return RejectedDocument(f"damaged: {error}")
-    return _decode(b"".join(blocks), utf8)
+    return _decode(bytes(text), utf8)
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------
@@ -337,7 +322,7 @@ def _columns(file: InputFile, field: str, start: int) -> Iterator[tuple[int, Any
     if file.format == "arrow":
         for batch in _arrow_batches(file.path):
             _check_column(batch.schema, file.path, field)
-            yield first, batch.column(batch.schema.get_field_index(field))
+            yield first, batch.column(field)
             first += batch.num_rows
         return
     opened = import_optional("pyarrow.parquet").ParquetFile(file.path)
@@ -370,20 +355,19 @@ def _check_column(schema: Any, path: str, field: str) -> None:
 # -- whole files ---------------------------------------------------------------------------------------------------
 
 
-def read_records(file: InputFile, source: DataSource, utf8: str, max_document: int) -> Iterator[list[Record]]:
-    """All documents of a file, in lists."""
+def read_records(
+    file: InputFile, source: DataSource, utf8: str, max_document: int, start: int = 0, stop: int | None = None
+) -> Iterator[list[Record]]:
+    """All documents of a file in lists; `start` and `stop` are rows, where a file has them."""
     if file.format in ROW_FORMATS:
-        yield from read_rows(file, source, utf8)
+        yield from read_rows(file, source, utf8, start, stop)
     elif file.format == "text" and source.document == "file":
         yield [read_text_file(file, utf8, max_document)]
     else:
-        lines = LineReader(file, max_document)
         parse = line_parser(source, file.format, utf8, max_document)
-        try:
+        with contextlib.closing(LineReader(file, max_document)) as lines:
             for part in lines.until(None):
                 yield [parse(line) for line in part]
-        finally:
-            lines.close()
 
 
 def first_texts(item: WorkItem, source: DataSource, count: int, max_chars: int) -> list[str]:

@@ -30,7 +30,7 @@ from windlass.errors import DataError
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
 MAGIC = b"MMIDIDX\x00\x00"
-HEADER = struct.Struct("<9sQBQQ")
+INDEX_HEADER = struct.Struct("<9sQBQQ")
 TYPES: dict[int, np.dtype[Any]] = {
     code: np.dtype(name) for code, name in ((1, "<u1"), (2, "<i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2"))
 }
@@ -89,12 +89,7 @@ class MegatronIndex:
     def ends(self) -> npt.NDArray[np.int64]:
         """Token position after the last token of each document."""
         sequence_ends = self.pointers // self.dtype.itemsize + self.lengths
-        if self.by_sequence:
-            return sequence_ends
-        if not len(sequence_ends):
-            return np.zeros(0, dtype=np.int64)
-        last = self.marks[1:] - 1
-        return np.where(last >= 0, sequence_ends[np.maximum(last, 0)], 0)
+        return sequence_ends if self.by_sequence else np.concatenate([[0], sequence_ends])[self.marks[1:]]
 
 
 def index_parts(
@@ -103,7 +98,7 @@ def index_parts(
     """The bytes of an .idx in which every document is one sequence, in small parts. `marks`: one for each of them."""
     count = len(lengths)
     marks = marks or count == 0
-    yield HEADER.pack(MAGIC, 1, CODES[dtype], count, count + 1 if marks else 2)
+    yield INDEX_HEADER.pack(MAGIC, 1, CODES[dtype], count, count + 1 if marks else 2)
     yield lengths.astype("<i4", copy=False).tobytes()
     position = 0
     for begin in range(0, count, step):
@@ -117,21 +112,17 @@ def index_parts(
         yield np.arange(begin, min(begin + step, count + 1), dtype="<i8").tobytes()
 
 
-def index_bytes(lengths: npt.NDArray[np.int32], dtype: np.dtype[Any], *, marks: bool = True) -> bytes:
-    return b"".join(index_parts(lengths, dtype, marks=marks))
-
-
 def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
     """(type, sequences, marks) without reading the rest."""
     with path.open("rb") as file:
-        raw = file.read(HEADER.size)
-    if len(raw) < HEADER.size or raw[:9] != MAGIC:
+        raw = file.read(INDEX_HEADER.size)
+    if len(raw) < INDEX_HEADER.size or raw[:9] != MAGIC:
         raise DataError(
             "data.megatron-index-invalid",
             f"{path} is not a Megatron index",
             hint="it should begin with MMIDIDX; was the file cut, or does it have another format?",
         )
-    _, version, code, sequences, marks = HEADER.unpack(raw)
+    _, version, code, sequences, marks = INDEX_HEADER.unpack(raw)
     if version != 1 or code not in TYPES:
         raise DataError(
             "data.megatron-index-invalid",
@@ -142,9 +133,8 @@ def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
 
 
 def read_index(path: Path) -> MegatronIndex:
-    """The mapped index of one .idx file."""
     dtype, sequences, marks = read_header(path)
-    needed = HEADER.size + 12 * sequences + 8 * marks
+    needed = INDEX_HEADER.size + 12 * sequences + 8 * marks
     if path.stat().st_size < needed:
         raise DataError(
             "data.store-file-cut",
@@ -152,7 +142,9 @@ def read_index(path: Path) -> MegatronIndex:
             hint="the file was cut: copy it again",
         )
     raw = map_array(path, np.dtype(np.uint8), needed)
-    lengths, pointers, mark_part, _ = np.split(raw[HEADER.size :], np.cumsum([4 * sequences, 8 * sequences, 8 * marks]))
+    lengths, pointers, mark_part, _ = np.split(
+        raw[INDEX_HEADER.size :], np.cumsum([4 * sequences, 8 * sequences, 8 * marks])
+    )
     return MegatronIndex(dtype, lengths.view("<i4"), pointers.view("<i8"), mark_part.view("<i8"))
 
 
@@ -179,8 +171,8 @@ class Shard:
     @cached_property
     def advise(self) -> Any:
         """The mapping's madvise, where the system has it."""
-        mapped = self.array.base.obj if isinstance(self.array.base, memoryview) else self.array.base
-        return getattr(mapped, "madvise", lambda *_: None)
+        base = self.array.base
+        return getattr(getattr(base, "obj", base), "madvise", lambda *_: None)
 
     @cached_property
     def document_ends(self) -> Ints:
@@ -258,7 +250,6 @@ class TokenArray:
                 begin = base + int(end)
 
     def document(self, number: int) -> tuple[int, int]:
-        """(start, stop) of the document with this number."""
         for shard, base in zip(self.shards, self._begins, strict=False):
             ends = shard.document_ends
             if number < len(ends):
@@ -303,19 +294,18 @@ def open_datatrove_shard(file: Path) -> Shard:
             f"{file}: the number of bytes per token is unknown",
             hint="keep the .ds.metadata or .ds.index file beside it",
         )
-    tokens = file.stat().st_size // dtype.itemsize
-    return Shard(file, tokens, dtype, documents, None if documents is None else index)
+    return Shard(file, file.stat().st_size // dtype.itemsize, dtype, documents, None if documents is None else index)
 
 
 def _dtype_by_size(file: Path, tokens: int) -> np.dtype[Any]:
-    for dtype in (np.dtype("<u2"), np.dtype("<u4")):
-        if tokens * dtype.itemsize == file.stat().st_size:
-            return dtype
-    raise DataError(
-        "data.store-file-cut",
-        f"{file} has {file.stat().st_size:,} bytes, which is neither 2 nor 4 for each of its {tokens:,} tokens",
-        hint="the file was cut, or its index belongs to another file",
-    )
+    size = file.stat().st_size
+    if size not in (2 * tokens, 4 * tokens):
+        raise DataError(
+            "data.store-file-cut",
+            f"{file} has {size:,} bytes, which is neither 2 nor 4 for each of its {tokens:,} tokens",
+            hint="the file was cut, or its index belongs to another file",
+        )
+    return np.dtype("<u2" if size == 2 * tokens else "<u4")
 
 
 def open_olmo_shard(file: Path) -> Shard:

@@ -47,7 +47,6 @@ class SourceInfo:
     tokens: int  # of all splits
     documents: int | None
     bytes: int | None = None  # of text, in UTF-8
-    words: int | None = None
     language: str | None = None
     licence: str | None = None
     origin: str | None = None
@@ -98,44 +97,42 @@ class Store:
 
     def verify(self) -> list[StoreProblem]:
         """Check every size, index and checksum; an empty list means the store is complete and undamaged."""
-        return list(self._problems())
-
-    def _problems(self) -> Iterator[StoreProblem]:
         shards = [shard for by_split in self.shards.values() for split in by_split.values() for shard in split]
         if self.kind != "windlass":
-            for shard in shards:
-                needed = shard.offset + shard.tokens * shard.dtype.itemsize
-                if not shard.file.is_file() or shard.file.stat().st_size < needed:
-                    yield StoreProblem(str(shard.file), f"is missing or shorter than {needed:,} bytes")
-            return
+            needed = {s.file: s.offset + s.tokens * s.dtype.itemsize for s in shards}
+            return [
+                StoreProblem(str(file), f"is missing or shorter than {size:,} bytes")
+                for file, size in needed.items()
+                if not file.is_file() or file.stat().st_size < size
+            ]
+        problems = []
         if self.ledger_hash != hash_json(self.ledger()):
-            yield StoreProblem(LEDGER, "is not the ledger that the manifest was written with")
+            problems.append(StoreProblem(LEDGER, "is not the ledger that the manifest was written with"))
         if self.tokenizer_file is None or hash_file(self.tokenizer_file) != self.tokenizer_hash:
             problem = "the tokenizer is missing or not the one the tokens were made with"
-            yield StoreProblem(str(self.tokenizer_file), problem)
+            problems.append(StoreProblem(str(self.tokenizer_file), problem))
         checksums = (read_json(self.path / CHECKSUMS) or {}).get("files")
         if checksums is None:
-            yield StoreProblem(CHECKSUMS, "is missing or damaged: nothing can be checked")
-            return
-        problems = [p for name, stretches in checksums.items() for p in _check_file(self.path / name, stretches)]
-        yield from problems
-        if problems:
-            return
+            return [*problems, StoreProblem(CHECKSUMS, "is missing or damaged: nothing can be checked")]
+        damages = [p for name, stretches in checksums.items() for p in _check_file(self.path / name, stretches)]
+        if damages:
+            return problems + damages
         # The numbers of the manifest against files whose checksums are right.
+        faults = []
         for shard in shards:
             if shard.file.name not in checksums or shard.index is None or shard.index.name not in checksums:
-                yield StoreProblem(MANIFEST, f"lists {shard.file.name}, which has no checksum")
+                faults.append(f"lists {shard.file.name}, which has no checksum")
                 continue
             tokens, documents = shard.file.stat().st_size // shard.dtype.itemsize, read_header(shard.index)[1]
             if (tokens, documents) != (shard.tokens, shard.documents):
                 listed = f"lists {shard.tokens:,} tokens in {shard.documents:,} documents of {shard.file.name}"
-                yield StoreProblem(MANIFEST, f"{listed}, which has {tokens:,} in {documents:,}")
+                faults.append(f"{listed}, which has {tokens:,} in {documents:,}")
         for key in ("tokens", "documents"):
             total, by_source = self.manifest[key], sum(source[key] for source in self.manifest["sources"].values())
             by_shard = sum(getattr(shard, key) for shard in shards)
             if not total == by_source == by_shard:
-                counts = f"lists {total:,} {key}, {by_source:,} in its sources, {by_shard:,} in its shards"
-                yield StoreProblem(MANIFEST, counts)
+                faults.append(f"lists {total:,} {key}, {by_source:,} in its sources, {by_shard:,} in its shards")
+        return problems + [StoreProblem(MANIFEST, fault) for fault in faults]
 
 
 def open_store(path: Path | str) -> Store:
@@ -157,22 +154,25 @@ def open_store(path: Path | str) -> Store:
             hint="copy the store again, or run `windlass tokenize` again",
         )
     dtype, tokenizer = np.dtype(manifest["dtype"]), manifest["tokenizer"]
-    sources: dict[str, SourceInfo] = {}
-    shards: dict[str, dict[str, list[Shard]]] = {}
-    for name, value in manifest["sources"].items():
-        splits = {split: sum(entry["tokens"] for entry in entries) for split, entries in value["shards"].items()}
-        optional = {key: value.get(key) for key in ("bytes", "words", *TERMS)}
-        sources[name] = SourceInfo(
-            name=name, tokens=value["tokens"], documents=value["documents"], splits=splits, **optional
+    sources = {
+        name: SourceInfo(
+            name=name,
+            tokens=value["tokens"],
+            documents=value["documents"],
+            splits={split: sum(entry["tokens"] for entry in entries) for split, entries in value["shards"].items()},
+            **{key: value.get(key) for key in ("bytes", *TERMS)},
         )
-        shards[name] = {
-            split: [
-                Shard(file, entry["tokens"], dtype, entry["documents"], file.with_suffix(".idx"))
-                for entry in entries
-                for file in [path / entry["file"]]
-            ]
-            for split, entries in value["shards"].items()
-        }
+        for name, value in manifest["sources"].items()
+    }
+
+    def shard(entry: Mapping[str, Any]) -> Shard:
+        file = path / entry["file"]
+        return Shard(file, entry["tokens"], dtype, entry["documents"], file.with_suffix(".idx"))
+
+    shards = {
+        name: {split: [shard(entry) for entry in entries] for split, entries in value["shards"].items()}
+        for name, value in manifest["sources"].items()
+    }
     return Store(
         path=path,
         kind="windlass",
@@ -196,10 +196,9 @@ def open_foreign(path: Path) -> Store:
         ("datatrove", ".ds", open_datatrove_shard),
         ("olmo", ".npy", open_olmo_shard),
     ):
+        files = sorted(path.rglob(f"*{suffix}")) if path.is_dir() else []
         if kind == "megatron" and prefix.is_file():
             files = [prefix]
-        else:
-            files = sorted(path.rglob(f"*{suffix}")) if path.is_dir() else []
         shards: dict[str, list[Shard]] = {}
         for file in files:
             if kind == "megatron":
@@ -213,8 +212,7 @@ def open_foreign(path: Path) -> Store:
                 tokens, counts = sum(shard.tokens for shard in parts), [shard.documents for shard in parts]
                 documents = None if None in counts else sum(count or 0 for count in counts)
                 sources[name] = SourceInfo(name=name, tokens=tokens, documents=documents, splits={"train": tokens})
-            by_split = {name: {"train": parts} for name, parts in shards.items()}
-            return Store(path=path, kind=kind, sources=sources, shards=by_split)
+            return Store(path=path, kind=kind, sources=sources, shards={n: {"train": s} for n, s in shards.items()})
     raise DataError(
         "data.store-missing",
         f"{path} {'is not a token store' if path.exists() else 'does not exist'}",
@@ -285,23 +283,22 @@ def summary(store: Store) -> str:
     sources = list(store.sources.values())
     total = sum(source.tokens for source in sources) or 1
     languages: Counter[str] = Counter()
-    for source in sources:
-        languages[source.language or "not stated"] += source.tokens
     source_rows = []
     for source in sources:
+        languages[source.language or "not stated"] += source.tokens
         texts = [source.name, source.language or "not stated", source.licence or "**missing**"]
         texts += [source.origin or "**missing**", source.consent or "not stated", source.kind or "not stated"]
         cells = [text.replace("|", "\\|").replace("\n", " ") for text in texts]
-        cells.append("unknown" if source.documents is None else f"{source.documents:,}")
-        source_rows.append(f"| {' | '.join(cells)} | {source.tokens:,} | {source.tokens / total:.1%} |")
+        documents = "unknown" if source.documents is None else f"{source.documents:,}"
+        cells += [documents, f"{source.tokens:,}", f"{source.tokens / total:.1%}"]
+        source_rows.append(f"| {' | '.join(cells)} |")
     processing = ["unknown: the store was written by another tool"]
     if settings := store.manifest.get("settings"):
         entries = store.manifest["sources"].values()
         rejected, filtered = (sum(sum(entry[kind].values()) for entry in entries) for kind in ("rejected", "filtered"))
-        documents = sum(entry["documents_in"] for entry in entries)
         special = "kept as text" if settings["special_tokens"] == "text" else "turned into that token"
         processing = [
-            f"documents read: {documents:,}; rejected as unreadable: {rejected:,}; filtered out: {filtered:,}",
+            f"documents read: {sum(entry['documents_in'] for entry in entries):,}; rejected as unreadable: {rejected:,}; filtered out: {filtered:,}",
             f"exact duplicates: {'removed' if settings['dedup'] == 'exact' else 'not looked for'}",
             f"held out for validation: {settings['validation']:.3%} of documents, by hash of their text",
             f"texts were neither stripped nor normalised; text that looks like a special token was {special}",

@@ -7,17 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from windlass.config import DataConfig
-from windlass.data.mix import Mixture, SourcePasses, key_of, mix64, plan_phases, refuse_repeats, source_passes
+from windlass.data.mix import Ints, Mixture, SourcePasses, key_of, mix64, plan_phases, refuse_repeats, source_passes
 from windlass.data.store import Store, open_store, refuse_unlawful
 from windlass.errors import ConfigError, DataError
 
-Ints = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.int32]
 
 
@@ -41,8 +40,8 @@ class StoreStream:
         self.arrays = [store.tokens(name, split) for name in names]
         # Windows overlap by the one token that is only a target in the first and an input in the second.
         windows = [max(0, (len(array) - 1) // config.seq_len) for array in self.arrays]
-        needed = config.seq_len + 1
         if sum(windows) == 0:
+            needed = config.seq_len + 1
             raise DataError(
                 "data.too-few-tokens",
                 f"the {split} split of {store.path} has no source with {needed:,} tokens",
@@ -81,14 +80,11 @@ class StoreStream:
         return np.cumsum(out, axis=1, dtype=np.int32)
 
     def epochs(self, tokens: int) -> list[SourcePasses]:
-        """How often each source is read when `tokens` are trained on."""
         return source_passes(self.mixture, self.config, tokens, self.seq_len, [len(array) for array in self.arrays])
 
-    def check(self, tokens: int) -> list[SourcePasses]:
-        """The same report, or an error when a source would be repeated beyond its limit."""
-        report = self.epochs(tokens)
-        refuse_repeats(report)
-        return report
+    def check(self, tokens: int) -> None:
+        """An error when a source would be repeated beyond its limit."""
+        refuse_repeats(self.epochs(tokens))
 
 
 class SyntheticStream:
@@ -117,7 +113,7 @@ class SyntheticStream:
     def epochs(self, tokens: int) -> list[SourcePasses]:
         return []
 
-    check = epochs
+    def check(self, tokens: int) -> None: ...
 
 
 Stream = StoreStream | SyntheticStream
@@ -138,11 +134,10 @@ def open_stream(config: DataConfig, *, seed: int, split: str = "train", vocab: i
         refuse_unlawful(store.sources, str(store.path))
     max_token = store.max_token if store.max_token is not None else (store.vocab_size or 0) - 1
     if vocab is not None and max_token >= vocab:
-        needed = max(max_token + 1, store.vocab_size or 0)
         raise DataError(
             "data.vocabulary-too-small",
             f"{store.path} holds token {max_token:,}, but model.vocab is {vocab:,}",
-            hint=f"set model.vocab to at least {needed:,}, or tokenize with the model's tokenizer",
+            hint=f"set model.vocab to at least {max(max_token + 1, store.vocab_size or 0):,}, or tokenize with the model's tokenizer",
         )
     stream = StoreStream(store, config, seed=seed, split=split)
     if config.tokens is not None and split == "train":
@@ -150,7 +145,7 @@ def open_stream(config: DataConfig, *, seed: int, split: str = "train", vocab: i
     return stream
 
 
-class Loader(Iterator[Any]):
+class Loader(contextlib.AbstractContextManager["Loader"], Iterator[Any]):
     """Yields `stream.sequences(indexes)` for each batch of indexes, in order, read ahead by one thread.
 
     `batches` is an iterator of index arrays, or a function from a count (0, 1, 2, ...) to one; None or the end of the
@@ -168,8 +163,7 @@ class Loader(Iterator[Any]):
         documents: bool = False,
     ) -> None:
         self.stream, self.documents = stream, documents
-        self.wait_seconds = 0.0  # that all calls of `next` have waited
-        self.last_wait_seconds = 0.0
+        self.wait_seconds = self.last_wait_seconds = 0.0  # that all calls of `next`, and the last one, have waited
         self._settle = pinned if pin else np.asarray
         self._stopped = False
         self._queue: queue.Queue[Any] = queue.Queue(maxsize=max(1, prefetch))
@@ -211,9 +205,6 @@ class Loader(Iterator[Any]):
         while self._thread.is_alive() and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):  # make room for a thread that waits to put
                 self._queue.get(timeout=0.02)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

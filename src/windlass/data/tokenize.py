@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from windlass.clusters.scheduler import job_id
 from windlass.config.sources import DataFile
 from windlass.data.chunks import ChunkWorker, TokenizeTask, piece_name
 from windlass.data.engines import choose
@@ -30,7 +31,7 @@ from windlass.data.inputs import (
     plan_items,
     unfinished_files,
 )
-from windlass.data.joining import Journal, reject_lines, undo_joining, update_terms, was_joining, write_store
+from windlass.data.joining import SHARD_LIST, Journal, reject_lines, undo_joining, update_terms, write_store
 from windlass.data.readers import first_texts
 from windlass.data.shards import dtype_for
 from windlass.data.store import MANIFEST, REJECTS, hash_json, refuse_unlawful
@@ -133,12 +134,10 @@ def _tokenize(
     show: ShowProgress,
 ) -> TokenizeResult:
     started = time.monotonic()
-    file, work, target = shared.file, shared.folder, shared.folder.parent
-    manifest = read_json(target / MANIFEST)
-    updated = None
-    if manifest is not None:
-        items = _new_items(items, manifest, shared.settings, target, file)
-        updated = update_terms(target, manifest, file) if task is None else None
+    work, target = shared.folder, shared.folder.parent
+    if (manifest := read_json(target / MANIFEST)) is not None:
+        items = _new_items(items, manifest, shared.settings, target, shared.file)
+        updated = update_terms(target, manifest, shared.file) if task is None else None
         manifest = updated or manifest
         if not items:
             if work.is_dir():  # something was to be added, and is no longer wanted
@@ -155,13 +154,14 @@ def _tokenize(
         undo_joining(work, target, manifest)
     write_json(work / "plan.json", plan)
     # Lines of changed files or settings are ignored, and so are those whose pieces are gone.
-    ids = {item.id for item in items}
-    pieces = None if was_joining(work) else {entry.name for entry in os.scandir(work / "pieces")}
+    # A run was stopped while joining: then a piece that is missing may be in a shard already.
+    ids, was_joining = {item.id for item in items}, (work / SHARD_LIST).is_file()
+    pieces = {entry.name for entry in os.scandir(work / "pieces")}
     journal: Journal = {}
     for line in (line for path in sorted((work / "journal").glob("*.jsonl")) for line in read_json_lines(path)):
         if line.get("item") in ids and "files" in line:
             names = {piece_name(line["item"], line["chunk"], split) for split in line["pieces"]}
-            if pieces is None or names <= pieces:
+            if was_joining or names <= pieces:
                 journal.setdefault((line["item"], line["chunk"]), line)
     kept = len(journal)
     progress = _process_chunks(shared, tokenizer, items, journal, task, show)
@@ -178,7 +178,7 @@ def _tokenize(
     _check_rejects(shared, items, journal, (target if manifest is None else work) / REJECTS)
     progress.phase = "joining"
     show(progress)
-    with _stop_on_sigterm(), _explain_failures(work):
+    with _explain_failures(work):
         manifest = write_store(shared, items, journal, tokenizer, target, manifest)
     _log(work, "finished", seconds=time.monotonic() - started)
     shutil.move(work / "history.jsonl", target / "history.jsonl")
@@ -248,8 +248,6 @@ def _new_items(
 @contextlib.contextmanager
 def _lock(target: Path, task: tuple[int, int] | None) -> Iterator[None]:
     """One job per store, or many tasks of one array, but not both."""
-    from windlass.clusters.scheduler import job_id
-
     main = target / ".tokenize.lock"
     own = main if task is None else target / "work" / f"task-{task[0]:05d}.lock"
     others = sorted((target / "work").glob("task-*.lock")) if task is None else [main]
@@ -267,8 +265,8 @@ def _lock(target: Path, task: tuple[int, int] | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stop_on_sigterm() -> Iterator[None]:
-    """SIGTERM (the queue's time limit) ends the job with the exit code of a job that can be continued."""
+def _explain_failures(work: Path) -> Iterator[None]:
+    """Turn SIGTERM (the queue's time limit), failures of the disk and of workers into errors that say how to go on."""
 
     def stop(number: int, frame: object) -> None:
         raise StoppedError(
@@ -277,40 +275,29 @@ def _stop_on_sigterm() -> Iterator[None]:
             hint="run the same command again: it does only what is missing",
         )
 
-    try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not the main thread: the caller decides about signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def _explain_failures(work: Path) -> Iterator[None]:
-    """Turn failures of the disk and of workers into errors that say how to continue."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            "data.disk-failed",
-            f"cannot write to disk: {error.strerror} ({error.filename or work})",
-            hint="free some space (or quota) and run the same command again: finished chunks are kept",
-        ) from None
-    except WorkerDiedError as error:
-        raise DataError(
-            "data.worker-died",
-            str(error),
-            hint="run the same command again: at most the chunks under way are repeated",
-        ) from None
-    except WorkerFailedError as error:
-        raise DataError(
-            "data.worker-failed",
-            str(error),
-            hint="this is a bug in windlass; please report it with the traceback above",
-        ) from None
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ValueError):  # not the main thread: the caller decides about signals
+            stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, stop))
+        try:
+            yield
+        except OSError as error:
+            raise DataError(
+                "data.disk-failed",
+                f"cannot write to disk: {error.strerror} ({error.filename or work})",
+                hint="free some space (or quota) and run the same command again: finished chunks are kept",
+            ) from None
+        except WorkerDiedError as error:
+            raise DataError(
+                "data.worker-died",
+                str(error),
+                hint="run the same command again: at most the chunks under way are repeated",
+            ) from None
+        except WorkerFailedError as error:
+            raise DataError(
+                "data.worker-failed",
+                str(error),
+                hint="this is a bug in windlass; please report it with the traceback above",
+            ) from None
 
 
 # -- chunks --------------------------------------------------------------------------------------------------------
@@ -332,14 +319,16 @@ def _process_chunks(
     if not schedule.waiting and not schedule.compressed:
         return progress
     file = shared.file
-    sample: list[str] = []
-    for name, source in file.sources.items():
-        first = next((item for item in items if item.source == name), None)
-        sample += first_texts(first, source, 8, 4000) if first is not None else []
+    first_items = {item.source: item for item in reversed(items)}
+    sample = [
+        text
+        for name, source in file.sources.items()
+        if name in first_items
+        for text in first_texts(first_items[name], source, 8, 4000)
+    ]
     specials, cache = file.special_tokens == "parse", shared.folder / "tokenizer"
     engine, progress.engine = choose(tokenizer, file.engine, specials=specials, sample=sample[:32], cache=cache)
-    shared = replace(shared, engine=engine)
-    workers = file.workers or usable_cores()
+    shared, workers = replace(shared, engine=engine), file.workers or usable_cores()
     show(progress)
     _log(shared.folder, "started", task=task, engine=progress.engine, chunks_kept=len(journal))
 
@@ -353,11 +342,11 @@ def _process_chunks(
             progress.tokens += message[0]
             progress.documents += message[1]
             progress.rejects += message[2]
-            total = progress.rejects + progress.documents
             if progress.rejects > max(_EARLY_STOP_REJECTS, file.max_rejects) and progress.rejects > progress.documents:
                 raise DataError(
                     "data.most-documents-rejected",
-                    f"{progress.rejects:,} of the first {total:,} documents were rejected: stopped early",
+                    f"{progress.rejects:,} of the first {progress.rejects + progress.documents:,} documents were rejected: "
+                    "stopped early",
                     hint="is `field` the name of the text field, and `format` right? See work/pieces/*.rejects",
                 )
         show(progress)
@@ -383,7 +372,7 @@ def _process_chunks(
                     ctypes.CDLL(None).malloc_trim(0)
                 max_bytes = max(engine.max_worker_bytes, resident_bytes() + _MIN_GROWTH_BYTES)
 
-    with _stop_on_sigterm(), _explain_failures(shared.folder):
+    with _explain_failures(shared.folder):
         # What the engine learns from a chunk before the fork, all workers know.
         if engine.usable_before_fork and workers > 1 and schedule.chunks_left() >= _WARM_UP_CHUNKS * workers:
             worker = ChunkWorker(shared, journal_path("first"), lambda *numbers: receive(numbers))
@@ -394,17 +383,15 @@ def _process_chunks(
                 worker.close()
                 schedule.release(_PARENT)
         gc.freeze()  # what is loaded now is shared with the workers; the collector would copy it page by page
-        pool = ForkedWorkers(serve, workers)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(gc.unfreeze)
+            pool = stack.enter_context(contextlib.closing(ForkedWorkers(serve, workers)))
             for number, message in pool.messages():
                 if message is None:  # the worker is ready for a chunk
                     chunk = schedule.next(number)
                     pool.send(number, None if chunk is None else (chunk[0].id, chunk[1]))
                 else:
                     receive(message)
-        finally:
-            pool.close()
-            gc.unfreeze()
     return progress
 
 
@@ -423,10 +410,15 @@ def _check_rejects(shared: TokenizeTask, items: list[WorkItem], journal: Journal
     """More rejects than allowed, or a damaged file: list them, keep everything, and let the user decide."""
     file = shared.file
     total = sum(line["rejects"] for line in journal.values())
-    parts = [part for line in journal.values() for part in line["files"]]
-    damaged = sorted({(part["file"], part["damage"]) for part in parts if part["damage"]})
-    too_many, unallowed_damage = total > file.max_rejects, bool(damaged) and not file.allow_damaged
-    if not too_many and not unallowed_damage:
+    damaged = sorted({(p["file"], p["damage"]) for line in journal.values() for p in line["files"] if p["damage"]})
+    problems = []
+    if total > file.max_rejects:
+        text = f"{total:,} rejected document{'s' * (total != 1)}, {file.max_rejects:,} allowed"
+        problems.append(("data.documents-rejected", text, "max_rejects"))
+    if damaged and not file.allow_damaged:
+        text = f"{len(damaged):,} damaged file{'s' * (len(damaged) != 1)}"
+        problems.append(("data.files-damaged", text, "allow_damaged = true"))
+    if not problems:
         return
     lines = list(reject_lines(shared, items, journal))
     write_atomic(listing, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
@@ -435,15 +427,9 @@ def _check_rejects(shared: TokenizeTask, items: list[WorkItem], journal: Journal
         place = "row" if format_of(line["file"])[0] in ROW_FORMATS else "line"
         details.append(f"{line['file']}, {place} {line['line']}: {line['reason']}")
     details += [f"and more in {listing}"] if len(lines) > 10 else []
-    problems, keys = [], []
-    if too_many:
-        problems.append(f"{total:,} rejected document{'s' * (total != 1)}, {file.max_rejects:,} allowed")
-        keys.append("max_rejects")
-    if unallowed_damage:
-        problems.append(f"{len(damaged):,} damaged file{'s' * (len(damaged) != 1)}")
-        keys.append("allow_damaged = true")
+    codes, texts, keys = zip(*problems, strict=True)
     raise DataError(
-        "data.documents-rejected" if too_many else "data.files-damaged",
-        f"{' and '.join(problems)}:\n  " + "\n  ".join(details),
+        codes[0],
+        f"{' and '.join(texts)}:\n  " + "\n  ".join(details),
         hint=f"all other documents are done and kept: repair the files, or set {' and '.join(keys)}, and run again",
     )

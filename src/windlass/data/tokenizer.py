@@ -7,24 +7,19 @@ nothing is stripped.
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from windlass.data import import_optional
+from windlass.data import import_optional, orjson
 from windlass.errors import DataError
 from windlass.files import write_atomic
-
-orjson: Any
-try:
-    import orjson
-except ImportError:  # ten times slower, same result
-    orjson = None
 
 _FILE_NAMES = ("tokenizer.json", "tekken.json", "tokenizer.model", "*.model", "*.tiktoken", "tekken*.json")
 _EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
@@ -58,6 +53,7 @@ class Tokenizer:
     kind: str
     vocab_size: int
     eos: int | None
+    offset: int = field(default=0, kw_only=True)  # id of rank 0, added to the ids of an engine that gives ranks
 
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
         raise NotImplementedError
@@ -68,15 +64,6 @@ class Tokenizer:
     @cached_property
     def hash(self) -> str:
         return hashlib.sha256(self.path.read_bytes()).hexdigest()
-
-    def engine_json(self) -> str | None:
-        """The same tokenizer as a Hugging Face JSON, for engines that read only that; None when it has no such form."""
-        return None
-
-    @property
-    def offset(self) -> int:
-        """Added to the ids of an engine that was loaded from `engine_json`."""
-        return 0
 
 
 @dataclass(frozen=True)
@@ -126,51 +113,35 @@ class JsonTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._inner.decode([int(i) for i in ids], skip_special_tokens=False))
 
-    def engine_json(self) -> str | None:
-        return self.path.read_text(encoding="utf-8")
-
 
 @dataclass(frozen=True)
 class RanksTokenizer(Tokenizer):
     """tiktoken's ranks, and tekken's, whose ranks begin after its special tokens."""
 
     pattern: str
-    first: int  # id of rank 0
     specials: tuple[tuple[str, int], ...]
-
-    @property
-    def offset(self) -> int:
-        return self.first
-
-    @cached_property
-    def ranks(self) -> dict[bytes, int]:
-        return _read_tekken(self.path)[0] if self.kind == "tekken" else _read_ranks(self.path)
+    ranks: dict[bytes, int] = field(repr=False, compare=False)
 
     @cached_property
     def inner(self) -> Any:
-        inner_specials = {name: number - self.first for name, number in self.specials if number >= self.first}
+        inner_specials = {name: number - self.offset for name, number in self.specials if number >= self.offset}
         return import_optional("tiktoken").Encoding(
             self.path.name, pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens=inner_specials
         )
 
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
         allowed: Any = "all" if specials else set()
-        return [i + self.first for i in self.inner.encode(text, allowed_special=allowed, disallowed_special=())]
+        return [i + self.offset for i in self.inner.encode(text, allowed_special=allowed, disallowed_special=())]
 
     def decode(self, ids: Iterable[int]) -> str:
         names = {number: name.encode() for name, number in self.specials}
-        parts = (names[int(i)] if int(i) in names else self.inner.decode_bytes([int(i) - self.first]) for i in ids)
+        parts = (names[int(i)] if int(i) in names else self.inner.decode_bytes([int(i) - self.offset]) for i in ids)
         return b"".join(parts).decode("utf-8", errors="replace")
-
-    def engine_json(self) -> str | None:
-        return ranks_to_json(self.ranks, self.pattern)
 
 
 @dataclass(frozen=True)
 class SentencePieceTokenizer(Tokenizer):
-    @cached_property
-    def inner(self) -> Any:
-        return _load_sentencepiece(self.path)
+    inner: Any = field(repr=False, compare=False)
 
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
         return list(self.inner.encode(text))
@@ -220,10 +191,17 @@ def load_tokenizer(path: Path | str, *, eos: str | int | None = None, glance: bo
     elif len(first_line) == 2 and first_line[1].isdigit():
         tokenizer, find_id = _open_ranks(file)
     else:
-        inner = _load_sentencepiece(file)
+        sentencepiece = import_optional("sentencepiece")
+        try:
+            inner = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        except Exception as error:
+            raise DataError(
+                "data.tokenizer-damaged",
+                f"{file} is not a tokenizer of a known kind",
+                hint=f"SentencePiece: {str(error).strip() or type(error).__name__}",
+            ) from None
         end = inner.eos_id() if inner.eos_id() >= 0 else None
-        tokenizer = SentencePieceTokenizer(file, "sentencepiece", inner.vocab_size(), end)
-        tokenizer.__dict__["inner"] = inner
+        tokenizer = SentencePieceTokenizer(file, "sentencepiece", inner.vocab_size(), end, inner)
         find_id = {inner.id_to_piece(number): number for number in range(inner.vocab_size())}.get
     if eos is not None:
         number = find_id(eos) if isinstance(eos, str) else eos
@@ -265,32 +243,33 @@ def load_json_tokenizer(file: Path, raw: bytes | None = None) -> Any:
 
 def _open_json(file: Path, *, glance: bool) -> tuple[Tokenizer, FindId]:
     """Vocabulary size and end token come from the file where its vocabulary is a plain table, else from the library."""
-    state: dict[str, Any] = {}
-    value, ids = None, None
-    try:
+    ids = None
+    with contextlib.suppress(ValueError, TypeError):  # the library describes better what is wrong with a file
         value = parse_json(file.read_bytes())
-        ids = _ids_in_file(value)
-        if ids and max(ids[0].values(), default=-1) >= len(ids[0]) and not ids[1].keys() <= ids[0].keys():
-            ids = None  # ids with gaps: whether an added token goes into one depends on the library's version
-    except (ValueError, TypeError):
-        ids = None  # the library describes what is wrong with a file better than we could
-    find: FindId
-    if ids is not None:
-        vocab, added = ids
-        find = lambda name: added.get(name, vocab.get(name))  # noqa: E731
-        size = 1 + max([*added.values(), *vocab.values()])
-        state = {"parsed": value, "added": added}
+        vocab, added = _ids_in_file(value) or ({}, {})
+        # Whether an added token goes into a gap between ids depends on the library's version.
+        has_gaps = max(vocab.values(), default=-1) >= len(vocab) and not added.keys() <= vocab.keys()
+        ids = None if has_gaps or not vocab else (vocab, added)
+    state: dict[str, Any] = {}
     if ids is None or not glance:
-        inner = state["_inner"] = load_json_tokenizer(file)
+        state["_inner"] = inner = load_json_tokenizer(file)
+    find_in_vocab: FindId
     if ids is None:
-        names = {token.content: number for number, token in inner.get_added_tokens_decoder().items()}
-        find = lambda name: names.get(name, inner.token_to_id(name))  # noqa: E731
-        size = max([inner.get_vocab_size(with_added_tokens=True), *(number + 1 for number in names.values())])
+        added = {token.content: number for number, token in inner.get_added_tokens_decoder().items()}
+        find_in_vocab, size = inner.token_to_id, inner.get_vocab_size(with_added_tokens=True)
+    else:
+        find_in_vocab, size = vocab.get, 1 + max(vocab.values())
+        state |= {"parsed": value, "added": added}
+
+    def find(name: str) -> int | None:
+        return added.get(name, find_in_vocab(name))
+
     config = file.with_name("tokenizer_config.json")
     wanted = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
     wanted = wanted.get("content") if isinstance(wanted, dict) else wanted
-    candidates = map(find, [wanted, *_EOS_NAMES] if wanted else _EOS_NAMES)
-    tokenizer = JsonTokenizer(file, "json", size, next((number for number in candidates if number is not None), None))
+    numbers = map(find, [wanted, *_EOS_NAMES] if wanted else _EOS_NAMES)
+    eos = next((number for number in numbers if number is not None), None)
+    tokenizer = JsonTokenizer(file, "json", max([size, *(number + 1 for number in added.values())]), eos)
     tokenizer.__dict__.update(state)
     return tokenizer, find
 
@@ -312,7 +291,7 @@ def _ids_in_file(value: Any) -> tuple[dict[str, int], dict[str, int]] | None:
     return vocab, {name: numbers[name] if name in numbers else vocab[name] for name in added}
 
 
-def _read_ranks(file: Path) -> dict[bytes, int]:
+def _open_ranks(file: Path) -> tuple[Tokenizer, FindId]:
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
@@ -325,11 +304,6 @@ def _read_ranks(file: Path) -> dict[bytes, int]:
                 f"{file}, line {number}: not a base64 token and its rank",
                 hint="the file was cut or has another format",
             ) from None
-    return ranks
-
-
-def _open_ranks(file: Path) -> tuple[Tokenizer, FindId]:
-    ranks = _read_ranks(file)
     if len(ranks) not in _PUBLISHED_RANKS:
         counts = ", ".join(f"{count:,} ({entry[0]})" for count, entry in _PUBLISHED_RANKS.items())
         raise DataError(
@@ -339,48 +313,25 @@ def _open_ranks(file: Path) -> tuple[Tokenizer, FindId]:
         )
     name, pattern, size, eos, eos_name = _PUBLISHED_RANKS[len(ranks)]
     specials = [(eos_name, eos), *([("<|begin_of_text|>", eos - 1)] if name.startswith("llama") else [])]
-    tokenizer = RanksTokenizer(file, "ranks", size, eos, pattern, 0, tuple(specials))
-    tokenizer.__dict__["ranks"] = ranks
-    return tokenizer, dict(specials).get
+    return RanksTokenizer(file, "ranks", size, eos, pattern, tuple(specials), ranks), dict(specials).get
 
 
-def _read_tekken(file: Path) -> tuple[dict[bytes, int], dict[str, Any]]:
+def _open_tekken(file: Path) -> tuple[Tokenizer, FindId]:
     try:
         value = json.loads(file.read_bytes())
         config = value["config"]
-        used = config["default_vocab_size"] - config["default_num_special_tokens"]
-        ranks = {base64.b64decode(entry["token_bytes"]): int(entry["rank"]) for entry in value["vocab"][:used]}
+        size, first = config["default_vocab_size"], config["default_num_special_tokens"]
+        ranks = {base64.b64decode(entry["token_bytes"]): int(entry["rank"]) for entry in value["vocab"][: size - first]}
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             "data.tokenizer-damaged",
             f"{file} is not a tekken tokenizer: {error}",
             hint="it should have config, vocab and their fields",
         ) from None
-    return ranks, {**config, "special_tokens": value.get("special_tokens") or []}
-
-
-def _open_tekken(file: Path) -> tuple[Tokenizer, FindId]:
-    ranks, config = _read_tekken(file)
     specials = {"<unk>": 0, "<s>": 1, "</s>": 2}
-    specials |= {entry["token_str"]: int(entry["rank"]) for entry in config["special_tokens"]}
-    size, first = config["default_vocab_size"], config["default_num_special_tokens"]
-    tokenizer = RanksTokenizer(
-        file, "tekken", size, specials["</s>"], config["pattern"], first, tuple(specials.items())
-    )
-    tokenizer.__dict__["ranks"] = ranks
-    return tokenizer, specials.get
-
-
-def _load_sentencepiece(file: Path) -> Any:
-    sentencepiece = import_optional("sentencepiece")
-    try:
-        return sentencepiece.SentencePieceProcessor(model_file=str(file))
-    except Exception as error:
-        raise DataError(
-            "data.tokenizer-damaged",
-            f"{file} is not a tokenizer of a known kind",
-            hint=f"SentencePiece: {str(error).strip() or type(error).__name__}",
-        ) from None
+    specials |= {entry["token_str"]: int(entry["rank"]) for entry in value.get("special_tokens") or []}
+    eos, pattern, names = specials["</s>"], config["pattern"], tuple(specials.items())
+    return RanksTokenizer(file, "tekken", size, eos, pattern, names, ranks, offset=first), specials.get
 
 
 # -- conversion ----------------------------------------------------------------------------------------------------
@@ -448,14 +399,17 @@ def reduce_json(value: Any, texts: Iterable[str]) -> dict[str, Any] | None:
         model, added = value["model"], value.get("added_tokens") or []
         step = value.get("pre_tokenizer")
         *splitters, last = step["pretokenizers"] if step["type"] == "Sequence" else [step]
-        is_byte_level = last["type"] == "ByteLevel" and not last.get("add_prefix_space")
-        is_plain = model.get("type") == "BPE" and not any(model.get(key) for key in _SPECIAL_RULES)
-        if not is_plain or not is_byte_level or value.get("normalizer") is not None:
-            return None
         vocab, merges = model["vocab"], model["merges"]
-        if any(token["content"] not in vocab for token in added if not token.get("special")):
-            return None
-        if any(splitter["type"] not in _SPLITTERS for splitter in splitters):
+        is_known = (
+            model.get("type") == "BPE"
+            and not any(model.get(key) for key in _SPECIAL_RULES)
+            and last["type"] == "ByteLevel"
+            and not last.get("add_prefix_space")
+            and value.get("normalizer") is None
+            and all(token["content"] in vocab for token in added if not token.get("special"))
+            and all(splitter["type"] in _SPLITTERS for splitter in splitters)
+        )
+        if not is_known:
             return None
         kept = {
             name: number
@@ -464,16 +418,12 @@ def reduce_json(value: Any, texts: Iterable[str]) -> dict[str, Any] | None:
         }
         in_vocab = [token for token in added if token["content"] in vocab]
         new = [token for token in added if token["content"] not in vocab]
-        kept.update(
-            (token["content"], vocab[token["content"]]) for token in in_vocab
-        )  # not named by its bytes in the text
+        kept |= {token["content"]: vocab[token["content"]] for token in in_vocab}  # not named by its bytes in the text
         if merges and isinstance(merges[0], str):
             pairs = [merge.split(" ") for merge in merges if merge.replace(" ", "", 1) in kept]
         else:
             pairs = [[left, right] for left, right in merges if left + right in kept]
-        kept.update(
-            (name, vocab[name]) for pair in pairs for name in pair
-        )  # merges may only name tokens of the vocabulary
+        kept |= {name: vocab[name] for pair in pairs for name in pair}  # merges may only name tokens of the vocabulary
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
     # New tokens first: tokenizers 0.21 numbers them after the largest id so far, which may lie far beyond what is kept.

@@ -28,8 +28,6 @@ PART_NAMES = {"device": "devices", "cpu": "CPUs", "memory": "memory"}
 
 @dataclass(frozen=True, kw_only=True)
 class SourceTotal:
-    """One source over the whole run, for the table."""
-
     source: str
     scope: str
     method: str
@@ -42,14 +40,11 @@ class SourceTotal:
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """The energy of a run."""
-
     joules: float | None  # measured, nothing counted twice; None when nothing was measured
     modelled_joules: float | None  # estimate of the power model for nodes where nothing was measured
     sources: tuple[SourceTotal, ...]
     nodes_expected: int | None
     nodes_measured: int  # nodes measured at once, in the job with most of them
-    node_seconds: float  # time x nodes that `joules` covers
     wall_seconds: float  # time that `joules` covers: the longest node of each job, one job after the other
     coverage: str
     missing: dict[str, str] = field(default_factory=dict)
@@ -84,19 +79,14 @@ ByPlace = dict[tuple[str | None, str], list[SourceEnergy]]
 
 
 def read_ledger(run: Run) -> Ledger:
-    """The energy of a run from its folder alone."""
     return build(read_json_lines(run.energy_file), run.events())
 
 
 def build(lines: Iterable[dict[str, Any]], events: Iterable[Event] = ()) -> Ledger:
     """`events` give the number of nodes of each start and the time of its first step."""
-    starts: list[tuple[float, int | None]] = []
-    first_steps: list[float] = []
-    for event in events:
-        if event.time is not None and isinstance(event, ProcessStart):
-            starts.append((event.time, event.nodes if event.nodes and event.nodes > 0 else None))
-        elif event.time is not None and isinstance(event, Compiled):
-            first_steps.append(event.time)
+    timed = [(event.time, event) for event in events if event.time is not None]
+    starts = [(at, e.nodes if e.nodes and e.nodes > 0 else None) for at, e in timed if isinstance(e, ProcessStart)]
+    first_steps = [at for at, event in timed if isinstance(event, Compiled)]
     # The last line of each session, and its last line before the first step.
     totals: dict[SessionKey, SourceEnergy] = {}
     startup_joules: dict[SessionKey, float] = {}
@@ -118,7 +108,23 @@ def build(lines: Iterable[dict[str, Any]], events: Iterable[Event] = ()) -> Ledg
                 first_step = next((t for t in first_steps if t >= begun[key]), None)
                 if first_step is not None and at <= first_step:
                     startup_joules[key] = energy.joules
-    merged = _add_sessions(totals)
+    # Sessions of one source on one node in one job are added: a restart continues the count.
+    sessions: dict[tuple[Any, ...], list[SourceEnergy]] = defaultdict(list)
+    for key, energy in totals.items():
+        sessions[key.place, key.source, key.scope, key.is_modelled].append(energy)
+    merged: ByPlace = defaultdict(list)
+    for (place, *_), parts in sessions.items():
+        merged[place].append(
+            replace(
+                parts[-1],
+                joules=sum(s.joules for s in parts),
+                seconds=sum(s.seconds for s in parts),
+                resets=sum(s.resets for s in parts),
+                note=next((s.note for s in parts if s.note), ""),
+                nodes=max(s.nodes for s in parts),
+                resolution_joules=sum_or_unknown(s.resolution_joules for s in parts),
+            )
+        )
     chosen = _choose(merged)
     job_seconds: dict[str | None, float] = defaultdict(float)
     job_nodes: dict[str | None, int] = defaultdict(int)
@@ -150,7 +156,6 @@ def build(lines: Iterable[dict[str, Any]], events: Iterable[Event] = ()) -> Ledg
         sources=source_totals,
         nodes_expected=max((nodes for _, nodes in starts if nodes), default=None),
         nodes_measured=max(job_nodes.values(), default=0),
-        node_seconds=sum(max(s.seconds for s in sources) for sources in chosen.values()),
         wall_seconds=sum(job_seconds.values()),
         coverage=_coverage(totals, chosen, starts),
         missing=missing,
@@ -188,27 +193,6 @@ def _number(value: object) -> float | None:
     return float(value)
 
 
-def _add_sessions(totals: dict[SessionKey, SourceEnergy]) -> ByPlace:
-    """Sessions of one source on one node in one job, added: a restart continues the count."""
-    groups: dict[tuple[Any, ...], list[SourceEnergy]] = defaultdict(list)
-    for key, energy in totals.items():
-        groups[key.place, key.source, key.scope, key.is_modelled].append(energy)
-    merged: ByPlace = defaultdict(list)
-    for (place, *_), sessions in groups.items():
-        merged[place].append(
-            replace(
-                sessions[-1],
-                joules=sum(s.joules for s in sessions),
-                seconds=sum(s.seconds for s in sessions),
-                resets=sum(s.resets for s in sessions),
-                note=next((s.note for s in sessions if s.note), ""),
-                nodes=max(s.nodes for s in sessions),
-                resolution_joules=sum_or_unknown(s.resolution_joules for s in sessions),
-            )
-        )
-    return merged
-
-
 def _choose(merged: ByPlace) -> ByPlace:
     """The sources that count: per job those of its nodes, unless the record of the whole job covers more.
 
@@ -243,8 +227,8 @@ def _coverage(
         return "not measured on any node; the figure is modelled" if totals else "not measured: no energy record"
     kinds = set()
     for scopes in ({s.scope for s in sources} for sources in chosen.values()):
-        names = [name for scope, name in PART_NAMES.items() if scope in scopes]
-        parts_only = f"{' and '.join(names)} only, not the rest of the node"
+        parts = " and ".join(name for scope, name in PART_NAMES.items() if scope in scopes)
+        parts_only = f"{parts} only, not the rest of the node"
         kinds.add(next((text for scope, text in COVERS_MOST.items() if scope in scopes), parts_only))
     ordered = sorted(kinds, key=len)
     text = ordered[0] if len(ordered) == 1 else "in part " + ", in part ".join(ordered)

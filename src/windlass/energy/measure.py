@@ -75,9 +75,7 @@ def reconcile(sources: Iterable[SourceEnergy]) -> list[SourceEnergy]:
             continue
         candidates = [s for s in measured if s.scope == scope]
         longest_seconds = max((s.seconds for s in candidates), default=0.0)
-        if (
-            scope == "node" and candidates
-        ):  # a node's figure below the sum of its parts was cut short, and the parts count instead
+        if scope == "node" and candidates:  # a figure below the sum of the node's parts was cut short: the parts count
             parts_joules = sum(s.joules for s in reconcile(s for s in measured if s.scope != "node"))
             candidates = [s for s in candidates if s.joules >= COMPLETE_SHARE * parts_joules]
 
@@ -96,7 +94,6 @@ def sum_or_unknown(values: Iterable[float | None]) -> float | None:
 
 
 def measurement(sources: Sequence[SourceEnergy], seconds: float, missing: dict[str, str] | None = None) -> Measurement:
-    """Reconcile the sources of one node."""
     chosen = reconcile(sources)
     return Measurement(
         seconds=seconds,

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from windlass.energy.ledger import WHOLE_JOB, meter_started_at
 from windlass.errors import LaunchError, RunError
@@ -95,11 +95,10 @@ def parse_ear(text: str, path: str) -> list[EarRow]:
     }
     absent = [key for key in ("node", "job", "seconds") if not {key, f"manager_{key}"} & set(columns)]
     if absent or not {"watts", "manager_watts", "joules", "kwh"} & set(columns):
-        start = ", ".join(list(reader.fieldnames or ())[:6]) or "nothing"
         raise RunError(
             "energy.not-an-ear-file",
             f"{path} is not an EAR application CSV: no column for {', '.join(absent) or 'node power'} "
-            f"(it begins with {start})",
+            f"(it begins with {', '.join(list(reader.fieldnames or ())[:6]) or 'nothing'})",
             hint="the separator is ';'; loop files (LOOPID) have no totals, give the _apps file",
         )
     return [_ear_row(record, columns) for record in reader if (record.get(columns["node"]) or "").strip()]
@@ -113,7 +112,8 @@ def _ear_row(record: Mapping[str, str | None], columns: Mapping[str, str]) -> Ea
     def text(key: str) -> str:
         return (record.get(columns[key]) or "").strip() if key in columns else ""
 
-    def energy(watts: float | None) -> float | None:
+    def energy(name: str) -> float | None:
+        watts = numbers.get(prefix + name)
         return None if watts is None else watts * seconds
 
     numbers = {key: _number(record.get(column)) for key, column in columns.items()}
@@ -121,24 +121,20 @@ def _ear_row(record: Mapping[str, str | None], columns: Mapping[str, str]) -> Ea
     is_managed = numbers.get("manager_watts") and not (numbers.get("seconds") and numbers.get("watts"))
     prefix = "manager_" if is_managed else ""
     seconds = numbers.get(f"{prefix}seconds") or numbers.get("seconds") or 0.0
-    joules = energy(numbers.get(f"{prefix}watts")) or None
-    if joules is None:
-        kwh = numbers.get("kwh")
-        joules = (numbers.get("joules") if kwh is None else kwh * 3.6e6) or None
+    kwh, start, end = numbers.get("kwh"), numbers.get("start"), numbers.get("end")
     gpu_joules: dict[str, float] = {}
     for column, raw in record.items():
-        name, watts = _normalized(column or ""), _number(raw if column else None)
-        if name.startswith("GPU") and name.removesuffix("W").endswith("POWER") and watts is not None:
-            gpu_joules[name.removesuffix("W").removesuffix("POWER").lower()] = watts * seconds
-    start, end = numbers.get("start"), numbers.get("end")
+        name, watts = _normalized(column or "").removesuffix("W"), _number(raw if column else None)
+        if name.startswith("GPU") and name.endswith("POWER") and watts is not None:
+            gpu_joules[name.removesuffix("POWER").lower()] = watts * seconds
     return EarRow(
         job=text("job"),
         step=text("step"),
         node=text("node"),
         seconds=seconds,
-        joules=joules,
-        cpu_joules=energy(numbers.get(f"{prefix}cpu_watts")),
-        memory_joules=energy(numbers.get(f"{prefix}memory_watts")),
+        joules=energy("watts") or (numbers.get("joules") if kwh is None else kwh * 3.6e6) or None,
+        cpu_joules=energy("cpu_watts"),
+        memory_joules=energy("memory_watts"),
         gpu_joules=gpu_joules,
         app=text("app") if start and end else "",
         start=start,
@@ -160,12 +156,9 @@ def without_overlap(rows: list[EarRow]) -> list[EarRow]:
     A row's power is that of the whole node. Of steps or programs that ran at the same time on a node (one per rank,
     for example) only the longest counts, or the node would be counted several times.
     """
-    jobs_with_steps = {row.job for row in rows if row.step not in OTHER_STEPS and row.step != BATCH_STEP}
-    steps = [
-        row
-        for row in rows
-        if row.step not in OTHER_STEPS and (row.step != BATCH_STEP or row.job not in jobs_with_steps)
-    ]
+    rows = [row for row in rows if row.step not in OTHER_STEPS]
+    jobs_with_steps = {row.job for row in rows if row.step != BATCH_STEP}
+    steps = [row for row in rows if row.step != BATCH_STEP or row.job not in jobs_with_steps]
     kept: list[EarRow] = []
     for row in sorted(steps, key=lambda r: -r.seconds):
         overlaps = [
@@ -286,66 +279,43 @@ def _job_energy(job: str, rows: Sequence[_SacctRow]) -> JobEnergy:
     if any(row.is_rounded for row in counted):
         note += "; rounded by sacct (ConsumedEnergyRaw is exact)"
     # Steps may run at the same time, and then their times add up to more than the job's.
-    seconds = sum(row.seconds for row in counted)
-    nodes = max(row.nodes for row in counted)
-    return JobEnergy(job, sum(joules), min(seconds, job_seconds) if job_seconds else seconds, nodes, note)
+    seconds = min(sum(row.seconds for row in counted), job_seconds or float("inf"))
+    return JobEnergy(job, sum(joules), seconds, max(row.nodes for row in counted), note)
+
+
+_Record = TypeVar("_Record", EarRow, JobEnergy)
 
 
 def record_ear(run: Run, rows: Sequence[EarRow], path: str = "the CSV") -> int:
     """Append the rows of this run's jobs; appending them twice changes nothing. Returns how many were taken."""
-    jobs = _own_jobs(run, {row.job for row in rows if row.joules is not None}, path)
-    own_rows = [row for row in rows if row.joules is not None and row.job in jobs]
-    for row in own_rows:
-        by_scope = {
-            "node": row.joules,
-            "device": sum(row.gpu_joules.values()),
-            "cpu": row.cpu_joules,
-            "memory": row.memory_joules,
-        }
-        for scope, joules in by_scope.items():
+    own = _own_records(run, [row for row in rows if row.joules is not None], path)
+    for row, job in own:
+        parts = {"device": sum(row.gpu_joules.values()), "cpu": row.cpu_joules, "memory": row.memory_joules}
+        for scope, joules in ({"node": row.joules} | parts).items():
             if joules:
-                _append(
-                    run,
-                    row.node,
-                    jobs[row.job],
-                    f"ear:{row.name}",
-                    seconds=row.seconds,
-                    scope=scope,
-                    method="power",
-                    joules=joules,
-                )
-    return len(own_rows)
+                fields = {"seconds": row.seconds, "scope": scope, "method": "power", "joules": joules}
+                _append(run, row.node, job, f"ear:{row.name}", fields)
+    return len(own)
 
 
 def record_slurm(run: Run, jobs: Sequence[JobEnergy], path: str = "sacct's answer") -> int:
     """Append sacct's figures of this run's jobs; appending them twice changes nothing. Returns how many were taken."""
-    run_jobs = _own_jobs(run, {job.job for job in jobs if job.joules is not None}, path)
-    own = [job for job in jobs if job.joules is not None and job.job in run_jobs]
-    for job in own:
-        nodes = max(1, job.nodes)
-        _append(
-            run,
-            WHOLE_JOB,
-            run_jobs[job.job],
-            f"slurm:{job.job}",
-            scope="node",
-            method="counter",
-            joules=job.joules,
-            seconds=job.seconds * nodes,
-            nodes=nodes,
-            note=job.note,
-        )
+    own = _own_records(run, [record for record in jobs if record.joules is not None], path)
+    for record, job in own:
+        nodes = max(1, record.nodes)
+        fields = {"scope": "node", "method": "counter", "joules": record.joules, "seconds": record.seconds * nodes}
+        _append(run, WHOLE_JOB, job, f"slurm:{record.job}", {**fields, "nodes": nodes, "note": record.note})
     return len(own)
 
 
-def _append(run: Run, node: str, job: str | None, session: str, **fields: Any) -> None:
-    source = session.partition(":")[0]
-    line = {"time": time.time(), "node": node, "job": job, "session": session, "source": source, **fields}
-    append_line(run.energy_file, line)
+def _append(run: Run, node: str, job: str | None, session: str, fields: dict[str, Any]) -> None:
+    line = {"time": time.time(), "node": node, "job": job, "session": session, "source": session.partition(":")[0]}
+    append_line(run.energy_file, line | fields)
 
 
-def _own_jobs(run: Run, jobs: set[str], path: str) -> dict[str, str | None]:
-    """Job of the record -> job of the run; other jobs are left out. A run without known jobs accepts all."""
+def _own_records(run: Run, records: list[_Record], path: str) -> list[tuple[_Record, str | None]]:
+    """The records of this run's jobs, each with the job of the run. A run without known jobs accepts all."""
+    jobs = {record.job for record in records}
     submitted = {str(line.get("job") or line.get("job_id") or "") for line in read_json_lines(run.jobs_file)}
     meters = [
         line for line in read_json_lines(run.energy_file) if meter_started_at(str(line.get("session"))) is not None
@@ -353,19 +323,20 @@ def _own_jobs(run: Run, jobs: set[str], path: str) -> dict[str, str | None]:
     run_jobs = (submitted | {str(line["job"]) for line in meters if line.get("job")}) - {""}
     if not run_jobs:  # meters outside any job have job None; the same job keeps both from being counted
         is_outside = any(not line.get("job") for line in meters)
-        return {job: None if is_outside else job for job in jobs}
-    own: dict[str, str | None] = {}
-    for job in jobs:  # sacct writes `77+0` and `77_3` for the parts of a job that was submitted as 77
-        names = (job, job.partition("+")[0], job.partition("_")[0])
-        if name := next((name for name in names if name in run_jobs), None):
-            own[job] = name
+        return [(record, None if is_outside else record.job) for record in records]
+    own = {  # sacct writes `77+0` and `77_3` for the parts of a job that was submitted as 77
+        job: name
+        for job in jobs
+        for name in (job.partition("_")[0], job.partition("+")[0], job)  # the last of them wins
+        if name in run_jobs
+    }
     if jobs and not own:
         raise RunError(
             "energy.no-job-of-this-run",
             f"{path} has jobs {_first_names(jobs)}, and none of them belongs to this run ({_first_names(run_jobs)})",
             hint="EAR names an array's tasks by their own numbers: write the run's job id into the JOBID column",
         )
-    return own
+    return [(record, own[record.job]) for record in records if record.job in own]
 
 
 def _first_names(names: Iterable[str]) -> str:

@@ -31,8 +31,6 @@ COMPARE_SECONDS, COMPARE_GAP_SECONDS = 30.0, 10.0
 
 @dataclass
 class PartEnergy:
-    """Joules of one part so far."""
-
     scope: Scope
     method: Method
     joules: float = 0.0
@@ -91,8 +89,7 @@ class PartEnergy:
                 return None
             else:
                 is_reset = True
-        if is_reset:
-            gained = after
+        gained = after if is_reset else gained
         self.resets += is_reset or gained > limit_joules
         return gained if gained <= limit_joules else 0.0
 
@@ -127,11 +124,9 @@ class Sampler:
                     continue
                 at = self._clock()
                 for sample in samples:
-                    key = (sensor.name, sample.part)
-                    if key not in self._parts:
-                        measured: Method = "counter" if sample.joules is not None else "power"
-                        self._parts[key] = PartEnergy(sample.scope, "modelled" if sample.modelled else measured)
-                    self._parts[key].add(sample, at)
+                    measured: Method = "counter" if sample.joules is not None else "power"
+                    part = PartEnergy(sample.scope, "modelled" if sample.modelled else measured)
+                    self._parts.setdefault((sensor.name, sample.part), part).add(sample, at)
                 self.utilization = utilization if utilization is not None else self.utilization
             self.read_at = self._clock()
             self._started_at = self.read_at if self._started_at is None else self._started_at
@@ -156,11 +151,6 @@ class Sampler:
                 sums[key] = None if part.watts is None else (sums.get(key) or 0.0) + part.watts
             return sums
 
-    def needs_sampling(self) -> bool:
-        """Whether some part has no counter, so that its power must be read between start and end."""
-        with self._lock:
-            return any(part.method != "counter" for part in self._parts.values())
-
     def close(self) -> None:
         for sensor in self.sensors:
             sensor.close()
@@ -174,11 +164,10 @@ def _source_energy(sensor: Sensor, scope: Scope, parts: Mapping[str, PartEnergy]
     method: Method = "modelled" if "modelled" in methods else "power" if "power" in methods else "counter"
     part_joules = {name: p.power_joules if p.is_doubtful else p.joules for name, p in parts.items()}
     joules, seconds = sum(part_joules.values()), max(p.seconds for p in parts.values())
-    note = sensor.note
+    notes = [sensor.note] if sensor.note else []
     if doubtful:
         counter, power = sum(p.counter_joules for p in doubtful), sum(p.power_joules for p in doubtful)
-        doubt = f"its counter shows {counter:,.0f} J and its power {power:,.0f} J: summed power is used instead"
-        note = f"{note}; {doubt}" if note else doubt
+        notes.append(f"its counter shows {counter:,.0f} J and its power {power:,.0f} J: summed power is used instead")
     has_resolution = method == "counter" and sensor.update_seconds is not None and seconds > 0
     return SourceEnergy(
         source=sensor.name,
@@ -188,7 +177,7 @@ def _source_energy(sensor: Sensor, scope: Scope, parts: Mapping[str, PartEnergy]
         seconds=seconds,
         parts=part_joules,
         resets=sum(p.resets for p in parts.values()),
-        note=note,
+        note="; ".join(notes),
         resolution_joules=joules / seconds * (sensor.update_seconds or 0.0) if has_resolution else None,
     )
 
@@ -237,7 +226,8 @@ class MeasurementWindow:
 
     def begin(self) -> None:
         self._sampler.read()
-        seconds = self._interval_seconds if self._sampler.needs_sampling() else VISIT_SECONDS
+        has_gauge = any(source.method != "counter" for source in self._sampler.measurement().sources)
+        seconds = self._interval_seconds if has_gauge else VISIT_SECONDS
         self._end_sampling = call_every(seconds, self._sampler.read, "windlass-energy-window")
 
     def end(self) -> Measurement:

@@ -37,8 +37,7 @@ class AmdsmiSensor(Sensor):
         prefix = "module" if per_module > 1 else "gpu"
         self._handles: list[tuple[str, Any]] = []
         for module in modules:
-            dies = handles[module * per_module : (module + 1) * per_module]
-            if dies:
+            if dies := handles[module * per_module : (module + 1) * per_module]:
                 # By AMD's numbering the first die answers for its module; some drivers number otherwise.
                 counting = (die for die in dies if self._joules(die) is not None)
                 powered = (die for die in dies if self._watts(die) is not None)
@@ -65,10 +64,8 @@ class AmdsmiSensor(Sensor):
     def _watts(self, handle: Any) -> float | None:
         with contextlib.suppress(Exception):
             power = self._smi.amdsmi_get_power_info(handle)
-            for key in ("average_socket_power", "current_socket_power", "socket_power"):
-                value = power.get(key)
-                if isinstance(value, (int, float)) and 0 < value < NO_POWER:
-                    return float(value)
+            values = map(power.get, ("average_socket_power", "current_socket_power", "socket_power"))
+            return next((float(v) for v in values if isinstance(v, (int, float)) and 0 < v < NO_POWER), None)
         return None
 
     def utilization(self) -> float | None:

@@ -31,8 +31,6 @@ class SensorHost:
 
 @dataclass(frozen=True)
 class Sample:
-    """One reading of one part."""
-
     part: str
     scope: Scope
     joules: float | None = None  # a counter that started at an unknown time: only differences have a meaning

@@ -42,13 +42,12 @@ class CraySensor(Sensor):
         if self._same_reads >= STALE_READS:
             self.note = f"the counters stood still for {STALE_READS} reads"
             return []
-        epoch = read_text(self._root / "startup")
-        samples = []
-        for part, scope, prefix in self._parts:
-            joules, watts = value(self._root / f"{prefix}energy", "J"), value(self._root / f"{prefix}power", "W")
-            if joules is not None:
-                samples.append(Sample(part, scope, joules, watts, epoch=epoch))
-        return samples
+        root, epoch = self._root, read_text(self._root / "startup")
+        return [
+            Sample(part, scope, joules, value(root / f"{prefix}power", "W"), epoch=epoch)
+            for part, scope, prefix in self._parts
+            if (joules := value(root / f"{prefix}energy", "J")) is not None
+        ]
 
 
 def value(path: Path, unit: str) -> float | None:

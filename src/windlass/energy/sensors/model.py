@@ -33,8 +33,8 @@ class ModelSensor(Sensor):
                 terms.append(f"other parts of the node {cluster.node.other_watts:g} W")
         cpu_watts = None if cluster is None else cluster.node.cpu_watts
         self._cpu_watts = cpu_watts or WATTS_PER_BUSY_CORE * (os.cpu_count() or 1)
-        assumption = f"{WATTS_PER_BUSY_CORE:g} W per busy core (assumed)"
-        terms.append(f"CPUs {cpu_watts:g} W x load" if cpu_watts else assumption)
+        assumed = f"{WATTS_PER_BUSY_CORE:g} W per busy core (assumed)"
+        terms.append(f"CPUs {cpu_watts:g} W x load" if cpu_watts else assumed)
         if self._jiffies is None and self._fixed_watts == 0:
             raise SensorMissing("no power model: the cluster file names no power and the CPU's load cannot be read")
         self.note = "modelled: " + " + ".join(terms)

@@ -29,7 +29,23 @@ class NvmlSensor(Sensor):
             self._nvml.nvmlInit()
         except self._nvml.NVMLError as error:
             raise SensorMissing(f"NVML does not start: {error}") from None
-        self._handles = self._open_handles(host)
+        count = self._nvml.nvmlDeviceGetCount()
+        names = visible = visible_devices(host.env, count)
+        if host.devices is not None:
+            # A launcher may show each rank one device only; the node's meter then gets numbers beyond that list.
+            is_listed = max(host.devices, default=0) < len(visible)
+            names = [visible[i] if is_listed else str(i) for i in host.devices]
+        self._handles: list[tuple[str, Any]] = []  # (part, NVML handle) of the job's devices
+        for name in names:
+            with contextlib.suppress(self._nvml.NVMLError):
+                if name.isdigit() and int(name) < count:
+                    self._handles.append((f"gpu{name}", self._nvml.nvmlDeviceGetHandleByIndex(int(name))))
+                elif not name.isdigit():
+                    # CUDA accepts a shortened UUID; NVML wants the full one.
+                    raw = map(self._nvml.nvmlDeviceGetUUID, map(self._nvml.nvmlDeviceGetHandleByIndex, range(count)))
+                    uuids = (uuid.decode() if isinstance(uuid, bytes) else str(uuid) for uuid in raw)
+                    full = next((uuid for uuid in uuids if uuid.startswith(name)), name)
+                    self._handles.append((name, self._nvml.nvmlDeviceGetHandleByUUID(full)))
         if not self._handles:
             self.close()
             raise SensorMissing("NVML shows no device that this job may use")
@@ -38,32 +54,11 @@ class NvmlSensor(Sensor):
         self._counter_parts = {part for part, _ in self._handles}.difference(without_counter)
         notes = []
         if host.devices is not None and len(self._handles) < len(host.devices):
-            visible = f"only {len(self._handles)} of the node's {len(host.devices)} devices can be seen from here"
-            notes.append(f"{visible}: the others are not counted")
+            counts = f"only {len(self._handles)} of the node's {len(host.devices)} devices can be seen from here"
+            notes.append(f"{counts}: the others are not counted")
         if without_counter:
             notes.append(f"no energy counter on {', '.join(without_counter)}: power is read and summed")
         self.note = "; ".join(notes)
-
-    def _open_handles(self, host: SensorHost) -> list[tuple[str, Any]]:
-        """(part, NVML handle) of the job's devices."""
-        count = self._nvml.nvmlDeviceGetCount()
-        names = visible = visible_devices(host.env, count)
-        if host.devices is not None:
-            # A launcher may show each rank one device only; the node's meter then gets numbers beyond that list.
-            is_listed = max(host.devices, default=0) < len(visible)
-            names = [visible[i] if is_listed else str(i) for i in host.devices]
-        handles = []
-        for name in names:
-            with contextlib.suppress(self._nvml.NVMLError):
-                if name.isdigit() and int(name) < count:
-                    handles.append((f"gpu{name}", self._nvml.nvmlDeviceGetHandleByIndex(int(name))))
-                elif not name.isdigit():
-                    # CUDA accepts a shortened UUID; NVML wants the full one.
-                    raw = map(self._nvml.nvmlDeviceGetUUID, map(self._nvml.nvmlDeviceGetHandleByIndex, range(count)))
-                    uuids = (uuid.decode() if isinstance(uuid, bytes) else str(uuid) for uuid in raw)
-                    full = next((uuid for uuid in uuids if uuid.startswith(name)), name)
-                    handles.append((name, self._nvml.nvmlDeviceGetHandleByUUID(full)))
-        return handles
 
     def read(self) -> list[Sample]:
         read_energy, read_power = self._nvml.nvmlDeviceGetTotalEnergyConsumption, self._nvml.nvmlDeviceGetPowerUsage

@@ -11,25 +11,23 @@ class RaplSensor(Sensor):
     update_seconds: float | None = 0.001  # about a millisecond, by Intel's manual
 
     def __init__(self, host: SensorHost) -> None:
-        self._zones: list[tuple[str, Scope, Path, float | None]] = []
-        root, unreadable = host.root / "sys/class/powercap", 0
-        for zone in sorted(root.glob("intel-rapl:*")):
-            # Packages and DRAM are disjoint. Core and uncore lie inside the package and psys around everything.
-            name = read_text(zone / "name")
-            if not name.startswith("package") and name != "dram":
-                continue
-            if _joules(zone / "energy_uj") is None:
-                unreadable += 1
-                continue
-            part = name if name != "dram" else f"dram-{zone.name.split(':')[1]}"
-            scope: Scope = "memory" if name == "dram" else "cpu"
-            self._zones.append((part, scope, zone / "energy_uj", _joules(zone / "max_energy_range_uj")))
-        if not self._zones and unreadable:
-            raise SensorMissing(
-                f"{unreadable} RAPL zones exist but only root may read them: CPU energy is not measured"
+        root = host.root / "sys/class/powercap"
+        names = {zone: read_text(zone / "name") for zone in sorted(root.glob("intel-rapl:*"))}
+        # Packages and DRAM are disjoint. Core and uncore lie inside the package and psys around everything.
+        wanted = {zone: name for zone, name in names.items() if name.startswith("package") or name == "dram"}
+        self._zones: list[tuple[str, Scope, Path, float | None]] = [
+            (
+                f"dram-{zone.name.split(':')[1]}" if name == "dram" else name,
+                "memory" if name == "dram" else "cpu",
+                zone / "energy_uj",
+                _joules(zone / "max_energy_range_uj"),
             )
+            for zone, name in wanted.items()
+            if _joules(zone / "energy_uj") is not None
+        ]
         if not self._zones:
-            raise SensorMissing(f"no RAPL zone under {root}")
+            unreadable = f"{len(wanted)} RAPL zones exist but only root may read them: CPU energy is not measured"
+            raise SensorMissing(unreadable if wanted else f"no RAPL zone under {root}")
 
     def read(self) -> list[Sample]:
         readings = ((part, scope, _joules(path), wraps_at) for part, scope, path, wraps_at in self._zones)
