@@ -74,13 +74,13 @@ class ProfileError(WindlassError):
 
 
 # Exit codes of a training process, read by the supervisor, the job chain and sweeps.
+# The run is finished: no further job is needed.
 EXIT_DONE = 0
-"""The run is finished: no further job is needed."""
+# A device ran out of memory: restarting the same layout fails again.
 EXIT_OUT_OF_MEMORY = 12
-"""A device ran out of memory: restarting the same layout fails again."""
+# The watchdog ended the job; the error record names the rank.
 EXIT_HANG = 13
-"""The watchdog ended the job; the error record names the rank."""
+# Too many non-finite or spiking steps in a row.
 EXIT_DIVERGED = 14
-"""Too many non-finite or spiking steps in a row."""
+# Stopped early on purpose (signal or wall time) after a good save: submit the next job (EX_TEMPFAIL of sysexits.h).
 EXIT_RESUMABLE = 75
-"""Stopped early on purpose (signal or wall time) after a good save: submit the next job (EX_TEMPFAIL of sysexits.h)."""

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# How much of a large file is read at a time.
 READ_BLOCK_BYTES = 4 << 20
-"""How much of a large file is read at a time."""
 
 
 def write_atomic(path: Path, content: str | bytes, *, sync: bool = True) -> None:
@@ -54,8 +54,8 @@ def append_line(path: Path, value: Any) -> None:
         os.close(handle)
 
 
+# Lines that could not be written to a full or read-only disk; they are written before the next line.
 _buffered: dict[Path, list[Any]] = {}
-"""Lines that could not be written to a full or read-only disk; they are written before the next line."""
 _RETRY_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _MAX_BUFFERED_LINES = 100_000
 

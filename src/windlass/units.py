@@ -151,8 +151,8 @@ def print_seconds(seconds: float | None) -> str:
     return f"{_trim(seconds / 86400, 1)} days"
 
 
+# Joules from which energies are written in watt-hours, so that a run and its forecast stand in one unit.
 WATT_HOURS_FROM = 360.0
-"""Joules from which energies are written in watt-hours, so that a run and its forecast stand in one unit."""
 
 
 def print_joules(joules: float | None, digits: int = 2) -> str:

@@ -5,31 +5,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineProfile:
+    # fp32 weights are the master and 16-bit copies are made when needed; False: 16-bit weights and a gradient buffer
+    # stay resident, and fp32 masters belong to the optimizer.
     fp32_weights: bool
-    """fp32 weights are the master and 16-bit copies are made when needed; False: 16-bit weights and a gradient buffer
-    stay resident, and fp32 masters belong to the optimizer."""
+    # Of gradients that stay resident, in bf16 training, where a row does not state it.
     gradient_precision: str = "bf16"
-    """Of gradients that stay resident, in bf16 training, where a row does not state it."""
+    # Explicit fp32 accumulation lies beside the 16-bit gradients (nanotron, DeepSpeed's BF16Optimizer).
     keeps_both_gradients: bool = False
-    """Explicit fp32 accumulation lies beside the 16-bit gradients (nanotron, DeepSpeed's BF16Optimizer)."""
+    # Reduce and all-gather buckets.
     bucket_bytes: float = 0.0
-    """Reduce and all-gather buckets."""
+    # Bytes per logit that a plain loss holds at its peak.
     plain_loss_bytes: float = 8.0
-    """Bytes per logit that a plain loss holds at its peak."""
+    # The same where attention is not fused either: engines of before 2022 held logits, softmax and gradient apart.
     plain_loss_bytes_unfused: float = 8.0
-    """The same where attention is not fused either: engines of before 2022 held logits, softmax and gradient apart."""
+    # More of them on a divided vocabulary, where softmax and its gradient are separate operations.
     divided_loss_bytes: float = 0.0
-    """More of them on a divided vocabulary, where softmax and its gradient are separate operations."""
+    # Share of products and element-wise work that selective recomputation repeats.
     selective_share: float = 0.0
-    """Share of products and element-wise work that selective recomputation repeats."""
+    # Kernels of one layer's forward pass without compilation.
     eager_kernels: float = 60.0
-    """Kernels of one layer's forward pass without compilation."""
+    # Bytes per parameter that an optimizer update without compilation moves.
     eager_update_bytes: float = 34.0
-    """Bytes per parameter that an optimizer update without compilation moves."""
+    # Every gathered layer is unpacked and its gradients packed, by copies (FSDP).
     copies_shards: bool = False
-    """Every gathered layer is unpacked and its gradients packed, by copies (FSDP)."""
+    # Gradients of unsharded layouts are reduced while the backward pass runs.
     overlaps_reduction: bool = True
-    """Gradients of unsharded layouts are reduced while the backward pass runs."""
 
 
 ENGINE_PROFILES = {

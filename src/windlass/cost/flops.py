@@ -7,10 +7,10 @@ from windlass.errors import ConfigError
 from windlass.models.spec import LayerSpec, ModelSpec
 
 Convention = Literal["6N", "6N+attention", "6N+causal attention"]
+# Share of the square between positions that a convention counts.
 MIXING_SHARES: dict[Convention, float] = {"6N": 0.0, "6N+attention": 1.0, "6N+causal attention": 0.5}
-"""Share of the square between positions that a convention counts."""
+# What PaLM, torchtitan and most published figures count: attention as if it were not causal.
 DEFAULT: Convention = "6N+attention"
-"""What PaLM, torchtitan and most published figures count: attention as if it were not causal."""
 
 
 def flops_per_token(model: ModelSpec, seq_len: int, convention: Convention = DEFAULT) -> float:
@@ -60,12 +60,12 @@ def recomputed_share(layer: LayerSpec, policy: str) -> float:
 class Utilisation:
     """A share of peak with what it counts and what it is a share of."""
 
+    # 0 to 1; None when the device's peak is unknown.
     value: float | None
-    """0 to 1; None when the device's peak is unknown."""
     convention: str
     denominator: str
+    # The same work against the highest matrix rate measured on such a device.
     of_achievable: float | None = None
-    """The same work against the highest matrix rate measured on such a device."""
 
     def __str__(self) -> str:
         if self.value is None:

@@ -16,57 +16,57 @@ from windlass.layout.types import Layout, StepSpec
 from windlass.models.spec import LayerSpec, ModelSpec
 
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+# CUDA or ROCm context with loaded kernels, outside the allocator.
 CONTEXT_BYTES = 0.6e9
-"""CUDA or ROCm context with loaded kernels, outside the allocator."""
+# Buffers of one communicator (data, tensor, pipeline, context), outside the allocator.
 NCCL_BYTES_PER_GROUP = 0.7e9
-"""Buffers of one communicator (data, tensor, pipeline, context), outside the allocator."""
+# Reserved beyond allocated: blocks that the caching allocator holds but cannot hand out, as long as there is room.
 SLACK = 0.12
-"""Reserved beyond allocated: blocks that the caching allocator holds but cannot hand out, as long as there is room."""
+# The same under full sharding, whose gathers and reductions run on streams of their own, each with its own pool.
 SHARDED_SLACK = 0.25
-"""The same under full sharding, whose gathers and reductions run on streams of their own, each with its own pool."""
+# What remains of that slack when memory is short and cached blocks are returned; also covers the error of the
+# estimate.
 TIGHT_SLACK = 0.10
-"""What remains of that slack when memory is short and cached blocks are returned; also covers the error of the
-estimate."""
+# Scratch of cuBLAS and cuDNN inside the allocator: the same on every H200 row of ours.
 WORKSPACE_BYTES = 72e6
-"""Scratch of cuBLAS and cuDNN inside the allocator: the same on every H200 row of ours."""
 
+# Moment of the step -> bytes by what holds them.
 Moments = dict[str, dict[str, float]]
-"""Moment of the step -> bytes by what holds them."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
+    # Bytes by what holds them, at the moment of the peak; sums to `allocated`.
     terms: dict[str, float]
-    """Bytes by what holds them, at the moment of the peak; sums to `allocated`."""
+    # Peak of the caching allocator (torch.cuda.max_memory_allocated).
     allocated: float
-    """Peak of the caching allocator (torch.cuda.max_memory_allocated)."""
+    # What the allocator took from the driver.
     reserved: float
-    """What the allocator took from the driver."""
+    # With context and communication buffers: what nvidia-smi shows.
     total: float
-    """With context and communication buffers: what nvidia-smi shows."""
+    # The least with which the step runs: compare this with the device's usable memory.
     needed: float
-    """The least with which the step runs: compare this with the device's usable memory."""
+    # When the peak occurs: "loss", "backward" or "optimizer".
     moment: str
-    """When the peak occurs: "loss", "backward" or "optimizer"."""
+    # Pipeline rank with the highest peak.
     stage: int
-    """Pipeline rank with the highest peak."""
 
 
 class RankLoad(NamedTuple):
     """Parameters and layers of one pipeline rank, after tensor division."""
 
+    # Layers of each group of the model that the rank holds a part of, with their number.
     layers: list[tuple[LayerSpec, float]]
-    """Layers of each group of the model that the rank holds a part of, with their number."""
     num_layers: float
+    # Bytes per token of all its layers' activations, from the forward to the backward pass.
     kept: float
-    """Bytes per token of all its layers' activations, from the forward to the backward pass."""
+    # Bytes per token more while the backward pass of its largest layer runs.
     transient: float
-    """Bytes per token more while the backward pass of its largest layer runs."""
     embedding: float
     head: float
     body: float
+    # Micro-batches whose activations live at the same time.
     in_flight: float
-    """Micro-batches whose activations live at the same time."""
     has_loss: bool
 
     @property

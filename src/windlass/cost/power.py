@@ -5,38 +5,37 @@ from dataclasses import dataclass
 
 from windlass.clusters.model import Billing, Device, Grid, Node
 
+# Idle power as a share of the limit where it was not measured: 80 to 90 W of 700 W (H100, H200), 55 of 400 W (A100).
 IDLE_SHARE = 0.12
-"""Idle power as a share of the limit where it was not measured: 80 to 90 W of 700 W (H100, H200), 55 of 400 W
-(A100)."""
+# Power above idle that a device draws as soon as it computes at all: clocks, memory and spinning collectives; the
+# rest follows the MFU.
 BUSY_SHARE = 0.40
-"""Power above idle that a device draws as soon as it computes at all: clocks, memory and spinning collectives; the
-rest follows the MFU."""
+# MFU at which a device reaches its power limit: an H200 draws 690 of 700 W in compiled loops from 40 % MFU on.
 FULL_AT = 0.45
-"""MFU at which a device reaches its power limit: an H200 draws 690 of 700 W in compiled loops from 40 % MFU on."""
+# CPUs, memory, network cards and fans relative to device power, where the node's figures are unknown.
 NODE_OVERHEAD = 0.25
-"""CPUs, memory, network cards and fans relative to device power, where the node's figures are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class PowerEstimate:
     device_watts: float | None
+    # One node with all its devices, CPUs and the rest.
     node_watts: float | None
-    """One node with all its devices, CPUs and the rest."""
+    # Figures that were unknown and assumed.
     assumed: tuple[str, ...]
-    """Figures that were unknown and assumed."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnergyEstimate:
+    # At the nodes.
     it_kwh: float | None
-    """At the nodes."""
+    # With the building: times PUE.
     kwh: float | None
-    """With the building: times PUE."""
     pue: float
+    # Location-based: the grid's average.
     tco2e: float | None
-    """Location-based: the grid's average."""
+    # Market-based: what the site's contract says; None when unknown.
     market_tco2e: float | None
-    """Market-based: what the site's contract says; None when unknown."""
     kwh_per_billion_tokens: float | None
     euros: float | None
     assumed: tuple[str, ...]

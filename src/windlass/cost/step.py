@@ -22,73 +22,73 @@ from windlass.models.spec import LayerSpec, ModelSpec
 class Constants:
     """What physics leaves open: each a share or a small time, with its meaning."""
 
+    # Share of the dense peak that large matrix products hold inside a model, where power allows it.
     matmul: float = 0.765
-    """Share of the dense peak that large matrix products hold inside a model, where power allows it."""
+    # bf16 products per watt of the limit on Hopper: 500 W parts and, in long runs, 700 W parts are limited by power,
+    # not by the peak.
     tflops_per_watt: float = 0.985
-    """bf16 products per watt of the limit on Hopper: 500 W parts and, in long runs, 700 W parts are limited by power,
-    not by the peak."""
+    # Tile and pipeline-fill losses: a product costs as much as if each of its sides were this much longer.
     edge: float = 150.0
-    """Tile and pipeline-fill losses: a product costs as much as if each of its sides were this much longer."""
+    # Slowdown of a product whose sides are not multiples of 64 values (the tile of the tensor cores' loads).
     misaligned: float = 1.45
-    """Slowdown of a product whose sides are not multiples of 64 values (the tile of the tensor cores' loads)."""
+    # Share of the dense peak in flash attention (version 2) on the generation it was written for (Ampere).
     flash: float = 0.52
-    """Share of the dense peak in flash attention (version 2) on the generation it was written for (Ampere)."""
+    # The same kernel on Hopper, whose faster instructions it does not use.
     flash_hopper: float = 0.30
-    """The same kernel on Hopper, whose faster instructions it does not use."""
+    # Share of the dense peak in attention written for the device (cuDNN, TransformerEngine, flash 3).
     attention: float = 0.51
-    """Share of the dense peak in attention written for the device (cuDNN, TransformerEngine, flash 3)."""
+    # Times that attention without fusion moves the square of scores through memory in a forward pass.
     square: float = 5.0
-    """Times that attention without fusion moves the square of scores through memory in a forward pass."""
+    # Share of the device's bandwidth that element-wise kernels reach.
     memory: float = 0.79
-    """Share of the device's bandwidth that element-wise kernels reach."""
+    # Bytes that unfused element-wise kernels move, relative to fused ones.
     eager: float = 2.23
-    """Bytes that unfused element-wise kernels move, relative to fused ones."""
+    # Share of a link that large collectives reach.
     network: float = 0.80
-    """Share of a link that large collectives reach."""
+    # The same inside a node relative to that: four H100 of Snellius reach 300.8 of 450 GB/s (all-reduce), 0.67 = 0.80
+    # x 0.84.
     inside: float = 0.84
-    """The same inside a node relative to that: four H100 of Snellius reach 300.8 of 450 GB/s (all-reduce), 0.67 =
-    0.80 x 0.84."""
+    # Share of compute behind which data-parallel traffic can hide.
     overlap: float = 0.95
-    """Share of compute behind which data-parallel traffic can hide."""
+    # What hidden traffic still costs, relative to its time on the links inside a node: collectives take
+    # multiprocessors and bandwidth.
     contention: float = 0.50
-    """What hidden traffic still costs, relative to its time on the links inside a node: collectives take
-    multiprocessors and bandwidth."""
+    # Share of tensor-parallel traffic that hides behind the products it belongs to, in engines that try.
     tensor_overlap: float = 0.2
-    """Share of tensor-parallel traffic that hides behind the products it belongs to, in engines that try."""
+    # Host time to launch one kernel.
     launch_us: float = 12.5
-    """Host time to launch one kernel."""
+    # Per step outside the model: data, logging, clipping, synchronisation.
     fixed_ms: float = 5.0
-    """Per step outside the model: data, logging, clipping, synchronisation."""
+    # GB/s of one device to and from host memory, and of the cores that update its share there: PCIe 4 reaches about
+    # 25, and the devices of a socket share its memory. Textbook, not fitted: no published row offloads.
     host_gbs: float = 20.0
-    """GB/s of one device to and from host memory, and of the cores that update its share there: PCIe 4 reaches about
-    25, and the devices of a socket share its memory. Textbook, not fitted: no published row offloads."""
+    # Relative slowdown per doubling of nodes: the slowest of many decides.
     straggle: float = 0.005
-    """Relative slowdown per doubling of nodes: the slowest of many decides."""
+    # Share of the 8-bit rate that remains when casts and scales are paid.
     fp8: float = 0.75
-    """Share of the 8-bit rate that remains when casts and scales are paid."""
+    # `edge` in our own engine, whose products are those of current libraries on Hopper.
     own_edge: float = 130.0
-    """`edge` in our own engine, whose products are those of current libraries on Hopper."""
+    # `fixed_ms` in our own engine: nothing in its step waits for the device.
     own_fixed_ms: float = 0.7
-    """`fixed_ms` in our own engine: nothing in its step waits for the device."""
+    # What attention with heads of 64 costs relative to heads of 128 with cuDNN's kernels.
     own_narrow: float = 1.15
-    """What attention with heads of 64 costs relative to heads of 128 with cuDNN's kernels."""
+    # Passes over a layer's element-wise bytes, forward and backward, when nothing is compiled.
     own_eager: float = 3.3
-    """Passes over a layer's element-wise bytes, forward and backward, when nothing is compiled."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepEstimate:
     seconds: float
+    # Seconds by cause; sums to `seconds`.
     terms: dict[str, float]
-    """Seconds by cause; sums to `seconds`."""
     tokens_per_second_per_device: float
     mfu: float | None
     mfu_convention: str
     hfu: float | None
+    # Seconds in which devices wait for data of others.
     exposed_communication: float
-    """Seconds in which devices wait for data of others."""
+    # Seconds in which pipeline stages are idle.
     bubble: float
-    """Seconds in which pipeline stages are idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,26 +181,26 @@ def bubble_share(layout: Layout) -> float:
 @dataclass(frozen=True, slots=True)
 class _Rates:
     constants: Constants
+    # FLOP/s of large matrix products in the precision of the blocks.
     matmul: float
-    """FLOP/s of large matrix products in the precision of the blocks."""
+    # The same in bf16 (fp32 where all is fp32).
     wide: float
-    """The same in bf16 (fp32 where all is fp32)."""
     attention: float
+    # Bytes/s of element-wise kernels.
     memory: float
-    """Bytes/s of element-wise kernels."""
     intra: float
+    # Bytes/s of one device inside a node, and of one device into the fabric when all of a node send.
     inter: float
-    """Bytes/s of one device inside a node, and of one device into the fabric when all of a node send."""
     intra_latency: float
     inter_latency: float
     per_node: int
 
 
+# Best matrix product relative to the peak that training on a part of AMD shows, where none is stated: 758 of 1,307
+# TFLOP/s on MI300X; OLMo's 9,500 tokens/s of a 1.2B model on LUMI's MI250X (36 % MFU) and ORNL's 22B on Frontier (38
+# %) agree. A burst of 147 of 191.5 was measured on a GCD (ml-engineering, ROCm 6.2), and MosaicML's MPT-7B on MI250
+# needs about 130: there the estimate is a fifth too slow.
 AMD_BURST = 0.6
-"""Best matrix product relative to the peak that training on a part of AMD shows, where none is stated: 758 of 1,307
-TFLOP/s on MI300X; OLMo's 9,500 tokens/s of a 1.2B model on LUMI's MI250X (36 % MFU) and ORNL's 22B on Frontier (38 %)
-agree. A burst of 147 of 191.5 was measured on a GCD (ml-engineering, ROCm 6.2), and MosaicML's MPT-7B on MI250 needs
-about 130: there the estimate is a fifth too slow."""
 
 
 def sustained_tflops(device: Device, precision: str = "bf16", constants: Constants | None = None) -> float:

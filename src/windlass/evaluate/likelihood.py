@@ -13,8 +13,8 @@ from windlass.errors import DataError
 from windlass.evaluate.open_model import OpenModel
 
 CHUNK_POSITIONS = 4096  # whose logits exist at the same time
+# Tokens of a context and of the text after it.
 TokenPair = tuple[list[int], list[int]]
-"""Tokens of a context and of the text after it."""
 TokenNats = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -19,8 +19,8 @@ class JobSize:
     devices: int
     devices_per_node: int
     seq_len: int
+    # Sequences of one optimizer step over all devices; None: one micro-batch per replica.
     sequences: int | None
-    """Sequences of one optimizer step over all devices; None: one micro-batch per replica."""
 
 
 def job_size(recipe: Recipe, devices: int, devices_per_node: int) -> JobSize:

@@ -17,10 +17,10 @@ from windlass.models.spec import ModelSpec
 @dataclass(frozen=True, slots=True)
 class Violation:
     code: str
+    # What is wrong, with the numbers.
     message: str
-    """What is wrong, with the numbers."""
+    # The nearest valid value or values.
     nearest: str
-    """The nearest valid value or values."""
 
     def __str__(self) -> str:
         return f"{self.message}; nearest valid: {self.nearest}"

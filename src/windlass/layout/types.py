@@ -16,22 +16,22 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    # Ranks (or groups of ranks) that read different sequences.
     data: int = 1
-    """Ranks (or groups of ranks) that read different sequences."""
     shard: str = "none"
+    # Ranks that share one copy of whatever `shard` divides; 1 for shard "none".
     shard_size: int = 1
-    """Ranks that share one copy of whatever `shard` divides; 1 for shard "none"."""
     micro_batch: int = 1
+    # Micro-batches of one optimizer step on each replica; in a pipeline those that flow through it.
     accumulation: int = 1
-    """Micro-batches of one optimizer step on each replica; in a pipeline those that flow through it."""
     schedule: str = "1f1b"
+    # interleaved: model chunks per pipeline rank.
     chunks: int = 1
-    """interleaved: model chunks per pipeline rank."""
     offload: str = "none"
+    # The wish for gradient reduction under accumulation; `StepSpec.sync` is what follows from it.
     sync: str = "auto"
-    """The wish for gradient reduction under accumulation; `StepSpec.sync` is what follows from it."""
+    # Tensor parallelism also divides norms and residuals along the sequence; only other engines switch it off.
     sequence_parallel: bool = True
-    """Tensor parallelism also divides norms and residuals along the sequence; only other engines switch it off."""
 
     @property
     def devices(self) -> int:
@@ -97,12 +97,12 @@ class Layout:
 class GradientSync:
     """When gradients are reduced under accumulation."""
 
+    # Reduce-scatter after each micro-batch, so that gradients stay divided; False: once per step.
     every_micro_batch: bool = True
-    """Reduce-scatter after each micro-batch, so that gradients stay divided; False: once per step."""
+    # Only the all-reduce across copies (hybrid) waits for the last micro-batch.
     defer_replicas: bool = False
-    """Only the all-reduce across copies (hybrid) waits for the last micro-batch."""
+    # Weights stay gathered between micro-batches.
     keep_weights: bool = False
-    """Weights stay gathered between micro-batches."""
     reason: str = ""
 
 
@@ -111,37 +111,37 @@ class StepSpec:
     """How one training step is computed: precision, kernels, loss, recomputation, gradient synchronisation."""
 
     seq_len: int
+    # bf16, fp32, bf16_pure or fp8; rows of other engines also fp16, mxfp8 and nvfp4.
     precision: str = "bf16"
-    """bf16, fp32, bf16_pure or fp8; rows of other engines also fp16, mxfp8 and nvfp4."""
+    # native: our own. torch: other loops on FSDP or DDP (also ours around a Hugging Face model). megatron and
+    # deepspeed keep 16-bit weights resident.
     engine: str = "native"
-    """native: our own. torch: other loops on FSDP or DDP (also ours around a Hugging Face model). megatron and
-    deepspeed keep 16-bit weights resident."""
     compile: bool = True
+    # Attention kernel: auto, cudnn, flash, flash3, efficient, math; rows of other engines also flash1 and te.
     attention: str = "auto"
-    """Attention kernel: auto, cudnn, flash, flash3, efficient, math; rows of other engines also flash1 and te."""
+    # plain: whole fp32 logits. chunked: head and cross-entropy over chunks of tokens. Rows of other engines also:
+    # compiled (plain in one fused pass), inplace (the gradient overwrites 16-bit logits).
     loss: str = "chunked"
-    """plain: whole fp32 logits. chunked: head and cross-entropy over chunks of tokens.
-    Rows of other engines also: compiled (plain in one fused pass), inplace (the gradient overwrites 16-bit logits)."""
     loss_chunk: int = 4096
     z_loss: float = 0.0
     recompute: str = "none"
+    # recompute = "budget": share of activation memory that is kept.
     recompute_budget: float = 0.5
-    """recompute = "budget": share of activation memory that is kept."""
     optimizer: str = "adamw"
+    # Optimizer states per parameter.
     moment_tensors: int = 2
-    """Optimizer states per parameter."""
+    # Precision of these states: fp32, bf16 or int8.
     moments: str = "fp32"
-    """Precision of these states: fp32, bf16 or int8."""
+    # fp32 or bf16 where another engine's row states it; None: the engine's habit.
     gradient_precision: str | None = None
-    """fp32 or bf16 where another engine's row states it; None: the engine's habit."""
+    # Products of the same input run as one (query, key and value; gate and up).
     fused_projections: bool = False
-    """Products of the same input run as one (query, key and value; gate and up)."""
     fp8_scaling: str = "tensor"
     fp8_backend: str = "auto"
+    # Attention does not cross document borders.
     mask_documents: bool = False
-    """Attention does not cross document borders."""
+    # Keys and values are repeated for every query head, because the attention kernel does not take groups.
     expand_kv_heads: bool = False
-    """Keys and values are repeated for every query head, because the attention kernel does not take groups."""
     sync: GradientSync = field(default_factory=GradientSync)
 
     @property

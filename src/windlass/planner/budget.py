@@ -27,15 +27,15 @@ class Budget:
     nodes: int
     days: float | None = None
     node_hours: float | None = None
+    # At the meter: including facility overhead.
     kwh: float | None = None
-    """At the meter: including facility overhead."""
     euros: float | None = None
     euro_per_kwh: float | None = None
     euro_per_node_hour: float | None = None
+    # In the 6N convention; None: the planner's prediction for each size.
     mfu: float | None = None
-    """In the 6N convention; None: the planner's prediction for each size."""
+    # Per token: 6, or 8 with full recompute (`mfu` is then the hardware utilisation).
     flops_per_parameter: float = 6.0
-    """Per token: 6, or 8 with full recompute (`mfu` is then the hardware utilisation)."""
     seq_len: int = 4096
     unique_tokens: float | None = None
 
@@ -49,15 +49,15 @@ class SizeResult:
     """What one model size gets out of the budget. None: nothing fits, or the device's power is unknown."""
 
     parameters: float
+    # 6N of the dense bf16 peak.
     mfu: float | None
-    """6N of the dense bf16 peak."""
     tokens_per_second: float | None
+    # How long the budget lasts.
     days: float | None
-    """How long the budget lasts."""
+    # The limit that is reached first.
     bound_by: str
-    """The limit that is reached first."""
+    # The planned layout, or where the MFU comes from.
     layout: str
-    """The planned layout, or where the MFU comes from."""
     tokens: float | None = None
     flops: float | None = None
     node_hours: float | None = None
@@ -85,8 +85,8 @@ class BudgetResult:
     device: Device
     rows: tuple[SizeResult, ...]
     pairs: tuple[SizeTokensPair, ...]
+    # The size with the lowest expected loss.
     best: SizeResult | None
-    """The size with the lowest expected loss."""
     warnings: tuple[str, ...]
 
 

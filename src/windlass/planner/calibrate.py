@@ -25,13 +25,13 @@ from windlass.planner.task import make_task
 from windlass.runs.events import ProcessStart, Started
 from windlass.runs.folder import Run, open_run
 
+# The fitted constants and the values that they may take.
 BOUNDS = {"matmul": (0.1, 1.0), "memory": (0.2, 1.0), "network": (0.1, 1.0), "overlap": (0.0, 1.0)}
-"""The fitted constants and the values that they may take."""
+# Share of a run's steps that is skipped at the start: compilation, caches and clocks settle.
 WARM_UP = 0.2
-"""Share of a run's steps that is skipped at the start: compilation, caches and clocks settle."""
 MIN_STEPS = 3
+# Weight of the distance to the start values: one odd run must not move a constant that it hardly depends on.
 PRIOR_WEIGHT = 0.02
-"""Weight of the distance to the start values: one odd run must not move a constant that it hardly depends on."""
 EFFICIENCY_HEADER = (
     "# Fitted by `windlass plan --calibrate`; delete this table to return to the planner's own constants."
 )
@@ -47,8 +47,8 @@ class MeasuredRun:
     layout: Layout
     machine: Machine
     step_seconds: float
+    # Peak of the allocator; None: not measured.
     memory_bytes: float | None = None
-    """Peak of the allocator; None: not measured."""
 
     def predicted_seconds(self, constants: Constants) -> float:
         return estimate_step(self.model, self.step, self.layout, self.machine, constants=constants).seconds
@@ -69,17 +69,17 @@ class Calibration:
     cluster: str
     efficiency: Efficiency
     runs: list[dict[str, Any]]
+    # With the planner's own constants.
     before_pct: float
-    """With the planner's own constants."""
+    # With the fitted constants, on the runs that they were fitted to.
     after_pct: float
-    """With the fitted constants, on the runs that they were fitted to."""
+    # Each run predicted from a fit to the others; None with fewer than two runs.
     left_out_pct: float | None
-    """Each run predicted from a fit to the others; None with fewer than two runs."""
+    # Median error of the peak memory, for which nothing is fitted; None: not measured.
     memory_pct: float | None
-    """Median error of the peak memory, for which nothing is fitted; None: not measured."""
     skipped: list[str]
+    # Where the constants were stored; None: not stored.
     file: Path | None
-    """Where the constants were stored; None: not stored."""
 
     def json(self) -> dict[str, Any]:
         return {

@@ -12,8 +12,8 @@ from windlass.planner.task import PlanTask
 
 MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 MAX_PIPELINE = 32
+# Tokens that a context rank keeps at least: shorter sequences are not worth dividing.
 MIN_CONTEXT_TOKENS = 8192
-"""Tokens that a context rank keeps at least: shorter sequences are not worth dividing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,13 @@ EXAMPLE = 'for example --why "shard=full,micro_batch=8"'
 class LayoutExplanation:
     asked: str
     candidate: LayoutCandidate
+    # illegal, does not fit, or fits.
     verdict: str
-    """illegal, does not fit, or fits."""
     sentences: tuple[str, ...]
+    # None if the layout is not valid.
     plan: Plan | None
-    """None if the layout is not valid."""
+    # None if nothing fits.
     best: Plan | None
-    """None if nothing fits."""
 
 
 def explain_layout(plans: Plans, question: str) -> LayoutExplanation:

@@ -44,13 +44,13 @@ BESIROGLU = ScalingLaw(
     source="Besiroglu et al. 2024, arXiv 2404.10102: the same data fitted again",
 )
 LAWS = (HOFFMANN, BESIROGLU)
+# Standard error of E in the second fit: no prediction by these laws is more certain.
 MIN_ERROR = 0.03
-"""Standard error of E in the second fit: no prediction by these laws is more certain."""
 FITTED_PARAMETERS = (44e6, 16.2e9)
+# Range of Hoffmann's experiments; outside it the law is extrapolated.
 FITTED_TOKENS = (0.3e9, 500e9)
-"""Range of Hoffmann's experiments; outside it the law is extrapolated."""
+# R* of Muennighoff et al. 2023 (arXiv 2305.16264): after this many repeated passes a further one is worth 1/e.
 REPEAT_HALF_LIFE = 15.39
-"""R* of Muennighoff et al. 2023 (arXiv 2305.16264): after this many repeated passes a further one is worth 1/e."""
 
 CAVEATS = (
     "nats per token on English web text (MassiveText) with its 32k tokenizer: another language, mix or tokenizer shifts the level",
@@ -68,8 +68,8 @@ class ExpectedLoss:
     low: float
     high: float
     extrapolated: bool
+    # Number of fresh tokens that would be worth as much.
     effective_tokens: float
-    """Number of fresh tokens that would be worth as much."""
 
 
 def expected_loss(parameters: float, tokens: float, unique: float | None = None) -> ExpectedLoss:

@@ -9,8 +9,8 @@ from windlass.planner.search import TIE, Plan, Plans, Rejected
 from windlass.planner.task import PlanTask
 from windlass.units import GIB, print_seconds, print_tokens
 
+# Layouts in a chart; the ranking shows twice as many.
 SHOWN = 8
-"""Layouts in a chart; the ranking shows twice as many."""
 
 
 def plan_page(plans: Plans, strong: Sequence[ScalingPoint] = (), weak: Sequence[ScalingPoint] = ()) -> str:

@@ -16,9 +16,9 @@ class ScalingPoint:
     nodes: int
     devices: int
     best: Plan
+    # By kind of sharding: the best without tensor, pipeline and context parallelism. A kind that does not fit is
+    # absent.
     kinds: dict[str, Plan]
-    """By kind of sharding: the best without tensor, pipeline and context parallelism. A kind that does not fit is
-    absent."""
 
     def tokens_per_second(self, kind: str | None = None) -> float | None:
         p = self.best if kind is None else self.kinds.get(kind)

@@ -24,11 +24,11 @@ from windlass.planner.candidates import (
 from windlass.planner.task import PlanTask, make_task
 from windlass.units import GIB
 
+# Above this share of a device's memory the estimate's own error decides whether a layout runs.
 TIGHT = 0.92
-"""Above this share of a device's memory the estimate's own error decides whether a layout runs."""
 KEPT_REJECTIONS = 24
+# Layouts whose days differ by less count as equal and are ranked by simplicity: the estimate is no finer.
 TIE = 0.03
-"""Layouts whose days differ by less count as equal and are ranked by simplicity: the estimate is no finer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +45,11 @@ class Plan:
     node_hours: float
     power: PowerEstimate
     energy: EnergyEstimate
+    # In the site's billing unit.
     units: float | None
-    """In the site's billing unit."""
     mfu_of_achievable: float | None
+    # The recipe's own layout.
     from_recipe: bool = False
-    """The recipe's own layout."""
     reason: str = ""
 
     @property
@@ -88,13 +88,13 @@ class Rejected:
 @dataclass(frozen=True, kw_only=True)
 class Plans:
     task: PlanTask
+    # Best first; one per family of layouts.
     plans: tuple[Plan, ...]
-    """Best first; one per family of layouts."""
     rejected: tuple[Rejected, ...]
     considered: int
     fitting: int
+    # CPU seconds of this search.
     search_seconds: float
-    """CPU seconds of this search."""
 
     @property
     def best(self) -> Plan:

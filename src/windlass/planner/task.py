@@ -20,6 +20,7 @@ VALIDATED_DEVICES = 2304
 VALIDATED_SEQ_LEN = (512, 65_536)
 VALIDATED_ARCHS = {"sm_80": "A100", "sm_90": "H100 and H200"}
 VALIDATED_PRECISIONS = ("bf16", "bf16_pure", "fp8")
+# Figures of a device or cluster on which every estimate depends.
 DECISIVE = (
     "bf16_tflops",
     "bandwidth_gbs",
@@ -29,7 +30,6 @@ DECISIVE = (
     "links.intra_gbs",
     "grid.pue",
 )
-"""Figures of a device or cluster on which every estimate depends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +40,11 @@ class PlanTask:
     model: ModelSpec
     nodes: int
     size: JobSize
+    # Bytes that a program gets of one device.
     limit_bytes: float
-    """Bytes that a program gets of one device."""
     grid: Grid
+    # Recompute policies that the search may choose from.
     recomputes: tuple[str, ...] = ("none", "selective", "full")
-    """Recompute policies that the search may choose from."""
     warnings: tuple[str, ...] = ()
 
     @property

@@ -89,8 +89,8 @@ def _traces_in(folder: Path) -> list[Path]:
     return sorted(traces, key=lambda p: (-1 if (rank := rank_of_name(p)) is None else rank, p.name))
 
 
+# A longer window makes a trace that is too large to read.
 MAX_STEPS = 100
-"""A longer window makes a trace that is too large to read."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -390,8 +390,8 @@ def advise(ranks: list[RankProfile], spread: RankSpread | None) -> list[Advice]:
     return advice
 
 
+# Called while reading with the file and the number of its bytes read so far.
 ReadProgress = Callable[[Path, int], None]
-"""Called while reading with the file and the number of its bytes read so far."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ from windlass.profile.trace import DEVICE_KINDS, MISSING, Floats, Ints, Kind, Ma
 
 # The last step is dropped when it launched fewer than this share of the step before: the window closed over it.
 KEEP_LAST_SHARE = 0.8
+# In order of priority: a moment belongs to the first category that was running then.
 CATEGORIES = ("Kernel", "Memcpy", "Memset", "Communication", "Runtime", "DataLoader", "CPU Exec", "Other")
-"""In order of priority: a moment belongs to the first category that was running then."""
 
 
 @dataclass(frozen=True)

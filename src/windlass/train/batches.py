@@ -14,8 +14,8 @@ from windlass.errors import DataError
 from windlass.layout.types import Layout
 from windlass.train.mesh import World
 
+# Tokens (sequences, seq_len + 1) and, where documents are masked, the document number of each.
 Batch = tuple[Tensor, Tensor | None]
-"""Tokens (sequences, seq_len + 1) and, where documents are masked, the document number of each."""
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,11 @@ class Checkpointing:
             local_world_size=place.local_world_size,
         )
         self.timer = SaveTimer(save)
+        # Energy of earlier starts.
         self.carried_joules: float | None = None
-        """Energy of earlier starts."""
         self.rolled_back = False
+        # The lowest values of save.metric that were saved, at most save.keep_best.
         self.best: list[float] = []
-        """The lowest values of save.metric that were saved, at most save.keep_best."""
         self.validation: Validation | None = None
         self._validated_step: int | None = None
         self._announced: object = None

@@ -22,8 +22,8 @@ from windlass.models.decoder import DecoderModel
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
+# MI300, MI350 and RDNA 4. MI250X is gfx90a and has none.
 AMD_WITH_FP8 = ("gfx94", "gfx95", "gfx12")
-"""MI300, MI350 and RDNA 4. MI250X is gfx90a and has none."""
 
 
 def torchao_installed() -> bool:

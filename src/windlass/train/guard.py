@@ -11,8 +11,8 @@ SKIP_REASONS = {
     LOSS_SPIKE: "loss spike",
     NORM_SPIKE: "gradient norm spike",
 }
+# Steps over which mean and spread are remembered, with exponential weights.
 MEMORY_STEPS = 128
-"""Steps over which mean and spread are remembered, with exponential weights."""
 
 
 class Guard:
@@ -20,8 +20,8 @@ class Guard:
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
         self.config = config
+        # Steps remembered; mean and variance of the loss; mean and variance of the norm.
         self.memory = torch.zeros(5, dtype=torch.float32, device=device)
-        """Steps remembered; mean and variance of the loss; mean and variance of the norm."""
 
     def judge(self, loss: Tensor, norm: Tensor) -> Tensor:
         """OK or the reason to skip this step; a step that is not skipped is remembered."""

@@ -23,8 +23,8 @@ from windlass.train.parallelize import ModelParts
 from windlass.train.step import StepResult
 from windlass.train.validate import Validation, Validator
 
+# Shows one line to the person at the terminal.
 Say = Callable[[str], None]
-"""Shows one line to the person at the terminal."""
 
 
 @dataclass
@@ -33,8 +33,8 @@ class Progress:
 
     step: int = 0
     tokens: int = 0
+    # The stream's position: global sequences consumed, skipped ranges included.
     sequences: int = 0
-    """The stream's position: global sequences consumed, skipped ranges included."""
 
     def advance(self, plan: BatchPlan) -> None:
         self.step += 1

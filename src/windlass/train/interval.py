@@ -11,11 +11,11 @@ from pathlib import Path
 from windlass.config.save import SaveConfig, parse_interval
 from windlass.units import print_seconds
 
+# The Italia team found 3 to 5 times the start-up time a good interval: a failure then loses about as much work as the
+# restart costs.
 STARTUP_LOW, STARTUP_HIGH = 3.0, 5.0
-"""The Italia team found 3 to 5 times the start-up time a good interval: a failure then loses about as much work as the
-restart costs."""
+# The largest share of its time that training waits for saves.
 STALL_SHARE = 0.02
-"""The largest share of its time that training waits for saves."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class SaveTimer:
         self._startup_seconds: float | None = None
         self._stall_seconds: list[float] = []
         self._write_seconds: list[float] = []
+        # What "auto" chose; None before the start-up was measured, and when the recipe sets the interval.
         self.choice: IntervalChoice | None = None
-        """What "auto" chose; None before the start-up was measured, and when the recipe sets the interval."""
 
     def restart(self, step: int, tokens: int) -> None:
         """Count from this position: the start, a save or a rollback."""

@@ -23,10 +23,10 @@ class World:
     place: Place
     device: torch.device
     layout: Layout
+    # None for a single process.
     mesh: DeviceMesh | None = None
-    """None for a single process."""
+    # The same ranks with the context axis apart, for its collectives.
     context_mesh: DeviceMesh | None = None
-    """The same ranks with the context axis apart, for its collectives."""
 
     @property
     def rank(self) -> int:

@@ -24,24 +24,24 @@ from windlass.train.hooks import Hook, Training, each
 from windlass.train.step import StepResult
 from windlass.train.validate import Validation
 
+# Steps after which a GPU's numbers are read; they have long arrived by then. A CPU's are read at once.
 LAG = 2
-"""Steps after which a GPU's numbers are read; they have long arrived by then. A CPU's are read at once."""
+# What each rank contributes to a line, as floats; NaN: not measured.
 RANK_FIELDS = ("memory", "forward", "joules", "watts", "utilization", "training_joules")
-"""What each rank contributes to a line, as floats; NaN: not measured."""
 
 
 @dataclass(frozen=True)
 class PendingLine:
     """What only a logged step has."""
 
+    # Steps since the last logged one, this one included.
     steps: int
-    """Steps since the last logged one, this one included."""
+    # Mean wait for data per step.
     data_seconds: float
-    """Mean wait for data per step."""
+    # RANK_FIELDS of each rank, travelling on the CPU while training continues; complete when `gathered` is.
     rows: list[Tensor]
-    """RANK_FIELDS of each rank, travelling on the CPU while training continues; complete when `gathered` is."""
+    # None for a single rank.
     gathered: dist.Work | None
-    """None for a single rank."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class PendingStep:
     tokens: int
     time: float
     result: StepResult
+    # Host copy of `result.values`, complete when `ready` is.
     values: Tensor
-    """Host copy of `result.values`, complete when `ready` is."""
     ready: torch.cuda.Event | None
     logged: PendingLine | None
 
@@ -91,19 +91,19 @@ class Recorder(Hook):
     """Turns step results into metrics lines, counts skipped steps, and reports when there were too many."""
 
     def __init__(self, listeners: Sequence[Hook] = ()) -> None:
+        # Hooks that are told of each line.
         self.listeners = listeners
-        """Hooks that are told of each line."""
         self.pending: deque[PendingStep] = deque()
         self.skipped_in_a_row = 0
         self.last_loss: float | None = None
+        # Why the run must stop or roll back: too many skipped steps in a row.
         self.too_many: str | None = None
-        """Why the run must stop or roll back: too many skipped steps in a row."""
         self.validation: dict[str, float | None] = {}
         self._group: dist.ProcessGroup | None = None
+        # Of this rank's forward passes in the newest step whose times are known.
         self._forward_seconds: float | None = None
-        """Of this rank's forward passes in the newest step whose times are known."""
+        # Since the last logged step.
         self._steps, self._data_seconds = 0, 0.0
-        """Since the last logged step."""
         self._excluded_joules = 0.0
         self._energy_per_token = EnergyPerToken()
 

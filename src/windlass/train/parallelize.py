@@ -39,12 +39,12 @@ class ModelParts:
     modules: list[DecoderModel]
     stages: list[int]
     num_stages: int
+    # What was chosen automatically, with its reason, for the log.
     notes: list[str] = field(default_factory=list)
-    """What was chosen automatically, with its reason, for the log."""
+    # Single process in bf16: parameters are bf16 and the optimizer holds the fp32 master copy.
     master_copy: bool = False
-    """Single process in bf16: parameters are bf16 and the optimizer holds the fp32 master copy."""
+    # Embedding and head share weights and stand in different stages.
     tie: Tie | None = None
-    """Embedding and head share weights and stand in different stages."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each parameter once: a copy of another stage's weights is not trained here."""

@@ -24,8 +24,8 @@ from windlass.train.hooks import Hook, Training
 from windlass.train.step import StepResult
 
 TRACE_POLL_SECONDS = 1.0
+# Allocations that a memory snapshot remembers.
 MEMORY_EVENTS = 100_000
-"""Allocations that a memory snapshot remembers."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class ProfileWindow:
 class Capture:
     """One window on one rank: prepare, record, write. Independent of the loop, so that scripts can use it too."""
 
+    # PyTorch has one profiler per process; a second one crashes it.
     _active: ClassVar["Capture | None"] = None
-    """PyTorch has one profiler per process; a second one crashes it."""
 
     def __init__(self, window: ProfileWindow, device: torch.device, folder: Path, rank: int) -> None:
         self.window, self.device, self.folder, self.rank = window, device, folder, rank

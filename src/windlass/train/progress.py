@@ -12,8 +12,8 @@ from windlass.train.hooks import Hook, Training
 from windlass.train.validate import Validation
 from windlass.units import print_joules, print_seconds, print_tokens
 
+# The Italia team's target range of the driver's GPU utilization.
 UTILIZATION_BAND = (0.70, 0.90)
-"""The Italia team's target range of the driver's GPU utilization."""
 
 
 class ProgressDisplay(Hook):

@@ -28,10 +28,10 @@ STOP_REASONS = {
     SIGHUP: "SIGHUP (the terminal was closed)",
 }
 _CODES = {signal.SIGTERM: SIGTERM, signal.SIGUSR1: SIGUSR1, signal.SIGINT: SIGINT, signal.SIGHUP: SIGHUP}
+# How often the scheduler is asked for the end time, which may be extended.
 END_TIME_SECONDS = 300.0
-"""How often the scheduler is asked for the end time, which may be extended."""
+# How often rank 0 looks for request files and at the end time.
 STOP_POLL_SECONDS = 2.0
-"""How often rank 0 looks for request files and at the end time."""
 
 
 @contextlib.contextmanager
@@ -79,8 +79,8 @@ def listening() -> Iterator[None]:
 class Agreed:
     """What all ranks do now."""
 
+    # Why to stop: finish the step, save, mark the run resumable and exit with EXIT_RESUMABLE.
     stop: str | None = None
-    """Why to stop: finish the step, save, mark the run resumable and exit with EXIT_RESUMABLE."""
     save: bool = False
 
 
@@ -105,8 +105,8 @@ class StopFlag:
         self._save_seconds: float | None = None
         self._step_seconds: float | None = None
         self._group: Any = None
+        # The tensor and the handle of the all-reduce under way.
         self._vote: Any = None
-        """The tensor and the handle of the all-reduce under way."""
         if world_size > 1:
             import torch.distributed as dist
 

@@ -22,9 +22,8 @@ from windlass.train.mesh import World
 from windlass.train.optimizers.base import Optimizer
 from windlass.train.parallelize import ModelParts, bind_pipeline, set_sync
 
+# A moment, at no cost while training: an event on a GPU, which is read later; elsewhere seconds of the host's clock.
 Mark = torch.cuda.Event | float
-"""A moment, at no cost while training: an event on a GPU, which is read later; elsewhere seconds of the host's
-clock."""
 
 
 @dataclass
@@ -33,10 +32,10 @@ class StepResult:
 
     values: Tensor
     lr: float
+    # Begin and end of each forward pass: before any reduction, so that a slow rank shows. None in a pipeline.
     forward: list[tuple[Mark, Mark]] | None
-    """Begin and end of each forward pass: before any reduction, so that a slow rank shows. None in a pipeline."""
+    # How long the step waited for its batch.
     data_seconds: float = 0.0
-    """How long the step waited for its batch."""
 
     def forward_seconds(self) -> float | None:
         """On a GPU only when the step is done: its events are read long after."""
@@ -65,8 +64,8 @@ class Stepper:
         self.replication = [replication(p, world) for _, p in parts.named_parameters()]
         if world.size == 1 and spec.precision != "fp32" and plan.layout.accumulation > 1:
             optimizer.accumulate_in_fp32()
+        # Called at each phase, so that the watchdog can say how far this rank came.
         self.beat = beat
-        """Called at each phase, so that the watchdog can say how far this rank came."""
 
     def step(self, tokens: Tensor, documents: Tensor | None, lr: float) -> StepResult:
         """One optimizer step on this rank's sequences (n, seq_len + 1)."""

@@ -28,10 +28,10 @@ from windlass.runs.starts import Start, wait_for_start, write_start
 from windlass.train.signals import handled_signals
 
 MAX_PAUSE_SECONDS = 60.0
+# Environment variable with rank 0's file descriptor of the socket on which the workers of one machine meet.
 LISTEN_HANDLE = "WINDLASS_LISTEN_HANDLE"
-"""Environment variable with rank 0's file descriptor of the socket on which the workers of one machine meet."""
+# After the first failure the others get this long to write their own records before they are ended.
 GRACE_SECONDS = 5.0
-"""After the first failure the others get this long to write their own records before they are ended."""
 _POLL_SECONDS = 0.05
 _STOPPED = (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGINT)
 
@@ -64,8 +64,8 @@ class WorkerGroup:
     """The workers of one attempt."""
 
     def __init__(self, argv: Sequence[str], devices: int, run: Run, env: Mapping[str, str] | None) -> None:
+        # (rank, return code) of the worker that failed first.
         self.first_failure: tuple[int, int] | None = None
-        """(rank, return code) of the worker that failed first."""
         run.logs.mkdir(parents=True, exist_ok=True)
         run.ranks.mkdir(parents=True, exist_ok=True)
         self.logs = [(run.logs / f"rank-{rank:05d}.log").open("ab") for rank in range(1, devices)]

@@ -22,10 +22,10 @@ class Tie:
     owner: nn.Parameter | None
     copy: nn.Parameter | None
     group: Any
+    # Rank of the owner in the whole job.
     first: int
-    """Rank of the owner in the whole job."""
+    # Rank of the copy; the same as `first` where a schedule bends the pipeline back (zbv).
     last: int
-    """Rank of the copy; the same as `first` where a schedule bends the pipeline back (zbv)."""
 
     def collect(self) -> None:
         """The owner's gradient becomes the sum of both uses; the copy's is gone."""

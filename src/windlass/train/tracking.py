@@ -20,18 +20,18 @@ from windlass.registry import TRACKERS
 from windlass.runs.folder import Run
 from windlass.train.hooks import Hook, Training
 
+# Lines that may wait for a slow tracker; further ones are dropped and counted (they are in metrics.jsonl).
 MAX_QUEUED_LINES = 10_000
-"""Lines that may wait for a slow tracker; further ones are dropped and counted (they are in metrics.jsonl)."""
+# Failures in a row after which a tracker is closed.
 MAX_FAILURES = 3
-"""Failures in a row after which a tracker is closed."""
 CLOSE_SECONDS = 30.0
+# How often the exporter checks whether `windlass sync` asks for closed files.
 REQUEST_POLL_SECONDS = 5.0
-"""How often the exporter checks whether `windlass sync` asks for closed files."""
 
 
 class Tracker(Protocol):
+    # It writes offline files that `windlass sync` uploads; they are closed and reopened when sync asks.
     uploads_later: bool
-    """It writes offline files that `windlass sync` uploads; they are closed and reopened when sync asks."""
 
     def log(self, line: dict[str, Any], count: int) -> None:
         """Export one metrics line, the `count`-th of the run."""
@@ -39,8 +39,8 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+# (run, recipe, first step) -> tracker; may take seconds and may fail.
 OpenTracker = Callable[[Run, Recipe, int], Tracker]
-"""(run, recipe, first step) -> tracker; may take seconds and may fail."""
 
 
 class Trackers(Hook):

@@ -22,8 +22,8 @@ from windlass.train.parallelize import ModelParts
 from windlass.train.step import Stepper
 
 Ints = npt.NDArray[np.int64]
+# Held-out sequences that are scanned to find some of each source; a source rarer than that is left out.
 MAX_SCANNED_SEQUENCES = 200_000
-"""Held-out sequences that are scanned to find some of each source; a source rarer than that is left out."""
 
 
 @dataclass(frozen=True)
@@ -32,21 +32,21 @@ class HeldOutSource:
 
     name: str
     language: str | None
+    # Of the text that is used, or of the source by the store's ledger without a tokenizer; None: unknown.
     bytes_per_token: float | None
-    """Of the text that is used, or of the source by the store's ledger without a tokenizer; None: unknown."""
     indexes: Ints
+    # Of all held-out tokens.
     share: float
-    """Of all held-out tokens."""
 
 
 @dataclass(frozen=True)
 class HeldOutLoss:
     """The result of one pass for a source, for a language, or for everything held out."""
 
+    # Nats per token.
     loss: float
-    """Nats per token."""
+    # Comparable between tokenizers. Computed on windows, where `windlass eval` uses complete documents.
     bits_per_byte: float | None
-    """Comparable between tokenizers. Computed on windows, where `windlass eval` uses complete documents."""
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from windlass.train.step import StepResult
 from windlass.train.validate import Validation
 
 WRITE_SECONDS = 5.0
+# Phases that may take this many times longer than a step: a cold compile cache takes ten minutes.
 PATIENT_PHASES = {"start": 3.0, "compile": 3.0, "restore": 3.0, "save": 3.0}
-"""Phases that may take this many times longer than a step: a cold compile cache takes ten minutes."""
 
 Heartbeats = Mapping[int, Mapping[str, Any]]
 
@@ -42,8 +42,8 @@ Heartbeats = Mapping[int, Mapping[str, Any]]
 class HangCause:
     """The rank that held the others up."""
 
+    # None: every rank waits in the same place.
     rank: int | None
-    """None: every rank waits in the same place."""
     text: str
 
 

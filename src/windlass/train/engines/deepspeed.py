@@ -177,8 +177,8 @@ class DeepSpeedOptimizer:
 
     def __init__(self, engine: Any, device: torch.device) -> None:
         self.engine = engine
+        # ZeRO stage 0 in fp32: PyTorch's own optimizer, nothing is divided.
         self.plain = isinstance(engine.optimizer, torch.optim.Optimizer)
-        """ZeRO stage 0 in fp32: PyTorch's own optimizer, nothing is divided."""
         self.parameters: list[nn.Parameter] = list(engine.module.parameters())
         self.count = torch.zeros((), dtype=torch.float32, device=device)
         self._slots = [

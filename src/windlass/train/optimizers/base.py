@@ -36,12 +36,12 @@ class ParameterState:
 
     name: str
     parameter: nn.Parameter
+    # fp32 copy of bf16 weights; None where the parameter itself is updated.
     master: Tensor | None
-    """fp32 copy of bf16 weights; None where the parameter itself is updated."""
     moments: dict[str, Tensor]
     decay: float
+    # fp32 sum of the micro-batches' gradients, where the parameter's own gradients are bf16.
     main_grad: Tensor | None = None
-    """fp32 sum of the micro-batches' gradients, where the parameter's own gradients are bf16."""
 
     @property
     def weights(self) -> Tensor:
@@ -89,10 +89,10 @@ class Optimizer:
             for name, parameter in named
         ]
         device = torch.device("cpu") if offload or not self.slots else local_tensor(self.slots[0].parameter).device
+        # Steps that changed weights; on the device, because only the device knows whether a step was skipped.
         self.count = torch.zeros((), dtype=torch.float32, device=device)
-        """Steps that changed weights; on the device, because only the device knows whether a step was skipped."""
+        # Steps requested: what the host knows without waiting.
         self.calls = 0
-        """Steps requested: what the host knows without waiting."""
 
     # -- written by each optimizer -----------------------------------------------------------------------------------
 

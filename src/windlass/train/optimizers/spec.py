@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OptimizerSpec:
+    # Names of the tensors kept for each parameter; they are part of the checkpoint format.
     moments: tuple[str, ...]
-    """Names of the tensors kept for each parameter; they are part of the checkpoint format."""
+    # Import path of the `windlass.train.optimizers.base.Optimizer` subclass, "package.module:Class".
     update: str
-    """Import path of the `windlass.train.optimizers.base.Optimizer` subclass, "package.module:Class"."""
 
     def state_bytes(self, moment_bytes: float) -> float:
         """Bytes of state per parameter, where one moment takes `moment_bytes` (4 in fp32, 2 in bf16)."""
