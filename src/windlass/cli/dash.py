@@ -19,7 +19,6 @@ def dash(
     ] = False,
 ) -> None:
     """Serve live pages on localhost: runs, comparison, one run, sweep, planner, data, profile. Works offline."""
-
     from windlass.report.dash.server import make_server
 
     server = make_server(folder, port=port)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windlass.cli.model_options import JsonOption, RunArgument, StepOption
+from windlass.cli.options import JsonOption, ModelArgument, StepOption
 from windlass.cli.output import bar, show
 from windlass.errors import WindlassError
 from windlass.units import parse_bytes, print_bytes
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def export(
-    run: RunArgument,
+    run: ModelArgument,
     to: Annotated[Path, typer.Option("--to", help="New folder; an existing one is refused.")],
     dtype: Annotated[
         str | None,

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from windlass.cli.options import NewRunOption, OverridesArgument, ProcessesOption, QuietOption, RecipeArgument
+from windlass.cli.output import console
+from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError
+
 if TYPE_CHECKING:
     from windlass.runs.folder import Run
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="Recipe file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Keys of the recipe to change: layout.micro_batch=4.", metavar="KEY=VALUE"),
-    ] = None,
-    run: Annotated[Path | None, typer.Option("--run", help="Run folder (default: runs/<name>).")] = None,
-    devices: Annotated[
-        int | None, typer.Option("--devices", min=1, help="Processes on this machine, one per device.")
-    ] = None,
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    run: NewRunOption = None,
+    devices: ProcessesOption = None,
     restarts: Annotated[
         int, typer.Option("--restarts", min=0, help="How often failed workers are restarted (with --devices).")
     ] = 3,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress lines.")] = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Train a recipe on this machine, or as one rank of a job. A second start of the same run resumes it."""
     from windlass.config import load_recipe
@@ -50,11 +50,7 @@ def train_start(
     `prepare(devices per node, nodes)` brings the run folder up to date and returns the reason for its layout. In a job,
     rank 0 prepares and binds, and `devices` does not count; the other ranks wait for the start.
     """
-    import contextlib
-
-    from windlass.cli.output import console
     from windlass.clusters.scheduler import job_id, place, step_start
-    from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError
     from windlass.launch.start import bind_start
     from windlass.runs.events import GaveUp
     from windlass.runs.lock import locked, refuse_held
