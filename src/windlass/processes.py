@@ -43,12 +43,10 @@ class WorkerDiedError(Exception):
     """A forked worker ended without a message."""
 
     def __init__(self, exit_code: int | None) -> None:
+        reason = f"ended with exit code {exit_code}"
         if exit_code is not None and exit_code < 0:
-            reason = f"was killed by {signal.Signals(-exit_code).name}" + (
-                " (out of memory?)" if exit_code == -9 else ""
-            )
-        else:
-            reason = f"ended with exit code {exit_code}"
+            advice = " (out of memory?)" if exit_code == -signal.SIGKILL else ""
+            reason = f"was killed by {signal.Signals(-exit_code).name}{advice}"
         super().__init__(f"a worker {reason}")
 
 

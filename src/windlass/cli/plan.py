@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from windlass.planner.explain import LayoutExplanation
     from windlass.planner.search import Plans
 
-NARROW_COLUMNS = 100
-"""In a terminal narrower than this the table has no columns for energy and CO2e."""
+NARROW_COLUMNS = 100  # in a terminal narrower than this the table has no columns for energy and CO2e
 
 
 def plan(
