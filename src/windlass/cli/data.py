@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
 from windlass.cli.options import JsonOption
 from windlass.cli.output import bar, show, table, text_of
@@ -18,8 +19,6 @@ from windlass.files import write_atomic
 from windlass.units import parse_bytes, print_seconds, print_text, print_tokens
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from windlass.data.store import Store
     from windlass.data.tokenize import TokenizeProgress, TokenizeResult
 
@@ -49,8 +48,8 @@ def tokenize(
     # There is no linear algebra here: numpy's threads would only spin, and get in the way of forking workers.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from windlass.config.sources import load_data_file
-    from windlass.data.inputs import count_skipped
-    from windlass.data.tokenize import tokenize as run
+    from windlass.data import inputs
+    from windlass.data import tokenize as tokenization
     from windlass.launch.array import submit_array
 
     config = load_data_file(file, overrides or ())
@@ -73,8 +72,8 @@ def tokenize(
         update(min(now.done_bytes, now.total_bytes), now.total_bytes, text)
 
     with bar("tokenizing", quiet=as_json) as update:
-        result = run(config, task=_parse_task(array_task), on_progress=progress)
-    skipped = {name: counts for name, source in config.sources.items() if (counts := count_skipped(source))}
+        result = tokenization.tokenize(config, task=_parse_task(array_task), on_progress=progress)
+    skipped = {name: counts for name, source in config.sources.items() if (counts := inputs.count_skipped(source))}
     keys = ("complete", "tokens", "documents", "rejects", "chunks_done", "chunks_kept", "seconds", "restated")
     document = {
         "store": str(result.store),

@@ -14,7 +14,6 @@ from windlass.cli.output import console
 from windlass.errors import RunError, WindlassError
 from windlass.units import print_bytes, print_seconds
 
-
 # Packages that the demo uses and the base installation does not have.
 NEEDED = ("torch", "safetensors", "psutil", "tokenizers")
 # (title, reason, the command with the names of the story's files)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
 from windlass.cli.options import DeviceOption, DtypeOption, JsonOption, ModelArgument, SaveOption, StepOption
 from windlass.cli.output import bar, show, table, text_of
@@ -14,8 +15,6 @@ from windlass.files import write_atomic
 from windlass.units import parse_tokens
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from windlass.evaluate.open_model import OpenModel
     from windlass.evaluate.scores import EvalScore, LanguageRow
     from windlass.evaluate.task_files import TaskFile

@@ -39,8 +39,29 @@ def export(
     """Write a Hugging Face folder: weights, config, tokenizer and model card, verified by its logits."""
     from windlass.convert.export import export as write_folder
     from windlass.evaluate.task_files import read_text_file
+    from windlass.registry import PRESETS
+    from windlass.report import model_card as card
+    from windlass.report.collect import collect
+    from windlass.report.sections import evaluation
+    from windlass.report.write import markdown
+    from windlass.runs import open_run
 
     sample = read_text_file(text, "text to compare on") if text is not None else None
+    try:  # README.md from the ledger, the energy and the report
+        summary = collect(open_run(run))
+    except WindlassError:  # there is no run folder
+        readme = None
+    else:
+        family = summary.recipe.get("model", {}).get("family")
+        library = PRESETS.load(family).hf.library if family else "transformers"
+        sections = [
+            card.model_card(summary),
+            card.data_section(summary),
+            evaluation(summary),
+            card.content_summary(summary),
+        ]
+        front = f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags: [windlass]\n---\n\n"
+        readme = front + markdown(summary.name, sections)
     with bar("exporting", quiet=as_json) as progress:
         exported = write_folder(
             run,
@@ -48,7 +69,7 @@ def export(
             step=step,
             dtype=dtype,
             tokenizer=tokenizer,
-            card=_model_card(run),
+            card=readme,
             verify=verify,
             text=sample,
             shard_bytes=parse_bytes(shard),
@@ -70,26 +91,6 @@ def _check_text(check: LogitComparison) -> str:
         f"logits verified ({check.how}) on {check.positions:,} positions of {check.text}: "
         f"largest difference {check.difference:.2g}, top-1 token agrees at {check.agreement:.2%}"
     )
-
-
-def _model_card(run: Path) -> str | None:
-    """README.md from the ledger, the energy and the report; None where there is no run folder."""
-    from windlass.registry import PRESETS
-    from windlass.report.collect import collect
-    from windlass.report.model_card import content_summary, data_section, model_card
-    from windlass.report.sections import evaluation
-    from windlass.report.write import markdown
-    from windlass.runs import open_run
-
-    try:
-        summary = collect(open_run(run))
-    except WindlassError:
-        return None
-    family = summary.recipe.get("model", {}).get("family")
-    library = PRESETS.load(family).hf.library if family else "transformers"
-    front = f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags: [windlass]\n---\n\n"
-    sections = [model_card(summary), data_section(summary), evaluation(summary), content_summary(summary)]
-    return front + markdown(summary.name, sections)
 
 
 def import_(

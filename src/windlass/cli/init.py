@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from rich.table import Table
 
 from windlass.cli.output import show, table
 from windlass.errors import ConfigError, LaunchError, WindlassError
@@ -20,8 +21,6 @@ from windlass.files import write_atomic
 from windlass.units import parse_tokens, print_tokens
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from windlass.clusters import Cluster
     from windlass.config.starter import StarterRecipe
     from windlass.planner.search import Plans

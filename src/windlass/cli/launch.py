@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
 from windlass.cli.options import AccountOption, JsonOption, NewRunOption, OverridesArgument, RecipeArgument, RunArgument
 from windlass.cli.output import console, print_json, show, table, text_of
@@ -15,8 +16,6 @@ from windlass.errors import ConfigError, RunError
 from windlass.units import print_bytes, print_joules, print_seconds
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from windlass.launch.ledger import LedgerEntry
     from windlass.launch.submit import PreparedLaunch
 
@@ -54,8 +53,8 @@ def launch(
 ) -> None:
     """Plan, check and submit a training run, or print what would be submitted."""
     from windlass.config import load_recipe
+    from windlass.launch import array as arrays
     from windlass.launch import submit
-    from windlass.launch.array import tokenize_array, tokenize_scripts
 
     changes = [*(overrides or ()), *([f"nodes={nodes}"] if nodes is not None else [])]
     changes += [f"launch.chain={chain}"] if chain is not None else []
@@ -75,14 +74,14 @@ def launch(
     )
     place: Any = {"cluster": prepared.cluster, "account": prepared.job.account, "env": prepared.job.env}
     if dry_run:
-        scripts = {} if pretokenize is None else tokenize_scripts(pretokenize, array, **place)
+        scripts = {} if pretokenize is None else arrays.tokenize_scripts(pretokenize, array, **place)
         if as_json:
             print_json({**_prepared_json(prepared), **({"pretokenize": scripts} if scripts else {})})
         else:
             _print_dry_run(prepared, scripts)
         return
     if pretokenize is not None:
-        after = tokenize_array(pretokenize, array, **place).merge_job
+        after = arrays.tokenize_array(pretokenize, array, **place).merge_job
     ids = submit.submit(prepared, after=after, force=force)
     show(
         as_json,
@@ -176,21 +175,21 @@ def jobs(
     as_json: JsonOption = False,
 ) -> None:
     """List the jobs of a run: states, node-hours, estimated end. With --ledger: usage across all runs and projects."""
-    from windlass.launch.ledger import entries, forecast_chain, runs_below, totals
+    from windlass.launch import ledger as usage
     from windlass.launch.submit import executors
     from windlass.runs import open_run
 
-    runs = [open_run(run)] if run else runs_below(folder)
+    runs = [open_run(run)] if run else usage.runs_below(folder)
     if run and not ledger and not runs[0].jobs_file.exists():
         raise RunError(
             "launch.no-jobs",
             f"{runs[0].path} has no jobs: it was not launched",
             hint="`windlass launch RECIPE` submits one; to follow a local run, use `windlass watch`",
         )
-    rows = [entry for item in runs for entry in entries(item, executors(item))]
+    rows = [entry for item in runs for entry in usage.entries(item, executors(item))]
     listed = {"jobs": [entry.as_dict() for entry in rows]}
     if ledger:
-        groups = {"runs": totals(rows, "run"), "projects": totals(rows, "project")}
+        groups = {"runs": usage.totals(rows, "run"), "projects": usage.totals(rows, "project")}
         columns, tables = ("", "jobs", "node-hours", "units", "energy", "notes"), []
         for title, group in zip(("Per run", "Per project"), groups.values(), strict=True):
             lines = []
@@ -203,7 +202,7 @@ def jobs(
             tables.append(table(title, columns, lines, right=(1, 2, 3, 4)))
         show(as_json, {**listed, **groups}, *tables)
     elif run:
-        forecast = forecast_chain(runs[0], rows)
+        forecast = usage.forecast_chain(runs[0], rows)
         shown = table(f"Jobs of {runs[0].name}", JOB_COLUMNS, map(_job_row, rows), right=(4, 7, 8, 9))
         show(as_json, {"run": str(runs[0].path), **listed, **vars(forecast)}, shown, "\n".join(forecast.lines()))
     elif rows:
@@ -245,20 +244,19 @@ def logs(
     lines: Annotated[int, typer.Option("--lines", "-n", help="Number of last lines to start with.")] = 40,
 ) -> None:
     """Print the log of a run's newest job, or follow it from job to job."""
-    from windlass.launch.ledger import active_entries
-    from windlass.launch.logs import follow_logs, last_lines
-    from windlass.launch.submit import executors
+    from windlass.launch import ledger, submit
+    from windlass.launch import logs as job_logs
     from windlass.runs import open_run
 
     folder = open_run(run)
 
     def is_active() -> bool:
-        return any(job in (None, entry.job) for entry in active_entries(folder, executors(folder)))
+        return any(job in (None, entry.job) for entry in ledger.active_entries(folder, submit.executors(folder)))
 
     if not follow:
-        print(last_lines(folder, job=job, lines=lines), end="")
+        print(job_logs.last_lines(folder, job=job, lines=lines), end="")
         return
-    for text in follow_logs(folder, is_active, job=job, lines=lines):
+    for text in job_logs.follow_logs(folder, is_active, job=job, lines=lines):
         print(text, end="", flush=True)
 
 
@@ -306,24 +304,24 @@ def link(
     """For job scripts: decide whether work is left (before) and record how the job ended (after). Answers by exit
     code."""
     from windlass.clusters.scheduler import job_id, restart_count
-    from windlass.launch import chain
-    from windlass.launch.script import LINK_AGAIN, LINK_GO, LINK_STOP
+    from windlass.launch import chain, script
     from windlass.runs import open_run
 
     folder, me, restart = open_run(run), job_id(), restart_count()
-    if action == "before":
+    if action == "next":
+        chain.record_next(folder, me, job)
+    elif action == "before":
         verdict = chain.before(folder, me, restart, socket.gethostname())
         text = "goes on" if verdict.answer == "go" else "ends at once"
         print(f"windlass: job {me} {text}: {verdict.reason}", flush=True)
-        raise typer.Exit(LINK_GO if verdict.answer == "go" else LINK_STOP)
-    if action == "after":
+        raise typer.Exit(script.LINK_GO if verdict.answer == "go" else script.LINK_STOP)
+    elif action == "after":
         verdict = chain.after(folder, me, restart, code, None if by == "none" else by)
         texts = {"go": "another job is needed", "finished": "no further job is needed"}
         text = texts.get(verdict.answer, "no further job is tried")
         print(f"windlass: job {me} ended with code {code}; {text}: {verdict.reason}", flush=True)
-        raise typer.Exit(LINK_AGAIN if verdict.answer == "go" else LINK_STOP)
-    if action != "next":
+        raise typer.Exit(script.LINK_AGAIN if verdict.answer == "go" else script.LINK_STOP)
+    else:
         raise ConfigError(
             "launch.link-action", f"{action!r} is not before, after or next", hint="this command is for job scripts"
         )
-    chain.record_next(folder, me, job)

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 from uuid import uuid4
 
 import typer
+from rich.table import Table
 
 from windlass.cli.options import JsonOption
 from windlass.cli.output import bar, show, table
 from windlass.errors import ConfigError, ProfileError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from windlass.figures import DataTable, Section
     from windlass.profile.event_names import Mode
     from windlass.profile.job_profile import ReadProgress

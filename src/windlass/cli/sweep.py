@@ -116,6 +116,17 @@ def _show_dry(
         commands = [f"{point.name:{width}}  {point.shown_command()}" for point in points]
         show(as_json, document, title, *commands, "cost unknown: the planner predicts recipes only")
         return
+    cells = []
+    for point, e in pairs:
+        text = "skip: out of memory" if e.skip else "out of memory" if e.verdict == "oom" else "fits"
+        memory = ["" if e.memory_bytes is None else f"{e.memory_bytes / GIB:.1f}", text_of(e.oom_chance, ".0%", "")]
+        speed = [text_of(e.tokens_per_second_per_device, ",.0f"), text_of(e.mfu, ".1%"), print_seconds(e.seconds)]
+        cost = [text_of(e.node_hours, ".2f"), text_of(e.kwh, ".3g")]
+        if e.verdict in ("illegal", "unknown"):
+            text, memory = f"{'invalid' if e.verdict == 'illegal' else e.verdict}: {e.reason}", [""] * 2
+        if e.skip or e.verdict in ("illegal", "unknown"):
+            speed, cost = [""] * 3, [""] * 2
+        cells.append((point.name, text, *memory, *speed, *cost))
     columns = ("point", "prediction", "GiB", "oom", "tokens/s/device", "MFU", "time", "node-h", "kWh")
     names, sums = equivalence_table(sweep), None
     if total.node_hours is not None:
@@ -127,23 +138,12 @@ def _show_dry(
     show(
         as_json,
         document,
-        table(title, columns, [(p.name, *_predicted_cells(e)) for p, e in pairs], right=(2, 3, 4, 5, 6, 7, 8)),
+        table(title, columns, cells, right=(2, 3, 4, 5, 6, 7, 8)),
         table("Names of the strategies in each engine", names.columns, names.rows) if names.rows else None,
         f"{total.run} of {total.points} points would run, {skipped}, {total.illegal} are invalid",
         sums,
         "oom: chance that the point runs out of memory, from the errors of the estimate on 129 published runs.",
     )
-
-
-def _predicted_cells(e: Expectation) -> tuple[str, ...]:
-    if e.verdict in ("illegal", "unknown"):
-        return (f"{'invalid' if e.verdict == 'illegal' else e.verdict}: {e.reason}", *[""] * 7)
-    text = "skip: out of memory" if e.skip else "out of memory" if e.verdict == "oom" else "fits"
-    memory = ("" if e.memory_bytes is None else f"{e.memory_bytes / GIB:.1f}", text_of(e.oom_chance, ".0%", ""))
-    if e.skip:
-        return (text, *memory, *[""] * 5)
-    speed = (text_of(e.tokens_per_second_per_device, ",.0f"), text_of(e.mfu, ".1%"), print_seconds(e.seconds))
-    return (text, *memory, *speed, text_of(e.node_hours, ".2f"), text_of(e.kwh, ".3g"))
 
 
 def _run(sweep_run: SweepRun, points: Sequence[SweepPoint], *, quiet: bool, **options: Any) -> None:
