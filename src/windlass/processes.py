@@ -141,12 +141,10 @@ def _run_worker(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for other in parent_ends:  # an inherited copy would hide the parent's death from the worker at the other end
         other.close()
-    handles = Path("/proc/self/fd")
-    for handle in list(handles.iterdir()) if handles.is_dir() else []:
+    for handle in list(Path("/proc/self/fd").glob("*")):
         with contextlib.suppress(OSError):
-            if handle.readlink().name.endswith(
-                ".lock"
-            ):  # an inherited copy would hold the parent's lock after its death
+            # An inherited copy would hold the parent's lock after its death.
+            if handle.readlink().name.endswith(".lock"):
                 os.close(int(handle.name))
     try:
         connection.send(_WorkerEnded(bool(serve(connection, number))))
@@ -155,8 +153,7 @@ def _run_worker(
     except Exception as error:
         if not isinstance(error, (OSError, WindlassError)):
             traceback.print_exc()
-            error = WorkerFailedError(
-                f"{type(error).__name__}: {error}"
-            )  # the exception itself may not survive pickling
+            # The exception itself may not survive pickling.
+            error = WorkerFailedError(f"{type(error).__name__}: {error}")
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent stopped at another worker's error
             connection.send(error)

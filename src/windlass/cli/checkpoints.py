@@ -21,15 +21,14 @@ def checkpoints(
 
     Changes nothing; exit code 7 when one is damaged.
     """
-    from windlass.checkpoint.inventory import inventory, resumes_from
-    from windlass.checkpoint.keep import rules
+    from windlass.checkpoint import inventory, keep
     from windlass.runs import open_run
 
     folder = open_run(run)
     config = folder.recipe().save
     with bar("checking", quiet=not verify or as_json) as progress:
-        entries = inventory(folder, config, verify=verify, progress=progress)
-    sizes, step = [entry.bytes for entry in entries], resumes_from(entries)
+        entries = inventory.inventory(folder, config, verify=verify, progress=progress)
+    sizes, step = [entry.bytes for entry in entries], inventory.resumes_from(entries)
     total_bytes = None if None in sizes else sum(size for size in sizes if size is not None)
     document = {
         "run": folder.path,
@@ -53,7 +52,7 @@ def checkpoints(
     ]
     columns = ("step", "tokens", "size", config.metric, "saved", "devices", "state", "kept because / problem")
     resume = "No checkpoint can be resumed." if step is None else f"Resume starts at step {step:,}."
-    total = f"Total {print_bytes(total_bytes)}. Retention: {rules(config)}. {resume}"
+    total = f"Total {print_bytes(total_bytes)}. Retention: {keep.rules(config)}. {resume}"
     listed = (table(None, columns, rows, right=(0, 1, 2, 3, 5)), total)
     show(as_json, document, *(listed if entries else [f"{folder.path} has no checkpoints yet"]))
     if any(entry.state == "damaged" for entry in entries):

@@ -27,9 +27,8 @@ def clusters(
     devices: Annotated[bool, typer.Option("--devices", help="List the known accelerators instead.")] = False,
 ) -> None:
     """Show the known clusters with source and date of every value; add your own in ~/.config/windlass/clusters/."""
-    from windlass.clusters import cluster_names, load_cluster, load_device
+    from windlass.clusters import cluster_names, describe, load_cluster, load_device
     from windlass.clusters import devices as load_devices
-    from windlass.clusters.describe import facts
     from windlass.clusters.probe import probe as probe_machine
 
     if devices:
@@ -70,8 +69,10 @@ def clusters(
         cluster = load_cluster(name)
         device = load_device(cluster.device)
         hidden = ("env.", "container.env.", "name", "title", "site")
-        rows = [(f.key, f.shown, f.status, f.on, f.source) for f in facts(cluster) if not f.key.startswith(hidden)]
-        device_rows = [(f.key, f.shown, f.status, f.on, f.source) for f in facts(device)]
+        rows = [
+            (f.key, f.shown, f.status, f.on, f.source) for f in describe.facts(cluster) if not f.key.startswith(hidden)
+        ]
+        device_rows = [(f.key, f.shown, f.status, f.on, f.source) for f in describe.facts(device)]
         variables = [(variable, v.value, v.why, v.source) for variable, v in cluster.env.items()]
         show(
             as_json,

@@ -282,11 +282,10 @@ def compare(
 ) -> None:
     """Compare tokenizers: tokens per word and per byte, by language."""
     from windlass.config.sources import load_data_file
-    from windlass.data.inspect import compare_tokenizers
-    from windlass.data.tokenizer import load_tokenizer
+    from windlass.data import inspect, tokenizer
 
-    named = {str(path): load_tokenizer(path) for path in tokenizers}
-    _show_fertility(compare_tokenizers(load_data_file(file), named), None, as_json)
+    named = {str(path): tokenizer.load_tokenizer(path) for path in tokenizers}
+    _show_fertility(inspect.compare_tokenizers(load_data_file(file), named), None, as_json)
 
 
 def _show_fertility(rows: list[dict[str, Any]], path: str | None, as_json: bool) -> None:

@@ -46,8 +46,7 @@ def energy(
 ) -> None:
     """Print the run's energy table. EAR and SLURM figures become part of the run's record, so every view has them."""
     from windlass.energy import site_records
-    from windlass.report.collect import collect
-    from windlass.report.tables import energy_rows, source_table
+    from windlass.report import collect, tables
     from windlass.runs.folder import open_run
 
     folder = open_run(run)
@@ -82,7 +81,7 @@ def energy(
         taken = site_records.record_slurm(folder, energies, origin)
         notes.append("; ".join([counted(taken, len(energies) - len(unknown), "job", origin), *unknown]))
     factors = {"pue": pue, "grid_g_per_kwh": grid, "market_g_per_kwh": market}
-    summary = collect(folder, factors={name: value for name, value in factors.items() if value is not None})
+    summary = collect.collect(folder, factors={name: value for name, value in factors.items() if value is not None})
     measured, ledger = summary.energy, summary.energy.ledger
     document = {
         "run": summary.name,
@@ -97,7 +96,7 @@ def energy(
         "step": summary.step,
         "notes": notes,
     }
-    sources, missing = source_table(measured), sorted(ledger.missing.items())
+    sources, missing = tables.source_table(measured), sorted(ledger.missing.items())
     by_source = table(f"{summary.name}: energy by source", sources.columns, sources.rows, right=(3, 4))
     title = None if sources.rows else f"{summary.name}: energy"
     show(
@@ -105,6 +104,6 @@ def energy(
         document,
         *notes,
         by_source if sources.rows else None,
-        table(title, ("", "", "source or method"), energy_rows(summary), right=(1,)),
+        table(title, ("", "", "source or method"), tables.energy_rows(summary), right=(1,)),
         table("not read on at least one node", ("source", "reason"), missing) if missing else None,
     )

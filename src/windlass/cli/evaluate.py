@@ -73,9 +73,8 @@ def eval_(
     as_json: JsonOption = False,
 ) -> None:
     """Compute perplexity and bits per byte on held-out documents, by source, language and length; or run tasks."""
+    from windlass.evaluate import open_model, task_files
     from windlass.evaluate import scores as scoring
-    from windlass.evaluate.open_model import open_model
-    from windlass.evaluate.task_files import read_task_file
 
     if recorded or beside or all_steps:
         rows = scoring.recorded_rows([run, *(beside or [])], every_step=all_steps)
@@ -85,8 +84,8 @@ def eval_(
         return
     # What can be wrong with the arguments is checked first: a bad file must not cost a model load.
     limit_tokens = parse_tokens(max_tokens) if max_tokens is not None else None
-    tasks = [read_task_file(path) for path in task or []]
-    opened = open_model(run, step=step, device=device, dtype=dtype)
+    tasks = [task_files.read_task_file(path) for path in task or []]
+    opened = open_model.open_model(run, step=step, device=device, dtype=dtype)
     source, scores = opened.source, list["EvalScore"]()
 
     def keep(new_scores: list[EvalScore], **more: Any) -> None:
@@ -133,14 +132,13 @@ def _run_tasks(
     quiet: bool,
 ) -> None:
     from windlass.convert.source import find_tokenizer
-    from windlass.evaluate import task_files
+    from windlass.evaluate import suites, task_files
     from windlass.evaluate.harness import run_harness
-    from windlass.evaluate.suites import SuiteOptions
 
     tokenizer = find_tokenizer(opened.source)
     for task in tasks:
         with bar(task.name, quiet=quiet) as progress:
-            scores = task_files.run_task(opened, tokenizer, task, SuiteOptions(**options, progress=progress))
+            scores = task_files.run_task(opened, tokenizer, task, suites.SuiteOptions(**options, progress=progress))
         if overlap:
             with bar("looking for overlap", quiet=quiet) as progress:
                 scores += task_files.task_overlap(opened.source, tokenizer, task, progress)
@@ -162,14 +160,12 @@ def _held_out(
 ) -> tuple[dict[str, Any], list[Any]]:
     """Score held-out documents: what `--json` adds, and what is printed."""
     from windlass.convert.source import find_tokenizer
-    from windlass.evaluate.open_model import find_store
-    from windlass.evaluate.perplexity import evaluate_text
-    from windlass.evaluate.task_files import document_overlap
+    from windlass.evaluate import open_model, perplexity, task_files
 
-    held_out = find_store(opened, store)
+    held_out = open_model.find_store(opened, store)
     tokenizer = find_tokenizer(opened.source, held_out.tokenizer_file)
     with bar("evaluating", quiet=quiet) as progress:
-        result = evaluate_text(
+        result = perplexity.evaluate_text(
             opened, held_out, tokenizer, split=split, max_tokens=max_tokens, batch=batch, progress=progress
         )
     keep(result.scores, store=str(held_out.path))
@@ -188,7 +184,7 @@ def _held_out(
     ]
     if overlap:
         with bar("looking for overlap", quiet=quiet) as progress:
-            scores = document_overlap(opened.source, held_out, split, max_tokens, progress)
+            scores = task_files.document_overlap(opened.source, held_out, split, max_tokens, progress)
         keep(scores, store=str(held_out.path))
         printed.append(score_table(scores))
     numbers = {"tokens": result.tokens, "tokens_per_second": result.tokens_per_second}

@@ -40,28 +40,25 @@ def export(
     from windlass.convert.export import export as write_folder
     from windlass.evaluate.task_files import read_text_file
     from windlass.registry import PRESETS
-    from windlass.report import model_card as card
-    from windlass.report.collect import collect
-    from windlass.report.sections import evaluation
-    from windlass.report.write import markdown
+    from windlass.report import collect, model_card, sections, write
     from windlass.runs import open_run
 
     sample = read_text_file(text, "text to compare on") if text is not None else None
     try:  # README.md from the ledger, the energy and the report
-        summary = collect(open_run(run))
+        summary = collect.collect(open_run(run))
     except WindlassError:  # there is no run folder
         readme = None
     else:
         family = summary.recipe.get("model", {}).get("family")
         library = PRESETS.load(family).hf.library if family else "transformers"
-        sections = [
-            card.model_card(summary),
-            card.data_section(summary),
-            evaluation(summary),
-            card.content_summary(summary),
+        chapters = [
+            model_card.model_card(summary),
+            model_card.data_section(summary),
+            sections.evaluation(summary),
+            model_card.content_summary(summary),
         ]
         front = f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags: [windlass]\n---\n\n"
-        readme = front + markdown(summary.name, sections)
+        readme = front + write.markdown(summary.name, chapters)
     with bar("exporting", quiet=as_json) as progress:
         exported = write_folder(
             run,

@@ -151,8 +151,7 @@ def _create_recipe(
     from windlass.config import starter
     from windlass.data.store import open_store
     from windlass.models.presets import model_spec
-    from windlass.planner import plan_json
-    from windlass.planner.budget import model_near
+    from windlass.planner import budget, plan_json
 
     # The name of a run folder goes through shells and job scripts: "mein größtes" -> "mein-grotes".
     ascii_stem = unicodedata.normalize("NFKD", file.stem if file else "").encode("ascii", "ignore").decode()
@@ -174,7 +173,7 @@ def _create_recipe(
             "init.tokens-not-positive", f"cannot train on {tokens} tokens", hint="omit --tokens for 20 per parameter"
         )
     # Eight key/value heads, so that tensor parallelism up to 8 divides them; small models need no tensor parallelism.
-    model = model_near(parameters, heads_multiple=8 if parameters >= 1e9 else 1)
+    model = budget.model_near(parameters, heads_multiple=8 if parameters >= 1e9 else 1)
     if known_vocab := vocab or stored_vocab:
         model = model.model_copy(update={"vocab": known_vocab})
     recipe, plans, why_nodes = _choose_nodes(
@@ -230,26 +229,24 @@ def _create_recipe(
 
 def _choose_nodes(recipe: StarterRecipe, cluster: Cluster, *, fixed: bool) -> tuple[StarterRecipe, Plans, str]:
     """The recipe on its own number of nodes if `fixed`, else on as few (doubling) as finish within a month."""
-    from windlass.config import Recipe, check, validate
-    from windlass.config.starter import MAX_DAYS, recipe_text
-    from windlass.planner import plan
-    from windlass.planner.search import nothing_fits
+    from windlass.config import Recipe, check, starter, validate
+    from windlass.planner import search
 
     limits = [p.max_nodes for p in cluster.slurm.partitions if p.gpus and p.max_nodes] if cluster.slurm else [1]
     most = min(max(limits, default=cluster.nodes or 64), cluster.nodes or 10**6)
     while True:
         # The plan is that of the text that will be written.
-        resolved = validate(Recipe, tomllib.loads(recipe_text(recipe)), f"{recipe.name}.toml")
+        resolved = validate(Recipe, tomllib.loads(starter.recipe_text(recipe)), f"{recipe.name}.toml")
         check(resolved)
-        plans = plan(resolved, cluster, top=1)
-        fast_enough = bool(plans.plans) and plans.best.days <= MAX_DAYS
+        plans = search.plan(resolved, cluster, top=1)
+        fast_enough = bool(plans.plans) and plans.best.days <= starter.MAX_DAYS
         if fixed or fast_enough or recipe.nodes >= most:
             break
         recipe = replace(recipe, nodes=min(2 * recipe.nodes, most))
     if not plans.plans:
-        raise nothing_fits(plans)
-    fewest = f"the fewest that take at most {MAX_DAYS:g} days"
-    most_nodes = f"the most that one job may take; it is longer than {MAX_DAYS:g} days all the same"
+        raise search.nothing_fits(plans)
+    fewest = f"the fewest that take at most {starter.MAX_DAYS:g} days"
+    most_nodes = f"the most that one job may take; it is longer than {starter.MAX_DAYS:g} days all the same"
     return recipe, plans, "given" if fixed else fewest if fast_enough else most_nodes
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from windlass.cli.options import JsonOption
 from windlass.cli.output import console, show, table, text_of
@@ -86,8 +87,6 @@ def plan(
 
 def _plan_parts(plans: Plans) -> list[Any]:
     """The ranked layouts, the reason for each rank, and the footnotes."""
-    from rich.text import Text
-
     from windlass.planner.page import carbon, training_time
 
     task, best = plans.task, plans.best
@@ -129,9 +128,8 @@ def _footnotes(plans: Plans) -> list[str]:
     """Conventions, cost of the best, what was searched, and every warning."""
     from windlass.clusters import load_cluster
     from windlass.clusters.here import with_gpus
+    from windlass.planner import record, search
     from windlass.planner.page import amount, carbon
-    from windlass.planner.record import mfu_denominator
-    from windlass.planner.search import TIE
 
     task, best, grid = plans.task, plans.best, plans.task.grid
     achievable = ""
@@ -148,9 +146,9 @@ def _footnotes(plans: Plans) -> list[str]:
     nearest = "" if near is None else f"; nearest that does not fit: {near.candidate.describe()}, {near.reason}"
     lines = [
         "batch: micro-batch x accumulation x replicas, in sequences. tokens/s and GiB are per device.",
-        f"Ranked by time; times within {TIE:.0%} count as ties, then more replicas, less accumulation, "
+        f"Ranked by time; times within {search.TIE:.0%} count as ties, then more replicas, less accumulation, "
         "fewer mechanisms.",
-        f"MFU counts {best.step.mfu_convention} of {mfu_denominator(task)}{achievable}. "
+        f"MFU counts {best.step.mfu_convention} of {record.mfu_denominator(task)}{achievable}. "
         f"{task.limit_bytes / GIB:.1f} GiB are usable per device.",
         f"The best takes {amount(best.node_hours)} node-hours{units}. "
         f"Energy is at the meter (PUE {best.energy.pue:g}); CO2e is location-based ({text_of(grid.g_per_kwh, 'g')} g/kWh){market}.",

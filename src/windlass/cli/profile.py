@@ -48,8 +48,7 @@ def profile(
     wait: Annotated[float, typer.Option(help="With --now: seconds to wait for the trace.")] = 120.0,
 ) -> None:
     """Show where an average step's time goes: execution summary, communication, device use, operators and kernels."""
-    from windlass.profile import captures, view
-    from windlass.profile.job_profile import profile_traces
+    from windlass.profile import captures, job_profile, view
     from windlass.runs import open_run
 
     counting = _mode(mode)
@@ -89,7 +88,7 @@ def profile(
         )
     traces = [path for target in resolved for path in target.traces]  # several files are the ranks of one job
     with _reading(traces, quiet=as_json) as progress:
-        job = profile_traces(traces, counting, label=resolved[0].label, by_shape=shapes, progress=progress)
+        job = job_profile.profile_traces(traces, counting, label=resolved[0].label, by_shape=shapes, progress=progress)
     lines = [f"advice: {a.text}" for a in job.advice] + [f"note: {note}" for note in view.profile_notes(job)]
     _write_page(html, f"Profile of {job.label}", view.profile_sections(job, top=top), quiet=as_json)
     show(as_json, job.to_json(), *_parts(view.profile_tables(job, top)), *lines)
@@ -123,10 +122,8 @@ def compare(
     ] = False,
 ) -> None:
     """Compare runs or traces: summaries side by side, operator diff, scaling, configs, throughput, energy and loss."""
-    from windlass.profile import view
-    from windlass.profile.captures import find_target
+    from windlass.profile import captures, job_profile, view
     from windlass.profile.compare import LOSS_TOLERANCE, SORT_KEYS, compare_jobs, compare_runs
-    from windlass.profile.job_profile import profile_traces
 
     order = "impact" if sort == "matters" else sort
     if len(targets) < 2:
@@ -140,7 +137,7 @@ def compare(
             "profile.sort-unknown", f"--sort {sort} is unknown", hint=f"choose one of {', '.join(SORT_KEYS)}"
         )
     counting = _mode(mode)
-    resolved = [find_target(target) for target in targets]
+    resolved = [captures.find_target(target) for target in targets]
     labels = [target.label for target in resolved]
     if len(set(labels)) < len(labels):  # equal names get the folder's name, or their place, in front
         labels = [
@@ -157,7 +154,7 @@ def compare(
         )
     with _reading([path for target in resolved for path in target.traces], quiet=as_json) as progress:
         jobs = [
-            profile_traces(target.traces, counting, label=label, progress=progress)
+            job_profile.profile_traces(target.traces, counting, label=label, progress=progress)
             for target, label in zip(resolved, labels, strict=True)
             if not untraced
         ]

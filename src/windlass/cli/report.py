@@ -30,15 +30,14 @@ def report(
 ) -> None:
     """Write a report: model, data, speed, energy and the events of one or several runs."""
     from windlass.figures import save_page
-    from windlass.report import write
-    from windlass.report.collect import find_runs
+    from windlass.report import collect, write
     from windlass.report.sweeps import read_sweep
     from windlass.runs.folder import open_run
 
     # A folder that is not a run itself counts as all runs in it; a sweep of commands has none.
     named = []
     for path in runs:
-        inside = find_runs(path) if path.is_dir() and not (path / "config.json").is_file() else []
+        inside = collect.find_runs(path) if path.is_dir() and not (path / "config.json").is_file() else []
         named += inside or ([] if (path / "sweep.json").is_file() else [open_run(path)])
     folders = list({run.path.resolve(): run for run in named}.values())
     sweeps = [read_sweep(path) for path in runs if (path / "sweep.json").is_file()]

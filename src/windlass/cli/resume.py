@@ -19,8 +19,7 @@ def resume(
     quiet: QuietOption = False,
 ) -> None:
     """Continue a stopped run from its newest complete checkpoint; the layout and the number of devices may change."""
-    from windlass.config import Loaded, Recipe, check, validate
-    from windlass.config.load import apply_override, parse_override
+    from windlass.config import Loaded, Recipe, check, load, validate
     from windlass.launch.chain import finished
     from windlass.runs import create_run, open_run
     from windlass.runs.events import Finished, ProcessStart
@@ -31,7 +30,7 @@ def resume(
         if overrides:  # the new values are the run's from now on; those that may not change are refused with a diff
             raw = folder.recipe().model_dump(mode="json")
             for override in overrides:
-                apply_override(raw, *parse_override(override))
+                load.apply_override(raw, *load.parse_override(override))
             recipe = validate(Recipe, raw, str(folder.config_file))
             check(recipe)
             text = folder.recipe_file.read_text(encoding="utf-8") if folder.recipe_file.is_file() else ""

@@ -84,8 +84,7 @@ def start(
 def scan_folder(folder: Path) -> FolderContents:
     """Recipes, data files, stores and runs of a folder, in the places where they usually are."""
     from windlass.config.load import kind_of
-    from windlass.runs import Run
-    from windlass.runs.history import read_history
+    from windlass.runs import Run, history
 
     def matches(*patterns: str) -> list[Path]:
         return [path for pattern in patterns for path in sorted(folder.glob(pattern))][:MAX_FILES]
@@ -108,7 +107,7 @@ def scan_folder(folder: Path) -> FolderContents:
     runs = []
     for path in matches("runs/*/config.json"):
         run = Run(path.parent)
-        segments, last = read_history(run.events(), []).segments, run.last_metrics()
+        segments, last = history.read_history(run.events(), []).segments, run.last_metrics()
         times = [segments[-1].ended_at] if segments else []
         times += [last.time] if last.time is not None else []
         state = segments[-1].end if segments else "submitted"

@@ -49,9 +49,8 @@ def sweep(
     """Run a matrix of recipes or of any command, and rank the results. Run it again to resume an interrupted sweep."""
     from windlass.config.sweep import load_sweep
     from windlass.launch.slurm import SlurmScheduler, slurm_available
-    from windlass.launch.sweep import dvc, execute, expect, pack, results
+    from windlass.launch.sweep import dvc, execute, expect, outcome, pack, results
     from windlass.launch.sweep.folder import SweepRun, open_sweep_folder
-    from windlass.launch.sweep.outcome import parse_only
     from windlass.launch.sweep.points import make_points
 
     loaded = dvc.read_dvc(file, stage) if file.suffix in (".yaml", ".yml") else load_sweep(file)
@@ -78,7 +77,9 @@ def sweep(
         if folder.jobs_file.is_file() and slurm_available():
             pack.settle(sweep_run, SlurmScheduler())
     else:
-        chosen = execute.choose_points(sweep_run, parse_only(only) if only else None, point, everything=everything)
+        chosen = execute.choose_points(
+            sweep_run, outcome.parse_only(only) if only else None, point, everything=everything
+        )
         if slurm:
             submitted = pack.submit_packs(sweep_run, chosen, cluster=cluster, everything=everything, stage=stage)
             lines = [

@@ -52,9 +52,8 @@ def train_start(
     """
     from windlass.clusters.scheduler import job_id, place, step_start
     from windlass.launch.start import bind_start
+    from windlass.runs import lock, starts
     from windlass.runs.events import GaveUp
-    from windlass.runs.lock import locked, refuse_held
-    from windlass.runs.starts import start_name, wait_for_start
     from windlass.train import supervisor, worker
 
     position = place()
@@ -63,13 +62,13 @@ def train_start(
     job, restart = (None, 0) if single else step_start()
     options, reason = ["--quiet"] if quiet else [], ""
     if position.rank == 0:
-        refuse_held(run.lock_file)
+        lock.refuse_held(run.lock_file)
         reason = prepare(per_node, position.nodes)
-    with locked(run.lock_file, job_id()) if position.rank == 0 else contextlib.nullcontext():
+    with lock.locked(run.lock_file, job_id()) if position.rank == 0 else contextlib.nullcontext():
         if position.rank == 0:
             start = bind_start(run, devices=count, devices_per_node=per_node, job=job, restart=restart, reason=reason)
         else:
-            start = wait_for_start(run, start_name(job or "", restart), reused_name=job_id() is None)
+            start = starts.wait_for_start(run, starts.start_name(job or "", restart), reused_name=job_id() is None)
         if not single or count == 1:
             try:
                 return worker.main([str(run.path), "--start", start.name, "--locked", *options])
