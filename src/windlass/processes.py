@@ -77,8 +77,9 @@ class ForkedWorkers:
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
         parent_ends = [connection for _, connection in self._workers.values()] + [ours]
-        arguments = (self._serve, number, theirs, parent_ends, end_with_parent())
-        process = context.Process(target=_run_worker, args=arguments, daemon=True)
+        process = context.Process(
+            target=_run_worker, args=(self._serve, number, theirs, parent_ends, end_with_parent()), daemon=True
+        )
         process.start()
         theirs.close()
         self._workers[number] = (process, ours)

@@ -64,8 +64,9 @@ def build(only: str | None = None) -> typer.Typer:
         epilog="Every command accepts --debug, which prints the full traceback of an error.",
     )
     app.callback(invoke_without_command=True)(start)
-    tokenizer_help = "Train a tokenizer, and compare how well it fits each language."
-    tokenizer = typer.Typer(name="tokenizer", help=tokenizer_help, no_args_is_help=True)
+    tokenizer = typer.Typer(
+        name="tokenizer", help="Train a tokenizer, and compare how well it fits each language.", no_args_is_help=True
+    )
     for name in [name for name in COMMANDS if name.split()[0] == only] or COMMANDS:
         file, _, function = COMMANDS[name].partition(".")
         implementation = getattr(import_module(f"windlass.cli.{file}"), function)

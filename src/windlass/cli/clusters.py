@@ -48,8 +48,12 @@ def clusters(
         result = probe_machine(load_cluster(name) if name else None)
         rows = [(d.key, d.file, d.machine, d.verdict) for d in result.differences]
         title = f"{result.cluster}: cluster file and live machine ({result.host})"
-        tools = f"installed tools: {', '.join(result.tools) or 'none'}"
-        show(as_json, result, table(title, ("key", "file", "machine", ""), rows), tools)
+        show(
+            as_json,
+            result,
+            table(title, ("key", "file", "machine", ""), rows),
+            f"installed tools: {', '.join(result.tools) or 'none'}",
+        )
     elif name is None:
         rows, documents = [], []
         for c in map(load_cluster, cluster_names()):

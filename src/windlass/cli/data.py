@@ -125,8 +125,11 @@ def _result_parts(result: TokenizeResult) -> list[Table | str]:
         chunks = "1 chunk was" if result.chunks_kept == 1 else f"{result.chunks_kept:,} chunks were"
         parts.append(f"resumed: {chunks} already done")
     if not result.complete:
-        share = f"this task's share is done: {result.tokens:,} tokens in {seconds}"
-        return [*parts, share, "`windlass tokenize` without --array-task joins the shares"]
+        return [
+            *parts,
+            f"this task's share is done: {result.tokens:,} tokens in {seconds}",
+            "`windlass tokenize` without --array-task joins the shares",
+        ]
     is_new = result.chunks_done or result.chunks_kept or result.engine
     state = "written" if is_new else "complete, nothing to do"
     if result.restated:

@@ -72,7 +72,11 @@ def doctor(
                 rows += checks.examine(checks.run_workers(Path(folder), count, full=full), count, Path(folder))
     diagnosis = checks.Diagnosis((*rows, *checks.data_checks(store, tokenizer)))
     lines = [(c.level, c.topic, c.where, c.text + (f" -> {c.hint}" if c.hint else "")) for c in diagnosis.checks]
-    listed = table("windlass doctor", ("", "check", "where", "result"), lines)
-    show(as_json, diagnosis.as_dict(), listed, f"verdict: {diagnosis.verdict}")
+    show(
+        as_json,
+        diagnosis.as_dict(),
+        table("windlass doctor", ("", "check", "where", "result"), lines),
+        f"verdict: {diagnosis.verdict}",
+    )
     if diagnosis.exit_code:
         raise typer.Exit(diagnosis.exit_code)

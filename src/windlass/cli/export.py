@@ -108,9 +108,10 @@ def import_(
     """Read a Hugging Face model into a run folder: `save.load = "RUN"` starts from it at any layout."""
     from windlass.convert.imports import import_model
 
-    target = run or Path("runs") / folder.resolve().name
     with bar("importing", quiet=as_json):
-        imported = import_model(folder, target, tokenizer=tokenizer, seq_len=seq_len, verify=verify)
+        imported = import_model(
+            folder, run or Path("runs") / folder.resolve().name, tokenizer=tokenizer, seq_len=seq_len, verify=verify
+        )
     show(
         as_json,
         imported,

@@ -118,11 +118,12 @@ def _read_size(text: str) -> float:
             "init.size-invalid", f"{text!r} is not a number of parameters", hint='write it like "300M" or "8B"'
         ) from None
     if not MIN_PARAMETERS <= size <= MAX_PARAMETERS:
-        smaller = "start from recipes/tiny_cpu.toml for a smaller model"
         raise ConfigError(
             "init.size-out-of-range",
             f"init cannot choose a shape for {text} parameters (20M to 1T)",
-            hint=smaller if size < MIN_PARAMETERS else 'write it like "8B"',
+            hint="start from recipes/tiny_cpu.toml for a smaller model"
+            if size < MIN_PARAMETERS
+            else 'write it like "8B"',
         )
     return size
 
@@ -194,7 +195,6 @@ def _create_recipe(
         cluster,
         fixed=nodes is not None,
     )
-    target.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(target, starter.recipe_text(recipe))
     if data_file:
         tokenizer = f"tokenizers/{name}/tokenizer.json"

@@ -197,8 +197,9 @@ def jobs(
                 units = "unknown" if t.units is None else f"{t.units:,.1f} {t.unit}"
                 notes = [f"length of {t.unknown_hours} jobs unknown"] if t.unknown_hours else []
                 notes += [f"energy not measured in {t.unmeasured} of {t.jobs} jobs"] if t.unmeasured else []
-                energy = print_joules(t.energy_joules)
-                lines.append((t.name, t.jobs, f"{t.node_hours:,.2f}", units, energy, "; ".join(notes)))
+                lines.append(
+                    (t.name, t.jobs, f"{t.node_hours:,.2f}", units, print_joules(t.energy_joules), "; ".join(notes))
+                )
             tables.append(table(title, columns, lines, right=(1, 2, 3, 4)))
         show(as_json, {**listed, **groups}, *tables)
     elif run:

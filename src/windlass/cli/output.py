@@ -78,7 +78,6 @@ def bar(label: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
     """A bar on the error stream, if it is a terminal. Call it with the done and the total amount, and a new label."""
     from rich.progress import Progress
 
-    is_hidden = quiet or not sys.stderr.isatty()
-    with Progress(console=Console(stderr=True), transient=True, disable=is_hidden) as progress:
+    with Progress(console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty()) as progress:
         task = progress.add_task(label, total=None)
         yield lambda done, total, text=label: progress.update(task, completed=done, total=total, description=text)

@@ -166,10 +166,15 @@ def compare(
         sort=order,
         per_step=per_step,
     )
-    title = "Comparison of " + " and ".join(comparison.labels)
-    _write_page(html, title, view.comparison_sections(comparison, top), quiet=as_json)
-    parts = _parts(view.comparison_tables(comparison, top))
-    show(as_json, comparison.to_json(), *parts, *view.loss_verdicts(comparison))
+    _write_page(
+        html,
+        "Comparison of " + " and ".join(comparison.labels),
+        view.comparison_sections(comparison, top),
+        quiet=as_json,
+    )
+    show(
+        as_json, comparison.to_json(), *_parts(view.comparison_tables(comparison, top)), *view.loss_verdicts(comparison)
+    )
     if check and comparison.runs is not None and any(loss.same is False for loss in comparison.runs.loss):
         raise typer.Exit(1)
 

@@ -71,11 +71,14 @@ def start(
     next_command, reason = find_next_command(contents)
     present = summarize(contents)
     rows = [(i, command, result, present[name]) for i, (name, command, result) in enumerate(STEPS, 1)]
-    title = "windlass: seven steps from an allocation to a model"
     show(
         as_json,
         {**asdict(contents), "next": {"command": next_command, "reason": reason}},
-        table(title, ("", "command", "what it gives you", "in this folder"), rows),
+        table(
+            "windlass: seven steps from an allocation to a model",
+            ("", "command", "what it gives you", "in this folder"),
+            rows,
+        ),
         f"next: {next_command}   ({reason})",
         "`windlass demo` runs all steps on this machine in about two minutes; `windlass --help` lists all commands.",
     )

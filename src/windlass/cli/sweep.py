@@ -198,8 +198,7 @@ def _finish(sweep_run: SweepRun, rank_by: str | None, pick: Path | None, as_json
                 f"--rank-by {rank_by}: no point has such a number",
                 hint=f"columns with numbers: {', '.join(columns) or 'none'}",
             )
-        loaded = replace(sweep_run.loaded, sweep=with_goal(sweep_run.sweep, rank_by))
-        sweep_run = replace(sweep_run, loaded=loaded)
+        sweep_run = replace(sweep_run, loaded=replace(sweep_run.loaded, sweep=with_goal(sweep_run.sweep, rank_by)))
     sweep, key = sweep_run.sweep, sweep_run.sweep.rank_by
     paths, page = results.write_tables(sweep_run, rows), results.write_page(sweep_run, rows, key)
     ranked, counts = figures.best_first(rows, key, sweep.goal), figures.counts(rows)

@@ -183,5 +183,8 @@ class Recipe(Table):
 
 def recipe_schema() -> dict[str, Any]:
     """JSON schema of a recipe, for editors that check TOML (for example Even Better TOML)."""
-    schema = "https://json-schema.org/draft/2020-12/schema"
-    return {"$schema": schema, "title": "windlass recipe", **Recipe.model_json_schema()}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "windlass recipe",
+        **Recipe.model_json_schema(),
+    }

@@ -111,8 +111,11 @@ def is_text_path(path: str) -> bool:
     folder = Path(path)
     if folder.is_file() or any(c in path for c in "*?["):
         return path.endswith(TEXT_SUFFIXES)
-    is_store = (folder / "manifest.json").is_file()
-    return folder.is_dir() and not is_store and any(p.suffix in TEXT_SUFFIXES for p in folder.iterdir())
+    return (
+        folder.is_dir()
+        and not (folder / "manifest.json").is_file()
+        and any(p.suffix in TEXT_SUFFIXES for p in folder.iterdir())
+    )
 
 
 def _tokens(value: int) -> str:
