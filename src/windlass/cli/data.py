@@ -130,8 +130,7 @@ def _result_parts(result: TokenizeResult) -> list[Table | str]:
             f"this task's share is done: {result.tokens:,} tokens in {seconds}",
             "`windlass tokenize` without --array-task joins the shares",
         ]
-    is_new = result.chunks_done or result.chunks_kept or result.engine
-    state = "written" if is_new else "complete, nothing to do"
+    state = "written" if result.chunks_done or result.chunks_kept or result.engine else "complete, nothing to do"
     if result.restated:
         state = "complete, ledger updated from the data file"
     parts.append(f"{result.store}: {state}, {result.tokens:,} tokens in {result.documents:,} documents, {seconds}")

@@ -73,7 +73,6 @@ def eval_(
     as_json: JsonOption = False,
 ) -> None:
     """Compute perplexity and bits per byte on held-out documents, by source, language and length; or run tasks."""
-    from windlass.evaluate import open_model, task_files
     from windlass.evaluate import scores as scoring
 
     if recorded or beside or all_steps:
@@ -82,6 +81,8 @@ def eval_(
             write_atomic(html, scoring.language_page(rows))
         show(as_json, {"rows": [row.to_json() for row in rows]}, _language_table(rows))
         return
+    from windlass.evaluate import open_model, task_files  # they need torch, which recorded scores do not
+
     # What can be wrong with the arguments is checked first: a bad file must not cost a model load.
     limit_tokens = parse_tokens(max_tokens) if max_tokens is not None else None
     tasks = [task_files.read_task_file(path) for path in task or []]

@@ -151,7 +151,8 @@ def _footnotes(plans: Plans) -> list[str]:
         f"MFU counts {best.step.mfu_convention} of {record.mfu_denominator(task)}{achievable}. "
         f"{task.limit_bytes / GIB:.1f} GiB are usable per device.",
         f"The best takes {amount(best.node_hours)} node-hours{units}. "
-        f"Energy is at the meter (PUE {best.energy.pue:g}); CO2e is location-based ({text_of(grid.g_per_kwh, 'g')} g/kWh){market}.",
+        f"Energy is at the meter (PUE {best.energy.pue:g}); "
+        f"CO2e is location-based ({text_of(grid.g_per_kwh, 'g')} g/kWh){market}.",
         f"{plans.considered:,} layouts considered, {plans.fitting:,} fit, {plans.search_seconds:.2f} s of CPU{nearest}",
     ]
     rules = dict.fromkeys(r.reason for r in plans.rejected if not r.from_recipe and r.memory_gib is None)

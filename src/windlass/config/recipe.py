@@ -1,5 +1,4 @@
-"""A recipe: one TOML file that describes one run, frozen once loaded. Tables with rules of their own have a module each;
-the plain ones are here."""
+"""A recipe: one TOML file that describes one run, frozen once loaded; with its plain tables (the others have modules)."""
 
 from typing import Annotated, Any, Literal
 
