@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-import tomllib
 import unicodedata
 from collections.abc import Callable
 from dataclasses import replace
@@ -229,6 +228,8 @@ def _create_recipe(
 
 def _choose_nodes(recipe: StarterRecipe, cluster: Cluster, *, fixed: bool) -> tuple[StarterRecipe, Plans, str]:
     """The recipe on its own number of nodes if `fixed`, else on as few (doubling) as finish within a month."""
+    import tomllib
+
     from windlass.config import Recipe, check, starter, validate
     from windlass.planner import search
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -304,6 +303,8 @@ def link(
 ) -> None:
     """For job scripts: decide whether work is left (before) and record how the job ended (after). Answers by exit
     code."""
+    import socket
+
     from windlass.clusters.scheduler import job_id, restart_count
     from windlass.launch import chain, script
     from windlass.runs import open_run

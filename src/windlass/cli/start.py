@@ -1,7 +1,6 @@
 """`windlass` without a command: the seven steps, what the current folder has of each, and the next command."""
 
 import contextlib
-import tomllib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from shlex import quote
@@ -86,6 +85,8 @@ def start(
 
 def scan_folder(folder: Path) -> FolderContents:
     """Recipes, data files, stores and runs of a folder, in the places where they usually are."""
+    import tomllib  # slow to import, and this module is part of every command
+
     from windlass.config.load import kind_of
     from windlass.runs import Run, history
 
