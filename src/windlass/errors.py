@@ -14,9 +14,7 @@ class WindlassError(Exception):
 
     def __init__(self, code: str, message: str, hint: str | None = None) -> None:
         super().__init__(message)
-        self.code = code
-        self.message = message
-        self.hint = hint
+        self.code, self.message, self.hint = code, message, hint
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}\n  hint: {self.hint}"
@@ -74,13 +72,9 @@ class ProfileError(WindlassError):
 
 
 # Exit codes of a training process, read by the supervisor, the job chain and sweeps.
-# The run is finished: no further job is needed.
-EXIT_DONE = 0
-# A device ran out of memory: restarting the same layout fails again.
-EXIT_OUT_OF_MEMORY = 12
-# The watchdog ended the job; the error record names the rank.
-EXIT_HANG = 13
-# Too many non-finite or spiking steps in a row.
-EXIT_DIVERGED = 14
+EXIT_DONE = 0  # the run is finished: no further job is needed
+EXIT_OUT_OF_MEMORY = 12  # a device ran out of memory: restarting the same layout fails again
+EXIT_HANG = 13  # the watchdog ended the job; the error record names the rank
+EXIT_DIVERGED = 14  # too many non-finite or spiking steps in a row
 # Stopped early on purpose (signal or wall time) after a good save: submit the next job (EX_TEMPFAIL of sysexits.h).
 EXIT_RESUMABLE = 75

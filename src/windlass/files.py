@@ -5,6 +5,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +23,8 @@ def write_atomic(path: Path, content: str | bytes, *, sync: bool = True) -> None
     try:
         with temporary.open("wb") as file:
             file.write(data)
-            file.flush()
             if sync:
+                file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
@@ -81,9 +82,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     with path.open("rb") as file:
-        for raw in file:
-            if (value := _object(raw)) is not None:
-                yield value
+        yield from (value for raw in file if (value := _object(raw)) is not None)
 
 
 def _object(raw: bytes) -> dict[str, Any] | None:
@@ -107,17 +106,15 @@ def read_last_json_line(path: Path, *, tail_bytes: int = 65536) -> dict[str, Any
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file, or None when the file is missing or damaged."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return _object(path.read_bytes())
+    return None
 
 
 def json_safe(value: Any) -> Any:
     """Replace NaN and infinity, which JSON does not have, by None (unknown)."""
     if isinstance(value, float):
-        return value if value == value and value not in (float("inf"), float("-inf")) else None
+        return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {str(k): json_safe(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

@@ -54,11 +54,10 @@ class OpenedRun(folder.Run):
         """
         lines = [line.as_dict() for line in last_of_each_step(self.metrics_lines())]
         keys = [*METRICS, *sorted({k for line in lines for k in line} - set(METRICS))]
-        table = {key: [line.get(key) for line in lines] for key in keys}
-        table = {key: values for key, values in table.items() if any(v is not None for v in values)}
+        columns = {key: [line.get(key) for line in lines] for key in keys}
+        table = {key: values for key, values in columns.items() if any(v is not None for v in values)}
         if as_ == "auto":
-            installed = [kind for kind, name in PACKAGES.items() if importlib.util.find_spec(name)]
-            as_ = installed[0] if installed else "dict"
+            as_ = next((kind for kind, name in PACKAGES.items() if importlib.util.find_spec(name)), "dict")
         if as_ == "dict":
             return table
         if as_ not in PACKAGES:

@@ -43,12 +43,10 @@ class WorkerDiedError(Exception):
     """A forked worker ended without a message."""
 
     def __init__(self, exit_code: int | None) -> None:
+        reason = f"ended with exit code {exit_code}"
         if exit_code is not None and exit_code < 0:
-            reason = f"was killed by {signal.Signals(-exit_code).name}" + (
-                " (out of memory?)" if exit_code == -9 else ""
-            )
-        else:
-            reason = f"ended with exit code {exit_code}"
+            advice = " (out of memory?)" if exit_code == -signal.SIGKILL else ""
+            reason = f"was killed by {signal.Signals(-exit_code).name}{advice}"
         super().__init__(f"a worker {reason}")
 
 
@@ -79,8 +77,9 @@ class ForkedWorkers:
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
         parent_ends = [connection for _, connection in self._workers.values()] + [ours]
-        arguments = (self._serve, number, theirs, parent_ends, end_with_parent())
-        process = context.Process(target=_run_worker, args=arguments, daemon=True)
+        process = context.Process(
+            target=_run_worker, args=(self._serve, number, theirs, parent_ends, end_with_parent()), daemon=True
+        )
         process.start()
         theirs.close()
         self._workers[number] = (process, ours)
@@ -143,12 +142,10 @@ def _run_worker(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for other in parent_ends:  # an inherited copy would hide the parent's death from the worker at the other end
         other.close()
-    handles = Path("/proc/self/fd")
-    for handle in list(handles.iterdir()) if handles.is_dir() else []:
+    for handle in list(Path("/proc/self/fd").glob("*")):
         with contextlib.suppress(OSError):
-            if handle.readlink().name.endswith(
-                ".lock"
-            ):  # an inherited copy would hold the parent's lock after its death
+            # An inherited copy would hold the parent's lock after its death.
+            if handle.readlink().name.endswith(".lock"):
                 os.close(int(handle.name))
     try:
         connection.send(_WorkerEnded(bool(serve(connection, number))))
@@ -157,8 +154,7 @@ def _run_worker(
     except Exception as error:
         if not isinstance(error, (OSError, WindlassError)):
             traceback.print_exc()
-            error = WorkerFailedError(
-                f"{type(error).__name__}: {error}"
-            )  # the exception itself may not survive pickling
+            # The exception itself may not survive pickling.
+            error = WorkerFailedError(f"{type(error).__name__}: {error}")
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent stopped at another worker's error
             connection.send(error)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from difflib import get_close_matches
 
 from windlass.errors import ConfigError
@@ -26,83 +27,71 @@ _NUMBER = re.compile(r"^\s*([+-]?(?:\d[\d_,]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(
 _CLOCK = re.compile(r"^(?:(\d+)-)?(\d+):(\d\d)(?::(\d\d))?$")
 
 
-def _split(text: str, table: dict[str, float] | dict[str, int], kind: str, example: str) -> tuple[float, float]:
-    match = _NUMBER.match(text)
+def _amount(value: str | float, units: Mapping[str, float], kind: str, example: str) -> float:
+    """A text with a unit, in the base unit; plain numbers pass."""
+    if not isinstance(value, str):
+        return float(value)
+    match = _NUMBER.match(value)
     if match is None:
-        raise ConfigError("units.failed", f"{text!r} is not {kind}", hint=f"write it like {example}")
+        raise ConfigError("units.failed", f"{value!r} is not {kind}", hint=f"write it like {example}")
     number, suffix = match.group(1).replace(",", "").replace("_", ""), match.group(2)
-    if suffix not in table:
-        near = get_close_matches(suffix, [k for k in table if k], n=3, cutoff=0.3)
-        units = ", ".join(near or [k for k in table if k])
+    if suffix not in units:
+        names = [name for name in units if name]
+        listed = ", ".join(get_close_matches(suffix, names, n=3, cutoff=0.3) or names)
         raise ConfigError(
             "units.unknown-unit",
-            f"{text!r}: unknown unit {suffix!r} for {kind}",
-            hint=f"units here: {units}; for example {example}",
+            f"{value!r}: unknown unit {suffix!r} for {kind}",
+            hint=f"units here: {listed}; for example {example}",
         )
-    return float(number), float(table[suffix])
+    return float(number) * units[suffix]
 
 
-def _whole(value: float, text: object, kind: str) -> int:
-    if not math.isfinite(value):
+def _whole(amount: float, text: object, kind: str) -> int:
+    if not math.isfinite(amount):
         raise ConfigError("units.finite", f"{text!r} is not a finite {kind}")
-    if value < 0:
+    if amount < 0:
         raise ConfigError(
             "units.negative-cannot", f"{text!r} is negative; {kind} cannot be", hint="write a number of at least 0"
         )
-    if abs(value - round(value)) > 1e-6 * max(1.0, abs(value)):
+    if abs(amount - round(amount)) > 1e-6 * max(1.0, amount):
         raise ConfigError("units.whole-number", f"{text!r} is not a whole number of {kind}")
-    return round(value)
+    return round(amount)
 
 
 def parse_tokens(value: str | float) -> int:
     """`"450B"` -> 450_000_000_000, `"4Mi"` -> 4_194_304; plain numbers pass."""
-    if isinstance(value, str):
-        number, unit = _split(value, _TOKENS, "a token count", '"450B" or "4Mi"')
-        return _whole(number * unit, value, "tokens")
-    return _whole(float(value), value, "tokens")
+    return _whole(_amount(value, _TOKENS, "a token count", '"450B" or "4Mi"'), value, "tokens")
 
 
 def parse_bytes(value: str | float) -> int:
     """`"94 GiB"`, `"64 GB"`, `"512"` -> bytes."""
-    if isinstance(value, str):
-        number, unit = _split(value, _BYTES, "a size in bytes", '"94 GiB" or "64 GB"')
-        return _whole(round(number * unit), value, "bytes")
-    return _whole(float(value), value, "bytes")
+    size = _amount(value, _BYTES, "a size in bytes", '"94 GiB" or "64 GB"')
+    return _whole(float(round(size)) if isinstance(value, str) and math.isfinite(size) else size, value, "bytes")
 
 
 def parse_seconds(value: str | float) -> float:
     """`"30m"`, `"24h"`, `"2d"`, SLURM's `"2-00:00:00"` and `"1:30:00"` -> seconds."""
-    if isinstance(value, str):
-        clock = _CLOCK.match(value.strip())
-        if clock:
-            days, first, second, third = (int(g) if g is not None else None for g in clock.groups())
-            if third is None:  # SLURM reads D-HH:MM, and plain MM:SS
-                head = (
-                    (first or 0) * 3600 + (second or 0) * 60 if days is not None else (first or 0) * 60 + (second or 0)
-                )
-                return float((days or 0) * 86400 + head)
-            return float((days or 0) * 86400 + (first or 0) * 3600 + (second or 0) * 60 + third)
-        number, unit = _split(value, _SECONDS, "a duration", '"30m", "24h" or "2-00:00:00"')
-        value = number * unit
-    if not math.isfinite(value) or value < 0:
-        raise ConfigError(
-            "units.duration-s-possible",
-            f"a duration of {value} s is not possible",
-            hint="write a duration of at least 0",
-        )
-    return float(value)
+    clock = _CLOCK.match(value.strip()) if isinstance(value, str) else None
+    if clock:
+        days, first, second, third = (int(part or 0) for part in clock.groups())
+        if clock[1] is None and clock[4] is None:  # SLURM reads a plain pair as MM:SS, and D-HH:MM
+            return float(first * 60 + second)
+        return float(days * 86400 + first * 3600 + second * 60 + third)
+    seconds = _amount(value, _SECONDS, "a duration", '"30m", "24h" or "2-00:00:00"')
+    return _not_negative(seconds, "units.duration-s-possible", "a duration", "s")
 
 
 def parse_joules(value: str | float) -> float:
     """`"14.2 MWh"` -> joules; a bare number is joules."""
-    if isinstance(value, str):
-        number, unit = _split(value, {"": 1.0, **_JOULES}, "an energy", '"14.2 MWh" or "250 J"')
-        value = number * unit
-    if not math.isfinite(value) or value < 0:
-        raise ConfigError(
-            "units.energy-j-possible", f"an energy of {value} J is not possible", hint="write an energy of at least 0"
-        )
-    return float(value)
+    joules = _amount(value, {"": 1.0, **_JOULES}, "an energy", '"14.2 MWh" or "250 J"')
+    return _not_negative(joules, "units.energy-j-possible", "an energy", "J")
+
+
+def _not_negative(amount: float, code: str, noun: str, unit: str) -> float:
+    if not math.isfinite(amount) or amount < 0:
+        message = f"{noun} of {amount:g} {unit} is not possible"
+        raise ConfigError(code, message, hint=f"write {noun} of at least 0")
+    return amount
 
 
 def _trim(value: float, digits: int) -> str:
@@ -111,10 +100,7 @@ def _trim(value: float, digits: int) -> str:
 
 
 def _scaled(value: float, steps: list[tuple[float, str]], digits: int, gap: str) -> str:
-    for size, name in steps:
-        if abs(value) >= size * 0.9995:
-            return f"{_trim(value / size, digits)}{gap}{name}".rstrip()
-    size, name = steps[-1]
+    size, name = next((step for step in steps if abs(value) >= step[0] * 0.9995), steps[-1])
     return f"{_trim(value / size, digits)}{gap}{name}".rstrip()
 
 
@@ -172,20 +158,15 @@ def print_joules(joules: float | None, digits: int = 2) -> str:
 def print_figure(value: float, digits: int = 3) -> str:
     """So many digits that count, and never an exponent where a person would write the number out: `0.0123`, `14.2`,
     `1,040`."""
-    if 10 ** (digits - 1) <= abs(value) < 1e9:
-        return f"{value:,.0f}"
-    return f"{value:,.{digits}g}"
+    return f"{value:,.0f}" if 10 ** (digits - 1) <= abs(value) < 1e9 else f"{value:,.{digits}g}"
 
 
 def print_slurm_time(seconds: float) -> str:
     """Seconds -> SLURM's `D-HH:MM:SS`, rounded up to a minute (SLURM counts limits in minutes)."""
-    minutes = math.ceil(seconds / 60)
-    days, remaining = divmod(minutes, 1440)
-    hours, mins = divmod(remaining, 60)
-    return f"{days}-{hours:02d}:{mins:02d}:00"
+    hours, minutes = divmod(math.ceil(seconds / 60), 60)
+    return f"{hours // 24}-{hours % 24:02d}:{minutes:02d}:00"
 
 
-_LINES = dict.fromkeys((9, 10, 13), " ")
 # Control characters, and those that turn the direction of what follows: a terminal obeys the first, a reader is
 # misled by the second. Last what stands for the bytes of a file name that is no UTF-8: no file can be written with
 # it.
@@ -194,7 +175,7 @@ _UNSEEN = dict.fromkeys(
      *range(0xD800, 0xE000)), "\ufffd"
 )  # fmt: skip
 
-_ONE_LINE = {**_UNSEEN, **_LINES}
+_ONE_LINE = {**_UNSEEN, **dict.fromkeys((9, 10, 13), " ")}
 _MANY_LINES = {**_UNSEEN, 9: "\t", 10: "\n", 13: " "}
 
 

@@ -28,6 +28,7 @@ COMMANDS = {
     "finetune": "finetune.finetune", "energy": "energy.energy", "report": "report.report", "sync": "report.sync",
     "doctor": "doctor.doctor",
 }  # fmt: skip
+HELP_OPTIONS = ["-h", "--help"]
 SETTINGS: dict[str, dict[str, Any]] = {
     "submit": {"context_settings": {"ignore_unknown_options": True}},
     "link": {"hidden": True},
@@ -47,7 +48,8 @@ OS_HINTS = {
 
 
 def build(only: str | None = None) -> typer.Typer:
-    """The typer application; with a command's name only that command, which starts sooner."""
+    """The typer application. `only` makes it start sooner: with a command's name it has that command alone, with a help
+    option all commands without their parameters, which its list does not show."""
     from windlass.cli.start import start
 
     app = typer.Typer(
@@ -57,18 +59,21 @@ def build(only: str | None = None) -> typer.Typer:
         no_args_is_help=False,
         add_completion=True,
         rich_markup_mode="rich",
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": HELP_OPTIONS},
         pretty_exceptions_enable=False,
         epilog="Every command accepts --debug, which prints the full traceback of an error.",
     )
     app.callback(invoke_without_command=True)(start)
-    tokenizer_help = "Train a tokenizer, and compare how well it fits each language."
-    tokenizer = typer.Typer(name="tokenizer", help=tokenizer_help, no_args_is_help=True)
+    tokenizer = typer.Typer(
+        name="tokenizer", help="Train a tokenizer, and compare how well it fits each language.", no_args_is_help=True
+    )
     for name in [name for name in COMMANDS if name.split()[0] == only] or COMMANDS:
         file, _, function = COMMANDS[name].partition(".")
         implementation = getattr(import_module(f"windlass.cli.{file}"), function)
-        group = tokenizer if name.startswith("tokenizer ") else app
-        group.command(name.split()[-1], **SETTINGS.get(name, {}))(implementation)
+        register = (tokenizer if name.startswith("tokenizer ") else app).command(
+            name.split()[-1], help=implementation.__doc__, **SETTINGS.get(name, {})
+        )
+        register((lambda: None) if only in HELP_OPTIONS else implementation)
     if tokenizer.registered_commands:
         app.add_typer(tokenizer)
     return app
@@ -76,9 +81,9 @@ def build(only: str | None = None) -> typer.Typer:
 
 def command(only: str | None = None) -> Any:
     """The application with uniform help texts: metavars in capitals, flags without a value."""
-    import typer.main
+    from typer.main import get_command
 
-    root: Any = typer.main.get_command(build(only))
+    root: Any = get_command(build(only))
     # typer lists groups last; `tokenizer` belongs after `tokenize`.
     order = list(dict.fromkeys(name.split()[0] for name in COMMANDS))
     root.commands = {name: root.commands[name] for name in order if name in root.commands}
@@ -123,7 +128,7 @@ def main() -> None:
         code = command(sys.argv[1] if len(sys.argv) > 1 else None)(standalone_mode=False)
     except BrokenPipeError:  # `windlass ... | head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        code = 0
     except (Exception, KeyboardInterrupt) as error:
         # typer bundles click privately in newer releases, so its exceptions are recognised by shape, not by class.
         if hasattr(error, "show"):
@@ -132,9 +137,14 @@ def main() -> None:
             sys.exit(int(getattr(error, "exit_code", 130)))
         if is_debug and not isinstance(error, KeyboardInterrupt):
             raise
+        from rich.console import Console
+        from rich.text import Text
+
         message, hint, code = describe_failure(error)
-        _print_error(message, hint)
-        sys.exit(code)
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        console.print(Text.assemble(("error: ", "bold red"), message))
+        if hint:
+            console.print(Text.assemble(("hint:  ", "bold cyan"), with_pages(hint)))
     if isinstance(code, int) and code:  # outside standalone mode typer.Exit(75) is returned as a value
         sys.exit(code)
 
@@ -157,16 +167,6 @@ def describe_failure(error: BaseException) -> tuple[str, str | None, int]:
         return f"this command needs {name}, which is not installed", hint, 1
     hint = "this is a bug in windlass: run again with --debug for the traceback, and report it"
     return f"{type(error).__name__}: {error}", hint, 70
-
-
-def _print_error(message: str, hint: str | None) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(Text.assemble(("error: ", "bold red"), message))
-    if hint:
-        console.print(Text.assemble(("hint:  ", "bold cyan"), with_pages(hint)))
 
 
 def with_pages(hint: str) -> str:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from windlass.cli.options import JsonOption
 from windlass.cli.output import show, table
 from windlass.errors import ConfigError
 from windlass.units import parse_tokens, print_tokens
 
 if TYPE_CHECKING:
-    from windlass.clusters import Cluster
     from windlass.planner.budget import BudgetResult
 
 
@@ -36,22 +36,37 @@ def budget(
     seq_len: Annotated[int, typer.Option(help="Sequence length of planned models.", min=1)] = 4096,
     euro_per_kwh: Annotated[float | None, typer.Option(help="Price of electricity per kWh.")] = None,
     euro_per_node_hour: Annotated[float | None, typer.Option(help="Price of one node-hour.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
     png: Annotated[Path | None, typer.Option(help="Write the curves as an image (.png, .svg or .pdf).")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with curves, map and caveats.")] = None,
 ) -> None:
     """Show tokens vs. training time for each model size, what fits the budget, and a rough loss estimate."""
     from windlass.clusters import load_cluster
     from windlass.figures import save_page, save_picture
-    from windlass.planner.budget import TOKENS, Budget
-    from windlass.planner.budget import budget as compute_budget
-    from windlass.planner.budget_page import BUDGET_COLUMNS, budget_json, budget_page, curves, limits_text, table_rows
+    from windlass.planner import budget as planning
+    from windlass.planner import budget_page as page
 
     loaded = load_cluster(cluster)
+    per_node = loaded.node.devices
+    if nodes is not None and devices is not None and nodes * per_node != devices:
+        raise ConfigError(
+            "cli.nodes-and-devices-differ",
+            f"{nodes} nodes have {nodes * per_node} devices, not {devices}",
+            hint="give --nodes or --devices",
+        )
+    if devices is not None and (devices < 1 or devices % per_node):
+        below, above = max(1, devices // per_node) * per_node, (max(0, devices) // per_node + 1) * per_node
+        raise ConfigError(
+            "cli.partial-node",
+            f"{devices} devices are not a multiple of the {per_node} devices of a node",
+            hint=f"nearest valid value: {below} or {above}",
+        )
+    limits = [p.max_nodes for p in (loaded.slurm.partitions if loaded.slurm else []) if p.gpus and p.max_nodes]
+    most_nodes = max(limits, default=loaded.nodes or 1)
     target = float(parse_tokens(tokens)) if tokens else None
-    question = Budget(
+    question = planning.Budget(
         cluster=loaded,
-        nodes=_num_nodes(loaded, nodes, devices),
+        nodes=devices // per_node if devices is not None else most_nodes if nodes is None else nodes,
         days=days,
         node_hours=node_hours,
         kwh=kwh,
@@ -63,40 +78,22 @@ def budget(
         euro_per_kwh=euro_per_kwh,
         euro_per_node_hour=euro_per_node_hour,
     )
-    token_counts = sorted({*TOKENS, target}) if target else list(TOKENS)
-    result = compute_budget(question, [float(parse_tokens(s)) for s in sizes.split(",") if s.strip()], token_counts)
-    written = [save_picture(curves(result, target), png)] if png is not None else []
-    written += [save_page(html, budget_page(result, target))] if html is not None else []
+    token_counts = sorted({*planning.TOKENS, target}) if target else list(planning.TOKENS)
+    model_sizes = [float(parse_tokens(size)) for size in sizes.split(",") if size.strip()]
+    result = planning.budget(question, model_sizes, token_counts)
+    written = [save_picture(page.curves(result, target), png)] if png is not None else []
+    written += [save_page(html, page.budget_page(result, target))] if html is not None else []
     title = (
-        f"{limits_text(question)} on {question.nodes} x {loaded.node.devices} {result.device.name} ({loaded.name}), "
+        f"{page.limits_text(question)} on {question.nodes} x {per_node} {result.device.name} ({loaded.name}), "
         f"{result.device.bf16_tflops:g} TFLOP/s dense bf16 each"
     )
-    ranked = table(title, BUDGET_COLUMNS, table_rows(result), right=tuple(range(1, 9)))
-    show(as_json, budget_json(result), *(f"written: {path}" for path in written), ranked, *_lines(result, target))
-
-
-def _num_nodes(cluster: Cluster, nodes: int | None, devices: int | None) -> int:
-
-    per_node = cluster.node.devices
-    if devices is None and nodes is not None:
-        return nodes
-    if devices is not None:
-        if nodes is not None and nodes * per_node != devices:
-            raise ConfigError(
-                "cli.nodes-and-devices-differ",
-                f"{nodes} nodes have {nodes * per_node} devices, not {devices}",
-                hint="give --nodes or --devices",
-            )
-        if devices < 1 or devices % per_node:
-            below, above = max(1, devices // per_node) * per_node, (max(0, devices) // per_node + 1) * per_node
-            raise ConfigError(
-                "cli.partial-node",
-                f"{devices} devices are not a multiple of the {per_node} devices of a node",
-                hint=f"nearest valid value: {below} or {above}",
-            )
-        return devices // per_node
-    limits = [p.max_nodes for p in (cluster.slurm.partitions if cluster.slurm else []) if p.gpus and p.max_nodes]
-    return max(limits, default=cluster.nodes or 1)
+    show(
+        as_json,
+        page.budget_json(result),
+        *(f"written: {path}" for path in written),
+        table(title, page.BUDGET_COLUMNS, page.table_rows(result), right=tuple(range(1, 9))),
+        *_lines(result, target),
+    )
 
 
 def _lines(result: BudgetResult, target: float | None) -> list[str]:
@@ -104,7 +101,7 @@ def _lines(result: BudgetResult, target: float | None) -> list[str]:
     from windlass.planner.budget import size_text
     from windlass.planner.laws import CAVEATS, LAWS
 
-    b, lines = result.budget, []
+    question, lines = result.budget, []
     if target:
         needs = []
         for pair in (p for p in result.pairs if p.tokens == target):
@@ -114,18 +111,18 @@ def _lines(result: BudgetResult, target: float | None) -> list[str]:
             needs.append(f"{size_text(pair.parameters)} {needed}")
         lines.append(f"{print_tokens(target)} tokens take: " + "; ".join(needs))
     longest_days = max((row.days for row in result.rows if row.days), default=None)
-    if longest_days and b.mfu:
-        flops = b.devices * (result.device.bf16_tflops or 0) * 1e12 * 86_400 * longest_days * b.mfu
+    if longest_days and question.mfu:
+        flops = question.devices * (result.device.bf16_tflops or 0) * 1e12 * 86_400 * longest_days * question.mfu
         total = f"{flops:.3g} FLOP ({flops / 1e24:.2f} YFLOP)"
-        lines.append(f"Compute in {longest_days:,.1f} days at MFU {b.mfu:g}: {total}")
-    if b.mfu is None:
+        lines.append(f"Compute in {longest_days:,.1f} days at MFU {question.mfu:g}: {total}")
+    if question.mfu is None:
         layouts = [f"{size_text(row.parameters)} {row.layout}" for row in result.rows if row.tokens_per_second]
         lines.append("planned: " + "; ".join(layouts))
     if result.best is not None:
         size, tokens = size_text(result.best.parameters), print_tokens(result.best.tokens)
         lines.append(f"Lowest expected loss: {size} on {tokens} tokens")
     lines.append(
-        f"MFU counts {b.flops_per_parameter if b.mfu else 6:g}N of the dense peak. "
+        f"MFU counts {question.flops_per_parameter if question.mfu else 6:g}N of the dense peak. "
         f"Loss: {' / '.join(law.name for law in LAWS)}, nats per token; * is extrapolated."
     )
     return [*lines, *(f"note: {text}" for text in (*CAVEATS, *result.warnings))]

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +18,7 @@ def dash(
     ] = False,
 ) -> None:
     """Serve live pages on localhost: runs, comparison, one run, sweep, planner, data, profile. Works offline."""
+    import socket
 
     from windlass.report.dash.server import make_server
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
-from windlass.cli.model_options import JsonOption
+from windlass.cli.options import JsonOption
 from windlass.cli.output import bar, show, table, text_of
 from windlass.errors import ConfigError, DataError
 from windlass.files import write_atomic
 from windlass.units import parse_bytes, print_seconds, print_text, print_tokens
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from windlass.data.store import Store
     from windlass.data.tokenize import TokenizeProgress, TokenizeResult
 
@@ -48,30 +48,32 @@ def tokenize(
     # There is no linear algebra here: numpy's threads would only spin, and get in the way of forking workers.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from windlass.config.sources import load_data_file
-    from windlass.data.inputs import count_skipped
-    from windlass.data.tokenize import tokenize as run
+    from windlass.data import inputs
+    from windlass.data import tokenize as tokenization
     from windlass.launch.array import submit_array
 
     config = load_data_file(file, overrides or ())
     if array is not None:
         argv = ["windlass", "tokenize", str(file.absolute()), *(overrides or [])]
         jobs = submit_array([*argv, "--array-task", "auto"], count=array, then=argv, cluster=cluster, account=account)
-        ids = {"array_job": jobs.array_job, "merge_job": jobs.merge_job}
-        submitted = f"submitted {array} tasks as job {jobs.array_job}, joined by job {jobs.merge_job}"
         show(
             as_json,
-            {**ids, "folder": str(jobs.folder), "tasks": array},
-            f"{submitted}; scripts and logs: {jobs.folder}",
+            {"array_job": jobs.array_job, "merge_job": jobs.merge_job, "folder": str(jobs.folder), "tasks": array},
+            f"submitted {array} tasks as job {jobs.array_job}, joined by job {jobs.merge_job}; "
+            f"scripts and logs: {jobs.folder}",
             f"to train after it: windlass launch RECIPE --after {jobs.merge_job}",
         )
         return
+
+    def progress(now: TokenizeProgress) -> None:
+        rate = print_tokens(now.tokens / max(1e-3, time.monotonic() - now.started))
+        rejects = f", {now.rejects:,} rejected" if now.rejects else ""
+        text = f"{now.phase}: {print_tokens(now.tokens)} tokens, {rate}/s{rejects}"
+        update(min(now.done_bytes, now.total_bytes), now.total_bytes, text)
+
     with bar("tokenizing", quiet=as_json) as update:
-        result = run(
-            config,
-            task=_parse_task(array_task),
-            on_progress=lambda now: update(min(now.done_bytes, now.total_bytes), now.total_bytes, _progress_text(now)),
-        )
-    skipped = {name: counts for name, source in config.sources.items() if (counts := count_skipped(source))}
+        result = tokenization.tokenize(config, task=_parse_task(array_task), on_progress=progress)
+    skipped = {name: counts for name, source in config.sources.items() if (counts := inputs.count_skipped(source))}
     keys = ("complete", "tokens", "documents", "rejects", "chunks_done", "chunks_kept", "seconds", "restated")
     document = {
         "store": str(result.store),
@@ -82,9 +84,8 @@ def tokenize(
     }
     notes = []
     for name, counts in skipped.items():
-        listed = ", ".join(f"{count:,} {suffix}" for suffix, count in list(counts.items())[:5])
-        total = sum(counts.values())
-        files = f"{total:,} file{'s' * (total != 1)} of other formats below its folders skipped ({listed})"
+        listed, total = [f"{count:,} {suffix}" for suffix, count in list(counts.items())[:5]], sum(counts.values())
+        files = f"{total:,} file{'s' * (total != 1)} of other formats below its folders skipped ({', '.join(listed)})"
         notes.append(f"note: {name}: {files}; a pattern such as FOLDER/**/*.py includes them")
     show(as_json, document, *_result_parts(result), *notes)
 
@@ -104,20 +105,14 @@ def _parse_task(text: str | None) -> tuple[int, int] | None:
                 hint="the scheduler's variables are missing; write --array-task 0/4",
             )
         return task
-    index, slash, count = text.partition("/")
-    if not slash or not index.isdigit() or not count.isdigit() or int(index) >= int(count):
+    index, count = map(int, text.split("/")) if re.fullmatch(r"\d+/\d+", text) else (0, 0)
+    if index >= count:
         raise ConfigError(
             "data.array-task-invalid",
             f"--array-task {text!r} is not a task",
             hint="write I/N with I from 0 to N-1, for example 0/4",
         )
-    return int(index), int(count)
-
-
-def _progress_text(now: TokenizeProgress) -> str:
-    rate = print_tokens(now.tokens / max(1e-3, time.monotonic() - now.started))
-    rejects = f", {now.rejects:,} rejected" if now.rejects else ""
-    return f"{now.phase}: {print_tokens(now.tokens)} tokens, {rate}/s{rejects}"
+    return index, count
 
 
 def _result_parts(result: TokenizeResult) -> list[Table | str]:
@@ -130,13 +125,14 @@ def _result_parts(result: TokenizeResult) -> list[Table | str]:
         chunks = "1 chunk was" if result.chunks_kept == 1 else f"{result.chunks_kept:,} chunks were"
         parts.append(f"resumed: {chunks} already done")
     if not result.complete:
-        share = f"this task's share is done: {result.tokens:,} tokens in {seconds}"
-        return [*parts, share, "`windlass tokenize` without --array-task joins the shares"]
-    state = "complete, nothing to do"
+        return [
+            *parts,
+            f"this task's share is done: {result.tokens:,} tokens in {seconds}",
+            "`windlass tokenize` without --array-task joins the shares",
+        ]
+    state = "written" if result.chunks_done or result.chunks_kept or result.engine else "complete, nothing to do"
     if result.restated:
         state = "complete, ledger updated from the data file"
-    elif result.chunks_done or result.chunks_kept or result.engine:
-        state = "written"
     parts.append(f"{result.store}: {state}, {result.tokens:,} tokens in {result.documents:,} documents, {seconds}")
     if result.rejects:
         parts.append(f"rejected: {result.rejects:,}, each with its reason in {result.store / REJECTS}")
@@ -166,19 +162,28 @@ def data(
     as_json: JsonOption = False,
 ) -> None:
     """Show the content of a token store: counts, fertility, samples, provenance."""
-
-    from windlass.data.inspect import by_source
-    from windlass.data.inspect import samples as decode_samples
+    from windlass.data import inspect
     from windlass.data.store import open_store
 
     store = open_store(path)
     if verify:
-        _verify(store, as_json)
+        problems = store.verify()
+        checked = "checksums" if store.kind == "windlass" else "file sizes (a foreign store has no checksums)"
+        listed = [{"file": problem.file, "what": problem.what} for problem in problems]
+        document = {"store": str(store.path), "whole": not problems, "problems": listed}
+        show(as_json, document, None if problems else f"{store.path}: complete, all {checked} are right")
+        if problems:
+            lines = "\n  ".join(f"{problem.file} {problem.what}" for problem in problems[:20])
+            raise DataError(
+                "data.store-damaged",
+                f"{store.path} is damaged in {len(problems)} place{'s' * (len(problems) != 1)}:\n  {lines}",
+                hint="copy the store again from where it was made, or tokenize again",
+            )
         return
     if ledger:
         _ledger(store, out, as_json)
         return
-    rows, decoded = by_source(store), decode_samples(store, samples) if samples else []
+    rows, decoded = inspect.by_source(store), inspect.samples(store, samples) if samples else []
     ratios = {name: {key: rows[name][key] for key in ("tokens_per_word", "tokens_per_byte")} for name in store.sources}
     document = {
         "store": str(store.path),
@@ -213,40 +218,18 @@ def _source_tables(store: Store) -> list[Table]:
     columns = ("documents", "tokens", "text bytes", "tokens/word", "tokens/byte")
 
     def cells(row: dict[str, Any]) -> tuple[str, ...]:
-        ratios = (
-            text_of(row["tokens_per_word"], ".3f", "not measured"),
-            text_of(row["tokens_per_byte"], ".3f", "not measured"),
-        )
+        ratios = [text_of(row[key], ".3f", "not measured") for key in ("tokens_per_word", "tokens_per_byte")]
         return text_of(row["documents"], ","), f"{row['tokens']:,}", text_of(row["bytes"], ","), *ratios
 
     rows = []
     for name, row in by_source(store).items():
         info = store.sources[name]
         held_out = f"{info.splits['validation']:,}" if "validation" in info.splits else "none"
-        documents, tokens, *others = cells(row)
-        rows.append((name, info.language or "unknown", documents, tokens, held_out, *others))
+        rows.append((name, info.language or "unknown", *cells(row)[:2], held_out, *cells(row)[2:]))
     titles = ("source", "language", *columns[:2], "validation", *columns[2:])
-    tables = [table(None, titles, rows, right=range(2, 8))]
     languages = [(name, *cells(row)) for name, row in by_language(store).items()]
-    if len(languages) > 1:
-        tables.append(table("by language", ("language", *columns), languages, right=range(1, 6)))
-    return tables
-
-
-def _verify(store: Store, as_json: bool) -> None:
-
-    problems = store.verify()
-    checked = "checksums" if store.kind == "windlass" else "file sizes (a foreign store has no checksums)"
-    listed = [{"file": problem.file, "what": problem.what} for problem in problems]
-    document = {"store": str(store.path), "whole": not problems, "problems": listed}
-    show(as_json, document, None if problems else f"{store.path}: complete, all {checked} are right")
-    if problems:
-        lines = "\n  ".join(f"{problem.file} {problem.what}" for problem in problems[:20])
-        raise DataError(
-            "data.store-damaged",
-            f"{store.path} is damaged in {len(problems)} place{'s' * (len(problems) != 1)}:\n  {lines}",
-            hint="copy the store again from where it was made, or tokenize again",
-        )
+    by_languages = table("by language", ("language", *columns), languages, right=range(1, 6))
+    return [table(None, titles, rows, right=range(2, 8)), *([by_languages] if len(languages) > 1 else [])]
 
 
 def _ledger(store: Store, out: Path | None, as_json: bool) -> None:
@@ -301,11 +284,10 @@ def compare(
 ) -> None:
     """Compare tokenizers: tokens per word and per byte, by language."""
     from windlass.config.sources import load_data_file
-    from windlass.data.inspect import compare_tokenizers
-    from windlass.data.tokenizer import load_tokenizer
+    from windlass.data import inspect, tokenizer
 
-    named = {str(path): load_tokenizer(path) for path in tokenizers}
-    _show_fertility(compare_tokenizers(load_data_file(file), named), None, as_json)
+    named = {str(path): tokenizer.load_tokenizer(path) for path in tokenizers}
+    _show_fertility(inspect.compare_tokenizers(load_data_file(file), named), None, as_json)
 
 
 def _show_fertility(rows: list[dict[str, Any]], path: str | None, as_json: bool) -> None:

@@ -1,23 +1,18 @@
 """`windlass demo`: a complete project on this machine's CPU, run with the ordinary commands."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from windlass.cli.output import console
 from windlass.errors import RunError, WindlassError
-
-if TYPE_CHECKING:
-    from windlass.launch.demo import Story
+from windlass.units import print_bytes, print_seconds
 
 # Packages that the demo uses and the base installation does not have.
 NEEDED = ("torch", "safetensors", "psutil", "tokenizers")
@@ -47,8 +42,9 @@ def demo(
     steps: Annotated[int, typer.Option("--steps", min=60, help="Optimizer steps to train.")] = 140,
 ) -> None:
     """Run a small project on this machine's CPU in about two minutes: data, plan, training, a fault, resume, report."""
-    from windlass.launch.demo import Story, clear, write_recipe
-    from windlass.units import print_seconds
+    from windlass.data.corpus import gather
+    from windlass.launch import demo as project
+    from windlass.runs.folder import Run
 
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
@@ -57,20 +53,37 @@ def demo(
             f"the demo trains a model and needs {', '.join(missing)}, which the base installation does not have",
             hint="pip install 'windlass[train,data]'; docs/install.md",
         )
-    out, started_at, story = console(), time.monotonic(), Story(run, steps=steps)
-    clear(story)
+    out, started_at, story = console(), time.monotonic(), project.Story(run, steps=steps)
+    project.clear(story)
     values = {key: str(getattr(story, key)) for key in ("data_file", "recipe_file", "tokenizer", "vocab", "folder")}
+
+    def announce(pid: int, step: int) -> None:
+        event = f"worker 1 (process {pid}) killed on purpose after step {step}"
+        out.print(f"*** {event}: the run resumes from its last checkpoint ***", style="bold yellow", markup=False)
+
     for number, (title, reason, template) in enumerate(SECTIONS, 1):
         out.print(f"\n[bold cyan]\\[{number}/{len(SECTIONS)}] {title}:[/bold cyan] [dim]{reason}[/dim]")
         argv = [part.format(**values) for part in template]
         if not argv:
-            _gather_corpus(story, lambda text: out.print(text, markup=False))
+            sources = gather(story.raw, story.corpus_bytes).values()
+            for source in sources:
+                size = f"{source.documents} documents, {print_bytes(source.bytes)}"
+                out.print(f"  {source.name}: {size}, {source.licence}", markup=False)
+            keys = ("name", "file", "language", "licence", "origin")
+            project.write_data_file(story, [{key: str(getattr(source, key)) for key in keys} for source in sources])
             continue
         if argv[0] == "plan":
-            write_recipe(story)
+            project.write_recipe(story)
         # As a user would type it: names with spaces in quotes, on one line.
         out.print(f"$ windlass {shlex.join(argv)}", style="green", markup=False, soft_wrap=True)
-        code = _run(argv, story, lambda text: out.print(text, style="bold yellow", markup=False))
+        is_training = argv[0] == "train"  # it loses a worker on the way
+        fault = project.WorkerKill(Run(story.folder), 1, story.kill_after, announce)
+        if is_training:
+            fault.start()
+        try:
+            code = project.run_command(project.command(*argv), int(is_training))
+        finally:
+            fault.done.set()
         if code:
             raise RunError(
                 "cli.demo-command-failed",
@@ -81,39 +94,6 @@ def demo(
     out.print(f"\n[bold green]Done in {seconds}.[/bold green] Open the report in a browser:")
     for line in (f"  {(run / 'report.html').resolve()}", "Next:", *(f"  {line}" for line in next_lines(run))):
         out.print(line, markup=False, soft_wrap=True)
-
-
-def _gather_corpus(story: Story, say: Callable[[str], None]) -> None:
-    from windlass.data.corpus import gather
-    from windlass.launch.demo import write_data_file
-    from windlass.units import print_bytes
-
-    sources = gather(story.raw, story.corpus_bytes).values()
-    for source in sources:
-        say(f"  {source.name}: {source.documents} documents, {print_bytes(source.bytes)}, {source.licence}")
-    keys = ("name", "file", "language", "licence", "origin")
-    write_data_file(story, [{key: str(getattr(source, key)) for key in keys} for source in sources])
-
-
-def _run(argv: list[str], story: Story, say: Callable[[str], None]) -> int:
-    """Run a command; training loses a worker on the way."""
-    from windlass.launch.demo import WorkerKill, command, run_command
-    from windlass.runs.folder import Run
-
-    if argv[0] != "train":
-        return run_command(command(*argv))
-
-    def announce(pid: int, step: int) -> None:
-        say(
-            f"*** worker 1 (process {pid}) killed on purpose after step {step}: "
-            "the run resumes from its last checkpoint ***"
-        )
-
-    fault = WorkerKill(Run(story.folder), 1, story.kill_after, announce).start()
-    try:
-        return run_command(command(*argv), 1)
-    finally:
-        fault.done.set()
 
 
 def next_lines(folder: Path) -> list[str]:

@@ -1,9 +1,16 @@
 """`windlass doctor`: checks devices, links, disks, clocks and environment, here or as a short job on N nodes."""
 
+import os
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
+
+from windlass.cli.options import JsonOption
+from windlass.cli.output import show, table
+from windlass.errors import ConfigError
 
 
 def doctor(
@@ -29,17 +36,11 @@ def doctor(
     account: Annotated[str | None, typer.Option("--account", help="SLURM account (job mode).")] = None,
     partition: Annotated[str | None, typer.Option("--partition", help="SLURM partition (job mode).")] = None,
     wait: Annotated[float, typer.Option("--wait", help="Seconds to wait for the job (job mode).")] = 1800.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check devices, links, disks, clocks and environment. Exit code 6: not fit for training."""
-    import os
-    from importlib.util import find_spec
-    from tempfile import TemporaryDirectory
-
-    from windlass.cli.output import console, print_json, table
     from windlass.clusters import load_cluster
     from windlass.config import load_recipe
-    from windlass.errors import ConfigError
     from windlass.launch import doctor as checks
 
     if recipe is not None:
@@ -62,25 +63,20 @@ def doctor(
     else:
         rows = checks.host_checks(places, megabytes=megabytes)
         if not no_devices and find_spec("torch") is None:
-            rows.append(
-                checks.DoctorCheck(
-                    "torch",
-                    "here",
-                    "fail",
-                    "torch is not installed in this environment",
-                    "pip install 'windlass[train]', or the site's own torch",
-                )
-            )
+            advice = "pip install 'windlass[train]', or the site's own torch"
+            missing = "torch is not installed in this environment"
+            rows.append(checks.DoctorCheck("torch", "here", "fail", missing, advice))
         elif not no_devices:
             count = devices or checks.count_devices()
             with TemporaryDirectory(prefix="windlass-doctor-") as folder:
                 rows += checks.examine(checks.run_workers(Path(folder), count, full=full), count, Path(folder))
     diagnosis = checks.Diagnosis((*rows, *checks.data_checks(store, tokenizer)))
-    if as_json:
-        print_json(diagnosis.as_dict())
-    else:
-        lines = [(c.level, c.topic, c.where, c.text + (f" -> {c.hint}" if c.hint else "")) for c in diagnosis.checks]
-        console().print(table("windlass doctor", ("", "check", "where", "result"), lines))
-        console().print(f"verdict: {diagnosis.verdict}", markup=False)
+    lines = [(c.level, c.topic, c.where, c.text + (f" -> {c.hint}" if c.hint else "")) for c in diagnosis.checks]
+    show(
+        as_json,
+        diagnosis.as_dict(),
+        table("windlass doctor", ("", "check", "where", "result"), lines),
+        f"verdict: {diagnosis.verdict}",
+    )
     if diagnosis.exit_code:
         raise typer.Exit(diagnosis.exit_code)

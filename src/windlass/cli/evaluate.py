@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
-from windlass.cli.model_options import DeviceOption, DtypeOption, JsonOption, RunArgument, SaveOption, StepOption
-from windlass.cli.output import bar, show, table
+from windlass.cli.options import DeviceOption, DtypeOption, JsonOption, ModelArgument, SaveOption, StepOption
+from windlass.cli.output import bar, show, table, text_of
 from windlass.files import write_atomic
 from windlass.units import parse_tokens
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from windlass.evaluate.open_model import OpenModel
     from windlass.evaluate.scores import EvalScore, LanguageRow
     from windlass.evaluate.task_files import TaskFile
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def eval_(
-    run: RunArgument,
+    run: ModelArgument,
     store: Annotated[
         Path | None, typer.Option("--store", help="Token store of held-out text (default: the run's own).")
     ] = None,
@@ -74,45 +73,48 @@ def eval_(
     as_json: JsonOption = False,
 ) -> None:
     """Compute perplexity and bits per byte on held-out documents, by source, language and length; or run tasks."""
-    if recorded or beside or all_steps:
-        from windlass.evaluate.scores import language_page, recorded_rows
+    from windlass.evaluate import scores as scoring
 
-        rows = recorded_rows([run, *(beside or [])], every_step=all_steps)
+    if recorded or beside or all_steps:
+        rows = scoring.recorded_rows([run, *(beside or [])], every_step=all_steps)
         if html is not None:
-            write_atomic(html, language_page(rows))
+            write_atomic(html, scoring.language_page(rows))
         show(as_json, {"rows": [row.to_json() for row in rows]}, _language_table(rows))
         return
-    from windlass.evaluate.open_model import open_model
-    from windlass.evaluate.scores import append_scores, scores_page
-    from windlass.evaluate.task_files import read_task_file
+    from windlass.evaluate import open_model, task_files  # they need torch, which recorded scores do not
 
     # What can be wrong with the arguments is checked first: a bad file must not cost a model load.
     limit_tokens = parse_tokens(max_tokens) if max_tokens is not None else None
-    tasks = [read_task_file(path) for path in task or []]
-    opened = open_model(run, step=step, device=device, dtype=dtype)
+    tasks = [task_files.read_task_file(path) for path in task or []]
+    opened = open_model.open_model(run, step=step, device=device, dtype=dtype)
     source, scores = opened.source, list["EvalScore"]()
 
     def keep(new_scores: list[EvalScore], **more: Any) -> None:
         """Write scores down as soon as they exist: stopping in the next task loses nothing."""
         scores.extend(new_scores)
         if save and source.run is not None:
-            append_scores(source.run, new_scores, step=opened.step, tokens=opened.tokens, **more)
+            scoring.append_scores(source.run, new_scores, step=opened.step, tokens=opened.tokens, **more)
 
     answer: dict[str, Any] = {}
     if tasks or harness:
-        _run_tasks(opened, tasks, {"shots": shots or 0, "template": template, "batch": batch}, overlap, keep, as_json)
-        if harness:
-            from windlass.convert.source import find_tokenizer
-            from windlass.evaluate.harness import run_harness
-
-            options: dict[str, Any] = {"folder": harness_folder, "shots": shots, "limit": limit, "batch": batch}
-            keep(run_harness(opened, find_tokenizer(source), harness.split(","), **options))
-        printed = _task_tables(opened, scores)
+        options = {"shots": shots or 0, "template": template, "batch": batch}
+        harness_options = {"folder": harness_folder, "shots": shots, "limit": limit, "batch": batch}
+        _run_tasks(opened, tasks, options, harness, harness_options, overlap, keep, quiet=as_json)
+        cut = {score.task: score.detail["cut"] for score in scores if score.group == "all" and score.detail.get("cut")}
+        language_rows = scoring.language_rows(opened.recipe.name, [score.line(step=opened.step) for score in scores])
+        printed = [
+            score_table(scores),
+            *(
+                f"{name}: {count:,} prompt(s) are longer than {opened.max_length:,} tokens and lost their beginning"
+                for name, count in cut.items()
+            ),
+            _language_table(language_rows) if len(scoring.languages(language_rows)) > 1 else None,
+        ]
     else:
         split = split or opened.recipe.data.validation or "validation"
         answer, printed = _held_out(opened, store, split, limit_tokens, batch, overlap, keep, quiet=as_json)
     if html is not None:
-        write_atomic(html, scores_page(opened.recipe.name, opened.step, scores))
+        write_atomic(html, scoring.scores_page(opened.recipe.name, opened.step, scores))
     about = {"source": source.folder, "step": opened.step, "trained_tokens": opened.tokens, "note": source.note}
     document = {**about, "device": opened.device_text, **answer, "scores": [score.line() for score in scores]}
     written = f"written to {source.run.eval_file}" if save and source.run is not None else None
@@ -120,20 +122,30 @@ def eval_(
 
 
 def _run_tasks(
-    opened: OpenModel, tasks: Sequence[TaskFile], options: dict[str, Any], overlap: bool, keep: Keep, quiet: bool
+    opened: OpenModel,
+    tasks: Sequence[TaskFile],
+    options: dict[str, Any],
+    harness: str | None,
+    harness_options: dict[str, Any],
+    overlap: bool,
+    keep: Keep,
+    *,
+    quiet: bool,
 ) -> None:
     from windlass.convert.source import find_tokenizer
-    from windlass.evaluate.suites import SuiteOptions
-    from windlass.evaluate.task_files import run_task, task_overlap
+    from windlass.evaluate import suites, task_files
+    from windlass.evaluate.harness import run_harness
 
+    tokenizer = find_tokenizer(opened.source)
     for task in tasks:
-        tokenizer = find_tokenizer(opened.source)
         with bar(task.name, quiet=quiet) as progress:
-            scores = run_task(opened, tokenizer, task, SuiteOptions(**options, progress=progress))
+            scores = task_files.run_task(opened, tokenizer, task, suites.SuiteOptions(**options, progress=progress))
         if overlap:
             with bar("looking for overlap", quiet=quiet) as progress:
-                scores += task_overlap(opened.source, tokenizer, task, progress)
+                scores += task_files.task_overlap(opened.source, tokenizer, task, progress)
         keep(scores)
+    if harness:
+        keep(run_harness(opened, tokenizer, harness.split(","), **harness_options))
 
 
 def _held_out(
@@ -149,14 +161,12 @@ def _held_out(
 ) -> tuple[dict[str, Any], list[Any]]:
     """Score held-out documents: what `--json` adds, and what is printed."""
     from windlass.convert.source import find_tokenizer
-    from windlass.evaluate.open_model import find_store
-    from windlass.evaluate.perplexity import evaluate_text
-    from windlass.evaluate.task_files import document_overlap
+    from windlass.evaluate import open_model, perplexity, task_files
 
-    held_out = find_store(opened, store)
+    held_out = open_model.find_store(opened, store)
     tokenizer = find_tokenizer(opened.source, held_out.tokenizer_file)
     with bar("evaluating", quiet=quiet) as progress:
-        result = evaluate_text(
+        result = perplexity.evaluate_text(
             opened, held_out, tokenizer, split=split, max_tokens=max_tokens, batch=batch, progress=progress
         )
     keep(result.scores, store=str(held_out.path))
@@ -168,36 +178,23 @@ def _held_out(
     ]
     at_step = "" if opened.step is None else f", step {opened.step:,}"
     columns = ("group", "documents", "tokens", "bits per byte (95 %)", "perplexity (95 %)")
-    rate = "not measured" if result.tokens_per_second is None else f"{result.tokens_per_second:,.0f}"
+    rate = text_of(result.tokens_per_second, ",.0f", "not measured")
     printed: list[Any] = [
         table(f"Held-out text{at_step} ({opened.source.folder})", columns, rows, right=(1, 2, 3, 4)),
         f"{result.tokens:,} tokens at {rate} tokens/s ({opened.device_text})",
     ]
     if overlap:
         with bar("looking for overlap", quiet=quiet) as progress:
-            scores = document_overlap(opened.source, held_out, split, max_tokens, progress)
+            scores = task_files.document_overlap(opened.source, held_out, split, max_tokens, progress)
         keep(scores, store=str(held_out.path))
         printed.append(score_table(scores))
-    speed = {"tokens_per_second": result.tokens_per_second}
-    return {"store": held_out.path, "tokens": result.tokens, **speed}, printed
+    numbers = {"tokens": result.tokens, "tokens_per_second": result.tokens_per_second}
+    return {"store": held_out.path, **numbers}, printed
 
 
 def score_table(scores: Sequence[EvalScore]) -> Table:
-
     rows = [(s.task, s.group, s.metric, _interval_text(s, 3), f"{s.count:,}") for s in scores]
     return table("Tasks", ("task", "group", "metric", "value (95 %)", "items"), rows, right=(3, 4))
-
-
-def _task_tables(opened: OpenModel, scores: Sequence[EvalScore]) -> list[Any]:
-    from windlass.evaluate.scores import language_rows, languages
-
-    cut = {score.task: score.detail["cut"] for score in scores if score.group == "all" and score.detail.get("cut")}
-    notes = [
-        f"{task}: {count:,} prompt(s) are longer than {opened.max_length:,} tokens and lost their beginning"
-        for task, count in cut.items()
-    ]
-    rows = language_rows(opened.recipe.name, [score.line(step=opened.step) for score in scores])
-    return [score_table(scores), *notes, *([_language_table(rows)] if len(languages(rows)) > 1 else [])]
 
 
 def _interval_text(score: EvalScore | None, digits: int) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windlass.cli.model_options import JsonOption, RunArgument, StepOption
+from windlass.cli.options import JsonOption, ModelArgument, StepOption
 from windlass.cli.output import bar, show
 from windlass.errors import WindlassError
 from windlass.units import parse_bytes, print_bytes
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def export(
-    run: RunArgument,
+    run: ModelArgument,
     to: Annotated[Path, typer.Option("--to", help="New folder; an existing one is refused.")],
     dtype: Annotated[
         str | None,
@@ -39,8 +39,26 @@ def export(
     """Write a Hugging Face folder: weights, config, tokenizer and model card, verified by its logits."""
     from windlass.convert.export import export as write_folder
     from windlass.evaluate.task_files import read_text_file
+    from windlass.registry import PRESETS
+    from windlass.report import collect, model_card, sections, write
+    from windlass.runs import open_run
 
     sample = read_text_file(text, "text to compare on") if text is not None else None
+    try:  # README.md from the ledger, the energy and the report
+        summary = collect.collect(open_run(run))
+    except WindlassError:  # there is no run folder
+        readme = None
+    else:
+        family = summary.recipe.get("model", {}).get("family")
+        library = PRESETS.load(family).hf.library if family else "transformers"
+        chapters = [
+            model_card.model_card(summary),
+            model_card.data_section(summary),
+            sections.evaluation(summary),
+            model_card.content_summary(summary),
+        ]
+        front = f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags: [windlass]\n---\n\n"
+        readme = front + write.markdown(summary.name, chapters)
     with bar("exporting", quiet=as_json) as progress:
         exported = write_folder(
             run,
@@ -48,7 +66,7 @@ def export(
             step=step,
             dtype=dtype,
             tokenizer=tokenizer,
-            card=_model_card(run),
+            card=readme,
             verify=verify,
             text=sample,
             shard_bytes=parse_bytes(shard),
@@ -72,26 +90,6 @@ def _check_text(check: LogitComparison) -> str:
     )
 
 
-def _model_card(run: Path) -> str | None:
-    """README.md from the ledger, the energy and the report; None where there is no run folder."""
-    from windlass.registry import PRESETS
-    from windlass.report.collect import collect
-    from windlass.report.model_card import content_summary, data_section, model_card
-    from windlass.report.sections import evaluation
-    from windlass.report.write import markdown
-    from windlass.runs import open_run
-
-    try:
-        summary = collect(open_run(run))
-    except WindlassError:
-        return None
-    family = summary.recipe.get("model", {}).get("family")
-    library = PRESETS.load(family).hf.library if family else "transformers"
-    front = f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags: [windlass]\n---\n\n"
-    sections = [model_card(summary), data_section(summary), evaluation(summary), content_summary(summary)]
-    return front + markdown(summary.name, sections)
-
-
 def import_(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Hugging Face folder, or a run whose vocabulary is to grow.")
@@ -110,9 +108,10 @@ def import_(
     """Read a Hugging Face model into a run folder: `save.load = "RUN"` starts from it at any layout."""
     from windlass.convert.imports import import_model
 
-    target = run or Path("runs") / folder.resolve().name
     with bar("importing", quiet=as_json):
-        imported = import_model(folder, target, tokenizer=tokenizer, seq_len=seq_len, verify=verify)
+        imported = import_model(
+            folder, run or Path("runs") / folder.resolve().name, tokenizer=tokenizer, seq_len=seq_len, verify=verify
+        )
     show(
         as_json,
         imported,

@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
-from windlass.cli.model_options import DeviceOption, JsonOption, RunArgument, SaveOption, StepOption
+from windlass.cli.options import DeviceOption, JsonOption, ModelArgument, ProcessesOption, SaveOption, StepOption
 from windlass.cli.output import show
 from windlass.files import write_json
 
 
 def finetune(
-    run: RunArgument,
+    run: ModelArgument,
     train: Annotated[Path, typer.Option("--train", help="TSV with the columns text and label (or target).")],
     test: Annotated[
         Path | None, typer.Option("--test", help="TSV to test on (default: a fifth of the training file).")
@@ -22,9 +22,7 @@ def finetune(
     lr: Annotated[float | None, typer.Option("--lr", help="Learning rate (default: 1e-3 frozen, 5e-5 full).")] = None,
     length: Annotated[int, typer.Option("--length", min=1, help="Tokens of a text that are read.")] = 256,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Number of seeds to run (0, 1, 2, ...).")] = 1,
-    devices: Annotated[
-        int | None, typer.Option("--devices", min=1, help="Processes on this machine, one per device.")
-    ] = None,
+    devices: ProcessesOption = None,
     output: Annotated[Path | None, typer.Option("--output", help="Also write the result as JSON to this file.")] = None,
     step: StepOption = None,
     device: DeviceOption = None,

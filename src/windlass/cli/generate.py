@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
-from windlass.cli.model_options import DeviceOption, DtypeOption, JsonOption, RunArgument, StepOption
-from windlass.cli.output import console, print_json
+from windlass.cli.options import DeviceOption, DtypeOption, JsonOption, ModelArgument, StepOption
+from windlass.cli.output import console, print_json, text_of
 from windlass.units import print_bytes
 
 
 def generate(
-    run: RunArgument,
+    run: ModelArgument,
     prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")],
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Maximum number of new tokens.")] = 100,
     temperature: Annotated[
@@ -37,18 +37,23 @@ def generate(
     """Continue a text: with a key/value cache (Llama) or a state of constant size (RetNet)."""
     from windlass.convert.config_json import positions_of
     from windlass.convert.source import find_tokenizer
-    from windlass.evaluate.generate import Sampling, stop_condition, text_before
-    from windlass.evaluate.generate import generate as continue_text
+    from windlass.evaluate import generate as evaluate
     from windlass.evaluate.open_model import open_model
 
-    sampling = Sampling(tokens=tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, ignore_eos=go_on)
+    sampling = evaluate.Sampling(
+        tokens=tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, ignore_eos=go_on
+    )
     opened = open_model(run, step=step, device=device, dtype=dtype)
     loaded = find_tokenizer(opened.source, tokenizer)
     stops = stop or []
-    result = continue_text(
-        opened.model, loaded.encode(prompt), sampling, eos=loaded.eos, stop=stop_condition(stops, loaded.decode)
+    result = evaluate.generate(
+        opened.model,
+        loaded.encode(prompt),
+        sampling,
+        eos=loaded.eos,
+        stop=evaluate.stop_condition(stops, loaded.decode),
     )
-    text, rate = text_before(loaded.decode(result.ids), stops), result.tokens_per_second
+    text = evaluate.text_before(loaded.decode(result.ids), stops)
     if as_json:
         keys = ("ids", "tokens_per_second", "prompt_tokens", "prompt_seconds", "state_bytes", "ended")
         about = {"prompt": prompt, "text": text, "step": opened.step, "device": opened.device_text}
@@ -57,7 +62,7 @@ def generate(
     out = console()
     out.print(prompt, style="bold", markup=False, end="", soft_wrap=True)
     out.print(text, markup=False, soft_wrap=True)
-    speed = "not measured" if rate is None else f"{rate:,.1f}"
+    speed = text_of(result.tokens_per_second, ",.1f", "not measured")
     lines = [
         f"{len(result.ids)} tokens{' (ended by the model)' if result.ended else ''} at {speed} tokens/s "
         f"after a prompt of {result.prompt_tokens}; state {print_bytes(result.state_bytes)} ({opened.device_text})",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-import tomllib
 import unicodedata
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from rich.table import Table
 
 from windlass.cli.output import show, table
 from windlass.errors import ConfigError, LaunchError, WindlassError
@@ -20,8 +20,6 @@ from windlass.files import write_atomic
 from windlass.units import parse_tokens, print_tokens
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from windlass.clusters import Cluster
     from windlass.config.starter import StarterRecipe
     from windlass.planner.search import Plans
@@ -56,6 +54,9 @@ def init(
 ) -> None:
     """Ask a few questions (cluster, account, size, data), write a recipe, plan it and print the next commands."""
 
+    from windlass.clusters import cluster_names, load_cluster
+    from windlass.clusters.probe import recognise
+
     interactive = _is_interactive() and not (yes or as_json)
     if file is not None and file.suffix != ".toml":
         raise ConfigError(
@@ -64,7 +65,18 @@ def init(
             hint=f"recipes are TOML files: windlass init {file}.toml",
         )
     _refuse_existing(file)
-    machine, how_chosen = _choose_cluster(cluster, interactive)
+    if cluster is not None:
+        machine, how_chosen = load_cluster(cluster), "given"
+    else:
+        try:
+            detected, how_chosen = recognise().name, "this host's name"
+        except LaunchError:
+            detected, how_chosen = "workstation", "no cluster file knows this host"
+        if interactive:
+            question, how_chosen = f"Cluster ({', '.join(cluster_names())})", "answered"
+            machine = _ask_until_valid(question, detected, load_cluster)
+        else:
+            machine = load_cluster(detected)
     default_size = "1B" if machine.slurm else "20M"
     if interactive and account is None and machine.slurm:
         account = _ask("SLURM account to charge (empty: set it later)", "") or None
@@ -89,7 +101,6 @@ def _is_interactive() -> bool:
 
 
 def _refuse_existing(file: Path | None) -> None:
-
     if file is not None and file.exists():
         raise ConfigError(
             "init.file-exists",
@@ -98,24 +109,7 @@ def _refuse_existing(file: Path | None) -> None:
         )
 
 
-def _choose_cluster(name: str | None, interactive: bool) -> tuple[Cluster, str]:
-    """The cluster and how it was chosen."""
-    from windlass.clusters import cluster_names, load_cluster
-    from windlass.clusters.probe import recognise
-
-    if name is not None:
-        return load_cluster(name), "given"
-    try:
-        detected, how = recognise().name, "this host's name"
-    except LaunchError:
-        detected, how = "workstation", "no cluster file knows this host"
-    if interactive:
-        return _ask_until_valid(f"Cluster ({', '.join(cluster_names())})", detected, load_cluster), "answered"
-    return load_cluster(detected), how
-
-
 def _read_size(text: str) -> float:
-
     try:
         size = float(parse_tokens(text))
     except WindlassError:
@@ -123,18 +117,18 @@ def _read_size(text: str) -> float:
             "init.size-invalid", f"{text!r} is not a number of parameters", hint='write it like "300M" or "8B"'
         ) from None
     if not MIN_PARAMETERS <= size <= MAX_PARAMETERS:
-        too_small = size < MIN_PARAMETERS
         raise ConfigError(
             "init.size-out-of-range",
             f"init cannot choose a shape for {text} parameters (20M to 1T)",
-            hint="start from recipes/tiny_cpu.toml for a smaller model" if too_small else 'write it like "8B"',
+            hint="start from recipes/tiny_cpu.toml for a smaller model"
+            if size < MIN_PARAMETERS
+            else 'write it like "8B"',
         )
     return size
 
 
 def _ask_until_valid(question: str, default: str, read: Callable[[str], T]) -> T:
     """Ask again after an invalid answer, with the reason, so that the earlier answers are not lost."""
-
     while True:
         try:
             return read(_ask(question, default))
@@ -154,29 +148,21 @@ def _create_recipe(
     tokens: str | None, nodes: int | None, seq_len: int, vocab: int | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Choose the remaining values, plan, and write the recipe and, for texts, a data file. Returns the JSON result."""
-
-    from windlass.config.starter import (
-        TOKENS_PER_PARAMETER,
-        StarterRecipe,
-        data_text,
-        default_name,
-        is_text_path,
-        recipe_text,
-        round_to_two_digits,
-    )
+    from windlass.config import starter
     from windlass.data.store import open_store
     from windlass.models.presets import model_spec
-    from windlass.planner.budget import model_near
+    from windlass.planner import budget, plan_json
 
     # The name of a run folder goes through shells and job scripts: "mein größtes" -> "mein-grotes".
     ascii_stem = unicodedata.normalize("NFKD", file.stem if file else "").encode("ascii", "ignore").decode()
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", ascii_stem).strip("-._")[:120] or default_name(parameters, cluster.name)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", ascii_stem).strip("-._")[:120] or starter.default_name(
+        parameters, cluster.name
+    )
     target = file or Path(f"{name}.toml")
-    has_texts = data is not None and is_text_path(data)
+    has_texts = data is not None and starter.is_text_path(data)
     data_file = target.with_name(f"{name}-data.toml") if has_texts else None
-    _refuse_existing(target)
-    _refuse_existing(data_file)
-
+    for new_file in (target, data_file):
+        _refuse_existing(new_file)
     store_path = f"data/{name}" if has_texts else data
     store = open_store(store_path) if store_path and Path(store_path).exists() else None
     stored_tokens = sum(s.splits.get("train", s.tokens) for s in store.sources.values()) if store else None
@@ -187,11 +173,11 @@ def _create_recipe(
             "init.tokens-not-positive", f"cannot train on {tokens} tokens", hint="omit --tokens for 20 per parameter"
         )
     # Eight key/value heads, so that tensor parallelism up to 8 divides them; small models need no tensor parallelism.
-    model = model_near(parameters, heads_multiple=8 if parameters >= 1e9 else 1)
+    model = budget.model_near(parameters, heads_multiple=8 if parameters >= 1e9 else 1)
     if known_vocab := vocab or stored_vocab:
         model = model.model_copy(update={"vocab": known_vocab})
     recipe, plans, why_nodes = _choose_nodes(
-        StarterRecipe(
+        starter.StarterRecipe(
             name=name,
             cluster=cluster.name,
             nodes=nodes or 1,
@@ -202,92 +188,70 @@ def _create_recipe(
             store=store_path,
             tokens=parse_tokens(tokens)
             if tokens
-            else stored_tokens or round_to_two_digits(parameters * TOKENS_PER_PARAMETER),
+            else stored_tokens or starter.round_to_two_digits(parameters * starter.TOKENS_PER_PARAMETER),
             seq_len=seq_len,
         ),
         cluster,
         fixed=nodes is not None,
     )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(target, recipe_text(recipe))
+    write_atomic(target, starter.recipe_text(recipe))
     if data_file:
-        write_atomic(data_file, data_text(name, str(data), f"tokenizers/{name}/tokenizer.json", str(store_path)))
-    default_tokens = "what the store holds" if stored_tokens else f"{TOKENS_PER_PARAMETER} per parameter"
+        tokenizer = f"tokenizers/{name}/tokenizer.json"
+        write_atomic(data_file, starter.data_text(name, str(data), tokenizer, str(store_path)))
+    default_tokens = "what the store holds" if stored_tokens else f"{starter.TOKENS_PER_PARAMETER} per parameter"
     reasons = {
         "cluster": how_chosen,
         "tokens": "given" if tokens else default_tokens,
         "vocab": "given" if vocab else "the store's" if stored_vocab else "usual at this size",
         "nodes": why_nodes,
     }
-    return _result(target, data_file, recipe, plans, reasons, store_exists=store is not None)
-
-
-def _choose_nodes(recipe: StarterRecipe, cluster: Cluster, *, fixed: bool) -> tuple[StarterRecipe, Plans, str]:
-    """The recipe on its own number of nodes if `fixed`, else on as few (doubling) as finish within a month."""
-
-    from windlass.config import Recipe, check, validate
-    from windlass.config.starter import MAX_DAYS, recipe_text
-    from windlass.planner import plan
-    from windlass.planner.search import nothing_fits
-
-    limits = [p.max_nodes for p in cluster.slurm.partitions if p.gpus and p.max_nodes] if cluster.slurm else [1]
-    most = min(max(limits, default=cluster.nodes or 64), cluster.nodes or 10**6)
-    while True:
-        # The plan is that of the text that will be written.
-        resolved = validate(Recipe, tomllib.loads(recipe_text(recipe)), f"{recipe.name}.toml")
-        check(resolved)
-        plans = plan(resolved, cluster, top=1)
-        fast_enough = bool(plans.plans) and plans.best.days <= MAX_DAYS
-        if fixed or fast_enough or recipe.nodes >= most:
-            break
-        recipe = replace(recipe, nodes=min(2 * recipe.nodes, most))
-    if not plans.plans:
-        raise nothing_fits(plans)
-    if fixed:
-        return recipe, plans, "given"
-    if fast_enough:
-        return recipe, plans, f"the fewest that take at most {MAX_DAYS:g} days"
-    return recipe, plans, f"the most that one job may take; it is longer than {MAX_DAYS:g} days all the same"
-
-
-# -- the result -------------------------------------------------------------------------------------------------------
-
-
-def _result(
-    target: Path, data_file: Path | None, recipe: StarterRecipe, plans: Plans, reasons: dict[str, str], *,
-    store_exists: bool,
-) -> dict[str, Any]:  # fmt: skip
-
-    from windlass.planner import plan_json
-
     recipe_path, data_path = shlex.quote(str(target)), shlex.quote(str(data_file))
     commands = [f"windlass plan {recipe_path}"]
     if data_file:
         options = f"--vocab {recipe.model['vocab']} --out tokenizers/{recipe.name}"
         commands += [f"windlass tokenizer train {data_path} {options}", f"windlass tokenize {data_path}"]
-    elif not store_exists:
+    elif store is None:
         then = f'with output = "{recipe.store}"' if recipe.store else "then set data.store"
         commands.append(f"windlass tokenize DATA.toml   # {then}; docs/guides/data.md")
-    launch = f"windlass launch {recipe_path} --dry-run"
-    commands.append(launch if plans.task.cluster.slurm else f"windlass train {recipe_path}")
+    commands.append(f"windlass launch {recipe_path} --dry-run" if cluster.slurm else f"windlass train {recipe_path}")
+    recipe_keys = ("name", "cluster", "account", "nodes", "parameters", "tokens", "store")
     return {
         "recipe": str(target),
         "data_file": None if data_file is None else str(data_file),
-        "name": recipe.name,
-        "cluster": recipe.cluster,
-        "account": recipe.account,
-        "nodes": recipe.nodes,
-        "parameters": recipe.parameters,
-        "tokens": recipe.tokens,
-        "store": recipe.store,
-        "store_exists": store_exists,
+        **{key: getattr(recipe, key) for key in recipe_keys},
+        "store_exists": store is not None,
         "reasons": reasons,
         "plan": plan_json(plans.best, plans.task),
         "next": commands,
     }
 
 
-def _parts(result: dict[str, Any]) -> list[Table | str]:
+def _choose_nodes(recipe: StarterRecipe, cluster: Cluster, *, fixed: bool) -> tuple[StarterRecipe, Plans, str]:
+    """The recipe on its own number of nodes if `fixed`, else on as few (doubling) as finish within a month."""
+    import tomllib
+
+    from windlass.config import Recipe, check, starter, validate
+    from windlass.planner import search
+
+    limits = [p.max_nodes for p in cluster.slurm.partitions if p.gpus and p.max_nodes] if cluster.slurm else [1]
+    most = min(max(limits, default=cluster.nodes or 64), cluster.nodes or 10**6)
+    while True:
+        # The plan is that of the text that will be written.
+        resolved = validate(Recipe, tomllib.loads(starter.recipe_text(recipe)), f"{recipe.name}.toml")
+        check(resolved)
+        plans = search.plan(resolved, cluster, top=1)
+        fast_enough = bool(plans.plans) and plans.best.days <= starter.MAX_DAYS
+        if fixed or fast_enough or recipe.nodes >= most:
+            break
+        recipe = replace(recipe, nodes=min(2 * recipe.nodes, most))
+    if not plans.plans:
+        raise search.nothing_fits(plans)
+    fewest = f"the fewest that take at most {starter.MAX_DAYS:g} days"
+    most_nodes = f"the most that one job may take; it is longer than {starter.MAX_DAYS:g} days all the same"
+    return recipe, plans, "given" if fixed else fewest if fast_enough else most_nodes
+
+
+def _parts(result: dict[str, Any]) -> list[Table | str | None]:
     """The chosen values, the best layout and the next commands."""
     from windlass.cli import with_pages
 
@@ -302,12 +266,12 @@ def _parts(result: dict[str, Any]) -> list[Table | str]:
         ("tokens", print_tokens(result["tokens"]), reasons["tokens"]),
         ("store", result["store"] or "none yet: training would read synthetic tokens", missing_store),
     ]
-    data_file = f"wrote {result['data_file']}: add licence and origin of the texts there"
+    data_file = result["data_file"] and f"wrote {result['data_file']}: add licence and origin of the texts there"
     shown = ("shard", "micro_batch", "tensor", "pipeline")
     layout = ", ".join(f"{k}={v}" for k, v in plan["layout"].items() if k in shown and v != 1)
     return [
         table(f"wrote {result['recipe']}", ("", "value", "reason"), rows),
-        *([data_file] if result["data_file"] else []),
+        data_file,
         f"best layout: {layout}: {plan['reason']}",
         f"it needs {plan['memory_gib']:.1f} of {plan['memory_limit_gib']:.1f} GiB, "
         f"{plan['tokens_per_second']:,.0f} tokens/s ({mfu}), {plan['days']:.3g} days, "

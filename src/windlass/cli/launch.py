@@ -2,45 +2,37 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
+
+from windlass.cli.options import AccountOption, JsonOption, NewRunOption, OverridesArgument, RecipeArgument, RunArgument
+from windlass.cli.output import console, print_json, show, table, text_of
+from windlass.errors import ConfigError, RunError
+from windlass.units import print_bytes, print_joules, print_seconds
 
 if TYPE_CHECKING:
     from windlass.launch.ledger import LedgerEntry
     from windlass.launch.submit import PreparedLaunch
 
-JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-RUN = Annotated[str, typer.Argument(help="Run folder, or its name in runs/.", metavar="RUN")]
 AFTER = Annotated[str | None, typer.Option("--after", help="Start only after this job succeeds (afterok).")]
 JOB_COLUMNS = (
-    "link",
-    "job",
-    "state",
-    "reason",
-    "nodes",
-    "ran",
-    "limit",
-    "node-hours",
-    "from step",
-    "to step",
-    "source",
-)
+    "link", "job", "state", "reason", "nodes", "ran", "limit", "node-hours", "from step", "to step", "source",
+)  # fmt: skip
 
 
 def launch(
-    recipe: Annotated[Path, typer.Argument(help="Recipe file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Keys of the recipe to change: layout.micro_batch=4.", metavar="KEY=VALUE"),
-    ] = None,
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
     nodes: Annotated[int | None, typer.Option("--nodes", help="Number of nodes, instead of the recipe's.")] = None,
     chain: Annotated[
         str | None,
         typer.Option("--chain", help="K: submit K jobs, each after the one before. self: each job submits the next."),
     ] = None,
-    run: Annotated[Path | None, typer.Option("--run", help="Run folder (default: runs/<name>).")] = None,
+    run: NewRunOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print script, plan, cost and checks; submit nothing.")
     ] = False,
@@ -56,51 +48,16 @@ def launch(
         list[str] | None,
         typer.Option("--sbatch", help="Additional sbatch option (repeatable): --sbatch exclude=nid001."),
     ] = None,
-    as_json: JSON = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Plan, check and submit a training run, or print what would be submitted."""
-    from windlass.cli.output import console, print_json
     from windlass.config import load_recipe
-    from windlass.launch.array import tokenize_array, tokenize_scripts
-    from windlass.launch.submit import prepare, submit
+    from windlass.launch import array as arrays
+    from windlass.launch import submit
 
-    kept = [*(overrides or ()), *([f"nodes={nodes}"] if nodes is not None else [])]
-    extra = [*([f"launch.chain={chain}"] if chain is not None else []), *_sbatch_overrides(sbatch or [])]
-    loaded = load_recipe(recipe, [*kept, *extra])
-    folder = run or Path("runs") / loaded.recipe.name
-    prepared = prepare(
-        loaded,
-        run_dir=folder,
-        local=local,
-        devices=devices,
-        expect_store=pretokenize is None,
-        dry_run=dry_run,
-    )
-    place: Any = {"cluster": prepared.cluster, "account": prepared.job.account, "env": prepared.job.env}
-    if dry_run:
-        before = None if pretokenize is None else tokenize_scripts(pretokenize, array, **place)
-        if as_json:
-            print_json({**_prepared_json(prepared), **({} if before is None else {"pretokenize": before})})
-        else:
-            _print_dry_run(prepared, before or {})
-        return
-    if pretokenize is not None:
-        after = tokenize_array(pretokenize, array, **place).merge_job
-    ids = submit(prepared, after=after, force=force)
-    if as_json:
-        print_json({**_prepared_json(prepared), "jobs": ids})
-        return
-    _print_findings(prepared)
-    count = f"{len(ids)} job{'s' if len(ids) > 1 else ''}"
-    console().print(f"submitted: {', '.join(ids)} ({count}), run folder {folder}", markup=False)
-    console().print(f"next: windlass jobs {folder}   windlass logs {folder} -f   windlass watch {folder}", markup=False)
-
-
-def _sbatch_overrides(options: list[str]) -> list[str]:
-    from windlass.errors import ConfigError
-
-    overrides = []
-    for option in options:
+    changes = [*(overrides or ()), *([f"nodes={nodes}"] if nodes is not None else [])]
+    changes += [f"launch.chain={chain}"] if chain is not None else []
+    for option in sbatch or []:
         key, equals, value = option.lstrip("-").partition("=")
         if not key:
             raise ConfigError(
@@ -108,8 +65,30 @@ def _sbatch_overrides(options: list[str]) -> list[str]:
                 f"--sbatch {option!r} names no option",
                 hint="write --sbatch exclude=nid001234 or --sbatch hold",
             )
-        overrides.append(f'launch.sbatch.{key}="{value}"' if equals else f"launch.sbatch.{key}=true")
-    return overrides
+        changes.append(f'launch.sbatch.{key}="{value}"' if equals else f"launch.sbatch.{key}=true")
+    loaded = load_recipe(recipe, changes)
+    folder = run or Path("runs") / loaded.recipe.name
+    prepared = submit.prepare(
+        loaded, run_dir=folder, local=local, devices=devices, expect_store=pretokenize is None, dry_run=dry_run
+    )
+    place: Any = {"cluster": prepared.cluster, "account": prepared.job.account, "env": prepared.job.env}
+    if dry_run:
+        scripts = {} if pretokenize is None else arrays.tokenize_scripts(pretokenize, array, **place)
+        if as_json:
+            print_json({**_prepared_json(prepared), **({"pretokenize": scripts} if scripts else {})})
+        else:
+            _print_dry_run(prepared, scripts)
+        return
+    if pretokenize is not None:
+        after = arrays.tokenize_array(pretokenize, array, **place).merge_job
+    ids = submit.submit(prepared, after=after, force=force)
+    show(
+        as_json,
+        {**_prepared_json(prepared), "jobs": ids},
+        _findings_table(prepared),
+        f"submitted: {', '.join(ids)} ({len(ids)} job{'s' if len(ids) > 1 else ''}), run folder {folder}",
+        f"next: windlass jobs {folder}   windlass logs {folder} -f   windlass watch {folder}",
+    )
 
 
 def _prepared_json(prepared: PreparedLaunch) -> dict[str, Any]:
@@ -134,16 +113,7 @@ def _prepared_json(prepared: PreparedLaunch) -> dict[str, Any]:
 
 def _print_dry_run(prepared: PreparedLaunch, before: dict[str, str]) -> None:
     """Scripts in the order in which they would run, then plan, cost and checks."""
-    from windlass.cli.output import console, table
     from windlass.launch.checks import refusals
-    from windlass.units import print_bytes, print_seconds
-
-    def print_cost(hours: float | None) -> str:
-        if hours is None:
-            return "unknown"
-        rate = prepared.cluster.billing.per_node_hour
-        charged = f"({cost.unit}: rate unknown)" if rate is None else f"= {hours * rate:,.0f} {cost.unit}"
-        return f"{hours:,.1f} node-hours {charged}"
 
     out, plan, cost, job = console(), prepared.plan, prepared.cost, prepared.job
     for kind, text in before.items():
@@ -154,25 +124,35 @@ def _print_dry_run(prepared: PreparedLaunch, before: dict[str, str]) -> None:
     print(prepared.script)
     limit = "no limit" if job.seconds == float("inf") else print_seconds(job.seconds)
     speed = f", {plan.tokens_per_second:,.0f} tokens/s" if plan.tokens_per_second else ""
+    rate = prepared.cluster.billing.per_node_hour
+    costs = [
+        "unknown"
+        if hours is None
+        else f"{hours:,.1f} node-hours "
+        + (f"({cost.unit}: rate unknown)" if rate is None else f"= {hours * rate:,.0f} {cost.unit}")
+        for hours in (cost.node_hours, cost.expected_node_hours)
+    ]
     rows = [
         ("layout", plan.reason or "not planned"),
         ("expected", f"{print_seconds(plan.run_seconds)} of training{speed}"),
         ("jobs", f"{job.links} of {limit}" + (f"; about {cost.expected_links} needed" if cost.expected_links else "")),
-        ("maximum cost", print_cost(cost.node_hours)),
-        ("expected cost", print_cost(cost.expected_node_hours)),
+        ("maximum cost", costs[0]),
+        ("expected cost", costs[1]),
         ("expected energy", "unknown" if cost.expected_kwh is None else f"{cost.expected_kwh:,.0f} kWh"),
         ("one checkpoint", "unknown" if plan.checkpoint_bytes is None else print_bytes(plan.checkpoint_bytes)),
     ]
-    out.print(table(f"Dry run of {prepared.recipe.name} on {prepared.cluster.title}", ("", ""), rows))
-    _print_findings(prepared)
     failed = len(refusals(prepared.findings))
     verdict = f"Not submitted: {failed} check{'s' if failed > 1 else ''} would fail (use --force to submit anyway)."
-    out.print(verdict if failed else "Dry run OK: this job would be submitted. Nothing was written or submitted.")
+    show(
+        False,
+        None,
+        table(f"Dry run of {prepared.recipe.name} on {prepared.cluster.title}", ("", ""), rows),
+        _findings_table(prepared),
+        verdict if failed else "Dry run OK: this job would be submitted. Nothing was written or submitted.",
+    )
 
 
-def _print_findings(prepared: PreparedLaunch) -> None:
-    from windlass.cli.output import console, table
-
+def _findings_table(prepared: PreparedLaunch) -> Table | None:
     rows = [
         (
             "FAIL" if f.level == "refuse" else f.level,
@@ -182,8 +162,7 @@ def _print_findings(prepared: PreparedLaunch) -> None:
         )
         for f in prepared.findings
     ]
-    if rows:
-        console().print(table("Checks", ("", "rule", "finding", "source"), rows))
+    return table("Checks", ("", "rule", "finding", "source"), rows) if rows else None
 
 
 def jobs(
@@ -192,67 +171,49 @@ def jobs(
         bool, typer.Option("--ledger", help="Node-hours, units and kWh per run and project, over all runs in a folder.")
     ] = False,
     folder: Annotated[Path, typer.Option("--folder", help="With --ledger: where the runs are.")] = Path("runs"),
-    as_json: JSON = False,
+    as_json: JsonOption = False,
 ) -> None:
     """List the jobs of a run: states, node-hours, estimated end. With --ledger: usage across all runs and projects."""
-    from windlass.cli.output import console, print_json, table
-    from windlass.errors import RunError
-    from windlass.launch.ledger import entries, forecast_chain, runs_below, totals
+    from windlass.launch import ledger as usage
     from windlass.launch.submit import executors
     from windlass.runs import open_run
-    from windlass.units import print_joules
 
-    runs = [open_run(run)] if run else runs_below(folder)
+    runs = [open_run(run)] if run else usage.runs_below(folder)
     if run and not ledger and not runs[0].jobs_file.exists():
         raise RunError(
             "launch.no-jobs",
             f"{runs[0].path} has no jobs: it was not launched",
             hint="`windlass launch RECIPE` submits one; to follow a local run, use `windlass watch`",
         )
-    rows, out = [entry for item in runs for entry in entries(item, executors(item))], console()
+    rows = [entry for item in runs for entry in usage.entries(item, executors(item))]
     listed = {"jobs": [entry.as_dict() for entry in rows]}
     if ledger:
-        groups = {"runs": totals(rows, "run"), "projects": totals(rows, "project")}
-        if as_json:
-            print_json({**listed, **groups})
-            return
+        groups = {"runs": usage.totals(rows, "run"), "projects": usage.totals(rows, "project")}
+        columns, tables = ("", "jobs", "node-hours", "units", "energy", "notes"), []
         for title, group in zip(("Per run", "Per project"), groups.values(), strict=True):
             lines = []
-            for total in group:
-                notes = [f"length of {total.unknown_hours} jobs unknown"] if total.unknown_hours else []
-                notes += [f"energy not measured in {total.unmeasured} of {total.jobs} jobs"] if total.unmeasured else []
-                energy, hours = print_joules(total.energy_joules), f"{total.node_hours:,.2f}"
+            for t in group:
+                units = "unknown" if t.units is None else f"{t.units:,.1f} {t.unit}"
+                notes = [f"length of {t.unknown_hours} jobs unknown"] if t.unknown_hours else []
+                notes += [f"energy not measured in {t.unmeasured} of {t.jobs} jobs"] if t.unmeasured else []
                 lines.append(
-                    (
-                        total.name,
-                        total.jobs,
-                        hours,
-                        "unknown" if total.units is None else f"{total.units:,.1f} {total.unit}",
-                        energy,
-                        "; ".join(notes),
-                    )
+                    (t.name, t.jobs, f"{t.node_hours:,.2f}", units, print_joules(t.energy_joules), "; ".join(notes))
                 )
-            columns = ("", "jobs", "node-hours", "units", "energy", "notes")
-            out.print(table(title, columns, lines, right=(1, 2, 3, 4)))
+            tables.append(table(title, columns, lines, right=(1, 2, 3, 4)))
+        show(as_json, {**listed, **groups}, *tables)
     elif run:
-        forecast = forecast_chain(runs[0], rows)
-        if as_json:
-            print_json({"run": str(runs[0].path), **listed, **vars(forecast)})
-            return
-        out.print(table(f"Jobs of {runs[0].name}", JOB_COLUMNS, map(_job_row, rows), right=(4, 7, 8, 9)))
-        out.print("\n".join(forecast.lines()), markup=False)
-    elif as_json:
-        print_json(listed)
-    elif not rows:
-        out.print(f"no jobs in {folder}; `windlass launch RECIPE` submits one", markup=False)
-    else:
+        forecast = usage.forecast_chain(runs[0], rows)
+        shown = table(f"Jobs of {runs[0].name}", JOB_COLUMNS, map(_job_row, rows), right=(4, 7, 8, 9))
+        show(as_json, {"run": str(runs[0].path), **listed, **vars(forecast)}, shown, "\n".join(forecast.lines()))
+    elif rows:
         named = [(Path(entry.run).name, *_job_row(entry)) for entry in rows]
-        out.print(table(f"Jobs in {folder}", ("run", *JOB_COLUMNS), named, right=(5, 8, 9, 10)))
+        show(as_json, listed, table(f"Jobs in {folder}", ("run", *JOB_COLUMNS), named, right=(5, 8, 9, 10)))
+    else:
+        show(as_json, listed, f"no jobs in {folder}; `windlass launch RECIPE` submits one")
 
 
 def _job_row(entry: LedgerEntry) -> tuple[Any, ...]:
     from windlass.launch.executor import NEVER_STARTS
-    from windlass.units import print_seconds
 
     state = entry.state
     link = "" if entry.link is None else f"{entry.link}/{entry.links}" if (entry.links or 1) > 1 else str(entry.link)
@@ -267,7 +228,7 @@ def _job_row(entry: LedgerEntry) -> tuple[Any, ...]:
         entry.nodes,
         "" if state.waiting else print_seconds(state.elapsed_seconds),
         "" if entry.limit_seconds is None else print_seconds(entry.limit_seconds),
-        "unknown" if entry.node_hours is None else f"{entry.node_hours:.2f}",
+        text_of(entry.node_hours, ".2f"),
         entry.began_step,
         entry.step,
         state.evidence,
@@ -275,7 +236,7 @@ def _job_row(entry: LedgerEntry) -> tuple[Any, ...]:
 
 
 def logs(
-    run: RUN,
+    run: RunArgument,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Keep printing until the run's jobs have ended.")
     ] = False,
@@ -283,41 +244,35 @@ def logs(
     lines: Annotated[int, typer.Option("--lines", "-n", help="Number of last lines to start with.")] = 40,
 ) -> None:
     """Print the log of a run's newest job, or follow it from job to job."""
-    from windlass.launch.ledger import active_entries
-    from windlass.launch.logs import follow_logs, last_lines
-    from windlass.launch.submit import executors
+    from windlass.launch import ledger, submit
+    from windlass.launch import logs as job_logs
     from windlass.runs import open_run
 
     folder = open_run(run)
 
     def is_active() -> bool:
-        return any(job in (None, entry.job) for entry in active_entries(folder, executors(folder)))
+        return any(job in (None, entry.job) for entry in ledger.active_entries(folder, submit.executors(folder)))
 
     if not follow:
-        print(last_lines(folder, job=job, lines=lines), end="")
+        print(job_logs.last_lines(folder, job=job, lines=lines), end="")
         return
-    for text in follow_logs(folder, is_active, job=job, lines=lines):
+    for text in job_logs.follow_logs(folder, is_active, job=job, lines=lines):
         print(text, end="", flush=True)
 
 
 def cancel(
-    run: RUN,
+    run: RunArgument,
     job: Annotated[str | None, typer.Option("--job", help="Only this job (default: all of the run).")] = None,
-    as_json: JSON = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Cancel the waiting and running jobs of a run. Checkpoints stay; `windlass launch` resumes from them."""
-    from windlass.cli.output import console, print_json
-    from windlass.launch.submit import cancel as cancel_jobs
-    from windlass.launch.submit import executors
+    from windlass.launch import submit
     from windlass.runs import open_run
 
     folder = open_run(run)
-    ended = cancel_jobs(folder, executors(folder), only=job)
+    ended = submit.cancel(folder, submit.executors(folder), only=job)
     text = f"cancelled: {', '.join(ended)}" if ended else "nothing to cancel: no job of this run waits or runs"
-    if as_json:
-        print_json({"run": str(folder.path), "cancelled": ended})
-    else:
-        console().print(text, markup=False)
+    show(as_json, {"run": str(folder.path), "cancelled": ended}, text)
 
 
 def submit_any(
@@ -328,18 +283,15 @@ def submit_any(
         str | None, typer.Option("--cluster", help="Cluster file (default: the one this host belongs to).")
     ] = None,
     after: AFTER = None,
-    account: Annotated[str | None, typer.Option("--account", help="SLURM account to charge.")] = None,
+    account: AccountOption = None,
     folder: Annotated[Path | None, typer.Option("--folder", help="Directory for the job script and log.")] = None,
 ) -> None:
     """Run any windlass command as a CPU job: windlass submit -- eval RUN."""
-    import time
-
-    from windlass.cli.output import console
     from windlass.launch.array import submit_command
 
     place = folder or Path("runs") / f"{command[0]}-{time.strftime('%Y%m%d-%H%M%S')}"
     job = submit_command(["windlass", *command], cluster=cluster, folder=place, account=account, after=after)
-    console().print(f"submitted: {job}; log {place}/logs/{job}.out", markup=False)
+    show(False, None, f"submitted: {job}; log {place}/logs/{job}.out")
 
 
 def link(
@@ -354,25 +306,24 @@ def link(
     import socket
 
     from windlass.clusters.scheduler import job_id, restart_count
-    from windlass.errors import ConfigError
-    from windlass.launch import chain
-    from windlass.launch.script import LINK_AGAIN, LINK_GO, LINK_STOP
+    from windlass.launch import chain, script
     from windlass.runs import open_run
 
     folder, me, restart = open_run(run), job_id(), restart_count()
-    if action == "before":
+    if action == "next":
+        chain.record_next(folder, me, job)
+    elif action == "before":
         verdict = chain.before(folder, me, restart, socket.gethostname())
         text = "goes on" if verdict.answer == "go" else "ends at once"
         print(f"windlass: job {me} {text}: {verdict.reason}", flush=True)
-        raise typer.Exit(LINK_GO if verdict.answer == "go" else LINK_STOP)
-    if action == "after":
+        raise typer.Exit(script.LINK_GO if verdict.answer == "go" else script.LINK_STOP)
+    elif action == "after":
         verdict = chain.after(folder, me, restart, code, None if by == "none" else by)
         texts = {"go": "another job is needed", "finished": "no further job is needed"}
         text = texts.get(verdict.answer, "no further job is tried")
         print(f"windlass: job {me} ended with code {code}; {text}: {verdict.reason}", flush=True)
-        raise typer.Exit(LINK_AGAIN if verdict.answer == "go" else LINK_STOP)
-    if action != "next":
+        raise typer.Exit(script.LINK_AGAIN if verdict.answer == "go" else script.LINK_STOP)
+    else:
         raise ConfigError(
             "launch.link-action", f"{action!r} is not before, after or next", hint="this command is for job scripts"
         )
-    chain.record_next(folder, me, job)

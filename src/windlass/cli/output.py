@@ -1,26 +1,23 @@
 """Printing of commands: tables and lines for people, `--json` for programs, with the same numbers in both."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from windlass.files import json_safe
 from windlass.units import print_text
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
 
 def console() -> Console:
     """Where people read; wide enough for tables even when piped."""
-    from rich.console import Console
-
     return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
@@ -29,8 +26,6 @@ def show(as_json: bool, document: Any, *parts: Any) -> None:
     if as_json:
         print_json(document)
         return
-    from rich.table import Table
-
     out = console()
     for part in parts:
         if part is not None:
@@ -59,16 +54,18 @@ def table(
     title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[int] = ()
 ) -> Table:
     """A plain table; `right`: columns with numbers. Texts are shown as they are, never as markup or control codes."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
 
     def shown(text: object) -> Text:
         return Text("" if text is None else print_text(str(text), lines=True))
 
-    heading = None if title is None else shown(title)
-    styles: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "header_style": "bold"}
-    result = Table(title=heading, box=box.SIMPLE_HEAD, pad_edge=False, **styles)
+    result = Table(
+        title=None if title is None else shown(title),
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+    )
     for index, name in enumerate(columns):
         result.add_column(shown(name), justify="right" if index in right else "left", overflow="fold")
     for row in rows:
@@ -79,10 +76,8 @@ def table(
 @contextlib.contextmanager
 def bar(label: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
     """A bar on the error stream, if it is a terminal. Call it with the done and the total amount, and a new label."""
-    from rich.console import Console
     from rich.progress import Progress
 
-    is_hidden = quiet or not sys.stderr.isatty()
-    with Progress(console=Console(stderr=True), transient=True, disable=is_hidden) as progress:
+    with Progress(console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty()) as progress:
         task = progress.add_task(label, total=None)
         yield lambda done, total, text=label: progress.update(task, completed=done, total=total, description=text)

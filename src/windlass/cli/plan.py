@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
-from windlass.cli.output import console, show, table
+from windlass.cli.options import JsonOption
+from windlass.cli.output import console, show, table, text_of
 from windlass.errors import ConfigError
 from windlass.units import GIB, print_joules, print_tokens
 
@@ -16,8 +18,7 @@ if TYPE_CHECKING:
     from windlass.planner.explain import LayoutExplanation
     from windlass.planner.search import Plans
 
-# In a terminal narrower than this the table has no columns for energy and CO2e.
-NARROW_COLUMNS = 100
+NARROW_COLUMNS = 100  # in a terminal narrower than this the table has no columns for energy and CO2e
 
 
 def plan(
@@ -33,7 +34,7 @@ def plan(
         int | None, typer.Option(help="Number of layouts to show (default: 8 in the table, all in JSON).", min=1)
     ] = None,
     why: Annotated[str | None, typer.Option(help='Explain one layout: "shard=full,micro_batch=8".')] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
     html: Annotated[
         Path | None, typer.Option(help="Also write a page: memory, ranking, step time, scaling, energy.")
     ] = None,
@@ -45,11 +46,9 @@ def plan(
     from windlass.clusters import load_cluster
     from windlass.clusters.here import with_gpus
     from windlass.config import load_recipe
-    from windlass.planner import plan as search_layouts
-    from windlass.planner.calibrate import calibrate as fit_constants
-    from windlass.planner.explain import explain_layout
-    from windlass.planner.record import explanation_json, plans_json
-    from windlass.planner.search import nothing_fits
+    from windlass.figures import save_page
+    from windlass.planner import calibrate as calibration
+    from windlass.planner import explain, page, record, scaling, search
 
     if calibrate:
         folders = [Path(path) for path in (recipe, *(overrides or ())) if path]
@@ -59,7 +58,7 @@ def plan(
                 "--calibrate needs at least one run or sweep folder",
                 hint="windlass plan --calibrate runs/my-sweep",
             )
-        result = fit_constants(folders, cluster=cluster)
+        result = calibration.calibrate(folders, cluster=cluster)
         show(as_json, result.json(), result.text())
         return
     if recipe is None:
@@ -70,29 +69,24 @@ def plan(
         )
     loaded = load_recipe(Path(recipe), overrides or []).recipe
     used_cluster = with_gpus(load_cluster(cluster or loaded.cluster))[0]
-    plans = search_layouts(loaded, used_cluster, nodes=nodes, top=top or (None if as_json else 8))
-    explanation = None if why is None else explain_layout(plans, why)
+    plans = search.plan(loaded, used_cluster, nodes=nodes, top=top or (None if as_json else 8))
+    explanation = None if why is None else explain.explain_layout(plans, why)
     if html is not None and plans.plans:
-        from windlass.figures import save_page
-        from windlass.planner.page import plan_page
-        from windlass.planner.scaling import node_counts, scaling
-
-        counts = node_counts(plans.task.nodes, used_cluster.nodes)
-        strong, weak = (scaling(loaded, used_cluster, counts, weak=is_weak) for is_weak in (False, True))
-        save_page(html, plan_page(plans, strong, weak))
-    why_document = {"why": explanation_json(explanation, plans.task)} if explanation else {}
+        counts = scaling.node_counts(plans.task.nodes, used_cluster.nodes)
+        strong, weak = (scaling.scaling(loaded, used_cluster, counts, weak=is_weak) for is_weak in (False, True))
+        save_page(html, page.plan_page(plans, strong, weak))
+    document = record.plans_json(plans)
+    if explanation:
+        document["why"] = record.explanation_json(explanation, plans.task)
     parts = _explanation_parts(explanation) if explanation else _plan_parts(plans) if plans.plans else []
-    page = f"page: {html}" if html is not None and plans.plans else None
     if plans.plans or explanation or as_json:
-        show(as_json, {**plans_json(plans), **why_document}, *parts, page)
+        show(as_json, document, *parts, f"page: {html}" if html is not None and plans.plans else None)
     if not plans.plans and explanation is None:
-        raise nothing_fits(plans)
+        raise search.nothing_fits(plans)
 
 
 def _plan_parts(plans: Plans) -> list[Any]:
     """The ranked layouts, the reason for each rank, and the footnotes."""
-    from rich.text import Text
-
     from windlass.planner.page import carbon, training_time
 
     task, best = plans.task, plans.best
@@ -108,7 +102,7 @@ def _plan_parts(plans: Plans) -> list[Any]:
             f"{p.layout.micro_batch} x {p.layout.accumulation} x {p.layout.data:,}",
             f"{p.memory.needed / GIB:.1f}",
             f"{p.step.tokens_per_second_per_device:,.0f}",
-            "unknown" if p.step.mfu is None else f"{p.step.mfu:.1%}",
+            text_of(p.step.mfu, ".1%"),
             training_time(p),
             "unknown" if p.energy.kwh is None else print_joules(p.energy.kwh * 3.6e6, 1),
             carbon(p.energy.tco2e),
@@ -132,39 +126,36 @@ def _plan_parts(plans: Plans) -> list[Any]:
 
 def _footnotes(plans: Plans) -> list[str]:
     """Conventions, cost of the best, what was searched, and every warning."""
-
     from windlass.clusters import load_cluster
     from windlass.clusters.here import with_gpus
+    from windlass.planner import record, search
     from windlass.planner.page import amount, carbon
-    from windlass.planner.record import mfu_denominator
-    from windlass.planner.search import TIE
 
     task, best, grid = plans.task, plans.best, plans.task.grid
-    source = task.device.sources.get("matmul_tflops") or task.device.sources.get("*")
-    same_device = source is None or source.status in ("documented", "measured")
     achievable = ""
     if best.mfu_of_achievable is not None:
+        source = task.device.sources.get("matmul_tflops") or task.device.sources.get("*")
+        same_device = source is None or source.status in ("documented", "measured")
         achievable = (
             f"; the best is {best.mfu_of_achievable:.0%} of the best matrix rate measured on "
             f"{'such a device' if same_device else 'a device of its kind'}"
         )
     units = "" if best.units is None else f", {amount(best.units)} {task.cluster.billing.unit}s"
     market = "" if best.energy.market_tco2e is None else f"; market-based {carbon(best.energy.market_tco2e)}"
-    intensity = "unknown" if grid.g_per_kwh is None else f"{grid.g_per_kwh:g}"
     near = next((r for r in plans.rejected if not r.from_recipe and r.memory_gib is not None), None)
     nearest = "" if near is None else f"; nearest that does not fit: {near.candidate.describe()}, {near.reason}"
     lines = [
         "batch: micro-batch x accumulation x replicas, in sequences. tokens/s and GiB are per device.",
-        f"Ranked by time; times within {TIE:.0%} count as ties, then more replicas, less accumulation, "
+        f"Ranked by time; times within {search.TIE:.0%} count as ties, then more replicas, less accumulation, "
         "fewer mechanisms.",
-        f"MFU counts {best.step.mfu_convention} of {mfu_denominator(task)}{achievable}. "
+        f"MFU counts {best.step.mfu_convention} of {record.mfu_denominator(task)}{achievable}. "
         f"{task.limit_bytes / GIB:.1f} GiB are usable per device.",
         f"The best takes {amount(best.node_hours)} node-hours{units}. "
-        f"Energy is at the meter (PUE {best.energy.pue:g}); CO2e is location-based ({intensity} g/kWh){market}.",
+        f"Energy is at the meter (PUE {best.energy.pue:g}); "
+        f"CO2e is location-based ({text_of(grid.g_per_kwh, 'g')} g/kWh){market}.",
         f"{plans.considered:,} layouts considered, {plans.fitting:,} fit, {plans.search_seconds:.2f} s of CPU{nearest}",
     ]
     rules = dict.fromkeys(r.reason for r in plans.rejected if not r.from_recipe and r.memory_gib is None)
-    lines += [f"ruled out: {reason}" for reason in list(rules)[:4]]
     notes = list(task.warnings)
     if task.cluster.name == "workstation":  # its file is a guess, so say what this machine has
         gpu_note = with_gpus(load_cluster("workstation"))[1]
@@ -175,7 +166,7 @@ def _footnotes(plans: Plans) -> list[str]:
                 f"this machine has {os.cpu_count()} cores, the workstation file has {task.cluster.node.cores} "
                 "(copy it to ~/.config/windlass/clusters/ to describe yours)"
             )
-    return [*lines, *(f"note: {text}" for text in notes)]
+    return [*lines, *(f"ruled out: {rule}" for rule in list(rules)[:4]), *(f"note: {text}" for text in notes)]
 
 
 def _explanation_parts(explanation: LayoutExplanation) -> list[Any]:

@@ -6,18 +6,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from uuid import uuid4
 
 import typer
+from rich.table import Table
 
+from windlass.cli.options import JsonOption
 from windlass.cli.output import bar, show, table
 from windlass.errors import ConfigError, ProfileError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from windlass.figures import DataTable, Section
-    from windlass.profile.captures import ProfileTarget, TraceRequest
-    from windlass.profile.compare import Comparison
     from windlass.profile.event_names import Mode
     from windlass.profile.job_profile import ReadProgress
 
@@ -34,7 +33,7 @@ def profile(
         ),
     ],
     mode: Annotated[str, typer.Option(help=MODE_HELP)] = "fixed",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
     html: Annotated[Path | None, typer.Option(help="Also write a page with stacked step-time bars.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the operator and kernel tables.")] = 15,
     step: Annotated[int | None, typer.Option(help="First step of the window to show (default: the newest).")] = None,
@@ -49,28 +48,47 @@ def profile(
     wait: Annotated[float, typer.Option(help="With --now: seconds to wait for the trace.")] = 120.0,
 ) -> None:
     """Show where an average step's time goes: execution summary, communication, device use, operators and kernels."""
-    from windlass.profile import view
-    from windlass.profile.job_profile import profile_traces
+    from windlass.profile import captures, job_profile, view
+    from windlass.runs import open_run
 
     counting = _mode(mode)
     if now:
-        from uuid import uuid4
-
-        from windlass.profile.captures import TraceRequest
-
         try:
             chosen = [] if ranks.strip() == "all" else [int(part) for part in ranks.split(",")]  # empty: all ranks
         except ValueError:
             raise ConfigError(
                 "profile.ranks-invalid", f"--ranks {ranks} is not a list of ranks", hint="write it like 0,8,16, or all"
             ) from None
-        request = TraceRequest(
+        request = captures.TraceRequest(
             id=uuid4().hex[:12], steps=steps, ranks=chosen, shapes=shapes, stacks=stacks, memory=memory
         )
-        _capture_now(targets, request, wait, quiet=as_json)
-    target = _one_target(targets, step)
-    with _reading(target.traces, quiet=as_json) as progress:
-        job = profile_traces(target.traces, counting, label=target.label, by_shape=shapes, progress=progress)
+        if len(targets) != 1:
+            raise ProfileError(
+                "profile.now-needs-one-run", "--now takes one running run", hint="windlass profile RUN --now"
+            )
+        run = open_run(targets[0])
+        captures.submit_request(run, request)
+        if not as_json:
+            show(False, None, f"requested a trace of {steps} steps from {run.name}; waiting up to {wait:g} s")
+        if not captures.wait_for_trace(run, request, wait):
+            raise ProfileError(
+                "profile.request-unanswered",
+                f"{run.name} has written no trace within {wait:g} s",
+                hint=f"the request stays in {run.requests}; steps may be long: look again later with "
+                f"`windlass profile {run.name}`",
+            )
+    resolved = [captures.find_target(target, step=step) for target in targets]
+    if len(resolved) == 1:
+        captures.require_traces(resolved[0])
+    elif any(target.run is not None for target in resolved):
+        raise ProfileError(
+            "profile.several-runs",
+            "`profile` takes one run, or the trace files of one job",
+            hint="windlass compare RUN RUN compares runs",
+        )
+    traces = [path for target in resolved for path in target.traces]  # several files are the ranks of one job
+    with _reading(traces, quiet=as_json) as progress:
+        job = job_profile.profile_traces(traces, counting, label=resolved[0].label, by_shape=shapes, progress=progress)
     lines = [f"advice: {a.text}" for a in job.advice] + [f"note: {note}" for note in view.profile_notes(job)]
     _write_page(html, f"Profile of {job.label}", view.profile_sections(job, top=top), quiet=as_json)
     show(as_json, job.to_json(), *_parts(view.profile_tables(job, top)), *lines)
@@ -82,7 +100,7 @@ def compare(
         typer.Argument(help="Two or more run folders or traces; the first is the baseline.", metavar="RUN|TRACE"),
     ],
     mode: Annotated[str, typer.Option(help=MODE_HELP)] = "fixed",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
     html: Annotated[Path | None, typer.Option(help="Also write a page with stacked step-time bars.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the operator and kernel diffs.")] = 15,
     sort: Annotated[
@@ -104,14 +122,59 @@ def compare(
     ] = False,
 ) -> None:
     """Compare runs or traces: summaries side by side, operator diff, scaling, configs, throughput, energy and loss."""
-    from windlass.profile import view
+    from windlass.profile import captures, job_profile, view
+    from windlass.profile.compare import LOSS_TOLERANCE, SORT_KEYS, compare_jobs, compare_runs
 
     order = "impact" if sort == "matters" else sort
-    comparison = _comparison(targets, mode, sort=order, per_step=per_step, tolerance=tolerance, quiet=as_json)
-    title = "Comparison of " + " and ".join(comparison.labels)
-    _write_page(html, title, view.comparison_sections(comparison, top), quiet=as_json)
-    parts = _parts(view.comparison_tables(comparison, top))
-    show(as_json, comparison.to_json(), *parts, *view.loss_verdicts(comparison))
+    if len(targets) < 2:
+        raise ProfileError(
+            "profile.compare-needs-two",
+            "compare needs at least two runs or traces",
+            hint="windlass compare BASELINE EXPERIMENT",
+        )
+    if order not in SORT_KEYS:
+        raise ConfigError(
+            "profile.sort-unknown", f"--sort {sort} is unknown", hint=f"choose one of {', '.join(SORT_KEYS)}"
+        )
+    counting = _mode(mode)
+    resolved = [captures.find_target(target) for target in targets]
+    labels = [target.label for target in resolved]
+    if len(set(labels)) < len(labels):  # equal names get the folder's name, or their place, in front
+        labels = [
+            f"{t.traces[0].resolve().parent.name}/{t.label}" if t.traces and t.run is None else f"{i + 1}:{t.label}"
+            for i, t in enumerate(resolved)
+        ]
+    runs = [target.run for target in resolved if target.run is not None]
+    all_runs, untraced = len(runs) == len(resolved), [target.label for target in resolved if not target.traces]
+    if untraced and not all_runs:
+        raise ProfileError(
+            "profile.compare-mixed",
+            f"without traces only runs can be compared with runs ({', '.join(untraced)} has none)",
+            hint="give run folders on both sides, or traces on both",
+        )
+    with _reading([path for target in resolved for path in target.traces], quiet=as_json) as progress:
+        jobs = [
+            job_profile.profile_traces(target.traces, counting, label=label, progress=progress)
+            for target, label in zip(resolved, labels, strict=True)
+            if not untraced
+        ]
+    comparison = compare_jobs(
+        labels,
+        jobs,
+        compare_runs(runs, tolerance=LOSS_TOLERANCE if tolerance is None else tolerance) if all_runs else None,
+        manifests=[run.manifest() for run in runs] if all_runs else (),
+        sort=order,
+        per_step=per_step,
+    )
+    _write_page(
+        html,
+        "Comparison of " + " and ".join(comparison.labels),
+        view.comparison_sections(comparison, top),
+        quiet=as_json,
+    )
+    show(
+        as_json, comparison.to_json(), *_parts(view.comparison_tables(comparison, top)), *view.loss_verdicts(comparison)
+    )
     if check and comparison.runs is not None and any(loss.same is False for loss in comparison.runs.loss):
         raise typer.Exit(1)
 
@@ -122,94 +185,6 @@ def _mode(text: str) -> Mode:
     if text not in list(Mode):
         raise ConfigError("profile.mode-unknown", f"--mode {text} is unknown", hint="choose fixed (the default) or tb")
     return Mode(text)
-
-
-def _capture_now(targets: Sequence[Path], request: TraceRequest, wait_seconds: float, *, quiet: bool) -> None:
-    """Ask the running run for a trace and wait until it is written."""
-    from windlass.profile.captures import submit_request, wait_for_trace
-    from windlass.runs import open_run
-
-    if len(targets) != 1:
-        raise ProfileError(
-            "profile.now-needs-one-run", "--now takes one running run", hint="windlass profile RUN --now"
-        )
-    run = open_run(targets[0])
-    submit_request(run, request)
-    if not quiet:
-        waiting = f"waiting up to {wait_seconds:g} s"
-        show(False, None, f"requested a trace of {request.steps} steps from {run.name}; {waiting}")
-    if not wait_for_trace(run, request, wait_seconds):
-        raise ProfileError(
-            "profile.request-unanswered",
-            f"{run.name} has written no trace within {wait_seconds:g} s",
-            hint=f"the request stays in {run.requests}; steps may be long: look again later with "
-            f"`windlass profile {run.name}`",
-        )
-
-
-def _one_target(targets: Sequence[Path], step: int | None) -> ProfileTarget:
-    """Several files are the ranks of one job."""
-    from windlass.profile.captures import ProfileTarget, find_target, require_traces
-
-    resolved = [find_target(t, step=step) for t in targets]
-    if len(resolved) == 1:
-        return require_traces(resolved[0])
-    if any(t.run is not None for t in resolved):
-        raise ProfileError(
-            "profile.several-runs",
-            "`profile` takes one run, or the trace files of one job",
-            hint="windlass compare RUN RUN compares runs",
-        )
-    return ProfileTarget(resolved[0].label, None, [path for t in resolved for path in t.traces])
-
-
-def _comparison(
-    targets: Sequence[Path], mode: str, *, sort: str, per_step: bool, tolerance: float | None, quiet: bool
-) -> Comparison:
-    from windlass.profile.captures import find_target
-    from windlass.profile.compare import LOSS_TOLERANCE, SORT_KEYS, compare_jobs, compare_runs
-    from windlass.profile.job_profile import profile_traces
-
-    if len(targets) < 2:
-        raise ProfileError(
-            "profile.compare-needs-two",
-            "compare needs at least two runs or traces",
-            hint="windlass compare BASELINE EXPERIMENT",
-        )
-    if sort not in SORT_KEYS:
-        raise ConfigError(
-            "profile.sort-unknown", f"--sort {sort} is unknown", hint=f"choose one of {', '.join(SORT_KEYS)}"
-        )
-    counting = _mode(mode)
-    resolved = [find_target(t) for t in targets]
-    labels = [t.label for t in resolved]
-    if len(set(labels)) < len(labels):  # equal names get the folder's name, or their place, in front
-        labels = [
-            f"{t.traces[0].resolve().parent.name}/{t.label}" if t.traces and t.run is None else f"{i + 1}:{t.label}"
-            for i, t in enumerate(resolved)
-        ]
-    runs = [t.run for t in resolved if t.run is not None]
-    all_runs, all_traced = len(runs) == len(resolved), all(t.traces for t in resolved)
-    if not all_traced and not all_runs:
-        without = ", ".join(t.label for t in resolved if not t.traces)
-        raise ProfileError(
-            "profile.compare-mixed",
-            f"without traces only runs can be compared with runs ({without} has none)",
-            hint="give run folders on both sides, or traces on both",
-        )
-    jobs = []
-    if all_traced:
-        with _reading([p for t in resolved for p in t.traces], quiet=quiet) as progress:
-            for target, label in zip(resolved, labels, strict=True):
-                jobs.append(profile_traces(target.traces, counting, label=label, progress=progress))
-    return compare_jobs(
-        labels,
-        jobs,
-        compare_runs(runs, tolerance=LOSS_TOLERANCE if tolerance is None else tolerance) if all_runs else None,
-        manifests=[run.manifest() for run in runs] if all_runs else (),
-        sort=sort,
-        per_step=per_step,
-    )
 
 
 @contextmanager

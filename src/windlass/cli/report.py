@@ -1,17 +1,13 @@
 """`windlass report RUN` (HTML, Markdown or JSON) and `windlass sync RUN` (sends what offline trackers wrote)."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from windlass.cli.options import JsonOption
 from windlass.cli.output import console, print_json, show
 from windlass.units import print_text
-
-if TYPE_CHECKING:
-    from windlass.runs.folder import Run
 
 
 def report(
@@ -34,30 +30,29 @@ def report(
 ) -> None:
     """Write a report: model, data, speed, energy and the events of one or several runs."""
     from windlass.figures import save_page
-    from windlass.report.collect import find_runs
+    from windlass.report import collect, write
     from windlass.report.sweeps import read_sweep
-    from windlass.report.write import html_report, json_report, markdown_report, write_figures
     from windlass.runs.folder import open_run
 
     # A folder that is not a run itself counts as all runs in it; a sweep of commands has none.
-    named: list[Run] = []
+    named = []
     for path in runs:
-        inside = find_runs(path) if path.is_dir() and not (path / "config.json").is_file() else []
+        inside = collect.find_runs(path) if path.is_dir() and not (path / "config.json").is_file() else []
         named += inside or ([] if (path / "sweep.json").is_file() else [open_run(path)])
     folders = list({run.path.resolve(): run for run in named}.values())
     sweeps = [read_sweep(path) for path in runs if (path / "sweep.json").is_file()]
     if figures is not None:
-        paths = write_figures(folders, figures, picture, sweeps)
-        typer.echo(f"wrote {len(paths)} figures to {figures}", err=True)
+        count = len(write.write_figures(folders, figures, picture, sweeps))
+        typer.echo(f"wrote {count} figures to {figures}", err=True)
     if as_json:
-        print_json(json_report(folders, sweeps))
+        print_json(write.json_report(folders, sweeps))
         return
     if markdown and out is None:
-        typer.echo(markdown_report(folders, sweeps))
+        typer.echo(write.markdown_report(folders, sweeps))
         return
     target = out or (folders[0].report_file if len(folders) == 1 else Path("report.html"))
     as_markdown = markdown or target.suffix.lower() in (".md", ".markdown")
-    save_page(target, markdown_report(folders, sweeps) if as_markdown else html_report(folders, sweeps))
+    save_page(target, write.markdown_report(folders, sweeps) if as_markdown else write.html_report(folders, sweeps))
     size = f"{target.stat().st_size / 1e6:.1f} MB, opens from disk without a network"
     show(False, None, f"wrote {print_text(str(target))} ({size})")
 
@@ -70,23 +65,23 @@ def sync(
     ] = False,
     every: Annotated[float, typer.Option("--every", help="Seconds between checks with --watch.", min=0.2)] = 30.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be uploaded; upload nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Upload offline W&B files, the oldest first and each once; a running job is asked to close its files first."""
-    from windlass.report.sync import ask_for_part, is_live, parts, sync_once, sync_watch
+    from windlass.report import sync as uploads
     from windlass.runs.folder import open_run
 
     folder = open_run(run)
     if watch:
         try:
-            sync_watch(folder, every, say=lambda text: console().print(text, markup=False))
+            uploads.sync_watch(folder, every, say=lambda text: console().print(text, markup=False))
         except KeyboardInterrupt:
             typer.echo("ended; what was sent is remembered", err=True)
         return
-    if not dry_run and parts(folder) and is_live(folder):
+    if not dry_run and uploads.parts(folder) and uploads.is_live(folder):
         typer.echo("the job is asked to close its part (at its next line, a minute at most) ...", err=True)
-        ask_for_part(folder)
-    done = sync_once(folder, dry_run=dry_run)
+        uploads.ask_for_part(folder)
+    done = uploads.sync_once(folder, dry_run=dry_run)
     nothing = "nothing to send: the run has no offline W&B parts (trackers.wandb = true writes them)"
     lines = [f"{part['part']}: {part['state']}" for part in done] or [nothing]
     show(as_json, {"run": str(folder.path), "dry_run": dry_run, "parts": done}, *lines)

@@ -1,40 +1,42 @@
 """`windlass resume RUN`: continue a stopped run on this machine, on any number of devices."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from windlass.runs.folder import Run
+from windlass.cli.options import OverridesArgument, QuietOption, RunArgument
+from windlass.cli.train import train_start
+from windlass.errors import RunError
 
 
 def resume(
-    run: Annotated[Path, typer.Argument(help="Run folder, or its name in runs/.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Keys of the recipe to change: layout.micro_batch=4.", metavar="KEY=VALUE"),
-    ] = None,
+    run: RunArgument,
+    overrides: OverridesArgument = None,
     devices: Annotated[
         int | None, typer.Option("--devices", min=1, help="Processes here, one per device (default: as last time).")
     ] = None,
     restarts: Annotated[int, typer.Option("--restarts", min=0, help="How often failed workers are restarted.")] = 3,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress lines.")] = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Continue a stopped run from its newest complete checkpoint; the layout and the number of devices may change."""
-    from windlass.cli.train import train_start
-    from windlass.errors import RunError
+    from windlass.config import Loaded, Recipe, check, load, validate
     from windlass.launch.chain import finished
-    from windlass.runs import open_run
+    from windlass.runs import create_run, open_run
     from windlass.runs.events import Finished, ProcessStart
 
     folder = open_run(run)
 
     def prepare(devices_per_node: int, nodes: int) -> str:
-        if overrides:  # the new values are the run's from now on
-            _change_recipe(folder, overrides)
+        if overrides:  # the new values are the run's from now on; those that may not change are refused with a diff
+            raw = folder.recipe().model_dump(mode="json")
+            for override in overrides:
+                load.apply_override(raw, *load.parse_override(override))
+            recipe = validate(Recipe, raw, str(folder.config_file))
+            check(recipe)
+            text = folder.recipe_file.read_text(encoding="utf-8") if folder.recipe_file.is_file() else ""
+            chosen_here = any(override.startswith("layout") for override in overrides)
+            layout_from = "recipe" if chosen_here else folder.layout_from() or "recipe"
+            create_run(folder.path, Loaded(recipe, text, folder.recipe_file, {}), layout_from=layout_from)
         if finished(folder):
             last = list(folder.events(Finished))[-1]
             raise RunError(
@@ -48,20 +50,3 @@ def resume(
     starts = [ProcessStart(), *folder.events(ProcessStart)]
     last_count = (starts[-1].world_size or 1) if starts[-1].nodes in (None, 1) else 1
     raise typer.Exit(train_start(folder, prepare, devices=devices or last_count, restarts=restarts, quiet=quiet))
-
-
-def _change_recipe(run: Run, overrides: list[str]) -> None:
-    """Write the run's recipe with other values; changes that may not be made are refused with a diff."""
-    from windlass.config import Loaded, Recipe, check, validate
-    from windlass.config.load import apply_override, parse_override
-    from windlass.runs import create_run
-
-    raw = run.recipe().model_dump(mode="json")
-    for override in overrides:
-        apply_override(raw, *parse_override(override))
-    recipe = validate(Recipe, raw, str(run.config_file))
-    check(recipe)
-    text = run.recipe_file.read_text(encoding="utf-8") if run.recipe_file.is_file() else ""
-    chosen_here = any(override.startswith("layout") for override in overrides)
-    layout_from = "recipe" if chosen_here else run.layout_from() or "recipe"
-    create_run(run.path, Loaded(recipe, text, run.recipe_file, {}), layout_from=layout_from)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from windlass.cli.options import JsonOption, OverridesArgument
 from windlass.cli.output import print_json, table
 from windlass.cli.output import show as show_result
 from windlass.errors import ConfigError
@@ -13,18 +14,14 @@ from windlass.units import print_tokens
 
 def show(
     recipe: Annotated[Path | None, typer.Argument(help="Recipe file.")] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Keys of the recipe to change: layout.micro_batch=4.", metavar="KEY=VALUE"),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    overrides: OverridesArgument = None,
+    as_json: JsonOption = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of a recipe, for editors.")] = False,
     all_values: Annotated[
         bool, typer.Option("--all/--set", help="All values, or only those that are not defaults.")
     ] = True,
 ) -> None:
     """Print every value of a recipe and where it came from."""
-
     from windlass.config import load_recipe
     from windlass.config.recipe import recipe_schema
 
@@ -39,19 +36,14 @@ def show(
         )
     loaded = load_recipe(recipe, overrides or ())
     values = [value for value in loaded.values() if all_values or value[2] != "default"]
-    rows = [(key, _print_value(key, value), origin) for key, value, origin in values]
+    rows = []
+    for key, value, origin in values:
+        is_count = key.endswith(("tokens", "warmup", "decay")) and isinstance(value, int) and value >= 1000
+        text = "not set" if value is None else f"{value:,} ({print_tokens(value)})" if is_count else str(value)
+        rows.append((key, text, origin))
     document = {
         "recipe": str(recipe),
-        "values": [dict(zip(("key", "value", "origin"), v, strict=True)) for v in values],
+        "values": [{"key": key, "value": value, "origin": origin} for key, value, origin in values],
     }
     no_layout = "layout: not set; `windlass plan` chooses one and says why" if loaded.recipe.layout is None else None
     show_result(as_json, document, table(f"{loaded.recipe.name} ({recipe})", ("key", "value", "from"), rows), no_layout)
-
-
-def _print_value(key: str, value: object) -> str:
-    if value is None:
-        return "not set"
-    counts_tokens = key.endswith(("tokens", "warmup", "decay"))
-    if counts_tokens and isinstance(value, int) and value >= 1000:
-        return f"{value:,} ({print_tokens(value)})"
-    return str(value)

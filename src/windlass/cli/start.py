@@ -1,7 +1,6 @@
 """`windlass` without a command: the seven steps, what the current folder has of each, and the next command."""
 
 import contextlib
-import tomllib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from shlex import quote
@@ -9,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from windlass import __version__
 from windlass.cli.output import show, table
 from windlass.files import read_json
 from windlass.units import print_tokens
@@ -55,34 +55,29 @@ class FolderContents:
     runs: list[RunStatus] = field(default_factory=list)  # newest first
 
 
-def _version(value: bool) -> None:
-    if value:
-        from windlass import __version__
-
-        typer.echo(f"windlass {__version__}")
-        raise typer.Exit
-
-
 def start(
     context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what this folder contains as JSON.")] = False,
 ) -> None:
     """From a compute allocation to a trained language model on a public supercomputer."""
+    if version:
+        typer.echo(f"windlass {__version__}")
+        raise typer.Exit
     if context.invoked_subcommand is not None:
         return
-
     contents = scan_folder(Path())
     next_command, reason = find_next_command(contents)
     present = summarize(contents)
     rows = [(i, command, result, present[name]) for i, (name, command, result) in enumerate(STEPS, 1)]
-    title = "windlass: seven steps from an allocation to a model"
     show(
         as_json,
         {**asdict(contents), "next": {"command": next_command, "reason": reason}},
-        table(title, ("", "command", "what it gives you", "in this folder"), rows),
+        table(
+            "windlass: seven steps from an allocation to a model",
+            ("", "command", "what it gives you", "in this folder"),
+            rows,
+        ),
         f"next: {next_command}   ({reason})",
         "`windlass demo` runs all steps on this machine in about two minutes; `windlass --help` lists all commands.",
     )
@@ -90,8 +85,10 @@ def start(
 
 def scan_folder(folder: Path) -> FolderContents:
     """Recipes, data files, stores and runs of a folder, in the places where they usually are."""
+    import tomllib  # slow to import, and this module is part of every command
 
     from windlass.config.load import kind_of
+    from windlass.runs import Run, history
 
     def matches(*patterns: str) -> list[Path]:
         return [path for pattern in patterns for path in sorted(folder.glob(pattern))][:MAX_FILES]
@@ -111,7 +108,23 @@ def scan_folder(folder: Path) -> FolderContents:
         if manifest.get("kind") == "windlass-store":
             tokens = sum(int(source.get("tokens") or 0) for source in manifest.get("sources", {}).values())
             stores[str(path.parent.relative_to(folder))] = tokens
-    runs = [_run_status(folder, path.parent) for path in matches("runs/*/config.json")]
+    runs = []
+    for path in matches("runs/*/config.json"):
+        run = Run(path.parent)
+        segments, last = history.read_history(run.events(), []).segments, run.last_metrics()
+        times = [segments[-1].ended_at] if segments else []
+        times += [last.time] if last.time is not None else []
+        state = segments[-1].end if segments else "submitted"
+        status = RunStatus(
+            path=str(run.path.relative_to(folder)),
+            state=state if state in ("finished", "running", "stopped", "submitted") else "failed",
+            step=last.step,
+            seen_at=max(times, default=run.config_file.stat().st_mtime),
+            launched=run.jobs_file.is_file(),
+            reported=run.report_file.is_file(),
+            evaluated=run.eval_file.is_file(),
+        )
+        runs.append(status)
     return FolderContents(
         recipes=files["recipe"],
         data_files=files["data"],
@@ -121,35 +134,13 @@ def scan_folder(folder: Path) -> FolderContents:
     )
 
 
-def _run_status(folder: Path, path: Path) -> RunStatus:
-    from windlass.runs import Run
-    from windlass.runs.history import read_history
-
-    run = Run(path)
-    segments = read_history(run.events(), []).segments
-    last = run.last_metrics()
-    times = [segments[-1].ended_at] if segments else []
-    times += [last.time] if last.time is not None else []
-    state = segments[-1].end if segments else "submitted"
-    return RunStatus(
-        path=str(path.relative_to(folder)),
-        state=state if state in ("finished", "running", "stopped", "submitted") else "failed",
-        step=last.step,
-        seen_at=max(times, default=run.config_file.stat().st_mtime),
-        launched=run.jobs_file.is_file(),
-        reported=run.report_file.is_file(),
-        evaluated=run.eval_file.is_file(),
-    )
-
-
 def summarize(contents: FolderContents) -> dict[str, str]:
     """What the folder has of each step; empty where it has nothing."""
 
     def count(number: int, noun: str, suffix: str = "") -> str:
         return f"{number} {noun}{'s' if number > 1 else ''}{suffix}" if number else ""
 
-    runs = contents.runs
-    states = [run.state for run in runs]
+    runs, states = contents.runs, [run.state for run in contents.runs]
     tokens = f", {print_tokens(sum(contents.stores.values()))} tokens"
     return {
         "plan": count(len(contents.recipes), "recipe"),
@@ -166,12 +157,10 @@ def find_next_command(contents: FolderContents) -> tuple[str, str]:
     """The command that continues the work in this folder, and why."""
     if contents.runs:
         run = contents.runs[0]
-        state = run.state
-        if state == "finished" and run.reported:
-            state = "evaluated" if run.evaluated else "reported"
-        at_step = "" if run.step is None else f" at step {run.step:,}"
+        path, at_step = quote(run.path), "" if run.step is None else f" at step {run.step:,}"
+        is_reported = run.state == "finished" and run.reported
+        state = ("evaluated" if run.evaluated else "reported") if is_reported else run.state
         command, reason = NEXT_COMMANDS[state]
-        path = quote(run.path)
         return command.format(path=path), reason.format(run=run.path, path=path, at_step=at_step)
     own = [r for r in contents.recipes if not r.startswith("recipes/")] or contents.recipes
     if not own:

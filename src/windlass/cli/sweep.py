@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from windlass.cli.options import JsonOption
+from windlass.cli.output import show, table, text_of
+from windlass.errors import ConfigError
+from windlass.units import GIB, print_seconds
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from windlass.config.sweep import LoadedSweep
+    from windlass.launch.sweep.expect import Expectation, SweepTotal
     from windlass.launch.sweep.folder import SweepRun
     from windlass.launch.sweep.outcome import PointOutcome
     from windlass.launch.sweep.points import SweepPoint
@@ -36,59 +44,107 @@ def sweep(
     inside: Annotated[Path | None, typer.Option("--inside", hidden=True)] = None,
     to_dvc: Annotated[Path | None, typer.Option(help="Write an equivalent DVC matrix stage to this dvc.yaml.")] = None,
     stage: Annotated[str | None, typer.Option(help="With a dvc.yaml: which stage.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Run a matrix of recipes or of any command, and rank the results. Run it again to resume an interrupted sweep."""
-    from windlass.cli.output import console, print_json
-    from windlass.cli.sweep_text import show_dry
     from windlass.config.sweep import load_sweep
     from windlass.launch.slurm import SlurmScheduler, slurm_available
-    from windlass.launch.sweep.dvc import read_dvc, write_dvc
-    from windlass.launch.sweep.execute import choose_points
-    from windlass.launch.sweep.expect import expect_all
+    from windlass.launch.sweep import dvc, execute, expect, outcome, pack, results
     from windlass.launch.sweep.folder import SweepRun, open_sweep_folder
-    from windlass.launch.sweep.outcome import parse_only
-    from windlass.launch.sweep.pack import pack_of_this_task, settle, submit_packs
     from windlass.launch.sweep.points import make_points
-    from windlass.launch.sweep.results import check_pick
 
-    loaded = read_dvc(file, stage) if file.suffix in (".yaml", ".yml") else load_sweep(file)
+    loaded = dvc.read_dvc(file, stage) if file.suffix in (".yaml", ".yml") else load_sweep(file)
     points = make_points(loaded)
     if to_dvc is not None:
-        write_dvc(loaded, points, to_dvc)
-        console().print(f"wrote {to_dvc}: one matrix stage, {len(points)} points; `dvc repro` runs them")
+        dvc.write_dvc(loaded, points, to_dvc)
+        show(False, None, f"wrote {to_dvc}: one matrix stage, {len(points)} points; `dvc repro` runs them")
         return
-    expected, total = expect_all(loaded.sweep, points, cluster)
+    expected, total = expect.expect_all(loaded.sweep, points, cluster)
     if dry_run:
-        show_dry(loaded, points, expected, total, as_json)
+        _show_dry(loaded, points, expected, total, as_json)
         return
     folder = open_sweep_folder(run or Path("runs") / loaded.sweep.name, loaded, points)
     sweep_run = SweepRun(loaded=loaded, folder=folder, points=points, expected=expected)
     if pick is not None:
-        check_pick(sweep_run, pick)
+        results.check_pick(sweep_run, pick)
     if inside is not None:
-        chosen, launcher = pack_of_this_task(sweep_run, inside)
+        chosen, launcher = pack.pack_of_this_task(sweep_run, inside)
         # Packs of one sweep run side by side: each has a lock of its own.
         lock = inside.with_name(f"{chosen[0].name}.lock") if chosen else None
         _run(sweep_run, chosen, quiet=as_json, everything=everything, launcher=launcher, lock=lock)
         return
     if report:
         if folder.jobs_file.is_file() and slurm_available():
-            settle(sweep_run, SlurmScheduler())
+            pack.settle(sweep_run, SlurmScheduler())
     else:
-        chosen = choose_points(sweep_run, parse_only(only) if only else None, point, everything=everything)
+        chosen = execute.choose_points(
+            sweep_run, outcome.parse_only(only) if only else None, point, everything=everything
+        )
         if slurm:
-            submitted = submit_packs(sweep_run, chosen, cluster=cluster, everything=everything, stage=stage)
-            if as_json:
-                print_json(submitted)
-                return
-            for pack in submitted["packs"]:
-                shape = f"{len(pack['points'])} points, {pack['nodes']} nodes, at most {pack['seconds'] / 60:.0f} min"
-                console().print(f"job {pack['job']}: {shape}")
-            console().print(f"when they are done: windlass sweep {loaded.path} --run {folder.path} --report")
+            submitted = pack.submit_packs(sweep_run, chosen, cluster=cluster, everything=everything, stage=stage)
+            lines = [
+                f"job {job['job']}: {len(job['points'])} points, {job['nodes']} nodes, "
+                f"at most {job['seconds'] / 60:.0f} min"
+                for job in submitted["packs"]
+            ]
+            when_done = f"when they are done: windlass sweep {loaded.path} --run {folder.path} --report"
+            show(as_json, submitted, *lines, when_done)
             return
         _run(sweep_run, chosen, quiet=as_json, everything=everything)
     _finish(sweep_run, rank_by, pick, as_json)
+
+
+def _show_dry(
+    loaded: LoadedSweep,
+    points: Sequence[SweepPoint],
+    expected: Sequence[Expectation],
+    total: SweepTotal,
+    as_json: bool,
+) -> None:
+    """The points, the predictions for each, and what all of them cost."""
+    from windlass.figures.sweep import equivalence_table
+
+    sweep, pairs = loaded.sweep, list(zip(points, expected, strict=True))
+    title = f"{sweep.title or sweep.name}: {len(points)} point{'s' * (len(points) != 1)}"
+    rows = [
+        {"point": p.name, "values": dict(p.values), "devices": p.devices, "problem": p.problem, "expected": e}
+        for p, e in pairs
+    ]
+    document = {"sweep": sweep.name, "points": rows, "total": total, "equivalence": sweep.equivalence}
+    if sweep.command is not None:
+        width = max(len(p.name) for p in points)
+        # Not a table: a folded command cannot be copied.
+        commands = [f"{point.name:{width}}  {point.shown_command()}" for point in points]
+        show(as_json, document, title, *commands, "cost unknown: the planner predicts recipes only")
+        return
+    cells = []
+    for point, e in pairs:
+        text = "skip: out of memory" if e.skip else "out of memory" if e.verdict == "oom" else "fits"
+        memory = ["" if e.memory_bytes is None else f"{e.memory_bytes / GIB:.1f}", text_of(e.oom_chance, ".0%", "")]
+        speed = [text_of(e.tokens_per_second_per_device, ",.0f"), text_of(e.mfu, ".1%"), print_seconds(e.seconds)]
+        cost = [text_of(e.node_hours, ".2f"), text_of(e.kwh, ".3g")]
+        if e.verdict in ("illegal", "unknown"):
+            text, memory = f"{'invalid' if e.verdict == 'illegal' else e.verdict}: {e.reason}", [""] * 2
+        if e.skip or e.verdict in ("illegal", "unknown"):
+            speed, cost = [""] * 3, [""] * 2
+        cells.append((point.name, text, *memory, *speed, *cost))
+    columns = ("point", "prediction", "GiB", "oom", "tokens/s/device", "MFU", "time", "node-h", "kWh")
+    names, sums = equivalence_table(sweep), None
+    if total.node_hours is not None:
+        charged = total.units is not None and total.unit not in ("", "hour")
+        units = f", {total.units:,.0f} {total.unit}s" if charged else ""
+        sums = f"total {total.node_hours:,.1f} node-hours{units}, {text_of(total.kwh, ',.3g')} kWh; "
+        sums += f"one after another {print_seconds(total.seconds)}"
+    skipped = f"{total.skipped} are skipped as out of memory (at least {sweep.skip_oom:.0%} sure)"
+    show(
+        as_json,
+        document,
+        table(title, columns, cells, right=(2, 3, 4, 5, 6, 7, 8)),
+        table("Names of the strategies in each engine", names.columns, names.rows) if names.rows else None,
+        f"{total.run} of {total.points} points would run, {skipped}, {total.illegal} are invalid",
+        sums,
+        "oom: chance that the point runs out of memory, from the errors of the estimate on 129 published runs.",
+    )
 
 
 def _run(sweep_run: SweepRun, points: Sequence[SweepPoint], *, quiet: bool, **options: Any) -> None:
@@ -96,7 +152,6 @@ def _run(sweep_run: SweepRun, points: Sequence[SweepPoint], *, quiet: bool, **op
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from windlass.cli.output import console
     from windlass.launch.sweep.execute import run_points
 
     def progress() -> str:
@@ -104,7 +159,7 @@ def _run(sweep_run: SweepRun, points: Sequence[SweepPoint], *, quiet: bool, **op
 
     if not points:
         if not quiet:
-            console().print(f"nothing to run: {progress()} (--only oom,fail repeats some)")
+            show(False, None, f"nothing to run: {progress()} (--only oom,fail repeats some)")
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -129,47 +184,46 @@ def _run(sweep_run: SweepRun, points: Sequence[SweepPoint], *, quiet: bool, **op
 
 
 def _finish(sweep_run: SweepRun, rank_by: str | None, pick: Path | None, as_json: bool) -> None:
-    """Write tables, page and winner, and print the ranking."""
-    from dataclasses import replace
-
-    from windlass.cli.output import console, print_json
-    from windlass.cli.sweep_text import print_rows
+    """Write tables, page and winner, and print the ranking: best first, then what did not succeed."""
     from windlass.config.sweep import with_goal
-    from windlass.errors import ConfigError
-    from windlass.figures.sweep import best_first, counts, numbers
-    from windlass.launch.sweep.results import collect_rows, write_page, write_pick, write_tables
+    from windlass.figures import sweep as figures
+    from windlass.launch.sweep import results
 
-    rows = collect_rows(sweep_run)
+    rows = results.collect_rows(sweep_run)
     if rank_by is not None:
-        columns = numbers(rows)
+        columns = figures.numbers(rows)
         if any(row.get("outcome") == "ok" for row in rows) and rank_by not in columns:
             raise ConfigError(
                 "sweep.unknown-column",
                 f"--rank-by {rank_by}: no point has such a number",
                 hint=f"columns with numbers: {', '.join(columns) or 'none'}",
             )
-        loaded = replace(sweep_run.loaded, sweep=with_goal(sweep_run.sweep, rank_by))
-        sweep_run = replace(sweep_run, loaded=loaded)
+        sweep_run = replace(sweep_run, loaded=replace(sweep_run.loaded, sweep=with_goal(sweep_run.sweep, rank_by)))
     sweep, key = sweep_run.sweep, sweep_run.sweep.rank_by
-    paths, page = write_tables(sweep_run, rows), write_page(sweep_run, rows, key)
-    ranked = best_first(rows, key, sweep.goal)
+    paths, page = results.write_tables(sweep_run, rows), results.write_page(sweep_run, rows, key)
+    ranked, counts = figures.best_first(rows, key, sweep.goal), figures.counts(rows)
     if pick is not None:
-        write_pick(sweep_run, ranked, key, pick)
-    if as_json:
-        value = {
-            "sweep": sweep.name,
-            "folder": sweep_run.folder.path,
-            "rank_by": key,
-            "best": ranked[0]["point"] if ranked else None,
-            "counts": counts(rows),
-            "rows": rows,
-            "page": page,
-            "tables": paths,
-            "pick": pick,
-        }
-        print_json(value)
-        return
-    print_rows(console(), sweep_run, rows, ranked, key)
-    console().print(f"page: {page}   table: {paths[0]}")
-    if pick is not None:
-        console().print(f"the winner, {ranked[0]['point']}, is written to {pick}")
+        results.write_pick(sweep_run, ranked, key, pick)
+    document = {
+        "sweep": sweep.name,
+        "folder": sweep_run.folder.path,
+        "rank_by": key,
+        "best": ranked[0]["point"] if ranked else None,
+        "counts": counts,
+        "rows": rows,
+        "page": page,
+        "tables": paths,
+        "pick": pick,
+    }
+    content = figures.points_table(sweep, rows, ranked, key)
+    title = f"{sweep.title or sweep.name}: " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    is_unmeasured = sweep.command is None and all(row.get("joules_per_token") is None for row in rows)
+    show(
+        as_json,
+        document,
+        table(title, content.columns, content.rows, right=content.right),
+        "energy: not measured on any point" if counts.get("ok") and is_unmeasured else None,
+        figures.no_winner(rows, key) if counts.get("ok") and not ranked else None,
+        f"page: {page}   table: {paths[0]}",
+        None if pick is None else f"the winner, {ranked[0]['point']}, is written to {pick}",
+    )

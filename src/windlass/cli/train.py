@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from windlass.cli.options import NewRunOption, OverridesArgument, ProcessesOption, QuietOption, RecipeArgument
+from windlass.cli.output import console
+from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError
+
 if TYPE_CHECKING:
     from windlass.runs.folder import Run
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="Recipe file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Keys of the recipe to change: layout.micro_batch=4.", metavar="KEY=VALUE"),
-    ] = None,
-    run: Annotated[Path | None, typer.Option("--run", help="Run folder (default: runs/<name>).")] = None,
-    devices: Annotated[
-        int | None, typer.Option("--devices", min=1, help="Processes on this machine, one per device.")
-    ] = None,
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    run: NewRunOption = None,
+    devices: ProcessesOption = None,
     restarts: Annotated[
         int, typer.Option("--restarts", min=0, help="How often failed workers are restarted (with --devices).")
     ] = 3,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress lines.")] = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Train a recipe on this machine, or as one rank of a job. A second start of the same run resumes it."""
     from windlass.config import load_recipe
@@ -50,15 +50,10 @@ def train_start(
     `prepare(devices per node, nodes)` brings the run folder up to date and returns the reason for its layout. In a job,
     rank 0 prepares and binds, and `devices` does not count; the other ranks wait for the start.
     """
-    import contextlib
-
-    from windlass.cli.output import console
     from windlass.clusters.scheduler import job_id, place, step_start
-    from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError
     from windlass.launch.start import bind_start
+    from windlass.runs import lock, starts
     from windlass.runs.events import GaveUp
-    from windlass.runs.lock import locked, refuse_held
-    from windlass.runs.starts import start_name, wait_for_start
     from windlass.train import supervisor, worker
 
     position = place()
@@ -67,13 +62,13 @@ def train_start(
     job, restart = (None, 0) if single else step_start()
     options, reason = ["--quiet"] if quiet else [], ""
     if position.rank == 0:
-        refuse_held(run.lock_file)
+        lock.refuse_held(run.lock_file)
         reason = prepare(per_node, position.nodes)
-    with locked(run.lock_file, job_id()) if position.rank == 0 else contextlib.nullcontext():
+    with lock.locked(run.lock_file, job_id()) if position.rank == 0 else contextlib.nullcontext():
         if position.rank == 0:
             start = bind_start(run, devices=count, devices_per_node=per_node, job=job, restart=restart, reason=reason)
         else:
-            start = wait_for_start(run, start_name(job or "", restart), reused_name=job_id() is None)
+            start = starts.wait_for_start(run, starts.start_name(job or "", restart), reused_name=job_id() is None)
         if not single or count == 1:
             try:
                 return worker.main([str(run.path), "--start", start.name, "--locked", *options])

@@ -3,16 +3,16 @@
 import contextlib
 import sys
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from windlass.cli.options import RunArgument
 from windlass.cli.output import print_json
 
 
 def watch(
-    run: Annotated[Path, typer.Argument(help="Run folder, or its name in runs/.")],
+    run: RunArgument,
     every: Annotated[float, typer.Option("--every", help="Refresh interval in seconds.", min=0.1)] = 2.0,
     once: Annotated[
         bool, typer.Option("--once", help="Print a single snapshot and exit (default if stdout is not a terminal).")

@@ -20,22 +20,20 @@ from windlass.registry import BLOCKS, PRESETS
 
 T = TypeVar("T", bound=Table)
 FileKind = Literal["recipe", "data", "sweep"]
-# The model of a file -> its kind.
-KIND_OF_MODEL: dict[str, FileKind] = {"Recipe": "recipe", "DataFile": "data", "SweepConfig": "sweep"}
-# Kind -> its name in messages, and the commands that read it.
+# Kind of file -> its name in messages, and the commands that read it.
 KIND_TEXTS = {
     "recipe": ("a recipe", "windlass plan, train and launch take recipes"),
     "data": ("a data file", "windlass tokenize takes data files"),
     "sweep": ("a sweep file", "windlass sweep takes sweep files"),
 }
-# Model -> where its keys are described; the recipe where it is not named.
-KEY_HINTS = {
-    "Recipe": "`windlass show --schema` lists every key; see docs/reference/recipe.md",
-    "DataFile": "every key with its meaning: docs/reference/data-file.md",
-    "SweepConfig": "every key with its meaning: docs/reference/sweep-file.md",
-    "Cluster": "every key with its meaning: docs/reference/cluster-file.md",
-    "Device": "every key with its meaning: docs/reference/cluster-file.md",
-    "PlannerQuestion": "see docs/guides/observe.md",
+# Model -> its kind of file, if it is one of those, and where its keys are described; the recipe where it is not named.
+MODELS: dict[str, tuple[FileKind | None, str]] = {
+    "Recipe": ("recipe", "`windlass show --schema` lists every key; see docs/reference/recipe.md"),
+    "DataFile": ("data", "every key with its meaning: docs/reference/data-file.md"),
+    "SweepConfig": ("sweep", "every key with its meaning: docs/reference/sweep-file.md"),
+    "Cluster": (None, "every key with its meaning: docs/reference/cluster-file.md"),
+    "Device": (None, "every key with its meaning: docs/reference/cluster-file.md"),
+    "PlannerQuestion": (None, "see docs/guides/observe.md"),
 }
 
 
@@ -46,8 +44,7 @@ class Loaded:
     recipe: Recipe
     text: str
     path: Path | None
-    origins: Mapping[str, str]
-    """Dotted key -> "recipe" or "override"; what is absent is a default."""
+    origins: Mapping[str, str]  # dotted key -> "recipe" or "override"; what is absent is a default
 
     def values(self) -> Iterator[tuple[str, Any, str]]:
         """(dotted key, value, origin) of all keys, in the order of the recipe's tables."""
@@ -97,9 +94,7 @@ def kind_of(raw: Mapping[str, Any]) -> FileKind | None:
     """The kind of file, by its tables; None: not one of ours, or not clear."""
     if "sources" in raw:
         return "data"
-    if {"matrix", "zip", "include"} & raw.keys():
-        return "sweep"
-    return "recipe" if "model" in raw else None
+    return "sweep" if {"matrix", "zip", "include"} & raw.keys() else "recipe" if "model" in raw else None
 
 
 def missing_hint(path: Path) -> str:
@@ -118,10 +113,10 @@ def missing_hint(path: Path) -> str:
 def shipped(path: Path) -> Path | None:
     """`recipes/tiny_cpu.toml`, `tiny_cpu.toml` or `tiny_cpu` among the recipes that come with windlass: beside the
     package in a wheel, at the top of a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    parts = path.parts[1:] if path.parts[:1] == ("recipes",) else path.parts
     if path.is_absolute():
         return None
+    package = Path(__file__).resolve().parents[1]
+    parts = path.parts[1:] if path.parts[:1] == ("recipes",) else path.parts
     names = [top.joinpath(*parts) for top in (package / "recipes", package.parents[1] / "recipes")]
     return next((p for name in names for p in (name, name.with_name(f"{name.name}.toml")) if p.exists()), None)
 
@@ -173,8 +168,8 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Loaded:
         parts, value = parse_override(override)
         apply_override(raw, parts, value)
         dotted = ".".join(parts)
-        origins = {key: origin for key, origin in origins.items() if not key.startswith(f"{dotted}.")}
-        origins[dotted] = "override"
+        kept = {key: origin for key, origin in origins.items() if not key.startswith(f"{dotted}.")}
+        origins = {**kept, dotted: "override"}
     recipe = validate(Recipe, raw, str(path))
     check(recipe)
     return Loaded(recipe, text, path, origins)
@@ -182,9 +177,8 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Loaded:
 
 def recipe_hash(recipe: Recipe) -> str:
     """A short hash of what a run *is*: two recipes with the same hash may share a run folder."""
-    value = recipe.model_dump(mode="json", include={"name", "seed", "model", "data"})
-    value["data"].pop("tokens", None)
-    value["data"].pop("store", None)
+    included, excluded = {"name", "seed", "model", "data"}, {"data": {"tokens", "store"}}
+    value = recipe.model_dump(mode="json", include=included, exclude=excluded)
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -203,12 +197,11 @@ def validate(model: type[T], raw: Mapping[str, Any], where: str) -> T:
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        wanted, kind = KIND_OF_MODEL.get(model.__name__), kind_of(raw)
+        (wanted, hint), kind = MODELS.get(model.__name__, (None, MODELS["Recipe"][1])), kind_of(raw)
         if wanted and kind and kind != wanted:  # a list of every key that is wrong would hide the one mistake
             (name, readers), (wanted_name, wanted_readers) = KIND_TEXTS[kind], KIND_TEXTS[wanted]
-            message, hint = f"{where} is {name}, not {wanted_name}", f"{readers}; {wanted_readers}"
-            raise ConfigError("config.other-kind", message, hint=hint) from None
-        hint = KEY_HINTS.get(model.__name__, KEY_HINTS["Recipe"])
+            message, advice = f"{where} is {name}, not {wanted_name}", f"{readers}; {wanted_readers}"
+            raise ConfigError("config.other-kind", message, hint=advice) from None
         refuse("config.invalid", where, [_problem(model, item) for item in error.errors()], hint)
         raise
 
@@ -246,7 +239,17 @@ def _keys_at(model: type[BaseModel], loc: Sequence[str]) -> list[str]:
 
 def check(recipe: Recipe) -> None:
     """Rules that span several keys; changes nothing and lists every problem."""
-    problems = [*_model_problems(recipe.model), *_data_problems(recipe)]
+    data, problems = recipe.data, list(_model_problems(recipe.model))
+    if data.tokens is None and recipe.train.steps is None:
+        problems.append("data.tokens: missing; say how many tokens (or train.steps) to train for")
+    if data.batch_tokens is not None and (data.batch_tokens == 0 or data.batch_tokens % data.seq_len):
+        up = (data.batch_tokens // data.seq_len + 1) * data.seq_len
+        problems.append(
+            f"data.batch_tokens ({data.batch_tokens:,}) is not a multiple of data.seq_len ({data.seq_len:,}); "
+            f"the next larger one is {up:,}"
+        )
+    if any(weight < 0 for weight in data.mix.values()) or (data.mix and sum(data.mix.values()) <= 0):
+        problems.append("data.mix: weights must be at least 0 and not all 0")
     refuse("config.invalid", recipe.name, problems, "each line names the keys that disagree")
 
 
@@ -267,10 +270,8 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
         yield f"model.heads ({heads}) does not divide model.width ({width})"
     size = model.head_dim or width // heads
     if size % 2:
-        yield (
-            f"model.heads ({heads}) of width {size} each: rotary positions turn numbers in pairs, "
-            "so a head needs an even width"
-        )
+        rule = "rotary positions turn numbers in pairs, so a head needs an even width"
+        yield f"model.heads ({heads}) of width {size} each: {rule}"
     if model.family != "retnet":
         return
     values = model.value_width or model.ffn
@@ -279,26 +280,8 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
         up = -(-values // heads) * heads
         yield f"model.heads ({heads}) does not divide model.{key} ({values}); the next larger one is {up}"
     if model.kv_heads not in (None, heads):
-        yield (
-            f"model.kv_heads ({model.kv_heads}): retention has no groups of heads; leave it out, "
-            f"or write model.kv_heads = {heads}"
-        )
+        advice = f"leave it out, or write model.kv_heads = {heads}"
+        yield f"model.kv_heads ({model.kv_heads}): retention has no groups of heads; {advice}"
     if model.head_dim is not None and model.head_dim * heads != width:
-        yield (
-            f"model.head_dim ({model.head_dim}): retention's heads divide model.width ({width}) by {heads}; "
-            "leave it out"
-        )
-
-
-def _data_problems(recipe: Recipe) -> Iterator[str]:
-    data = recipe.data
-    if data.tokens is None and recipe.train.steps is None:
-        yield "data.tokens: missing; say how many tokens (or train.steps) to train for"
-    if data.batch_tokens is not None and (data.batch_tokens == 0 or data.batch_tokens % data.seq_len):
-        up = (data.batch_tokens // data.seq_len + 1) * data.seq_len
-        yield (
-            f"data.batch_tokens ({data.batch_tokens:,}) is not a multiple of data.seq_len ({data.seq_len:,}); "
-            f"the next larger one is {up:,}"
-        )
-    if any(weight < 0 for weight in data.mix.values()) or (data.mix and sum(data.mix.values()) <= 0):
-        yield "data.mix: weights must be at least 0 and not all 0"
+        rule = f"retention's heads divide model.width ({width}) by {heads}"
+        yield f"model.head_dim ({model.head_dim}): {rule}; leave it out"

@@ -96,7 +96,8 @@ class ModelConfig(Table):
         except ValidationError as error:
             problems = [*error.errors(), *problems]
         if problems:
-            wanted = ("type", "loc", "input", "ctx")
-            details: list[Any] = [{key: problem[key] for key in wanted if key in problem} for problem in problems]
+            details: list[Any] = [
+                {key: problem[key] for key in ("type", "loc", "input", "ctx") if key in problem} for problem in problems
+            ]
             raise ValidationError.from_exception_data(cls.__name__, details)
         return model

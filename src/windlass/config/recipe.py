@@ -1,18 +1,159 @@
-"""A recipe: one TOML file that describes one run, frozen once loaded."""
+"""A recipe: one TOML file that describes one run, frozen once loaded; with its plain tables (the others have modules)."""
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from windlass.config.base import Table
-from windlass.config.data import DataConfig
+from windlass.config.base import Registered, Table, Tokens
 from windlass.config.launch import LaunchConfig
-from windlass.config.layout import LayoutConfig
 from windlass.config.model import ModelConfig
 from windlass.config.observe import EnergyConfig, ProfileConfig, TrackersConfig
-from windlass.config.optim import OptimConfig
 from windlass.config.save import SaveConfig
-from windlass.config.train import TrainConfig
+from windlass.registry import ENGINES, OBJECTIVES, OPTIMIZERS, SCHEDULES
+
+
+class DataStage(Table):
+    """Token position from which this mix applies."""
+
+    start: Tokens = 0
+    mix: dict[str, float]
+
+
+class DataConfig(Table):
+    store: str | None = None
+    """Folder written by `windlass tokenize` (or a Megatron, OLMo or datatrove store). None: synthetic tokens, for
+    benchmarks."""
+    tokenizer: str | None = None
+    """Tokenizer file or folder (default: the store's)."""
+    mix: dict[str, float] = Field(default_factory=dict)
+    """Source name -> weight. Empty: every source in proportion to its tokens, times its `epochs` where given."""
+    epochs: dict[str, float] = Field(default_factory=dict)
+    """Source name -> maximum number of epochs. Without `mix` it is also the weight: 2.0 is read twice as often."""
+    max_epochs: float = Field(default=4.0, gt=0)
+    """Maximum number of epochs of a source that is not named in `epochs`."""
+    stages: list[DataStage] = Field(default_factory=list)
+    """Mixes that replace `mix` from a token position on (annealing, continued pre-training)."""
+    tokens: Tokens | None = None
+    """How many tokens to train on."""
+    seq_len: PositiveInt = 2048
+    """Tokens of one sequence."""
+    batch_tokens: Tokens | None = None
+    """Tokens of one optimizer step over all devices."""
+    mask_documents: bool = False
+    """Attention does not cross document borders inside a packed sequence."""
+    pack: Literal["stream"] = "stream"
+    """stream: documents are concatenated and cut every seq_len tokens; `mask_documents` keeps attention inside a
+    document."""
+    validation: str | None = None
+    """Split that is held out for validation (default: `validation`, if the store has one)."""
+    policy: Literal["any", "lawful"] = "any"
+    """lawful refuses a source without licence and origin."""
+
+
+class OptimConfig(Table):
+    name: Annotated[str, Registered(OPTIMIZERS)] = "adamw"
+    """adamw, sgd (with momentum), or an optimizer of an installed package."""
+    lr: NonNegativeFloat = 3e-4
+    """The highest learning rate, reached at the end of the warm-up."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """The schedule ends at lr x this."""
+    warmup: Tokens = 0
+    """Tokens of linear warm-up."""
+    schedule: Annotated[str, Registered(SCHEDULES)] = "cosine"
+    """Learning rate after the warm-up. wsd: constant, then a decay at the end."""
+    decay: Tokens | None = None
+    """wsd: tokens of the final decay (default: a tenth of the run)."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW: decay of the first moment."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """AdamW: decay of the second moment."""
+    eps: PositiveFloat = 1e-8
+    """AdamW: added to the denominator."""
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """SGD only."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Applied to matrices, not to norms, biases or embeddings."""
+    clip: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the optimizer's moments. bf16 uses stochastic rounding, so that small changes survive on average."""
+
+
+class TrainConfig(Table):
+    engine: Annotated[str, Registered(ENGINES)] = "native"
+    """native: PyTorch alone. deepspeed: DeepSpeed's ZeRO under the same loop."""
+    objective: Annotated[str, Registered(OBJECTIVES)] = "next_token"
+    """What training minimizes: next_token, or an objective of an installed package."""
+    precision: Literal["bf16", "fp32", "fp8", "bf16_pure"] = "bf16"
+    """bf16: bf16 compute, fp32 master weights and reduction. bf16_pure: bf16 weights with stochastic rounding."""
+    fp8_scaling: Literal["tensor", "row"] = "tensor"
+    """precision = "fp8": one scale per tensor, or one per row (finer, at the same speed)."""
+    fp8_backend: Literal["auto", "torch", "torchao"] = "auto"
+    """FP8 products by torch's scaled matmul, or by torchao where torch has none for the device."""
+    steps: PositiveInt | None = None
+    """Optimizer steps, instead of data.tokens, for short runs."""
+    recompute: Literal["none", "selective", "full", "budget"] = "none"
+    """What the backward pass recomputes to save memory: nothing, attention and cheap parts, whole blocks, or by
+    `recompute_budget`."""
+    recompute_budget: float = Field(default=0.5, ge=0, le=1)
+    """recompute = "budget": share of activation memory to keep."""
+    compile: bool | None = None
+    """torch.compile per block; default: on for GPUs, off on a CPU."""
+    fuse: bool | None = None
+    """Compute queries, keys and values in one product, and gate and up in one; default: only in FP8, where it pays."""
+    attention: Literal["auto", "cudnn", "flash", "flash3", "efficient", "math"] = "auto"
+    """Attention kernel; auto uses the fastest that the device and the shape allow."""
+    loss: Literal["auto", "plain", "chunked", "fused"] = "auto"
+    """How head and cross-entropy are computed. chunked: together, over chunks of tokens, so that all logits never
+    exist at once; fused is another name for it. auto: chunked unless a micro-batch's logits are small."""
+    loss_chunk: PositiveInt = 4096
+    """Tokens per chunk of the chunked loss."""
+    z_loss: NonNegativeFloat = 0.0
+    """Weight of the squared log-normalizer added to the loss; 0: off."""
+    log_every: PositiveInt = 1
+    """Steps between lines of metrics.jsonl."""
+    eval_every: NonNegativeInt = 0
+    """Steps between validation passes; 0: only at the end, if there is a validation split."""
+    eval_tokens: Tokens = 262_144
+    """Tokens of one validation pass."""
+    skip_nonfinite: bool = True
+    """Skip the update of a step whose loss or gradient norm is not finite on any rank."""
+    skip_spike_sigma: NonNegativeFloat = 0.0
+    """Skip a step whose loss or gradient norm lies this many standard deviations above its recent mean; 0: off."""
+    max_skipped: PositiveInt = 10
+    """Stop the run after this many skipped steps in a row."""
+    rollback: bool = False
+    """After max_skipped, return to an earlier checkpoint and skip the data range, once, instead of stopping."""
+    gc_every: PositiveInt = 100
+    """Steps between runs of Python's garbage collector, which is otherwise off."""
+    deterministic: bool = False
+    """Use only kernels that give the same bits each time; slower."""
+    watchdog_seconds: NonNegativeFloat = 600.0
+    """End the job and name the rank when a rank makes no progress for this long; 0: off."""
+
+
+class LayoutConfig(Table):
+    shard: Literal["none", "zero1", "zero2", "full", "hybrid"] = "none"
+    """none: every device holds everything (DDP). zero1: optimizer states are divided. zero2: gradients too.
+    full: weights too (FSDP). hybrid: full inside a group of `shard_size` devices, copies across groups."""
+    shard_size: PositiveInt | None = None
+    """hybrid: devices that share one copy (default: the devices of a node)."""
+    micro_batch: PositiveInt = 1
+    """Sequences per device and forward pass."""
+    tensor: PositiveInt = 1
+    """Tensor-parallel degree (with sequence parallelism)."""
+    pipeline: PositiveInt = 1
+    """Pipeline-parallel degree."""
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zbv"] = "1f1b"
+    """Order of micro-batches in a pipeline; zbv and interleaved put several stages on a rank."""
+    pipeline_chunks: PositiveInt = 2
+    """interleaved: model chunks per pipeline rank."""
+    context: PositiveInt = 1
+    """Context-parallel degree for long sequences."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """Keep optimizer states (or parameters too) in host memory."""
+    sync: Literal["auto", "every", "last"] = "auto"
+    """When gradients are reduced under accumulation: every micro-batch, or once per step where memory allows."""
 
 
 class Recipe(Table):
@@ -41,5 +182,8 @@ class Recipe(Table):
 
 def recipe_schema() -> dict[str, Any]:
     """JSON schema of a recipe, for editors that check TOML (for example Even Better TOML)."""
-    schema = "https://json-schema.org/draft/2020-12/schema"
-    return {"$schema": schema, "title": "windlass recipe", **Recipe.model_json_schema()}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "windlass recipe",
+        **Recipe.model_json_schema(),
+    }

@@ -44,11 +44,6 @@ def batch_tokens(parameters: float, seq_len: int, devices: int) -> int:
     return max(1, round(usual / unit)) * unit
 
 
-def learning_rate(parameters: float) -> float:
-    """A usual start for AdamW at this size."""
-    return 1e-3 if parameters < 5e8 else 6e-4 if parameters < 3e9 else 3e-4
-
-
 def warmup_tokens(tokens: int) -> int:
     """A hundredth of the run, 2B at most, in round numbers."""
     return max(1, round_to_two_digits(min(tokens / 100, 2e9)))
@@ -70,6 +65,7 @@ def recipe_text(a: StarterRecipe) -> str:
         else '# store      = "data/mine"      # written by windlass tokenize; '
         "without it training reads synthetic tokens\n"
     )
+    learning_rate = 1e-3 if a.parameters < 5e8 else 6e-4 if a.parameters < 3e9 else 3e-4  # usual for AdamW at this size
     batch = batch_tokens(a.parameters, a.seq_len, a.nodes * a.devices_per_node)
     shape = "".join(f"{key:<8} = {value}\n" for key, value in a.model.items())
     return (
@@ -84,7 +80,7 @@ def recipe_text(a: StarterRecipe) -> str:
         f"seq_len      = {a.seq_len}\n"
         f"batch_tokens = {batch}          # {batch // a.seq_len} sequences on {a.nodes * a.devices_per_node} devices\n"
         f"[optim]\n"
-        f"lr      = {learning_rate(a.parameters):g}                 # a usual start for this size; sweep it\n"
+        f"lr      = {learning_rate:g}                 # a usual start for this size; sweep it\n"
         f"warmup  = {_tokens(warmup_tokens(a.tokens))}\n"
         f"# no [layout]: `windlass plan` ranks them, train and launch take the best one and print why\n"
         f"[save]\n"
@@ -115,8 +111,11 @@ def is_text_path(path: str) -> bool:
     folder = Path(path)
     if folder.is_file() or any(c in path for c in "*?["):
         return path.endswith(TEXT_SUFFIXES)
-    is_store = (folder / "manifest.json").is_file()
-    return folder.is_dir() and not is_store and any(p.suffix in TEXT_SUFFIXES for p in folder.iterdir())
+    return (
+        folder.is_dir()
+        and not (folder / "manifest.json").is_file()
+        and any(p.suffix in TEXT_SUFFIXES for p in folder.iterdir())
+    )
 
 
 def _tokens(value: int) -> str:

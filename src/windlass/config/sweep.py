@@ -14,14 +14,14 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from windlass.config.base import Bytes, Seconds, Table
 from windlass.config.load import apply_override, read_toml, refuse, validate
 
+# Axes that are about how a point is run, not about its recipe.
 POINT_KEYS = ("devices", "memory_limit", "time_limit")
-"""Axes that are about how a point is run, not about its recipe."""
+# Columns of results: an axis of such a name would hide one.
 RESULT_COLUMNS = (
     "point", "outcome", "evidence", "detail", "name", "folder", "seconds", "tokens_per_second",
     "tokens_per_second_per_device", "mfu", "memory_bytes", "step_seconds", "step_spread", "joules_per_token",
     "kwh_per_step", "energy_joules", "loss",
 )  # fmt: skip
-"""Columns of results: an axis of such a name would hide one."""
 LESS_IS_BETTER = (
     "step_seconds", "step_spread", "memory_bytes", "joules_per_token", "kwh_per_step", "energy_joules", "loss",
     "seconds",
@@ -88,8 +88,7 @@ class LoadedSweep:
     sweep: SweepConfig
     text: str
     path: Path
-    base: dict[str, Any] | None
-    """The base recipe's raw tables, with `set` and `unset` applied; None for a command."""
+    base: dict[str, Any] | None  # the base recipe's raw tables, with `set` and `unset` applied; None for a command
 
     @property
     def hash(self) -> str:
@@ -106,7 +105,19 @@ def load_sweep(path: Path | str) -> LoadedSweep:
     raw, text = read_toml(path)
     sweep = validate(SweepConfig, raw, str(path))
     refuse("sweep.invalid-file", str(path), find_problems(sweep), HINT)
-    return LoadedSweep(with_goal(sweep), text, path, _base_recipe(sweep, path))
+    base: dict[str, Any] | None = None
+    if sweep.command is None:
+        recipe = sweep.recipe if isinstance(sweep.recipe, dict) else read_toml(path.parent / str(sweep.recipe))[0]
+        base = copy.deepcopy(recipe)
+        for *tables, last in (key.split(".") for key in sweep.unset):
+            table: Any = base
+            for part in tables:
+                table = table.get(part, {})
+            table.pop(last, None)
+        for key, value in sweep.set.items():
+            if key not in POINT_KEYS:
+                put(base, key, value)
+    return LoadedSweep(with_goal(sweep), text, path, base)
 
 
 def with_goal(sweep: SweepConfig, rank_by: str | None = None) -> SweepConfig:
@@ -176,22 +187,6 @@ def _command_problems(sweep: SweepConfig, axes: list[str], same_points: bool) ->
         *(f"command: {{{name}}} is not an axis; known: {', '.join(sorted(keys))}" for name in unknown),
         *(f"command: the axis {axis} does not appear in it, so its points would be the same" for axis in unused),
     ]
-
-
-def _base_recipe(sweep: SweepConfig, path: Path) -> dict[str, Any] | None:
-    if sweep.command is not None:
-        return None
-    raw = sweep.recipe if isinstance(sweep.recipe, dict) else read_toml(path.parent / str(sweep.recipe))[0]
-    raw = copy.deepcopy(raw)
-    for *tables, last in (key.split(".") for key in sweep.unset):
-        table: Any = raw
-        for part in tables:
-            table = table.get(part, {})
-        table.pop(last, None)
-    for key, value in sweep.set.items():
-        if key not in POINT_KEYS:
-            put(raw, key, value)
-    return raw
 
 
 def put(raw: dict[str, Any], key: str, value: Any) -> None:

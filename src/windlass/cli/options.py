@@ -1,0 +1,26 @@
+"""Arguments and options that several commands share, written once so that help is the same everywhere."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+RecipeArgument = Annotated[Path, typer.Argument(help="Recipe file.")]
+OverridesArgument = Annotated[
+    list[str] | None, typer.Argument(help="Keys of the recipe to change: layout.micro_batch=4.", metavar="KEY=VALUE")
+]
+ModelArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder or Hugging Face folder.")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or its name in runs/.")]
+NewRunOption = Annotated[Path | None, typer.Option("--run", help="Run folder (default: runs/<name>).")]
+StepOption = Annotated[int | None, typer.Option("--step", min=0, help="Step of the checkpoint (default: the newest).")]
+DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:1 (default: a GPU if any).")]
+DtypeOption = Annotated[
+    str | None, typer.Option("--dtype", help="fp32, bf16 or fp16 (default: the run's on a GPU, fp32 on a CPU).")
+]
+ProcessesOption = Annotated[
+    int | None, typer.Option("--devices", min=1, help="Processes on this machine, one per device.")
+]
+AccountOption = Annotated[str | None, typer.Option("--account", help="SLURM account to charge.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress lines.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+SaveOption = Annotated[bool, typer.Option("--save/--no-save", help="Append the results to the run's eval.jsonl.")]
