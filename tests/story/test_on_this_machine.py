@@ -1,4 +1,4 @@
-"""Do the stories run? Every "on this machine" block of their pages, in order, and what it leaves behind."""
+"""Every "on this machine" block of the stories' pages runs, in order. `make test` takes two of them, `make test-all` the rest."""
 
 import json
 import re
@@ -67,6 +67,7 @@ def test_italia_goes_on_from_its_own_weights_with_a_warm_up(place):
     assert "start-up took" in events(folder / "runs" / "italia-small-cpt", "interval")[0]["reason"]
 
 
+@pytest.mark.slow
 def test_gptnl_grid_in_two_engines_and_ears_record(place):
     folder, walk = place
     printed = walk("gptnl")
@@ -80,6 +81,7 @@ def test_gptnl_grid_in_two_engines_and_ears_record(place):
     assert re.search(r"ear\s+device.*inside another", said(printed, "windlass energy"))
 
 
+@pytest.mark.slow
 def test_lumi_languages_of_the_mix_come_out_better(place):
     folder, walk = place
     walk("lumi")
@@ -104,6 +106,7 @@ def test_hackathon_matrix_and_retnet(place):
     assert rows[0]["accuracy"] > 1.5 / 6, "better than guessing among six languages"
 
 
+@pytest.mark.slow
 def test_ultrascale_techniques_off_and_on(place):
     folder, walk = place
     printed = walk("ultrascale")
