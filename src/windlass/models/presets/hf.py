@@ -11,6 +11,7 @@ from windlass.blocks.mlp.spec import MlpSpec
 from windlass.blocks.norm.spec import NormSpec
 from windlass.config import ModelConfig
 from windlass.errors import ConfigError
+from windlass.files import read_json
 from windlass.models.hf_format import HFFormat, Preset
 from windlass.models.spec import Branch, LayerGroup, LayerSpec, ModelSpec
 
@@ -40,6 +41,24 @@ def read_config_json(config: ModelConfig) -> dict[str, Any]:
             f"model.config: cannot read {path}: {error}",
             hint="give a folder with config.json, or the file",
         ) from error
+
+
+def refuse_custom_code(path: Path) -> None:
+    """Refuse a model folder (or the file of a config.json) whose classes are Python files that came with it."""
+    listed: list[Any] = []
+    for file in (path / "config.json", path / "tokenizer_config.json") if path.is_dir() else (path,):
+        classes = (read_json(file) or {}).get("auto_map") or {}
+        listed += classes.values() if isinstance(classes, dict) else [classes]
+    code = [str(name) for entry in listed for name in (entry if isinstance(entry, list) else [entry]) if name]
+    code += sorted(file.name for file in path.glob("*.py"))
+    if code:
+        raise ConfigError(
+            "model.custom-code",
+            f"{path} comes with code of its own ({', '.join(dict.fromkeys(code))}), which windlass does not run",
+            hint="if transformers itself has this model_type, delete auto_map from config.json and "
+            "tokenizer_config.json and the *.py files in a copy of the folder; else convert the weights to a family "
+            "that transformers has",
+        )
 
 
 def spec_of_config_json(raw: dict[str, Any]) -> ModelSpec:
