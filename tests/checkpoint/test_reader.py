@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.untrusted import HIDING_PLACES, plant_code
+from tests.untrusted import HIDING_PLACES, Canary, plant_code
 
 import windlass
 from windlass.checkpoint.load import find_latest, load_model_weights, read_tensors, restore
@@ -38,6 +38,18 @@ def test_resume_and_load_run_no_code_of_a_checkpoint(run, net, tmp_path, place) 
         assert error.value.code == "checkpoint.unsafe" and str(folder) in error.value.message and error.value.hint
         assert "mkdir" in error.value.message or place == "object"
     assert not canary.exists() and folder.is_dir()  # refused, not set aside: an earlier one is not used unasked
+
+
+def test_values_beside_tensors_are_read_without_running_code(tmp_path) -> None:
+    values = {"lr": 0.1, "betas": (0.9, 0.95), "names": ["a", {"b": None}]}
+    dcp.save(values, checkpoint_id=tmp_path / "good", no_dist=True)
+    read_tensors(CheckpointReader(tmp_path / "good"), state := {"lr": 0.0, "betas": (0, 0), "names": ["", {"b": 1}]})
+    assert state == values
+    dcp.save({"lr": Canary(tmp_path / "canary")}, checkpoint_id=tmp_path / "bad", no_dist=True)
+    with pytest.raises(CheckpointError) as error:
+        read_tensors(CheckpointReader(tmp_path / "bad"), {"lr": 0.0})
+    assert error.value.code == "checkpoint.unsafe" and "mkdir" in error.value.message
+    assert not (tmp_path / "canary").exists()
 
 
 def test_metadata_that_is_no_pickle_is_damaged(tmp_path) -> None:

@@ -17,14 +17,13 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.tensor import DTensor
 
 from windlass.checkpoint import files, names, rng
 from windlass.checkpoint.files import SavedCheckpoint
-from windlass.checkpoint.reader import UNSAFE_HINT, CheckpointReader
+from windlass.checkpoint.reader import UNSAFE_HINT, CheckpointReader, ValuePlanner
 from windlass.errors import CheckpointError
 from windlass.files import read_json
 from windlass.runs.events import CheckpointDamaged
@@ -153,10 +152,10 @@ def read_extra(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(reader: CheckpointReader, state: dict[str, Any]) -> None:
-    """Fill the tensors of `state` in place, on one rank or on all."""
+    """Fill `state` in place, on one rank or on all."""
     _on_rank_0(reader.load_metadata)  # inside its `load`, DCP turns every error of it into an AssertionError
     try:
-        load_distributed(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=_world_size() == 1)
+        load_distributed(state, storage_reader=reader, planner=ValuePlanner(), no_dist=_world_size() == 1)
     except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
         # A CheckpointException holds the failures of all ranks: report the first.
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
@@ -166,7 +165,7 @@ def read_tensors(reader: CheckpointReader, state: dict[str, Any]) -> None:
         if isinstance(cause, pickle.UnpicklingError):  # of weights_only=True; a later line names the function
             reason = next((line.strip() for line in lines if "GLOBAL" in line), lines[0])
             raise CheckpointError(
-                "checkpoint.unsafe", f"a tensor in {reader.path} cannot be read safely: {reason}", hint=UNSAFE_HINT
+                "checkpoint.unsafe", f"a value in {reader.path} cannot be read safely: {reason}", hint=UNSAFE_HINT
             ) from cause
         raise CheckpointError(
             "checkpoint.model-mismatch",

@@ -1,10 +1,11 @@
 """Reads checkpoints of torch.distributed.checkpoint without running code that is in them.
 
 Three parts of such a checkpoint are pickles. `.metadata` is read here by an unpickler that knows only the classes that
-describe tensors. Tensors are read by `torch.load(weights_only=True)`, which FileSystemReader uses. Other Python objects,
-which torch's planner would unpickle without a limit, are refused: windlass keeps those in extra.json.
+describe tensors. Tensors are read by `torch.load(weights_only=True)`, as FileSystemReader does. Other values (numbers,
+lists), which torch's planner would unpickle without a limit, are read in the same way.
 """
 
+import io
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType
@@ -96,7 +98,8 @@ class CheckpointReader(FileSystemReader):
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
+            is_tensor = isinstance(planner.state_dict.get(item.dest_index.fqn), torch.Tensor)
+            if is_tensor and item.type == LoadItemType.BYTE_IO:
                 raise pickled_object(self.path, item.dest_index.fqn)
         stored = {id(item): self.storage_data[item.storage_index] for item in plan.items}
         items = sorted(plan.items, key=lambda item: (stored[id(item)].relative_path, stored[id(item)].offset))
@@ -108,3 +111,12 @@ class CheckpointReader(FileSystemReader):
         future: torch.futures.Future[None] = torch.futures.Future()
         future.set_result(None)
         return future
+
+
+class ValuePlanner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """Read a value that is not a tensor; what weights_only=True accepts is written again for torch's planner."""
+        plain = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
