@@ -16,7 +16,7 @@ from windlass.convert.export import export
 from windlass.convert.imports import import_model
 from windlass.convert.weights import open_weights
 from windlass.data.tokenizer import load_tokenizer
-from windlass.errors import CheckpointError, ConfigError
+from windlass.errors import CheckpointError, ConfigError, WindlassError
 from windlass.evaluate.open_model import open_model
 from windlass.models.build import build_model
 from windlass.runs.folder import Run
@@ -80,6 +80,16 @@ def test_a_tokenizer_with_its_own_code_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         import_model(folder, tmp_path / "run")
     assert error.value.code == "model.custom-code" and "tokenization_a.A" in error.value.message
+
+
+def test_an_attention_kernel_of_the_hub_is_refused(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "hf", tmp_path / "canary", model_type="llama")
+    config = json.loads((folder / "config.json").read_text())
+    for value, code in (("somebody/kernel", "model.custom-code"), ("sdpa", "checkpoint.no-safetensors")):
+        (folder / "config.json").write_text(json.dumps({**config, "attn_implementation": value}))
+        with pytest.raises(WindlassError) as error:
+            import_model(folder, tmp_path / "run")
+        assert error.value.code == code
 
 
 def test_a_run_of_a_family_of_transformers_ignores_the_code_its_config_names(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ UNSAFE_HINT = (
 )
 
 
-def pickled_object(folder: Path | str, name: str) -> CheckpointError:
+def pickled_object(folder: str | os.PathLike[str], name: str) -> CheckpointError:
     message = f"{folder} has a pickled Python object instead of the tensor {name}"
     return CheckpointError("checkpoint.unsafe", message, hint=UNSAFE_HINT)
 

@@ -11,7 +11,7 @@ from windlass.config import DataConfig, ModelConfig, Recipe, SaveConfig
 from windlass.errors import CheckpointError, ConfigError
 from windlass.files import read_json
 from windlass.models.hf_format import HFFormat
-from windlass.models.presets.hf import read_config_json, refuse_custom_code
+from windlass.models.presets.hf import ATTENTION_KEYS, read_config_json, refuse_custom_code
 from windlass.registry import PRESETS
 
 # Names that families use for the longest sequence; Bloom has none.
@@ -91,7 +91,7 @@ def config_json(recipe: Recipe, dtype: str, positions: int) -> dict[str, Any]:
     """config.json of a model; `dtype` is torch's name of the number format."""
     model, format = recipe.model, format_of(recipe.model)
     if format.wraps_transformers:
-        config = read_config_json(model)
-        config.pop("auto_map", None)  # the export has none of the code that it names
+        # The export has none of the code that these keys may name.
+        config = {k: v for k, v in read_config_json(model).items() if k not in ("auto_map", *ATTENTION_KEYS)}
         return {**config, "torch_dtype": dtype, "dtype": dtype}
     return format.write_config(model.model_dump(mode="json"), {"dtype": dtype, "positions": positions})

@@ -17,6 +17,8 @@ from windlass.models.spec import Branch, LayerGroup, LayerSpec, ModelSpec
 
 # Model types with LayerNorm and a plain feed-forward block; every other type is taken to be like Llama.
 CLASSIC = {"gpt2": "gpt", "gpt_neox": "gpt", "opt": "gpt", "bloom": "bloom", "mpt": "mpt"}
+# Keys of config.json that name the attention kernel.
+ATTENTION_KEYS = ("attn_implementation", "_attn_implementation")
 
 
 def spec(config: ModelConfig) -> ModelSpec:
@@ -47,8 +49,11 @@ def refuse_custom_code(path: Path) -> None:
     """Refuse a model folder (or the file of a config.json) whose classes are Python files that came with it."""
     listed: list[Any] = []
     for file in (path / "config.json", path / "tokenizer_config.json") if path.is_dir() else (path,):
-        classes = (read_json(file) or {}).get("auto_map") or {}
+        settings = read_json(file) or {}
+        classes = settings.get("auto_map") or {}
         listed += classes.values() if isinstance(classes, dict) else [classes]
+        # transformers takes an attention kernel with a slash in its name from Hugging Face's hub.
+        listed += [name for key in ATTENTION_KEYS if "/" in str(name := settings.get(key))]
     code = [str(name) for entry in listed for name in (entry if isinstance(entry, list) else [entry]) if name]
     code += sorted(file.name for file in path.glob("*.py"))
     if code:
