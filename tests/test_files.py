@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from windlass.files import append_line, read_json, read_json_lines, read_last_json_line, write_atomic, write_json
+from windlass.errors import ConfigError
+from windlass.files import (
+    append_line,
+    private_folder,
+    read_json,
+    read_json_lines,
+    read_last_json_line,
+    set_compile_cache,
+    write_atomic,
+    write_json,
+)
 
 
 def test_whole_files_replace_each_other_and_leave_nothing_beside(tmp_path):
@@ -76,3 +86,36 @@ def test_a_full_disk_damages_nothing(tmp_path):
         assert read_json(target) == {"kept": True}
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_private_folder_is_for_its_owner_alone(tmp_path, monkeypatch):
+    old_umask = os.umask(0)
+    try:
+        assert private_folder(tmp_path / "a" / "new").stat().st_mode & 0o777 == 0o700
+        (tmp_path / "open").mkdir(mode=0o777)
+        assert private_folder(tmp_path / "open").stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(old_umask)
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(ConfigError) as error:
+        private_folder(tmp_path / "open")
+    assert error.value.code == "files.foreign-folder" and f" {owner}," in error.value.message
+
+
+def test_compiled_kernels_never_lie_under_a_name_that_others_can_make_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/named/by/the/user")
+    set_compile_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/named/by/the/user"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    set_compile_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "windlass" / "compile")
+    # Where the cache cannot be made: a new folder of our own.
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    set_compile_cache()
+    [folder] = tmp_path.glob("windlass-compile-*")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder) and folder.stat().st_mode & 0o777 == 0o700

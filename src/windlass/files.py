@@ -7,9 +7,12 @@ import fcntl
 import json
 import math
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from windlass.errors import ConfigError
 
 # How much of a large file is read at a time.
 READ_BLOCK_BYTES = 4 << 20
@@ -40,7 +43,7 @@ def append_line(path: Path, value: Any) -> None:
     """Append one JSON line in one write call; after a torn line (crash, full disk) the next one starts on a new
     line."""
     line = (json.dumps(json_safe(value), default=str, allow_nan=False) + "\n").encode()
-    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         with contextlib.suppress(OSError):  # where a file system has no flock, O_APPEND alone keeps lines apart
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -120,3 +123,34 @@ def json_safe(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [json_safe(v) for v in value]
     return value
+
+
+def private_folder(path: Path) -> Path:
+    """Make `path` a folder that only this user can enter; a folder of another user is refused."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.stat()
+    if status.st_uid != os.getuid():
+        raise ConfigError(
+            "files.foreign-folder",
+            f"{path} belongs to the user with id {status.st_uid}, not to you ({os.getuid()}): "
+            "what windlass keeps there is run as a program",
+            hint="set XDG_CACHE_HOME to a folder of your own",
+        )
+    if status.st_mode & 0o077:
+        path.chmod(0o700)
+    return path
+
+
+def set_compile_cache() -> None:
+    """Have torch keep compiled kernels in the user's cache, unless TORCHINDUCTOR_CACHE_DIR is set.
+
+    Its default is a name in /tmp that every user can predict and create first; it is also gone with the node, and a
+    job chain should find its kernels again.
+    """
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return
+    try:
+        folder = private_folder(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "windlass/compile")
+    except (OSError, RuntimeError):  # no home in this container: a new folder (mode 700) with a random name
+        folder = Path(tempfile.mkdtemp(prefix="windlass-compile-"))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)

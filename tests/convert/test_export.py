@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -174,3 +175,18 @@ def test_one_shard_is_in_memory_at_a_time(llama_run: Run, tmp_path: Path, monkey
     exported = export(llama_run.path, tmp_path / "hf", verify=False, shard_bytes=40_000)
     sizes = [path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors")]
     assert exported.files == len(sizes) > 3 and max(sizes) < 90_000
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o007])
+def test_a_run_and_its_export_follow_the_umask(make_run: Any, tmp_path: Path, umask: int) -> None:
+    """077: only the owner reads them. 007: the group can read them and resume the run."""
+    old_umask = os.umask(umask)
+    try:
+        run = make_run(tmp_path / "run")
+        export(run.path, tmp_path / "hf", verify=False)
+    finally:
+        os.umask(old_umask)
+    paths = [path for folder in ("run", "hf") for path in (tmp_path / folder, *(tmp_path / folder).rglob("*"))]
+    modes = {str(path.relative_to(tmp_path)): path.stat().st_mode & 0o777 for path in paths}
+    expected = {name: (0o777 if (tmp_path / name).is_dir() else 0o666) & ~umask for name in modes}
+    assert modes == expected and len(modes) > 12

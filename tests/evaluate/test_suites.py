@@ -277,6 +277,16 @@ def test_the_harness_says_the_same_three_ways(
     assert error.value.code == "evaluate.harness-task-unknown" and "theirs" in error.value.message
 
 
+def test_a_datasets_library_that_runs_scripts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval")
+    from windlass.evaluate.harness import run_harness
+
+    monkeypatch.setattr("datasets.__version__", "3.6.0")
+    with pytest.raises(ConfigError) as error:
+        run_harness(None, None, ["any"])  # type: ignore[arg-type]
+    assert error.value.code == "evaluate.dataset-scripts" and "3.6.0" in error.value.message
+
+
 def test_rolling_and_generation_through_the_adapter(llama_run: Run, tokenizer: Tokenizer) -> None:
     pytest.importorskip("lm_eval")
     from windlass.evaluate.harness import generate_until, rolling_likelihood

@@ -6,10 +6,9 @@ an evaluation) are read from a checkpoint, a run or a Hugging Face folder, with 
 
 import contextlib
 import os
+import pickle
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,13 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.tensor import DTensor
 
 from windlass.checkpoint import files, names, rng
 from windlass.checkpoint.files import SavedCheckpoint
+from windlass.checkpoint.reader import UNSAFE_HINT, CheckpointReader, ValuePlanner
 from windlass.errors import CheckpointError
 from windlass.files import read_json
 from windlass.runs.events import CheckpointDamaged
@@ -133,7 +131,7 @@ def _tidy_temporaries(run: Run, verify: bool) -> None:
 
 def restore(checkpoint: SavedCheckpoint, state: dict[str, Any], *, seed: int = 0) -> dict[str, Any]:
     """Fill `state` in place from a checkpoint of any layout, set the random generators, and return its `extra`."""
-    _read(checkpoint.path, state)
+    read_tensors(CheckpointReader(checkpoint.path), state)
     record = read_extra(checkpoint.path)
     if checkpoint.world_size == _world_size():
         rng.apply(record["rng"][_rank()])
@@ -153,34 +151,25 @@ def read_extra(path: Path) -> dict[str, Any]:
     return record
 
 
-class ParallelReader(FileSystemReader):
-    """Reads with several threads: one alone does not saturate a fast disk, and the tensors are independent."""
-
-    def read_data(self, plan: Any, planner: Any) -> Any:
-        stored = {id(item): self.storage_data[item.storage_index] for item in plan.items}
-        items = sorted(plan.items, key=lambda item: (stored[id(item)].relative_path, stored[id(item)].offset))
-        read, threads = super().read_data, files.worker_threads()
-        # Every thread takes each n-th item, so that the large ones are spread evenly.
-        shares = [items[first::threads] for first in range(min(threads, len(items)))]
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda share: read(replace(plan, items=share), planner), shares))
-        future: torch.futures.Future[None] = torch.futures.Future()
-        future.set_result(None)
-        return future
-
-
-def _read(path: Path, state: dict[str, Any]) -> None:
+def read_tensors(reader: CheckpointReader, state: dict[str, Any]) -> None:
+    """Fill `state` in place, on one rank or on all."""
+    _on_rank_0(reader.load_metadata)  # inside its `load`, DCP turns every error of it into an AssertionError
     try:
-        load_distributed(
-            state, storage_reader=ParallelReader(path), planner=DefaultLoadPlanner(), no_dist=_world_size() == 1
-        )
+        load_distributed(state, storage_reader=reader, planner=ValuePlanner(), no_dist=_world_size() == 1)
     except (CheckpointException, RuntimeError, ValueError, KeyError) as error:
         # A CheckpointException holds the failures of all ranks: report the first.
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        first_line = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        if isinstance(cause, CheckpointError):
+            raise cause from None
+        lines = str(cause).strip().splitlines() or [type(cause).__name__]
+        if isinstance(cause, pickle.UnpicklingError):  # of weights_only=True; a later line names the function
+            reason = next((line.strip() for line in lines if "GLOBAL" in line), lines[0])
+            raise CheckpointError(
+                "checkpoint.unsafe", f"a value in {reader.path} cannot be read safely: {reason}", hint=UNSAFE_HINT
+            ) from cause
         raise CheckpointError(
             "checkpoint.model-mismatch",
-            f"{path} does not fit this model: {first_line}",
+            f"{reader.path} does not fit this model: {lines[0]}",
             hint="compare the recipe's [model] table with that of the checkpoint",
         ) from cause
 
@@ -223,7 +212,7 @@ def load_model_weights(path: Path | str, model: torch.nn.Module, *, verify: bool
         raise CheckpointError("checkpoint.damaged", f"{source} is damaged: {problem}", hint=files.EARLIER_HINT)
     # A checkpoint has a weight with two names (a tied head) once.
     tensors = {name: tensor for name, tensor in own.items() if name not in twins}
-    _read(source, {"model": tensors})
+    read_tensors(CheckpointReader(source), {"model": tensors})
     _assign(model, tensors | {name: tensors[first] for name, first in twins.items()}, source)
     return source
 

@@ -11,7 +11,7 @@ from windlass.config import DataConfig, ModelConfig, Recipe, SaveConfig
 from windlass.errors import CheckpointError, ConfigError
 from windlass.files import read_json
 from windlass.models.hf_format import HFFormat
-from windlass.models.presets.hf import read_config_json
+from windlass.models.presets.hf import ATTENTION_KEYS, read_config_json, refuse_custom_code
 from windlass.registry import PRESETS
 
 # Names that families use for the longest sequence; Bloom has none.
@@ -43,6 +43,7 @@ def match_format(config: Mapping[str, Any]) -> tuple[HFFormat, list[str]]:
 
 def recipe_of_folder(folder: Path, *, seq_len: int | None = None) -> Recipe:
     """A recipe with the model of the folder; a family that none of our modules computes is built by transformers."""
+    refuse_custom_code(folder)
     config = read_json(folder / "config.json") or {}
     if method := (config.get("quantization_config") or {}).get("quant_method"):
         raise ConfigError(
@@ -90,5 +91,7 @@ def config_json(recipe: Recipe, dtype: str, positions: int) -> dict[str, Any]:
     """config.json of a model; `dtype` is torch's name of the number format."""
     model, format = recipe.model, format_of(recipe.model)
     if format.wraps_transformers:
-        return {**read_config_json(model), "torch_dtype": dtype, "dtype": dtype}
+        # The export has none of the code that these keys may name.
+        config = {k: v for k, v in read_config_json(model).items() if k not in ("auto_map", *ATTENTION_KEYS)}
+        return {**config, "torch_dtype": dtype, "dtype": dtype}
     return format.write_config(model.model_dump(mode="json"), {"dtype": dtype, "positions": positions})

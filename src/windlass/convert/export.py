@@ -148,7 +148,8 @@ def write_weights(
             file_of[hf_name] = name
             progress(len(file_of), len(names))
         save_file(tensors, folder / name, metadata={"format": "pt"})
-        (folder / name).chmod(0o644)  # safetensors makes the file readable for its owner only
+        # safetensors makes the file readable for its owner only; the folder's mode follows the umask.
+        (folder / name).chmod(folder.stat().st_mode & 0o666)
         sizes[name] = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     if len(shards) > 1:
         write_json(

@@ -41,6 +41,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_length: int) -> d
             settings |= {"tokenizer_class": "PreTrainedTokenizerFast", **specials}
             write_json(folder / "special_tokens_map.json", specials)
         else:
+            original.pop("auto_map", None)  # names code, which is not copied
             original |= {} if _special_token(original, "eos_token") == end else {"eos_token": end}
             for path in (tokenizer.path.with_name(name) for name in SETTINGS_FILES):
                 if path.is_file():

@@ -104,7 +104,9 @@ def whole(
     ours = load_model(recipe, checkpoint, cpu, dtype, verify=False).float()  # the caller has checked the files
     if format_of(recipe.model).library == "transformers":
         loader = _transformers().AutoModelForCausalLM
-        theirs = loader.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
+        theirs = loader.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=torch.float32
+        ).eval()
     else:
         theirs = load_model(recipe_of_folder(folder, seq_len=recipe.data.seq_len), folder, cpu, torch.float32)
     for row in tokens.split(1):
@@ -138,9 +140,9 @@ def layer_by_layer(
     stage = stage.to_empty(device="cpu")
     stage.prepare("cpu")
     transformers = _transformers()
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     config.num_hidden_layers, config.vocab_size, config._attn_implementation = 1, 8, "sdpa"
-    network = transformers.AutoModel.from_config(config).eval().float()
+    network = transformers.AutoModel.from_config(config, trust_remote_code=False).eval().float()
     layer, positions = network.layers[0], torch.arange(tokens.shape[1])[None]
 
     def both(name: str) -> tuple[Tensor, Tensor]:

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
 from windlass.checkpoint.files import MANIFEST
-from windlass.checkpoint.load import safetensors_files
+from windlass.checkpoint.load import read_tensors, safetensors_files
+from windlass.checkpoint.reader import CheckpointReader, pickled_object
 from windlass.config import ModelConfig
 from windlass.convert.config_json import format_of
 from windlass.errors import CheckpointError
@@ -64,16 +63,20 @@ def open_weights(folder: Path) -> StoredWeights:
     """Weights of a checkpoint of any layout, or of the *.safetensors files of a folder."""
     tensors = {}
     if (folder / MANIFEST).is_file() and (folder / ".metadata").is_file():
+        reader = CheckpointReader(folder)
 
         def read(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
             state = {"model": {name: torch.empty(size, dtype=dtype)}}
-            load_distributed(state, storage_reader=FileSystemReader(folder), no_dist=True)
+            read_tensors(reader, state)
             return state["model"][name]
 
-        for full_name, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
-            if full_name.startswith("model.") and isinstance(entry, TensorStorageMetadata):
-                name, dtype = full_name.removeprefix("model."), entry.properties.dtype
-                tensors[name] = StoredTensor(tuple(entry.size), dtype, partial(read, name, entry.size, dtype))
+        for full_name, entry in reader.read_metadata().state_dict_metadata.items():
+            if not full_name.startswith("model."):
+                continue
+            if not isinstance(entry, TensorStorageMetadata):
+                raise pickled_object(folder, full_name)
+            name, dtype = full_name.removeprefix("model."), entry.properties.dtype
+            tensors[name] = StoredTensor(tuple(entry.size), dtype, partial(read, name, entry.size, dtype))
         if not tensors:
             raise CheckpointError(
                 "convert.no-model-weights",

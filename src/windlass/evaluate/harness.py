@@ -24,6 +24,7 @@ def run_harness(
 ) -> list[EvalScore]:
     """Scores of harness tasks; with `folder`, the tasks are its YAML files only."""
     try:
+        import datasets
         import lm_eval
         import lm_eval.api.model
         import lm_eval.tasks
@@ -33,6 +34,12 @@ def run_harness(
             "the harness needs the package lm-eval",
             hint="pip install 'windlass[eval]'",
         ) from None
+    if int(datasets.__version__.partition(".")[0]) < 4:
+        raise ConfigError(
+            "evaluate.dataset-scripts",
+            f"datasets {datasets.__version__} runs the Python scripts of data sets that a task names",
+            hint="pip install 'datasets>=4', which reads data files only",
+        )
     if folder is not None and not folder.is_dir():
         raise ConfigError(
             "evaluate.harness-folder-missing",

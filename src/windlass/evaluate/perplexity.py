@@ -24,6 +24,7 @@ from windlass.errors import DataError
 from windlass.evaluate.likelihood import TokenNats, token_losses, token_nats
 from windlass.evaluate.open_model import OpenModel
 from windlass.evaluate.scores import EvalScore, ratio_score
+from windlass.files import set_compile_cache
 
 # Document lengths in bytes of text: tokens differ in length between tokenizers.
 LENGTHS = ((2 * 1024, "under 2 KiB"), (8 * 1024, "2 to 8 KiB"), (32 * 1024, "8 to 32 KiB"), (math.inf, "over 32 KiB"))
@@ -77,6 +78,7 @@ def evaluate_text(
         compiles = opened.device.type == "cuda" and total >= COMPILE_FROM_TOKENS
     token_loss: TokenNats = token_nats
     if compiles and opened.model.head is not None:  # the blocks as training does, and the loss, for one shape
+        set_compile_cache()
         for layer in opened.model.typed_layers():
             layer.compile(dynamic=False)
             layer.carries = True

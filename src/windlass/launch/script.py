@@ -252,10 +252,18 @@ def _link(job: BatchJob, cluster: Cluster, action: str, *options: str) -> str:
 
 
 def _node_folders(job: BatchJob, cluster: Cluster) -> str:
-    """Caches on a node's own /tmp must exist before a library opens them."""
+    """Caches on a node's own /tmp must exist before a library opens them.
+
+    They hold compiled kernels and their names can be guessed: `install` gives them mode 700, which fails for a folder
+    that another user made first.
+    """
     names = [name for name, var in cluster.env.items() if var.value.startswith("/tmp/") and name not in job.env]
     folders = " ".join(f'"${name}"' for name in names)
-    return f"# Folders of this job on every node\n{_once_per_node(job)}mkdir -p {folders}" if names else ""
+    return (
+        f"# Folders of this job on every node\n{_once_per_node(job)}install -d -m 700 {folders} || exit 1"
+        if names
+        else ""
+    )
 
 
 def _once_per_node(job: BatchJob) -> str:

@@ -20,6 +20,7 @@ from windlass.blocks.initial_values import fill_normal, fill_parameter
 from windlass.config import ModelConfig
 from windlass.errors import ConfigError
 from windlass.models.decoder import DecoderModel
+from windlass.models.presets.hf import refuse_custom_code
 
 
 class HFModel(DecoderModel):
@@ -157,12 +158,13 @@ def build_hf(config: ModelConfig, seq_len: int) -> HFModel:
             hint="name a folder or file with a Hugging Face config.json",
         )
     try:
-        hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
+        hf_config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError) as error:  # a family that this transformers does not know
+        refuse_custom_code(path)
         raise ConfigError(
             "model.config-unreadable",
             f"transformers cannot read {path}: {str(error).splitlines()[0]}",
-            hint="a newer transformers may know it; families that need code of their own (trust_remote_code) are not run",
+            hint="a newer transformers may know it",
         ) from None
     limit = getattr(hf_config, "max_position_embeddings", None)
     if limit is not None and seq_len > limit:
@@ -174,11 +176,12 @@ def build_hf(config: ModelConfig, seq_len: int) -> HFModel:
     options = {"config": hf_config, "dtype": torch.float32}
     with parameters_on_meta() if torch.empty(0).is_meta else contextlib.nullcontext():
         try:
-            net: Any = AutoModelForCausalLM.from_config(**options, attn_implementation="sdpa")
+            net: Any = AutoModelForCausalLM.from_config(**options, trust_remote_code=False, attn_implementation="sdpa")
         except ValueError as error:
             if "scaled_dot_product_attention" not in str(error):
+                refuse_custom_code(path)
                 raise
             # Families that transformers has no fused attention for (Bloom, MPT, Gemma 2).
-            net = AutoModelForCausalLM.from_config(**options, attn_implementation="eager")
+            net = AutoModelForCausalLM.from_config(**options, trust_remote_code=False, attn_implementation="eager")
     net.tie_weights()
     return HFModel(net, seq_len)

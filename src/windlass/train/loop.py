@@ -18,6 +18,7 @@ from windlass.data.mix import passes_line
 from windlass.data.stream import open_stream
 from windlass.energy.meter import Meter
 from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError, WindlassError
+from windlass.files import set_compile_cache
 from windlass.layout.rules import check_step
 from windlass.models.build import build_model
 from windlass.models.presets import model_spec
@@ -107,6 +108,8 @@ def build(
     # mesh
     # The watchdog reports first: torch's own limit would end the job without naming a rank.
     world = open_world(start.layout, place, start.device, max(600.0, 4 * recipe.train.watchdog_seconds))
+    if world.cuda or start.step.compile:
+        set_compile_cache()
     plan = batch_plan(recipe, start.layout)
     # model
     spec = model_spec(recipe.model)

@@ -5,10 +5,8 @@ Which rank holds what, and what that costs in memory, is described in docs/conce
 same way."""
 
 import copy
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -149,9 +147,6 @@ def set_recompute(module: DecoderModel, step: StepSpec, notes: list[str]) -> Non
 
 
 def compile_layers(module: DecoderModel, step: StepSpec, world: World, notes: list[str], *, asked: bool) -> None:
-    # The default lies in /tmp and is gone with the node; a job chain should find its compiled kernels again.
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "windlass" / "compile"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     import torch._functorch.config as functorch
     import torch.compiler.config as compiler
 

@@ -54,7 +54,7 @@ export store=data/shards fast="/flash/$PROJECT/windlass/shards"
 { [ -e "$fast/.staged" ] && [ -z "$(find "$store" -newer "$fast/.staged" -print -quit)" ]; } || { mkdir -p "$fast" && cp -r "$store/." "$fast/" && touch "$fast/.staged"; } || exit 1
 
 # Folders of this job on every node
-srun --nodes=16 --ntasks=16 --ntasks-per-node=1 mkdir -p "$MIOPEN_USER_DB_PATH" "$MIOPEN_CUSTOM_CACHE_DIR"
+srun --nodes=16 --ntasks=16 --ntasks-per-node=1 install -d -m 700 "$MIOPEN_USER_DB_PATH" "$MIOPEN_CUSTOM_CACHE_DIR" || exit 1
 
 # Where the ranks meet: the first node, and a port from the job id so that two jobs never share one.
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)

@@ -11,11 +11,14 @@ from windlass.blocks.mlp.spec import MlpSpec
 from windlass.blocks.norm.spec import NormSpec
 from windlass.config import ModelConfig
 from windlass.errors import ConfigError
+from windlass.files import read_json
 from windlass.models.hf_format import HFFormat, Preset
 from windlass.models.spec import Branch, LayerGroup, LayerSpec, ModelSpec
 
 # Model types with LayerNorm and a plain feed-forward block; every other type is taken to be like Llama.
 CLASSIC = {"gpt2": "gpt", "gpt_neox": "gpt", "opt": "gpt", "bloom": "bloom", "mpt": "mpt"}
+# Keys of config.json that name the attention kernel.
+ATTENTION_KEYS = ("attn_implementation", "_attn_implementation")
 
 
 def spec(config: ModelConfig) -> ModelSpec:
@@ -40,6 +43,27 @@ def read_config_json(config: ModelConfig) -> dict[str, Any]:
             f"model.config: cannot read {path}: {error}",
             hint="give a folder with config.json, or the file",
         ) from error
+
+
+def refuse_custom_code(path: Path) -> None:
+    """Refuse a model folder (or the file of a config.json) whose classes are Python files that came with it."""
+    listed: list[Any] = []
+    for file in (path / "config.json", path / "tokenizer_config.json") if path.is_dir() else (path,):
+        settings = read_json(file) or {}
+        classes = settings.get("auto_map") or {}
+        listed += classes.values() if isinstance(classes, dict) else [classes]
+        # transformers takes an attention kernel with a slash in its name from Hugging Face's hub.
+        listed += [name for key in ATTENTION_KEYS if "/" in str(name := settings.get(key))]
+    code = [str(name) for entry in listed for name in (entry if isinstance(entry, list) else [entry]) if name]
+    code += sorted(file.name for file in path.glob("*.py"))
+    if code:
+        raise ConfigError(
+            "model.custom-code",
+            f"{path} comes with code of its own ({', '.join(dict.fromkeys(code))}), which windlass does not run",
+            hint="if transformers itself has this model_type, delete auto_map from config.json and "
+            "tokenizer_config.json and the *.py files in a copy of the folder; else convert the weights to a family "
+            "that transformers has",
+        )
 
 
 def spec_of_config_json(raw: dict[str, Any]) -> ModelSpec:
