@@ -39,7 +39,7 @@ def check_data(recipe: Recipe, run: Run, start: Start, place: Place, say: Say) -
         raise DataError(
             "data.changed",
             f"{run.path} was trained on other data than {recipe.data.store or 'synthetic tokens'} holds now "
-            f"({len(lines):,} differences):\n  {listed}",
+            f"({len(lines):,} difference{'s' * (len(lines) != 1)}):\n  {listed}",
             hint="restore the token store, or point data.store to where it is; to go on with these data on purpose, "
             "resume with --new-data. `windlass data STORE --verify` checks every byte of a store",
         )
