@@ -195,12 +195,50 @@ def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_links_in_a_circle_multiply_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_file: Make, write_jsonl: Any, path: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_jsonl(tmp_path / "in" / "a" / "x.jsonl", ["one", "two"])
-    write_jsonl(tmp_path / "in" / "b" / "y.jsonl", ["three"])
-    (tmp_path / "in" / "a" / "up").symlink_to("..")
-    (tmp_path / "in" / "a" / "z.jsonl").symlink_to("x.jsonl")
+    folder = tmp_path / "corpus"
+    write_jsonl(folder / "in" / "a" / "x.jsonl", ["one", "two"])
+    write_jsonl(folder / "in" / "b" / "y.jsonl", ["three"])
+    (folder / "in" / "a" / "up").symlink_to("..")
+    (folder / "in" / "a" / "z.jsonl").symlink_to("x.jsonl")
+    monkeypatch.chdir(folder)
     assert tokenize(data_file({"s": [path, "in/a"]})).documents == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "output"),
+    [
+        ("in", "in/store"),
+        ("in", "in"),
+        ("in/../in", "link/store"),
+        ("in/**/*.jsonl", "in/deep/store"),
+        ("i*", "in/store"),
+        ("in/a.jsonl", "in"),
+        ("in/*.jsonl", "in"),
+    ],
+)
+def test_a_store_inside_its_source_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_file: Make, write_jsonl: Any, path: str, output: str
+) -> None:
+    write_jsonl(tmp_path / "in" / "a.jsonl", ["one", "two"])
+    (tmp_path / "link").symlink_to("in")
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with refused("data.output-in-source", path, output):
+        tokenize(data_file({"s": [path]}, output=output))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_store_beside_the_files_of_a_pattern(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_file: Make, write_jsonl: Any
+) -> None:
+    write_jsonl(tmp_path / "in" / "a.jsonl", ["one", "two"])
+    write_jsonl(tmp_path / "in" / "b" / "b.jsonl", ["three"])
+    monkeypatch.chdir(tmp_path)
+    beside = data_file({"s": ["in/*.jsonl"]}, output="in/store")
+    assert [tokenize(beside).documents for _ in range(2)] == [2, 2]
+    into = data_file({"s": ["in/*/*.jsonl"]}, output="in/store")
+    with refused("data.output-in-source", "in/store/files.jsonl"):  # a file of the store that the pattern matches
+        tokenize(into)
 
 
 def test_a_pattern_that_leads_through_a_closed_folder(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,3 +123,23 @@ def test_a_big_file_has_many_chunks(tmp_path: Path, size: int, chunk: int, step:
     assert (item.step, item.chunks) == (step, -(-size // step))
     (packed_one,) = plan_items(file, {"s": [replace(one, packing="zst", size=size // 4)]}, "settings")
     assert (packed_one.step, packed_one.chunks) == (step, None)
+
+
+def test_the_effort_of_planning_grows_with_the_files_and_not_with_their_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+    weight = InputFile.weight.fget  # type: ignore[attr-defined]
+
+    def counted(file: InputFile) -> int:
+        nonlocal calls
+        calls += 1
+        return weight(file)
+
+    monkeypatch.setattr(InputFile, "weight", property(counted))
+    file = DataFile(output="o", tokenizer="t", sources={"s": DataSource(paths=["x"])})
+    files = [InputFile(f"{number}.txt", "text", "", 100, number) for number in range(2000)]
+    (item,) = plan_items(file, {"s": files}, "settings")
+    assert calls <= 4 * len(files)
+    # The id names the pieces of a run that was stopped: it stays what it was in earlier releases.
+    described = [[f.path, f.format, f.packing, f.size, f.modified] for f in files]
+    value = json.dumps(["settings", "s", ["text", "file", None, None, None], described, 0])
+    assert item.id == hashlib.sha256(value.encode()).hexdigest()[:20]

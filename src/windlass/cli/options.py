@@ -21,6 +21,9 @@ ProcessesOption = Annotated[
     int | None, typer.Option("--devices", min=1, help="Processes on this machine, one per device.")
 ]
 AccountOption = Annotated[str | None, typer.Option("--account", help="SLURM account to charge.")]
+NewDataOption = Annotated[
+    bool, typer.Option("--new-data", help="Go on although the token store has changed since the last start.")
+]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress lines.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SaveOption = Annotated[bool, typer.Option("--save/--no-save", help="Append the results to the run's eval.jsonl.")]

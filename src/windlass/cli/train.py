@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windlass.cli.options import NewRunOption, OverridesArgument, ProcessesOption, QuietOption, RecipeArgument
+from windlass.cli.options import (
+    NewDataOption,
+    NewRunOption,
+    OverridesArgument,
+    ProcessesOption,
+    QuietOption,
+    RecipeArgument,
+)
 from windlass.cli.output import console
 from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError
 
@@ -25,6 +32,7 @@ def train(
     restarts: Annotated[
         int, typer.Option("--restarts", min=0, help="How often failed workers are restarted (with --devices).")
     ] = 3,
+    new_data: NewDataOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Train a recipe on this machine, or as one rank of a job. A second start of the same run resumes it."""
@@ -38,11 +46,18 @@ def train(
     def create(devices_per_node: int, nodes: int) -> str:
         return create_planned_run(folder.path, loaded, local_cluster(loaded.recipe, devices_per_node), nodes)[1]
 
-    raise typer.Exit(train_start(folder, create, devices=devices or 1, restarts=restarts, quiet=quiet))
+    code = train_start(folder, create, devices=devices or 1, restarts=restarts, new_data=new_data, quiet=quiet)
+    raise typer.Exit(code)
 
 
 def train_start(
-    run: Run, prepare: Callable[[int, int], str], *, devices: int, restarts: int = 0, quiet: bool = False
+    run: Run,
+    prepare: Callable[[int, int], str],
+    *,
+    devices: int,
+    restarts: int = 0,
+    new_data: bool = False,
+    quiet: bool = False,
 ) -> int:
     """Bind a new start of a run and train it: in this process, under a supervisor, or as one rank of a job; the exit
     code.
@@ -66,7 +81,15 @@ def train_start(
         reason = prepare(per_node, position.nodes)
     with lock.locked(run.lock_file, job_id()) if position.rank == 0 else contextlib.nullcontext():
         if position.rank == 0:
-            start = bind_start(run, devices=count, devices_per_node=per_node, job=job, restart=restart, reason=reason)
+            start = bind_start(
+                run,
+                devices=count,
+                devices_per_node=per_node,
+                job=job,
+                restart=restart,
+                reason=reason,
+                new_data=new_data,
+            )
         else:
             start = starts.wait_for_start(run, starts.start_name(job or "", restart), reused_name=job_id() is None)
         if not single or count == 1:

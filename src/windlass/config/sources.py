@@ -51,7 +51,7 @@ class DataSource(Table):
 
 class DataFile(Table):
     output: str
-    """Folder of the token store."""
+    """Folder of the token store; neither inside a source nor around one."""
     tokenizer: str
     """Tokenizer file or folder: tokenizers JSON, tiktoken ranks, tekken JSON or SentencePiece model."""
     eos: str | int | None = None

@@ -12,6 +12,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from glob import glob, has_magic
 from pathlib import Path
 
@@ -32,7 +33,7 @@ _SKIP_SPEED = 20  # decompressing to a later chunk is about this much faster tha
 ChunkKey = tuple[str, int]  # (item id, chunk)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class InputFile:
     path: str
     format: str
@@ -66,11 +67,17 @@ class WorkItem:
         return self.weight // self.chunks if self.chunks else min(self.step, self.weight)
 
 
-def find_files(name: str, source: DataSource) -> list[InputFile]:
-    """All files of a source in a fixed order; one error lists everything that cannot be read."""
+def find_files(name: str, source: DataSource, output: Path | None = None) -> list[InputFile]:
+    """All files of a source in a fixed order; one error lists everything that cannot be read.
+
+    A source that leads into the folder `output`, or lies in it, is refused: the store's own files would be read."""
     files: dict[str, InputFile] = {}
     problems: list[str] = []
+    real_folders: dict[str, str] = {}  # resolving every file would take most of the time for a million of them
+    outside = "" if output is None else os.path.realpath(output)
     for pattern in source.paths:
+        if output is not None and _leads_into(pattern, outside):
+            raise _overlap(name, pattern, output)
         problems += [f"{folder}: Permission denied" for folder in _closed_folders(pattern)]
         paths: list[str] = []
         # Path.glob takes no absolute patterns
@@ -79,10 +86,19 @@ def find_files(name: str, source: DataSource) -> list[InputFile]:
                 paths += _walk(path, problems) if Path(path).is_dir() else [path] if Path(path).exists() else []
             except OSError as error:
                 problems.append(f"{path}: {error.strerror}")
-        matches = [file for path in paths if (file := _describe(path, source, problems))]
-        for file in matches:
-            files.setdefault(os.path.realpath(file.path), file)  # by real path: links lead to one file by many ways
-        if not matches and not problems:
+        is_empty = True
+        for file in (file for path in paths if (file := _describe(path, source, problems))):
+            is_empty = False
+            folder, base = os.path.split(file.path)
+            if (real_folder := real_folders.get(folder)) is None:
+                real_folder = real_folders[folder] = os.path.realpath(folder)
+                if output is not None and f"{real_folder}/".startswith(f"{outside}/"):
+                    raise _overlap(name, file.path, output)
+            # By real path: links lead to one file by many ways.
+            is_link = os.path.islink(file.path)  # noqa: PTH114
+            real = os.path.realpath(file.path) if is_link else os.path.join(real_folder, base)  # noqa: PTH118
+            files.setdefault(file.path if real == file.path else real, file)  # one string, where it is the same
+        if is_empty and not problems:
             reason = "no file of a known format in this folder" if Path(pattern).is_dir() else "no such file"
             problems.append(f"{pattern}: {reason}")
     if problems:
@@ -94,6 +110,30 @@ def find_files(name: str, source: DataSource) -> list[InputFile]:
             ".jsonl, .jsonl.gz, .jsonl.zst, .parquet, .txt, save_to_disk folders",
         )
     return list(files.values())
+
+
+def _leads_into(pattern: str, folder: str) -> bool:
+    """Whether a pattern names `folder` (a real path), one above it or one below it. Files that a pattern with
+    wildcards matches below it are not foreseen."""
+    parts = Path(pattern).absolute().parts
+    fixed = next((at for at, part in enumerate(parts) if has_magic(part)), len(parts))
+    parts = (*Path(os.path.realpath(Path(*parts[:fixed]))).parts, *parts[fixed:])
+    names = Path(folder).parts
+    for part, name in zip(parts, names, strict=False):
+        if part == "**":
+            return True
+        if not fnmatchcase(name, part):
+            return False
+    return len(parts) <= len(names) or not has_magic("/".join(parts[: len(names)]))
+
+
+def _overlap(name: str, path: str, output: Path) -> DataError:
+    return DataError(
+        "data.output-in-source",
+        f"source {name!r} reads {path}, and the store is written to {output}: one lies inside the other, so the next "
+        "run would read the store's own files",
+        hint="choose an `output` outside of all source folders, or a pattern that does not lead into it",
+    )
 
 
 def _closed_folders(pattern: str) -> list[str]:
@@ -120,7 +160,8 @@ def _walk(root: str, problems: list[str]) -> Iterator[str]:
         folders[:] = [name for name in real if real[name] not in above]  # a link to an ancestor is not followed
         for name in folders:
             ancestors[os.path.join(folder, name)] = above | {real[name]}  # noqa: PTH118 - as os.walk joins
-        yield from (str(Path(folder) / n) for n in sorted(names) if format_of(n)[0] and not n.startswith(_HIDDEN))
+        beginning = str(Path(folder) / "_")[:-1]
+        yield from (beginning + n for n in sorted(names) if format_of(n)[0] and not n.startswith(_HIDDEN))
 
 
 def count_skipped(source: DataSource) -> dict[str, int]:
@@ -132,14 +173,15 @@ def count_skipped(source: DataSource) -> dict[str, int]:
 
 def format_of(name: str) -> tuple[str | None, str]:
     """("jsonl", "zst") from a file name; None for an unknown format."""
-    packing = next((packing for packing in ("gz", "zst") if name.endswith(f".{packing}")), "")
-    return _FORMATS.get(Path(name.removesuffix(f".{packing}")).suffix.lower()), packing
+    packing = "gz" if name.endswith(".gz") else "zst" if name.endswith(".zst") else ""
+    suffix = os.path.splitext(name.removesuffix(f".{packing}"))[1]  # noqa: PTH122 - Path takes ten times as long
+    return _FORMATS.get(suffix.lower()), packing
 
 
 def _describe(path: str, source: DataSource, problems: list[str]) -> InputFile | None:
     format, packing = format_of(path)
     format = source.format if source.format != "auto" else format
-    if Path(path).name in ("dataset_info.json", "state.json", "dataset_dict.json"):
+    if path.endswith(".json") and Path(path).name in ("dataset_info.json", "state.json", "dataset_dict.json"):
         return None
     if format is None:
         problems.append(f"{path}: unknown format; set `format` in the source's table")
@@ -148,11 +190,12 @@ def _describe(path: str, source: DataSource, problems: list[str]) -> InputFile |
         problems.append(f"{path}: a {format} file is compressed inside; unpack it")
         return None
     try:
-        status, state = Path(path).stat(), Path(path).with_name("state.json")
-        with Path(path).open("rb"):
-            pass
+        handle = os.open(path, os.O_RDONLY)  # not Path.open: there may be a million files
+        status = os.fstat(handle)
+        os.close(handle)
+        state = Path(path).with_name("state.json") if format == "arrow" else None
         # save_to_disk keeps the order of a selected or shuffled dataset in a second file
-        if format != "arrow" or not state.is_file() or not json.loads(state.read_text()).get("_indices_data_files"):
+        if state is None or not state.is_file() or not json.loads(state.read_text()).get("_indices_data_files"):
             return InputFile(path, format, packing, status.st_size, status.st_mtime_ns)
         problems.append(f"{state.parent}: saved with an index of rows; call flatten_indices() before save_to_disk()")
     except OSError as error:
@@ -170,12 +213,14 @@ def plan_items(file: DataFile, files: Mapping[str, list[InputFile]], settings: s
         shape = [table.field, table.document, table.min_chars, table.max_chars, table.validation]
         parts: list[tuple[list[InputFile], int | None, int, int]] = []  # (files, chunks, rows, step)
         group: list[InputFile] = []
+        group_weight = 0
         for one in source_files:
-            if group and sum(f.weight for f in group) + one.weight > file.chunk:
+            if group and group_weight + one.weight > file.chunk:
                 parts.append((group, 1, 0, 0))
-                group = []
+                group, group_weight = [], 0
             if one.weight <= file.chunk or (one.format == "text" and table.document == "file"):
                 group.append(one)
+                group_weight += one.weight
             elif one.format in ROW_FORMATS:
                 rows, size = count_rows(one)
                 rows_per_chunk = max(1, int(rows * file.chunk / max(1, size)))
@@ -187,10 +232,13 @@ def plan_items(file: DataFile, files: Mapping[str, list[InputFile]], settings: s
                 parts.append(([one], None if one.packing else max(1, -(-one.size // step)), 0, step))
         parts += [(group, 1, 0, 0)] if group else []
         for members, chunks, rows, step in parts:
-            described = [[f.path, f.format, f.packing, f.size, f.modified] for f in members]
-            value = json.dumps([settings, source, shape, described, step])
-            digest = hashlib.sha256(value.encode()).hexdigest()[:20]
-            items.append(WorkItem(digest, source, tuple(members), chunks, rows, step))
+            # The hash of json.dumps([settings, source, shape, [file, ...], step]), without its text in memory.
+            digest = hashlib.sha256(f"{json.dumps([settings, source, shape])[:-1]}, [".encode())
+            for number, f in enumerate(members):
+                described = json.dumps([f.path, f.format, f.packing, f.size, f.modified])
+                digest.update(f"{', ' if number else ''}{described}".encode())
+            digest.update(f"], {step}]".encode())
+            items.append(WorkItem(digest.hexdigest()[:20], source, tuple(members), chunks, rows, step))
     return items
 
 

@@ -11,7 +11,7 @@ import io
 import json
 import os
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -101,13 +101,20 @@ def write_store(
     sources = dict(old_manifest["sources"]) if old_manifest else {}
     old_sources = tuple(sources)
     checksums = (read_json(target / CHECKSUMS) or {}).get("files", {}) if old_manifest else {}
+    # Grouped once: a data file may have a thousand sources and a million files.
+    ids_of, pieces_of, counts_of = (defaultdict[str, list[Any]](list) for _ in range(3))
+    for item in items:
+        ids_of[item.source].append(item.id)
+    for piece in pieces:
+        pieces_of[piece.source].append(piece)
+    for file_counts in counts:
+        counts_of[file_counts["source"]].append(file_counts)
     for name, table in task.file.sources.items():
-        if not (ids := [item.id for item in items if item.source == name]):
+        if not (ids := ids_of[name]):
             continue
-        source_pieces = [piece for piece in pieces if piece.source == name]
+        source_pieces, source_counts = pieces_of[name], counts_of[name]
         shards = _write_shards(task, name, source_pieces, target)
         lines = [line for split_lines in shards.values() for line in split_lines]
-        source_counts = [count for count in counts if count["source"] == name]
         reasons: dict[str, Counter[str]] = {
             kind: sum((Counter(count[kind]) for count in source_counts), Counter()) for kind in ("rejected", "filtered")
         }
@@ -157,10 +164,9 @@ def find_duplicates(pieces: list[Piece]) -> list[Ints]:
         pairs, number = np.concatenate(hashes), np.concatenate(numbers)
         order = np.lexsort((number, pairs[:, 0], pairs[:, 1]))
         same_as_previous = np.all(pairs[order][1:] == pairs[order][:-1], axis=1)
-        repeated = number[order[1:][same_as_previous]]
-        owner = np.searchsorted(starts, repeated, side="right") - 1
-        for place in np.unique(owner):
-            marked[place].append(repeated[owner == place] - starts[place])
+        repeated = np.sort(number[order[1:][same_as_previous]])
+        for place, rows in enumerate(np.split(repeated, np.searchsorted(repeated, starts[1:-1]))):
+            marked[place].append(rows - starts[place])
     return [np.sort(np.concatenate(rows)) for rows in marked]
 
 
@@ -181,8 +187,9 @@ def _write_shards(
                 number, tokens = number + 1, 0
             groups.setdefault(f"{source}-{split}-{number:05d}.bin", (split, []))[1].append(piece)
             tokens += piece.entry["tokens"]
-    for torn in (path for name in groups for path in target.glob(f".{name.removesuffix('.bin')}.*.tmp")):
-        torn.unlink()  # left by a killed run
+    for path in target.glob(f".{source}-*.tmp"):
+        if f"{path.name[1:].rsplit('.', 3)[0]}.bin" in groups:
+            path.unlink()  # left by a killed run
     missing = [(name, group) for name, (_, group) in groups.items() if name not in complete]
     count = min(len(missing), task.file.workers or usable_cores())
 

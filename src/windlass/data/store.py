@@ -114,7 +114,7 @@ class Store:
         checksums = (read_json(self.path / CHECKSUMS) or {}).get("files")
         if checksums is None:
             return [*problems, StoreProblem(CHECKSUMS, "is missing or damaged: nothing can be checked")]
-        damages = [p for name, stretches in checksums.items() for p in _check_file(self.path / name, stretches)]
+        damages = [p for name, stretches in checksums.items() for p in check_file(self.path / name, stretches)]
         if damages:
             return problems + damages
         # The numbers of the manifest against files whose checksums are right.
@@ -221,7 +221,7 @@ def open_foreign(path: Path) -> Store:
     )
 
 
-def _check_file(path: Path, stretches: list[list[Any]]) -> Iterator[StoreProblem]:
+def check_file(path: Path, stretches: list[list[Any]]) -> Iterator[StoreProblem]:
     """`stretches` is a list of [bytes, checksum] that cover the file."""
     if not path.is_file():
         yield StoreProblem(path.name, "is missing")

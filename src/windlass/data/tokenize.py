@@ -108,7 +108,7 @@ def tokenize(
             f"{tokenizer.path} has no token that ends a document",
             hint='set eos = "<name of the token>", or add_eos = false',
         )
-    files = {name: find_files(name, source) for name, source in file.sources.items()}
+    files = {name: find_files(name, source, target) for name, source in file.sources.items()}
     _make_folder(target)
     with _lock(target, task):
         # Python's garbage collector would scan the vocabulary again and again, and there are no cycles in it.

@@ -352,6 +352,24 @@ class RecipeChanged(
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataChanged(
+    Event,
+    event="data_changed",
+    meaning="the token store was moved (no differences), or its content differs and --new-data accepted that",
+):
+    store: str | None = None
+    old_store: str | None = None
+    differences: list[str] = field(default_factory=list)
+
+    def describe(self) -> str:
+        if not self.differences:
+            return f"token store moved: {self.old_store or 'unknown'} -> {self.store or 'synthetic tokens'}"
+        return (
+            f"other data accepted by --new-data ({self.store or 'synthetic tokens'}): {'; '.join(self.differences[:3])}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightsImported(
     Event,
     event="imported",

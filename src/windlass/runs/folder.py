@@ -49,6 +49,8 @@ class Run:
     config_file = _InFolder("config.json")
     plan_file = _InFolder("plan.json")
     manifest_file = _InFolder("manifest.json")
+    # Identity of the token store: sizes and checksums of its files, see data/identity.py.
+    store_file = _InFolder("store.json")
     jobs_file = _InFolder("jobs.jsonl")
     metrics_file = _InFolder("metrics.jsonl")
     events_file = _InFolder("events.jsonl")
@@ -221,7 +223,7 @@ def create_run(path: Path | str, loaded: Loaded, *, layout_from: str = "recipe")
 
 
 # Keys and tables that may change between two starts. The second line changes no result. The last three say where the
-# run and its data are: a run may be moved, and the token store is checked by its ledger's hash.
+# run and its data are: a run may be moved, and the token store is compared with store.json.
 CHANGEABLE = (
     "train.steps", "data.tokens", "save", "trackers", "launch", "profile", "energy", "notes",
     "train.log_every", "train.eval_every", "train.watchdog_seconds",

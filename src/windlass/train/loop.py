@@ -30,6 +30,7 @@ from windlass.runs.folder import Run
 from windlass.runs.starts import Start
 from windlass.train.batches import BatchReader, batch_plan
 from windlass.train.checkpointing import Checkpointing
+from windlass.train.data_check import check_data
 from windlass.train.failure import OutOfMemoryError, explain
 from windlass.train.hooks import Hook, Progress, Say, Training, each
 from windlass.train.interval import process_seconds
@@ -56,6 +57,7 @@ def run(recipe: Recipe, folder: Run, start: Start, place: Place, hooks: Sequence
     gc.disable()
     try:
         with listening():  # from the start: a signal while the model is built is not lost
+            check_data(recipe, folder, start, place, say)
             training = build(recipe, folder, start, place, heartbeat, say)
             stop = StopFlag(folder, recipe.save, rank=place.rank, world_size=place.world_size)
             checkpoints = Checkpointing(training, recorder, stop)
