@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from windlass.config import LaunchConfig, validate
-from windlass.config.launch import looks_secret
+from windlass.config.secret import looks_secret
 from windlass.errors import ConfigError
 
 

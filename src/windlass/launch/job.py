@@ -7,6 +7,9 @@ from pathlib import Path, PurePosixPath
 
 from windlass.clusters.model import Cluster, Partition
 from windlass.config import Recipe
+from windlass.config.secret import redact_text
+from windlass.config.shell import FOLDER, LINE, SLURM_NAME, VARIABLE_NAME
+from windlass.errors import LaunchError
 from windlass.runs.walltime import wall_time_lead_seconds
 
 # Wall time when neither the recipe nor the cluster file has one.
@@ -72,6 +75,27 @@ class BatchJob:
     tracker_env: Mapping[str, str] = field(default_factory=dict)
     energy_flags: tuple[str, ...] = ()
     about: tuple[str, ...] = ()  # comment lines at the top: what was chosen and why
+
+    def __post_init__(self) -> None:
+        """Values of the command line and of the environment are held to the rules of recipes and cluster files."""
+        kinds = {"name": LINE, "run_dir": FOLDER, "workdir": FOLDER}
+        kinds |= dict.fromkeys(("account", "partition", "qos"), SLURM_NAME)
+        texts = [(key, kind, getattr(self, key)) for key, kind in kinds.items()]
+        texts += [("command", LINE, argument) for argument in self.command]
+        texts += [
+            (f"env.{name}", kind, text)
+            for name, value in self.env.items()
+            for kind, text in ((VARIABLE_NAME, name), (LINE, value))
+        ]
+        for key, kind, text in texts:
+            try:
+                kind.check(text)
+            except ValueError as error:
+                raise LaunchError(
+                    "launch.unsafe-value",
+                    redact_text(f"{key}: {error} (got {text!r})"),
+                    hint="the value would be written into a job script: correct the option, variable or folder name",
+                ) from None
 
     @property
     def job_file(self) -> str:
