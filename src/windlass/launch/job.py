@@ -1,5 +1,6 @@
 """One batch job as a frozen value, chosen from a recipe and a cluster file; `script.py` turns it into text. Pure."""
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,11 @@ DEFAULT_SECONDS = 24 * 3600.0
 WORKER = ("python", "-m", "windlass.train.worker")
 # Paths that begin like this are on a node's own disk.
 NODE_LOCAL = ("$TMPDIR", "/tmp", "$SLURM_TMPDIR", "$LOCALSCRATCH")
+
+
+def folder_mark(folder: Path | str) -> str:
+    """Begins the comment of every job of this folder in the queue: a job whose id never reached us is recognised."""
+    return f"windlass:{hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:12]}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from windlass.clusters.model import Cluster
 from windlass.config.shell import quote
 from windlass.errors import EXIT_RESUMABLE
-from windlass.launch.job import BatchJob, JobEnvironment
+from windlass.launch.job import BatchJob, JobEnvironment, folder_mark
 from windlass.units import print_seconds, print_slurm_time
 
 # Exit codes of `windlass link`: start the ranks; nothing left to do; another job is needed.
@@ -56,9 +56,13 @@ AFTER = """\
 NEXT_LINK = """\
 if [ "$answer" -eq {again} ]; then
     # The next link. This job's own SLURM_* variables would shape it, so it is submitted without them.
+    mark={mark}:after-$SLURM_JOB_ID
     for attempt in 1 2 3; do
-        next=$(unset "${{!SLURM_@}}" "${{!SRUN_@}}"; cd {workdir} && sbatch --parsable {script}) && break
-        sleep 20   # the controller may be away for a moment
+        next=$(unset "${{!SLURM_@}}" "${{!SRUN_@}}"; cd {workdir} &&
+            sbatch --parsable --comment={comment}"$mark" {script}) && break
+        sleep 20   # the controller may be away for a moment, or its answer was lost after it queued the job
+        next=$(squeue -h --me -t all -o "%i %k" | sed -n "s/^\\([0-9]*\\) .*$mark\\$/\\1/p" | head -n1)
+        if [ -n "$next" ]; then break; fi
     done
     {link_next}
 fi"""
@@ -231,7 +235,9 @@ def _body(job: BatchJob, cluster: Cluster) -> list[str]:
     if job.chain == "self":
         workdir, script = quote(job.workdir), quote(job.job_file)
         link_next = _link(job, cluster, "next", "--job", "$next")
-        follow_up = [NEXT_LINK.format(again=LINK_AGAIN, workdir=workdir, script=script, link_next=link_next)]
+        comment = quote(f"{job.sbatch['comment']} ") if job.sbatch.get("comment") else ""
+        names = {"mark": folder_mark(job.run_dir), "comment": comment, "link_next": link_next}
+        follow_up = [NEXT_LINK.format(again=LINK_AGAIN, workdir=workdir, script=script, **names)]
     elif job.requeue and job.chain == "none":
         follow_up = [REQUEUE]
     signals = SIGNALS.format(lead=print_seconds(job.lead_seconds), reason=job.lead_reason, code=EXIT_RESUMABLE)
