@@ -90,7 +90,7 @@ class SlurmScheduler:
         for pause_seconds in (0.0, *RETRY_PAUSES_SECONDS):
             time.sleep(pause_seconds)
             try:
-                queued = self.marked(mark) if lost else {}
+                queued: Mapping[str, str] = self.marked(mark) if lost else {}
                 if not queued:
                     queued = {read_job_id(self.call(argv)): mark}
                     if lost:  # what was sent before may arrive late
