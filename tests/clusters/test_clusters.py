@@ -1,5 +1,6 @@
 """Every machine file loads, every number has a source, and a wrong mask is caught."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,9 @@ import windlass.clusters
 from windlass.clusters import cluster_names, device_by_driver_name, devices, find_device, load_cluster, load_device
 from windlass.clusters.describe import facts, leaves, source_of
 from windlass.clusters.load import cores_of_list, cores_of_mask, lint_masks
+from windlass.clusters.model import Cluster
+from windlass.config import validate
+from windlass.config.load import apply_override
 from windlass.errors import ConfigError
 
 SHIPPED = (
@@ -201,3 +205,19 @@ def test_a_name_like_none_gets_the_whole_list():
     with pytest.raises(ConfigError) as caught:
         load_cluster("qqqq")
     assert all(name in caught.value.hint for name in cluster_names())
+
+
+@pytest.mark.parametrize("key, value", [
+    ("title", "x\ncanary"), ("modules", ["a;b"]), ("env", {"A B": {"value": "1", "why": "x"}}),
+    ("env", {"A": {"value": "1", "why": "x\ncanary"}}), ("network.master_suffix", "$(x)"), ("container.gpu_flag", "x"),
+    ("slurm.extra", {"mem": "1\n2"}), ("slurm.srun_extra", ["canary"]), ("energy.ear_flags", ["x"]),
+    ("storage.x.path", "/a/$(x)"), ("storage.x.path", "/a/${x:=y}"), ("binding.masks", ["0x1;x"]),
+])  # fmt: skip
+def test_a_cluster_file_cannot_put_commands_into_a_job_script(key, value):
+    raw = tomllib.loads((Path(windlass.clusters.__file__).parent / "data" / "snellius-h100.toml").read_text()) | {
+        "name": "x"
+    }
+    apply_override(raw, key.split("."), value)
+    with pytest.raises(ConfigError) as caught:
+        validate(Cluster, raw, "x.toml")
+    assert caught.value.code == "config.invalid" and key in caught.value.message

@@ -6,9 +6,11 @@ import time
 
 import pytest
 
-from windlass.files import append_line, write_json
+from windlass.errors import LaunchError
+from windlass.files import append_line, read_json_lines, write_json
 from windlass.launch import ledger
 from windlass.launch.executor import JobState
+from windlass.launch.job import folder_mark
 from windlass.launch.ledger import forecast_chain
 from windlass.runs import Run
 
@@ -138,8 +140,6 @@ def test_outlook_from_speed_and_target(run):
 
 
 def test_a_controller_that_is_away_leaves_what_the_folder_knows(run):
-    from windlass.errors import LaunchError
-
     class Away(Fake):
         def states(self, jobs):
             raise LaunchError("launch.slurm-error", "squeue said: Unable to contact slurm controller")
@@ -150,3 +150,71 @@ def test_a_controller_that_is_away_leaves_what_the_folder_knows(run):
     assert ledger.entries(run, {"slurm": Away()})[0].state.evidence == "heartbeat"
     with pytest.raises(LaunchError):  # but nothing is launched or cancelled on a guess
         ledger.entries(run, {"slurm": Away()}, strict=True)
+
+
+class Queue(Fake):
+    """A scheduler whose queue holds jobs with marks."""
+
+    def __init__(self, marks, **states):
+        super().__init__(**states)
+        self.marks = marks
+
+    def marked(self, mark):
+        return {job: text for job, text in self.marks.items() if text.startswith(mark)}
+
+
+def test_a_job_that_only_the_queue_knows_is_adopted_once(run):
+    mark = f"{folder_mark(run.path)}:1"
+    request = {"mark": mark, "executor": "slurm", "kind": "train", "nodes": 4, "seconds": 7200.0, "link": 1, "links": 1}
+    append_line(run.jobs_file, {"record": "submitting", "time": 5.0, **request})
+    queue = Queue({"9": mark}, a=JobState(job="9", state="PENDING"))
+    for _ in range(2):
+        (entry,) = ledger.entries(run, {"slurm": queue})
+    assert (entry.job, entry.nodes, entry.submitted_at) == ("9", 4, 5.0) and entry.state.waiting
+    lines = [line for line in read_json_lines(run.jobs_file) if line["record"] == "submitted"]
+    assert [(line["job"], line["adopted"]) for line in lines] == [("9", True)]
+
+
+def test_a_queue_that_cannot_be_read_adopts_nothing_and_refuses_a_launch(run):
+    class Away(Fake):
+        def marked(self, mark):
+            raise LaunchError("launch.slurm-timeout", "squeue did not answer within 60 s")
+
+    append_line(run.jobs_file, {"record": "submitting", "time": 5.0, "mark": "m", "executor": "slurm"})
+    assert ledger.entries(run, {"slurm": Away()}) == []
+    with pytest.raises(LaunchError):
+        ledger.entries(run, {"slurm": Away()}, strict=True)
+
+
+def test_a_closed_submission_asks_no_queue(run):
+    append_line(run.jobs_file, {"record": "submitting", "time": 5.0, "mark": "m", "executor": "slurm"})
+    append_line(run.jobs_file, {"record": "refused", "time": 6.0, "mark": "m", "reason": "invalid partition"})
+    assert ledger.entries(run, {"slurm": Fake()}, strict=True) == []  # Fake has no queue to ask
+
+
+def test_node_hours_before_a_requeue_count_while_the_job_waits_and_runs(run):
+    """4 nodes: 1800 s until a clean end, 900 s until the last sign of life before a node failed, 360 s now."""
+    submit(run, "1")
+    append_line(run.jobs_file, {"record": "began", "time": 1000.0, "job": "1", "restart": 0})
+    append_line(run.jobs_file, {"record": "ended", "time": 2800.0, "job": "1", "restart": 0, "code": 75})
+    waiting = {"slurm": Fake(a=JobState(job="1", state="PENDING", elapsed_seconds=0.0, nodes=4))}
+    (entry,) = ledger.entries(run, waiting)
+    assert entry.node_hours == pytest.approx(2.0)
+    committed = ledger.committed_node_hours([entry], cluster="lumi-g", account="p1")
+    assert committed == pytest.approx(2.0 + 8.0)  # 4 nodes x 2 h of wall time still to come
+    append_line(run.jobs_file, {"record": "began", "time": 5000.0, "job": "1", "restart": 1})
+    append_line(run.metrics_file, {"step": 1, "time": 5900.0})
+    append_line(run.jobs_file, {"record": "began", "time": 9000.0, "job": "1", "restart": 2})
+    running = {"slurm": Fake(a=JobState(job="1", state="RUNNING", elapsed_seconds=360.0, nodes=4))}
+    (entry,) = ledger.entries(run, running)
+    assert entry.node_hours == pytest.approx(2.0 + 1.0 + 0.4)
+    assert ledger.committed_node_hours([entry], cluster="lumi-g", account="p1") == pytest.approx(2.0 + 1.0 + 8.0)
+
+
+def test_a_requeued_job_that_the_scheduler_forgot_is_not_counted_twice(run):
+    submit(run, "1")
+    for restart, (began, ended) in enumerate(((0.0, 3600.0), (5000.0, 6800.0))):
+        append_line(run.jobs_file, {"record": "began", "time": began, "job": "1", "restart": restart})
+        append_line(run.jobs_file, {"record": "ended", "time": ended, "job": "1", "restart": restart, "code": 0})
+    (entry,) = ledger.entries(run, {})
+    assert entry.node_hours == pytest.approx(4 * 1.5)

@@ -7,7 +7,8 @@ import subprocess
 import pytest
 
 from windlass.clusters import cluster_names, load_cluster
-from windlass.launch.job import train_job
+from windlass.errors import LaunchError
+from windlass.launch.job import BatchJob, train_job
 from windlass.launch.script import directives, render
 
 CLUSTERS = [name for name in cluster_names() if load_cluster(name).slurm is not None]
@@ -103,3 +104,14 @@ def test_staging_changes_what_training_reads(make_recipe):
     assert (
         make_job(make_recipe(cluster="snellius-h100"), "snellius-h100").staging is None
     )  # a node's own disk only when asked
+
+
+@pytest.mark.parametrize("key, value", [
+    ("account", "p1\ncanary"), ("partition", "a b"), ("run_dir", "/runs/$(x)"), ("workdir", "/a\nb"),
+    ("command", ("windlass", "eval", "a\nb")), ("env", {"A B": "1"}),
+])  # fmt: skip
+def test_values_of_the_command_line_are_held_to_the_same_rules(key, value):
+    valid = {"name": "x", "run_dir": "/runs/x", "workdir": "/", "command": ()}
+    with pytest.raises(LaunchError) as caught:
+        BatchJob(**{**valid, key: value})
+    assert caught.value.code == "launch.unsafe-value" and caught.value.message.startswith(key)

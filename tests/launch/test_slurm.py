@@ -127,3 +127,73 @@ def test_variables_of_an_outer_job_do_not_reach_sbatch(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_NNODES", "64")
     monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
     assert slurm.SlurmScheduler().submit(tmp_path / "job.sh", run_dir=tmp_path, after="afterany:5") == "77"
+
+
+# A controller in two files: `queue` holds "id|comment" per job, `calls` one line per sbatch.
+QUEUE = 'cat "$(dirname "$0")/queue" 2>/dev/null || true'
+ENQUEUE = """\
+here=$(dirname "$0"); number=$(( 70 + $(cat "$here/calls" 2>/dev/null | wc -l) )); echo "$*" >> "$here/calls"
+for argument in "$@"; do case "$argument" in --comment=*) comment="${argument#--comment=}";; esac; done"""
+LOST = "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1"
+
+
+@pytest.fixture
+def controller(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(slurm, "RETRY_PAUSES_SECONDS", (0.0, 0.0))
+    fake(tmp_path, "squeue", QUEUE)
+    fake(tmp_path, "scancel", 'echo "$@" >> "$(dirname "$0")/cancelled"')
+    return tmp_path
+
+
+def submit(folder, comment="hello windlass:abc:1"):
+    return slurm.SlurmScheduler().submit(folder / "job.sh", run_dir=folder, comment=comment)
+
+
+def test_a_lost_reply_is_not_submitted_twice(controller):
+    fake(controller, "sbatch", f'{ENQUEUE}\necho "$number|$comment" >> "$here/queue"\n{LOST}')
+    assert submit(controller) == "70"
+    assert len((controller / "calls").read_text().splitlines()) == 1
+
+
+def test_an_error_of_another_kind_after_queueing_is_recognised_too(controller):
+    fake(
+        controller,
+        "sbatch",
+        f'{ENQUEUE}\necho "$number|$comment" >> "$here/queue"\necho "lua: plugin fault" >&2; exit 1',
+    )
+    assert submit(controller) == "70"
+
+
+def test_a_transient_error_is_tried_again_with_a_limit(controller):
+    fake(controller, "sbatch", f"{ENQUEUE}\n[ $number -ge 72 ] && {{ echo $number; exit 0; }}\n{LOST}")
+    assert submit(controller) == "72"
+    fake(controller, "sbatch", f"{ENQUEUE}\n{LOST}")
+    (controller / "calls").unlink()
+    with pytest.raises(LaunchError) as caught:
+        submit(controller)
+    assert caught.value.code == "launch.submission-unknown"
+    assert len((controller / "calls").read_text().splitlines()) == 3
+
+
+def test_a_job_that_arrives_late_is_kept_and_the_second_cancelled(controller):
+    """The first sbatch is queued only after squeue was asked for it: two jobs with one mark."""
+    late = '[ $number -ge 71 ] && { printf "70|%s\\n71|%s\\n" "$comment" "$comment" > "$here/queue"; echo 71; exit 0; }'
+    fake(controller, "sbatch", f"{ENQUEUE}\n{late}\n{LOST}")
+    assert submit(controller) == "70"
+    assert (controller / "cancelled").read_text().split() == ["71"]
+
+
+def test_a_refusal_is_not_tried_again(controller):
+    fake(controller, "sbatch", f"{ENQUEUE}\necho 'sbatch: error: invalid partition specified: x' >&2; exit 1")
+    with pytest.raises(LaunchError) as caught:
+        submit(controller)
+    assert caught.value.code == "launch.slurm-error"
+    assert len((controller / "calls").read_text().splitlines()) == 1
+
+
+def test_marks_of_other_folders_and_blank_comments_are_not_ours(controller):
+    (controller / "queue").write_text(
+        "1|\n2|(null)\n3|mine\n4|windlass:abcd:1\n5|note windlass:abc:2\n6|windlass:abc:3\n"
+    )
+    assert slurm.SlurmScheduler().marked("windlass:abc") == {"5": "windlass:abc:2", "6": "windlass:abc:3"}

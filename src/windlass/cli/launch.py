@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -65,7 +66,7 @@ def launch(
                 f"--sbatch {option!r} names no option",
                 hint="write --sbatch exclude=nid001234 or --sbatch hold",
             )
-        changes.append(f'launch.sbatch.{key}="{value}"' if equals else f"launch.sbatch.{key}=true")
+        changes.append(f"launch.sbatch.{key}={json.dumps(value)}" if equals else f"launch.sbatch.{key}=true")
     loaded = load_recipe(recipe, changes)
     folder = run or Path("runs") / loaded.recipe.name
     prepared = submit.prepare(

@@ -3,11 +3,25 @@
 Numbers carry their source: the `[sources]` table maps a dotted key, or a whole table ("node"), to document and date.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from windlass.config.base import Bytes, Seconds, Table
+from windlass.config.shell import (
+    HOST_SUFFIX,
+    MASK,
+    OPTION,
+    OPTIONS,
+    Line,
+    ModuleName,
+    PathText,
+    SafeVariables,
+    SbatchKey,
+    SbatchValue,
+    SlurmName,
+    VariableName,
+)
 
 
 class FactSource(Table):
@@ -140,18 +154,18 @@ class Links(Table):
 
 
 class Partition(Table):
-    name: str = Field(description="Name for `sbatch --partition`.")
-    qos: str | None = Field(default=None, description="Quality of service that this row applies to.")
+    name: SlurmName = Field(description="Name for `sbatch --partition`.")
+    qos: SlurmName | None = Field(default=None, description="Quality of service that this row applies to.")
     max_time: Seconds | None = Field(default=None, description="Wall-time limit.")
     min_nodes: PositiveInt = Field(default=1, description="Minimum nodes of a job.")
     max_nodes: PositiveInt | None = Field(default=None, description="Maximum nodes of a job.")
     gpus: bool = Field(default=True, description="Whether it has the devices of this file; false: a CPU partition.")
-    use_for: str = Field(default="", description="Description.")
+    use_for: Line = Field(default="", description="Description.")
 
 
 class SlurmLimits(Table):
-    partition: str | None = Field(default=None, description="Default for `launch` when the recipe names none.")
-    qos: str | None = Field(default=None, description="Default for `launch` when the recipe names none.")
+    partition: SlurmName | None = Field(default=None, description="Default for `launch` when the recipe names none.")
+    qos: SlurmName | None = Field(default=None, description="Default for `launch` when the recipe names none.")
     partitions: list[Partition] = Field(default_factory=list, description="Partitions and their limits.")
     account_required: bool = Field(default=False, description="sbatch rejects a job without an account.")
     qos_required: bool = Field(default=False, description="sbatch rejects a job without a QOS.")
@@ -164,15 +178,17 @@ class SlurmLimits(Table):
     cpus_per_task: PositiveInt | None = Field(
         default=None, description="Cores per rank (default: usable cores divided by devices)."
     )
-    mem: str | None = Field(default=None, description="Value of --mem; None: the option is not written.")
+    mem: SbatchValue | None = Field(default=None, description="Value of --mem; None: the option is not written.")
     mem_forbidden: bool = Field(default=False, description="The site rejects --mem.")
     exclusive: bool = Field(default=False, description="Write --exclusive.")
     whole_node: bool = Field(default=False, description="Jobs on several nodes must use all their devices.")
     requeue_default: bool | None = Field(
         default=None, description="Whether the site requeues jobs by default; None: unknown."
     )
-    extra: dict[str, str] = Field(default_factory=dict, description="Additional sbatch options, name = value.")
-    srun_extra: list[str] = Field(default_factory=list, description="Additional srun arguments.")
+    extra: dict[SbatchKey, SbatchValue] = Field(
+        default_factory=dict, description="Additional sbatch options, name = value."
+    )
+    srun_extra: list[Annotated[str, OPTION]] = Field(default_factory=list, description="Additional srun arguments.")
     export_srun_cpus: bool = Field(
         default=False, description="srun does not inherit --cpus-per-task since SLURM 22.05: export SRUN_CPUS_PER_TASK."
     )
@@ -182,19 +198,21 @@ class SlurmLimits(Table):
     )
     max_array: PositiveInt | None = Field(default=None, description="Maximum tasks of a job array.")
     max_submitted: PositiveInt | None = Field(default=None, description="Maximum jobs of one user in the queue.")
-    cpu_partition: str | None = Field(default=None, description="Partition for tokenizing and evaluation.")
+    cpu_partition: SlurmName | None = Field(default=None, description="Partition for tokenizing and evaluation.")
 
 
 class Binding(Table):
     kind: Literal["none", "cores", "mask"] = Field(
         default="none", description="How ranks are bound to cores: not at all, by cores, or by `masks`."
     )
-    masks: list[str] = Field(default_factory=list, description="One hexadecimal CPU mask per local rank.")
+    masks: list[Annotated[str, MASK]] = Field(
+        default_factory=list, description="One hexadecimal CPU mask per local rank."
+    )
 
 
 class EnvVar(Table):
-    value: str = Field(description="Exported value.")
-    why: str = Field(description="Reason; a comment in the job script.")
+    value: Line = Field(description="Exported value.")
+    why: Line = Field(description="Reason; a comment in the job script.")
     source: str = Field(default="", description="Source.")
 
 
@@ -202,21 +220,21 @@ class Container(Table):
     runtime: Literal["singularity", "apptainer", "charliecloud", "none"] = Field(
         default="none", description="Container runtime of the site."
     )
-    gpu_flag: str = Field(default="", description="--nv or --rocm.")
-    image_hint: str = Field(default="", description="Where the site keeps images.")
-    binds: list[str] = Field(default_factory=list, description="Folders that every container needs.")
-    env: dict[str, EnvVar] = Field(
+    gpu_flag: Annotated[str, OPTIONS] = Field(default="", description="--nv or --rocm.")
+    image_hint: PathText = Field(default="", description="Where the site keeps images.")
+    binds: list[PathText] = Field(default_factory=list, description="Folders that every container needs.")
+    env: Annotated[dict[VariableName, EnvVar], SafeVariables] = Field(
         default_factory=dict, description="Variables inside the container, each with a reason."
     )
-    modules: list[str] = Field(default_factory=list, description="Environment modules to load before it starts.")
+    modules: list[ModuleName] = Field(default_factory=list, description="Environment modules to load before it starts.")
 
 
 class Storage(Table):
-    path: str = Field(description="Path; may contain $VARIABLES of the site.")
+    path: PathText = Field(description="Path; may contain $VARIABLES of the site.")
     quota: Bytes | None = Field(default=None, description="Size limit.")
     files: PositiveInt | None = Field(default=None, description="Maximum number of files.")
     purge_days: PositiveInt | None = Field(default=None, description="Days after which unused files are deleted.")
-    use_for: str = Field(default="", description="Description.")
+    use_for: Line = Field(default="", description="Description.")
     fast: bool = Field(default=False, description="Fast storage, for data that is read often.")
 
 
@@ -224,7 +242,7 @@ class Network(Table):
     internet: Literal["yes", "no", "unknown"] = Field(
         default="unknown", description="Whether compute nodes have internet access."
     )
-    master_suffix: str = Field(
+    master_suffix: Annotated[str, HOST_SUFFIX] = Field(
         default="", description='Appended to the first node\'s name to reach it over the fast network ("i" at JSC).'
     )
     socket_ifname: str | None = Field(default=None, description="Interfaces of the fast network.")
@@ -241,7 +259,7 @@ class EnergyFacts(Table):
         default_factory=list, description="Available energy sources, best first."
     )
     pm_counters: str | None = Field(default=None, description="Folder of Cray's power counters.")
-    ear_flags: list[str] = Field(default_factory=list, description="sbatch options that enable EAR.")
+    ear_flags: list[Annotated[str, OPTION]] = Field(default_factory=list, description="sbatch options that enable EAR.")
 
 
 class Grid(Table):
@@ -275,7 +293,7 @@ class Efficiency(Table):
 
 class Cluster(Table):
     name: str
-    title: str = Field(description="Display name.")
+    title: Line = Field(description="Display name.")
     site: str = Field(default="", description="Centre, town, country.")
     hostname_patterns: list[str] = Field(default_factory=list, description="Host name patterns of its login nodes.")
     device: str = Field(description="Name of a device in devices.toml.")
@@ -291,8 +309,8 @@ class Cluster(Table):
     )
     slurm: SlurmLimits | None = None
     binding: Binding = Field(default_factory=Binding)
-    env: dict[str, EnvVar] = Field(default_factory=dict)
-    modules: list[str] = Field(default_factory=list, description="Environment modules with Python and PyTorch.")
+    env: Annotated[dict[VariableName, EnvVar], SafeVariables] = Field(default_factory=dict)
+    modules: list[ModuleName] = Field(default_factory=list, description="Environment modules with Python and PyTorch.")
     container: Container = Field(default_factory=Container)
     storage: dict[str, Storage] = Field(default_factory=dict)
     network: Network = Field(default_factory=Network)

@@ -15,6 +15,8 @@ from pydantic import BaseModel, ValidationError
 from windlass.config.base import Table
 from windlass.config.model import ModelConfig
 from windlass.config.recipe import Recipe
+from windlass.config.secret import find_secret, redact_text
+from windlass.config.shell import RECORDED, SECRET_HINT
 from windlass.errors import ConfigError
 from windlass.registry import BLOCKS, PRESETS
 
@@ -192,10 +194,10 @@ def refuse(code: str, where: str, problems: Sequence[str], hint: str) -> None:
         raise ConfigError(code, f"{where}: {count}\n" + "\n".join(f"  {p}" for p in problems), hint=hint) from None
 
 
-def validate(model: type[T], raw: Mapping[str, Any], where: str) -> T:
-    """A checked table, or one ConfigError naming every problem."""
+def validate(model: type[T], raw: Mapping[str, Any], where: str, *, recorded: bool = False) -> T:
+    """A checked table, or one ConfigError naming every problem. `recorded`: of a run folder, not for a job script."""
     try:
-        return model.model_validate(raw)
+        return model.model_validate(raw, context=RECORDED if recorded else None)
     except ValidationError as error:
         (wanted, hint), kind = MODELS.get(model.__name__, (None, MODELS["Recipe"][1])), kind_of(raw)
         if wanted and kind and kind != wanted:  # a list of every key that is wrong would hide the one mistake
@@ -207,7 +209,8 @@ def validate(model: type[T], raw: Mapping[str, Any], where: str) -> T:
 
 
 def _problem(model: type[BaseModel], item: Any) -> str:
-    loc = [str(part) for part in item["loc"]]
+    # A hostile key must not reach the terminal as it is.
+    loc = [str(part) if str(part).isprintable() else repr(part) for part in item["loc"]]
     dotted, value = ".".join(loc), item.get("input")
     if item["type"] == "extra_forbidden":
         keys = _keys_at(model, loc[:-1])
@@ -218,7 +221,7 @@ def _problem(model: type[BaseModel], item: Any) -> str:
         return f"{dotted}: missing, and there is no default"
     message = item["msg"].removeprefix("Value error, ")
     is_shown = isinstance(value, Mapping) or repr(value) in message
-    return f"{dotted}: {message}" + ("" if is_shown else f" (got {value!r})")
+    return redact_text(f"{dotted}: {message}" + ("" if is_shown else f" (got {value!r})"))
 
 
 def _keys_at(model: type[BaseModel], loc: Sequence[str]) -> list[str]:
@@ -240,6 +243,9 @@ def _keys_at(model: type[BaseModel], loc: Sequence[str]) -> list[str]:
 def check(recipe: Recipe) -> None:
     """Rules that span several keys; changes nothing and lists every problem."""
     data, problems = recipe.data, list(_model_problems(recipe.model))
+    for key, value in flatten(recipe.model_dump(exclude={"launch"})):  # the launch table has checked its own
+        if secret := find_secret(f"{value}"):
+            problems.append(f"{key}: holds {secret}, which would be written into config.json; {SECRET_HINT}")
     if data.tokens is None and recipe.train.steps is None:
         problems.append("data.tokens: missing; say how many tokens (or train.steps) to train for")
     if data.batch_tokens is not None and (data.batch_tokens == 0 or data.batch_tokens % data.seq_len):

@@ -9,6 +9,7 @@ from windlass.config.launch import LaunchConfig
 from windlass.config.model import ModelConfig
 from windlass.config.observe import EnergyConfig, ProfileConfig, TrackersConfig
 from windlass.config.save import SaveConfig
+from windlass.config.shell import PathText
 from windlass.registry import ENGINES, OBJECTIVES, OPTIMIZERS, SCHEDULES
 
 
@@ -20,7 +21,7 @@ class DataStage(Table):
 
 
 class DataConfig(Table):
-    store: str | None = None
+    store: PathText | None = None
     """Folder written by `windlass tokenize` (or a Megatron, OLMo or datatrove store). None: synthetic tokens, for
     benchmarks."""
     tokenizer: str | None = None

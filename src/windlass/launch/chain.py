@@ -1,7 +1,9 @@
 """Whether the next job of a chain should run, decided from the run folder alone, within a second.
 
 `jobs.jsonl` holds what launch and the jobs wrote, one record a line:
-  submitted   job, link, kind, nodes, seconds, cluster, account, ...     by `windlass launch`
+  submitting  mark, link, kind, nodes, seconds, cluster, account, ...    by `windlass launch`, before it calls sbatch
+  submitted   the same and job; adopted: its id came from the queue      by `windlass launch`, or whoever adopts the job
+  refused     mark, reason                                               by `windlass launch`
   began       job, restart, step, saves (so far)                         by a job's first command
   ended       job, restart, step, code, by                               by its last one; missing after a cut
   settled     job, state, elapsed_seconds, nodes, energy_joules          by `windlass jobs`, once the end is known
@@ -139,7 +141,8 @@ def before(run: Run, job: str | None, restart: int, host: str) -> ChainVerdict:
     So does `srun windlass train` in scripts of version 0.1, under another name.
     """
     verdict = judge(run)
-    requests = [r for r in records(run) if r.get("record") == "submitted" and r.get("executor") == "slurm"]
+    kinds = ("submitted", "submitting")  # the job may begin before its id is recorded
+    requests = [r for r in records(run) if r.get("record") in kinds and r.get("executor") == "slurm"]
     if verdict.answer == "go" and job is not None and requests and not job.startswith("local-"):
         request = next((r for r in reversed(requests) if r.get("job") == job.partition("_")[0]), requests[-1])
         nodes, tasks_per_node = job_shape()

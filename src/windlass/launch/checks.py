@@ -354,7 +354,9 @@ def _environment_rows(job: BatchJob) -> list[Row]:
     has_image = env.kind == "container" and bool(env.image)
     return [
         (
-            env.kind == "venv" and bool(env.venv) and not Path(env.venv or "", "bin", "activate").is_file(),
+            env.kind == "venv"
+            and bool(env.venv)
+            and not Path(os.path.expandvars(env.venv or ""), "bin", "activate").is_file(),
             "venv",
             f"{env.venv} is not a virtual environment (bin/activate is missing)",
             "set launch.venv",

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from windlass.clusters import device_by_driver_name, load_cluster
+from windlass.clusters import Cluster, device_by_driver_name, load_cluster
 from windlass.errors import LaunchError, WindlassError
 from windlass.files import read_json
 from windlass.launch.checks import check_request, refuse
@@ -314,18 +314,9 @@ def read_records(out: Path) -> list[RankRecord]:
     return [record for path in sorted(out.glob("rank-*.json")) if (record := read_json(path)) is not None]
 
 
-def run_doctor_job(
-    cluster_name: str,
-    nodes: int,
-    paths: Sequence[Path],
-    *,
-    full: bool = False,
-    account: str | None = None,
-    partition: str | None = None,
-    wait_seconds: float = 1800.0,
-) -> list[DoctorCheck]:
-    """Submit, wait, read the records. The request is checked before it is submitted."""
-    cluster, scheduler = load_cluster(cluster_name), SlurmScheduler()
+def doctor_job(
+    cluster: Cluster, nodes: int, folder: Path, arguments: Sequence[str], *, account: str | None, partition: str | None
+) -> BatchJob:
     slurm, devices = cluster.slurm, cluster.node.devices
     if slurm is None:
         raise LaunchError(
@@ -333,10 +324,8 @@ def run_doctor_job(
             f"{cluster.name} has no SLURM to run the doctor on {nodes} nodes",
             hint="run `windlass doctor` without --cluster and --nodes",
         )
-    folder = (Path("runs") / f"doctor-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     queue = find_partition(cluster, partition or slurm.partition, slurm.qos)
-    arguments = [str(folder), *(["--full"] if full else []), *(str(path.absolute()) for path in paths)]
-    job = BatchJob(
+    return BatchJob(
         name="windlass-doctor",
         kind="doctor",
         run_dir=str(folder),
@@ -354,6 +343,23 @@ def run_doctor_job(
         environment=plain_environment(cluster, active_venv()),
         about=("a short check before the real job",),
     )
+
+
+def run_doctor_job(
+    cluster_name: str,
+    nodes: int,
+    paths: Sequence[Path],
+    *,
+    full: bool = False,
+    account: str | None = None,
+    partition: str | None = None,
+    wait_seconds: float = 1800.0,
+) -> list[DoctorCheck]:
+    """Submit, wait, read the records. The request is checked before it is submitted."""
+    cluster, scheduler = load_cluster(cluster_name), SlurmScheduler()
+    folder, devices = (Path("runs") / f"doctor-{time.strftime('%Y%m%d-%H%M%S')}").absolute(), cluster.node.devices
+    arguments = [str(folder), *(["--full"] if full else []), *(str(path.absolute()) for path in paths)]
+    job = doctor_job(cluster, nodes, folder, arguments, account=account, partition=partition)
     refuse(check_request(job, cluster), force=False)
     job_id = submit_job(job, cluster, scheduler)
     state = scheduler.wait(job_id, wait_seconds)

@@ -80,8 +80,15 @@ class JobState:
 class Executor(Protocol):
     name: str
 
-    def submit(self, script: Path, *, run_dir: Path, after: str | None = None) -> str:
-        """Hand the script over and return the job's id at once. `after`: a dependency such as `afterany:123`."""
+    def submit(self, script: Path, *, run_dir: Path, after: str | None = None, comment: str | None = None) -> str:
+        """Hand the script over and return the job's id at once. `after`: a dependency such as `afterany:123`.
+
+        `comment` ends with a mark of its own, by which the job is recognised in the queue when the answer is lost.
+        """
+        ...
+
+    def marked(self, mark: str) -> Mapping[str, str]:
+        """Jobs in the queue with a mark that begins like this: id -> its complete mark."""
         ...
 
     def states(self, jobs: Sequence[str]) -> Mapping[str, JobState]:
@@ -97,7 +104,10 @@ class LocalExecutor:
     def __init__(self, run_dir: Path) -> None:
         self._logs = run_dir / "logs"
 
-    def submit(self, script: Path, *, run_dir: Path, after: str | None = None) -> str:
+    def marked(self, mark: str) -> Mapping[str, str]:
+        return {}  # a process is recorded by whoever starts it
+
+    def submit(self, script: Path, *, run_dir: Path, after: str | None = None, comment: str | None = None) -> str:
         if after:
             raise LaunchError(
                 "launch.no-scheduler-for-dependency",

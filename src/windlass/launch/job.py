@@ -1,5 +1,6 @@
 """One batch job as a frozen value, chosen from a recipe and a cluster file; `script.py` turns it into text. Pure."""
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,6 +8,9 @@ from pathlib import Path, PurePosixPath
 
 from windlass.clusters.model import Cluster, Partition
 from windlass.config import Recipe
+from windlass.config.secret import redact_text
+from windlass.config.shell import FOLDER, LINE, SLURM_NAME, VARIABLE_NAME
+from windlass.errors import LaunchError
 from windlass.runs.walltime import wall_time_lead_seconds
 
 # Wall time when neither the recipe nor the cluster file has one.
@@ -15,6 +19,11 @@ DEFAULT_SECONDS = 24 * 3600.0
 WORKER = ("python", "-m", "windlass.train.worker")
 # Paths that begin like this are on a node's own disk.
 NODE_LOCAL = ("$TMPDIR", "/tmp", "$SLURM_TMPDIR", "$LOCALSCRATCH")
+
+
+def folder_mark(folder: Path | str) -> str:
+    """Begins the comment of every job of this folder in the queue: a job whose id never reached us is recognised."""
+    return f"windlass:{hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:12]}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +81,27 @@ class BatchJob:
     tracker_env: Mapping[str, str] = field(default_factory=dict)
     energy_flags: tuple[str, ...] = ()
     about: tuple[str, ...] = ()  # comment lines at the top: what was chosen and why
+
+    def __post_init__(self) -> None:
+        """Values of the command line and of the environment are held to the rules of recipes and cluster files."""
+        kinds = {"name": LINE, "run_dir": FOLDER, "workdir": FOLDER}
+        kinds |= dict.fromkeys(("account", "partition", "qos"), SLURM_NAME)
+        texts = [(key, kind, getattr(self, key)) for key, kind in kinds.items()]
+        texts += [("command", LINE, argument) for argument in self.command]
+        texts += [
+            (f"env.{name}", kind, text)
+            for name, value in self.env.items()
+            for kind, text in ((VARIABLE_NAME, name), (LINE, value))
+        ]
+        for key, kind, text in texts:
+            try:
+                kind.check(text)
+            except ValueError as error:
+                raise LaunchError(
+                    "launch.unsafe-value",
+                    redact_text(f"{key}: {error} (got {text!r})"),
+                    hint="the value would be written into a job script: correct the option, variable or folder name",
+                ) from None
 
     @property
     def job_file(self) -> str:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import LaunchError
-from windlass.files import append_line, read_json
+from windlass.files import append_line, read_json, read_json_lines
 from windlass.launch.chain import JobStart, job_starts, judge, records
 from windlass.launch.executor import UNKNOWN, Executor, JobState
+from windlass.launch.job import folder_mark
 from windlass.launch.logs import log_files, read_tail
 from windlass.launch.slurm import state_from_log
 from windlass.runs import Run
@@ -57,7 +58,17 @@ def entries(run: Run, executors: Mapping[str, Executor], *, strict: bool = False
     A scheduler that does not answer is skipped, and the run folder is used instead; `strict` makes it an error.
     """
     lines = records(run)
-    submitted = [line for line in lines if line.get("record") == "submitted" and line.get("job")]
+    closed = {line.get("mark") for line in lines if line.get("record") in ("submitted", "refused")}
+    if "slurm" in executors and any(r.get("record") == "submitting" and r.get("mark") not in closed for r in lines):
+        try:
+            adopt_jobs(run.jobs_file, executors["slurm"])
+        except LaunchError:
+            if strict:
+                raise
+        lines = records(run)
+    # Whoever adopts a job and whoever submitted it may both record it.
+    by_job = {str(line["job"]): line for line in lines if line.get("record") == "submitted" and line.get("job")}
+    submitted = list(by_job.values())
     starts = job_starts(lines)
     states = _job_states(run, lines, submitted, executors, strict)
     energy = _energy_by_job(run, [start for start in starts if start.job])
@@ -66,8 +77,9 @@ def entries(run: Run, executors: Mapping[str, Executor], *, strict: bool = False
         job, rate = str(line["job"]), line.get("units_per_node_hour")
         own, state = [start for start in starts if start.job == job], states[job]
         nodes, seconds = state.nodes or line.get("nodes"), 0.0 if state.waiting else state.elapsed_seconds
-        if len(own) > 1 and not state.waiting:  # requeued: the scheduler reports only the last run
-            seconds = (seconds or 0.0) + sum((start.ended_at or start.began_at) - start.began_at for start in own[:-1])
+        # Requeued: the scheduler reports the last run only, and none while the job waits again.
+        if earlier := own if state.waiting else own[:-1]:
+            seconds = (seconds or 0.0) + sum(_start_seconds(run, start, starts) for start in earlier)
         node_hours = None if seconds is None or nodes is None else seconds * int(nodes) / 3600
         ended = [r for r in lines if r.get("record") == "ended" and r.get("job") == job and r.get("step") is not None]
         entry = LedgerEntry(
@@ -88,6 +100,38 @@ def entries(run: Run, executors: Mapping[str, Executor], *, strict: bool = False
         )
         ledger.append(entry)
     return ledger
+
+
+def _start_seconds(run: Run, start: JobStart, starts: Sequence[JobStart]) -> float:
+    """How long a start lasted that is over; without a record of its end, until its last sign of life."""
+    if start.ended_at is not None:
+        return start.ended_at - start.began_at
+    limit = min((other.began_at for other in starts if other.began_at > start.began_at), default=math.inf)
+    times = [*(m.time for m in run.metrics_lines()), *(line.get("time") for line in read_json_lines(run.events_file))]
+    signs = [float(t) for t in times if isinstance(t, (int, float)) and start.began_at <= t < limit]
+    return max(signs, default=start.began_at) - start.began_at
+
+
+def adopt_jobs(jobs_file: Path, executor: Executor) -> list[str]:
+    """Record jobs in the queue that carry this folder's mark and are not in its jobs.jsonl; their ids.
+
+    sbatch can queue a job and fail, and a launch can end between sbatch and the record.
+    """
+    lines = list(read_json_lines(jobs_file))
+    submitted = [line for line in lines if line.get("record") == "submitted"]
+    requests = {line.get("mark"): line for line in lines if line.get("record") == "submitting"}
+    unrecorded = {
+        job: mark
+        for job, mark in executor.marked(folder_mark(jobs_file.parent)).items()
+        if job not in {str(line.get("job")) for line in submitted}
+    }
+    for job, mark in unrecorded.items():
+        # A self-chain's next job, or a folder that was written anew: the newest request is the nearest.
+        request = requests.get(mark) or (submitted[-1] if submitted else {"kind": "train", "executor": executor.name})
+        jobs_file.parent.mkdir(parents=True, exist_ok=True)
+        record = {"time": time.time(), **request, "record": "submitted", "job": job, "mark": mark, "adopted": True}
+        append_line(jobs_file, record)
+    return list(unrecorded)
 
 
 def active_entries(run: Run, executors: Mapping[str, Executor], *, strict: bool = False) -> list[LedgerEntry]:
@@ -127,11 +171,10 @@ def _job_states(
 def _state_from_folder(run: Run, lines: Sequence[Mapping[str, Any]], job: str) -> JobState:
     """For a job that the scheduler has forgotten, or while the scheduler does not answer."""
     starts = [start for start in job_starts(lines) if start.job == job]
-    spans = [start.ended_at - start.began_at for start in starts if start.ended_at is not None]
-    elapsed_seconds = sum(spans) if spans else None
+    last = starts[-1] if starts else None
+    elapsed_seconds = None if last is None or last.ended_at is None else last.ended_at - last.began_at
     if any(line.get("record") == "cancelled" and line.get("job") == job for line in lines):
         return JobState(job=job, state="CANCELLED", elapsed_seconds=elapsed_seconds, evidence="record")
-    last = starts[-1] if starts else None
     if last is not None and last.ended_at is not None:
         return JobState(
             job=job,
@@ -193,9 +236,11 @@ def committed_node_hours(ledger: Iterable[LedgerEntry], *, cluster: str, account
 
 
 def _most_node_hours(entry: LedgerEntry) -> float:
-    """Used, for a job that is over; else all that its wall-time limit allows."""
-    limit_hours = (entry.limit_seconds or 0.0) * (entry.nodes or 0) / 3600
-    return entry.node_hours or 0.0 if entry.state.over else limit_hours
+    """Used, for a job that is over; else all that its wall-time limit allows, besides its runs before a requeue."""
+    if entry.state.over:
+        return entry.node_hours or 0.0
+    seconds = (entry.limit_seconds or 0.0) - (0.0 if entry.state.waiting else entry.state.elapsed_seconds or 0.0)
+    return (entry.node_hours or 0.0) + seconds * (entry.nodes or 0) / 3600
 
 
 @dataclass(frozen=True)

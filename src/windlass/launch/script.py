@@ -1,12 +1,12 @@
 """The batch script of a job as text. Pure: no files, no clock."""
 
 import math
-import shlex
 from collections.abc import Iterator
 
 from windlass.clusters.model import Cluster
+from windlass.config.shell import quote
 from windlass.errors import EXIT_RESUMABLE
-from windlass.launch.job import BatchJob, JobEnvironment
+from windlass.launch.job import BatchJob, JobEnvironment, folder_mark
 from windlass.units import print_seconds, print_slurm_time
 
 # Exit codes of `windlass link`: start the ranks; nothing left to do; another job is needed.
@@ -56,9 +56,13 @@ AFTER = """\
 NEXT_LINK = """\
 if [ "$answer" -eq {again} ]; then
     # The next link. This job's own SLURM_* variables would shape it, so it is submitted without them.
+    mark={mark}:after-$SLURM_JOB_ID
     for attempt in 1 2 3; do
-        next=$(unset "${{!SLURM_@}}" "${{!SRUN_@}}"; cd {workdir} && sbatch --parsable {script}) && break
-        sleep 20   # the controller may be away for a moment
+        next=$(unset "${{!SLURM_@}}" "${{!SRUN_@}}"; cd {workdir} &&
+            sbatch --parsable --comment={comment}"$mark" {script}) && break
+        sleep 20   # the controller may be away for a moment, or its answer was lost after it queued the job
+        next=$(squeue -h --me -t all -o "%i %k" | sed -n "s/^\\([0-9]*\\) .*$mark\\$/\\1/p" | head -n1)
+        if [ -n "$next" ]; then break; fi
     done
     {link_next}
 fi"""
@@ -68,7 +72,7 @@ REQUEUE = f"""\
 if [ "$answer" -eq {LINK_AGAIN} ] && [ "$code" -eq {EXIT_RESUMABLE} ]; then scontrol requeue "$SLURM_JOB_ID"; fi"""
 
 LOCAL = """\
-cd {workdir!r} || exit 1
+cd {workdir} || exit 1
 for link in $(seq {rounds}); do
     {before}
     answer=$?
@@ -85,10 +89,10 @@ exit "$code\""""
 def render(job: BatchJob, cluster: Cluster) -> str:
     preamble = PREAMBLE
     if job.account and any("$PROJECT" in s.path for s in cluster.storage.values()):
-        preamble += f"\nexport PROJECT=${{PROJECT:-{job.account}}}   # names the project's folders"
+        preamble += f"\nexport PROJECT=${{PROJECT:-{quote(job.account)}}}   # names the project's folders"
     paragraphs = [
         _header(job, cluster),
-        "\n".join(f"#SBATCH {line}" for line in directives(job, cluster)),
+        "\n".join(f"#SBATCH {quote(line)}" for line in directives(job, cluster)),
         preamble,
         "\n".join(_environment(job.environment)),
         "\n".join(_variables(job, cluster)),
@@ -102,7 +106,7 @@ def render_local(job: BatchJob, cluster: Cluster) -> str:
     limit = f"timeout --signal=USR1 --kill-after={int(job.lead_seconds)} "
     limit = "" if math.isinf(job.seconds) else f"{limit}{int(job.seconds - job.lead_seconds)} "
     loop = LOCAL.format(
-        workdir=job.workdir,
+        workdir=quote(job.workdir),
         rounds=job.links if job.chain != "self" else LOCAL_SELF_CHAIN_LIMIT,
         before=_link(job, cluster, "before"),
         limit=limit,
@@ -119,11 +123,17 @@ def _header(job: BatchJob, cluster: Cluster) -> str:
     return "\n".join(
         [
             "#!/bin/bash -l",
-            f"# {job.kind} job of {job.name} on {cluster.title}; written by windlass, which writes it anew at every "
-            "launch.",
-            *(f"# {line}" for line in job.about),
+            _comment(
+                f"{job.kind} job of {job.name} on {cluster.title}; written by windlass, which writes it anew at every "
+                "launch."
+            ),
+            *map(_comment, job.about),
         ]
     )
+
+
+def _comment(text: str) -> str:
+    return "# " + "".join(character if character.isprintable() else " " for character in text)
 
 
 def directives(job: BatchJob, cluster: Cluster) -> list[str]:
@@ -160,14 +170,14 @@ def directives(job: BatchJob, cluster: Cluster) -> list[str]:
 
 def _environment(env: JobEnvironment) -> Iterator[str]:
     if env.modules:
-        yield from ("# Modules", "module purge", *(f"module load {name}" for name in env.modules))
+        yield from ("# Modules", "module purge", *(f"module load {quote(name)}" for name in env.modules))
     if env.kind == "venv" and env.venv:
-        yield from ("# Python", f"source {shlex.quote(env.venv + '/bin/activate')}")
+        yield from ("# Python", f"source {quote(env.venv + '/bin/activate', expand=True)}")
     if env.kind == "container" and env.image:
-        yield from (f"# Container ({env.runtime})", f"image={_double(env.image)}")
+        yield from (f"# Container ({env.runtime})", f"image={quote(env.image, expand=True)}")
         if env.runtime in ("singularity", "apptainer") and env.binds:
             # Set, never inherited: a path that is missing here stops every rank.
-            yield f"export {env.runtime.upper()}_BIND={_double(','.join(env.binds))}"
+            yield f"export {env.runtime.upper()}_BIND={quote(','.join(env.binds), expand=True)}"
 
 
 def _variables(job: BatchJob, cluster: Cluster) -> Iterator[str]:
@@ -201,14 +211,7 @@ def _variables(job: BatchJob, cluster: Cluster) -> Iterator[str]:
 
 
 def _export(name: str, value: str, why: str) -> str:
-    return f"export {name}={_double(value)}   # {why}"
-
-
-def _double(value: str) -> str:
-    """In double quotes, so that variables of the compute node are filled in; everything else stays as written."""
-    if value and all(c.isalnum() or c in "._/:,+-" for c in value):
-        return value
-    return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("`", "\\`") + '"'
+    return f"export {name}={quote(value, expand=True)}   {_comment(why)}"
 
 
 def _body(job: BatchJob, cluster: Cluster) -> list[str]:
@@ -225,14 +228,16 @@ def _body(job: BatchJob, cluster: Cluster) -> list[str]:
         copy = f'{{ {fresh}; }} || {{ mkdir -p "$fast" && cp -r "$store/." "$fast/" && touch "$fast/.staged"; }}'
         staging = STAGING.format(
             reason=job.staging.reason,
-            source=_double(job.staging.source),
-            target=_double(job.staging.target),
-            copy=f"{_once_per_node(job)}bash -c {shlex.quote(copy)}" if job.staging.per_node else copy,
+            source=quote(job.staging.source, expand=True),
+            target=quote(job.staging.target, expand=True),
+            copy=f"{_once_per_node(job)}bash -c {quote(copy)}" if job.staging.per_node else copy,
         )
     if job.chain == "self":
-        workdir, script = shlex.quote(job.workdir), shlex.quote(job.job_file)
+        workdir, script = quote(job.workdir), quote(job.job_file)
         link_next = _link(job, cluster, "next", "--job", "$next")
-        follow_up = [NEXT_LINK.format(again=LINK_AGAIN, workdir=workdir, script=script, link_next=link_next)]
+        comment = quote(f"{job.sbatch['comment']} ") if job.sbatch.get("comment") else ""
+        names = {"mark": folder_mark(job.run_dir), "comment": comment, "link_next": link_next}
+        follow_up = [NEXT_LINK.format(again=LINK_AGAIN, workdir=workdir, script=script, **names)]
     elif job.requeue and job.chain == "none":
         follow_up = [REQUEUE]
     signals = SIGNALS.format(lead=print_seconds(job.lead_seconds), reason=job.lead_reason, code=EXIT_RESUMABLE)
@@ -285,7 +290,7 @@ def _start(job: BatchJob, cluster: Cluster) -> str:
             *("--rdzv-id=$SLURM_JOB_ID", "--rdzv-endpoint=$MASTER_ADDR:$MASTER_PORT", "-m", "--"),
             *job.command[2:],  # the module that `python -m` would start
         )
-    return " \\\n    ".join([*srun_argv(job, cluster), inside(job, cluster, command)]) + "\ncode=$?"
+    return " \\\n    ".join([*map(quote, srun_argv(job, cluster)), inside(job, cluster, command)]) + "\ncode=$?"
 
 
 def srun_argv(job: BatchJob, cluster: Cluster) -> list[str]:
@@ -303,17 +308,14 @@ def srun_argv(job: BatchJob, cluster: Cluster) -> list[str]:
 
 def inside(job: BatchJob, cluster: Cluster, command: tuple[str, ...]) -> str:
     """The command as the shell writes it, wrapped by the container when there is one."""
-    env, line = job.environment, " ".join(map(_quote, command))
+    env, line = job.environment, " ".join(quote(argument, expand=True) for argument in command)
     if env.kind != "container" or env.image is None:
         return line
     if env.runtime != "charliecloud":
-        flag = f" {env.gpu_flag}" if env.gpu_flag else ""
-        return f'{env.runtime} exec{flag} --pwd {_quote(job.workdir)} "$image" {line}'
-    binds = [f"--bind={_quote(bind)}" for bind in env.binds]
-    variables = [f"--set-env={_quote(f'{name}={var.value}')}" for name, var in cluster.container.env.items()]
-    return " ".join(["ch-run", *binds, *variables, f"--cd={_quote(job.workdir)}", '"$image"', "--", line])
-
-
-def _quote(argument: str) -> str:
-    """A shell argument: quoted, but a variable of the job (`$code`) stays one; `$@` belongs to an inner shell."""
-    return _double(argument) if "$" in argument and "$@" not in argument else shlex.quote(argument)
+        flags = [quote(flag) for flag in env.gpu_flag.split()]
+        return " ".join([env.runtime, "exec", *flags, "--pwd", quote(job.workdir), '"$image"', line])
+    binds = [f"--bind={quote(bind, expand=True)}" for bind in env.binds]
+    variables = [
+        f"--set-env={quote(f'{name}={var.value}', expand=True)}" for name, var in cluster.container.env.items()
+    ]
+    return " ".join(["ch-run", *binds, *variables, f"--cd={quote(job.workdir)}", '"$image"', "--", line])

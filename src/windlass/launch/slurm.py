@@ -58,6 +58,12 @@ HINTS = (
     ("Unable to open file", "the script must be on a file system that this node can read"),
     ("Batch job submission failed", "the message above is sbatch's own; --dry-run shows the script"),
 )
+# Parts of messages after which the same call may work, and after which a job may be queued although sbatch failed.
+TRANSIENT = (
+    "timed out", "unable to contact slurm controller", "communication connection failure", "connection refused",
+    "zero bytes were transmitted", "resource temporarily unavailable", "in standby mode", "not responding",
+)  # fmt: skip
+RETRY_PAUSES_SECONDS = (5.0, 15.0, 30.0)
 # What SLURM writes into a job's log at its end -> the job's state.
 LOG_MARKS = (
     ("DUE TO TIME LIMIT", "TIMEOUT"), ("DUE TO NODE FAILURE", "NODE_FAIL"), ("DUE TO PREEMPTION", "PREEMPTED"),
@@ -75,14 +81,56 @@ class SlurmScheduler:
     def __init__(self, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self.timeout_seconds = timeout_seconds
 
-    def submit(self, script: Path, *, run_dir: Path, after: str | None = None) -> str:
+    def submit(self, script: Path, *, run_dir: Path, after: str | None = None, comment: str | None = None) -> str:
         # Without the second option a job whose condition can never be met stays in the queue forever.
-        condition = [f"--dependency={after}", "--kill-on-invalid-dep=yes"] if after else []
-        return read_job_id(self.call(["sbatch", "--parsable", *condition, str(script)]))
+        argv = ["sbatch", "--parsable", *([f"--dependency={after}", "--kill-on-invalid-dep=yes"] if after else [])]
+        if comment is None:
+            return read_job_id(self.call([*argv, str(script)]))
+        argv, mark, lost = [*argv, f"--comment={comment}", str(script)], comment.split()[-1], None
+        for pause_seconds in (0.0, *RETRY_PAUSES_SECONDS):
+            time.sleep(pause_seconds)
+            try:
+                queued: Mapping[str, str] = self.marked(mark) if lost else {}
+                if not queued:
+                    queued = {read_job_id(self.call(argv)): mark}
+                    if lost:  # what was sent before may arrive late
+                        queued = {**self.marked(mark), **queued}
+                first, *others = sorted(queued, key=int)
+                self.cancel(others)
+                return first
+            except LaunchError as error:
+                if not is_transient(error):
+                    # Refused; or queued, and something else went wrong after it.
+                    with contextlib.suppress(LaunchError):
+                        if queued := self.marked(mark):
+                            return min(queued, key=int)
+                    raise
+                lost = error
+        raise LaunchError(
+            "launch.submission-unknown",
+            f"sbatch was called {1 + len(RETRY_PAUSES_SECONDS)} times; the last answer: {lost.message if lost else ''}",
+            hint="the job may be queued. `windlass jobs RUN` shows it as soon as the controller answers, and a new "
+            "launch looks for it first",
+        )
+
+    def marked(self, mark: str) -> Mapping[str, str]:
+        """From the comments of our jobs; squeue keeps a job for some minutes after its end (MinJobAge)."""
+        lines = self.call(["squeue", "-h", "--me", "-t", "all", "-o", "%F|%k"]).splitlines()
+        cells = [line.partition("|") for line in lines]
+        marks = {job.strip(): comment.split()[-1] for job, _, comment in cells if comment.strip()}
+        return {job: text for job, text in marks.items() if f"{text}:".startswith(f"{mark}:")}
 
     def test(self, script: Path) -> str:
         """SLURM's answer to the script without queueing it: when it would start. Raises when SLURM would refuse it."""
-        return self.call(["sbatch", "--test-only", str(script)], with_stderr=True).strip()
+        argv = ["sbatch", "--test-only", str(script)]
+        for pause_seconds in RETRY_PAUSES_SECONDS:
+            try:
+                return self.call(argv, with_stderr=True).strip()
+            except LaunchError as error:
+                if not is_transient(error):
+                    raise
+            time.sleep(pause_seconds)
+        return self.call(argv, with_stderr=True).strip()
 
     def states(self, jobs: Sequence[str]) -> Mapping[str, JobState]:
         """squeue first, then the accounting database for what squeue has forgotten."""
@@ -147,6 +195,13 @@ class SlurmScheduler:
         if done.returncode:
             raise slurm_error(argv[0], done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}")
         return done.stdout + (done.stderr if with_stderr else "")
+
+
+def is_transient(error: LaunchError) -> bool:
+    """The controller did not answer, or its answer did not arrive: the same call may work a little later."""
+    if error.code in ("launch.slurm-timeout", "launch.no-job-id"):
+        return True
+    return error.code == "launch.slurm-error" and any(part in error.message.lower() for part in TRANSIENT)
 
 
 def slurm_error(command: str, message: str) -> LaunchError:

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import secrets
 import sys
 import time
 from collections.abc import Mapping
@@ -18,8 +19,8 @@ from windlass.files import append_line, write_atomic
 from windlass.launch import checks
 from windlass.launch.checks import Finding
 from windlass.launch.executor import Executor, LocalExecutor
-from windlass.launch.job import BatchJob, train_job
-from windlass.launch.ledger import active_entries, committed_node_hours, entries, runs_below
+from windlass.launch.job import BatchJob, folder_mark, train_job
+from windlass.launch.ledger import active_entries, adopt_jobs, committed_node_hours, entries, runs_below
 from windlass.launch.script import render, render_local
 from windlass.launch.slurm import SlurmScheduler, slurm_available
 from windlass.launch.start import resolve_recipe
@@ -209,6 +210,8 @@ def submit(
     executor = executor or (LocalExecutor(prepared.run_dir) if prepared.local else SlurmScheduler())
     run, job = Run(prepared.run_dir), prepared.job
     # Two chains in one run folder would compete for its lock.
+    if isinstance(executor, SlurmScheduler):
+        adopt_jobs(run.jobs_file, executor)
     if active := active_entries(run, {executor.name: executor}, strict=True) if run.jobs_file.exists() else []:
         raise LaunchError(
             "launch.run-active",
@@ -234,8 +237,9 @@ def submit(
     ids: list[str] = []
     for number in range(1, (1 if prepared.local else job.links) + 1):
         condition = f"afterany:{ids[-1]}" if ids else f"afterok:{after}" if after else None
+        chain = {"link": number, "links": job.links, "chain": job.chain, "after": condition}
         try:
-            job_id = executor.submit(script, run_dir=run.path, after=condition)
+            ids.append(submit_recorded(job, prepared.cluster, executor, run.jobs_file, after=condition, values=chain))
         except LaunchError as error:
             if not ids:
                 raise
@@ -243,10 +247,6 @@ def submit(
             raise LaunchError(
                 "launch.chain-incomplete", f"{queued}, job {number} was refused: {error.message}", hint=error.hint
             ) from None
-        ids.append(job_id)
-        record = submission_record(job, prepared.cluster, executor.name, job_id)
-        record |= {"link": number, "links": job.links, "chain": job.chain, "after": condition}
-        append_line(run.jobs_file, record)
     return ids
 
 
@@ -257,17 +257,36 @@ def submit_job(
     folder, script = Path(job.run_dir), Path(job.job_file)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     write_atomic(script, render(job, cluster))
-    job_id = executor.submit(script, run_dir=folder, after=after)
-    record = {**submission_record(job, cluster, executor.name, job_id), "array": job.array, "after": after}
-    append_line(jobs_file or folder / "jobs.jsonl", record)
+    values = {"array": job.array, "after": after}
+    return submit_recorded(job, cluster, executor, jobs_file or folder / "jobs.jsonl", after=after, values=values)
+
+
+def submit_recorded(
+    job: BatchJob,
+    cluster: Cluster,
+    executor: Executor,
+    jobs_file: Path,
+    *,
+    after: str | None,
+    values: Mapping[str, Any],
+) -> str:
+    """Submit and record, before and after: a job whose id does not reach us is found in the queue by its mark."""
+    mark = f"{folder_mark(jobs_file.parent)}:{secrets.token_hex(4)}"
+    record = {"time": time.time(), **submission_values(job, cluster, executor.name), **values, "mark": mark}
+    comment = f"{job.sbatch.get('comment') or ''} {mark}".strip()
+    append_line(jobs_file, {"record": "submitting", **record})
+    try:
+        job_id = executor.submit(Path(job.job_file), run_dir=Path(job.run_dir), after=after, comment=comment)
+    except LaunchError as error:
+        if error.code != "launch.submission-unknown":
+            append_line(jobs_file, {"record": "refused", "time": time.time(), "mark": mark, "reason": error.message})
+        raise
+    append_line(jobs_file, {"record": "submitted", "job": job_id, **record})
     return job_id
 
 
-def submission_record(job: BatchJob, cluster: Cluster, executor: str, job_id: str) -> dict[str, Any]:
+def submission_values(job: BatchJob, cluster: Cluster, executor: str) -> dict[str, Any]:
     return {
-        "record": "submitted",
-        "time": time.time(),
-        "job": job_id,
         "kind": job.kind,
         "name": job.name,
         "executor": executor,

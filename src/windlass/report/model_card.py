@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
 
+from windlass.config.secret import redact_text
 from windlass.figures import DataTable, Item, Note, Section
 from windlass.report.collect import RunSummary
-from windlass.report.redact import redact_text
 from windlass.report.tables import energy_card, number, percent, rate, when
 from windlass.runs.events import known_float
 from windlass.units import print_tokens

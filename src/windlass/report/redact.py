@@ -8,20 +8,10 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from windlass.config.launch import looks_secret
+from windlass.config.secret import HIDDEN, looks_secret, redact_text
 from windlass.figures import Card, Cards, DataTable, Html, Note, Section
 
-HIDDEN = "(hidden)"
 _OURS = {"tokens", "keys"}
-_FORM = re.compile(
-    r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}"
-    r"|xox[baprs]-[A-Za-z0-9-]{10,}"
-    r"|wandb_v1_[A-Za-z0-9_]{20,}|eyJ[A-Za-z0-9_-]{15,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,})"
-)
-_PAIR = re.compile(
-    r"(?i)\b([A-Z0-9_]*(?:API_?KEY|SECRET|PASSWORD|PASSWD|ACCESS_?KEY|_TOKEN)[A-Z0-9_]*)"
-    r"(\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|\S+)"
-)
 
 
 def redact(value: Any, name: str = "") -> Any:
@@ -33,11 +23,6 @@ def redact(value: Any, name: str = "") -> Any:
     if isinstance(value, str):
         return HIDDEN if value and name.lower() not in _OURS and looks_secret(name) else redact_text(value)
     return value
-
-
-def redact_text(text: str) -> str:
-    """Secrets inside a text: `WANDB_API_KEY=abc` and well-known key forms."""
-    return _FORM.sub(HIDDEN, _PAIR.sub(lambda m: f"{m[1]}{m[2]}{HIDDEN}", text))
 
 
 # Two names or more from the root; not within an address (https://...), and not what is the same on every machine.

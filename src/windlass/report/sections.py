@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from windlass.config.secret import redact_text
 from windlass.energy.carbon import print_carbon
 from windlass.energy.measure import SCOPES
 from windlass.errors import WindlassError
@@ -16,7 +17,7 @@ from windlass.profile.view import run_sections
 from windlass.report.collect import RunSummary
 from windlass.report.columns import Columns, step_of, thin
 from windlass.report.model_card import content_summary, data_section, model_card, store_name
-from windlass.report.redact import redact, redact_text
+from windlass.report.redact import redact
 from windlass.report.tables import (
     checkpoint_table,
     counted,

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from windlass.config.secret import redact_text
 from windlass.errors import LaunchError, RunError
 from windlass.files import append_line, read_json_lines, write_atomic
-from windlass.report.redact import redact_text
 from windlass.runs.events import Finished, GaveUp, ProcessStart, Restarted, Stopped
 from windlass.runs.folder import Run
 from windlass.runs.lock import locked

@@ -121,7 +121,7 @@ class Run:
                 hint="copy the complete run folder",
             )
         value.pop("resolved", None)
-        return validate(Recipe, value, str(self.config_file))
+        return validate(Recipe, value, str(self.config_file), recorded=True)
 
     def layout_from(self) -> str | None:
         """Who chose the layout in config.json: "recipe" or "planner"; None before there is a config.

@@ -72,9 +72,13 @@ apptainer exec --nv --pwd /project "$image" windlass link after /project/runs/ni
 answer=$?
 if [ "$answer" -eq 75 ]; then
     # The next link. This job's own SLURM_* variables would shape it, so it is submitted without them.
+    mark=windlass:d371d5b9a4b3:after-$SLURM_JOB_ID
     for attempt in 1 2 3; do
-        next=$(unset "${!SLURM_@}" "${!SRUN_@}"; cd /project && sbatch --parsable /project/runs/nine-b/job.sh) && break
-        sleep 20   # the controller may be away for a moment
+        next=$(unset "${!SLURM_@}" "${!SRUN_@}"; cd /project &&
+            sbatch --parsable --comment="$mark" /project/runs/nine-b/job.sh) && break
+        sleep 20   # the controller may be away for a moment, or its answer was lost after it queued the job
+        next=$(squeue -h --me -t all -o "%i %k" | sed -n "s/^\([0-9]*\) .*$mark\$/\1/p" | head -n1)
+        if [ -n "$next" ]; then break; fi
     done
     apptainer exec --nv --pwd /project "$image" windlass link next /project/runs/nine-b --job "$next"
 fi

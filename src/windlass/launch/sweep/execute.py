@@ -18,6 +18,7 @@ from pathlib import Path
 
 from windlass.clusters.scheduler import job_id
 from windlass.config import load_recipe
+from windlass.config.secret import redact_text
 from windlass.errors import ConfigError, WindlassError
 from windlass.launch.start import bind_start, create_planned_run, local_cluster
 from windlass.launch.sweep.folder import SweepRun
@@ -187,7 +188,7 @@ def _execute(command: Sequence[str], log: Path, point: SweepPoint) -> tuple[int,
             resource.setrlimit(resource.RLIMIT_DATA, (point.memory_limit, point.memory_limit))
 
     with log.open("ab") as output:
-        output.write(f"{COMMAND_MARK}{' '.join(shlex.join(command).splitlines())}\n".encode())
+        output.write(f"{COMMAND_MARK}{redact_text(' '.join(shlex.join(command).splitlines()))}\n".encode())
         output.flush()
         try:
             process = subprocess.Popen(

@@ -195,7 +195,7 @@ def settle(sweep_run: SweepRun, executor: Executor) -> list[str]:
 
     Points of the same pack that had not begun stay without an outcome: submitting again runs them."""
     settled, folder = [], sweep_run.folder
-    for line in read_json_lines(folder.jobs_file):
+    for line in (r for r in read_json_lines(folder.jobs_file) if r.get("record") == "submitted"):
         value = read_json(Path(str(line.get("script"))).parent / "packs.json") or {}
         packs, tries, now = value.get("packs", []), value.get("tries", {}), folder.tries()
         tasks = [f"{line.get('job')}_{index}" for index in range(len(packs))]
