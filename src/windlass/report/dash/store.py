@@ -56,6 +56,17 @@ class RunView:
         with self._lock:
             self._sample = self._summary = None
 
+    @property
+    def has_summary(self) -> bool:
+        return self._summary is not None
+
+    def written_at(self) -> float:
+        """When the metrics were last written; 0 without metrics."""
+        try:
+            return self.run.metrics_file.stat().st_mtime
+        except OSError:
+            return 0.0
+
     def version(self) -> str:
         columns = self.columns()
         return f"{'s' if columns.is_sample else 'w'}{columns.version}"
