@@ -16,7 +16,7 @@ from windlass.energy.ledger import Ledger, read_ledger
 from windlass.errors import RunError, WindlassError
 from windlass.files import read_json, read_json_lines
 from windlass.models.presets import model_spec
-from windlass.report.columns import Columns, known, last_known, recent_median
+from windlass.report.columns import SAMPLE_LINES, Columns, known, last_known, recent_median
 from windlass.runs.events import (
     CheckpointRemoved,
     MAX_NUMBER,
@@ -28,6 +28,7 @@ from windlass.runs.events import (
     Hang,
     ProcessStart,
     Restarted,
+    RolledBack,
     Saved,
     SignalReceived,
     Started,
@@ -209,6 +210,12 @@ def collect(
         **stated,
         **medians,
     )
+
+
+def sample_columns(run: Run) -> Columns:
+    """A first look at the metrics of a long run."""
+    moments = [e.time for e in run.events() if isinstance(e, (ProcessStart, RolledBack)) and e.time is not None]
+    return Columns.sample(run.metrics_file, SAMPLE_LINES, times=moments)
 
 
 def find_runs(folder: Path | str) -> list[Run]:
