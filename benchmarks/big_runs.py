@@ -22,7 +22,7 @@ TOP = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(TOP / "src"), str(TOP)]  # instead of this folder, whose names hide those of the standard library
 
 from benchmarks.dash_load import Viewer, start  # noqa: E402
-from tests.report.sample_run import BEGIN, BATCH, STEP_SECONDS, make_run, metric  # noqa: E402
+from tests.report.sample_run import BATCH, BEGIN, STEP_SECONDS, make_run, metric  # noqa: E402
 
 
 def write_long_metrics(file: Path, lines: int) -> None:

@@ -18,8 +18,8 @@ from windlass.files import read_json, read_json_lines
 from windlass.models.presets import model_spec
 from windlass.report.columns import SAMPLE_LINES, Columns, known, last_known, recent_median
 from windlass.runs.events import (
-    CheckpointRemoved,
     MAX_NUMBER,
+    CheckpointRemoved,
     Evaluated,
     Event,
     FaultEvent,
@@ -341,7 +341,7 @@ def _history_lines(columns: Columns) -> list[MetricsLine]:
         is_known = (np.abs(column) < MAX_NUMBER) & (not whole or column == np.floor(column))  # NaN is not
         numbers = np.where(is_known, column, 0.0).astype(np.int64 if whole else np.float64).astype(object)
         numbers[~is_known] = None
-        return numbers.tolist()
+        return list(numbers)
 
     steps_done, tokens = values("step", whole=True), values("tokens", whole=True)
     seconds, times = values("step_seconds", whole=False), values("time", whole=False)

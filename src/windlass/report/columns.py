@@ -8,8 +8,6 @@ import os
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from itertools import islice
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -132,12 +130,8 @@ class Columns:
         rows = [v for v in values if isinstance(v, dict) and is_number(v.get("step")) and -1 < v["step"] < 2**53]
         if not rows:
             return
-        keys = list(set(self._data).union(*rows))
-        absent = dict.fromkeys(keys)
-        complete_rows = [row if len(row) == len(keys) else {**absent, **row} for row in rows]
-        # One key more, so that itemgetter always returns a tuple.
-        values_by_key = zip(*map(itemgetter("step", *keys), complete_rows), strict=True)
-        for key, values in zip(keys, islice(values_by_key, 1, None), strict=True):
+        for key in set(self._data).union(*rows):
+            values = [row.get(key) for row in rows]
             try:
                 numbers = np.array(values, dtype=np.float64)  # None becomes NaN
             except (TypeError, ValueError, OverflowError):
