@@ -61,8 +61,8 @@ def start(root: Path) -> tuple[subprocess.Popen[str], str, int, str]:
 
 
 class Viewer:
-    def __init__(self, port: int, token: str) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    def __init__(self, port: int, token: str, timeout: float = 30) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
         self._headers = {"Cookie": f"windlass{port}={token}", "Accept-Encoding": "gzip"}
 
     def get(self, path: str) -> tuple[float, bytes, int]:

@@ -181,4 +181,6 @@ _MANY_LINES = {**_UNSEEN, 9: "\t", 10: "\n", 13: " "}
 
 def print_text(text: str, *, lines: bool = False) -> str:
     """What came from a file, fit to be shown: no control character gets through, and only with `lines` a new line."""
+    if text.isprintable():  # nearly always, and ten times as fast
+        return text
     return text.translate(_MANY_LINES if lines else _ONE_LINE)

@@ -95,6 +95,22 @@ def test_compare_two_traces(tmp_path, trace, faster):
         assert text.replace(".pt.trace", "") in out
 
 
+def test_compare_keeps_the_notes_of_both_sides(tmp_path, trace, faster, builder):
+    odd = builder()
+    odd.step(5, 1000, 1080)
+    odd.launch("gemm", 1002, 1010, 1005)
+    odd.launch("gemm", 1030, 1020, 1070)
+    path = odd.write(tmp_path / "odd.json")
+    page = tmp_path / "page.html"
+    value = json.loads(call("compare", path, path, "--json").stdout)
+    assert all(len(profile["ranks"][0]["notes"]) == 2 for profile in value["profiles"])
+    for targets, label in (((path, trace), "odd"), ((trace, path), "odd")):
+        out = " ".join(call("compare", *targets, "--html", page).stdout.split())
+        assert f"note: {label}: 1 events with a negative duration" in out
+        assert f"note: {label}: 1 kernels and copies start before their launch" in out
+        assert "negative duration" in page.read_text()
+
+
 def test_compare_more_than_two_is_a_scaling_table(trace, faster, tmp_path, overlapped):
     third = overlapped.write(tmp_path / "three.json")
     value = json.loads(call("compare", trace, faster, third, "--json").stdout)

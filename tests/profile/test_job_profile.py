@@ -129,3 +129,57 @@ def test_a_healthy_step_gets_no_advice(tmp_path, builder):
     trace.step(1, 0, 100)
     trace.launch("sm90_xmma_gemm", 0, 3, 99)
     assert profile_traces([trace.write(tmp_path / "t.json")]).advice == []
+
+
+HOUR_US = 3600e6
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "values"),
+    [
+        ({"rank": 0}, "rank-twice", ["rank 0"]),
+        ({"world_size": 8}, "traces-of-different-jobs", ["4 and 8"]),
+        ({"step": 30}, "traces-of-different-jobs", ["1 to 1", "30 to 30"]),
+        ({"later_us": HOUR_US}, "traces-of-different-jobs", ["3,600 s"]),
+    ],
+)
+def test_traces_of_different_jobs_are_refused_with_files_and_values(tmp_path, builder, change, code, values):
+    def trace(name, *, rank, world_size=4, step=1, later_us=0.0):
+        trace = builder()
+        trace.meta["distributedInfo"] = {"rank": rank, "world_size": world_size, "backend": "nccl"}
+        trace.meta["baseTimeNanoseconds"] = 1_790_000_000 * 10**9
+        trace.step(step, later_us, later_us + 100)
+        trace.launch("gemm", later_us + 1, later_us + 5, later_us + 50)
+        return trace.write(tmp_path / f"{name}.json")
+
+    assert len(profile_traces([trace("a", rank=0), trace("b", rank=1, later_us=2e6)]).ranks) == 2
+    with pytest.raises(ProfileError) as error:
+        profile_traces([trace("a", rank=0), trace("c", **{"rank": 1, **change})])
+    assert error.value.code == f"profile.{code}"
+    assert all(text in error.value.message for text in ("a.json", "c.json", *values))
+    assert error.value.hint
+
+
+def test_windows_a_few_seconds_apart_are_noted(tmp_path, builder):
+    paths = []
+    for rank, later_us in enumerate((0.0, 26e6)):
+        trace = builder()
+        trace.meta["baseTimeNanoseconds"] = 1_790_000_000 * 10**9
+        trace.step(1, later_us, later_us + 100)
+        trace.launch("gemm", later_us + 1, later_us + 5, later_us + 50)
+        paths.append(trace.write(tmp_path / f"{rank}.json"))
+    first, second = profile_traces(paths).ranks
+    assert not [n for n in first.notes if "apart" in n]
+    assert [n for n in second.notes if "26 s apart" in n and "0.json" in n and "1.json" in n]
+
+
+def test_kernels_that_start_before_their_launch_are_noted_and_their_waits_are_unknown(tmp_path, builder):
+    trace = builder()
+    trace.step(1, 0, 100)
+    trace.launch("gemm", 1, 5, 20)
+    trace.launch("gemm", 55, 40, 60)  # the device's clock is 15 us or more ahead
+    trace.launch("gemm", 62, 80, 90)
+    rank = profile_traces([trace.write(tmp_path / "t.json")]).ranks[0]
+    assert [note.split()[0] for note in rank.notes if "15 us" in note] == ["1"]
+    # gaps: 0-5 (launched at 1), 20-40 (unknown), 60-80 (launched at 62), 90-100 (nothing follows)
+    assert (rank.idle.host_wait_us, rank.idle.kernel_wait_us, rank.idle.other_us) == (3, 22, 30)

@@ -7,6 +7,9 @@ import json
 import pytest
 
 from windlass.errors import ProfileError
+from windlass.profile.event_names import Mode
+from windlass.profile.job_profile import profile_rank
+from windlass.profile.timeline import find_launches
 from windlass.profile.trace import MISSING, Kind, kind_of_event, read_trace
 
 
@@ -138,3 +141,44 @@ def test_a_trace_of_another_tool_is_refused(tmp_path, events, code, detail):
         read_trace(saved(tmp_path, events))
     assert error.value.code == f"profile.trace-{code}"
     assert detail in error.value.message
+
+
+@pytest.mark.parametrize(
+    "number", [2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30, -(2**63), "18446744073709551615", 1.5e300]
+)
+def test_ids_of_any_size_still_pair_launch_and_kernel(tmp_path, number):
+    ids = {"External id": number, "correlation": number}
+    events = [
+        event(args=ids), event(cat="cuda_runtime", name="cudaLaunchKernel", ts=11, dur=1, args=ids),
+        event(cat="kernel", name="gemm", ts=13, dur=4, args={**ids, "device": 0}), event(cat="kernel", name="other", ts=18, dur=1, args={"correlation": 7}),
+    ]  # fmt: skip
+    trace = read_trace(saved(tmp_path, events))
+    assert find_launches(trace, Mode.FIXED).call_of.tolist() == [0, MISSING]
+    assert [profile_rank(trace, mode).kernels[0].name for mode in Mode] == ["gemm", "gemm"]
+
+
+def test_times_that_are_not_finite_and_negative_durations_are_counted_and_never_summed(tmp_path):
+    nan, infinite = float("nan"), float("inf")
+    events = [
+        event(),
+        event(ts=nan),
+        event(ts=infinite),
+        event(ts=10**30),
+        event(dur=nan),
+        event(dur=-3),
+        event(dur=-infinite),
+    ]
+    trace = read_trace(saved(tmp_path, events))
+    assert (trace.not_finite, trace.negative) == (4, 2)
+    assert (trace.end - trace.start).tolist() == [5, 0, 0, 0]
+    notes = profile_rank(trace).notes
+    assert [note.split()[0] for note in notes if "duration" in note] == ["4", "2"]
+
+
+def test_odd_process_and_step_numbers_are_not_numbers(tmp_path):
+    events = [
+        event(name="ProfilerStep#²", cat="user_annotation", ts=0, dur=100), event(name="ProfilerStep#" + "9" * 5000, cat="user_annotation", ts=100, dur=50),
+        event(cat="kernel", name="gemm", pid="²", ts=13, dur=4), event(cat="kernel", name="gemm", pid="9" * 5000, ts=23, dur=4),
+    ]  # fmt: skip
+    trace = read_trace(saved(tmp_path, events, deviceProperties=[{"id": [], "totalGlobalMem": "x"}]))
+    assert profile_rank(trace).step_numbers == [MISSING, MISSING]

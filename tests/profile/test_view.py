@@ -22,6 +22,11 @@ from windlass.profile.view import (
 from windlass.runs import Run
 
 
+def write_rank(builder, path, rank):
+    builder.meta["distributedInfo"]["rank"] = rank
+    return builder.write(path)
+
+
 def test_bars_stand_on_each_other_and_add_up_to_the_step(tmp_path, overlapped):
     job = profile_traces([overlapped.write(tmp_path / "a.json")], label="a")
     chart = step_bars([job])
@@ -31,12 +36,12 @@ def test_bars_stand_on_each_other_and_add_up_to_the_step(tmp_path, overlapped):
 
 
 def test_one_bar_per_rank_of_a_job(tmp_path, overlapped):
-    paths = [overlapped.write(tmp_path / f"{i}.json") for i in range(3)]
+    paths = [write_rank(overlapped, tmp_path / f"{rank}.json", rank) for rank in range(3)]
     assert step_bars([profile_traces(paths)]).series[0].x == (
-        "rank 2 (1)",
-        "rank 2 (2)",
-        "rank 2 (3)",
-    )  # all say so themselves
+        "rank 0",
+        "rank 1",
+        "rank 2",
+    )
 
 
 def test_the_summary_says_what_is_hidden_and_what_is_absent(tmp_path, overlapped):
@@ -80,7 +85,7 @@ def test_a_run_gives_sections_for_the_report_or_none(tmp_path, overlapped):
     write_json(run.config_file, {"name": "run"})
     assert run_sections(run) == []
     for rank in range(3):
-        overlapped.write(run.profile / "step-000000005" / f"rank-{rank:05d}.json.gz")
+        write_rank(overlapped, run.profile / "step-000000005" / f"rank-{rank:05d}.json.gz", rank)
     trace = run_sections(run, max_ranks=2)
     assert any(isinstance(i, Chart) for i in trace[0].items)
     assert any(isinstance(i, Note) and "2 of 3 traced ranks" in i.text for i in trace[0].items)

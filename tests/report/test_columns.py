@@ -132,7 +132,8 @@ def test_a_restart_breaks_the_line():
     assert xs == [1, 2, 3, 3, 2, 3, 4]
 
 
-def test_a_quick_look_spans_a_long_file_and_has_its_end(file):
+def test_a_quick_look_spans_a_long_file_and_has_its_end(file, monkeypatch):
+    monkeypatch.setattr("windlass.report.columns.TAIL_BYTES", 16384)
     write(file, [{"step": i, "loss": float(i)} for i in range(20_000)])
     made = Columns.sample(file, lines=50)
     steps = made.get("step")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -208,6 +209,23 @@ class TestAnswers:
     def test_planner_refuses_with_words(self, server, query):
         status, found = ask(server, f"plan?{query}")
         assert status == 200 and found["error"]
+
+
+def test_the_first_list_of_many_runs_reads_a_few_and_the_next_ones_read_on(run, server, monkeypatch):
+    for number in range(4):
+        make_run(run.path.parent / f"more-{number}", steps=200)
+    os.utime(run.path.parent / "more-2" / "metrics.jsonl", (BEGIN + 1e9, BEGIN + 1e9))  # the newest
+    server.folder._listed_at = -1e9
+    monkeypatch.setattr("windlass.report.dash.api.LIST_READ_SECONDS", 0.0)
+    monkeypatch.setattr("windlass.report.dash.api.ALWAYS_READ_RUNS", 1)
+    first = ask(server, "runs")[1]
+    assert (len(first["runs"]), first["unread"]) == (5, 4)
+    assert {r["path"]: r["status"] for r in first["runs"] if r["status"] != "reading"} == {"more-2": "finished"}
+    assert {r["loss"] for r in first["runs"] if r["status"] == "reading"} == {None}
+    monkeypatch.setattr("windlass.report.dash.api.LIST_READ_SECONDS", 60.0)
+    last = ask(server, "runs")[1]
+    assert last["unread"] == 0 and all(r["loss"] for r in last["runs"])
+    assert {frozenset(r) for r in first["runs"]} == {frozenset(r) for r in last["runs"]}
 
 
 def test_of_many_viewers_one_makes_the_summary(run, monkeypatch):

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
-from tests.report.sample_run import BEGIN, make_run, metric
+from tests.report.sample_run import BEGIN, STEP_SECONDS, make_run, metric
+from typer.testing import CliRunner
 
+from windlass.cli import build
 from windlass.files import append_line
+from windlass.report.columns import Columns
 from windlass.report.tables import state
 from windlass.report.watch import Watch, band, facts, picture, spark
 from windlass.runs.events import GaveUp
@@ -90,3 +95,42 @@ def test_hostile_markup_is_text(run):
     run.record(GaveUp(reason="[bold]x[/bold] [link=http://evil]y[/link]"))
     watch = Watch(run)
     assert "[bold]x[/bold]" in text_of(watch.picture(80), 120)
+
+
+def test_one_look_at_a_long_file_prints_the_same_numbers_from_a_bounded_part_of_it(tmp_path, monkeypatch):
+    """A crash far from every sampled line, a torn line at it, and the highest memory just before it."""
+    crash_at, resume_from, steps = 7_777, 7_000, 12_000
+    run = Run(make_run(tmp_path / "long", steps=steps, crash_at=crash_at, resume_from=resume_from))
+    text = run.metrics_file.read_bytes().splitlines(keepends=True)
+    peak = metric(crash_at, BEGIN + 30 + crash_at * STEP_SECONDS, None) | {"memory_bytes": 70 << 30}
+    text[crash_at - 1] = json.dumps(peak).encode() + b"\n"
+    run.metrics_file.write_bytes(b"".join(text))
+    sizes = {"columns.TAIL_BYTES": 128 << 10, "collect.SAMPLE_LINES": 300, "watch.LONG_FILE_BYTES": 1 << 20}
+    for name, value in sizes.items():
+        monkeypatch.setattr(f"windlass.report.{name}", value)
+    parsed = []
+
+    def count_and_parse(data: bytes):
+        parsed.append(len(data))
+        return json.loads(data)
+
+    monkeypatch.setattr("windlass.report.columns.parse_json", count_and_parse)
+    sampled = Watch(run, sample_first=True)
+    summary = sampled.look()
+    assert sampled.columns.is_sample
+    assert sum(parsed) < run.metrics_file.stat().st_size / 10
+    exact = Watch(run)
+    complete = exact.look()
+    assert (summary.memory_bytes, summary.life.lost_steps) == (70 << 30, crash_at - resume_from)
+    assert summary.life.goodput == pytest.approx(complete.life.goodput, abs=1e-3)
+    now = complete.updated_at
+    assert facts(summary, sampled.columns, now) == facts(complete, exact.columns, now)
+
+
+@pytest.mark.parametrize(("option", "reads_all"), [("--once", False), ("--json", True)])
+def test_only_the_exact_json_reads_a_long_file_completely(run, monkeypatch, option, reads_all):
+    monkeypatch.setattr("windlass.report.watch.LONG_FILE_BYTES", 1000)
+    complete = []
+    monkeypatch.setattr(Columns, "refresh", lambda columns: complete.append(columns))
+    assert CliRunner().invoke(build(), ["watch", str(run.path), option]).exit_code == 0
+    assert bool(complete) == reads_all

@@ -172,9 +172,8 @@ def compare(
         view.comparison_sections(comparison, top),
         quiet=as_json,
     )
-    show(
-        as_json, comparison.to_json(), *_parts(view.comparison_tables(comparison, top)), *view.loss_verdicts(comparison)
-    )
+    lines = [*view.loss_verdicts(comparison), *(f"note: {note}" for note in view.comparison_notes(comparison))]
+    show(as_json, comparison.to_json(), *_parts(view.comparison_tables(comparison, top)), *lines)
     if check and comparison.runs is not None and any(loss.same is False for loss in comparison.runs.loss):
         raise typer.Exit(1)
 

@@ -29,7 +29,8 @@ def watch(
     from windlass.runs.folder import open_run
 
     is_live = not (once or as_json) and sys.stdout.isatty()
-    view = Watch(open_run(run), sample_first=is_live)
+    # JSON is for programs, which count lines and sum segments: it is exact, and of a long run it takes its time.
+    view = Watch(open_run(run), sample_first=not as_json)
     console = Console(highlight=False)
     if as_json:
         print_json(redact(view.look().as_dict()))

@@ -59,7 +59,16 @@ def cluster_names() -> list[str]:
 
 def load_cluster(name: str) -> Cluster:
     """The shipped file with the user's file of the same name laid over it, checked."""
-    shipped, own = SHIPPED / f"{name}.toml", user_folder() / f"{name}.toml"
+    paths = SHIPPED / f"{name}.toml", user_folder() / f"{name}.toml"
+    stats = [path.stat() for path in paths if path.is_file()]
+    cluster = _read_cluster(name, *paths, tuple((s.st_mtime_ns, s.st_size) for s in stats))
+    load_device(cluster.device)
+    return cluster
+
+
+@cache
+def _read_cluster(name: str, shipped: Path, own: Path, stamps: tuple[tuple[int, int], ...]) -> Cluster:
+    """Read once while the files stay the same: a dashboard asks for the cluster of each of its runs."""
     if not shipped.is_file() and not own.is_file():
         names, lower = cluster_names(), name.lower().replace("mn5", "marenostrum5")
         close = [n for n in names if lower and (lower in n or n in lower)] or get_close_matches(
@@ -83,7 +92,6 @@ def load_cluster(name: str) -> Cluster:
             f"cluster {name}: " + "; ".join(faults),
             hint="two ranks on one core run at half speed without a message: correct the file",
         )
-    load_device(cluster.device)
     return cluster
 
 

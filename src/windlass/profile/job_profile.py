@@ -37,6 +37,7 @@ from windlass.profile.timeline import (
     find_steps,
 )
 from windlass.profile.trace import DEVICE_KINDS, MISSING, Floats, Ints, Kind, Trace, read_trace
+from windlass.runs.history import CLOCK_SECONDS
 
 THRESHOLDS = {
     "data loading": 5.0,  # % of the step
@@ -123,6 +124,9 @@ def measure_idle_time(trace: Trace, launches: Launches, steps: Steps, mode: Mode
         call = np.where(following < len(rows), calls[np.minimum(following, len(rows) - 1)], MISSING)
         launched, host_wait = call >= 0, np.zeros(len(idle))
         launched_at = trace.start[launches.calls[call[launched]]]
+        # Work that starts before its launch was stamped by a clock that is ahead: what it waited for is unknown.
+        in_order = launched_at <= idle.end[launched]
+        launched[launched], launched_at = in_order, launched_at[in_order]
         host_wait[launched] = np.clip(launched_at - idle.start[launched], 0.0, length[launched])
         kernel_wait = np.where(launched, length - host_wait, 0.0)
         other = length - host_wait - kernel_wait
@@ -136,7 +140,7 @@ def _device_ids(trace: Trace, rows: Ints, mode: Mode) -> Ints:
     ids = trace.device[rows].astype(np.int64)
     if mode is Mode.TB:
         return ids
-    pids = [int(pid) if pid.isdigit() and int(pid) < 1024 else MISSING for pid, _ in trace.threads]
+    pids = [int(pid) if pid.isdecimal() and len(pid) < 5 and int(pid) < 1024 else MISSING for pid, _ in trace.threads]
     return np.where(ids == MISSING, np.array(pids, dtype=np.int64)[trace.thread[rows]], ids)
 
 
@@ -219,8 +223,9 @@ def profile_rank(
     overlap_us = _mean_per_step(intersect(activity.compute, running), steps)
     device_starts = trace.start[trace.rows(*DEVICE_KINDS)]
     launched = np.count_nonzero((device_starts >= steps.first) & (device_starts < steps.last))
-    memory_bytes = {p.get("id"): p.get("totalGlobalMem") for p in trace.device_properties}
-    memory_shares = [peak / size for device, peak in trace.peak_bytes.items() if (size := memory_bytes.get(device))]
+    sizes = [(p.get("id"), p.get("totalGlobalMem")) for p in trace.device_properties]
+    memory_bytes = {i: size for i, size in sizes if isinstance(i, int) and isinstance(size, (int, float)) and size > 0}
+    memory_shares = [peak / memory_bytes[i] for i, peak in trace.peak_bytes.items() if i in memory_bytes]
     return RankProfile(
         rank=rank if rank is not None else trace.distributed_info("rank", int) or 0,
         file=str(trace.path),
@@ -250,7 +255,7 @@ def profile_rank(
         steps_dropped=steps.dropped,
         per_step_us=[float(v) for v in steps.end - steps.start],
         memory_peak_share=max(memory_shares, default=None),
-        notes=_notes(trace, steps, mode),
+        notes=_notes(trace, launches, steps, mode),
         operators=operator_table(trace, tree, mode, by_shape=by_shape),
         kernels=kernel_table(trace, mode),
         world_size=trace.distributed_info("world_size", int),
@@ -273,9 +278,12 @@ def _mean_per_step(spans: Spans, steps: Steps) -> float:
     return float(spans.within(steps.start, steps.end).mean())
 
 
-def _notes(trace: Trace, steps: Steps, mode: Mode) -> list[str]:
+def _notes(trace: Trace, launches: Launches, steps: Steps, mode: Mode) -> list[str]:
     """What a reader should know before comparing these numbers with others."""
     plural = "s" if steps.dropped > 1 else ""
+    launched = launches.call_of >= 0
+    lead_us = trace.start[launches.calls[launches.call_of[launched]]] - trace.start[launches.device_rows[launched]]
+    ahead = np.count_nonzero(lead_us > 0)
     notes = {
         "the trace marks no steps (no ProfilerStep#N): the whole window counts as one step": not steps.numbers,
         f"{steps.dropped} step{plural} at the end left out: the window closed before all kernels were recorded": (
@@ -283,11 +291,17 @@ def _notes(trace: Trace, steps: Steps, mode: Mode) -> list[str]:
         ),
         "no device kernels in this trace: the tables show the host only": not trace.mask(Kind.KERNEL).any(),
         f"{trace.incomplete:,} events without a duration or a time count as zero long": trace.incomplete,
+        f"{trace.not_finite:,} events whose time or duration is not a finite number are left out or count as zero long": (
+            trace.not_finite
+        ),
+        f"{trace.negative:,} events with a negative duration count as zero long": trace.negative,
+        f"{ahead:,} kernels and copies start before their launch, by up to {lead_us.max(initial=0.0):,.0f} us: the "
+        "device's clock is ahead of the host's, and what they waited for is unknown": ahead,
         "mode tb counts the device's copies of the step marks as steps of their own, as the plugin did": (
             mode is Mode.TB and trace.mask(Kind.GPU_STEP).any()
         ),
     }
-    return [note for note, applies in notes.items() if applies]
+    return [*trace.notes, *(note for note, applies in notes.items() if applies)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,6 +424,42 @@ class JobProfile(StepMeans):
         return {"label": self.label, "mode": self.mode, **asdict(replace(self, ranks=[])), "ranks": ranks}
 
 
+@dataclass(frozen=True)
+class TraceOrigin:
+    """What a trace says about the job it comes from; None: unknown."""
+
+    path: Path
+    rank: int | None
+    world_size: int | None
+    step_numbers: list[int]
+    window: tuple[float, float] | None  # seconds since 1970
+
+
+def check_same_job(first: TraceOrigin, second: TraceOrigin) -> str | None:
+    """Refuses two traces that cannot be two ranks in one window of one job; a note when that is only doubtful."""
+    names = f"{first.path} and {second.path}"
+    hint = "give one trace of each rank, all of one window of one job; `windlass compare` compares jobs"
+    if first.rank is not None and first.rank == second.rank:
+        raise ProfileError("profile.rank-twice", f"{names} are both of rank {first.rank}", hint=hint)
+    differences = []
+    if first.world_size and second.world_size and first.world_size != second.world_size:
+        differences.append(f"jobs of {first.world_size} and {second.world_size} ranks")
+    if first.step_numbers and second.step_numbers and not set(first.step_numbers) & set(second.step_numbers):
+        steps = [f"{min(o.step_numbers)} to {max(o.step_numbers)}" for o in (first, second)]
+        differences.append(f"steps {steps[0]} and steps {steps[1]}")
+    apart_seconds = 0.0
+    if first.window and second.window:
+        apart_seconds = max(first.window[0], second.window[0]) - min(first.window[1], second.window[1])
+    if apart_seconds > CLOCK_SECONDS:
+        differences.append(f"windows that are {apart_seconds:,.0f} s apart")
+    if differences:
+        message = f"{names} are not of one job and window: {', '.join(differences)}"
+        raise ProfileError("profile.traces-of-different-jobs", message, hint=hint)
+    if apart_seconds > 1.0:
+        return f"{names} were recorded {apart_seconds:,.0f} s apart: unless clocks differ, they are not of one job"
+    return None
+
+
 def profile_traces(
     paths: Sequence[Path | str],
     mode: Mode | str = Mode.FIXED,
@@ -427,11 +477,16 @@ def profile_traces(
         )
     mode = Mode(mode)
     ranks: list[RankProfile] = []
+    origins: list[TraceOrigin] = []
     for index, path in enumerate(Path(p) for p in paths):
         trace = read_trace(path, shapes=by_shape, progress=partial(progress, path) if progress else None)
-        numbers = (trace.distributed_info("rank", int), rank_of_name(path), index)
-        rank = next(n for n in numbers if n is not None)
-        ranks.append(profile_rank(trace, mode, rank=rank, by_shape=by_shape))
+        rank = next((n for n in (trace.distributed_info("rank", int), rank_of_name(path)) if n is not None), None)
+        profile = profile_rank(trace, mode, rank=index if rank is None else rank, by_shape=by_shape)
+        numbers = [n for n in profile.step_numbers if n != MISSING]
+        origin = TraceOrigin(path, rank, profile.world_size, numbers, trace.window)
+        doubts = [note for other in origins if (note := check_same_job(other, origin)) is not None]
+        ranks.append(replace(profile, notes=[*profile.notes, *doubts[:1]]))
+        origins.append(origin)
         del trace  # before the next one is read
     ranks.sort(key=lambda r: r.rank)
     step_us = _mean([r.step_us for r in ranks])

@@ -84,7 +84,7 @@ def find_steps(trace: Trace, launches: Launches, mode: Mode) -> Steps:
     rows = trace.rows(Kind.STEP, Kind.GPU_STEP) if mode is Mode.TB else trace.rows(Kind.STEP)
     rows = rows if len(rows) else trace.rows(Kind.GPU_STEP)  # a trace of the device alone
     labels = [trace.name_of(row).split("#", 1)[1].strip() for row in rows]
-    numbers = [int(n) if n.isdigit() else MISSING for n in labels]
+    numbers = [int(n) if n.isdecimal() and len(n) < 19 else MISSING for n in labels]
     start, end = trace.start[rows], trace.end[rows]
     if not len(rows):  # the whole trace is one step
         host = trace.mask(Kind.OPERATOR, Kind.PYTHON)

@@ -4,12 +4,12 @@ The file (Kineto or Chrome JSON, plain or gzipped) is read in batches of events,
 """
 
 import contextlib
-import gzip
 import json
 import math
 import re
 import zlib
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -40,6 +40,10 @@ _EVENT_LIST = re.compile(rb'(?<!\\)"traceEvents"\s*:\s*\[')
 _BETWEEN_EVENTS = re.compile(rb"\}\s*,\s*(?=\{)")
 _BARE_WORD = re.compile(r"(?<=[:\[,\s])(?:N/A|-?nan(?:\([a-z0-9]*\))?|-?inf)(?=[\s,\]}])", re.IGNORECASE)
 _BAD_ESCAPE = re.compile(r'\\(?!["\\/bfnrtu])')
+# Python refuses to read integers of more than 4300 digits; as an id or a time such a number is wrong anyway.
+_DECODER = json.JSONDecoder(strict=False, parse_int=lambda digits: int(digits) if len(digits) < 400 else math.inf)
+LONGEST_WORD = len("-Infinity") + 1
+GZIP_MAGIC = b"\x1f\x8b"
 _UNSUPPORTED_ARCHIVES = {
     b"PK\x03\x04": "a zip archive",
     b"\x28\xb5\x2f\xfd": "compressed with zstd",
@@ -50,7 +54,8 @@ _UNSUPPORTED_ARCHIVES = {
 
 @dataclass
 class TraceFile:
-    """Iterate over it to get lists of events; afterwards `meta` holds the values that stand beside the event list.
+    """Iterate over it to get lists of events; afterwards `meta` holds the values that stand beside the event list, and
+    `notes` what was odd about the file.
 
     `progress` is called with the bytes of the file (compressed, if it is) that were read so far.
     """
@@ -58,7 +63,10 @@ class TraceFile:
     path: Path
     progress: Callable[[int], None] | None = None
     meta: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     _events_read: int = 0
+    _bytes_read: int = 0  # of the text, unpacked
+    _lines_read: int = 0
     _head: bytes | None = None  # the text before the event list; None when the file is a bare list
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
@@ -84,20 +92,21 @@ class TraceFile:
                         f"is {description}",
                         "unpack it first; plain .json and .json.gz are read directly",
                     )
-            self._file = gzip.GzipFile(fileobj=self._raw) if magic[:2] == b"\x1f\x8b" else self._raw
+            plain = iter(lambda: self._raw.read(READ_BLOCK_BYTES), b"")
+            self._blocks: Iterator[bytes] = self._unpack() if magic[:2] == GZIP_MAGIC else plain
             data = self._skip_to_events()
             while True:
-                if front := _leading_events(data):
+                if front := self._leading_events(data):
                     events, data = front
                     self._events_read += len(events)
                     yield events
                 elif end := _last_events(data):
                     yield end[0]
                     break
+                if not front and (at := _damage_in(b"[", data)) is not None:
+                    raise self._damaged_at(data, at)
                 if len(data) > LARGEST_EVENT_BYTES:
-                    raise self._damaged(
-                        f"after event {self._events_read:,} follow {len(data) >> 20} MiB that are not an event"
-                    )
+                    raise self._damaged(f"{len(data) >> 20} MiB follow that are not an event")
                 remaining_bytes = len(data)
                 data += self._read()
                 if len(data) == remaining_bytes and not front:
@@ -109,24 +118,70 @@ class TraceFile:
                     return
             # To the end, so that a damaged archive is noticed; what follows the events is metadata.
             tail = end[1].encode()
+            before = b"" if self._head is None else self._head + b'"traceEvents": []'
+            if before and (at := _damage_in(before, tail)) is not None:  # such as a stray bracket among the events
+                raise self._damaged_at(tail, at)
             while block := self._read():
                 tail += block
                 if len(tail) > LARGEST_EVENT_BYTES:
                     raise self._damaged(f"more than {LARGEST_EVENT_BYTES >> 20} MiB follow the events")
-            value = {} if self._head is None else _parse(self._head + b'"traceEvents": []' + tail)
+            if self._head is None:
+                if tail.strip():
+                    raise self._damaged_at(tail, len(tail) - len(tail.lstrip()))
+                return
+            value = _parse(before + tail)
             if not isinstance(value, dict):
-                raise self._damaged("the text after the events is not valid JSON")
+                at = _damage_in(before, tail)
+                raise self._damaged_at(tail, len(tail) if at is None else at)
             self.meta = {k: v for k, v in value.items() if k != "traceEvents"}
 
     def _read(self) -> bytes:
         """The next bytes; empty at the end."""
         try:
-            block = self._file.read(READ_BLOCK_BYTES)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise self._damaged(f"its compressed data ends early or is corrupt ({error})") from None
+            block = next(self._blocks, b"")
+        except (EOFError, zlib.error) as error:
+            reason = (
+                f"its compressed data ends early or is corrupt ({error}), near byte {self._raw.tell():,} of the file"
+            )
+            raise self._damaged(reason) from None
+        self._bytes_read += len(block)
+        self._lines_read += block.count(b"\n")
         if self.progress is not None:
             self.progress(self._raw.tell())
         return block
+
+    def _unpack(self) -> Iterator[bytes]:
+        """The text of every gzip member; what follows the last one is noted, because the trace itself is complete."""
+        member = zlib.decompressobj(wbits=31)
+        packed = self._raw.read(READ_BLOCK_BYTES)
+        while packed:
+            if text := member.decompress(packed, READ_BLOCK_BYTES):
+                yield text
+            packed = member.unused_data.lstrip(b"\0") if member.eof else member.unconsumed_tail
+            while len(packed) < len(GZIP_MAGIC) and (block := self._raw.read(READ_BLOCK_BYTES)):
+                packed += block.lstrip(b"\0") if member.eof and not packed else block
+            if member.eof:
+                if not packed.startswith(GZIP_MAGIC):
+                    break
+                member = zlib.decompressobj(wbits=31)
+        if not member.eof:
+            raise EOFError("the last block is missing")
+        if ignored_bytes := len(packed) + self.path.stat().st_size - self._raw.tell():
+            self.notes.append(f"{ignored_bytes:,} bytes after the end of the compressed data were ignored")
+
+    def _leading_events(self, data: bytes) -> tuple[list[dict[str, Any]], bytes] | None:
+        """As many complete events as possible from the front, and the remaining bytes.
+
+        A cut is right exactly when the text before it is a valid list: inside a string or a nested object it never is.
+        """
+        cuts = list(_BETWEEN_EVENTS.finditer(data, max(0, len(data) - CUT_WINDOW_BYTES)))
+        for attempt, cut in enumerate((cuts or list(_BETWEEN_EVENTS.finditer(data)))[: -MAX_CUT_ATTEMPTS - 1 : -1]):
+            events = _parse(b"[" + data[: cut.start() + 1] + b"]")
+            if isinstance(events, list):
+                return events, data[cut.end() :]
+            if not attempt and (at := _damage_in(b"[", data)) is not None:  # then no cut can be right
+                raise self._damaged_at(data, at)
+        return None
 
     def _skip_to_events(self) -> bytes:
         """Read up to the bracket that opens the event list; returns the bytes after it."""
@@ -156,6 +211,12 @@ class TraceFile:
     def _error(self, code: str, message: str, hint: str) -> ProfileError:
         return ProfileError(f"profile.trace-{code}", f"{self.path} {message}", hint=hint)
 
+    def _damaged_at(self, data: bytes, at: int) -> ProfileError:
+        """`data`: the end of what was read, with the damage at one of its bytes."""
+        offset = self._bytes_read - len(data) + at
+        line = self._lines_read - data.count(b"\n", at) + 1
+        return self._damaged(f"it is not JSON near byte {offset:,}, line {line:,}: {data[max(0, at - 24) : at + 24]!r}")
+
     def _damaged(self, reason: str) -> ProfileError:
         return self._error(
             "damaged",
@@ -164,24 +225,11 @@ class TraceFile:
         )
 
 
-def _leading_events(data: bytes) -> tuple[list[dict[str, Any]], bytes] | None:
-    """As many complete events as possible from the front, and the remaining bytes.
-
-    A cut is right exactly when the text before it is a valid list: inside a string or a nested object it never is.
-    """
-    cuts = list(_BETWEEN_EVENTS.finditer(data, max(0, len(data) - CUT_WINDOW_BYTES)))
-    for cut in (cuts or list(_BETWEEN_EVENTS.finditer(data)))[: -MAX_CUT_ATTEMPTS - 1 : -1]:
-        events = _parse(b"[" + data[: cut.start() + 1] + b"]")
-        if isinstance(events, list):
-            return events, data[cut.end() :]
-    return None
-
-
 def _last_events(data: bytes) -> tuple[list[dict[str, Any]], str] | None:
     """The remaining events if the closing bracket of the list is in `data`, and the text after it."""
     for text in _readable_versions("[" + data.decode("utf-8", "replace")):
-        with contextlib.suppress(ValueError):
-            events, end = json.JSONDecoder(strict=False).raw_decode(text)
+        with contextlib.suppress(ValueError, RecursionError):
+            events, end = _DECODER.raw_decode(text)
             return events, text[end:]
     return None
 
@@ -192,15 +240,41 @@ def _parse(data: bytes) -> Any:
         with contextlib.suppress(ValueError):
             return orjson.loads(data)
     for text in _readable_versions(data.decode("utf-8", "replace")):
-        with contextlib.suppress(ValueError):
-            return json.loads(text, strict=False)
+        with contextlib.suppress(ValueError, RecursionError):
+            return _DECODER.decode(text)
+    return None
+
+
+def _damage_in(before: bytes, data: bytes) -> int | None:
+    """Where `data` stops being JSON, whatever may follow it; None when it is right so far. `before` precedes it."""
+    if (at := data.find(b"\0")) >= 0:  # a hole in the file
+        return at
+    text = (before + data).decode("utf-8", "surrogateescape")
+    repaired = _repair(text)
+    try:
+        json.JSONDecoder(strict=False, parse_int=float).raw_decode(repaired)
+    except json.JSONDecodeError as error:
+        # A text that ends inside a string, a number or a word may still be continued.
+        if error.msg.startswith("Unterminated string") or error.pos > len(repaired) - LONGEST_WORD:
+            return None
+        at = error.pos
+        if repaired != text:
+            at = bisect_left(range(len(text)), at, key=lambda end: len(_repair(text[:end])))
+        return max(0, len(text[:at].encode("utf-8", "surrogateescape")) - len(before))
+    except RecursionError:
+        return 0
     return None
 
 
 def _readable_versions(text: str) -> Iterator[str]:
     """The text, then a repaired one: old profilers wrote bare N/A and nan, and single backslashes in names."""
     yield text
-    yield _BAD_ESCAPE.sub(r"\\\\", _BARE_WORD.sub("null", text))
+    if (repaired := _repair(text)) != text:
+        yield repaired
+
+
+def _repair(text: str) -> str:
+    return _BAD_ESCAPE.sub(r"\\\\", _BARE_WORD.sub("null", text))
 
 
 Floats = NDArray[np.float64]
@@ -232,6 +306,8 @@ _STEP_KINDS = {Kind.OPERATOR: Kind.STEP, Kind.ANNOTATION: Kind.STEP, Kind.GPU_AN
 _LEGACY_PROCESSES = {"CPU functions": Kind.OPERATOR, "CUDA functions": Kind.KERNEL}
 # Microseconds since 1970 are near 2e15, nanoseconds near 2e18: a larger stamp is in nanoseconds.
 _NANOSECOND_STAMPS = 1e17
+_LAST_STAMP = 1e19  # nanoseconds of the year 2286
+_FIRST_DATE = 1e9  # seconds since 1970: a trace from before 2001 counts from the start of its host
 # Rows are collected as tuples and moved to the columns in small groups: the tuples of a whole batch take 8 MB.
 ROWS_AT_ONCE = 500
 # Columns that are collected while reading, with their type code (of `array` and of numpy).
@@ -291,6 +367,10 @@ class Trace:
     meta: dict[str, Any]
     peak_bytes: dict[int, float]  # highest allocated memory by device id, where the trace records memory
     incomplete: int  # events without a time or duration
+    not_finite: int  # events whose time or duration is NaN, infinite or beyond any clock
+    negative: int  # events with a negative duration
+    notes: list[str]  # what was odd about the file
+    base_seconds: float  # when the clock of the stamps was 0, in seconds since 1970
 
     def mask(self, *kinds: Kind) -> Mask:
         return np.isin(self.kind, kinds)
@@ -304,6 +384,12 @@ class Trace:
     def names_where(self, test: Callable[[str], bool]) -> Mask:
         """For each row, whether its name passes; the test runs once per distinct name."""
         return np.array([test(name) for name in self.names], dtype=bool)[self.name]
+
+    @property
+    def window(self) -> tuple[float, float] | None:
+        """First start and last end in seconds since 1970; None when the stamps do not count from there."""
+        window = tuple(self.base_seconds + at / 1e6 for at in (float(self.start[0]), float(self.end.max())))
+        return window if window[0] > _FIRST_DATE else None  # type: ignore[return-value]
 
     @property
     def of_lightning(self) -> bool:
@@ -324,7 +410,7 @@ class Trace:
     def device_name(self) -> str | None:
         """Name of the device that ran the kernels; the first in the metadata when the kernels name none."""
         ids = self.device[self.rows(Kind.KERNEL)][:1]
-        used = [p for p in self.device_properties if len(ids) and p.get("id") == ids[0]]
+        used = [p for p in self.device_properties if p.get("id") in ids.tolist()]
         name = next((p.get("name") for p in used + self.device_properties), None)
         return str(name) if name else None
 
@@ -363,6 +449,10 @@ def read_trace(path: Path | str, *, shapes: bool = False, progress: Callable[[in
         meta=file.meta,
         peak_bytes=reader.peaks,
         incomplete=reader.incomplete,
+        not_finite=reader.not_finite,
+        negative=reader.negative,
+        notes=file.notes,
+        base_seconds=(reader.first_nanosecond or _number(file.meta.get("baseTimeNanoseconds"), 0.0)) / 1e9,
         start=start[order],
         end=(start + length)[order],
         # Each column leaves the reader before the next is copied, so that only one is in memory twice.
@@ -395,7 +485,7 @@ class _TraceReader:
         self.peaks: dict[int, float] = {}
         self.collectives: dict[int, CollectiveArguments] = {}
         self.first_nanosecond = 0  # 0 while no stamp was in nanoseconds since 1970
-        self.events = self.incomplete = 0
+        self.events = self.incomplete = self.not_finite = self.negative = 0
 
     def add(self, batch: list[Any]) -> None:
         self.events += len(batch)
@@ -445,6 +535,9 @@ class _TraceReader:
             if start is None:
                 self.incomplete += 1
                 return
+        if not -_LAST_STAMP < start < _LAST_STAMP:  # also NaN
+            self.not_finite += 1
+            return
         if start > _NANOSECOND_STAMPS:
             # A float cannot keep single nanoseconds of such a number, so they are counted from the first one.
             self.first_nanosecond = self.first_nanosecond or int(start)
@@ -454,6 +547,10 @@ class _TraceReader:
             if length is None:
                 self.incomplete += 1
                 length = 0.0
+        if not 0 <= length < _LAST_STAMP:
+            self.not_finite += length >= 0 or length != length
+            self.negative += length < 0
+            length = 0.0
         if "Collective name" in args:
             self.collectives[len(self.columns["kind"]) + len(self.batch_rows)] = CollectiveArguments.from_event(args)
         external = args.get("external id")

@@ -417,6 +417,11 @@ def loss_verdicts(comparison: Comparison) -> list[str]:
     return [f"loss of {comparison.labels[0]} and {label}: {loss.reason}" for label, loss in pairs]
 
 
+def comparison_notes(comparison: Comparison) -> list[str]:
+    """The notes of every profile, with its label."""
+    return [f"{job.label}: {note}" for job in comparison.jobs for note in profile_notes(job)]
+
+
 def comparison_sections(comparison: Comparison, top: int) -> list[Section]:
     sections = [Section(title, (table,)) for title, table in comparison_tables(comparison, top)]
     if comparison.jobs:
@@ -425,7 +430,8 @@ def comparison_sections(comparison: Comparison, top: int) -> list[Section]:
         chart = Chart(
             title="Scaling efficiency", series=(efficiency,), y_title="% of the first run", from_zero=True, height=300
         )
-        sections.insert(0, Section("Step time", (step_bars(comparison.jobs), chart)))
+        notes = [Note(text) for text in comparison_notes(comparison)]
+        sections.insert(0, Section("Step time", (step_bars(comparison.jobs), chart, *notes)))
     if comparison.runs:
         items: list[Item] = [Note(text) for text in loss_verdicts(comparison)]
         losses = zip(comparison.runs.loss, comparison.labels[1:], strict=True)

@@ -16,8 +16,9 @@ from windlass.energy.ledger import Ledger, read_ledger
 from windlass.errors import RunError, WindlassError
 from windlass.files import read_json, read_json_lines
 from windlass.models.presets import model_spec
-from windlass.report.columns import Columns, known, last_known, recent_median
+from windlass.report.columns import SAMPLE_LINES, Columns, known, last_known, recent_median
 from windlass.runs.events import (
+    MAX_NUMBER,
     CheckpointRemoved,
     Evaluated,
     Event,
@@ -27,12 +28,12 @@ from windlass.runs.events import (
     Hang,
     ProcessStart,
     Restarted,
+    RolledBack,
     Saved,
     SignalReceived,
     Started,
     Stopped,
     known_float,
-    known_int,
     parse_event,
 )
 from windlass.runs.folder import Run, open_run
@@ -138,7 +139,7 @@ def collect(
     except WindlassError as error:
         problem = error.message
     # A run's files may have been written by anybody: every text is made fit to be shown.
-    events = [parse_event(clean(event.as_dict(), lines=False)) for event in run.events()]
+    events = [parse_event(clean(line, lines=False)) for line in read_json_lines(run.events_file)]
     manifest: dict[str, Any] = clean(run.manifest())
     has_steps = any(isinstance(e, (Saved, Stopped, Finished)) for e in events)
     problems = [  # (text, whether it holds): what a folder that was copied in part, or torn, does not say
@@ -209,6 +210,12 @@ def collect(
         **stated,
         **medians,
     )
+
+
+def sample_columns(run: Run) -> Columns:
+    """A first look at the metrics of a long run."""
+    moments = [e.time for e in run.events() if isinstance(e, (ProcessStart, RolledBack)) and e.time is not None]
+    return Columns.sample(run.metrics_file, SAMPLE_LINES, times=moments)
 
 
 def find_runs(folder: Path | str) -> list[Run]:
@@ -328,10 +335,19 @@ def _history_lines(columns: Columns) -> list[MetricsLine]:
     evenly = np.linspace(0, len(steps) - 1, min(len(steps), MAX_HISTORY_LINES)).astype(np.int64)
     backwards = np.nonzero(np.diff(steps) <= 0)[0][:MAX_HISTORY_LINES]
     kept = np.unique(np.concatenate([evenly, backwards, backwards + 1]))
-    values = (columns.get(key)[kept].tolist() for key in ("step", "tokens", "step_seconds", "time"))
+
+    def values(key: str, *, whole: bool) -> list[Any]:
+        column = columns.get(key)[kept]
+        is_known = (np.abs(column) < MAX_NUMBER) & (not whole or column == np.floor(column))  # NaN is not
+        numbers = np.where(is_known, column, 0.0).astype(np.int64 if whole else np.float64).astype(object)
+        numbers[~is_known] = None
+        return list(numbers)
+
+    steps_done, tokens = values("step", whole=True), values("tokens", whole=True)
+    seconds, times = values("step_seconds", whole=False), values("time", whole=False)
     return [
-        MetricsLine(step=known_int(s), tokens=known_int(t), step_seconds=known_float(x), time=known_float(at))
-        for s, t, x, at in zip(*values, strict=True)
+        MetricsLine(step=s, tokens=t, step_seconds=x, time=at)
+        for s, t, x, at in zip(steps_done, tokens, seconds, times, strict=True)
     ]
 
 

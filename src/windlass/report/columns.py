@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,12 @@ with contextlib.suppress(ImportError):
 
     parse_json = orjson.loads  # three times as fast
 Numbers = npt.NDArray[np.float64]
-# Lines, evenly spread over the file, that the first look at a long file takes.
+# The first look at a long file takes so many lines, evenly spread, and its last bytes completely: more than the 200
+# lines that the medians of the newest values need.
 SAMPLE_LINES = 3000
+TAIL_BYTES = 256 << 10
 # Files beyond this are sampled before they are read completely.
 LONG_FILE_BYTES = 8 << 20
-TAIL_BYTES = 16384
 # Keys beyond METRICS that are kept: a run that invents thousands must not fill the memory.
 MAX_EXTRA_KEYS = 64
 # A larger number comes from a damaged line, and some have no place in a column.
@@ -47,21 +50,44 @@ class Columns:
         self._data: dict[str, list[Numbers]] = {}
 
     @classmethod
-    def sample(cls, path: Path, lines: int = SAMPLE_LINES) -> Columns:
-        """A first look at a long file: lines evenly spread by position, and its tail."""
+    def sample(cls, path: Path, lines: int, *, times: Sequence[float] = ()) -> Columns:
+        """A first look at a long file: lines evenly spread by position, its tail, and those on both sides of `times`.
+
+        The times are those of starts and rollbacks. The lines beside them say how many steps were lost, and how much
+        memory the processes before had reached: both are then exact.
+        """
         columns = cls(path)
         columns.is_sample = True
-        size = path.stat().st_size
-        raw: list[bytes] = []
+        raw: dict[int, bytes] = {}  # by position
         with path.open("rb") as file:
-            for index in range(lines):
-                file.seek(size * index // lines)
-                if index:
+
+            def read_line(offset: int) -> bytes:
+                """The first line that begins at the offset or after it; it becomes part of the sample."""
+                file.seek(max(0, offset - 1))
+                if offset:
                     file.readline()
-                raw.append(file.readline())
-            file.seek(max(0, size - TAIL_BYTES))
-            tail = file.read().splitlines()[1:]
-        columns._add([line for line in raw if line.endswith(b"\n")] + tail)
+                position = file.tell()
+                return raw.setdefault(position, file.readline())
+
+            def time_at(offset: int) -> float:
+                """Time of the first line from the offset on that has one; infinite at the end of the file."""
+                while line := read_line(offset):
+                    with contextlib.suppress(ValueError, TypeError, KeyError):
+                        return float(parse_json(line)["time"])
+                    offset = file.tell()
+                return float("inf")
+
+            tail_at = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+            for index in range(lines):
+                read_line(tail_at * index // lines)
+            for moment in times:
+                bisect_left(range(tail_at), moment, key=time_at)  # its last probes are the lines on both sides
+            file.seek(max(0, tail_at - 1))
+            if tail_at:
+                file.readline()
+            tail_at = file.tell()
+            tail = file.read().splitlines()
+        columns._add([line for position, line in sorted(raw.items()) if position < tail_at] + tail)
         return columns
 
     def refresh(self, max_bytes: int | None = None) -> bool:
@@ -104,7 +130,7 @@ class Columns:
         rows = [v for v in values if isinstance(v, dict) and is_number(v.get("step")) and -1 < v["step"] < 2**53]
         if not rows:
             return
-        for key in {key for row in rows for key in row} | set(self._data):
+        for key in set(self._data).union(*rows):
             values = [row.get(key) for row in rows]
             try:
                 numbers = np.array(values, dtype=np.float64)  # None becomes NaN
@@ -180,8 +206,9 @@ def known(values: Numbers) -> Numbers:
 
 def recent_median(values: Numbers, last: int = 200, skip: int = 2) -> float | None:
     """Median of the last values, without the first lines (compilation); None when there are none."""
-    late = known(values[skip:] if len(values) > skip + 2 else values)[-last:]
-    return float(np.median(late)) if len(late) else None
+    late = np.sort(known(values[skip:] if len(values) > skip + 2 else values)[-last:])
+    # np.median takes ten times as long for so few, and a list of runs needs thousands of them.
+    return float(late[(len(late) - 1) // 2] + late[len(late) // 2]) / 2 if len(late) else None
 
 
 def last_known(values: Numbers) -> float | None:

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from windlass.report.collect import RunSummary, collect
+from windlass.report.collect import RunSummary, collect, sample_columns
 from windlass.report.columns import LONG_FILE_BYTES, Columns, Numbers, known
 from windlass.report.tables import counted, energy_card, goodput, number, percent, rate, silence, state, watts
 from windlass.runs.events import Saved
@@ -22,13 +22,14 @@ COLOURS = {"finished": "green", "running": "cyan", "failed": "red"}
 class Watch:
     """Keeps the columns between looks, so that a look reads only what was appended.
 
-    `sample_first`: the first look at a long file takes a sample of it.
+    `sample_first`: the first look at a long file takes a sample of it. Its figures are those of all lines, but for
+    goodput (within a thousandth) and the curves.
     """
 
     def __init__(self, run: Run, *, sample_first: bool = False) -> None:
         self.run, self._looked, file = run, False, run.metrics_file
         is_long = file.exists() and file.stat().st_size > LONG_FILE_BYTES
-        self.columns = Columns.sample(file) if sample_first and is_long else Columns(file)
+        self.columns = sample_columns(run) if sample_first and is_long else Columns(file)
 
     def look(self) -> RunSummary:
         if self._looked and self.columns.is_sample:  # the second look reads the whole file

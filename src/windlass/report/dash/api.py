@@ -1,6 +1,7 @@
 """The dashboard's JSON: names and numbers in, sections and curves out; every run by its id, every number in bounds."""
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -35,6 +36,9 @@ MAX_RUNS = 30
 MAX_KEYS = 12
 MAX_CURVE_POINTS = 4000
 SPARK_POINTS = 60
+# A list reads summaries for so many seconds, and at least those of the newest runs; the next request reads on.
+LIST_READ_SECONDS = 0.8
+ALWAYS_READ_RUNS = 20
 MAX_MARKED_EVENTS = 60
 MARKED = (
     "started", "resumed", "fault", "hang", "stopped", "signal", "restarted", "rollback", "saved", "finished", "gave_up",
@@ -51,15 +55,38 @@ def answer(folder: Folder, path: str, query: Query) -> dict[str, Any]:
     return ROUTES[path](folder, query)
 
 
+SUMMARY_KEYS = (
+    "name", "model", "cluster", "tokens", "target_tokens", "step", "loss", "tokens_per_second", "mfu",
+    "memory_bytes", "updated_at", "started_at", "problem",
+)  # fmt: skip
+
+
+def runs_json(folder: Folder, query: Query) -> dict[str, Any]:
+    """Every run, however many there are: a row whose summary was not read yet has status "reading" and nulls."""
+    views = folder.views()
+    until, rows = time.monotonic() + LIST_READ_SECONDS, {}
+    for place, view in enumerate(sorted(views, key=RunView.written_at, reverse=True)):
+        if view.has_summary or place < ALWAYS_READ_RUNS or time.monotonic() < until:
+            rows[view.id] = _row(view)
+    unread = {**dict.fromkeys(SUMMARY_KEYS), "status": "reading", "devices": None, "energy": "", "energy_how": ""}
+    unread |= {"joules": None, "basis": "", "goodput": None, "spark": []}
+    return {
+        "root": str(folder.root),
+        "runs": [
+            rows.get(v.id, {**unread, "name": v.name, "model": "", "cluster": "", "id": v.id, "path": v.name})
+            for v in views
+        ],
+        "unread": len(views) - len(rows),
+        "axes": X_AXES,
+        "metrics": METRICS,
+    }
+
+
 def _row(view: RunView) -> dict[str, Any]:
     s = view.summary()
     used, basis = energy_card(s.energy)
-    keys = (
-        "name", "model", "cluster", "tokens", "target_tokens", "step", "loss", "tokens_per_second", "mfu",
-        "memory_bytes", "updated_at", "started_at", "problem",
-    )  # fmt: skip
     return {
-        **{key: getattr(s, key) for key in keys},
+        **{key: getattr(s, key) for key in SUMMARY_KEYS},
         "id": view.id,
         "path": view.name,
         "status": state(s),
@@ -216,10 +243,7 @@ def _one(query: Query, name: str, default: str | None = None) -> str:
 
 
 ROUTES: dict[str, Callable[[Folder, Query], dict[str, Any]]] = {
-    "runs": lambda folder, query: {
-        "root": str(folder.root), "runs": [_row(view) for view in folder.views()], "axes": X_AXES, "metrics": METRICS,
-    },
-    "run": run_json, "series": series_json, "data": data_json, "profile": profile_json, "sweep": sweep_json,
-    "plan": plan_json,
+    "runs": runs_json, "run": run_json, "series": series_json, "data": data_json, "profile": profile_json,
+    "sweep": sweep_json, "plan": plan_json,
     "plan-choices": lambda folder, query: choices(),
 }  # fmt: skip

@@ -4,8 +4,12 @@ import contextlib
 import gzip
 import hmac
 import json
+import resource
 import secrets
+import select
+import socket
 import threading
+import time
 from functools import lru_cache
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
@@ -33,6 +37,12 @@ HEADERS = {
 }  # fmt: skip
 
 
+# Connections that have not shown the token yet. Anybody on the host can open them, and each takes a file descriptor
+# that run folders and viewers need: there are few, for a short time, and at most a quarter of the descriptors.
+MAX_UNAUTHENTICATED = 64
+UNAUTHENTICATED_SECONDS = 10.0
+
+
 class DashServer(ThreadingHTTPServer):
     """Many viewers, one thread each; threads die with the server."""
 
@@ -42,12 +52,59 @@ class DashServer(ThreadingHTTPServer):
 
     def __init__(self, folder: Folder, port: int, token: str) -> None:
         self.folder, self.token = folder, token
+        self._lock = threading.Lock()
+        self._unauthenticated: dict[socket.socket, float] = {}  # with the time of arrival, oldest first
         super().__init__(("127.0.0.1", port), DashHandler)
         self.cookie = f"windlass{self.server_port}"
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}/?token={self.token}"
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            connection, address = super().get_request()
+        except OSError:  # no descriptor is free: drop the oldest, and accept at the next turn
+            self._drop_idle(at_most=len(self._unauthenticated) - 1)
+            time.sleep(0.01)
+            raise
+        with self._lock:
+            self._unauthenticated[connection] = time.monotonic()
+        self._drop_idle(at_most=min(MAX_UNAUTHENTICATED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        return connection, address
+
+    def service_actions(self) -> None:
+        """Called several times a second."""
+        self._drop_idle(at_most=MAX_UNAUTHENTICATED)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.authenticated(request)
+        super().shutdown_request(request)
+
+    def authenticated(self, connection: socket.socket) -> None:
+        """It showed the token, or is closed: no longer counted and never dropped."""
+        with self._lock:
+            self._unauthenticated.pop(connection, None)
+
+    def _drop_idle(self, *, at_most: int) -> None:
+        """Close connections without the token that are too old or too many, the oldest first.
+
+        Its thread may not have read yet what a new viewer sent: a connection with unread bytes is dropped last.
+        """
+        with self._lock:
+            oldest = time.monotonic() - UNAUTHENTICATED_SECONDS
+            dropped = [c for c, arrived_at in self._unauthenticated.items() if arrived_at < oldest]
+            if (excess := len(self._unauthenticated) - len(dropped) - max(0, at_most)) > 0:
+                young = [c for c in self._unauthenticated if c not in dropped]
+                poll = select.poll()
+                for connection in young:
+                    poll.register(connection, select.POLLIN)
+                waiting = {number for number, _ in poll.poll(0)}
+                dropped += sorted(young, key=lambda c: c.fileno() in waiting)[:excess]
+            for connection in dropped:
+                del self._unauthenticated[connection]
+                with contextlib.suppress(OSError):  # wakes its thread, which closes it
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A viewer may go away in the middle of an answer."""
@@ -97,9 +154,12 @@ class DashHandler(BaseHTTPRequestHandler):
         # A name that only resolves to localhost (DNS rebinding) is refused; the port belongs to the tunnel.
         if not any(host == name or host.startswith(f"{name}:") for name in LOCAL_NAMES):
             self._refuse(HTTPStatus.FORBIDDEN, "this server answers to localhost only")
-        elif not hmac.compare_digest(token.encode(), self.server.token.encode()):
+            return
+        if not hmac.compare_digest(token.encode(), self.server.token.encode()):
             self._refuse(HTTPStatus.FORBIDDEN, "open the address that `windlass dash` printed: it ends in ?token=...")
-        elif path == "/" and "token" in query:
+            return
+        self.server.authenticated(self.connection)
+        if path == "/" and "token" in query:
             # The token moves into a cookie, so that it stays out of the history and of screenshots.
             text = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
             self._send(HTTPStatus.SEE_OTHER, b"", "text/plain", {"Location": "/", "Set-Cookie": text})
@@ -125,7 +185,8 @@ class DashHandler(BaseHTTPRequestHandler):
         self._send(status, text.encode(), "application/json")
 
     def _refuse(self, status: HTTPStatus, text: str) -> None:
-        self._send(status, f"{text}\n".encode(), "text/plain")
+        """The connection is closed: whoever shows no token gets no second request on it."""
+        self._send(status, f"{text}\n".encode(), "text/plain", {"Connection": "close"})
 
     def _send(self, status: HTTPStatus, content: bytes, kind: str, more: dict[str, str] | None = None) -> None:
         charset = "" if kind == "application/json" else "; charset=utf-8"

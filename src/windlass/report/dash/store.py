@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from windlass.report.collect import RunSummary, collect, find_runs
+from windlass.report.collect import RunSummary, collect, find_runs, sample_columns
 from windlass.report.columns import LONG_FILE_BYTES, Columns, axis, thin
 from windlass.runs.folder import Run
 from windlass.units import print_text
@@ -44,7 +44,7 @@ class RunView:
                 self._looked_at = now
                 file = self.run.metrics_file
                 if not len(self._complete) and file.exists() and file.stat().st_size > LONG_FILE_BYTES:
-                    self._sample = Columns.sample(file)
+                    self._sample = sample_columns(self.run)
                     threading.Thread(target=self._read_completely, name="windlass-dash-read", daemon=True).start()
                 else:
                     self._complete.refresh()
@@ -55,6 +55,17 @@ class RunView:
             time.sleep(0.01)  # let requests in between
         with self._lock:
             self._sample = self._summary = None
+
+    @property
+    def has_summary(self) -> bool:
+        return self._summary is not None
+
+    def written_at(self) -> float:
+        """When the metrics were last written; 0 without metrics."""
+        try:
+            return self.run.metrics_file.stat().st_mtime
+        except OSError:
+            return 0.0
 
     def version(self) -> str:
         columns = self.columns()
