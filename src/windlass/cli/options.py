@@ -22,5 +22,9 @@ ProcessesOption = Annotated[
 ]
 AccountOption = Annotated[str | None, typer.Option("--account", help="SLURM account to charge.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress lines.")]
+ScratchOption = Annotated[
+    bool,
+    typer.Option("--restart-from-scratch", help="Begin again at step 0 although all saved checkpoints are gone."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SaveOption = Annotated[bool, typer.Option("--save/--no-save", help="Append the results to the run's eval.jsonl.")]

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from windlass.cli.options import OverridesArgument, QuietOption, RunArgument
+from windlass.cli.options import OverridesArgument, QuietOption, RunArgument, ScratchOption
 from windlass.cli.train import train_start
 from windlass.errors import RunError
 
@@ -16,6 +16,7 @@ def resume(
         int | None, typer.Option("--devices", min=1, help="Processes here, one per device (default: as last time).")
     ] = None,
     restarts: Annotated[int, typer.Option("--restarts", min=0, help="How often failed workers are restarted.")] = 3,
+    from_scratch: ScratchOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Continue a stopped run from its newest complete checkpoint; the layout and the number of devices may change."""
@@ -49,4 +50,7 @@ def resume(
     # Devices at the last start; 1 when that is unknown or it ran on several nodes.
     starts = [ProcessStart(), *folder.events(ProcessStart)]
     last_count = (starts[-1].world_size or 1) if starts[-1].nodes in (None, 1) else 1
-    raise typer.Exit(train_start(folder, prepare, devices=devices or last_count, restarts=restarts, quiet=quiet))
+    count = devices or last_count
+    raise typer.Exit(
+        train_start(folder, prepare, devices=count, restarts=restarts, from_scratch=from_scratch, quiet=quiet)
+    )

@@ -331,6 +331,7 @@ def announce(training: Training, checkpoints: Checkpointing, restored: Any) -> N
         repeated = f"; {lost_steps} steps are repeated" if lost_steps else ""
         notes += [
             *(f"damaged: {sentence}" for sentence in restored.set_aside),
+            restored.missing,
             f"resumed at step {step} from {name}{repeated}",
         ]
     notes.append(passes_line(training.stream.epochs(plan.total_tokens)))
