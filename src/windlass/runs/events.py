@@ -276,7 +276,7 @@ class FaultEvent(
     Event,
     event="fault",
     meaning="a rank failed",
-    sentence="rank {rank} failed ({kind}): {error}",
+    sentence="rank {rank} failed ({kind}) on {host}: {error}",
 ):
     rank: int | None = None
     kind: str | None = None

@@ -46,7 +46,11 @@ def run(recipe: Recipe, folder: Run, start: Start, place: Place, hooks: Sequence
     """Train; the exit code says whether the run is finished or can be resumed. An error leaves a fault record per
     rank."""
     heartbeat = Heartbeat(
-        folder, place.rank, world_size=place.world_size, timeout_seconds=recipe.train.watchdog_seconds
+        folder,
+        place.rank,
+        world_size=place.world_size,
+        timeout_seconds=recipe.train.watchdog_seconds,
+        started_at=start.created_at,
     ).start()
     recorder = Recorder(listeners=[heartbeat, *hooks])
     all_hooks: list[Hook] = [recorder, heartbeat, *hooks]
