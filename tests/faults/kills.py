@@ -135,25 +135,20 @@ def measure(work: Work, marks: MarkReader) -> None:
 def disturb(work: Work, marks: MarkReader, dice: random.Random) -> list[Kill]:
     """One kill in every phase, in random order and shutdown last; then the work is brought to its end."""
     kills: list[Kill] = []
-    order = dice.sample(work.phases[:-1], len(work.phases) - 1)
+    misses, waiting = 0, [*dice.sample(work.phases[:-1], len(work.phases) - 1), work.phases[-1]]
     process: subprocess.Popen[bytes] | None = None
-    for phase in [*order, work.phases[-1]]:
+    while waiting:
         if process is None or process.poll() is not None:
             if work.finished():
                 break
             marks.drain()
             marks.phase, process = "none", work.start()
-        current = process
-        for _ in range(5):  # until the random part ends within the phase; some phases come only once
-            times = dice.randint(1, 6) if phase == "step" else 1
-            if not marks.wait_for(phase, times, lambda current=current: bool(work.processes(current))):
-                break
-            time.sleep(dice.random() * work.seconds.get(phase, 0.0))
-            marks.drain()
-            if marks.phase == phase or phase in ("start-up", "shutdown"):
-                kill = kill_one(work, process, marks.phase, dice)
-                kills += [kill] if kill else []
-                break
+        phase = waiting.pop(0)
+        if kill := kill_in(work, process, phase, marks, dice):
+            kills.append(kill)
+        elif waiting and misses < 5:  # the next start may reach it
+            misses += 1
+            waiting.insert(len(waiting) - 1, phase)
     deadline = time.monotonic() + LIMIT_SECONDS
     while not work.finished() and time.monotonic() < deadline:
         if process is None or process.poll() is not None:
@@ -162,6 +157,21 @@ def disturb(work: Work, marks: MarkReader, dice: random.Random) -> list[Kill]:
     if process is not None:
         process.wait(LIMIT_SECONDS)
     return kills
+
+
+def kill_in(
+    work: Work, process: subprocess.Popen[bytes], phase: str, marks: MarkReader, dice: random.Random
+) -> Kill | None:
+    """A kill after a random part of the phase; None when it was over before, however often it came."""
+    for _ in range(1 if phase in ("start-up", "shutdown") else 20):
+        times = dice.randint(1, 6) if phase == "step" else 1
+        if not marks.wait_for(phase, times, lambda: bool(work.processes(process))):
+            return None
+        time.sleep(dice.random() * work.seconds.get(phase, 0.0))
+        marks.drain()
+        if marks.phase == phase:
+            return kill_one(work, process, phase, dice)
+    return None
 
 
 def kill_one(work: Work, process: subprocess.Popen[bytes], phase: str, dice: random.Random) -> Kill | None:
@@ -243,7 +253,7 @@ def training(lab: Lab, recipe: Recipe, world: int, marks: Path) -> Work:
 
 def training_kills(folder: Path, world: int, runs: int, seed: int = 0) -> list[Kill]:
     lab, dice, kills = Lab(folder, seed), random.Random(seed), []
-    tables: dict[str, Any] = {"data": {"batch_tokens": 64 * world}, "train": {"eval_tokens": 1024}}
+    tables: dict[str, Any] = {"data": {"batch_tokens": 64 * world}, "train": {"eval_tokens": 2000}}
     recipe = faults.recipe(lab.store, steps=100, every=5, **tables)
     reference, seconds = lab.reference(recipe, world), {}
     with tempfile.TemporaryDirectory(prefix="marks-") as short:  # a Unix socket's path has at most 107 characters
@@ -321,7 +331,7 @@ def slurm_kills(folder: Path, runs: int, seed: int = 0) -> list[Kill]:
             "model__vocab": 128, "data__store": str(lab.store), "data__seq_len": 16, "data__batch_tokens": 128,
             "data__max_epochs": 1.0, "train__steps": 100, "train__eval_every": 10, "train__eval_tokens": 1024, "save__every": 5,
         }  # fmt: skip
-        names = [f"kills-{number}" for number in range(-1, runs)]
+        names = ["measured", *(f"kills-{number}" for number in range(runs))]
         files = {n: site.recipe(n, launch={"venv": str(shims), "env": {MARKS: str(path)}}, **tables) for n in names}
         recipe = load_recipe(files[names[0]]).recipe
         reference = lab.reference(recipe, 2)
