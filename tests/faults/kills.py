@@ -7,12 +7,13 @@ import contextlib
 import hashlib
 import json
 import os
+import queue
 import random
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,7 +34,9 @@ from windlass.runs.events import FaultEvent, ProcessStart, Resumed
 from windlass.runs.folder import Run
 
 ROOT = Path(__file__).parents[2]
-LIMIT_SECONDS = 120.0
+LIMIT_SECONDS = 600.0
+# A kill that nobody has noticed by then counts as not noticed.
+NOTICE_SECONDS = 60.0
 
 
 @dataclass
@@ -42,7 +45,8 @@ class Kill:
     phase: str
     victim: str
     # From the kill to the record of the fault, or to the end of every process where nobody is left to write one.
-    detection_seconds: float
+    # None: not noticed.
+    detection_seconds: float | None
     # The record names the rank, the signal and the node; None where the victim is no rank or nobody is left.
     named: bool | None = None
     tokens_redone: int | None = None
@@ -52,7 +56,7 @@ class Kill:
     @property
     def good(self) -> bool:
         """A death is noticed within 5 s, the rank is named, and no bit of the result is another."""
-        return self.identical is True and self.named is not False and self.detection_seconds <= 5.0
+        return self.identical is True and self.named is not False and (self.detection_seconds or 1e9) <= 5.0
 
 
 @dataclass
@@ -62,10 +66,12 @@ class Work:
     name: str
     start: Callable[[], subprocess.Popen[bytes]]
     finished: Callable[[], bool]
-    # (label, pid) of every living process.
-    processes: Callable[[subprocess.Popen[bytes]], list[tuple[str, int]]]
+    # Every living process with a label.
+    processes: Callable[[subprocess.Popen[bytes]], list[tuple[str, psutil.Process]]]
     run: Run | None = None
     phases: tuple[str, ...] = PHASES
+    # Its phases come again and again; else a kill in a late one would leave no early one to come.
+    repeats: bool = True
     # How long each phase takes, as measured; the moment of a kill is a random part of it.
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -77,16 +83,24 @@ class MarkReader:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(str(path))
         self.phase, self.since = "start-up", time.monotonic()
+        # Phase -> how long it took the last time.
+        self.spans: dict[str, float] = {}
+        self.received: queue.Queue[tuple[str, float]] = queue.Queue()
+        threading.Thread(target=self._receive, daemon=True).start()
+
+    def _receive(self) -> None:
+        while True:
+            self.received.put((self.socket.recv(64).decode(), time.monotonic()))
 
     def read(self, timeout_seconds: float) -> str | None:
-        self.socket.settimeout(timeout_seconds)
         try:
-            phase = self.socket.recv(64).decode()
-        except (TimeoutError, BlockingIOError):
+            phase, at = self.received.get(timeout_seconds > 0, timeout_seconds)
+        except queue.Empty:
             return None
         phase = "step" if phase == "saved" else self.phase if (self.phase, phase) == ("save", "step") else phase
         if phase != self.phase:
-            self.phase, self.since = phase, time.monotonic()
+            self.spans[self.phase] = at - self.since
+            self.phase, self.since = phase, at
         return phase
 
     def drain(self) -> None:
@@ -104,7 +118,7 @@ class MarkReader:
         return times == 0
 
 
-def tree(process: subprocess.Popen[bytes]) -> list[tuple[str, int]]:
+def tree(process: subprocess.Popen[bytes]) -> list[tuple[str, psutil.Process]]:
     """The process and all below it; a rank by its number, others by their place."""
     labelled = []
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -114,7 +128,7 @@ def tree(process: subprocess.Popen[bytes]) -> list[tuple[str, int]]:
                 if member.status() != psutil.STATUS_ZOMBIE:
                     rank = member.environ().get("RANK")
                     label = "parent" if member.pid == process.pid else "child" if rank is None else f"rank {rank}"
-                    labelled.append((label, member.pid))
+                    labelled.append((label, member))
     return labelled
 
 
@@ -133,9 +147,11 @@ def measure(work: Work, marks: MarkReader) -> None:
 
 
 def disturb(work: Work, marks: MarkReader, dice: random.Random) -> list[Kill]:
-    """One kill in every phase, in random order and shutdown last; then the work is brought to its end."""
+    """One kill in every phase, in random order where they repeat, and shutdown last; then the work is brought to its end."""
     kills: list[Kill] = []
-    misses, waiting = 0, [*dice.sample(work.phases[:-1], len(work.phases) - 1), work.phases[-1]]
+    misses, waiting = 0, list(work.phases)
+    if work.repeats:
+        waiting[:-1] = dice.sample(work.phases[:-1], len(work.phases) - 1)
     process: subprocess.Popen[bytes] | None = None
     while waiting:
         if process is None or process.poll() is not None:
@@ -146,7 +162,7 @@ def disturb(work: Work, marks: MarkReader, dice: random.Random) -> list[Kill]:
         phase = waiting.pop(0)
         if kill := kill_in(work, process, phase, marks, dice):
             kills.append(kill)
-        elif waiting and misses < 5:  # the next start may reach it
+        elif waiting and work.repeats and misses < 5:  # the next start may reach it
             misses += 1
             waiting.insert(len(waiting) - 1, phase)
     deadline = time.monotonic() + LIMIT_SECONDS
@@ -171,6 +187,8 @@ def kill_in(
         marks.drain()
         if marks.phase == phase:
             return kill_one(work, process, phase, dice)
+        if phase in marks.spans:  # it took less time than when it was measured
+            work.seconds[phase] = min(work.seconds.get(phase, 0.0), marks.spans[phase])
     return None
 
 
@@ -179,27 +197,24 @@ def kill_one(work: Work, process: subprocess.Popen[bytes], phase: str, dice: ran
     members = work.processes(process)
     if not members:
         return None
-    label, pid = dice.choice(members)
-    moment, start_of = (
-        time.time(),
-        {member: psutil.Process(member) for _, member in members if psutil.pid_exists(member)},
-    )
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    while time.time() - moment < LIMIT_SECONDS:
+    label, victim = dice.choice(members)
+    moment = time.time()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        victim.kill()
+    while time.time() - moment < NOTICE_SECONDS:
         for fault in work.run.events(FaultEvent) if work.run is not None else ():
             if (fault.time or 0) >= moment:
                 is_rank = label.startswith("rank")
                 right = label == f"rank {fault.rank}" and "SIGKILL" in (fault.error or "") and bool(fault.host)
                 seconds = (fault.time or 0) - moment
                 return Kill(work.name, phase, label, seconds, right if is_rank else None, killed_at=moment)
-        if not any(_lives(member) for member in start_of.values()):
+        if not any(_lives(member) for _, member in members):
             if label.startswith("rank") and work.finished() and process.poll() == 0:
                 return None
             return Kill(work.name, phase, label, time.time() - moment, killed_at=moment)
         time.sleep(0.01)
         process.poll()
-    return Kill(work.name, phase, label, float("inf"), killed_at=moment)
+    return Kill(work.name, phase, label, None, killed_at=moment)
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -294,6 +309,7 @@ def tokenizing_kills(folder: Path, runs: int, seed: int = 0) -> list[Kill]:
             lambda: (output / "manifest.json").is_file() and not (output / "work").exists(),
             tree,
             phases=("start-up", "step", "save", "shutdown"),
+            repeats=False,
         )
 
     with tempfile.TemporaryDirectory(prefix="marks-") as short:
@@ -360,7 +376,7 @@ def slurm_kills(folder: Path, runs: int, seed: int = 0) -> list[Kill]:
     return kills
 
 
-def job_processes() -> list[tuple[str, int]]:
+def job_processes() -> list[tuple[str, psutil.Process]]:
     """Every process of the jobs on this machine but SLURM's own: the batch shell, srun, windlass link, ranks and their
     parents."""
     labelled = []
@@ -371,7 +387,7 @@ def job_processes() -> list[tuple[str, int]]:
                 is_rank = "tests.faults.marked" in member.cmdline() and "SLURM_PROCID" in env
                 is_child = parent is not None and member.cmdline() == parent.cmdline()
                 rank = f"{'rank' if is_child else 'parent of rank'} {env.get('SLURM_PROCID')}"
-                labelled.append((rank if is_rank else member.name(), member.pid))
+                labelled.append((rank if is_rank else member.name(), member))
     return labelled
 
 
@@ -400,7 +416,7 @@ def table(kills: list[Kill]) -> str:
 
 
 def _row(work: str, phase: str, kills: list[Kill]) -> str:
-    times = sorted(kill.detection_seconds for kill in kills)
+    times = sorted(float("inf") if k.detection_seconds is None else k.detection_seconds for k in kills)
     redone = [kill.tokens_redone for kill in kills if kill.tokens_redone is not None]
     named = [kill.named for kill in kills if kill.named is not None]
     victims = ", ".join(f"{sum(k.victim == v for k in kills)} {v}" for v in sorted({kill.victim for kill in kills}))
