@@ -123,7 +123,8 @@ def kill_at_random(folder: Path, count: int, seed: int) -> list[Kill]:
             place.mkdir()
             kills += work(place, max(1, (goal - len(kills)) // per_run), seed + round_number)
             round_number += 1
-            print(f"{name}: {len(kills)} kills so far", file=sys.stderr, flush=True)
+            failed = [kill for kill in kills if not kill.good]
+            print(f"{name}: {len(kills)} kills so far, failed: {failed or 'none'}", file=sys.stderr, flush=True)
     return kills
 
 
