@@ -1,7 +1,8 @@
-"""What happens when ...? The long form of tests/faults: every fault we can cause, more often.
+"""What happens when ...? The long form of tests/faults: every fault we can cause, more often, and random kills.
 
 python -m benchmarks.faults                     all cases, written to benchmarks/results/faults.md and faults.json
 python -m benchmarks.faults --only killed       the cases whose names contain a word
+python -m benchmarks.faults --only random --kills 20 --merge
 python -m benchmarks.faults --list
 """
 
@@ -11,7 +12,9 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from tests.faults import kills as random_kills
+from tests.faults.kills import Kill
 from tests.faults.lab import (
     Lab,
     Row,
@@ -44,6 +49,7 @@ from tests.faults.lab import (
     stuck,
     unreadable_version,
 )
+from tests.slurm.conftest import SCRIPT
 
 from windlass.errors import WindlassError
 
@@ -78,6 +84,7 @@ CASES: dict[str, Callable[[Lab], Row]] = {
     "layouts": other_layouts,
 }
 NEED_ROOT = ("full", "readonly")
+RANDOM = "random"
 
 
 def table(rows: list[Row]) -> str:
@@ -89,19 +96,53 @@ def table(rows: list[Row]) -> str:
     )
 
 
+def kill_at_random(folder: Path, count: int, seed: int) -> list[Kill]:
+    """About `count` kills: a third each of training on 2 and on 3 processes, the others tokenising and a SLURM chain."""
+    has_slurm = shutil.which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin") is not None and not os.geteuid()
+    if not has_slurm:
+        print("no SLURM here, or not root: no chain is killed", file=sys.stderr)
+
+    def slurm(place: Path, runs: int, seed: int) -> list[Kill]:
+        subprocess.run([str(SCRIPT), "up", "--fresh"], check=True, stdout=subprocess.DEVNULL)
+        try:
+            return random_kills.slurm_kills(place, runs, seed)
+        finally:
+            subprocess.run([str(SCRIPT), "down"], check=True, stdout=subprocess.DEVNULL)
+
+    parts: list[tuple[str, float, int, Callable[[Path, int, int], list[Kill]]]] = [
+        ("training-2", 1 / 3, 5, lambda place, runs, seed: random_kills.training_kills(place, 2, runs, seed)),
+        ("training-3", 1 / 3, 5, lambda place, runs, seed: random_kills.training_kills(place, 3, runs, seed)),
+        ("tokenising", 1 / 6 if has_slurm else 1 / 3, 4, random_kills.tokenizing_kills),
+        *([("slurm", 1 / 6, 5, slurm)] if has_slurm else []),
+    ]
+    kills: list[Kill] = []
+    for name, share, per_run, work in parts:
+        round_number, goal = 0, len(kills) + max(1, round(count * share))
+        while len(kills) < goal and round_number < 10:  # a kill that comes too late does not count: do more
+            place = folder / f"{name}-{round_number}"
+            place.mkdir()
+            kills += work(place, max(1, (goal - len(kills)) // per_run), seed + round_number)
+            round_number += 1
+            failed = [kill for kill in kills if not kill.good]
+            print(f"{name}: {len(kills)} kills so far, failed: {failed or 'none'}", file=sys.stderr, flush=True)
+    return kills
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="cases whose names contain this word")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--merge", action="store_true", help="with --only: replace these rows in the results")
+    parser.add_argument("--kills", type=int, default=300, help="number of random kills (case `random`)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     given = parser.parse_args()
     chosen = {n: c for n, c in CASES.items() if not given.only or given.only in n}
     if given.list:
-        print("\n".join(chosen))
+        print("\n".join([*chosen, *([RANDOM] if not given.only or given.only in RANDOM else [])]))
         return 0
     rows: list[Row] = []
+    kills: list[Kill] = []
     with tempfile.TemporaryDirectory(prefix="windlass-faults-") as folder:
         lab = Lab(Path(folder), given.seed)
         for name, case in chosen.items():
@@ -118,29 +159,36 @@ def main() -> int:
                 file=sys.stderr,
                 flush=True,
             )
+        if not given.only or given.only in RANDOM:
+            kills = kill_at_random(Path(folder), given.kills, given.seed)
     if not given.only:
-        write_results(rows, given)
+        write_results(rows, kills, given)
     elif given.merge:
-        old = json.loads((given.out / "faults.json").read_text())["rows"]
-        kept = [r for r in old if r["fault"] not in {n.fault for n in rows}]
-        write_results([*(Row(**r) for r in kept), *rows], given)
-    print(table(rows))
-    return 0 if all(r.ok for r in rows) else 1
+        old = json.loads((given.out / "faults.json").read_text())
+        kept = [Row(**r) for r in old["rows"] if r["fault"] not in {n.fault for n in rows}]
+        write_results([*kept, *rows], kills or [Kill(**k) for k in old.get("random_kills", [])], given)
+    print("\n\n".join([*([table(rows)] if rows else []), *([random_kills.table(kills)] if kills else [])]))
+    return 0 if all(r.ok for r in rows) and all(k.good for k in kills) else 1
 
 
-def write_results(rows: list[Row], given: argparse.Namespace) -> None:
+def write_results(rows: list[Row], kills: list[Kill], given: argparse.Namespace) -> None:
     from windlass.runs.manifest import commit, cpu_name
 
     facts = {
         "command": "python -m benchmarks.faults" + (f", then --only {given.only} --merge" if given.only else ""), "commit": commit(), "torch": torch.__version__,
         "python": platform.python_version(), "cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)),
-        "kills": sum(r.times for r in rows if "SIGKILL" in r.fault),
+        "kills": sum(r.times for r in rows if "SIGKILL" in r.fault) + len(kills),
     }  # fmt: skip
+    record = {**facts, "rows": [vars(r) for r in rows], "random_kills": [vars(kill) for kill in kills]}
     given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "faults.json").write_text(json.dumps({**facts, "rows": [vars(r) for r in rows]}, indent=2) + "\n")
+    (given.out / "faults.json").write_text(json.dumps(record, indent=2) + "\n")
     words = "\n".join(f"- {k}: {v}" for k, v in facts.items())
     text = f"# Faults and recovery\n\n{words}\n\n{table(rows)}\n\nLosses are compared as hexadecimal floats, weights and moments bit by bit, "
     text += "sequences by their checksums, against the uninterrupted run at the same number of processes. Seconds to recover: median from the fault (or the end of the start that it ended) to the first step of the next start, on a shared machine.\n"
+    if kills:
+        text += f"\n## Random kills\n\n{random_kills.table(kills)}\n\n"
+        text += "A phase is chosen, its mark awaited, and after a random part of it one process of the tree gets a SIGKILL: a rank, the supervisor, a tokenising worker, the batch shell, srun. "
+        text += "Seconds to detection: from the kill to the record of the fault, or to the end of every process where nobody is left to write one. Named: the record has the rank, the signal and the node.\n"
     (given.out / "faults.md").write_text(text)
 
 

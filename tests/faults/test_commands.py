@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 
 from windlass.cli.resume import resume
-from windlass.errors import EXIT_RESUMABLE, RunError
+from windlass.cli.train import train
+from windlass.errors import EXIT_RESUMABLE, CheckpointError, RunError
 from windlass.files import read_json
 from windlass.runs.folder import Run
 
@@ -86,3 +89,24 @@ def test_a_lost_worker_is_replaced_a_stop_is_resumable_and_resume_finishes(tmp_p
     with pytest.raises(RunError) as caught:
         resume(run.path)
     assert caught.value.code == "runs.finished" and "step 60" in caught.value.message and caught.value.exit_code == 4
+
+
+def test_a_purged_run_stops_and_begins_again_only_when_told_to(tmp_path: Path) -> None:
+
+    (tmp_path / "tiny.toml").write_text(RECIPE)
+    run = Run(tmp_path / "run")
+
+    def start(**options: bool) -> int:
+        with pytest.raises(typer.Exit) as done:
+            train(tmp_path / "tiny.toml", ["train.steps=6"], run.path, quiet=True, **options)
+        return done.value.exit_code
+
+    assert start() == 0
+    shutil.rmtree(run.checkpoints)
+    with pytest.raises(CheckpointError) as caught:
+        start()
+    assert caught.value.code == "checkpoint.gone" and "step 6 " in caught.value.message
+    assert [e.event for e in run.events()].count("started") == 1
+    assert start(from_scratch=True) == 0
+    kinds = [e.event for e in run.events()]
+    assert kinds.count("started") == 2 and kinds.count("checkpoints_lost") == 1 and run.checkpoint(6).is_dir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -100,6 +101,54 @@ def test_every_worker_is_polled_so_a_dead_rank_other_than_0_is_noticed_at_once(r
     seconds = time.time() - float((run.path / "died").read_text())
     [fault] = events(run, "fault")
     assert (fault.rank, fault.exit_code) == (2, 3) and seconds < 5
+
+
+def test_a_death_is_named_within_5_seconds_although_the_others_wait_in_a_collective_forever(run) -> None:
+    """A stand-in for a collective library that neither notices a lost peer nor reacts to signals."""
+    body = """
+if rank == 1:
+    while not all((run / f"waits-{other}").exists() for other in (0, 2)): time.sleep(0.01)
+    (run / "died").write_text(str(time.time()))
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+(run / f"waits-{rank}").touch()
+while True: time.sleep(60)
+"""
+    assert go(run, body, devices=3, max_restarts=0, grace_seconds=supervisor.GRACE_SECONDS) == 128 + signal.SIGKILL
+    [fault] = events(run, "fault")
+    assert (fault.rank, fault.kind, fault.host) == (1, "killed", socket.gethostname()) and "SIGKILL" in fault.error
+    assert fault.time - float((run.path / "died").read_text()) < 5
+
+
+ATTENDED = """
+import os, signal, sys, time
+from pathlib import Path
+from windlass.runs.folder import Run
+from windlass.train.supervisor import attend
+run = Path(sys.argv[1])
+attend(Run(run), 3)
+signal.signal(signal.SIGTERM, lambda *a: sys.exit(75))
+(run / "pid.new").write_text(str(os.getpid()))
+(run / "pid.new").rename(run / "pid")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "asked to stop"])
+def test_the_parent_of_a_rank_of_srun_says_that_it_was_killed(run, end) -> None:
+    task = subprocess.Popen([sys.executable, "-c", ATTENDED, str(run.path)], start_new_session=True)
+    while not (run.path / "pid").exists():
+        assert task.poll() is None
+        time.sleep(0.02)
+    moment = time.time()
+    if end == "killed":
+        os.kill(int((run.path / "pid").read_text()), signal.SIGKILL)
+    else:
+        os.killpg(task.pid, signal.SIGTERM)  # SLURM sends it to every process of the task
+    assert task.wait(10) == (137 if end == "killed" else errors.EXIT_RESUMABLE)
+    faults = [(e.rank, e.kind, e.host, e.exit_code) for e in events(run, "fault") if e.time - moment < 5]
+    assert faults == ([(3, "killed", socket.gethostname(), 137)] if end == "killed" else [])
+    assert [(f.rank, f.is_cause) for f in run.faults()] == ([(3, True)] if end == "killed" else [])
 
 
 class FakeTime:

@@ -6,6 +6,7 @@ import threading
 import time
 
 from windlass.errors import EXIT_HANG
+from windlass.files import write_json
 from windlass.train.watchdog import Heartbeat, count_collectives, find_hang, read_heartbeats
 
 
@@ -105,13 +106,13 @@ def test_progress_and_patient_phases_do_not_count_as_hanging(run) -> None:
     left: list[int] = []
     heart = Heartbeat(run, 0, timeout_seconds=0.7, write_seconds=0.1, leave=left.append).start()
     heart.step_phase("forward")  # the first step of a process compiles
-    assert read_heartbeats(run)[0]["phase"] in ("start", "compile")
+    assert read_heartbeats(run, None)[0]["phase"] in ("start", "compile")
     time.sleep(1.0)  # longer than a step may take, not than compiling may
     for step in range(8):
         heart.beat(step, "data")
         time.sleep(0.1)
     heart.close()
-    assert left == [] and read_heartbeats(run)[0]["phase"] == "ended"
+    assert left == [] and read_heartbeats(run, None)[0]["phase"] == "ended"
 
 
 def test_a_timeout_of_zero_is_off(run) -> None:
@@ -120,3 +121,13 @@ def test_a_timeout_of_zero_is_off(run) -> None:
     time.sleep(0.3)
     heart.close()
     assert left == []
+
+
+def test_a_heartbeat_of_an_earlier_start_is_not_blamed(run) -> None:
+    """Rank 1 of this start never came; the file is from the start before, where its pid and step were others."""
+    write_json(run.heartbeat_file(1), {**beat(1, 99), "started_at": 1.0})
+    left = threading.Event()
+    Heartbeat(run, 0, world_size=2, timeout_seconds=0.3, started_at=2.0, leave=lambda code: left.set()).start()
+    assert left.wait(20)
+    [fault] = run.faults()
+    assert fault.culprit == 1 and "101" not in fault.error and "1 of 2" in fault.error

@@ -44,6 +44,7 @@ class SavedCheckpoint:
     path: Path
     manifest: dict[str, Any]
     set_aside: tuple[str, ...] = ()  # one sentence for each newer checkpoint that could not be used
+    missing: str | None = None  # what is lost when a newer one was saved and is no longer there
 
     @property
     def step(self) -> int:

@@ -9,6 +9,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from windlass.checkpoint import files, names, rng
 from windlass.checkpoint.files import SavedCheckpoint
 from windlass.checkpoint.reader import UNSAFE_HINT, CheckpointReader, ValuePlanner
+from windlass.checkpoint.missing import report_missing
 from windlass.errors import CheckpointError
 from windlass.files import read_json
 from windlass.runs.events import CheckpointDamaged
@@ -45,6 +47,8 @@ def find_latest(run: Run, verify: bool = True, before: int | None = None) -> Sav
     while True:
         candidates = [item for item in _on_rank_0(files.steps_on_disk, run) if limit is None or item[0] < limit]
         if not candidates:
+            if before is None:
+                _on_rank_0(report_missing, run, None)
             aside = _on_rank_0(files.damaged, run) if before is None else []
             if aside:
                 reasons = [str((read_json(path / files.REASON) or {}).get("reason") or path.name) for path in aside]
@@ -60,7 +64,8 @@ def find_latest(run: Run, verify: bool = True, before: int | None = None) -> Sav
         manifest, problem = _on_rank_0(_open, folder)
         problem = problem or (_content_problem(folder, manifest) if verify else None)
         if problem is None:
-            return SavedCheckpoint(folder, manifest, set_aside=tuple(notes))
+            latest = SavedCheckpoint(folder, manifest, set_aside=tuple(notes))
+            return latest if before is not None else replace(latest, missing=_on_rank_0(report_missing, run, latest))
         notes.append(_on_rank_0(_set_aside, run, folder, problem))
 
 

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from windlass.cli.options import AccountOption, JsonOption, NewRunOption, OverridesArgument, RecipeArgument, RunArgument
+from windlass.cli.options import (
+    AccountOption,
+    JsonOption,
+    NewRunOption,
+    OverridesArgument,
+    RecipeArgument,
+    RunArgument,
+    ScratchOption,
+)
 from windlass.cli.output import console, print_json, show, table, text_of
 from windlass.errors import ConfigError, RunError
 from windlass.units import print_bytes, print_joules, print_seconds
@@ -49,12 +57,15 @@ def launch(
         list[str] | None,
         typer.Option("--sbatch", help="Additional sbatch option (repeatable): --sbatch exclude=nid001."),
     ] = None,
+    from_scratch: ScratchOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Plan, check and submit a training run, or print what would be submitted."""
+    from windlass.checkpoint.missing import restart_from_scratch
     from windlass.config import load_recipe
     from windlass.launch import array as arrays
     from windlass.launch import submit
+    from windlass.runs.folder import Run
 
     changes = [*(overrides or ()), *([f"nodes={nodes}"] if nodes is not None else [])]
     changes += [f"launch.chain={chain}"] if chain is not None else []
@@ -80,6 +91,8 @@ def launch(
         else:
             _print_dry_run(prepared, scripts)
         return
+    if from_scratch:
+        restart_from_scratch(Run(folder))
     if pretokenize is not None:
         after = arrays.tokenize_array(pretokenize, array, **place).merge_job
     ids = submit.submit(prepared, after=after, force=force)

@@ -25,5 +25,9 @@ NewDataOption = Annotated[
     bool, typer.Option("--new-data", help="Go on although the token store has changed since the last start.")
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress lines.")]
+ScratchOption = Annotated[
+    bool,
+    typer.Option("--restart-from-scratch", help="Begin again at step 0 although all saved checkpoints are gone."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SaveOption = Annotated[bool, typer.Option("--save/--no-save", help="Append the results to the run's eval.jsonl.")]

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from windlass.cli.options import NewDataOption, OverridesArgument, QuietOption, RunArgument
+from windlass.cli.options import NewDataOption, OverridesArgument, QuietOption, RunArgument, ScratchOption
 from windlass.cli.train import train_start
 from windlass.errors import RunError
 
@@ -17,6 +17,7 @@ def resume(
     ] = None,
     restarts: Annotated[int, typer.Option("--restarts", min=0, help="How often failed workers are restarted.")] = 3,
     new_data: NewDataOption = False,
+    from_scratch: ScratchOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Continue a stopped run from its newest complete checkpoint; the layout and the number of devices may change."""
@@ -50,5 +51,14 @@ def resume(
     # Devices at the last start; 1 when that is unknown or it ran on several nodes.
     starts = [ProcessStart(), *folder.events(ProcessStart)]
     last_count = (starts[-1].world_size or 1) if starts[-1].nodes in (None, 1) else 1
-    count = devices or last_count
-    raise typer.Exit(train_start(folder, prepare, devices=count, restarts=restarts, new_data=new_data, quiet=quiet))
+    raise typer.Exit(
+        train_start(
+            folder,
+            prepare,
+            devices=devices or last_count,
+            restarts=restarts,
+            from_scratch=from_scratch,
+            new_data=new_data,
+            quiet=quiet,
+        )
+    )

@@ -16,6 +16,7 @@ from windlass.cli.options import (
     ProcessesOption,
     QuietOption,
     RecipeArgument,
+    ScratchOption,
 )
 from windlass.cli.output import console
 from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError
@@ -33,6 +34,7 @@ def train(
         int, typer.Option("--restarts", min=0, help="How often failed workers are restarted (with --devices).")
     ] = 3,
     new_data: NewDataOption = False,
+    from_scratch: ScratchOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Train a recipe on this machine, or as one rank of a job. A second start of the same run resumes it."""
@@ -46,8 +48,17 @@ def train(
     def create(devices_per_node: int, nodes: int) -> str:
         return create_planned_run(folder.path, loaded, local_cluster(loaded.recipe, devices_per_node), nodes)[1]
 
-    code = train_start(folder, create, devices=devices or 1, restarts=restarts, new_data=new_data, quiet=quiet)
-    raise typer.Exit(code)
+    raise typer.Exit(
+        train_start(
+            folder,
+            create,
+            devices=devices or 1,
+            restarts=restarts,
+            from_scratch=from_scratch,
+            new_data=new_data,
+            quiet=quiet,
+        )
+    )
 
 
 def train_start(
@@ -57,6 +68,7 @@ def train_start(
     devices: int,
     restarts: int = 0,
     new_data: bool = False,
+    from_scratch: bool = False,
     quiet: bool = False,
 ) -> int:
     """Bind a new start of a run and train it: in this process, under a supervisor, or as one rank of a job; the exit
@@ -65,6 +77,7 @@ def train_start(
     `prepare(devices per node, nodes)` brings the run folder up to date and returns the reason for its layout. In a job,
     rank 0 prepares and binds, and `devices` does not count; the other ranks wait for the start.
     """
+    from windlass.checkpoint.missing import restart_from_scratch
     from windlass.clusters.scheduler import job_id, place, step_start
     from windlass.launch.start import bind_start
     from windlass.runs import lock, starts
@@ -79,6 +92,8 @@ def train_start(
     if position.rank == 0:
         lock.refuse_held(run.lock_file)
         reason = prepare(per_node, position.nodes)
+        if from_scratch:
+            restart_from_scratch(run)
     with lock.locked(run.lock_file, job_id()) if position.rank == 0 else contextlib.nullcontext():
         if position.rank == 0:
             start = bind_start(

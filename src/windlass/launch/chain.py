@@ -117,13 +117,15 @@ def judge(run: Run) -> ChainVerdict:
         reason = f"jobs {jobs} ended ({ends}) without a checkpoint newer than step {step_now or 0}"
     else:
         return ChainVerdict("go", f"step {step_now or 0} is the newest checkpoint")
-    first = min(_fresh_faults(run, recent[-1]), key=lambda fault: fault.time, default=None)
+    first = next(iter(_fresh_faults(run, recent[-1])), None)
     error = first.error.strip().splitlines() if first else []
     return ChainVerdict("hopeless", reason + (f" (rank {first.rank}: {error[0]})" if first and error else ""))
 
 
 def _fresh_faults(run: Run, start: JobStart) -> list[FaultRecord]:
-    return [fault for fault in run.faults() if fault.time >= start.began_at]
+    """Its causes first: a rank that only lost another one may have written earlier by its own clock."""
+    faults = [fault for fault in run.faults() if fault.time >= start.began_at]
+    return sorted(faults, key=lambda fault: (not fault.is_cause, fault.time))
 
 
 def failure_code(run: Run, start: JobStart) -> int | None:

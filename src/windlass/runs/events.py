@@ -198,6 +198,19 @@ class CheckpointDamaged(
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointsLost(
+    StepEvent,
+    event="checkpoints_lost",
+    meaning="checkpoints that were saved are no longer on the disk; training goes on from to_step (0: from nothing)",
+    sentence="lost {checkpoint} (step {step}): going on from step {to_step}, {lost_steps} and {lost_tokens} tokens less",
+):
+    to_step: int | None = None
+    lost_steps: int | None = None
+    lost_tokens: int | None = None
+    checkpoint: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluated(
     StepEvent,
     event="evaluated",
@@ -263,7 +276,7 @@ class FaultEvent(
     Event,
     event="fault",
     meaning="a rank failed",
-    sentence="rank {rank} failed ({kind}): {error}",
+    sentence="rank {rank} failed ({kind}) on {host}: {error}",
 ):
     rank: int | None = None
     kind: str | None = None

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from windlass.runs.events import (
+    CheckpointDamaged,
+    CheckpointRemoved,
+    CheckpointsLost,
     Compiled,
     Event,
     FaultEvent,
@@ -124,6 +127,22 @@ def read_history(events: Iterable[Event], lines: Iterable[MetricsLine]) -> RunHi
         median_stall_seconds=stalls[len(stalls) // 2] if stalls else None,
         clock_jumped_at=jumps[0] if jumps and begins else None,
     )
+
+
+def expected_saves(events: Iterable[Event]) -> list[Saved]:
+    """The saves whose checkpoints should be on the disk, by step: not removed by a keep rule, not set aside, not newer
+    than where a rollback or an earlier loss went back to."""
+    saves: dict[int, Saved] = {}
+    for event in events:
+        if isinstance(event, Saved) and event.step is not None:
+            saves[event.step] = event
+        elif isinstance(event, CheckpointRemoved):
+            saves.pop(event.step if event.step is not None else -1, None)
+        elif isinstance(event, CheckpointDamaged):
+            saves = {step: save for step, save in saves.items() if save.checkpoint != event.checkpoint}
+        elif isinstance(event, (RolledBack, CheckpointsLost)):
+            saves = {step: save for step, save in saves.items() if step <= (event.to_step or 0)}
+    return [saves[step] for step in sorted(saves)]
 
 
 def _time(item: Event | MetricsLine) -> float:

@@ -48,7 +48,11 @@ def run(recipe: Recipe, folder: Run, start: Start, place: Place, hooks: Sequence
     """Train; the exit code says whether the run is finished or can be resumed. An error leaves a fault record per
     rank."""
     heartbeat = Heartbeat(
-        folder, place.rank, world_size=place.world_size, timeout_seconds=recipe.train.watchdog_seconds
+        folder,
+        place.rank,
+        world_size=place.world_size,
+        timeout_seconds=recipe.train.watchdog_seconds,
+        started_at=start.created_at,
     ).start()
     recorder = Recorder(listeners=[heartbeat, *hooks])
     all_hooks: list[Hook] = [recorder, heartbeat, *hooks]
@@ -336,6 +340,7 @@ def announce(training: Training, checkpoints: Checkpointing, restored: Any) -> N
         repeated = f"; {lost_steps} steps are repeated" if lost_steps else ""
         notes += [
             *(f"damaged: {sentence}" for sentence in restored.set_aside),
+            restored.missing,
             f"resumed at step {step} from {name}{repeated}",
         ]
     notes.append(passes_line(training.stream.epochs(plan.total_tokens)))

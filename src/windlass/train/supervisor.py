@@ -21,7 +21,7 @@ from windlass.checkpoint.files import newest_step
 from windlass.clusters.scheduler import job_id
 from windlass.processes import end_with_parent, usable_cores
 from windlass.runs.events import FaultEvent, GaveUp, Restarted
-from windlass.runs.faults import INCURABLE
+from windlass.runs.faults import INCURABLE, FaultRecord, write_fault
 from windlass.runs.folder import Run, open_run
 from windlass.runs.lock import locked
 from windlass.runs.starts import Start, wait_for_start, write_start
@@ -30,8 +30,9 @@ from windlass.train.signals import handled_signals
 MAX_PAUSE_SECONDS = 60.0
 # Environment variable with rank 0's file descriptor of the socket on which the workers of one machine meet.
 LISTEN_HANDLE = "WINDLASS_LISTEN_HANDLE"
-# After the first failure the others get this long to write their own records before they are ended.
-GRACE_SECONDS = 5.0
+# After the first failure the others get this long to write their own records before they are ended. A death is named
+# within 5 s: gloo ends the others at once, other collective libraries keep them waiting until this has passed.
+GRACE_SECONDS = 3.0
 _POLL_SECONDS = 0.05
 _STOPPED = (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGINT)
 
@@ -252,11 +253,38 @@ def find_fault(run: Run, first: tuple[int, int], codes: Sequence[int | None]) ->
         code = errors.EXIT_HANG if record.kind == "hang" else record.exit_code or codes[rank] or 1
         blamed = rank if record.culprit is None else record.culprit
         return WorkerFault(blamed, str(record.kind), record.error, code, str(record.host))
-    host = socket.gethostname()
     if code < 0:
-        error = f"the process was ended by {signal.Signals(-code).name}"
-        return WorkerFault(rank, "killed", error, 128 - code, host)
-    return WorkerFault(rank, "crash", f"the process ended with exit code {code} and left no record", code, host)
+        return killed_worker(rank, -code)
+    error = f"the process ended with exit code {code} and left no record"
+    return WorkerFault(rank, "crash", error, code, socket.gethostname())
+
+
+def killed_worker(rank: int, number: int) -> WorkerFault:
+    error = f"the process was ended by {signal.Signals(number).name}"
+    return WorkerFault(rank, "killed", error, 128 + number, socket.gethostname())
+
+
+def attend(run: Run, rank: int) -> None:
+    """Fork: the caller goes on as the child, and its parent stays to record at once that a signal killed it.
+
+    For the ranks of srun, which have no supervisor: srun ends the others of a killed rank two minutes later, and its
+    own message is in the job's log only. SLURM sends signals to both processes, so the parent ignores them."""
+    with_parent = end_with_parent()
+    child = os.fork()
+    if child == 0:
+        with_parent()
+        return
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code >= 0:
+        os._exit(code)
+    if code not in _STOPPED:
+        fault = killed_worker(rank, -code)
+        with contextlib.suppress(OSError):
+            write_fault(run, FaultRecord(**asdict(fault), pid=child, time=time.time()))
+            run.record(FaultEvent(**asdict(fault)))
+    os._exit(128 - code)
 
 
 if __name__ == "__main__":

@@ -57,10 +57,13 @@ class Heartbeat(Hook):
         *,
         world_size: int = 1,
         timeout_seconds: float = 600.0,
+        started_at: float | None = None,
         write_seconds: float | None = None,
         leave: Callable[[int], None] = os._exit,
     ) -> None:
         self.run, self.rank, self.world_size, self.timeout_seconds = run, rank, world_size, timeout_seconds
+        # When the start was created, the same on all ranks: files of an earlier start are not read.
+        self.started_at = started_at
         # Thousands of files every five seconds are a burden for a parallel file system.
         every = write_seconds or (WRITE_SECONDS if world_size <= 64 else 30.0)
         self._every = min(every, max(0.2, timeout_seconds / 5)) if timeout_seconds else every
@@ -122,6 +125,7 @@ class Heartbeat(Hook):
         self._writes += 1
         record = {
             "rank": self.rank,
+            "started_at": self.started_at,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "step": self._step,
@@ -149,10 +153,10 @@ class Heartbeat(Hook):
         frame = sys._current_frames().get(self._main_thread)
         stack = [line.rstrip() for line in traceback.format_stack(frame)[-12:]] if frame is not None else []
         self._write(stuck=True, stack=stack, flight=read_flight_recorder())
-        first = read_heartbeats(self.run)
+        first = read_heartbeats(self.run, self.started_at)
         time.sleep(max(2.0, 2.5 * self._every))
         self._write(stuck=True, stack=stack, flight=read_flight_recorder())
-        second = read_heartbeats(self.run)
+        second = read_heartbeats(self.run, self.started_at)
         cause = find_hang(first, second, self.world_size)
         error = f"no progress for {self.idle_seconds:.0f} s in step {self._step}, {self._phase}: {cause.text}"
         record = FaultRecord(
@@ -177,9 +181,10 @@ class Heartbeat(Hook):
 # -- comparing the heartbeats of all ranks ---------------------------------------------------------------------------
 
 
-def read_heartbeats(run: Run) -> dict[int, dict[str, Any]]:
-    records = (read_json(path) for path in sorted(run.ranks.glob("heartbeat-*.json")))
-    return {int(record["rank"]): record for record in records if record is not None and "rank" in record}
+def read_heartbeats(run: Run, started_at: float | None) -> dict[int, dict[str, Any]]:
+    """Rank -> its newest heartbeat of this start."""
+    records = (read_json(path) or {} for path in sorted(run.ranks.glob("heartbeat-*.json")))
+    return {int(r["rank"]): r for r in records if "rank" in r and r.get("started_at") == started_at}
 
 
 def find_hang(first: Heartbeats, second: Heartbeats, world_size: int) -> HangCause:

@@ -10,6 +10,7 @@ from windlass.errors import ConfigError, WindlassError
 from windlass.runs.folder import open_run
 from windlass.runs.lock import locked
 from windlass.runs.starts import start_name, wait_for_start
+from windlass.train.supervisor import attend
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     position, folder = place(), open_run(options.run)
     start = wait_for_start(folder, options.start or start_name(job_id() or "local", restart_count()))
+    if position.source == "slurm":
+        attend(folder, position.rank)
     recipe = folder.recipe()
     if options.store is not None:
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"store": options.store})})

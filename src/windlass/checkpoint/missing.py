@@ -1,0 +1,63 @@
+"""Checkpoints that events.jsonl knows and the disk no longer has: a scratch purge, a wrong mount. No torch."""
+
+import contextlib
+import time
+
+from windlass.checkpoint.files import SavedCheckpoint, steps_on_disk
+from windlass.errors import CheckpointError
+from windlass.runs.events import CheckpointsLost, Saved
+from windlass.runs.folder import Run
+from windlass.runs.history import expected_saves
+
+SCRATCH_OPTION = "--restart-from-scratch"
+
+
+def report_missing(run: Run, latest: SavedCheckpoint | None) -> str | None:
+    """Compare the checkpoint to resume from with the newest save; only rank 0.
+
+    An error when nothing is left of what was saved: to start again from nothing, unasked, could lose months. An older
+    checkpoint is used; what is lost is recorded and returned as a sentence.
+    """
+    newest = next(reversed(expected_saves(run.events())), None)
+    if newest is None or (latest is not None and latest.step >= (newest.step or 0)):
+        return None
+    if latest is None:
+        raise CheckpointError(
+            "checkpoint.gone",
+            f"all checkpoints of this run are gone: step {newest.step} was saved{_when_and_where(run, newest)}, and "
+            f"{run.checkpoints} holds none",
+            hint="mount the disk or copy the checkpoints back; to begin again at step 0 on purpose, add "
+            f"{SCRATCH_OPTION} to `windlass train`, `resume` or `launch`",
+        )
+    event = _loss(newest, latest.step, latest.tokens)
+    with contextlib.suppress(OSError):
+        run.record(event)
+    return f"{event.describe()}; it was saved{_when_and_where(run, newest)}"
+
+
+def restart_from_scratch(run: Run) -> None:
+    """Allow the next start to begin at step 0 although checkpoints were saved, by recording that they are lost."""
+    if on_disk := steps_on_disk(run):
+        raise CheckpointError(
+            "checkpoint.not-gone",
+            f"{SCRATCH_OPTION}, but {run.checkpoints} holds {len(on_disk)} checkpoints, the newest of step "
+            f"{on_disk[-1][0]}",
+            hint="leave the option out to resume; to train from step 0 beside them, choose a new folder with --run",
+        )
+    if saves := expected_saves(run.events()):
+        run.record(_loss(saves[-1], 0, 0))
+
+
+def _loss(newest: Saved, to_step: int, to_tokens: int | None) -> CheckpointsLost:
+    return CheckpointsLost(
+        step=newest.step,
+        to_step=to_step,
+        lost_steps=(newest.step or 0) - to_step,
+        lost_tokens=None if newest.tokens is None or to_tokens is None else newest.tokens - to_tokens,
+        checkpoint=newest.checkpoint,
+    )
+
+
+def _when_and_where(run: Run, save: Saved) -> str:
+    when = "" if save.time is None else time.strftime(" on %Y-%m-%d at %H:%M:%S", time.localtime(save.time))
+    return f"{when} in {run.checkpoint(save.step or 0)}"
