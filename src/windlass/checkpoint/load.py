@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from windlass.checkpoint import files, names, rng
 from windlass.checkpoint.files import SavedCheckpoint
-from windlass.checkpoint.reader import UNSAFE_HINT, CheckpointReader, ValuePlanner
 from windlass.checkpoint.missing import report_missing
+from windlass.checkpoint.reader import UNSAFE_HINT, CheckpointReader, ValuePlanner
 from windlass.errors import CheckpointError
 from windlass.files import read_json
 from windlass.runs.events import CheckpointDamaged
