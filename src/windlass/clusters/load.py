@@ -2,7 +2,6 @@
 
 import os
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
@@ -88,7 +87,7 @@ def load_cluster(name: str) -> Cluster:
 
 
 def _read_overlaid(shipped: Path, own: Path) -> dict[str, Any]:
-    raw = tomllib.loads(shipped.read_text()) if shipped.is_file() else {}
+    raw = read_toml(shipped)[0] if shipped.is_file() else {}
     return overlay(raw, read_toml(own)[0]) if own.is_file() else raw
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from windlass.config.sources import DataFile, DataSource
 from windlass.errors import DataError
+from windlass.files import read_json
 
 ROW_FORMATS = ("parquet", "arrow")
 _FORMATS = {
@@ -148,11 +149,16 @@ def _describe(path: str, source: DataSource, problems: list[str]) -> InputFile |
         problems.append(f"{path}: a {format} file is compressed inside; unpack it")
         return None
     try:
+        path.encode()  # a store lists its files by name, in JSON
+    except UnicodeEncodeError:
+        problems.append(f"{path!a}: the file name is not UTF-8; rename it")
+        return None
+    try:
         status, state = Path(path).stat(), Path(path).with_name("state.json")
         with Path(path).open("rb"):
             pass
         # save_to_disk keeps the order of a selected or shuffled dataset in a second file
-        if format != "arrow" or not state.is_file() or not json.loads(state.read_text()).get("_indices_data_files"):
+        if format != "arrow" or not state.is_file() or not (read_json(state) or {}).get("_indices_data_files"):
             return InputFile(path, format, packing, status.st_size, status.st_mtime_ns)
         problems.append(f"{state.parent}: saved with an index of rows; call flatten_indices() before save_to_disk()")
     except OSError as error:

@@ -187,6 +187,20 @@ class Shard:
         return map_array(self.index, np.dtype(np.int64), self.index.stat().st_size // 8)
 
 
+def refuse_outside(tokens: Array, vocab: int | None, place: str) -> None:
+    """An error for an id that the model does not have: on a GPU the look-up would end the process without a message.
+    `vocab` None: below 2^31, the largest that windlass reads."""
+    limit = 2**31 if vocab is None else vocab
+    low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
+    if low < 0 or high >= limit:
+        raise DataError(
+            "data.token-outside-vocabulary",
+            f"{place} holds token {low if low < 0 else high:,}, but the vocabulary has {limit:,}",
+            hint="`windlass data STORE --verify` finds changed files; else set model.vocab to at least "
+            f"{high + 1:,}, or tokenize with the model's tokenizer",
+        )
+
+
 class TokenArray:
     """The tokens of one source and split, shard after shard, as one array."""
 
@@ -225,6 +239,8 @@ class TokenArray:
         first, done = start - self._begins[number], 0
         while done < len(out):  # a second time only for a sequence that continues in the next shard
             part = self.shards[number].array[first : first + len(out) - done]
+            if part.dtype.itemsize > 4:  # else a large id would silently become another one
+                refuse_outside(part, None, str(self.shards[number].file))
             out[done : done + len(part)] = part
             number, first, done = number + 1, 0, done + len(part)
 

@@ -17,8 +17,9 @@ from windlass.clusters.scheduler import job_shape
 from windlass.errors import WindlassError
 from windlass.files import append_line, read_json, read_json_lines
 from windlass.launch.start import bind_start
+from windlass.models.hf_format import value_at
 from windlass.runs import Run
-from windlass.runs.events import Finished, GaveUp, ProcessStart, Saved
+from windlass.runs.events import Finished, GaveUp, ProcessStart, Saved, known_int
 from windlass.runs.faults import INCURABLE, FaultRecord
 
 # Starts without a new checkpoint after which a chain stops.
@@ -86,12 +87,15 @@ def finished(run: Run) -> bool:
     last = ends[-1] if ends else None
     if not isinstance(last, Finished):
         return False
-    config = read_json(run.config_file) or {}
-    data, steps = config.get("data") or {}, (config.get("train") or {}).get("steps")
-    if isinstance(steps, int) and last.step is not None:
+    config = read_json(run.config_file)
+    if config is None:  # damaged: the next start says so, and nothing is taken for finished meanwhile
+        return False
+    keys = ("train.steps", "data.tokens", "data.batch_tokens")
+    steps, tokens, batch_tokens = (known_int(value_at(config, key)) for key in keys)
+    if steps is not None and last.step is not None:
         return steps <= last.step
-    if isinstance(data.get("tokens"), int) and last.tokens is not None:
-        return bool(data["tokens"] - last.tokens < max(1, data.get("batch_tokens") or 0))
+    if tokens is not None and last.tokens is not None:
+        return tokens - last.tokens < max(1, batch_tokens or 0)
     return True
 
 
