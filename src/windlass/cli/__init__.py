@@ -143,9 +143,10 @@ def main() -> None:
         if is_debug and not isinstance(error, KeyboardInterrupt):
             raise
         message, hint, code = describe_failure(error)
-        if lack_of_memory(error) is not None:  # rich would need more of it
+        if lack_of_memory(error) is not None:  # rich, and what libraries do at exit, would need more of it
             sys.stderr.write(f"error: {message}\nhint:  {hint}\n")
-            sys.exit(code)
+            sys.stderr.flush()
+            os._exit(code)
         from rich.console import Console
         from rich.text import Text
 

@@ -9,7 +9,7 @@
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from windlass.files import append_line, read_json, read_json_lines
 from windlass.launch.start import bind_start
 from windlass.models.hf_format import value_at
 from windlass.runs import Run
-from windlass.runs.events import Finished, GaveUp, ProcessStart, Saved, known_int
+from windlass.runs.events import Finished, GaveUp, ProcessStart, Saved, known_float, known_int
 from windlass.runs.faults import INCURABLE, FaultRecord
 
 # Starts without a new checkpoint after which a chain stops.
@@ -52,8 +52,20 @@ class ChainVerdict:
     reason: str
 
 
+# How the values of a record are read; one that cannot be right is None (unknown).
+_CONVERTERS: dict[str, Callable[[object], object]] = {
+    **dict.fromkeys(("restart", "step", "saves", "code", "nodes", "link", "links", "exit_code"), known_int),
+    **dict.fromkeys(("time", "seconds", "units_per_node_hour", "elapsed_seconds", "limit_seconds"), known_float),
+    **dict.fromkeys(("started_at", "ended_at", "energy_joules"), known_float),
+    **dict.fromkeys(("job", "state", "reason"), lambda value: None if value is None else str(value)),
+}
+
+
 def records(run: Run) -> list[dict[str, Any]]:
-    return list(read_json_lines(run.jobs_file))
+    return [
+        {key: _CONVERTERS[key](value) if key in _CONVERTERS else value for key, value in line.items()}
+        for line in read_json_lines(run.jobs_file)
+    ]
 
 
 def job_starts(lines: Iterable[Mapping[str, Any]]) -> list[JobStart]:
