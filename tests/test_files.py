@@ -60,7 +60,9 @@ def test_a_line_that_cannot_be_right_is_passed_over(tmp_path, raw):
 
 def test_a_number_that_json_does_not_have_is_unknown(tmp_path):
     file = tmp_path / "m.jsonl"
-    file.write_text('{"loss": 1e400, "lr": -1e400, "mfu": NaN, "step": 7}\n{"parts": {"node": [1e400, 2.5]}, "step": 8}\n')
+    file.write_text(
+        '{"loss": 1e400, "lr": -1e400, "mfu": NaN, "step": 7}\n{"parts": {"node": [1e400, 2.5]}, "step": 8}\n'
+    )
     first, second = read_json_lines(file)
     assert first == {"loss": None, "lr": None, "mfu": None, "step": 7}
     assert second == {"parts": {"node": [None, 2.5]}, "step": 8} == read_last_json_line(file)

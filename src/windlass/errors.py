@@ -104,7 +104,9 @@ def lack_of_memory(error: BaseException) -> MemoryLimitError | None:
 
 
 ADDRESS_SPACE_NOTE = "PyTorch maps about 1 GiB, and tens of GiB with a GPU"
-_MEMORY_TEXTS = r"failed to map segment|[Cc]annot allocate memory|can't allocate memory|bad_alloc|can't start new thread"
+_MEMORY_TEXTS = (
+    r"failed to map segment|[Cc]annot allocate memory|can't allocate memory|bad_alloc|can't start new thread"
+)
 
 # Exit codes of a training process, read by the supervisor, the job chain and sweeps.
 EXIT_DONE = 0  # the run is finished: no further job is needed

@@ -224,7 +224,7 @@ HF = {
 
 def write_small_run(folder: Path) -> None:
     from windlass.checkpoint import files
-    from windlass.config import LayoutConfig, load_recipe
+    from windlass.config import LayoutConfig
     from windlass.layout.resolve import complete_layout, job_size, resolve_step
     from windlass.models.presets import model_spec
     from windlass.runs.starts import Start, write_start

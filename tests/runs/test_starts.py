@@ -13,9 +13,7 @@ from windlass.runs.starts import Start, last_start, read_start, write_start
 def start(job: str, created_at: float) -> Start:
     layout = Layout(data=2, micro_batch=2)
     step = StepSpec(seq_len=16)
-    return Start(
-        job=job, layout=layout, step=step, device="cpu", devices=2, devices_per_node=2, created_at=created_at
-    )
+    return Start(job=job, layout=layout, step=step, device="cpu", devices=2, devices_per_node=2, created_at=created_at)
 
 
 @pytest.mark.parametrize(

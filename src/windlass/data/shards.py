@@ -191,7 +191,9 @@ class Shard:
             index.lengths
         ):
             ends = index.ends
-        if ends is None or (len(ends) and not (0 <= ends[0] and ends[-1] <= self.tokens and (np.diff(ends) >= 0).all())):
+        if ends is None or (
+            len(ends) and not (ends[0] >= 0 and ends[-1] <= self.tokens and (np.diff(ends) >= 0).all())
+        ):
             raise DataError(
                 "data.document-index-damaged",
                 f"{self.index} is damaged: its documents do not lie one after the other in {self.tokens:,} tokens",

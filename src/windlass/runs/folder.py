@@ -119,9 +119,7 @@ class Run:
                 "the overrides of the first start; checkpoints, metrics and events are kept",
             )
         if value is None:
-            raise RunError(
-                "runs.config-missing", f"{self.config_file} is missing", hint="copy the complete run folder"
-            )
+            raise RunError("runs.config-missing", f"{self.config_file} is missing", hint="copy the complete run folder")
         value.pop("resolved", None)
         return validate(Recipe, value, str(self.config_file))
 

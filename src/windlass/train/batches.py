@@ -52,9 +52,7 @@ def batch_plan(recipe: Recipe, layout: Layout) -> BatchPlan:
 class BatchReader:
     """Batches from a position of the stream on, already on the device."""
 
-    def __init__(
-        self, stream: Any, plan: BatchPlan, world: World, sequences_done: int, *, documents: bool
-    ) -> None:
+    def __init__(self, stream: Any, plan: BatchPlan, world: World, sequences_done: int, *, documents: bool) -> None:
         self._device, self._documents = world.device, documents
         self._loader = Loader(
             stream,

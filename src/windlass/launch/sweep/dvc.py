@@ -3,7 +3,6 @@
 Values of `${...}` come from params.yaml and `vars`, filled in as DVC does; `${item...}` and `${key}` are the point's.
 """
 
-import json
 import os
 import re
 import shlex
