@@ -50,7 +50,8 @@ def read_sweep(project: Path) -> Any:
     from windlass.launch.sweep.points import make_points
 
     loaded = load_sweep(project / "sweep.toml")
-    return loaded.sweep, [point.command(project) for point in make_points(loaded)], loaded.hash
+    # Not the axes: `--clip inf` is a fair argument of a command, and a recipe with it is refused as any other.
+    return loaded.sweep.skip_oom, loaded.sweep.startup, [point.command(project) for point in make_points(loaded)]
 
 
 def read_dvc(project: Path) -> Any:
@@ -58,7 +59,7 @@ def read_dvc(project: Path) -> Any:
     from windlass.launch.sweep.points import make_points
 
     loaded = read_dvc(project / "dvc.yaml")
-    return loaded.sweep, [point.command(project) for point in make_points(loaded)]
+    return loaded.sweep.skip_oom, [point.command(project) for point in make_points(loaded)]
 
 
 def read_data_file(project: Path) -> Any:
