@@ -107,7 +107,11 @@ def scan_folder(folder: Path) -> FolderContents:
     for path in matches("*/manifest.json", "data/*/manifest.json", "runs/*/data/manifest.json"):
         manifest = read_json(path) or {}
         if manifest.get("kind") == "windlass-store":
-            stores[str(path.parent.relative_to(folder))] = known_int(manifest.get("tokens")) or 0
+            sources = manifest.get("sources")
+            tables = (
+                [table for table in sources.values() if isinstance(table, dict)] if isinstance(sources, dict) else []
+            )
+            stores[str(path.parent.relative_to(folder))] = sum(known_int(table.get("tokens")) or 0 for table in tables)
     runs = []
     for path in matches("runs/*/config.json"):
         run = Run(path.parent)
