@@ -350,6 +350,7 @@ def test_a_damaged_file_is_an_error_with_a_code_or_a_plausible_value(reader: Rea
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.file)
 def test_twenty_thousand_damaged_files(reader: Reader, project: Path) -> None:
     check_reader(reader, project, -(-SLOW_EXAMPLES // len(READERS)))
