@@ -50,6 +50,39 @@ def test_a_torn_last_line_is_passed_over_and_the_next_line_is_whole(tmp_path):
     assert read_last_json_line(file) == {"step": 3}
 
 
+DAMAGED = {
+    "5,000 digits": b'{"step": ' + b"9" * 5000 + b"}",
+    "deep lists": b'{"step": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+    "65 objects": b'{"a":' * 65 + b"1" + b"}" * 65,
+    "Latin-1": b'{"name": "caf\xe9"}',
+    "cut": b'{"step": 1, "lo',
+}
+
+
+@pytest.mark.parametrize("raw", DAMAGED.values(), ids=list(DAMAGED))
+def test_a_line_that_cannot_be_right_is_passed_over(tmp_path, raw):
+    file = tmp_path / "m.jsonl"
+    file.write_bytes(b'{"step": 1}\n' + raw + b'\n{"step": 3}\n')
+    assert [line["step"] for line in read_json_lines(file)] == [1, 3]
+    file.write_bytes(raw)
+    assert read_json(file) is None and read_last_json_line(file) is None
+
+
+def test_a_number_that_json_does_not_have_is_unknown(tmp_path):
+    file = tmp_path / "m.jsonl"
+    file.write_text(
+        '{"loss": 1e400, "lr": -1e400, "mfu": NaN, "step": 7}\n{"parts": {"node": [1e400, 2.5]}, "step": 8}\n'
+    )
+    first, second = read_json_lines(file)
+    assert first == {"loss": None, "lr": None, "mfu": None, "step": 7}
+    assert second == {"parts": {"node": [None, 2.5]}, "step": 8} == read_last_json_line(file)
+
+
+def test_a_name_that_is_not_utf8_can_be_written_about(tmp_path):
+    write_atomic(tmp_path / "report.html", os.fsdecode(b"x\xff.json"))
+    assert (tmp_path / "report.html").read_text() == "x\\udcff.json"
+
+
 def test_reading_what_is_not_there(tmp_path):
     assert list(read_json_lines(tmp_path / "no")) == []
     assert read_last_json_line(tmp_path / "no") is None

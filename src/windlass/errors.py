@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import re
+import resource
+
 
 class WindlassError(Exception):
     """What went wrong, with the numbers; `hint` says what to do about it.
@@ -70,6 +74,39 @@ class ProfileError(WindlassError):
 
     exit_code = 9
 
+
+class MemoryLimitError(WindlassError):
+    """This process may not have more memory."""
+
+    exit_code = 12  # EXIT_OUT_OF_MEMORY
+
+
+def address_space_limit() -> int | None:
+    """Bytes of address space that this process may map (`ulimit -v`); None: no limit."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def lack_of_memory(error: BaseException) -> MemoryLimitError | None:
+    """The error of a failed allocation, mapping or thread start in words; None for any other error."""
+    is_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+    if not is_memory and not re.search(_MEMORY_TEXTS, str(error)):
+        return None
+    limit, detail = address_space_limit(), str(error).strip().splitlines()[-1:] or [type(error).__name__]
+    if limit is None:
+        hint = "use a machine or job with more memory, or a smaller model or batch"
+        return MemoryLimitError("system.out-of-memory", f"out of memory: {detail[0]}", hint=hint)
+    return MemoryLimitError(
+        "system.memory-limit",
+        f"out of memory: {detail[0]}; a process may map {limit / 2**20:,.0f} MiB of address space here (ulimit -v)",
+        hint=f"raise the limit (`ulimit -v unlimited`); {ADDRESS_SPACE_NOTE}; files are complete, so run it again",
+    )
+
+
+ADDRESS_SPACE_NOTE = "PyTorch maps about 1 GiB, and tens of GiB with a GPU"
+_MEMORY_TEXTS = (
+    r"failed to map segment|[Cc]annot allocate memory|can't allocate memory|bad_alloc|can't start new thread"
+)
 
 # Exit codes of a training process, read by the supervisor, the job chain and sweeps.
 EXIT_DONE = 0  # the run is finished: no further job is needed

@@ -16,11 +16,16 @@ from windlass.errors import ConfigError
 
 # How much of a large file is read at a time.
 READ_BLOCK_BYTES = 4 << 20
+# Deeper than any JSON file of windlass or transformers; functions that walk a value call themselves once per level.
+MAX_DEPTH = 64
+_DECODER = json.JSONDecoder(parse_constant=lambda name: None)
+_INFINITIES = frozenset((math.inf, -math.inf))
 
 
 def write_atomic(path: Path, content: str | bytes, *, sync: bool = True) -> None:
     """Write beside the target, then rename: a reader sees the old file or the new one, never half of it."""
-    data = content.encode("utf-8") if isinstance(content, str) else content
+    # A file name that is not UTF-8 may be part of a report: its bytes are written as \udcff.
+    data = content.encode("utf-8", errors="backslashreplace") if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -88,9 +93,24 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
         yield from (value for raw in file if (value := _object(raw)) is not None)
 
 
+def parse_json(raw: bytes) -> Any:
+    """The value of a JSON text; NaN, Infinity and numbers like 1e400, which no JSON file may have, are None (unknown).
+
+    ValueError: not JSON, not UTF-8, nested more than MAX_DEPTH deep, or an integer of thousands of digits.
+    """
+    try:
+        value = _DECODER.decode(str(raw, "utf-8-sig"))
+    except RecursionError:
+        raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
+    with contextlib.suppress(TypeError, AttributeError):  # a value with inner lists or objects, or not an object
+        if _INFINITIES.isdisjoint(value.values()):
+            return value
+    return json_safe(value)
+
+
 def _object(raw: bytes) -> dict[str, Any] | None:
     try:
-        value = json.loads(raw)
+        value = parse_json(raw)
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
@@ -114,15 +134,17 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def json_safe(value: Any) -> Any:
+def json_safe(value: Any, depth: int = MAX_DEPTH) -> Any:
     """Replace NaN and infinity, which JSON does not have, by None (unknown)."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if not isinstance(value, (dict, list, tuple)):
+        return value
+    if depth == 0:
+        raise ValueError(f"nested more than {MAX_DEPTH} deep")
     if isinstance(value, dict):
-        return {str(k): json_safe(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_safe(v) for v in value]
-    return value
+        return {str(k): json_safe(v, depth - 1) for k, v in value.items()}
+    return [json_safe(v, depth - 1) for v in value]
 
 
 def private_folder(path: Path) -> Path:

@@ -30,7 +30,7 @@ _CLOCK = re.compile(r"^(?:(\d+)-)?(\d+):(\d\d)(?::(\d\d))?$")
 def _amount(value: str | float, units: Mapping[str, float], kind: str, example: str) -> float:
     """A text with a unit, in the base unit; plain numbers pass."""
     if not isinstance(value, str):
-        return float(value)
+        return float(value) if abs(value) < 1e300 else math.inf  # an integer of hundreds of digits is no float
     match = _NUMBER.match(value)
     if match is None:
         raise ConfigError("units.failed", f"{value!r} is not {kind}", hint=f"write it like {example}")

@@ -8,6 +8,10 @@ import sys
 
 import pytest
 
+from windlass.cli import describe_failure
+
+RECIPE = 'name = "r"\n[model]\nlayers = 1\nwidth = 32\nffn = 64\nheads = 2\nvocab = 128\n[data]\nseq_len = 16\nbatch_tokens = 32\n[train]\nsteps = 2\n[layout]\nmicro_batch = 2\n'
+
 TORCH_FREE = (
     ["--help"],
     ["plan", "--help"],
@@ -129,6 +133,37 @@ def test_bad_input_ends_with_one_message_and_no_traceback(tmp_path, words):
     if "unknown option" not in done.stderr and words[0] in ("show",):
         assert "hint" in done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+def test_an_argument_that_is_not_utf8_is_shown(tmp_path):
+    done = windlass("report", os.fsdecode(b"no\xff"), cwd=tmp_path)
+    assert done.returncode == 4 and "no\\udcff" in done.stderr
+    done = windlass("show", os.fsdecode(b"no\xff.toml"), cwd=tmp_path)
+    assert done.returncode == 2 and "no\\udcff.toml" in done.stderr
+
+
+def test_a_limit_on_address_space_is_named(tmp_path):
+    (tmp_path / "r.toml").write_text(RECIPE)
+    shell = f"ulimit -v 100000; exec {sys.executable} -m windlass train r.toml --run run -q"
+    done = subprocess.run(shell, shell=True, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.returncode == 12 and "98 MiB" in done.stderr and "Traceback" not in done.stderr
+    assert windlass("watch", "run", "--once", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(12, "Cannot allocate memory"),
+        RuntimeError("can't start new thread"),
+        RuntimeError("std::bad_alloc"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+    ],
+    ids=repr,
+)
+def test_a_lack_of_memory_is_no_fault_of_windlass(error):
+    message, hint, code = describe_failure(error)
+    assert code == 12 and "out of memory" in message and "bug" not in (hint or "")
 
 
 def test_debug_shows_the_traceback(tmp_path):

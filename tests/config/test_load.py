@@ -126,6 +126,33 @@ def test_a_wrong_value_is_named(recipe_file, override, said):
     assert said in problems(recipe_file(), override).message.replace("\n", " ")
 
 
+@pytest.mark.parametrize(
+    ("text", "code", "number"),
+    [
+        ("x = " + "[" * 20_000 + "]" * 20_000, "config.nested-too-deep", "32"),
+        ("x = " + "{a = " * 20_000 + "1" + "}" * 20_000, "config.nested-too-deep", "32"),
+        ("[a" + ".a" * 20_000 + "]\nx = 1", "config.nested-too-deep", "32"),
+        ("x = " + "9" * 5000, "config.number-too-large", "5000 digits"),
+        ("x = " + "9" * 400, "config.number-too-large", "1329 bits"),
+    ],
+    ids=["lists", "inline tables", "dotted table", "5,000 digits", "400 digits"],
+)
+def test_nesting_and_integers_have_a_limit(recipe_file, text, code, number):
+    error = problems(recipe_file(GOOD + text))
+    assert error.code == code and number in error.message and len(error.message) < 500
+    key, equals, value = text.partition("x = ")
+    if not key and equals:
+        error = problems(recipe_file(), f"optim.lr={value}")
+        assert error.code == code and number in error.message
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "-inf", "1e400"])
+@pytest.mark.parametrize("key", ["optim.lr", "optim.weight_decay", "model.rope_theta", "data.max_epochs", "data.mix.a"])
+def test_numbers_are_finite(recipe_file, key, value):
+    error = problems(recipe_file(), f"{key}={value}")
+    assert error.code == "config.invalid" and key in error.message
+
+
 @pytest.mark.parametrize("word", ["micro_batch", "=3", "layout.=3", "layout..x=3"])
 def test_a_word_that_is_no_override(word):
     with pytest.raises(ConfigError, match="is not an override"):

@@ -171,6 +171,10 @@ def llama_folder(folder_of: Any, tmp_path: Path) -> Path:
     [
         ({"intermediate_size": 80}, "convert.weights-do-not-fit", ("6 ", "(64, 32)", "(80, 32)")),
         ({"hidden_size": None}, "convert.config-keys-missing", ("hidden_size",)),
+        ({"num_hidden_layers": -3}, "convert.config-size-invalid", ("num_hidden_layers = -3",)),
+        ({"vocab_size": "many"}, "convert.config-size-invalid", ("vocab_size = 'many'",)),
+        ({"rms_norm_eps": -1}, "config.invalid", ("norm_eps", "-1")),
+        ({"num_key_value_heads": 3}, "config.invalid", ("kv_heads (3)",)),
         ({"model_type": "foobar"}, "model.config-unreadable", ("foobar",)),
         ({"model_type": None}, "convert.config-json-damaged", ("config.json",)),
         ({"quantization_config": {"quant_method": "gptq"}}, "convert.weights-quantized", ("gptq",)),

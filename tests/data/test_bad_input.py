@@ -72,6 +72,14 @@ def test_a_bad_line_costs_that_line_and_is_named(data_file: Make, tmp_path: Path
     assert rejects(tmp_path / "store") == listed
 
 
+def test_a_file_name_that_is_not_utf8_is_refused_by_name(data_file: Make, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    Path(os.fsdecode(os.fsencode(tmp_path / "source") + b"/b\xff.jsonl")).write_text('{"text": "x"}\n')
+    with refused("data.source-unreadable", "b\\udcff.jsonl"):
+        tokenize(data_file({"s": [tmp_path / "source"]}))
+    assert not (tmp_path / "store" / "manifest.json").exists()
+
+
 def test_replace_takes_what_reject_refuses(data_file: Make, tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "bad \xff byte"}\n{"text": "lone \\ud800 x"}\n')
     tokenize(data_file({"s": [tmp_path / "a.jsonl"]}, utf8="replace"))

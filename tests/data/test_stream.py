@@ -111,6 +111,21 @@ def test_a_store_with_larger_ids_than_the_model_is_refused(
         open_stream(DataConfig(store=str(tmp_path / "store"), seq_len=16), seed=0, vocab=100)
 
 
+def test_a_changed_token_beyond_the_vocabulary_is_refused_where_it_is_read(
+    data_file: Callable[..., DataFile], write_jsonl: Any, write_megatron: Any, tmp_path: Path, text: Any
+) -> None:
+    tokenize(data_file({"x": [write_jsonl(tmp_path / "x.jsonl", [text(i) for i in range(50)])]}))
+    shard = tmp_path / "store" / "x-train-00000.bin"
+    shard.write_bytes(b"\xff\xff" + shard.read_bytes()[2:])  # the manifest still says that the largest is 599
+    stream = open_stream(DataConfig(store=str(tmp_path / "store"), seq_len=16, max_epochs=99), seed=0, vocab=600)
+    with refused("data.token-outside-vocabulary", "65,535", "600"):
+        for number in range(200):
+            stream.sequences([number])
+    write_megatron(tmp_path / "wide", [[1, 2, 2**32 + 5] * 20], "<i8")  # the low 32 bits are a valid id
+    with refused("data.token-outside-vocabulary", "4,294,967,301"):
+        open_stream(config(tmp_path / "wide"), seed=0, vocab=600).sequences([0])
+
+
 def test_too_little_data_and_a_missing_split_are_refused(store: Path) -> None:
     with refused("data.too-few-tokens", "4,097"):
         open_stream(DataConfig(store=str(store), seq_len=4096), seed=0)

@@ -120,7 +120,17 @@ def test_a_hugging_face_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "code"),
-    [(None, "model.config-unreadable"), ("{", "model.config-unreadable"), ("{}", "model.config-lacks-size")],
+    [
+        (None, "model.config-unreadable"),
+        ("{", "model.config-unreadable"),
+        ("[1]", "model.config-unreadable"),
+        ('{"a":' * 20_000, "model.config-unreadable"),
+        ("{}", "model.config-lacks-size"),
+        ('{"hidden_size": 64, "num_attention_heads": 0}', "model.config-size-invalid"),
+        ('{"hidden_size": "many"}', "model.config-size-invalid"),
+        ('{"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": -3}', "model.config-size-invalid"),
+        ('{"hidden_size": 1e400}', "model.config-lacks-size"),
+    ],
 )
 def test_bad_hugging_face_configs(tmp_path: Path, content: str | None, code: str) -> None:
     path = tmp_path / "config.json"

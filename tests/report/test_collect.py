@@ -168,7 +168,7 @@ def test_what_a_half_copied_folder_lacks_is_named(run):
 
 def test_a_damaged_config_is_named(run):
     run.config_file.write_text("{")
-    assert "missing or damaged" in collect(run).problem
+    assert "config.json is damaged: 1 bytes" in collect(run).problem
 
 
 def test_not_a_run(tmp_path):

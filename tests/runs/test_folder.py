@@ -123,6 +123,21 @@ def test_a_folder_with_other_files_is_refused(tmp_path, loaded):
     assert caught.value.code == "runs.folder-not-empty" and "thesis.tex" in caught.value.message
 
 
+def test_a_config_that_was_cut_is_written_anew_for_the_same_recipe_only(tmp_path, loaded):
+    run = create_run(tmp_path / "r", loaded())
+    write(run, collect(run.recipe()))
+    run.record(Started(world_size=1))
+    run.config_file.write_bytes(run.config_file.read_bytes()[:300])
+    with pytest.raises(RunError) as caught:
+        run.recipe()
+    assert caught.value.code == "runs.config-damaged" and " 300 bytes" in caught.value.message
+    with pytest.raises(RunError) as caught:
+        create_run(tmp_path / "r", loaded("model.layers=3"))
+    assert caught.value.code == "runs.config-damaged" and run.config_file.stat().st_size == 300
+    assert create_run(tmp_path / "r", loaded()).recipe() == loaded().recipe
+    assert "config.json" in next(run.events(RecipeChanged)).changes
+
+
 def test_a_folder_that_cannot_be_made_is_said_so(tmp_path, loaded):
     (tmp_path / "file").write_text("x")
     with pytest.raises(RunError) as caught:

@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from windlass.errors import WindlassError
+from windlass.errors import ADDRESS_SPACE_NOTE, WindlassError, address_space_limit, lack_of_memory
 
 # Command -> its file and function, in the order of `windlass --help`, which is the order of a project.
 COMMANDS = {
@@ -124,6 +124,11 @@ def main() -> None:
         root = command()
         add_completions(root)
         root(prog_name="windlass")
+    # A file name that is not UTF-8 and a damaged text are shown as \udcff instead of ending the command.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    # Libraries that may not map what they need can end the process themselves, with a message that explains nothing.
+    if (limit := address_space_limit()) is not None and limit < 2**30:
+        sys.stderr.write(f"note: ulimit -v allows {limit / 2**20:,.0f} MiB of address space; {ADDRESS_SPACE_NOTE}\n")
     try:
         code = command(sys.argv[1] if len(sys.argv) > 1 else None)(standalone_mode=False)
     except BrokenPipeError:  # `windlass ... | head` closed the pipe
@@ -137,10 +142,14 @@ def main() -> None:
             sys.exit(int(getattr(error, "exit_code", 130)))
         if is_debug and not isinstance(error, KeyboardInterrupt):
             raise
+        message, hint, code = describe_failure(error)
+        if lack_of_memory(error) is not None:  # rich, and what libraries do at exit, would need more of it
+            sys.stderr.write(f"error: {message}\nhint:  {hint}\n")
+            sys.stderr.flush()
+            os._exit(code)
         from rich.console import Console
         from rich.text import Text
 
-        message, hint, code = describe_failure(error)
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         console.print(Text.assemble(("error: ", "bold red"), message))
         if hint:
@@ -156,6 +165,8 @@ def describe_failure(error: BaseException) -> tuple[str, str | None, int]:
     if isinstance(error, KeyboardInterrupt):
         hint = "files are written completely or not at all, so you can run the same command again"
         return "stopped by Ctrl-C", hint, 130
+    if (limited := lack_of_memory(error)) is not None:
+        return limited.message, limited.hint, limited.exit_code
     if isinstance(error, OSError):
         reason = str(error.strerror or error)
         message = f"cannot access {error.filename}: {reason}" if error.filename else reason

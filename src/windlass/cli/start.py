@@ -10,6 +10,7 @@ import typer
 
 from windlass import __version__
 from windlass.cli.output import show, table
+from windlass.errors import ConfigError
 from windlass.files import read_json
 from windlass.units import print_tokens
 
@@ -85,10 +86,10 @@ def start(
 
 def scan_folder(folder: Path) -> FolderContents:
     """Recipes, data files, stores and runs of a folder, in the places where they usually are."""
-    import tomllib  # slow to import, and this module is part of every command
-
-    from windlass.config.load import kind_of
+    # Slow to import, and this module is part of every command.
+    from windlass.config.load import kind_of, read_toml
     from windlass.runs import Run, history
+    from windlass.runs.events import known_int
 
     def matches(*patterns: str) -> list[Path]:
         return [path for pattern in patterns for path in sorted(folder.glob(pattern))][:MAX_FILES]
@@ -97,8 +98,8 @@ def scan_folder(folder: Path) -> FolderContents:
     # A recipe or data file of another project may look like ours, but does not have this key.
     required_keys = {"recipe": "name", "data": "output", "sweep": "name"}
     for path in matches("*.toml", "recipes/*.toml", "recipes/*/*.toml"):
-        with contextlib.suppress(OSError, ValueError):  # unreadable files are not ours
-            raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        with contextlib.suppress(ConfigError):  # unreadable files are not ours
+            raw, _ = read_toml(path)
             kind = kind_of(raw)
             if kind is not None and required_keys[kind] in raw:
                 files[kind].append(str(path.relative_to(folder)))
@@ -106,8 +107,11 @@ def scan_folder(folder: Path) -> FolderContents:
     for path in matches("*/manifest.json", "data/*/manifest.json", "runs/*/data/manifest.json"):
         manifest = read_json(path) or {}
         if manifest.get("kind") == "windlass-store":
-            tokens = sum(int(source.get("tokens") or 0) for source in manifest.get("sources", {}).values())
-            stores[str(path.parent.relative_to(folder))] = tokens
+            sources = manifest.get("sources")
+            tables = (
+                [table for table in sources.values() if isinstance(table, dict)] if isinstance(sources, dict) else []
+            )
+            stores[str(path.parent.relative_to(folder))] = sum(known_int(table.get("tokens")) or 0 for table in tables)
     runs = []
     for path in matches("runs/*/config.json"):
         run = Run(path.parent)

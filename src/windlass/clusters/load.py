@@ -2,7 +2,6 @@
 
 import os
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
@@ -96,7 +95,7 @@ def _read_cluster(name: str, shipped: Path, own: Path, stamps: tuple[tuple[int, 
 
 
 def _read_overlaid(shipped: Path, own: Path) -> dict[str, Any]:
-    raw = tomllib.loads(shipped.read_text()) if shipped.is_file() else {}
+    raw = read_toml(shipped)[0] if shipped.is_file() else {}
     return overlay(raw, read_toml(own)[0]) if own.is_file() else raw
 
 

@@ -14,7 +14,9 @@ from windlass.units import parse_bytes, parse_seconds, parse_tokens
 class Table(BaseModel):
     """One table of a recipe: frozen data; an unknown key is an error that names similar keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, str_strip_whitespace=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, str_strip_whitespace=True, allow_inf_nan=False
+    )
 
 
 def _with_unit(parse: Any) -> BeforeValidator:

@@ -82,14 +82,55 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
             f"{path} cannot be read: {error}",
             hint="a recipe is a UTF-8 text file that you may read",
         ) from None
+    return parse_toml(text, str(path)), text
+
+
+# Tables inside tables inside tables; no file of ours needs more than six, and functions that walk one call themselves.
+MAX_DEPTH = 32
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """The tables of a text, or an error that says where the syntax is wrong. Every reader of TOML calls this."""
     try:
-        return tomllib.loads(text), text
+        raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         hint = "texts need quotes, numbers none; a table begins with [name]"
         number = int(match[1]) if (match := re.search(r"line (\d+)", str(error))) else 0
         if 0 < number <= len(lines := text.splitlines()):
-            hint = f"line {number} reads: {lines[number - 1].strip()!r}; texts need quotes, numbers none"
-        raise ConfigError("config.syntax", f"{path} is not valid TOML: {error}", hint=hint) from None
+            hint = f"line {number} reads: {shorten(lines[number - 1].strip())!r}; texts need quotes, numbers none"
+        raise ConfigError("config.syntax", f"{where} is not valid TOML: {shorten(str(error))}", hint=hint) from None
+    except RecursionError:
+        raise _too_deep(where) from None
+    except ValueError as error:  # Python reads integers of at most 4,300 digits
+        raise ConfigError("config.number-too-large", f"{where}: {error}", hint=INTEGER_HINT) from None
+    refuse_implausible(raw, where)
+    return raw
+
+
+INTEGER_HINT = "an integer has at most 64 bits: 9,223,372,036,854,775,807 is the largest"
+
+
+def refuse_implausible(raw: Mapping[str, Any], where: str) -> None:
+    """An error for values that are nested more than MAX_DEPTH deep, and for integers of more than 64 bits."""
+    level: list[Any] = [raw]
+    for _ in range(MAX_DEPTH):
+        inner = [value for table in level for value in (table.values() if isinstance(table, Mapping) else table)]
+        if large := [value for value in inner if isinstance(value, int) and abs(value) >= 2**63]:
+            message = f"{where}: an integer of {large[0].bit_length()} bits"
+            raise ConfigError("config.number-too-large", message, hint=INTEGER_HINT)
+        level = [value for value in inner if isinstance(value, (Mapping, list))]
+    if level:
+        raise _too_deep(where)
+
+
+def _too_deep(where: str) -> ConfigError:
+    hint = "a recipe, data, sweep or cluster file has a few tables, one inside the other: was it damaged?"
+    return ConfigError("config.nested-too-deep", f"{where}: nested more than {MAX_DEPTH} deep", hint=hint)
+
+
+def shorten(text: str, length: int = 120) -> str:
+    """The beginning of a text that a damaged file may have made very long."""
+    return text if len(text) <= length else f"{text[:length]}... ({len(text):,} characters)"
 
 
 def kind_of(raw: Mapping[str, Any]) -> FileKind | None:
@@ -127,15 +168,17 @@ def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
     """`layout.micro_batch=4` -> (("layout", "micro_batch"), 4); what is not a TOML value is taken as text."""
     key, equals, value = override.partition("=")
     parts = tuple(part.strip() for part in key.split("."))
-    if not equals or not all(parts):
+    if not equals or not all(parts) or len(parts) > MAX_DEPTH:
         raise ConfigError(
             "config.override-invalid",
-            f"{override!r} is not an override",
+            f"{shorten(override)!r} is not an override",
             hint="write key=value, for example layout.micro_batch=4",
         )
     try:
-        return parts, tomllib.loads(f"v = {value}")["v"]
-    except tomllib.TOMLDecodeError:
+        return parts, parse_toml(f"v = {value}", key)["v"]
+    except ConfigError as error:
+        if error.code != "config.syntax":
+            raise
         return parts, value
 
 
@@ -196,6 +239,7 @@ def refuse(code: str, where: str, problems: Sequence[str], hint: str) -> None:
 
 def validate(model: type[T], raw: Mapping[str, Any], where: str, *, recorded: bool = False) -> T:
     """A checked table, or one ConfigError naming every problem. `recorded`: of a run folder, not for a job script."""
+    refuse_implausible(raw, where)
     try:
         return model.model_validate(raw, context=RECORDED if recorded else None)
     except ValidationError as error:
@@ -221,7 +265,7 @@ def _problem(model: type[BaseModel], item: Any) -> str:
         return f"{dotted}: missing, and there is no default"
     message = item["msg"].removeprefix("Value error, ")
     is_shown = isinstance(value, Mapping) or repr(value) in message
-    return redact_text(f"{dotted}: {message}" + ("" if is_shown else f" (got {value!r})"))
+    return redact_text(f"{dotted}: {message}" + ("" if is_shown else f" (got {shorten(repr(value))})"))
 
 
 def _keys_at(model: type[BaseModel], loc: Sequence[str]) -> list[str]:
@@ -242,7 +286,7 @@ def _keys_at(model: type[BaseModel], loc: Sequence[str]) -> list[str]:
 
 def check(recipe: Recipe) -> None:
     """Rules that span several keys; changes nothing and lists every problem."""
-    data, problems = recipe.data, list(_model_problems(recipe.model))
+    data, problems = recipe.data, list(model_problems(recipe.model))
     for key, value in flatten(recipe.model_dump(exclude={"launch"})):  # the launch table has checked its own
         if secret := find_secret(f"{value}"):
             problems.append(f"{key}: holds {secret}, which would be written into config.json; {SECRET_HINT}")
@@ -259,7 +303,8 @@ def check(recipe: Recipe) -> None:
     refuse("config.invalid", recipe.name, problems, "each line names the keys that disagree")
 
 
-def _model_problems(model: ModelConfig) -> Iterator[str]:
+def model_problems(model: ModelConfig) -> Iterator[str]:
+    """What is missing in a [model] table or does not fit together."""
     heads, width = model.heads, model.width
     if model.family == "hf" and model.config is None:
         yield 'model.config: needed when model.family = "hf" (a folder with config.json)'

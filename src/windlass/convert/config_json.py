@@ -7,13 +7,16 @@ from typing import Any
 
 from windlass.checkpoint.files import EXTRA
 from windlass.checkpoint.load import weights_source
-from windlass.config import DataConfig, ModelConfig, Recipe, SaveConfig
+from windlass.config import DataConfig, ModelConfig, Recipe, SaveConfig, validate
+from windlass.config.load import model_problems, refuse, shorten
 from windlass.errors import CheckpointError, ConfigError
 from windlass.files import read_json
-from windlass.models.hf_format import HFFormat
+from windlass.models.hf_format import HFFormat, value_at
 from windlass.models.presets.hf import ATTENTION_KEYS, read_config_json, refuse_custom_code
 from windlass.registry import PRESETS
+from windlass.runs.events import known_int
 
+CONFIG_HINT = "use the config.json that came with the weights"
 # Names that families use for the longest sequence; Bloom has none.
 POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
@@ -24,8 +27,16 @@ def format_of(model: ModelConfig) -> HFFormat:
 
 
 def is_hf_folder(folder: Path) -> bool:
-    """True for a folder whose config.json names a model type."""
-    return "model_type" in ((read_json(folder / "config.json") if folder.is_dir() else None) or {})
+    """True for a folder whose config.json names a model type. ConfigError: one with weights and a damaged config."""
+    config = read_json(folder / "config.json") if folder.is_dir() else None
+    is_named = isinstance((config or {}).get("model_type"), str)
+    if not is_named and (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            "convert.config-json-damaged",
+            f"{folder}/config.json {'names no model_type' if config is not None else 'is not a JSON object: it was cut or changed'}",
+            hint=CONFIG_HINT,
+        )
+    return is_named
 
 
 def match_format(config: Mapping[str, Any]) -> tuple[HFFormat, list[str]]:
@@ -45,7 +56,7 @@ def recipe_of_folder(folder: Path, *, seq_len: int | None = None) -> Recipe:
     """A recipe with the model of the folder; a family that none of our modules computes is built by transformers."""
     refuse_custom_code(folder)
     config = read_json(folder / "config.json") or {}
-    if method := (config.get("quantization_config") or {}).get("quant_method"):
+    if method := value_at(config, "quantization_config.quant_method"):
         raise ConfigError(
             "convert.weights-quantized",
             f"the weights in {folder} are quantized ({method}) and can neither be trained nor read exactly",
@@ -56,13 +67,23 @@ def recipe_of_folder(folder: Path, *, seq_len: int | None = None) -> Recipe:
         raise ConfigError(
             "convert.config-keys-missing",
             f"{folder}/config.json does not have {', '.join(missing)}",
-            hint="use the config.json that came with the weights",
+            hint=CONFIG_HINT,
+        )
+    sizes = {key: value_at(config, key) for key in format.required_keys()}
+    if wrong := {key: size for key, size in sizes.items() if type(size) is not int or size < 1}:
+        listed = ", ".join(f"{key} = {shorten(repr(size))}" for key, size in wrong.items())
+        raise ConfigError(
+            "convert.config-size-invalid",
+            f"{folder}/config.json: {listed}; each is an integer of at least 1",
+            hint=CONFIG_HINT,
         )
     table = format.read_config(config)
     if format.wraps_transformers:
         table |= {"config": str(folder), "vocab": config.get("vocab_size")}
-    seq_len = min(seq_len or 2048, max_positions(config) or 2048)
-    return Recipe(name=recipe_name(folder), model=ModelConfig(**table), data=DataConfig(seq_len=seq_len))
+    seq_len, where = min(seq_len or 2048, max_positions(config) or 2048), f"{folder}/config.json"
+    model = validate(ModelConfig, table, where)
+    refuse("config.invalid", where, list(model_problems(model)), CONFIG_HINT)
+    return Recipe(name=recipe_name(folder), model=model, data=DataConfig(seq_len=seq_len))
 
 
 def recipe_name(folder: Path) -> str:
@@ -72,12 +93,13 @@ def recipe_name(folder: Path) -> str:
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
     """The longest sequence that a model was made for; None when its config.json has no such key."""
-    return next((int(config[key]) for key in POSITION_KEYS if config.get(key)), None)
+    positions = (known_int(config.get(key)) for key in POSITION_KEYS)
+    return next((count for count in positions if count and count > 0), None)
 
 
 def positions_of(recipe: Recipe, folder: Path) -> int:
     """The longest sequence of a model: what it was trained with, or what an imported model allows if that is longer."""
-    positions = (read_json(folder / EXTRA) or {}).get("extra", {}).get("positions")
+    positions = known_int(value_at(read_json(folder / EXTRA) or {}, "extra.positions"))
     if positions is None and is_hf_folder(folder):
         positions = max_positions(read_json(folder / "config.json") or {})
     if positions is None and recipe.save.load is not None:

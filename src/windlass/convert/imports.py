@@ -109,13 +109,6 @@ def import_model(
 
 def refuse_other_folder(folder: Path) -> None:
     """A folder that is neither a Hugging Face folder nor a run: say what it is."""
-    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
-        is_json = read_json(folder / "config.json") is not None
-        raise ConfigError(
-            "convert.config-json-damaged",
-            f"{folder}/config.json {'names no model_type' if is_json else 'is not JSON: it was cut or changed'}",
-            hint="use the config.json that came with the weights",
-        )
     if not (folder / "checkpoints").is_dir():
         entries = sorted(path.name for path in folder.iterdir())[:6] if folder.is_dir() else []
         content = f"holds {', '.join(entries) or 'nothing'}" if folder.is_dir() else "does not exist"

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from windlass.config.sources import DataFile, DataSource
 from windlass.errors import DataError
+from windlass.files import read_json
 
 ROW_FORMATS = ("parquet", "arrow")
 _FORMATS = {
@@ -190,12 +191,17 @@ def _describe(path: str, source: DataSource, problems: list[str]) -> InputFile |
         problems.append(f"{path}: a {format} file is compressed inside; unpack it")
         return None
     try:
+        path.encode()  # a store lists its files by name, in JSON
+    except UnicodeEncodeError:
+        problems.append(f"{path!a}: the file name is not UTF-8; rename it")
+        return None
+    try:
         handle = os.open(path, os.O_RDONLY)  # not Path.open: there may be a million files
         status = os.fstat(handle)
         os.close(handle)
         state = Path(path).with_name("state.json") if format == "arrow" else None
         # save_to_disk keeps the order of a selected or shuffled dataset in a second file
-        if state is None or not state.is_file() or not json.loads(state.read_text()).get("_indices_data_files"):
+        if state is None or not state.is_file() or not (read_json(state) or {}).get("_indices_data_files"):
             return InputFile(path, format, packing, status.st_size, status.st_mtime_ns)
         problems.append(f"{state.parent}: saved with an index of rows; call flatten_indices() before save_to_disk()")
     except OSError as error:

@@ -14,6 +14,7 @@ OLMo's .npy and datatrove's .ds files are read without conversion.
 
 import gzip
 import mmap
+import os
 import struct
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -48,7 +49,8 @@ def map_array(path: Path, dtype: np.dtype[Any], count: int, offset: int = 0) -> 
         return np.empty(0, dtype=dtype)
     try:
         with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            size = os.fstat(file.fileno()).st_size
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""  # no empty file is mapped
     except FileNotFoundError:
         raise DataError(
             "data.store-incomplete",
@@ -182,9 +184,36 @@ class Shard:
                 f"{self.file} has no index of its documents",
                 hint="data.mask_documents needs a store whose documents are indexed",
             )
-        if self.index.suffix == ".idx":
-            return read_index(self.index).ends
-        return map_array(self.index, np.dtype(np.int64), self.index.stat().st_size // 8)
+        ends: Ints | None = None
+        if self.index.suffix != ".idx":
+            ends = map_array(self.index, np.dtype(np.int64), self.index.stat().st_size // 8)
+        elif (index := read_index(self.index)).by_sequence or 0 <= index.marks.min() <= index.marks.max() <= len(
+            index.lengths
+        ):
+            ends = index.ends
+        if ends is None or (
+            len(ends) and not (ends[0] >= 0 and ends[-1] <= self.tokens and (np.diff(ends) >= 0).all())
+        ):
+            raise DataError(
+                "data.document-index-damaged",
+                f"{self.index} is damaged: its documents do not lie one after the other in {self.tokens:,} tokens",
+                hint="copy the file again; `windlass data STORE --verify` finds every changed file",
+            )
+        return ends
+
+
+def refuse_outside(tokens: Array, vocab: int | None, place: str) -> None:
+    """An error for an id that the model does not have: on a GPU the look-up would end the process without a message.
+    `vocab` None: below 2^31, the largest that windlass reads."""
+    limit = 2**31 if vocab is None else vocab
+    low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
+    if low < 0 or high >= limit:
+        raise DataError(
+            "data.token-outside-vocabulary",
+            f"{place} holds token {low if low < 0 else high:,}, but the vocabulary has {limit:,}",
+            hint="`windlass data STORE --verify` finds changed files; else set model.vocab to at least "
+            f"{high + 1:,}, or tokenize with the model's tokenizer",
+        )
 
 
 class TokenArray:
@@ -225,6 +254,8 @@ class TokenArray:
         first, done = start - self._begins[number], 0
         while done < len(out):  # a second time only for a sequence that continues in the next shard
             part = self.shards[number].array[first : first + len(out) - done]
+            if part.dtype.itemsize > 4:  # else a large id would silently become another one
+                refuse_outside(part, None, str(self.shards[number].file))
             out[done : done + len(part)] = part
             number, first, done = number + 1, 0, done + len(part)
 

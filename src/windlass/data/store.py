@@ -16,9 +16,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
+from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from windlass.config.sources import DataSource
 from windlass.data.shards import (
@@ -111,8 +113,9 @@ class Store:
         if self.tokenizer_file is None or hash_file(self.tokenizer_file) != self.tokenizer_hash:
             problem = "the tokenizer is missing or not the one the tokens were made with"
             problems.append(StoreProblem(str(self.tokenizer_file), problem))
-        checksums = (read_json(self.path / CHECKSUMS) or {}).get("files")
-        if checksums is None:
+        try:
+            checksums = TypeAdapter(_Checksums).validate_python((read_json(self.path / CHECKSUMS) or {}).get("files"))
+        except ValidationError:
             return [*problems, StoreProblem(CHECKSUMS, "is missing or damaged: nothing can be checked")]
         damages = [p for name, stretches in checksums.items() for p in check_file(self.path / name, stretches)]
         if damages:
@@ -135,6 +138,70 @@ class Store:
         return problems + [StoreProblem(MANIFEST, fault) for fault in faults]
 
 
+# What readers of a manifest rely on. Other keys (terms of use, settings) are only shown.
+_FileName = Annotated[str, Field(pattern=r"^[^/\x00]+$")]
+_Counts = dict[str, NonNegativeInt]
+_Checksums = dict[_FileName, list[tuple[NonNegativeInt, str]]]
+
+
+class _ShardEntry(TypedDict):
+    file: _FileName
+    tokens: NonNegativeInt
+    documents: NonNegativeInt
+
+
+class _SourceEntry(TypedDict):
+    tokens: NonNegativeInt
+    documents: NonNegativeInt
+    documents_in: NonNegativeInt
+    bytes: NonNegativeInt | None
+    rejected: _Counts
+    filtered: _Counts
+    shards: dict[str, list[_ShardEntry]]
+
+
+class _TokenizerEntry(TypedDict):
+    file: _FileName
+    hash: str
+    vocab_size: PositiveInt
+    eos: NonNegativeInt | None
+
+
+class _Settings(TypedDict):
+    special_tokens: str
+    dedup: str
+    validation: Annotated[float, Field(ge=0, lt=1)]
+
+
+class _Manifest(TypedDict):
+    kind: Literal["windlass-store"]
+    dtype: Literal["<u2", "<i4"]
+    max_token: Annotated[int, Field(ge=-1)]
+    ledger_hash: str
+    tokens: NonNegativeInt
+    documents: NonNegativeInt
+    tokenizer: _TokenizerEntry
+    settings: NotRequired[_Settings]
+    sources: dict[str, _SourceEntry]
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a windlass store, as written; DataError where a value that readers rely on cannot be right."""
+    manifest = read_json(path / MANIFEST)
+    try:
+        TypeAdapter(_Manifest).validate_python(manifest, strict=True)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        reason = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" if manifest else "not a JSON object"
+        raise DataError(
+            "data.store-damaged",
+            f"{path / MANIFEST} is damaged or not of a windlass store ({reason})",
+            hint="copy the store again, or delete the folder and run `windlass tokenize` again",
+        ) from None
+    assert manifest is not None
+    return manifest
+
+
 def open_store(path: Path | str) -> Store:
     """A store of windlass, Megatron, OLMo or datatrove."""
     path = Path(path)
@@ -146,13 +213,7 @@ def open_store(path: Path | str) -> Store:
                 hint="run the same `windlass tokenize` again: it does only what is missing",
             )
         return open_foreign(path)
-    manifest = read_json(path / MANIFEST)
-    if manifest is None or manifest.get("kind") != KIND:
-        raise DataError(
-            "data.store-damaged",
-            f"{path / MANIFEST} is damaged or not of a windlass store",
-            hint="copy the store again, or run `windlass tokenize` again",
-        )
+    manifest = read_manifest(path)
     dtype, tokenizer = np.dtype(manifest["dtype"]), manifest["tokenizer"]
     sources = {
         name: SourceInfo(
@@ -221,7 +282,7 @@ def open_foreign(path: Path) -> Store:
     )
 
 
-def check_file(path: Path, stretches: list[list[Any]]) -> Iterator[StoreProblem]:
+def check_file(path: Path, stretches: list[tuple[int, str]]) -> Iterator[StoreProblem]:
     """`stretches` is a list of [bytes, checksum] that cover the file."""
     if not path.is_file():
         yield StoreProblem(path.name, "is missing")

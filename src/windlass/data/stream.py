@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from windlass.config import DataConfig
 from windlass.data.mix import Ints, Mixture, SourcePasses, key_of, mix64, plan_phases, refuse_repeats, source_passes
+from windlass.data.shards import refuse_outside
 from windlass.data.store import Store, open_store, refuse_unlawful
 from windlass.errors import ConfigError, DataError
 
@@ -26,7 +27,7 @@ class StoreStream:
     Its position is the number of the next sequence; there is no other state.
     """
 
-    def __init__(self, store: Store, config: DataConfig, *, seed: int, split: str) -> None:
+    def __init__(self, store: Store, config: DataConfig, *, seed: int, split: str, vocab: int | None = None) -> None:
         names = [name for name in store.sources if split in store.shards[name]]
         if not names:
             raise DataError(
@@ -35,7 +36,7 @@ class StoreStream:
                 hint=f"it has {', '.join(store.splits) or 'none'}; "
                 "set `validation` in the data file and tokenize again",
             )
-        self.store, self.config, self.split, self.seq_len = store, config, split, config.seq_len
+        self.store, self.config, self.split, self.seq_len, self.vocab = store, config, split, config.seq_len, vocab
         self.ledger_hash = store.ledger_hash
         self.arrays = [store.tokens(name, split) for name in names]
         # Windows overlap by the one token that is only a target in the first and an input in the second.
@@ -64,6 +65,8 @@ class StoreStream:
             self.arrays[number].expect(place * self.seq_len, self.seq_len + 1)
         for row, (number, place) in enumerate(places):
             self.arrays[number].copy(place * self.seq_len, out[row])
+        # Also in our own stores, whose manifest has the largest id: a file may have changed since it was written.
+        refuse_outside(out, self.vocab, f"a sequence of {self.store.path}")
         return out
 
     def identity(self, indexes: npt.ArrayLike) -> tuple[Ints, Ints]:
@@ -139,7 +142,7 @@ def open_stream(config: DataConfig, *, seed: int, split: str = "train", vocab: i
             f"{store.path} holds token {max_token:,}, but model.vocab is {vocab:,}",
             hint=f"set model.vocab to at least {max(max_token + 1, store.vocab_size or 0):,}, or tokenize with the model's tokenizer",
         )
-    stream = StoreStream(store, config, seed=seed, split=split)
+    stream = StoreStream(store, config, seed=seed, split=split, vocab=vocab)
     if config.tokens is not None and split == "train":
         stream.check(config.tokens)
     return stream

@@ -34,7 +34,7 @@ from windlass.data.inputs import (
 from windlass.data.joining import SHARD_LIST, Journal, reject_lines, undo_joining, update_terms, write_store
 from windlass.data.readers import first_texts
 from windlass.data.shards import dtype_for
-from windlass.data.store import MANIFEST, REJECTS, hash_json, refuse_unlawful
+from windlass.data.store import MANIFEST, REJECTS, hash_json, read_manifest, refuse_unlawful
 from windlass.data.tokenizer import Tokenizer, load_tokenizer
 from windlass.errors import EXIT_RESUMABLE, DataError, WindlassError
 from windlass.files import append_line, read_json, read_json_lines, write_atomic, write_json
@@ -136,6 +136,7 @@ def _tokenize(
     started = time.monotonic()
     work, target = shared.folder, shared.folder.parent
     if (manifest := read_json(target / MANIFEST)) is not None:
+        manifest = read_manifest(target)
         items = _new_items(items, manifest, shared.settings, target, shared.file)
         updated = update_terms(target, manifest, shared.file) if task is None else None
         manifest = updated or manifest

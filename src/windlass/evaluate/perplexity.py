@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from windlass.blocks.attention.kernels import attention_kernel
 from windlass.convert.source import ProgressCallback
+from windlass.data.shards import refuse_outside
 from windlass.data.store import Store
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import DataError
@@ -73,6 +74,8 @@ def evaluate_text(
         for name, spans in choose_documents(store, split, max_tokens)
         for start, stop in spans
     ]
+    for name, ids in texts:
+        refuse_outside(ids, opened.model.vocab, f"source {name} of {store.path}")
     total = sum(len(ids) for _, ids in texts)
     if compiles is None:
         compiles = opened.device.type == "cuda" and total >= COMPILE_FROM_TOKENS

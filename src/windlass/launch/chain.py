@@ -11,7 +11,7 @@
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +19,9 @@ from windlass.clusters.scheduler import job_shape
 from windlass.errors import WindlassError
 from windlass.files import append_line, read_json, read_json_lines
 from windlass.launch.start import bind_start
+from windlass.models.hf_format import value_at
 from windlass.runs import Run
-from windlass.runs.events import Finished, GaveUp, ProcessStart, Saved
+from windlass.runs.events import Finished, GaveUp, ProcessStart, Saved, known_float, known_int
 from windlass.runs.faults import INCURABLE, FaultRecord
 
 # Starts without a new checkpoint after which a chain stops.
@@ -53,8 +54,20 @@ class ChainVerdict:
     reason: str
 
 
+# How the values of a record are read; one that cannot be right is None (unknown).
+_CONVERTERS: dict[str, Callable[[object], object]] = {
+    **dict.fromkeys(("restart", "step", "saves", "code", "nodes", "link", "links", "exit_code"), known_int),
+    **dict.fromkeys(("time", "seconds", "units_per_node_hour", "elapsed_seconds", "limit_seconds"), known_float),
+    **dict.fromkeys(("started_at", "ended_at", "energy_joules"), known_float),
+    **dict.fromkeys(("job", "state", "reason"), lambda value: None if value is None else str(value)),
+}
+
+
 def records(run: Run) -> list[dict[str, Any]]:
-    return list(read_json_lines(run.jobs_file))
+    return [
+        {key: _CONVERTERS[key](value) if key in _CONVERTERS else value for key, value in line.items()}
+        for line in read_json_lines(run.jobs_file)
+    ]
 
 
 def job_starts(lines: Iterable[Mapping[str, Any]]) -> list[JobStart]:
@@ -88,12 +101,15 @@ def finished(run: Run) -> bool:
     last = ends[-1] if ends else None
     if not isinstance(last, Finished):
         return False
-    config = read_json(run.config_file) or {}
-    data, steps = config.get("data") or {}, (config.get("train") or {}).get("steps")
-    if isinstance(steps, int) and last.step is not None:
+    config = read_json(run.config_file)
+    if config is None:  # damaged: the next start says so, and nothing is taken for finished meanwhile
+        return False
+    keys = ("train.steps", "data.tokens", "data.batch_tokens")
+    steps, tokens, batch_tokens = (known_int(value_at(config, key)) for key in keys)
+    if steps is not None and last.step is not None:
         return steps <= last.step
-    if isinstance(data.get("tokens"), int) and last.tokens is not None:
-        return bool(data["tokens"] - last.tokens < max(1, data.get("batch_tokens") or 0))
+    if tokens is not None and last.tokens is not None:
+        return tokens - last.tokens < max(1, batch_tokens or 0)
     return True
 
 

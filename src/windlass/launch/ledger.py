@@ -150,7 +150,7 @@ def _job_states(
     states = {
         str(line["job"]): JobState(**{k: v for k, v in line.items() if k in JobState.__dataclass_fields__})
         for line in lines
-        if line.get("record") == "settled"
+        if line.get("record") == "settled" and line.get("job") and line.get("state")
     }
     for name, executor in executors.items():
         asked = [str(r["job"]) for r in submitted if r.get("executor") == name and str(r["job"]) not in states]

@@ -92,15 +92,19 @@ class HFFormat:
         for key, slot in slots.items():
             value = value_at(config, key)
             if slot.name == "*":
-                return dict(value)
+                return dict(value) if isinstance(value, Mapping) else {}
             if value is not None:
                 model[slot.name] = value
         for slot in slots.values():
             model.setdefault(slot.name, slot.default(model))
         return model
 
+    def required_keys(self) -> list[str]:
+        """Keys without which transformers would silently use the value of some other model: sizes, all of them."""
+        return [key for key, slot in self._slots() if slot.required]
+
     def missing_keys(self, config: Mapping[str, Any]) -> list[str]:
-        return [key for key, slot in self._slots() if slot.required and not value_at(config, key)]
+        return [key for key in self.required_keys() if value_at(config, key) is None]
 
     def differences(self, config: Mapping[str, Any]) -> list[str]:
         """Why our module would not compute what this model computes; empty when it does."""
@@ -109,7 +113,10 @@ class HFFormat:
         for requirement in self.requirements:
             values = [value for key in requirement.keys if (value := value_at(config, key)) is not None]
             if requirement.model_type in (None, model_type) and values and values[0] not in requirement.accepted:
-                reasons.append(requirement.reason.format(value=values[0]))
+                try:
+                    reasons.append(requirement.reason.format(value=values[0]))
+                except (TypeError, ValueError):  # a text where the reason prints a number
+                    reasons.append(f"its {requirement.keys[0]} is {values[0]!r}")
         return reasons
 
     def _slots(self) -> Iterator[tuple[str, ConfigSlot]]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from windlass.config import Loaded, Recipe, validate
-from windlass.config.load import flatten
-from windlass.errors import RunError
+from windlass.config import Loaded, Recipe, recipe_hash, validate
+from windlass.config.load import flatten, read_toml
+from windlass.errors import ConfigError, RunError
 from windlass.files import (
     append_line_buffered,
     read_json,
@@ -114,12 +113,15 @@ class Run:
 
     def recipe(self) -> Recipe:
         value = read_json(self.config_file)
-        if value is None:
+        if value is None and self.config_file.is_file():
             raise RunError(
-                "runs.config-missing",
-                f"{self.config_file} is missing or damaged",
-                hint="copy the complete run folder",
+                "runs.config-damaged",
+                f"{self.config_file} is damaged: {self.config_file.stat().st_size:,} bytes that are not a JSON object",
+                hint=f"copy it again, or write it anew: `windlass train {self.recipe_file} --run {self.path}`, with "
+                "the overrides of the first start; checkpoints, metrics and events are kept",
             )
+        if value is None:
+            raise RunError("runs.config-missing", f"{self.config_file} is missing", hint="copy the complete run folder")
         value.pop("resolved", None)
         return validate(Recipe, value, str(self.config_file), recorded=True)
 
@@ -132,8 +134,8 @@ class Run:
         if config is None or isinstance(config.get("resolved"), dict):
             return config["resolved"].get("layout_from") if config else None
         try:
-            written = tomllib.loads(self.recipe_file.read_text(encoding="utf-8"))
-        except (OSError, tomllib.TOMLDecodeError):
+            written, _ = read_toml(self.recipe_file)
+        except ConfigError:
             return "recipe"
         return "recipe" if not written or "layout" in written else "planner"
 
@@ -196,6 +198,8 @@ def create_run(path: Path | str, loaded: Loaded, *, layout_from: str = "recipe")
         run.plan_file.unlink(missing_ok=True)
     elif old is not None:
         changes = accepted_changes(run, run.recipe(), loaded.recipe)
+    elif run.config_file.is_file():
+        changes = [_replaced_config(run, loaded.recipe)]
     elif run.path.is_dir():
         other = [p.name for p in run.path.iterdir() if p.name not in _LEFTOVERS and not p.name.startswith(".")]
         if other:
@@ -220,6 +224,19 @@ def create_run(path: Path | str, loaded: Loaded, *, layout_from: str = "recipe")
     for event in changes:
         run.record(event)
     return run
+
+
+def _replaced_config(run: Run, recipe: Recipe) -> Event:
+    """The event for a damaged config.json that is written anew; refused unless the manifest says it is the same run."""
+    manifest = run.manifest()
+    if manifest.get("recipe_hash") != (written := recipe_hash(recipe)):
+        raise RunError(
+            "runs.config-damaged",
+            f"{run.config_file} is damaged, and this recipe (hash {written}) is not that of the run's manifest "
+            f"(hash {manifest.get('recipe_hash')}): name, seed, model or data differ",
+            hint=f"start from {run.recipe_file} with the overrides of the first start",
+        )
+    return RecipeChanged(changes={"config.json": ("damaged", f"written anew from a recipe of hash {written}")})
 
 
 # Keys and tables that may change between two starts. The second line changes no result. The last three say where the

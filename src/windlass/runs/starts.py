@@ -3,13 +3,15 @@
 One process writes `starts/<job>.<restart>.json`; every worker waits for exactly that file and plans nothing itself.
 """
 
+import contextlib
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from windlass.errors import RunError
 from windlass.files import read_json, write_json
-from windlass.layout.types import GradientSync, Layout, StepSpec
+from windlass.layout.types import Layout, StepSpec
 from windlass.runs.folder import Run
 
 # How long workers wait for their start's file: a parallel file system shows it to other nodes a little later.
@@ -52,14 +54,36 @@ def write_start(run: Run, start: Start) -> None:
 
 
 def read_start(run: Run, name: str) -> Start | None:
-    value = read_json(run.starts / f"{name}.json")
-    return None if value is None else _parse(value)
+    """The start of this name; None when it is not written yet. RunError: its values cannot be those of a start."""
+    path = run.starts / f"{name}.json"
+    value = read_json(path)
+    if value is None:
+        return None
+    try:
+        start = TypeAdapter(Start).validate_python(value)
+        start.layout.config()  # checks its names and degrees
+    except ValidationError as error:
+        problem = error.errors()[0]
+        reason = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+    else:
+        counts = (start.layout.data, start.layout.accumulation, start.devices_per_node, start.step.seq_len)
+        if min(counts) > 0 and start.layout.devices == start.devices:
+            return start
+        reason = f"its layout of {start.layout.devices:,} devices is not one for {start.devices:,}"
+    raise RunError(
+        "runs.start-damaged",
+        f"{path} is damaged: {reason}",
+        hint="delete the file; `windlass resume RUN` or the next job writes a new one",
+    )
 
 
 def last_start(run: Run) -> Start | None:
-    """The newest start of a run; None before the first, and in run folders of version 0.1."""
-    values = [value for path in run.starts.glob("*.json") if (value := read_json(path)) is not None]
-    return _parse(max(values, key=lambda value: value["created_at"])) if values else None
+    """The newest readable start of a run; None before the first, and in run folders of version 0.1."""
+    starts = []
+    for path in run.starts.glob("*.json"):
+        with contextlib.suppress(RunError):
+            starts.append(read_start(run, path.stem))
+    return max((start for start in starts if start), key=lambda start: start.created_at, default=None)
 
 
 def wait_for_start(run: Run, name: str, seconds: float = WAIT_SECONDS, *, reused_name: bool = False) -> Start:
@@ -82,9 +106,3 @@ def wait_for_start(run: Run, name: str, seconds: float = WAIT_SECONDS, *, reused
                 "the run folder must be on a file system that all nodes share",
             )
         time.sleep(0.1)
-
-
-def _parse(value: dict[str, Any]) -> Start:
-    step = StepSpec(**{**value["step"], "sync": GradientSync(**value["step"]["sync"])})
-    fields = {key: item for key, item in value.items() if key != "lead_seconds"}  # in files of early 0.2 starts
-    return Start(**{**fields, "layout": Layout(**value["layout"]), "step": step})

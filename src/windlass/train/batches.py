@@ -10,7 +10,6 @@ from torch import Tensor
 
 from windlass.config import Recipe
 from windlass.data.stream import Loader
-from windlass.errors import DataError
 from windlass.layout.types import Layout
 from windlass.train.mesh import World
 
@@ -53,12 +52,8 @@ def batch_plan(recipe: Recipe, layout: Layout) -> BatchPlan:
 class BatchReader:
     """Batches from a position of the stream on, already on the device."""
 
-    def __init__(
-        self, stream: Any, plan: BatchPlan, world: World, sequences_done: int, *, vocab: int, documents: bool
-    ) -> None:
-        self._device, self._vocab, self._documents = world.device, vocab, documents
-        # Our own stores record their largest token, and it was compared before; of a foreign one each batch is checked.
-        self._check_tokens = stream.store is not None and stream.store.max_token is None
+    def __init__(self, stream: Any, plan: BatchPlan, world: World, sequences_done: int, *, documents: bool) -> None:
+        self._device, self._documents = world.device, documents
         self._loader = Loader(
             stream,
             lambda n: plan.indexes(sequences_done + n * plan.layout.sequences_per_step, world.data_rank),
@@ -70,14 +65,6 @@ class BatchReader:
         with torch.profiler.record_function("enumerate(DataLoader)#windlass.__next__"):  # data loading in a trace
             item = next(self._loader)
         arrays = item if self._documents else (item,)
-        if self._check_tokens:
-            low, high = int(arrays[0].min()), int(arrays[0].max())
-            if low < 0 or high >= self._vocab:  # on a GPU the look-up would end the process without a message
-                raise DataError(
-                    "data.token-outside-vocabulary",
-                    f"a batch holds token {low if low < 0 else high:,}, but model.vocab is {self._vocab:,}",
-                    hint=f"set model.vocab to at least {high + 1:,}, or tokenize with the model's tokenizer",
-                )
         tokens, *documents = (torch.from_numpy(array).to(self._device, non_blocking=True).long() for array in arrays)
         return tokens, documents[0] if documents else None
 

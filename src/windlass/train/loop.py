@@ -216,7 +216,6 @@ def open_batches(training: Training) -> BatchReader:
         training.plan,
         training.world,
         training.progress.sequences,
-        vocab=training.parts.modules[0].vocab,
         documents=training.start.step.mask_documents,
     )
 

@@ -3,20 +3,19 @@
 Values of `${...}` come from params.yaml and `vars`, filled in as DVC does; `${item...}` and `${key}` are the point's.
 """
 
-import json
 import os
 import re
 import shlex
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from windlass.clusters.load import overlay
 from windlass.config import validate
+from windlass.config.load import parse_toml, refuse_implausible
 from windlass.config.sweep import LoadedSweep, SweepConfig, find_problems
 from windlass.errors import ConfigError, RunError
-from windlass.files import write_atomic
+from windlass.files import parse_json, write_atomic
 from windlass.launch.sweep.points import SweepPoint
 
 # `${a.b[0]}`; a backslash before it leaves it to the shell.
@@ -60,11 +59,12 @@ def read_dvc(path: Path, stage: str | None = None) -> LoadedSweep:
     try:
         text = path.read_text(encoding="utf-8")
         value = read_yaml(text)
+        refuse_implausible({"": value}, str(path))
     except FileNotFoundError:
         raise ConfigError(
             "sweep.file-missing", f"there is no file {path}", hint="name a dvc.yaml or a sweep file"
         ) from None
-    except yaml_module().YAMLError as error:
+    except ValueError as error:
         raise ConfigError(
             "sweep.dvc-invalid", f"{path} is not valid YAML: {error}", hint="`dvc stage list` shows what is wrong"
         ) from None
@@ -202,8 +202,8 @@ def _read_file(path: Path) -> Mapping[str, Any]:
     parsers: dict[str, Callable[[str], Any]] = {
         ".yaml": read_yaml,
         ".yml": read_yaml,
-        ".json": json.loads,
-        ".toml": tomllib.loads,
+        ".json": lambda text: parse_json(text.encode()),
+        ".toml": lambda text: parse_toml(text, str(path)),
     }
     if path.suffix not in parsers:
         raise ConfigError(
@@ -213,13 +213,14 @@ def _read_file(path: Path) -> Mapping[str, Any]:
         )
     try:
         value = parsers[path.suffix](path.read_text(encoding="utf-8"))
+        refuse_implausible({"": value}, str(path))
     except OSError as error:
         raise ConfigError(
             "sweep.dvc-values-unreadable",
             f"{path} cannot be read: {error.strerror}",
             hint="it is named in `vars` of the dvc.yaml",
         ) from None
-    except (ValueError, yaml_module().YAMLError) as error:
+    except ValueError as error:
         raise ConfigError(
             "sweep.dvc-values-invalid", f"{path} is not valid: {error}", hint="it is read for the values of a dvc.yaml"
         ) from None
@@ -292,7 +293,10 @@ def yaml_module() -> Any:
 
 
 def read_yaml(text: str) -> Any:
-    """By the rules of YAML 1.2, as DVC reads: `no` is a string (and a language), `1e-3` a number, `010` ten."""
+    """By the rules of YAML 1.2, as DVC reads: `no` is a string (and a language), `1e-3` a number, `010` ten.
+
+    ValueError: not YAML, nested too deeply, or an integer of thousands of digits.
+    """
 
     class DvcLoader(yaml_module().SafeLoader):  # type: ignore[misc]
         yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
@@ -304,4 +308,7 @@ def read_yaml(text: str) -> Any:
     for tag, pattern, first in YAML_TYPES:
         DvcLoader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^(?:{pattern})$"), list(first))
     DvcLoader.add_constructor("tag:yaml.org,2002:int", integer)
-    return yaml_module().load(text, Loader=DvcLoader)
+    try:
+        return yaml_module().load(text, Loader=DvcLoader)
+    except (yaml_module().YAMLError, RecursionError) as error:
+        raise ValueError(str(error)) from None

@@ -17,7 +17,7 @@ from windlass.config import Recipe, validate
 from windlass.errors import ConfigError, RunError
 from windlass.figures import Chart, Heat, Section, page, save_page, save_picture
 from windlass.figures.sweep import sweep_sections
-from windlass.files import read_json_lines, write_atomic, write_json
+from windlass.files import parse_json, read_json_lines, write_atomic, write_json
 from windlass.launch.sweep.expect import Expectation
 from windlass.launch.sweep.folder import SweepRun, to_toml
 from windlass.launch.sweep.points import SweepPoint
@@ -160,7 +160,7 @@ def read_results(path: Path) -> Row:
         fault = "it has no complete row below its header"
     else:
         try:
-            value = json.loads(text)
+            value = parse_json(path.read_bytes())
             fault = f"it holds a {type(value).__name__}, not an object"
         except ValueError as error:
             value, fault = None, f"it is not valid JSON ({error})"

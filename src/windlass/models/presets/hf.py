@@ -1,7 +1,6 @@
 """Any other causal language model: transformers builds it; only its sizes are read here, from config.json, for the
 planner."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,9 @@ from windlass.blocks.embedding.spec import EmbeddingSpec
 from windlass.blocks.mlp.spec import MlpSpec
 from windlass.blocks.norm.spec import NormSpec
 from windlass.config import ModelConfig
+from windlass.config.load import shorten
 from windlass.errors import ConfigError
-from windlass.files import read_json
+from windlass.files import parse_json, read_json
 from windlass.models.hf_format import HFFormat, Preset
 from windlass.models.spec import Branch, LayerGroup, LayerSpec, ModelSpec
 
@@ -36,13 +36,20 @@ def read_config_json(config: ModelConfig) -> dict[str, Any]:
     path = Path(config.config)
     path = path / "config.json" if path.is_dir() else path
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        value = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(
             "model.config-unreadable",
             f"model.config: cannot read {path}: {error}",
             hint="give a folder with config.json, or the file",
         ) from error
+    if not isinstance(value, dict):
+        raise ConfigError(
+            "model.config-unreadable",
+            f"model.config: {path} holds a {type(value).__name__}, not an object",
+            hint="use the config.json that came with the weights",
+        )
+    return value
 
 
 def refuse_custom_code(path: Path) -> None:
@@ -69,7 +76,7 @@ def refuse_custom_code(path: Path) -> None:
 def spec_of_config_json(raw: dict[str, Any]) -> ModelSpec:
     """By the names that the families of transformers use."""
 
-    def pick(*names: str, default: int | None = None) -> int:
+    def pick(*names: str, default: int | None = None, least: int = 1) -> int:
         value = next((raw[name] for name in names if raw.get(name) is not None), default)
         if value is None:
             raise ConfigError(
@@ -77,7 +84,14 @@ def spec_of_config_json(raw: dict[str, Any]) -> ModelSpec:
                 f"config.json has none of {', '.join(names)}",
                 hint="the planner cannot count this model's parameters",
             )
-        return int(value)
+        # bool is an int, and 10**15 more than any size of a model.
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 10**15:
+            raise ConfigError(
+                "model.config-size-invalid",
+                f"config.json: {names[0]} is {shorten(repr(value))}, not an integer of at least {least}",
+                hint="use the config.json that came with the weights",
+            )
+        return value
 
     kind = str(raw.get("model_type", "llama"))
     family = CLASSIC.get(kind, "llama")
@@ -93,7 +107,7 @@ def spec_of_config_json(raw: dict[str, Any]) -> ModelSpec:
         vocab=pick("vocab_size"),
         rows=pick("vocab_size"),  # transformers stores exactly the rows that it is told
         tied=bool(raw.get("tie_word_embeddings", family != "llama" and kind != "gpt_neox")),
-        positions=pick("n_positions", "max_position_embeddings", default=0) if kind in ("gpt2", "opt") else 0,
+        positions=pick("n_positions", "max_position_embeddings", default=0, least=0) if kind in ("gpt2", "opt") else 0,
     )
 
 
