@@ -36,11 +36,12 @@ $(STAMP): $(READY)
 demo: $(READY)
 	$(BIN)/windlass demo
 
+# Three workers: the one with the SLURM tests mostly waits for the scheduler.
 test: lint
-	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not gpu and not slow"
+	$(BIN)/pytest -q -n 3 --dist loadgroup -m "not gpu and not slow"
 
 test-all: lint
-	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not gpu"
+	$(BIN)/pytest -q -n 3 --dist loadgroup -m "not gpu"
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -86,11 +86,16 @@ def write_store(folder: Path, train_tokens: int = 40_000, validation_tokens: int
     source = {
         "tokens": train_tokens + validation_tokens,
         "documents": (train_tokens + validation_tokens) // 100,
+        "documents_in": (train_tokens + validation_tokens) // 100,
+        "bytes": None,
+        "rejected": {},
+        "filtered": {},
         "shards": shards,
     }
     manifest = {
         "kind": "windlass-store", "dtype": "<u2", "sources": {"noise": source}, "max_token": 127, "ledger_hash": "none",
-        "tokenizer": {"vocab_size": 128, "eos": 0, "file": "tokenizer.json", "hash": None},
+        "tokens": source["tokens"], "documents": source["documents"],
+        "tokenizer": {"vocab_size": 128, "eos": 0, "file": "tokenizer.json", "hash": "none"},
     }  # fmt: skip
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder

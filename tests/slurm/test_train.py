@@ -29,19 +29,24 @@ def test_a_chain_cut_by_the_wall_time_ends_with_the_same_loss(site):
     assert site.wait_over("whole", PATIENT) == ["COMPLETED"]
     started = site.events("whole", "started")[0]
     assert (started["world_size"], started["nodes"]) == (2, 2)
-    begun = next(r["time"] for r in site.records("whole") if r["record"] == "began")
-    first, last = (site.records("whole", "metrics.jsonl")[i]["time"] for i in (0, -1))
-    cut = 1.3 * (first - begun) + (last - first) / 3
-    minutes = math.ceil((cut + 30) / 60)
-    # SLURM's own early signal is left out: with limits this short it can come before the ranks are there to hear it.
-    launch = {"time": f"{minutes}m", "sbatch": {"signal": False}}
-    site.launch(site.recipe("pieces", **work, save__lead=60 * minutes - cut, launch=launch), "--chain", 6)
-    site.wait_over("pieces", PATIENT)
-    stops = site.events("pieces", "stopped")
+    run, cut = "whole", 0.0
+    for number in range(4):  # start-up takes longer or shorter on a busy machine: then estimate from the last try
+        begun = next(r["time"] for r in site.records(run) if r["record"] == "began")
+        times = [line["time"] for line in site.records(run, "metrics.jsonl")]
+        cut = times[0] - begun + (times[-1] - times[0]) / 3 if times else 1.5 * cut  # no step: it was too early
+        run = f"pieces-{number}"
+        minutes = math.ceil((cut + 30) / 60)
+        # SLURM's own early signal is left out: with limits this short it can come before the ranks are there to hear it.
+        launch = {"time": f"{minutes}m", "sbatch": {"signal": False}}
+        site.launch(site.recipe(run, **work, save__lead=60 * minutes - cut, launch=launch), "--chain", 6)
+        site.wait_over(run, PATIENT)
+        if site.events(run, "stopped") and site.events(run, "finished"):
+            break
+    stops = site.events(run, "stopped")
     assert stops and "wall-time" in stops[0]["reason"]
-    assert len([r for r in site.records("pieces") if r["record"] == "began"]) >= 2 and site.events("pieces", "resumed")
-    assert last_loss(site, "pieces") == pytest.approx(last_loss(site, "whole"), abs=1e-6)
-    view = site.json("jobs", "pieces")
+    assert len([r for r in site.records(run) if r["record"] == "began"]) >= 2 and site.events(run, "resumed")
+    assert last_loss(site, run) == pytest.approx(last_loss(site, "whole"), abs=1e-6)
+    view = site.json("jobs", run)
     assert view["verdict"] == "finished" and view["node_hours_used"] > 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from windlass.config import Loaded, Recipe, recipe_hash, validate
-from windlass.config.load import flatten, read_toml
+from windlass.config.load import flatten, model_problems, read_toml, refuse
 from windlass.errors import ConfigError, RunError
 from windlass.files import (
     append_line_buffered,
@@ -123,7 +123,9 @@ class Run:
         if value is None:
             raise RunError("runs.config-missing", f"{self.config_file} is missing", hint="copy the complete run folder")
         value.pop("resolved", None)
-        return validate(Recipe, value, str(self.config_file), recorded=True)
+        recipe = validate(Recipe, value, str(self.config_file), recorded=True)
+        refuse("config.invalid", str(self.config_file), list(model_problems(recipe.model)), "copy the file again")
+        return recipe
 
     def layout_from(self) -> str | None:
         """Who chose the layout in config.json: "recipe" or "planner"; None before there is a config.
