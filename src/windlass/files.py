@@ -17,7 +17,7 @@ from windlass.errors import ConfigError
 # How much of a large file is read at a time.
 READ_BLOCK_BYTES = 4 << 20
 # Deeper than any JSON file of windlass or transformers; functions that walk a value call themselves once per level.
-MAX_DEPTH = 64
+MAX_JSON_DEPTH = 64
 _DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 _INFINITIES = frozenset((math.inf, -math.inf))
 
@@ -96,12 +96,12 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 def parse_json(raw: bytes) -> Any:
     """The value of a JSON text; NaN, Infinity and numbers like 1e400, which no JSON file may have, are None (unknown).
 
-    ValueError: not JSON, not UTF-8, nested more than MAX_DEPTH deep, or an integer of thousands of digits.
+    ValueError: not JSON, not UTF-8, nested more than MAX_JSON_DEPTH deep, or an integer of thousands of digits.
     """
     try:
         value = _DECODER.decode(str(raw, "utf-8-sig"))
     except RecursionError:
-        raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
+        raise ValueError(f"nested more than {MAX_JSON_DEPTH} deep") from None
     with contextlib.suppress(TypeError, AttributeError):  # a value with inner lists or objects, or not an object
         if _INFINITIES.isdisjoint(value.values()):
             return value
@@ -134,14 +134,14 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def json_safe(value: Any, depth: int = MAX_DEPTH) -> Any:
+def json_safe(value: Any, depth: int = MAX_JSON_DEPTH) -> Any:
     """Replace NaN and infinity, which JSON does not have, by None (unknown)."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if not isinstance(value, (dict, list, tuple)):
         return value
     if depth == 0:
-        raise ValueError(f"nested more than {MAX_DEPTH} deep")
+        raise ValueError(f"nested more than {MAX_JSON_DEPTH} deep")
     if isinstance(value, dict):
         return {str(k): json_safe(v, depth - 1) for k, v in value.items()}
     return [json_safe(v, depth - 1) for v in value]

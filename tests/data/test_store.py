@@ -15,7 +15,7 @@ import pytest
 from tests.data.helpers import index_bytes, refused
 
 from windlass.config.sources import DataFile, DataSource
-from windlass.data.shards import CODES, dtype_for, read_index
+from windlass.data.shards import DTYPE_CODES, dtype_for, read_index
 from windlass.data.store import open_store
 from windlass.data.tokenize import tokenize
 from windlass.data.tokenizer import Tokenizer
@@ -170,7 +170,7 @@ def test_an_index_without_marks_names_beginning_and_end_and_loses_no_document(tm
 def test_large_vocabularies_take_four_bytes_and_megatrons_code_for_int32() -> None:
     assert dtype_for(65_536) == np.dtype("<u2")
     assert dtype_for(65_537) == np.dtype("<i4")
-    assert CODES[np.dtype("<i4")] == 4
+    assert DTYPE_CODES[np.dtype("<i4")] == 4
 
 
 def test_a_store_of_ten_billion_tokens_opens_at_once(store: Path) -> None:

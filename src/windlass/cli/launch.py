@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from windlass.launch.ledger import LedgerEntry
     from windlass.launch.submit import PreparedLaunch
 
-AFTER = Annotated[str | None, typer.Option("--after", help="Start only after this job succeeds (afterok).")]
+AfterOption = Annotated[str | None, typer.Option("--after", help="Start only after this job succeeds (afterok).")]
 JOB_COLUMNS = (
     "link", "job", "state", "reason", "nodes", "ran", "limit", "node-hours", "from step", "to step", "source",
 )  # fmt: skip
@@ -48,7 +48,7 @@ def launch(
     force: Annotated[bool, typer.Option("--force", help="Submit although a check fails.")] = False,
     local: Annotated[bool, typer.Option("--local", help="Run on this machine, without a scheduler.")] = False,
     devices: Annotated[int | None, typer.Option("--devices", help="With --local: number of devices.")] = None,
-    after: AFTER = None,
+    after: AfterOption = None,
     pretokenize: Annotated[
         Path | None, typer.Option("--pretokenize", help="DATA.toml: tokenize first, as a CPU job; train after it.")
     ] = None,
@@ -296,7 +296,7 @@ def submit_any(
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="Cluster file (default: the one this host belongs to).")
     ] = None,
-    after: AFTER = None,
+    after: AfterOption = None,
     account: AccountOption = None,
     folder: Annotated[Path | None, typer.Option("--folder", help="Directory for the job script and log.")] = None,
 ) -> None:

@@ -86,7 +86,7 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
 
 
 # Tables inside tables inside tables; no file of ours needs more than six, and functions that walk one call themselves.
-MAX_DEPTH = 32
+MAX_TABLE_DEPTH = 32
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
@@ -111,9 +111,9 @@ INTEGER_HINT = "an integer has at most 64 bits: 9,223,372,036,854,775,807 is the
 
 
 def refuse_implausible(raw: Mapping[str, Any], where: str) -> None:
-    """An error for values that are nested more than MAX_DEPTH deep, and for integers of more than 64 bits."""
+    """An error for values that are nested more than MAX_TABLE_DEPTH deep, and for integers of more than 64 bits."""
     level: list[Any] = [raw]
-    for _ in range(MAX_DEPTH):
+    for _ in range(MAX_TABLE_DEPTH):
         inner = [value for table in level for value in (table.values() if isinstance(table, Mapping) else table)]
         if large := [value for value in inner if isinstance(value, int) and abs(value) >= 2**63]:
             message = f"{where}: an integer of {large[0].bit_length()} bits"
@@ -125,7 +125,7 @@ def refuse_implausible(raw: Mapping[str, Any], where: str) -> None:
 
 def _too_deep(where: str) -> ConfigError:
     hint = "a recipe, data, sweep or cluster file has a few tables, one inside the other: was it damaged?"
-    return ConfigError("config.nested-too-deep", f"{where}: nested more than {MAX_DEPTH} deep", hint=hint)
+    return ConfigError("config.nested-too-deep", f"{where}: nested more than {MAX_TABLE_DEPTH} deep", hint=hint)
 
 
 def shorten(text: str, length: int = 120) -> str:
@@ -168,7 +168,7 @@ def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
     """`layout.micro_batch=4` -> (("layout", "micro_batch"), 4); what is not a TOML value is taken as text."""
     key, equals, value = override.partition("=")
     parts = tuple(part.strip() for part in key.split("."))
-    if not equals or not all(parts) or len(parts) > MAX_DEPTH:
+    if not equals or not all(parts) or len(parts) > MAX_TABLE_DEPTH:
         raise ConfigError(
             "config.override-invalid",
             f"{shorten(override)!r} is not an override",

@@ -35,7 +35,7 @@ INDEX_HEADER = struct.Struct("<9sQBQQ")
 TYPES: dict[int, np.dtype[Any]] = {
     code: np.dtype(name) for code, name in ((1, "<u1"), (2, "<i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2"))
 }
-CODES = {dtype: code for code, dtype in TYPES.items()}
+DTYPE_CODES = {dtype: code for code, dtype in TYPES.items()}
 
 
 def dtype_for(vocab_size: int) -> np.dtype[Any]:
@@ -100,7 +100,7 @@ def index_parts(
     """The bytes of an .idx in which every document is one sequence, in small parts. `marks`: one for each of them."""
     count = len(lengths)
     marks = marks or count == 0
-    yield INDEX_HEADER.pack(MAGIC, 1, CODES[dtype], count, count + 1 if marks else 2)
+    yield INDEX_HEADER.pack(MAGIC, 1, DTYPE_CODES[dtype], count, count + 1 if marks else 2)
     yield lengths.astype("<i4", copy=False).tobytes()
     position = 0
     for begin in range(0, count, step):

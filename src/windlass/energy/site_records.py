@@ -182,7 +182,7 @@ SACCT_COLUMNS: dict[str, tuple[str, ...]] = {
     "state": ("state",),
 }
 # Blank or 0 where the site does not account energy; the large numbers are SLURM's "no value".
-UNKNOWN = {"", "0", "18446744073709551614", "18446744073709551615", "4294967294"}
+UNKNOWN_VALUES = {"", "0", "18446744073709551614", "18446744073709551615", "4294967294"}
 SUFFIXES = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 UNFINISHED = ("RUNNING", "PENDING", "SUSPENDED", "REQUEUED", "COMPLETING")
 
@@ -249,7 +249,9 @@ def read_sacct(text: str, path: str = "sacct") -> list[JobEnergy]:
             consumed, number = values["joules"], 0.0
             scale = SUFFIXES.get(consumed[-1:])
             with contextlib.suppress(ValueError):
-                number = 0.0 if consumed in UNKNOWN else float(consumed[:-1]) * scale if scale else float(consumed)
+                number = (
+                    0.0 if consumed in UNKNOWN_VALUES else float(consumed[:-1]) * scale if scale else float(consumed)
+                )
             joules = number if 0 < number < 1e18 else None
             row = _SacctRow(step, joules, scale is not None, float(seconds), nodes, values["state"])
             jobs.setdefault(job, []).append(row)

@@ -25,7 +25,7 @@ OUTCOME_OF_STATE = {
     "BOOT_FAIL": "node-failure", "PREEMPTED": "pre-empted", "REVOKED": "pre-empted", "CANCELLED": "error",
 }  # fmt: skip
 # Exit codes of our own -> outcome, and what they mean.
-CODES = {
+OUTCOMES_BY_CODE = {
     errors.EXIT_OUT_OF_MEMORY: ("oom", ": out of memory"),
     errors.EXIT_RESUMABLE: ("pre-empted", ": stopped on request"),
 }
@@ -117,7 +117,7 @@ def _evidence(
             break
     yield from [_from_fault(run, fault) for fault in faults if not fault.is_cause][:1]
     yield from _from_log("error", ERROR_LINE, lines, log)
-    outcome, meaning = CODES.get(code or 0, ("error", ""))
+    outcome, meaning = OUTCOMES_BY_CODE.get(code or 0, ("error", ""))
     detail = "ended without an exit code" if code is None else f"exit code {code}{meaning}"
     if code is not None and not meaning and (code < 0 or code > 128):
         number = -code if code < 0 else code - 128
