@@ -72,7 +72,7 @@ def test_a_whole_store_has_no_problems_and_a_changed_byte_is_found(store: Path, 
     binary.write_bytes(raw)
     problems = open_store(store).verify()
     assert [p.file for p in problems] == ["nl-train-00000.bin"]
-    assert "bytes 0 to" in problems[0].what
+    assert "bytes 0 to" in problems[0].problem
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_whole_store_has_no_problems_and_a_changed_byte_is_found(store: Path, 
 )
 def test_missing_files_are_found(store: Path, name: str, problem: str) -> None:
     (store / name).unlink()
-    assert any(problem in p.what for p in open_store(store).verify())
+    assert any(problem in p.problem for p in open_store(store).verify())
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_manifest_that_says_otherwise_than_the_files_is_found(
     (store / "manifest.json").write_text(json.dumps(manifest))
     problems = open_store(store).verify()
     assert {p.file for p in problems} == {"manifest.json"}
-    assert any(problem in p.what for p in problems)
+    assert any(problem in p.problem for p in problems)
 
 
 def test_a_manifest_whose_sums_are_wrong_is_found(store: Path) -> None:
@@ -112,14 +112,14 @@ def test_a_manifest_whose_sums_are_wrong_is_found(store: Path) -> None:
     manifest["documents"] += 1
     (store / "manifest.json").write_text(json.dumps(manifest))
     (problem,) = open_store(store).verify()
-    assert "documents" in problem.what
+    assert "documents" in problem.problem
 
 
 def test_a_forged_ledger_is_found(store: Path) -> None:
     ledger = json.loads((store / "ledger.json").read_text())
     ledger["sources"]["nl"]["licence"] = "MIT"
     (store / "ledger.json").write_text(json.dumps(ledger))
-    assert any("not the ledger" in p.what for p in open_store(store).verify())
+    assert any("not the ledger" in p.problem for p in open_store(store).verify())
 
 
 def test_a_cut_shard_is_refused_when_touched(store: Path) -> None:

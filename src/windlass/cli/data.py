@@ -169,11 +169,11 @@ def data(
     if verify:
         problems = store.verify()
         checked = "checksums" if store.kind == "windlass" else "file sizes (a foreign store has no checksums)"
-        listed = [{"file": problem.file, "what": problem.what} for problem in problems]
+        listed = [{"file": problem.file, "what": problem.problem} for problem in problems]
         document = {"store": str(store.path), "whole": not problems, "problems": listed}
         show(as_json, document, None if problems else f"{store.path}: complete, all {checked} are right")
         if problems:
-            lines = "\n  ".join(f"{problem.file} {problem.what}" for problem in problems[:20])
+            lines = "\n  ".join(f"{problem.file} {problem.problem}" for problem in problems[:20])
             raise DataError(
                 "data.store-damaged",
                 f"{store.path} is damaged in {len(problems)} place{'s' * (len(problems) != 1)}:\n  {lines}",

@@ -15,7 +15,7 @@ from typing import Any
 from windlass.data.store import CHECKSUMS, Store, check_file, hash_json
 from windlass.files import read_json
 
-BLOCK_BYTES = 4096
+SAMPLED_BLOCK_BYTES = 4096
 # Blocks read from all files together; each file has at least one and at most MAX_FILE_BLOCKS.
 TOTAL_BLOCKS, MAX_FILE_BLOCKS = 8192, 64
 # Files that were written since the last start are compared completely, up to this many bytes together.
@@ -35,7 +35,7 @@ def identify(store: Store | None, sampling: Mapping[str, int] | None = None) -> 
     shards = [shard for by_split in store.shards.values() for split in by_split.values() for shard in split]
     paths = {str(f).removeprefix(beginning): f for shard in shards for f in (shard.file, shard.index) if f is not None}
     blocks = max(1, min(MAX_FILE_BLOCKS, TOTAL_BLOCKS // max(1, len(paths))))
-    sampling = sampling or {"blocks": blocks, "block_bytes": BLOCK_BYTES}
+    sampling = sampling or {"blocks": blocks, "block_bytes": SAMPLED_BLOCK_BYTES}
     names, checksums = list(paths), _listed_checksums(store)
     with ThreadPoolExecutor(_THREADS) as pool:
         parts = [[paths[name] for name in names[number::_THREADS]] for number in range(_THREADS)]
@@ -118,5 +118,5 @@ def recheck(store: Store, names: Iterable[str]) -> list[str]:
         left -= sum(length for length, _ in checksums[name])
         if left < 0:
             break
-        lines += [f"{problem.file}: {problem.what}" for problem in check_file(store.path / name, checksums[name])]
+        lines += [f"{problem.file}: {problem.problem}" for problem in check_file(store.path / name, checksums[name])]
     return lines

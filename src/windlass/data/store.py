@@ -64,7 +64,7 @@ class SourceInfo:
 @dataclass(frozen=True)
 class StoreProblem:
     file: str
-    what: str
+    problem: str
 
 
 @dataclass(frozen=True, kw_only=True)

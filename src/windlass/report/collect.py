@@ -336,15 +336,15 @@ def _history_lines(columns: Columns) -> list[MetricsLine]:
     backwards = np.nonzero(np.diff(steps) <= 0)[0][:MAX_HISTORY_LINES]
     kept = np.unique(np.concatenate([evenly, backwards, backwards + 1]))
 
-    def values(key: str, *, whole: bool) -> list[Any]:
+    def values(key: str, *, is_integer: bool) -> list[Any]:
         column = columns.get(key)[kept]
-        is_known = (np.abs(column) < MAX_NUMBER) & (not whole or column == np.floor(column))  # NaN is not
-        numbers = np.where(is_known, column, 0.0).astype(np.int64 if whole else np.float64).astype(object)
+        is_known = (np.abs(column) < MAX_NUMBER) & (not is_integer or column == np.floor(column))  # NaN is not
+        numbers = np.where(is_known, column, 0.0).astype(np.int64 if is_integer else np.float64).astype(object)
         numbers[~is_known] = None
         return list(numbers)
 
-    steps_done, tokens = values("step", whole=True), values("tokens", whole=True)
-    seconds, times = values("step_seconds", whole=False), values("time", whole=False)
+    steps_done, tokens = values("step", is_integer=True), values("tokens", is_integer=True)
+    seconds, times = values("step_seconds", is_integer=False), values("time", is_integer=False)
     return [
         MetricsLine(step=s, tokens=t, step_seconds=x, time=at)
         for s, t, x, at in zip(steps_done, tokens, seconds, times, strict=True)
