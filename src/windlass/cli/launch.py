@@ -13,6 +13,7 @@ from rich.table import Table
 from windlass.cli.options import (
     AccountOption,
     JsonOption,
+    NewDataOption,
     NewRunOption,
     OverridesArgument,
     RecipeArgument,
@@ -57,12 +58,14 @@ def launch(
         list[str] | None,
         typer.Option("--sbatch", help="Additional sbatch option (repeatable): --sbatch exclude=nid001."),
     ] = None,
+    new_data: NewDataOption = False,
     from_scratch: ScratchOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Plan, check and submit a training run, or print what would be submitted."""
     from windlass.checkpoint.missing import restart_from_scratch
     from windlass.config import load_recipe
+    from windlass.data.run_check import accept_data
     from windlass.launch import array as arrays
     from windlass.launch import submit
     from windlass.runs.folder import Run
@@ -93,6 +96,8 @@ def launch(
         return
     if from_scratch:
         restart_from_scratch(Run(folder))
+    if new_data:
+        accept_data(loaded.recipe, Run(folder), lambda text: None)
     if pretokenize is not None:
         after = arrays.tokenize_array(pretokenize, array, **place).merge_job
     ids = submit.submit(prepared, after=after, force=force)

@@ -79,6 +79,7 @@ def train_start(
     """
     from windlass.checkpoint.missing import restart_from_scratch
     from windlass.clusters.scheduler import job_id, place, step_start
+    from windlass.data.run_check import accept_data
     from windlass.launch.start import bind_start
     from windlass.runs import lock, starts
     from windlass.runs.events import GaveUp
@@ -94,17 +95,11 @@ def train_start(
         reason = prepare(per_node, position.nodes)
         if from_scratch:
             restart_from_scratch(run)
+        if new_data:
+            accept_data(run.recipe(), run, console().print)
     with lock.locked(run.lock_file, job_id()) if position.rank == 0 else contextlib.nullcontext():
         if position.rank == 0:
-            start = bind_start(
-                run,
-                devices=count,
-                devices_per_node=per_node,
-                job=job,
-                restart=restart,
-                reason=reason,
-                new_data=new_data,
-            )
+            start = bind_start(run, devices=count, devices_per_node=per_node, job=job, restart=restart, reason=reason)
         else:
             start = starts.wait_for_start(run, starts.start_name(job or "", restart), reused_name=job_id() is None)
         if not single or count == 1:

@@ -87,9 +87,8 @@ def bind_start(
     restart: int = 0,
     reason: str = "",
     device: str | None = None,
-    new_data: bool = False,
 ) -> Start:
-    """Write the start of a run on these devices; `new_data` accepts a token store that has changed.
+    """Write the start of a run on these devices.
 
     On another number of devices the layout keeps its tensor, pipeline and context degrees, its sharding and its
     micro-batch; the data-parallel degree and accumulation follow. Where that is not valid, a layout of the planner is
@@ -119,7 +118,6 @@ def bind_start(
         devices=devices,
         devices_per_node=devices_per_node,
         reason=reason,
-        new_data=new_data,
     )
     # A layout that follows another number of devices is an event; one that the recipe changed was recorded with it.
     before = last_start(run)

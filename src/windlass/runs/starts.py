@@ -36,8 +36,6 @@ class Start:
     devices_per_node: int
     # Why this layout, for the log.
     reason: str = ""
-    # Accept a token store with other content than that of earlier starts.
-    new_data: bool = False
     created_at: float = field(default_factory=time.time)
 
     @property

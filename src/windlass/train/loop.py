@@ -15,6 +15,7 @@ from windlass.clusters.scheduler import Place
 from windlass.config import Recipe
 from windlass.cost.memory import memory
 from windlass.data.mix import passes_line
+from windlass.data.run_check import check_data
 from windlass.data.stream import open_stream
 from windlass.energy.meter import Meter
 from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError, WindlassError
@@ -30,7 +31,6 @@ from windlass.runs.folder import Run
 from windlass.runs.starts import Start
 from windlass.train.batches import BatchReader, batch_plan
 from windlass.train.checkpointing import Checkpointing
-from windlass.train.data_check import check_data
 from windlass.train.failure import OutOfMemoryError, explain
 from windlass.train.hooks import Hook, Progress, Say, Training, each
 from windlass.train.interval import process_seconds
@@ -61,7 +61,7 @@ def run(recipe: Recipe, folder: Run, start: Start, place: Place, hooks: Sequence
     gc.disable()
     try:
         with listening():  # from the start: a signal while the model is built is not lost
-            check_data(recipe, folder, start, place, say)
+            check_data(recipe, folder, place, say)
             training = build(recipe, folder, start, place, heartbeat, say)
             stop = StopFlag(folder, recipe.save, rank=place.rank, world_size=place.world_size)
             checkpoints = Checkpointing(training, recorder, stop)

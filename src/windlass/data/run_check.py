@@ -1,6 +1,7 @@
 """Whether a start trains on the data of the starts before it."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from windlass.clusters.scheduler import Place
@@ -11,18 +12,34 @@ from windlass.errors import DataError
 from windlass.files import read_json, write_json
 from windlass.runs.events import DataChanged
 from windlass.runs.folder import Run
-from windlass.runs.starts import Start
-from windlass.train.hooks import Say
 
 
-def check_data(recipe: Recipe, run: Run, start: Start, place: Place, say: Say) -> None:
-    """Write down the identity of the token store at a run's first start; refuse other data at a later one, unless the
-    start accepts them. Rank 0 does it, and one rank per node where each node has a copy of the store."""
+def check_data(recipe: Recipe, run: Run, place: Place, say: Callable[[str], object]) -> None:
+    """Write down the identity of the token store at a run's first start; refuse other data at a later one.
+
+    Rank 0 does it, and one rank per node where each node has a copy of the store."""
     # A worker may read a copy on a disk of its node: then the run's config names another folder.
     path = (read_json(run.config_file) or {}).get("data", {}).get("store", recipe.data.store)
     is_copy = recipe.data.store != path
-    if place.rank != 0 and not (is_copy and place.local_rank == 0):
-        return
+    if place.rank == 0 or (is_copy and place.local_rank == 0):
+        _compare(recipe, run, path, say, is_main=place.rank == 0)
+
+
+def accept_data(recipe: Recipe, run: Run, say: Callable[[str], object]) -> None:
+    """Make the recipe's token store that of the run, and record what differs: `--new-data`."""
+    _compare(recipe, run, recipe.data.store, say, accept=True)
+
+
+def _compare(
+    recipe: Recipe,
+    run: Run,
+    path: str | None,
+    say: Callable[[str], object],
+    *,
+    is_main: bool = True,
+    accept: bool = False,
+) -> None:
+    is_copy = recipe.data.store != path
     recorded = read_json(run.store_file)
     has_trained = run.metrics_file.exists() or any(run.checkpoints.glob("step-*"))
     # A run of an earlier version has only the hash of the ledger, in its manifest.
@@ -34,16 +51,16 @@ def check_data(recipe: Recipe, run: Run, start: Start, place: Place, say: Say) -
     touched = [name for name in files if old_files.get(name, {}).get("modified") != files[name]["modified"]]
     if store is not None and recorded and has_trained and not is_copy and not lines:
         lines = recheck(store, touched)
-    if lines and not start.new_data:
+    if lines and not accept:
         listed = "\n  ".join(lines[:10]) + (f"\n  and {len(lines) - 10:,} more" if len(lines) > 10 else "")
         raise DataError(
             "data.changed",
             f"{run.path} was trained on other data than {recipe.data.store or 'synthetic tokens'} holds now "
             f"({len(lines):,} difference{'s' * (len(lines) != 1)}):\n  {listed}",
             hint="restore the token store, or point data.store to where it is; to go on with these data on purpose, "
-            "resume with --new-data. `windlass data STORE --verify` checks every byte of a store",
+            "add --new-data to `windlass train`, `resume` or `launch`. `windlass data STORE --verify` checks every byte of a store",
         )
-    if place.rank != 0:
+    if not is_main:
         return
     new["store"] = path
     is_moved = recorded is not None and recorded["store"] != path

@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.train.helpers import make_start, new_run, place_here
+from tests.train.helpers import new_run, place_here
 from typer.testing import CliRunner
 
 from windlass.cli import build
 from windlass.clusters.scheduler import Place
 from windlass.config import Recipe
+from windlass.data.run_check import accept_data, check_data
 from windlass.errors import DataError
 from windlass.runs.events import DataChanged
 from windlass.runs.folder import Run
-from windlass.train.data_check import check_data
 
 RECIPE = """
 name = "t"
@@ -71,7 +71,9 @@ def check(run: Run, store: Path | None, *, new_data: bool = False, copy: Path | 
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"store": str(copy)})})
     said: list[str] = []
     here: Place = replace(place_here(), **at)
-    check_data(recipe, run, replace(make_start(recipe, place_here()), new_data=new_data), here, said.append)
+    if new_data:
+        accept_data(recipe, run, said.append)
+    check_data(recipe, run, here, said.append)
     return said
 
 
