@@ -221,7 +221,6 @@ def test_links_in_a_circle_multiply_nothing(
         ("in/**/*.jsonl", "in/deep/store"),
         ("i*", "in/store"),
         ("in/a.jsonl", "in"),
-        ("in/*.jsonl", "in"),
     ],
 )
 def test_a_store_inside_its_source_is_refused(
@@ -236,6 +235,16 @@ def test_a_store_inside_its_source_is_refused(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_sources_in_a_folder_inside_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_file: Make, write_jsonl: Any
+) -> None:
+    """As the demo keeps its raw texts."""
+    write_jsonl(tmp_path / "store" / "raw" / "a.jsonl", ["one", "two"])
+    monkeypatch.chdir(tmp_path)
+    file = data_file({"s": ["store/raw/a.jsonl"]}, output="store")
+    assert [tokenize(file).documents for _ in range(2)] == [2, 2]
+
+
 def test_a_store_beside_the_files_of_a_pattern(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_file: Make, write_jsonl: Any
 ) -> None:
@@ -244,6 +253,8 @@ def test_a_store_beside_the_files_of_a_pattern(
     monkeypatch.chdir(tmp_path)
     beside = data_file({"s": ["in/*.jsonl"]}, output="in/store")
     assert [tokenize(beside).documents for _ in range(2)] == [2, 2]
+    with refused("data.output-in-source", "in/a.jsonl"):
+        tokenize(data_file({"s": ["in/*.jsonl"]}, output="in"))
     into = data_file({"s": ["in/*/*.jsonl"]}, output="in/store")
     with refused("data.output-in-source", "in/store/files.jsonl"):  # a file of the store that the pattern matches
         tokenize(into)

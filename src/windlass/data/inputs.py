@@ -71,7 +71,8 @@ class WorkItem:
 def find_files(name: str, source: DataSource, output: Path | None = None) -> list[InputFile]:
     """All files of a source in a fixed order; one error lists everything that cannot be read.
 
-    A source that leads into the folder `output`, or lies in it, is refused: the store's own files would be read."""
+    A source that leads into the folder `output`, or to files beside the store's own, is refused: those would be read.
+    A folder inside of `output`, such as raw/, may hold sources."""
     files: dict[str, InputFile] = {}
     problems: list[str] = []
     real_folders: dict[str, str] = {}  # resolving every file would take most of the time for a million of them
@@ -93,7 +94,7 @@ def find_files(name: str, source: DataSource, output: Path | None = None) -> lis
             folder, base = os.path.split(file.path)
             if (real_folder := real_folders.get(folder)) is None:
                 real_folder = real_folders[folder] = os.path.realpath(folder)
-                if output is not None and f"{real_folder}/".startswith(f"{outside}/"):
+                if output is not None and (real_folder == outside or f"{real_folder}/".startswith(f"{outside}/work/")):
                     raise _overlap(name, file.path, output)
             # By real path: links lead to one file by many ways.
             is_link = os.path.islink(file.path)  # noqa: PTH114
@@ -114,8 +115,7 @@ def find_files(name: str, source: DataSource, output: Path | None = None) -> lis
 
 
 def _leads_into(pattern: str, folder: str) -> bool:
-    """Whether a pattern names `folder` (a real path), one above it or one below it. Files that a pattern with
-    wildcards matches below it are not foreseen."""
+    """Whether a pattern names `folder` (a real path) or one above it."""
     parts = Path(pattern).absolute().parts
     fixed = next((at for at, part in enumerate(parts) if has_magic(part)), len(parts))
     parts = (*Path(os.path.realpath(Path(*parts[:fixed]))).parts, *parts[fixed:])
@@ -125,7 +125,7 @@ def _leads_into(pattern: str, folder: str) -> bool:
             return True
         if not fnmatchcase(name, part):
             return False
-    return len(parts) <= len(names) or not has_magic("/".join(parts[: len(names)]))
+    return len(parts) <= len(names)
 
 
 def _overlap(name: str, path: str, output: Path) -> DataError:
