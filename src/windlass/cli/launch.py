@@ -65,7 +65,6 @@ def launch(
     """Plan, check and submit a training run, or print what would be submitted."""
     from windlass.checkpoint.missing import restart_from_scratch
     from windlass.config import load_recipe
-    from windlass.data.run_check import accept_data
     from windlass.launch import array as arrays
     from windlass.launch import submit
     from windlass.runs.folder import Run
@@ -97,6 +96,8 @@ def launch(
     if from_scratch:
         restart_from_scratch(Run(folder))
     if new_data:
+        from windlass.data.run_check import accept_data  # numpy: not for every start
+
         accept_data(loaded.recipe, Run(folder), lambda text: None)
     if pretokenize is not None:
         after = arrays.tokenize_array(pretokenize, array, **place).merge_job

@@ -79,7 +79,6 @@ def train_start(
     """
     from windlass.checkpoint.missing import restart_from_scratch
     from windlass.clusters.scheduler import job_id, place, step_start
-    from windlass.data.run_check import accept_data
     from windlass.launch.start import bind_start
     from windlass.runs import lock, starts
     from windlass.runs.events import GaveUp
@@ -96,6 +95,8 @@ def train_start(
         if from_scratch:
             restart_from_scratch(run)
         if new_data:
+            from windlass.data.run_check import accept_data  # numpy: not for every start
+
             accept_data(run.recipe(), run, console().print)
     with lock.locked(run.lock_file, job_id()) if position.rank == 0 else contextlib.nullcontext():
         if position.rank == 0:
