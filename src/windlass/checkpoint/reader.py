@@ -59,7 +59,7 @@ class MetadataUnpickler(pickle.Unpickler):
         # Where the checkpoint was written. Python 3.13 names another module, and the text is enough.
         if module in ("pathlib", "pathlib._local") and name == "PosixPath":
             return os.path.join
-        raise CheckpointError("checkpoint.unsafe", f"names {module}.{name}, which describes no tensor")
+        raise CheckpointError("checkpoint.unsafe", f"contains {module}.{name}, which no description of tensors needs")
 
 
 class CheckpointReader(FileSystemReader):

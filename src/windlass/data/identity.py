@@ -21,7 +21,12 @@ TOTAL_BLOCKS, MAX_FILE_BLOCKS = 8192, 64
 # Files that were written since the last start are compared completely, up to this many bytes together.
 RECHECKED_BYTES = 1 << 30
 _THREADS = 16  # a parallel file system answers many small requests at a time
-_KEYS = {"kind": "kind", "ledger_hash": "ledger", "tokenizer_hash": "tokenizer", "manifest_hash": "manifest.json"}
+_COMPARED_KEYS = {
+    "kind": "kind",
+    "ledger_hash": "ledger",
+    "tokenizer_hash": "tokenizer",
+    "manifest_hash": "manifest.json",
+}
 _FILE_KEYS = ("bytes", "checksum", "sample")
 
 
@@ -83,7 +88,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     not know is not compared."""
     lines = [
         f"{label}: {_short(old[key])} -> {_short(new.get(key))}"
-        for key, label in _KEYS.items()
+        for key, label in _COMPARED_KEYS.items()
         if old.get(key) is not None and old[key] != new.get(key)
     ]
     if "files" not in old:

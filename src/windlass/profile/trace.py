@@ -41,7 +41,7 @@ _BETWEEN_EVENTS = re.compile(rb"\}\s*,\s*(?=\{)")
 _BARE_WORD = re.compile(r"(?<=[:\[,\s])(?:N/A|-?nan(?:\([a-z0-9]*\))?|-?inf)(?=[\s,\]}])", re.IGNORECASE)
 _BAD_ESCAPE = re.compile(r'\\(?!["\\/bfnrtu])')
 # Python refuses to read integers of more than 4300 digits; as an id or a time such a number is wrong anyway.
-_DECODER = json.JSONDecoder(strict=False, parse_int=lambda digits: int(digits) if len(digits) < 400 else math.inf)
+_TRACE_DECODER = json.JSONDecoder(strict=False, parse_int=lambda digits: int(digits) if len(digits) < 400 else math.inf)
 LONGEST_WORD = len("-Infinity") + 1
 GZIP_MAGIC = b"\x1f\x8b"
 _UNSUPPORTED_ARCHIVES = {
@@ -229,7 +229,7 @@ def _last_events(data: bytes) -> tuple[list[dict[str, Any]], str] | None:
     """The remaining events if the closing bracket of the list is in `data`, and the text after it."""
     for text in _readable_versions("[" + data.decode("utf-8", "replace")):
         with contextlib.suppress(ValueError, RecursionError):
-            events, end = _DECODER.raw_decode(text)
+            events, end = _TRACE_DECODER.raw_decode(text)
             return events, text[end:]
     return None
 
@@ -241,7 +241,7 @@ def _parse(data: bytes) -> Any:
             return orjson.loads(data)
     for text in _readable_versions(data.decode("utf-8", "replace")):
         with contextlib.suppress(ValueError, RecursionError):
-            return _DECODER.decode(text)
+            return _TRACE_DECODER.decode(text)
     return None
 
 

@@ -31,7 +31,10 @@ from windlass.train.hooks import Hook, Training
 from windlass.train.step import StepResult
 from windlass.train.validate import Validation
 
-WRITE_SECONDS = 5.0
+# A hang is named after one of these and a wait of two and a half: within 10 s of the limit.
+WRITE_SECONDS = 2.0
+# Beyond MANY_RANKS: thousands of files every two seconds are a burden for a parallel file system.
+MANY_RANKS, SLOW_WRITE_SECONDS = 64, 30.0
 # Phases that may take this many times longer than a step: a cold compile cache takes ten minutes.
 PATIENT_PHASES = {"start": 3.0, "compile": 3.0, "restore": 3.0, "save": 3.0}
 
@@ -64,8 +67,7 @@ class Heartbeat(Hook):
         self.run, self.rank, self.world_size, self.timeout_seconds = run, rank, world_size, timeout_seconds
         # When the start was created, the same on all ranks: files of an earlier start are not read.
         self.started_at = started_at
-        # Thousands of files every five seconds are a burden for a parallel file system.
-        every = write_seconds or (WRITE_SECONDS if world_size <= 64 else 30.0)
+        every = write_seconds or (WRITE_SECONDS if world_size <= MANY_RANKS else SLOW_WRITE_SECONDS)
         self._every = min(every, max(0.2, timeout_seconds / 5)) if timeout_seconds else every
         self._step, self._phase, self._beats, self._beat_at = 0, "start", 0, time.monotonic()
         self._first_step: int | None = None
