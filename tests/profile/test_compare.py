@@ -109,7 +109,7 @@ def test_windows_of_different_length_compare_per_step():
 def test_kernels_are_compared_by_name():
     def kernel(name, total):
         return KernelRow(
-            name=name, calls=1, total_us=total, mean_us=total, min_us=total, max_us=total, share_pct=1, communication=False,
+            name=name, group="GEMM", calls=1, total_us=total, mean_us=total, min_us=total, max_us=total, share_pct=1, communication=False,
             tensor_cores=False, triton=False, blocks_per_sm=None, occupancy_pct=None,
         )  # fmt: skip
 

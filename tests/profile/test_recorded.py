@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from windlass.profile.compare import diff_operators
+from windlass.profile.compare import compare_jobs, diff_operators
 from windlass.profile.job_profile import profile_traces
+from windlass.profile.view import comparison_sections, comparison_tables
 
 DATA = Path(__file__).parent / "data"
 
@@ -61,3 +62,56 @@ def test_the_chunkwise_form_changes_the_products():
     parallel, chunkwise = recorded("retnet-parallel"), recorded("retnet-chunkwise")
     rows = diff_operators(parallel.ranks[0].operators, chunkwise.ranks[0].operators)
     assert any(r.name in ("aten::bmm", "aten::matmul", "aten::mul") and r.columns["calls"].delta > 0 for r in rows)
+
+
+def test_the_mi250_trace_gives_the_plugins_numbers():
+    job = recorded("mi250", "tb")
+    names = ("Kernel", "Memcpy", "Memset", "Communication", "Runtime", "DataLoader", "CPU Exec", "Other")
+    assert round(job.step_us) == 9288
+    assert [round(job.categories_us[name]) for name in names] == [111, 38, 0, 0, 6699, 0, 1902, 538]
+    assert round(job.gpu_utilization, 5) == 0.01194
+    assert (job.sm_efficiency, job.occupancy_pct) == (None, None)  # ROCm writes neither
+
+
+def test_time_by_group_is_the_time_of_the_kernels():
+    for name in ("llama-eager", "mi250"):
+        rank = recorded(name).ranks[0]
+        assert sum(g.total_us for g in rank.kernel_groups) == pytest.approx(sum(k.total_us for k in rank.kernels))
+        assert sum(g.share_pct for g in rank.kernel_groups) == pytest.approx(100)
+    groups = {g.name: g for g in recorded("mi250").ranks[0].kernel_groups}
+    # Two products of 30.2 us on matrix cores, of 110.9 us in 14 kernels.
+    assert (groups["GEMM"].calls, round(groups["GEMM"].total_us, 1), groups["GEMM"].tensor_core_pct) == (2, 30.2, 100)
+    assert round(groups["GEMM"].share_pct, 1) == 27.3
+    llama = {g.name: g for g in recorded("llama-eager").ranks[0].kernel_groups}
+    assert llama["attention"].tensor_core_pct > 80 and "collective" not in llama
+
+
+def test_kernels_of_two_vendors_meet_in_their_groups():
+    jobs = [recorded("llama-eager"), recorded("mi250")]
+    comparison = compare_jobs([job.label for job in jobs], jobs, None, per_step=True)
+    shared = {r.name for r in comparison.kernels if r.columns["calls"].baseline and r.columns["calls"].experiment}
+    assert not shared  # not one name is common
+    both = {r.name for r in comparison.kernel_groups if r.columns["calls"].baseline and r.columns["calls"].experiment}
+    assert both == {"GEMM", "norm and element-wise", "copy", "reduction", "optimizer"}
+    gemm = next(r for r in comparison.kernel_groups if r.name == "GEMM").columns
+    nvidia = next(g for g in jobs[0].ranks[0].kernel_groups if g.name == "GEMM")
+    assert gemm["total_us"].baseline == pytest.approx(nvidia.total_us / jobs[0].steps)
+    assert gemm["share_pct"].baseline == pytest.approx(nvidia.share_pct)  # a share is not divided
+    assert {row["group"] for row in comparison.to_json()["kernels"]} == both | {"attention", "other"}
+
+
+def test_the_tables_of_a_comparison_list_kernels_by_group():
+    jobs = [recorded("llama-eager"), recorded("mi250")]
+    comparison = compare_jobs([job.label for job in jobs], jobs, None)
+    tables = dict(comparison_tables(comparison, top=12))
+    assert [title.split(":")[0] for title in tables] == [
+        "Execution summary",
+        "Scaling",
+        "Operator diff",
+        "Kernels by group",
+        "Kernel diff",
+    ]
+    groups = [row[0].split(":")[0] for row in tables["Kernel diff"].rows]
+    assert len(groups) == 12 and groups == sorted(groups, key=[r.name for r in comparison.kernel_groups].index)
+    charts = [item.title for item in comparison_sections(comparison, 12)[0].items if hasattr(item, "series")]
+    assert "Kernel time by group" in charts

@@ -111,7 +111,7 @@ def compare(
         ),
     ] = "impact",
     per_step: Annotated[
-        bool, typer.Option("--per-step", help="Operator diff per step, for windows of different length.")
+        bool, typer.Option("--per-step", help="Operator and kernel diffs per step, for windows of different length.")
     ] = False,
     tolerance: Annotated[
         float | None,

@@ -4,14 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from windlass.config.load import flatten
 from windlass.files import read_json
+from windlass.profile.event_names import kernel_group
 from windlass.profile.job_profile import JobProfile
-from windlass.profile.tables import KernelRow, OperatorRow
+from windlass.profile.tables import KernelGroupRow, KernelRow, OperatorRow
 from windlass.profile.timeline import CATEGORIES
 from windlass.profile.trace import Floats
 from windlass.runs import Run
@@ -193,6 +194,11 @@ _OPERATOR_COLUMNS = {
     "device": ("device_us", 0), "self_device": ("self_device_us", 0),
 }  # fmt: skip
 _KERNEL_COLUMNS = {"calls": ("calls", 0), "total_us": ("total_us", 0.0)}
+_GROUP_COLUMNS = {**_KERNEL_COLUMNS, "share_pct": ("share_pct", 0.0)}
+# Columns that are sums over the window.
+_SUMS = {key for key, _ in (*_OPERATOR_COLUMNS.values(), *_KERNEL_COLUMNS.values())}
+
+TableRow = TypeVar("TableRow", OperatorRow, KernelRow, KernelGroupRow)
 
 
 @dataclass(frozen=True)
@@ -243,6 +249,7 @@ class Comparison:
     jobs: list[JobProfile]  # empty without traces
     runs: RunComparison | None  # None without run folders
     operators: list[RowChange]  # only for two jobs
+    kernel_groups: list[RowChange]  # kernels by what they do, the only match between two vendors
     kernels: list[RowChange]
     scaling: list[ScalingRow]
 
@@ -260,7 +267,8 @@ class Comparison:
             "profiles": [job.to_json(tables=False) for job in self.jobs],
             "summary": summary,
             "operators": [row.to_json() for row in self.operators],
-            "kernels": [row.to_json() for row in self.kernels],
+            "kernel_groups": [row.to_json() for row in self.kernel_groups],
+            "kernels": [{**row.to_json(), "group": kernel_group(row.name)} for row in self.kernels],
             "scaling": [asdict(row) for row in self.scaling],
             "runs": asdict(self.runs) if self.runs else None,
         }
@@ -289,13 +297,17 @@ def compare_jobs(
         for job, devices, tokens in zip(jobs, devices_by_run, tokens_by_run, strict=False)  # runs may have no traces
     ]
     first_ranks = [job.ranks[0] for job in jobs] if len(jobs) == 2 else []
-    operators = [mean_step(r.operators, r.steps) if per_step else r.operators for r in first_ranks]
+    steps = [r.steps if per_step else 1 for r in first_ranks]
+    operators = [mean_step(r.operators, count) for r, count in zip(first_ranks, steps, strict=True)]
+    kernels = [mean_step(r.kernels, count) for r, count in zip(first_ranks, steps, strict=True)]
+    groups = [mean_step(r.kernel_groups, count) for r, count in zip(first_ranks, steps, strict=True)]
     return Comparison(
         labels=labels,
         jobs=jobs,
         runs=runs,
         operators=diff_operators(*operators, sort=sort) if operators else [],
-        kernels=diff_kernels(*(r.kernels for r in first_ranks)) if first_ranks else [],
+        kernel_groups=_diff_rows(groups[0], groups[1], _GROUP_COLUMNS, ("total_us",)) if groups else [],
+        kernels=diff_kernels(*kernels) if kernels else [],
         scaling=scaling_rows(points),
     )
 
@@ -323,8 +335,8 @@ def diff_kernels(baseline: Sequence[KernelRow], experiment: Sequence[KernelRow])
 
 
 def _diff_rows(
-    baseline: Sequence[OperatorRow] | Sequence[KernelRow],
-    experiment: Sequence[OperatorRow] | Sequence[KernelRow],
+    baseline: Sequence[TableRow],
+    experiment: Sequence[TableRow],
     columns: Mapping[str, tuple[str, float]],
     order: Sequence[str],
 ) -> list[RowChange]:
@@ -343,11 +355,11 @@ def _diff_rows(
     return sorted(rows, key=lambda r: (*(-abs(r.columns[key].delta) for key in order), r.name))
 
 
-def mean_step(rows: Sequence[OperatorRow], steps: int) -> list[OperatorRow]:
+def mean_step(rows: Sequence[TableRow], steps: int) -> list[TableRow]:
     """The same table for one mean step, so that windows of different length can be compared."""
     if steps <= 1:
         return list(rows)
-    return [replace(row, **{key: getattr(row, key) / steps for key, _ in _OPERATOR_COLUMNS.values()}) for row in rows]
+    return [replace(row, **{k: v / steps for k, v in vars(row).items() if k in _SUMS}) for row in rows]
 
 
 def scaling_rows(points: Sequence[ScalingInput]) -> list[ScalingRow]:

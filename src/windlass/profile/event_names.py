@@ -1,8 +1,9 @@
-"""Communication, tensor cores and data loading, recognised by the names of events."""
+"""Communication, tensor cores, data loading and groups of kernels, recognised by the names of events."""
 
 import re
 from collections.abc import Callable
 from enum import StrEnum
+from functools import cache
 
 
 class Mode(StrEnum):
@@ -47,14 +48,44 @@ _COLLECTIVE_OPERATOR = re.compile(r"^(?:_?c10d(?:_functional)?|symm_mem)::|^reco
 _TENSOR_CORE_KERNELS = {
     Mode.TB: re.compile(_TB_TENSOR_CORES),
     # Tensor cores of Volta to Blackwell, AMD's matrix cores (Tensile writes MI32x32 for the matrix instruction,
-    # Composable Kernel xdl), and Inductor's templates, which are matrix products and attention.
+    # Composable Kernel xdl, AOTriton's attention attn_fwd and bwd_kernel_dq), and Inductor's templates, which are
+    # matrix products and attention.
     Mode.FIXED: re.compile(
         _TB_TENSOR_CORES + r"|tensorop|wgmma|utcmma|nvjet|sm(?:80|86|89|90|100)_xmma|sm(?:90|100).*gemm"
         r"|warpspecialized|flash_(?:fwd|bwd)|flash::|fmha|cudnn.*sdpa|mfma|wmma|^Cijk_.*_MI\d+x\d+|_bf16_.*gemm"
-        r"|gemm_bf16|_xdl|^triton_tem_",
+        r"|gemm_bf16|_xdl|^triton_tem_|attn_fwd|bwd_kernel_(?:dk_dv|dq|fuse)",
         re.IGNORECASE,
     ),
 }
+
+# What a kernel does, for kernels of NVIDIA (cuBLAS, cuDNN, CUTLASS) and AMD (Tensile, Composable Kernel, AOTriton,
+# MIOpen) alike. The first row that applies decides; a kernel without a row is in the group "other".
+_GROUP_RULES = tuple(
+    (group, re.compile(pattern, re.IGNORECASE))
+    for group, pattern in (
+        ("collective", _COMMUNICATION_KERNEL.pattern),
+        # Inductor lists the fused operators: an in-place copy of a quotient by a square root is an Adam step.
+        ("optimizer", r"multi_tensor_apply|lpnorm|adam|adagrad|fused_?sgd|^triton_for_|^triton_.*copy__.*_sqrt"),
+        ("attention", r"fmha|flash_(?:fwd|bwd|attn)|flash::|sdpa|attn_(?:fwd|bwd)|bwd_kernel_(?:dk_dv|dq|fuse)"
+                      r"|bwd_preprocess|attention|cudnn::fusion::(?:compute_dot_do_o|convert_dq)"),
+        # Convolutions are matrix products too. FBGEMM's kernels for embeddings are not.
+        ("GEMM", r"(?<!fb)gemm|gemv|nvjet|cutlass|xmma|^Cijk_|_xdl|mfma|wmma|splitK|^triton_tem_|conv(?!ert)|scudnn"
+                 r"|cask_cudnn|epilogue::|winograd|im2col|[dw]grad_"),
+        ("norm and element-wise", r"(?:layer|rms|batch|group|instance)_?norm|softmax|bn_[fb]w|GammaBeta|^triton_poi_|^triton_.*rsqrt"),
+        ("reduction", r"reduce|^triton_(?:red|per)_|RowwiseMoments|compute_grad_weight|sum_and_scatter"),
+        ("copy", r"copy|fill_?(?:functor|buffer|kernel)|CatArray|transpose|permute|gather|scatter|index_|indexSelect"
+                 r"|nchwToNhwc|nhwcToNchw"),
+        ("norm and element-wise", r"elementwise|dropout|silu|gelu|swiglu|rope|rotary|distribution|scalePacked"),
+    )
+)  # fmt: skip
+OTHER_KERNELS = "other"
+KERNEL_GROUPS = (*dict.fromkeys(group for group, _ in _GROUP_RULES), OTHER_KERNELS)
+
+
+@cache
+def kernel_group(name: str) -> str:
+    """One of KERNEL_GROUPS."""
+    return next((group for group, pattern in _GROUP_RULES if pattern.search(name)), OTHER_KERNELS)
 
 
 def is_communication_kernel(name: str) -> bool:

@@ -17,11 +17,13 @@ from windlass.profile.event_names import Mode
 from windlass.profile.intervals import Spans, gaps, intersect, running_sum, union
 from windlass.profile.tables import (
     CollectiveRow,
+    KernelGroupRow,
     KernelRow,
     OperatorRow,
     TensorCoreUse,
     build_tree,
     collective_table,
+    kernel_group_table,
     kernel_table,
     mean_over_ranks,
     measure_tensor_cores,
@@ -188,6 +190,7 @@ class RankProfile(StepMeans):
     per_step_us: list[float]
     memory_peak_share: float | None  # highest allocated memory over the device's memory
     notes: list[str]
+    kernel_groups: list[KernelGroupRow]
     operators: list[OperatorRow]
     kernels: list[KernelRow]
     world_size: int | None
@@ -225,6 +228,7 @@ def profile_rank(
     launched = np.count_nonzero((device_starts >= steps.first) & (device_starts < steps.last))
     sizes = [(p.get("id"), p.get("totalGlobalMem")) for p in trace.device_properties]
     memory_bytes = {i: size for i, size in sizes if isinstance(i, int) and isinstance(size, (int, float)) and size > 0}
+    kernels = kernel_table(trace, mode)
     memory_shares = [peak / memory_bytes[i] for i, peak in trace.peak_bytes.items() if i in memory_bytes]
     return RankProfile(
         rank=rank if rank is not None else trace.distributed_info("rank", int) or 0,
@@ -256,8 +260,9 @@ def profile_rank(
         per_step_us=[float(v) for v in steps.end - steps.start],
         memory_peak_share=max(memory_shares, default=None),
         notes=_notes(trace, launches, steps, mode),
+        kernel_groups=kernel_group_table(kernels),
         operators=operator_table(trace, tree, mode, by_shape=by_shape),
-        kernels=kernel_table(trace, mode),
+        kernels=kernels,
         world_size=trace.distributed_info("world_size", int),
         backend=trace.distributed_info("backend", str),
         uses_data_parallel="DataParallel.forward" in trace.names,

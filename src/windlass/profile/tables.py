@@ -16,6 +16,7 @@ from windlass.profile.event_names import (
     is_communication_operator,
     is_data_loading,
     is_wrapper,
+    kernel_group,
     tensor_core_test,
 )
 from windlass.profile.intervals import subtract, union
@@ -41,7 +42,8 @@ class OperatorRow:
 @dataclass(frozen=True, kw_only=True)
 class KernelRow:
     name: str
-    calls: int
+    group: str  # one of KERNEL_GROUPS
+    calls: float  # a whole number, or a mean per step
     total_us: float
     mean_us: float
     min_us: float
@@ -52,6 +54,17 @@ class KernelRow:
     triton: bool
     blocks_per_sm: float | None
     occupancy_pct: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelGroupRow:
+    """All kernels of one group in the window."""
+
+    name: str
+    calls: float  # a whole number, or a mean per step
+    total_us: float
+    share_pct: float  # of the time of all kernels, overlapping ones counted each
+    tensor_core_pct: float | None  # share of total_us on tensor or matrix cores; None when it took no time
 
 
 @dataclass(frozen=True)
@@ -285,6 +298,7 @@ def kernel_table(trace: Trace, mode: Mode) -> list[KernelRow]:
     table = [
         KernelRow(
             name=name,
+            group=kernel_group(name),
             calls=int(calls[i]),
             total_us=float(total[i]),
             mean_us=float(total[i] / calls[i]),
@@ -300,6 +314,27 @@ def kernel_table(trace: Trace, mode: Mode) -> list[KernelRow]:
         for i, name in enumerate(trace.names[n] for n in names)
     ]
     return sorted(table, key=lambda k: (-k.total_us, k.name))
+
+
+def kernel_group_table(kernels: Sequence[KernelRow]) -> list[KernelGroupRow]:
+    """The groups that occur, the longest first."""
+    members: dict[str, list[KernelRow]] = {}
+    for kernel in kernels:
+        members.setdefault(kernel.group, []).append(kernel)
+    table = []
+    for name, rows in members.items():
+        total_us = sum(k.total_us for k in rows)
+        on_tensor_cores_us = sum(k.total_us for k in rows if k.tensor_cores)
+        table.append(
+            KernelGroupRow(
+                name=name,
+                calls=sum(k.calls for k in rows),
+                total_us=total_us,
+                share_pct=sum(k.share_pct for k in rows),
+                tensor_core_pct=on_tensor_cores_us / total_us * 100 if total_us > 0 else None,
+            )
+        )
+    return sorted(table, key=lambda row: (-row.total_us, row.name))
 
 
 # In this order: "all_reduce" also contains "reduce", and "reduce_scatter" both.

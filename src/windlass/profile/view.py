@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,9 +17,9 @@ from windlass.profile.compare import (
     ScalingRow,
     change_between,
 )
-from windlass.profile.event_names import Mode
+from windlass.profile.event_names import KERNEL_GROUPS, Mode, kernel_group
 from windlass.profile.job_profile import JobProfile, profile_traces
-from windlass.profile.tables import KernelRow, OperatorRow
+from windlass.profile.tables import KernelGroupRow, KernelRow, OperatorRow
 from windlass.profile.timeline import CATEGORIES
 from windlass.runs import Run
 from windlass.units import print_bytes, print_joules, print_tokens
@@ -170,13 +171,19 @@ def operators_table(rows: Sequence[OperatorRow], top: int) -> DataTable:
     )
 
 
+def kernel_groups_table(rows: Sequence[KernelGroupRow]) -> DataTable:
+    cells = [(g.name, f"{g.calls:,}", us(g.total_us), pct(g.share_pct), pct(g.tensor_core_pct, 0)) for g in rows]
+    return DataTable(("group", "calls", "total us", "share", "tensor cores"), cells, right=(1, 2, 3, 4))
+
+
 def kernels_table(rows: Sequence[KernelRow], top: int) -> DataTable:
     kinds = {"communication": "communication", "tensor cores": "tensor_cores", "triton": "triton"}
     return DataTable(
-        ("kernel", "calls", "total us", "mean us", "max us", "share", "kind"),
+        ("kernel", "group", "calls", "total us", "mean us", "max us", "share", "kind"),
         [
             (
-                _shorten(k.name, 90),
+                _shorten(k.name, 70),
+                k.group,
                 f"{k.calls:,}",
                 us(k.total_us),
                 f"{k.mean_us:,.1f}",
@@ -186,7 +193,7 @@ def kernels_table(rows: Sequence[KernelRow], top: int) -> DataTable:
             )
             for k in rows[:top]
         ],
-        right=tuple(range(1, 6)),
+        right=tuple(range(2, 7)),
         caption=_row_count(top, len(rows), "kernels"),
     )
 
@@ -236,6 +243,10 @@ def profile_tables(job: JobProfile, top: int) -> list[tuple[str, DataTable]]:
         ("Collectives", collectives_table(job) if job.collectives else None),
         ("Ranks", ranks_table(job) if len(job.ranks) > 1 else None),
         (f"Operators (rank {first.rank})", operators_table(first.operators, top)),
+        (
+            f"Kernels by group (rank {first.rank})",
+            kernel_groups_table(first.kernel_groups) if first.kernels else None,
+        ),
         (f"Kernels (rank {first.rank})", kernels_table(first.kernels, top) if first.kernels else None),
     ]
     return [(title, table) for title, table in tables if table is not None]
@@ -357,6 +368,43 @@ def scaling_table(rows: Sequence[ScalingRow]) -> DataTable:
     )
 
 
+def kernel_group_diff_table(rows: Sequence[RowChange]) -> DataTable:
+    cells = []
+    for row in rows:
+        calls, time_us, group_share = (row.columns[key] for key in ("calls", "total_us", "share_pct"))
+        cells.append(
+            (
+                row.name,
+                f"{calls.baseline:,.0f}",
+                f"{calls.experiment:,.0f}",
+                us(time_us.baseline),
+                us(time_us.experiment),
+                f"{time_us.delta:+,.0f}",
+                print_percent(time_us),
+                pct(group_share.baseline, 1),
+                pct(group_share.experiment, 1),
+            )
+        )
+    columns = ("group", "calls base", "exp", "us base", "exp", "delta", "%", "share base", "exp")
+    return DataTable(columns, cells, right=tuple(range(1, len(columns))))
+
+
+def kernel_group_bars(jobs: Sequence[JobProfile]) -> Chart:
+    """Stacked bars of the lowest rank of each profile; shares, because windows and machines differ."""
+    shares = [{group.name: group.share_pct for group in job.ranks[0].kernel_groups} for job in jobs]
+    return Chart(
+        title="Kernel time by group",
+        series=tuple(
+            bars(name, [job.label for job in jobs], [side.get(name, 0.0) for side in shares], colour=place)
+            for place, name in enumerate(KERNEL_GROUPS)
+            if any(name in side for side in shares)
+        ),
+        y_title="% of the kernel time",
+        stacked=True,
+        from_zero=True,
+    )
+
+
 def differences_table(rows: Sequence[KeyDifference], labels: Sequence[str]) -> DataTable:
     cells = [(r.key, *("not set" if v is None else str(v) for v in r.values)) for r in rows]
     return DataTable(("key", *labels), cells, caption=f"{len(rows)} differences" if rows else "no differences")
@@ -391,7 +439,9 @@ def comparison_tables(comparison: Comparison, top: int) -> list[tuple[str, DataT
     on_device = any(row.columns["device"].baseline or row.columns["device"].experiment for row in operators)
     operator_columns = {"calls": "calls", "host us": "host"}
     operator_columns |= {"device us": "device"} if on_device else {"self host us": "self_host"}
-    kernel_columns = {"calls": "calls", "us": "total_us"}
+    group_order = [row.name for row in comparison.kernel_groups]
+    kernels = sorted(comparison.kernels[:top], key=lambda row: group_order.index(kernel_group(row.name)))
+    kernels = [replace(row, name=f"{kernel_group(row.name)}: {row.name}") for row in kernels]
     tables = [
         ("Execution summary", side_by_side(jobs) if jobs else None),
         ("Scaling", scaling_table(comparison.scaling) if jobs else None),
@@ -399,9 +449,12 @@ def comparison_tables(comparison: Comparison, top: int) -> list[tuple[str, DataT
             f"Operator diff: {labels[0]} -> {labels[-1]} (lowest rank of each)",
             diff_table("operator", operators, operator_columns, top) if operators else None,
         ),
+        ("Kernels by group", kernel_group_diff_table(comparison.kernel_groups) if kernels else None),
         (
             "Kernel diff",
-            diff_table("kernel", comparison.kernels, kernel_columns, top) if comparison.kernels else None,
+            diff_table("kernel", [*kernels, *comparison.kernels[top:]], {"calls": "calls", "us": "total_us"}, top)
+            if kernels
+            else None,
         ),
         ("Throughput, memory and energy", performance_table(runs.performance) if runs else None),
         ("Config", differences_table(runs.config, labels) if runs else None),
@@ -431,7 +484,8 @@ def comparison_sections(comparison: Comparison, top: int) -> list[Section]:
             title="Scaling efficiency", series=(efficiency,), y_title="% of the first run", from_zero=True, height=300
         )
         notes = [Note(text) for text in comparison_notes(comparison)]
-        sections.insert(0, Section("Step time", (step_bars(comparison.jobs), chart, *notes)))
+        groups = [kernel_group_bars(comparison.jobs)] if any(job.ranks[0].kernels for job in comparison.jobs) else []
+        sections.insert(0, Section("Step time", (step_bars(comparison.jobs), *groups, chart, *notes)))
     if comparison.runs:
         items: list[Item] = [Note(text) for text in loss_verdicts(comparison)]
         losses = zip(comparison.runs.loss, comparison.labels[1:], strict=True)
