@@ -2,7 +2,7 @@
 
     python benchmarks/retnet_vs_llama.py --store STORE            # on a GPU; about two and a half minutes
     python benchmarks/retnet_vs_llama.py                          # the same on Python's own library, tokenized first
-    python benchmarks/retnet_vs_llama.py --tiny                   # small shapes, also on a CPU: does it run at all?
+    python benchmarks/retnet_vs_llama.py --small                  # small shapes, on a CPU in half a minute
     python benchmarks/retnet_vs_llama.py --decode-only --store STORE   # only decoding; half a minute
     python benchmarks/retnet_vs_llama.py --render                 # table and figures again, from the JSON that is there
 
@@ -70,7 +70,7 @@ def one(
     torch._dynamo.reset()  # the blocks of all models share one function, and its number of compiled forms is limited
     job, found["train"][name] = train(name, shape, store, folder, asked)
     keep(found, asked, f"{name}: trained {asked.steps} steps", found["train"][name])
-    opened, found["evaluate"][name] = evaluate(job, store, device)
+    opened, found["evaluate"][name] = evaluate(job, store, device, passes=1 if asked.tiny else 4)
     keep(found, asked, f"{name}: evaluated", found["evaluate"][name])
     del job
     gc.collect()
@@ -94,16 +94,16 @@ def keep(found: dict[str, Any], asked: argparse.Namespace, what: str, row: dict[
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="small shapes and few steps")
+    parser.add_argument("--small", "--tiny", dest="tiny", action="store_true", help="small shapes and few steps")
     parser.add_argument("--store", type=Path, help="a token store with a validation split")
-    parser.add_argument("--steps", type=int, help="training steps (150; 6 with --tiny)")
+    parser.add_argument("--steps", type=int, help="training steps (150; 20 with --small)")
     parser.add_argument("--decode-only", action="store_true", help="measure decoding again, and keep the rest")
     parser.add_argument("--render", action="store_true", help="only write table and figures, from the results")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     asked = parser.parse_args()
     asked.source = ROOT / "benchmarks" / "results"
     asked.name = "retnet_vs_llama-tiny" if asked.tiny else "retnet_vs_llama"
-    asked.steps = asked.steps or (6 if asked.tiny else 150)
+    asked.steps = asked.steps or (20 if asked.tiny else 150)
     asked.seq, asked.batch = (64, 4) if asked.tiny else (2048, 16)
     asked.contexts = (64, 128, 256) if asked.tiny else (1024, 4096, 16_384, 65_536)
     asked.answers = 5 if asked.tiny else 64
@@ -125,7 +125,7 @@ def prepare(asked: argparse.Namespace, folder: Path) -> Path:
     from windlass.data.tokenize import tokenize
     from windlass.data.tokenizer import train_bpe
 
-    files = gather(folder / "raw", 300_000 if asked.tiny else 24_000_000)
+    files = gather(folder / "raw", 150_000 if asked.tiny else 24_000_000)
     texts = [json.loads(line)["text"] for file in files.values() for line in file.file.read_text("utf-8").splitlines()]
     words = train_bpe(texts[::4], 512 if asked.tiny else 32_000, folder / "tokenizer")
     tokenize(data_file(files, tokenizer=words.path, output=folder / "store", validation=0.06))
@@ -143,7 +143,7 @@ def recipe_of(name: str, shape: dict[str, Any], store: Path, asked: argparse.Nam
     return Recipe.model_validate({
         "name": name, "model": {**shape, "vocab": open_store(store).vocab_size},
         "data": {"store": str(store), "seq_len": asked.seq, "batch_tokens": tokens},
-        "optim": {"lr": 6e-4, "warmup": 20 * tokens},
+        "optim": {"lr": 3e-3, "warmup": 2 * tokens} if asked.tiny else {"lr": 6e-4, "warmup": 20 * tokens},
         "train": {"steps": asked.steps, "eval_every": max(2, asked.steps // 3), "eval_tokens": 8 * tokens},
         "layout": {"micro_batch": asked.batch}, "save": {"at_end": False, "every": 10**9, "keep_best": 0, "asynchronous": False},
     })  # fmt: skip
@@ -204,7 +204,7 @@ def steady(lines: list[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def evaluate(job: Any, store: Path, device: Any) -> tuple[Any, dict[str, Any]]:
+def evaluate(job: Any, store: Path, device: Any, *, passes: int = 4) -> tuple[Any, dict[str, Any]]:
     """`windlass eval` on the held-out part, and the rate of the training code's forward pass beside it."""
     import torch
 
@@ -227,17 +227,17 @@ def evaluate(job: Any, store: Path, device: Any) -> tuple[Any, dict[str, Any]]:
     model.prepare(device)
     source = ModelSource(job.run, job.recipe, store)
     opened = OpenModel(model.eval().requires_grad_(False), source, job.step, job.tokens, device, kind)
-    passes = [
+    evaluations = [
         perplexity.evaluate_text(opened, held, words, batch=job.plan.layout.micro_batch, compiles=device.type == "cuda")
-        for _ in range(4)
+        for _ in range(passes)
     ]
-    rate = max(done.tokens_per_second or 0.0 for done in passes)
-    scores = {f"{s.group}: {s.metric}": [s.value, s.low, s.high] for s in passes[0].scores}
+    rate = max(done.tokens_per_second or 0.0 for done in evaluations)
+    scores = {f"{s.group}: {s.metric}": [s.value, s.low, s.high] for s in evaluations[0].scores}
     return opened, {
         "eval_tokens_per_second": rate,
         "forward_tokens_per_second": forward,
         "share": rate / forward,
-        "tokens": passes[0].tokens,
+        "tokens": evaluations[0].tokens,
         "scores": scores,
     }
 
@@ -365,7 +365,7 @@ def markdown(found: dict[str, Any]) -> str:
     about = found["about"]
     lines = [
         "# RetNet compared with a Llama of equal size", "",
-        f"`python benchmarks/retnet_vs_llama.py{' --tiny' if about['tiny'] else ''}` on {about['device']}, torch {about['torch']}, commit {about['commit'] or 'unknown'}; "
+        f"`python benchmarks/retnet_vs_llama.py{' --small' if about['tiny'] else ''}` on {about['device']}, torch {about['torch']}, commit {about['commit'] or 'unknown'}; "
         f"{about['steps']} steps of {about['batch']} x {about['sequence']} tokens, the same for both.", "",
         *trained(found), "", *evaluated(found), "", *decoded(found),
     ]  # fmt: skip
