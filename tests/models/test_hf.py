@@ -55,6 +55,23 @@ def test_refusals(folder: Path) -> None:
     assert "65" in caught.value.message and "64" in caught.value.message
 
 
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "XLMRoberta"])
+def test_an_encoder_is_not_taken_for_a_causal_model(tmp_path: Path, kind: str) -> None:
+    config_class = getattr(transformers, f"{kind}Config")
+    config_class(**COMMON, max_position_embeddings=64).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        build_model(ModelConfig(family="hf", config=str(tmp_path)), seq_len=16)
+    assert caught.value.code == "model.encoder"
+    config_class(**COMMON, max_position_embeddings=64, is_decoder=True).save_pretrained(tmp_path)
+    model = build_model(ModelConfig(family="hf", config=str(tmp_path)), seq_len=16)
+    model.init_weights(0)
+    tokens = torch.arange(2, 14)[None]
+    changed = torch.cat([tokens[:, :-1], tokens[:, :1]], dim=1)
+    with torch.no_grad():
+        difference = (model.eval()(tokens) - model(changed)).abs().amax(dim=-1)[0]
+    assert difference[:-1].max() == 0 and difference[-1] > 0
+
+
 COMMON = {
     "hidden_size": 32,
     "intermediate_size": 64,

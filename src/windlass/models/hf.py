@@ -143,7 +143,7 @@ def build_hf(config: ModelConfig, seq_len: int) -> HFModel:
     # transformers imports torchao where it is installed, which on a CPU warns for each of its GPU libraries.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise ConfigError(
             "model.transformers-missing",
@@ -166,6 +166,15 @@ def build_hf(config: ModelConfig, seq_len: int) -> HFModel:
             f"transformers cannot read {path}: {str(error).splitlines()[0]}",
             hint="a newer transformers may know it",
         ) from None
+    # transformers builds a "causal" model of an encoder's config too, in which every position sees the later ones: the
+    # loss of the next token would be read off the input.
+    masked = type(hf_config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(hf_config, "is_encoder_decoder", False)
+    if masked and not getattr(hf_config, "is_decoder", False):
+        raise ConfigError(
+            "model.encoder",
+            f"{path} is an encoder ({hf_config.model_type}): its positions see later tokens, so it predicts no next token",
+            hint='use a decoder, or set "is_decoder": true in config.json to train this architecture with a causal mask',
+        )
     limit = getattr(hf_config, "max_position_embeddings", None)
     if limit is not None and seq_len > limit:
         raise ConfigError(
