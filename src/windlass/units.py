@@ -1,8 +1,8 @@
-"""Sizes, token counts, times and energies: parsing what people write, and printing."""
+"""Sizes, token counts, times and energies: parsing what people write, and printing, with the nearest valid count."""
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 from windlass.errors import ConfigError
@@ -184,3 +184,15 @@ def print_text(text: str, *, lines: bool = False) -> str:
     if text.isprintable():  # nearly always, and ten times as fast
         return text
     return text.translate(_MANY_LINES if lines else _ONE_LINE)
+
+
+def divisors(value: int, most: int = 100_000) -> list[int]:
+    """Up to `most`: a damaged file may hold any number."""
+    return [d for d in range(1, min(value, most) + 1) if value % d == 0]
+
+
+def nearest(value: int, valid: Iterable[int]) -> str:
+    """The nearest valid values below and above, for a message."""
+    others = sorted(set(valid))
+    below, above = [v for v in others if v < value], [v for v in others if v > value]
+    return " or ".join(f"{v:,}" for v in (*below[-1:], *above[:1])) or "none"

@@ -13,10 +13,11 @@ from windlass.config import LayoutConfig, Recipe
 from windlass.errors import ConfigError
 from windlass.layout import rules
 from windlass.layout.resolve import JobSize, complete_layout
-from windlass.layout.rules import Violation, check_layout, check_step, divisors, nearest, not_ranked, violations
+from windlass.layout.rules import Violation, check_layout, check_step, nearest_batches, not_ranked, violations
 from windlass.layout.types import Layout
 from windlass.models.presets import model_spec
 from windlass.models.spec import ModelSpec
+from windlass.units import divisors, nearest
 
 # recipe tables, [layout] table, JobSize, code, numbers in the message, nearest value
 INVALID: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, tuple[str, ...], str]] = [
@@ -185,3 +186,21 @@ def test_nearest_and_divisors() -> None:
     assert nearest(5, [1, 2, 4, 8]) == "4 or 8"
     assert nearest(9, [1, 2]) == "2"
     assert nearest(3, []) == "none"
+
+
+@pytest.mark.parametrize(
+    ("layout", "sequences", "expected"),
+    [
+        ({"data": 88}, 528, [528]),
+        ({"data": 88}, 512, [528, 440]),
+        ({"data": 88}, 484, [528, 440]),  # equally near: the larger first
+        ({"data": 88, "micro_batch": 4}, 512, [352, 704]),
+        ({"data": 88}, 20, [88]),
+        ({"data": 10, "pipeline": 4}, 30, [40]),  # a pipeline of four needs four micro-batches
+        ({"data": 10, "pipeline": 4}, 52, [50, 60]),
+        ({"data": 10, "pipeline": 4, "schedule": "interleaved"}, 52, [40, 80]),
+    ],
+)
+def test_nearest_batches(layout: dict[str, Any], sequences: int, expected: list[int]) -> None:
+    size = JobSize(devices=88, devices_per_node=4, seq_len=4096, sequences=sequences)
+    assert nearest_batches(Layout(**layout), size) == expected

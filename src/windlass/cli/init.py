@@ -231,7 +231,7 @@ def _choose_nodes(recipe: StarterRecipe, cluster: Cluster, *, fixed: bool) -> tu
     import tomllib
 
     from windlass.config import Recipe, check, starter, validate
-    from windlass.planner import search
+    from windlass.planner import changes, search
 
     limits = [p.max_nodes for p in cluster.slurm.partitions if p.gpus and p.max_nodes] if cluster.slurm else [1]
     most = min(max(limits, default=cluster.nodes or 64), cluster.nodes or 10**6)
@@ -245,7 +245,7 @@ def _choose_nodes(recipe: StarterRecipe, cluster: Cluster, *, fixed: bool) -> tu
             break
         recipe = replace(recipe, nodes=min(2 * recipe.nodes, most))
     if not plans.plans:
-        raise search.nothing_fits(plans)
+        raise changes.nothing_fits(plans)
     fewest = f"the fewest that take at most {starter.MAX_DAYS:g} days"
     most_nodes = f"the most that one job may take; it is longer than {starter.MAX_DAYS:g} days all the same"
     return recipe, plans, "given" if fixed else fewest if fast_enough else most_nodes

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from windlass.cli.options import (
     AccountOption,
+    AdjustOption,
     JsonOption,
     NewDataOption,
     NewRunOption,
@@ -58,6 +59,7 @@ def launch(
         list[str] | None,
         typer.Option("--sbatch", help="Additional sbatch option (repeatable): --sbatch exclude=nid001."),
     ] = None,
+    adjust: AdjustOption = False,
     new_data: NewDataOption = False,
     from_scratch: ScratchOption = False,
     as_json: JsonOption = False,
@@ -83,8 +85,15 @@ def launch(
     loaded = load_recipe(recipe, changes)
     folder = run or Path("runs") / loaded.recipe.name
     prepared = submit.prepare(
-        loaded, run_dir=folder, local=local, devices=devices, expect_store=pretokenize is None, dry_run=dry_run
+        loaded,
+        run_dir=folder,
+        local=local,
+        devices=devices,
+        expect_store=pretokenize is None,
+        dry_run=dry_run,
+        adjust=adjust,
     )
+    loaded = prepared.loaded
     place: Any = {"cluster": prepared.cluster, "account": prepared.job.account, "env": prepared.job.env}
     if dry_run:
         scripts = {} if pretokenize is None else arrays.tokenize_scripts(pretokenize, array, **place)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from windlass.cli.options import JsonOption
+from windlass.cli.options import AdjustOption, JsonOption
 from windlass.cli.output import console, show, table, text_of
 from windlass.errors import ConfigError
 from windlass.units import GIB, print_joules, print_tokens
 
 if TYPE_CHECKING:
+    from windlass.planner.changes import Change
     from windlass.planner.explain import LayoutExplanation
     from windlass.planner.search import Plans
 
@@ -33,6 +34,7 @@ def plan(
     top: Annotated[
         int | None, typer.Option(help="Number of layouts to show (default: 8 in the table, all in JSON).", min=1)
     ] = None,
+    adjust: AdjustOption = False,
     why: Annotated[str | None, typer.Option(help='Explain one layout: "shard=full,micro_batch=8".')] = None,
     as_json: JsonOption = False,
     html: Annotated[
@@ -48,7 +50,7 @@ def plan(
     from windlass.config import load_recipe
     from windlass.figures import save_page
     from windlass.planner import calibrate as calibration
-    from windlass.planner import explain, page, record, scaling, search
+    from windlass.planner import changes, explain, page, record, scaling, search
 
     if calibrate:
         folders = [Path(path) for path in (recipe, *(overrides or ())) if path]
@@ -69,24 +71,30 @@ def plan(
         )
     loaded = load_recipe(Path(recipe), overrides or []).recipe
     used_cluster = with_gpus(load_cluster(cluster or loaded.cluster))[0]
+    loaded, adjusted = changes.adjust_batch(loaded, used_cluster, nodes) if adjust else (loaded, None)
     plans = search.plan(loaded, used_cluster, nodes=nodes, top=top or (None if as_json else 8))
     explanation = None if why is None else explain.explain_layout(plans, why)
     if html is not None and plans.plans:
         counts = scaling.node_counts(plans.task.nodes, used_cluster.nodes)
         strong, weak = (scaling.scaling(loaded, used_cluster, counts, weak=is_weak) for is_weak in (False, True))
         save_page(html, page.plan_page(plans, strong, weak))
-    document = record.plans_json(plans)
+    # With nothing that fits, the error has them.
+    gains = changes.small_changes(plans) if plans.plans and explanation is None else []
+    ways = changes.ways_to_fit(plans) if not plans.plans and as_json else []
+    document = {**record.plans_json(plans, [*gains, *ways]), "adjusted": adjusted}
     if explanation:
         document["why"] = record.explanation_json(explanation, plans.task)
-    parts = _explanation_parts(explanation) if explanation else _plan_parts(plans) if plans.plans else []
+    parts = _explanation_parts(explanation) if explanation else _plan_parts(plans, gains) if plans.plans else []
+    if adjusted is not None:
+        parts.insert(0, f"adjusted: {adjusted}")
     if plans.plans or explanation or as_json:
         show(as_json, document, *parts, f"page: {html}" if html is not None and plans.plans else None)
     if not plans.plans and explanation is None:
-        raise search.nothing_fits(plans)
+        raise changes.nothing_fits(plans)
 
 
-def _plan_parts(plans: Plans) -> list[Any]:
-    """The ranked layouts, the reason for each rank, and the footnotes."""
+def _plan_parts(plans: Plans, gains: list[Change]) -> list[Any]:
+    """The ranked layouts, the reason for each rank, what small changes would gain, and the footnotes."""
     from windlass.planner.page import carbon, training_time
 
     task, best = plans.task, plans.best
@@ -121,7 +129,8 @@ def _plan_parts(plans: Plans) -> list[Any]:
         narrow_note = f"The best uses {used} (all layouts: in a terminal of {NARROW_COLUMNS} columns, or --json)."
     ranking = table(title, columns[:shown], [row[:shown] for row in rows], right=(0, 2, 3, 4, 5, 6, 7, 8))
     reasons = [f"{rank:>2}. {p.reason}" for rank, p in enumerate(plans.plans, 1)]
-    return [*rejected, ranking, *reasons, "", narrow_note, *_footnotes(plans)]
+    small = [Text(f"A small change gains: {change.describe()}", style="yellow") for change in gains]
+    return [*rejected, ranking, *reasons, "", *small, narrow_note, *_footnotes(plans)]
 
 
 def _footnotes(plans: Plans) -> list[str]:

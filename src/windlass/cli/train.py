@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from windlass.cli.options import (
+    AdjustOption,
     NewDataOption,
     NewRunOption,
     OverridesArgument,
@@ -33,6 +35,7 @@ def train(
     restarts: Annotated[
         int, typer.Option("--restarts", min=0, help="How often failed workers are restarted (with --devices).")
     ] = 3,
+    adjust: AdjustOption = False,
     new_data: NewDataOption = False,
     from_scratch: ScratchOption = False,
     quiet: QuietOption = False,
@@ -40,13 +43,19 @@ def train(
     """Train a recipe on this machine, or as one rank of a job. A second start of the same run resumes it."""
     from windlass.config import load_recipe
     from windlass.launch.start import create_planned_run, local_cluster
+    from windlass.planner.changes import adjust_batch
     from windlass.runs.folder import Run
 
     loaded = load_recipe(recipe, overrides or ())
     folder = Run(run or Path("runs") / loaded.recipe.name)
 
     def create(devices_per_node: int, nodes: int) -> str:
-        return create_planned_run(folder.path, loaded, local_cluster(loaded.recipe, devices_per_node), nodes)[1]
+        used, cluster = loaded, local_cluster(loaded.recipe, devices_per_node)
+        if adjust:
+            adjusted, note = adjust_batch(loaded.recipe, cluster, nodes)
+            used = replace(loaded, recipe=adjusted)
+            console().print(f"adjusted: {note}" if note else "adjusted: nothing, the batch divides", markup=False)
+        return create_planned_run(folder.path, used, cluster, nodes)[1]
 
     raise typer.Exit(
         train_start(

@@ -19,6 +19,7 @@ from windlass.config.secret import find_secret, redact_text
 from windlass.config.shell import RECORDED, SECRET_HINT
 from windlass.errors import ConfigError
 from windlass.registry import BLOCKS, PRESETS
+from windlass.units import divisors, nearest
 
 T = TypeVar("T", bound=Table)
 FileKind = Literal["recipe", "data", "sweep"]
@@ -293,10 +294,11 @@ def check(recipe: Recipe) -> None:
     if data.tokens is None and recipe.train.steps is None:
         problems.append("data.tokens: missing; say how many tokens (or train.steps) to train for")
     if data.batch_tokens is not None and (data.batch_tokens == 0 or data.batch_tokens % data.seq_len):
-        up = (data.batch_tokens // data.seq_len + 1) * data.seq_len
+        below = data.batch_tokens // data.seq_len * data.seq_len
+        valid = nearest(data.batch_tokens, (size for size in (below, below + data.seq_len) if size))
         problems.append(
             f"data.batch_tokens ({data.batch_tokens:,}) is not a multiple of data.seq_len ({data.seq_len:,}); "
-            f"the next larger one is {up:,}"
+            f"nearest valid: {valid}"
         )
     if any(weight < 0 for weight in data.mix.values()) or (data.mix and sum(data.mix.values()) <= 0):
         problems.append("data.mix: weights must be at least 0 and not all 0")
@@ -314,11 +316,13 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
         if getattr(model, key) is None:
             yield f"model.{key}: missing, and there is no default for family {model.family!r}"
     if heads and model.kv_heads and heads % model.kv_heads:
-        yield f"model.kv_heads ({model.kv_heads}) does not divide model.heads ({heads})"
+        valid = nearest(model.kv_heads, divisors(heads))
+        yield f"model.kv_heads ({model.kv_heads}) does not divide model.heads ({heads}); nearest valid: {valid}"
     if not heads or not width:
         return
     if model.head_dim is None and width % heads:
-        yield f"model.heads ({heads}) does not divide model.width ({width})"
+        valid = nearest(heads, divisors(width))
+        yield f"model.heads ({heads}) does not divide model.width ({width}); nearest valid: {valid}"
     size = model.head_dim or width // heads
     if size % 2:
         rule = "rotary positions turn numbers in pairs, so a head needs an even width"

@@ -25,6 +25,7 @@ from windlass.launch.script import render, render_local
 from windlass.launch.slurm import SlurmScheduler, slurm_available
 from windlass.launch.start import resolve_recipe
 from windlass.models.presets import model_spec
+from windlass.planner.changes import adjust_batch, better_batch
 from windlass.planner.search import Plan, plan
 from windlass.runs import Run, create_run
 from windlass.runs.events import Saved
@@ -93,9 +94,14 @@ def prepare(
     devices: int | None = None,
     expect_store: bool = True,
     dry_run: bool = False,
+    adjust: bool = False,
 ) -> PreparedLaunch:
     """Plan, render and check; changes nothing on disk."""
-    recipe, cluster, run = loaded.recipe, load_cluster(loaded.recipe.cluster), Run(run_dir)
+    cluster, run, adjusted = load_cluster(loaded.recipe.cluster), Run(run_dir), None
+    if adjust:
+        recipe, adjusted = adjust_batch(loaded.recipe, cluster)
+        loaded = replace(loaded, recipe=recipe)
+    recipe = loaded.recipe
     local = local or cluster.slurm is None
     expected = planned(recipe, cluster)
     ranks = f"{recipe.nodes} nodes x {cluster.node.devices} devices = {recipe.nodes * cluster.node.devices} ranks"
@@ -115,7 +121,8 @@ def prepare(
     if local:
         seconds, count = recipe.launch.time or math.inf, devices or cluster.node.devices
         job = replace(job, devices_per_node=count, nodes=1, seconds=seconds, staging=None, energy_flags=())
-    findings = [*expected.findings, *([] if local else checks.check_request(job, cluster))]
+    findings = [Finding("batch", "ok", adjusted)] if adjusted else []
+    findings += [*expected.findings, *([] if local else checks.check_request(job, cluster))]
     # Without patterns in the cluster file any machine with SLURM may be the cluster.
     trusted = not dry_run or not cluster.hostname_patterns
     if local or (slurm_available() and (trusted or matches_hosts(cluster, host_names()))):
@@ -165,10 +172,14 @@ def planned(recipe: Recipe, cluster: Cluster) -> Planned:
     if chosen is None:
         return Planned(layout=recipe.layout, findings=(finding,), steps=steps, checkpoint_bytes=size)
     reason = chosen.reason if recipe.layout is not None else f"{chosen.candidate.describe()} ({chosen.reason})"
+    findings, better = [Finding("fit", "ok", reason)], better_batch(plans.task, chosen)
+    if better is not None:
+        message = f"{plans.task.devices:,} devices divide a batch of {data.batch_tokens:,} tokens badly"
+        findings.append(Finding("batch", "warn", message, f"--adjust, or {better.describe()}", "windlass plan"))
     return Planned(
         layout=chosen.layout.config(),
         reason=reason,
-        findings=(Finding("fit", "ok", reason),),
+        findings=tuple(findings),
         run_seconds=chosen.days * 86400,
         step_seconds=chosen.step.seconds,
         tokens_per_second=chosen.batch_tokens / chosen.step.seconds,

@@ -4,7 +4,7 @@
 not propose: it does not know what they cost, or they never pay."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from windlass.config import Recipe
@@ -12,6 +12,7 @@ from windlass.errors import ConfigError
 from windlass.layout.resolve import JobSize
 from windlass.layout.types import AXES, Layout
 from windlass.models.spec import ModelSpec
+from windlass.units import divisors, nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +25,6 @@ class Violation:
 
     def __str__(self) -> str:
         return f"{self.message}; nearest valid: {self.nearest}"
-
-
-def divisors(value: int) -> list[int]:
-    return [d for d in range(1, value + 1) if value % d == 0]
-
-
-def nearest(value: int, valid: Iterable[int]) -> str:
-    """The nearest valid values below and above, for a message."""
-    others = sorted(set(valid))
-    below, above = [v for v in others if v < value], [v for v in others if v > value]
-    return " or ".join(str(v) for v in (*below[-1:], *above[:1])) or "none"
 
 
 def violations(model: ModelSpec, layout: Layout, size: JobSize, engine: str = "native") -> list[Violation]:
@@ -174,17 +164,33 @@ def _device_problems(layout: Layout, size: JobSize) -> Iterator[Violation]:
 
 def batch_violation(data: int, micro_batch: int, size: JobSize) -> Violation | None:
     """A global batch that the replicas and their micro-batches do not divide, with the nearest that they do."""
-    unit = data * micro_batch * size.seq_len
-    batch = (size.sequences or 0) * size.seq_len
-    if size.sequences is None or (batch and batch % unit == 0):
+    if size.sequences is None:
         return None
-    below, above = batch // unit * unit, (batch // unit + 1) * unit
+    valid = nearest_batches(Layout(data=data, micro_batch=micro_batch), size)
+    if valid == [size.sequences]:
+        return None
+    unit = data * micro_batch * size.seq_len
     return Violation(
         "layout.batch-not-divisible",
-        f"data.batch_tokens ({batch:,}) is not a multiple of {unit:,} = micro_batch {micro_batch} x "
-        f"seq_len {size.seq_len:,} x {data:,} replica{'s' * (data > 1)}",
-        f"{above:,}" if below == 0 else f"{below:,} or {above:,}",
+        f"data.batch_tokens ({size.sequences * size.seq_len:,}) is not a multiple of {unit:,} = "
+        f"micro_batch {micro_batch} x seq_len {size.seq_len:,} x {data:,} replica{'s' * (data > 1)}",
+        " or ".join(f"{sequences * size.seq_len:,}" for sequences in sorted(valid)),
     )
+
+
+def nearest_batches(layout: Layout, size: JobSize) -> list[int]:
+    """The global batches that this layout divides next to the job's own, in sequences, the nearest first; only the
+    job's own where it is one of them.
+
+    Every replica gets the same number of micro-batches, and a pipeline at least one per rank."""
+    sequences, unit = size.sequences or 0, layout.data * layout.micro_batch
+    least = unit * layout.pipeline
+    step = least if layout.schedule == "interleaved" else unit
+    below = sequences // step * step
+    if below == sequences >= least:
+        return [sequences]
+    # Two equally near: the larger, which loses no work per step.
+    return sorted({max(least, below), max(least, below + step)}, key=lambda valid: (abs(valid - sequences), -valid))
 
 
 def not_ranked(
@@ -235,7 +241,7 @@ def not_ranked(
             "zero1",
         ),
         (
-            is_offloaded and layout.shard in unsharded,
+            is_offloaded and layout.shard in unsharded and (layout.devices > 1 or engine != "native"),
             "layout.offload-needs-sharding",
             f"layout.offload ({layout.offload}) needs sharded weights",
             "shard full or hybrid",

@@ -95,6 +95,8 @@ class ModelSpec:
     init_std: float = 0.02
     # The modules are not ours (Hugging Face): sharding works, tensor, pipeline and context parallelism do not.
     foreign: bool = False
+    # Experts of a layer; the sums here would count one of them, so the planner refuses the model.
+    experts: int = 0
     # Blocks of this kind were compared with measured runs; False: predictions are outside the validated range.
     measured: bool = True
 

@@ -6,9 +6,10 @@ from itertools import product
 
 from windlass.config import LayoutConfig
 from windlass.layout.resolve import complete_layout, default_shard_size, resolve_step
-from windlass.layout.rules import Violation, divisors, not_ranked, violations
+from windlass.layout.rules import Violation, not_ranked, violations
 from windlass.layout.types import AXES, Layout, StepSpec
 from windlass.planner.task import PlanTask
+from windlass.units import divisors
 
 MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 MAX_PIPELINE = 32
@@ -77,9 +78,9 @@ def enumerate_candidates(task: PlanTask, offload: str = "none") -> Iterator[Layo
     pipelines = list(range(1, min(MAX_PIPELINE, task.nodes, num_layers) + 1))
     contexts = [c for c in (1, 2, 4, 8, 16) if c == 1 or seq_len // c >= MIN_CONTEXT_TOKENS]
     for tensor, pipeline, context in product(
-        _degrees(task, "tensor", divisors(task.per_node)),
-        _degrees(task, "pipeline", pipelines),
-        _degrees(task, "context", contexts),
+        legal_degrees(task, "tensor", divisors(task.per_node)),
+        legal_degrees(task, "pipeline", pipelines),
+        legal_degrees(task, "context", contexts),
     ):
         data, unused_devices = divmod(task.devices, tensor * pipeline * context)
         if unused_devices or seq_len % (context * tensor):
@@ -107,7 +108,7 @@ def enumerate_candidates(task: PlanTask, offload: str = "none") -> Iterator[Layo
                 yield from (LayoutCandidate(layout, recompute) for recompute in task.recomputes)
 
 
-def _degrees(task: PlanTask, axis: str, worth_trying: list[int]) -> list[int]:
+def legal_degrees(task: PlanTask, axis: str, worth_trying: list[int]) -> list[int]:
     sizes = task.model.sizes_divided_by(axis)
     if sizes is None or task.recipe.train.engine == "deepspeed" or not task.model.prices(axis):
         return [1]

@@ -1,8 +1,10 @@
 """JSON of `windlass plan --json` and of a run's plan.json."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from windlass.files import write_json
+from windlass.planner.changes import Change
 from windlass.planner.explain import LayoutExplanation
 from windlass.planner.search import Plan, Plans, Rejected
 from windlass.planner.task import PlanTask
@@ -79,7 +81,22 @@ def _header(task: PlanTask) -> dict[str, Any]:
     }
 
 
-def plans_json(plans: Plans) -> dict[str, Any]:
+def change_json(change: Change) -> dict[str, Any]:
+    p = change.plan
+    return {
+        "values": change.values,
+        "layout": p.layout.config().model_dump(mode="json"),
+        "recompute": p.recompute,
+        "nodes": change.task.nodes,
+        "batch_tokens": p.batch_tokens,
+        "memory_gib": p.memory.needed / GIB,
+        "memory_limit_gib": p.limit_bytes / GIB,
+        "tokens_per_second_per_device": p.step.tokens_per_second_per_device,
+        "gain": change.gain,
+    }
+
+
+def plans_json(plans: Plans, changes: Iterable[Change] = ()) -> dict[str, Any]:
     return {
         **_header(plans.task),
         "plans": [plan_json(p, plans.task) for p in plans.plans],
@@ -87,6 +104,7 @@ def plans_json(plans: Plans) -> dict[str, Any]:
         "considered": plans.considered,
         "fitting": plans.fitting,
         "warnings": list(plans.task.warnings),
+        "changes": [change_json(change) for change in changes],
         "search_seconds": plans.search_seconds,
     }
 

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from windlass.clusters import Cluster
@@ -12,7 +11,7 @@ from windlass.cost.memory import MemoryEstimate, memory
 from windlass.cost.power import EnergyEstimate, PowerEstimate, allocation_units, energy, node_power
 from windlass.cost.step import StepEstimate, estimate_step
 from windlass.errors import PlanError
-from windlass.layout.rules import batch_violation, nearest
+from windlass.layout.rules import batch_violation
 from windlass.layout.types import Layout, StepSpec
 from windlass.planner.candidates import (
     LayoutCandidate,
@@ -22,7 +21,7 @@ from windlass.planner.candidates import (
     ruled_out,
 )
 from windlass.planner.task import PlanTask, make_task
-from windlass.units import GIB
+from windlass.units import GIB, nearest
 
 # Above this share of a device's memory the estimate's own error decides whether a layout runs.
 TIGHT = 0.92
@@ -99,6 +98,8 @@ class Plans:
     @property
     def best(self) -> Plan:
         if not self.plans:
+            from windlass.planner.changes import nothing_fits  # it searches in turn
+
             raise nothing_fits(self)
         return self.plans[0]
 
@@ -115,18 +116,19 @@ def plan(recipe: Recipe, cluster: Cluster, *, nodes: int | None = None, top: int
 
 def search(task: PlanTask, *, top: int | None = None) -> Plans:
     started = time.process_time()
-    estimated, considered = _estimate_all(task, enumerate_candidates(task))
+    estimated, considered = estimate_all(task, enumerate_candidates(task))
     if not considered and task.size.sequences is not None:  # a batch that no layout can divide
         sequences, most = task.size.sequences, task.cluster.nodes or 4096
         counts = [n for n in range(1, most + 1) if sequences % (n * task.per_node) == 0]
         raise PlanError(
             "layout.batch-not-divisible",
             str(batch_violation(task.devices, 1, task.size)),
-            hint=f"set data.batch_tokens to one of these, or nodes to {nearest(task.nodes, counts)}",
+            hint=f"set data.batch_tokens to one of these (--adjust takes the nearest), or nodes to "
+            f"{nearest(task.nodes, counts)}",
         )
-    if not any(p.fits for p in estimated):
+    if task.devices > 1 and not any(p.fits for p in estimated):
         offloaded = (c for c in enumerate_candidates(task, offload="optimizer") if not problems(task, c))
-        more, count = _estimate_all(task, offloaded)
+        more, count = estimate_all(task, offloaded)
         estimated, considered = estimated + more, considered + count
     fitting = [p for p in estimated if p.fits]
     families: dict[tuple[object, ...], Plan] = {}
@@ -156,7 +158,7 @@ def search(task: PlanTask, *, top: int | None = None) -> Plans:
     )
 
 
-def _estimate_all(task: PlanTask, candidates: Iterable[LayoutCandidate]) -> tuple[list[Plan], int]:
+def estimate_all(task: PlanTask, candidates: Iterable[LayoutCandidate]) -> tuple[list[Plan], int]:
     """Plans of all candidates that fit and of the few that come closest, and how many were considered."""
     estimates = []
     for candidate in candidates:
@@ -273,35 +275,6 @@ def term_differences(p: Plan, best: Plan) -> list[tuple[str, float, float]]:
     names = dict.fromkeys((*p.step.terms, *best.step.terms))
     terms = [(name, p.step.terms.get(name, 0.0) * scale, best.step.terms.get(name, 0.0)) for name in names]
     return sorted(terms, key=lambda term: -abs(term[1] - term[2]))
-
-
-def nothing_fits(plans: Plans) -> PlanError:
-    """The error when nothing fits: by how much the closest misses, and the first doubling of nodes that would help."""
-    task = plans.task
-    if not plans.rejected:
-        return PlanError(
-            "planner.no-valid-layout",
-            f"no layout of {task.recipe.name} on {task.nodes} nodes of {task.cluster.name} is valid",
-            hint='see --why "shard=full" for the rules that stand in the way',
-        )
-    too_big = [r for r in plans.rejected if r.memory_gib is not None]
-    closest = min(too_big, key=lambda r: r.memory_gib or 0.0, default=plans.rejected[0])
-    nodes, most = task.nodes, task.cluster.nodes or 4096
-    larger_plans: tuple[Plan, ...] = ()
-    while not larger_plans and nodes * 2 <= most:
-        nodes *= 2
-        with suppress(PlanError):  # the batch may not divide over so many
-            larger_plans = search(make_task(task.recipe, task.cluster, nodes)).plans
-    hint = f"no doubling of nodes up to {most} helps: make data.seq_len or the model smaller"
-    if larger_plans:
-        description = larger_plans[0].candidate.describe()
-        hint = f"it fits on {nodes} nodes ({description}); or make data.seq_len or the model smaller"
-    return PlanError(
-        "planner.nothing-fits",
-        f"{task.recipe.name} fits nowhere on {task.nodes} x {task.per_node} {task.device.name}: "
-        f"the closest layout ({closest.candidate.describe()}) {closest.reason}",
-        hint=hint,
-    )
 
 
 def on_devices(cluster: Cluster, devices: int) -> Cluster:

@@ -12,6 +12,7 @@ from windlass.layout.resolve import JobSize, complete_layout, job_size, masks_do
 from windlass.layout.rules import check_degrees
 from windlass.models.presets import model_spec
 from windlass.models.spec import ModelSpec
+from windlass.units import print_tokens
 
 # The published runs by which the estimates are judged (benchmarks/planner_accuracy.py) lie inside these; beyond them
 # we extrapolate.
@@ -20,6 +21,10 @@ VALIDATED_DEVICES = 2304
 VALIDATED_SEQ_LEN = (512, 65_536)
 VALIDATED_ARCHS = {"sm_80": "A100", "sm_90": "H100 and H200"}
 VALIDATED_PRECISIONS = ("bf16", "bf16_pure", "fp8")
+# Tokens of a global batch in recent large trainings (The Ultra-Scale Playbook, Hugging Face 2025); a batch is far
+# outside beyond twice or half of it. Smaller models than this train well with less.
+USUAL_BATCH_TOKENS = (4e6, 60e6)
+USUAL_BATCH_PARAMS = 1e9
 # Figures of a device or cluster on which every estimate depends.
 DECISIVE = (
     "bf16_tflops",
@@ -105,6 +110,12 @@ def make_task(recipe: Recipe, cluster: Cluster, nodes: int | None = None, *, kee
         grid=cluster.grid.model_copy(update={key: value for key, value in grid.items() if value is not None}),
         recomputes=(recipe.train.recompute,) if keep_recompute else policies,
     )
+    if task.model.experts > 1:
+        raise ConfigError(
+            "planner.experts-not-priced",
+            f"the model has {task.model.experts} experts per layer, whose memory and time the planner does not know",
+            hint="give the run a [layout] and measure it; a dense model would be planned",
+        )
     if recipe.layout is not None:
         check_degrees(task.model, complete_layout(recipe.layout, task.size), task.size)
     return replace(task, warnings=tuple(_warnings(task)))
@@ -147,6 +158,10 @@ def _warnings(task: PlanTask) -> list[str]:
     if most and all(limit is not None and limit < task.nodes for limit in most):
         limit = max(limit for limit in most if limit)
         warnings.append(f"{task.nodes} nodes are more than partition {partition} gives one job ({limit})")
+    batch, (small, large) = (task.size.sequences or 0) * task.seq_len, USUAL_BATCH_TOKENS
+    if batch and total >= USUAL_BATCH_PARAMS and not small / 2 <= batch <= large * 2:
+        usual = f"{print_tokens(small)} to {print_tokens(large)} of recent large trainings"
+        warnings.append(f"a batch of {print_tokens(batch)} tokens is far outside the {usual}")
     if recipe.model.assumed:
         warnings.append(f"assumed by the recipe's author: model.{', model.'.join(recipe.model.assumed)}")
     sources = {key: source for key, source in {**device.sources, **cluster.sources}.items() if key in DECISIVE}

@@ -1,6 +1,7 @@
 """Any other causal language model: transformers builds it; only its sizes are read here, from config.json, for the
 planner."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from windlass.models.spec import Branch, LayerGroup, LayerSpec, ModelSpec
 
 # Model types with LayerNorm and a plain feed-forward block; every other type is taken to be like Llama.
 CLASSIC = {"gpt2": "gpt", "gpt_neox": "gpt", "opt": "gpt", "bloom": "bloom", "mpt": "mpt"}
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # Keys of config.json that name the attention kernel.
 ATTENTION_KEYS = ("attn_implementation", "_attn_implementation")
 
@@ -96,7 +98,7 @@ def spec_of_config_json(raw: dict[str, Any]) -> ModelSpec:
     kind = str(raw.get("model_type", "llama"))
     family = CLASSIC.get(kind, "llama")
     width, heads = pick("hidden_size", "n_embd", "d_model"), pick("num_attention_heads", "n_head", "n_heads")
-    return classic_spec(
+    dense = classic_spec(
         family=family,
         layers=pick("num_hidden_layers", "n_layer", "n_layers"),
         width=width,
@@ -109,6 +111,7 @@ def spec_of_config_json(raw: dict[str, Any]) -> ModelSpec:
         tied=bool(raw.get("tie_word_embeddings", family != "llama" and kind != "gpt_neox")),
         positions=pick("n_positions", "max_position_embeddings", default=0, least=0) if kind in ("gpt2", "opt") else 0,
     )
+    return replace(dense, experts=pick(*EXPERT_KEYS, default=0, least=0))
 
 
 def classic_spec(

@@ -14,7 +14,8 @@ from windlass.errors import WindlassError
 from windlass.figures import Card, Cards, DataTable, Mark, Note, Section
 from windlass.planner.page import carbon, number, stacked
 from windlass.planner.record import plan_json
-from windlass.planner.search import nothing_fits, search
+from windlass.planner.changes import nothing_fits
+from windlass.planner.search import search
 from windlass.planner.task import make_task
 from windlass.report.tables import percent
 from windlass.units import print_tokens
