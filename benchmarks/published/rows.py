@@ -43,6 +43,13 @@ class Refusal:
     reason: str
 
 
+FAMILIES = ("llama", "gpt", "mpt", "bloom")
+DENSE = re.compile(r"(llama|mistral|qwen|gemma|phi|olmo|falcon|pythia|gpt|opt)([-_ ]?(neo|neox|j))?([-_ ]?[1-3](\.\d)?)?")
+"""Names of dense families; whether they are gated is in the column `glu`. Llama 4 and gpt-oss have experts."""
+CONTRADICTION = 2.001
+"""Ratio from which two cells cannot describe the same run. Published tables have labels that are off by up to two."""
+
+
 class _UnreadableError(Exception):
     """A cell has content that cannot be read; a default in its place would give a wrong prediction."""
 
@@ -66,6 +73,10 @@ def _read_run(row: Row) -> PublishedRun:
     if gpus * parts % group:
         terms = " x ".join(f"{k} {v}" for k, v in degrees.items() if v > 1)
         raise _UnreadableError(f"{terms} = {group} does not divide {gpus * parts} devices")
+    if degrees["pp"] > model.num_layers:
+        raise _UnreadableError(f"pp {degrees['pp']} is more than {model.num_layers} layers")
+    if (heads := positive(row, "heads")) and heads % degrees["tp"]:
+        raise _UnreadableError(f"tp {degrees['tp']} does not divide heads {heads}")
     data = gpus * parts // group
     micro, accumulation = _batch(row, data, seq_len, assumed)
     step, sequence_parallel = _step(row, seq_len, assumed)
@@ -154,11 +165,14 @@ def _parts(device: Device | None, name: str) -> int:
 
 
 def _model(row: Row, assumed: list[str]) -> ModelSpec:
+    _refuse_experts(row)
     layers, width = _needed(row, "layers"), _needed(row, "hidden")
     arch, glu = lower_text(row, "arch"), flag(row, "glu")
-    if arch not in ("llama", "gpt", "mpt", "bloom"):
+    if arch not in FAMILIES:
+        if arch and not DENSE.fullmatch(arch):
+            raise _UnreadableError(f"arch {arch!r} is not one of {', '.join(FAMILIES)}")
         arch = "llama" if glu else "gpt"
-        assumed.append(f"arch={arch}")
+        assumed.append(f"arch={arch}" + _not_understood(row, "arch"))
     heads = _default(row, "heads", max(1, width // 128), assumed)
     vocab = _default(row, "vocab", 50_304, assumed)
     stated = number(row, "ffn")  # 8/3 of the width need not be an integer
@@ -166,6 +180,9 @@ def _model(row: Row, assumed: list[str]) -> ModelSpec:
     ffn = _default(row, "ffn", 4 * width, assumed) if stated is None or stated < 1 else round(stated)
     if width % heads:
         assumed.append(f"head_dim={width // heads}")
+    kv_heads = positive(row, "kv_heads") or heads
+    if heads % kv_heads:
+        raise _UnreadableError(f"kv_heads {kv_heads} does not divide heads {heads}")
     tied = flag(row, "tied")
     sizes: dict[str, Any] = {
         "family": arch,
@@ -173,7 +190,7 @@ def _model(row: Row, assumed: list[str]) -> ModelSpec:
         "width": width,
         "hidden": ffn,
         "heads": heads,
-        "kv_heads": min(heads, positive(row, "kv_heads") or heads),
+        "kv_heads": kv_heads,
         "head_dim": max(1, width // heads),
         "vocab": vocab,
         "rows": padded_rows(vocab),
@@ -185,7 +202,30 @@ def _model(row: Row, assumed: list[str]) -> ModelSpec:
     if billions and billions > 0:
         sizes = _with_stated_size(sizes, billions, positive(row, "kv_heads") is None)
         sizes = _with_stated_ffn(sizes, billions) if blank else sizes
+        counted = _total(sizes) / 1e9
+        _compare(row, "params_b", counted, billions, f"{counted:.3g}", assumed)
     return classic_spec(**sizes)
+
+
+def _refuse_experts(row: Row) -> None:
+    """Blocks whose weights or products this table's dense model does not have; priced as dense they would look cheap."""
+    for key, least in (("experts", 2), ("top_k", 1), ("ep", 2), ("expert_ffn", 1)):
+        if (value := positive(row, key) or 0) >= least:
+            raise _UnreadableError(f"{key} {value}: a model with experts is not predicted")
+    active, total = number(row, "active_params_b"), number(row, "params_b")
+    if active and total and active < 0.8 * total:
+        raise _UnreadableError(f"active_params_b {active:g} of {total:g}: a model with experts is not predicted")
+    if flag(row, "mla"):
+        raise _UnreadableError("mla: latent attention is not predicted")
+
+
+def _compare(row: Row, key: str, counted: float, stated: float, text: str, assumed: list[str]) -> None:
+    """Refuse a cell that disagrees with the other cells by more than a factor of two; name one that disagrees by 25 %."""
+    ratio = max(counted / stated, stated / counted)
+    if ratio > CONTRADICTION:
+        raise _UnreadableError(f"{key} {text_of(row, key)!r} contradicts the {text} of the other columns")
+    if ratio > 1.25:
+        assumed.append(f"{key}={text}" + _not_understood(row, key))
 
 
 def _billions(row: Row) -> float | None:
@@ -232,6 +272,9 @@ def _batch(row: Row, data: int, seq_len: int, assumed: list[str]) -> tuple[int, 
     if not accumulation:
         accumulation = max(1, per_replica // micro) if per_replica else 1
         assumed.append(f"grad_accum={accumulation}")
+    if total and total > 0:
+        counted = micro * accumulation * data * seq_len
+        _compare(row, "global_batch_tokens", counted, total, f"{counted:,}", assumed)
     return micro, max(1, accumulation)
 
 

@@ -57,9 +57,9 @@ def test_adjust_takes_the_nearest_batch_and_says_so(recipe_of, cluster_of):
     # A batch that no layout divides: DeepSpeed has replicas only.
     recipe, note = adjust_batch(recipe_of("gptnl_8b_snellius", "train.engine=deepspeed"), cluster, 22)
     assert recipe.data.batch_tokens == 616 * 8192 and "5,242,880 -> 5,046,272 (-3.7%)" in note
-    # A layout of the recipe: 20 sequences on each of 84 devices.
-    own = recipe_of("gptnl_1b_snellius", "layout.micro_batch=20", "data.batch_tokens=2Mi")
-    assert adjust_batch(own, cluster, 21)[0].data.batch_tokens == 84 * 20 * 4096
+    # A layout of the recipe: five sequences on each of 84 devices.
+    own = recipe_of("gptnl_1b_snellius", "layout.micro_batch=5", "data.batch_tokens=2Mi")
+    assert adjust_batch(own, cluster, 21)[0].data.batch_tokens == 84 * 5 * 4096
 
 
 def test_a_batch_is_not_changed_much_for_speed(recipe_of, cluster_of):

@@ -121,10 +121,11 @@ def better_batch(task: PlanTask, before: Plan | None) -> Change | None:
     layouts = [Layout(data=task.devices // tensor) for tensor in legal_degrees(task, "tensor", divisors(task.per_node))]
     layouts = layouts if wish is None else [complete_layout(wish, task.size)]
     batches = {batch for layout in layouts for batch in nearest_batches(layout, task.size)} - {sequences}
-    if before is not None:
-        batches = {batch for batch in batches if abs(batch / sequences - 1) <= MAX_CHANGE}
-    nearest_first = sorted(batches, key=lambda batch: abs(batch - sequences))
-    change = _fastest(_price(task, before, {"data.batch_tokens": batch * task.seq_len}) for batch in nearest_first)
+    nearest_first = sorted(batches, key=lambda batch: (abs(batch - sequences), -batch))
+    near = [batch for batch in nearest_first if abs(batch / sequences - 1) <= MAX_CHANGE]
+    # A layout of the recipe, or a batch that no layout divides: the nearest. Otherwise the fastest of the near ones.
+    tried = nearest_first[:1] if wish is not None or (before is None and not near) else near
+    change = _fastest(_price(task, before, {"data.batch_tokens": batch * task.seq_len}) for batch in tried)
     return change if change is not None and change.pays else None
 
 
