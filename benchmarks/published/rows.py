@@ -44,7 +44,9 @@ class Refusal:
 
 
 FAMILIES = ("llama", "gpt", "mpt", "bloom")
-DENSE = re.compile(r"(llama|mistral|qwen|gemma|phi|olmo|falcon|pythia|gpt|opt)([-_ ]?(neo|neox|j))?([-_ ]?[1-3](\.\d)?)?")
+DENSE = re.compile(
+    r"(llama|mistral|qwen|gemma|phi|olmo|falcon|pythia|gpt|opt)([-_ ]?(neo|neox|j))?([-_ ]?[1-3](\.\d)?)?"
+)
 """Names of dense families; whether they are gated is in the column `glu`. Llama 4 and gpt-oss have experts."""
 CONTRADICTION = 2.001
 """Ratio from which two cells cannot describe the same run. Published tables have labels that are off by up to two."""

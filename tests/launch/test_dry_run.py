@@ -40,6 +40,34 @@ def test_every_recipe_would_be_submitted(path, tmp_path):
     assert_bash_reads(prepared.script)
 
 
+LAYOUTS = {
+    "gptnl_8b_snellius": ["nodes=22"],
+    "gptnl_30b_snellius": ["nodes=22"],
+    # The team's own layout: 54 layers in stages of 14, 14, 13 and 13, with tied embeddings.
+    "poro_34b_lumi": ["layout.tensor=2", "layout.pipeline=4", "layout.shard=zero1", "launch.account=project_1"],
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_teams_own_nodes_and_layouts_would_be_submitted(name, tmp_path):
+    path = next(p for p in RECIPES if p.stem == name)
+    prepared = prepare(load_recipe(path, LAYOUTS[name]), run_dir=tmp_path / "run", dry_run=True)
+    assert refusals(prepared.findings) == [] and prepared.plan.run_seconds
+    if name == "poro_34b_lumi":
+        layout = prepared.plan.layout
+        assert (layout.tensor, layout.pipeline, prepared.recipe.model.tied) == (2, 4, True)
+
+
+def test_an_awkward_batch_is_warned_of_and_adjusted(tmp_path):
+    loaded = load_recipe(next(p for p in RECIPES if p.stem == "gptnl_8b_snellius"), ["nodes=22"])
+    (warning,) = (f for f in prepare(loaded, run_dir=tmp_path, dry_run=True).findings if f.rule == "batch")
+    assert warning.level == "warn" and "5,242,880" in warning.message and "5406720" in warning.hint
+    adjusted = prepare(loaded, run_dir=tmp_path, dry_run=True, adjust=True)
+    (finding,) = (f for f in adjusted.findings if f.rule == "batch")
+    assert finding.level == "ok" and "5,406,720" in finding.message
+    assert adjusted.recipe.data.batch_tokens == 5_406_720 and adjusted.plan.layout.pipeline == 1
+
+
 def test_the_command_prints_script_and_cost(capsys):
     options = {"nodes": 32, "chain": "4", "sbatch": ["exclude=lrdn0001"], "dry_run": True}
     launch(ITALIA, ["launch.account=EUHPC_A01"], **options)

@@ -48,6 +48,14 @@ def test_textbook_form_of_a_gpt(layers: int, width: int, vocab: int) -> None:
     assert model.params.total == layers * (12 * width**2 + 13 * width) + vocab * width + 2 * width
 
 
+def test_gpt_2_is_the_textbook_form_and_its_positions() -> None:
+    sizes = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+    h, layers, vocab = 768, 12, 50257
+    textbook = h * vocab + layers * (12 * h**2 + 13 * h) + 2 * h
+    assert textbook == 123_653_376
+    assert spec_of_config_json({"model_type": "gpt2", **sizes}).params.total == textbook + 1024 * h == 124_439_808
+
+
 @pytest.mark.parametrize(
     ("width", "values", "layers", "heads", "body"),
     [(512, 864, 6, 2, 19.1e6), (1024, 1728, 16, 4, 203.5e6), (2048, 3456, 24, 8, 1220.6e6)],

@@ -73,15 +73,20 @@ def train_here(recipe: Recipe, validate: bool = False) -> list[tuple[float, floa
 
 @pytest.fixture(scope="module")
 def alone() -> Any:
-    """The single process, once per optimizer, family, tie and kind of data."""
+    """The single process, once per optimizer, family, tie, kind of data and number of layers."""
 
     @functools.cache
     def get(
-        optimizer: str, family: str = "llama", tied: bool = False, documents: bool = False, steps: int = STEPS
+        optimizer: str,
+        family: str = "llama",
+        tied: bool = False,
+        documents: bool = False,
+        layers: int = 4,
+        steps: int = STEPS,
     ) -> Any:
         torch.set_num_threads(1)
         micro_batch = 4 if tied or documents else 16
-        return Parity(1, micro_batch, {"steps": steps}, optimizer, family, tied, documents).train()
+        return Parity(1, micro_batch, {"steps": steps}, optimizer, family, tied, documents, layers).train()
 
     return get
 
@@ -143,10 +148,12 @@ class Parity:
     tied: bool = False
     documents: bool = False
     """Two documents in a sequence, the z-loss and validation: what each layout must bring together in its own way."""
+    layers: int = 4
 
     def recipe(self, **changes: Any) -> Recipe:
         masked = {"documents": True, "train": {"z_loss": 1e-2}} if self.documents else {}
-        options = {"tied": self.tied, "micro_batch": self.micro, **masked, **self.layout, **changes}
+        shape = {"tied": self.tied, "model": {"layers": self.layers}}
+        options = {**shape, "micro_batch": self.micro, **masked, **self.layout, **changes}
         return make_recipe(self.optimizer, self.family, **options)
 
     def train(self) -> list[tuple[float, float]]:
@@ -154,6 +161,7 @@ class Parity:
 
     def __str__(self) -> str:
         kind = [self.family, self.optimizer, "tied" * self.tied, "documents" * self.documents]
+        kind += [f"{self.layers} layers"] if self.layers != 4 else []
         sizes = [f"{key}={value}" for key, value in self.layout.items()]
         return "-".join([f"{self.world}x{self.micro}", *filter(None, kind), *sizes])
 
@@ -197,6 +205,8 @@ CASES = [
     Parity(2, 4, {"shard": "none", "pipeline": 2, "schedule": "interleaved"}, tied=True),
     Parity(2, 4, {"shard": "none", "pipeline": 2, "schedule": "zbv"}, tied=True),
     Parity(8, 2, {"shard": "zero1", "pipeline": 2, "tensor": 2}, tied=True),
+    # As Poro: tensor 2 x pipeline 4 with stages of 2, 2, 1 and 1 layers.
+    Parity(8, 4, {"shard": "none", "pipeline": 4, "tensor": 2}, tied=True, layers=6),
 ]
 
 
@@ -228,7 +238,7 @@ def by_world(case: Parity) -> Any:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", map(by_world, CASES))
 def test_a_layout_matches_one_process(curves: Any, alone: Any, case: Parity) -> None:
-    compare(curves(case), alone(case.optimizer, case.family, case.tied, case.documents))
+    compare(curves(case), alone(case.optimizer, case.family, case.tied, case.documents, case.layers))
 
 
 @pytest.mark.multi

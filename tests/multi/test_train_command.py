@@ -66,3 +66,8 @@ def test_a_batch_that_the_devices_do_not_divide_is_refused_once(tmp_path: Path) 
     assert done.returncode == 2
     assert done.stderr.count("128") == 1 and "256" in done.stderr, done.stderr
     assert not list((tmp_path / "x" / "ranks").glob("error-*")), "refused before a worker starts"
+    adjusted = windlass(tmp_path, "r.toml", "layout.micro_batch=8", "--devices", "2", "--run", "y", "--adjust")
+    assert adjusted.returncode == 0, adjusted.stderr
+    assert "128 -> 256" in adjusted.stdout + adjusted.stderr
+    assert json.loads((tmp_path / "y" / "config.json").read_text())["data"]["batch_tokens"] == 256
+    assert len(losses(tmp_path / "y")) == 6

@@ -24,7 +24,7 @@ def one_h200(cluster_of):
 
 
 def gains(found):
-    return {tuple(change.values.items())[0]: change for change in small_changes(found)}
+    return {next(iter(change.values.items())): change for change in small_changes(found)}
 
 
 @pytest.mark.parametrize("name", ["gptnl_1b_snellius", "gptnl_8b_snellius", "gptnl_30b_snellius"])

@@ -112,6 +112,20 @@ def test_no_fit_with_json_prints_the_rejected_and_fails(windlass):
     assert done.returncode == 3
     value = json.loads(done.stdout)
     assert value["plans"] == [] and value["rejected"]
+    (change,) = value["changes"]
+    assert change["values"] == {"nodes": 4} and change["memory_gib"] < 63.9
+
+
+def test_an_awkward_batch_and_its_adjustment(windlass):
+    done = windlass("plan", EIGHT, "--nodes", "22")
+    assert done.returncode == 0 and "data.batch_tokens=5406720: " in done.stdout
+    value = json.loads(windlass("plan", EIGHT, "--nodes", "22", "--json").stdout)
+    assert value["adjusted"] is None and value["plans"][0]["batch_tokens"] == 5_242_880
+    change = value["changes"][0]
+    assert change["values"] == {"data.batch_tokens": 5_406_720} and change["gain"] == pytest.approx(0.35, abs=0.1)
+    adjusted = json.loads(windlass("plan", EIGHT, "--nodes", "22", "--json", "--adjust").stdout)
+    assert "5,242,880 -> 5,406,720" in adjusted["adjusted"]
+    assert adjusted["plans"][0]["batch_tokens"] == 5_406_720 and adjusted["plans"][0]["layout"]["pipeline"] == 1
 
 
 def test_budget_table_json_picture_and_page(windlass, tmp_path):

@@ -32,5 +32,6 @@ ScratchOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SaveOption = Annotated[bool, typer.Option("--save/--no-save", help="Append the results to the run's eval.jsonl.")]
 AdjustOption = Annotated[
-    bool, typer.Option("--adjust", help="Take the nearest global batch that the devices divide without loss, and say so.")
+    bool,
+    typer.Option("--adjust", help="Take the nearest global batch that the devices divide without loss, and say so."),
 ]

@@ -78,19 +78,17 @@ def plan(
         counts = scaling.node_counts(plans.task.nodes, used_cluster.nodes)
         strong, weak = (scaling.scaling(loaded, used_cluster, counts, weak=is_weak) for is_weak in (False, True))
         save_page(html, page.plan_page(plans, strong, weak))
-    # With nothing that fits, the error has them.
-    gains = changes.small_changes(plans) if plans.plans and explanation is None else []
-    ways = changes.ways_to_fit(plans) if not plans.plans and as_json else []
-    document = {**record.plans_json(plans, [*gains, *ways]), "adjusted": adjusted}
+    other = [] if explanation else changes.small_changes(plans) if plans.plans else changes.ways_to_fit(plans)
+    document = {**record.plans_json(plans, other), "adjusted": adjusted}
     if explanation:
         document["why"] = record.explanation_json(explanation, plans.task)
-    parts = _explanation_parts(explanation) if explanation else _plan_parts(plans, gains) if plans.plans else []
+    parts = _explanation_parts(explanation) if explanation else _plan_parts(plans, other) if plans.plans else []
     if adjusted is not None:
         parts.insert(0, f"adjusted: {adjusted}")
     if plans.plans or explanation or as_json:
         show(as_json, document, *parts, f"page: {html}" if html is not None and plans.plans else None)
     if not plans.plans and explanation is None:
-        raise changes.nothing_fits(plans)
+        raise changes.nothing_fits(plans, other)
 
 
 def _plan_parts(plans: Plans, gains: list[Change]) -> list[Any]:

@@ -11,7 +11,6 @@ Convention = Literal["6N", "6N+attention", "6N+causal attention"]
 MIXING_SHARES: dict[Convention, float] = {"6N": 0.0, "6N+attention": 1.0, "6N+causal attention": 0.5}
 # What PaLM, torchtitan and most published figures count: attention as if it were not causal.
 DEFAULT: Convention = "6N+attention"
-EXPERTS_NOT_COUNTED = "the FLOPs of experts are not counted"
 
 
 def flops_per_token(model: ModelSpec, seq_len: int, convention: Convention = DEFAULT) -> float:
@@ -87,8 +86,6 @@ def mfu(
     matmul_tflops: float | None = None,
 ) -> Utilisation:
     """Model FLOP utilisation of one device."""
-    if model.experts > 1:
-        return Utilisation(None, convention, EXPERTS_NOT_COUNTED)
     flops = flops_per_token(model, seq_len, convention)
     return _utilisation(flops * tokens_per_second_per_device, peak_tflops, convention, matmul_tflops)
 
@@ -103,8 +100,6 @@ def hfu(
     convention: Convention = DEFAULT,
 ) -> Utilisation:
     """Hardware FLOP utilisation: recomputation counts as work."""
-    if model.experts > 1:
-        return Utilisation(None, convention, EXPERTS_NOT_COUNTED)
     flops = hardware_flops_per_token(model, seq_len, recompute, convention)
     return _utilisation(flops * tokens_per_second_per_device, peak_tflops, f"{convention} with {recompute} recompute")
 

@@ -209,7 +209,9 @@ def _offloaded(task: PlanTask) -> list[Change]:
     return [
         Change(
             values={
-                **{f"layout.{key}": value for key, value in p.layout.config().model_dump(exclude_defaults=True).items()},
+                **{
+                    f"layout.{key}": value for key, value in p.layout.config().model_dump(exclude_defaults=True).items()
+                },
                 "train.recompute": p.recompute,
             },
             plan=p,
@@ -219,8 +221,9 @@ def _offloaded(task: PlanTask) -> list[Change]:
     ]
 
 
-def nothing_fits(plans: Plans) -> PlanError:
-    """The error when nothing fits: by how much the closest misses, and the changes with which something would."""
+def nothing_fits(plans: Plans, ways: list[Change] | None = None) -> PlanError:
+    """The error when nothing fits: by how much the closest misses, and the changes with which something would
+    (`ways_to_fit`, unless given)."""
     task = plans.task
     if not plans.rejected:
         return PlanError(
@@ -230,7 +233,7 @@ def nothing_fits(plans: Plans) -> PlanError:
         )
     too_big = [r for r in plans.rejected if r.memory_gib is not None]
     closest = min(too_big, key=lambda r: r.memory_gib or 0.0, default=plans.rejected[0])
-    ways = ways_to_fit(plans)
+    ways = ways_to_fit(plans) if ways is None else ways
     hint = "with each of these it fits:" + "".join(f"\n  {way.describe()}" for way in ways)
     if not ways:
         hint = "bf16 moments, offload, full recomputation, shorter sequences and more nodes do not help: "

@@ -12,9 +12,9 @@ from windlass.config.base import Table, Tokens
 from windlass.config.load import check, validate
 from windlass.errors import WindlassError
 from windlass.figures import Card, Cards, DataTable, Mark, Note, Section
+from windlass.planner.changes import nothing_fits
 from windlass.planner.page import carbon, number, stacked
 from windlass.planner.record import plan_json
-from windlass.planner.changes import nothing_fits
 from windlass.planner.search import search
 from windlass.planner.task import make_task
 from windlass.report.tables import percent
