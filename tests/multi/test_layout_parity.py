@@ -297,6 +297,10 @@ def test_odd_shapes_on_three_processes_match_one(spawn: Any) -> None:
         compare([values[number] for values in curves], one, str(case))
 
 
+def test_offload_on_one_process_does_not_change_the_curve(alone: Any) -> None:
+    compare([train_here(make_recipe("adamw", micro_batch=16, offload="optimizer"))], alone("adamw"))
+
+
 def test_validation_does_not_change_the_curve(alone: Any) -> None:
     validated = alone("sgd", documents=True)
     masked = Parity(1, 4, {}, documents=True)
