@@ -51,6 +51,8 @@ INVALID: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, tuple[s
     ({}, {"shard": "hybrid", "shard_size": 3}, {}, "layout.shard-size-not-divisible", ("3", "8"), "2 or 4"),
     ({"train": {"engine": "deepspeed"}}, {"tensor": 2}, {}, "layout.axis-unsupported", ("2", "deepspeed"), "1"),
     ({"train": {"engine": "deepspeed"}}, {"shard": "hybrid"}, {}, "layout.hybrid-unsupported", ("hybrid",), "zero2"),
+    ({}, {"shard": "hybrid_zero2", "shard_size": 3}, {}, "layout.shard-size-not-divisible", ("3", "8"), "2 or 4"),
+    ({"train": {"engine": "deepspeed"}}, {"shard": "hybrid_zero2"}, {}, "layout.hybrid-unsupported", ("hybrid_zero2",), "zero2"),
     ({}, {"offload": "parameters"}, {"devices": 1}, "layout.offload-needs-processes", ("parameters",), "optimizer"),
 ]  # fmt: skip
 
@@ -61,7 +63,10 @@ NOT_RANKED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, tupl
     ({}, {"shard": "hybrid", "shard_size": 1}, {}, "layout.hybrid-divides-nothing", ("1",), "none"),
     ({}, {"shard": "zero2", "pipeline": 2}, {}, "layout.shard-with-pipeline", ("zero2",), "zero1"),
     ({}, {"shard": "hybrid", "pipeline": 2}, {}, "layout.shard-with-pipeline", ("hybrid",), "zero1"),
+    ({}, {"shard": "hybrid_zero2", "pipeline": 2}, {}, "layout.shard-with-pipeline", ("hybrid_zero2",), "zero1"),
+    ({}, {"shard": "hybrid_zero2", "shard_size": 1}, {}, "layout.hybrid-divides-nothing", ("hybrid_zero2", "1"), "none"),
     ({}, {"offload": "optimizer"}, {}, "layout.offload-needs-sharding", ("optimizer",), "full or hybrid"),
+    ({}, {"shard": "hybrid_zero2", "offload": "optimizer"}, {}, "layout.offload-needs-sharding", ("optimizer",), "full or hybrid"),
 ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from itertools import product
 from windlass.config import LayoutConfig
 from windlass.layout.resolve import complete_layout, default_shard_size, resolve_step
 from windlass.layout.rules import Violation, divisors, not_ranked, violations
-from windlass.layout.types import AXES, Layout, StepSpec
+from windlass.layout.types import AXES, HYBRID_SHARDS, Layout, StepSpec
 from windlass.planner.task import PlanTask
 
 MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
@@ -123,5 +123,6 @@ def _shards(task: PlanTask, tensor: int, pipeline: int, replicas: int) -> list[t
     if task.recipe.train.engine == "native":
         node = default_shard_size(tensor, replicas, task.per_node)
         sizes = {node * k for k in (1, 2, 4, 8, 16)} if task.nodes > 1 else {node}
-        kinds += [("hybrid", size) for size in sorted(sizes) if 1 < size < replicas and replicas % size == 0]
+        sizes = {size for size in sizes if 1 < size < replicas and replicas % size == 0}
+        kinds += [(shard, size) for shard in HYBRID_SHARDS for size in sorted(sizes)]
     return kinds
