@@ -102,14 +102,10 @@ def test_full_sharding_collapses_at_scale_and_hybrid_does_not(llama_8b: ModelSpe
 
 
 @pytest.mark.parametrize(("kept", "freed"), [("zero2", "full"), ("hybrid_zero2", "hybrid")])
-def test_weights_that_stay_gathered_are_gathered_once(
-    llama_8b: ModelSpec, h100: Device, kept: str, freed: str
-) -> None:
+def test_weights_that_stay_gathered_are_gathered_once(llama_8b: ModelSpec, h100: Device, kept: str, freed: str) -> None:
     # A link so slow that hardly anything hides: 2 + 4 bytes a parameter instead of 4 + 4.
     params, links = llama_8b.params.stored, Links(intra_gbs=0.1, inter_gbs_per_node=1000.0)
-    one, two = (
-        run(llama_8b, h100, links, sharded(4, kind, 4), 4, engine="native").terms for kind in (kept, freed)
-    )
+    one, two = (run(llama_8b, h100, links, sharded(4, kind, 4), 4, engine="native").terms for kind in (kept, freed))
     saved = two["data-parallel traffic"] - one["data-parallel traffic"]
     assert saved == pytest.approx(2.0 * params * 0.75 / (0.1e9 * DEFAULTS.network * DEFAULTS.inside), rel=0.01)
     copies = (two["shard copies"], one["shard copies"])

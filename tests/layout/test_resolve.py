@@ -132,6 +132,7 @@ def test_grouped_heads_are_expanded_for_the_kernel_without_groups(
 def test_choices_that_follow_the_device_and_the_model(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     assert resolved(recipe()).compile and not resolved(recipe(), gpu=False).compile
     assert resolved(recipe(train={"compile": True}), gpu=False).compile
+    assert not resolved(recipe(train={"engine": "deepspeed"})).compile
     assert resolved(recipe()).engine == "native"
     assert resolved(recipe(train={"engine": "deepspeed"})).engine == "deepspeed"
     assert resolved(recipe()).moment_tensors == 2

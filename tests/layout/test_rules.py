@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,10 @@ def test_offload_that_overflows_the_host(recipe: Callable[..., Recipe]) -> None:
     check_case(problems, "layout.host-memory-too-small", (f"{need / 2**30:,.0f} GiB",), "4 nodes")
     assert not_ranked(model, layout, job, host_memory_bytes=need) == []
     assert not_ranked(model, layout, job, moments="bf16", host_memory_bytes=need / 2) == []
+    # DeepSpeed's ZeRO-2 divides the states in the same way.
+    zero2 = replace(layout, shard="zero2")
+    assert not_ranked(model, zero2, job, "deepspeed", host_memory_bytes=need) == []
+    assert len(not_ranked(model, zero2, job, "deepspeed", host_memory_bytes=need / 2)) == 1
 
 
 def test_a_hugging_face_model_is_not_divided(recipe: Callable[..., Recipe], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from windlass.cli.options import JsonOption
+from windlass.cli.options import EngineProfileOption, JsonOption
 from windlass.cli.output import console, show, table, text_of
 from windlass.errors import ConfigError
 from windlass.units import GIB, print_joules, print_tokens
@@ -34,6 +34,7 @@ def plan(
         int | None, typer.Option(help="Number of layouts to show (default: 8 in the table, all in JSON).", min=1)
     ] = None,
     why: Annotated[str | None, typer.Option(help='Explain one layout: "shard=full,micro_batch=8".')] = None,
+    engine_profile: EngineProfileOption = None,
     as_json: JsonOption = False,
     html: Annotated[
         Path | None, typer.Option(help="Also write a page: memory, ranking, step time, scaling, energy.")
@@ -69,7 +70,9 @@ def plan(
         )
     loaded = load_recipe(Path(recipe), overrides or []).recipe
     used_cluster = with_gpus(load_cluster(cluster or loaded.cluster))[0]
-    plans = search.plan(loaded, used_cluster, nodes=nodes, top=top or (None if as_json else 8))
+    plans = search.plan(
+        loaded, used_cluster, nodes=nodes, top=top or (None if as_json else 8), engine_profile=engine_profile
+    )
     explanation = None if why is None else explain.explain_layout(plans, why)
     if html is not None and plans.plans:
         counts = scaling.node_counts(plans.task.nodes, used_cluster.nodes)

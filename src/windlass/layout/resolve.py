@@ -91,7 +91,8 @@ def resolve_step(
         seq_len=data.seq_len,
         precision=train.precision,
         engine="deepspeed" if train.engine == "deepspeed" else "torch" if model.foreign else "native",
-        compile=gpu if train.compile is None else train.compile,
+        # DeepSpeed's hooks break the graphs.
+        compile=gpu and train.engine != "deepspeed" if train.compile is None else train.compile,
         attention=train.attention,
         loss=loss,
         loss_chunk=train.loss_chunk,

@@ -174,17 +174,33 @@ def _device_problems(layout: Layout, size: JobSize) -> Iterator[Violation]:
 
 def batch_violation(data: int, micro_batch: int, size: JobSize) -> Violation | None:
     """A global batch that the replicas and their micro-batches do not divide, with the nearest that they do."""
-    unit = data * micro_batch * size.seq_len
-    batch = (size.sequences or 0) * size.seq_len
-    if size.sequences is None or (batch and batch % unit == 0):
+    if size.sequences is None:
         return None
-    below, above = batch // unit * unit, (batch // unit + 1) * unit
+    valid = nearest_batches(Layout(data=data, micro_batch=micro_batch), size)
+    if valid == [size.sequences]:
+        return None
+    unit = data * micro_batch * size.seq_len
     return Violation(
         "layout.batch-not-divisible",
-        f"data.batch_tokens ({batch:,}) is not a multiple of {unit:,} = micro_batch {micro_batch} x "
-        f"seq_len {size.seq_len:,} x {data:,} replica{'s' * (data > 1)}",
-        f"{above:,}" if below == 0 else f"{below:,} or {above:,}",
+        f"data.batch_tokens ({size.sequences * size.seq_len:,}) is not a multiple of {unit:,} = "
+        f"micro_batch {micro_batch} x seq_len {size.seq_len:,} x {data:,} replica{'s' * (data > 1)}",
+        " or ".join(f"{sequences * size.seq_len:,}" for sequences in sorted(valid)),
     )
+
+
+def nearest_batches(layout: Layout, size: JobSize) -> list[int]:
+    """The global batches that this layout divides next to the job's own, in sequences, the nearest first; only the
+    job's own where it is one of them.
+
+    Every replica gets the same number of micro-batches, and a pipeline at least one per rank."""
+    sequences, unit = size.sequences or 0, layout.data * layout.micro_batch
+    least = unit * layout.pipeline
+    step = least if layout.schedule == "interleaved" else unit
+    below = sequences // step * step
+    if below == sequences >= least:
+        return [sequences]
+    # Two equally near: the larger, which loses no work per step.
+    return sorted({max(least, below), max(least, below + step)}, key=lambda valid: (abs(valid - sequences), -valid))
 
 
 def not_ranked(
@@ -201,7 +217,7 @@ def not_ranked(
     # DeepSpeed also moves the states of ZeRO-1 and 2 to the host.
     unsharded = ("none",) if engine == "deepspeed" else ("none", "zero1", "zero2", "hybrid_zero2")
     per_parameter = (8.0 if moments == "fp32" else 4.0) + (4.0 if layout.offload == "parameters" else 0.0)
-    share = model.params.stored / (layout.tensor * layout.pipeline * layout.weight_shards)
+    share = model.params.stored / (layout.tensor * layout.pipeline * layout.shard_size)
     host_bytes, available_bytes = per_parameter * share * per_node, host_memory_bytes or math.inf
     return _broken(
         (
