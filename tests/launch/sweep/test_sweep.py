@@ -197,15 +197,15 @@ def test_the_nearest_batch_is_used_and_named_where_the_layout_does_not_divide_it
     used = use_nearest_batches(loaded.sweep, points)
     by_nodes = {p.recipe.nodes: (p.recipe.data.batch_tokens // 2048, p.wanted_batch_tokens) for p in used}
     wanted = 84 * 20 * 2048
-    # 20 sequences on each of 4 x nodes devices; 8 nodes: 1,680 lies between 2 x 640 and 3 x 640.
+    # 10 sequences on each of 4 x nodes devices; 4 nodes: 1,680 lies in the middle between 10 x 160 and 11 x 160.
     assert by_nodes == {
-        1: (1680, None), 2: (1760, wanted), 4: (1600, wanted), 8: (1920, wanted), 10: (1600, wanted), 16: (1280, wanted),
+        1: (1680, None), 2: (1680, None), 4: (1760, wanted), 8: (1600, wanted), 10: (1600, wanted), 16: (1920, wanted),
         21: (1680, None),
     }  # fmt: skip
     assert all(p.raw["data"]["batch_tokens"] == p.recipe.data.batch_tokens for p in used)
     assert expect_all(loaded.sweep, used)[1].illegal == 0
     kept = loaded.sweep.model_copy(update={"adjust_batch": False})
-    assert use_nearest_batches(kept, points) == points and expect_all(kept, points)[1].illegal == 5 * 6
+    assert use_nearest_batches(kept, points) == points and expect_all(kept, points)[1].illegal == 4 * 6
 
 
 def test_a_limit_on_the_process_is_predicted_but_never_skipped():
