@@ -124,6 +124,7 @@ SHARDED = {
     "zero2": ("gradients too", "reduced and divided after each micro-batch"),
     "full": ("the copy of the weights too", "two blocks at a time are gathered, forward and backward (dashed)"),
     "hybrid": ("full inside a node, copies across", "gradients: divided inside the node, all-reduced across nodes"),
+    "hybrid_zero2": ("zero2 inside a node, copies across", "the copy of the weights is gathered once per micro-batch"),
 }
 
 
@@ -131,7 +132,7 @@ def held(shard: str, rank: Rank, layout: Layout) -> dict[str, list[str]]:
     """For each of 8 slices of the model: what is there of weights, gradients and moments."""
     mine = [layout.shard_size * slice_ // DEVICES == rank.shard for slice_ in range(DEVICES)]
     whole = shard == "none"
-    copied = {"zero1": "copy", "zero2": "copy"}.get(shard, "empty")
+    copied = "copy" if shard in ("zero1", "zero2", "hybrid_zero2") else "empty"
     weights = ["weights" if whole or own else copied for own in mine]
     gradients = ["gradients" if whole or shard == "zero1" or own else "empty" for own in mine]
     moments = ["moments" if whole or own else "empty" for own in mine]
@@ -139,7 +140,7 @@ def held(shard: str, rank: Rank, layout: Layout) -> dict[str, list[str]]:
 
 
 def sharding() -> None:
-    sheet = Sheet("What each of 8 devices holds under none, zero1, zero2, full and hybrid sharding")
+    sheet = Sheet("What each of 8 devices holds under each kind of sharding")
     legend(sheet, 10, [
         ("weights", "weights, fp32"), ("copy", "their 16-bit copy"), ("gradients", "gradients"), ("moments", "moments of AdamW"),
         ("batch", "sequences of a batch of 16"), ("empty", "not here"),

@@ -97,6 +97,81 @@ def strong_scaling(target: Path, title: str, recipes: dict[str, str], counts: li
     save_picture(chart, target)
 
 
+def sharding_by_batch(target: Path, size: str) -> None:
+    """GPT-NL's chart by strategy and batch: an engine of 2024 predicted, what fits; the ends of the published axis."""
+    from make_tables import AXES, fitting, predicted
+
+    from windlass.figures import Chart, Mark, line, save_picture
+
+    points = predicted("gptnl_grid", "torch")
+    chosen = [*fitting(points, size, is_deepspeed=False), *fitting(points, size, is_deepspeed=True)]
+    series = []
+    for strategy in dict.fromkeys(p["values"]["strategy"] for p in chosen):
+        own = [p for p in chosen if p["values"]["strategy"] == strategy]
+        rates = [p["expected"]["tokens_per_second_per_device"] for p in own]
+        batches = [p["values"]["layout.micro_batch"] for p in own]
+        series.append(line(strategy, batches, rates, dashed=strategy.startswith("Zero"), colour=len(series)))
+    low, high = AXES[size]
+    marks = [Mark(axis="y", at=float(low), label="published axis begins"), Mark(axis="y", at=float(high), label="ends")]
+    save_picture(
+        Chart(
+            title=f"{size} on four nodes of four H100, engines of 2024, predicted",
+            series=series,
+            x_title="batch per device, sequences of 2,048 tokens",
+            y_title="tokens/s per device",
+            marks=marks,
+            caption="Flash attention 2; points that are predicted to run out of memory are left out.",
+        ),
+        target,
+    )
+
+
+def best_runs(target: Path) -> None:
+    """GPT-NL's bars of the best runs on 20 nodes: three code bases of 2024 and ours, predicted."""
+    from make_tables import AXES, FRAMEWORKS, predicted
+
+    from windlass.figures import Chart, bars, save_picture
+
+    series = []
+    for name, (engine, profile) in {**FRAMEWORKS, "windlass": ("native", None)}.items():
+        by_size = {p["values"]["size"]: p for p in predicted("gptnl_best", profile) if p["values"]["train.engine"] == engine}  # fmt: skip
+        series.append(bars(name, list(AXES), [by_size[s]["expected"]["tokens_per_second_per_device"] for s in AXES]))
+    title = "Best layout of each code base on 20 nodes of four H100, predicted"
+    save_picture(Chart(title=title, series=series, y_title="tokens/s per device", from_zero=True), target)
+
+
+def scaling_to_21(target: Path) -> None:
+    """GPT-NL's strong-scaling chart: FSDP and DeepSpeed of 2024, predicted, with the nearest batch where none divides."""
+    from make_tables import predicted
+
+    from windlass.figures import Chart, line, save_picture
+
+    by_series: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for p in predicted("gptnl_scaling", "torch"):
+        if p["expected"]["verdict"] == "fits":
+            key = (p["values"]["series"], "DS" if p["values"]["train.engine"] == "deepspeed" else "FSDP")
+            by_series.setdefault(key, []).append((p["values"]["nodes"], p["expected"]["tokens_per_second"]))
+    colours = {name: index for index, name in enumerate(dict.fromkeys(name for name, _ in by_series))}
+    series = []
+    for (name, engine), curve in by_series.items():
+        nodes, rates = zip(*curve, strict=True)
+        series.append(line(f"{engine} {name}", nodes, rates, dashed=engine == "DS", colour=colours[name]))
+        if engine == "FSDP":
+            perfect = [rates[0] / nodes[0] * n for n in nodes]
+            series.append(line(f"{name}, perfect", nodes, perfect, colour=7, quiet=True))
+    caption = "Predicted for engines of 2024. 1,680 sequences per step, or the nearest number that divides (4 to 16 nodes)."  # fmt: skip
+    chart = Chart(
+        title="Snellius, four H100 per node: strong scaling",
+        series=series,
+        x_title="nodes",
+        y_title="tokens/s",
+        log_x=True,
+        log_y=True,
+        caption=caption,
+    )
+    save_picture(chart, target)
+
+
 def oom_map(target: Path) -> None:
     """8B on four nodes of four H100: tokens/s per device for each sharding and recomputation, or OOM."""
     from windlass.clusters import load_cluster
@@ -135,8 +210,8 @@ def oom_map(target: Path) -> None:
 
 CHARTS: dict[str, Callable[[Path], None]] = {
     "story-gptnl-budget": budget_curves,
-    "story-gptnl-scaling": lambda target: strong_scaling(
-        target, "Snellius, four H100 per node", {"gptnl_1b_snellius": "1.1B", "gptnl_8b_snellius": "8B", "gptnl_30b_snellius": "30B"}, [1, 2, 4, 8, 16]),
+    "story-gptnl-sharding-8b": lambda target: sharding_by_batch(target, "8B"), "story-gptnl-sharding-30b": lambda target: sharding_by_batch(target, "30B"),
+    "story-gptnl-best-runs": best_runs, "story-gptnl-scaling": scaling_to_21,
     "story-lumi-scaling": lambda target: strong_scaling(
         target, "LUMI, eight GCDs per node", {"viking_33b_lumi": "Viking 33B", "study_140b_lumi": "140B"}, [16, 32, 64, 128, 256]),
     "story-ultrascale-oom": oom_map,

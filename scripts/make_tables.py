@@ -115,6 +115,84 @@ def gptnl() -> str:
     return table(["", "published", "windlass at MFU 0.32", "windlass plan"], rows)
 
 
+def predicted(sweep: str, profile: str | None = None) -> list[Any]:
+    """Points of a shipped sweep with the planner's predictions; `profile`: for an engine of 2024 in place of ours."""
+    options = [] if profile is None else ["--engine-profile", profile]
+    return ask("sweep", f"recipes/sweeps/{sweep}.toml", "--dry-run", *options)["points"]
+
+
+SPREAD = 0.18
+"""90 % of 499 published runs lie within this of the predicted throughput (benchmarks/results/planner_accuracy.md)."""
+AXES = {"8B": (4500, 7500), "30B": (1200, 1800)}
+"""Tokens/s per device at the ends of the axes of GPT-NL's chart by strategy and batch: bounds, not measurements."""
+FRAMEWORKS = {
+    "PT + FSDP": ("native", "torch"),
+    "HF + DS": ("deepspeed", "torch"),
+    "Megatron DS": ("native", "megatron"),
+}
+"""Name in the charts -> `train.engine` of the sweep's point, and --engine-profile."""
+
+
+def fitting(points: list[Any], size: str, is_deepspeed: bool) -> list[Any]:
+    """Points of the grid with flash attention that are predicted to fit."""
+    return [
+        p
+        for p in points
+        if p["values"]["size"] == size
+        and p["values"]["train.attention"] == "flash"
+        and p["values"]["strategy"].startswith("Zero") == is_deepspeed
+        and p["expected"]["verdict"] == "fits"
+    ]
+
+
+def gptnl_sharding() -> str:
+    def interval(points: list[Any]) -> str:
+        speeds = [p["expected"]["tokens_per_second_per_device"] for p in points]
+        return f"{min(speeds):,.0f} to {max(speeds):,.0f}"
+
+    own, other = predicted("gptnl_grid"), predicted("gptnl_grid", "torch")
+    rows = []
+    for size, (low, high) in AXES.items():
+        for title, is_deepspeed in (("PyTorch FSDP", False), ("DeepSpeed Zero", True)):
+            points = fitting(other, size, is_deepspeed)
+            fastest = max(points, key=lambda p: p["expected"]["tokens_per_second_per_device"])
+            values = fastest["values"]
+            best_rate = fastest["expected"]["tokens_per_second_per_device"]
+            rows.append([
+                f"{size}, {title}", f"{low:,} to {high:,}", interval(points),
+                f"{values['strategy']}, batch {values['layout.micro_batch']}: {best_rate:,.0f} ({best_rate * (1 - SPREAD):,.0f} to {best_rate * (1 + SPREAD):,.0f})",
+                interval(fitting(own, size, is_deepspeed)),
+            ])  # fmt: skip
+    return table(["", "published axis", "engine of 2024", "its fastest that fits", "windlass"], rows)
+
+
+def gptnl_best() -> str:
+    rows = [["axis of the published chart ends at", "7,000", "0.40", "0.40", "7,000", "0.40", "0.40"]]
+    for name, (engine, profile) in {**FRAMEWORKS, "windlass": ("native", None)}.items():
+        cells = []
+        for size in AXES:
+            wanted = {"size": size, "train.engine": engine}
+            e = next(p["expected"] for p in predicted("gptnl_best", profile) if p["values"] == wanted)
+            cells += [number(e["tokens_per_second_per_device"]), number(e["mfu"], 2), number(e["kwh_at_nodes"] / e["steps"], 2)]  # fmt: skip
+        rows.append([name, *cells])
+    return table(["", *(f"{size}: {what}" for size in AXES for what in ("tokens/s", "MFU", "kWh per step"))], rows)
+
+
+def gptnl_scaling() -> str:
+    points = predicted("gptnl_scaling", "torch")
+    series = list(dict.fromkeys((p["values"]["series"], p["values"]["train.engine"]) for p in points))
+    rows = []
+    for nodes in dict.fromkeys(p["values"]["nodes"] for p in points):
+        own = {(p["values"]["series"], p["values"]["train.engine"]): p for p in points if p["values"]["nodes"] == nodes}
+        first = own[series[0]]
+        batch = f"{first['batch_tokens'] // 2048:,}" + ("" if first["wanted_batch_tokens"] is None else " (nearest)")
+        rates = [own[key]["expected"] for key in series]
+        cells = [f"{e['tokens_per_second']:,.0f}" if e["verdict"] == "fits" else "OOM" for e in rates]
+        rows.append([nodes, batch, *cells])
+    names = [f"{'DS' if engine == 'deepspeed' else 'FSDP'} {name}" for name, engine in series]
+    return table(["nodes", "sequences", *names], rows)
+
+
 def gptnl_grid() -> str:
     story = (results("stories") or {}).get("gptnl")
     if not story:
@@ -429,11 +507,21 @@ def fits() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "italia": italia, "gptnl": gptnl, "gptnl-grid": gptnl_grid, "lumi-carbon": lumi_carbon, "lumi-scaling": lumi_scaling, "lumi-languages": lumi_languages,
+    "italia": italia, "gptnl": gptnl, "gptnl-grid": gptnl_grid, "gptnl-sharding": gptnl_sharding, "gptnl-best": gptnl_best,
+    "gptnl-scaling": gptnl_scaling, "lumi-carbon": lumi_carbon, "lumi-scaling": lumi_scaling, "lumi-languages": lumi_languages,
     "hackathon": hackathon, "hackathon-matrix": hackathon_matrix, "techniques-cpu": techniques_cpu, "techniques-gpu": techniques_gpu,
     "techniques-pairs": techniques_pairs, "gpu-peers": gpu_peers, "fits": fits,
 }  # fmt: skip
-FROM_PLANNER = {"italia", "gptnl", "lumi-carbon", "lumi-scaling", "fits"}
+FROM_PLANNER = {
+    "italia",
+    "gptnl",
+    "gptnl-sharding",
+    "gptnl-best",
+    "gptnl-scaling",
+    "lumi-carbon",
+    "lumi-scaling",
+    "fits",
+}
 """Tables whose figures change a little with the planner: within 10 % they count as up to date."""
 
 

@@ -102,7 +102,7 @@ def _read_run(row: Row) -> PublishedRun:
         sequence_parallel=sequence_parallel,
         offload=("parameters" if "param" in shard else "optimizer") if "offload" in shard else "none",
     )
-    if kind == "hybrid":
+    if layout.is_hybrid:
         layout = replace(layout, shard_size=_group(model, layout, capacity or 80 * 2**30, per_node))
     links = links_of(device, text_of(row, "interconnect"), per_node)
     machine = None if device is None else Machine(device, links, per_node)
@@ -349,7 +349,7 @@ PRECISIONS = {
 
 
 def shard_of(row: Row) -> str:
-    """none, zero1, zero2, full or hybrid, from the names that engines use; none if not recognised."""
+    """none, zero1, zero2, full, hybrid or hybrid_zero2, from the names that engines use; none if not recognised."""
     return _shard(lower_text(row, "shard")) or "none"
 
 
@@ -361,6 +361,7 @@ def _shard(cell: str) -> str | None:
 
 SHARDS = (
     ("none", r"noshard|unshard"),
+    ("hybrid_zero2", r"hybrid(shard)?zero2"),
     ("hybrid", r"hsdp|hybrid|mics"),
     ("zero2", r"shardgradop|(zero|stage|zerostage)2|^2$"),
     ("zero1", r"(zero|stage|zerostage)1|^1$|dist(ributed)?opt(im)?"),

@@ -76,6 +76,7 @@ CASES = [
     ("copies", 4, 16, {"shard": "none", "micro_batch": 4}, {}),
     ("full", 8, 32, {"shard": "full", "micro_batch": 4}, {}),
     ("zero2", 8, 32, {"shard": "zero2", "micro_batch": 4}, {}),
+    ("hybrid_zero2", 8, 32, {"shard": "hybrid_zero2", "shard_size": 4, "micro_batch": 4}, {}),
     ("full, tensor", 8, 16, {"shard": "full", "micro_batch": 4, "tensor": 2}, {}),
     ("full, selective", 8, 64, {"shard": "full", "micro_batch": 8}, {"recompute": "selective"}),
 ]

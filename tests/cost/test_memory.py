@@ -69,6 +69,15 @@ def test_hybrid_shards_over_its_group_only(llama_8b: ModelSpec) -> None:
         assert memory(llama_8b, step, sharded(64, "hybrid", size)).terms["weights"] == 64 / size * full
 
 
+def test_hybrid_zero2_divides_states_in_the_group_and_keeps_gathered_weights(llama_8b: ModelSpec) -> None:
+    # 64 devices in groups of 4, by hand: masters 4P/4, moments 8P/4, gradients 4P/4, and the 16-bit copy 2P.
+    params, layout = llama_8b.params.stored, replace(sharded(64, "hybrid_zero2", 4), accumulation=2)
+    for step in (replace(TORCH, seq_len=1024), StepSpec(seq_len=1024, sync=gradient_sync(layout))):
+        terms = memory(llama_8b, step, layout).terms
+        assert (terms["weights"], terms["optimizer states"], terms["gradients"]) == (params, 2 * params, params)
+        assert terms["16-bit copy"] == 2 * params
+
+
 def test_megatron_keeps_16_bit_weights_and_a_gradient_buffer(llama_8b: ModelSpec) -> None:
     params, layout = llama_8b.params.stored, sharded(8, "zero1")
     terms = memory(llama_8b, StepSpec(seq_len=1024, engine="megatron"), layout).terms

@@ -101,6 +101,17 @@ def test_full_sharding_collapses_at_scale_and_hybrid_does_not(llama_8b: ModelSpe
     assert hybrid[2048] > 0.85 * hybrid[64]
 
 
+@pytest.mark.parametrize(("kept", "freed"), [("zero2", "full"), ("hybrid_zero2", "hybrid")])
+def test_weights_that_stay_gathered_are_gathered_once(llama_8b: ModelSpec, h100: Device, kept: str, freed: str) -> None:
+    # A link so slow that hardly anything hides: 2 + 4 bytes a parameter instead of 4 + 4.
+    params, links = llama_8b.params.stored, Links(intra_gbs=0.1, inter_gbs_per_node=1000.0)
+    one, two = (run(llama_8b, h100, links, sharded(4, kind, 4), 4, engine="native").terms for kind in (kept, freed))
+    saved = two["data-parallel traffic"] - one["data-parallel traffic"]
+    assert saved == pytest.approx(2.0 * params * 0.75 / (0.1e9 * DEFAULTS.network * DEFAULTS.inside), rel=0.01)
+    copies = (two["shard copies"], one["shard copies"])
+    assert copies[0] / copies[1] == pytest.approx(14 / 10), "unpacked twice and once, packed once"
+
+
 def test_mn5_publishes_that_collapse() -> None:
     """Published: 6.7B on H100-64GB nodes of four, full sharding, 4096 tokens a device: 6,185 tokens/s at 32 and 3,996 at 512."""
     model = classic("gpt", layers=32, width=4096, heads=32, vocab=50304)

@@ -26,6 +26,12 @@ def test_strong_scaling_compares_points_of_one_batch():
     assert share.caption == "1 device: 100%, 2 devices: 95%, 4 devices: 85%"
 
 
+def test_points_that_use_the_nearest_batch_stay_in_the_curve():
+    nearest = {**row(3, 260, 4095), "wanted_batch_tokens": 4096}
+    speed, _ = scaling([row(1, 100, 4096), nearest, row(4, 340, 4096)], "strong")
+    assert curve(speed, "measured") == [(1, 100), (3, 260), (4, 340)]
+
+
 def test_weak_scaling_compares_points_of_one_batch_per_device():
     rows = [row(2, 200, 2048), row(4, 360, 4096), row(8, 640, 8192), row(4, 500, 65536), row(8, 9000, 4096)]
     speed, share = scaling(rows, "weak")

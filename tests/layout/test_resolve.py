@@ -29,6 +29,7 @@ def resolved(recipe: Recipe, layout: Layout | None = None, *, gpu: bool = True) 
         ({"shard": "hybrid"}, {"shard_size": 4}),
         ({"shard": "hybrid", "tensor": 2}, {"shard_size": 2, "data": 8}),
         ({"shard": "hybrid", "shard_size": 8}, {"shard_size": 8}),
+        ({"shard": "hybrid_zero2"}, {"shard_size": 4, "weight_shards": 1}),
         ({"pipeline": 2, "schedule": "interleaved", "pipeline_chunks": 3}, {"chunks": 3}),
         ({"pipeline": 2, "pipeline_chunks": 3}, {"chunks": 1}),
     ],
@@ -58,6 +59,7 @@ def test_without_a_batch_each_replica_takes_one_micro_batch(recipe: Callable[...
         ("full", "auto", True, False, False),
         ("hybrid", "auto", True, True, False),
         ("hybrid", "every", True, False, False),
+        ("hybrid_zero2", "auto", True, True, False),
         ("full", "last", False, False, False),
         ("zero1", "every", True, False, True),
     ],
@@ -130,6 +132,7 @@ def test_grouped_heads_are_expanded_for_the_kernel_without_groups(
 def test_choices_that_follow_the_device_and_the_model(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     assert resolved(recipe()).compile and not resolved(recipe(), gpu=False).compile
     assert resolved(recipe(train={"compile": True}), gpu=False).compile
+    assert not resolved(recipe(train={"engine": "deepspeed"})).compile
     assert resolved(recipe()).engine == "native"
     assert resolved(recipe(train={"engine": "deepspeed"})).engine == "deepspeed"
     assert resolved(recipe()).moment_tensors == 2

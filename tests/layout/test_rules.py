@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ INVALID: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, tuple[s
     ({}, {"shard": "hybrid", "shard_size": 3}, {}, "layout.shard-size-not-divisible", ("3", "8"), "2 or 4"),
     ({"train": {"engine": "deepspeed"}}, {"tensor": 2}, {}, "layout.axis-unsupported", ("2", "deepspeed"), "1"),
     ({"train": {"engine": "deepspeed"}}, {"shard": "hybrid"}, {}, "layout.hybrid-unsupported", ("hybrid",), "zero2"),
+    ({}, {"shard": "hybrid_zero2", "shard_size": 3}, {}, "layout.shard-size-not-divisible", ("3", "8"), "2 or 4"),
+    ({"train": {"engine": "deepspeed"}}, {"shard": "hybrid_zero2"}, {}, "layout.hybrid-unsupported", ("hybrid_zero2",), "zero2"),
     ({}, {"offload": "parameters"}, {"devices": 1}, "layout.offload-needs-processes", ("parameters",), "optimizer"),
 ]  # fmt: skip
 
@@ -62,7 +65,10 @@ NOT_RANKED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, tupl
     ({}, {"shard": "hybrid", "shard_size": 1}, {}, "layout.hybrid-divides-nothing", ("1",), "none"),
     ({}, {"shard": "zero2", "pipeline": 2}, {}, "layout.shard-with-pipeline", ("zero2",), "zero1"),
     ({}, {"shard": "hybrid", "pipeline": 2}, {}, "layout.shard-with-pipeline", ("hybrid",), "zero1"),
+    ({}, {"shard": "hybrid_zero2", "pipeline": 2}, {}, "layout.shard-with-pipeline", ("hybrid_zero2",), "zero1"),
+    ({}, {"shard": "hybrid_zero2", "shard_size": 1}, {}, "layout.hybrid-divides-nothing", ("hybrid_zero2", "1"), "none"),
     ({}, {"offload": "optimizer"}, {}, "layout.offload-needs-sharding", ("optimizer",), "full or hybrid"),
+    ({}, {"shard": "hybrid_zero2", "offload": "optimizer"}, {}, "layout.offload-needs-sharding", ("optimizer",), "full or hybrid"),
 ]  # fmt: skip
 
 
@@ -104,6 +110,10 @@ def test_offload_that_overflows_the_host(recipe: Callable[..., Recipe]) -> None:
     check_case(problems, "layout.host-memory-too-small", (f"{need / 2**30:,.0f} GiB",), "4 nodes")
     assert not_ranked(model, layout, job, host_memory_bytes=need) == []
     assert not_ranked(model, layout, job, moments="bf16", host_memory_bytes=need / 2) == []
+    # DeepSpeed's ZeRO-2 divides the states in the same way.
+    zero2 = replace(layout, shard="zero2")
+    assert not_ranked(model, zero2, job, "deepspeed", host_memory_bytes=need) == []
+    assert len(not_ranked(model, zero2, job, "deepspeed", host_memory_bytes=need / 2)) == 1
 
 
 def test_a_hugging_face_model_is_not_divided(recipe: Callable[..., Recipe], tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tests.train.helpers import build, steps
 from windlass.config import LayoutConfig, ModelConfig, Recipe
 from windlass.data.stream import open_stream
 from windlass.layout.resolve import complete_layout, job_size
+from windlass.layout.types import HYBRID_SHARDS
 from windlass.train.batches import batch_plan
 from windlass.train.validate import Validator
 
@@ -110,13 +111,13 @@ def grid() -> list[Case]:
     """Every way of sharding x tensor {1, 2} x pipeline {1, 2} x accumulation {1, 4} x optimizer that 8 processes hold."""
     cases: list[Case] = []
     for shard, tensor, pipeline, accumulate, optimizer in itertools.product(
-        ("none", "zero1", "zero2", "full", "hybrid"), (1, 2), (1, 2), (1, 4), ("sgd", "adamw")
+        ("none", "zero1", "zero2", "full", "hybrid", "hybrid_zero2"), (1, 2), (1, 2), (1, 4), ("sgd", "adamw")
     ):
-        data = 4 if shard == "hybrid" and tensor * pipeline <= 2 else 2
+        data = 4 if shard in HYBRID_SHARDS and tensor * pipeline <= 2 else 2
         # A pipeline of two needs at least two micro-batches.
         micro = 16 // data // (2 if pipeline > 1 and accumulate == 1 else accumulate)
         layout: dict[str, Any] = {"shard": shard, "tensor": tensor, "pipeline": pipeline}
-        if shard == "hybrid":
+        if shard in HYBRID_SHARDS:
             layout["shard_size"] = data // 2
         cases.append((optimizer, data * tensor * pipeline, micro, layout))
     return cases
@@ -173,6 +174,7 @@ CASES = [
     Parity(2, 8, {"shard": "zero2"}, "adamw"),
     Parity(2, 2, {"shard": "full"}),
     Parity(4, 1, {"shard": "hybrid", "shard_size": 2}),
+    Parity(4, 2, {"shard": "hybrid_zero2", "shard_size": 2}, "adamw"),
     Parity(2, 4, {"shard": "none", "tensor": 2}),
     Parity(2, 4, {"shard": "none", "pipeline": 2}),
     Parity(4, 2, {"shard": "full", "tensor": 2}, "adamw"),

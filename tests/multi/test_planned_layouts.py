@@ -103,7 +103,7 @@ def needs_eight(c: LayoutCandidate) -> bool:
     """What four processes cannot hold; they have shown all else."""
     layout = c.layout
     deep = layout.pipeline > 1 and layout.context > 1
-    return layout.offload == "none" and layout.tensor > 1 and (layout.shard == "hybrid" or deep)
+    return layout.offload == "none" and layout.tensor > 1 and (layout.is_hybrid or deep)
 
 
 CASES: list[Any] = [

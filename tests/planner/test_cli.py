@@ -57,6 +57,21 @@ def test_table_with_reasons_and_conventions(windlass):
         assert word in done.stdout
 
 
+def test_plan_for_another_engine(windlass):
+    shards = {}
+    for name in ("torch", "deepspeed", "megatron"):
+        plans = json.loads(windlass("plan", EIGHT, "--engine-profile", name, "--json").stdout)["plans"]
+        shards[name] = {p["layout"]["shard"] for p in plans}
+        assert name == "megatron" or all(p["layout"]["tensor"] == p["layout"]["pipeline"] == 1 for p in plans)
+        own = json.loads(windlass("plan", EIGHT, "--json").stdout)["plans"][0]
+        assert plans[0]["tokens_per_second"] < own["tokens_per_second"]
+    assert shards == {
+        "torch": {"zero2", "full", "hybrid", "hybrid_zero2"}, "deepspeed": {"zero1", "zero2", "full"}, "megatron": {"none", "zero1"},
+    }  # fmt: skip
+    done = windlass("plan", EIGHT, "--engine-profile", "nemo")
+    assert done.returncode == 2 and "torch, megatron, deepspeed" in done.stderr
+
+
 def test_json_and_overrides_and_nodes(windlass):
     done = windlass("plan", EIGHT, "data.tokens=100B", "--nodes", "10", "--json")
     value = json.loads(done.stdout)

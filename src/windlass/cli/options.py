@@ -29,6 +29,10 @@ ScratchOption = Annotated[
     bool,
     typer.Option("--restart-from-scratch", help="Begin again at step 0 although all saved checkpoints are gone."),
 ]
+EngineProfileOption = Annotated[
+    str | None,
+    typer.Option("--engine-profile", help="Predict as another engine of 2024 would run: torch, deepspeed, megatron."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SaveOption = Annotated[bool, typer.Option("--save/--no-save", help="Append the results to the run's eval.jsonl.")]
 AdjustOption = Annotated[

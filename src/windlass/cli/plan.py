@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from windlass.cli.options import AdjustOption, JsonOption
+from windlass.cli.options import AdjustOption, EngineProfileOption, JsonOption
 from windlass.cli.output import console, show, table, text_of
 from windlass.errors import ConfigError
 from windlass.units import GIB, print_joules, print_tokens
@@ -36,6 +36,7 @@ def plan(
     ] = None,
     adjust: AdjustOption = False,
     why: Annotated[str | None, typer.Option(help='Explain one layout: "shard=full,micro_batch=8".')] = None,
+    engine_profile: EngineProfileOption = None,
     as_json: JsonOption = False,
     html: Annotated[
         Path | None, typer.Option(help="Also write a page: memory, ranking, step time, scaling, energy.")
@@ -72,7 +73,9 @@ def plan(
     loaded = load_recipe(Path(recipe), overrides or []).recipe
     used_cluster = with_gpus(load_cluster(cluster or loaded.cluster))[0]
     loaded, adjusted = changes.adjust_batch(loaded, used_cluster, nodes) if adjust else (loaded, None)
-    plans = search.plan(loaded, used_cluster, nodes=nodes, top=top or (None if as_json else 8))
+    plans = search.plan(
+        loaded, used_cluster, nodes=nodes, top=top or (None if as_json else 8), engine_profile=engine_profile
+    )
     explanation = None if why is None else explain.explain_layout(plans, why)
     if html is not None and plans.plans:
         counts = scaling.node_counts(plans.task.nodes, used_cluster.nodes)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windlass.cli.options import JsonOption
+from windlass.cli.options import EngineProfileOption, JsonOption
 from windlass.cli.output import show, table, text_of
 from windlass.errors import ConfigError
 from windlass.units import GIB, print_seconds
@@ -44,6 +44,7 @@ def sweep(
     inside: Annotated[Path | None, typer.Option("--inside", hidden=True)] = None,
     to_dvc: Annotated[Path | None, typer.Option(help="Write an equivalent DVC matrix stage to this dvc.yaml.")] = None,
     stage: Annotated[str | None, typer.Option(help="With a dvc.yaml: which stage.")] = None,
+    engine_profile: EngineProfileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run a matrix of recipes or of any command, and rank the results. Run it again to resume an interrupted sweep."""
@@ -53,15 +54,22 @@ def sweep(
     from windlass.launch.sweep.folder import SweepRun, open_sweep_folder
     from windlass.launch.sweep.points import make_points
 
+    if engine_profile is not None and not dry_run:
+        raise ConfigError(
+            "sweep.profile-needs-dry-run",
+            f"--engine-profile {engine_profile} only predicts; the points run in their own engine",
+            hint="add --dry-run",
+        )
     loaded = dvc.read_dvc(file, stage) if file.suffix in (".yaml", ".yml") else load_sweep(file)
     points = make_points(loaded)
     if to_dvc is not None:
         dvc.write_dvc(loaded, points, to_dvc)
         show(False, None, f"wrote {to_dvc}: one matrix stage, {len(points)} points; `dvc repro` runs them")
         return
-    expected, total = expect.expect_all(loaded.sweep, points, cluster)
+    points = expect.use_nearest_batches(loaded.sweep, points, cluster)
+    expected, total = expect.expect_all(loaded.sweep, points, cluster, engine_profile)
     if dry_run:
-        _show_dry(loaded, points, expected, total, as_json)
+        _show_dry(loaded, points, expected, total, engine_profile, as_json)
         return
     folder = open_sweep_folder(run or Path("runs") / loaded.sweep.name, loaded, points)
     sweep_run = SweepRun(loaded=loaded, folder=folder, points=points, expected=expected)
@@ -99,18 +107,29 @@ def _show_dry(
     points: Sequence[SweepPoint],
     expected: Sequence[Expectation],
     total: SweepTotal,
+    engine_profile: str | None,
     as_json: bool,
 ) -> None:
     """The points, the predictions for each, and what all of them cost."""
+    from windlass.cost.engines import AS_IN_2024
     from windlass.figures.sweep import equivalence_table
 
     sweep, pairs = loaded.sweep, list(zip(points, expected, strict=True))
     title = f"{sweep.title or sweep.name}: {len(points)} point{'s' * (len(points) != 1)}"
     rows = [
-        {"point": p.name, "values": dict(p.values), "devices": p.devices, "problem": p.problem, "expected": e}
+        {
+            "point": p.name,
+            "values": dict(p.values),
+            "devices": p.devices,
+            "problem": p.problem,
+            "batch_tokens": p.recipe.data.batch_tokens if p.recipe else None,
+            "wanted_batch_tokens": p.wanted_batch_tokens,
+            "expected": e,
+        }
         for p, e in pairs
     ]
     document = {"sweep": sweep.name, "points": rows, "total": total, "equivalence": sweep.equivalence}
+    document |= {"engine_profile": engine_profile}
     if sweep.command is not None:
         width = max(len(p.name) for p in points)
         # Not a table: a folded command cannot be copied.
@@ -125,6 +144,8 @@ def _show_dry(
         cost = [text_of(e.node_hours, ".2f"), text_of(e.kwh, ".3g")]
         if e.verdict in ("illegal", "unknown"):
             text, memory = f"{'invalid' if e.verdict == 'illegal' else e.verdict}: {e.reason}", [""] * 2
+        if point.recipe is not None and point.wanted_batch_tokens is not None:
+            text += f"; batch {point.recipe.data.batch_tokens:,} tokens, nearest to {point.wanted_batch_tokens:,}"
         if e.skip or e.verdict in ("illegal", "unknown"):
             speed, cost = [""] * 3, [""] * 2
         cells.append((point.name, text, *memory, *speed, *cost))
@@ -143,6 +164,7 @@ def _show_dry(
         table("Names of the strategies in each engine", names.columns, names.rows) if names.rows else None,
         f"{total.run} of {total.points} points would run, {skipped}, {total.illegal} are invalid",
         sums,
+        f"Predicted for {engine_profile} {AS_IN_2024} in place of our engine." if engine_profile else None,
         "oom: chance that the point runs out of memory, from the errors of the estimate on 129 published runs.",
     )
 

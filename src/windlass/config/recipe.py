@@ -134,11 +134,12 @@ class TrainConfig(Table):
 
 
 class LayoutConfig(Table):
-    shard: Literal["none", "zero1", "zero2", "full", "hybrid"] = "none"
+    shard: Literal["none", "zero1", "zero2", "full", "hybrid", "hybrid_zero2"] = "none"
     """none: every device holds everything (DDP). zero1: optimizer states are divided. zero2: gradients too.
-    full: weights too (FSDP). hybrid: full inside a group of `shard_size` devices, copies across groups."""
+    full: weights too (FSDP). hybrid: full inside a group of `shard_size` devices, copies across groups.
+    hybrid_zero2: zero2 inside a group, copies across groups."""
     shard_size: PositiveInt | None = None
-    """hybrid: devices that share one copy (default: the devices of a node)."""
+    """hybrid, hybrid_zero2: devices that share one copy (default: the devices of a node)."""
     micro_batch: PositiveInt = 1
     """Sequences per device and forward pass."""
     tensor: PositiveInt = 1

@@ -63,6 +63,8 @@ class SweepConfig(Table):
     """Each process may hold this much private memory: a real out-of-memory error on a CPU."""
     time_limit: Seconds | None = None
     """A point that takes longer is ended and counts as a timeout."""
+    adjust_batch: bool = False
+    """Where a point's layout does not divide data.batch_tokens, use the nearest batch that it divides, and say so."""
     restarts: int = Field(default=0, ge=0)
     """How often `windlass train` may restart a point's workers."""
     startup: Seconds = 60.0
@@ -94,6 +96,7 @@ class LoadedSweep:
     def hash(self) -> str:
         """The same for the same sweep: keys that only change how it is shown or packed do not count."""
         keys = {"name", "command", "results", "matrix", "zip", "include", "exclude", "devices"}
+        keys |= {"adjust_batch"} if self.sweep.adjust_batch else set()
         kept = self.sweep.model_dump(mode="json", include=keys)
         value = json.dumps([kept, self.base], sort_keys=True, default=str)
         return hashlib.sha256(value.encode()).hexdigest()[:16]

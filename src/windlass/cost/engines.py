@@ -1,6 +1,8 @@
 """Properties of training engines that memory and step time depend on, as data: ours and those of published measurements."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from windlass.layout.types import StepSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,10 @@ class EngineProfile:
     copies_shards: bool = False
     # Gradients of unsharded layouts are reduced while the backward pass runs.
     overlaps_reduction: bool = True
+    # What a search may propose when it plans for this engine (`windlass plan --engine-profile`).
+    shards: tuple[str, ...] = ("none", "zero1", "zero2", "full")
+    # Tensor and pipeline parallelism.
+    divides_layers: bool = False
 
 
 ENGINE_PROFILES = {
@@ -52,9 +58,16 @@ ENGINE_PROFILES = {
         selective_share=0.35,
         eager_update_bytes=90.0,
         copies_shards=True,
+        shards=("none", "zero2", "full", "hybrid", "hybrid_zero2"),  # FSDP's five strategies
     ),
     # Softmax overwrites the fp32 logits and is kept for the gradient.
-    "megatron": EngineProfile(fp32_weights=False, gradient_precision="fp32", plain_loss_bytes_unfused=14.0),
+    "megatron": EngineProfile(
+        fp32_weights=False,
+        gradient_precision="fp32",
+        plain_loss_bytes_unfused=14.0,
+        shards=("none", "zero1"),
+        divides_layers=True,
+    ),
     "deepspeed": EngineProfile(
         fp32_weights=False,
         keeps_both_gradients=True,
@@ -63,3 +76,12 @@ ENGINE_PROFILES = {
         overlaps_reduction=False,
     ),
 }
+# What `as_engine` takes for granted.
+AS_IN_2024 = "as teams ran it in 2024 (not compiled, full logits, flash attention 2)"
+OTHER_ENGINES = tuple(name for name in ENGINE_PROFILES if name != "native")
+
+
+def as_engine(step: StepSpec, name: str) -> StepSpec:
+    """The same step in another engine, `AS_IN_2024`; an attention kernel that the recipe names stays."""
+    attention = "flash" if step.attention == "auto" else step.attention
+    return replace(step, engine=name, compile=False, loss="plain", attention=attention, fused_projections=False)

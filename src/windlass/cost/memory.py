@@ -203,7 +203,8 @@ def _native_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: Rank
     if accumulates and not reduced_once:
         # Between micro-batches FSDP holds the input of its last reduction: the embedding's gradient in fp32, under
         # zero2 also in 16 bits.
-        last_reduction = rank.embedding * (4.0 if step.precision == "fp32" or layout.shard != "zero2" else 6.0)
+        both = layout.divides_gradients_only and step.precision != "fp32"
+        last_reduction = rank.embedding * (6.0 if both else 4.0)
     backward = {
         **always,
         "unsharded weights": late_weights,
@@ -253,12 +254,12 @@ def _native_gathered(model: ModelSpec, size: float, layout: Layout, rank: RankLo
     """Gathered weights of `size` bytes at the loss (head, and the buffer of the newest gather) and in the backward pass
     (head, two layers).
 
-    zero1 and zero2 keep all of them as the 16-bit copy, and the buffer. A tied table belongs to the whole model and
-    stays."""
+    zero1, zero2 and hybrid_zero2 keep all of them as the 16-bit copy, and the buffer. A tied table belongs to the whole
+    model and stays."""
     if layout.devices == 1 or layout.shard == "none" or layout.pipeline > 1:
         return 0.0, 0.0
     head, newest = (rank.embedding, rank.params_per_layer) if model.tied else (rank.head, rank.head)
-    if layout.shard in ("zero1", "zero2"):
+    if layout.shard not in ("full", "hybrid"):
         return (size * newest if layout.accumulation == 1 else 0.0), 0.0
     return size * (head + newest), size * (head + (3.0 if model.tied else 2.0) * rank.params_per_layer)
 
@@ -268,23 +269,22 @@ def _states(step: StepSpec, layout: Layout, params: float) -> tuple[dict[str, fl
     micro-batches are accumulated or a buffer is kept); gradients after it; temporaries of the optimizer step."""
     engine = ENGINE_PROFILES[step.engine]
     moments = float(step.moment_tensors * MOMENT_BYTES.get(step.moments, 4))
-    gradient_shards = layout.shard_size if layout.shard == "zero2" else layout.weight_shards
+    gradient_shards = layout.shard_size if layout.divides_gradients_only else layout.weight_shards
     update = 0.0
     if engine.fp32_weights or step.precision in ("fp32", "bf16_pure"):
-        # fp32 weights are the master (bf16_pure: everything in 16 bits); gradients vanish after the step. zero1 and
-        # zero2 divide masters, moments and (at the end) gradients as full sharding does, but keep the gathered 16-bit
-        # weights.
+        # fp32 weights are the master (bf16_pure: everything in 16 bits); gradients vanish after the step. zero1,
+        # zero2 and hybrid_zero2 divide masters, moments and (at the end) gradients as full sharding does, but keep
+        # the gathered 16-bit weights.
         pure, accumulates = step.precision == "bf16_pure", layout.accumulation > 1
-        divided = layout.shard_size if layout.shard in ("zero1", "zero2") else layout.weight_shards
         always = {
-            "weights": (2.0 if pure else 4.0) * params / divided,
+            "weights": (2.0 if pure else 4.0) * params / layout.shard_size,
             "optimizer states": (min(moments, 4.0) if pure else moments) * params / layout.shard_size,
         }
-        gathered = layout.shard not in ("full", "hybrid") and not (pure and divided == 1)
+        gathered = layout.shard not in ("full", "hybrid") and not (pure and layout.shard_size == 1)
         if gathered and step.precision != "fp32":
             always["16-bit copy"] = 2.0 * params  # gathered or cast weights live until the backward pass is done
         if layout.shard == "zero1":
-            gradient_shards = 1 if accumulates else divided  # undivided until the one reduction per step
+            gradient_shards = 1 if accumulates else layout.shard_size  # undivided until the one reduction per step
         narrow = pure or step.gradient_precision == "bf16"
         if step.native and layout.devices == 1 and step.precision in ("bf16", "fp8"):
             narrow = not accumulates  # 16-bit gradients of 16-bit weights; accumulated ones are summed in fp32

@@ -138,10 +138,11 @@ def estimate_step(
     terms["optimizer"] = _optimizer_seconds(stored, step, layout, r)
     gathers = micro_batches if layout.pipeline == 1 else 1
     reductions = gathers if step.sync.every_micro_batch else 1
-    if layout.shard in ("full", "hybrid") and ENGINE_PROFILES[step.engine].copies_shards and layout.replicas > 1:
-        # FSDP unpacks every gathered layer (read and write 16-bit weights, twice) and packs gradients for their
-        # reduction.
-        terms["shard copies"] = (8.0 * gathers + 6.0 * reductions) * stored / r.memory
+    unpacked = 2 if layout.shard in ("full", "hybrid") else 1 if layout.divides_gradients_only else 0
+    if unpacked and ENGINE_PROFILES[step.engine].copies_shards and layout.replicas > 1:
+        # FSDP unpacks every gathered layer (read and write 16-bit weights; for the forward pass, and for the backward
+        # pass if they were freed) and packs gradients for their reduction.
+        terms["shard copies"] = (4.0 * unpacked * gathers + 6.0 * reductions) * stored / r.memory
     compute = sum(terms.values())
     layers = model.num_layers / layout.pipeline + 1
     terms["data-parallel traffic"] = _data_traffic(layers, stored, compute, step, layout, r, gathers, reductions)
@@ -430,16 +431,17 @@ def _data_traffic(
     habit = engine.gradient_precision if step.precision == "bf16" else "bf16"
     fp32 = step.native or step.precision == "fp32" or (step.gradient_precision or habit) == "fp32"
     gradient = 4.0 if fp32 else 2.0
-    inside = layout.weight_shards if layout.shard == "hybrid" else group
+    inside = layout.shard_size if layout.is_hybrid else group
     if layout.shard in ("full", "hybrid"):
         size, messages = (4.0 * gathers + reductions * gradient) * stored, (2.0 * gathers + reductions) * layers
-    elif layout.shard == "zero2" and step.native:  # gradients stay divided: each micro-batch gathers once and reduces
+    elif layout.divides_gradients_only and (step.native or layout.is_hybrid):
+        # Gradients stay divided: each micro-batch gathers once and reduces.
         size, messages = (2.0 * gathers + reductions * gradient) * stored, (gathers + reductions) * layers
     else:
         size = (gradient + (gradient if layout.shard == "none" else 2.0)) * stored
         messages = 2.0 * max(1.0, stored * gradient / 200e6)  # in buckets
     seconds = _ring_seconds(size, inside, r, span, messages, tree=layout.shard == "none")
-    if layout.shard == "hybrid":
+    if layout.is_hybrid:
         copies = 2.0 * gradient * stored / inside
         seconds += _ring_seconds(copies, max(1, group // inside), r, span * inside, layers, tree=True)
         size += copies

@@ -244,7 +244,8 @@ def _comparable(rows: Sequence[Row], kind: str) -> tuple[list[Row], str]:
     devices: dict[float, set[int]] = {}
     by_size: dict[float, list[Row]] = {}
     for row in (r for r in rows if r.get("batch_tokens") is not None):
-        size = row["batch_tokens"] / (1 if kind == "strong" else row["devices"])
+        # A point that uses the nearest batch is compared with those that have the wanted one.
+        size = (row.get("wanted_batch_tokens") or row["batch_tokens"]) / (1 if kind == "strong" else row["devices"])
         devices.setdefault(size, set()).add(row["devices"])
         by_size.setdefault(size, []).append(row)
     if not by_size:

@@ -7,7 +7,7 @@ from functools import cache
 from windlass.blocks.attention.spec import AttentionSpec
 from windlass.blocks.head.spec import choose_loss
 from windlass.config import LayoutConfig, Recipe
-from windlass.layout.types import GradientSync, Layout, StepSpec
+from windlass.layout.types import HYBRID_SHARDS, GradientSync, Layout, StepSpec
 from windlass.models.spec import ModelSpec
 from windlass.registry import OPTIMIZERS
 
@@ -30,7 +30,7 @@ def job_size(recipe: Recipe, devices: int, devices_per_node: int) -> JobSize:
 
 
 def default_shard_size(tensor: int, replicas: int, devices_per_node: int) -> int:
-    """hybrid without shard_size: a node's devices share one copy, as far as tensor parallelism leaves room."""
+    """hybrid and hybrid_zero2 without shard_size: a node's devices share one copy, as far as tensor parallelism leaves room."""
     return max(1, min(devices_per_node // tensor, replicas))
 
 
@@ -42,7 +42,7 @@ def complete_layout(wish: LayoutConfig, size: JobSize) -> Layout:
     data = max(1, size.devices // (wish.tensor * wish.pipeline * wish.context))
     replicas = data * wish.context
     shard_size = 1 if wish.shard == "none" else replicas
-    if wish.shard == "hybrid":
+    if wish.shard in HYBRID_SHARDS:
         shard_size = wish.shard_size or default_shard_size(wish.tensor, replicas, size.devices_per_node)
     accumulation = 1 if size.sequences is None else max(1, size.sequences // (data * wish.micro_batch))
     return Layout(
@@ -71,7 +71,7 @@ def gradient_sync(layout: Layout) -> GradientSync:
     if layout.sync == "auto":
         every = not full_gradients
         reason = f"shard = {layout.shard} keeps {'full' if full_gradients else 'divided'} gradients"
-    defer = layout.shard == "hybrid" and layout.sync == "auto"
+    defer = layout.is_hybrid and layout.sync == "auto"
     when = "after each micro-batch" if every else "once per step"
     when += ", across copies once per step" if defer else ""
     return GradientSync(every, defer, full_gradients, f"gradient reduction: {when} ({reason})")
@@ -91,7 +91,8 @@ def resolve_step(
         seq_len=data.seq_len,
         precision=train.precision,
         engine="deepspeed" if train.engine == "deepspeed" else "torch" if model.foreign else "native",
-        compile=gpu if train.compile is None else train.compile,
+        # DeepSpeed's hooks break the graphs.
+        compile=gpu and train.engine != "deepspeed" if train.compile is None else train.compile,
         attention=train.attention,
         loss=loss,
         loss_chunk=train.loss_chunk,

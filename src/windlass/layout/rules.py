@@ -34,9 +34,9 @@ def violations(model: ModelSpec, layout: Layout, size: JobSize, engine: str = "n
         *_device_problems(layout, size),
         *_broken(
             (
-                engine == "deepspeed" and layout.shard == "hybrid",
+                engine == "deepspeed" and layout.is_hybrid,
                 "layout.hybrid-unsupported",
-                "layout.shard hybrid is not built for the deepspeed engine",
+                f"layout.shard {layout.shard} is not built for the deepspeed engine",
                 "full, zero2 or train.engine native",
             ),
             (
@@ -205,9 +205,9 @@ def not_ranked(
     """Why the planner does not propose a layout that the engine could run."""
     per_node, is_offloaded = size.devices_per_node, layout.offload != "none"
     # DeepSpeed also moves the states of ZeRO-1 and 2 to the host.
-    unsharded = ("none",) if engine == "deepspeed" else ("none", "zero1", "zero2")
+    unsharded = ("none",) if engine == "deepspeed" else ("none", "zero1", "zero2", "hybrid_zero2")
     per_parameter = (8.0 if moments == "fp32" else 4.0) + (4.0 if layout.offload == "parameters" else 0.0)
-    share = model.params.stored / (layout.tensor * layout.pipeline * layout.weight_shards)
+    share = model.params.stored / (layout.tensor * layout.pipeline * layout.shard_size)
     host_bytes, available_bytes = per_parameter * share * per_node, host_memory_bytes or math.inf
     return _broken(
         (
@@ -229,13 +229,13 @@ def not_ranked(
             "none",
         ),
         (
-            layout.shard == "hybrid" and layout.shard_size == 1 and layout.replicas > 1,
+            layout.is_hybrid and layout.shard_size == 1 and layout.replicas > 1,
             "layout.hybrid-divides-nothing",
-            "hybrid with shard_size 1 divides nothing",
+            f"{layout.shard} with shard_size 1 divides nothing",
             "shard none",
         ),
         (
-            layout.shard in ("zero2", "hybrid") and layout.pipeline > 1,
+            (layout.is_hybrid or layout.shard == "zero2") and layout.pipeline > 1,
             "layout.shard-with-pipeline",
             f"layout.shard {layout.shard} in a pipeline would reduce gradients after every micro-batch",
             "zero1",

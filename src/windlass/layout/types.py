@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from windlass.config import LayoutConfig
 
+HYBRID_SHARDS = ("hybrid", "hybrid_zero2")
 AXES = ("tensor", "pipeline", "context")
 
 
@@ -43,9 +44,19 @@ class Layout:
         return self.data * self.context
 
     @property
+    def is_hybrid(self) -> bool:
+        """Groups of `shard_size` ranks each hold a copy."""
+        return self.shard in HYBRID_SHARDS
+
+    @property
     def weight_shards(self) -> int:
-        """Ranks over which weights are divided."""
+        """Ranks over which weights are divided while a layer is computed."""
         return self.shard_size if self.shard in ("full", "hybrid") else 1
+
+    @property
+    def divides_gradients_only(self) -> bool:
+        """Gradients are divided after each micro-batch; weights stay gathered from its forward to its backward pass."""
+        return self.shard in ("zero2", "hybrid_zero2")
 
     @property
     def sequences_per_step(self) -> int:
@@ -69,7 +80,7 @@ class Layout:
         return LayoutConfig.model_validate(
             {
                 "shard": self.shard,
-                "shard_size": self.shard_size if self.shard == "hybrid" else None,
+                "shard_size": self.shard_size if self.is_hybrid else None,
                 "micro_batch": self.micro_batch,
                 "tensor": self.tensor,
                 "pipeline": self.pipeline,
@@ -83,7 +94,7 @@ class Layout:
 
     def describe(self, *, micro_batch: bool = True) -> str:
         """`hybrid 4, tensor 2, micro_batch 2`: only what differs from the plainest layout."""
-        parts = [f"{self.shard} {self.shard_size}" if self.shard == "hybrid" else self.shard]
+        parts = [f"{self.shard} {self.shard_size}" if self.is_hybrid else self.shard]
         for axis in AXES:
             if (degree := getattr(self, axis)) > 1:
                 schedule = f" {self.schedule}" if axis == "pipeline" and self.schedule != "1f1b" else ""
@@ -99,7 +110,7 @@ class GradientSync:
 
     # Reduce-scatter after each micro-batch, so that gradients stay divided; False: once per step.
     every_micro_batch: bool = True
-    # Only the all-reduce across copies (hybrid) waits for the last micro-batch.
+    # Only the all-reduce across copies (hybrid, hybrid_zero2) waits for the last micro-batch.
     defer_replicas: bool = False
     # Weights stay gathered between micro-batches.
     keep_weights: bool = False

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from itertools import product
 
 from windlass.config import LayoutConfig
+from windlass.cost.engines import ENGINE_PROFILES, as_engine
 from windlass.layout.resolve import complete_layout, default_shard_size, resolve_step
 from windlass.layout.rules import Violation, not_ranked, violations
-from windlass.layout.types import AXES, Layout, StepSpec
+from windlass.layout.types import AXES, HYBRID_SHARDS, Layout, StepSpec
 from windlass.planner.task import PlanTask
 from windlass.units import divisors
 
@@ -29,9 +30,11 @@ class LayoutCandidate:
         return tuple(getattr(self.layout, key) for key in ("shard", *AXES, "offload"))
 
     def step(self, task: PlanTask) -> StepSpec:
-        return resolve_step(
-            task.recipe, task.model, self.layout, gpu=task.device.vendor != "cpu", recompute=self.recompute
-        )
+        gpu = task.device.vendor != "cpu"
+        step = resolve_step(task.recipe, task.model, self.layout, gpu=gpu, recompute=self.recompute)
+        if task.engine_profile is None:
+            return step
+        return as_engine(step, task.engine_profile if step.native else step.engine)
 
     def describe(self, *, micro_batch: bool = True) -> str:
         text = self.layout.describe(micro_batch=micro_batch)
@@ -110,12 +113,22 @@ def enumerate_candidates(task: PlanTask, offload: str = "none") -> Iterator[Layo
 
 def legal_degrees(task: PlanTask, axis: str, worth_trying: list[int]) -> list[int]:
     sizes = task.model.sizes_divided_by(axis)
+    profile = ENGINE_PROFILES.get(task.engine_profile or "")
     if sizes is None or task.recipe.train.engine == "deepspeed" or not task.model.prices(axis):
+        return [1]
+    if profile and not profile.divides_layers:
         return [1]
     return [d for d in worth_trying if all(value % d == 0 for _, value in sizes)]
 
 
 def _shards(task: PlanTask, tensor: int, pipeline: int, replicas: int) -> list[tuple[str, int]]:
+    kinds = _own_shards(task, tensor, pipeline, replicas)
+    if task.engine_profile is None or task.recipe.train.engine == "deepspeed":
+        return kinds
+    return [kind for kind in kinds if kind[0] in ENGINE_PROFILES[task.engine_profile].shards]
+
+
+def _own_shards(task: PlanTask, tensor: int, pipeline: int, replicas: int) -> list[tuple[str, int]]:
     if replicas == 1:
         return [("none", 1)]
     if pipeline > 1:
@@ -124,5 +137,6 @@ def _shards(task: PlanTask, tensor: int, pipeline: int, replicas: int) -> list[t
     if task.recipe.train.engine == "native":
         node = default_shard_size(tensor, replicas, task.per_node)
         sizes = {node * k for k in (1, 2, 4, 8, 16)} if task.nodes > 1 else {node}
-        kinds += [("hybrid", size) for size in sorted(sizes) if 1 < size < replicas and replicas % size == 0]
+        sizes = {size for size in sizes if 1 < size < replicas and replicas % size == 0}
+        kinds += [(shard, size) for shard in HYBRID_SHARDS for size in sorted(sizes)]
     return kinds

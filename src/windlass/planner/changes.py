@@ -80,7 +80,9 @@ def _with_values(recipe: Recipe, values: dict[str, Any]) -> Recipe:
 def _price(task: PlanTask, before: Plan | None, values: dict[str, Any]) -> Change | None:
     """None where nothing is valid or fits after the change either."""
     try:
-        plans = plan(_with_values(task.recipe, {"nodes": task.nodes, **values}), task.cluster)
+        plans = plan(
+            _with_values(task.recipe, {"nodes": task.nodes, **values}), task.cluster, engine_profile=task.engine_profile
+        )
     except PlanError:
         return None
     chosen = _chosen(plans)

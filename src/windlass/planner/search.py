@@ -104,14 +104,21 @@ class Plans:
         return self.plans[0]
 
 
-def plan(recipe: Recipe, cluster: Cluster, *, nodes: int | None = None, top: int | None = None) -> Plans:
+def plan(
+    recipe: Recipe,
+    cluster: Cluster,
+    *,
+    nodes: int | None = None,
+    top: int | None = None,
+    engine_profile: str | None = None,
+) -> Plans:
     """Rank the valid layouts. The recipe's own layout, if it has one, is always among the plans or the rejected, and
     marked.
 
     A recipe that names a recompute policy and no layout keeps its policy. Beside a layout of its own, alternatives
     may use another policy; `Plan.recompute` says which."""
     keep = recipe.layout is None and "recompute" in recipe.train.model_fields_set
-    return search(make_task(recipe, cluster, nodes, keep_recompute=keep), top=top)
+    return search(make_task(recipe, cluster, nodes, keep_recompute=keep, engine_profile=engine_profile), top=top)
 
 
 def search(task: PlanTask, *, top: int | None = None) -> Plans:

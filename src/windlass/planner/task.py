@@ -6,6 +6,7 @@ from functools import cached_property
 from windlass.clusters import Cluster, Device, load_device
 from windlass.clusters.model import Grid
 from windlass.config import Recipe
+from windlass.cost.engines import AS_IN_2024, OTHER_ENGINES
 from windlass.cost.step import Machine
 from windlass.errors import ConfigError
 from windlass.layout.resolve import JobSize, complete_layout, job_size, masks_documents
@@ -51,6 +52,8 @@ class PlanTask:
     # Recompute policies that the search may choose from.
     recomputes: tuple[str, ...] = ("none", "selective", "full")
     warnings: tuple[str, ...] = ()
+    # Steps of our own engine are estimated as this engine of `cost.engines` would run them.
+    engine_profile: str | None = None
 
     @property
     def per_node(self) -> int:
@@ -75,13 +78,26 @@ class PlanTask:
         return float(tokens or 0) if steps is None else float(steps * batch_tokens)
 
 
-def make_task(recipe: Recipe, cluster: Cluster, nodes: int | None = None, *, keep_recompute: bool = False) -> PlanTask:
+def make_task(
+    recipe: Recipe,
+    cluster: Cluster,
+    nodes: int | None = None,
+    *,
+    keep_recompute: bool = False,
+    engine_profile: str | None = None,
+) -> PlanTask:
     """Check what does not depend on the layout, and gather the warnings that every plan carries.
 
     `keep_recompute`: only the recipe's own policy; otherwise it is one of those tried.
     """
     nodes = recipe.nodes if nodes is None else nodes
     check_nodes(nodes, cluster)
+    if engine_profile not in (None, *OTHER_ENGINES):
+        raise ConfigError(
+            "planner.unknown-engine-profile",
+            f"--engine-profile {engine_profile}: not an engine that the planner knows",
+            hint=f"one of: {', '.join(OTHER_ENGINES)}",
+        )
     if recipe.train.steps is None and recipe.data.tokens == 0:
         raise ConfigError(
             "planner.no-tokens",
@@ -109,6 +125,7 @@ def make_task(recipe: Recipe, cluster: Cluster, nodes: int | None = None, *, kee
         limit_bytes=float(device.usable_memory or device.memory * 0.98),
         grid=cluster.grid.model_copy(update={key: value for key, value in grid.items() if value is not None}),
         recomputes=(recipe.train.recompute,) if keep_recompute else policies,
+        engine_profile=engine_profile,
     )
     if task.model.experts > 1:
         raise ConfigError(
@@ -152,6 +169,8 @@ def _warnings(task: PlanTask) -> list[str]:
     }
     outside = "; ".join(text for text, differs in differences.items() if differs)
     warnings = [f"outside the validated range: {outside}. Measure before relying on it."] if outside else []
+    if task.engine_profile is not None:
+        warnings.append(f"predicted for {task.engine_profile} {AS_IN_2024}, not for our engine")
     slurm = cluster.slurm
     partition = recipe.launch.partition or (slurm.partition if slurm else None)
     most = [p.max_nodes for p in (slurm.partitions if slurm else []) if p.gpus and p.name == partition]

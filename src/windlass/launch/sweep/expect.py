@@ -1,16 +1,19 @@
 """The planner's expectation of each point: memory and the chance that it is too much, speed, energy, cost."""
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from windlass.clusters import Cluster, load_cluster
-from windlass.config import Recipe
-from windlass.config.sweep import SweepConfig
+from windlass.config import Recipe, validate
+from windlass.config.sweep import SweepConfig, put
 from windlass.errors import ConfigError, PlanError, WindlassError
 from windlass.launch.ledger import sum_known
 from windlass.launch.sweep.points import SweepPoint
+from windlass.layout.resolve import complete_layout, job_size
+from windlass.layout.rules import nearest_batches
 from windlass.planner.candidates import candidate_of, problems
 from windlass.planner.search import Plan, estimate_plan, on_devices, search
 from windlass.planner.task import PlanTask, make_task
@@ -44,6 +47,7 @@ class Expectation:
     node_hours: float | None = None
     units: float | None = None
     kwh: float | None = None
+    kwh_at_nodes: float | None = None  # without the data centre's PUE
     joules_per_token: float | None = None
     layout: dict[str, Any] | None = None
 
@@ -62,8 +66,31 @@ class SweepTotal:
     seconds: float | None  # one point after the other
 
 
-def expect_all(
+def use_nearest_batches(
     sweep: SweepConfig, points: Sequence[SweepPoint], cluster: str | None = None
+) -> list[SweepPoint]:
+    """The points; where the sweep asks for it, those whose layout does not divide the batch get the nearest that it
+    divides."""
+    return [_with_nearest_batch(point, cluster) for point in points] if sweep.adjust_batch else list(points)
+
+
+def _with_nearest_batch(point: SweepPoint, cluster: str | None) -> SweepPoint:
+    recipe = point.recipe
+    if recipe is None or recipe.layout is None or recipe.data.batch_tokens is None:
+        return point
+    per_node = point.devices or load_cluster(cluster or recipe.cluster).node.devices
+    size = job_size(recipe, recipe.nodes * per_node, per_node)
+    sequences = nearest_batches(complete_layout(recipe.layout, size), size)[0]
+    if sequences == size.sequences:
+        return point
+    raw = copy.deepcopy(point.raw or {})
+    put(raw, "data.batch_tokens", sequences * size.seq_len)
+    adjusted = validate(Recipe, raw, f"point {point.name}")
+    return replace(point, raw=raw, recipe=adjusted, wanted_batch_tokens=recipe.data.batch_tokens)
+
+
+def expect_all(
+    sweep: SweepConfig, points: Sequence[SweepPoint], cluster: str | None = None, engine_profile: str | None = None
 ) -> tuple[list[Expectation], SweepTotal]:
     machines: dict[str, Cluster] = {cluster: load_cluster(cluster)} if cluster else {}
 
@@ -71,7 +98,7 @@ def expect_all(
         name = cluster or recipe.cluster
         return machines[name] if name in machines else machines.setdefault(name, load_cluster(name))
 
-    expected = [expect(sweep, point, machine) for point in points]
+    expected = [expect(sweep, point, machine, engine_profile) for point in points]
     runs = [e for e in expected if not e.skip and e.verdict != "illegal"]
     first = next(iter(machines.values()), None)
     return expected, SweepTotal(
@@ -88,7 +115,12 @@ def expect_all(
     )
 
 
-def expect(sweep: SweepConfig, point: SweepPoint, machine: Callable[[Recipe], Cluster]) -> Expectation:
+def expect(
+    sweep: SweepConfig,
+    point: SweepPoint,
+    machine: Callable[[Recipe], Cluster],
+    engine_profile: str | None = None,
+) -> Expectation:
     recipe = point.recipe
     if recipe is None:
         return Expectation(verdict="unknown", reason="the planner predicts recipes only, not commands")
@@ -98,7 +130,7 @@ def expect(sweep: SweepConfig, point: SweepPoint, machine: Callable[[Recipe], Cl
     try:
         if point.devices and point.devices != cluster.node.devices:
             cluster = on_devices(cluster, point.devices)
-        task = make_task(recipe, cluster, keep_recompute=True)
+        task = make_task(recipe, cluster, keep_recompute=True, engine_profile=engine_profile)
         if recipe.layout is None:
             best = search(task, top=1).best
             expected = _from_plan(sweep, task, best, best.reason)
@@ -157,6 +189,7 @@ def _from_plan(sweep: SweepConfig, task: PlanTask, plan: Plan, reason: str) -> E
         node_hours=node_hours,
         units=None if rate is None else rate * node_hours,
         kwh=kwh,
+        kwh_at_nodes=plan.energy.it_kwh,
         joules_per_token=None if kwh is None else kwh * 3.6e6 / plan.tokens,
         layout={**plan.layout.config().model_dump(mode="json"), "recompute": plan.recompute},
     )

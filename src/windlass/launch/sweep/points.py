@@ -49,6 +49,7 @@ class SweepPoint:
     raw: dict[str, Any] | None = None  # the complete recipe as tables
     recipe: Recipe | None = None
     problem: str | None = None  # why the recipe is invalid (keys that disagree): a result, not the end of the sweep
+    wanted_batch_tokens: int | None = None  # the file's batch, where the nearest that the layout divides is used
     in_grid: bool = True  # of the product, or an included point that sets only axes and limits
     argv_template: tuple[str, ...] = ()  # with placeholders, for a sweep of a command
 

@@ -56,6 +56,8 @@ def _row(sweep_run: SweepRun, point: SweepPoint, outcome: Mapping[str, Any]) -> 
     seconds = {"seconds": outcome.get("seconds")}
     if point.recipe is not None:
         columns = _recipe_columns(point.recipe, run, sweep_run.expectations[point.name])
+        if point.wanted_batch_tokens is not None:
+            columns["wanted_batch_tokens"] = point.wanted_batch_tokens
         return {**head, **columns, **axes, **(measured(run) if ok else {}), **seconds}
     numbers: Row = {}
     with contextlib.suppress(ConfigError):
