@@ -147,14 +147,14 @@ CARBON = [
 
 
 def lumi_carbon() -> str:
-    rows = [[name, device, f"{mwh:,}", pue, f"{kg:.3f}", tonnes, f"{mwh * pue * kg:,.0f}"] for name, device, mwh, pue, kg, tonnes in CARBON]  # fmt: skip
+    rows = [[name, device, "GPU", f"{mwh:,}", pue, f"{kg:.3f}", tonnes, f"{mwh * pue * kg:,.0f}"] for name, device, mwh, pue, kg, tonnes in CARBON]  # fmt: skip
     own = best("olmo_7b_lumi")
-    energy = ["MI250X", f"{own['mwh_at_nodes']:.0f}", number(own["mwh"] / own["mwh_at_nodes"], 2)]
-    for kind, tonnes in (("grid", own["tco2e"]), ("contract", own["tco2e_market"])):
-        rows.append(
-            [f"**OLMo-7B by `windlass plan`**, {kind}", *energy, f"{tonnes / own['mwh']:.3f}", "", f"{tonnes:.0f}"]
-        )
-    return table(["model", "device", "MWh", "PUE", "kg CO2e/kWh", "t published", "t = MWh x PUE x kg/kWh"], rows)
+    for scope, mwh in (("GPU", own["mwh_of_devices"]), ("node", own["mwh_at_nodes"])):
+        for kind, tonnes in (("grid", own["tco2e"]), ("contract", own["tco2e_market"])):
+            kg = tonnes / own["mwh"]
+            result = [scope, f"{mwh:.0f}", number(own["pue"], 2), f"{kg:.3f}", "", f"{mwh * own['pue'] * kg:.0f}"]
+            rows.append([f"**OLMo-7B by `windlass plan`**, {kind}", "MI250X", *result])
+    return table(["model", "device", "scope", "MWh", "PUE", "kg CO2e/kWh", "t published", "t = MWh x PUE x kg/kWh"], rows)
 
 
 def lumi_scaling() -> str:

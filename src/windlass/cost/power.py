@@ -1,7 +1,7 @@
 """Energy, carbon and allocation units of a run, from device power by share of busy time to the meter of the building."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from windlass.clusters.model import Billing, Device, Grid, Links, Node
 from windlass.cost.step import Machine, StepEstimate, estimate_step
@@ -48,6 +48,8 @@ class PowerEstimate:
     node_watts: float | None
     # Figures that were unknown and assumed.
     assumed: tuple[str, ...]
+    # Share of the node's power that its devices draw.
+    device_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class EnergyEstimate:
     kwh_per_billion_tokens: float | None
     euros: float | None
     assumed: tuple[str, ...]
+    # Of the devices alone, as many publications count; inside `it_kwh`.
+    device_kwh: float | None = None
 
 
 def busy_share(step: StepEstimate) -> float:
@@ -110,14 +114,17 @@ def node_power(device: Device, node: Node, busy: float, constants: PowerConstant
         host, assumed = each * node.devices, (f"{each:g} W per device for the rest of the node",)
     elif cpu_watts is None or other_watts is None:
         assumed = ("part of the node's power is unknown and left out",)
-    return PowerEstimate(watts, min(watts * node.devices + host, node.ceiling_watts or math.inf), assumed)
+    node_watts = min(watts * node.devices + host, node.ceiling_watts or math.inf)
+    return PowerEstimate(watts, node_watts, assumed, min(1.0, watts * node.devices / node_watts))
 
 
 def energy(power: PowerEstimate, nodes: float, hours: float, grid: Grid, tokens: float | None = None) -> EnergyEstimate:
     """Energy and carbon of `nodes` for `hours`."""
     if power.node_watts is None:
         return EnergyEstimate(None, None, grid.pue or 1.0, None, None, None, None, power.assumed)
-    return energy_of(power.node_watts * nodes * hours / 1000.0, grid, tokens, power.assumed)
+    it_kwh = power.node_watts * nodes * hours / 1000.0
+    device_kwh = None if power.device_share is None else it_kwh * power.device_share
+    return replace(energy_of(it_kwh, grid, tokens, power.assumed), device_kwh=device_kwh)
 
 
 def energy_of(it_kwh: float, grid: Grid, tokens: float | None = None, assumed: tuple[str, ...] = ()) -> EnergyEstimate:
