@@ -68,8 +68,8 @@ def energy(
     as_json: JsonOption = False,
 ) -> None:
     """Print the run's energy table. EAR and SLURM figures become part of the run's record, so every view has them."""
-    factors = {"pue": pue, "grid_g_per_kwh": grid, "market_g_per_kwh": market}
-    factors = {name: value for name, value in factors.items() if value is not None}
+    overrides = {"pue": pue, "grid_g_per_kwh": grid, "market_g_per_kwh": market}
+    factors = {name: value for name, value in overrides.items() if value is not None}
     if mwh is not None and run is None:
         show_known_energy(mwh, scope, cluster, factors, days, nodes, node_hours, as_json)
         return

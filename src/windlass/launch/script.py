@@ -164,7 +164,7 @@ def directives(job: BatchJob, cluster: Cluster) -> list[str]:
         options |= {_option(name): value or True for name, value in slurm.extra.items()}
     for key, value in job.sbatch.items():
         name = _option(key)
-        options.pop({"requeue": "no-requeue", "no-requeue": "requeue"}.get(name), None)
+        options.pop({"requeue": "no-requeue", "no-requeue": "requeue"}.get(name, ""), None)
         options[name] = value if isinstance(value, bool) else str(value)
     for flag in job.energy_flags:
         name, _, text = flag.partition("=")
