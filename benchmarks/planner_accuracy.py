@@ -4,6 +4,7 @@
     python benchmarks/planner_accuracy.py --rows FILE.csv --leave-out      # fit without each source in turn and score that source
     python benchmarks/planner_accuracy.py --rows FILE.csv --fit            # print constants fitted to all rows
     python benchmarks/planner_accuracy.py --rows FILE.csv --calibrate CLUSTER [--json]    # fit and store a cluster's constants
+    python benchmarks/planner_accuracy.py --energy FILE.csv [--json]       # score the power model on published energy
 
 --leave-out writes benchmarks/results/planner_accuracy.md and .json with command, commit and date.
 """
@@ -54,6 +55,16 @@ def score(arguments: argparse.Namespace) -> None:
         print_json(result.as_dict())
     else:
         print_score(result.as_dict(), arguments.rows)
+
+
+def score_power(arguments: argparse.Namespace) -> None:
+    from benchmarks.published.energy import print_energy, read_energy_rows, score_energy
+
+    result = score_energy(read_energy_rows(arguments.energy))
+    if arguments.json:
+        print_json(result)
+    else:
+        print_energy(result, arguments.energy)
 
 
 def calibrate(arguments: argparse.Namespace) -> None:
@@ -118,7 +129,9 @@ def leave_out(arguments: argparse.Namespace) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=Path, required=True, help="CSV of measured runs (docs/concepts/predictions.md)")
+    table = parser.add_mutually_exclusive_group(required=True)
+    table.add_argument("--rows", type=Path, help="CSV of measured runs (docs/concepts/predictions.md)")
+    table.add_argument("--energy", type=Path, help="CSV of runs with published energy (docs/concepts/predictions.md)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--rows-out", type=Path, help="write one prediction per row to this CSV file")
     mode = parser.add_mutually_exclusive_group()
@@ -129,7 +142,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for --leave-out")
     arguments = parser.parse_args()
     command = score
-    if arguments.leave_out:
+    if arguments.energy is not None:
+        command = score_power
+    elif arguments.leave_out:
         command = leave_out
     elif arguments.fit:
         command = fit_all

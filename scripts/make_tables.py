@@ -193,6 +193,22 @@ def gptnl_scaling() -> str:
     return table(["nodes", "sequences", *names], rows)
 
 
+def gptnl_days() -> str:
+    """The prediction from the assumptions that were written down first, and one change at a time."""
+    made = results("gptnl_34_days")
+    if not made:
+        return NOT_YET
+
+    def row(name: str, result: Any) -> list[str]:
+        if result is None:
+            return [name, "", "", "does not fit", "", ""]
+        error = f"{result['days_error']:+.0%}".replace("%", " %")
+        return [name, str(result["batch"]), number(result["mfu"], 2), number(result["days"], 1), error, number(result["tonnes"], 1)]  # fmt: skip
+
+    rows = [row("**as assumed**", made["assumed"]), *(row(name, result) for name, result in made["changes"].items())]
+    return table(["changed", "batch per device", "MFU", "days", "error against 34", "t of CO2 (14)"], rows)
+
+
 def gptnl_grid() -> str:
     story = (results("stories") or {}).get("gptnl")
     if not story:
@@ -217,22 +233,26 @@ def _mib(value: float | None) -> float | None:
 # -- LUMI ----------------------------------------------------------------------------------------------------------------
 
 CARBON = [
-    ("Gopher-280B", "TPU v3", 1066, 1.08, 0.330, 380), ("BLOOM-176B", "A100-80GB", 433, 1.2, 0.057, 30), ("OPT-175B", "A100-80GB", 324, 1.1, 0.231, 82),
-    ("T5-11B", "TPU v3", 77, 1.12, 0.545, 47), ("LLaMA-7B", "A100-80GB", 33, 1.1, 0.385, 14), ("LLaMA2-7B", "A100-80GB", 74, 1.1, 0.385, 31),
-    ("OLMo-7B", "MI250X", 135, 1.1, 0.0, 0),
+    ("Gopher-280B", "TPU v3", "node, hours x 283 W", 1066, 1.08, 0.330, 380), ("BLOOM-176B", "A100-80GB", "GPU, hours x 400 W", 433, 1.2, 0.057, 30),
+    ("OPT-175B", "A100-80GB", "GPU, hours x 400 W", 324, 1.1, 0.231, 82), ("T5-11B", "TPU v3", "node, measured", 77, 1.12, 0.545, 47),
+    ("LLaMA-7B", "A100-80GB", "GPU, hours x 400 W", 33, 1.1, 0.385, 14), ("LLaMA2-7B", "A100-80GB", "GPU, hours x 400 W", 74, 1.1, 0.385, 31),
+    ("OLMo-7B", "MI250X", "GPU, measured", 135, 1.1, 0.0, 0),
 ]  # fmt: skip
-"""Groeneveld et al., OLMo (arXiv 2402.00838), the table on the slide: MWh of GPUs, PUE, kg/kWh, tonnes."""
+"""Groeneveld et al., OLMo (arXiv 2402.00838), the table on the slide: MWh, PUE, kg/kWh, tonnes. The scopes are those of the sources: TPU figures are
+mean system power with hosts (Patterson et al. 2021; 283 W is the mean of its TPU v3 runs), A100 figures hours times the limit of the GPU."""
 
 
 def lumi_carbon() -> str:
-    rows = [[name, device, f"{mwh:,}", pue, f"{kg:.3f}", tonnes, f"{mwh * pue * kg:,.0f}"] for name, device, mwh, pue, kg, tonnes in CARBON]  # fmt: skip
+    rows = [[name, device, scope, f"{mwh:,}", pue, f"{kg:.3f}", tonnes, f"{mwh * pue * kg:,.0f}"] for name, device, scope, mwh, pue, kg, tonnes in CARBON]  # fmt: skip
     own = best("olmo_7b_lumi")
-    energy = ["MI250X", f"{own['mwh_at_nodes']:.0f}", number(own["mwh"] / own["mwh_at_nodes"], 2)]
-    for kind, tonnes in (("grid", own["tco2e"]), ("contract", own["tco2e_market"])):
-        rows.append(
-            [f"**OLMo-7B by `windlass plan`**, {kind}", *energy, f"{tonnes / own['mwh']:.3f}", "", f"{tonnes:.0f}"]
-        )
-    return table(["model", "device", "MWh", "PUE", "kg CO2e/kWh", "t published", "t = MWh x PUE x kg/kWh"], rows)
+    for scope, mwh in (("GPU, planned", own["mwh_of_devices"]), ("node, planned", own["mwh_at_nodes"])):
+        for kind, tonnes in (("grid", own["tco2e"]), ("contract", own["tco2e_market"])):
+            kg = tonnes / own["mwh"]
+            result = [scope, f"{mwh:.0f}", number(own["pue"], 2), f"{kg:.3f}", "", f"{mwh * own['pue'] * kg:.0f}"]
+            rows.append([f"**OLMo-7B by `windlass plan`**, {kind}", "MI250X", *result])
+    return table(
+        ["model", "device", "scope", "MWh", "PUE", "kg CO2e/kWh", "t published", "t = MWh x PUE x kg/kWh"], rows
+    )
 
 
 def lumi_scaling() -> str:
@@ -509,6 +529,7 @@ def fits() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "italia": italia, "gptnl": gptnl, "gptnl-grid": gptnl_grid, "gptnl-sharding": gptnl_sharding, "gptnl-best": gptnl_best,
     "gptnl-scaling": gptnl_scaling, "lumi-carbon": lumi_carbon, "lumi-scaling": lumi_scaling, "lumi-languages": lumi_languages,
+    "gptnl-days": gptnl_days,
     "hackathon": hackathon, "hackathon-matrix": hackathon_matrix, "techniques-cpu": techniques_cpu, "techniques-gpu": techniques_gpu,
     "techniques-pairs": techniques_pairs, "gpu-peers": gpu_peers, "fits": fits,
 }  # fmt: skip

@@ -20,7 +20,7 @@ ALL = [*PAGES, TOP / "README.md", TOP / "ARCHITECTURE.md", TOP / "CONTRIBUTING.m
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.M | re.S)
 ELSEWHERE = 'title="on this machine"'
 """Marks blocks that train; tests/story runs them in order and in one folder."""
-CHEAP = {"clusters", "plan", "budget", "show", "init", "profile", "compare"}
+CHEAP = {"clusters", "plan", "budget", "show", "init", "profile", "compare", "energy"}
 """Commands that are executed if a page shows them in a console block; launch only as a dry run."""
 COMMANDS = typer.main.get_command(build()).commands
 

@@ -4,7 +4,7 @@ import pytest
 
 from windlass.clusters.load import load_cluster
 from windlass.config.observe import EnergyConfig
-from windlass.energy.carbon import carbon, equivalent, print_carbon
+from windlass.energy.carbon import car_equivalent, carbon, equivalent, print_carbon
 
 
 def test_by_hand_with_the_cluster_files_factors():
@@ -16,9 +16,17 @@ def test_by_hand_with_the_cluster_files_factors():
     assert "Our World in Data" in result.grid.source
 
 
-def test_seed_001_is_14_t_without_pue():
+def test_gptnls_energy_is_14_t_without_pue():
     result = carbon(52.3e3 * 3.6e6, load_cluster("snellius-h100"))
     assert result.location_it_only_kg == pytest.approx(14_000, rel=0.001)
+
+
+def test_gptnls_14_t_are_40000_km_by_car():
+    assert "40,000 km by car" in car_equivalent(14_000) and "350 g per km" in car_equivalent(14_000)
+    result = carbon(52.3e3 * 3.6e6, load_cluster("snellius-h100"), overrides={"pue": 1.0})
+    assert "39,987 km by car" in result.co2_equivalent
+    # No distance where the emissions are unknown or nothing: an energy is not a CO2 figure.
+    assert carbon(3.6e9, None).co2_equivalent is None and "km" not in carbon(3.6e9, None).equivalent
 
 
 def test_the_recipes_override_wins_and_is_named():
@@ -41,7 +49,7 @@ def test_unknown_factors_stay_unknown():
         (0.002, "12 minutes of a 10 W lamp"),
         (0.02, "2 hours of a 10 W lamp"),
         (2.0, "20 litres"),
-        (90.0, "500 km"),
+        (82.0, "10 days of electricity"),
         (60_000.0, "20 years of electricity"),
     ],
 )

@@ -71,6 +71,24 @@ def test_any_sbatch_option_passes_through_and_wins(make_recipe):
     assert "--exclusive" not in lines
 
 
+@pytest.mark.parametrize("key", ["ear-policy", "ear_policy", "--ear-policy"])
+def test_the_recipes_ear_policy_replaces_the_sites(key, make_recipe):
+    recipe = make_recipe(cluster="snellius-h100", launch={"sbatch": {key: "min_energy", "ear-verbose": False}})
+    lines = directives(make_job(recipe, "snellius-h100"), load_cluster("snellius-h100"))
+    assert [line for line in lines if line.startswith("--ear")] == ["--ear-policy=min_energy", "--ear=on"]
+
+
+def test_every_option_is_printed_once(make_recipe):
+    cluster = load_cluster("snellius-h100")
+    slurm = cluster.slurm.model_copy(update={"extra": {"ear_policy": "monitoring", "exclusive": "user", "hint": ""}})
+    sbatch = {"hint": "nomultithread", "requeue": True, "exclusive": "mcs", "time": "01:00:00", "ear": "off"}
+    job = make_job(make_recipe(cluster="snellius-h100", launch={"sbatch": sbatch}), "snellius-h100")
+    lines = directives(job, cluster.model_copy(update={"slurm": slurm}))
+    names = [line.partition("=")[0] for line in lines]
+    assert len(names) == len(set(names)) and "--no-requeue" not in names
+    assert {"--hint=nomultithread", "--requeue", "--exclusive=mcs", "--time=01:00:00", "--ear=off"} <= set(lines)
+
+
 def test_a_large_run_goes_to_the_queue_that_takes_it(make_recipe):
     job = make_job(make_recipe(nodes=128), "leonardo-booster")
     assert (job.partition, job.qos) == ("boost_usr_prod", "boost_qos_bprod")

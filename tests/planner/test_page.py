@@ -36,7 +36,7 @@ def test_recipe_texts_are_escaped(small, cluster_of):
 
 def test_energy_parts_sum_to_the_meter(case):
     plans = plan(*case)
-    assert sum(energy_parts(plans.best, plans.task).values()) == pytest.approx(plans.best.energy.kwh / 1000)
+    assert sum(energy_parts(plans.best).values()) == pytest.approx(plans.best.energy.kwh / 1000)
 
 
 def test_small_terms_are_gathered():

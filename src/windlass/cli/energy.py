@@ -1,24 +1,33 @@
-"""`windlass energy RUN`: energy by source, per billion tokens, CO2, and what was not measured."""
+"""`windlass energy RUN`: energy by source, per billion tokens, CO2, and what was not measured. `windlass energy --mwh X`:
+tonnes of CO2e of a known energy."""
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from windlass.cli.options import JsonOption, RunArgument
+from windlass.cli.options import JsonOption
 from windlass.cli.output import show, table
-from windlass.errors import RunError
+from windlass.errors import ConfigError, RunError
 from windlass.files import read_json_lines
 
 ENERGY_KEYS = (
     "basis", "joules", "joules_per_token", "joules_per_step", "kwh_per_billion_tokens", "mean_watts", "forecast_kwh",
 )  # fmt: skip
 LEDGER_KEYS = ("resolution_joules", "startup_joules", "coverage", "nodes_expected", "nodes_measured", "missing")
+SCOPES = {
+    "gpu": "devices only: hosts, network and building are not in it",
+    "node": "whole nodes: network and building are not in it",
+    "facility": "at the meter of the building: the PUE is in it",
+}
 
 
 def energy(
-    run: RunArgument,
+    run: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="Run folder, or its name in runs/; none with --mwh.")
+    ] = None,
     ear: Annotated[
         list[Path] | None, typer.Option("--ear", help="EAR's CSV (eacct -c, --ear-user-db) to add to the run's record.")
     ] = None,
@@ -42,9 +51,34 @@ def energy(
             "--market", min=0.0, help="Market-based intensity of the contract for this table only, g per kWh."
         ),
     ] = None,
+    mwh: Annotated[
+        float | None, typer.Option("--mwh", min=0.0, help="Without a run: tonnes of CO2e of this energy, in MWh.")
+    ] = None,
+    scope: Annotated[
+        str, typer.Option("--scope", help="What --mwh was measured at: gpu, node or facility (with PUE).")
+    ] = "node",
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="With --mwh: take PUE and intensities from this cluster file.")
+    ] = None,
+    days: Annotated[float | None, typer.Option("--days", min=0.0, help="With --mwh: how long it took.")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="With --mwh: on how many nodes.")] = None,
+    node_hours: Annotated[
+        float | None, typer.Option("--node-hours", min=0.0, help="With --mwh: instead of --days or --nodes.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print the run's energy table. EAR and SLURM figures become part of the run's record, so every view has them."""
+    overrides = {"pue": pue, "grid_g_per_kwh": grid, "market_g_per_kwh": market}
+    factors = {name: value for name, value in overrides.items() if value is not None}
+    if mwh is not None and run is None:
+        show_known_energy(mwh, scope, cluster, factors, days, nodes, node_hours, as_json)
+        return
+    if run is None or mwh is not None:
+        raise ConfigError(
+            "energy.run-or-mwh",
+            "neither a run nor --mwh is given" if run is None else f"both a run ({run}) and --mwh are given",
+            hint="windlass energy RUN for a run's record, windlass energy --mwh 52.3 --grid 267.6 without one",
+        )
     from windlass.energy import site_records
     from windlass.report import collect, tables
     from windlass.runs.folder import open_run
@@ -80,8 +114,7 @@ def energy(
         unknown = [f"{job.job}: {job.note}" for job in energies if job.joules is None]
         taken = site_records.record_slurm(folder, energies, origin)
         notes.append("; ".join([counted(taken, len(energies) - len(unknown), "job", origin), *unknown]))
-    factors = {"pue": pue, "grid_g_per_kwh": grid, "market_g_per_kwh": market}
-    summary = collect.collect(folder, factors={name: value for name, value in factors.items() if value is not None})
+    summary = collect.collect(folder, factors=factors)
     measured, ledger = summary.energy, summary.energy.ledger
     document = {
         "run": summary.name,
@@ -107,3 +140,84 @@ def energy(
         table(title, ("", "", "source or method"), tables.energy_rows(summary), right=(1,)),
         table("not read on at least one node", ("source", "reason"), missing) if missing else None,
     )
+
+
+def show_known_energy(
+    mwh: float,
+    scope: str,
+    cluster: str | None,
+    factors: dict[str, float],
+    days: float | None,
+    nodes: int | None,
+    node_hours: float | None,
+    as_json: bool,
+) -> None:
+    """CO2e of an energy that was measured or published elsewhere, with its scope and the source of each factor."""
+    from windlass.clusters import load_cluster
+    from windlass.energy.carbon import JOULES_PER_KWH, carbon, print_carbon
+
+    numbers = {"--mwh": mwh, "--days": days, "--node-hours": node_hours, **factors}
+    if bad := [f"{name} {value}" for name, value in numbers.items() if value is not None and not math.isfinite(value)]:
+        raise ConfigError("energy.not-a-number", f"{bad[0]} is not an amount", hint="give a number of 0 or more")
+    if scope not in SCOPES:
+        raise ConfigError("energy.scope-unknown", f"--scope {scope} is not a scope", hint=f"one of {', '.join(SCOPES)}")
+    if scope == "facility":
+        if "pue" in factors:
+            raise ConfigError(
+                "energy.pue-counted-twice",
+                f"--pue {factors['pue']:g} on energy of the facility would count the building twice",
+                hint="leave --pue out, or give --scope gpu or node",
+            )
+        factors = factors | {"pue": 1.0}
+    result = carbon(mwh * 1e3 * JOULES_PER_KWH, load_cluster(cluster) if cluster else None, None, factors)
+    if node_hours is None and days is not None and nodes is not None:
+        node_hours = days * 24 * nodes
+    elif node_hours is not None and nodes is not None and days is None:
+        days = node_hours / nodes / 24
+    watts = mwh * 1e6 / node_hours if node_hours else None
+    tonnes = {"tco2e": result.location_kg, "tco2e_without_pue": result.location_it_only_kg}
+    tonnes |= {"tco2e_market": result.market_kg}
+    document = {
+        "mwh": mwh,
+        "scope": scope,
+        "scope_note": SCOPES[scope],
+        "pue": None if scope == "facility" else result.pue.value,
+        "mwh_with_pue": None if result.kwh is None else result.kwh / 1e3,
+        "grid_g_per_kwh": result.grid.value,
+        "market_g_per_kwh": result.market.value,
+        **{name: None if kg is None else kg / 1e3 for name, kg in tonnes.items()},
+        "days": days,
+        "nodes": nodes,
+        "node_hours": node_hours,
+        "watts_per_node": watts,
+        "equivalent": result.equivalent,
+        "co2_equivalent": result.co2_equivalent,
+        "sources": {
+            name: None if factor.value is None else factor.source
+            for name, factor in (("pue", result.pue), ("grid", result.grid), ("market", result.market))
+        },
+    }
+    in_it = "energy x PUE" if result.kwh is not None else "PUE unknown: the building is missing"
+    rows = [(f"energy, scope {scope}", f"{mwh:,.6g} MWh", SCOPES[scope])]
+    if scope != "facility":
+        rows += [
+            ("PUE", "unknown", "give --pue or --cluster")
+            if result.pue.value is None
+            else ("PUE", f"{result.pue.value:g}", result.pue.source),
+            ("with PUE", "unknown" if result.kwh is None else f"{result.kwh / 1e3:,.6g} MWh", in_it),
+        ]
+    for basis, option, kg, factor in (
+        ("location", "--grid", result.location_kg, result.grid),
+        ("market", "--market", result.market_kg, result.market),
+    ):
+        text = f"give {option} or --cluster" if factor.value is None else f"{factor.value:g} g/kWh, {factor.source}"
+        rows.append((f"CO2e, {basis}-based", print_carbon(kg), text))
+    if scope != "facility":
+        note = "for comparison with reports that leave the PUE out"
+        rows.append(("CO2e, location-based, without PUE", print_carbon(result.location_it_only_kg), note))
+    if node_hours is not None:
+        length = "" if days is None else f"{days:g} days" + (f" on {nodes} nodes" if nodes else "")
+        rows.append(("node-hours", f"{node_hours:,.6g}", length))
+        rows.append((f"mean power per node, scope {scope}", "unknown" if watts is None else f"{watts:,.0f} W", ""))
+    rows += [("equivalent to", "", text) for text in (result.equivalent, result.co2_equivalent) if text]
+    show(as_json, document, table(None, ("", "", "source or method"), rows, right=(1,)))

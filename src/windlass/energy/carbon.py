@@ -10,14 +10,17 @@ from windlass.units import print_figure
 JOULES_PER_KWH = 3.6e6
 # (from how many kWh, kWh of one, singular, plural); the texts contain the assumption.
 EQUIVALENTS = (
-    (50_000.0, 3_000.0, "year of electricity of a household (3,000 kWh each)",
+    (3_000.0, 3_000.0, "year of electricity of a household (3,000 kWh each)",
      "years of electricity of a household (3,000 kWh each)"),
-    (30.0, 0.18, "km in an electric car (18 kWh per 100 km)", "km in an electric car (18 kWh per 100 km)"),
+    (8.2, 3_000.0 / 365, "day of electricity of a household (3,000 kWh a year)",
+     "days of electricity of a household (3,000 kWh a year)"),
     (0.1, 0.1, "litre of water brought to the boil (0.1 kWh each)",
      "litres of water brought to the boil (0.1 kWh each)"),
     (0.01, 0.01, "hour of a 10 W lamp", "hours of a 10 W lamp"),
     (0.0, 0.01 / 60, "minute of a 10 W lamp", "minutes of a 10 W lamp"),
 )  # fmt: skip
+# GPT-NL's comparison (talk of December 2024): 14 t of CO2 are 40,000 km by car.
+CAR_KG_PER_KM = 0.35
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,8 @@ class Carbon:
     location_kg: float | None
     location_it_only_kg: float | None
     market_kg: float | None
-    equivalent: str
+    equivalent: str  # of the energy
+    co2_equivalent: str | None  # of the location-based emissions; None when they are unknown
 
 
 def carbon(
@@ -76,16 +80,18 @@ def carbon(
     it_kwh = joules / JOULES_PER_KWH
     kwh = None if pue.value is None else it_kwh * pue.value
     emitting_kwh = it_kwh if kwh is None else kwh
+    location_kg = grid.kg(emitting_kwh)
     return Carbon(
         it_kwh=it_kwh,
         pue=pue,
         kwh=kwh,
         grid=grid,
         market=market,
-        location_kg=grid.kg(emitting_kwh),
+        location_kg=location_kg,
         location_it_only_kg=grid.kg(it_kwh),
         market_kg=market.kg(emitting_kwh),
         equivalent=equivalent(emitting_kwh),
+        co2_equivalent=None if location_kg is None else car_equivalent(location_kg),
     )
 
 
@@ -95,6 +101,12 @@ def equivalent(kwh: float) -> str:
     count = kwh / each_kwh
     text = f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
     return f"as much as {text} {singular if text == '1' else plural}"
+
+
+def car_equivalent(kg: float) -> str:
+    """`as much CO2e as 40,000 km by car (350 g per km, GPT-NL's comparison)`."""
+    km = kg / CAR_KG_PER_KM
+    return f"as much CO2e as {km:,.{0 if km >= 10 else 1}f} km by car (350 g per km, GPT-NL's comparison)"
 
 
 def print_carbon(kg: float | None) -> str:

@@ -137,7 +137,7 @@ def _comment(text: str) -> str:
 
 
 def directives(job: BatchJob, cluster: Cluster) -> list[str]:
-    """sbatch options in the site's own way. The recipe's come last and replace ours of the same name."""
+    """sbatch options in the site's own way, each once: the recipe's value replaces the cluster file's and ours."""
     slurm, gpus = cluster.slurm, job.devices_per_node if cluster.slurm else 0
     options: dict[str, str | int | bool | None] = {
         "job-name": job.name,
@@ -161,11 +161,20 @@ def directives(job: BatchJob, cluster: Cluster) -> list[str]:
     }
     options = {name: value for name, value in options.items() if value not in (None, "", 0)}
     if slurm:
-        options |= {name: value or True for name, value in slurm.extra.items()}
+        options |= {_option(name): value or True for name, value in slurm.extra.items()}
     for key, value in job.sbatch.items():
-        options[key.lstrip("-").replace("_", "-")] = value if isinstance(value, bool) else str(value)
-    lines = (f"--{n}" if value is True else f"--{n}={value}" for n, value in options.items() if value is not False)
-    return [*lines, *job.energy_flags]
+        name = _option(key)
+        options.pop({"requeue": "no-requeue", "no-requeue": "requeue"}.get(name, ""), None)
+        options[name] = value if isinstance(value, bool) else str(value)
+    for flag in job.energy_flags:
+        name, _, text = flag.partition("=")
+        options.setdefault(_option(name), text or True)
+    return [f"--{n}" if value is True else f"--{n}={value}" for n, value in options.items() if value is not False]
+
+
+def _option(name: str) -> str:
+    """Recipes and cluster files may write `ear_policy`, `ear-policy` or `--ear-policy`."""
+    return name.lstrip("-").replace("_", "-")
 
 
 def _environment(env: JobEnvironment) -> Iterator[str]:

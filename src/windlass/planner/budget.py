@@ -7,7 +7,7 @@ from functools import cache
 from windlass.clusters import Cluster, load_device
 from windlass.clusters.model import Device
 from windlass.config import ModelConfig, Recipe
-from windlass.cost.power import EnergyEstimate, allocation_units, energy, node_power
+from windlass.cost.power import EnergyEstimate, allocation_units, busy_share, compute_mfu, energy, node_power
 from windlass.errors import ConfigError, PlanError, WindlassError
 from windlass.models.presets import model_spec
 from windlass.planner.laws import ExpectedLoss, expected_loss
@@ -51,6 +51,8 @@ class SizeResult:
     parameters: float
     # 6N of the dense bf16 peak.
     mfu: float | None
+    # Share of the time in which devices compute; they wait for each other in the rest.
+    busy: float | None
     tokens_per_second: float | None
     # How long the budget lasts.
     days: float | None
@@ -163,14 +165,17 @@ def _kwh_price(b: Budget) -> float | None:
     return b.euro_per_kwh if b.euro_per_kwh is not None else b.cluster.grid.euro_per_kwh
 
 
-def _rate(b: Budget, device: Device, size: float) -> tuple[float | None, float | None, str]:
-    """MFU, tokens/s of all devices, and the layout or source of the MFU."""
+def _rate(b: Budget, device: Device, size: float) -> tuple[float | None, float | None, float | None, str]:
+    """MFU, busy share, tokens/s of all devices, and the layout or source of the MFU."""
     assert device.bf16_tflops is not None
     peak = b.devices * device.bf16_tflops * 1e12
+    model = model_near(size)
     if b.mfu is not None:
-        return b.mfu, peak * b.mfu / (b.flops_per_parameter * size), f"given MFU {b.mfu:g} ({b.flops_per_parameter:g}N)"
+        busy = min(1.0, b.mfu / compute_mfu(model_spec(model), device, b.seq_len))
+        rate = peak * b.mfu / (b.flops_per_parameter * size)
+        return b.mfu, busy, rate, f"given MFU {b.mfu:g} ({b.flops_per_parameter:g}N)"
     # A Llama-like model of this size with a batch of about 4M tokens that is a multiple of the devices.
-    model, sequences = model_near(size), max(1, round(4 * 2**20 / b.seq_len / b.devices)) * b.devices
+    sequences = max(1, round(4 * 2**20 / b.seq_len / b.devices)) * b.devices
     values = {
         "name": f"budget-{size / 1e9:g}B",
         "cluster": b.cluster.name,
@@ -181,10 +186,10 @@ def _rate(b: Budget, device: Device, size: float) -> tuple[float | None, float |
     try:
         best = plan(Recipe.model_validate(values), b.cluster, nodes=b.nodes).best
     except WindlassError as error:
-        return None, None, error.message
+        return None, None, None, error.message
     # The planned shape has nearly this size: the same FLOP/s give more tokens/s for a smaller model.
     rate = best.step.tokens_per_second_per_device * b.devices * model_spec(model).params.total / size
-    return 6.0 * size * rate / peak, rate, best.candidate.describe()
+    return 6.0 * size * rate / peak, busy_share(best.step), rate, best.candidate.describe()
 
 
 @cache
@@ -214,9 +219,9 @@ def model_near(size: float, vocab: int = 128_256, heads_multiple: int = 1) -> Mo
     return ModelConfig.model_validate(min(shapes, key=lambda candidate: candidate[0])[1])
 
 
-def budget_days(b: Budget, device: Device, mfu: float | None) -> tuple[float | None, str]:
+def budget_days(b: Budget, device: Device, busy: float) -> tuple[float | None, str]:
     """Days until the first limit is reached, and which limit it is."""
-    watts = node_power(device, b.cluster.node, mfu).node_watts
+    watts = node_power(device, b.cluster.node, busy).node_watts
     kwh_per_day = None if watts is None else watts * b.nodes * 24 / 1000 * (b.cluster.grid.pue or 1.0)
     euros_per_day = None if kwh_per_day is None else kwh_per_day * (_kwh_price(b) or 0.0)
     if b.euro_per_node_hour is not None:
@@ -234,10 +239,12 @@ def budget_days(b: Budget, device: Device, mfu: float | None) -> tuple[float | N
 
 
 def _size_result(b: Budget, device: Device, size: float) -> SizeResult:
-    mfu, rate, layout = _rate(b, device, size)
-    days, bound = budget_days(b, device, mfu) if rate is not None else (None, "nothing fits")
-    result = SizeResult(parameters=size, mfu=mfu, tokens_per_second=rate, days=days, bound_by=bound, layout=layout)
-    if rate is None or days is None:
+    mfu, busy, rate, layout = _rate(b, device, size)
+    days, bound = (None, "nothing fits") if busy is None else budget_days(b, device, busy)
+    result = SizeResult(
+        parameters=size, mfu=mfu, busy=busy, tokens_per_second=rate, days=days, bound_by=bound, layout=layout
+    )
+    if rate is None or days is None or busy is None:
         return result
     hours, tokens = days * 24, rate * days * DAY
     return replace(
@@ -245,17 +252,17 @@ def _size_result(b: Budget, device: Device, size: float) -> SizeResult:
         tokens=tokens,
         flops=6.0 * size * tokens,
         node_hours=hours * b.nodes,
-        energy=energy(node_power(device, b.cluster.node, mfu), b.nodes, hours, b.cluster.grid, tokens),
+        energy=energy(node_power(device, b.cluster.node, busy), b.nodes, hours, b.cluster.grid, tokens),
         units=allocation_units(b.cluster.billing, b.nodes, hours),
         loss=expected_loss(size, tokens, b.unique_tokens),
     )
 
 
 def _pair(b: Budget, device: Device, row: SizeResult, tokens: float) -> SizeTokensPair:
-    if row.tokens_per_second is None:
+    if row.tokens_per_second is None or row.busy is None:
         return SizeTokensPair(parameters=row.parameters, tokens=tokens)
     days = tokens / row.tokens_per_second / DAY
-    used = energy(node_power(device, b.cluster.node, row.mfu), b.nodes, days * 24, b.cluster.grid, tokens)
+    used = energy(node_power(device, b.cluster.node, row.busy), b.nodes, days * 24, b.cluster.grid, tokens)
     return SizeTokensPair(
         parameters=row.parameters,
         tokens=tokens,

@@ -226,21 +226,20 @@ def _scaling(task: PlanTask, strong: Sequence[ScalingPoint], weak: Sequence[Scal
     ]
 
 
-def energy_parts(p: Plan, task: PlanTask) -> dict[str, float]:
+def energy_parts(p: Plan) -> dict[str, float]:
     """MWh of the devices, the other parts of the nodes and the facility; empty if the device's power is unknown."""
-    if p.energy.it_kwh is None or p.energy.kwh is None or p.power.device_watts is None:
+    if p.energy.it_kwh is None or p.energy.kwh is None or p.energy.device_kwh is None:
         return {}
-    devices_kwh = min(p.power.device_watts * task.per_node * p.node_hours / 1000, p.energy.it_kwh)
     return {
-        "devices": devices_kwh / 1000,
-        "other node parts": (p.energy.it_kwh - devices_kwh) / 1000,
+        "devices": p.energy.device_kwh / 1000,
+        "other node parts": (p.energy.it_kwh - p.energy.device_kwh) / 1000,
         "facility overhead (PUE)": (p.energy.kwh - p.energy.it_kwh) / 1000,
     }
 
 
 def _energy(plans: Plans) -> list[Item]:
     task, shown = plans.task, plans.plans[:SHOWN]
-    parts = [energy_parts(p, task) for p in shown]
+    parts = [energy_parts(p) for p in shown]
     if not any(parts):
         return [Note("The device's power is unknown, so energy is unknown too.", "warning")]
     e, grid = plans.best.energy, task.grid

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from windlass.clusters import Cluster
 from windlass.config import LayoutConfig, Recipe
 from windlass.cost.memory import MemoryEstimate, memory
-from windlass.cost.power import EnergyEstimate, PowerEstimate, allocation_units, energy, node_power
+from windlass.cost.power import EnergyEstimate, PowerEstimate, allocation_units, busy_share, energy, node_power
 from windlass.cost.step import StepEstimate, estimate_step
 from windlass.errors import PlanError
 from windlass.layout.rules import batch_violation
@@ -189,7 +189,7 @@ def estimate_plan(
     batch_tokens = candidate.layout.sequences_per_step * task.seq_len
     tokens = task.tokens(batch_tokens)
     hours = tokens / batch_tokens * step.seconds / 3600
-    power = node_power(task.device, task.cluster.node, step.mfu)
+    power = node_power(task.device, task.cluster.node, busy_share(step))
     peak, matmul = task.device.bf16_tflops, task.device.matmul_tflops
     return Plan(
         candidate=candidate,

@@ -113,7 +113,8 @@ def energy_rows(summary: RunSummary) -> list[tuple[str, str, str]]:
     if ledger.startup_joules is not None:
         rows.append(("before the first steps", joules(ledger.startup_joules), "imports, compilation, loading"))
     forecast = "no plan.json with energy" if e.forecast_kwh is None else "whole run, with PUE"
-    return [*rows, ("predicted by the plan", kwh(e.forecast_kwh), forecast), ("equivalent to", "", c.equivalent)]
+    rows += [("predicted by the plan", kwh(e.forecast_kwh), forecast), ("equivalent to", "", c.equivalent)]
+    return [*rows, ("", "", c.co2_equivalent)] if c.co2_equivalent else rows
 
 
 def source_table(energy: RunEnergy) -> DataTable:
