@@ -8,7 +8,7 @@ import pytest
 import windlass.clusters
 from windlass.clusters import cluster_names, device_by_driver_name, devices, find_device, load_cluster, load_device
 from windlass.clusters.describe import facts, leaves, source_of
-from windlass.clusters.load import cores_of_list, cores_of_mask, lint_masks
+from windlass.clusters.masks import cores_of_list, cores_of_mask, lint_masks
 from windlass.clusters.model import Cluster
 from windlass.config import validate
 from windlass.config.load import apply_override

@@ -96,7 +96,9 @@ def test_the_scheduler_speaks_for_what_its_job_ran_and_for_nothing_else(tmp_path
 
 def test_the_job_sees_the_same_machine_and_stage_as_the_submission(tmp_path, fake):
     work = work_of(tmp_path, COMMAND)
-    submit_packs(work, work.points, cluster="snellius-h100", everything=True, stage="eval", executor=fake)
+    submit_packs(
+        work, work.points, cluster="snellius-h100", everything=True, options=["--stage", "eval"], executor=fake
+    )
     assert "--cluster snellius-h100 --stage eval --all" in fake.scripts[0]
 
 
