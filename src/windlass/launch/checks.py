@@ -186,7 +186,7 @@ def _shape_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row
             slurm.account_required and not (job.account or os.environ.get("SBATCH_ACCOUNT")),
             "account",
             f"no account is given: {slurm.rules.get('account', '--account is compulsory here')}",
-            "set launch.account in the recipe or on the command line: launch.account=NAME",
+            "set launch.account=NAME, SBATCH_ACCOUNT, or slurm.account in your own file of the cluster",
             source,
         ),
         (
@@ -200,7 +200,7 @@ def _shape_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row
             devices > node.devices,
             "devices",
             f"{devices} devices per node, but a node has {node.devices}",
-            None,
+            f"at most {node.devices} devices per node, or more nodes",
             source_of(cluster, "node.devices"),
         ),
         (

@@ -201,7 +201,8 @@ def submit_packs(
     with_job = points_with_job(sweep_run, points, everything=everything)
     arrays = prepare_packs(sweep_run, with_job, cluster=cluster, options=[*options, *(["--all"] if everything else [])])
     # Every shape is checked before the first is submitted.
-    checks.refuse([finding for array in arrays for finding in array.findings], force=force)
+    findings = {(f.rule, f.message): f for array in arrays for f in array.findings}
+    checks.refuse(list(findings.values()), force=force)
     for point in points:
         if point not in with_job:
             run_point(sweep_run, point, everything=everything)
