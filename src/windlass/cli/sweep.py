@@ -145,7 +145,7 @@ def _show_dry(
     findings = [*faults, *{(f.rule, f.message): f for array in arrays for f in array.findings}.values()]
     document = {"sweep": sweep.name, "points": rows, "total": total, "equivalence": sweep.equivalence}
     document |= {"faults": faults, "jobs": jobs}
-    scripts = [text for job in jobs for text in (_shape_line(job["packs"]), job["script"])]
+    scripts = [text for array in arrays for text in (_shape_line(array.packs), render(array.job, array.machine))]
     warnings = [f"{f.level}: {f.rule}: {f.message}" + (f"\n  -> {f.hint}" if f.hint else "") for f in findings]
     if sweep.command is not None:
         width = max(len(p.name) for p in points)
@@ -188,7 +188,7 @@ def _show_dry(
 
 def _shape_line(packs: Sequence[SweepPack]) -> str:
     listed = "; ".join(", ".join(pack.points) for pack in packs)
-    return f"array of {len(packs)}, {packs[0].nodes} nodes x {packs[0].devices} devices: {listed}"
+    return f"array of {len(packs)}, nodes: {packs[0].nodes}, devices per node: {packs[0].devices}, points: {listed}"
 
 
 def _run(sweep_run: SweepRun, points: Sequence[SweepPoint], *, quiet: bool, **options: Any) -> None:

@@ -93,9 +93,9 @@ def _options(text: str) -> dict[str, str]:
 
 def place_of(point: SweepPoint) -> tuple[int, int | None]:
     """Nodes, and devices per node (None: all of a node), from the point's values, else from its srun call."""
-    request = srun_request(point) if point.recipe is None else None
+    request = (srun_request(point) if point.recipe is None else None) or SrunRequest()
     counts: list[int | None] = []
-    for keys, asked in ((NODES_KEYS, request and request.nodes), (DEVICES_KEYS, request and request.tasks)):
+    for keys, asked in ((NODES_KEYS, request.nodes), (DEVICES_KEYS, request.tasks)):
         value = next((point.settings[key] for key in keys if is_number(point.settings.get(key))), asked)
         if value is not None and (value != int(value) or value < 1):
             nearest = max(1, round(value))

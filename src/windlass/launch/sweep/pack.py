@@ -108,7 +108,7 @@ def reserved_seconds(sweep_run: SweepRun, point: SweepPoint) -> float:
     expected = sweep_run.expectations[point.name].seconds
     if expected is None:
         request = srun_request(point) if point.recipe is None else None
-        asked = point.time_limit if point.time_limit is not None else request and request.seconds
+        asked = point.time_limit if point.time_limit is not None else request.seconds if request else None
         return UNKNOWN_SECONDS if asked is None else asked
     return min(max(60.0, expected * MARGIN), math.inf if point.time_limit is None else point.time_limit)
 
