@@ -94,8 +94,10 @@ def _unit(field: Any) -> str | None:
 
 
 def _default(field: Any) -> str:
+    from pydantic import BaseModel
+
     value = field.get_default(call_default_factory=True)
-    if value is None or value in ("", [], {}):
+    if value is None or value in ("", [], {}) or isinstance(value, BaseModel):
         return "not set" if value is None else "empty"
     from windlass.units import print_bytes
 

@@ -8,7 +8,6 @@ import pytest
 import windlass.clusters
 from windlass.clusters import cluster_names, device_by_driver_name, devices, find_device, load_cluster, load_device
 from windlass.clusters.describe import facts, leaves, source_of
-from windlass.clusters.load import cores_of_list, cores_of_mask, lint_masks
 from windlass.clusters.model import Cluster
 from windlass.config import validate
 from windlass.config.load import apply_override
@@ -68,39 +67,6 @@ def test_the_nearest_source_wins():
     cluster = load_cluster("lumi-g")
     assert source_of("node.cpu_watts", cluster.sources).status == "unverified"
     assert source_of("node.cores", cluster.sources).status == "documented"
-
-
-def test_masks_read_as_cores():
-    assert cores_of_mask("0xfe00") == set(range(9, 16))
-    assert cores_of_list("1-3,8") == {1, 2, 3, 8}
-
-
-def test_the_published_lumi_masks_are_caught():
-    cluster = load_cluster("lumi-g")
-    assert list(lint_masks(cluster, cluster.binding.masks)) == []
-    # a published tutorial repeats its first mask: ranks 0 and 1 share cores 49 to 55
-    published = ["0xfe000000000000", "0xfe000000000000", *cluster.binding.masks[2:]]
-    [fault] = lint_masks(cluster, published)
-    assert "rank 1 (0xfe000000000000)" in fault and fault.endswith("rank 0")
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({4: "0xff"}, "reserved cores [0]"),
-        ({0: "0xfe0000", 2: "0xfe000000000000"}, "not on NUMA domain 3"),
-        ({0: "0x1000000000000000000"}, "names cores [72] of 64"),
-    ],
-)
-def test_other_faults_of_masks(change, said):
-    cluster = load_cluster("lumi-g")
-    masks = [change.get(i, m) for i, m in enumerate(cluster.binding.masks)]
-    assert any(said in problem for problem in lint_masks(cluster, masks))
-
-
-def test_too_few_masks():
-    cluster = load_cluster("lumi-g")
-    assert "7 CPU masks for 8 devices" in list(lint_masks(cluster, cluster.binding.masks[:7]))
 
 
 def test_a_user_overrides_one_value(own):

@@ -64,7 +64,22 @@ def test_overlapping_masks_are_found(make_recipe):
     wrong = cluster.model_copy(update={"binding": cluster.binding.model_copy(update={"masks": masks})})
     job = train_job(make_recipe(cluster="lumi-g"), wrong, "/x", workdir="/x")
     result = [f.message for f in checks.check_request(job, wrong) if f.rule == "masks"]
-    assert any("shares cores with rank 0" in text for text in result)
+    assert any("ranks 0 and 1 share cores 49-55" in text for text in result)
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        {"env": {"SLURM_CPU_BIND": "mask_cpu:0xfe,0xfe00,0xfe"}},
+        {"sbatch": {"cpu-bind": "mask_cpu:0xfe,0xfe00,0xfe"}},
+    ],
+)
+def test_masks_of_a_recipe_are_checked_in_the_rendered_script(make_recipe, launch):
+    recipe = make_recipe(cluster="lumi-g", launch={"account": "project_1", **launch})
+    result = [f for f in checks.refusals(findings(recipe)) if f.rule == "masks"]
+    assert any("ranks 0 and 2 share cores 1-7" in f.message for f in result), result
+    assert all("0xfe00000000000000" in f.hint and f.source for f in result)
+    assert not [f for f in findings(make_recipe(cluster="lumi-g", launch={"account": "p"})) if f.rule == "masks"]
 
 
 def test_a_short_job_is_warned_that_the_signal_may_come_too_early(make_recipe):

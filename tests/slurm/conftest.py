@@ -26,7 +26,7 @@ BIN = Path(sys.executable).parent
 
 @pytest.fixture(scope="session")
 def scheduler(request):
-    """The running dev cluster: four nodes of eight claimed cores and two fake devices."""
+    """The running dev cluster: four nodes of eight claimed cores and eight fake devices."""
     here = [item for item in request.session.items if HERE in item.path.parents]
     if "PYTEST_XDIST_WORKER" in os.environ and not all(item.nodeid.endswith("@slurm") for item in here):
         pytest.fail("xdist would spread the SLURM tests over its workers: use --dist loadgroup with pytest 8")

@@ -17,16 +17,23 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from windlass.config.sweep import LoadedSweep
+    from windlass.launch.checks import Finding
     from windlass.launch.sweep.expect import Expectation, SweepTotal
     from windlass.launch.sweep.folder import SweepRun
     from windlass.launch.sweep.outcome import PointOutcome
+    from windlass.launch.sweep.pack import PackArray, SweepPack
     from windlass.launch.sweep.points import SweepPoint
 
 
 def sweep(
     file: Annotated[Path, typer.Argument(help="Sweep file (TOML), or a dvc.yaml with a matrix stage.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="For the jobs of a command: launch.account=NAME.", metavar="KEY=VALUE"),
+    ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the points and the planner's predictions; run nothing.")
+        bool,
+        typer.Option("--dry-run", help="Show the points and predictions; with --slurm every job script. Run nothing."),
     ] = False,
     cluster: Annotated[str | None, typer.Option(help="Predict for this cluster instead of the recipe's.")] = None,
     run: Annotated[Path | None, typer.Option("--run", help="Sweep folder (default: runs/<name>).")] = None,
@@ -41,6 +48,9 @@ def sweep(
     slurm: Annotated[
         bool, typer.Option("--slurm", help="Submit as packed SLURM jobs (an array) instead of running here.")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Run although the command or a job has a fault that is known beforehand.")
+    ] = False,
     inside: Annotated[Path | None, typer.Option("--inside", hidden=True)] = None,
     to_dvc: Annotated[Path | None, typer.Option(help="Write an equivalent DVC matrix stage to this dvc.yaml.")] = None,
     stage: Annotated[str | None, typer.Option(help="With a dvc.yaml: which stage.")] = None,
@@ -48,10 +58,12 @@ def sweep(
     as_json: JsonOption = False,
 ) -> None:
     """Run a matrix of recipes or of any command, and rank the results. Run it again to resume an interrupted sweep."""
-    from windlass.config.sweep import load_sweep
+    from windlass.clusters import load_cluster
+    from windlass.config.sweep import load_sweep, with_launch
     from windlass.launch.slurm import SlurmScheduler, slurm_available
+    from windlass.launch.sweep import command as commands
     from windlass.launch.sweep import dvc, execute, expect, outcome, pack, results
-    from windlass.launch.sweep.folder import SweepRun, open_sweep_folder
+    from windlass.launch.sweep.folder import SweepFolder, SweepRun, open_sweep_folder
     from windlass.launch.sweep.points import make_points
 
     if engine_profile is not None and not dry_run:
@@ -61,6 +73,7 @@ def sweep(
             hint="add --dry-run",
         )
     loaded = dvc.read_dvc(file, stage) if file.suffix in (".yaml", ".yml") else load_sweep(file)
+    loaded = with_launch(loaded, overrides) if overrides else loaded
     points = make_points(loaded)
     if to_dvc is not None:
         dvc.write_dvc(loaded, points, to_dvc)
@@ -68,10 +81,20 @@ def sweep(
         return
     points = expect.use_nearest_batches(loaded.sweep, points, cluster)
     expected, total = expect.expect_all(loaded.sweep, points, cluster, engine_profile)
+    faults = commands.check_commands(loaded, points, load_cluster(cluster) if cluster else None)
+    path = run or Path("runs") / loaded.sweep.name
+    options = [*(overrides or ()), *(["--stage", stage] if stage else []), *(["--force"] if force else [])]
     if dry_run:
-        _show_dry(loaded, points, expected, total, engine_profile, as_json)
+        arrays = []
+        if slurm:
+            sweep_run = SweepRun(loaded=loaded, folder=SweepFolder(path), points=points, expected=expected)
+            chosen = pack.points_with_job(sweep_run, points, everything=everything)
+            arrays = pack.prepare_packs(sweep_run, chosen, cluster=cluster, options=options)
+        _show_dry(loaded, points, expected, total, engine_profile, faults, arrays, as_json)
         return
-    folder = open_sweep_folder(run or Path("runs") / loaded.sweep.name, loaded, points)
+    if inside is None and not report:
+        commands.refuse_commands(faults, loaded.path, force=force)
+    folder = open_sweep_folder(path, loaded, points)
     sweep_run = SweepRun(loaded=loaded, folder=folder, points=points, expected=expected)
     if pick is not None:
         results.check_pick(sweep_run, pick)
@@ -89,7 +112,9 @@ def sweep(
             sweep_run, outcome.parse_only(only) if only else None, point, everything=everything
         )
         if slurm:
-            submitted = pack.submit_packs(sweep_run, chosen, cluster=cluster, everything=everything, stage=stage)
+            submitted = pack.submit_packs(
+                sweep_run, chosen, cluster=cluster, everything=everything, options=options, force=force
+            )
             lines = [
                 f"job {job['job']}: {len(job['points'])} points, {job['nodes']} nodes, "
                 f"at most {job['seconds'] / 60:.0f} min"
@@ -108,11 +133,14 @@ def _show_dry(
     expected: Sequence[Expectation],
     total: SweepTotal,
     engine_profile: str | None,
+    faults: Sequence[Finding],
+    arrays: Sequence[PackArray],
     as_json: bool,
 ) -> None:
-    """The points, the predictions for each, and what all of them cost."""
+    """The points, the predictions for each, what all of them cost, faults of commands, and the scripts of jobs."""
     from windlass.cost.engines import AS_IN_2024
     from windlass.figures.sweep import equivalence_table
+    from windlass.launch.script import render
 
     sweep, pairs = loaded.sweep, list(zip(points, expected, strict=True))
     title = f"{sweep.title or sweep.name}: {len(points)} point{'s' * (len(points) != 1)}"
@@ -128,13 +156,21 @@ def _show_dry(
         }
         for p, e in pairs
     ]
+    jobs = [
+        {"packs": array.packs, "script": render(array.job, array.machine), "findings": array.findings}
+        for array in arrays
+    ]
+    findings = [*faults, *{(f.rule, f.message): f for array in arrays for f in array.findings}.values()]
     document = {"sweep": sweep.name, "points": rows, "total": total, "equivalence": sweep.equivalence}
-    document |= {"engine_profile": engine_profile}
+    document |= {"engine_profile": engine_profile, "faults": faults, "jobs": jobs}
+    scripts = [text for array in arrays for text in (_shape_line(array.packs), render(array.job, array.machine))]
+    warnings = [f"{f.level}: {f.rule}: {f.message}" + (f"\n  -> {f.hint}" if f.hint else "") for f in findings]
     if sweep.command is not None:
         width = max(len(p.name) for p in points)
         # Not a table: a folded command cannot be copied.
         commands = [f"{point.name:{width}}  {point.shown_command()}" for point in points]
-        show(as_json, document, title, *commands, "cost unknown: the planner predicts recipes only")
+        unknown = "cost unknown: the planner predicts recipes only"
+        show(as_json, document, title, *commands, *scripts, unknown, *warnings)
         return
     cells = []
     for point, e in pairs:
@@ -166,7 +202,14 @@ def _show_dry(
         sums,
         f"Predicted for {engine_profile} {AS_IN_2024} in place of our engine." if engine_profile else None,
         "oom: chance that the point runs out of memory, from the errors of the estimate on 129 published runs.",
+        *scripts,
+        *warnings,
     )
+
+
+def _shape_line(packs: Sequence[SweepPack]) -> str:
+    listed = "; ".join(", ".join(pack.points) for pack in packs)
+    return f"array of {len(packs)}, nodes: {packs[0].nodes}, devices per node: {packs[0].devices}, points: {listed}"
 
 
 def _run(sweep_run: SweepRun, points: Sequence[SweepPoint], *, quiet: bool, **options: Any) -> None:

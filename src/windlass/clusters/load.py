@@ -2,47 +2,16 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from windlass.clusters.masks import lint_masks
 from windlass.clusters.model import Cluster, Device
 from windlass.config.load import read_toml, validate
 from windlass.errors import ConfigError
-
-
-def cores_of_mask(mask: str) -> set[int]:
-    """`"0xfe00"` -> {9, ..., 15}."""
-    value = int(mask, 16)
-    return {bit for bit in range(value.bit_length()) if value >> bit & 1}
-
-
-def cores_of_list(text: str) -> set[int]:
-    """`"1-7,9"` -> {1, ..., 7, 9}."""
-    ranges = (part.partition("-") for part in text.replace(" ", "").split(",") if part)
-    return {core for low, _, high in ranges for core in range(int(low), int(high or low) + 1)}
-
-
-def lint_masks(cluster: Cluster, masks: list[str]) -> Iterator[str]:
-    node = cluster.node
-    if len(masks) != node.devices:
-        yield f"{len(masks)} CPU masks for {node.devices} devices"
-    owner: dict[int, int] = {}
-    for rank, mask in enumerate(masks):
-        cores, name = cores_of_mask(mask), f"the CPU mask of local rank {rank} ({mask})"
-        if shared := sorted({owner[core] for core in cores & set(owner)}):
-            yield f"{name} shares cores with rank {', '.join(map(str, shared))}"
-        owner = dict.fromkeys(cores, rank) | owner
-        if reserved := sorted(cores & set(node.reserved_cores)):
-            yield f"{name} uses reserved cores {reserved}"
-        if beyond := sorted(core for core in cores if core >= node.cores):
-            yield f"{name} names cores {beyond} of {node.cores}"
-        for domain in node.numa:
-            if rank in domain.devices and not cores <= cores_of_list(domain.cores):
-                yield f"{name} is not on NUMA domain {domain.id} of its device"
-
 
 SHIPPED = Path(__file__).parent / "data"
 
@@ -92,6 +61,19 @@ def _read_cluster(name: str, shipped: Path, own: Path, stamps: tuple[tuple[int, 
             hint="two ranks on one core run at half speed without a message: correct the file",
         )
     return cluster
+
+
+def nearest_masks(entries: Sequence[str]) -> tuple[str, list[str]] | None:
+    """The cluster whose masks agree with most of these entries, at least half, and its masks."""
+    best: tuple[int, str, list[str]] = (0, "", [])
+    for name in cluster_names():
+        try:
+            masks = load_cluster(name).binding.masks
+        except ConfigError:  # a file of the user that is wrong itself
+            continue
+        equal = sum(mask.lower() == entry.lower() for mask, entry in zip(masks, entries, strict=False))
+        best = max(best, (equal, name, masks), key=lambda candidate: candidate[0])
+    return (best[1], best[2]) if best[0] and 2 * best[0] >= len(best[2]) else None
 
 
 def _read_overlaid(shipped: Path, own: Path) -> dict[str, Any]:

@@ -167,6 +167,10 @@ class SlurmLimits(Table):
     partition: SlurmName | None = Field(default=None, description="Default for `launch` when the recipe names none.")
     qos: SlurmName | None = Field(default=None, description="Default for `launch` when the recipe names none.")
     partitions: list[Partition] = Field(default_factory=list, description="Partitions and their limits.")
+    account: SlurmName | None = Field(
+        default=None,
+        description="Account when the recipe names none and SBATCH_ACCOUNT is not set; for your own file of the cluster.",
+    )
     account_required: bool = Field(default=False, description="sbatch rejects a job without an account.")
     qos_required: bool = Field(default=False, description="sbatch rejects a job without a QOS.")
     gpu_option: Literal["gpus-per-node", "gres", "none"] = Field(

@@ -93,6 +93,26 @@ def without_scheduler(env: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in env.items() if not k.startswith(("SLURM_", "SLURMD_", "SRUN_"))}
 
 
+# Variables of a job with which srun fills in options that its call leaves out.
+STEP_VARIABLES = re.compile(
+    r"SRUN_.*|SLURM_(NTASKS|NPROCS|NNODES|TASKS_PER|CPUS_PER|GPUS|CPU_BIND|DISTRIBUTION|THREADS_PER|MEM_PER).*"
+)
+
+
+def without_step_options(env: Mapping[str, str]) -> dict[str, str]:
+    """For a command that calls srun itself: inside our job its call means what it means on a login node.
+
+    SLURM_NTASKS of the job would start as many tasks as the job has, and SRUN_CPUS_PER_TASK would confine the step to
+    cores that its masks do not name.
+    """
+    return {name: value for name, value in env.items() if not STEP_VARIABLES.fullmatch(name)}
+
+
+def default_account(cluster_account: str | None, env: Mapping[str, str] = os.environ) -> str | None:
+    """The account of a job whose recipe and command line name none: sbatch's own variable, else the cluster file's."""
+    return env.get("SBATCH_ACCOUNT") or cluster_account
+
+
 def end_time(env: Mapping[str, str] = os.environ, ask: Callable[[str], str | None] | None = None) -> float | None:
     """When the scheduler will end this job, in seconds since 1970; None outside a job and without a limit.
 

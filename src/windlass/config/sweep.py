@@ -4,15 +4,17 @@ import copy
 import hashlib
 import json
 import string
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from windlass.config.base import Bytes, Seconds, Table
-from windlass.config.load import apply_override, read_toml, refuse, validate
+from windlass.config.launch import LaunchConfig
+from windlass.config.load import apply_override, parse_override, read_toml, refuse, validate
+from windlass.errors import ConfigError
 
 # Axes that are about how a point is run, not about its recipe.
 POINT_KEYS = ("devices", "memory_limit", "time_limit")
@@ -71,6 +73,8 @@ class SweepConfig(Table):
     """Assumed time from the start of a point to its first step, for the cost."""
     allocation: Seconds | None = None
     """Wall time of one packed SLURM job; default: the partition's limit, at most 4 h."""
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
+    """With `command` and --slurm: account, partition, qos, time, environment, container, env and sbatch, as in a recipe."""
     skip_oom: NonNegativeFloat = 0.95
     """A point whose predicted chance to run out of memory is at least this is not run; more than 1: run all."""
     rank_by: str = "tokens_per_second_per_device"
@@ -131,6 +135,22 @@ def with_goal(sweep: SweepConfig, rank_by: str | None = None) -> SweepConfig:
     return sweep.model_copy(update={"rank_by": key, "goal": goal})
 
 
+def with_launch(loaded: LoadedSweep, overrides: Sequence[str]) -> LoadedSweep:
+    """`launch.account=NAME` of the command line: a dvc.yaml has no place for it."""
+    raw: dict[str, Any] = {"launch": loaded.sweep.launch.model_dump(exclude_unset=True)}
+    for override in overrides:
+        parts, value = parse_override(override)
+        if parts[0] != "launch" or len(parts) < 2 or loaded.sweep.command is None:
+            raise ConfigError(
+                "sweep.override-not-launch",
+                f"{override}: a sweep of a command takes launch.KEY=VALUE here, a sweep of recipes nothing",
+                hint="axes and recipe keys belong into the file, below [matrix] or [set]",
+            )
+        apply_override(raw, parts, value)
+    launch = validate(LaunchConfig, raw["launch"], "launch")
+    return replace(loaded, sweep=loaded.sweep.model_copy(update={"launch": launch}))
+
+
 def axes_of(sweep: SweepConfig) -> list[str]:
     """Names of all axes, in the order of the file."""
     return [*sweep.matrix, *(key for group in sweep.zip for key in group)]
@@ -141,6 +161,8 @@ def find_problems(sweep: SweepConfig, *, same_points: bool = True) -> list[str]:
     problems, axes = [], axes_of(sweep)
     if (sweep.recipe is None) == (sweep.command is None):
         problems.append("give either `recipe` or `command`" + (", not both" if sweep.recipe is not None else ""))
+    if sweep.recipe is not None and sweep.launch.model_fields_set:
+        problems.append('launch: a sweep of recipes has it in the recipe; write "launch.account" = ... below [set]')
     if not (sweep.matrix or sweep.zip or sweep.include):
         problems.append("the matrix is empty: there is no point to run; add [matrix], [[zip]] or [[include]]")
     for name, values in sweep.matrix.items():

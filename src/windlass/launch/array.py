@@ -12,6 +12,7 @@ from pathlib import Path
 from windlass.clusters import Cluster, load_cluster
 from windlass.clusters.model import Node, Partition, SlurmLimits
 from windlass.clusters.probe import recognise
+from windlass.clusters.scheduler import default_account
 from windlass.errors import LaunchError
 from windlass.launch.job import BatchJob, plain_environment
 from windlass.launch.script import render
@@ -155,7 +156,7 @@ def _cpu_job(
         seconds=min(CPU_SECONDS, queue.max_time if queue and queue.max_time else CPU_SECONDS),
         partition=queue.name if queue else None,
         qos=queue.qos if queue else None,
-        account=account or os.environ.get("SBATCH_ACCOUNT"),
+        account=account or default_account(cluster.slurm.account),
         environment=plain_environment(cluster, active_venv()),
         env=env or {},
         requeue=True,

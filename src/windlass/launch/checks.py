@@ -7,16 +7,18 @@ disks, image, token store. Both return findings; only `refuse` raises.
 import math
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from windlass.clusters import describe
-from windlass.clusters.load import lint_masks
+from windlass.clusters.load import nearest_masks
+from windlass.clusters.masks import find_bindings, lint_entries
 from windlass.clusters.model import Cluster, SlurmLimits
 from windlass.config import Recipe
 from windlass.errors import LaunchError, WindlassError
 from windlass.launch.job import BatchJob, find_partition, fits_nodes
+from windlass.launch.script import render
 from windlass.units import print_bytes, print_seconds
 
 # How much earlier than asked SLURM may send --signal (man sbatch).
@@ -72,11 +74,32 @@ def source_of(cluster: Cluster, key: str) -> str:
 def check_request(job: BatchJob, cluster: Cluster) -> list[Finding]:
     if cluster.slurm is None:
         return []
-    return [
-        finding
-        for rows in (_queue_rows, _shape_rows, _option_rows)
-        for finding in _findings(rows(job, cluster, cluster.slurm))
-    ]
+    tables = (_queue_rows, _shape_rows, _option_rows)
+    findings = [finding for rows in tables for finding in _findings(rows(job, cluster, cluster.slurm))]
+    # In the rendered script: masks also come from launch.env, launch.sbatch and srun_extra of the cluster file.
+    return findings + check_bindings(render(job, cluster), cluster, tasks=job.tasks_per_node)
+
+
+def check_bindings(
+    text: str,
+    cluster: Cluster | None,
+    *,
+    tasks: int | None = None,
+    line_of: Callable[[str], str] = lambda written: "",
+) -> list[Finding]:
+    """Masks of a command or script that put two ranks on one core, or a rank on cores it must not use."""
+    findings = []
+    for binding in find_bindings(text):
+        node = cluster.node if cluster and cluster.binding.kind == "mask" else None
+        faults = list(lint_entries(binding.entries, kind=binding.kind, tasks=tasks, node=node))
+        own = (cluster.name, cluster.binding.masks) if cluster and cluster.binding.masks else None
+        nearest = (own or nearest_masks(binding.entries)) if faults and binding.kind == "mask_cpu" else None
+        hint = "give every local rank cores of its own: two ranks on one core run at half speed without a message"
+        if nearest is not None:
+            hint = f"the masks of {nearest[0]}: {','.join(nearest[1])}"
+        source = source_of(cluster, "binding") if cluster else None
+        findings += [Finding("masks", "refuse", line_of(binding.written) + fault, hint, source) for fault in faults]
+    return findings
 
 
 def _queue_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row]:
@@ -163,7 +186,7 @@ def _shape_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row
             slurm.account_required and not (job.account or os.environ.get("SBATCH_ACCOUNT")),
             "account",
             f"no account is given: {slurm.rules.get('account', '--account is compulsory here')}",
-            "set launch.account in the recipe or on the command line: launch.account=NAME",
+            "set launch.account=NAME, SBATCH_ACCOUNT, or slurm.account in your own file of the cluster",
             source,
         ),
         (
@@ -177,7 +200,7 @@ def _shape_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row
             devices > node.devices,
             "devices",
             f"{devices} devices per node, but a node has {node.devices}",
-            None,
+            f"at most {node.devices} devices per node, or more nodes",
             source_of(cluster, "node.devices"),
         ),
         (
@@ -246,16 +269,6 @@ def _option_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Ro
             f"--mem={memory} is more than the {print_bytes(limit)} a node gives: the job would stay pending forever",
             None,
             source_of(cluster, "node.memory"),
-        ),
-        *(
-            (
-                binds_masks,
-                "masks",
-                fault,
-                "two ranks on one core run at half speed without a message",
-                source_of(cluster, "binding"),
-            )
-            for fault in lint_masks(cluster, masks)
         ),
         (
             binds_masks and job.tasks_per_node != len(masks),
@@ -336,7 +349,7 @@ def check_site(
         space = (
             Finding("disk", "refuse", need.text, *too_much) if need.fits is False else Finding("disk", "ok", need.text)
         )
-    return [*_findings([folder_row]), space, *_findings(_environment_rows(job)), _check_store(recipe)]
+    return [*_findings([folder_row]), space, *check_environment(job), _check_store(recipe)]
 
 
 def file_system(path: Path) -> str | None:
@@ -347,6 +360,10 @@ def file_system(path: Path) -> str | None:
         return None
     kinds = [(len(place), kind) for place, kind in mounts if path.is_relative_to(place)]
     return max(kinds)[1] if kinds else None
+
+
+def check_environment(job: BatchJob) -> list[Finding]:
+    return _findings(_environment_rows(job))
 
 
 def _environment_rows(job: BatchJob) -> list[Row]:

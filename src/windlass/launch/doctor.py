@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.clusters import Cluster, device_by_driver_name, load_cluster
+from windlass.clusters.scheduler import default_account
 from windlass.errors import LaunchError, WindlassError
 from windlass.files import read_json
 from windlass.launch.checks import check_request, refuse
@@ -337,7 +338,7 @@ def doctor_job(
         cpus_per_task=slurm.cpus_per_task,
         partition=partition or slurm.partition,
         qos=slurm.qos if partition in (None, slurm.partition) else queue.qos if queue else None,
-        account=account or os.environ.get("SBATCH_ACCOUNT"),
+        account=account or default_account(slurm.account),
         mem=None if slurm.mem_forbidden else slurm.mem,
         seconds=min(JOB_SECONDS, queue.max_time if queue and queue.max_time else JOB_SECONDS),
         environment=plain_environment(cluster, active_venv()),

@@ -5,9 +5,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Protocol
 
 from windlass.clusters.model import Cluster, Partition
 from windlass.config import Recipe
+from windlass.config.launch import LaunchConfig
 from windlass.config.secret import redact_text
 from windlass.config.shell import FOLDER, LINE, SLURM_NAME, VARIABLE_NAME
 from windlass.errors import LaunchError
@@ -24,6 +26,15 @@ NODE_LOCAL = ("$TMPDIR", "/tmp", "$SLURM_TMPDIR", "$LOCALSCRATCH")
 def folder_mark(folder: Path | str) -> str:
     """Begins the comment of every job of this folder in the queue: a job whose id never reached us is recognised."""
     return f"windlass:{hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:12]}"
+
+
+class JobRequest(Protocol):
+    """What queue and environment depend on: a recipe, or the command of a sweep."""
+
+    @property
+    def launch(self) -> LaunchConfig: ...
+    @property
+    def nodes(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +156,7 @@ def train_job(
         lead_reason=lead_reason,
         partition=partition,
         qos=qos,
-        account=launch.account,
+        account=launch.account or (slurm.account if slurm else None),
         mem=None if slurm is None or slurm.mem_forbidden else slurm.mem,
         requeue=launch.requeue,
         torchrun=torchrun,
@@ -167,7 +178,7 @@ def cpus_per_device(cluster: Cluster) -> int:
     return (cluster.slurm.cpus_per_task if cluster.slurm else None) or max(1, cores // cluster.node.devices)
 
 
-def choose_queue(recipe: Recipe, cluster: Cluster) -> tuple[str | None, str | None]:
+def choose_queue(recipe: JobRequest, cluster: Cluster) -> tuple[str | None, str | None]:
     """Partition and QOS: the recipe's, else the cluster's default, else the first queue that takes this many nodes."""
     slurm, launch = cluster.slurm, recipe.launch
     if slurm is None:
@@ -209,7 +220,7 @@ def signal_lead(
     return lead_seconds, f"a minute, three steps and three times the longest save so far ({save_seconds:.0f} s)"
 
 
-def choose_environment(recipe: Recipe, cluster: Cluster, active_venv: str | None) -> JobEnvironment:
+def choose_environment(recipe: JobRequest, cluster: Cluster, active_venv: str | None) -> JobEnvironment:
     launch, container = recipe.launch, cluster.container
     modules = tuple(launch.modules if launch.modules is not None else cluster.modules)
     kind = launch.environment

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from windlass.clusters.model import Cluster
 from windlass.config.shell import quote
@@ -204,9 +205,7 @@ def _variables(job: BatchJob, cluster: Cluster) -> Iterator[str]:
         rows.append(("OMP_NUM_THREADS", str(threads), "ranks of a node must not fight for cores"))
     if job.kind in ("train", "doctor", "sweep"):
         rows += [(name, var.value, var.why) for name, var in cluster.env.items()]
-    if job.environment.kind == "container":
-        prefix = {"singularity": "SINGULARITYENV_", "apptainer": "APPTAINERENV_"}.get(job.environment.runtime, "")
-        rows += [(prefix + name, var.value, var.why) for name, var in cluster.container.env.items()]
+    rows += _container_rows(job.environment, cluster)
     # Compiler caches are not set here: a job chain must find its compiled kernels again, so `train.parallelize`
     # keeps them in the user's cache folder. A folder of this job would be empty in the next one.
     reasons = {
@@ -217,6 +216,12 @@ def _variables(job: BatchJob, cluster: Cluster) -> Iterator[str]:
     rows += [(name, value, reasons.get(name, offline)) for name, value in job.tracker_env.items()]
     yield from (_export(*row) for row in rows if row[0] not in job.env)
     yield from (_export(name, value, "from the recipe") for name, value in job.env.items())
+
+
+def _container_rows(env: JobEnvironment, cluster: Cluster) -> list[tuple[str, str, str]]:
+    prefix = {"singularity": "SINGULARITYENV_", "apptainer": "APPTAINERENV_"}.get(env.runtime, "")
+    variables = cluster.container.env.items() if env.kind == "container" else ()
+    return [(prefix + name, var.value, var.why) for name, var in variables]
 
 
 def _export(name: str, value: str, why: str) -> str:
@@ -328,3 +333,10 @@ def inside(job: BatchJob, cluster: Cluster, command: tuple[str, ...]) -> str:
         f"--set-env={quote(f'{name}={var.value}', expand=True)}" for name, var in cluster.container.env.items()
     ]
     return " ".join(["ch-run", *binds, *variables, f"--cd={quote(job.workdir)}", '"$image"', "--", line])
+
+
+def container_argv(job: BatchJob, cluster: Cluster, env: JobEnvironment) -> list[str]:
+    """In front of a command: runs it in this container. The job itself, which may call srun, stays outside."""
+    lines = [*_environment(replace(env, modules=())), *(_export(*row) for row in _container_rows(env, cluster))]
+    call = inside(replace(job, environment=env), cluster, ())
+    return ["bash", "-c", "\n".join([*lines, f'exec {call} "$@"']), "windlass"]

@@ -136,7 +136,7 @@ def prepare(
         budget, used = recipe.launch.budget_node_hours, 0.0
         if budget is not None:
             ledger = [e for other in runs_below(run.path.parent) for e in entries(other, executors(other))]
-            used = committed_node_hours(ledger, cluster=recipe.cluster, account=recipe.launch.account)
+            used = committed_node_hours(ledger, cluster=recipe.cluster, account=job.account)
         findings += checks.check_budget(cost.node_hours, used, budget)
     return PreparedLaunch(
         loaded=loaded,

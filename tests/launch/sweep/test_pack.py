@@ -96,12 +96,16 @@ def test_the_scheduler_speaks_for_what_its_job_ran_and_for_nothing_else(tmp_path
 
 def test_the_job_sees_the_same_machine_and_stage_as_the_submission(tmp_path, fake):
     work = work_of(tmp_path, COMMAND)
-    submit_packs(work, work.points, cluster="snellius-h100", everything=True, stage="eval", executor=fake)
+    submit_packs(
+        work, work.points, cluster="snellius-h100", everything=True, options=["--stage", "eval"], executor=fake
+    )
     assert "--cluster snellius-h100 --stage eval --all" in fake.scripts[0]
 
 
 def test_a_sweeps_job_has_what_a_training_job_of_its_shape_has(tmp_path, fake):
-    work = work_of(tmp_path, two_points_on("lumi-g") + "[set]\n'launch.environment' = 'module'\n")
+    work = work_of(
+        tmp_path, two_points_on("lumi-g") + "[set]\n'launch.environment' = 'module'\n'launch.account' = 'p1'\n"
+    )
     packs = submit_packs(work, work.points, cluster=None, executor=fake)["packs"]
     assert [p["nodes"] for p in packs] == [1, 2]
     one, two = fake.scripts

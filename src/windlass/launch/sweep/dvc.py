@@ -16,6 +16,7 @@ from windlass.config.load import parse_toml, refuse_implausible
 from windlass.config.sweep import LoadedSweep, SweepConfig, find_problems
 from windlass.errors import ConfigError, RunError
 from windlass.files import parse_json, write_atomic
+from windlass.launch.sweep.command import DEVICES_KEYS, NODES_KEYS, is_number
 from windlass.launch.sweep.points import SweepPoint
 
 # `${a.b[0]}`; a backslash before it leaves it to the shell.
@@ -142,7 +143,9 @@ def _axis(key: str, values: Sequence[Any]) -> list[Any]:
         name = ", ".join(f"{k} {as_text(v)}" for k, v in table.items()) if is_short else counted
         name = table["name"] if isinstance(table.get("name"), str) else name
         # How many nodes and devices a point takes, whatever the axis is called: a job needs to know.
-        place = {k: table[k] for k in ("nodes", "devices") if isinstance(table.get(k), int)}
+        place = {
+            keys[0]: table[k] for keys in (NODES_KEYS, DEVICES_KEYS) for k in reversed(keys) if is_number(table.get(k))
+        }
         rows.append({**place, **_parts(value, key), key: as_text(value), f"{key}_key": counted, "name": name})
     return rows
 

@@ -16,11 +16,12 @@ from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from windlass.clusters.scheduler import job_id
+from windlass.clusters.scheduler import job_id, without_step_options
 from windlass.config import load_recipe
 from windlass.config.secret import redact_text
 from windlass.errors import ConfigError, WindlassError
 from windlass.launch.start import bind_start, create_planned_run, local_cluster
+from windlass.launch.sweep.command import srun_request
 from windlass.launch.sweep.folder import SweepRun
 from windlass.launch.sweep.outcome import COMMAND_MARK, PointOutcome, classify, oom_kills
 from windlass.launch.sweep.points import SweepPoint
@@ -179,7 +180,9 @@ def command_of(sweep_run: SweepRun, point: SweepPoint, launcher: StepLauncher | 
 
 def _execute(command: Sequence[str], log: Path, point: SweepPoint) -> tuple[int, float | None]:
     """The exit code, and the time limit where that ended the point."""
-    env = {**os.environ, "PYTHONUNBUFFERED": "1", POINT_VARIABLE: str(log.parents[1].absolute())}
+    calls_srun = point.recipe is None and srun_request(point) is not None
+    env = without_step_options(os.environ) if calls_srun else dict(os.environ)
+    env |= {"PYTHONUNBUFFERED": "1", POINT_VARIABLE: str(log.parents[1].absolute())}
     end_with_us = end_with_parent(signal.SIGTERM)
 
     def in_child() -> None:
