@@ -22,7 +22,7 @@ COMMANDS = {
     "budget": "budget.budget", "tokenize": "data.tokenize", "tokenizer train": "data.train",
     "tokenizer compare": "data.compare", "data": "data.data", "train": "train.train", "resume": "resume.resume",
     "checkpoints": "checkpoints.checkpoints", "launch": "launch.launch", "jobs": "launch.jobs", "logs": "launch.logs",
-    "cancel": "launch.cancel", "submit": "launch.submit_any", "link": "launch.link", "sweep": "sweep.sweep",
+    "cancel": "launch.cancel", "submit": "launch.submit_any", "stage": "launch.stage", "link": "launch.link", "sweep": "sweep.sweep",
     "watch": "watch.watch", "dash": "dash.dash", "profile": "profile.profile", "compare": "profile.compare",
     "eval": "evaluate.eval_", "generate": "generate.generate", "export": "export.export", "import": "export.import_",
     "finetune": "finetune.finetune", "energy": "energy.energy", "report": "report.report", "sync": "report.sync",

@@ -12,11 +12,12 @@ from windlass.clusters import Cluster, load_cluster
 from windlass.clusters.scheduler import array_task, job_id
 from windlass.errors import ConfigError, LaunchError
 from windlass.files import read_json, read_json_lines, write_json
+from windlass.launch.cpu import active_venv
 from windlass.launch.executor import Executor
 from windlass.launch.job import BatchJob, choose_queue, cpus_per_device, find_partition, plain_environment, train_job
 from windlass.launch.script import srun_argv
 from windlass.launch.slurm import SlurmScheduler
-from windlass.launch.submit import active_venv, submit_job
+from windlass.launch.submit import submit_job
 from windlass.launch.sweep.execute import StepLauncher, run_point
 from windlass.launch.sweep.folder import SweepRun
 from windlass.launch.sweep.outcome import classify
