@@ -216,7 +216,8 @@ def _variables(job: BatchJob, cluster: Cluster) -> Iterator[str]:
     offline = "nothing is fetched in a job: a hub time-out costs minutes per rank"
     rows += [(name, value, reasons.get(name, offline)) for name, value in job.tracker_env.items()]
     yield from (_export(*row) for row in rows if row[0] not in job.env)
-    yield from (_export(name, value, "from the recipe") for name, value in job.env.items())
+    origin = "not the memory or home of a node" if job.kind == "image" else "from the recipe"
+    yield from (_export(name, value, origin) for name, value in job.env.items())
 
 
 def _export(name: str, value: str, why: str) -> str:
