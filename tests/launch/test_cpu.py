@@ -33,7 +33,7 @@ def test_the_first_partition_that_holds_the_work(work, partition, cores, hours):
 
 def test_the_reason_has_the_numbers():
     text = job("leonardo-booster", CpuWork(core_seconds=8 * 16 * HOUR)).about[-1]
-    assert "dcgp_usr_prod/normal needs 16 h of 24 h" in text and "lrd_all_serial needs 32 h of 4 h" in text
+    assert "dcgp_usr_prod/normal: 16 h of at most 24 h" in text and "lrd_all_serial: 32 h of at most 4 h" in text
 
 
 def test_work_that_no_partition_holds_gets_the_longest_and_advice():

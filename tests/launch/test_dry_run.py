@@ -64,8 +64,8 @@ def test_a_dry_run_shows_the_tokenizing_jobs_before_the_training(capsys):
     for script in scripts.values():
         assert_bash_reads(script)
         # 4.8 TB of text by 2 MB/s and core: 96 cores take 6.9 h, the four of lrd_all_serial 6.9 days.
-        assert "#SBATCH --partition=dcgp_usr_prod" in script and "needs 6 h 57 min of 24 h" in script
-        assert "lrd_all_serial needs 6.9 days of 4 h" in script
+        assert "#SBATCH --partition=dcgp_usr_prod" in script and "normal: 6 h 57 min of at most 24 h" in script
+        assert "lrd_all_serial: 6.9 days of at most 4 h" in script
 
 
 def test_a_layout_that_does_not_fit_is_refused_by_the_planner(tmp_path):

@@ -45,19 +45,18 @@ def choose_cpu_queue(cluster: Cluster, slurm: SlurmLimits, work: CpuWork | None)
     if work is None or not queues:
         queue = queues[0] if queues else None
         limit = queue.max_time if queue and queue.max_time else CPU_SECONDS
-        return queue, min(CPU_SECONDS, limit), "partition: the site's for CPU work; the amount of work is not known"
+        return queue, min(CPU_SECONDS, limit), "partition for CPU work; how long the work takes is not known"
     needs = {id(p): work.needs(p, cpu_cores(cluster, p)) for p in queues}
     texts = [
-        f"{p.name}{'/' + p.qos if p.qos else ''} needs {print_seconds(needs[id(p)])} of {print_seconds(p.max_time)}"
-        if p.max_time
-        else f"{p.name} needs {print_seconds(needs[id(p)])}, no limit known"
+        f"{p.name}{'/' + p.qos if p.qos else ''}: {print_seconds(needs[id(p)])} of "
+        + (f"at most {print_seconds(p.max_time)}" if p.max_time else "a limit that is not known")
         for p in queues
     ]
     fitting = [i for i, p in enumerate(queues) if needs[id(p)] <= (p.max_time or math.inf)]
     index = fitting[0] if fitting else max(range(len(queues)), key=lambda i: queues[i].max_time or 0.0)
     queue, before = queues[index], "; ".join(texts[:index])
     seconds = min(max(CPU_SECONDS, 2 * needs[id(queue)]), queue.max_time or math.inf)
-    reason = f"partition: {texts[index]}" + (f" (not {before})" if before and fitting else "")
+    reason = f"partition {texts[index]}" + (f" (not {before})" if before and fitting else "")
     if not fitting:
         tasks = math.ceil(work.tasks * needs[id(queue)] / (queue.max_time or CPU_SECONDS))
         reason += f"; no partition holds it at once: use --array {tasks}, or submit again until it is done"
