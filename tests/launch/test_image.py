@@ -162,8 +162,8 @@ def test_the_steps_of_a_definition_run_in_an_image(path, debian, tmp_path):
     def step(name: str) -> subprocess.CompletedProcess[str]:
         shell, text = parts[name]
         (root / f"opt/{name}.sh").write_text(text)
-        variables = ["WITH_CONDA=source /opt/activate", "PIP_CONSTRAINT=/etc/pip/constraint.txt", "HOME=/root"]
-        variables.append("PATH=/usr/local/bin:/usr/bin:/bin")
+        own = {"lumi-rocm": "WITH_CONDA=source /opt/activate", "nvidia-ngc": "PIP_CONSTRAINT=/etc/pip/constraint.txt"}
+        variables = [own[path.stem], "HOME=/root", "PATH=/usr/local/bin:/usr/bin:/bin"]
         options = ["-w", "--uid=0", "--gid=0", "--unset-env=PIP_*", *(f"--set-env={v}" for v in variables)]
         argv = ["ch-run", *options, str(root), "--", shell, f"/opt/{name}.sh"]
         return subprocess.run(argv, env={**os.environ, "USER": "root"}, capture_output=True, text=True)
