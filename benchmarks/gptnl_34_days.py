@@ -36,8 +36,6 @@ SHAPES = {
 PUBLISHED = {"days": 34.0, "tonnes": 14.0}
 TOKENS = 450e9
 GRID_BATCHES = (24, 16, 10, 8, 4)
-INTERVAL = 0.15
-"""Nine of ten fully sharded H100 runs among the published ones are predicted within 14.5 % (145 rows of --rows)."""
 CLUSTER = load_cluster("snellius-h100")
 DEVICE = load_device(CLUSTER.device)
 MACHINE = Machine(DEVICE, CLUSTER.links, CLUSTER.node.devices)

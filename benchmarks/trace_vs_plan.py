@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "benchmarks" / "results")))
     args = parser.parse_args()
     recipes = []
-    for path in args.recipes or sorted((ROOT / "recipes").glob("*.toml")):
+    for path in args.recipes or sorted(p for p in (ROOT / "recipes").glob("*.toml") if not p.stem.endswith("_data")):
         recipes.append(recipe_row(path, args.nodes, show_terms=bool(args.recipes)))
         print(json.dumps(recipes[-1]), flush=True)
     measured = [] if args.recipes else measured_rows()

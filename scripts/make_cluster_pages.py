@@ -49,6 +49,7 @@ def page(cluster: Cluster) -> str:
         WIDE + f"# {cluster.title}",
         f"{cluster.site}. Generated from `src/windlass/clusters/data/{cluster.name}.toml` by `scripts/make_cluster_pages.py`: edit that file, not this page.",
         _verified(cluster),
+        _modules(cluster) if cluster.slurm else "",
         "## Partitions\n\n" + _queues(cluster)
         if cluster.slurm
         else "No scheduler: `windlass launch` starts a detached process on this machine, with the same commands.",
@@ -82,12 +83,18 @@ def _verified(cluster: Cluster) -> str:
     return f"{live} {probe} {CONTAINERS[cluster.container.runtime]}".replace("  ", " ")
 
 
+def _modules(cluster: Cluster) -> str:
+    loads = "; ".join(f"`module load {name}`" for name in cluster.modules)
+    return f'`environment = "module"` loads: {loads or "not known, so it is refused without `launch.modules`"}.'
+
+
 def _queues(cluster: Cluster) -> str:
     rows = ["| partition | QOS | wall-time limit | nodes | use |", "|---|---|---|---|---|"]
     for p in cluster.slurm.partitions if cluster.slurm else []:
         nodes = f"{p.min_nodes} to {p.max_nodes or 'all'}"
         rows.append(
-            f"| {p.name} | {p.qos or ''} | {print_seconds(p.max_time) if p.max_time else 'unknown'} | {nodes} | {p.use_for} |"
+            f"| {p.name} | {p.qos or ''} | {print_seconds(p.max_time) if p.max_time else 'unknown'} | {nodes} | "
+            f"{p.use_for}{f'; {p.cores} cores per node' if p.cores else ''} |"
         )
     return "\n".join(rows)
 

@@ -82,11 +82,25 @@ def italia() -> str:
     terms = why["plan"]["memory_terms_gib"]
     gb = {k: v * 2**30 / 1e9 for k, v in terms.items()}
     from_recipe = next(p for p in ask("plan", "recipes/italia_9b_leonardo.toml")["plans"] if p["given"])
-    dry = ask("launch", "recipes/italia_9b_leonardo.toml", "--dry-run", "launch.account=EUHPC_A01", "--chain", "4")
+    first = ("--pretokenize", "recipes/italia_data.toml", "--array", "32")
+    dry = ask(
+        "launch", "recipes/italia_9b_leonardo.toml", "--dry-run", "launch.account=EUHPC_A01", "--chain", "4", *first
+    )
+    checks = {c["rule"]: c["message"] for c in dry["checks"]}
+    from windlass.clusters import load_cluster
+
+    modules, partition = (
+        load_cluster("leonardo-booster").modules,
+        re.search(r"# partition (.*)", dry["pretokenize"]["array"])[1],
+    )
     rows = [
         ["fp32 parameters of 9B", "36 GB", f"{gb['weights']:.0f} GB, and {gb['16-bit copy']:.0f} GB of 16-bit copy (9.1B)"],
         ["gradients and two moments", "3 x 36 GB", f"{gb['gradients'] + gb['optimizer states']:.0f} GB"],
         ["strategy", "FSDP hybrid: full inside a node, copies across", f"the same, marked (recipe): {from_recipe['memory_gib']:.0f} GiB, MFU {from_recipe['mfu']:.0%}, {from_recipe['days']:.0f} days"],
+        ["data", "1.2T tokens, 90 % Italian; about 4 TB on disk", f"`recipes/italia_data.toml`; 2 bytes per token: {checks['staging']}"],
+        ["tokenize in a CPU job", "a job of its own", f"32 tasks of 8 cores: {partition}"],
+        ["start-up", "1 h, from the fast partition 20 minutes", f"not measured on Leonardo; {checks['quota']}"],
+        ["modules", "python/3.11.6, cuda/12.1", ", ".join(modules) + ' with `environment = "module"`'],
         ["job limit", "submit the same job again, as a dependency", f"a chain: about {dry['cost']['expected_links']:.0f} jobs of {dry['seconds'] / 3600:.0f} h"],
     ]  # fmt: skip
     small = (results("stories") or {}).get("italia")

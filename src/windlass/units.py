@@ -111,6 +111,14 @@ def print_tokens(tokens: float | None, digits: int = 2) -> str:
     return _scaled(tokens, [(1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1, "")], digits, "")
 
 
+def print_quota(value: float | None) -> str:
+    """Bytes in decimal units, as sites write their quotas: 2.4 TB."""
+    if value is None:
+        return "unknown"
+    size, unit = next(((value / s, u) for s, u in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")) if value >= s), (value, "B"))
+    return f"{size:.3g} {unit}"
+
+
 def print_bytes(size: float | None, digits: int = 1) -> str:
     """Bytes in binary units: `94 GiB`."""
     if size is None:

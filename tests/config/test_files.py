@@ -23,7 +23,7 @@ def test_kinds_by_their_tables():
             "sweep"
             if path.parent.name == "sweeps" or path.stem in ("grid", "finetune")
             else "data"
-            if path.stem == "data"
+            if path.stem.endswith("data")
             else "recipe"
         )
 

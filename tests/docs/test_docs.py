@@ -220,16 +220,6 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_external(tmp_path):
 # -- offline installation --------------------------------------------------------------------------------------------------
 
 
-def test_the_container_definition_has_its_parts():
-    text = (TOP / "containers" / "windlass.def").read_text()
-    sections = re.findall(r"^%(\w+)", text, re.M)
-    assert sections == ["files", "post", "environment", "runscript", "test", "labels", "help"]
-    assert re.search(r"^Bootstrap: docker\nFrom: \{\{ FROM \}\}$", text, re.M)
-    assert "--no-index" in text, "nothing may be downloaded while the image is built"
-    post = re.search(r"^%post\n(.*?)^%", text, re.M | re.S).group(1)
-    assert subprocess.run(["sh", "-n"], input=post, text=True).returncode == 0
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [((), "missing argument: FOLDER"), (("a", "b"), "only one folder"), (("--moon",), "unknown option"), (("a", "--extras"), "needs a list")],

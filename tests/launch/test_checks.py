@@ -9,7 +9,7 @@ import pytest
 from windlass.clusters import load_cluster
 from windlass.errors import LaunchError
 from windlass.launch import checks
-from windlass.launch.job import train_job
+from windlass.launch.job import expected_store_bytes, train_job
 
 
 def findings(recipe, **changes):
@@ -141,3 +141,46 @@ def test_budget():
     (bad,) = checks.check_budget(900.0, 200.0, 1000.0)
     assert bad.level == "refuse" and bad.source
     assert checks.check_budget(1.0, 0.0, None)[0].level == "note"
+    (short,) = checks.check_budget(100.0, 200.0, 1000.0, 801.0)  # one job fits, but not all that the run needs
+    assert short.level == "refuse" and "801" in short.message and "800.0 of 1,000.0 left" in short.message
+    assert checks.check_budget(100.0, 200.0, 1000.0, 800.0)[0].level == "ok"
+
+
+def quotas(recipe, store_bytes=None, checkpoint_bytes=110 * 10**9, run_dir="/nowhere/runs/x"):
+    cluster = load_cluster(recipe.cluster)
+    job = train_job(recipe, cluster, run_dir, workdir="/project", store_bytes=store_bytes)
+    size = store_bytes or expected_store_bytes(recipe)
+    return [
+        f for f in checks.check_quotas(job, recipe, cluster, size, checkpoint_bytes, 1000, here=True) if f.level != "ok"
+    ]
+
+
+def test_a_store_larger_than_the_quota_is_refused_with_numbers(make_recipe):
+    """1.2T tokens of 2 bytes against the 1 TB of Leonardo's $FAST."""
+    italia = make_recipe(data={"tokens": "1.2T"}, launch={"stage_data": True})
+    (refusal,) = quotas(italia)
+    assert (refusal.rule, refusal.level) == ("quota", "refuse") and refusal.source
+    assert "2.4 TB are more than its quota of 1 TB" in refusal.message
+    assert "launch.stage_data = false" in refusal.hint and "$SCRATCH (20 TB)" in refusal.hint
+    (note,) = quotas(
+        make_recipe(data={"tokens": "1.2T"})
+    )  # not asked for: it stays where it is, and the numbers say why
+    assert note.level == "note" and "2.4 TB" in note.message and "1 TB" in note.message
+    assert quotas(italia, store_bytes=9 * 10**11) == []  # measured: it is smaller than one pass
+
+
+def test_store_and_checkpoints_share_a_quota(make_recipe):
+    recipe = make_recipe(data={"tokens": "200B"}, launch={"checkpoints_on": "fast"}, save={"keep_last": 3})
+    assert quotas(recipe) == []  # 400 GB and four checkpoints of 110 GB in 1 TB, by hand
+    (refusal,) = quotas(recipe, checkpoint_bytes=160 * 10**9)  # 400 + 640 GB
+    assert refusal.level == "refuse" and "1.04 TB" in refusal.message and "640 GB" in refusal.message
+    assert "keep_last" in refusal.hint
+
+
+def test_the_quota_of_the_run_folders_own_file_system(make_recipe, monkeypatch):
+    monkeypatch.setenv("WORK", "/leonardo_work/x")
+    recipe = make_recipe(launch={"stage_data": False})
+    assert quotas(recipe, run_dir="/leonardo_work/x/runs/a") == []
+    (refusal,) = quotas(recipe, checkpoint_bytes=3 * 10**11, run_dir="/leonardo_work/x/runs/a")  # four of 300 GB
+    assert refusal.rule == "quota" and "1.2 TB" in refusal.message and "$WORK" in refusal.message
+    assert quotas(recipe, checkpoint_bytes=3 * 10**11, run_dir="/leonardo_work/xy/runs/a") == []

@@ -21,7 +21,7 @@ from windlass.clusters.load import SHIPPED
 from windlass.clusters.model import Cluster
 from windlass.config import Recipe, load, validate
 from windlass.errors import ConfigError, LaunchError
-from windlass.launch import array, doctor
+from windlass.launch import array, cpu, doctor, submit
 from windlass.launch.job import train_job
 from windlass.launch.script import render, render_local
 from windlass.launch.sweep import pack
@@ -58,7 +58,7 @@ IN_SCRIPTS = (
     "account", "partition", "qos", "venv", "container", "binds", "modules", "env", "sbatch", "runtime", "starter",
 )  # fmt: skip
 COMMAND_LINE = ("run_dir", "workdir", "account", "partition", "argument")
-KINDS = ("train", "local", "command", "array", "merge", "doctor", "sweep")
+KINDS = ("train", "local", "stage", "command", "array", "merge", "doctor", "sweep")
 
 
 def text_keys(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str]]:
@@ -188,8 +188,13 @@ class Laboratory:
             return [render(job, machine)]
         if case["kind"] == "local":
             return [render_local(job, machine)]
+        if case["kind"] == "stage":
+            stage = submit.stage_job(job, loaded, machine, 10**9)
+            return [] if stage is None else [render(stage, machine)]
         if case["kind"] == "command":
-            return [render(array._cpu_job(machine, Path(run_dir), "command", ["windlass", argument], account), machine)]
+            return [
+                render(cpu.cpu_job(machine, Path(run_dir), "command", ["windlass", argument], account=account), machine)
+            ]
         if case["kind"] in ("array", "merge"):
             scripts = array.tokenize_scripts(Path(argument), 2, cluster=machine, account=account, env=loaded.launch.env)
             return [scripts[case["kind"]]]
@@ -231,7 +236,7 @@ class Laboratory:
 def laboratory(tmp_path_factory):
     laboratory = Laboratory(tmp_path_factory.mktemp("injection"))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (array, doctor, pack):  # the environment of this test has a real `windlass`
+        for module in (cpu, doctor, pack):  # the environment of this test has a real `windlass`
             patch.setattr(module, "active_venv", lambda: f"{laboratory.folder}/venv")
         yield laboratory
 

@@ -116,9 +116,14 @@ def test_recipe_environment_wins_over_the_clusters(make_recipe):
 
 
 def test_staging_changes_what_training_reads(make_recipe):
-    job = make_job(make_recipe(), "leonardo-booster")
+    small = {"data": {"tokens": "100B"}}
+    job = make_job(make_recipe(**small), "leonardo-booster")
     assert job.staging and not job.staging.per_node and job.command[-2:] == ("--store", "$FAST/windlass/shards")
-    assert make_job(make_recipe(launch={"stage_data": False}), "leonardo-booster").staging is None
+    text = render(job, load_cluster("leonardo-booster"))
+    assert "$fast/.staged" in text and "cp -r" not in text  # a CPU job has copied it: no device waits for a copy
+    assert make_job(make_recipe(**small, launch={"stage_data": False}), "leonardo-booster").staging is None
+    assert make_job(make_recipe(), "leonardo-booster").staging is None  # 1T tokens of 2 bytes, and $FAST holds 1 TB
+    assert make_job(make_recipe(), "leonardo-booster", store_bytes=10**12).staging is not None  # as measured
     assert (
         make_job(make_recipe(cluster="snellius-h100"), "snellius-h100").staging is None
     )  # a node's own disk only when asked
@@ -133,3 +138,47 @@ def test_values_of_the_command_line_are_held_to_the_same_rules(key, value):
     with pytest.raises(LaunchError) as caught:
         BatchJob(**{**valid, key: value})
     assert caught.value.code == "launch.unsafe-value" and caught.value.message.startswith(key)
+
+
+def test_modules_are_loaded_where_they_are_known(make_recipe):
+    module = {"launch": {"environment": "module", "venv": None}}
+    text = render(make_job(make_recipe(**module), "leonardo-booster"), load_cluster("leonardo-booster"))
+    assert text.index("module purge") < text.index("module load python/3.11.6") < text.index("module load cuda/12.1")
+    over = make_job(make_recipe(launch={"environment": "module", "venv": "/project/venv"}), "leonardo-booster")
+    text = render(over, load_cluster("leonardo-booster"))  # a virtual environment made on top of the modules
+    assert text.index("module load cuda/12.1") < text.index("source /project/venv/bin/activate")
+    assert "module load" not in render(make_job(make_recipe(), "leonardo-booster"), load_cluster("leonardo-booster"))
+
+
+@pytest.mark.parametrize("name", [n for n in CLUSTERS if not load_cluster(n).modules])
+def test_unknown_modules_are_refused(name, make_recipe):
+    with pytest.raises(LaunchError) as caught:
+        make_job(make_recipe(cluster=name, launch={"environment": "module", "venv": None}), name)
+    assert caught.value.code == "launch.modules-unknown" and "launch.modules" in caught.value.hint
+    named = make_recipe(cluster=name, launch={"environment": "module", "modules": ["pytorch/2.11"], "venv": None})
+    assert "module load pytorch/2.11" in render(make_job(named, name), load_cluster(name))
+
+
+def test_the_python_of_a_lumi_image_is_activated(make_recipe, tmp_path):
+    """Every command runs the image's own $WITH_CONDA first; an image without it starts the command at once."""
+    recipe = make_recipe(cluster="lumi-g", launch={"account": "project_1", "container": "/x.sif", "venv": None})
+    text = render(make_job(recipe, "lumi-g"), load_cluster("lumi-g"))
+    lines = [line for line in text.splitlines() if "singularity exec" in line]
+    assert len(lines) == 3 and all(r"""bash -c '$WITH_CONDA; exec "$@"' windlass """ in line for line in lines)
+    command = r"""bash -c '$WITH_CONDA; exec "$@"' windlass printenv ACTIVE"""
+    (tmp_path / "activate").write_text("export ACTIVE=pytorch\n")
+    for value, output in ((f"source {tmp_path}/activate", "pytorch\n"), (None, "")):
+        env = {"PATH": "/usr/bin:/bin", **({"WITH_CONDA": value} if value else {})}
+        assert subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True).stdout == output
+
+
+def test_checkpoints_can_go_to_the_fast_file_system(make_recipe):
+    job = make_job(make_recipe(launch={"checkpoints_on": "fast"}), "leonardo-booster")
+    assert job.checkpoints_target.startswith("$FAST/windlass/checkpoints/nine-b-")
+    lumi = make_recipe(cluster="lumi-g", launch={"checkpoints_on": "flash"})
+    assert make_job(lumi, "lumi-g").checkpoints_target.startswith("/flash/$PROJECT/windlass/checkpoints/nine-b-")
+    assert make_job(make_recipe(), "leonardo-booster").checkpoints_target is None
+    for cluster, name in (("snellius-h100", "fast"), ("snellius-h100", "node"), ("lumi-g", "floppy")):
+        with pytest.raises(LaunchError) as caught:
+            make_job(make_recipe(cluster=cluster, launch={"checkpoints_on": name}), cluster)
+        assert caught.value.code == "launch.unknown-storage" and "scratch" in caught.value.hint

@@ -1,16 +1,18 @@
 """Every recipe that ships is loaded, counts the parameters its name promises, and can be planned."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from windlass.clusters import load_cluster
 from windlass.config import load_recipe
+from windlass.config.sources import load_data_file
 from windlass.models.presets import model_spec
 from windlass.planner import plan
 
 FOLDER = Path(__file__).parents[2] / "recipes"
-FILES = sorted(FOLDER.glob("*.toml"))
+FILES = sorted(path for path in FOLDER.glob("*.toml") if not path.stem.endswith("_data"))
 # What was published, in billions; worked out by hand from the published shapes where they are known.
 SIZES = {
     "gptnl_1b_snellius": 1.10, "gptnl_8b_snellius": 8.03, "gptnl_30b_snellius": 30.0, "italia_9b_leonardo": 9.0,
@@ -45,3 +47,13 @@ def test_recipe_is_planned_and_its_own_layout_fits(path):
     assert best.fits and best.days > 0 and best.reason
     assert best.step.mfu is not None and 0.05 < best.step.mfu < 0.85
     assert recipe.layout is None or any(p.from_recipe for p in plans.plans)
+
+
+@pytest.mark.parametrize("name", ["italia_9b", "italia_cpt"])
+def test_the_data_files_of_italia_make_the_stores_of_its_recipes(name):
+    recipe = load_recipe(FOLDER / f"{name}_leonardo.toml").recipe
+    data = load_data_file(FOLDER / f"{name.removesuffix('_9b')}_data.toml")
+    assert data.output == recipe.data.store and set(data.sources) == set(recipe.data.mix)
+    wanted = {n: float(re.search(r"([\d.]+)T tokens wanted", s.notes)[1]) * 1e12 for n, s in data.sources.items()}
+    assert wanted == {n: pytest.approx(share * recipe.data.tokens) for n, share in recipe.data.mix.items()}
+    assert data.policy == "lawful" and all(s.licence and s.origin and s.kind for s in data.sources.values())

@@ -145,19 +145,33 @@ def fast():
     shutil.rmtree(folder)
 
 
-def test_the_token_store_is_staged_and_training_reads_the_copy(site, fast):
+def test_a_cpu_job_stages_store_and_checkpoints_and_training_reads_the_copy(site, fast):
     own = Path(os.environ["XDG_CONFIG_HOME"]) / "windlass/clusters/dev.toml"
-    own.write_text(own.read_text() + f'\n[storage.fast]\npath = "{fast}"\nfast = true\n')
+    own.write_text(own.read_text() + f'\n[storage.fast]\npath = "{fast}"\nquota = "1 GB"\nfast = true\n')
     store = site.folder / "store"
     store.mkdir()
     (store / "shard.bin").write_bytes(b"tokens")
-    recipe = site.recipe(
-        "staged", data__store=str(store), launch={"venv": str(site.standin), "env": {"STANDIN": "stop"}}
-    )
-    site.launch(recipe, "--chain", 2, "--force")  # the store is no real one
-    assert site.wait_over("staged") == ["FAILED", "COMPLETED"]
+    launch = {"venv": str(site.standin), "env": {"STANDIN": "stop"}, "checkpoints_on": "fast"}
+    recipe = site.recipe("staged", data__store=str(store), launch=launch)
+    jobs = site.launch(recipe, "--chain", 2, "--force")  # the store is no real one
+    assert site.wait_over("staged") == ["COMPLETED", "FAILED", "COMPLETED"]
+    stage, first, _ = [r for r in site.records("staged") if r["record"] == "submitted"]
+    assert (stage["kind"], stage["nodes"], stage["devices_per_node"]) == ("stage", 1, 0)
+    assert first["job"] == jobs[0] and first["after"] == f"afterok:{stage['job']}"
     assert (fast / "windlass/store/shard.bin").read_bytes() == b"tokens"
     assert f"--store {fast}/windlass/store" in (site.folder / "runs/staged/job.sh").read_text()
+    link = site.folder / "runs/staged/checkpoints"
+    assert link.is_symlink() and link.resolve().parent == fast / "windlass/checkpoints"
+    assert site.json("launch", recipe, "--dry-run").get("stage") is None  # nothing is left to copy
+
+
+def test_no_training_starts_when_the_copy_fails(site, fast):
+    own = Path(os.environ["XDG_CONFIG_HOME"]) / "windlass/clusters/dev.toml"
+    own.write_text(own.read_text() + f'\n[storage.fast]\npath = "{fast}"\nfast = true\n')
+    launch = {"venv": str(site.standin), "env": {"STANDIN": "finish"}}
+    site.launch(site.recipe("missing", data__store=str(site.folder / "none"), launch=launch), "--force")
+    assert site.wait_over("missing") == ["FAILED", "CANCELLED"]
+    assert "there is nothing to copy" in site.log("missing") and "begins at step" not in site.log("missing")
 
 
 def test_a_partition_that_does_not_exist(site):

@@ -50,17 +50,19 @@ def tokenize(
     from windlass.config.sources import load_data_file
     from windlass.data import inputs
     from windlass.data import tokenize as tokenization
-    from windlass.launch.array import submit_array
+    from windlass.launch.array import input_bytes, submit_array
 
     config = load_data_file(file, overrides or ())
     if array is not None:
         argv = ["windlass", "tokenize", str(file.absolute()), *(overrides or [])]
-        jobs = submit_array([*argv, "--array-task", "auto"], count=array, then=argv, cluster=cluster, account=account)
+        tasks, size = [*argv, "--array-task", "auto"], input_bytes(config)
+        jobs = submit_array(tasks, count=array, then=argv, cluster=cluster, account=account, size=size)
         show(
             as_json,
             {"array_job": jobs.array_job, "merge_job": jobs.merge_job, "folder": str(jobs.folder), "tasks": array},
             f"submitted {array} tasks as job {jobs.array_job}, joined by job {jobs.merge_job}; "
             f"scripts and logs: {jobs.folder}",
+            jobs.partition,
             f"to train after it: windlass launch RECIPE --after {jobs.merge_job}",
         )
         return

@@ -21,7 +21,7 @@ from windlass.cli.options import (
     RunArgument,
     ScratchOption,
 )
-from windlass.cli.output import console, print_json, show, table, text_of
+from windlass.cli.output import bar, console, print_json, show, table, text_of
 from windlass.errors import ConfigError, RunError
 from windlass.units import print_bytes, print_joules, print_seconds
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from windlass.launch.ledger import LedgerEntry
     from windlass.launch.submit import PreparedLaunch
 
+# How often `windlass stage` writes its progress into the log of a job.
+LOG_SECONDS = 30.0
 AfterOption = Annotated[str | None, typer.Option("--after", help="Start only after this job succeeds (afterok).")]
 JOB_COLUMNS = (
     "link", "job", "state", "reason", "nodes", "ran", "limit", "node-hours", "from step", "to step", "source",
@@ -67,8 +69,10 @@ def launch(
     """Plan, check and submit a training run, or print what would be submitted."""
     from windlass.checkpoint.missing import restart_from_scratch
     from windlass.config import load_recipe
+    from windlass.config.sources import load_data_file
     from windlass.launch import array as arrays
     from windlass.launch import submit
+    from windlass.launch.script import render
     from windlass.runs.folder import Run
 
     changes = [*(overrides or ()), *([f"nodes={nodes}"] if nodes is not None else [])]
@@ -95,11 +99,15 @@ def launch(
     )
     loaded = prepared.loaded
     place: Any = {"cluster": prepared.cluster, "account": prepared.job.account, "env": prepared.job.env}
+    if pretokenize is not None:
+        place["size"] = arrays.input_bytes(load_data_file(pretokenize), loaded.recipe.data.tokens)
     if dry_run:
         scripts = {} if pretokenize is None else arrays.tokenize_scripts(pretokenize, array, **place)
+        stage = {} if prepared.stage is None else {"stage": render(prepared.stage, prepared.cluster)}
         if as_json:
-            print_json({**_prepared_json(prepared), **({"pretokenize": scripts} if scripts else {})})
+            print_json({**_prepared_json(prepared), **({"pretokenize": scripts} if scripts else {}), **stage})
         else:
+            scripts |= stage
             _print_dry_run(prepared, scripts)
         return
     if from_scratch:
@@ -145,8 +153,9 @@ def _print_dry_run(prepared: PreparedLaunch, before: dict[str, str]) -> None:
     from windlass.launch.checks import refusals
 
     out, plan, cost, job = console(), prepared.plan, prepared.cost, prepared.job
-    for kind, text in before.items():
-        out.print(f"[bold]{'First: tokenize' if kind == 'array' else 'Second: merge the token store'}[/bold]")
+    titles = {"array": "tokenize", "merge": "merge the token store", "stage": "copy to the fast file system"}
+    for number, (kind, text) in enumerate(before.items(), 1):
+        out.print(f"[bold]Job {number}: {titles[kind]}[/bold]")
         print(text)
     if before:
         out.print("[bold]Then: train[/bold]")
@@ -321,6 +330,42 @@ def submit_any(
     place = folder or Path("runs") / f"{command[0]}-{time.strftime('%Y%m%d-%H%M%S')}"
     job = submit_command(["windlass", *command], cluster=cluster, folder=place, account=account, after=after)
     show(False, None, f"submitted: {job}; log {place}/logs/{job}.out")
+
+
+def stage(
+    run: RunArgument,
+    store: Annotated[Path | None, typer.Option("--store", help="Folder for the copy of the token store.")] = None,
+    checkpoints: Annotated[
+        Path | None,
+        typer.Option("--checkpoints", help="Folder to move the checkpoints to; the run folder links to it."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Copy a run's token store and checkpoints to another file system, in parallel; a copy that was cut off goes on.
+    `windlass launch` runs this as a CPU job."""
+    from windlass.launch.staging import stage as copy
+    from windlass.runs import open_run
+
+    began, last = time.monotonic(), 0.0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal last
+        rate = (
+            f"{print_bytes(done)} of {print_bytes(total)}, {print_bytes(done / max(1e-3, time.monotonic() - began))}/s"
+        )
+        update(done, total, f"copying: {rate}")
+        if not as_json and time.monotonic() - last > LOG_SECONDS:  # the log of a job shows no bar
+            last = time.monotonic()
+            print(f"windlass: copied {rate}", flush=True)
+
+    with bar("copying", quiet=as_json) as update:
+        copies = copy(open_run(run), store, checkpoints, progress)
+    lines = (
+        f"{c.source} -> {c.target}: {c.files} files copied, {print_bytes(c.bytes)} in {print_seconds(c.seconds)}; "
+        f"{c.kept_files} were there"
+        for c in copies
+    )
+    show(as_json, {"copies": copies}, *lines)
 
 
 def link(

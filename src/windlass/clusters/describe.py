@@ -47,6 +47,8 @@ def facts(table: Cluster | Device) -> Iterator[Fact]:
                 (source.source, source.on or "", source.status if source.source else "") if source else ("", "", "")
             )
             yield Fact(key, value, _shown(key, value), *origin)
+    if isinstance(table, Cluster) and table.slurm is not None and not table.modules:
+        yield Fact("modules", None, "not known", "", "", "")
 
 
 def _shown(key: str, value: Any) -> str:

@@ -160,6 +160,12 @@ class Partition(Table):
     min_nodes: PositiveInt = Field(default=1, description="Minimum nodes of a job.")
     max_nodes: PositiveInt | None = Field(default=None, description="Maximum nodes of a job.")
     gpus: bool = Field(default=True, description="Whether it has the devices of this file; false: a CPU partition.")
+    cores: PositiveInt | None = Field(
+        default=None, description="Cores of one node that a job may use (default: the node's of this file)."
+    )
+    user_cores: PositiveInt | None = Field(
+        default=None, description="Cores that all jobs of one user may use at the same time, where limited."
+    )
     use_for: Line = Field(default="", description="Description.")
 
 
@@ -231,6 +237,17 @@ class Container(Table):
         default_factory=dict, description="Variables inside the container, each with a reason."
     )
     modules: list[ModuleName] = Field(default_factory=list, description="Environment modules to load before it starts.")
+    activate: VariableName | None = Field(
+        default=None,
+        description="Variable of the site's images whose value activates their Python; run before every command. An "
+        "image without it starts the command at once.",
+    )
+    definition: str | None = Field(
+        default=None, description="Definition in containers/ that `windlass image` builds from."
+    )
+    build_modules: list[ModuleName] = Field(
+        default_factory=list, description="Environment modules without which an image cannot be built on the site."
+    )
 
 
 class Storage(Table):
@@ -314,7 +331,10 @@ class Cluster(Table):
     slurm: SlurmLimits | None = None
     binding: Binding = Field(default_factory=Binding)
     env: Annotated[dict[VariableName, EnvVar], SafeVariables] = Field(default_factory=dict)
-    modules: list[ModuleName] = Field(default_factory=list, description="Environment modules with Python and PyTorch.")
+    modules: list[ModuleName] = Field(
+        default_factory=list,
+        description='Modules that `environment = "module"` loads, in this order; empty: not known.',
+    )
     container: Container = Field(default_factory=Container)
     storage: dict[str, Storage] = Field(default_factory=dict)
     network: Network = Field(default_factory=Network)

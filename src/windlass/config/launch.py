@@ -29,7 +29,8 @@ class LaunchConfig(Table):
     starter: Literal["srun", "torchrun"] = "srun"
     """srun: one task per device, so that signals arrive. torchrun: one task per node."""
     environment: Literal["auto", "venv", "module", "container"] = "auto"
-    """auto: the container when one is named, else the virtual environment (named, or the active one), else modules."""
+    """auto: the container when one is named, else the virtual environment (named, or the active one), else modules.
+    module: `modules`, then `venv` where one is named."""
     venv: PathText | None = None
     """Virtual environment to run in."""
     container: PathText | None = None
@@ -50,7 +51,11 @@ class LaunchConfig(Table):
     signal_lead: SecondsOrAuto = "auto"
     """How long before the wall-time limit SLURM sends SIGUSR1; auto: from the measured save time, else 5 minutes."""
     stage_data: bool | None = None
-    """Copy the token store to the fast file system first (default: when the cluster has a shared one)."""
+    """Copy the token store to the fast file system first, in a CPU job (default: when the cluster has a shared one whose
+    quota holds the store). A node's own disk only with true, and then inside the job."""
+    checkpoints_on: str | None = None
+    """Keep the checkpoints on another file system than the run folder, which links to them: "fast", or the name of a
+    `[storage.NAME]` table of the cluster file."""
     chain: NonNegativeInt | Literal["self"] = 0
     """Jobs in the chain, submitted at once, each after the one before it; "self": each job submits the next at its end.
     0 and 1 are a single job."""

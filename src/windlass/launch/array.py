@@ -1,8 +1,9 @@
-"""CPU work in the queue: an array with a merge job after it, or one plain job.
+"""CPU work in the queue: an array with a merge job after it, or one plain job, on a partition that can hold it.
 
-`windlass tokenize DATA.toml --array N`, `windlass launch --pretokenize` and `windlass submit` use this.
+`windlass tokenize DATA.toml --array N`, `windlass launch`, `windlass image` and `windlass submit` use this.
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -10,19 +11,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from windlass.clusters import Cluster, load_cluster
-from windlass.clusters.model import Node, Partition, SlurmLimits
+from windlass.clusters.model import Node, SlurmLimits
 from windlass.clusters.probe import recognise
-from windlass.clusters.scheduler import default_account
-from windlass.errors import LaunchError
-from windlass.launch.job import BatchJob, plain_environment
+from windlass.config.sources import DataFile
+from windlass.data.inputs import find_files
+from windlass.errors import LaunchError, WindlassError
+from windlass.launch.cpu import CpuWork, cpu_job
+from windlass.launch.job import BatchJob
 from windlass.launch.script import render
 from windlass.launch.slurm import SlurmScheduler
-from windlass.launch.submit import active_venv, check_known, submit_job
+from windlass.launch.submit import check_known, submit_job
 
-# Wall time of a CPU job unless the partition's limit is shorter: tokenizing restarts where it stopped, so short is
-# fine.
-CPU_SECONDS = 4 * 3600.0
-CPU_CORES = 8
+# Text that one core tokenizes per second with the slowest engine (benchmarks/results/tokenize.md, the row of datatrove):
+# a partition chosen by it errs on the long side.
+TOKENIZED_BYTES_PER_SECOND = 2e6
+# Text of one token where the sources cannot be read here.
+BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class SubmittedArray:
     folder: Path  # scripts, logs and jobs.jsonl of the jobs
     array_job: str
     merge_job: str
+    partition: str  # the choice and its reason
 
 
 def submit_array(
@@ -43,33 +48,55 @@ def submit_array(
     folder: Path | None = None,
     account: str | None = None,
     env: Mapping[str, str] | None = None,
+    size: int | None = None,
 ) -> SubmittedArray:
     """`command` as an array of `count` tasks, `then` once they are all done; returns at once.
 
     A task that fails leaves the merge job cancelled, not waiting forever; submitting again does only what is missing.
+    `size`: bytes of text, by which the partition is chosen; None: unknown.
     """
     machine, executor = find_cluster(cluster), SlurmScheduler()
     folder = (folder or Path("runs") / f"{_name(command)}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    array, merge = _array_and_merge(command, then, count, machine, folder, account, env)
+    array, merge = _array_and_merge(command, then, count, machine, folder, account, env, size)
     array_id = submit_job(array, machine, executor)
-    return SubmittedArray(folder, array_id, submit_job(merge, machine, executor, after=f"afterok:{array_id}"))
+    merge_id = submit_job(merge, machine, executor, after=f"afterok:{array_id}")
+    return SubmittedArray(folder, array_id, merge_id, array.about[-1])
+
+
+def input_bytes(data: DataFile, tokens: int | None = None) -> int | None:
+    """Text of all sources; where they cannot be read here, from the tokens that are expected. None: unknown."""
+    with contextlib.suppress(WindlassError, OSError):
+        return sum(file.weight for name, source in data.sources.items() for file in find_files(name, source))
+    return None if tokens is None else tokens * BYTES_PER_TOKEN
 
 
 def tokenize_array(
-    data: Path, count: int, *, cluster: Cluster, account: str | None, env: Mapping[str, str]
+    data: Path,
+    count: int,
+    *,
+    cluster: Cluster,
+    account: str | None,
+    env: Mapping[str, str],
+    size: int | None = None,
 ) -> SubmittedArray:
     argv = ["windlass", "tokenize", str(data.absolute())]
     tasks = [*argv, "--array-task", "auto"]
-    return submit_array(tasks, count=count, then=argv, cluster=cluster, account=account, env=env)
+    return submit_array(tasks, count=count, then=argv, cluster=cluster, account=account, env=env, size=size)
 
 
 def tokenize_scripts(
-    data: Path, count: int, *, cluster: Cluster, account: str | None, env: Mapping[str, str]
+    data: Path,
+    count: int,
+    *,
+    cluster: Cluster,
+    account: str | None,
+    env: Mapping[str, str],
+    size: int | None = None,
 ) -> dict[str, str]:
     """What `tokenize_array` would submit: the array's script and that of the merge job."""
     argv = ["windlass", "tokenize", str(data.absolute())]
     folder = (Path("runs") / _name(argv)).absolute()
-    jobs = _array_and_merge([*argv, "--array-task", "auto"], argv, count, cluster, folder, account, env)
+    jobs = _array_and_merge([*argv, "--array-task", "auto"], argv, count, cluster, folder, account, env, size)
     return {job.kind: render(job, cluster) for job in jobs}
 
 
@@ -78,7 +105,7 @@ def submit_command(
 ) -> str:
     """Any command as one CPU job; its log and script are in `folder`. Returns the job's id."""
     machine, executor = find_cluster(cluster), SlurmScheduler()
-    job = _cpu_job(machine, folder.absolute(), "command", argv, account)
+    job = cpu_job(machine, folder.absolute(), "command", argv, account=account)
     if after is not None:
         check_known(executor, after)
     return submit_job(job, machine, executor, after=f"afterok:{after}" if after else None)
@@ -116,6 +143,7 @@ def _array_and_merge(
     folder: Path,
     account: str | None,
     env: Mapping[str, str] | None,
+    size: int | None,
 ) -> tuple[BatchJob, BatchJob]:
     limit = cluster.slurm.max_array if cluster.slurm else None
     if count < 1 or (limit is not None and count > limit):
@@ -124,41 +152,6 @@ def _array_and_merge(
             f"an array of {count} tasks is not possible on {cluster.name}: 1 to {limit or 'any number'}",
             hint=f"use --array {max(1, min(count, limit or count))}",
         )
-    merge = _cpu_job(cluster, folder, "merge", then, account, env)
+    work = None if size is None else CpuWork(core_seconds=size / TOKENIZED_BYTES_PER_SECOND, tasks=count)
+    merge = cpu_job(cluster, folder, "merge", then, account=account, env=env, work=work)
     return replace(merge, name=f"{folder.name}-array", kind="array", command=tuple(command), array=count), merge
-
-
-def _cpu_job(
-    cluster: Cluster,
-    folder: Path,
-    kind: str,
-    command: Sequence[str],
-    account: str | None,
-    env: Mapping[str, str] | None = None,
-) -> BatchJob:
-    if cluster.slurm is None:
-        raise LaunchError(
-            "launch.cluster-without-slurm",
-            f"{cluster.name} has no SLURM, so there is no queue for CPU jobs",
-            hint="run the command here, without --array",
-        )
-    # Without accelerators: the file's choice, else the first partition of that kind, else the default.
-    name, partitions = cluster.slurm.cpu_partition or cluster.slurm.partition, cluster.slurm.partitions
-    rows = [p for p in partitions if p.name == name] or [p for p in partitions if not p.gpus]
-    queue = rows[0] if rows else Partition(name=name) if name else None
-    return BatchJob(
-        name=f"{folder.name}-{kind}",
-        kind=kind,
-        run_dir=str(folder),
-        workdir=str(Path.cwd()),
-        command=tuple(command),
-        cpus_per_task=min(CPU_CORES, cluster.node.cores_usable or cluster.node.cores),
-        seconds=min(CPU_SECONDS, queue.max_time if queue and queue.max_time else CPU_SECONDS),
-        partition=queue.name if queue else None,
-        qos=queue.qos if queue else None,
-        account=account or default_account(cluster.slurm.account),
-        environment=plain_environment(cluster, active_venv()),
-        env=env or {},
-        requeue=True,
-        about=("CPU work: no accelerators are asked for",),
-    )

@@ -17,9 +17,9 @@ from windlass.clusters.masks import find_bindings, lint_entries
 from windlass.clusters.model import Cluster, SlurmLimits
 from windlass.config import Recipe
 from windlass.errors import LaunchError, WindlassError
-from windlass.launch.job import BatchJob, find_partition, fits_nodes
+from windlass.launch.job import BatchJob, fast_storage, find_partition, fits_nodes
 from windlass.launch.script import render
-from windlass.units import print_bytes, print_seconds
+from windlass.units import print_bytes, print_quota, print_seconds
 
 # How much earlier than asked SLURM may send --signal (man sbatch).
 EARLY_SECONDS = 60.0
@@ -316,6 +316,52 @@ def _option_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Ro
     ]
 
 
+def check_quotas(
+    job: BatchJob,
+    recipe: Recipe,
+    cluster: Cluster,
+    store_bytes: int | None,
+    checkpoint_bytes: int | None,
+    steps: int | None,
+    *,
+    here: bool,
+) -> list[Finding]:
+    """The copy of the store and the checkpoints against the quotas of the cluster file. `here`: on that cluster, so that
+    its variables are set and the run folder's file system can be recognised."""
+    from windlass.checkpoint.keep import forecast
+
+    source, fast = source_of(cluster, "storage"), fast_storage(cluster)
+    findings: list[Finding] = []
+    # Path, name, bytes and what makes it smaller.
+    parts: list[tuple[str, str, int, str]] = []
+    if store_bytes is not None and job.staging is not None:
+        parts.append((job.staging.target, "the token store", store_bytes, "launch.stage_data = false"))
+    elif store_bytes is not None and fast is not None and recipe.launch.stage_data is None:
+        text = f"the token store of at most {print_quota(store_bytes)} is not copied to {fast.path}"
+        if store_bytes > (fast.quota or math.inf):
+            findings.append(Finding("staging", "note", f"{text}, which holds {print_quota(fast.quota)}", None, source))
+    if checkpoint_bytes and steps is not None:
+        peak = forecast(
+            checkpoint_bytes, recipe.save, steps=steps, batch_tokens=recipe.data.batch_tokens or 0
+        ).peak_bytes
+        name, fewer = f"{peak // checkpoint_bytes} checkpoints", "a smaller save.keep_last, keep_best or keep_every"
+        parts.append((job.checkpoints_target or job.run_dir, name, peak, fewer))
+    for storage in (s for s in cluster.storage.values() if s.quota is not None):
+        roots = {storage.path, os.path.expandvars(storage.path) if here else storage.path}
+        inside = [p for p in parts if any(f"{p[0]}/".startswith(root.rstrip("/") + "/") for root in roots)]
+        total, quota = sum(size for _, _, size, _ in inside), storage.quota or 0
+        text = f"{' and '.join(f'{name} ({print_quota(size)})' for _, name, size, _ in inside)} on {storage.path}"
+        if total > quota:
+            larger = [f"{s.path} ({print_quota(s.quota)})" for s in cluster.storage.values() if (s.quota or 0) >= total]
+            hint = " or ".join(remedy for *_, remedy in inside)
+            hint += f"; the quota of {', '.join(larger)} is large enough" if larger else ""
+            message = f"{text}: {print_quota(total)} are more than its quota of {print_quota(quota)}"
+            findings.append(Finding("quota", "refuse", message, hint, source))
+        elif inside:
+            findings.append(Finding("quota", "ok", f"{text}, quota {print_quota(quota)}", None, source))
+    return findings
+
+
 # -- this machine -----------------------------------------------------------------------------------------------------
 
 
@@ -440,7 +486,10 @@ def _check_store(recipe: Recipe) -> Finding:
 # -- the budget, and refusing -----------------------------------------------------------------------------------------
 
 
-def check_budget(asked_node_hours: float, used_node_hours: float, budget: float | None) -> list[Finding]:
+def check_budget(
+    asked_node_hours: float, used_node_hours: float, budget: float | None, needed_node_hours: float | None = None
+) -> list[Finding]:
+    """The jobs at their limit, and what the run is expected to need until it is finished, against what is left."""
     if budget is None:
         return [Finding("budget", "note", "no allocation budget set (launch.budget_node_hours); skipped")]
     left = budget - used_node_hours
@@ -450,7 +499,14 @@ def check_budget(asked_node_hours: float, used_node_hours: float, budget: float 
         "shorten launch.time or --chain, or correct launch.budget_node_hours",
         "launch.budget_node_hours and the ledger (`windlass jobs --ledger`)",
     )
-    return [Finding("budget", "ok", text) if asked_node_hours <= left else Finding("budget", "refuse", text, *advice)]
+    if asked_node_hours > left:
+        return [Finding("budget", "refuse", text, *advice)]
+    if needed_node_hours is not None and needed_node_hours > left:
+        need = f"the run is expected to need {needed_node_hours:,.0f} node-hours until it is finished, {available}"
+        return [
+            Finding("budget", "refuse", need, "train on fewer tokens or a smaller model (`windlass budget`)", advice[1])
+        ]
+    return [Finding("budget", "ok", text)]
 
 
 def refusals(findings: Sequence[Finding]) -> list[Finding]:

@@ -26,9 +26,10 @@ from windlass.clusters.scheduler import default_account
 from windlass.errors import LaunchError, WindlassError
 from windlass.files import read_json
 from windlass.launch.checks import check_request, refuse
+from windlass.launch.cpu import active_venv
 from windlass.launch.job import BatchJob, find_partition, plain_environment
 from windlass.launch.slurm import SlurmScheduler
-from windlass.launch.submit import active_venv, submit_job
+from windlass.launch.submit import submit_job
 from windlass.processes import usable_cores
 from windlass.units import print_bytes, print_seconds
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
-from windlass.clusters.model import Cluster, Partition
+from windlass.clusters.model import Cluster, Partition, Storage
 from windlass.config import Recipe
 from windlass.config.launch import LaunchConfig
 from windlass.config.secret import redact_text
@@ -52,11 +52,11 @@ class JobEnvironment:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreStaging:
-    """A copy of the token store to a faster file system before the ranks start."""
+    """A copy of the token store on a faster file system."""
 
     source: str
     target: str
-    per_node: bool  # the target is a node's own disk: every node copies
+    per_node: bool  # the target is a node's own disk: every node copies, inside the job; else a CPU job before it does
     reason: str
 
 
@@ -65,7 +65,7 @@ class BatchJob:
     """One batch job. Strings may hold shell variables of the compute node (`$TMPDIR`)."""
 
     name: str
-    kind: str = "train"  # train, array, merge, command, sweep or doctor
+    kind: str = "train"  # train, stage, array, merge, image, command, sweep or doctor
     run_dir: str
     workdir: str
     command: tuple[str, ...]  # what every task starts, without launcher or container
@@ -89,6 +89,7 @@ class BatchJob:
     env: Mapping[str, str] = field(default_factory=dict)
     sbatch: Mapping[str, str | int | bool] = field(default_factory=dict)
     staging: StoreStaging | None = None
+    checkpoints_target: str | None = None  # the folder that the run folder's `checkpoints` links to
     tracker_env: Mapping[str, str] = field(default_factory=dict)
     energy_flags: tuple[str, ...] = ()
     about: tuple[str, ...] = ()  # comment lines at the top: what was chosen and why
@@ -133,15 +134,20 @@ def train_job(
     active_venv: str | None = None,
     save_seconds: float | None = None,
     step_seconds: float | None = None,
+    store_bytes: int | None = None,
     about: Sequence[str] = (),
 ) -> BatchJob:
+    """`store_bytes`: size of the token store where it was measured, else it follows from the recipe's tokens."""
     launch, slurm, node = recipe.launch, cluster.slurm, cluster.node
     partition, qos = choose_queue(recipe, cluster)
     queue = find_partition(cluster, partition, qos)
     seconds = launch.time or (queue.max_time if queue else None) or DEFAULT_SECONDS
     lead_seconds, lead_reason = signal_lead(recipe, seconds, save_seconds, step_seconds)
     torchrun = launch.starter == "torchrun" or bool(slurm and slurm.tasks_mode == "node")
-    staging, cpus = choose_staging(recipe, cluster), cpus_per_device(cluster)
+    staging, cpus = (
+        choose_staging(recipe, cluster, store_bytes or expected_store_bytes(recipe)),
+        cpus_per_device(cluster),
+    )
     return BatchJob(
         name=recipe.name,
         run_dir=str(run_dir),
@@ -166,6 +172,7 @@ def train_job(
         env=launch.env,
         sbatch=launch.sbatch,
         staging=staging,
+        checkpoints_target=choose_checkpoints_target(recipe, cluster, run_dir),
         tracker_env=tracker_env(recipe, cluster, run_dir),
         energy_flags=tuple(cluster.energy.ear_flags) if recipe.energy.enabled else (),
         about=tuple(about),
@@ -226,12 +233,21 @@ def choose_environment(recipe: JobRequest, cluster: Cluster, active_venv: str | 
     kind = launch.environment
     if kind == "auto":
         kind = "container" if launch.container else "venv" if launch.venv or active_venv else "module"
-    if kind != "container":
-        return JobEnvironment(kind=kind, modules=modules, venv=(launch.venv or active_venv) if kind == "venv" else None)
+    if launch.environment == "module" and not modules and launch.modules is None:
+        raise LaunchError(
+            "launch.modules-unknown",
+            f'launch.environment = "module", but the modules of {cluster.title} are not known to windlass',
+            hint='name them: launch.modules = ["NAME/VERSION", ...] (`module avail` lists them), or use launch.venv or '
+            "launch.container",
+        )
+    if kind == "venv":  # made from any Python: modules only where the recipe names them
+        return JobEnvironment(kind=kind, modules=tuple(launch.modules or ()), venv=launch.venv or active_venv)
+    if kind == "module":
+        return JobEnvironment(kind=kind, modules=modules, venv=launch.venv)
     runtime = launch.runtime or (container.runtime if container.runtime != "none" else "apptainer")
     return JobEnvironment(
         kind=kind,
-        modules=modules if launch.modules is not None else (*modules, *container.modules),
+        modules=modules if launch.modules is not None else tuple(container.modules),
         runtime=runtime,
         image=launch.container or container.image_hint or None,
         gpu_flag="" if runtime == "charliecloud" else container.gpu_flag,
@@ -240,18 +256,32 @@ def choose_environment(recipe: JobRequest, cluster: Cluster, active_venv: str | 
 
 
 def plain_environment(cluster: Cluster, active_venv: str | None) -> JobEnvironment:
-    """For jobs without a recipe: the cluster's modules, and the virtual environment that submits."""
-    return JobEnvironment(kind="venv" if active_venv else "module", modules=tuple(cluster.modules), venv=active_venv)
+    """For jobs without a recipe: the virtual environment that submits, else the cluster's modules."""
+    if active_venv:
+        return JobEnvironment(kind="venv", venv=active_venv)
+    return JobEnvironment(kind="module", modules=tuple(cluster.modules))
 
 
-def choose_staging(recipe: Recipe, cluster: Cluster) -> StoreStaging | None:
-    """Copy the store when the recipe asks for it; by default when all nodes share a fast file system."""
-    store, wish = recipe.data.store, recipe.launch.stage_data
-    fast_disks = sorted((s for s in cluster.storage.values() if s.fast), key=lambda s: s.path.startswith(NODE_LOCAL))
-    if store is None or wish is False or cluster.slurm is None or not fast_disks:
+def fast_storage(cluster: Cluster) -> Storage | None:
+    """The fast file system: one that all nodes share before a node's own disk."""
+    fast = [s for s in cluster.storage.values() if s.fast]
+    return min(fast, key=lambda s: s.path.startswith(NODE_LOCAL), default=None)
+
+
+def expected_store_bytes(recipe: Recipe) -> int | None:
+    """At most, for one pass over the tokens of the recipe; None: unknown. As `windlass tokenize` writes them."""
+    tokens, vocab = recipe.data.tokens, recipe.model.vocab
+    return None if recipe.data.store is None or not tokens or not vocab else tokens * (2 if vocab <= 65_536 else 4)
+
+
+def choose_staging(recipe: Recipe, cluster: Cluster, store_bytes: int | None) -> StoreStaging | None:
+    """Copy the store when the recipe asks for it; by default when a fast file system of all nodes has room for it."""
+    store, wish, fast = recipe.data.store, recipe.launch.stage_data, fast_storage(cluster)
+    if store is None or wish is False or cluster.slurm is None or fast is None:
         return None
-    fast, per_node = fast_disks[0], fast_disks[0].path.startswith(NODE_LOCAL)
-    if store.startswith(fast.path.rstrip("/") + "/") or (wish is None and per_node):
+    per_node, quota = fast.path.startswith(NODE_LOCAL), fast.quota
+    too_large = quota is not None and store_bytes is not None and store_bytes > quota
+    if store.startswith(fast.path.rstrip("/") + "/") or (wish is None and (per_node or too_large)):
         return None
     reason = "a node's own disk, as the recipe asks"
     if not per_node:
@@ -259,6 +289,23 @@ def choose_staging(recipe: Recipe, cluster: Cluster) -> StoreStaging | None:
     return StoreStaging(
         source=store, target=f"{fast.path}/windlass/{PurePosixPath(store).name}", per_node=per_node, reason=reason
     )
+
+
+def choose_checkpoints_target(recipe: Recipe, cluster: Cluster, run_dir: Path | str) -> str | None:
+    """The folder for `launch.checkpoints_on`, one per run folder; None: the run folder itself."""
+    wish = recipe.launch.checkpoints_on
+    if wish is None or cluster.slurm is None:
+        return None
+    shared = {name: s for name, s in cluster.storage.items() if not s.path.startswith(NODE_LOCAL)}
+    storage = shared.get(wish) or (next((s for s in shared.values() if s.fast), None) if wish == "fast" else None)
+    if storage is None:
+        raise LaunchError(
+            "launch.unknown-storage",
+            f"launch.checkpoints_on = {wish!r} is not a file system that all nodes of {cluster.title} share",
+            hint=f"its cluster file has {', '.join(shared) or 'none'}; a node's own disk is lost with the job",
+        )
+    mark = folder_mark(run_dir).removeprefix("windlass:")
+    return f"{storage.path}/windlass/checkpoints/{PurePosixPath(run_dir).name}-{mark}"
 
 
 def tracker_env(recipe: Recipe, cluster: Cluster, run_dir: Path | str) -> dict[str, str]:

@@ -46,10 +46,19 @@ SIGNALS = """\
 ended_by=
 trap 'ended_by=TERM' TERM"""
 
-STAGING = """\
+NODE_STAGING = """\
 # The token store goes to {reason}. A finished copy is marked; a store that has changed since is copied again.
 export store={source} fast={target}
 {copy} || exit 1"""
+
+# A copy of terabytes must not keep the devices of all nodes waiting: a CPU job before this one made it.
+SHARED_STAGING = """\
+# The token store is on {reason}: `windlass stage` copied it there in a CPU job before this one.
+fast={target}
+if [ ! -e "$fast/.staged" ]; then
+    echo "windlass: no complete token store in $fast: launch the run again, which copies it" >&2
+    exit 1
+fi"""
 
 AFTER = """\
 # Write down how the link ended. srun can say 0 after a node failure, so the run folder decides, not its code."""
@@ -181,7 +190,7 @@ def _option(name: str) -> str:
 def _environment(env: JobEnvironment) -> Iterator[str]:
     if env.modules:
         yield from ("# Modules", "module purge", *(f"module load {quote(name)}" for name in env.modules))
-    if env.kind == "venv" and env.venv:
+    if env.venv:
         yield from ("# Python", f"source {quote(env.venv + '/bin/activate', expand=True)}")
     if env.kind == "container" and env.image:
         yield from (f"# Container ({env.runtime})", f"image={quote(env.image, expand=True)}")
@@ -215,7 +224,8 @@ def _variables(job: BatchJob, cluster: Cluster) -> Iterator[str]:
     offline = "nothing is fetched in a job: a hub time-out costs minutes per rank"
     rows += [(name, value, reasons.get(name, offline)) for name, value in job.tracker_env.items()]
     yield from (_export(*row) for row in rows if row[0] not in job.env)
-    yield from (_export(name, value, "from the recipe") for name, value in job.env.items())
+    origin = "not the memory or home of a node" if job.kind == "image" else "from the recipe"
+    yield from (_export(name, value, origin) for name, value in job.env.items())
 
 
 def _container_rows(env: JobEnvironment, cluster: Cluster) -> list[tuple[str, str, str]]:
@@ -237,14 +247,16 @@ def _body(job: BatchJob, cluster: Cluster) -> list[str]:
     if job.kind != "train":
         return [command]
     staging, follow_up = "", []
-    if job.staging is not None:
+    if job.staging is not None and not job.staging.per_node:
+        staging = SHARED_STAGING.format(reason=job.staging.reason, target=quote(job.staging.target, expand=True))
+    elif job.staging is not None:
         fresh = '[ -e "$fast/.staged" ] && [ -z "$(find "$store" -newer "$fast/.staged" -print -quit)" ]'
         copy = f'{{ {fresh}; }} || {{ mkdir -p "$fast" && cp -r "$store/." "$fast/" && touch "$fast/.staged"; }}'
-        staging = STAGING.format(
+        staging = NODE_STAGING.format(
             reason=job.staging.reason,
             source=quote(job.staging.source, expand=True),
             target=quote(job.staging.target, expand=True),
-            copy=f"{_once_per_node(job)}bash -c {quote(copy)}" if job.staging.per_node else copy,
+            copy=f"{_once_per_node(job)}bash -c {quote(copy)}",
         )
     if job.chain == "self":
         workdir, script = quote(job.workdir), quote(job.job_file)
@@ -325,6 +337,8 @@ def inside(job: BatchJob, cluster: Cluster, command: tuple[str, ...]) -> str:
     env, line = job.environment, " ".join(quote(argument, expand=True) for argument in command)
     if env.kind != "container" or env.image is None:
         return line
+    if activate := cluster.container.activate:  # a variable of the image itself, so the image's shell expands it
+        line = f"bash -c '${activate}; exec \"$@\"' windlass {line}"
     if env.runtime != "charliecloud":
         flags = [quote(flag) for flag in env.gpu_flag.split()]
         return " ".join([env.runtime, "exec", *flags, "--pwd", quote(job.workdir), '"$image"', line])

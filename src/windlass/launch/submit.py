@@ -4,7 +4,6 @@ import contextlib
 import math
 import os
 import secrets
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,11 +17,13 @@ from windlass.errors import LaunchError, PlanError, WindlassError
 from windlass.files import append_line, write_atomic
 from windlass.launch import checks
 from windlass.launch.checks import Finding
+from windlass.launch.cpu import CpuWork, active_venv, cpu_job
 from windlass.launch.executor import Executor, LocalExecutor
-from windlass.launch.job import BatchJob, folder_mark, train_job
+from windlass.launch.job import BatchJob, expected_store_bytes, folder_mark, train_job
 from windlass.launch.ledger import active_entries, adopt_jobs, committed_node_hours, entries, runs_below
 from windlass.launch.script import render, render_local
 from windlass.launch.slurm import SlurmScheduler, slurm_available
+from windlass.launch.staging import COPY_BYTES_PER_SECOND, expand, folder_bytes, is_staged, link_checkpoints
 from windlass.launch.start import resolve_recipe
 from windlass.models.presets import model_spec
 from windlass.planner.changes import adjust_batch, better_batch
@@ -30,6 +31,7 @@ from windlass.planner.search import Plan, plan
 from windlass.runs import Run, create_run
 from windlass.runs.events import Saved
 from windlass.runs.lock import holder
+from windlass.units import print_quota
 
 # Bytes per parameter on disk by the precision of AdamW's moments: fp32 master weights and two moments.
 CHECKPOINT_BYTES = {"fp32": 12, "bf16": 8}
@@ -75,6 +77,7 @@ class PreparedLaunch:
     cost: JobCost
     findings: tuple[Finding, ...]
     local: bool
+    stage: BatchJob | None = None  # copies to the fast file system before the first training job
 
     @property
     def recipe(self) -> Recipe:
@@ -104,6 +107,7 @@ def prepare(
     recipe = loaded.recipe
     local = local or cluster.slurm is None
     expected = planned(recipe, cluster)
+    store_bytes = folder_bytes(recipe.data.store)
     ranks = f"{recipe.nodes} nodes x {cluster.node.devices} devices = {recipe.nodes * cluster.node.devices} ranks"
     job = train_job(
         recipe,
@@ -113,6 +117,7 @@ def prepare(
         active_venv=active_venv(),
         save_seconds=max((e.write_seconds for e in run.events(Saved) if e.write_seconds is not None), default=None),
         step_seconds=run.last_metrics().step_seconds,
+        store_bytes=store_bytes,
         about=[
             *([f"layout: {expected.reason}"] if expected.reason else []),
             "on this machine, without a scheduler" if local else ranks,
@@ -120,12 +125,18 @@ def prepare(
     )
     if local:
         seconds, count = recipe.launch.time or math.inf, devices or cluster.node.devices
-        job = replace(job, devices_per_node=count, nodes=1, seconds=seconds, staging=None, energy_flags=())
+        job = replace(job, devices_per_node=count, nodes=1, seconds=seconds, energy_flags=())
+        job = replace(job, staging=None, checkpoints_target=None)
+    store_bytes = store_bytes or expected_store_bytes(recipe)
     findings = [Finding("batch", "ok", adjusted)] if adjusted else []
     findings += [*expected.findings, *([] if local else checks.check_request(job, cluster))]
     # Without patterns in the cluster file any machine with SLURM may be the cluster.
     trusted = not dry_run or not cluster.hostname_patterns
-    if local or (slurm_available() and (trusted or matches_hosts(cluster, host_names()))):
+    here = slurm_available() and (trusted or matches_hosts(cluster, host_names()))
+    if not local:
+        sizes = (store_bytes, expected.checkpoint_bytes, expected.steps)
+        findings += checks.check_quotas(job, recipe, cluster, *sizes, here=here)
+    if local or here:
         site = checks.check_site(job, recipe, cluster, expected.checkpoint_bytes, expected.steps)
         findings += [finding for finding in site if expect_store or finding.rule != "store"]
     else:
@@ -137,7 +148,9 @@ def prepare(
         if budget is not None:
             ledger = [e for other in runs_below(run.path.parent) for e in entries(other, executors(other))]
             used = committed_node_hours(ledger, cluster=recipe.cluster, account=job.account)
-        findings += checks.check_budget(cost.node_hours, used, budget)
+        share = 1.0 - min(1.0, (run.last_metrics().tokens or 0) / (recipe.data.tokens or math.inf))
+        needed = None if cost.expected_node_hours is None else share * cost.expected_node_hours
+        findings += checks.check_budget(cost.node_hours, used, budget, needed)
     return PreparedLaunch(
         loaded=loaded,
         cluster=cluster,
@@ -148,7 +161,39 @@ def prepare(
         cost=cost,
         findings=tuple(findings),
         local=local,
+        stage=None if local else stage_job(job, recipe, cluster, store_bytes),
     )
+
+
+def stage_job(job: BatchJob, recipe: Recipe, cluster: Cluster, store_bytes: int | None) -> BatchJob | None:
+    """The CPU job that copies what a training job wants on a faster file system; None when nothing is left to copy."""
+    run, options, account = Run(Path(job.run_dir)), list[str](), recipe.launch.account
+    staging = job.staging
+    if staging is not None and not staging.per_node:
+        target = expand(staging.target, cluster, account)
+        if target is None or not is_staged(Path(os.path.expandvars(staging.source)), target):
+            options += ["--store", staging.target]
+    if job.checkpoints_target is not None and not run.checkpoints.is_symlink():
+        target = expand(job.checkpoints_target, cluster, account)
+        if options or target is None or (run.checkpoints.is_dir() and any(run.checkpoints.iterdir())):
+            options += ["--checkpoints", job.checkpoints_target]
+    if not options:
+        return None
+    argv = ["windlass", "stage", job.run_dir, *options]
+    seconds = (store_bytes or 0) / COPY_BYTES_PER_SECOND
+    copy = cpu_job(
+        cluster,
+        run.path,
+        "stage",
+        argv,
+        account=account,
+        env=job.env,
+        work=CpuWork(seconds=seconds),
+        environment=job.environment,
+    )
+    size = "an unknown amount" if store_bytes is None else f"at most {print_quota(store_bytes)} of tokens"
+    rate = f"{print_quota(COPY_BYTES_PER_SECOND)}/s assumed"
+    return replace(copy, about=(*copy.about, f"{size}, {rate}; no node with devices waits for this"))
 
 
 def planned(recipe: Recipe, cluster: Cluster) -> Planned:
@@ -189,10 +234,6 @@ def planned(recipe: Recipe, cluster: Cluster) -> Planned:
         steps=round(chosen.tokens / chosen.batch_tokens),
         checkpoint_bytes=size,
     )
-
-
-def active_venv() -> str | None:
-    return sys.prefix if sys.prefix != sys.base_prefix else None
 
 
 def forecast_cost(job: BatchJob, cluster: Cluster, expected: Planned) -> JobCost:
@@ -245,6 +286,10 @@ def submit(
     write_atomic(script, prepared.script)
     if isinstance(executor, SlurmScheduler) and not force:
         executor.test(script)
+    if prepared.stage is not None:
+        after = submit_job(prepared.stage, prepared.cluster, executor, after=f"afterok:{after}" if after else None)
+    elif job.checkpoints_target and (target := expand(job.checkpoints_target, prepared.cluster, job.account)):
+        link_checkpoints(run, target)  # the folder is empty, or was linked by an earlier launch
     ids: list[str] = []
     for number in range(1, (1 if prepared.local else job.links) + 1):
         condition = f"afterany:{ids[-1]}" if ids else f"afterok:{after}" if after else None

@@ -152,7 +152,7 @@ def life_rows(summary: RunSummary) -> list[tuple[str, str]]:
 
 def segment_table(summary: RunSummary) -> DataTable:
     """One row per process group: a job of a chain, a restart, a requeue."""
-    columns = ("attempt", "start", "duration", "outcome", "devices", "steps", "lost", "start-up")
+    columns = ("attempt", "start", "duration", "outcome", "devices", "steps", "lost", "start-up", "of it loading")
     rows = [
         (
             str(index),
@@ -163,11 +163,12 @@ def segment_table(summary: RunSummary) -> DataTable:
             f"{part.first_step:,} to {part.last_step:,}",
             f"{part.last_step - part.kept_step:,}" if part.last_step > part.kept_step else "",
             print_seconds(part.startup_seconds),
+            print_seconds(part.load_seconds) if part.load_seconds is not None else "",
         )
         for index, part in enumerate(summary.life.segments if summary.life else (), 1)
     ]
     caption = "Each attempt is one group of processes; an interruption ends one, a resume begins the next."
-    return DataTable(columns, rows, right=(2, 4, 5, 6, 7), caption=caption)
+    return DataTable(columns, rows, right=(2, 4, 5, 6, 7, 8), caption=caption)
 
 
 def goodput(summary: RunSummary) -> float | None:

@@ -137,6 +137,8 @@ class Resumed(
     tokens: int | None = None
     checkpoint: str | None = None
     lost_steps: int | None = None
+    # Reading and verifying the checkpoint; part of the start-up.
+    load_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

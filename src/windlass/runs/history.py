@@ -48,6 +48,8 @@ class Segment:
     # The step that the next segment resumed from; steps after it were lost and done again.
     kept_step: int
     startup_seconds: float | None
+    # Of it, loading the checkpoint; None: not measured, or begun from nothing.
+    load_seconds: float | None
     stall_seconds: float
     # Time in training steps, from the metrics.
     train_seconds: float
@@ -182,6 +184,7 @@ def _segment(events: Sequence[Event], all_lines: Sequence[MetricsLine], begin: i
         last_step=last,
         kept_step=min(kept, last),
         startup_seconds=compiled.seconds if compiled else None,
+        load_seconds=start.load_seconds if isinstance(start, Resumed) else None,
         stall_seconds=sum(e.stall_seconds or 0.0 for e in own if isinstance(e, Saved)),
         train_seconds=sum(_train_seconds(part, at) for part, at, _ in stretches),
         lost_seconds=sum(

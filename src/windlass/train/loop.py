@@ -41,7 +41,7 @@ from windlass.train.schedules import learning_rate, schedule_note
 from windlass.train.signals import StopFlag, listening
 from windlass.train.validate import open_validator
 from windlass.train.watchdog import Heartbeat
-from windlass.units import print_bytes
+from windlass.units import print_bytes, print_seconds
 
 
 def run(recipe: Recipe, folder: Run, start: Start, place: Place, hooks: Sequence[Hook] = (), say: Say = print) -> int:
@@ -66,7 +66,9 @@ def run(recipe: Recipe, folder: Run, start: Start, place: Place, hooks: Sequence
             stop = StopFlag(folder, recipe.save, rank=place.rank, world_size=place.world_size)
             checkpoints = Checkpointing(training, recorder, stop)
             # restore
-            announce(training, checkpoints, checkpoints.resume())
+            began = time.monotonic()
+            restored = checkpoints.resume()
+            announce(training, checkpoints, restored, time.monotonic() - began)
             with attention_kernel(recipe.train.attention, training.world.device), contextlib.closing(stop):
                 prepare(training, checkpoints)
                 # loop
@@ -295,7 +297,7 @@ def trial_step(training: Training) -> str:
     return f"memory: a trial step needed {needed}; predicted {print_bytes(predicted)} ({difference:+.0%})"
 
 
-def announce(training: Training, checkpoints: Checkpointing, restored: Any) -> None:
+def announce(training: Training, checkpoints: Checkpointing, restored: Any, load_seconds: float) -> None:
     """Write the manifest and the first event, and say every automatic choice with its reason."""
     world, recipe, plan, run_folder = training.world, training.recipe, training.plan, training.run
     if training.meter is not None:
@@ -335,12 +337,13 @@ def announce(training: Training, checkpoints: Checkpointing, restored: Any) -> N
     else:
         step, name = training.step, restored.path.name
         lost_steps = max(0, (run_folder.last_metrics().step or step) - step)
-        run_folder.record(Resumed(step=step, tokens=training.tokens, checkpoint=name, lost_steps=lost_steps, **common))
+        resumed = {"step": step, "tokens": training.tokens, "checkpoint": name, "load_seconds": load_seconds}
+        run_folder.record(Resumed(**resumed, lost_steps=lost_steps, **common))
         repeated = f"; {lost_steps} steps are repeated" if lost_steps else ""
         notes += [
             *(f"damaged: {sentence}" for sentence in restored.set_aside),
             restored.missing,
-            f"resumed at step {step} from {name}{repeated}",
+            f"resumed at step {step} from {name}, which took {print_seconds(load_seconds)} to load{repeated}",
         ]
     notes.append(passes_line(training.stream.epochs(plan.total_tokens)))
     save, held_out = recipe.save, training.validator is not None

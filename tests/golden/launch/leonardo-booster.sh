@@ -48,10 +48,6 @@ answer=$?
 if [ "$answer" -eq 10 ]; then exit 0; fi
 if [ "$answer" -ne 0 ]; then exit "$answer"; fi
 
-# The token store goes to the fast file system (tokenised shards and the Python environment). A finished copy is marked; a store that has changed since is copied again.
-export store=data/shards fast="$FAST/windlass/shards"
-{ [ -e "$fast/.staged" ] && [ -z "$(find "$store" -newer "$fast/.staged" -print -quit)" ]; } || { mkdir -p "$fast" && cp -r "$store/." "$fast/" && touch "$fast/.staged"; } || exit 1
-
 # Where the ranks meet: the first node, and a port from the job id so that two jobs never share one.
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
@@ -66,7 +62,7 @@ ended_by=
 trap 'ended_by=TERM' TERM
 srun \
     --wait=120 \
-    python -m windlass.train.worker /project/runs/nine-b --store "$FAST/windlass/shards"
+    python -m windlass.train.worker /project/runs/nine-b
 code=$?
 
 # Write down how the link ended. srun can say 0 after a node failure, so the run folder decides, not its code.

@@ -47,14 +47,17 @@ export WANDB_MODE=offline   # `windlass sync` sends later, from where there is i
 export WANDB_DIR=/project/runs/nine-b/trackers   # tracker files belong to the run folder
 
 # Is there anything left to do? This reads the run folder only and answers within seconds.
-singularity exec --rocm --pwd /project "$image" windlass link before /project/runs/nine-b
+singularity exec --rocm --pwd /project "$image" bash -c '$WITH_CONDA; exec "$@"' windlass windlass link before /project/runs/nine-b
 answer=$?
 if [ "$answer" -eq 10 ]; then exit 0; fi
 if [ "$answer" -ne 0 ]; then exit "$answer"; fi
 
-# The token store goes to the fast file system (tokenised shards, hot images). A finished copy is marked; a store that has changed since is copied again.
-export store=data/shards fast="/flash/$PROJECT/windlass/shards"
-{ [ -e "$fast/.staged" ] && [ -z "$(find "$store" -newer "$fast/.staged" -print -quit)" ]; } || { mkdir -p "$fast" && cp -r "$store/." "$fast/" && touch "$fast/.staged"; } || exit 1
+# The token store is on the fast file system (tokenised shards, hot images): `windlass stage` copied it there in a CPU job before this one.
+fast="/flash/$PROJECT/windlass/shards"
+if [ ! -e "$fast/.staged" ]; then
+    echo "windlass: no complete token store in $fast: launch the run again, which copies it" >&2
+    exit 1
+fi
 
 # Folders of this job on every node
 srun --nodes=16 --ntasks=16 --ntasks-per-node=1 install -d -m 700 "$MIOPEN_USER_DB_PATH" "$MIOPEN_CUSTOM_CACHE_DIR" || exit 1
@@ -74,10 +77,10 @@ trap 'ended_by=TERM' TERM
 srun \
     --wait=120 \
     --cpu-bind=mask_cpu:0xfe000000000000,0xfe00000000000000,0xfe0000,0xfe000000,0xfe,0xfe00,0xfe00000000,0xfe0000000000 \
-    singularity exec --rocm --pwd /project "$image" python -m windlass.train.worker /project/runs/nine-b --store "/flash/$PROJECT/windlass/shards"
+    singularity exec --rocm --pwd /project "$image" bash -c '$WITH_CONDA; exec "$@"' windlass python -m windlass.train.worker /project/runs/nine-b --store "/flash/$PROJECT/windlass/shards"
 code=$?
 
 # Write down how the link ended. srun can say 0 after a node failure, so the run folder decides, not its code.
-singularity exec --rocm --pwd /project "$image" windlass link after /project/runs/nine-b --code "$code" --by "${ended_by:-none}"
+singularity exec --rocm --pwd /project "$image" bash -c '$WITH_CONDA; exec "$@"' windlass windlass link after /project/runs/nine-b --code "$code" --by "${ended_by:-none}"
 answer=$?
 exit "$code"

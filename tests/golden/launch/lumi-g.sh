@@ -49,9 +49,12 @@ answer=$?
 if [ "$answer" -eq 10 ]; then exit 0; fi
 if [ "$answer" -ne 0 ]; then exit "$answer"; fi
 
-# The token store goes to the fast file system (tokenised shards, hot images). A finished copy is marked; a store that has changed since is copied again.
-export store=data/shards fast="/flash/$PROJECT/windlass/shards"
-{ [ -e "$fast/.staged" ] && [ -z "$(find "$store" -newer "$fast/.staged" -print -quit)" ]; } || { mkdir -p "$fast" && cp -r "$store/." "$fast/" && touch "$fast/.staged"; } || exit 1
+# The token store is on the fast file system (tokenised shards, hot images): `windlass stage` copied it there in a CPU job before this one.
+fast="/flash/$PROJECT/windlass/shards"
+if [ ! -e "$fast/.staged" ]; then
+    echo "windlass: no complete token store in $fast: launch the run again, which copies it" >&2
+    exit 1
+fi
 
 # Folders of this job on every node
 srun --nodes=16 --ntasks=16 --ntasks-per-node=1 install -d -m 700 "$MIOPEN_USER_DB_PATH" "$MIOPEN_CUSTOM_CACHE_DIR" || exit 1

@@ -14,6 +14,7 @@ from windlass.errors import ConfigError, LaunchError
 from windlass.files import read_json, read_json_lines, write_json
 from windlass.launch import checks
 from windlass.launch.checks import Finding
+from windlass.launch.cpu import active_venv
 from windlass.launch.executor import Executor
 from windlass.launch.job import (
     BatchJob,
@@ -27,7 +28,7 @@ from windlass.launch.job import (
 )
 from windlass.launch.script import container_argv, srun_argv
 from windlass.launch.slurm import SlurmScheduler
-from windlass.launch.submit import active_venv, submit_job
+from windlass.launch.submit import submit_job
 from windlass.launch.sweep.command import place_of, srun_request
 from windlass.launch.sweep.execute import StepLauncher, run_point
 from windlass.launch.sweep.folder import SweepRun

@@ -1,0 +1,90 @@
+"""Copies to a faster file system: parallel, resumable, and checkpoints behind a link."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from windlass.errors import LaunchError
+from windlass.launch import staging
+from windlass.launch.staging import MARKER, copy_folder, is_staged, link_checkpoints
+from windlass.runs import Run
+
+
+@pytest.fixture
+def store(tmp_path):
+    folder = tmp_path / "store"
+    (folder / "part").mkdir(parents=True)
+    for number in range(20):
+        (folder / "part" / f"{number}.bin").write_bytes(bytes([number]) * 1000)
+    (folder / "manifest.json").write_text("{}")
+    return folder
+
+
+def test_a_copy_is_complete_and_is_not_repeated(store, tmp_path):
+    target, seen = tmp_path / "fast" / "store", []
+    first = copy_folder(store, target, lambda done, total: seen.append((done, total)))
+    assert (first.files, first.bytes, first.kept_files) == (21, 20_002, 0) and seen[-1] == (20_002, 20_002)
+    assert (target / "part" / "7.bin").read_bytes() == bytes([7]) * 1000 and is_staged(store, target)
+    assert copy_folder(store, target).files == 0
+    (store / "part" / "3.bin").write_bytes(b"new")
+    assert not is_staged(store, target)
+    assert copy_folder(store, target).files == 1 and (target / "part" / "3.bin").read_bytes() == b"new"
+
+
+def test_a_copy_that_was_cut_off_goes_on(store, tmp_path, monkeypatch):
+    target, copy, count = tmp_path / "fast", staging.shutil.copy2, iter(range(100))
+
+    def fail_late(source, destination):
+        if next(count) >= 12:
+            raise OSError("the job was killed")
+        return copy(source, destination)
+
+    monkeypatch.setattr(staging.shutil, "copy2", fail_late)
+    with pytest.raises(OSError):
+        copy_folder(store, target)
+    assert not (target / MARKER).exists()
+    left = target / "part" / ".9.bin.node-1.part"
+    left.write_bytes(b"half")
+    os.utime(left, (0, 0))  # of a job that is long gone
+    monkeypatch.undo()
+    second = copy_folder(store, target)
+    assert second.kept_files == 12 and second.files == 9 and is_staged(store, target) and not left.exists()
+
+
+def test_no_room_and_no_source(store, tmp_path, monkeypatch):
+    with pytest.raises(LaunchError) as caught:
+        copy_folder(tmp_path / "none", tmp_path / "fast")
+    assert caught.value.code == "launch.staging-source"
+    usage = staging.shutil.disk_usage(tmp_path)._replace(free=20_001)
+    monkeypatch.setattr(staging.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(LaunchError) as caught:
+        copy_folder(store, tmp_path / "fast")
+    assert caught.value.code == "launch.staging-space"
+
+
+def test_checkpoints_move_behind_a_link(tmp_path):
+    run, target = Run(tmp_path / "run"), tmp_path / "fast" / "checkpoints"
+    step = run.checkpoint(10)
+    step.mkdir(parents=True)
+    (step / "rank-0.bin").write_bytes(b"weights")
+    moved = link_checkpoints(run, target)
+    assert moved.files == 1 and run.checkpoints.is_symlink() and run.checkpoints.resolve() == target.resolve()
+    assert (run.checkpoint(10) / "rank-0.bin").read_bytes() == b"weights"
+    assert sorted(p.name for p in run.path.iterdir()) == ["checkpoints"]
+    assert sorted(p.name for p in target.iterdir()) == [step.name]
+    assert link_checkpoints(run, target).files == 0  # again: nothing to do
+    with pytest.raises(LaunchError) as caught:
+        link_checkpoints(run, tmp_path / "other")
+    assert caught.value.code == "launch.checkpoints-elsewhere"
+
+
+def test_a_move_that_was_cut_off_before_the_link_is_repeated(tmp_path):
+    run, target = Run(tmp_path / "run"), tmp_path / "fast"
+    run.checkpoint(10).mkdir(parents=True)
+    (run.checkpoint(10) / "a").write_text("a")
+    copy_folder(run.checkpoints, target)
+    run.checkpoints.rename(run.path / "checkpoints.moved")  # killed here
+    link_checkpoints(run, target)
+    assert (run.checkpoint(10) / "a").read_text() == "a" and not (run.path / "checkpoints.moved").exists()
