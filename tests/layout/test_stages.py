@@ -73,12 +73,12 @@ def test_description_names_what_differs_from_the_plainest_layout() -> None:
 @pytest.mark.parametrize(
     ("params", "bucket_bytes", "buckets"),
     [
-        ([10, 10, 10], None, [range(0, 1), range(1, 2), range(2, 3)]),
-        ([10, 10, 10], 0, [range(0, 1), range(1, 2), range(2, 3)]),  # a layer is never split
-        ([10, 10, 10], 80, [range(0, 1), range(1, 3)]),  # 4 bytes a value, filled from the last layer
-        ([10, 10, 10], 79, [range(0, 1), range(1, 2), range(2, 3)]),
-        ([10, 10, 10], 120, [range(0, 3)]),
-        ([5, 5, 40, 5, 5], 50, [range(0, 2), range(2, 3), range(3, 5)]),
+        ([10, 10, 10], None, [range(1), range(1, 2), range(2, 3)]),
+        ([10, 10, 10], 0, [range(1), range(1, 2), range(2, 3)]),  # a layer is never split
+        ([10, 10, 10], 80, [range(1), range(1, 3)]),  # 4 bytes a value, filled from the last layer
+        ([10, 10, 10], 79, [range(1), range(1, 2), range(2, 3)]),
+        ([10, 10, 10], 120, [range(3)]),
+        ([5, 5, 40, 5, 5], 50, [range(2), range(2, 3), range(3, 5)]),
         ([], 100, []),
     ],
 )
