@@ -94,7 +94,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def file_stamps(*paths: Path) -> FileStamps:
     """(time of modification, size) of each file, None where there is none: what is cached is valid while they stay."""
-    stamps = []
+    stamps: list[tuple[int, int] | None] = []
     for path in paths:
         try:
             status = path.stat()
