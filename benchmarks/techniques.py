@@ -341,7 +341,10 @@ def main() -> int:
         "--quick", action="store_true", help="small shapes and few steps: the machinery, not the figures"
     )
     parser.add_argument(
-        "--only", type=lambda text: text.split(","), default=[], help="overlap,buckets,accumulation,recompute,loss,sharding"
+        "--only",
+        type=lambda text: text.split(","),
+        default=[],
+        help="overlap,buckets,accumulation,recompute,loss,sharding",
     )
     parser.add_argument("--out", type=Path, default=TOP / "benchmarks" / "results")
     given = parser.parse_args()

@@ -239,12 +239,12 @@ def test_a_layout_matches_one_process(curves: Any, alone: Any, case: Parity) -> 
 
 def reductions(buckets: list[int | None]) -> list[int]:
     """All-reduces of gradients in a second step, for each size of a bucket."""
-    counts = []
+    counts, sizes, inner = [], list[int](), dist.all_reduce
     for bucket in buckets:
         training = build(make_recipe("sgd", micro_batch=8, shard="none", bucket=bucket))
         steps(training, 1)
+        sizes.clear()
         with pytest.MonkeyPatch.context() as patch:
-            sizes, inner = list[int](), dist.all_reduce
             patch.setattr(dist, "all_reduce", lambda t, *a, **k: (sizes.append(t.numel()), inner(t, *a, **k))[1])
             steps(training, 1)
         counts.append(sum(size > 16 for size in sizes))  # not the numbers of loss and norm
