@@ -262,8 +262,17 @@ def all_rows(quick: bool, processes: int, bits: float, only: list[str]) -> list[
         f"shard = {kind}": recipe(quick, seq_len=short, processes=processes, layout={"shard": kind})
         for kind in ("none", "zero1", "zero2", "full")
     }
+    # A layer has 2.9 MB of gradients (0.2 MB with --quick); the name is that of the key layout.bucket.
+    buckets = {
+        f"shard = {kind}, {f'bucket = {size}' if size else 'one bucket per layer'}": recipe(
+            quick, layers=8, seq_len=short, processes=processes, layout={"shard": kind, "bucket": size}
+        )
+        for kind in ("none", "full")
+        for size in (None, "6 MB", "25 MB")
+    }
     groups: dict[str, Callable[[], list[Row]]] = {
         "overlap": lambda: overlap_rows(quick, processes, bits),
+        "buckets": lambda: engine_rows("buckets", buckets, processes, steps),
         "accumulation": lambda: engine_rows("accumulation", accumulate, processes, steps),
         "recompute": lambda: engine_rows("recompute", recompute, 1, steps),
         "loss": lambda: engine_rows("loss", loss, 1, steps),
@@ -332,7 +341,10 @@ def main() -> int:
         "--quick", action="store_true", help="small shapes and few steps: the machinery, not the figures"
     )
     parser.add_argument(
-        "--only", type=lambda text: text.split(","), default=[], help="overlap,accumulation,recompute,loss,sharding"
+        "--only",
+        type=lambda text: text.split(","),
+        default=[],
+        help="overlap,buckets,accumulation,recompute,loss,sharding",
     )
     parser.add_argument("--out", type=Path, default=TOP / "benchmarks" / "results")
     given = parser.parse_args()

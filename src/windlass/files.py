@@ -19,6 +19,7 @@ READ_BLOCK_BYTES = 4 << 20
 # Deeper than any JSON file of windlass or transformers; functions that walk a value call themselves once per level.
 MAX_JSON_DEPTH = 64
 _DECODER = json.JSONDecoder(parse_constant=lambda name: None)
+FileStamps = tuple[tuple[int, int] | None, ...]
 _INFINITIES = frozenset((math.inf, -math.inf))
 
 
@@ -87,10 +88,20 @@ def append_line_buffered(path: Path, value: Any) -> bool:
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects of a file, oldest first. Lines that are not a JSON object (a torn last line) are skipped."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         yield from (value for raw in file if (value := _object(raw)) is not None)
+
+
+def file_stamps(*paths: Path) -> FileStamps:
+    """(time of modification, size) of each file, None where there is none: what is cached is valid while they stay."""
+    stamps: list[tuple[int, int] | None] = []
+    for path in paths:
+        try:
+            status = path.stat()
+            stamps.append((status.st_mtime_ns, status.st_size))
+        except OSError:
+            stamps.append(None)
+    return tuple(stamps)
 
 
 def parse_json(raw: bytes) -> Any:

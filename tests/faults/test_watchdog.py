@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from windlass.errors import EXIT_HANG
 from windlass.files import write_json
 from windlass.train.watchdog import Heartbeat, count_collectives, find_hang, read_heartbeats
@@ -131,3 +133,42 @@ def test_a_heartbeat_of_an_earlier_start_is_not_blamed(run) -> None:
     assert left.wait(20)
     [fault] = run.faults()
     assert fault.culprit == 1 and "101" not in fault.error and "1 of 2" in fault.error
+
+
+def test_one_of_1000_ranks_reads_the_heartbeats_and_the_others_learn_the_cause(run) -> None:
+    """Stand-ins: 997 ranks that report being stuck, rank 617 that no longer writes, and two real watchdogs."""
+    for rank in range(2, 1000):
+        stuck = {"stuck": True} if rank != 617 else {}
+        write_json(run.heartbeat_file(rank), {**beat(rank, 22), "started_at": 3.0, **stuck}, sync=False)
+    reads: list[int] = []
+    done = [threading.Event(), threading.Event()]
+    begin = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("windlass.train.watchdog.read_heartbeats", lambda *a: (reads.append(1), read_heartbeats(*a))[1])
+        for rank in range(2):
+            options = {"world_size": 1000, "timeout_seconds": 1.0, "started_at": 3.0}
+            heart = Heartbeat(run, rank, leave=lambda code, rank=rank: done[rank].set(), **options).start()
+            heart.beat(7, "reduce")
+        assert all(event.wait(40) for event in done)
+    assert {fault.culprit for fault in run.faults()} == {617} and len(run.faults()) == 2
+    assert len(reads) == 2 and len([e for e in run.events() if e.event == "hang"]) == 1
+    assert time.monotonic() - begin < 1.0 + 10.0 + 10.0  # the last for a busy test machine
+
+
+def test_a_rank_that_writes_seldom_does_so_at_once_when_another_reports_a_hang(run) -> None:
+    """On 1,000 ranks: a look, a wait of two and a half looks, and two reads of 1,000 small files are below 10 s."""
+    heart = Heartbeat(run, 5, world_size=1000, timeout_seconds=600.0, started_at=3.0).start()
+    assert (heart._every, heart._look) == (30.0, 2.0) and 3.5 * heart._look < 10.0
+    run.hang_file(3.0).touch()
+    writes, until = read_heartbeats(run, 3.0)[5]["writes"], time.monotonic() + 10.0
+    while (now := read_heartbeats(run, 3.0)[5]["writes"]) == writes and time.monotonic() < until:
+        time.sleep(0.1)
+    heart.close()
+    assert now > writes
+
+
+def test_the_cause_of_an_earlier_start_is_not_taken(run) -> None:
+    write_json(run.hang_file(1.0), {"rank": 9, "text": "old"})
+    left = threading.Event()
+    Heartbeat(run, 0, world_size=2, timeout_seconds=0.3, started_at=2.0, leave=lambda code: left.set()).start()
+    assert not run.hang_file(1.0).exists() and left.wait(30) and run.faults()[0].culprit == 1

@@ -4,7 +4,7 @@ import pytest
 
 from windlass.config import LayoutConfig
 from windlass.layout.resolve import JobSize, complete_layout
-from windlass.layout.stages import layers_of_rank, stages, stages_of_rank
+from windlass.layout.stages import gradient_buckets, layers_of_rank, stages, stages_of_rank
 from windlass.layout.types import Layout
 
 
@@ -68,3 +68,19 @@ def test_description_names_what_differs_from_the_plainest_layout() -> None:
     text = Layout(shard="hybrid", shard_size=4, tensor=2, pipeline=2, schedule="zbv", micro_batch=8).describe()
     assert text == "hybrid 4, tensor 2, pipeline 2 zbv, micro_batch 8"
     assert Layout(pipeline=2, offload="optimizer").describe() == "none, pipeline 2, micro_batch 1, offload optimizer"
+
+
+@pytest.mark.parametrize(
+    ("params", "bucket_bytes", "buckets"),
+    [
+        ([10, 10, 10], None, [range(1), range(1, 2), range(2, 3)]),
+        ([10, 10, 10], 0, [range(1), range(1, 2), range(2, 3)]),  # a layer is never split
+        ([10, 10, 10], 80, [range(1), range(1, 3)]),  # 4 bytes a value, filled from the last layer
+        ([10, 10, 10], 79, [range(1), range(1, 2), range(2, 3)]),
+        ([10, 10, 10], 120, [range(3)]),
+        ([5, 5, 40, 5, 5], 50, [range(2), range(2, 3), range(3, 5)]),
+        ([], 100, []),
+    ],
+)
+def test_gradient_buckets(params, bucket_bytes, buckets):
+    assert gradient_buckets(params, bucket_bytes) == buckets

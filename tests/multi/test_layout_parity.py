@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from tests.multi.conftest import spawn
 from tests.train.helpers import build, steps
 
@@ -189,6 +190,11 @@ CASES = [
     Parity(2, 2, {"shard": "full", "offload": "parameters"}),
     Parity(2, 2, {"shard": "zero1", "offload": "optimizer"}),
     Parity(2, 2, {"shard": "full", "sync": "last"}),
+    # A layer's gradients have 123 kB: buckets of two layers, of all four, and of three after one.
+    Parity(2, 8, {"shard": "none", "bucket": 250_000}),
+    Parity(2, 2, {"shard": "none", "bucket": 1_000_000, "train": {"recompute": "full"}}),
+    Parity(2, 2, {"shard": "zero2", "bucket": 400_000}),
+    Parity(2, 2, {"shard": "full", "bucket": 400_000, "train": {"recompute": "selective"}}),
     Parity(2, 2, {"shard": "full", "train": {"recompute": "full"}}),
     Parity(2, 2, {"shard": "full", "train": {"recompute": "selective", "loss": "chunked"}}),
     Parity(2, 4, {"shard": "full"}, family="retnet"),
@@ -241,6 +247,26 @@ def by_world(case: Parity) -> Any:
 @pytest.mark.parametrize("case", map(by_world, CASES))
 def test_a_layout_matches_one_process(curves: Any, alone: Any, case: Parity) -> None:
     compare(curves(case), alone(case.optimizer, case.family, case.tied, case.documents, case.layers))
+
+
+def reductions(buckets: list[int | None]) -> list[int]:
+    """All-reduces of gradients in a second step, for each size of a bucket."""
+    counts, sizes, inner = [], list[int](), dist.all_reduce
+    for bucket in buckets:
+        training = build(make_recipe("sgd", micro_batch=8, shard="none", bucket=bucket))
+        steps(training, 1)
+        sizes.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_reduce", lambda t, *a, **k: (sizes.append(t.numel()), inner(t, *a, **k))[1])
+            steps(training, 1)
+        counts.append(sum(size > 16 for size in sizes))  # not the numbers of loss and norm
+    return counts
+
+
+@pytest.mark.multi
+def test_a_bucket_is_one_reduction(spawn: Any) -> None:
+    """Four layers of 123 kB, the embedding, and the head with the last norm."""
+    assert spawn(reductions, 2, [None, 250_000, 400_000, 1_000_000])[0] == [6, 4, 4, 3]
 
 
 @pytest.mark.multi

@@ -12,6 +12,7 @@ from windlass.clusters.masks import lint_masks
 from windlass.clusters.model import Cluster, Device
 from windlass.config.load import read_toml, validate
 from windlass.errors import ConfigError
+from windlass.files import FileStamps, file_stamps
 
 SHIPPED = Path(__file__).parent / "data"
 
@@ -28,14 +29,13 @@ def cluster_names() -> list[str]:
 def load_cluster(name: str) -> Cluster:
     """The shipped file with the user's file of the same name laid over it, checked."""
     paths = SHIPPED / f"{name}.toml", user_folder() / f"{name}.toml"
-    stats = [path.stat() for path in paths if path.is_file()]
-    cluster = _read_cluster(name, *paths, tuple((s.st_mtime_ns, s.st_size) for s in stats))
+    cluster = _read_cluster(name, *paths, file_stamps(*paths))
     load_device(cluster.device)
     return cluster
 
 
 @cache
-def _read_cluster(name: str, shipped: Path, own: Path, stamps: tuple[tuple[int, int], ...]) -> Cluster:
+def _read_cluster(name: str, shipped: Path, own: Path, stamps: FileStamps) -> Cluster:
     """Read once while the files stay the same: a dashboard asks for the cluster of each of its runs."""
     if not shipped.is_file() and not own.is_file():
         names, lower = cluster_names(), name.lower().replace("mn5", "marenostrum5")
@@ -89,11 +89,11 @@ def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
 
 def devices() -> dict[str, Device]:
     paths = SHIPPED / "devices.toml", user_folder() / "devices.toml"
-    return _read_devices(*paths, tuple(path.stat().st_mtime for path in paths if path.is_file()))
+    return _read_devices(*paths, file_stamps(*paths))
 
 
 @cache
-def _read_devices(shipped: Path, own: Path, modified_at: tuple[float, ...]) -> dict[str, Device]:
+def _read_devices(shipped: Path, own: Path, stamps: FileStamps) -> dict[str, Device]:
     return {
         name: validate(Device, {"name": name, **value}, f"devices.toml: {name}")
         for name, value in _read_overlaid(shipped, own).items()

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from windlass.config.base import Registered, Table, Tokens
+from windlass.config.base import Bytes, Registered, Table, Tokens
 from windlass.config.launch import LaunchConfig
 from windlass.config.model import ModelConfig
 from windlass.config.observe import EnergyConfig, ProfileConfig, TrackersConfig
@@ -156,6 +156,9 @@ class LayoutConfig(Table):
     """Keep optimizer states (or parameters too) in host memory."""
     sync: Literal["auto", "every", "last"] = "auto"
     """When gradients are reduced under accumulation: every micro-batch, or once per step where memory allows."""
+    bucket: Bytes | None = None
+    """Neighbouring layers whose fp32 gradients fit into this many bytes together are reduced (and gathered) by one
+    collective ("25 MB"); a layer is never split. Default: one collective per layer."""
 
 
 class Recipe(Table):

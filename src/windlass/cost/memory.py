@@ -11,7 +11,7 @@ from typing import NamedTuple
 from windlass.blocks.attention.spec import AttentionSpec
 from windlass.blocks.head.spec import loss_bytes
 from windlass.cost.engines import ENGINE_PROFILES
-from windlass.layout.stages import stages, stages_of_rank
+from windlass.layout.stages import gradient_buckets, stages, stages_of_rank
 from windlass.layout.types import Layout, StepSpec
 from windlass.models.spec import LayerSpec, ModelSpec
 
@@ -76,6 +76,14 @@ class RankLoad(NamedTuple):
     @property
     def params_per_layer(self) -> float:
         return self.body / max(1.0, self.num_layers)
+
+
+def layers_per_bucket(model: ModelSpec, layout: Layout) -> float:
+    """Mean number of layers whose gradients one collective reduces."""
+    if layout.bucket is None:
+        return 1.0
+    sizes = [group.layer.num_params / layout.tensor for group in model.groups for _ in range(group.count)]
+    return len(sizes) / len(gradient_buckets(sizes, layout.bucket))
 
 
 def memory(model: ModelSpec, step: StepSpec, layout: Layout) -> MemoryEstimate:
@@ -193,7 +201,8 @@ def _native_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: Rank
         pairs = layout.micro_batch * float(step.seq_len) ** 2 / layout.context
         masked = (n for layer, n in rank.layers if any(isinstance(b.block, AttentionSpec) for b in layer.branches))
         mask = pairs * (1.0 + step.bytes_per_value * sum(masked) * rank.in_flight)
-    early_weights, late_weights = _native_gathered(model, size, layout, rank)
+    joined = layers_per_bucket(model, layout)
+    early_weights, late_weights = _native_gathered(model, size, layout, rank, joined)
     # A pipeline whose micro-batches are all in flight at once has made no gradient yet when it is fullest.
     all_in_flight = layout.pipeline > 1 and layout.accumulation <= rank.in_flight
     summed = 0.0 if all_in_flight else early_gradients
@@ -208,7 +217,7 @@ def _native_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: Rank
     backward = {
         **always,
         "unsharded weights": late_weights,
-        "reduction buffers": (size + 4.0) * rank.params_per_layer if layout.weight_shards > 1 else 0.0,
+        "reduction buffers": (size + 4.0) * rank.params_per_layer * (joined - (layout.weight_shards == 1)),
     }
     last_layers = activations / max(1.0, rank.num_layers * rank.in_flight) * max(1.0, rank.in_flight - 1.0)
     moments = {
@@ -250,9 +259,11 @@ def _native_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: Rank
     return moments
 
 
-def _native_gathered(model: ModelSpec, size: float, layout: Layout, rank: RankLoad) -> tuple[float, float]:
+def _native_gathered(
+    model: ModelSpec, size: float, layout: Layout, rank: RankLoad, joined: float
+) -> tuple[float, float]:
     """Gathered weights of `size` bytes at the loss (head, and the buffer of the newest gather) and in the backward pass
-    (head, two layers).
+    (head, two buckets of `joined` layers).
 
     zero1, zero2 and hybrid_zero2 keep all of them as the 16-bit copy, and the buffer. A tied table belongs to the whole
     model and stays."""
@@ -261,7 +272,7 @@ def _native_gathered(model: ModelSpec, size: float, layout: Layout, rank: RankLo
     head, newest = (rank.embedding, rank.params_per_layer) if model.tied else (rank.head, rank.head)
     if layout.shard not in ("full", "hybrid"):
         return (size * newest if layout.accumulation == 1 else 0.0), 0.0
-    return size * (head + newest), size * (head + (3.0 if model.tied else 2.0) * rank.params_per_layer)
+    return size * (head + newest), size * (head + (3.0 if model.tied else 2.0) * joined * rank.params_per_layer)
 
 
 def _states(step: StepSpec, layout: Layout, params: float) -> tuple[dict[str, float], float, float, float]:

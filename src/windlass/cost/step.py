@@ -12,6 +12,7 @@ from windlass.blocks.attention.spec import KEPT_SCORE_BYTES
 from windlass.clusters.model import Device, Efficiency, Links
 from windlass.cost.engines import ENGINE_PROFILES
 from windlass.cost.flops import DEFAULT, Convention, hfu, mfu, recomputed_share
+from windlass.cost.memory import layers_per_bucket
 from windlass.errors import PlanError
 from windlass.layout.stages import layers_of_rank
 from windlass.layout.types import Layout, StepSpec
@@ -145,7 +146,10 @@ def estimate_step(
         terms["shard copies"] = (4.0 * unpacked * gathers + 6.0 * reductions) * stored / r.memory
     compute = sum(terms.values())
     layers = model.num_layers / layout.pipeline + 1
-    terms["data-parallel traffic"] = _data_traffic(layers, stored, compute, step, layout, r, gathers, reductions)
+    buckets = model.num_layers / layout.pipeline / layers_per_bucket(model, layout) + 1
+    terms["data-parallel traffic"] = _data_traffic(
+        layers, buckets, stored, compute, step, layout, r, gathers, reductions
+    )
     if layout.offload != "none":
         # Gradients go down and 16-bit weights come back once a step, and the cores read and write the states.
         # Parameters on the host are also read in every forward and backward pass. Nothing of it is taken to hide behind
@@ -414,6 +418,7 @@ def _optimizer_seconds(stored: float, step: StepSpec, layout: Layout, r: _Rates)
 
 def _data_traffic(
     layers: float,
+    buckets: float,
     stored: float,
     compute: float,
     step: StepSpec,
@@ -433,23 +438,26 @@ def _data_traffic(
     gradient = 4.0 if fp32 else 2.0
     inside = layout.shard_size if layout.is_hybrid else group
     if layout.shard in ("full", "hybrid"):
-        size, messages = (4.0 * gathers + reductions * gradient) * stored, (2.0 * gathers + reductions) * layers
+        size, messages = (4.0 * gathers + reductions * gradient) * stored, (2.0 * gathers + reductions) * buckets
     elif layout.divides_gradients_only and (step.native or layout.is_hybrid):
         # Gradients stay divided: each micro-batch gathers once and reduces.
-        size, messages = (2.0 * gathers + reductions * gradient) * stored, (gathers + reductions) * layers
+        size, messages = (2.0 * gathers + reductions * gradient) * stored, (gathers + reductions) * buckets
     else:
         size = (gradient + (gradient if layout.shard == "none" else 2.0)) * stored
-        messages = 2.0 * max(1.0, stored * gradient / 200e6)  # in buckets
+        # In buckets of the engine's own size where none is set.
+        messages = 2.0 * (max(1.0, stored * gradient / 200e6) if layout.bucket is None else buckets)
     seconds = _ring_seconds(size, inside, r, span, messages, tree=layout.shard == "none")
     if layout.is_hybrid:
         copies = 2.0 * gradient * stored / inside
-        seconds += _ring_seconds(copies, max(1, group // inside), r, span * inside, layers, tree=True)
+        seconds += _ring_seconds(copies, max(1, group // inside), r, span * inside, buckets, tree=True)
         size += copies
     if not engine.overlaps_reduction and layout.shard != "full":
         return seconds  # reduced after the last backward pass, gathered after the step
     local = min(seconds, size / r.intra)
     taken = c.contention * (local + 0.3 * (seconds - local))  # where the fabric is the bottleneck, kernels mostly wait
-    return taken + max(0.0, seconds - taken - c.overlap * compute)
+    # The last bucket is complete when the backward pass is: what it holds beyond one layer has nothing to hide behind.
+    tail = seconds * (1.0 / buckets - 1.0 / layers)
+    return taken + max(0.0, seconds - taken - c.overlap * compute, tail)
 
 
 DEFAULTS = Constants()

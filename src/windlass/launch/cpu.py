@@ -1,13 +1,13 @@
 """Jobs on CPU partitions: which partition can hold the work, and the job itself."""
 
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from windlass.clusters.model import Cluster, Partition, SlurmLimits
+from windlass.clusters.scheduler import default_account
 from windlass.errors import LaunchError
 from windlass.launch.job import BatchJob, JobEnvironment, plain_environment
 from windlass.units import print_seconds
@@ -96,7 +96,7 @@ def cpu_job(
         seconds=seconds,
         partition=queue.name if queue else None,
         qos=queue.qos if queue else None,
-        account=account or os.environ.get("SBATCH_ACCOUNT"),
+        account=account or default_account(cluster.slurm.account),
         environment=environment or plain_environment(cluster, active_venv()),
         env=env or {},
         requeue=True,

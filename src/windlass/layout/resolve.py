@@ -58,6 +58,7 @@ def complete_layout(wish: LayoutConfig, size: JobSize) -> Layout:
         chunks=wish.pipeline_chunks if wish.schedule == "interleaved" else 1,
         offload=wish.offload,
         sync=wish.sync,
+        bucket=wish.bucket,
     )
 
 

@@ -31,6 +31,8 @@ class Layout:
     offload: str = "none"
     # The wish for gradient reduction under accumulation; `StepSpec.sync` is what follows from it.
     sync: str = "auto"
+    # Largest size in bytes of the fp32 gradients that one collective reduces; None: one collective per layer.
+    bucket: int | None = None
     # Tensor parallelism also divides norms and residuals along the sequence; only other engines switch it off.
     sequence_parallel: bool = True
 
@@ -89,6 +91,7 @@ class Layout:
                 "pipeline_chunks": max(2, self.chunks),
                 "offload": self.offload,
                 "sync": self.sync,
+                "bucket": self.bucket,
             }
         )
 

@@ -1,7 +1,7 @@
 """Everything a run folder says, as one value that terminal, browser and report show. Reads files only."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -13,8 +13,9 @@ from windlass.clusters.load import load_cluster
 from windlass.config import Recipe
 from windlass.energy.carbon import Carbon, carbon
 from windlass.energy.ledger import Ledger, read_ledger
+from windlass.energy.ledger import build as build_ledger
 from windlass.errors import RunError, WindlassError
-from windlass.files import read_json, read_json_lines
+from windlass.files import FileStamps, file_stamps, read_json, read_json_lines
 from windlass.models.presets import model_spec
 from windlass.report.columns import SAMPLE_LINES, Columns, known, last_known, recent_median
 from windlass.runs.events import (
@@ -37,8 +38,7 @@ from windlass.runs.events import (
     parse_event,
 )
 from windlass.runs.folder import Run, open_run
-from windlass.runs.history import RunHistory, read_history
-from windlass.runs.metrics import MetricsLine
+from windlass.runs.history import RunHistory, StepTime, read_history
 from windlass.units import print_text
 
 FAULTS = ("fault", "hang", "save_failed", "damaged", "rollback", "skipped", "gave_up")
@@ -46,6 +46,10 @@ BREAKS = ("signal", "stopped", "fault", "hang", "restarted", "resumed", "rollbac
 SILENT_SECONDS = 120.0
 # Goodput is summed over at most so many metrics lines, evenly spread: its error is then far below a thousandth.
 MAX_HISTORY_LINES = 20_000
+# What a row of a list is made from: these columns; of a long file lines spread evenly and its tail, with more than the
+# 200 lines of the medians.
+BRIEF_FILE_BYTES, BRIEF_LINES, BRIEF_TAIL_BYTES = 256 << 10, 100, 160 << 10
+BRIEF_KEYS = ("step", "tokens", "loss", "tokens_per_second", "mfu", "memory_bytes", "step_seconds", "time")
 
 # Fields of a run whose recipe cannot be read.
 NO_RECIPE: dict[str, Any] = {
@@ -123,13 +127,20 @@ class RunSummary:
 
 
 def collect(
-    where: Run | Path | str, *, columns: Columns | None = None, factors: Mapping[str, float] | None = None
+    where: Run | Path | str,
+    *,
+    columns: Columns | None = None,
+    factors: Mapping[str, float] | None = None,
+    events: list[Event] | None = None,
+    brief: bool = False,
 ) -> RunSummary:
-    """One run. `columns`: those of a caller that keeps them (the dashboard); else the metrics are read here.
+    """One run. `columns`, `events`: those of a caller that has them (the dashboard); else they are read here.
 
-    `factors`: PUE and intensities instead of those that the run knows; see `carbon`.
+    `factors`: PUE and intensities instead of those that the run knows; see `carbon`. `brief`: for a row of a list,
+    without recipe, manifest, plan, data, checkpoints and evaluations.
     """
     run = where if isinstance(where, Run) else open_run(where)
+    events = read_events(run) if events is None else events
     if columns is None:
         columns = Columns(run.metrics_file)
         columns.refresh()
@@ -138,14 +149,12 @@ def collect(
         recipe = run.recipe()
     except WindlassError as error:
         problem = error.message
-    # A run's files may have been written by anybody: every text is made fit to be shown.
-    events = [parse_event(clean(line, lines=False)) for line in read_json_lines(run.events_file)]
-    manifest: dict[str, Any] = clean(run.manifest())
+    manifest: dict[str, Any] = {} if brief else clean(run.manifest())
     has_steps = any(isinstance(e, (Saved, Stopped, Finished)) for e in events)
     problems = [  # (text, whether it holds): what a folder that was copied in part, or torn, does not say
         (problem or "", problem is not None),
         ("manifest.json is damaged: environment and data ledger are unknown",
-         run.manifest_file.exists() and read_json(run.manifest_file) is None),
+         not brief and not manifest and run.manifest_file.exists() and read_json(run.manifest_file) is None),
         ("events.jsonl is missing or empty: state, saves and interruptions are unknown", len(columns) and not events),
         ("metrics.jsonl is missing or empty: loss and speed are unknown", has_steps and not len(columns)),
     ]  # fmt: skip
@@ -162,15 +171,19 @@ def collect(
         for key in ("tokens_per_second", "tokens_per_second_per_device", "mfu", "hfu", "step_seconds", "utilization",
                     "spread_seconds")
     }  # fmt: skip
-    stated = _recipe_fields(recipe) if recipe else {**NO_RECIPE, "name": print_text(run.name)}
+    stated = _recipe_fields(recipe, brief) if recipe else {**NO_RECIPE, "name": print_text(run.name)}
     target, speed = stated["target_tokens"], medians["tokens_per_second"]
     statuses = (s for event in reversed(events) for kind, s in STATUS.items() if isinstance(event, kind))
     status = next(statuses, "running" if len(columns) else "unknown")
     is_under_way = status == "running" and target is not None and tokens is not None and bool(speed)
-    plan = run.plan() or {}
+    plan = {} if brief else run.plan() or {}
     chosen = plan["plan"] if isinstance(plan.get("plan"), dict) else {}
     predicted = {key: number for key, value in chosen.items() if (number := known_float(value)) is not None}
-    energy = _energy(run, recipe, tokens, step, predicted.get("mwh"), factors)
+    if brief:
+        ledger = build_ledger(read_json_lines(run.energy_file), events)
+    else:
+        ledger = _ledger(run.path.absolute(), file_stamps(run.energy_file, run.events_file))
+    energy = _energy(ledger, recipe, tokens, step, predicted.get("mwh"), factors)
     memory = known(columns.get("memory_bytes"))
     memory_bytes = float(memory.max()) if len(memory) else None  # of the whole run: a restart resets the counters
     history = read_history(events, _history_lines(columns))
@@ -201,9 +214,9 @@ def collect(
         energy=energy,
         life=history if history.segments else None,
         events=events,
-        checkpoints=_checkpoints(run, events),
-        evaluations=clean(list(read_json_lines(run.eval_file))),
-        data=clean(_data(run, recipe)),
+        checkpoints=[] if brief else _checkpoints(run, events),
+        evaluations=[] if brief else clean(list(read_json_lines(run.eval_file))),
+        data={} if brief else clean(_data(run, recipe)),
         manifest=manifest,
         plan_rows=_plan_rows(predicted, {**medians, "memory_bytes": memory_bytes}, energy, plan.get("device"), status),
         lines=len(columns),
@@ -212,10 +225,31 @@ def collect(
     )
 
 
-def sample_columns(run: Run) -> Columns:
+def read_events(run: Run) -> list[Event]:
+    """A run's files may have been written by anybody: every text is made fit to be shown."""
+    return [parse_event(clean(line, lines=False)) for line in read_json_lines(run.events_file)]
+
+
+def brief_columns(run: Run, events: Iterable[Event]) -> Columns:
+    """The metrics that a row of a list shows."""
+    file = run.metrics_file
+    if file.exists() and file.stat().st_size > BRIEF_FILE_BYTES:
+        return sample_columns(run, events, BRIEF_LINES, BRIEF_TAIL_BYTES, BRIEF_KEYS)
+    columns = Columns(file, keys=BRIEF_KEYS)
+    columns.refresh()
+    return columns
+
+
+def sample_columns(
+    run: Run,
+    events: Iterable[Event],
+    lines: int | None = None,
+    tail_bytes: int | None = None,
+    keys: Sequence[str] | None = None,
+) -> Columns:
     """A first look at the metrics of a long run."""
-    moments = [e.time for e in run.events() if isinstance(e, (ProcessStart, RolledBack)) and e.time is not None]
-    return Columns.sample(run.metrics_file, SAMPLE_LINES, times=moments)
+    moments = [e.time for e in events if isinstance(e, (ProcessStart, RolledBack)) and e.time is not None]
+    return Columns.sample(run.metrics_file, lines or SAMPLE_LINES, times=moments, tail_bytes=tail_bytes, keys=keys)
 
 
 def find_runs(folder: Path | str) -> list[Run]:
@@ -252,19 +286,20 @@ STATUS: dict[type[Event], str] = {
 }  # fmt: skip
 
 
-def _recipe_fields(recipe: Recipe) -> dict[str, Any]:
+def _recipe_fields(recipe: Recipe, brief: bool) -> dict[str, Any]:
     m, data, steps = recipe.model, recipe.data, recipe.train.steps
     total = active = None
     # A Hugging Face config may not have been copied.
     with contextlib.suppress(WindlassError, OSError, KeyError, TypeError, ValueError):
-        total, active = model_spec(m).params.total, model_spec(m).params.active
+        if not brief:
+            total, active = model_spec(m).params.total, model_spec(m).params.active
     target = data.tokens
     if target is None and steps is not None and data.batch_tokens is not None:
         target = steps * data.batch_tokens
     sizes = f", {m.layers} layers, width {m.width}, {m.heads} heads, vocabulary {m.vocab:,}" if m.vocab else ""
     return {
         "name": print_text(recipe.name),
-        "recipe": clean(recipe.model_dump(mode="json")),
+        "recipe": {} if brief else clean(recipe.model_dump(mode="json")),
         "cluster": print_text(recipe.cluster),
         "model": print_text(f"Hugging Face {m.config}" if m.family == "hf" else m.family + sizes),
         "parameters": total,
@@ -274,15 +309,13 @@ def _recipe_fields(recipe: Recipe) -> dict[str, Any]:
 
 
 def _energy(
-    run: Run,
+    ledger: Ledger,
     recipe: Recipe | None,
     tokens: float | None,
     step: float | None,
     planned_mwh: float | None,
     factors: Mapping[str, float] | None,
 ) -> RunEnergy:
-    stamps = [f.stat() for f in (run.energy_file, run.events_file) if f.exists()]
-    ledger = _ledger(run.path.resolve(), tuple((s.st_mtime_ns, s.st_size) for s in stamps))
     cluster = None
     with contextlib.suppress(WindlassError):  # a cluster of another site: its PUE and grid are unknown here
         cluster = load_cluster(recipe.cluster) if recipe else None
@@ -305,7 +338,7 @@ def _energy(
 
 
 @lru_cache(maxsize=256)
-def _ledger(path: Path, stamps: tuple[tuple[int, int], ...]) -> Ledger:
+def _ledger(path: Path, stamps: FileStamps) -> Ledger:
     """Read again only when the files have changed: live views ask every second, and a long run has many lines."""
     return read_ledger(Run(path))
 
@@ -329,7 +362,7 @@ def _plan_rows(
     return [(title, predicted[key] * scale, value) for title, key, scale, value in rows if key in predicted]
 
 
-def _history_lines(columns: Columns) -> list[MetricsLine]:
+def _history_lines(columns: Columns) -> list[StepTime]:
     """At most MAX_HISTORY_LINES lines, with those on both sides of each resume: they say how many steps were lost."""
     steps = columns.get("step")
     evenly = np.linspace(0, len(steps) - 1, min(len(steps), MAX_HISTORY_LINES)).astype(np.int64)
@@ -345,10 +378,7 @@ def _history_lines(columns: Columns) -> list[MetricsLine]:
 
     steps_done, tokens = values("step", is_integer=True), values("tokens", is_integer=True)
     seconds, times = values("step_seconds", is_integer=False), values("time", is_integer=False)
-    return [
-        MetricsLine(step=s, tokens=t, step_seconds=x, time=at)
-        for s, t, x, at in zip(steps_done, tokens, seconds, times, strict=True)
-    ]
+    return list(map(StepTime, steps_done, tokens, seconds, times))
 
 
 def _checkpoints(run: Run, events: Sequence[Event]) -> list[dict[str, Any]]:

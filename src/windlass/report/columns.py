@@ -39,8 +39,8 @@ MAX_VALUE = 1e300
 class Columns:
     """A metrics file as growing columns. `refresh()` reads what is new; unknown is NaN. Safe with several threads."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, keys: Sequence[str] | None = None) -> None:
+        self.path, self._keys = path, keys  # the only columns that are kept; None: all
         self.is_sample = False  # lines from all over the file, not all of them
         self._lock = threading.RLock()
         self._reset()
@@ -50,13 +50,21 @@ class Columns:
         self._data: dict[str, list[Numbers]] = {}
 
     @classmethod
-    def sample(cls, path: Path, lines: int, *, times: Sequence[float] = ()) -> Columns:
+    def sample(
+        cls,
+        path: Path,
+        lines: int,
+        *,
+        times: Sequence[float] = (),
+        tail_bytes: int | None = None,
+        keys: Sequence[str] | None = None,
+    ) -> Columns:
         """A first look at a long file: lines evenly spread by position, its tail, and those on both sides of `times`.
 
         The times are those of starts and rollbacks. The lines beside them say how many steps were lost, and how much
         memory the processes before had reached: both are then exact.
         """
-        columns = cls(path)
+        columns = cls(path, keys=keys)
         columns.is_sample = True
         raw: dict[int, bytes] = {}  # by position
         with path.open("rb") as file:
@@ -77,7 +85,7 @@ class Columns:
                     offset = file.tell()
                 return float("inf")
 
-            tail_at = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+            tail_at = max(0, file.seek(0, os.SEEK_END) - (tail_bytes or TAIL_BYTES))
             for index in range(lines):
                 read_line(tail_at * index // lines)
             for moment in times:
@@ -87,7 +95,7 @@ class Columns:
                 file.readline()
             tail_at = file.tell()
             tail = file.read().splitlines()
-        columns._add([line for position, line in sorted(raw.items()) if position < tail_at] + tail)
+        columns._add([line.rstrip() for position, line in sorted(raw.items()) if position < tail_at] + tail)
         return columns
 
     def refresh(self, max_bytes: int | None = None) -> bool:
@@ -120,8 +128,9 @@ class Columns:
                 return True
 
     def _add(self, lines: Sequence[bytes]) -> None:
-        try:  # one call for the whole block is three times as fast; one torn line makes it fail
-            values = list(parse_json(b"[" + b",".join(lines) + b"]"))
+        try:  # one call for the whole block is three times as fast; one damaged line makes it fail
+            objects = [line for line in lines if line.endswith(b"}")]  # without a line that was torn
+            values = list(parse_json(b"[" + b",".join(objects) + b"]"))
         except ValueError:
             values = []
             for line in lines:
@@ -130,7 +139,7 @@ class Columns:
         rows = [v for v in values if isinstance(v, dict) and is_number(v.get("step")) and -1 < v["step"] < 2**53]
         if not rows:
             return
-        for key in set(self._data).union(*rows):
+        for key in set(self._data).union(*rows) if self._keys is None else self._keys:
             values = [row.get(key) for row in rows]
             try:
                 numbers = np.array(values, dtype=np.float64)  # None becomes NaN

@@ -29,7 +29,7 @@ class Watch:
     def __init__(self, run: Run, *, sample_first: bool = False) -> None:
         self.run, self._looked, file = run, False, run.metrics_file
         is_long = file.exists() and file.stat().st_size > LONG_FILE_BYTES
-        self.columns = sample_columns(run) if sample_first and is_long else Columns(file)
+        self.columns = sample_columns(run, run.events()) if sample_first and is_long else Columns(file)
 
     def look(self) -> RunSummary:
         if self._looked and self.columns.is_sample:  # the second look reads the whole file

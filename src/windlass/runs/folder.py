@@ -76,6 +76,11 @@ class Run:
     def heartbeat_file(self, rank: int) -> Path:
         return self.ranks / f"heartbeat-{rank:05d}.json"
 
+    def hang_file(self, started_at: float | None) -> Path:
+        """Of the first rank of a start that sees a hang: it exists, so that the others write their heartbeats at once,
+        and then says which rank is the cause."""
+        return self.ranks / f"hang-{started_at}.json"
+
     def error_file(self, rank: int) -> Path:
         return self.ranks / f"error-{rank:05d}.json"
 

@@ -18,16 +18,18 @@ from windlass.blocks.attention.kernels import attention_core
 from windlass.blocks.embedding import parallel as parallel_embedding
 from windlass.blocks.head import parallel as parallel_head
 from windlass.blocks.head.spec import choose_loss
+from windlass.blocks.initial_values import local_tensor
 from windlass.blocks.norm import parallel as parallel_norm
 from windlass.config import Recipe
 from windlass.errors import ConfigError
-from windlass.layout.stages import stages, stages_of_rank
+from windlass.layout.stages import GRADIENT_BYTES, gradient_buckets, stages, stages_of_rank
 from windlass.layout.types import GradientSync, StepSpec
 from windlass.models.decoder import DecoderModel, Layer
 from windlass.models.hf import HFModel
 from windlass.registry import OBJECTIVES
 from windlass.train.mesh import World
 from windlass.train.tie import Tie, find_tie
+from windlass.units import print_bytes
 
 
 @dataclass
@@ -73,7 +75,7 @@ def parallelize(model: DecoderModel, recipe: Recipe, step: StepSpec, world: Worl
             compile_layers(module, step, world, parts.notes, asked=recipe.train.compile is not None)
         # Shard last, so that FSDP's hooks stay outside the compiled layers and cause no graph breaks.
         if not single:
-            shard_parameters(module, step, world)
+            shard_parameters(module, step, world, parts.notes)
         if step.precision == "bf16_pure" or (single and step.precision != "fp32"):
             module.to(torch.bfloat16)
         module.to_empty(device="cpu" if world.layout.offload == "parameters" else world.device)
@@ -174,7 +176,7 @@ def check_compile(step: StepSpec) -> None:
         )
 
 
-def shard_parameters(module: DecoderModel, step: StepSpec, world: World) -> None:
+def shard_parameters(module: DecoderModel, step: StepSpec, world: World, notes: list[str]) -> None:
     layout = world.layout
     assert world.mesh is not None
     # bf16 compute from fp32 shards, gradients reduced in fp32. fp32 needs no casts.
@@ -187,8 +189,16 @@ def shard_parameters(module: DecoderModel, step: StepSpec, world: World) -> None
     }
     # Under a pipeline every micro-batch would gather the weights again, so they stay until the step is done.
     reshard = layout.shard in ("full", "hybrid") and layout.pipeline == 1
-    for layer in module.layer_modules():
-        fully_shard(layer, reshard_after_forward=reshard, **common)
+    layers = module.layer_modules()
+    sizes = [sum(local_tensor(p).numel() for p in layer.parameters()) for layer in layers]
+    buckets = gradient_buckets(sizes, layout.bucket)
+    for bucket in buckets:
+        fully_shard(layers[bucket.start : bucket.stop], reshard_after_forward=reshard, **common)
+    if layout.bucket is not None and buckets:
+        largest = GRADIENT_BYTES * max(sum(sizes[bucket.start : bucket.stop]) for bucket in buckets)
+        notes.append(
+            f"gradient buckets: {len(layers)} layers in {len(buckets)} collectives of up to {print_bytes(largest)}"
+        )
     if module.embed is not None and not module.tied:
         fully_shard(module.embed, reshard_after_forward=reshard, **common)
     if module.head is not None and module.norm is not None and not module.tied:

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from torch._C import _distributed_c10d as c10d
@@ -31,7 +31,10 @@ from windlass.train.hooks import Hook, Training
 from windlass.train.step import StepResult
 from windlass.train.validate import Validation
 
-# A hang is named after one of these and a wait of two and a half: within 10 s of the limit.
+# A rank looks this often whether it has come further, and whether another one has reported a hang: it then writes its
+# heartbeat at once. A hang is named one look, a wait of two and a half looks and the reading of all heartbeats after
+# the limit: within 10 s, also on 1,000 ranks.
+LOOK_SECONDS = 2.0
 WRITE_SECONDS = 2.0
 # Beyond MANY_RANKS: thousands of files every two seconds are a burden for a parallel file system.
 MANY_RANKS, SLOW_WRITE_SECONDS = 64, 30.0
@@ -69,6 +72,7 @@ class Heartbeat(Hook):
         self.started_at = started_at
         every = write_seconds or (WRITE_SECONDS if world_size <= MANY_RANKS else SLOW_WRITE_SECONDS)
         self._every = min(every, max(0.2, timeout_seconds / 5)) if timeout_seconds else every
+        self._look = min(LOOK_SECONDS, self._every)
         self._step, self._phase, self._beats, self._beat_at = 0, "start", 0, time.monotonic()
         self._first_step: int | None = None
         self._writes, self._leave, self._closed = 0, leave, threading.Event()
@@ -77,7 +81,8 @@ class Heartbeat(Hook):
 
     def start(self) -> Self:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder; read when a group is created
-        for path in (self.run.heartbeat_file(self.rank), self.run.error_file(self.rank)):
+        earlier = set(self.run.ranks.glob("hang-*") if self.rank == 0 else ()) - {self.run.hang_file(self.started_at)}
+        for path in (self.run.heartbeat_file(self.rank), self.run.error_file(self.rank), *earlier):
             path.unlink(missing_ok=True)
         self._write()
         self._thread.start()
@@ -145,21 +150,32 @@ class Heartbeat(Hook):
 
     def _watch(self) -> None:
         """When beats stop: write where this rank stands, give the others time to do the same, name one and leave."""
-        while not self._closed.wait(self._every):
-            self._write()
+        hang_file, written_at = self.run.hang_file(self.started_at), time.monotonic()
+        while not self._closed.wait(self._look):
+            if time.monotonic() - written_at >= self._every - self._look / 2 or hang_file.exists():
+                self._write()
+                written_at = time.monotonic()
             limit_seconds = self.timeout_seconds * PATIENT_PHASES.get(self._phase, 1.0)
             if limit_seconds and self.idle_seconds > limit_seconds:
                 break
         else:
             return
+        is_first = True
+        with contextlib.suppress(OSError):  # a full disk is not a hang
+            try:
+                hang_file.open("x").close()
+            except FileExistsError:
+                is_first = False
         frame = sys._current_frames().get(self._main_thread)
         stack = [line.rstrip() for line in traceback.format_stack(frame)[-12:]] if frame is not None else []
         self._write(stuck=True, stack=stack, flight=read_flight_recorder())
-        first = read_heartbeats(self.run, self.started_at)
-        time.sleep(max(2.0, 2.5 * self._every))
-        self._write(stuck=True, stack=stack, flight=read_flight_recorder())
-        second = read_heartbeats(self.run, self.started_at)
-        cause = find_hang(first, second, self.world_size)
+        # One rank reads the heartbeats of all: a million small reads of 1,000 ranks would take minutes.
+        cause = None if is_first else self._wait_for_cause()
+        if cause is None:
+            first = read_heartbeats(self.run, self.started_at)
+            time.sleep(max(2.0, 2.5 * self._look))
+            self._write(stuck=True, stack=stack, flight=read_flight_recorder())
+            cause = find_hang(first, read_heartbeats(self.run, self.started_at), self.world_size)
         error = f"no progress for {self.idle_seconds:.0f} s in step {self._step}, {self._phase}: {cause.text}"
         record = FaultRecord(
             rank=self.rank,
@@ -174,10 +190,19 @@ class Heartbeat(Hook):
         )
         with contextlib.suppress(OSError):
             write_fault(self.run, record)
-            stuck = [rank for rank, beat in sorted(second.items()) if beat.get("stuck") and rank != cause.rank]
-            if self.rank == (stuck or [self.rank])[0]:  # one event for all ranks
+            if is_first:
+                write_json(hang_file, asdict(cause), sync=False)
                 self.run.record(Hang(rank=cause.rank, seconds=self.idle_seconds, where=cause.text, step=self._step))
         self._leave(EXIT_HANG)
+
+    def _wait_for_cause(self) -> HangCause | None:
+        """What the first rank has found; None when it has not within twice the time that it needs."""
+        deadline = time.monotonic() + 2 * (max(2.0, 2.5 * self._look) + LOOK_SECONDS)
+        while time.monotonic() < deadline:
+            if (value := read_json(self.run.hang_file(self.started_at))) is not None:
+                return HangCause(value.get("rank"), str(value.get("text")))
+            time.sleep(self._look / 4)
+        return None
 
 
 # -- comparing the heartbeats of all ranks ---------------------------------------------------------------------------

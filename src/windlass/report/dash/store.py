@@ -7,7 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from windlass.report.collect import RunSummary, collect, find_runs, sample_columns
+from windlass.files import FileStamps, file_stamps
+from windlass.report.collect import RunSummary, brief_columns, collect, find_runs, read_events, sample_columns
 from windlass.report.columns import LONG_FILE_BYTES, Columns, axis, thin
 from windlass.runs.folder import Run
 from windlass.units import print_text
@@ -17,6 +18,7 @@ LOOK_SECONDS = 0.5
 LIST_SECONDS = 5.0
 PIECE_BYTES = 4 << 20
 MAX_CACHED_SERIES = 256
+SPARK_POINTS = 60
 Curve = tuple[list[float], list[float | None]]
 
 
@@ -34,7 +36,8 @@ class RunView:
         self._complete = Columns(run.metrics_file)
         self._sample: Columns | None = None
         self._looked_at = -1e9
-        self._summary: tuple[tuple[float, ...], RunSummary] | None = None
+        self._summary: tuple[FileStamps, bool, RunSummary] | None = None
+        self._glance: tuple[FileStamps, RunSummary, list[float | None]] | None = None
         self._thinned = lru_cache(MAX_CACHED_SERIES)(self._thin)
 
     def columns(self) -> Columns:
@@ -44,7 +47,7 @@ class RunView:
                 self._looked_at = now
                 file = self.run.metrics_file
                 if not len(self._complete) and file.exists() and file.stat().st_size > LONG_FILE_BYTES:
-                    self._sample = sample_columns(self.run)
+                    self._sample = sample_columns(self.run, self.run.events())
                     threading.Thread(target=self._read_completely, name="windlass-dash-read", daemon=True).start()
                 else:
                     self._complete.refresh()
@@ -56,32 +59,35 @@ class RunView:
         with self._lock:
             self._sample = self._summary = None
 
-    @property
-    def has_summary(self) -> bool:
-        return self._summary is not None
-
-    def written_at(self) -> float:
-        """When the metrics were last written; 0 without metrics."""
-        try:
-            return self.run.metrics_file.stat().st_mtime
-        except OSError:
-            return 0.0
-
     def version(self) -> str:
         columns = self.columns()
         return f"{'s' if columns.is_sample else 'w'}{columns.version}"
 
-    def summary(self) -> RunSummary:
+    def _stamps(self) -> FileStamps:
         run = self.run
-        files = (run.metrics_file, run.events_file, run.energy_file, run.manifest_file, run.plan_file, run.eval_file)
+        return file_stamps(
+            run.metrics_file, run.events_file, run.energy_file, run.manifest_file, run.plan_file, run.eval_file
+        )
+
+    def summary(self) -> RunSummary:
         with self.making:
-            columns = self.columns()
-            stats = [file.stat() for file in files if file.exists()]
-            stamp = (float(columns.is_sample), *(v for s in stats for v in (s.st_mtime, float(s.st_size))))
+            columns, stamps = self.columns(), self._stamps()
             kept = self._summary
-            if kept is None or kept[0] != stamp:
-                kept = self._summary = (stamp, collect(run, columns=columns))
-            return kept[1]
+            if kept is None or kept[0] != stamps or kept[1] != columns.is_sample:
+                kept = self._summary = (stamps, columns.is_sample, collect(self.run, columns=columns))
+            return kept[2]
+
+    def glance(self) -> tuple[RunSummary, list[float | None]]:
+        """A brief summary and losses for a list, from few lines of the metrics: a list of 500 runs reads no file whole."""
+        run = self.run
+        with self.making:
+            stamps = file_stamps(run.metrics_file, run.events_file, run.energy_file, run.config_file)
+            if self._glance is None or self._glance[0] != stamps:
+                events = read_events(run)
+                columns = brief_columns(run, events)
+                losses = thin(axis(columns, "step"), columns.get("loss"), SPARK_POINTS)[1]
+                self._glance = (stamps, collect(run, columns=columns, events=events, brief=True), losses)
+            return self._glance[1:]
 
     def series(self, key: str, x: str, points: int) -> Curve:
         columns = self.columns()

@@ -74,8 +74,7 @@ async function runsPage(mine) {
     const nodes = shown.length ? shown.map((r) => kept(r, twice.has(r.name))) : [el("tr", null, el("td", { colspan: COLUMNS.length, class: "faint" }, none))];
     /* What did not change stays the same element, so that an update never swallows a click. */
     if (nodes.length !== body.children.length || nodes.some((n, i) => n !== body.children[i])) body.replaceChildren(...nodes);
-    const reading = data.unread ? `, ${data.unread} still being read` : "";
-    count.textContent = (shown.length === data.runs.length ? `${shown.length} runs` : `${shown.length} of ${data.runs.length} runs`) + reading;
+    count.textContent = shown.length === data.runs.length ? `${shown.length} runs` : `${shown.length} of ${data.runs.length} runs`;
   }
   const rows = new Map();
   function kept(r, twice) {
