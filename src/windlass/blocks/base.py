@@ -16,7 +16,7 @@ class BlockContext(NamedTuple):
 
     # Constants of positions (rotary angles, decays) by the block's `table_key`.
     tables: dict[str, Table]
-    # Document mask (batch, 1, queries, keys); under context parallelism the document number of each position.
+    # Document number of each position (batch, positions), of all context ranks; None: one document.
     documents: Tensor | None = None
 
 
