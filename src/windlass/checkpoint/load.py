@@ -209,7 +209,9 @@ def load_model_weights(path: Path | str, model: Any, *, verify: bool = True) -> 
     own, twins = model.state_dict(), getattr(model, "twins", {})
     if not (source / files.MANIFEST).is_file():
         weights = read_safetensors(source)
-        _assign(model, weights if set(own) <= set(weights) else names.from_hf(model.family, weights, own, twins), source)
+        _assign(
+            model, weights if set(own) <= set(weights) else names.from_hf(model.family, weights, own, twins), source
+        )
         return source
     # The same check as before a resume; but nothing is set aside in a folder of another run.
     manifest = _on_rank_0(files.complete, source, verify=False).manifest

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from windlass.blocks import block_part
+from windlass.blocks.attention.kernels import block_mask
 from windlass.blocks.base import Block, BlockContext, Table
 from windlass.blocks.embedding.module import TokenEmbedding
 from windlass.blocks.head.module import OutputHead
@@ -26,6 +27,7 @@ SAVED = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops.higher_order.flex_attention,
 }
 
 
@@ -133,6 +135,8 @@ class DecoderModel(nn.Module):
         # Tokens come in. Not so in a later pipeline stage, even where it holds the embedding's weights for a tied head.
         self.embeds = True
         self.position_start = 0  # first position of this rank's part of the sequence
+        self.divided_positions = False  # other ranks hold the other positions
+        self._window_masks: dict[tuple[int, int], Any] = {}
         self.tables: dict[str, Table] = {}
         self._table_end = 0
 
@@ -148,7 +152,7 @@ class DecoderModel(nn.Module):
 
     def start_at(self, position: int) -> None:
         """Hold the part of each sequence that begins at `position` (context parallelism)."""
-        self.position_start = position
+        self.position_start, self.divided_positions = position, True
 
     def typed_layers(self) -> list[Layer]:
         """Our own layers, first to last; none where transformers built the model."""
@@ -201,11 +205,25 @@ class DecoderModel(nn.Module):
         """Tokens (or the previous stage's hidden states) -> hidden states."""
         if self.embeds and self.position_start + x.shape[1] > self._table_end:
             self.prepare(x.device, x.shape[1])
-        context = BlockContext(self.tables, documents)
+        context = BlockContext(self.tables, documents, self.block_masks(x, documents))
         hidden: Tensor | Carried = self.embed(x) if self.embeds and self.embed is not None else x
         for layer in self.typed_layers():
             hidden = layer(hidden, context)
         return added(hidden) if self.norm is None else self.norm(added(hidden))
+
+    def block_masks(self, x: Tensor, documents: Tensor | None) -> dict[int, Any]:
+        """Masks for the kernel that skips hidden blocks: one for each window of the model's attention blocks."""
+        if not x.is_cuda or self.divided_positions:
+            return {}
+        length, masks = x.shape[1], {}
+        for window in {block.window for block in self.blocks() if block.window is not None}:
+            if documents is not None:
+                masks[window] = block_mask(window, length, documents, x.device)
+            elif 0 < window < length:
+                if (window, length) not in self._window_masks:
+                    self._window_masks[window, length] = block_mask(window, length, None, x.device)
+                masks[window] = self._window_masks[window, length]
+        return masks
 
     def forward(self, x: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Logits; with `targets` instead the two sums (loss to descend, cross-entropy) over all tokens."""

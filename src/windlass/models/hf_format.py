@@ -10,7 +10,15 @@ from windlass.models.spec import ModelSpec
 
 
 # Keys of the [model] table that change what the model computes.
-STRUCTURE = set(ModelConfig.model_fields) - {"family", "config", "assumed", "init_std", "retention", "chunk", "value_width"}
+STRUCTURE = set(ModelConfig.model_fields) - {
+    "family",
+    "config",
+    "assumed",
+    "init_std",
+    "retention",
+    "chunk",
+    "value_width",
+}
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,14 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from windlass.errors import ConfigError
 
@@ -79,6 +82,42 @@ def weighted_values(q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: Tenso
     if mask is not None:
         score = score.masked_fill(~mask, float("-inf"))
     return score.softmax(-1).to(v.dtype) @ v
+
+
+def block_mask(window: int, length: int, documents: Tensor | None, device: torch.device) -> BlockMask:
+    """Which keys each block of queries reaches; made without the square of all positions."""
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = query >= key
+        if window:
+            seen = seen & (query - key < window)
+        return seen if documents is None else seen & (documents[batch, query] == documents[batch, key])
+
+    batch = None if documents is None else documents.shape[0]
+    return _compiled(create_block_mask)(visible, batch, None, length, length, device=str(device))
+
+
+def block_masked_attention(q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: BlockMask) -> Tensor:
+    """One kernel for windows, documents and caps, which skips the blocks that the mask hides."""
+
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return scores.softcap * torch.tanh(score / scores.softcap)
+
+    out: Tensor = _compiled(flex_attention)(
+        q,
+        k,
+        v,
+        score_mod=capped if scores.softcap else None,
+        block_mask=mask,
+        scale=scores.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)
 
 
 def needs_expanded_heads(device: str, dtype: torch.dtype, grouped: bool, masked: bool) -> bool:

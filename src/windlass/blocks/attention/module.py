@@ -3,7 +3,13 @@
 import torch
 from torch import Tensor
 
-from windlass.blocks.attention.kernels import AttentionCore, Scores, causal_attention, weighted_values
+from windlass.blocks.attention.kernels import (
+    AttentionCore,
+    Scores,
+    block_masked_attention,
+    causal_attention,
+    weighted_values,
+)
 from windlass.blocks.attention.spec import AttentionSpec
 from windlass.blocks.base import Block, BlockContext, Table
 from windlass.blocks.linear import Linear, project
@@ -27,6 +33,7 @@ class Attention(Block):
         super().__init__()
         self.head_dim, self.rope = spec.head_dim, spec.rope
         self.table_key: str | None = None if spec.rope is None else repr(spec.rope)
+        self.window: int | None = spec.window
         self.scores = Scores(window=spec.window, scale=spec.scale, softcap=spec.softcap)
         self.wq = Linear(spec.width, spec.query_width)
         self.wk = Linear(spec.width, spec.kv_width)
@@ -69,7 +76,11 @@ class Attention(Block):
         batch, time = x.shape[:2]
         table = None if self.table_key is None else context.tables[self.table_key]
         cos, sin = (None, None) if table is None else (table[0][:time], table[1][:time])
-        out = self.core(*self.heads(x, cos, sin), self.scores, context.documents)
+        mask, heads = context.masks.get(self.scores.window), self.heads(x, cos, sin)
+        if mask is None:
+            out = self.core(*heads, self.scores, context.documents)
+        else:
+            out = block_masked_attention(*heads, self.scores, mask)
         return self.wo(out.transpose(1, 2).reshape(batch, time, -1))
 
     def new_state(self, batch: int, limit: int) -> Tensor:

@@ -32,7 +32,5 @@ def gathered_attention(
 ) -> Tensor:
     """Causal attention of this rank's queries over the keys and values of all ranks up to it."""
     start = mesh.get_local_rank() * q.shape[2]
-    k, v = (
-        gather_with_gradient(part.contiguous(), 2, mesh.get_group())[:, :, : start + q.shape[2]] for part in (k, v)
-    )
+    k, v = (gather_with_gradient(part.contiguous(), 2, mesh.get_group())[:, :, : start + q.shape[2]] for part in (k, v))
     return causal_attention(q, k, v, scores, documents, start=start)

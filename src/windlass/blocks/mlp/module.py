@@ -49,7 +49,9 @@ class Mlp(Block):
         self.w1 = Linear(spec.width, spec.hidden)
         self.w2 = Linear(spec.hidden, spec.width)
         self.w3 = Linear(spec.width, spec.hidden) if spec.gated else None
-        self.activation: Callable[[Tensor], Tensor] = Xielu() if spec.activation == "xielu" else ACTIVATIONS[spec.activation]
+        self.activation: Callable[[Tensor], Tensor] = (
+            Xielu() if spec.activation == "xielu" else ACTIVATIONS[spec.activation]
+        )
 
     def forward(self, x: Tensor, context: BlockContext) -> Tensor:
         if self.w3 is None:

@@ -17,7 +17,9 @@ def read_scale(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_scale(model: Mapping[str, Any]) -> dict[str, Any]:
     scale = model["attention_scale"]
-    return {"query_pre_attn_scalar": round(scale**-2) if scale else model["head_dim"] or model["width"] // model["heads"]}
+    return {
+        "query_pre_attn_scalar": round(scale**-2) if scale else model["head_dim"] or model["width"] // model["heads"]
+    }
 
 
 PRESET = Preset(
