@@ -19,7 +19,7 @@ class BlockContext(NamedTuple):
     # Document number of each position (batch, positions), of all context ranks; None: one document.
     documents: Tensor | None = None
     # Window of an attention block -> torch's block mask, where the device has a kernel that skips what it hides.
-    masks: dict[int, Any] = {}  # noqa: RUF012 - never written to
+    masks: dict[int, Any] = {}
 
 
 class Block(nn.Module):

@@ -140,7 +140,7 @@ def write_weights(
     file_of: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         if number == len(shards):
             tensors |= constant_tensors(model, torch_dtype)
             file_of |= dict.fromkeys(tensors, name)

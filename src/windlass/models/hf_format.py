@@ -8,7 +8,6 @@ from typing import Any
 from windlass.config import ModelConfig
 from windlass.models.spec import ModelSpec
 
-
 # Keys of the [model] table that change what the model computes.
 STRUCTURE = set(ModelConfig.model_fields) - {
     "family",

@@ -35,7 +35,7 @@ def causal_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scores: Scores = Scores(),  # noqa: B008 - frozen
+    scores: Scores = Scores(),
     documents: Tensor | None = None,
     *,
     start: int = 0,
@@ -94,7 +94,8 @@ def block_mask(window: int, length: int, documents: Tensor | None, device: torch
         return seen if documents is None else seen & (documents[batch, query] == documents[batch, key])
 
     batch = None if documents is None else documents.shape[0]
-    return _compiled(create_block_mask)(visible, batch, None, length, length, device=str(device))
+    mask: BlockMask = _compiled(create_block_mask)(visible, batch, None, length, length, device=str(device))
+    return mask
 
 
 def block_masked_attention(q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: BlockMask) -> Tensor:

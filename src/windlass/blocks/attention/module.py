@@ -40,7 +40,8 @@ class Attention(Block):
         self.wv = Linear(spec.width, spec.kv_width)
         self.wo = Linear(spec.query_width, spec.width)
         norms = spec.qk_norms
-        self.q_norm, self.k_norm = (None, None) if norms is None else (Norm(norms[0]), Norm(norms[1]))
+        self.q_norm = None if norms is None else Norm(norms[0])
+        self.k_norm = None if norms is None else Norm(norms[1])
         self.norms_heads = spec.qk_norm == "head"
         # Replaced by another kernel, and by `parallel.py` under context parallelism.
         self.core: AttentionCore = causal_attention

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from windlass.blocks.interface import BlockSpec, Product
 from windlass.layout.types import Layout, StepSpec
 
-
 GATED = ("swiglu", "geglu")
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from windlass.blocks.retention.spec import RetentionSpec
 from windlass.config import ModelConfig
-from windlass.models.hf_format import ConfigSlot, HFFormat, Preset
 from windlass.models.assemble import decoder_spec, default_hidden, layer_spec
+from windlass.models.hf_format import ConfigSlot, HFFormat, Preset
 from windlass.models.spec import ModelSpec
 
 
