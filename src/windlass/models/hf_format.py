@@ -125,7 +125,7 @@ class HFFormat:
             model.setdefault(slot.name, slot.default(model))
         for part in self.parts:
             model |= part.read(config)
-        return model
+        return {key: value for key, value in model.items() if value is not None}
 
     def expressed_keys(self) -> set[str]:
         """Keys of the [model] table that the folder holds."""
