@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,9 @@ class Shape:
 SMALL = Shape("1.1b", 22, 2048, 32, 4, 5632, 32000, 4096, 8)
 HALF = Shape("8b-half", 16, 4096, 32, 8, 14336, 128256, 8192, 2)
 WHOLE = Shape("8b", 32, 4096, 32, 8, 14336, 128256, 8192, 1)
+SMALL_8K = Shape("1.1b-8k", 22, 2048, 32, 4, 5632, 32000, 8192, 4)
+DENSE_04 = Shape("0.4b", 24, 1024, 16, 16, 2816, 50304, 2048, 32)
+DENSE_3B = Shape("3b", 28, 3072, 24, 8, 8192, 128256, 4096, 3)
 RET_SHORT = Shape("retnet-2048", 16, 1024, 4, 4, 1728, 50304, 2048, 16, "retnet")
 RET_LONG = Shape("retnet-8192", 16, 1024, 4, 4, 1728, 50304, 8192, 4, "retnet")
 
@@ -83,6 +87,7 @@ class Row:
     optim: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     note: str = ""
+    document_tokens: int | None = None  # mean length of packed documents that do not see each other
 
 
 def rows() -> list[Row]:
@@ -99,6 +104,14 @@ def rows() -> list[Row]:
         Row("windlass-8b", "windlass", WHOLE, optim={"moments": "bf16"}, note="bf16 moments, stochastic rounding"),
         Row("windlass-1.1b-fp8", "windlass", SMALL, {"precision": "fp8"}),
         Row("windlass-8b-half-fp8", "windlass", HALF, {"precision": "fp8"}),
+    ]
+    out += [
+        Row("windlass-0.4b", "windlass", DENSE_04),
+        Row("windlass-3b", "windlass", DENSE_3B),
+        Row("windlass-1.1b-qk-norm", "windlass", SMALL, model={"qk_norm": "head"}),
+        Row("windlass-1.1b-8k", "windlass", SMALL_8K),
+        Row("windlass-1.1b-8k-documents", "windlass", SMALL_8K, document_tokens=1024),
+        Row("windlass-1.1b-8k-window", "windlass", SMALL_8K, model={"pattern": "WWWF...", "window": 1024}),
     ]
     for shape in (RET_SHORT, RET_LONG):
         out += [
@@ -256,7 +269,7 @@ def recipe_of(row: Row, steps: int) -> Any:
         train["precision"] = "bf16" if train["precision"] == "fp8" else train["precision"]
         train["compile"] = False
     return Recipe.model_validate({
-        "name": "bench", "model": model, "data": {"seq_len": s.seq, "batch_tokens": s.tokens}, "optim": {"lr": 3e-4, "clip": 1.0, "warmup": s.tokens * 100, **row.optim},
+        "name": "bench", "model": model, "data": {"seq_len": s.seq, "batch_tokens": s.tokens, "mask_documents": row.document_tokens is not None}, "optim": {"lr": 3e-4, "clip": 1.0, "warmup": s.tokens * 100, **row.optim},
         "train": train, "layout": {"micro_batch": s.micro_batch}, "energy": {"enabled": False}, "save": {"at_end": False, "every": 10**9},
     })  # fmt: skip
 
@@ -265,6 +278,8 @@ def run_windlass(row: Row, warm: int, timed: int) -> dict[str, Any]:
     from benchmarks.one_process import open_training, stepping
 
     training = open_training(recipe_of(row, warm + timed + 2), say=print)
+    if row.document_tokens is not None:
+        training.stream.document_ids = partial(random_documents, length=row.shape.seq + 1, mean=row.document_tokens)
     last: list[Any] = []
     with stepping(training) as next_step:
 
@@ -273,6 +288,14 @@ def run_windlass(row: Row, warm: int, timed: int) -> dict[str, Any]:
 
         result = measure(step, row.shape.tokens, warm=warm, timed=timed, flops_per_token=row.shape.flops_per_token)
     return result | {"loss": last[0].values[0].item()}
+
+
+def random_documents(indexes: Any, length: int, mean: int) -> Any:
+    """Document numbers of sequences whose documents end at random, the same for the same index."""
+    import numpy as np
+
+    ends = [np.random.default_rng(int(index)).random(length) < 1 / mean for index in indexes]
+    return np.stack([np.cumsum(end) for end in ends])
 
 
 def run_loss(row: Row, warm: int, timed: int) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def test_feed_forward() -> None:
     assert MLP.kept_bytes(StepSpec(seq_len=1024, compile=False), Layout()) == 2 * 4 * 1536
     assert MLP.kept_bytes(StepSpec(seq_len=1024, precision="fp8"), Layout()) == 2 * 2 * 1536
     assert MLP.divides("tensor") == (("model.ffn", 1536),)
-    plain = MlpSpec(width=512, hidden=2048, gated=False, bias=True)
+    plain = MlpSpec(width=512, hidden=2048, activation="gelu", bias=True)
     assert plain.params() == {"feed-forward": 2 * 512 * 2048, "biases": 2048 + 512}
     assert [p.name for p in plain.products()] == ["gate", "down"]
     assert plain.kept_bytes(STEP, Layout()) == 2 * 2 * 2048

@@ -47,12 +47,13 @@ def test_every_weight_has_its_name_there_and_back() -> None:
     own = dict(ours().state_dict())
     there = {PRESETS.load("llama").hf.hf_name(name): tensor for name, tensor in own.items()}
     assert None not in there and len(there) == len(own)
-    assert all(torch.equal(v, own[k]) for k, v in from_hf(there, own).items()) and set(from_hf(there, own)) == set(own)
+    assert all(torch.equal(v, own[k]) for k, v in from_hf("llama", there, own).items())
+    assert set(from_hf("llama", there, own)) == set(own)
 
 
 def test_added_rows_of_a_padded_vocabulary_are_zero() -> None:
     own = {"embed.weight": torch.empty(8, 4)}
-    rows = from_hf({"model.embed_tokens.weight": torch.ones(5, 4)}, own)["embed.weight"]
+    rows = from_hf("llama", {"model.embed_tokens.weight": torch.ones(5, 4)}, own)["embed.weight"]
     assert rows.shape == (8, 4) and rows[:5].eq(1).all() and rows[5:].eq(0).all()
 
 

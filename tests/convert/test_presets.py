@@ -31,7 +31,7 @@ def test_llama_names_and_config_go_both_ways() -> None:
     ("changes", "family", "reasons"),
     [
         ({}, "llama", 0),
-        ({"rope_scaling": {"rope_type": "linear"}, "mlp_bias": True}, "hf", 2),
+        ({"rope_scaling": {"rope_type": "dynamic"}, "mlp_bias": True}, "hf", 2),
         ({"hidden_act": "gelu"}, "hf", 1),
         ({"model_type": "mistral", "sliding_window": 4096}, "hf", 1),
         ({"model_type": "mistral", "sliding_window": None}, "llama", 0),

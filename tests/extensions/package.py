@@ -131,7 +131,7 @@ from windlass.blocks.embedding.spec import EmbeddingSpec, padded_rows
 from windlass.blocks.mlp.spec import MlpSpec
 from windlass.blocks.norm.spec import NormSpec
 from windlass.models.hf_format import ConfigSlot, HFFormat, Preset
-from windlass.models.presets.llama import decoder_spec
+from windlass.models.assemble import decoder_spec, layer_spec
 from windlass.models.spec import Branch, LayerGroup, LayerSpec, ModelSpec
 
 
@@ -141,7 +141,7 @@ def sandwich_spec(config):
     attention = AttentionSpec(
         width=config.width, heads=config.heads, kv_heads=config.heads, head_dim=config.width // config.heads
     )
-    mlp = MlpSpec(width=config.width, hidden=config.ffn or 4 * config.width, gated=False)
+    mlp = MlpSpec(width=config.width, hidden=config.ffn or 4 * config.width, activation="gelu")
     mixing = Branch("attention", attention, norm, "attention_norm", norm, "attention_post_norm")
     feeding = Branch("feed_forward", mlp, norm, "ffn_norm", norm, "ffn_post_norm")
     return ModelSpec(
@@ -155,7 +155,8 @@ def sandwich_spec(config):
 
 def recurrent_spec(config):
     table = config.block_table("recurrence")
-    return decoder_spec(config, "recurrence", RecurrenceSpec(width=config.width, rate=table.rate), config.ffn)
+    mixer = RecurrenceSpec(width=config.width, rate=table.rate)
+    return decoder_spec(config, [layer_spec(config, "recurrence", mixer, config.ffn)] * config.layers)
 
 
 def hf_format(family):

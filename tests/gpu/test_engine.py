@@ -9,7 +9,13 @@ import pytest
 import torch
 from tests.train.helpers import build, steps
 
-from windlass.blocks.attention.kernels import attention_kernel
+from windlass.blocks.attention.kernels import (
+    Scores,
+    attention_kernel,
+    block_mask,
+    block_masked_attention,
+    causal_attention,
+)
 from windlass.config import OptimConfig, Recipe
 from windlass.train.optimizers.base import build_optimizer
 
@@ -110,3 +116,30 @@ def test_the_attention_kernel_changes_although_the_compile_cache_is_warm(
     assert any("cudnn" in name for name in names[0])
     assert any("flash" in name for name in names[1] - names[0])
     assert not any("cudnn" in name and "sdpa" in name for name in names[1])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "olmo3", "gemma3", "apertus", "nemotron"])
+def test_a_family_compiled_follows_itself_operation_by_operation(family: str) -> None:
+    model = {"family": family} | ({"window": 100} if family in ("olmo3", "gemma3") else {})
+    assert curve(model=model) == pytest.approx(curve(model=model, train={"compile": False}), abs=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("window", "softcap"), [(0, 0.0), (100, 0.0), (100, 5.0)], ids=["documents", "windows", "capped"]
+)
+def test_the_kernel_that_skips_blocks_equals_blocks_of_queries(window: int, softcap: float) -> None:
+    torch.manual_seed(0)
+    shapes = ((2, 8, 700, 64), (2, 2, 700, 64), (2, 2, 700, 64))
+    heads = [torch.randn(shape, device="cuda", requires_grad=True) for shape in shapes]
+    numbers = (torch.arange(700, device="cuda")[None] // torch.tensor([[150], [333]], device="cuda")).contiguous()
+    scores = Scores(window=window, softcap=softcap)
+    results = []
+    for attend in (
+        lambda: block_masked_attention(*heads, scores, block_mask(window, 700, numbers, torch.device("cuda"))),
+        lambda: causal_attention(*heads, scores, numbers),
+    ):
+        out = attend()
+        gradients = torch.autograd.grad(out.square().sum(), heads)
+        results.append([out.detach(), *gradients])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.allclose(ours, theirs, rtol=2e-3, atol=2e-3)

@@ -33,10 +33,9 @@ def make_recipe(
     optimizer: str = "adamw", family: str = "llama", accumulate: int = 1, micro_batch: int = 1, **layout: Any
 ) -> Recipe:
     shape = {"layers": 4, "width": 64, "ffn": 96, "heads": 4, "vocab": 250}
-    if family == "llama":
-        shape["kv_heads"] = 2
-    else:
-        shape |= {"value_width": 96, "chunk": 8}
+    shape |= {"value_width": 96, "chunk": 8} if family == "retnet" else {"kv_heads": 2}
+    if family in ("olmo3", "gemma3"):
+        shape |= {"window": 12, "pattern": "WF..."}
     if layout.pop("tied", False):
         shape["tied"] = True
     shape |= layout.pop("model", {})
@@ -215,6 +214,13 @@ CASES = [
     Parity(8, 2, {"shard": "zero1", "pipeline": 2, "tensor": 2}, tied=True),
     # As Poro: tensor 2 x pipeline 4 with stages of 2, 2, 1 and 1 layers.
     Parity(8, 4, {"shard": "none", "pipeline": 4, "tensor": 2}, tied=True, layers=6),
+    # What each family adds: norms of heads, of all heads and after blocks, windows, biases of norms, xIELU's parameters.
+    Parity(2, 4, {"shard": "none", "tensor": 2}, family="qwen3"),
+    Parity(4, 4, {"shard": "full", "tensor": 2}, family="apertus"),
+    Parity(2, 4, {"shard": "none", "tensor": 2}, family="nemotron"),
+    Parity(2, 4, {"shard": "full", "tensor": 2}, family="olmo3"),
+    Parity(4, 4, {"shard": "none", "context": 2, "tensor": 2}, family="gemma3", documents=True),
+    Parity(2, 4, {"shard": "full", "pipeline": 2}, family="gemma3"),
 ]
 
 

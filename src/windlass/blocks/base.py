@@ -16,8 +16,10 @@ class BlockContext(NamedTuple):
 
     # Constants of positions (rotary angles, decays) by the block's `table_key`.
     tables: dict[str, Table]
-    # Document mask (batch, 1, queries, keys); under context parallelism the document number of each position.
+    # Document number of each position (batch, positions), of all context ranks; None: one document.
     documents: Tensor | None = None
+    # Window of an attention block -> torch's block mask, where the device has a kernel that skips what it hides.
+    masks: dict[int, Any] = {}
 
 
 class Block(nn.Module):
@@ -30,6 +32,7 @@ class Block(nn.Module):
     table_key: str | None = None  # blocks with the same key share one table of positions; None: it needs none
     # Attention kernel, which the engine and `parallel.py` may replace; None: the block has none.
     core: Callable[..., Tensor] | None = None
+    window: int | None = None  # keys that attention reaches, 0 for all of them; None: the block has no attention
     fused = False  # products of the same input run as one (`StepSpec.fused_projections`)
     prefill_chunk: int | None = None  # tokens of a prompt that are decoded at once; None: all of them
     last_weight: str | None = None  # the parameter that ends the branch, which begins smaller; None: it has none

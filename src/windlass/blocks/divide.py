@@ -1,12 +1,13 @@
 """How weights and inputs are divided over tensor-parallel ranks: what several blocks share."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -37,6 +38,30 @@ def by_rows(weight: Tensor, mesh: DeviceMesh) -> nn.Parameter:
 def first_row(weight: Tensor, mesh: DeviceMesh) -> int:
     """The first row of the full weight that this rank holds."""
     return mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
+
+
+class LocalParameters(nn.Module):
+    """A module that computes on plain tensors, of which a tensor-parallel rank may hold a part."""
+
+    # The parameter as this rank multiplies it; set where parameters are divided or each rank's gradient is a part.
+    local: Callable[[Tensor], Tensor] = staticmethod(lambda parameter: parameter)
+
+
+def own_part(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def own_copy(parameter: Tensor) -> Tensor:
+    """Every rank has the full parameter and its own part of the gradient."""
+    return parameter.to_local(grad_placements=[Partial()]) if isinstance(parameter, DTensor) else parameter
+
+
+def place_parameters(module: LocalParameters, mesh: DeviceMesh, *, divided: bool) -> None:
+    """Divide each parameter over the ranks, or give each rank a copy."""
+    placement = [Shard(0)] if divided else [Replicate()]
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, placement)))
+    module.local = own_part if divided else own_copy
 
 
 def divide_columns_then_rows(block: nn.Module, mesh: DeviceMesh, columns: tuple[str, ...], row: str) -> None:

@@ -56,8 +56,8 @@ def local_part(full: Tensor, like: DTensor) -> Tensor:
     return part
 
 
-def fill_ones(tensor: Tensor, generator: torch.Generator) -> None:
-    tensor.fill_(1.0)
+def fill_constant(tensor: Tensor, generator: torch.Generator, value: float) -> None:
+    tensor.fill_(value)
 
 
 def fill_xavier(tensor: Tensor, generator: torch.Generator, gain: float) -> None:

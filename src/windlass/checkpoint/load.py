@@ -203,13 +203,15 @@ def weights_source(path: Path | str) -> Path:
     )
 
 
-def load_model_weights(path: Path | str, model: torch.nn.Module, *, verify: bool = True) -> Path:
+def load_model_weights(path: Path | str, model: Any, *, verify: bool = True) -> Path:
     """Fill `model` from a checkpoint, run or Hugging Face folder, on one rank or on all. Returns the folder."""
     source = weights_source(path)
     own, twins = model.state_dict(), getattr(model, "twins", {})
     if not (source / files.MANIFEST).is_file():
         weights = read_safetensors(source)
-        _assign(model, weights if set(own) <= set(weights) else names.from_hf(weights, own, twins), source)
+        _assign(
+            model, weights if set(own) <= set(weights) else names.from_hf(model.family, weights, own, twins), source
+        )
         return source
     # The same check as before a resume; but nothing is set aside in a folder of another run.
     manifest = _on_rank_0(files.complete, source, verify=False).manifest

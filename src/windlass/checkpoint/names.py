@@ -19,17 +19,13 @@ TRANSFORMS: dict[str, tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor, i
 
 
 def from_hf(
-    weights: Mapping[str, Any], own: Mapping[str, Any], twins: Mapping[str, str] | None = None
+    family: str, weights: Mapping[str, Any], own: Mapping[str, Any], twins: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """A Hugging Face folder's weights under the names of `own`, the state of one of our models.
+    """A Hugging Face folder's weights under the names of `own`, the state of a model of this family.
 
     A tied head is taken from the embedding; `twins` says which names of a transformers model stand for one weight.
     """
-    formats = [PRESETS.load(preset).hf for preset in PRESETS.names()]
-    wrappers = [f for f in formats if f.wraps_transformers and any(name.startswith(f.prefix) for name in own)]
-    format = next(iter([*wrappers, *(f for f in formats if f.weights and all(map(f.hf_name, own)))]), None)
-    if format is None:
-        return {}
+    format = PRESETS.load(family).hf
     older = {new: old for table in format.older_names.values() for new, old in table.items()}
     loaded = {}
     for name, target in own.items():

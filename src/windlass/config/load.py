@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from windlass.config.base import Table
-from windlass.config.model import ModelConfig
+from windlass.config.model import LAYER_KINDS, REPEATED, ModelConfig
 from windlass.config.recipe import Recipe
 from windlass.config.secret import find_secret, redact_text
 from windlass.config.shell import RECORDED, SECRET_HINT
@@ -305,6 +305,26 @@ def check(recipe: Recipe) -> None:
     refuse("config.invalid", recipe.name, problems, "each line names the keys that disagree")
 
 
+def pattern_problems(model: ModelConfig) -> Iterator[str]:
+    """What is wrong with the kinds of layers and their positions."""
+    letters = (model.pattern or "F").removesuffix(REPEATED)
+    if not letters or set(letters) - set(LAYER_KINDS):
+        yield f"model.pattern ({shorten(repr(model.pattern))}): letters are {', '.join(LAYER_KINDS)}, at least one of them"
+    elif model.pattern == letters and len(letters) != model.layers:
+        rule = f"{len(letters)} letters for {model.layers} layers"
+        yield f"model.pattern ({letters}): {rule}; write {letters}{REPEATED} to repeat them"
+    if "W" in letters and model.window is None:
+        yield "model.window: needed by the W layers of model.pattern (positions that a query sees)"
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.kind != "linear" and scaling.old_length is None:
+        yield f"model.rope_scaling.old_length: needed by kind {scaling.kind!r} (the sequence length before the scaling)"
+    if scaling is not None and scaling.low_turns >= scaling.high_turns:
+        yield (
+            f"model.rope_scaling.low_turns ({scaling.low_turns:g}) is not below "
+            f"model.rope_scaling.high_turns ({scaling.high_turns:g})"
+        )
+
+
 def model_problems(model: ModelConfig) -> Iterator[str]:
     """What is missing in a [model] table or does not fit together."""
     heads, width = model.heads, model.width
@@ -324,9 +344,11 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
         valid = nearest(heads, divisors(width))
         yield f"model.heads ({heads}) does not divide model.width ({width}); nearest valid: {valid}"
     size = model.head_dim or width // heads
-    if size % 2:
-        rule = "rotary positions turn numbers in pairs, so a head needs an even width"
-        yield f"model.heads ({heads}) of width {size} each: {rule}"
+    turned = int(size * model.rope_fraction)
+    if turned % 2 or not turned:
+        rule = "rotary positions turn numbers in pairs, so they need an even and positive count"
+        yield f"model.heads ({heads}) of width {size} each, of which {turned} are turned: {rule}"
+    yield from pattern_problems(model)
     if model.family != "retnet":
         return
     values = model.value_width or model.ffn

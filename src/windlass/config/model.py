@@ -16,6 +16,33 @@ from windlass.config.base import Registered, Table
 from windlass.registry import BLOCKS, PRESETS, import_target
 
 
+class RopeScalingConfig(Table):
+    """`[model.rope_scaling]`: rotary positions for sequences longer than those that the model began with."""
+
+    kind: Literal["linear", "llama3", "yarn"]
+    """linear slows all pairs alike; llama3 and yarn leave the fast ones as they are."""
+    factor: Annotated[float, Field(ge=1)]
+    """How many times longer the sequences may be."""
+    old_length: PositiveInt | None = None
+    """Sequence length before the scaling. Needed by llama3 and yarn."""
+    low_turns: PositiveFloat = 1.0
+    """llama3: pairs with fewer turns over the old length are slowed by the full factor (low_freq_factor)."""
+    high_turns: PositiveFloat = 4.0
+    """llama3: pairs with more turns over the old length are not slowed (high_freq_factor)."""
+    beta_fast: PositiveFloat = 32.0
+    """yarn: pairs with more turns over the old length are not slowed."""
+    beta_slow: PositiveFloat = 1.0
+    """yarn: pairs with fewer turns over the old length are slowed by the full factor."""
+    truncate: bool = True
+    """yarn: the two limits are rounded to pairs."""
+    attention_factor: PositiveFloat | None = None
+    """yarn: factor of cosines and sines (default: 0.1 ln(factor) + 1)."""
+
+
+REPEATED = "..."  # at the end of `model.pattern`
+LAYER_KINDS = "FWN"
+
+
 class ModelConfig(Table):
     """Keys of a block of an installed package are one more table: `[model.<block>]`."""
 
@@ -23,8 +50,9 @@ class ModelConfig(Table):
     __pydantic_extra__: dict[str, Any] = Field(init=False)
 
     family: Annotated[str, Registered(PRESETS)] = "llama"
-    """llama and retnet are our own modules; hf builds any causal language model from a local Hugging Face config.
-    Installed packages may add families."""
+    """The published family whose Hugging Face folder the model is read from and written as; it sets the defaults of
+    the keys below. hf builds any causal language model from a local Hugging Face config. Installed packages may add
+    families."""
     layers: PositiveInt | None = None
     """Number of transformer layers."""
     width: PositiveInt | None = None
@@ -41,10 +69,35 @@ class ModelConfig(Table):
     """True vocabulary size; the embedding is padded up to a multiple of 128."""
     tied: bool = False
     """Input embedding and output head share their weights."""
-    activation: Literal["swiglu", "gelu"] = "swiglu"
-    """Activation of the feed-forward block."""
+    activation: Literal["swiglu", "geglu", "gelu", "relu2", "xielu"] = "swiglu"
+    """Activation of the feed-forward block; swiglu and geglu have a gate."""
+    pattern: str | None = None
+    """Kind of each layer, one letter each: F full attention, W attention in a window, N full attention without rotary
+    positions. `...` at the end repeats the letters before it (default: F everywhere)."""
+    window: PositiveInt | None = None
+    """Positions that a query of a W layer sees, its own included."""
+    qk_norm: Literal["none", "head", "width"] = "none"
+    """RMSNorm of queries and keys, over each head or over all heads together."""
+    attention_softcap: PositiveFloat | None = None
+    """Attention scores pass through softcap * tanh(score / softcap)."""
+    attention_scale: PositiveFloat | None = None
+    """Factor of the attention scores (default: head_dim^-0.5)."""
     rope_theta: PositiveFloat = 500_000.0
     """Base of the rotary position embedding."""
+    rope_theta_window: PositiveFloat | None = None
+    """Base in W layers (default: rope_theta)."""
+    rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of each head that is turned."""
+    rope_scaling: RopeScalingConfig | None = None
+    """Scaling of the rotary positions in F layers; W layers keep theirs."""
+    norm: Literal["rms", "layer"] = "rms"
+    """RMSNorm, or LayerNorm with a bias."""
+    norm_place: Literal["pre", "post", "both"] = "pre"
+    """Norms stand before each block, after it (x + norm(block(x))), or both."""
+    zero_centred_norm: bool = False
+    """Norms multiply by one plus their weight."""
+    embedding_scale: PositiveFloat | Literal["sqrt_width"] = 1.0
+    """Factor of the token vectors."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the variance inside the norms."""
     init_std: PositiveFloat = 0.02
@@ -74,6 +127,14 @@ class ModelConfig(Table):
         table = self.extra_table(block)
         return table() if values is None and table is not None else values
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_family_defaults(cls, values: Any) -> Any:
+        family = values.get("family") if isinstance(values, dict) else None
+        if not isinstance(family, str) or family not in PRESETS.builtin:
+            return values
+        return {**PRESETS.load(family).defaults, **values}
+
     @model_validator(mode="wrap")
     @classmethod
     def _check_block_tables(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
@@ -101,3 +162,10 @@ class ModelConfig(Table):
             ]
             raise ValidationError.from_exception_data(cls.__name__, details)
         return model
+
+
+def layer_letters(model: ModelConfig) -> str:
+    """The kind of each layer, first to last."""
+    layers, pattern = model.layers or 0, model.pattern or f"F{REPEATED}"
+    letters = pattern.removesuffix(REPEATED)
+    return letters if letters == pattern else (letters * (layers // len(letters) + 1))[:layers]

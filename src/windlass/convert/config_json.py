@@ -45,9 +45,9 @@ def match_format(config: Mapping[str, Any]) -> tuple[HFFormat, list[str]]:
     readable = next((format for format in formats if not format.differences(config)), None)
     if readable is not None:
         return readable, []
-    # Of a family that no format reads, the reasons are those of the formats that state what they need.
+    # A family that no format reads is compared with Llama, whose form most others vary.
     candidates = [format for format in formats if config["model_type"] in format.model_types]
-    candidates = candidates or [format for format in formats if format.requirements]
+    candidates = candidates or [PRESETS.load("llama").hf]
     reasons = dict.fromkeys(reason for format in candidates for reason in format.differences(config))
     return next(format for format in formats if format.wraps_transformers), list(reasons)
 

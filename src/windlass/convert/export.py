@@ -9,7 +9,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from windlass.checkpoint import files
 from windlass.checkpoint.load import read_extra
@@ -22,6 +24,7 @@ from windlass.convert.verify import LogitComparison, compare_logits
 from windlass.convert.weights import StoredWeights, exported_names, open_weights
 from windlass.errors import CheckpointError, ConfigError, DataError, RunError
 from windlass.files import read_json, write_atomic, write_json
+from windlass.registry import PRESETS
 
 SHARD_BYTES = 4 * 10**9
 
@@ -58,14 +61,12 @@ def export(
         raise RunError("convert.target-exists", f"{target} exists", hint="choose another folder with --to")
     source = find_source(path, step)
     model = source.recipe.model
-    for key, value in format_of(model).fixed.items():
-        if getattr(model, key) != value:
-            raise ConfigError(
-                "convert.not-expressible",
-                f"model.{key} = {getattr(model, key)!r} cannot be written as a Hugging Face {model.family}, "
-                f"which always has {value!r}",
-                hint="evaluate and generate work on the run itself",
-            )
+    for key, value, standard in PRESETS.load(model.family).inexpressible(model):
+        raise ConfigError(
+            "convert.not-expressible",
+            f"model.{key} = {value!r} cannot be written as a Hugging Face {model.family}, which always has {standard!r}",
+            hint="evaluate and generate work on the run itself",
+        )
     if shard_bytes < 1:
         raise ConfigError(
             "convert.shard-too-small",
@@ -139,7 +140,10 @@ def write_weights(
     file_of: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
+        if number == len(shards):
+            tensors |= constant_tensors(model, torch_dtype)
+            file_of |= dict.fromkeys(tensors, name)
         for hf_name, own_name in shard.items():
             tensor = weights[own_name]
             if own_name in transforms:
@@ -157,3 +161,12 @@ def write_weights(
             {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of},
         )
     return sizes, len(file_of)
+
+
+def constant_tensors(model: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors of the folder that hold a number of the family and not a weight."""
+    return {
+        name.replace("{layer}", str(layer)): torch.tensor(value, dtype=dtype)
+        for name, value in format_of(model).constants.items()
+        for layer in range(model.layers or 0)
+    }

@@ -126,7 +126,7 @@ def weights_under_our_names(recipe: Recipe, weights: StoredWeights) -> dict[str,
         model = build_model(recipe.model, seq_len=min(recipe.data.seq_len, 128))
     own, twins, format = model.state_dict(), getattr(model, "twins", {}), format_of(recipe.model)
     is_ours = set(own) <= set(weights)
-    loaded: Mapping[str, Tensor] = weights if is_ours else names.from_hf(weights, own, twins)
+    loaded: Mapping[str, Tensor] = weights if is_ours else names.from_hf(recipe.model.family, weights, own, twins)
     # A head that the config calls untied is not made up from the embedding.
     untied = [] if is_ours else [name for name in format.tied if format.hf_name(name) not in weights]
     if problems := names.misfits(loaded, own, untied):

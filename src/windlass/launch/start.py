@@ -30,7 +30,8 @@ from windlass.runs.starts import Start, last_start, write_start
 def device_type() -> str:
     """The device type that workers on this machine will find: "cuda" (NVIDIA or AMD) or "cpu". Does not import
     torch."""
-    if os.environ.get("WINDLASS_DEVICE") == "cpu":
+    hidden = any(os.environ.get(name) in ("", "-1") for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
+    if hidden or os.environ.get("WINDLASS_DEVICE") == "cpu":
         return "cpu"
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         if importlib.metadata.version("torch").endswith("+cpu"):

@@ -11,4 +11,6 @@ def build_model(config: ModelConfig, *, seq_len: int) -> DecoderModel:
         from windlass.models.hf import build_hf  # imports transformers
 
         return build_hf(config, seq_len)
-    return DecoderModel(model_spec(config), seq_len)
+    model = DecoderModel(model_spec(config), seq_len)
+    model.family = config.family
+    return model

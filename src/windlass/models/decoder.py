@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from windlass.blocks import block_part
-from windlass.blocks.attention.kernels import document_mask
+from windlass.blocks.attention.kernels import block_mask
 from windlass.blocks.base import Block, BlockContext, Table
 from windlass.blocks.embedding.module import TokenEmbedding
 from windlass.blocks.head.module import OutputHead
-from windlass.blocks.initial_values import Filler, fill_normal, fill_ones, fill_parameter
-from windlass.blocks.norm.module import RmsNorm
+from windlass.blocks.initial_values import Filler, fill_constant, fill_normal, fill_parameter
+from windlass.blocks.norm.module import Norm
 from windlass.models.spec import LayerSpec, ModelSpec
 
 Carried = tuple[Tensor, Tensor]
@@ -27,6 +27,7 @@ SAVED = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops.higher_order.flex_attention,
 }
 
 
@@ -64,18 +65,18 @@ class Layer(nn.Module):
         self.carries = False
         for branch in spec.branches:
             if branch.pre_norm is not None:
-                self.add_module(branch.pre_norm_name, RmsNorm(branch.pre_norm))
+                self.add_module(branch.pre_norm_name, Norm(branch.pre_norm))
             self.add_module(branch.name, block_part(branch.block.kind, "module").BLOCK(branch.block))
             if branch.post_norm is not None:
-                self.add_module(branch.post_norm_name, RmsNorm(branch.post_norm))
+                self.add_module(branch.post_norm_name, Norm(branch.post_norm))
 
     def blocks(self) -> list[Block]:
         return [getattr(self, branch.name) for branch in self.spec.branches]
 
-    def pre_norms(self) -> list[RmsNorm]:
+    def pre_norms(self) -> list[Norm]:
         return [getattr(self, branch.pre_norm_name) for branch in self.spec.branches if branch.pre_norm is not None]
 
-    def post_norms(self) -> list[RmsNorm]:
+    def post_norms(self) -> list[Norm]:
         return [getattr(self, branch.post_norm_name) for branch in self.spec.branches if branch.post_norm is not None]
 
     def branches(self, x: Tensor, context: BlockContext) -> Carried:
@@ -117,6 +118,7 @@ class DecoderModel(nn.Module):
     """Layers are keyed "0".."N-1". A pipeline stage keeps some of them: the names stay the same."""
 
     __call__: Callable[..., Tensor]
+    family = "hf"  # whose Hugging Face folders it can be filled from
     divisible = True  # made of our own blocks: can be divided into stages, by heads and by positions
     has_dropout = False
     undecayed = frozenset({"embed.weight"})  # matrices without weight decay
@@ -126,16 +128,15 @@ class DecoderModel(nn.Module):
         self.spec, self.seq_len = spec, seq_len
         self.vocab, self.tied, self.width = spec.embedding.vocab, spec.tied, spec.width
         self.num_layers = spec.num_layers
-        rows = spec.embedding.rows
-        self.embed: TokenEmbedding | None = TokenEmbedding(rows, self.width)
+        self.embed: TokenEmbedding | None = TokenEmbedding(spec.embedding)
         self.layers = nn.ModuleDict({str(i): Layer(layer) for i, layer in enumerate(spec.layers())})
-        self.norm: RmsNorm | None = RmsNorm(spec.norm)
-        self.head: OutputHead | None = OutputHead(self.width, rows, self.vocab, self.tied)
+        self.norm: Norm | None = Norm(spec.norm)
+        self.head: OutputHead | None = OutputHead(self.width, spec.embedding.rows, self.vocab, self.tied)
         # Tokens come in. Not so in a later pipeline stage, even where it holds the embedding's weights for a tied head.
         self.embeds = True
         self.position_start = 0  # first position of this rank's part of the sequence
-        # One document mask serves all blocks; under context parallelism blocks build their own from document numbers.
-        self.shares_mask = True
+        self.divided_positions = False  # other ranks hold the other positions
+        self._window_masks: dict[tuple[int, int], Any] = {}
         self.tables: dict[str, Table] = {}
         self._table_end = 0
 
@@ -151,7 +152,7 @@ class DecoderModel(nn.Module):
 
     def start_at(self, position: int) -> None:
         """Hold the part of each sequence that begins at `position` (context parallelism)."""
-        self.position_start, self.shares_mask = position, False
+        self.position_start, self.divided_positions = position, True
 
     def typed_layers(self) -> list[Layer]:
         """Our own layers, first to last; none where transformers built the model."""
@@ -190,9 +191,10 @@ class DecoderModel(nn.Module):
         fill_parameter(tensor, f"{seed}/{name}", self.filler(name))
 
     def filler(self, name: str) -> Filler:
-        """Initial values of a parameter: norms at one, blocks by their own rule, the others normal."""
-        if name.endswith("norm.weight"):
-            return fill_ones
+        """Initial values of a parameter: norms and blocks by their own rule, the others normal."""
+        module, _, parameter = name.rpartition(".")
+        if isinstance(norm := self.get_submodule(module), Norm):
+            return partial(fill_constant, value=norm.initial(parameter))
         if name.startswith("layers."):
             _, number, branch, local = name.split(".", 3)
             block = cast(Block, getattr(self.layers[number], branch))
@@ -203,13 +205,25 @@ class DecoderModel(nn.Module):
         """Tokens (or the previous stage's hidden states) -> hidden states."""
         if self.embeds and self.position_start + x.shape[1] > self._table_end:
             self.prepare(x.device, x.shape[1])
-        if documents is not None and self.shares_mask:
-            documents = document_mask(documents, documents)
-        context = BlockContext(self.tables, documents)
+        context = BlockContext(self.tables, documents, self.block_masks(x, documents))
         hidden: Tensor | Carried = self.embed(x) if self.embeds and self.embed is not None else x
         for layer in self.typed_layers():
             hidden = layer(hidden, context)
         return added(hidden) if self.norm is None else self.norm(added(hidden))
+
+    def block_masks(self, x: Tensor, documents: Tensor | None) -> dict[int, Any]:
+        """Masks for the kernel that skips hidden blocks: one for each window of the model's attention blocks."""
+        if not x.is_cuda or self.divided_positions:
+            return {}
+        length, masks = x.shape[1], {}
+        for window in {block.window for block in self.blocks() if block.window is not None}:
+            if documents is not None:
+                masks[window] = block_mask(window, length, documents, x.device)
+            elif 0 < window < length:
+                if (window, length) not in self._window_masks:
+                    self._window_masks[window, length] = block_mask(window, length, None, x.device)
+                masks[window] = self._window_masks[window, length]
+        return masks
 
     def forward(self, x: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Logits; with `targets` instead the two sums (loss to descend, cross-entropy) over all tokens."""

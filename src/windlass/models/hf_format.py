@@ -8,6 +8,17 @@ from typing import Any
 from windlass.config import ModelConfig
 from windlass.models.spec import ModelSpec
 
+# Keys of the [model] table that change what the model computes.
+STRUCTURE = set(ModelConfig.model_fields) - {
+    "family",
+    "config",
+    "assumed",
+    "init_std",
+    "retention",
+    "chunk",
+    "value_width",
+}
+
 
 @dataclass(frozen=True)
 class ConfigSlot:
@@ -35,6 +46,16 @@ class Requirement:
 
 
 @dataclass(frozen=True)
+class ConfigPart:
+    """Keys of config.json that stand for keys of the recipe's [model] table in another form."""
+
+    read: Callable[[Mapping[str, Any]], dict[str, Any]]
+    write: Callable[[Mapping[str, Any]], dict[str, Any]]
+    keys: tuple[str, ...]
+    # Of the [model] table.
+
+
+@dataclass(frozen=True)
 class HFFormat:
     """How one family of recipes is written as a Hugging Face folder and read back."""
 
@@ -44,8 +65,10 @@ class HFFormat:
     model_types: tuple[str, ...] = ()
     # Values of model_type that are read as this family.
     requirements: tuple[Requirement, ...] = ()
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    # Recipe keys that the folder cannot express, with the only value it stands for.
+    parts: tuple[ConfigPart, ...] = ()
+    # Keys that a slot of the template cannot fill.
+    constants: Mapping[str, float] = field(default_factory=dict)
+    # Names of tensors of the folder, with {layer}, that always hold this one number.
     weights: Mapping[str, str] | None = None
     # Our parameter names -> names in the folder, {layer} is the layer index; None: stored under our names.
     transforms: Mapping[str, str] = field(default_factory=dict)
@@ -83,7 +106,10 @@ class HFFormat:
             content = model.get(value.name, facts.get(value.name))
             return value.default(model) if content is None else content
 
-        return {key: filled(value) for key, value in self.config.items()}
+        config = {key: filled(value) for key, value in self.config.items()}
+        for part in self.parts:
+            config |= part.write(model)
+        return config
 
     def read_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The recipe's [model] table of a config.json. Where two keys fill one slot, the later one counts."""
@@ -97,7 +123,13 @@ class HFFormat:
                 model[slot.name] = value
         for slot in slots.values():
             model.setdefault(slot.name, slot.default(model))
-        return model
+        for part in self.parts:
+            model |= part.read(config)
+        return {key: value for key, value in model.items() if value is not None}
+
+    def expressed_keys(self) -> set[str]:
+        """Keys of the [model] table that the folder holds."""
+        return {slot.name for _, slot in self._slots()}.union(*(part.keys for part in self.parts))
 
     def required_keys(self) -> list[str]:
         """Keys without which transformers would silently use the value of some other model: sizes, all of them."""
@@ -133,6 +165,17 @@ class Preset:
 
     spec: Callable[[ModelConfig], ModelSpec]
     hf: HFFormat
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    # Values of [model] keys that a recipe of this family leaves out.
+
+    def inexpressible(self, model: ModelConfig) -> Iterator[tuple[str, Any, Any]]:
+        """(key, value, the value that the folder stands for) of keys that the folder cannot hold."""
+        if self.hf.wraps_transformers or "*" in (expressed := self.hf.expressed_keys()):
+            return
+        standard = ModelConfig(family=self.hf.family)
+        for key in sorted(STRUCTURE - expressed):
+            if getattr(model, key) != getattr(standard, key):
+                yield key, getattr(model, key), getattr(standard, key)
 
 
 def value_at(config: Mapping[str, Any], dotted: str) -> Any:

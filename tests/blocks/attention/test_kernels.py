@@ -1,4 +1,4 @@
-"""Attention with fewer key heads than query heads."""
+"""Attention against scores written out: groups of heads, windows, documents, blocks of queries, caps."""
 
 from __future__ import annotations
 
@@ -6,17 +6,53 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from windlass.blocks.attention.kernels import document_mask, expand_heads, needs_expanded_heads
+from windlass.blocks.attention.kernels import QUERY_BLOCK, Scores, causal_attention, expand_heads, needs_expanded_heads
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_repeated_heads_give_what_groups_give(masked: bool) -> None:
+def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, numbers: torch.Tensor, start: int):  # type: ignore[no-untyped-def]
+    k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
+    score = q @ k.transpose(-1, -2) * (scores.scale or q.shape[-1] ** -0.5)
+    if scores.softcap:
+        score = scores.softcap * torch.tanh(score / scores.softcap)
+    key, query = torch.arange(k.shape[2]), start + torch.arange(q.shape[2])[:, None]
+    visible = (key <= query) & (query - key < (scores.window or k.shape[2]))
+    visible = visible & (numbers[:, None, start : start + q.shape[2], None] == numbers[:, None, None, : k.shape[2]])
+    return score.masked_fill(~visible, float("-inf")).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    ("scores", "documents", "start"),
+    [
+        (Scores(), False, 0),
+        (Scores(window=7), False, 0),
+        (Scores(window=7, scale=0.3), True, 0),
+        (Scores(window=500), True, 9),
+        (Scores(softcap=2.0), False, 0),
+        (Scores(softcap=2.0, window=5), True, 9),
+        (Scores(), False, 30),
+    ],
+)
+def test_blocks_of_queries_give_what_all_scores_give(
+    monkeypatch: pytest.MonkeyPatch, scores: Scores, documents: bool, start: int
+) -> None:
+    monkeypatch.setattr("windlass.blocks.attention.kernels.QUERY_BLOCK", 8)
     torch.manual_seed(0)
-    q, k, v = torch.randn(2, 6, 9, 4), torch.randn(2, 2, 9, 4), torch.randn(2, 2, 9, 4)
-    numbers = torch.tensor([[0] * 4 + [1] * 5, [0] * 9])
-    options = {"attn_mask": document_mask(numbers, numbers)} if masked else {"is_causal": True}
-    grouped = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
-    assert torch.equal(F.scaled_dot_product_attention(q, expand_heads(k, 6), expand_heads(v, 6), **options), grouped)
+    q, k, v = torch.randn(2, 6, 31 - start, 4), torch.randn(2, 2, 31, 4), torch.randn(2, 2, 31, 4)
+    numbers = torch.tensor([[0] * 14 + [1] * 17, [0] * 20 + [1] * 11]) if documents else torch.zeros(2, 31)
+    out = causal_attention(q, k, v, scores, numbers if documents else None, start=start)
+    assert torch.allclose(out, written_out(q, k, v, scores, numbers, start), atol=1e-6)
+
+
+def test_the_square_of_positions_never_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    real = F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *a, **o: (sizes.append(o["attn_mask"].numel()), real(*a, **o))[1]
+    )
+    length = 3 * QUERY_BLOCK
+    q = torch.randn(1, 1, length, 8)
+    causal_attention(q, q, q, Scores(window=256))
+    assert len(sizes) == 3 and max(sizes) <= QUERY_BLOCK * (QUERY_BLOCK + 256) < length**2 / 6
 
 
 def test_heads_are_repeated_only_where_a_fast_kernel_needs_it() -> None:

@@ -2,25 +2,123 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from windlass.errors import ConfigError
 
-AttentionCore = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+# Queries of a block when a mask is needed: its mask is all that exists of the square of positions.
+QUERY_BLOCK = 1024
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """q is (batch, heads, time, head_dim); k and v may have fewer heads.
+@dataclass(frozen=True)
+class Scores:
+    """How scores are formed, and which keys a query reaches."""
 
-    With a mask (see `document_mask`) attention goes where it is true, and queries may be fewer than keys."""
-    if needs_expanded_heads(q.device.type, q.dtype, q.shape[1] != k.shape[1], mask is not None):
+    window: int = 0  # keys up to its own; 0: all earlier ones
+    scale: float | None = None  # None: head_dim^-0.5
+    softcap: float = 0.0
+
+
+# Queries, keys, values, scores, and the document number of each key's position (None: one document).
+AttentionCore = Callable[[Tensor, Tensor, Tensor, Scores, Tensor | None], Tensor]
+
+
+def causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Scores = Scores(),
+    documents: Tensor | None = None,
+    *,
+    start: int = 0,
+) -> Tensor:
+    """q is (batch, heads, time, head_dim) and begins at position `start` of the keys; k and v may have fewer heads.
+
+    What a plain causal kernel cannot do runs in blocks of queries, each over the keys that it can reach."""
+    masked = documents is not None or 0 < scores.window < k.shape[2] or start > 0 or scores.softcap > 0
+    if needs_expanded_heads(q.device.type, q.dtype, q.shape[1] != k.shape[1], masked):
         k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
+    if not masked:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped, scale=scores.scale)
+    blocks = [
+        attend_block(block, k, v, scores, documents, start + QUERY_BLOCK * number)
+        for number, block in enumerate(q.split(QUERY_BLOCK, dim=2))
+    ]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
+
+def attend_block(q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Tensor | None, start: int) -> Tensor:
+    """Attention of queries that begin at position `start` over the keys that they can reach."""
+    end = start + q.shape[2]
+    first = max(0, start - scores.window + 1) if scores.window else 0
+    k, v = k[:, :, first:end], v[:, :, first:end]
+    mask: Tensor | None = None
+    if documents is not None or q.shape[2] > 1:
+        query = torch.arange(start, end, device=q.device)[:, None]
+        key = torch.arange(first, end, device=q.device)
+        mask = (key <= query) & (query - key < scores.window) if scores.window else key <= query
+        if documents is not None:
+            mask = (mask & (documents[:, start:end, None] == documents[:, None, first:end])).unsqueeze(1)
+    if scores.softcap:
+        return weighted_values(q, expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1]), scores, mask)
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped, scale=scores.scale)
+
+
+def weighted_values(q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: Tensor | None) -> Tensor:
+    """Attention operation by operation, with the probabilities in fp32."""
+    score = (q @ k.transpose(-1, -2)).float() * (scores.scale or q.shape[-1] ** -0.5)
+    if scores.softcap:
+        score = scores.softcap * torch.tanh(score / scores.softcap)
+    if mask is not None:
+        score = score.masked_fill(~mask, float("-inf"))
+    return score.softmax(-1).to(v.dtype) @ v
+
+
+def block_mask(window: int, length: int, documents: Tensor | None, device: torch.device) -> BlockMask:
+    """Which keys each block of queries reaches; made without the square of all positions."""
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = query >= key
+        if window:
+            seen = seen & (query - key < window)
+        return seen if documents is None else seen & (documents[batch, query] == documents[batch, key])
+
+    batch = None if documents is None else documents.shape[0]
+    mask: BlockMask = _compiled(create_block_mask)(visible, batch, None, length, length, device=str(device))
+    return mask
+
+
+def block_masked_attention(q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: BlockMask) -> Tensor:
+    """One kernel for windows, documents and caps, which skips the blocks that the mask hides."""
+
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return scores.softcap * torch.tanh(score / scores.softcap)
+
+    out: Tensor = _compiled(flex_attention)(
+        q,
+        k,
+        v,
+        score_mod=capped if scores.softcap else None,
+        block_mask=mask,
+        scale=scores.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)
 
 
 def needs_expanded_heads(device: str, dtype: torch.dtype, grouped: bool, masked: bool) -> bool:
@@ -32,14 +130,6 @@ def needs_expanded_heads(device: str, dtype: torch.dtype, grouped: bool, masked:
 def expand_heads(x: Tensor, heads: int) -> Tensor:
     """(batch, groups, time, dim) -> (batch, heads, time, dim): the heads of a group share theirs."""
     return x.repeat_interleave(heads // x.shape[1], dim=1)
-
-
-def document_mask(query: Tensor, key: Tensor, query_start: int = 0) -> Tensor:
-    """(batch, 1, queries, keys): same document and not in the future. Queries begin at position `query_start` of the
-    keys."""
-    position = query_start + torch.arange(query.shape[1], device=query.device)
-    past = torch.arange(key.shape[1], device=key.device) <= position[:, None]
-    return ((query[:, :, None] == key[:, None, :]) & past).unsqueeze(1)
 
 
 # cuDNN first: on the H200 it was 1.5 to 1.7 times as fast as flash-2, forward and backward. AMD does not have it;
@@ -77,12 +167,20 @@ def attention_core(name: str) -> AttentionCore:
     return flash3_attention
 
 
-def flash3_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+def flash3_attention(q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Tensor | None = None) -> Tensor:
     """FlashAttention 3 wants (batch, time, heads, dim); packed documents go through torch's masked kernel."""
     if documents is not None:
-        return causal_attention(q, k, v, documents)
+        return causal_attention(q, k, v, scores, documents)
     from flash_attn_interface import flash_attn_func
 
-    out = flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True)
+    out = flash_attn_func(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        causal=True,
+        softmax_scale=scores.scale,
+        window_size=(scores.window - 1, 0) if scores.window else (-1, -1),
+        softcap=scores.softcap,
+    )
     result: Tensor = (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
     return result

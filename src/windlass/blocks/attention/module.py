@@ -1,20 +1,29 @@
-"""Causal attention with rotary positions and grouped heads; logits equal to transformers' Llama."""
+"""Causal attention with grouped heads; logits equal to those of transformers' Llama, Qwen 3, OLMo and Gemma 3."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from windlass.blocks.attention.kernels import AttentionCore, causal_attention
+from windlass.blocks.attention.kernels import (
+    AttentionCore,
+    Scores,
+    block_masked_attention,
+    causal_attention,
+    weighted_values,
+)
 from windlass.blocks.attention.spec import AttentionSpec
 from windlass.blocks.base import Block, BlockContext, Table
 from windlass.blocks.linear import Linear, project
+from windlass.blocks.norm.module import Norm
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x is (batch, heads, time, head_dim); computed in fp32, which costs nothing inside a fused kernel."""
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x.float() * cos + turned * sin).to(x.dtype)
+    """x is (batch, heads, time, head_dim), of which the first numbers are turned, as many as `cos` has; computed in
+    fp32, which costs nothing inside a fused kernel."""
+    turned, still = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turned.float().chunk(2, dim=-1)
+    crossed = torch.cat((-second, first), dim=-1)
+    turned = (turned.float() * cos + crossed * sin).to(x.dtype)
+    return torch.cat((turned, still), dim=-1) if still.shape[-1] else turned
 
 
 class Attention(Block):
@@ -22,34 +31,57 @@ class Attention(Block):
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
-        self.head_dim, self.theta = spec.head_dim, spec.rope_theta
-        self.table_key: str = f"rope-{spec.head_dim}-{spec.rope_theta}"
+        self.head_dim, self.rope = spec.head_dim, spec.rope
+        self.table_key: str | None = None if spec.rope is None else repr(spec.rope)
+        self.window: int | None = spec.window
+        self.scores = Scores(window=spec.window, scale=spec.scale, softcap=spec.softcap)
         self.wq = Linear(spec.width, spec.query_width)
         self.wk = Linear(spec.width, spec.kv_width)
         self.wv = Linear(spec.width, spec.kv_width)
         self.wo = Linear(spec.query_width, spec.width)
+        norms = spec.qk_norms
+        self.q_norm = None if norms is None else Norm(norms[0])
+        self.k_norm = None if norms is None else Norm(norms[1])
+        self.norms_heads = spec.qk_norm == "head"
         # Replaced by another kernel, and by `parallel.py` under context parallelism.
         self.core: AttentionCore = causal_attention
 
     def make_table(self, start: int, end: int, device: torch.device) -> Table:
-        """Cosine and sine, each (positions, head_dim), halves repeated as in Hugging Face's convention."""
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
+        """Cosine and sine, each (positions, turned numbers), halves repeated as in Hugging Face's convention."""
+        rope = self.rope
+        assert rope is not None
+        exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32, device=device) / rope.dim
         positions = torch.arange(end, dtype=torch.float32, device=device)
-        angle = torch.outer(positions, 1.0 / self.theta**exponents).repeat(1, 2)
-        return angle.cos()[start:], angle.sin()[start:]
+        speeds = 1.0 / rope.theta**exponents
+        if rope.scaling is not None:
+            speeds = speeds * torch.tensor(rope.slowdowns(), dtype=torch.float32, device=device)
+        angle = torch.outer(positions, speeds).repeat(1, 2)
+        amplitude = 1.0 if rope.scaling is None else rope.scaling.amplitude
+        return angle.cos()[start:] * amplitude, angle.sin()[start:] * amplitude
 
-    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values, each (batch, heads, time, head_dim); a tensor-parallel rank holds some heads
-        only."""
+    def heads(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed and turned queries and keys, and values, each (batch, heads, time, head_dim); a tensor-parallel rank
+        holds some heads only."""
         batch, time = x.shape[:2]
-        parts = project(x, (self.wq, self.wk, self.wv), self.fused)
-        return tuple(part.view(batch, time, -1, self.head_dim).transpose(1, 2) for part in parts)
+        q, k, v = project(x, (self.wq, self.wk, self.wv), self.fused)
+        if self.q_norm is not None and self.k_norm is not None and not self.norms_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (part.view(batch, time, -1, self.head_dim).transpose(1, 2) for part in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None and self.norms_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if cos is not None and sin is not None:
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return q, k, v
 
     def forward(self, x: Tensor, context: BlockContext) -> Tensor:
         batch, time = x.shape[:2]
-        q, k, v = self.heads(x)
-        cos, sin = (part[:time] for part in context.tables[self.table_key])
-        out = self.core(rotate(q, cos, sin), rotate(k, cos, sin), v, context.documents)
+        table = None if self.table_key is None else context.tables[self.table_key]
+        cos, sin = (None, None) if table is None else (table[0][:time], table[1][:time])
+        mask, heads = context.masks.get(self.scores.window), self.heads(x, cos, sin)
+        if mask is None:
+            out = self.core(*heads, self.scores, context.documents)
+        else:
+            out = block_masked_attention(*heads, self.scores, mask)
         return self.wo(out.transpose(1, 2).reshape(batch, time, -1))
 
     def new_state(self, batch: int, limit: int) -> Tensor:
@@ -60,26 +92,20 @@ class Attention(Block):
         return torch.zeros(shape, dtype=weight.dtype, device=weight.device)
 
     def decode(self, x: Tensor, state: Tensor, places: Tensor, start: int | None, table: Table | None) -> Tensor:
-        assert table is not None
         batch, time = x.shape[:2]
-        q, k, v = self.heads(x)
-        cos, sin = (part.index_select(0, places) for part in table)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        cos, sin = (None, None) if table is None else (part.index_select(0, places) for part in table)
+        q, k, v = self.heads(x, cos, sin)
         if start is None:
             state[0].index_copy_(2, places, k)
             state[1].index_copy_(2, places, v)
-            q = q.reshape(batch, state.shape[2], -1, self.head_dim)
-            scores = (q @ state[0].transpose(-1, -2)).float() * self.head_dim**-0.5
-            past = torch.arange(state.shape[3], device=places.device) <= places
-            weights = scores.masked_fill(~past, float("-inf")).softmax(-1).to(x.dtype)
-            return self.wo((weights @ state[1]).reshape(batch, 1, -1))
+            distance = places[:, None] - torch.arange(state.shape[3], device=places.device)
+            visible = (distance >= 0) & (distance < (self.scores.window or state.shape[3]))
+            grouped = q.reshape(batch, state.shape[2], -1, self.head_dim)
+            out = weighted_values(grouped, state[0], state[1], self.scores, visible)
+            return self.wo(out.reshape(batch, 1, -1))
         end = start + time
         state[0, :, :, start:end], state[1, :, :, start:end] = k, v
-        keys, values = state[0, :, :, :end], state[1, :, :, :end]
-        mask = torch.arange(end, device=x.device) <= places[:, None] if start and time > 1 else None
-        out = F.scaled_dot_product_attention(
-            q, keys, values, attn_mask=mask, is_causal=start == 0 and time > 1, enable_gqa=q.shape[1] != keys.shape[1]
-        )
+        out = causal_attention(q, state[0, :, :, :end], state[1, :, :, :end], self.scores, start=start)
         return self.wo(out.transpose(1, 2).reshape(batch, time, -1))
 
     def state_bytes(self, state: Tensor, position: int) -> int:

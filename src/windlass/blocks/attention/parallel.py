@@ -6,13 +6,13 @@ The last rank attends to more keys than the first; the planner counts that."""
 
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from windlass.blocks.attention.kernels import causal_attention, document_mask
+from windlass.blocks.attention.kernels import Scores, causal_attention
 from windlass.blocks.attention.module import Attention
 from windlass.blocks.divide import Meshes, divide_columns_then_rows, gather_with_gradient
+from windlass.blocks.norm import parallel as parallel_norm
 
 
 def parallelize(block: Attention, meshes: Meshes) -> None:
@@ -20,13 +20,17 @@ def parallelize(block: Attention, meshes: Meshes) -> None:
         block.core = partial(gathered_attention, mesh=meshes.context)
     if meshes.tensor is not None:
         divide_columns_then_rows(block, meshes.tensor, ("wq", "wk", "wv"), "wo")
+        for norm in (block.q_norm, block.k_norm):
+            if norm is not None and block.norms_heads:
+                parallel_norm.parallelize_heads(norm, meshes.tensor)
+            elif norm is not None:
+                parallel_norm.divide_width(norm, meshes.tensor)
 
 
-def gathered_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, *, mesh: DeviceMesh) -> Tensor:
+def gathered_attention(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Tensor | None, *, mesh: DeviceMesh
+) -> Tensor:
     """Causal attention of this rank's queries over the keys and values of all ranks up to it."""
-    rank, width = mesh.get_local_rank(), q.shape[2]
-    end = (rank + 1) * width
-    k, v = (gather_with_gradient(part.contiguous(), 2, mesh.get_group())[:, :, :end] for part in (k, v))
-    numbers = documents if documents is not None else q.new_zeros((1, end), dtype=torch.long)
-    mask = document_mask(numbers[:, rank * width : end], numbers[:, :end], query_start=rank * width)
-    return causal_attention(q, k, v, mask)
+    start = mesh.get_local_rank() * q.shape[2]
+    k, v = (gather_with_gradient(part.contiguous(), 2, mesh.get_group())[:, :, : start + q.shape[2]] for part in (k, v))
+    return causal_attention(q, k, v, scores, documents, start=start)

@@ -16,3 +16,4 @@ class EmbeddingSpec:
     width: int
     positions: int = 0  # learned position vectors (0: rotary, ALiBi or none)
     norm: bool = False  # a LayerNorm after the embedding (BLOOM)
+    scale: float = 1.0  # factor of the vectors

@@ -1,24 +1,32 @@
-"""Sizes and costs of the feed-forward block: gated (SwiGLU) or plain (GELU)."""
+"""Sizes and costs of the feed-forward block: gated (SwiGLU, GeGLU) or plain (GELU, squared ReLU, xIELU)."""
 
 from dataclasses import dataclass
 
 from windlass.blocks.interface import BlockSpec, Product
 from windlass.layout.types import Layout, StepSpec
 
+GATED = ("swiglu", "geglu")
+
 
 @dataclass(frozen=True, kw_only=True)
 class MlpSpec(BlockSpec):
     width: int
     hidden: int
-    gated: bool = True
+    activation: str = "swiglu"
     bias: bool = False
 
     kind = "mlp"
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in GATED
 
     def params(self) -> dict[str, int]:
         terms = {"feed-forward": (3 if self.gated else 2) * self.width * self.hidden}
         if self.bias:
             terms["biases"] = (2 if self.gated else 1) * self.hidden + self.width
+        if self.activation == "xielu":
+            terms["activation"] = 2
         return terms
 
     def products(self) -> tuple[Product, ...]:

@@ -1,22 +1,39 @@
-"""RMSNorm with its statistics in fp32."""
+"""RMSNorm and LayerNorm with their statistics in fp32."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from windlass.blocks.divide import LocalParameters
 from windlass.blocks.norm.spec import NormSpec
 
 
-class RmsNorm(nn.Module):
+class Norm(LocalParameters):
     __call__: Callable[..., Tensor]
 
     def __init__(self, spec: NormSpec) -> None:
         super().__init__()
-        self.eps = spec.eps
-        self.weight = nn.Parameter(torch.ones(spec.width))
+        self.eps, self.offset = spec.eps, 1.0 if spec.zero_centred else 0.0
+        self.weight = nn.Parameter(torch.full((spec.width,), 1.0 - self.offset))
+        self.bias = nn.Parameter(torch.zeros(spec.width)) if spec.bias else None
+        # Mean of squares over the last dimension; `parallel.py` replaces it where that dimension is divided.
+        self.mean_square: Callable[[Tensor], Tensor] = mean_square
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return wide.to(x.dtype) * self.weight
+        if self.bias is not None:
+            wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(self.mean_square(wide) + self.eps)
+        weight = self.local(self.weight)
+        # Added in fp32: in bf16 a weight near zero would lose its last digits beside the one.
+        out = (wide * (self.offset + weight.float())).to(x.dtype) if self.offset else wide.to(x.dtype) * weight
+        return out if self.bias is None else out + self.local(self.bias)
+
+    def initial(self, parameter: str) -> float:
+        """The value that a parameter of this norm begins with."""
+        return 1.0 - self.offset if parameter == "weight" else 0.0
+
+
+def mean_square(x: Tensor) -> Tensor:
+    return x.pow(2).mean(-1, keepdim=True)

@@ -10,6 +10,7 @@ class NormSpec:
     width: int
     eps: float = 1e-5
     bias: bool = False  # LayerNorm with weight and bias instead of RMSNorm with a weight
+    zero_centred: bool = False  # the stored weight is added to one
 
     def params(self) -> int:
         return self.width * (2 if self.bias else 1)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from windlass.blocks.attention.rope import Rope
 from windlass.blocks.attention.spec import AttentionSpec
 from windlass.blocks.embedding.spec import EmbeddingSpec
 from windlass.blocks.mlp.spec import MlpSpec
@@ -135,8 +136,11 @@ def classic_spec(
     """
     bias = family in ("gpt", "bloom")
     norm = NormSpec(width=width, bias=bias)
-    attention = AttentionSpec(width=width, heads=heads, kv_heads=kv_heads, head_dim=head_dim, bias=bias)
-    mlp = MlpSpec(width=width, hidden=hidden, gated=family == "llama" if gated is None else gated, bias=bias)
+    attention = AttentionSpec(
+        width=width, heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=Rope(10_000.0, head_dim), bias=bias
+    )
+    gated = family == "llama" if gated is None else gated
+    mlp = MlpSpec(width=width, hidden=hidden, activation="swiglu" if gated else "gelu", bias=bias)
     layer = LayerSpec((Branch("attention", attention, norm), Branch("feed_forward", mlp, norm)))
     return ModelSpec(
         embedding=EmbeddingSpec(vocab=vocab, rows=rows, width=width, positions=positions, norm=family == "bloom"),

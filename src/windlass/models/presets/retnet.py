@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from windlass.blocks.retention.spec import RetentionSpec
 from windlass.config import ModelConfig
+from windlass.models.assemble import decoder_spec, default_hidden, layer_spec
 from windlass.models.hf_format import ConfigSlot, HFFormat, Preset
-from windlass.models.presets.llama import decoder_spec, default_hidden
 from windlass.models.spec import ModelSpec
 
 
@@ -21,7 +21,8 @@ def spec(config: ModelConfig) -> ModelSpec:
         heads=config.heads,
         chunk=config.chunk if config.retention == "chunkwise" else 0,
     )
-    return replace(decoder_spec(config, "retention", retention, hidden), measured=False)
+    layers = [layer_spec(config, "retention", retention, hidden)] * (config.layers or 0)
+    return replace(decoder_spec(config, layers), measured=False)
 
 
 PRESET = Preset(

@@ -1,0 +1,92 @@
+"""The `[model]` table of a recipe as a `ModelSpec`: which blocks and norms stand in which layer."""
+
+from itertools import groupby
+
+from windlass.blocks.attention.rope import Rope, RopeScaling
+from windlass.blocks.attention.spec import AttentionSpec
+from windlass.blocks.embedding.spec import EmbeddingSpec, padded_rows
+from windlass.blocks.interface import BlockSpec
+from windlass.blocks.mlp.spec import MlpSpec
+from windlass.blocks.norm.spec import NormSpec
+from windlass.config import ModelConfig
+from windlass.config.model import layer_letters
+from windlass.models.spec import Branch, LayerGroup, LayerSpec, ModelSpec
+
+
+def default_hidden(width: int) -> int:
+    """Inner width of a gated feed-forward block with as many weights as one of four times the width, rounded up to
+    256."""
+    return -(-(8 * width // 3) // 256) * 256
+
+
+def transformer_spec(config: ModelConfig) -> ModelSpec:
+    """Layers of attention and a feed-forward block."""
+    assert config.width
+    hidden = config.ffn or default_hidden(config.width)
+    layers = [
+        layer_spec(config, "attention", attention_spec(config, letter), hidden) for letter in layer_letters(config)
+    ]
+    return decoder_spec(config, layers)
+
+
+def attention_spec(config: ModelConfig, letter: str) -> AttentionSpec:
+    """Attention of a layer of this kind."""
+    assert config.width and config.heads  # config.check has asked for them
+    head_dim = config.head_dim or config.width // config.heads
+    windowed = letter == "W"
+    theta = config.rope_theta_window if windowed and config.rope_theta_window else config.rope_theta
+    scaling = None
+    if config.rope_scaling is not None and not windowed:
+        values = config.rope_scaling.model_dump()
+        scaling = RopeScaling(**{**values, "old_length": values["old_length"] or 0})
+    return AttentionSpec(
+        width=config.width,
+        heads=config.heads,
+        kv_heads=config.kv_heads or config.heads,
+        head_dim=head_dim,
+        rope=None if letter == "N" else Rope(theta, int(head_dim * config.rope_fraction), scaling),
+        window=(config.window or 0) if windowed else 0,
+        qk_norm=config.qk_norm,
+        qk_norm_eps=config.norm_eps,
+        qk_norm_zero_centred=config.zero_centred_norm,
+        scale=config.attention_scale,
+        softcap=config.attention_softcap or 0.0,
+    )
+
+
+def layer_spec(config: ModelConfig, name: str, mixer: BlockSpec, hidden: int) -> LayerSpec:
+    """A mixer, whose parameters begin with `name`, and a feed-forward block, with norms where the recipe puts them."""
+    assert config.width
+    norm = norm_spec(config)
+    pre, post = (norm if config.norm_place in place else None for place in (("pre", "both"), ("post", "both")))
+    mlp = MlpSpec(width=config.width, hidden=hidden, activation=config.activation)
+    return LayerSpec(
+        (
+            Branch(name, mixer, pre, f"{name}_norm", post, f"{name}_post_norm"),
+            Branch("feed_forward", mlp, pre, "ffn_norm", post, "ffn_post_norm"),
+        )
+    )
+
+
+def norm_spec(config: ModelConfig) -> NormSpec:
+    assert config.width
+    return NormSpec(
+        width=config.width,
+        eps=config.norm_eps,
+        bias=config.norm == "layer",
+        zero_centred=config.zero_centred_norm,
+    )
+
+
+def decoder_spec(config: ModelConfig, layers: list[LayerSpec]) -> ModelSpec:
+    assert config.width and config.vocab
+    scale = config.width**0.5 if config.embedding_scale == "sqrt_width" else config.embedding_scale
+    return ModelSpec(
+        embedding=EmbeddingSpec(
+            vocab=config.vocab, rows=padded_rows(config.vocab), width=config.width, scale=float(scale)
+        ),
+        groups=tuple(LayerGroup(layer, len(list(group))) for layer, group in groupby(layers)),
+        norm=norm_spec(config),
+        tied=config.tied,
+        init_std=config.init_std,
+    )

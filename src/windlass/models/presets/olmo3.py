@@ -1,0 +1,22 @@
+"""OLMo 3: OLMo 2 with attention in a window on three of four layers; scaled positions on the full ones only."""
+
+from windlass.models.assemble import transformer_spec
+from windlass.models.hf_format import HFFormat, Preset
+from windlass.models.hf_parts import LAYER_TYPES, TWO_ROPES
+from windlass.models.presets.llama import CONFIG, NO_ATTENTION_BIAS, SILU, TIED, TRANSFORMS
+from windlass.models.presets.olmo2 import DEFAULTS, OLMO_WEIGHTS
+
+PRESET = Preset(
+    spec=transformer_spec,
+    defaults={**DEFAULTS, "pattern": "WWWF...", "window": 4096},
+    hf=HFFormat(
+        family="olmo3",
+        config={**CONFIG, "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"},
+        parts=(TWO_ROPES, LAYER_TYPES),
+        model_types=("olmo3",),
+        requirements=(NO_ATTENTION_BIAS, SILU),
+        weights=OLMO_WEIGHTS,
+        transforms=TRANSFORMS,
+        tied=TIED,
+    ),
+)
