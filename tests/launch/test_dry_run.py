@@ -37,6 +37,7 @@ def test_every_recipe_would_be_submitted(path, tmp_path):
     prepared = prepare(loaded, run_dir=tmp_path / "run", dry_run=True)
     assert refusals(prepared.findings) == []
     assert prepared.script.startswith("#!/bin/bash") and "#SBATCH --nodes=" in prepared.script
+    assert prepared.plan.mfu is not None and 0.05 < prepared.plan.mfu < 0.85
     assert prepared.plan.run_seconds and prepared.cost.node_hours > 0 and prepared.cost.expected_links
     assert_bash_reads(prepared.script)
 
