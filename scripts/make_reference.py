@@ -15,10 +15,21 @@ UNITS = "Tokens, sizes and durations may be written with units: `450B`, `4Mi`, `
 
 def recipe_page() -> str:
     from windlass.config import Recipe
+    from windlass.registry import PRESETS
 
     introduction = "A recipe is one TOML file. This page lists every key with type, default and meaning. It is generated from the code."
-    tables = {name: _table(field.annotation) for name, field in Recipe.model_fields.items() if _table(field.annotation)}
-    notes = {"layout": "Without this table the planner chooses a layout and prints its reason."}
+    tables = {}
+    for name, table in _tables(Recipe).items():
+        tables |= {name: table} | {f"{name}.{key}": inner for key, inner in _tables(table).items()}
+    notes = {
+        "layout": "Without this table the planner chooses a layout and prints its reason.",
+        "data.stages": "One `[[data.stages]]` per mix.",
+        "model": "A family replaces these defaults by its own:\n",
+    }
+    for family in PRESETS.builtin:
+        defaults = PRESETS.load(family).defaults
+        values = ", ".join(f"`{key} = {_as_toml(value)}`" for key, value in defaults.items())
+        notes["model"] += f"\n- `{family}`: {values}" if values else ""
     return keys_page("Recipe keys", introduction, Recipe, tables, notes)
 
 
@@ -43,9 +54,7 @@ def cluster_file_page() -> str:
         "The file that describes a cluster; your own are `~/.config/windlass/clusters/NAME.toml`. This page lists every key and is "
         "generated from the code. The numbers of each cluster are on [its own page](../clusters/index.md)."
     )
-    tables = {
-        name: _table(field.annotation) for name, field in Cluster.model_fields.items() if _table(field.annotation)
-    }
+    tables = _tables(Cluster)
     tables.pop("sources", None)
     inner = _table(tables["slurm"].model_fields["partitions"].annotation)
     more = {"slurm.partitions": inner, "sources.KEY": FactSource, "devices.toml: NAME": Device}
@@ -111,6 +120,8 @@ def _as_toml(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, str):
         return f'"{value}"'
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {_as_toml(inner)}' for key, inner in value.items())} }}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -122,8 +133,15 @@ def _table(annotation: Any) -> Any:
     return None
 
 
+def _tables(top: Any) -> dict[str, Any]:
+    return {key: table for key, field in top.model_fields.items() if (table := _table(field.annotation))}
+
+
 def _type(annotation: Any) -> str:
     from typing import Literal
+
+    if hasattr(annotation, "model_fields"):
+        return "table"
 
     if get_origin(annotation) is Literal:
         return " or ".join(f"`{value}`" for value in get_args(annotation))

@@ -120,6 +120,7 @@ def test_tokens_or_steps_are_needed(recipe_file):
         ("train.precision=fp7", "precision"),
         ("data.mix.a=-1", "weights must be at least 0"),
         ("model=3", "model"),
+        ('model.family=["llama"]', "model.family"),
     ],
 )
 def test_a_wrong_value_is_named(recipe_file, override, said):

@@ -49,7 +49,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of installed packages that holds `my_windlass` with its entry points."""
     folder = tmp_path_factory.mktemp("site")
     files = re.findall(r'^```python title="([^"]+)"\n(.*?)^```', TEXT, re.M | re.S)
-    assert len(files) == 12
+    assert len(files) == 13
     for name, code in [("my_windlass/__init__.py", ""), ("my_windlass/average/__init__.py", ""), *files]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(code)
@@ -133,6 +133,22 @@ def test_the_block_decodes_as_it_trains_and_refuses_tensor_parallelism(installed
     size = JobSize(devices=2, devices_per_node=2, seq_len=16, sequences=4)
     problems = violations(model, Layout(tensor=2, micro_batch=4), size)
     assert [p.code for p in problems] == ["layout.axis-unsupported"]
+
+
+def test_the_family_of_known_blocks_gives_defaults_that_a_recipe_may_replace(installed: Path) -> None:
+    from windlass.config import ModelConfig
+    from windlass.models.presets import model_spec
+    from windlass.registry import PRESETS
+
+    sizes = {"family": "squared", "layers": 2, "width": 8, "ffn": 16, "heads": 2, "vocab": 50}
+    spec = model_spec(ModelConfig(**sizes))
+    attention, mlp = spec.blocks
+    assert (attention.qk_norm, mlp.activation, spec.norm.eps) == ("head", "relu2", 1e-6)
+    # Two layers of 4 x 8 x 8 (attention) + 2 x 4 (norms of a head) + 2 x 8 x 16 + 2 x 8 (norms), 8, 2 x 50 x 8.
+    assert spec.params.total == 2 * (256 + 8 + 256 + 16) + 8 + 800
+    assert model_spec(ModelConfig(**sizes, activation="gelu")).blocks[1].activation == "gelu"
+    hf = PRESETS.load("squared").hf
+    assert hf.hf_name("layers.1.attention.q_norm.weight") == "model.layers.1.self_attn.q_norm.weight"
 
 
 def test_the_optimizer(installed: Path) -> None:

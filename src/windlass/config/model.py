@@ -131,7 +131,7 @@ class ModelConfig(Table):
     @classmethod
     def _take_family_defaults(cls, values: Any) -> Any:
         family = values.get("family") if isinstance(values, dict) else None
-        if not isinstance(family, str) or family not in PRESETS.builtin:
+        if not isinstance(family, str) or not (family in PRESETS.builtin or family in PRESETS.names()):
             return values
         return {**PRESETS.load(family).defaults, **values}
 

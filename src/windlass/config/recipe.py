@@ -14,10 +14,10 @@ from windlass.registry import ENGINES, OBJECTIVES, OPTIMIZERS, SCHEDULES
 
 
 class DataStage(Table):
-    """Token position from which this mix applies."""
-
     start: Tokens = 0
+    """Token position from which this mix applies."""
     mix: dict[str, float]
+    """Source name -> weight."""
 
 
 class DataConfig(Table):
