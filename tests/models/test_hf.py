@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,41 @@ def test_weights_begin_as_transformers_begins_them(tmp_path: Path, kind: str) ->
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     model.init_weights(1)
     assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 16,
+          "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4, "n_group": 2, "topk_group": 1}  # fmt: skip
+MAMBA = {"hybrid_override_pattern": "M*-M", "num_hidden_layers": 4, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8,
+         "n_groups": 2, "head_dim": 8}  # fmt: skip
+# The rows of docs/models.md that train through transformers, by model_type.
+SPARSE = {
+    "mixtral": {**MOE, "num_local_experts": 4},
+    "qwen3_moe": {**MOE, "num_experts": 4, "head_dim": 8},
+    "olmoe": {**MOE, "num_experts": 4},
+    "gpt_oss": {**MOE, "num_local_experts": 4, "head_dim": 8, "sliding_window": 8},
+    "deepseek_v2": {**MOE, **LATENT, "topk_method": "greedy"},
+    "deepseek_v3": {**MOE, **LATENT},
+    "nemotron_h": MAMBA,
+    "nemotron_h with experts": {**MOE, **MAMBA, "hybrid_override_pattern": "ME*E", "n_routed_experts": 4},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SPARSE)
+def test_sparse_and_hybrid_models_train(tmp_path: Path, kind: str) -> None:
+    config = {**COMMON, "num_key_value_heads": 2, "max_position_embeddings": 64, **SPARSE[kind]}
+    special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind.split()[0], **config, **special}))
+    model = build_model(ModelConfig(family="hf", config=str(tmp_path)), seq_len=16)
+    model.init_weights(0)
+    optimizer, tokens = torch.optim.SGD(model.parameters(), lr=0.1), torch.randint(0, 120, (2, 17))
+    losses = []
+    for _ in range(5):
+        loss = model(tokens[:, :-1], tokens[:, 1:])[0] / 32
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(4.79, abs=0.3)  # the logarithm of 120
+    assert losses[-1] < losses[0]
