@@ -118,8 +118,7 @@ def test_fused_projections(
         ({}, True, False),
         ({"train": {"precision": "fp32"}}, True, True),
         ({"train": {"precision": "fp32"}}, False, False),
-        ({"data": {"mask_documents": True}}, True, True),
-        ({"data": {"mask_documents": True}, "model": {"kv_heads": 12}}, True, False),
+        ({"data": {"mask_documents": True}}, True, False),
     ],
     ids=str,
 )
@@ -127,6 +126,12 @@ def test_grouped_heads_are_expanded_for_the_kernel_without_groups(
     recipe: Callable[..., Recipe], tables: dict[str, Any], gpu: bool, expanded: bool
 ) -> None:
     assert resolved(recipe(**tables), gpu=gpu).expand_kv_heads is expanded
+
+
+def test_masks_over_divided_sequences_need_the_kernel_without_groups(recipe: Callable[..., Recipe]) -> None:
+    masked, layout = {"data": {"mask_documents": True}}, Layout(context=2)
+    assert resolved(recipe(**masked), layout, gpu=True).expand_kv_heads
+    assert not resolved(recipe(**masked, model={"kv_heads": 12}), layout, gpu=True).expand_kv_heads
 
 
 def test_choices_that_follow_the_device_and_the_model(recipe: Callable[..., Recipe], tmp_path: Path) -> None:

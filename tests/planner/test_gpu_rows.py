@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,19 @@ def test_attention_kernels_of_the_sweep_on_an_h200(attention: str, step_ms: floa
     assert held.allocated / 2**30 == pytest.approx(allocated_gib, rel=0.015)
 
 
-def test_documents_apart_cost_a_mask_and_a_slower_kernel() -> None:
+def test_documents_apart_cost_a_mask_and_a_slower_kernel_only_over_divided_sequences() -> None:
     plain, masked = _one_gpu(), _one_gpu("data.mask_documents=true")
     candidate = candidate_of(LayoutConfig.model_validate({"shard": "none", "micro_batch": 8}), "none", plain)
-    steps = [estimate_step(t.model, candidate.step(t), candidate.layout, t.machine) for t in (plain, masked)]
-    assert steps[1].terms["attention"] > 2 * steps[0].terms["attention"]
-    held = memory(masked.model, candidate.step(masked), candidate.layout)
-    assert held.terms["document mask"] == 8 * 2048**2 * (1 + 2 * 24)
+    divided = replace(candidate.layout, context=2)
+    times = {
+        (layout.context, t is masked): estimate_step(t.model, candidate.step(t), layout, t.machine).terms["attention"]
+        for layout in (candidate.layout, divided)
+        for t in (plain, masked)
+    }
+    assert times[1, True] == times[1, False] and times[2, True] > 1.5 * times[2, False]
+    step = candidate.step(masked)
+    assert not memory(masked.model, step, candidate.layout).terms.get("document mask")
+    assert memory(masked.model, step, divided).terms["document mask"] == 8 * 2048**2 / 2 * (1 + 2 * 24)
     assert any("mask_documents" in text for text in masked.warnings) and not any("mask" in t for t in plain.warnings)
 
 

@@ -196,8 +196,9 @@ def _native_moments(model: ModelSpec, step: StepSpec, layout: Layout, rank: Rank
     head = size * (rank.embedding if model.tied else rank.head) if rank.has_loss else 0.0
     always = {**states, "inputs": _input_bytes(model, step, layout, tokens), "workspaces": WORKSPACE_BYTES}
     mask = 0.0
-    if step.mask_documents:
-        # One byte per pair of positions, and the values that each attention layer's kernel makes of it and keeps.
+    if step.mask_documents and layout.context > 1:
+        # One byte per pair of positions, and the values that each attention layer's kernel makes of it and keeps. On
+        # undivided sequences the kernel that skips hidden blocks needs none of it.
         pairs = layout.micro_batch * float(step.seq_len) ** 2 / layout.context
         masked = (n for layer, n in rank.layers if any(isinstance(b.block, AttentionSpec) for b in layer.branches))
         mask = pairs * (1.0 + step.bytes_per_value * sum(masked) * rank.in_flight)

@@ -122,7 +122,8 @@ def estimate_step(
             "but the network of this cluster is unknown",
             hint="give links.inter_gbs_per_node in the cluster file",
         )
-    r = _rates(machine, constants or DEFAULTS, step.native, step.precision, step.attention, step.mask_documents)
+    masked_context = step.mask_documents and layout.context > 1
+    r = _rates(machine, constants or DEFAULTS, step.native, step.precision, step.attention, masked_context)
     c = r.constants
     tokens = layout.micro_batch * step.seq_len / layout.context
     micro_batches, stored = layout.accumulation, model.params.stored / (layout.tensor * layout.pipeline)
@@ -235,7 +236,7 @@ def sustained_tflops(device: Device, precision: str = "bf16", constants: Constan
 
 @lru_cache(maxsize=64)
 def _rates(
-    machine: Machine, c: Constants, native: bool, precision: str, attention_kernel: str, mask_documents: bool
+    machine: Machine, c: Constants, native: bool, precision: str, attention_kernel: str, masked_context: bool
 ) -> _Rates:
     device, links, per_node = machine.device, machine.links, machine.devices_per_node
     if device.bandwidth_gbs is None:
@@ -253,7 +254,7 @@ def _rates(
     if precision == "fp32" or attention_kernel == "math":
         # Without a fused kernel torch computes scores in fp32.
         attention = sustained_tflops(device, "fp32", c) * 1e12 if native else wide
-    elif mask_documents:  # the memory-efficient kernel: about half of flash attention's rate. Textbook, not measured.
+    elif masked_context:  # the memory-efficient kernel: about half of flash attention's rate. Textbook, not measured.
         attention = 0.5 * peak * (c.flash if device.generation == "ampere" else c.flash_hopper)
     elif attention_kernel in ("te", "cudnn", "flash3") or (attention_kernel == "auto" and modern):
         attention = peak * c.attention  # "auto" takes cuDNN where it is faster

@@ -110,8 +110,9 @@ def resolve_step(
         fp8_scaling=train.fp8_scaling,
         fp8_backend=train.fp8_backend,
         mask_documents=masked,
-        # The memory-efficient kernel, the only one for masks and for fp32 on a GPU, takes no groups of heads.
-        expand_kv_heads=gpu and grouped and (masked or train.precision == "fp32"),
+        # The memory-efficient kernel, the only one on a GPU for fp32 and for masks over divided sequences, takes no
+        # groups of heads.
+        expand_kv_heads=gpu and grouped and ((masked and layout.context > 1) or train.precision == "fp32"),
         sync=gradient_sync(layout),
     )
 

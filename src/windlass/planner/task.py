@@ -164,7 +164,9 @@ def _warnings(task: PlanTask) -> list[str]:
         f"precision {recipe.train.precision} (compared: {', '.join(VALIDATED_PRECISIONS)})": (
             recipe.train.precision not in VALIDATED_PRECISIONS
         ),
-        "data.mask_documents (the time of its attention kernel was not measured)": masks_documents(recipe, task.model),
+        "data.mask_documents (priced as one document; 25 % faster where it was measured, with documents of 1,024 tokens)": masks_documents(
+            recipe, task.model
+        ),
         "blocks other than attention (compared: attention models only)": not task.model.measured,
     }
     outside = "; ".join(text for text, differs in differences.items() if differs)

@@ -178,7 +178,9 @@ def test_a_command_without_srun_runs_in_the_named_container(here):
     for array in prepare_packs(work, work.points, cluster="lumi-g"):
         shell = array.container[2]
         assert array.container[:2] == ["bash", "-c"] and "image=/project/x.sif" in shell
-        assert "export SINGULARITY_BIND=" in shell and shell.endswith('"$image"  "$@"')
+        assert "export SINGULARITY_BIND=" in shell and shell.endswith(
+            """bash -c '$WITH_CONDA; exec "$@"' windlass  "$@\""""
+        )
         assert array.step[0] == "srun" and "windlass sweep" in render(array.job, array.machine).splitlines()[-1]
         assert "singularity" not in render(array.job, array.machine).splitlines()[-1], "srun is called outside"
     around = sweep_of(corrected("flat"))

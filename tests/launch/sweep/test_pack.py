@@ -104,7 +104,7 @@ def test_the_job_sees_the_same_machine_and_stage_as_the_submission(tmp_path, fak
 
 def test_a_sweeps_job_has_what_a_training_job_of_its_shape_has(tmp_path, fake):
     work = work_of(
-        tmp_path, two_points_on("lumi-g") + "[set]\n'launch.environment' = 'module'\n'launch.account' = 'p1'\n"
+        tmp_path, two_points_on("lumi-g") + "[set]\n'launch.modules' = ['torch/2']\n'launch.account' = 'p1'\n"
     )
     packs = submit_packs(work, work.points, cluster=None, executor=fake)["packs"]
     assert [p["nodes"] for p in packs] == [1, 2]

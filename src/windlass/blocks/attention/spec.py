@@ -71,10 +71,10 @@ class AttentionSpec(BlockSpec):
     def mixing(self, step: StepSpec) -> Mixing:
         square = self.mixing_flops(step.seq_len)
         if step.flash:
-            # A causal kernel skips half of the square; behind a document mask it computes all of it. In a window only
-            # the first positions see fewer keys than the others.
+            # A causal kernel skips half of the square; in a window only the first positions see fewer keys than the
+            # others. How long packed documents are is not known here, so they are priced as one.
             skipped = 0.5 * (min(self.window, step.seq_len) or step.seq_len) / step.seq_len
-            return Mixing(square * (1.0 if step.mask_documents else 1.0 - skipped), narrow_heads=self.head_dim < 96)
+            return Mixing(square * (1.0 - skipped), narrow_heads=self.head_dim < 96)
         # Tensor cores need rows of 16 bytes; other head widths fall back to ordinary units.
         return Mixing(square * (6.0 if self.head_dim % 8 else 1.0), scores=float(self.heads * step.seq_len))
 
