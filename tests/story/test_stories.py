@@ -120,8 +120,9 @@ def test_italia_layouts():
 def test_italia_script_holds_the_lessons():
     dry = ask("launch", "recipes/italia_9b_leonardo.toml", "--dry-run", "launch.account=EUHPC_A01", "--chain", "4")
     script = dry["script"]
-    for part in ("--ntasks-per-node=4", "--signal=USR1@300", "WANDB_MODE=offline", "HF_HUB_OFFLINE=1", '"$FAST/', "windlass link before"):  # fmt: skip
+    for part in ("--ntasks-per-node=4", "--signal=USR1@300", "WANDB_MODE=offline", "HF_HUB_OFFLINE=1", "windlass link before"):  # fmt: skip
         assert part in script, part
+    assert "$FAST/" in str(dry["stage"]), "checkpoints on the fast file system"
     assert dry["links"] == 4 and abs(dry["cost"]["expected_links"] - 22) <= 2
     assert dry["seconds"] == 86_400
     assert dry["would_submit"]
