@@ -4,7 +4,7 @@ tonnes of CO2e of a known energy."""
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from windlass.cli.options import JsonOption
 from windlass.cli.output import show, table
 from windlass.errors import ConfigError, RunError
 from windlass.files import read_json_lines
+
+if TYPE_CHECKING:
+    from windlass.runs.folder import Run
 
 ENERGY_KEYS = (
     "basis", "joules", "joules_per_token", "joules_per_step", "kwh_per_billion_tokens", "mean_watts", "forecast_kwh",
@@ -79,41 +82,11 @@ def energy(
             "neither a run nor --mwh is given" if run is None else f"both a run ({run}) and --mwh are given",
             hint="windlass energy RUN for a run's record, windlass energy --mwh 52.3 --grid 267.6 without one",
         )
-    from windlass.energy import site_records
     from windlass.report import collect, tables
     from windlass.runs.folder import open_run
 
     folder = open_run(run)
-
-    def counted(taken: int, total: int, unit: str, origin: str) -> str:
-        left_out = f" ({total - taken} left out: of other jobs, or without a figure)" if total > taken else ""
-        return f"{taken} {unit}{'' if taken == 1 else 's'} of {origin} added to {folder.energy_file}{left_out}"
-
-    notes = []
-    for path in ear or []:
-        ear_rows = site_records.read_ear(path)
-        notes.append(counted(site_records.record_ear(folder, ear_rows, str(path)), len(ear_rows), "row", str(path)))
-    answers = []
-    if sacct is not None:
-        try:
-            answers.append((str(sacct), sacct.read_text(encoding="utf-8", errors="replace")))
-        except OSError as error:
-            raise RunError(
-                "energy.file-unreadable",
-                f"{sacct} cannot be read: {error.strerror}",
-                hint="name the file that sacct's output was written to",
-            ) from None
-    if slurm:
-        jobs = [str(line.get("job_id") or line.get("job") or "") for line in read_json_lines(folder.jobs_file)]
-        if not any(jobs):
-            advice = "pass sacct's output with --sacct FILE"
-            raise RunError("energy.no-jobs-recorded", f"{folder.jobs_file} names no job", hint=advice)
-        answers.append(("sacct's answer", site_records.sacct(list(dict.fromkeys(filter(None, jobs))))))
-    for origin, text in answers:
-        energies = site_records.read_sacct(text, origin)
-        unknown = [f"{job.job}: {job.note}" for job in energies if job.joules is None]
-        taken = site_records.record_slurm(folder, energies, origin)
-        notes.append("; ".join([counted(taken, len(energies) - len(unknown), "job", origin), *unknown]))
+    notes = add_site_records(folder, ear or [], sacct, slurm)
     summary = collect.collect(folder, factors=factors)
     measured, ledger = summary.energy, summary.energy.ledger
     document = {
@@ -140,6 +113,42 @@ def energy(
         table(title, ("", "", "source or method"), tables.energy_rows(summary), right=(1,)),
         table("not read on at least one node", ("source", "reason"), missing) if missing else None,
     )
+
+
+def add_site_records(folder: "Run", ear: list[Path], sacct: Path | None, slurm: bool) -> list[str]:
+    """Add EAR's and SLURM's figures to the run's record; says what was taken of each."""
+    from windlass.energy import site_records
+
+    def counted(taken: int, total: int, unit: str, origin: str) -> str:
+        left_out = f" ({total - taken} left out: of other jobs, or without a figure)" if total > taken else ""
+        return f"{taken} {unit}{'' if taken == 1 else 's'} of {origin} added to {folder.energy_file}{left_out}"
+
+    notes: list[str] = []
+    for path in ear:
+        ear_rows = site_records.read_ear(path)
+        notes.append(counted(site_records.record_ear(folder, ear_rows, str(path)), len(ear_rows), "row", str(path)))
+    answers = []
+    if sacct is not None:
+        try:
+            answers.append((str(sacct), sacct.read_text(encoding="utf-8", errors="replace")))
+        except OSError as error:
+            raise RunError(
+                "energy.file-unreadable",
+                f"{sacct} cannot be read: {error.strerror}",
+                hint="name the file that sacct's output was written to",
+            ) from None
+    if slurm:
+        jobs = [str(line.get("job_id") or line.get("job") or "") for line in read_json_lines(folder.jobs_file)]
+        if not any(jobs):
+            advice = "pass sacct's output with --sacct FILE"
+            raise RunError("energy.no-jobs-recorded", f"{folder.jobs_file} names no job", hint=advice)
+        answers.append(("sacct's answer", site_records.sacct(list(dict.fromkeys(filter(None, jobs))))))
+    for origin, text in answers:
+        energies = site_records.read_sacct(text, origin)
+        unknown = [f"{job.job}: {job.note}" for job in energies if job.joules is None]
+        taken = site_records.record_slurm(folder, energies, origin)
+        notes.append("; ".join([counted(taken, len(energies) - len(unknown), "job", origin), *unknown]))
+    return notes
 
 
 def show_known_energy(

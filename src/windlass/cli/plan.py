@@ -15,7 +15,7 @@ from windlass.errors import ConfigError
 from windlass.units import GIB, print_joules, print_tokens
 
 if TYPE_CHECKING:
-    from windlass.planner.changes import Change
+    from windlass.planner.changes import RecipeChange
     from windlass.planner.explain import LayoutExplanation
     from windlass.planner.search import Plans
 
@@ -94,7 +94,7 @@ def plan(
         raise changes.nothing_fits(plans, other)
 
 
-def _plan_parts(plans: Plans, gains: list[Change]) -> list[Any]:
+def _plan_parts(plans: Plans, gains: list[RecipeChange]) -> list[Any]:
     """The ranked layouts, the reason for each rank, what small changes would gain, and the footnotes."""
     from windlass.planner.page import carbon, training_time
 

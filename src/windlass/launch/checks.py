@@ -324,9 +324,9 @@ def check_quotas(
     checkpoint_bytes: int | None,
     steps: int | None,
     *,
-    here: bool,
+    on_site: bool,
 ) -> list[Finding]:
-    """The copy of the store and the checkpoints against the quotas of the cluster file. `here`: on that cluster, so that
+    """The copy of the store and the checkpoints against the quotas of the cluster file. `on_site`: on that cluster, so that
     its variables are set and the run folder's file system can be recognised."""
     from windlass.checkpoint.keep import forecast
 
@@ -347,7 +347,7 @@ def check_quotas(
         name, fewer = f"{peak // checkpoint_bytes} checkpoints", "a smaller save.keep_last, keep_best or keep_every"
         parts.append((job.checkpoints_target or job.run_dir, name, peak, fewer))
     for storage in (s for s in cluster.storage.values() if s.quota is not None):
-        roots = {storage.path, os.path.expandvars(storage.path) if here else storage.path}
+        roots = {storage.path, os.path.expandvars(storage.path) if on_site else storage.path}
         inside = [p for p in parts if any(f"{p[0]}/".startswith(root.rstrip("/") + "/") for root in roots)]
         total, quota = sum(size for _, _, size, _ in inside), storage.quota or 0
         text = f"{' and '.join(f'{name} ({print_quota(size)})' for _, name, size, _ in inside)} on {storage.path}"

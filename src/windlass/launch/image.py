@@ -59,11 +59,11 @@ def image_job(
     """The job that builds `output`; its script and log are in the folder `images` beside it."""
     chosen, container = read_definition(definition or cluster.container.definition), cluster.container
     if base is None:
-        what = "an image file" if chosen.bootstrap == "localimage" else "a tag"
+        base_kind = "an image file" if chosen.bootstrap == "localimage" else "a tag"
         hint = f"images of {cluster.title}: {container.image_hint}" if chosen.bootstrap == "localimage" else ""
         raise LaunchError(
             "launch.image-base-missing",
-            f"{chosen.path.name} needs {what} with torch 2.11 or newer to start from",
+            f"{chosen.path.name} needs {base_kind} with torch 2.11 or newer to start from",
             hint=f"use --base {chosen.argument}" + (f"; {hint}" if hint else ""),
         )
     runtime = container.runtime if container.runtime in ("singularity", "apptainer") else "apptainer"

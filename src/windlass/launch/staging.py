@@ -51,9 +51,9 @@ def missing_files(source: Path, target: Path) -> tuple[list[tuple[Path, Path]], 
     for folder, _, names in os.walk(source):
         for name in names:
             file = Path(folder, name)
-            copy, there = target / file.relative_to(source), file.stat()
+            copy, original = target / file.relative_to(source), file.stat()
             has = copy.stat() if copy.is_file() else None
-            if has is not None and (has.st_size, has.st_mtime_ns) == (there.st_size, there.st_mtime_ns):
+            if has is not None and (has.st_size, has.st_mtime_ns) == (original.st_size, original.st_mtime_ns):
                 kept += 1
             else:
                 missing.append((file, copy))

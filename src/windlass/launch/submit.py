@@ -132,11 +132,11 @@ def prepare(
     findings += [*expected.findings, *([] if local else checks.check_request(job, cluster))]
     # Without patterns in the cluster file any machine with SLURM may be the cluster.
     trusted = not dry_run or not cluster.hostname_patterns
-    here = slurm_available() and (trusted or matches_hosts(cluster, host_names()))
+    on_site = slurm_available() and (trusted or matches_hosts(cluster, host_names()))
     if not local:
         sizes = (store_bytes, expected.checkpoint_bytes, expected.steps)
-        findings += checks.check_quotas(job, recipe, cluster, *sizes, here=here)
-    if local or here:
+        findings += checks.check_quotas(job, recipe, cluster, *sizes, on_site=on_site)
+    if local or on_site:
         site = checks.check_site(job, recipe, cluster, expected.checkpoint_bytes, expected.steps)
         findings += [finding for finding in site if expect_store or finding.rule != "store"]
     else:

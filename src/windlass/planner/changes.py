@@ -24,7 +24,7 @@ SHORTEST_SEQ_LEN = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class RecipeChange:
     """Recipe keys with another value, and the plan that follows."""
 
     values: dict[str, Any]
@@ -77,7 +77,7 @@ def _with_values(recipe: Recipe, values: dict[str, Any]) -> Recipe:
     return recipe
 
 
-def _price(task: PlanTask, before: Plan | None, values: dict[str, Any]) -> Change | None:
+def _price(task: PlanTask, before: Plan | None, values: dict[str, Any]) -> RecipeChange | None:
     """None where nothing is valid or fits after the change either."""
     try:
         plans = plan(
@@ -89,17 +89,17 @@ def _price(task: PlanTask, before: Plan | None, values: dict[str, Any]) -> Chang
     if chosen is None:
         return None
     gain = None if before is None else _work_rate(chosen, plans.task) / _work_rate(before, task) - 1
-    return Change(values=values, plan=chosen, task=plans.task, gain=gain)
+    return RecipeChange(values=values, plan=chosen, task=plans.task, gain=gain)
 
 
-def _fastest(changes: Iterable[Change | None]) -> Change | None:
+def _fastest(changes: Iterable[RecipeChange | None]) -> RecipeChange | None:
     """Of those that are equally fast within the estimate's error the first, which is the nearest to the recipe."""
     priced = [change for change in changes if change is not None]
     best = max((change.work_rate for change in priced), default=0.0)
     return next((change for change in priced if change.work_rate * (1 + TIE) >= best), None)
 
 
-def small_changes(plans: Plans) -> list[Change]:
+def small_changes(plans: Plans) -> list[RecipeChange]:
     """What would gain more than the estimate's error: another batch, fewer nodes, or counts of the model that leave
     tensor parallelism out or pipeline stages uneven."""
     task, before = plans.task, _chosen(plans)
@@ -114,7 +114,7 @@ def small_changes(plans: Plans) -> list[Change]:
     return [change for change in changes if change is not None and change.pays]
 
 
-def better_batch(task: PlanTask, before: Plan | None) -> Change | None:
+def better_batch(task: PlanTask, before: Plan | None) -> RecipeChange | None:
     """The nearest batch that the layout (the recipe's or one of the planner's) divides without loss; None where the
     recipe's own is as good. `before` is the plan with the recipe's own, None where it has none."""
     sequences, wish = task.size.sequences, task.recipe.layout
@@ -131,7 +131,7 @@ def better_batch(task: PlanTask, before: Plan | None) -> Change | None:
     return change if change is not None and change.pays else None
 
 
-def _fewer_nodes(task: PlanTask, before: Plan | None) -> Change | None:
+def _fewer_nodes(task: PlanTask, before: Plan | None) -> RecipeChange | None:
     """The largest number of nodes below the task's whose devices divide the batch."""
     sequences = task.size.sequences
     if sequences is None or task.recipe.layout is not None or sequences % task.devices == 0:
@@ -140,7 +140,7 @@ def _fewer_nodes(task: PlanTask, before: Plan | None) -> Change | None:
     return next((_price(task, before, {"nodes": n}) for n in counts), None)
 
 
-def _other_kv_heads(task: PlanTask, before: Plan | None) -> Change | None:
+def _other_kv_heads(task: PlanTask, before: Plan | None) -> RecipeChange | None:
     """The nearest number of key-value heads that two devices can divide, where it is all that stands in the way."""
     heads, kv_heads = task.recipe.model.heads, task.recipe.model.kv_heads
     if heads is None or kv_heads is None or heads % 2 or kv_heads % 2 == 0 or task.per_node % 2:
@@ -150,7 +150,7 @@ def _other_kv_heads(task: PlanTask, before: Plan | None) -> Change | None:
     return _fastest(_price(task, before, {"model.kv_heads": count}) for count in nearest_first)
 
 
-def _other_layers(task: PlanTask, before: Plan | None) -> Change | None:
+def _other_layers(task: PlanTask, before: Plan | None) -> RecipeChange | None:
     """The nearest number of layers that makes the stages of the pipeline equal."""
     layers = task.recipe.model.layers
     if before is None or layers is None or layers % before.layout.num_stages == 0:
@@ -178,7 +178,7 @@ def adjust_batch(recipe: Recipe, cluster: Cluster, nodes: int | None = None) -> 
     return _with_values(recipe, change.values), note
 
 
-def ways_to_fit(plans: Plans) -> list[Change]:
+def ways_to_fit(plans: Plans) -> list[RecipeChange]:
     """The smallest change of each kind with which something fits, alone or else together with bf16 moments. Those on
     the same nodes first, then the fewest keys, then the fastest."""
     task = replace(plans.task, recipe=plans.task.recipe.model_copy(update={"layout": None}))
@@ -198,18 +198,18 @@ def ways_to_fit(plans: Plans) -> list[Change]:
     return sorted(ways, key=lambda way: (way.task.nodes, len(way.values), -way.work_rate))
 
 
-def _first_fitting(task: PlanTask, options: list[dict[str, Any]]) -> list[Change]:
+def _first_fitting(task: PlanTask, options: list[dict[str, Any]]) -> list[RecipeChange]:
     changes = (_price(task, None, values) for values in options)
     return list(islice((change for change in changes if change is not None), 1))
 
 
-def _offloaded(task: PlanTask) -> list[Change]:
+def _offloaded(task: PlanTask) -> list[RecipeChange]:
     """What the search does not try itself: on one device the optimizer, on several the weights too."""
     kind = "optimizer" if task.devices == 1 else "parameters"
     valid = (c for c in enumerate_candidates(task, offload=kind) if not problems(task, c))
     best = rank(p for p in estimate_all(task, valid)[0] if p.fits)[:1]
     return [
-        Change(
+        RecipeChange(
             values={
                 **{
                     f"layout.{key}": value for key, value in p.layout.config().model_dump(exclude_defaults=True).items()
@@ -223,7 +223,7 @@ def _offloaded(task: PlanTask) -> list[Change]:
     ]
 
 
-def nothing_fits(plans: Plans, ways: list[Change] | None = None) -> PlanError:
+def nothing_fits(plans: Plans, ways: list[RecipeChange] | None = None) -> PlanError:
     """The error when nothing fits: by how much the closest misses, and the changes with which something would
     (`ways_to_fit`, unless given)."""
     task = plans.task

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from windlass.files import write_json
-from windlass.planner.changes import Change
+from windlass.planner.changes import RecipeChange
 from windlass.planner.explain import LayoutExplanation
 from windlass.planner.search import Plan, Plans, Rejected
 from windlass.planner.task import PlanTask
@@ -83,7 +83,7 @@ def _header(task: PlanTask) -> dict[str, Any]:
     }
 
 
-def change_json(change: Change) -> dict[str, Any]:
+def change_json(change: RecipeChange) -> dict[str, Any]:
     p = change.plan
     return {
         "values": change.values,
@@ -98,7 +98,7 @@ def change_json(change: Change) -> dict[str, Any]:
     }
 
 
-def plans_json(plans: Plans, changes: Iterable[Change] = ()) -> dict[str, Any]:
+def plans_json(plans: Plans, changes: Iterable[RecipeChange] = ()) -> dict[str, Any]:
     return {
         **_header(plans.task),
         "plans": [plan_json(p, plans.task) for p in plans.plans],

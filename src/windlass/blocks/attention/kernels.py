@@ -88,10 +88,10 @@ def block_mask(window: int, length: int, documents: Tensor | None, device: torch
     """Which keys each block of queries reaches; made without the square of all positions."""
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = query >= key
+        reached = query >= key
         if window:
-            seen = seen & (query - key < window)
-        return seen if documents is None else seen & (documents[batch, query] == documents[batch, key])
+            reached = reached & (query - key < window)
+        return reached if documents is None else reached & (documents[batch, query] == documents[batch, key])
 
     batch = None if documents is None else documents.shape[0]
     mask: BlockMask = _compiled(create_block_mask)(visible, batch, None, length, length, device=str(device))

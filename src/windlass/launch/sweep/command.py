@@ -75,16 +75,16 @@ def srun_request(point: SweepPoint) -> SrunRequest | None:
 def _options(text: str) -> dict[str, str]:
     """The options in front of the program."""
     try:
-        words = shlex.split(text)
+        arguments = shlex.split(text)
     except ValueError:
-        words = text.split()
+        arguments = text.split()
     names, values, index = {way: name for name, ways in OPTIONS.items() for way in ways}, {}, 0
-    while index < len(words) and words[index].startswith("-"):
-        option, equals, value = words[index].partition("=")
+    while index < len(arguments) and arguments[index].startswith("-"):
+        option, equals, value = arguments[index].partition("=")
         if not option.startswith("--") and len(option) > 2 and option[:2] in names:  # -N2
             option, equals, value = option[:2], "=", option[2:]
-        if not equals and not FLAGS.fullmatch(option) and index + 1 < len(words):
-            index, value = index + 1, words[index + 1]
+        if not equals and not FLAGS.fullmatch(option) and index + 1 < len(arguments):
+            index, value = index + 1, arguments[index + 1]
         if option in names and "$" not in value:
             values[names[option]] = value
         index += 1
