@@ -181,7 +181,7 @@ load_recipe(sys.argv[1], ["optim.name=adamw"])
     done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": ":".join(paths)}, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str([
-        ["deepspeed", "native", "demo"], ["next_token", "demo"], ["adamw", "sgd", "demo"], 
+        ["deepspeed", "native", "demo"], ["next_token", "demo"], ["adamw", "ademamix", "lion", "sgd", "demo"], 
         ["apertus", "gemma3", "hf", "llama", "nemotron", "olmo2", "olmo3", "qwen3", "retnet", "smollm3", "recurrent", "sandwich"],
         ["constant", "cosine", "linear", "wsd", "demo"], ["mlflow", "tensorboard", "wandb", "demo"],
     ])  # fmt: skip

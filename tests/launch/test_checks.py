@@ -151,7 +151,9 @@ def quotas(recipe, store_bytes=None, checkpoint_bytes=110 * 10**9, run_dir="/now
     job = train_job(recipe, cluster, run_dir, workdir="/project", store_bytes=store_bytes)
     size = store_bytes or expected_store_bytes(recipe)
     return [
-        f for f in checks.check_quotas(job, recipe, cluster, size, checkpoint_bytes, 1000, on_site=True) if f.level != "ok"
+        f
+        for f in checks.check_quotas(job, recipe, cluster, size, checkpoint_bytes, 1000, on_site=True)
+        if f.level != "ok"
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -51,6 +52,57 @@ def test_equals_torch(name: str, device_path: bool, monkeypatch: pytest.MonkeyPa
         other.step()
     for (n, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-6), n
+
+
+def lion_by_hand(gradients: list[torch.Tensor], weight: torch.Tensor, config: OptimConfig) -> torch.Tensor:
+    mean = torch.zeros_like(weight)
+    for gradient in gradients:
+        direction = torch.sign(config.beta1 * mean + (1 - config.beta1) * gradient)
+        weight = weight - config.lr * (direction + config.weight_decay * weight)
+        mean = config.beta2 * mean + (1 - config.beta2) * gradient
+    return weight
+
+
+def ademamix_by_hand(gradients: list[torch.Tensor], weight: torch.Tensor, config: OptimConfig) -> torch.Tensor:
+    """As the paper's listing, with the half-life of the slow mean growing by a straight line."""
+    first, second, slow = (torch.zeros_like(weight) for _ in range(3))
+
+    def half_life(beta: float) -> float:
+        return math.log(0.5) / math.log(beta) - 1
+
+    for step, gradient in enumerate(gradients, start=1):
+        done = min(1.0, step / config.slow_warmup)
+        beta3 = 0.5 ** (1 / ((1 - done) * half_life(config.beta1) + done * half_life(config.beta3) + 1))
+        first = config.beta1 * first + (1 - config.beta1) * gradient
+        second = config.beta2 * second + (1 - config.beta2) * gradient**2
+        slow = beta3 * slow + (1 - beta3) * gradient
+        mean, square = first / (1 - config.beta1**step), second / (1 - config.beta2**step)
+        update = (mean + config.alpha * done * slow) / (square.sqrt() + config.eps)
+        weight = weight - config.lr * (update + config.weight_decay * weight)
+    return weight
+
+
+@pytest.mark.parametrize("device_path", [False, True])
+@pytest.mark.parametrize(("name", "by_hand"), [("lion", lion_by_hand), ("ademamix", ademamix_by_hand)])
+def test_equals_the_papers_formulas(
+    name: str, by_hand: Any, device_path: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "compiled_update", update_function)
+    torch.manual_seed(0)
+    weight, steps = torch.randn(6, 5), [torch.randn(6, 5) for _ in range(12)]
+    config = OptimConfig(name=name, lr=0.01, beta2=0.99, slow_warmup=8, weight_decay=0.1)
+    parameter = nn.Parameter(weight.clone())
+    mine = build_optimizer([("w", parameter)], config)
+    for gradient in steps:
+        parameter.grad = gradient.clone()
+        if device_path:
+            with torch.no_grad():
+                mine.count += 1
+                mine.step_device(mine.slots, 0.01, torch.tensor(1.0), torch.tensor(True))
+        else:
+            mine.step(0.01)
+    expected = by_hand([gradient.double() for gradient in steps], weight.double(), config)
+    assert torch.allclose(parameter.detach().double(), expected, atol=2e-6)
 
 
 def test_which_parameters_decay() -> None:
@@ -193,11 +245,12 @@ def test_copies_round_alike_whatever_else_a_rank_holds(device_path: bool, monkey
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "ademamix", "lion", "sgd"])
 def test_the_update_can_be_compiled_for_tensors_of_any_size(
     name: str, moments: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU one compiled function serves every tensor: it must trace without a break when sizes are symbols."""
+    torch.compiler.reset()  # or other cases would count towards the recompile limit
     options: dict[str, Any] = {"dynamic": True, "fullgraph": True, "backend": "aot_eager"}
     monkeypatch.setattr(base, "compiled_update", lambda rule: torch.compile(update_function(rule), **options))
     model = tiny()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -35,6 +36,9 @@ def test_schedules_by_hand() -> None:
     assert learning_rate(cosine, 1100, 1100) == pytest.approx(0.1)
     wsd = OptimConfig(lr=1.0, warmup=0, schedule="wsd", decay=200, min_lr_ratio=0.0)
     assert learning_rate(wsd, 800, 1000) == 1.0
+    for shape, quarter in (("linear", 0.75), ("1-sqrt", 0.5), ("cosine", 0.5 + 0.5 * math.cos(math.pi / 4))):
+        shaped = wsd.model_copy(update={"decay_shape": shape})
+        assert learning_rate(shaped, 850, 1000) == pytest.approx(quarter) and learning_rate(shaped, 1000, 1000) == 0.0
     assert learning_rate(wsd, 900, 1000) == pytest.approx(0.5)
     assert learning_rate(OptimConfig(lr=1.0, schedule="wsd", min_lr_ratio=0.0), 950, 1000) == pytest.approx(0.5)
     linear = OptimConfig(lr=2.0, schedule="linear", min_lr_ratio=0.5)

@@ -53,7 +53,7 @@ class DataConfig(Table):
 
 class OptimConfig(Table):
     name: Annotated[str, Registered(OPTIMIZERS)] = "adamw"
-    """adamw, sgd (with momentum), or an optimizer of an installed package."""
+    """adamw, ademamix, lion, sgd (with momentum), or an optimizer of an installed package."""
     lr: NonNegativeFloat = 3e-4
     """The highest learning rate, reached at the end of the warm-up."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
@@ -64,12 +64,20 @@ class OptimConfig(Table):
     """Learning rate after the warm-up. wsd: constant, then a decay at the end."""
     decay: Tokens | None = None
     """wsd: tokens of the final decay (default: a tenth of the run)."""
+    decay_shape: Literal["linear", "1-sqrt", "cosine"] = "linear"
+    """wsd: form of the final decay."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """AdamW: decay of the first moment."""
+    """AdamW, AdEMAMix, Lion: decay of the first moment (Lion: its share in a step)."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    """AdamW: decay of the second moment."""
+    """AdamW, AdEMAMix: decay of the second moment. Lion: decay of its moment."""
+    beta3: float = Field(default=0.9999, gt=0, lt=1)
+    """AdEMAMix: decay of the slow moment."""
+    alpha: NonNegativeFloat = 8.0
+    """AdEMAMix: weight of the slow moment."""
+    slow_warmup: NonNegativeInt = 0
+    """AdEMAMix: steps over which weight and decay of the slow moment grow to their values."""
     eps: PositiveFloat = 1e-8
-    """AdamW: added to the denominator."""
+    """AdamW, AdEMAMix: added to the denominator."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """SGD only."""
     weight_decay: NonNegativeFloat = 0.1
