@@ -109,6 +109,27 @@ def test_tokens_or_steps_are_needed(recipe_file):
 
 
 @pytest.mark.parametrize(
+    ("changes", "numbers"),
+    [
+        ({"top_k": 9}, "model.experts.top_k (9) is above model.experts.count (8); at most 8"),
+        ({"groups": 3}, "model.experts.groups (3) does not divide model.experts.count (8); the nearest is 2"),
+        ({"groups": 4, "groups_kept": 5}, "model.experts.groups_kept (5) is above model.experts.groups (4); at most 4"),
+        ({"groups": 8, "groups_kept": 1}, "fewer than model.experts.top_k (2); at least 2"),
+        ({"dense_layers": 2}, "model.experts.dense_layers (2) leaves none of model.layers (2) with experts; at most 1"),
+        ({"shared_ffn": 64}, "model.experts.shared = 1"),
+        ({"router": "tanh"}, "model.experts.router"),
+        ({"expert": 3}, "model.experts.expert: unknown key"),
+    ],
+    ids=str,
+)
+def test_experts_that_do_not_fit_are_refused(recipe_file, changes, numbers):
+    values = {"count": 8, "top_k": 2, **changes}
+    overrides = [f"model.experts.{key}={value}" for key, value in values.items()]
+    error = problems(recipe_file(), *overrides)
+    assert error.code == "config.invalid" and numbers in error.message
+
+
+@pytest.mark.parametrize(
     ("override", "said"),
     [
         ("data.tokens=-5", "negative"),

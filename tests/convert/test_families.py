@@ -48,6 +48,10 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("nemotron", "NemotronConfig", {}),
     ("gemma3", "Gemma3TextConfig", {"sliding_window": 8, "query_pre_attn_scalar": 24, "tie_word_embeddings": True}),
     ("gemma3", "Gemma3TextConfig", {"sliding_window": 8, "rope_parameters": TWO}),
+    ("mixtral", "MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    ("qwen3_moe", "Qwen3MoeConfig", {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [0, 1]}),
+    ("qwen3_moe", "Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}),
+    ("olmoe", "OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 2, "num_attention_heads": 3, "num_key_value_heads": 1}),
 ]  # fmt: skip
 
 

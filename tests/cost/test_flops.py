@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 from tests.cost.helpers import classic, own, retnet
 
@@ -75,3 +77,25 @@ def test_selective_recompute_counts_the_products_it_does_again() -> None:
     model = own(layers=22, width=2048, heads=32, kv_heads=4, ffn=5632, vocab=32_000)
     again = hardware_flops_per_token(model, 4096, "selective") - flops_per_token(model, 4096)
     assert again == pytest.approx(22 * 2 * 2048 * (256 + 2048 + 5632), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("total", "active", "keys"),
+    [
+        (46.7e9, 12.9e9, {"family": "mixtral", "layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32000}),
+        (30.5e9, 3.35e9, {"family": "qwen3_moe", "layers": 48, "width": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "ffn": 6144,
+                          "vocab": 151936, "experts": {"ffn": 768}}),
+        (6.92e9, 1.28e9, {"family": "olmoe", "layers": 16, "width": 2048, "heads": 16, "ffn": 1024, "vocab": 50304}),
+    ],
+    ids=["Mixtral 8x7B", "Qwen3-30B-A3B", "OLMoE-1B-7B"],
+)  # fmt: skip
+def test_experts_count_in_memory_and_only_some_of_them_in_flops(total: float, active: float, keys: Any) -> None:
+    """Published counts; the published active ones contain the input embedding, which multiplies nothing."""
+    model = own(**keys)
+    assert model.params.total == pytest.approx(total, rel=2e-3)
+    table = keys["vocab"] * keys["width"]
+    assert model.params.active + table == pytest.approx(active, rel=5e-3)
+    assert flops_per_token(model, 4096, "6N") == 6 * model.params.active
+    assert hardware_flops_per_token(model, 4096, "full", "6N") == 6 * model.params.active + 2 * (
+        model.params.active - table
+    )

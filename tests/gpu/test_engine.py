@@ -60,6 +60,14 @@ def test_a_technique_changes_speed_not_the_curve(change: dict[str, Any]) -> None
     assert curve(train=change) == pytest.approx(curve(), abs=1e-2)
 
 
+@pytest.mark.parametrize(
+    "change", [{"precision": "fp32"}, {"compile": False}, {"recompute": "full"}, {"recompute": "selective"}], ids=str
+)
+def test_grouped_products_of_experts_follow_the_loop(change: dict[str, Any]) -> None:
+    experts = {"ffn": 256, "experts": {"count": 16, "top_k": 4, "z_loss": 1e-3}}
+    assert curve(model=experts, train=change) == pytest.approx(curve(model=experts), abs=2e-2)
+
+
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 def test_fp8_follows_bf16(scaling: str) -> None:
     if torch.cuda.get_device_capability() < (8, 9):

@@ -28,6 +28,12 @@ LONG_STEPS = 10
 TOLERANCE = 3e-6
 """Relative, on losses and norms; rounding of sums in another order gives up to about 1e-6 over ten steps."""
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"count": 6, "top_k": 2, "ffn": 48, "shared": 1, "dense_layers": 1, "balance_weight": 0.1, "z_loss": 1e-2},
+    "olmoe": {"count": 8, "top_k": 3, "ffn": 32, "router": "sigmoid", "groups": 4, "groups_kept": 2, "balance": "bias", "balance_weight": 2e-3},
+}  # fmt: skip
+"""Balance losses of a sequence, and biases moved by the loads of the whole batch."""
+
 
 def make_recipe(
     optimizer: str = "adamw", family: str = "llama", accumulate: int = 1, micro_batch: int = 1, **layout: Any
@@ -36,6 +42,8 @@ def make_recipe(
     shape |= {"value_width": 96, "chunk": 8} if family == "retnet" else {"kv_heads": 2}
     if family in ("olmo3", "gemma3"):
         shape |= {"window": 12, "pattern": "WF..."}
+    if family in EXPERTS:
+        shape["experts"] = EXPERTS[family]
     if layout.pop("tied", False):
         shape["tied"] = True
     shape |= layout.pop("model", {})
@@ -221,6 +229,10 @@ CASES = [
     Parity(2, 4, {"shard": "full", "tensor": 2}, family="olmo3"),
     Parity(4, 4, {"shard": "none", "context": 2, "tensor": 2}, family="gemma3", documents=True),
     Parity(2, 4, {"shard": "full", "pipeline": 2}, family="gemma3"),
+    # Each tensor-parallel rank adds its share of a router's loss; stages add their own; context ranks share a sequence.
+    Parity(4, 4, {"shard": "full", "tensor": 2}, family="qwen3_moe"),
+    Parity(4, 2, {"shard": "zero1", "pipeline": 2}, family="olmoe"),
+    Parity(2, 8, {"shard": "full", "context": 2, "train": {"recompute": "selective"}}, family="qwen3_moe"),
 ]
 
 

@@ -21,7 +21,7 @@ BROKEN = [
      "5,242,880 or 5,251,072"),
     ("gptnl_8b_snellius", ["model.kv_heads=7"], "config.invalid", ("7", "32"), "4 or 8"),
     ("gptnl_8b_snellius", ["model.heads=33"], "config.invalid", ("33", "4096"), "32 or 64"),
-    ("gptnl_8b_snellius", ["model.experts=8"], "config.invalid", ("model.experts",), "unknown key"),
+    ("gptnl_8b_snellius", ["model.experts.count=8", "model.experts.top_k=9"], "config.invalid", ("8", "9"), "at most 8"),
     ("gptnl_8b_snellius", ["cluster=snellius-h1000"], "clusters.unknown-cluster", ("snellius-h1000",), "snellius-h100"),
     ("gptnl_8b_snellius", ["model.family=hf", "model.config=absent"], "model.config-unreadable", ("absent",), "config.json"),
     ("gptnl_30b_snellius", ["model.heads=52", "model.kv_heads=13", "model.width=6656", "layout.tensor=2"],

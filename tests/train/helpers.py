@@ -63,7 +63,7 @@ def steps(training: Training, count: int, lr: float | None = None) -> list[tuple
             tokens, documents = next(batches)
             result = training.stepper.step(tokens, documents, training.recipe.optim.lr if lr is None else lr)
             training.progress.advance(training.plan)
-            loss, norm, skipped, _ = result.values.tolist()
+            loss, norm, skipped, *_ = result.values.tolist()
             assert skipped == 0
             values.append((loss, norm))
     finally:

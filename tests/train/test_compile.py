@@ -61,10 +61,12 @@ def three_steps(value: Recipe) -> tuple[list[list[float]], int]:
     return values, sum(kept.values())
 
 
-@pytest.mark.parametrize("family", ["llama", "retnet"])
-def test_compiled_blocks_compute_the_same(front_end: None, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "recompute"), [("llama", "none"), ("retnet", "none"), ("mixtral", "none"), ("mixtral", "full")]
+)
+def test_compiled_blocks_compute_the_same(front_end: None, family: str, recompute: str) -> None:
     eager, _ = three_steps(recipe(family))
-    compiled, _ = three_steps(recipe(family, compile=True))
+    compiled, _ = three_steps(recipe(family, compile=True, recompute=recompute))
     torch.testing.assert_close(torch.tensor(compiled), torch.tensor(eager), rtol=1e-5, atol=1e-6)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import signal
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from tests.train.helpers import build, new_run, run_here, steps
 
 from windlass.config import Recipe
+from windlass.convert.source import load_model
 from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError, DataError
 from windlass.runs.folder import Run
 from windlass.runs.metrics import METRICS
@@ -91,6 +93,22 @@ def test_a_stop_loses_nothing(tmp_path: Path) -> None:
     assert code == EXIT_DONE
     assert losses(run) == losses(uncut)
     assert next(e for e in run.events() if e.event == "resumed").step == 4
+
+
+def test_a_router_is_measured_and_its_bias_belongs_to_the_checkpoint(tmp_path: Path) -> None:
+    experts = {"count": 4, "top_k": 2, "balance": "bias", "balance_weight": 0.01, "z_loss": 1e-3}
+    value = recipe(model={"experts": experts})
+    _, uncut = train(tmp_path / "uncut", value)
+    lines = list(uncut.metrics_lines())
+    assert all(1.0 <= line.expert_imbalance <= 4.0 and line.dropped_tokens == 0 for line in lines)
+    assert lines[0].router_entropy == pytest.approx(math.log(4), rel=1e-2)
+    assert lines[0].router_loss == pytest.approx(2 * 1e-3 * math.log(4) ** 2, rel=0.1)  # of two layers
+    train(tmp_path / "cut", value, StopAfter(4))
+    _, run = train(tmp_path / "cut", value)
+    assert losses(run) == losses(uncut)
+    assert [line.expert_imbalance for line in run.metrics_lines()] == [line.expert_imbalance for line in lines]
+    model = load_model(value, run.checkpoint(6), torch.device("cpu"), torch.float32)
+    assert model.layers["1"].feed_forward.bias.any()
 
 
 def test_another_schedule_changes_no_past(tmp_path: Path) -> None:

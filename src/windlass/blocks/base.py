@@ -33,6 +33,8 @@ class Block(nn.Module):
     # Attention kernel, which the engine and `parallel.py` may replace; None: the block has none.
     core: Callable[..., Tensor] | None = None
     window: int | None = None  # keys that attention reaches, 0 for all of them; None: the block has no attention
+    # Factor of the gradient of the block's auxiliary loss, a sum over tokens; the training step sets it.
+    auxiliary_scale = 0.0
     fused = False  # products of the same input run as one (`StepSpec.fused_projections`)
     prefill_chunk: int | None = None  # tokens of a prompt that are decoded at once; None: all of them
     last_weight: str | None = None  # the parameter that ends the branch, which begins smaller; None: it has none
@@ -44,6 +46,9 @@ class Block(nn.Module):
     def filler(self, name: str, std: float, num_layers: int) -> Filler:
         """Initial values of the parameter `name` of this block."""
         return residual_filler(name == self.last_weight, std, num_layers)
+
+    def clear_counts(self) -> None:
+        """A training step begins: what was counted in the last one is forgotten."""
 
     def new_state(self, batch: int, limit: int) -> Any:
         """What decoding carries from token to token, for at most `limit` tokens; None: nothing."""

@@ -16,9 +16,13 @@ class Product:
     inputs: int
     divided: str  # the side that tensor parallelism divides: "outputs" (by columns) or "inputs" (by rows)
     reads: str  # which tensor it multiplies; products of the same tensor can run as one
+    # A mixture of experts: sets of weights, of which each token meets `top_k`; the divided side is that of all `top_k`.
+    experts: int = 1
+    top_k: int = 1
 
     @property
     def weights(self) -> int:
+        """That one token multiplies."""
         return self.outputs * self.inputs
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -30,6 +31,11 @@ def from_hf(
     loaded = {}
     for name, target in own.items():
         full = format.hf_name(name)
+        if full and "{expert}" in full:
+            parts = [full.replace("{expert}", str(expert)) for expert in range(len(target))]
+            if all(part in weights for part in parts):
+                loaded[name] = torch.stack([weights[part] for part in parts])
+            continue
         # GPT-2's and Bloom's folders hold the body alone.
         body = full.partition(".")[2] if format.wraps_transformers else None
         tied = format.hf_name(format.tied[name]) if name in format.tied else None

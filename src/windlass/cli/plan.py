@@ -119,8 +119,10 @@ def _plan_parts(plans: Plans, gains: list[RecipeChange]) -> list[Any]:
         for rank, p in enumerate(plans.plans, 1)
     ]
     columns = ("", "layout", "batch", "GiB", "tokens/s", "MFU", "time", "energy", "CO2e")
+    params = task.model.params
+    active = "" if task.recipe.model.experts is None else f" ({params.active / 1e9:.3g}B active)"
     title = (
-        f"{task.recipe.name}: {task.model.params.total / 1e9:.3g}B parameters, {print_tokens(best.tokens)} tokens, "
+        f"{task.recipe.name}: {params.total / 1e9:.3g}B parameters{active}, {print_tokens(best.tokens)} tokens, "
         f"batch {best.batch_tokens:,} tokens, {task.nodes} x {task.per_node} {task.device.name} ({task.cluster.name})"
     )
     is_narrow = console().width < NARROW_COLUMNS  # the layout column would be cut

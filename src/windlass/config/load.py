@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from windlass.config.base import Table
-from windlass.config.model import LAYER_KINDS, REPEATED, ModelConfig
+from windlass.config.model import GATED, LAYER_KINDS, REPEATED, ExpertsConfig, ModelConfig
 from windlass.config.recipe import Recipe
 from windlass.config.secret import find_secret, redact_text
 from windlass.config.shell import RECORDED, SECRET_HINT
@@ -325,6 +325,31 @@ def pattern_problems(model: ModelConfig) -> Iterator[str]:
         )
 
 
+def experts_problems(model: ModelConfig, experts: ExpertsConfig) -> Iterator[str]:
+    """What is wrong with the mixture of experts, each with the nearest legal value."""
+    count, top_k, groups = experts.count, experts.top_k, experts.groups
+    if model.family == "retnet":
+        yield "model.experts: family 'retnet' has a plain feed-forward block; leave the table out"
+    if model.activation not in GATED:
+        yield f"model.activation ({model.activation}): experts have a gate; use {' or '.join(GATED)}"
+    if top_k > count:
+        yield f"model.experts.top_k ({top_k}) is above model.experts.count ({count}); at most {count}"
+    if count % groups:
+        legal = min((n for n in range(1, count + 1) if count % n == 0), key=lambda n: abs(n - groups))
+        yield f"model.experts.groups ({groups}) does not divide model.experts.count ({count}); the nearest is {legal}"
+    elif (kept := experts.groups_kept or groups) > groups:
+        yield f"model.experts.groups_kept ({kept}) is above model.experts.groups ({groups}); at most {groups}"
+    elif (reach := kept * count // groups) < top_k <= count:
+        needed = -(-top_k * groups // count)
+        rule = f"{kept} groups of {count // groups} hold {reach} experts, fewer than model.experts.top_k ({top_k})"
+        yield f"model.experts.groups_kept ({kept}): {rule}; at least {needed}"
+    if model.layers and experts.dense_layers >= model.layers:
+        rule = f"leaves none of model.layers ({model.layers}) with experts"
+        yield f"model.experts.dense_layers ({experts.dense_layers}) {rule}; at most {model.layers - 1}"
+    if experts.shared_ffn and not experts.shared:
+        yield "model.experts.shared_ffn: there is no shared expert; set model.experts.shared = 1, or leave it out"
+
+
 def model_problems(model: ModelConfig) -> Iterator[str]:
     """What is missing in a [model] table or does not fit together."""
     heads, width = model.heads, model.width
@@ -349,6 +374,8 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
         rule = "rotary positions turn numbers in pairs, so they need an even and positive count"
         yield f"model.heads ({heads}) of width {size} each, of which {turned} are turned: {rule}"
     yield from pattern_problems(model)
+    if model.experts is not None:
+        yield from experts_problems(model, model.experts)
     if model.family != "retnet":
         return
     values = model.value_width or model.ffn

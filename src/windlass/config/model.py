@@ -6,6 +6,8 @@ from pydantic import (
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
+    NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationError,
@@ -39,8 +41,50 @@ class RopeScalingConfig(Table):
     """yarn: factor of cosines and sines (default: 0.1 ln(factor) + 1)."""
 
 
+class ExpertsConfig(Table):
+    """`[model.experts]`: feed-forward blocks of which each token uses a few. No token is ever dropped."""
+
+    count: PositiveInt
+    """Number of experts in a layer, shared ones not counted."""
+    top_k: PositiveInt
+    """Experts that each token uses."""
+    ffn: PositiveInt | None = None
+    """Inner size of one expert (default: model.ffn)."""
+    shared: NonNegativeInt = 0
+    """Experts that every token uses; they are computed as one."""
+    shared_ffn: PositiveInt | None = None
+    """Inner size of one shared expert (default: that of the others)."""
+    dense_layers: NonNegativeInt = 0
+    """Leading layers with a plain feed-forward block of size model.ffn."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router's logits become scores."""
+    renormalise: bool = True
+    """The scores of a token's experts are divided by their sum."""
+    groups: PositiveInt = 1
+    """Group-limited routing: experts form so many groups, of which a token uses `groups_kept`."""
+    groups_kept: PositiveInt | None = None
+    """Groups that a token's experts may come from (default: all). softmax ranks groups by their best expert, sigmoid
+    by their two best."""
+    scale: PositiveFloat = 1.0
+    """Factor of the experts' weights."""
+    balance: Literal["loss", "bias", "none"] = "loss"
+    """What keeps the experts equally used: a loss per sequence; a bias of the choice (not of the weights), moved after
+    each step by the loads of the whole batch; or nothing."""
+    balance_weight: PositiveFloat | None = None
+    """Factor of the balance loss, which is 1 in a layer of equally used experts (default: 0.01), or the step of the
+    bias (default: 0.001)."""
+    z_loss: NonNegativeFloat = 0.0
+    """Factor of the squared log-sum of the router's logits."""
+
+    @property
+    def balance_strength(self) -> float:
+        """`balance_weight` with its default; 0 without balance."""
+        return {"loss": self.balance_weight or 0.01, "bias": self.balance_weight or 0.001}.get(self.balance, 0.0)
+
+
 REPEATED = "..."  # at the end of `model.pattern`
 LAYER_KINDS = "FWN"
+GATED = ("swiglu", "geglu")  # activations with a gate
 
 
 class ModelConfig(Table):
@@ -71,6 +115,8 @@ class ModelConfig(Table):
     """Input embedding and output head share their weights."""
     activation: Literal["swiglu", "geglu", "gelu", "relu2", "xielu"] = "swiglu"
     """Activation of the feed-forward block; swiglu and geglu have a gate."""
+    experts: ExpertsConfig | None = None
+    """Mixture of experts instead of the feed-forward block."""
     pattern: str | None = None
     """Kind of each layer, one letter each: F full attention, W attention in a window, N full attention without rotary
     positions. `...` at the end repeats the letters before it (default: F everywhere)."""
@@ -133,7 +179,10 @@ class ModelConfig(Table):
         family = values.get("family") if isinstance(values, dict) else None
         if not isinstance(family, str) or not (family in PRESETS.builtin or family in PRESETS.names()):
             return values
-        return {**PRESETS.load(family).defaults, **values}
+        defaults = PRESETS.load(family).defaults
+        if isinstance(values.get("experts"), dict) and "experts" in defaults:
+            values = {**values, "experts": {**defaults["experts"], **values["experts"]}}
+        return {**defaults, **values}
 
     @model_validator(mode="wrap")
     @classmethod

@@ -16,6 +16,7 @@ from torch import Tensor
 from windlass.checkpoint import names
 from windlass.checkpoint.save import Saver
 from windlass.config import Loaded, Recipe, SaveConfig
+from windlass.config.load import flatten
 from windlass.convert.config_json import (
     format_of,
     is_hf_folder,
@@ -196,7 +197,7 @@ def recipe_text(recipe: Recipe) -> str:
     lines, tables = ["# Written by `windlass import`."], []
     for key, value in recipe.model_dump(mode="json", exclude_defaults=True, exclude_none=True).items():
         if isinstance(value, dict):
-            pairs = [f"{name} = {json.dumps(inner)}" for name, inner in value.items() if not isinstance(inner, dict)]
+            pairs = [f"{name} = {json.dumps(inner)}" for name, inner in flatten(value)]
             tables.append("\n".join([f"[{key}]", *pairs]))
         else:
             lines.append(f"{key} = {json.dumps(value)}")

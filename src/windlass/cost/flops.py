@@ -35,13 +35,15 @@ def hardware_flops_per_token(
     """
     flops = flops_per_token(model, seq_len, convention)
     if recompute == "full":
-        return flops + 2.0 * model.params.body + MIXING_SHARES[convention] * model.mixing_flops(seq_len)
+        layers = sum(group.count * group.layer.active_params for group in model.groups)
+        norms = model.params.terms["final norm"]
+        return flops + 2.0 * (layers + norms) + MIXING_SHARES[convention] * model.mixing_flops(seq_len)
     if recompute != "selective":
         return flops
     for group in model.groups:
         blocks = [branch.block for branch in group.layer.branches if not branch.block.kept_by_selective]
         mixing = MIXING_SHARES[convention] * sum(block.mixing_flops(seq_len) for block in blocks)
-        flops += group.count * (2.0 * group.layer.num_params * recomputed_share(group.layer, "selective") + mixing)
+        flops += group.count * (2.0 * group.layer.active_params * recomputed_share(group.layer, "selective") + mixing)
     return flops
 
 

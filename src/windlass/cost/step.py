@@ -314,16 +314,18 @@ def _micro_batch(model: ModelSpec, step: StepSpec, layout: Layout, r: _Rates, to
 def _layer_seconds(layer: LayerSpec, step: StepSpec, layout: Layout, r: _Rates, tokens: float) -> dict[str, float]:
     """Forward and backward seconds of one layer, with what is recomputed."""
     c, t, width = r.constants, layout.tensor, layer.products[-1][0].outputs
-    products = sum(
-        _product_seconds(
-            tokens,
-            sum(p.outputs for p in group) / (t if group[0].divided == "outputs" else 1),
-            group[0].inputs / (t if group[0].divided == "inputs" else 1),
-            r.matmul,
+    products = 0.0
+    for group in layer.product_groups:
+        # Each expert multiplies its share of the tokens' copies; FP8 leaves experts in 16 bits.
+        first, grouped = group[0], group[0].experts > 1
+        by_outputs, by_inputs = (first.top_k * t if first.divided == side else 1 for side in ("outputs", "inputs"))
+        products += first.experts * _product_seconds(
+            tokens * first.top_k / first.experts,
+            sum(p.outputs for p in group) / by_outputs,
+            first.inputs / by_inputs,
+            r.wide if grouped and step.native else r.matmul,
             c,
         )
-        for group in layer.product_groups
-    )
     again_products, again_mixing, again_elementwise = _recomputed(layer, step)
     # Our own: the square of scores passes through memory nine times in fp32, three of them forward.
     score_bytes = 3.0 * KEPT_SCORE_BYTES if step.native else step.bytes_per_value * c.square

@@ -1,15 +1,17 @@
 """The `[model]` table of a recipe as a `ModelSpec`: which blocks and norms stand in which layer."""
 
+from dataclasses import replace
 from itertools import groupby
 
 from windlass.blocks.attention.rope import Rope, RopeScaling
 from windlass.blocks.attention.spec import AttentionSpec
 from windlass.blocks.embedding.spec import EmbeddingSpec, padded_rows
+from windlass.blocks.experts.spec import ExpertsSpec
 from windlass.blocks.interface import BlockSpec
 from windlass.blocks.mlp.spec import MlpSpec
 from windlass.blocks.norm.spec import NormSpec
 from windlass.config import ModelConfig
-from windlass.config.model import layer_letters
+from windlass.config.model import ExpertsConfig, layer_letters
 from windlass.models.spec import Branch, LayerGroup, LayerSpec, ModelSpec
 
 
@@ -23,10 +25,37 @@ def transformer_spec(config: ModelConfig) -> ModelSpec:
     """Layers of attention and a feed-forward block."""
     assert config.width
     hidden = config.ffn or default_hidden(config.width)
+    experts = None if config.experts is None else experts_spec(config, config.experts, hidden)
+    dense_layers = 0 if config.experts is None else config.experts.dense_layers
     layers = [
-        layer_spec(config, "attention", attention_spec(config, letter), hidden) for letter in layer_letters(config)
+        layer_spec(
+            config, "attention", attention_spec(config, letter), hidden, experts if index >= dense_layers else None
+        )
+        for index, letter in enumerate(layer_letters(config))
     ]
-    return decoder_spec(config, layers)
+    spec = decoder_spec(config, layers)
+    return spec if config.experts is None else replace(spec, measured=False)
+
+
+def experts_spec(config: ModelConfig, experts: ExpertsConfig, hidden: int) -> ExpertsSpec:
+    assert config.width
+    size = experts.ffn or hidden
+    return ExpertsSpec(
+        width=config.width,
+        hidden=size,
+        count=experts.count,
+        top_k=experts.top_k,
+        shared_hidden=experts.shared * (experts.shared_ffn or size),
+        activation=config.activation,
+        router=experts.router,
+        renormalise=experts.renormalise,
+        groups=experts.groups,
+        groups_kept=experts.groups_kept or experts.groups,
+        scale=experts.scale,
+        balance=experts.balance,
+        balance_strength=experts.balance_strength,
+        z_loss=experts.z_loss,
+    )
 
 
 def attention_spec(config: ModelConfig, letter: str) -> AttentionSpec:
@@ -54,16 +83,19 @@ def attention_spec(config: ModelConfig, letter: str) -> AttentionSpec:
     )
 
 
-def layer_spec(config: ModelConfig, name: str, mixer: BlockSpec, hidden: int) -> LayerSpec:
-    """A mixer, whose parameters begin with `name`, and a feed-forward block, with norms where the recipe puts them."""
+def layer_spec(
+    config: ModelConfig, name: str, mixer: BlockSpec, hidden: int, experts: BlockSpec | None = None
+) -> LayerSpec:
+    """A mixer, whose parameters begin with `name`, and a feed-forward block of inner size `hidden` (or `experts`), with
+    norms where the recipe puts them."""
     assert config.width
     norm = norm_spec(config)
     pre, post = (norm if config.norm_place in place else None for place in (("pre", "both"), ("post", "both")))
-    mlp = MlpSpec(width=config.width, hidden=hidden, activation=config.activation)
+    feed_forward = experts or MlpSpec(width=config.width, hidden=hidden, activation=config.activation)
     return LayerSpec(
         (
             Branch(name, mixer, pre, f"{name}_norm", post, f"{name}_post_norm"),
-            Branch("feed_forward", mlp, pre, "ffn_norm", post, "ffn_post_norm"),
+            Branch("feed_forward", feed_forward, pre, "ffn_norm", post, "ffn_post_norm"),
         )
     )
 

@@ -30,13 +30,15 @@ SAVED = {
     torch.ops.higher_order.flex_attention,
 }
 
+PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default, _aten._grouped_mm.default}
+
 
 def selective() -> Any:
     """Save attention, collectives and every second matrix product; recompute the rest."""
     products = {True: 0, False: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_product = op in (_aten.mm.default, _aten.addmm.default, _aten._scaled_mm.default)
+        is_product = op in PRODUCTS
         products[context.is_recompute] += is_product
         saves = products[context.is_recompute] % 2 if is_product else op in SAVED
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
@@ -183,6 +185,9 @@ class DecoderModel(nn.Module):
         """Every parameter from (seed, its name) alone, so that the layout does not matter; then `prepare`."""
         for name, parameter in self.named_parameters():
             self.fill(name, parameter, seed)
+        for block in self.blocks():  # biases and counts of routers
+            for buffer in block.buffers():
+                buffer.zero_()
         self.prepare(next(self.parameters()).device)
 
     def fill(self, name: str, tensor: Tensor, seed: int) -> None:

@@ -20,6 +20,15 @@ STRUCTURE = set(ModelConfig.model_fields) - {
 }
 
 
+def structure(model: ModelConfig) -> dict[str, Any]:
+    """Values of the [model] table that change what the model computes, those of experts with dotted keys."""
+    values = {key: getattr(model, key) for key in STRUCTURE} | {"experts": model.experts is not None}
+    experts = {} if model.experts is None else model.experts.model_dump(exclude={"balance_weight", "z_loss"})
+    if experts and experts["balance"] != "bias":  # a loss leaves nothing behind in the model
+        del experts["balance"]
+    return values | {f"experts.{key}": value for key, value in experts.items()}
+
+
 @dataclass(frozen=True)
 class ConfigSlot:
     """A place in a config.json template that is filled from the model."""
@@ -70,7 +79,8 @@ class HFFormat:
     constants: Mapping[str, float] = field(default_factory=dict)
     # Names of tensors of the folder, with {layer}, that always hold this one number.
     weights: Mapping[str, str] | None = None
-    # Our parameter names -> names in the folder, {layer} is the layer index; None: stored under our names.
+    # Our parameter names -> names in the folder, {layer} is the layer index; None: stored under our names. With {expert}
+    # the folder has one tensor per expert, of which ours is the stack.
     transforms: Mapping[str, str] = field(default_factory=dict)
     # Our parameter name -> name of a weight transform (checkpoint.names.TRANSFORMS).
     tied: Mapping[str, str] = field(default_factory=dict)
@@ -172,10 +182,10 @@ class Preset:
         """(key, value, the value that the folder stands for) of keys that the folder cannot hold."""
         if self.hf.wraps_transformers or "*" in (expressed := self.hf.expressed_keys()):
             return
-        standard = ModelConfig(family=self.hf.family)
-        for key in sorted(STRUCTURE - expressed):
-            if getattr(model, key) != getattr(standard, key):
-                yield key, getattr(model, key), getattr(standard, key)
+        values, standards = structure(model), structure(ModelConfig(family=self.hf.family))
+        for key in sorted(set(values) - expressed):
+            if values[key] != standards.get(key):
+                yield key, values[key], standards.get(key)
 
 
 def value_at(config: Mapping[str, Any], dotted: str) -> Any:

@@ -102,3 +102,27 @@ def write_two_ropes(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 TWO_ROPES = ConfigPart(read_two_ropes, write_two_ropes, (*ROPE.keys, "rope_theta_window"))
+
+
+def experts_part(count: str, ffn: str, *, renormalise: bool | None = None, dense_layers: bool = False) -> ConfigPart:
+    """Keys of a mixture of experts. `count` and `ffn` are their names in the folder; `renormalise` is what the family
+    always does (None: the folder says it); `dense_layers`: the first layers may be dense."""
+
+    def read(config: Mapping[str, Any]) -> dict[str, Any]:
+        number = config.get(count) or config.get("num_experts") or config.get("num_local_experts")
+        experts = {"count": number, "top_k": config.get("num_experts_per_tok"), "ffn": config.get(ffn)}
+        experts["renormalise"] = bool(config.get("norm_topk_prob")) if renormalise is None else renormalise
+        experts["dense_layers"] = len(config.get("mlp_only_layers") or ()) if dense_layers else 0
+        return {"experts": experts}
+
+    def write(model: Mapping[str, Any]) -> dict[str, Any]:
+        experts = model["experts"]
+        keys = {count: experts["count"], "num_experts_per_tok": experts["top_k"], ffn: experts["ffn"] or model["ffn"]}
+        if renormalise is None:
+            keys["norm_topk_prob"] = experts["renormalise"]
+        if dense_layers:
+            keys |= {"mlp_only_layers": list(range(experts["dense_layers"])), "decoder_sparse_step": 1}
+        return keys | {"output_router_logits": False}
+
+    optional = [*(["renormalise"] if renormalise is None else []), *(["dense_layers"] if dense_layers else [])]
+    return ConfigPart(read, write, tuple(f"experts.{key}" for key in ("count", "top_k", "ffn", *optional)))

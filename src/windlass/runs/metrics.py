@@ -58,6 +58,16 @@ class MetricsLine:
     )
     skipped: int | None = _key("1 when the step changed no weights (non-finite or spike)")
     z_loss: float | None = _key("auxiliary loss", optional=True)
+    expert_imbalance: float | None = _key(
+        "tokens of the most used expert relative to the mean of its layer, in the layer where it is highest",
+        optional=True,
+    )
+    router_entropy: float | None = _key(
+        "entropy of the routers' scores in nats, mean over tokens and layers; ln(experts) when all are equal",
+        optional=True,
+    )
+    router_loss: float | None = _key("balance and z-losses of all routers, per token", optional=True)
+    dropped_tokens: int | None = _key("tokens that no expert computed: always 0", optional=True)
     # Further keys of the line, such as `val_loss/NAME`.
     extra: dict[str, Any] = field(default_factory=dict)
 

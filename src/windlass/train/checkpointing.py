@@ -50,7 +50,10 @@ class Checkpointing:
         what is saved."""
         optimizer = self.training.optimizer
         return {
-            "model": {slot.name: slot.weights.detach() for slot in optimizer.slots},
+            "model": {
+                **{slot.name: slot.weights.detach() for slot in optimizer.slots},
+                **self.training.parts.saved_buffers(),
+            },
             "optim": {
                 name: {slot.name: slot.moments[name] for slot in optimizer.slots} for name in optimizer.moment_names
             },

@@ -152,7 +152,7 @@ class Recorder(Hook):
             if item.ready is not None:
                 item.ready.synchronize()
                 self._forward_seconds = item.result.forward_seconds()  # known by now; goes into the next line
-            loss, norm, code, auxiliary = item.values.tolist()
+            loss, norm, code, auxiliary, *routing = item.values.tolist()
             self.last_loss = loss
             self.skipped_in_a_row = 0 if code == OK else self.skipped_in_a_row + 1
             if code != OK:
@@ -169,6 +169,9 @@ class Recorder(Hook):
             line = self._line(training, item, item.logged)
             line.loss, line.grad_norm, line.skipped = loss, norm, int(code != OK)
             line.z_loss = auxiliary if training.recipe.train.z_loss else None
+            if routing:
+                line.expert_imbalance, line.router_entropy, line.router_loss = routing
+                line.dropped_tokens = 0
             line.extra, self.validation = self.validation, {}
             if training.world.is_main:
                 training.run.record_metrics(line)

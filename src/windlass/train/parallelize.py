@@ -7,7 +7,7 @@ same way."""
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,14 @@ class ModelParts:
         copied = None if self.tie is None else self.tie.copy
         for module in self.modules:
             yield from ((name, parameter) for name, parameter in module.named_parameters() if parameter is not copied)
+
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """What our own blocks neither train nor compute again, such as the biases of routers."""
+        kept: dict[str, Tensor] = {}
+        for module in self.modules:
+            buffers = dict(module.named_buffers()) if module.divisible else {}
+            kept |= {name: buffers[name] for name in (module.state_dict() if buffers else ()) if name in buffers}
+        return kept
 
 
 def parallelize(model: DecoderModel, recipe: Recipe, step: StepSpec, world: World) -> ModelParts:
@@ -228,9 +236,16 @@ def bind_pipeline(parts: ModelParts, world: World, loss: Callable[[Tensor, Tenso
         return None
     from torch.distributed.pipelining import PipelineStage, schedules
 
+    class Stage(PipelineStage):
+        def _post_metadata_inference_cleanup(self) -> None:
+            """Before its first batch a schedule runs each stage once to learn its shapes; that does not count."""
+            super()._post_metadata_inference_cleanup()
+            for block in cast(DecoderModel, self.submod).blocks():
+                block.clear_counts()
+
     assert world.mesh is not None
     pipeline_stages = [
-        PipelineStage(module, index, parts.num_stages, world.device, group=world.mesh.get_group("pp"))
+        Stage(module, index, parts.num_stages, world.device, group=world.mesh.get_group("pp"))
         for module, index in zip(parts.modules, parts.stages, strict=True)
     ]
     make = {

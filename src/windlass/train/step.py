@@ -21,6 +21,7 @@ from windlass.train.guard import Guard
 from windlass.train.mesh import World
 from windlass.train.optimizers.base import Optimizer
 from windlass.train.parallelize import ModelParts, bind_pipeline, set_sync
+from windlass.train.routers import Routers
 
 # A moment, at no cost while training: an event on a GPU, which is read later; elsewhere seconds of the host's clock.
 Mark = torch.cuda.Event | float
@@ -28,7 +29,8 @@ Mark = torch.cuda.Event | float
 
 @dataclass
 class StepResult:
-    """Numbers of a step, still on the device: loss, gradient norm, reason not to update (0: none), auxiliary loss."""
+    """Numbers of a step, still on the device: loss, gradient norm, reason not to update (0: none), auxiliary loss; with
+    experts also those of `Routers.finish`."""
 
     values: Tensor
     lr: float
@@ -61,6 +63,7 @@ class Stepper:
         # Without this the last stage keeps its outputs of all micro-batches; older releases of torch do not have it.
         options = inspect.signature(self.schedule.step).parameters if self.schedule is not None else {}
         self._no_outputs = {"return_outputs": False} if "return_outputs" in options else {}
+        self.routers = Routers(parts, world, self.scale)
         self.replication = [replication(p, world) for _, p in parts.named_parameters()]
         if world.size == 1 and spec.precision != "fp32" and plan.layout.accumulation > 1:
             optimizer.accumulate_in_fp32()
@@ -71,20 +74,22 @@ class Stepper:
         """One optimizer step on this rank's sequences (n, seq_len + 1)."""
         forward = self.gradients(tokens, documents)
         self.beat("reduce")
-        loss, norm, auxiliary = self._reduce()
+        (loss, norm, auxiliary), routed = self._reduce()
         self.beat("update")
         scale = torch.clamp(self.clip / (norm + 1e-6), max=1.0) if self.clip else torch.ones_like(norm)
         reason = self.guard.judge(loss, norm)
         self.optimizer.step(lr, scale, reason == 0)
         self.optimizer.zero_grad()
+        routing = self.routers.finish(routed, reason == 0)
         if self.parts.tie is not None:
             self.parts.tie.spread()
-        return StepResult(torch.stack((loss, norm, reason.to(loss.dtype), auxiliary)), lr, forward)
+        return StepResult(torch.stack((loss, norm, reason.to(loss.dtype), auxiliary, *routing)), lr, forward)
 
     def gradients(self, tokens: Tensor, documents: Tensor | None) -> list[tuple[Mark, Mark]] | None:
         """Gradients of the batch's mean loss, summed over this rank's micro-batches (and over ranks by the sharding);
         returns the times of the forward passes."""
         self._sums.clear()
+        self.routers.clear()
         inputs, targets, numbers = cut(tokens, documents, self.world)
         if self.schedule is not None:
             self._run_pipeline(self.schedule.step, inputs, targets, numbers)
@@ -123,8 +128,8 @@ class Stepper:
         self._sums.append(sums.detach())
         return sums[0] * self.scale
 
-    def _reduce(self) -> Tensor:
-        """(loss, gradient norm, auxiliary loss) over all ranks by one reduction of three numbers."""
+    def _reduce(self) -> tuple[Tensor, Tensor]:
+        """(loss, gradient norm, auxiliary loss) and the sums of routers, over all ranks by one small reduction."""
         device = self.world.device
         square, gradients = torch.zeros((), dtype=torch.float32, device=device), self.optimizer.gradients()
         for count in sorted(set(self.replication)):  # each number counts once over all ranks that hold it
@@ -135,8 +140,9 @@ class Stepper:
         sums = torch.zeros(2, device=device)
         if self._sums and self.world.counts_loss:
             sums = torch.stack(self._sums).sum(0) * self.scale
-        total = self.world.sum_(torch.stack((sums[1], square, sums[0] - sums[1])))
-        return torch.stack((total[0], total[1].sqrt(), total[2]))
+        own = torch.stack((sums[1], square, sums[0] - sums[1]))
+        total, routed = self.world.sum_(torch.cat((own, self.routers.local_sums()))).tensor_split((3,))
+        return torch.stack((total[0], total[1].sqrt(), total[2])), routed
 
 
 def replication(parameter: Any, world: World) -> float:

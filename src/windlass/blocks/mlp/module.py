@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from windlass.blocks.activations import ACTIVATIONS
 from windlass.blocks.base import Block, BlockContext
 from windlass.blocks.divide import LocalParameters
 from windlass.blocks.initial_values import Filler, fill_constant
@@ -18,13 +19,6 @@ from windlass.blocks.mlp.spec import MlpSpec
 XIELU_BETA, XIELU_EPS = 0.5, -1e-6
 # Curvature of both sides at the beginning, as the paper has it (arXiv 2411.13010).
 XIELU_CURVATURE = 0.8
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "swiglu": F.silu,
-    "geglu": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu": F.gelu,
-    "relu2": lambda x: F.relu(x).square(),
-}
 
 
 class Xielu(LocalParameters):

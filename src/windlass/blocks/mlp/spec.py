@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from windlass.blocks.interface import BlockSpec, Product
+from windlass.config.model import GATED
 from windlass.layout.types import Layout, StepSpec
-
-GATED = ("swiglu", "geglu")
 
 
 @dataclass(frozen=True, kw_only=True)

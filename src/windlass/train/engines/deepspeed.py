@@ -87,6 +87,7 @@ def check_supported(recipe: Recipe, layout: Layout) -> None:
         'train.precision = "bf16" with layout.shard = "none" (stage 0 keeps no fp32 weights to save)': (
             layout.shard == "none" and train.precision == "bf16"
         ),
+        "model.experts": recipe.model.experts is not None,
         "train.compile (DeepSpeed's hooks break the graphs)": bool(train.compile),
         'train.recompute = "budget" (it needs train.compile)': train.recompute == "budget",
     }

@@ -1,0 +1,88 @@
+"""Sizes and costs of a mixture of experts: a router, experts of which each token uses a few, and shared ones."""
+
+from dataclasses import dataclass
+
+from windlass.blocks.interface import BlockSpec, Product
+from windlass.layout.types import Layout, StepSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSpec(BlockSpec):
+    width: int
+    hidden: int  # inner size of one expert
+    count: int
+    top_k: int
+    shared_hidden: int = 0  # of all shared experts together; 0: there are none
+    activation: str = "swiglu"  # a gated one
+    router: str = "softmax"
+    renormalise: bool = True
+    groups: int = 1
+    groups_kept: int = 1
+    scale: float = 1.0
+    balance: str = "loss"
+    balance_strength: float = 0.0  # factor of the balance loss, or step of the bias
+    z_loss: float = 0.0
+
+    kind = "experts"
+
+    def params(self) -> dict[str, int]:
+        terms = {"experts": 3 * self.count * self.width * self.hidden, "router": self.count * self.width}
+        if self.shared_hidden:
+            terms["shared experts"] = 3 * self.width * self.shared_hidden
+        return terms
+
+    def active_params(self) -> int:
+        return sum(product.weights for product in self.products())
+
+    def products(self) -> tuple[Product, ...]:
+        used, experts = self.top_k * self.hidden, {"experts": self.count, "top_k": self.top_k}
+        routed = (
+            Product("router", self.count, self.width, "", "input"),
+            # Read apart: the two grouped products do not run as one.
+            Product("gate", used, self.width, "outputs", "gate rows", **experts),
+            Product("up", used, self.width, "outputs", "up rows", **experts),
+            Product("down", self.width, used, "inputs", "hidden", **experts),
+        )
+        if not self.shared_hidden:
+            return routed
+        return (
+            *routed,
+            Product("shared gate", self.shared_hidden, self.width, "outputs", "shared input"),
+            Product("shared up", self.shared_hidden, self.width, "outputs", "shared input"),
+            Product("shared down", self.width, self.shared_hidden, "inputs", "shared hidden"),
+        )
+
+    masks_documents = True
+    kept_by_selective = True
+
+    def routing_bytes(self) -> float:
+        """Logits and scores in fp32; ids and weights of the experts used, and the order of rows with its inverse."""
+        return 8.0 * self.count + (8.0 + 4.0 + 16.0) * self.top_k
+
+    def kept_bytes(self, step: StepSpec, layout: Layout) -> float:
+        """Routing, the sorted copies of each token, and gate, up and their weighted product (63.3 and 92.1 GiB measured
+        on an H200, as counted here); eager code also keeps the activated gate and the product before its weights."""
+        size, hidden = step.bytes_per_value, (self.top_k * self.hidden + self.shared_hidden) / layout.tensor
+        rows = size * self.top_k * self.width
+        return self.routing_bytes() + rows + size * hidden * (3.0 if step.compile else 5.0)
+
+    def transient_bytes(self, step: StepSpec, layout: Layout) -> float:
+        """Gradients of the sorted copies, by gate and by up, and of the product between them."""
+        rows, hidden = 2.0 * self.top_k * self.width, self.top_k * self.hidden / layout.tensor
+        return step.bytes_per_value * (rows + hidden * (1.0 if step.recompute == "none" else 2.0))
+
+    def moved_bytes(self, step: StepSpec, layout: Layout) -> float:
+        """Scores of all experts, copies of each token to its experts and back, and the gate."""
+        size, hidden = step.bytes_per_value, (self.top_k * self.hidden + self.shared_hidden) / layout.tensor
+        copies = 2.0 * size * (self.top_k + 1) * self.width
+        gate = 16.0 if step.native and not step.compile else 3.0 * size
+        return 2.0 * self.routing_bytes() + copies + gate * hidden
+
+    def context_bytes(self, step: StepSpec, layout: Layout) -> float:
+        return 0.0
+
+    def divides(self, axis: str) -> tuple[tuple[str, int], ...] | None:
+        if axis != "tensor":
+            return ()
+        shared = (("model.experts.shared_ffn", self.shared_hidden),) if self.shared_hidden else ()
+        return (("model.experts.ffn", self.hidden), *shared)

@@ -1,0 +1,53 @@
+"""Qwen 3 with a mixture of experts: Qwen 3's attention; some leading layers may be dense."""
+
+from windlass.models.assemble import transformer_spec
+from windlass.models.hf_format import HFFormat, Preset, Requirement
+from windlass.models.hf_parts import ROPE, experts_part
+from windlass.models.presets.llama import (
+    CONFIG,
+    NO_ATTENTION_BIAS,
+    QK_NORM_WEIGHTS,
+    SCALED_ROPE,
+    SILU,
+    TIED,
+    TRANSFORMS,
+    WEIGHTS,
+)
+
+EXPERT_WEIGHTS = {
+    "layers.{layer}.feed_forward.router": "model.layers.{layer}.mlp.gate.weight",
+    "layers.{layer}.feed_forward.w1": "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
+    "layers.{layer}.feed_forward.w2": "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",
+    "layers.{layer}.feed_forward.w3": "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
+}
+
+PRESET = Preset(
+    spec=transformer_spec,
+    defaults={"experts": {"count": 128, "top_k": 8}, "qk_norm": "head", "rope_theta": 1_000_000.0, "norm_eps": 1e-6},
+    hf=HFFormat(
+        family="qwen3_moe",
+        config={
+            **CONFIG,
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "use_sliding_window": False,
+        },
+        parts=(ROPE, experts_part("num_experts", "moe_intermediate_size", dense_layers=True)),
+        model_types=("qwen3_moe",),
+        requirements=(
+            SCALED_ROPE,
+            NO_ATTENTION_BIAS,
+            SILU,
+            Requirement(("use_sliding_window",), (False,), "some of its layers attend in a window"),
+            Requirement(("decoder_sparse_step",), (1,), "only every {value}th layer has experts"),
+            Requirement(
+                ("mlp_only_layers",),
+                tuple(list(range(count)) for count in range(128)),
+                "dense layers stand behind others ({value})",
+            ),
+        ),
+        weights={**WEIGHTS, **QK_NORM_WEIGHTS, **EXPERT_WEIGHTS},
+        transforms=TRANSFORMS,
+        tied=TIED,
+    ),
+)
