@@ -74,6 +74,9 @@ WHOLE = Shape("8b", 32, 4096, 32, 8, 14336, 128256, 8192, 1)
 SMALL_8K = Shape("1.1b-8k", 22, 2048, 32, 4, 5632, 32000, 8192, 4)
 DENSE_04 = Shape("0.4b", 24, 1024, 16, 16, 2816, 50304, 2048, 32)
 DENSE_3B = Shape("3b", 28, 3072, 24, 8, 8192, 128256, 4096, 3)
+# Inner size of all experts that a token uses; one has an eighth of it.
+OLMOE_HALF = Shape("olmoe-half", 8, 2048, 16, 16, 8192, 50304, 4096, 4, "olmoe")
+QWEN3_MOE = Shape("qwen3-30b-8-layers", 8, 2048, 32, 4, 6144, 151936, 4096, 4, "qwen3_moe")
 RET_SHORT = Shape("retnet-2048", 16, 1024, 4, 4, 1728, 50304, 2048, 16, "retnet")
 RET_LONG = Shape("retnet-8192", 16, 1024, 4, 4, 1728, 50304, 8192, 4, "retnet")
 
@@ -113,6 +116,9 @@ def rows() -> list[Row]:
         Row("windlass-1.1b-8k-documents", "windlass", SMALL_8K, document_tokens=1024),
         Row("windlass-1.1b-8k-window", "windlass", SMALL_8K, model={"pattern": "WWWF...", "window": 1024}),
     ]
+    for shape, count in ((OLMOE_HALF, 64), (QWEN3_MOE, 128)):
+        experts = {"count": count, "top_k": 8, "ffn": shape.ffn // 8}
+        out.append(Row(f"windlass-{shape.name}", "windlass", shape, model={"head_dim": 128, "experts": experts}))
     for shape in (RET_SHORT, RET_LONG):
         out += [
             Row(f"windlass-{shape.name}-parallel", "windlass", shape, model={"retention": "parallel"}),
@@ -158,7 +164,7 @@ def tiny(shape: Shape) -> Shape:
         layers=2,
         width=64,
         heads=4,
-        kv_heads=min(shape.kv_heads, 2) if shape.family == "llama" else 4,
+        kv_heads=4 if shape.family == "retnet" else 2,
         ffn=96,
         vocab=512,
         seq=64,
@@ -260,7 +266,7 @@ def recipe_of(row: Row, steps: int) -> Any:
         "vocab": s.vocab,
         **row.model,
     }
-    if s.family == "llama":
+    if s.family != "retnet":
         model["kv_heads"] = s.kv_heads
     import torch
 
