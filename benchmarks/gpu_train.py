@@ -63,7 +63,7 @@ class Shape:
 
     @property
     def flops_per_token(self) -> float | None:
-        if self.family == "retnet":
+        if self.family in ("retnet", "qwen3_moe"):  # heads whose width is not width / heads
             return None
         return 6 * self.matmul_parameters + 12 * self.layers * self.width * self.seq
 
