@@ -121,7 +121,7 @@ def test_an_array_is_submitted_with_a_job_that_joins(toml: Path, monkeypatch: py
 
     def submit(command: list[str], **rest: Any) -> array.SubmittedArray:
         asked.update(rest, command=command)
-        return array.SubmittedArray(Path("runs/x"), "11", "12")
+        return array.SubmittedArray(Path("runs/x"), "11", "12", "cpu: 1 h of 4 h")
 
     monkeypatch.setattr(array, "submit_array", submit)
     made = json.loads(call("tokenize", toml, "validation=0.1", "--array", "4", "--account", "p1", "--json"))
