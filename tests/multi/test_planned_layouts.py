@@ -109,9 +109,11 @@ def needs_eight(c: LayoutCandidate) -> bool:
 CASES: list[Any] = [
     ("llama", 1, 2, lambda c: True),
     ("llama", 2, 2, lambda c: True),
-    ("llama", 2, 4, needs_eight),
+    pytest.param("llama", 2, 4, needs_eight, marks=pytest.mark.slow),
     ("retnet", 1, 2, lambda c: c.layout.offload == "none"),
-    ("retnet", 2, 2, lambda c: c.layout.offload == "none" and c.layout.pipeline > 1),
+    pytest.param(
+        "retnet", 2, 2, lambda c: c.layout.offload == "none" and c.layout.pipeline > 1, marks=pytest.mark.slow
+    ),
 ]
 
 

@@ -35,6 +35,6 @@ def test_which_weights_are_freed_after_the_forward_pass_and_over_which_axes(
         cuda=False,
     )
     parallelize.shard_parameters(model, StepSpec(seq_len=8), world, [])
-    assert [module for module, _ in calls] == [*layers, model]
+    assert [module for module, _ in calls] == [*([layer] for layer in layers), model]
     assert {options["reshard_after_forward"] for _, options in calls[:-1]} == {frees}
     assert {options["mesh"] for _, options in calls} == {mesh}
