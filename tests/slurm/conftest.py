@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from windlass.launch.executor import RUNNING
+
 HERE = Path(__file__).parent
 SCRIPT = HERE.parents[1] / "scripts" / "slurm-dev-cluster"
 BIN = Path(sys.executable).parent
@@ -104,7 +106,7 @@ class Site:
 
     def wait_over(self, run: str, seconds: float = 150.0) -> list[str]:
         """Until no job of the run waits or runs; their states."""
-        busy = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
+        busy = ("PENDING", "CONFIGURING", *RUNNING)
         return self.wait(
             f"end of {run}", lambda: (s := self.states(run)) and not any(x in busy for x in s) and s, seconds
         )
