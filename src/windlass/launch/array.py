@@ -70,6 +70,12 @@ def input_bytes(data: DataFile, tokens: int | None = None) -> int | None:
     return None if tokens is None else tokens * BYTES_PER_TOKEN
 
 
+def tokenize_commands(data: Path) -> tuple[list[str], list[str]]:
+    """Of the tasks of an array, and of the job that joins their shards."""
+    merge = ["windlass", "tokenize", str(data.absolute())]
+    return [*merge, "--array-task", "auto"], merge
+
+
 def tokenize_array(
     data: Path,
     count: int,
@@ -79,9 +85,8 @@ def tokenize_array(
     env: Mapping[str, str],
     size: int | None = None,
 ) -> SubmittedArray:
-    argv = ["windlass", "tokenize", str(data.absolute())]
-    tasks = [*argv, "--array-task", "auto"]
-    return submit_array(tasks, count=count, then=argv, cluster=cluster, account=account, env=env, size=size)
+    tasks, merge = tokenize_commands(data)
+    return submit_array(tasks, count=count, then=merge, cluster=cluster, account=account, env=env, size=size)
 
 
 def tokenize_scripts(
@@ -94,9 +99,9 @@ def tokenize_scripts(
     size: int | None = None,
 ) -> dict[str, str]:
     """What `tokenize_array` would submit: the array's script and that of the merge job."""
-    argv = ["windlass", "tokenize", str(data.absolute())]
-    folder = (Path("runs") / _name(argv)).absolute()
-    jobs = _array_and_merge([*argv, "--array-task", "auto"], argv, count, cluster, folder, account, env, size)
+    tasks, merge = tokenize_commands(data)
+    folder = (Path("runs") / _name(merge)).absolute()
+    jobs = _array_and_merge(tasks, merge, count, cluster, folder, account, env, size)
     return {job.kind: render(job, cluster) for job in jobs}
 
 

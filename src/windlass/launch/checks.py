@@ -15,6 +15,7 @@ from windlass.clusters import describe
 from windlass.clusters.load import nearest_masks
 from windlass.clusters.masks import find_bindings, lint_entries
 from windlass.clusters.model import Cluster, SlurmLimits
+from windlass.clusters.scheduler import default_account
 from windlass.config import Recipe
 from windlass.errors import LaunchError, WindlassError
 from windlass.launch.job import BatchJob, fast_storage, find_partition, fits_nodes
@@ -183,7 +184,7 @@ def _shape_rows(job: BatchJob, cluster: Cluster, slurm: SlurmLimits) -> list[Row
     core_rule = slurm.rules.get("usable_cores", f"a node gives a job {usable} cores")
     return [
         (
-            slurm.account_required and not (job.account or os.environ.get("SBATCH_ACCOUNT")),
+            slurm.account_required and not (job.account or default_account(slurm.account)),
             "account",
             f"no account is given: {slurm.rules.get('account', '--account is compulsory here')}",
             "set launch.account=NAME, SBATCH_ACCOUNT, or slurm.account in your own file of the cluster",

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from windlass.clusters.model import Cluster, Partition, Storage
+from windlass.clusters.scheduler import default_account
 from windlass.config import Recipe
 from windlass.config.launch import LaunchConfig
 from windlass.config.secret import redact_text
@@ -162,7 +163,7 @@ def train_job(
         lead_reason=lead_reason,
         partition=partition,
         qos=qos,
-        account=launch.account or (slurm.account if slurm else None),
+        account=launch.account or default_account(slurm.account if slurm else None),
         mem=None if slurm is None or slurm.mem_forbidden else slurm.mem,
         requeue=launch.requeue,
         torchrun=torchrun,

@@ -23,7 +23,7 @@ STREAMS = 8
 # What those streams copy together; assumed, for the wall time of the job.
 COPY_BYTES_PER_SECOND = 1e9
 # Parts of copies that nobody has written to for this long are of a job that was killed.
-STALE_SECONDS = 3600.0
+STALE_COPY_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def copy_folder(
         )
     target.mkdir(parents=True, exist_ok=True)
     for part in target.rglob(".*.part"):
-        if time.time() - part.stat().st_mtime > STALE_SECONDS:
+        if time.time() - part.stat().st_mtime > STALE_COPY_SECONDS:
             part.unlink(missing_ok=True)
     missing, kept = missing_files(source, target)
     total_bytes, free = sum(file.stat().st_size for file, _ in missing), shutil.disk_usage(target).free

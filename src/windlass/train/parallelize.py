@@ -236,7 +236,7 @@ def bind_pipeline(parts: ModelParts, world: World, loss: Callable[[Tensor, Tenso
         return None
     from torch.distributed.pipelining import PipelineStage, schedules
 
-    class Stage(PipelineStage):
+    class DecoderStage(PipelineStage):
         def _post_metadata_inference_cleanup(self) -> None:
             """Before its first batch a schedule runs each stage once to learn its shapes; that does not count."""
             super()._post_metadata_inference_cleanup()
@@ -245,7 +245,7 @@ def bind_pipeline(parts: ModelParts, world: World, loss: Callable[[Tensor, Tenso
 
     assert world.mesh is not None
     pipeline_stages = [
-        Stage(module, index, parts.num_stages, world.device, group=world.mesh.get_group("pp"))
+        DecoderStage(module, index, parts.num_stages, world.device, group=world.mesh.get_group("pp"))
         for module, index in zip(parts.modules, parts.stages, strict=True)
     ]
     make = {

@@ -34,7 +34,7 @@ from windlass.train.validate import Validation
 # A rank looks this often whether it has come further, and whether another one has reported a hang: it then writes its
 # heartbeat at once. A hang is named one look, a wait of two and a half looks and the reading of all heartbeats after
 # the limit: within 10 s, also on 1,000 ranks.
-LOOK_SECONDS = 2.0
+HANG_LOOK_SECONDS = 2.0
 WRITE_SECONDS = 2.0
 # Beyond MANY_RANKS: thousands of files every two seconds are a burden for a parallel file system.
 MANY_RANKS, SLOW_WRITE_SECONDS = 64, 30.0
@@ -72,7 +72,7 @@ class Heartbeat(Hook):
         self.started_at = started_at
         every = write_seconds or (WRITE_SECONDS if world_size <= MANY_RANKS else SLOW_WRITE_SECONDS)
         self._every = min(every, max(0.2, timeout_seconds / 5)) if timeout_seconds else every
-        self._look = min(LOOK_SECONDS, self._every)
+        self._look = min(HANG_LOOK_SECONDS, self._every)
         self._step, self._phase, self._beats, self._beat_at = 0, "start", 0, time.monotonic()
         self._first_step: int | None = None
         self._writes, self._leave, self._closed = 0, leave, threading.Event()
@@ -197,7 +197,7 @@ class Heartbeat(Hook):
 
     def _wait_for_cause(self) -> HangCause | None:
         """What the first rank has found; None when it has not within twice the time that it needs."""
-        deadline = time.monotonic() + 2 * (max(2.0, 2.5 * self._look) + LOOK_SECONDS)
+        deadline = time.monotonic() + 2 * (max(2.0, 2.5 * self._look) + HANG_LOOK_SECONDS)
         while time.monotonic() < deadline:
             if (value := read_json(self.run.hang_file(self.started_at))) is not None:
                 return HangCause(value.get("rank"), str(value.get("text")))

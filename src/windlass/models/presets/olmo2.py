@@ -18,7 +18,7 @@ POST_NORM_WEIGHTS = {
     "layers.{layer}.attention_post_norm.weight": "model.layers.{layer}.post_attention_layernorm.weight",
     "layers.{layer}.ffn_post_norm.weight": "model.layers.{layer}.post_feedforward_layernorm.weight",
 }
-DEFAULTS = {"norm_place": "post", "qk_norm": "width", "norm_eps": 1e-6}
+OLMO_DEFAULTS = {"norm_place": "post", "qk_norm": "width", "norm_eps": 1e-6}
 OLMO_WEIGHTS = {name: target for name, target in WEIGHTS.items() if "_norm." not in name} | {
     **QK_NORM_WEIGHTS,
     **POST_NORM_WEIGHTS,
@@ -26,7 +26,7 @@ OLMO_WEIGHTS = {name: target for name, target in WEIGHTS.items() if "_norm." not
 
 PRESET = Preset(
     spec=transformer_spec,
-    defaults=DEFAULTS,
+    defaults=OLMO_DEFAULTS,
     hf=HFFormat(
         family="olmo2",
         config={**CONFIG, "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},

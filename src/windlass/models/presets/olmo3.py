@@ -4,11 +4,11 @@ from windlass.models.assemble import transformer_spec
 from windlass.models.hf_format import HFFormat, Preset
 from windlass.models.hf_parts import LAYER_TYPES, TWO_ROPES
 from windlass.models.presets.llama import CONFIG, NO_ATTENTION_BIAS, SILU, TIED, TRANSFORMS
-from windlass.models.presets.olmo2 import DEFAULTS, OLMO_WEIGHTS
+from windlass.models.presets.olmo2 import OLMO_DEFAULTS, OLMO_WEIGHTS
 
 PRESET = Preset(
     spec=transformer_spec,
-    defaults={**DEFAULTS, "pattern": "WWWF...", "window": 4096},
+    defaults={**OLMO_DEFAULTS, "pattern": "WWWF...", "window": 4096},
     hf=HFFormat(
         family="olmo3",
         config={**CONFIG, "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"},
