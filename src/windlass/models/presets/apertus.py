@@ -3,16 +3,7 @@
 from windlass.models.assemble import transformer_spec
 from windlass.models.hf_format import HFFormat, Preset, Requirement
 from windlass.models.hf_parts import ROPE
-from windlass.models.presets.llama import (
-    CONFIG,
-    NO_BIASES,
-    QK_NORM_WEIGHTS,
-    SCALED_ROPE,
-    TIED,
-    TRANSFORMS,
-    UNGATED_WEIGHTS,
-    WEIGHTS,
-)
+from windlass.models.presets import llama
 
 PRESET = Preset(
     spec=transformer_spec,
@@ -24,7 +15,7 @@ PRESET = Preset(
     hf=HFFormat(
         family="apertus",
         config={
-            **CONFIG,
+            **llama.CONFIG,
             "architectures": ["ApertusForCausalLM"],
             "model_type": "apertus",
             "hidden_act": "xielu",
@@ -34,14 +25,14 @@ PRESET = Preset(
         parts=(ROPE,),
         model_types=("apertus",),
         requirements=(
-            SCALED_ROPE,
-            *NO_BIASES,
+            llama.SCALED_ROPE,
+            *llama.NO_BIASES,
             Requirement(("hidden_act",), ("xielu",), "its activation is {value}"),
         ),
         weights={
-            **{name: target for name, target in WEIGHTS.items() if ".w3." not in name},
-            **QK_NORM_WEIGHTS,
-            **UNGATED_WEIGHTS,
+            **{name: target for name, target in llama.WEIGHTS.items() if ".w3." not in name},
+            **llama.QK_NORM_WEIGHTS,
+            **llama.UNGATED_WEIGHTS,
             "layers.{layer}.attention_norm.weight": "model.layers.{layer}.attention_layernorm.weight",
             "layers.{layer}.ffn_norm.weight": "model.layers.{layer}.feedforward_layernorm.weight",
             "layers.{layer}.feed_forward.activation.alpha_p": "model.layers.{layer}.mlp.act_fn.alpha_p",
@@ -51,7 +42,7 @@ PRESET = Preset(
             "model.layers.{layer}.mlp.act_fn.beta": 0.5,
             "model.layers.{layer}.mlp.act_fn.eps": -1e-6,
         },
-        transforms=TRANSFORMS,
-        tied=TIED,
+        transforms=llama.TRANSFORMS,
+        tied=llama.TIED,
     ),
 )

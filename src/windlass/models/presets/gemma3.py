@@ -7,7 +7,7 @@ from typing import Any
 from windlass.models.assemble import transformer_spec
 from windlass.models.hf_format import ConfigPart, HFFormat, Preset, Requirement
 from windlass.models.hf_parts import LAYER_TYPES, TWO_ROPES
-from windlass.models.presets.llama import CONFIG, NO_ATTENTION_BIAS, QK_NORM_WEIGHTS, TIED, TRANSFORMS, WEIGHTS
+from windlass.models.presets import llama
 from windlass.models.presets.olmo2 import POST_NORM_WEIGHTS
 
 
@@ -40,7 +40,7 @@ PRESET = Preset(
     hf=HFFormat(
         family="gemma3",
         config={
-            **{key: value for key, value in CONFIG.items() if key != "hidden_act"},
+            **{key: value for key, value in llama.CONFIG.items() if key != "hidden_act"},
             "architectures": ["Gemma3ForCausalLM"],
             "model_type": "gemma3_text",
             "hidden_activation": "gelu_pytorch_tanh",
@@ -48,19 +48,19 @@ PRESET = Preset(
         parts=(TWO_ROPES, LAYER_TYPES, ConfigPart(read_scale, write_scale, ("attention_scale",))),
         model_types=("gemma3_text",),
         requirements=(
-            NO_ATTENTION_BIAS,
+            llama.NO_ATTENTION_BIAS,
             Requirement(("hidden_activation",), ("gelu_pytorch_tanh",), "its activation is {value}"),
             Requirement(("attn_logit_softcapping",), (), "its attention scores are capped at {value}"),
             Requirement(("final_logit_softcapping",), (), "its logits are capped at {value}"),
             Requirement(("use_bidirectional_attention",), (False,), "it attends to later tokens"),
         ),
         weights={
-            **WEIGHTS,
-            **QK_NORM_WEIGHTS,
+            **llama.WEIGHTS,
+            **llama.QK_NORM_WEIGHTS,
             **POST_NORM_WEIGHTS,
             "layers.{layer}.ffn_norm.weight": "model.layers.{layer}.pre_feedforward_layernorm.weight",
         },
-        transforms=TRANSFORMS,
-        tied=TIED,
+        transforms=llama.TRANSFORMS,
+        tied=llama.TIED,
     ),
 )

@@ -3,9 +3,9 @@
 from windlass.models.assemble import transformer_spec
 from windlass.models.hf_format import HFFormat, Preset, Requirement
 from windlass.models.hf_parts import ROPE, experts_part
-from windlass.models.presets.llama import CONFIG, SCALED_ROPE, SILU, TIED, TRANSFORMS, WEIGHTS
+from windlass.models.presets import llama
 
-ATTENTION_WEIGHTS = {name: target for name, target in WEIGHTS.items() if ".feed_forward." not in name}
+ATTENTION_WEIGHTS = {name: target for name, target in llama.WEIGHTS.items() if ".feed_forward." not in name}
 EXPERTS = "model.layers.{layer}.block_sparse_moe"
 
 PRESET = Preset(
@@ -14,15 +14,15 @@ PRESET = Preset(
     hf=HFFormat(
         family="mixtral",
         config={
-            **{key: value for key, value in CONFIG.items() if key not in ("attention_bias", "mlp_bias")},
+            **{key: value for key, value in llama.CONFIG.items() if key not in ("attention_bias", "mlp_bias")},
             "architectures": ["MixtralForCausalLM"],
             "model_type": "mixtral",
         },
         parts=(ROPE, experts_part("num_local_experts", "intermediate_size", renormalise=True)),
         model_types=("mixtral",),
         requirements=(
-            SCALED_ROPE,
-            SILU,
+            llama.SCALED_ROPE,
+            llama.SILU,
             Requirement(("sliding_window",), (0,), "it attends in a window of {value:,}"),
         ),
         weights={
@@ -32,7 +32,7 @@ PRESET = Preset(
             "layers.{layer}.feed_forward.w2": f"{EXPERTS}.experts.{{expert}}.w2.weight",
             "layers.{layer}.feed_forward.w3": f"{EXPERTS}.experts.{{expert}}.w3.weight",
         },
-        transforms=TRANSFORMS,
-        tied=TIED,
+        transforms=llama.TRANSFORMS,
+        tied=llama.TIED,
     ),
 )

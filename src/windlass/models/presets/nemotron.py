@@ -4,11 +4,11 @@ this form."""
 from windlass.models.assemble import transformer_spec
 from windlass.models.hf_format import ConfigSlot, HFFormat, Preset, Requirement
 from windlass.models.hf_parts import ROPE
-from windlass.models.presets.llama import CONFIG, NO_BIASES, SCALED_ROPE, TIED, TRANSFORMS, UNGATED_WEIGHTS, WEIGHTS
+from windlass.models.presets import llama
 
 NORM_BIASES = {
     name.replace("weight", "bias"): target.replace("weight", "bias")
-    for name, target in WEIGHTS.items()
+    for name, target in llama.WEIGHTS.items()
     if name.endswith("norm.weight")
 }
 
@@ -24,7 +24,7 @@ PRESET = Preset(
     hf=HFFormat(
         family="nemotron",
         config={
-            **{key: value for key, value in CONFIG.items() if key != "rms_norm_eps"},
+            **{key: value for key, value in llama.CONFIG.items() if key != "rms_norm_eps"},
             "architectures": ["NemotronForCausalLM"],
             "model_type": "nemotron",
             "hidden_act": "relu2",
@@ -32,13 +32,17 @@ PRESET = Preset(
         },
         parts=(ROPE,),
         model_types=("nemotron",),
-        requirements=(SCALED_ROPE, *NO_BIASES, Requirement(("hidden_act",), ("relu2",), "its activation is {value}")),
+        requirements=(
+            llama.SCALED_ROPE,
+            *llama.NO_BIASES,
+            Requirement(("hidden_act",), ("relu2",), "its activation is {value}"),
+        ),
         weights={
-            **{name: target for name, target in WEIGHTS.items() if ".w3." not in name},
+            **{name: target for name, target in llama.WEIGHTS.items() if ".w3." not in name},
             **NORM_BIASES,
-            **UNGATED_WEIGHTS,
+            **llama.UNGATED_WEIGHTS,
         },
-        transforms=TRANSFORMS,
-        tied=TIED,
+        transforms=llama.TRANSFORMS,
+        tied=llama.TIED,
     ),
 )

@@ -3,7 +3,7 @@
 from windlass.models.assemble import transformer_spec
 from windlass.models.hf_format import HFFormat, Preset
 from windlass.models.hf_parts import LAYER_TYPES, TWO_ROPES
-from windlass.models.presets.llama import CONFIG, NO_ATTENTION_BIAS, SILU, TIED, TRANSFORMS
+from windlass.models.presets import llama
 from windlass.models.presets.olmo2 import OLMO_DEFAULTS, OLMO_WEIGHTS
 
 PRESET = Preset(
@@ -11,12 +11,12 @@ PRESET = Preset(
     defaults={**OLMO_DEFAULTS, "pattern": "WWWF...", "window": 4096},
     hf=HFFormat(
         family="olmo3",
-        config={**CONFIG, "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"},
+        config={**llama.CONFIG, "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"},
         parts=(TWO_ROPES, LAYER_TYPES),
         model_types=("olmo3",),
-        requirements=(NO_ATTENTION_BIAS, SILU),
+        requirements=(llama.NO_ATTENTION_BIAS, llama.SILU),
         weights=OLMO_WEIGHTS,
-        transforms=TRANSFORMS,
-        tied=TIED,
+        transforms=llama.TRANSFORMS,
+        tied=llama.TIED,
     ),
 )

@@ -3,15 +3,7 @@
 from windlass.models.assemble import transformer_spec
 from windlass.models.hf_format import HFFormat, Preset, Requirement
 from windlass.models.hf_parts import ROPE, experts_part
-from windlass.models.presets.llama import (
-    CONFIG,
-    NO_ATTENTION_BIAS,
-    QK_NORM_WEIGHTS,
-    SCALED_ROPE,
-    SILU,
-    TIED,
-    TRANSFORMS,
-)
+from windlass.models.presets import llama
 from windlass.models.presets.mixtral import ATTENTION_WEIGHTS
 from windlass.models.presets.qwen3_moe import EXPERT_WEIGHTS
 
@@ -25,7 +17,7 @@ PRESET = Preset(
     hf=HFFormat(
         family="olmoe",
         config={
-            **{key: value for key, value in CONFIG.items() if key != "mlp_bias"},
+            **{key: value for key, value in llama.CONFIG.items() if key != "mlp_bias"},
             "architectures": ["OlmoeForCausalLM"],
             "model_type": "olmoe",
             "clip_qkv": None,
@@ -33,13 +25,13 @@ PRESET = Preset(
         parts=(ROPE, experts_part("num_experts", "intermediate_size")),
         model_types=("olmoe",),
         requirements=(
-            SCALED_ROPE,
-            NO_ATTENTION_BIAS,
-            SILU,
+            llama.SCALED_ROPE,
+            llama.NO_ATTENTION_BIAS,
+            llama.SILU,
             Requirement(("clip_qkv",), (), "it limits queries, keys and values to {value}"),
         ),
-        weights={**ATTENTION_WEIGHTS, **QK_NORM_WEIGHTS, **EXPERT_WEIGHTS},
-        transforms=TRANSFORMS,
-        tied=TIED,
+        weights={**ATTENTION_WEIGHTS, **llama.QK_NORM_WEIGHTS, **EXPERT_WEIGHTS},
+        transforms=llama.TRANSFORMS,
+        tied=llama.TIED,
     ),
 )

@@ -3,16 +3,7 @@
 from windlass.models.assemble import transformer_spec
 from windlass.models.hf_format import HFFormat, Preset, Requirement
 from windlass.models.hf_parts import ROPE, experts_part
-from windlass.models.presets.llama import (
-    CONFIG,
-    NO_ATTENTION_BIAS,
-    QK_NORM_WEIGHTS,
-    SCALED_ROPE,
-    SILU,
-    TIED,
-    TRANSFORMS,
-    WEIGHTS,
-)
+from windlass.models.presets import llama
 
 EXPERT_WEIGHTS = {
     "layers.{layer}.feed_forward.router": "model.layers.{layer}.mlp.gate.weight",
@@ -27,7 +18,7 @@ PRESET = Preset(
     hf=HFFormat(
         family="qwen3_moe",
         config={
-            **CONFIG,
+            **llama.CONFIG,
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
             "use_sliding_window": False,
@@ -35,9 +26,9 @@ PRESET = Preset(
         parts=(ROPE, experts_part("num_experts", "moe_intermediate_size", dense_layers=True)),
         model_types=("qwen3_moe",),
         requirements=(
-            SCALED_ROPE,
-            NO_ATTENTION_BIAS,
-            SILU,
+            llama.SCALED_ROPE,
+            llama.NO_ATTENTION_BIAS,
+            llama.SILU,
             Requirement(("use_sliding_window",), (False,), "some of its layers attend in a window"),
             Requirement(("decoder_sparse_step",), (1,), "only every {value}th layer has experts"),
             Requirement(
@@ -46,8 +37,8 @@ PRESET = Preset(
                 "dense layers stand behind others ({value})",
             ),
         ),
-        weights={**WEIGHTS, **QK_NORM_WEIGHTS, **EXPERT_WEIGHTS},
-        transforms=TRANSFORMS,
-        tied=TIED,
+        weights={**llama.WEIGHTS, **llama.QK_NORM_WEIGHTS, **EXPERT_WEIGHTS},
+        transforms=llama.TRANSFORMS,
+        tied=llama.TIED,
     ),
 )

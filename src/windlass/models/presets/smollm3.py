@@ -8,7 +8,7 @@ from windlass.config.model import layer_letters
 from windlass.models.assemble import transformer_spec
 from windlass.models.hf_format import ConfigPart, HFFormat, Preset, Requirement
 from windlass.models.hf_parts import ROPE
-from windlass.models.presets.llama import CONFIG, NO_BIASES, SCALED_ROPE, SILU, TIED, TRANSFORMS, WEIGHTS
+from windlass.models.presets import llama
 
 
 def read_unturned(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,17 +32,17 @@ PRESET = Preset(
     defaults={"pattern": "FFFN...", "tied": True, "norm_eps": 1e-6},
     hf=HFFormat(
         family="smollm3",
-        config={**CONFIG, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"},
+        config={**llama.CONFIG, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"},
         parts=(ROPE, ConfigPart(read_unturned, write_unturned, ("pattern",))),
         model_types=("smollm3",),
         requirements=(
-            SCALED_ROPE,
-            *NO_BIASES,
-            SILU,
+            llama.SCALED_ROPE,
+            *llama.NO_BIASES,
+            llama.SILU,
             Requirement(("use_sliding_window",), (False,), "some of its layers attend in a window"),
         ),
-        weights=WEIGHTS,
-        transforms=TRANSFORMS,
-        tied=TIED,
+        weights=llama.WEIGHTS,
+        transforms=llama.TRANSFORMS,
+        tied=llama.TIED,
     ),
 )
