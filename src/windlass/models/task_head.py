@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windlass.blocks.head.module import OutputHead
+from windlass.config import ModelConfig
+from windlass.errors import ConfigError
 from windlass.models.decoder import DecoderModel
-from windlass.models.hf import HFModel
+from windlass.models.hf import HFModel, build_net, parameters_on_meta, read_hf_config
+from windlass.models.presets import model_spec
 from windlass.models.spec import ModelSpec
 
 
@@ -103,3 +108,42 @@ class TaskDecoder(DecoderModel):
             hidden = hidden[torch.arange(len(x), device=x.device), last]
         logits = F.linear(hidden, self.head.weight)
         return logits if targets is None else self.task_head.sums(logits, targets)
+
+
+def build_task_model(config: ModelConfig, seq_len: int, head: TaskHead) -> DecoderModel:
+    """A model with the head of a fine-tuning task instead of its own."""
+    if config.family != "hf":
+        if head.task == "masked":
+            raise ConfigError(
+                "tune.needs-encoder",
+                f'tune.task = "masked" hides tokens from an encoder, and {config.family} is a decoder',
+                hint='use family = "hf" with the config.json of an encoder (BERT, RoBERTa)',
+            )
+        return TaskDecoder(model_spec(config), seq_len, head)
+    hf_config = read_hf_config(config, seq_len)
+    import transformers
+
+    hf_config.pad_token_id = head.pad
+    if head.dropout is not None:
+        for key in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "dropout_rate",
+                    "resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "hidden_dropout", "pooler_dropout",
+                    "cls_dropout", "summary_first_dropout"):  # fmt: skip
+            if hasattr(hf_config, key):
+                setattr(hf_config, key, head.dropout)
+    path = Path(config.config or "")
+    if head.task == "masked":
+        if type(hf_config) not in transformers.MODEL_FOR_MASKED_LM_MAPPING:
+            raise ConfigError(
+                "tune.needs-encoder",
+                f'tune.task = "masked" needs an encoder, and {path} is {hf_config.model_type}',
+                hint="use the config.json of an encoder (BERT, RoBERTa), or pre-train it without [tune]",
+            )
+        return HFTaskModel(build_net(transformers.AutoModelForMaskedLM, hf_config, path), seq_len, head)
+    hf_config.num_labels = head.outputs
+    if head.task == "tag":
+        return HFTaskModel(build_net(transformers.AutoModelForTokenClassification, hf_config, path), seq_len, head)
+    if hasattr(hf_config, "num_decoder_layers"):  # T5: its own class would run the decoder too
+        encoder = build_net(transformers.AutoModelForTextEncoding, hf_config, path)
+        with parameters_on_meta() if torch.empty(0).is_meta else contextlib.nullcontext():
+            return HFTaskModel(PooledEncoder(encoder, head.outputs), seq_len, head)
+    return HFTaskModel(build_net(transformers.AutoModelForSequenceClassification, hf_config, path), seq_len, head)
