@@ -1,6 +1,7 @@
 """Files of labelled examples for fine-tuning: TSV, CSV, JSON lines, and CoNLL for tags. No torch."""
 
 import csv
+import hashlib
 import io
 import math
 from collections import Counter
@@ -11,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from windlass.config.tune import TuneConfig
+from windlass.config import Recipe
+from windlass.config.tune import EXAMPLE_TASKS, TuneConfig
 from windlass.errors import DataError
 from windlass.files import parse_json, read_text_file
 
@@ -67,6 +69,36 @@ def read_example_sets(tune: TuneConfig) -> ExampleSets:
                 hint="are the files of one task? tune.labels lists all labels",
             )
     return ExampleSets([] if tune.task == "regress" else labels, train, validation, test)
+
+
+def complete_tune(recipe: Recipe) -> Recipe:
+    """A recipe for examples with what its files say: labels, hashes, batch and steps. Others are returned as they are."""
+    tune = recipe.tune
+    if tune is None or tune.task not in EXAMPLE_TASKS:
+        return recipe
+    sets = read_example_sets(tune)
+    files = {file: file_hash(file) for file in (tune.train, tune.validation, tune.test) if file is not None}
+    steps = math.ceil(len(sets.train) / tune.batch)
+    every = recipe.train.eval_every or steps
+    train = {"steps": recipe.train.steps or math.ceil(tune.epochs * steps), "eval_every": every}
+    return recipe.model_copy(
+        update={
+            "tune": tune.model_copy(update={"labels": sets.labels, "files": files}),
+            "train": recipe.train.model_copy(update=train),
+            # The best weights are those that the test examples see.
+            "save": recipe.save.model_copy(update={"keep_best": max(1, recipe.save.keep_best)}),
+            "data": recipe.data.model_copy(update={"batch_tokens": tune.batch * recipe.data.seq_len}),
+        }
+    )
+
+
+def changed_files(tune: TuneConfig) -> list[str]:
+    """Files that are not those with which the run was created."""
+    return [file for file, digest in tune.files.items() if not Path(file).is_file() or file_hash(file) != digest]
+
+
+def file_hash(file: str) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def label_names(example: Example) -> Sequence[str]:

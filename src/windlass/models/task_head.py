@@ -110,8 +110,17 @@ class TaskDecoder(DecoderModel):
         return logits if targets is None else self.task_head.sums(logits, targets)
 
 
-def build_task_model(config: ModelConfig, seq_len: int, head: TaskHead) -> DecoderModel:
-    """A model with the head of a fine-tuning task instead of its own."""
+def build_task_model(config: ModelConfig, seq_len: int, head: TaskHead, *, frozen: bool = False) -> DecoderModel:
+    """A model with the head of a fine-tuning task instead of its own. `frozen`: only the head is trained."""
+    model = _build(config, seq_len, head)
+    if frozen:
+        new_names = set(model.new_names)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in new_names)
+    return model
+
+
+def _build(config: ModelConfig, seq_len: int, head: TaskHead) -> HFTaskModel | TaskDecoder:
     if config.family != "hf":
         if head.task == "masked":
             raise ConfigError(
