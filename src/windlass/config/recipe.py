@@ -53,7 +53,7 @@ class DataConfig(Table):
 
 class OptimConfig(Table):
     name: Annotated[str, Registered(OPTIMIZERS)] = "adamw"
-    """adamw, ademamix, lion, sgd (with momentum), or an optimizer of an installed package."""
+    """adamw, ademamix, lion, muon (AdamW outside the layers' matrices), sgd (with momentum), or an optimizer of an installed package."""
     lr: NonNegativeFloat = 3e-4
     """The highest learning rate, reached at the end of the warm-up."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
@@ -80,6 +80,10 @@ class OptimConfig(Table):
     """AdamW, AdEMAMix: added to the denominator."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """SGD only."""
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Muon: decay of the mean of the gradients of matrices."""
+    nesterov: bool = True
+    """Muon: orthogonalise one step ahead of the mean."""
     weight_decay: NonNegativeFloat = 0.1
     """Applied to matrices, not to norms, biases or embeddings."""
     clip: NonNegativeFloat = 1.0
