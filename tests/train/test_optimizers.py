@@ -344,7 +344,7 @@ def test_matrices_are_multiplied_in_batches_by_shape(monkeypatch: pytest.MonkeyP
 def test_rounds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [torch.empty(16, 24) for _ in range(5)]
     assert [len(r.matrices) for r in exchange.plan_rounds(weights, round_size=2 * 16 * 24)] == [2, 2, 1]
-    monkeypatch.setattr(muon, "BATCH_SIZE", 2 * 16 * 24)
+    monkeypatch.setattr(muon, "ROUND_SIZE", 2 * 16 * 24)
     torch.manual_seed(0)
     x = torch.randn(5, 16, 24)
     assert torch.allclose(muon.orthogonalise(x)[3], muon.orthogonalise(x[3:4])[0], atol=1e-5)

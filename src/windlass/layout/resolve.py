@@ -101,7 +101,7 @@ def resolve_step(
         recompute=train.recompute if recompute is None else recompute,
         recompute_budget=train.recompute_budget,
         optimizer=optim.name,
-        moment_tensors=moment_tensors(optim.name),
+        moment_tensors=moment_tensors(optim.name, model.params.body / model.params.stored),
         moments=optim.moments,
         # In bf16 laying weights side by side costs 1.5 % speed and 4 GiB (H200, benchmarks/gpu_train.py); in FP8 one
         # cast of the shared input instead of three pays for it. Divided products cannot be laid side by side.
@@ -123,5 +123,8 @@ def masks_documents(recipe: Recipe, model: ModelSpec) -> bool:
 
 
 @cache  # a search asks for every candidate
-def moment_tensors(optimizer: str) -> int:
-    return len(OPTIMIZERS.load(optimizer).moments)
+def moment_tensors(optimizer: str, share_of_layers: float) -> float:
+    """Norms and routers count among the matrices of layers: they are less than a thousandth of a layer."""
+    spec = OPTIMIZERS.load(optimizer)
+    count = len(spec.moments)
+    return count if spec.matrix_moments is None else count + share_of_layers * (len(spec.matrix_moments) - count)

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from windlass.blocks.initial_values import local_bounds
 
-# Numbers of the full matrices that one rank orthogonalises in a round: 2 GiB in bf16.
-ROUND_SIZE = 2**30
+# Numbers of the full matrices that one rank orthogonalises in a round: 512 MiB in bf16 (priced in cost/memory.py).
+ROUND_SIZE = 2**28
 
 # First row, rows, first column, columns.
 Rectangle = tuple[int, int, int, int]

@@ -18,14 +18,12 @@ from torch.distributed.tensor import DTensor
 from windlass.blocks.initial_values import local_tensor
 from windlass.train.optimizers.adamw.update import AdamW
 from windlass.train.optimizers.base import ParameterState, _store_rounded
-from windlass.train.optimizers.muon.exchange import as_stack, plan_rounds
+from windlass.train.optimizers.muon.exchange import ROUND_SIZE, as_stack, plan_rounds
 from windlass.train.optimizers.spec import is_matrix
 
 COEFFICIENTS, ITERATIONS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
 # RMS of an update of AdamW.
 UPDATE_RMS = 0.2
-# Numbers of the matrices that are multiplied at once: 512 MiB in bf16, of which about four exist.
-BATCH_SIZE = 2**28
 
 
 class Muon(AdamW):
@@ -145,7 +143,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     a, b, c = COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]
     results = []
-    for x in matrices.split(max(1, BATCH_SIZE // math.prod(matrices.shape[1:]))):
+    for x in matrices.split(max(1, ROUND_SIZE // math.prod(matrices.shape[1:]))):
         norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32).clamp(min=EPS)
         x = (x / norm).to(x.dtype)
         for _ in range(ITERATIONS):
