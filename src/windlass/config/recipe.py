@@ -40,6 +40,9 @@ class DataConfig(Table):
     """Tokens of one sequence."""
     batch_tokens: Tokens | None = None
     """Tokens of one optimizer step over all devices."""
+    batch_ramp: list[tuple[Tokens, Tokens]] = Field(default_factory=list)
+    """Other values of `batch_tokens`, each from a token position on: [["100B", "1Mi"], ["1T", "2Mi"]]. The micro-batch
+    stays, so that nothing is compiled again; accumulation grows."""
     mask_documents: bool = False
     """Attention does not cross document borders inside a packed sequence."""
     pack: Literal["stream"] = "stream"

@@ -7,6 +7,7 @@ from functools import cache
 from windlass.blocks.attention.spec import AttentionSpec
 from windlass.blocks.head.spec import choose_loss
 from windlass.config import LayoutConfig, Recipe
+from windlass.config.ramp import batch_sizes
 from windlass.layout.types import HYBRID_SHARDS, GradientSync, Layout, StepSpec
 from windlass.models.spec import ModelSpec
 from windlass.registry import OPTIMIZERS
@@ -19,14 +20,23 @@ class JobSize:
     devices: int
     devices_per_node: int
     seq_len: int
-    # Sequences of one optimizer step over all devices; None: one micro-batch per replica.
+    # Sequences of one optimizer step over all devices, the largest of a ramp; None: one micro-batch per replica.
     sequences: int | None
+    # The other sizes of a ramp.
+    smaller: tuple[int, ...] = ()
 
 
 def job_size(recipe: Recipe, devices: int, devices_per_node: int) -> JobSize:
     data = recipe.data
-    sequences = None if data.batch_tokens is None else data.batch_tokens // data.seq_len
-    return JobSize(devices=devices, devices_per_node=devices_per_node, seq_len=data.seq_len, sequences=sequences)
+    batches = [] if data.batch_tokens is None else [size for _, size in batch_sizes(data, data.batch_tokens)]
+    *smaller, sequences = sorted({batch // data.seq_len for batch in batches}) or [None]
+    return JobSize(
+        devices=devices,
+        devices_per_node=devices_per_node,
+        seq_len=data.seq_len,
+        sequences=sequences,
+        smaller=tuple(size for size in smaller if size is not None),
+    )
 
 
 def default_shard_size(tensor: int, replicas: int, devices_per_node: int) -> int:
