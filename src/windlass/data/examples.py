@@ -102,7 +102,13 @@ def file_hash(file: str) -> str:
 
 
 def label_names(example: Example) -> Sequence[str]:
-    return (example.label,) if isinstance(example.label, str) else () if isinstance(example.label, float) else example.label
+    return (
+        (example.label,)
+        if isinstance(example.label, str)
+        else ()
+        if isinstance(example.label, float)
+        else example.label
+    )
 
 
 def read_examples(path: Path, tune: TuneConfig) -> list[Example]:

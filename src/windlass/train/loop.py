@@ -22,8 +22,8 @@ from windlass.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError, WindlassErro
 from windlass.files import set_compile_cache
 from windlass.layout.rules import check_step
 from windlass.models.build import build_model
-from windlass.models.task_head import build_task_model
 from windlass.models.presets import model_spec
+from windlass.models.task_head import build_task_model
 from windlass.registry import ENGINES
 from windlass.runs import manifest
 from windlass.runs.events import Compiled, Evaluated, Finished, Resumed, SignalReceived, Started, Stopped
@@ -237,7 +237,7 @@ def open_batches(training: Training) -> BatchReader | ExampleReader:
         training.stream,
         training.plan,
         training.world,
-        training.progress.sequences,
+        (training.progress.tokens, training.progress.sequences),
         documents=training.start.step.mask_documents,
     )
 
@@ -298,7 +298,7 @@ def prepare(training: Training, checkpoints: Checkpointing) -> None:
     """Reserve memory for saves, forecast their disk use, and try one step on a GPU."""
     plan, state, saver = training.plan, checkpoints.state(), checkpoints.saver
     training.say(saver.prepare(state))
-    training.say(saver.forecast(state, steps=plan.steps, batch_tokens=plan.tokens_per_step).text)
+    training.say(saver.forecast(state, steps=plan.steps, batch_tokens=plan.total_tokens // plan.steps).text)
     if training.world.cuda and training.recipe.train.engine == "native":
         training.say(trial_step(training))
     checkpoints.timer.restart(training.step, training.tokens)

@@ -56,10 +56,14 @@ class Stepper:
         beat: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.parts, self.optimizer, self.world, self.plan, self.spec = parts, optimizer, world, plan, spec
-        self.clip, self.scale = recipe.optim.clip, 1.0 / plan.tokens_per_step
+        self.clip = recipe.optim.clip
+        # Of a sum over tokens in the loss; set for each batch.
+        self.scale = 1.0 / plan.tokens_per_step
         self.guard = Guard(recipe.train, world.device)
         self._sums: list[Tensor] = []
-        self.schedule = bind_pipeline(parts, world, self._pipeline_loss)
+        # Micro-batches -> schedule; empty without a pipeline. A batch ramp needs one for each size.
+        self._schedules = dict[int, Any]()
+        self.schedule = self._schedule_of(plan.layout.accumulation)
         # Without this the last stage keeps its outputs of all micro-batches; older releases of torch do not have it.
         options = inspect.signature(self.schedule.step).parameters if self.schedule is not None else {}
         self._no_outputs = {"return_outputs": False} if "return_outputs" in options else {}
@@ -94,8 +98,10 @@ class Stepper:
             self.scale = 1.0 / tokens.counted
             return self._run_micro_batches(tokens.micro_batches)
         inputs, targets, numbers = cut(tokens, documents, self.world)
+        self.scale = 1.0 / (len(tokens) * self.world.layout.data * self.plan.seq_len)
+        self.routers.set_scale(self.scale)
         if self.schedule is not None:
-            self._run_pipeline(self.schedule.step, inputs, targets, numbers)
+            self._run_pipeline("step", inputs, targets, numbers)
             if self.parts.tie is not None:
                 self.parts.tie.collect()
             return None
@@ -105,9 +111,7 @@ class Stepper:
             [(inputs[part], targets[part], None if numbers is None else numbers[part]) for part in cuts]
         )
 
-    def _run_micro_batches(
-        self, micro_batches: Sequence[MicroBatch]
-    ) -> list[tuple[Mark, Mark]]:
+    def _run_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[Mark, Mark]]:
         module, forward = self.parts.modules[0], list[tuple[Mark, Mark]]()
         for index, inputs in enumerate(micro_batches):
             set_sync(module, self.spec.sync, index == len(micro_batches) - 1)
@@ -123,17 +127,24 @@ class Stepper:
     def pipeline_sums(self, inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> Tensor:
         """Loss sums of a batch without gradients; zero on ranks that do not hold the last stage."""
         self._sums.clear()
-        self._run_pipeline(self.schedule.eval, inputs, targets, numbers)
+        self._run_pipeline("eval", inputs, targets, numbers)
         return torch.stack(self._sums).sum(0) if self._sums else torch.zeros(2, device=self.world.device)
 
-    def _run_pipeline(self, run: Callable[..., Any], inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> None:
+    def _schedule_of(self, micro_batches: int) -> Any:
+        if micro_batches not in self._schedules:
+            self._schedules[micro_batches] = bind_pipeline(self.parts, self.world, self._pipeline_loss, micro_batches)
+        return self._schedules[micro_batches]
+
+    def _run_pipeline(self, method: str, inputs: Tensor, targets: Tensor, numbers: Tensor | None) -> None:
         """Every stage gets the document numbers; the one with the head also the targets, as input and for the loss."""
+        micro_batches = len(inputs) // self.plan.layout.micro_batch
+        run = getattr(self._schedule_of(micro_batches), method)
         keywords = {} if numbers is None else {"documents": numbers}
         if self.parts.num_stages - 1 in self.parts.stages:
             keywords |= {"targets": targets, "target": targets}
         run(*((inputs,) if 0 in self.parts.stages else ()), **keywords, **self._no_outputs)
         # Before its first batch a schedule runs a stage once to learn its shapes; that loss is not of the batch.
-        del self._sums[: -self.plan.layout.accumulation]
+        del self._sums[:-micro_batches]
 
     def _pipeline_loss(self, sums: Tensor, target: Tensor) -> Tensor:
         self._sums.append(sums.detach())
