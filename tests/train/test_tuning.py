@@ -126,7 +126,13 @@ TASKS: dict[str, tuple[list[dict[str, Any]], str]] = {
         ],
         "span_f1",
     ),
-    "pair": ([{"text": text, "second": text[::-1], "label": label} for text, label in reviews(64)], "macro_f1"),
+    "pair": (
+        [
+            {"text": "hotel", "second": text.split()[-1] + (" dobry" if label == "plus" else " zły"), "label": label}
+            for text, label in reviews(64)
+        ],
+        "macro_f1",
+    ),
 }
 
 
@@ -163,7 +169,9 @@ def test_class_weights_as_torch(folder: Path, tmp_path: Path) -> None:
     table = recipe(folder, tune={"train": str(tmp_path / "t.tsv"), "class_weights": "balanced", "dropout": 0.0})
     training = build(table)
     targets = np.array([int(t) for t in training.stream.train.targets])
-    assert training.stream.weights == pytest.approx(compute_class_weight("balanced", classes=np.array([0, 1]), y=targets))
+    assert training.stream.weights == pytest.approx(
+        compute_class_weight("balanced", classes=np.array([0, 1]), y=targets)
+    )
     batch, _ = next(iter_batches(training))
     loss = training.stepper.step(batch, None, 0.0).values[0].item()
     logits, goals = [], []

@@ -4,7 +4,6 @@ With another tokenizer the vocabulary changes; see `vocabulary.py`.
 """
 
 import contextlib
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from torch import Tensor
 from windlass.checkpoint import names
 from windlass.checkpoint.save import Saver
 from windlass.config import Loaded, Recipe, SaveConfig
-from windlass.config.load import flatten
+from windlass.config.toml_text import to_toml
 from windlass.convert.config_json import (
     format_of,
     is_hf_folder,
@@ -193,12 +192,5 @@ def write_run(
 
 
 def recipe_text(recipe: Recipe) -> str:
-    """The recipe's TOML: what differs from the defaults. JSON values are valid TOML values."""
-    lines, tables = ["# Written by `windlass import`."], []
-    for key, value in recipe.model_dump(mode="json", exclude_defaults=True, exclude_none=True).items():
-        if isinstance(value, dict):
-            pairs = [f"{name} = {json.dumps(inner)}" for name, inner in flatten(value)]
-            tables.append("\n".join([f"[{key}]", *pairs]))
-        else:
-            lines.append(f"{key} = {json.dumps(value)}")
-    return "\n".join([*lines, *tables]) + "\n"
+    """The recipe's TOML: what differs from the defaults."""
+    return to_toml(recipe.model_dump(mode="json", exclude_defaults=True), "Written by `windlass import`.")

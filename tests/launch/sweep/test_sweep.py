@@ -21,7 +21,8 @@ from windlass.files import write_json
 from windlass.launch.executor import JobState
 from windlass.launch.sweep.execute import choose_points, run_points
 from windlass.launch.sweep.expect import expect_all, oom_chance, use_nearest_batches
-from windlass.launch.sweep.folder import SweepRun, open_sweep_folder, to_toml
+from windlass.config.toml_text import to_toml
+from windlass.launch.sweep.folder import SweepRun, open_sweep_folder
 from windlass.launch.sweep.outcome import classify, parse_only
 from windlass.launch.sweep.pack import make_packs
 from windlass.launch.sweep.points import make_points

@@ -19,7 +19,8 @@ from windlass.figures import Chart, Heat, Section, page, save_page, save_picture
 from windlass.figures.sweep import sweep_sections
 from windlass.files import parse_json, read_json_lines, write_atomic, write_json
 from windlass.launch.sweep.expect import Expectation
-from windlass.launch.sweep.folder import SweepRun, to_toml
+from windlass.config.toml_text import to_toml
+from windlass.launch.sweep.folder import SweepRun
 from windlass.launch.sweep.points import SweepPoint
 from windlass.runs.events import Started
 from windlass.runs.folder import Run

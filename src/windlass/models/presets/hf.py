@@ -101,7 +101,10 @@ def spec_of_config_json(raw: dict[str, Any]) -> ModelSpec:
 
     kind = str(raw.get("model_type", "llama"))
     family = CLASSIC.get(kind, "llama")
-    width, heads = pick("hidden_size", "n_embd", "d_model"), pick("num_attention_heads", "n_head", "n_heads", "num_heads")
+    width, heads = (
+        pick("hidden_size", "n_embd", "d_model"),
+        pick("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    )
     dense = classic_spec(
         family=family,
         layers=pick("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -113,7 +116,9 @@ def spec_of_config_json(raw: dict[str, Any]) -> ModelSpec:
         vocab=pick("vocab_size"),
         rows=pick("vocab_size"),  # transformers stores exactly the rows that it is told
         tied=bool(raw.get("tie_word_embeddings", family != "llama" and kind != "gpt_neox")),
-        positions=pick("n_positions", "max_position_embeddings", default=0, least=0) if kind in ("gpt2", "opt", "bert", "roberta", "xlm-roberta") else 0,
+        positions=pick("n_positions", "max_position_embeddings", default=0, least=0)
+        if kind in ("gpt2", "opt", "bert", "roberta", "xlm-roberta")
+        else 0,
     )
     return replace(dense, experts=pick(*EXPERT_KEYS, default=0, least=0))
 
