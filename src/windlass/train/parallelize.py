@@ -167,16 +167,23 @@ def compile_layers(module: DecoderModel, step: StepSpec, world: World, notes: li
     # so a warm cache would go on with cuDNN after train.attention = "flash" (seen on the H200).
     compiler.cache_key_tag = f"attention={step.attention}"
     functorch.activation_memory_budget = step.recompute_budget if step.recompute == "budget" else 1.0
+    exchanges = world.layout.expert > 1
     for layer in module.layer_modules():
         # Dynamic shapes would cost speed and are not needed: every layer sees one shape in training and one in
-        # evaluation.
-        # An exchange of rows between experts cuts the graph: its sizes are not known before.
-        layer.compile(fullgraph=isinstance(layer, Layer) and world.layout.expert == 1, dynamic=False)
+        # evaluation. Only the rows that experts exchange are of any number; the exchange itself cuts the graph.
+        parts = [layer]
+        if exchanges and step.recompute == "full" and isinstance(layer, Layer):
+            # A graph that is computed again cannot be cut; its blocks can.
+            parts = [*layer.pre_norms(), *layer.post_norms(), *layer.blocks()]
+        for part in parts:
+            part.compile(fullgraph=isinstance(layer, Layer) and not exchanges, dynamic=False)
         if isinstance(layer, Layer):  # with recomputation it would have to keep two tensors instead of one
             layer.carries = step.recompute == "none"
     if module.norm is not None and world.layout.tensor == 1:
         module.norm.compile(fullgraph=True, dynamic=False)
     notes.append("compile: each layer (train.compile)" if asked else "compile: each layer (running on a GPU)")
+    if exchanges and step.recompute == "selective":
+        notes.append("compile: not the layers with experts (layout.expert with selective recomputation)")
 
 
 def check_compile(step: StepSpec) -> None:
