@@ -50,7 +50,7 @@ def make_recipe(
     seq_len, sequences = layout.pop("seq_len", 32), layout.pop("sequences", 16)
     data = {"mask_documents": True} if layout.pop("documents", False) else {}
     optim = {"adamw": {"lr": 1e-2}, "sgd": {"lr": 0.3}}[optimizer]
-    if optimizer == "adamw" and (family == "retnet" or "tied" in shape):
+    if optimizer == "adamw" and (family in ("retnet", *EXPERTS) or "tied" in shape):
         # At AdamW's own eps these are chaotic: one process in other micro-batches leaves its own curve within ten steps.
         optim = {"lr": 1e-3, "eps": 1e-2}
     return Recipe.model_validate({

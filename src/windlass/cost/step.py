@@ -382,7 +382,7 @@ def _layer_seconds(layer: LayerSpec, step: StepSpec, layout: Layout, r: _Rates, 
         "casts to 8 bits": cast,
         "tensor-parallel traffic": gathered * (3.0 if step.recompute == "full" else 2.0) * (1 - hidden),
         "context-parallel traffic": context * 3.0,
-        "expert-parallel traffic": exchange * (3.0 if step.recompute == "full" else 2.0),
+        "expert-parallel traffic": exchange * (3.0 if step.recompute in ("full", "selective") else 2.0),
         "kernel launches": kernels * (3.0 + again_elementwise) * c.launch_us * 1e-6,
     }
 
