@@ -175,11 +175,11 @@ def _device_problems(layout: Layout, size: JobSize) -> Iterator[Violation]:
             nearest(layout.expert, divisors(layout.replicas)),
         )
     elif layout.is_hybrid and layout.shard_size % layout.expert and layout.expert % layout.shard_size:
-        valid = [d for d in divisors(layout.replicas) if layout.shard_size % d == 0 or d % layout.shard_size == 0]
+        inside = [d for d in divisors(layout.replicas) if layout.shard_size % d == 0 or d % layout.shard_size == 0]
         yield Violation(
             "layout.expert-crosses-shards",
             f"layout.expert ({layout.expert}) neither divides layout.shard_size ({layout.shard_size}) nor is a multiple",
-            nearest(layout.expert, valid),
+            nearest(layout.expert, inside),
         )
 
 

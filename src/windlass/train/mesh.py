@@ -148,8 +148,8 @@ def open_world(layout: Layout, place: Place, device: str, timeout_seconds: float
     expert_mesh = None
     if layout.expert > 1:
         part = layout.for_experts
-        shape = (layout.pipeline, part.replicas // part.shard_size, part.shard_size, layout.expert, layout.tensor)
-        expert_mesh = init_device_mesh(device, shape, mesh_dim_names=("pp", "rep", "fsdp", "ep", "tp"))
+        sizes = (layout.pipeline, part.replicas // part.shard_size, part.shard_size, layout.expert, layout.tensor)
+        expert_mesh = init_device_mesh(device, sizes, mesh_dim_names=("pp", "rep", "fsdp", "ep", "tp"))
     return World(place, torch_device, layout, mesh, context_mesh, expert_mesh)
 
 

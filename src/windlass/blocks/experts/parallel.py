@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -24,7 +23,7 @@ def parallelize(block: Experts, meshes: Meshes) -> None:
     if meshes.expert is not None:
         for name, placement in inner.items():
             place(block, name, meshes.expert, [Shard(0), placement][: meshes.expert.ndim])
-        block.dispatch = partial(exchange_rows, group=meshes.expert["ep"].get_group().group_name)
+        block.dispatch = partial(exchange_rows, mesh=meshes.expert["ep"])
     if meshes.tensor is None:
         return
     place(block, "router", meshes.tensor, [Replicate()])
@@ -42,12 +41,12 @@ def place(module: nn.Module, name: str, mesh: DeviceMesh, placements: list[Any])
 
 
 # The lengths are known to the host only: a compiled layer is cut here, and what follows takes any number of rows.
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def exchange_rows(
-    rows: Tensor, weights: Tensor, counts: Tensor, group: str
+    rows: Tensor, weights: Tensor, counts: Tensor, mesh: DeviceMesh
 ) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
     """Send the rows, sorted by expert, to the ranks that hold their experts; see `Dispatch`."""
-    ranks = _resolve_process_group(group).size()
+    ranks, group = mesh.size(), mesh.get_group().group_name
     sent = counts.long().view(ranks, -1)  # rows for each expert of each rank
     own = sent.shape[1]
     received = send(sent, [1] * ranks, [1] * ranks, group)  # rows of each rank for each of this rank's experts
@@ -62,7 +61,7 @@ def exchange_rows(
         cast(Any, Exchange).apply(weights, outputs, inputs, group), order, place_of, 1
     )
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def bring_back(results: Tensor) -> Tensor:
         by_rank = cast(Any, SummedRows).apply(results, order, place_of, 1)
         out: Tensor = cast(Any, Exchange).apply(by_rank, inputs, outputs, group)
