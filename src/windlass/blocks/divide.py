@@ -31,7 +31,7 @@ class Meshes:
 
 
 def by_rows(weight: Tensor, mesh: DeviceMesh) -> nn.Parameter:
-    """Each rank holds some rows of the vocabulary."""
+    """Each rank holds some rows: of the vocabulary, or the numbers of some heads."""
     return nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)]))
 
 

@@ -221,10 +221,11 @@ class DecoderModel(nn.Module):
         if not x.is_cuda or self.divided_positions:
             return {}
         length, masks = x.shape[1], {}
-        for window in {block.window for block in self.blocks() if block.window is not None}:
+        blocks = [block for block in self.blocks() if block.window is not None]
+        for window, needed in {block.window: block.needs_mask for block in blocks}.items():
             if documents is not None:
                 masks[window] = block_mask(window, length, documents, x.device)
-            elif 0 < window < length:
+            elif needed or 0 < window < length:
                 if (window, length) not in self._window_masks:
                     self._window_masks[window, length] = block_mask(window, length, None, x.device)
                 masks[window] = self._window_masks[window, length]

@@ -20,6 +20,9 @@ def parallelize(block: Experts, meshes: Meshes) -> None:
     modules: list[tuple[nn.Module, dict[str, Any]]] = [
         (block, {"router": Replicate(), "w1": Shard(1), "w2": Shard(2), "w3": Shard(1)})
     ]
+    if block.spec.bias:
+        biases = {"router_bias": Replicate(), "w1_bias": Shard(1), "w2_bias": Replicate(), "w3_bias": Shard(1)}
+        modules.append((block, biases))
     if block.shared is not None:
         for layer, dim in ((block.shared.w1, 0), (block.shared.w2, 1), (block.shared.w3, 0)):
             modules.append((layer, {"weight": Shard(dim)}))
@@ -27,6 +30,7 @@ def parallelize(block: Experts, meshes: Meshes) -> None:
         for name, placement in placements.items():
             weight = distribute_tensor(getattr(module, name).detach(), meshes.tensor, [placement])
             setattr(module, name, nn.Parameter(weight))
+    block.tensor_ranks = meshes.tensor.size()
     block.enter = partial(gather_sequence, mesh=meshes.tensor)
     block.leave = partial(scatter_sequence, mesh=meshes.tensor)
 

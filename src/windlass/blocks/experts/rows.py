@@ -16,6 +16,14 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
+def bias_of_rows(bias: Tensor, ends: Tensor, rows: int) -> Tensor:
+    """The bias of each row's expert, of (experts, outputs). A product and not a look-up, whose backward pass would
+    scatter: slow and not repeatable."""
+    places = torch.arange(rows, dtype=ends.dtype, device=ends.device)
+    experts = torch.arange(len(ends), device=ends.device)
+    return (torch.searchsorted(ends, places, right=True)[:, None] == experts).to(bias.dtype) @ bias
+
+
 # Operators of their own, so that a compiled layer does not see the loop, whose lengths it could not know.
 @torch.library.custom_op("windlass::looped_product", mutates_args=())
 def looped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

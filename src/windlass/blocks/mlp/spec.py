@@ -12,6 +12,7 @@ class MlpSpec(BlockSpec):
     width: int
     hidden: int
     activation: str = "swiglu"
+    clamp: tuple[float, float] = (1.702, 7.0)  # of `clamped_swiglu`: alpha and limit
     bias: bool = False
 
     kind = "mlp"
